@@ -1,0 +1,36 @@
+"""Everything that depends on the torch version (2.11 to 2.15), and nothing else.
+
+Collectives are looked up on `torch.distributed` at call time, so that a patched collective and `CommDebugMode` see them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+
+def all_gather_single(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
+    """`all_gather_into_tensor`, under the name that this torch prefers (renamed in 2.13)."""
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return call(output, source, **options)
+
+
+def reduce_scatter_single(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
+    """`reduce_scatter_tensor`, under the name that this torch prefers (renamed in 2.13)."""
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(output, source, **options)
+
+
+def row_sharded_spec(mesh: DeviceMesh, like: torch.Tensor) -> DTensorSpec:
+    """The `Shard(0)` description of a tensor of the shape, stride and dtype of `like` on a 1-D mesh."""
+    return DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(like.size(), like.stride(), like.dtype))
+
+
+def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor around `local` itself: no copy, no autograd, none of `from_local`'s checks."""
+    return DTensor(local, spec, requires_grad=local.requires_grad)

@@ -1,0 +1,116 @@
+"""What the engine says about itself: typed events, and the only names it writes into profiler traces.
+
+The engine knows nothing of records, figures or notebooks. It announces what happens (a collective, a buffer, a unit's
+change of state) to whoever subscribed, and pays nothing when nobody did. The range names are those of PyTorch's FSDP2,
+so one analyser reads the traces of both engines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+CATEGORIES = (
+    "parameter_slices",
+    "gathered_parameters",
+    "gradient_slices",
+    "whole_gradients",
+    "optimizer_state",
+    "activations",
+    "communication_buffers",
+    "other",
+)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One row of the ledger: a collective that one rank took part in.
+
+    `logical_bytes` is the whole payload P, padding included; `wire_bytes` is what this rank sends: P(n-1)/n for
+    all_gather and reduce_scatter, 2P(n-1)/n for all_reduce. Times are `time.time_ns()`.
+    """
+
+    unit: str
+    phase: str
+    kind: str
+    logical_bytes: int
+    wire_bytes: int
+    padding_bytes: int
+    dtype: str
+    start_ns: int
+    end_ns: int
+    emulated: bool = False
+
+
+@dataclass(frozen=True)
+class Tag:
+    """The storage that is alive at `pointer` at `time_ns` belongs to `category` for its whole life."""
+
+    category: str
+    pointer: int
+    nbytes: int
+    time_ns: int
+    unit: str
+
+
+@dataclass(frozen=True)
+class Transition:
+    """A unit moved from one state of its life to the next."""
+
+    unit: str
+    before: str
+    after: str
+    phase: str
+    time_ns: int
+
+
+Event = Collective | Tag | Transition
+_subscribers: list[Callable[[Event], None]] = []
+
+
+def subscribe(callback: Callable[[Event], None]) -> Callable[[], None]:
+    """Send every event to `callback` (called on the thread that runs the model) until the returned function is called."""
+    _subscribers.append(callback)
+    return lambda: _subscribers.remove(callback)
+
+
+def listening() -> bool:
+    """Whether anybody subscribed; measuring for the ledger is skipped where nobody did."""
+    return bool(_subscribers)
+
+
+def emit(event: Event) -> None:
+    """Hand one event to every subscriber."""
+    for callback in tuple(_subscribers):
+        callback(event)
+
+
+_deferred: list[Callable[[], Event]] = []
+
+
+def defer(resolve: Callable[[], Event]) -> None:
+    """Queue an event whose times are known only once the device is done (CUDA); `flush` makes and emits it."""
+    _deferred.append(resolve)
+
+
+def flush() -> None:
+    """Emit what was deferred; call it after the device was synchronised, at the end of a step."""
+    while _deferred:
+        emit(_deferred.pop(0)())
+
+
+def tag(category: str, tensor: torch.Tensor, unit: str) -> None:
+    """Announce the category of the storage under `tensor`; empty and meta storages are not announced."""
+    if not _subscribers or tensor.is_meta:
+        return
+    storage = tensor.untyped_storage()
+    if storage.nbytes():
+        emit(Tag(category, storage.data_ptr(), storage.nbytes(), time.time_ns(), unit))
+
+
+def span(label: str, unit: str = "") -> torch.profiler.record_function:
+    """A profiler range under FSDP2's name: `span("all_gather", "blocks.3")` is `FSDP::all_gather (blocks.3)`."""
+    return torch.profiler.record_function(f"FSDP::{label} ({unit})" if unit else f"FSDP::{label}")

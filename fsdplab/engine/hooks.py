@@ -1,0 +1,118 @@
+"""The engine's only contact with module hooks and autograd.
+
+Before a forward: a pre-hook. Before a backward: a hook on every output tensor that needs a gradient. After a backward:
+an identity function planted on the inputs, whose own backward runs once their gradients are complete. The end of the
+backward: autograd's final callback, which also completes units whose inputs need no gradient. Parameter gradients are
+never counted down: those of unused parameters never arrive.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from .policy import MixedPrecisionPolicy
+from .runtime import Runtime
+from .unit import Unit
+
+
+class UnitHooks:
+    """Binds one module to one unit; holds no reference to the module, so that deleting a model frees it at once."""
+
+    def __init__(self, module: nn.Module, unit: Unit, policy: MixedPrecisionPolicy) -> None:
+        self.unit = unit
+        self.policy = policy
+        self.runtime: Runtime | None = None
+        self.prefetch = 1
+        self.is_root = False
+        module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self.after_forward, prepend=False)
+
+    def before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Gather, cast the inputs, and plant the end of this unit's backward on them."""
+        if self.runtime is None:
+            bind_root(module)
+        if self.policy.cast_forward_inputs and self.policy.param_dtype:
+            args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
+        if self.runtime.recomputes(self.unit):
+            return args, kwargs
+        self.runtime.before_forward(self.unit)
+        return self._plant(args, kwargs) if torch.is_grad_enabled() else (args, kwargs)
+
+    def after_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """Drop the unit and ask to be called before its backward."""
+        if not self.runtime.recomputes(self.unit):
+            wanting = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+            for tensor in wanting:
+                tensor.register_hook(self._before_backward)
+            self.runtime.after_forward(self.unit, will_backward=torch.is_grad_enabled() and bool(wanting))
+        return _cast(output, self.policy.output_dtype) if self.policy.output_dtype else output
+
+    def _before_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.runtime.before_backward(self.unit)
+        return gradient
+
+    def after_backward(self) -> None:
+        """The gradients of the unit's inputs are complete."""
+        self.runtime.after_backward(self.unit)
+
+    def _plant(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        leaves, shape = tree_flatten((args, kwargs))
+        wanting = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if not wanting:
+            return args, kwargs
+        planted = _EndOfBackward.apply(self, *(leaves[i] for i in wanting))
+        for i, tensor in zip(wanting, planted):
+            leaves[i] = tensor
+        return tree_unflatten(leaves, shape)
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """Identity on a unit's inputs whose backward says that the unit's own backward is over."""
+
+    @staticmethod
+    def forward(ctx: Any, hooks: UnitHooks, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.hooks = hooks
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple:
+        ctx.hooks.after_backward()
+        return None, *gradients
+
+
+def hooks_of(module: nn.Module) -> UnitHooks | None:
+    """The hooks that sharding put on `module`, if it is a unit."""
+    return module.__dict__.get("_unit_hooks")
+
+
+def bind_root(root: nn.Module) -> Runtime:
+    """Make `root`, the first unit to run, the root of all units below it, and name them by their place."""
+    found = [(name, hooks) for name, module in root.named_modules() if (hooks := hooks_of(module)) is not None]
+    for name, hooks in found:
+        if hooks.runtime is not None:
+            raise RuntimeError(
+                f"unit {name!r} already ran under another root; run the outermost sharded module first, "
+                "so that it becomes the root of all units"
+            )
+    units = {}
+    for name, hooks in found:
+        hooks.unit.name = name or "root"
+        units[hooks.unit.name] = hooks.unit
+    top = hooks_of(root)
+    top.is_root = True
+    if top.unit.reshard_after_forward is None:
+        top.unit.reshard_after_forward = False
+    runtime = Runtime(units, top.prefetch)
+    for _, hooks in found:
+        hooks.runtime = runtime
+        if hooks.unit.reshard_after_forward is None:
+            hooks.unit.reshard_after_forward = True
+    return runtime
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)

@@ -1,0 +1,110 @@
+"""Where every row of every parameter lives: pure arithmetic, no tensors.
+
+A unit's parameters are cut along dimension 0 as `torch.chunk` cuts: rank r of n holds rows [r*c, (r+1)*c) with
+c = ceil(rows / n), so the last ranks may hold fewer rows, or none. Two orders of the same bytes matter:
+
+    slice      one rank's chunks of all parameters, end to end, each padded to c rows: what travels
+    whole      parameter after parameter, each n*c rows: what a forward reads (its first `rows` rows are real)
+
+A gather turns n slices (rank-major) into the whole (parameter-major); a reduction goes the other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd, prod
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place: its shape, the rows a rank holds at most, and the offset in a slice, all in bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    chunk: int
+    offset: int
+
+    @property
+    def rows(self) -> int:
+        """Length of dimension 0."""
+        return self.shape[0]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return prod(self.shape[1:]) * self.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameter without padding."""
+        return self.rows * self.row_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes that one rank's slice reserves for this parameter, padding included."""
+        return self.chunk * self.row_bytes
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """First and last-plus-one row that `rank` holds: 5 rows on 2 ranks give (0, 3) and (3, 5)."""
+        return min(rank * self.chunk, self.rows), min((rank + 1) * self.chunk, self.rows)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The slots of one unit over `ranks` ranks.
+
+    Example: shapes (5, 4) and (3,) in float32 on 2 ranks reserve 3*16 + 2*4 = 56 bytes a slice, 112 in all, of which
+    92 are parameters and 20 padding.
+    """
+
+    slots: tuple[Slot, ...]
+    ranks: int
+
+    @classmethod
+    def of(cls, entries: Sequence[tuple[str, Sequence[int], int]], ranks: int) -> Layout:
+        """Lay out (name, shape, itemsize) entries in order; slots of mixed dtypes are aligned to the widest one."""
+        alignment = max((itemsize for _, _, itemsize in entries), default=1)
+        slots, offset = [], 0
+        for name, shape, itemsize in entries:
+            if len(shape) == 0:
+                raise ValueError(
+                    f"parameter {name!r} is 0-dimensional and has no rows to shard; make it a tensor of shape (1,)"
+                )
+            slot = Slot(name, tuple(shape), itemsize, -(-shape[0] // ranks), offset)
+            slots.append(slot)
+            offset += -(-slot.chunk_bytes // alignment) * alignment
+        return cls(tuple(slots), ranks)
+
+    @cached_property
+    def slice_bytes(self) -> int:
+        """Bytes of one rank's slice, padding included."""
+        if not self.slots:
+            return 0
+        alignment = max(slot.itemsize for slot in self.slots)
+        last = self.slots[-1]
+        return last.offset + -(-last.chunk_bytes // alignment) * alignment
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all slices: the logical size of a gather or a reduction."""
+        return self.ranks * self.slice_bytes
+
+    @cached_property
+    def padding_bytes(self) -> int:
+        """Bytes in `total_bytes` that hold no parameter."""
+        return self.total_bytes - sum(slot.nbytes for slot in self.slots)
+
+    @cached_property
+    def word(self) -> int:
+        """Widest word (1, 2, 4 or 8 bytes) that divides every offset and chunk: copies move such words."""
+        divisor = 8
+        for slot in self.slots:
+            divisor = gcd(divisor, slot.offset, slot.chunk_bytes)
+        return gcd(divisor, self.slice_bytes)
+
+    def whole_offset(self, slot: Slot) -> int:
+        """Where `slot` begins in the whole (parameter-major) buffer, in bytes."""
+        return self.ranks * slot.offset

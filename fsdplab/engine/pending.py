@@ -1,0 +1,32 @@
+"""Work in flight. A lifetime rule is a type here, not a comment.
+
+A collective reads and writes buffers after the call that started it returned. Whoever starts one gets a `Pending`: it
+keeps those buffers alive until somebody waits, and it knows how to wait, on the host (gloo) or on a stream (CUDA).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class Pending:
+    """Holds `buffers` until `wait` has run `finish`, exactly once.
+
+    >>> done = []
+    >>> work = Pending(lambda: done.append("waited"), "buffer")
+    >>> work.wait(); work.wait(); done
+    ['waited']
+    """
+
+    __slots__ = ("_buffers", "_finish")
+
+    def __init__(self, finish: Callable[[], None], *buffers: object) -> None:
+        self._finish: Callable[[], None] | None = finish
+        self._buffers = buffers
+
+    def wait(self) -> None:
+        """Complete the work for the current stream (or the host), then let its buffers go."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        self._buffers = ()

@@ -1,0 +1,59 @@
+"""The choices of a run, frozen: which of the three model states a rank keeps whole, and in which dtypes it computes.
+
+ZeRO (Rajbhandari et al. 2020, section 5) names three model states: parameters, gradients, optimizer state. A strategy
+is one row: for each state, whole or slice. No code asks for a strategy by name; a unit reads the row.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = ["STRATEGIES", "CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy", "Strategy", "strategy_named"]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One row of the table: what a rank keeps only a slice of, and whether a unit is dropped after its forward.
+
+    `reshard_after_forward=None` means: yes, except the root, whose parameters the backward needs at once.
+    """
+
+    name: str
+    shard_parameters: bool
+    shard_gradients: bool
+    shard_optimizer: bool
+    reshard_after_forward: bool | None
+
+    def __post_init__(self) -> None:
+        if self.shard_parameters > self.shard_gradients or self.shard_gradients > self.shard_optimizer:
+            raise ValueError(
+                f"strategy {self.name!r} shards a state while keeping a later one whole: got (parameters, gradients, "
+                f"optimizer) = {(self.shard_parameters, self.shard_gradients, self.shard_optimizer)}, expected the "
+                "optimizer state to be sharded first, then gradients, then parameters"
+            )
+
+
+STRATEGIES: dict[str, Strategy] = {
+    row.name: row
+    for row in (
+        Strategy("no_shard", False, False, False, False),
+        Strategy("zero1", False, False, True, False),
+        Strategy("zero2", False, True, True, False),
+        Strategy("shard_grad_op", True, True, True, False),
+        Strategy("full_shard", True, True, True, None),
+    )
+}
+
+
+def strategy_named(name: str | Strategy) -> Strategy:
+    """The row called `name`; a `ValueError` lists the near matches otherwise."""
+    if isinstance(name, Strategy):
+        return name
+    if name in STRATEGIES:
+        return STRATEGIES[name]
+    near = difflib.get_close_matches(str(name).lower().replace("-", "_"), STRATEGIES, n=2, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(f"unknown strategy {name!r}; {hint}expected one of {', '.join(STRATEGIES)}")

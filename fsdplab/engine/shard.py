@@ -1,0 +1,234 @@
+"""`fully_shard`, the drop-in for PyTorch's, and `shard_model`, the one call for every row of the strategy table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.tensor import DTensor
+
+from . import compat
+from .hooks import UnitHooks, bind_root, hooks_of
+from .param import ShardedParam
+from .policy import STRATEGIES, MixedPrecisionPolicy, Strategy, strategy_named
+from .transport import Transport
+from .unit import Terms, Unit
+
+Units = Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool] | str
+_classes: dict[type, type] = {}
+
+
+class FSDPModule(TorchFSDPModule):
+    """What a module becomes when it is made a unit: itself, plus these methods (PyTorch's names and meaning)."""
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters; with `async_op`, returns a handle to wait on."""
+        unit = _bound(self).unit
+        unit.settle()
+        unit.start_unshard("forward")
+        handle = UnshardHandle(unit)
+        return handle if async_op else handle.wait()
+
+    def reshard(self) -> None:
+        """Drop this unit's gathered parameters and show the slices."""
+        _bound(self).unit.reshard("forward")
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether the next backward reduces gradients or only accumulates them, whole, on each rank."""
+        for hooks in _hooks_under(self, recurse):
+            hooks.unit.sync = requires_gradient_sync
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """False announces that another backward comes before the optimizer steps."""
+        _bound(self).runtime.is_last_backward = is_last_backward
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether units drop their parameters between forward and backward."""
+        for hooks in _hooks_under(self, recurse):
+            hooks.unit.reshard_after_forward = reshard_after_forward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by `factor` instead of by the number of ranks."""
+        hooks_of(self).unit.divide = factor
+
+    def _apply(self, *args: Any, **kwargs: Any) -> nn.Module:
+        for hooks in _hooks_under(self, recurse=True):
+            hooks.unit.reshard("forward")
+        module = super()._apply(*args, **kwargs)
+        for hooks in _hooks_under(self, recurse=True):
+            hooks.unit.settle()
+        return module
+
+
+class UnshardHandle:
+    """Work begun by `unshard(async_op=True)`."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Return once the parameters may be read."""
+        self._unit.finish_unshard("forward")
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+) -> FSDPModule:
+    """Make `module` a unit that shards its parameters over the 1-D `mesh` (default: all ranks), in place.
+
+    Same effect as `torch.distributed.fsdp.fully_shard`: apply it to the blocks first, then to the root; parameters
+    become `Shard(0)` DTensors, the class becomes `FSDP<Name>`. `reshard_after_forward=None` drops every unit but the
+    root after its forward. Raises `ValueError` for containers without a forward, meshes that are not 1-D, and
+    parameters that another unit holds. Example: Linear(4, 5) on 2 ranks leaves 3 and 2 weight rows.
+    """
+    row = STRATEGIES["shard_grad_op" if reshard_after_forward is False else "full_shard"]
+    return _make_unit(module, row, mesh, mp_policy, reshard_after_forward)
+
+
+def shard_model(
+    model: nn.Module,
+    strategy: str | Strategy,
+    *,
+    units: Units = "auto",
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    prefetch: int = 1,
+) -> FSDPModule:
+    """Shard `model` in place by one row of the table: `no_shard, zero1, zero2, shard_grad_op, full_shard`.
+
+    `units` says what travels together: module classes, a predicate (name, module) -> bool, or "auto" for every child of
+    a ModuleList; whatever is left forms the root unit. `prefetch` units are gathered ahead. Raises `ValueError` for an
+    unknown strategy, units that match nothing, or a negative prefetch. Build the optimizer afterwards.
+    """
+    row = strategy_named(strategy)
+    if prefetch < 0:
+        raise ValueError(f"prefetch must be 0 or more units, got {prefetch}")
+    mesh = mesh or _default_mesh()
+    for child in reversed(_select(model, units)):
+        _make_unit(child, row, mesh, mp_policy, row.reshard_after_forward)
+    _make_unit(model, row, mesh, mp_policy, row.reshard_after_forward)
+    hooks_of(model).prefetch = prefetch
+    bind_root(model)
+    return model
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """The units of a sharded model in the order of the module tree, the root first."""
+    return list(_bound(model).runtime.units.values())
+
+
+def _select(model: nn.Module, units: Units) -> list[nn.Module]:
+    named = [(name, module) for name, module in model.named_modules() if module is not model]
+    if units == "auto":
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        return [child for each in lists for child in each]
+    if callable(units):
+        chosen = [module for name, module in named if units(name, module)]
+    else:
+        chosen = [module for _, module in named if isinstance(module, tuple(units))]
+    if not chosen:
+        raise ValueError(f"units={units!r} matches no submodule of {type(model).__name__}; name its block classes")
+    return chosen
+
+
+def _make_unit(
+    module: nn.Module, row: Strategy, mesh: DeviceMesh | None, policy: MixedPrecisionPolicy, reshard: bool | None
+) -> FSDPModule:
+    _check(module)
+    mesh = mesh or _default_mesh()
+    if mesh.ndim != 1:
+        raise ValueError(f"fully_shard needs a 1-D device mesh, got {mesh.ndim} dimensions: {mesh}")
+    terms = _terms(row, mesh, policy)
+    params = [_sharded_param(name, sites, original, terms, mesh) for original, (name, sites) in _owned(module).items()]
+    unit = Unit(type(module).__name__, params, terms, reshard)
+    unit.shard()
+    module.__dict__["_unit_hooks"] = UnitHooks(module, unit, policy)
+    module.__class__ = _sharded_class(type(module))
+    return module
+
+
+def _check(module: nn.Module) -> None:
+    if hooks_of(module) is not None:
+        raise ValueError(f"{type(module).__name__} is already a unit; call fully_shard once per module")
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"{type(module).__name__} has no forward, so nothing would gather its parameters; shard its children"
+        )
+
+
+def _terms(row: Strategy, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> Terms:
+    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device(mesh.device_type)
+    transport = Transport(mesh.get_group(), device) if mesh.size() > 1 else None
+    shard, replicate = (transport, None) if row.shard_optimizer else (None, transport)
+    rank = mesh.get_local_rank() if row.shard_optimizer else 0
+    return Terms(row, device, rank, policy.param_dtype, policy.reduce_dtype, shard, replicate)
+
+
+def _owned(module: nn.Module) -> dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]]]]:
+    """Parameters of `module` that no unit below it holds -> their first name and every place that shows them."""
+    found: dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]]]] = {}
+
+    def visit(prefix: str, each: nn.Module) -> None:
+        for attribute, parameter in each._parameters.items():
+            if parameter is not None:
+                found.setdefault(parameter, (prefix + attribute, []))[1].append((each, attribute))
+        for name, child in each._modules.items():
+            if child is not None and hooks_of(child) is None:
+                visit(f"{prefix}{name}.", child)
+
+    visit("", module)
+    return found
+
+
+def _sharded_param(
+    name: str, sites: list[tuple[nn.Module, str]], original: nn.Parameter, terms: Terms, mesh: DeviceMesh
+) -> ShardedParam:
+    if isinstance(original, DTensor):
+        raise ValueError(f"parameter {name!r} is a DTensor already: got placements {original.placements}, expected a plain parameter")
+    if getattr(original, "_owned_by_unit", False):
+        raise ValueError(
+            f"parameter {name!r} is tied to one that another unit holds; put both modules into one unit, "
+            "or leave both to the root"
+        )
+    if not original.is_meta and original.device.type != terms.device.type:
+        original.data = original.data.to(terms.device)
+    spec = compat.row_sharded_spec(mesh, original) if terms.strategy.shard_optimizer else None
+    param = ShardedParam(name, sites, original, spec)
+    original._owned_by_unit = True
+    return param
+
+
+def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    if cls not in _classes:
+        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    return _classes[cls]
+
+
+def _default_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "no process group: call torch.distributed.init_process_group first (under torchrun, or with world_size=1)"
+        )
+    kind = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
+    return init_device_mesh(kind, (dist.get_world_size(),))
+
+
+def _bound(module: nn.Module) -> UnitHooks:
+    hooks = hooks_of(module)
+    if hooks.runtime is None:
+        bind_root(module)
+    return hooks
+
+
+def _hooks_under(module: nn.Module, recurse: bool) -> list[UnitHooks]:
+    modules = module.modules() if recurse else [module]
+    return [hooks for each in modules if (hooks := hooks_of(each)) is not None]

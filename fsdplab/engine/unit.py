@@ -1,0 +1,266 @@
+"""A unit: the parameters that travel together, and their life in time order.
+
+    shard -> start_unshard -> finish_unshard -> (forward) -> reshard -> start_unshard -> finish_unshard -> (backward)
+          -> collect_gradients -> reshard -> start_reduce -> finish_reduce -> the optimizer sees slices only
+
+One life serves every strategy. What differs is read from the row: whether the whole buffer is dropped by `reshard`
+(`keeps_whole`), whether the slices at rest are views of it (`aliased`), and over how many ranks slices are cut. Under
+`no_shard` a slice is everything: nothing is gathered, and gradients are all-reduced over the replicas.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from . import events
+from .layout import Layout, Slot
+from .param import ShardedParam
+from .pending import Pending
+from .policy import Strategy
+from .transport import Stamp, Transport, pack
+
+SHARDED, UNSHARDING, UNSHARDED = "sharded", "unsharding", "unsharded"
+_NEXT = {SHARDED: (UNSHARDING,), UNSHARDING: (UNSHARDED,), UNSHARDED: (SHARDED,)}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a unit was told once: its row, its dtypes, and the groups it shards over and replicates over."""
+
+    strategy: Strategy
+    device: torch.device
+    rank: int
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    shard: Transport | None
+    replicate: Transport | None
+
+    @property
+    def ranks(self) -> int:
+        """Over how many ranks slices are cut."""
+        return self.shard.ranks if self.shard else 1
+
+    @property
+    def divide(self) -> float:
+        """Gradients are averaged over all data-parallel ranks."""
+        return float(self.ranks * (self.replicate.ranks if self.replicate else 1))
+
+
+class Unit:
+    """The parameters that are gathered, dropped and reduced together."""
+
+    def __init__(self, name: str, params: list[ShardedParam], terms: Terms, reshard_after_forward: bool) -> None:
+        self.name, self.params, self.terms = name, params, terms
+        self.reshard_after_forward = reshard_after_forward
+        self.state = SHARDED
+        self.stale = True  # whether the whole buffer must be gathered again before it is read
+        self.sync = True  # whether a backward ends in a reduction, or only adds to the whole gradients
+        self.divide = terms.divide
+        self._dtypes = [p.dtype for p in params]
+        self._compute = [terms.param_dtype if terms.param_dtype and d.is_floating_point else d for d in self._dtypes]
+        self.rest_layout = _layout(params, self._dtypes, terms.ranks)
+        self.layout = _layout(params, self._compute, terms.ranks)
+        casts, alone = self._compute != self._dtypes, terms.ranks == 1
+        self.aliased = not casts and (alone or not terms.strategy.shard_parameters)
+        self.keeps_whole = self.aliased or not (alone or terms.strategy.shard_parameters)
+        self._settled = False
+        self._flat: torch.Tensor | None = None  # the slices at rest, end to end (bytes)
+        self._low: torch.Tensor | None = None  # their low-precision copy, from the root forward to the end of backward
+        self._whole: torch.Tensor | None = None  # the gathered parameters (bytes); its storage comes and goes
+        self._gathering: Pending | None = None
+        self._reducing: tuple[Pending, torch.Tensor, list[ShardedParam], Layout] | None = None
+
+    # ---- shard
+
+    def shard(self) -> None:
+        """Keep this rank's rows of every parameter and let the rest go."""
+        for param, slot in zip(self.params, self.rest_layout.slots):
+            if param.spec is not None:
+                param.cut(*slot.span(self.terms.rank))
+        self.settle()
+
+    def settle(self) -> None:
+        """Bring slices that were replaced from outside (`to_empty`, an assigned state dict) back into the buffer."""
+        if self.state is not SHARDED or not self.params:
+            return
+        for param in self.params:
+            param.find()
+        if self._settled and all(param.settled() for param in self.params):
+            return
+        self._settled = not any(param.local.is_meta for param in self.params)
+        if not self._settled:
+            return
+        buffer = self._make_whole() if self.aliased else self._make_flat()
+        for param, slot in zip(self.params, self.rest_layout.slots):
+            param.settle(self._home(buffer, param, slot))
+
+    def _home(self, buffer: torch.Tensor, param: ShardedParam, slot: Slot) -> torch.Tensor:
+        """Where the rows of `param` that this rank keeps belong."""
+        start, stop = slot.span(self.terms.rank)
+        offset = self.rest_layout.whole_offset(slot) + start * slot.row_bytes if self.aliased else slot.offset
+        rows = buffer[offset : offset + (stop - start) * slot.row_bytes]
+        return rows.view(param.dtype).view(stop - start, *param.shape[1:])
+
+    def _make_flat(self) -> torch.Tensor:
+        if self._flat is None or self._flat.device != self.params[0].local.device:
+            self._flat = torch.zeros(self.rest_layout.slice_bytes, dtype=torch.uint8, device=self.params[0].local.device)
+            events.tag("parameter_slices", self._flat, self.name)
+        return self._flat
+
+    def _make_whole(self) -> torch.Tensor:
+        if self._whole is None:
+            self._whole = torch.zeros(self.layout.total_bytes, dtype=torch.uint8, device=self.terms.device)
+            for param, slot, dtype in zip(self.params, self.layout.slots, self._compute):
+                param.back(self._whole.untyped_storage(), self.layout.whole_offset(slot), dtype)
+            self._announce_whole()
+        elif self._whole.untyped_storage().nbytes() == 0:
+            self._whole.untyped_storage().resize_(self.layout.total_bytes)
+            self._announce_whole()
+        return self._whole
+
+    def _announce_whole(self) -> None:
+        events.tag("parameter_slices" if self.keeps_whole else "gathered_parameters", self._whole, self.name)
+
+    # ---- start_unshard, finish_unshard
+
+    def start_unshard(self, phase: str) -> None:
+        """Begin to gather the whole parameters; returns at once, and does nothing if that is under way or done."""
+        if self.state is not SHARDED or not self.params:
+            return
+        if not self._settled:
+            raise RuntimeError(
+                f"unit {self.name!r} cannot gather: its parameters are still on the meta device; "
+                "call model.to_empty(device=...) and initialise the weights before the first forward"
+            )
+        self._move(UNSHARDING, phase)
+        whole = self._make_whole()
+        if self.stale or not self.keeps_whole:
+            self._gathering = self._gather(whole, phase)
+            self.stale = False
+
+    def _gather(self, whole: torch.Tensor, phase: str) -> Pending | None:
+        if self.terms.shard is None:
+            if not self.aliased:
+                self._cast_into(whole)
+            return None
+        return self.terms.shard.all_gather(self.layout, self._outgoing(), whole, Stamp(self.name, phase))
+
+    def _outgoing(self) -> torch.Tensor:
+        """This rank's slice in the dtype that travels: the slices at rest themselves, or one copy a root forward."""
+        if self.aliased:
+            low = torch.empty(self.layout.slice_bytes, dtype=torch.uint8, device=self.terms.device)
+            events.tag("communication_buffers", low, self.name)
+            for param, slot in zip(self.params, self.layout.slots):
+                own = param.local.reshape(-1).view(torch.uint8)
+                low[slot.offset : slot.offset + own.numel()].copy_(own)
+            return self._typed(low)
+        if self._compute == self._dtypes:
+            return self._typed(self._flat)
+        if self._low is None:
+            self._low = torch.empty(self.layout.slice_bytes, dtype=torch.uint8, device=self.terms.device)
+            events.tag("parameter_slices", self._low, self.name)
+            self._cast_into(self._low)
+        return self._typed(self._low)
+
+    def _cast_into(self, target: torch.Tensor) -> None:
+        places = zip(self.rest_layout.slots, self._dtypes, self.layout.slots, self._compute)
+        for rest, dtype, low, compute in places:
+            source = self._flat[rest.offset : rest.offset + rest.chunk_bytes].view(dtype)
+            target[low.offset : low.offset + low.chunk_bytes].view(compute).copy_(source)
+
+    def _typed(self, data: torch.Tensor) -> torch.Tensor:
+        return data.view(self._compute[0]) if len(set(self._compute)) == 1 else data
+
+    def finish_unshard(self, phase: str) -> None:
+        """Wait for the gather and show the whole parameters to the modules."""
+        if self.state is not UNSHARDING:
+            return
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+        for param in self.params:
+            param.gathered.requires_grad_(param.at_rest.requires_grad)
+            param.show(param.gathered)
+        self._move(UNSHARDED, phase)
+
+    # ---- reshard
+
+    def reshard(self, phase: str) -> None:
+        """Show the slices again and drop the whole parameters, where the strategy drops them."""
+        self.finish_unshard(phase)
+        if self.state is not UNSHARDED:
+            return
+        for param in self.params:
+            param.show(param.at_rest)
+        if not self.keeps_whole:
+            self._whole.untyped_storage().resize_(0)
+        self._move(SHARDED, phase)
+
+    def forget_low_precision(self) -> None:
+        """Free the low-precision slice: the optimizer is about to change the masters."""
+        self._low = None
+
+    # ---- collect_gradients, start_reduce, finish_reduce
+
+    def collect_gradients(self) -> None:
+        """Take the whole gradients that autograd left behind, adding them to those of earlier micro-batches."""
+        for param in self.params:
+            param.take_gradient(self.terms.reduce_dtype or param.dtype)
+            if param.whole_gradient is not None:
+                events.tag("whole_gradients", param.whole_gradient, self.name)
+
+    def start_reduce(self) -> None:
+        """Begin to average the collected gradients over the ranks; parameters without one count as zeros."""
+        trainable = [param for param in self.params if param.at_rest.requires_grad]
+        gradients = [param.whole_gradient for param in trainable]
+        if all(gradient is None for gradient in gradients):
+            return
+        dtypes = {self.terms.reduce_dtype or gradient.dtype for gradient in gradients if gradient is not None}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        layout = _layout(trainable, [dtype] * len(trainable), self.terms.ranks)
+        output = torch.empty(layout.slice_bytes // dtype.itemsize, dtype=dtype, device=self.terms.device)
+        events.tag("gradient_slices" if self.terms.shard else "whole_gradients", output, self.name)
+        self._reducing = (self._reduce(layout, gradients, output), output, trainable, layout)
+        if self.terms.strategy.shard_gradients:
+            self.forget_whole_gradients()
+
+    def _reduce(self, layout: Layout, gradients: Sequence[torch.Tensor | None], output: torch.Tensor) -> Pending:
+        stamp = Stamp(self.name, "backward")
+        if self.terms.shard is not None:
+            return self.terms.shard.reduce_scatter(layout, gradients, output, stamp, self.divide)
+        pack(layout, gradients, output)
+        if self.terms.replicate is None:
+            return Pending(lambda: None)
+        return self.terms.replicate.all_reduce(layout, output, stamp, self.divide)
+
+    def finish_reduce(self) -> None:
+        """Wait for the reduction and hand every parameter at rest its rows of the averaged gradient."""
+        if self._reducing is None:
+            return
+        (pending, output, trainable, layout), self._reducing = self._reducing, None
+        pending.wait()
+        for param, slot in zip(trainable, layout.slots):
+            start, stop = slot.span(self.terms.rank)
+            first = slot.offset // output.element_size()
+            length = (stop - start) * slot.row_bytes // output.element_size()
+            param.give_gradient(output[first : first + length].view(stop - start, *param.shape[1:]))
+
+    def forget_whole_gradients(self) -> None:
+        """Free the whole gradients; a reduction in flight keeps what it still reads."""
+        for param in self.params:
+            param.whole_gradient = None
+
+    def _move(self, state: str, phase: str) -> None:
+        if state not in _NEXT[self.state]:
+            raise RuntimeError(f"unit {self.name!r} cannot go from {self.state} to {state} in {phase}")
+        if events.listening():
+            events.emit(events.Transition(self.name, self.state, state, phase, time.time_ns()))
+        self.state = state
+
+
+def _layout(params: Sequence[ShardedParam], dtypes: Sequence[torch.dtype], ranks: int) -> Layout:
+    return Layout.of([(p.name, p.shape, dtype.itemsize) for p, dtype in zip(params, dtypes)], ranks)

@@ -1,0 +1,154 @@
+"""Real text without a download: bytes are the tokens, and every Python brings megabytes of them, its own sources.
+
+A batch is a pure function of (seed, split, step, rank, micro-batch), so anybody can replay what any rank saw: the
+unsharded twin does, and so does a run resumed at another step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import random
+import sys
+import sysconfig
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+TEXT_SUFFIXES = (".md", ".py", ".txt")
+VALIDATION_SHARE = 10  # the last tenth of the bytes is kept for validation
+
+
+class TextError(ValueError):
+    """Text that cannot be trained on: missing, unreadable, empty, or too short."""
+
+
+@dataclass(frozen=True, eq=False)
+class ByteText:
+    """A text as bytes 0 to 255, one token each: the first nine tenths for training, the rest for validation.
+
+    >>> ByteText.from_bytes(b"abcdefghij" * 10).train.numel()
+    90
+    """
+
+    source: str  # where it came from, in words
+    data: Tensor  # uint8 [bytes]
+
+    @classmethod
+    def from_standard_library(cls) -> ByteText:
+        """The running interpreter's own top-level modules, in order of name; the same text on every machine with this Python."""
+        folder = Path(sysconfig.get_path("stdlib"))
+        # The interpreter's own list leaves out what a system or a user added to the folder.
+        files = [folder / f"{name}.py" for name in sorted(sys.stdlib_module_names)]
+        files = [file for file in files if file.is_file()]
+        if not files:
+            raise TextError(
+                f"this Python's standard library has no sources to read in {folder}; give a text with ByteText.from_path (or --text PATH)"
+            )
+        return cls.from_bytes(_join(files), f"standard library of Python {platform.python_version()}")
+
+    @classmethod
+    def from_path(cls, path: str | os.PathLike[str]) -> ByteText:
+        """The bytes of a file, or of all .md, .py and .txt files under a folder in order of path; `TextError` if there are none."""
+        if not os.fspath(path):
+            raise TextError("the path of the text is empty; give a file or a folder")
+        return cls.from_bytes(_join(_files_of(Path(path).expanduser())), str(path))
+
+    @classmethod
+    def from_bytes(cls, raw: bytes, source: str = "bytes") -> ByteText:
+        """A text from bytes in memory; no bytes raise `TextError`."""
+        if not raw:
+            raise TextError(f"the text {source} is empty: got 0 bytes; give a file with text in it")
+        return cls(source, torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+
+    def __len__(self) -> int:
+        return self.data.numel()
+
+    @property
+    def train(self) -> Tensor:
+        """The bytes to train on, uint8."""
+        return self.data[: self._train_bytes]
+
+    @property
+    def validation(self) -> Tensor:
+        """The bytes kept back, uint8."""
+        return self.data[self._train_bytes :]
+
+    @property
+    def _train_bytes(self) -> int:
+        return len(self) - len(self) // VALIDATION_SHARE
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that differ when any byte does: two runs with equal ones read the same text."""
+        return hashlib.blake2b(self.data.numpy(), digest_size=8).hexdigest()
+
+    def require(self, sequence_length: int, split: str = "train") -> None:
+        """Raise `TextError` unless the split holds one sequence and the byte after it; call it before ranks are started."""
+        if sequence_length < 1:
+            raise TextError(f"sequence_length must be at least 1, got {sequence_length}")
+        there, needed = self._split(split).numel(), sequence_length + 1
+        if there < needed:
+            raise TextError(
+                f"the text {self.source} is too short: its {split} part has {there} bytes (of {len(self)}), and a sequence_length of "
+                f"{sequence_length} needs at least {needed}; give a longer text or a shorter sequence_length"
+            )
+
+    def batch(
+        self, step: int, rank: int, world_size: int, batch_size: int, sequence_length: int,
+        micro_batch: int = 0, seed: int = 0, split: str = "train",
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """What `rank` reads at `step`: (tokens, targets), int64 [batch_size, sequence_length], targets one byte further on.
+
+        The world size is checked against the rank and changes nothing else: rank 1 of 2 reads what rank 1 of 4 reads.
+        A text too short for one sequence raises `TextError`.
+        """
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be from 0 to world_size - 1 = {world_size - 1}, got {rank}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        self.require(sequence_length, split)
+        part = self._split(split)
+        draw = random.Random(f"{seed}/{split}/{step}/{rank}/{micro_batch}")
+        starts = torch.tensor([draw.randrange(part.numel() - sequence_length) for _ in range(batch_size)])
+        windows = part[starts[:, None] + torch.arange(sequence_length + 1)].long()  # (B, T + 1)
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def _split(self, split: str) -> Tensor:
+        if split == "train":
+            return self.train
+        if split == "validation":
+            return self.validation
+        raise ValueError(f"unknown split {split!r}, expected 'train' or 'validation'")
+
+
+def _files_of(path: Path) -> list[Path]:
+    try:
+        if path.is_file():
+            return [path]
+        if not path.exists():
+            raise TextError(f"there is no text at {path}: the path does not exist; give a file or a folder")
+        if not path.is_dir():
+            raise TextError(f"{path} is neither a file nor a folder; give one of these")
+        files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file())
+    except OSError as error:
+        raise TextError(f"cannot look for text at {path}: {error}; check the path and its permissions") from error
+    if not files:
+        raise TextError(
+            f"the folder {path} holds no text: expected files ending in {', '.join(TEXT_SUFFIXES)}; name a file or another folder"
+        )
+    return files
+
+
+def _join(files: list[Path]) -> bytes:
+    parts = []
+    for file in files:
+        try:
+            parts.append(file.read_bytes())
+        except OSError as error:
+            raise TextError(f"cannot read {file}: {error}; check the file and its permissions") from error
+    return b"".join(parts)

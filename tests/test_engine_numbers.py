@@ -1,0 +1,197 @@
+"""The engine's numbers: every strategy equals the unsharded twin, torch's DDP and torch's FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdplab.engine import STRATEGIES, fully_shard, shard_model
+from fsdplab.workloads import ByteText, block_types, build_model, loss_of
+from fsdplab.workloads.twin import replay_gradients
+
+STEPS, BATCH, LENGTH = 10, 2, 32
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+Build = Callable[[nn.Module], nn.Module]
+
+
+def batch_of(text: ByteText, step: int, rank: int, micro_batch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    return text.batch(step, rank, dist.get_world_size(), BATCH, LENGTH, micro_batch=micro_batch)
+
+
+def rows_here(ours: torch.Tensor, theirs: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of a parameter that this rank holds, and the same rows of the twin's."""
+    if not isinstance(ours, DTensor):
+        return ours, theirs
+    chunks = torch.chunk(theirs, ours.device_mesh.size(), dim=0)
+    return ours.to_local(), chunks[rank] if rank < len(chunks) else theirs[:0]
+
+
+def compare_to_twin(
+    model: nn.Module, twin: nn.Module, optimizer: torch.optim.Optimizer, reference: torch.optim.Optimizer,
+    rank: int, step: int, tolerance: float,
+) -> None:
+    """Parameters and Adam's moments against the twin's; the failure names parameter, rank and step."""
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        pairs = {"parameter": (ours, theirs)}
+        for key in ("exp_avg", "exp_avg_sq"):
+            pairs[key] = (optimizer.state[ours][key], reference.state[theirs][key])
+        for what, (left, right) in pairs.items():
+            here, there = rows_here(left.detach(), right.detach(), rank)
+            assert here.shape == there.shape, f"{what} of {name}: rank {rank} holds {here.shape}, expected {there.shape}"
+            difference = (here - there).abs().max().item() if here.numel() else 0.0
+            assert difference <= tolerance, f"{what} of {name}: rank {rank}, step {step}, differs by {difference:.3g}"
+
+
+def train_beside_twin(strategy: str, preset: str = "gpt-tiny", micro_batches: int = 1, tolerance: float = 0.0) -> float:
+    """Ten AdamW steps beside the twin, compared after each one; returns the last loss."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    text, row = ByteText.from_standard_library(), STRATEGIES[strategy]
+    model, twin = build_model(preset, seed=1), build_model(preset, seed=1)
+    shard_model(model, strategy, units=block_types(model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    reference = torch.optim.AdamW(twin.parameters(), lr=3e-3)
+    for step in range(STEPS):
+        for micro in range(micro_batches):
+            last = micro == micro_batches - 1
+            model.set_requires_gradient_sync(last or row.shard_gradients)
+            model.set_is_last_backward(last)
+            loss = loss_of(model, *batch_of(text, step, rank, micro)) / micro_batches
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        replay_gradients(
+            twin,
+            [[batch_of(text, step, r, m) for m in range(micro_batches)] for r in range(world_size)],
+            loss_of,
+        )
+        reference.step()
+        reference.zero_grad()
+        compare_to_twin(model, twin, optimizer, reference, rank, step, tolerance)
+    return loss.item()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ten_steps_equal_the_twin_bit_for_bit(ranks, strategy: str, world_size: int) -> None:
+    """gloo's own all-reduce adds in another order above two ranks, so no_shard is equal to rounding there."""
+    tolerance = 2e-5 if strategy == "no_shard" and world_size > 2 else 0.0
+    ranks(world_size, train_beside_twin, strategy, "gpt-tiny", 1, tolerance)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1"])
+def test_llama_equals_the_twin(ranks, strategy: str) -> None:
+    ranks(2, train_beside_twin, strategy, "llama-tiny")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accumulation_over_three_micro_batches_equals_the_twin(ranks, strategy: str) -> None:
+    """Where gradients are reduced per micro-batch the sum runs in another order: equal to rounding."""
+    ranks(2, train_beside_twin, strategy, "gpt-tiny", 3, 2e-5 if STRATEGIES[strategy].shard_gradients else 0.0)
+
+
+def losses_of(build: Build, world_size: int, bf16_autocast: bool = False) -> list[float]:
+    text = ByteText.from_standard_library()
+    model = build(build_model("gpt-tiny", seed=1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, *batch_of(text, step, dist.get_rank()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total := loss.detach().clone())
+        losses.append((total / world_size).item())
+    return losses
+
+
+def by_torch_fsdp2(policy: MixedPrecisionPolicy) -> Build:
+    def build(model: nn.Module) -> nn.Module:
+        for block in model.blocks:
+            torch_fully_shard(block, mp_policy=policy)
+        return torch_fully_shard(model, mp_policy=policy)
+
+    return build
+
+
+def by_our_fully_shard(model: nn.Module) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def against_torch() -> dict[str, list[float]]:
+    world_size = dist.get_world_size()
+    runs = {name: losses_of(lambda m, n=name: shard_model(m, n), world_size) for name in STRATEGIES}
+    runs["fully_shard"] = losses_of(by_our_fully_shard, world_size)
+    runs["torch DDP"] = losses_of(lambda m: DistributedDataParallel(m), world_size)
+    runs["torch FSDP2"] = losses_of(by_torch_fsdp2(MixedPrecisionPolicy()), world_size)
+    return runs
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_losses_equal_torch_ddp_and_fsdp2(ranks, world_size: int) -> None:
+    runs = ranks(world_size, against_torch)[0]
+    for name, losses in runs.items():
+        assert losses == pytest.approx(runs["torch DDP"], rel=2e-6), f"{name}: {losses} against {runs['torch DDP']}"
+
+
+def bf16_distances(world_size: int) -> dict[str, float]:
+    """How far ten bf16 steps end from the float32 ones, for our strategies and for torch's FSDP2."""
+    reference = losses_of(lambda m: shard_model(m, "full_shard"), world_size)
+    builds = {n: (lambda m, n=n: shard_model(m, n, mp_policy=BF16)) for n in STRATEGIES}
+    builds["torch FSDP2"] = by_torch_fsdp2(BF16)
+    return {
+        name: max(abs(a - b) for a, b in zip(losses_of(build, world_size), reference)) for name, build in builds.items()
+    }
+
+
+def test_bf16_with_float32_masters_is_as_close_as_torch_fsdp2(ranks) -> None:
+    distances = ranks(2, bf16_distances, 2)[0]
+    limit = max(2 * distances["torch FSDP2"], 1e-3)
+    assert 0 < distances["torch FSDP2"] < 0.1
+    for name, distance in distances.items():
+        assert distance <= limit, f"{name} in bf16 is {distance:.3g} from float32, torch FSDP2 {distances['torch FSDP2']:.3g}"
+
+
+def masters_stay_float32() -> None:
+    model = shard_model(build_model("gpt-tiny"), "full_shard", mp_policy=BF16)
+    text = ByteText.from_standard_library()
+    loss_of(model, *batch_of(text, 0, dist.get_rank())).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32, f"{name} is kept in {parameter.dtype}"
+        assert parameter.grad.dtype == torch.float32, f"the gradient of {name} is {parameter.grad.dtype}"
+
+
+def test_bf16_keeps_float32_masters_and_gradients(ranks) -> None:
+    ranks(2, masters_stay_float32)
+
+
+def a_wrong_twin_is_noticed() -> str:
+    model, twin = build_model("gpt-tiny", seed=1), build_model("gpt-tiny", seed=1)
+    shard_model(model, "full_shard")
+    optimizer, reference = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, twin))
+    text = ByteText.from_standard_library()
+    for m in (model, twin):
+        loss_of(m, *batch_of(text, 0, 0)).backward()
+    twin.blocks[0].feed_forward.up.weight.grad[-1, 0] += 1
+    optimizer.step(), reference.step()
+    try:
+        compare_to_twin(model, twin, optimizer, reference, dist.get_rank(), 0, 0.0)
+    except AssertionError as error:
+        return str(error)
+    return "equal"
+
+
+def test_the_comparison_notices_a_wrong_gradient_and_says_where(ranks) -> None:
+    """Only an element of the last row is wrong, so only rank 1 of 2 can see it."""
+    said = ranks(2, a_wrong_twin_is_noticed)
+    assert said[0] == "equal"
+    assert "parameter of blocks.0.feed_forward.up.weight: rank 1, step 0" in said[1], said[1]
