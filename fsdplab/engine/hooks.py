@@ -30,6 +30,8 @@ class UnitHooks:
         self.is_root = False
         module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.after_forward, prepend=False)
+        module.register_state_dict_pre_hook(self._before_state_dict)
+        module.register_load_state_dict_pre_hook(self._before_state_dict)
 
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Gather, cast the inputs, and plant the end of this unit's backward on them."""
@@ -58,6 +60,10 @@ class UnitHooks:
     def after_backward(self) -> None:
         """The gradients of the unit's inputs are complete."""
         self.runtime.after_backward(self.unit)
+
+    def _before_state_dict(self, *_: Any) -> None:
+        """A state dict reads and writes slices, also when a forward has left the unit gathered."""
+        self.unit.reshard("forward")
 
     def _plant(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         leaves, shape = tree_flatten((args, kwargs))

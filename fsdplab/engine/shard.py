@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class FSDPModule(TorchFSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> nn.Module:
         for hooks in _hooks_under(self, recurse=True):
             hooks.unit.reshard("forward")
-        module = super()._apply(*args, **kwargs)
+        module = super(TorchFSDPModule, self)._apply(*args, **kwargs)
         for hooks in _hooks_under(self, recurse=True):
             hooks.unit.settle()
         return module
@@ -176,17 +176,19 @@ def _terms(row: Strategy, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> Ter
 def _owned(module: nn.Module) -> dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]]]]:
     """Parameters of `module` that no unit below it holds -> their first name and every place that shows them."""
     found: dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]]]] = {}
-
-    def visit(prefix: str, each: nn.Module) -> None:
+    for prefix, each in _below(module, ""):
         for attribute, parameter in each._parameters.items():
             if parameter is not None:
                 found.setdefault(parameter, (prefix + attribute, []))[1].append((each, attribute))
-        for name, child in each._modules.items():
-            if child is not None and hooks_of(child) is None:
-                visit(f"{prefix}{name}.", child)
-
-    visit("", module)
     return found
+
+
+def _below(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """`module` and what is below it, down to where another unit begins."""
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None and hooks_of(child) is None:
+            yield from _below(child, f"{prefix}{name}.")
 
 
 def _sharded_param(

@@ -166,9 +166,8 @@ class Transport:
 
 def sum_in_rank_order(parts: torch.Tensor, output: torch.Tensor, divide: float) -> None:
     """`output = (parts[0] + parts[1] + ...) / divide` in float32, always in that order; `parts` is [ranks, slice]."""
-    total = output if output.dtype == torch.float32 else parts[0].float()
-    torch.add(parts[0], parts[1], out=total) if len(parts) > 1 else total.copy_(parts[0])
-    for part in parts[2:]:
+    total = output.copy_(parts[0]) if output.dtype == torch.float32 else parts[0].float()
+    for part in parts[1:]:
         total.add_(part)
     total.div_(divide)
     if total is not output:

@@ -1,0 +1,126 @@
+"""The pure half of the engine: layouts, the schedule, the strategy table, and the examples in docstrings."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+
+import pytest
+import torch
+
+from fsdplab.engine.layout import Layout
+from fsdplab.engine.policy import STRATEGIES, Strategy, strategy_named
+from fsdplab.engine.schedule import Schedule
+from fsdplab.engine.transport import pack, sum_in_rank_order, unpack
+from fsdplab.planning import UnitShapes, step_traffic
+
+
+@pytest.mark.parametrize("module", ["engine.pending", "engine.schedule"])
+def test_docstring_examples(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"fsdplab.{module}"))
+    assert result.attempted > 0 and result.failed == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_rows_are_cut_as_torch_chunk_cuts(rows: int, ranks: int) -> None:
+    (slot,) = Layout.of([("w", (rows, 3), 4)], ranks).slots
+    chunks = torch.chunk(torch.arange(rows), ranks)
+    for rank in range(ranks):
+        start, stop = slot.span(rank)
+        expected = chunks[rank].tolist() if rank < len(chunks) else []
+        assert list(range(start, stop)) == expected
+
+
+def test_padding_is_named() -> None:
+    layout = Layout.of([("w", (5, 4), 4), ("b", (3,), 4)], 2)
+    assert (layout.slice_bytes, layout.total_bytes, layout.padding_bytes) == (56, 112, 20)
+
+
+def test_mixed_dtypes_are_aligned_to_the_widest() -> None:
+    layout = Layout.of([("half", (3,), 2), ("full", (3,), 4)], 1)
+    assert [slot.offset for slot in layout.slots] == [0, 8]
+    assert layout.slice_bytes == 20
+
+
+def test_a_scalar_parameter_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"'scale' is 0-dimensional.*shape \(1,\)"):
+        Layout.of([("scale", (), 4)], 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_pack_then_unpack_is_the_identity(ranks: int) -> None:
+    shapes = [(5, 4), (3,), (8, 2), (1, 7)]
+    layout = Layout.of([(str(i), shape, 4) for i, shape in enumerate(shapes)], ranks)
+    tensors = [torch.randn(shape) for shape in shapes]
+    send = torch.full((layout.total_bytes // 4,), torch.nan)
+    pack(layout, tensors, send)
+    whole = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    unpack(layout, send, whole)
+    for slot, tensor in zip(layout.slots, tensors):
+        start = layout.whole_offset(slot)
+        assert torch.equal(whole[start : start + slot.nbytes].view(torch.float32).view(slot.shape), tensor)
+
+
+def test_a_missing_gradient_packs_as_zeros() -> None:
+    layout = Layout.of([("a", (3, 2), 4), ("b", (2,), 4)], 2)
+    send = torch.full((layout.total_bytes // 4,), torch.nan)
+    pack(layout, [None, torch.ones(2)], send)
+    assert send.view(2, -1).tolist() == [[0, 0, 0, 0, 1], [0, 0, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_run_in_rank_order_in_float32(ranks: int, dtype: torch.dtype) -> None:
+    parts = torch.randn(ranks, 1000).to(dtype)
+    expected = parts[0].float()
+    for part in parts[1:]:
+        expected = expected + part.float()
+    output = torch.empty(1000, dtype=dtype)
+    sum_in_rank_order(parts, output, 2.0)
+    assert torch.equal(output, (expected / 2.0).to(dtype))
+
+
+def test_schedule_gathers_nothing_ahead_once_the_order_differs() -> None:
+    schedule = Schedule(depth=2)
+    schedule.begin()
+    for unit in ("a", "b", "c"):
+        assert schedule.before_forward(unit) == []
+    schedule.begin()
+    assert schedule.before_forward("a") == ["b", "c"]
+    assert schedule.before_forward("c") == []
+    assert schedule.before_forward("b") == []
+
+
+def test_schedule_without_prefetch_gathers_nothing_ahead() -> None:
+    schedule = Schedule(depth=0)
+    for _ in range(2):
+        schedule.begin()
+        assert [schedule.before_forward(unit) for unit in "ab"] == [[], []]
+        for unit in "ab":
+            schedule.after_forward(unit)
+    assert schedule.before_backward("b") == []
+
+
+def test_unknown_strategies_are_refused_with_near_matches() -> None:
+    with pytest.raises(ValueError, match="unknown strategy 'fullshard'; did you mean full_shard"):
+        strategy_named("fullshard")
+    with pytest.raises(ValueError, match="shards a state while keeping a later one whole"):
+        Strategy("odd", True, False, True, None)
+    with pytest.raises(ValueError, match="no traffic formula for strategy 'hybrid'"):
+        step_traffic([], "hybrid", 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [("no_shard", 4000), ("zero1", 4000), ("zero2", 4000), ("shard_grad_op", 4000), ("full_shard", 6000)],
+)
+def test_traffic_of_one_unit_of_a_thousand_parameters(strategy: str, expected: int) -> None:
+    unit = UnitShapes("block", (("w", (1000,)),))
+    assert sum(row.step_bytes for row in step_traffic([unit], strategy, 2)) == expected
+    assert step_traffic([unit], strategy, 1) == []
+
+
+def test_every_row_of_the_table_has_a_formula() -> None:
+    for strategy in STRATEGIES:
+        assert step_traffic([UnitShapes("root", (("w", (3,)),))], strategy, 2)
