@@ -34,9 +34,10 @@ def _serve(connection: Connection) -> None:
             reply = (True, function(*arguments))
         except BaseException:
             reply = (False, traceback.format_exc())
+        connection.send(reply)
+        connection.recv()  # a rank that left before its peers had connected to it would hang them
         if dist.is_initialized():
             dist.destroy_process_group()
-        connection.send(reply)
 
 
 class RankPool:
@@ -53,6 +54,8 @@ class RankPool:
             for rank, (_, connection) in enumerate(self._members[:world_size]):
                 connection.send((function, arguments, rank, world_size, store))
             replies = self._collect(world_size)
+            for _, connection in self._members[:world_size]:
+                connection.send("everybody is done")
         failures = [f"rank {rank}:\n{text}" for rank, (fine, text) in enumerate(replies) if not fine]
         if failures:
             raise RankFailed("\n".join(failures))

@@ -1,0 +1,287 @@
+"""Figures: what they draw is what the records say, their colours can be told apart, and the page stands alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from fsdplab import figures
+from fsdplab.figures import style
+from fsdplab.figures.static import nice_step
+from fsdplab.figures.table import COLUMNS, cells
+from fsdplab.figures.units import plural, seconds, size, three_digits
+from fsdplab.figures.view import view, views
+from fsdplab.records import CATEGORIES, RunRecord, comparison_json
+
+MB = 1_000_000
+SPLITS = {  # a model of 20 MB of parameters on two ranks, rounded
+    "no_shard": dict(parameter_slices=20, whole_gradients=20, optimizer_state=40, activations=7, communication_buffers=2, other=1),
+    "zero1": dict(parameter_slices=20, whole_gradients=20, optimizer_state=20, activations=7, communication_buffers=4, other=1),
+    "full_shard": dict(parameter_slices=10, gathered_parameters=6, gradient_slices=10, whole_gradients=3, optimizer_state=20, activations=7, communication_buffers=4, other=1),
+}  # fmt: skip
+CARD = 80 * MB
+
+
+def record(tmp_path: Path, strategy: str, engine: str = "lab", median: float | None = 0.5, status: str = "finished", card: int | None = CARD) -> RunRecord:
+    """A complete small record as a run would leave it."""
+    split = {name: SPLITS[strategy].get(name, 0) * MB for name in CATEGORIES}
+    summary = {
+        "step_time_s": {"median": median, "min": median and 0.9 * median},
+        "tokens_per_s": median and 256 / median,
+        "peak_memory_bytes": {"total": sum(split.values()), "by_category": split},
+        "peak_by_rank": [sum(split.values())] * 2,
+        "comm": {"bytes_per_step": 20 * MB, "collectives_per_step": 12, "exposed_s": None, "overlap": None},
+        "formula_bytes_per_step": 20 * MB,
+        "losses": [5.5, 5.25],
+        "card": {"bytes": card, "exceeded": status == "out_of_memory"},
+    }
+    return RunRecord(
+        tmp_path / f"{engine}-{strategy}",
+        spec=dict(strategy=strategy, engine=engine, world_size=2, model="gpt-tiny", card=card, precision="fp32", steps=2, text=None),
+        environment={"torch": "2.13.0", "nested": {"cores": 2}},
+        status=status,
+        summary=summary,
+        provenance={"step_time_s": "measured", "card": "emulated"},
+        tables={"memory": memory_rows(), "ledger": ledger_rows()},
+    )
+
+
+def memory_rows() -> list[dict]:
+    """Five instants of two ranks; the peak of rank 0 is 72 MB at 2 ms."""
+    levels = [40, 55, 65, 50, 45]
+    rows = []
+    for rank, (index, level) in itertools.product((0, 1), enumerate(levels)):
+        row = dict.fromkeys(CATEGORIES, 0) | {"optimizer_state": level * MB, "activations": 7 * MB}
+        rows.append({"rank": rank, "step": 1, "time_ns": index * MB, **row, "is_peak": level == 65})
+    return rows
+
+
+def ledger_rows() -> list[dict]:
+    """Two units' collectives of two steps: 20 MB a step and rank."""
+    travel = [("forward", "all_gather", 4), ("backward", "all_gather", 2), ("backward", "reduce_scatter", 4)]
+    return [
+        {
+            "rank": rank, "step": step, "unit": unit, "phase": phase, "kind": kind, "logical_bytes": 2 * sent * MB, "wire_bytes": sent * MB,
+            "padding_bytes": 0, "dtype": "float32", "start_ns": 0, "end_ns": 1, "emulated": False,
+        }
+        for rank, step, unit, (phase, kind, sent) in itertools.product((0, 1), (0, 1), ("a", "b"), travel)
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return [record(tmp_path, "no_shard", median=None, status="out_of_memory"), record(tmp_path, "zero1"), record(tmp_path, "full_shard", median=0.6)]
+
+
+def words(figure) -> str:
+    """All text of a figure: title, subtitle, annotations."""
+    return " ".join([figure.layout.title.text, figure.layout.title.subtitle.text, *(note.text for note in figure.layout.annotations)])
+
+
+def test_quantities_read_well():
+    assert [size(n) for n in (0, 999, 1536, 300 * MB, 999_960_000, 1.5e9, None)] == ["0 B", "999 B", "1.54 kB", "300 MB", "1.00 GB", "1.50 GB", "–"]
+    assert [seconds(t) for t in (1.4, 0.0153, 0.9999, 2e-5, 63, None)] == ["1.40 s", "15.3 ms", "1.00 s", "20.0 µs", "63.0 s", "–"]
+    assert (three_digits(1234), three_digits(9.999), plural(1, "rank"), plural(2, "rank")) == ("1,234", "10.0", "1 rank", "2 ranks")
+
+
+def test_memory_stacks_to_the_measured_peak(runs):
+    figure = figures.memory_by_category(runs)
+    for index, run in enumerate(runs):
+        assert sum(bar.x[index] for bar in figure.data) * MB == pytest.approx(run.summary["peak_memory_bytes"]["total"])
+    assert {bar.name for bar in figure.data} == {name.replace("_", " ") for name in CATEGORIES}
+    assert [bar.marker.color for bar in figure.data] == [style.CATEGORY_COLOURS[name] for name in CATEGORIES]
+    assert "out of memory" in words(figure) and "card 80.0 MB (emulated)" in words(figure)
+    assert "Measured on 2 CPU ranks" in words(figure) and "the card is emulated" in words(figure)
+    assert figure.layout.title.text == "<b>no_shard exceeds the card; full_shard peaks at 61.0 MB</b>"
+    assert figure.layout.xaxis.title.text.endswith("(MB)")
+
+
+def test_memory_that_cannot_be_told_apart_is_shown_as_such(tmp_path):
+    peer = record(tmp_path, "full_shard", engine="torch-fsdp2", card=None)
+    peer.summary["peak_memory_bytes"]["by_category"] = {"optimizer_state": 20 * MB, "activations": None}
+    figure = figures.memory_by_category(peer)
+    assert {bar.name: bar.x[0] for bar in figure.data} == {"optimizer state": 20, "not told apart": 41}
+    assert "emulated" not in words(figure)
+    assert cells(view(peer))[5] == "opt 20 rest 41"
+
+
+def test_step_time_names_the_fastest_and_those_that_did_not_train(runs):
+    figure = figures.step_time(runs)
+    assert list(figure.data[0].x) == [0, 0.5, 0.6]
+    assert list(figure.data[0].marker.color) == [style.STRATEGY_COLOURS[name] for name in SPLITS]
+    assert list(figure.data[1].x) == pytest.approx([0.45, 0.54])
+    assert figure.layout.title.text == "<b>zero1 is fastest, 500 ms a step; full_shard takes 1.20 times that</b>"
+    assert "512 tokens/s" in words(figure) and "out of memory" in words(figure)
+
+
+def test_timeline_finds_the_peak_of_the_rank(runs):
+    figure = figures.memory_timeline(runs[2], rank=1)
+    assert figure.layout.title.text == "<b>full_shard: rank 1 peaks at 72.0 MB after 2 ms</b>"
+    assert [trace.name for trace in figure.data] == ["optimizer state", "activations", "peak"]
+    assert (figure.data[-1].x[0], figure.data[-1].y[0]) == (2, 72)
+    with pytest.raises(ValueError, match=r"no memory timeline of rank 2; the record has ranks \[0, 1\]"):
+        figures.memory_timeline(runs[2], rank=2)
+
+
+def test_ledger_beside_the_formula(runs):
+    figure = figures.ledger_against_formula(runs[2])
+    assert {trace.name: trace.x[0] for trace in figure.data} == {"all_gather in forward": 8, "all_gather in backward": 4, "reduce_scatter in backward": 8, "formula": 20}
+    assert "the ledger equals the formula, 20.0 MB a step" in words(figure)
+    runs[2].summary["formula_bytes_per_step"] += 3
+    assert "differs from the formula by -3 bytes" in words(figures.ledger_against_formula(runs[2]))
+    runs[2].tables["ledger"] = []
+    with pytest.raises(ValueError, match="recorded no collective"):
+        figures.ledger_against_formula(runs[2])
+
+
+def test_figures_refuse_what_they_cannot_draw(tmp_path, runs):
+    empty = record(tmp_path, "zero1", median=None)
+    empty.summary["peak_memory_bytes"] = None
+    with pytest.raises(ValueError, match="no run has a memory measurement"):
+        figures.memory_by_category(empty)
+    with pytest.raises(ValueError, match="no run has a timed step"):
+        figures.step_time(runs[:1])
+    with pytest.raises(TypeError, match="got int"):
+        figures.step_time(3)
+    with pytest.raises(AttributeError, match="memory_by_category"):
+        figures.no_such_figure
+
+
+def test_records_and_their_comparison_draw_the_same(runs):
+    comparison = comparison_json(runs)
+    for draw in (figures.memory_by_category, figures.step_time):
+        assert draw(runs).to_json() == draw(comparison).to_json()
+    assert [run.status for run in views(comparison)] == ["out_of_memory", "finished", "finished"]
+
+
+def test_every_figure_says_what_it_shows_in_words(runs):
+    drawn = [figures.memory_by_category(runs), figures.step_time(runs), figures.memory_timeline(runs[1]), figures.ledger_against_formula(runs[1])]
+    for figure in drawn:
+        assert len(figures.alt_text(figure)) > 40 and figure.layout.title.text and figure.layout.title.subtitle.text
+    assert "full_shard 61.0 MB, mostly optimizer state (20.0 MB)" in figures.alt_text(drawn[0])
+    assert "no_shard out of memory" in figures.alt_text(drawn[1])
+
+
+def rectangles(picture: str) -> list[dict]:
+    return [node.attrib for node in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}rect")]
+
+
+def test_static_picture_draws_every_bar_to_scale(runs):
+    figure = figures.memory_by_category(runs)
+    picture = figures.svg(figure)
+    bars = [box for box in rectangles(picture) if float(box["height"]) > 20 and box["fill"] != "#ffffff"]
+    assert len(bars) == sum(1 for trace in figure.data for x in trace.x if x)
+    amounts = [x for trace in figure.data for x in trace.x if x]
+    pixels = [float(box["width"]) for box in bars]
+    assert pixels == pytest.approx([amount * sum(pixels) / sum(amounts) for amount in amounts], abs=0.1)
+    for text in ("no_shard", "optimizer state", "card 80.0 MB (emulated)", "90.0 MB · out of memory"):
+        assert text in picture
+    assert figures.alt_text(figure) in picture and len(picture) < 20_000
+
+
+def test_static_picture_of_each_kind_is_sound(runs):
+    for figure in (figures.step_time(runs), figures.memory_timeline(runs[1]), figures.ledger_against_formula(runs[1])):
+        root = ET.fromstring(figures.svg(figure))
+        _, _, width, height = map(float, root.attrib["viewBox"].split())
+        for node in root.iter("{http://www.w3.org/2000/svg}text"):
+            assert 0 <= float(node.attrib["x"]) <= width and 0 <= float(node.attrib["y"]) <= height, node.text
+    assert [nice_step(rough) for rough in (0.7, 1, 33, 0.021)] == [1, 1, 50, pytest.approx(0.05)]
+
+
+def test_labels_are_escaped(tmp_path):
+    evil = record(tmp_path, "zero1", engine="<script>alert(1)</script>")
+    comparison = comparison_json([evil])
+    assert "<script>alert" not in figures.comparison_page(comparison)
+    assert ET.fromstring(figures.svg(figures.step_time(evil))) is not None
+
+
+def test_page_carries_table_figures_data_and_what_was_real(runs):
+    from plotly.offline import get_plotlyjs
+
+    comparison = comparison_json(runs)
+    page = figures.comparison_page(comparison, runs)
+    assert len(page.encode()) - len(get_plotlyjs().encode()) < 1_000_000
+    assert page.count(get_plotlyjs()[:2000]) == 1
+    body = page.replace(get_plotlyjs(), "")
+    assert all(f"<th>{column}</th>" in body for column in COLUMNS)
+    assert all(text in body for text in ("out of memory", "measured", "emulated", "simulated", "gpt-tiny", "nested cores", "80.0 MB"))
+    assert not re.search(r"""(src|href)=["']""", body), "the page must not load anything"
+    data = re.search(r'<script type="application/json" id="comparison">(.*?)</script>', body)[1]
+    assert json.loads(data) == comparison
+
+
+def test_page_says_why_a_figure_is_missing(runs):
+    page = figures.comparison_page(comparison_json(runs[:1]), runs[:1])
+    assert "no run has a timed step to draw" in page
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a chromium on the path")
+def test_page_opens_offline_in_a_browser(runs, tmp_path):
+    from playwright.sync_api import sync_playwright
+
+    target = tmp_path / "page.html"
+    target.write_text(figures.comparison_page(comparison_json(runs), runs), encoding="utf-8")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="dark")
+        asked, problems = [], []
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(target.as_uri())
+        page.wait_for_selector(".js-plotly-plot .main-svg")
+        assert page.evaluate("document.documentElement.classList.contains('dark')")
+        page.click("#switch")
+        assert page.evaluate("document.documentElement.classList.contains('dark')") is False
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than 1280 px"
+        assert page.locator(".js-plotly-plot").count() == 2
+        browser.close()
+    assert (asked, problems) == ([target.as_uri()], [])
+
+
+# Colour vision: linear RGB as people without one kind of cone see it (Machado, Oliveira and Fernandes 2009, severity 1).
+EYES = {
+    "usual": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "deuteranopia": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    "tritanopia": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+}
+
+
+def linear(colour: str) -> list[float]:
+    shares = (int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5))
+    return [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+
+
+def seen(colour: str, eye) -> tuple[float, float, float]:
+    """CIE Lab of a colour as an eye sees it."""
+    r, g, b = (min(1, max(0, sum(a * c for a, c in zip(row, linear(colour))))) for row in eye)
+    xyz = ((0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505, 0.2126 * r + 0.7152 * g + 0.0722 * b, (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.089)
+    x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in xyz)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def nearest(palette: dict[str, str], eye) -> float:
+    return min(sum((p - q) ** 2 for p, q in zip(seen(a, eye), seen(b, eye))) ** 0.5 for a, b in itertools.combinations(palette.values(), 2))
+
+
+@pytest.mark.parametrize("eye", EYES.values(), ids=EYES)
+def test_colours_are_told_apart_by_every_eye(eye):
+    assert nearest(style.CATEGORY_COLOURS, eye) > 18
+    assert nearest(style.STRATEGY_COLOURS, eye) > 12
+
+
+def test_the_colour_test_sees_a_bad_palette():
+    assert nearest({"a": "#c05050", "b": "#808040"}, EYES["deuteranopia"]) < 12
+
+
+def test_palette_covers_every_category_and_strategy():
+    from fsdplab.engine.events import CATEGORIES as EMITTED
+
+    assert list(style.CATEGORY_COLOURS) == list(CATEGORIES) == list(EMITTED)
+    assert set(style.STRATEGY_COLOURS) >= set(SPLITS) | {"zero2", "shard_grad_op"}

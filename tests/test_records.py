@@ -1,0 +1,179 @@
+"""Records: what is written is what is read, and a folder that is not a whole record is refused with its file and the remedy."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from fsdplab.records import CATEGORIES, RecordError, RunRecord, comparison_json, matches_reference
+
+STEP = {"rank": 0, "step": 0, "loss": 5.71234567890123, "step_time_s": None, "tokens": 128}
+COLLECTIVE = {
+    "rank": 1,
+    "step": 2,
+    "unit": "",
+    "phase": "forward",
+    "kind": "all_gather",
+    "logical_bytes": 1024,
+    "wire_bytes": 512,
+    "padding_bytes": 0,
+    "dtype": "float32",
+    "start_ns": 1_700_000_000_000_000_001,
+    "end_ns": 1_700_000_000_000_000_901,
+    "emulated": False,
+}
+INSTANT = {"rank": 0, "step": 1, "time_ns": 10, **dict.fromkeys(CATEGORIES, 7), "is_peak": True}
+
+
+def record_in(folder: Path, losses: tuple[float, ...] = (5.7, 5.6), **fields: object) -> RunRecord:
+    spec = {"strategy": "full_shard", "engine": "lab", "world_size": 2, "model": "gpt-tiny", "precision": "fp32"}
+    return RunRecord(
+        folder,
+        spec={**spec, **fields},
+        environment={"torch": "2.13.0"},
+        summary={"losses": list(losses), "step_time_s": {"median": 0.5, "min": 0.4}},
+        provenance={"losses": "measured"},
+        tables={"steps": [STEP], "ledger": [COLLECTIVE], "memory": [INSTANT]},
+    ).save()
+
+
+def test_a_record_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    written = record_in(tmp_path / "run")
+    read = RunRecord.load(tmp_path / "run")
+    assert read == written
+    assert read.table("steps") == [STEP] and read.table("ledger") == [COLLECTIVE] and read.table("memory") == [INSTANT]
+    assert {path.name for path in read.path.iterdir()} == {"run.json", "steps.csv.gz", "ledger.csv.gz", "memory.csv.gz"}
+
+
+def test_the_same_record_gives_the_same_bytes(tmp_path: Path) -> None:
+    one, two = record_in(tmp_path / "one").path, record_in(tmp_path / "two").path
+    assert all((two / path.name).read_bytes() == path.read_bytes() for path in one.iterdir())
+
+
+def test_a_frame_has_the_columns_of_the_table_even_without_rows(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    record = RunRecord(tmp_path / "run").save()
+    assert list(record.frame("memory").columns) == ["rank", "step", "time_ns", *CATEGORIES, "is_peak"]
+
+
+def test_a_folder_that_is_no_record_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="holds no run.json.*fsdplab run"):
+        RunRecord.load(tmp_path)
+    with pytest.raises(RecordError, match="holds no run.json"):
+        RunRecord.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "has the format None; expected"),
+        ('{"format": "another tool 3"}', "has the format 'another tool 3'; expected"),
+        ('{"format": "fsdplab run record 1", "spec": {}}', "lacks environment, status"),
+    ],
+)
+def test_a_wrong_run_json_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(RecordError, match=message):
+        RunRecord.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [("status", "perfect", "status is one of"), ("provenance", {"losses": "guessed"}, "provenance is one of"), ("spec", 3, "expected an object")],
+)
+def test_a_wrong_field_is_refused(tmp_path: Path, field: str, value: object, message: str) -> None:
+    path = record_in(tmp_path).path / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    with pytest.raises(RecordError, match=message):
+        RunRecord.load(tmp_path)
+
+
+def damage_missing(path: Path) -> None:
+    path.unlink()
+
+
+def damage_truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-12])
+
+
+def damage_not_compressed(path: Path) -> None:
+    path.write_bytes(b"rank,step\n0,1\n")
+
+
+def damage_other_columns(path: Path) -> None:
+    path.write_bytes(gzip.compress(b"rank,step\n0,1\n"))
+
+
+def damage_short_line(path: Path) -> None:
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()).replace(b",128", b"")))
+
+
+def damage_wrong_type(path: Path) -> None:
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()).replace(b"128", b"many")))
+
+
+def damage_lost_row(path: Path) -> None:
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()).splitlines(keepends=True)[0]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_missing, "is missing: the record is incomplete"),
+        (damage_truncated, "is damaged"),
+        (damage_not_compressed, "is damaged"),
+        (damage_other_columns, "has columns"),
+        (damage_short_line, "has 4 cells; expected 5"),
+        (damage_wrong_type, "wrong type"),
+        (damage_lost_row, "has 0 rows; run.json says 1"),
+    ],
+)
+def test_a_damaged_table_is_refused(tmp_path: Path, damage: object, message: str) -> None:
+    record_in(tmp_path)
+    damage(tmp_path / "steps.csv.gz")  # type: ignore[operator]
+    with pytest.raises(RecordError, match=message):
+        RunRecord.load(tmp_path)
+
+
+def test_wrong_rows_and_tables_are_refused_before_they_reach_the_disk(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has columns"):
+        RunRecord(tmp_path, tables={"steps": [{"rank": 0}]}).save()
+    assert not (tmp_path / "run.json").exists()
+    with pytest.raises(RecordError, match="no table 'losses'"):
+        RunRecord(tmp_path).table("losses")
+
+
+def test_losses_agree_within_the_tolerance_of_their_precision() -> None:
+    assert matches_reference([5.0, 4.0], [5.0, 4.00001], "fp32")
+    assert not matches_reference([5.0, 4.0], [5.0, 4.001], "fp32")
+    assert matches_reference([5.0, 4.0], [5.0, 4.001], "bf16")
+    assert not matches_reference([5.0, 4.0], [5.0, 4.1], "bf16")
+    assert not matches_reference([5.0], [5.0, 4.0], "fp32")
+    assert not matches_reference([], [], "fp32")
+    assert not matches_reference([math.nan], [math.nan], "fp32")
+    with pytest.raises(ValueError, match="fp8"):
+        matches_reference([1.0], [1.0], "fp8")
+
+
+def test_the_comparison_has_exactly_the_promised_fields(tmp_path: Path) -> None:
+    twin = record_in(tmp_path / "twin", engine="twin", strategy="no_shard")
+    runs = [record_in(tmp_path / "a"), record_in(tmp_path / "b", losses=(5.7, 9.9), strategy="zero1")]
+    comparison = comparison_json(runs, twin)
+    assert comparison.keys() == {"spec", "environment", "runs"}
+    assert comparison["spec"] == {"engine": "lab", "world_size": 2, "model": "gpt-tiny", "precision": "fp32"}
+    first, second = comparison["runs"]
+    assert first.keys() == {
+        "strategy", "engine", "world_size", "step_time_s", "tokens_per_s", "peak_memory_bytes", "comm", "losses", "matches_reference", "predicted",
+    }  # fmt: skip
+    assert first["step_time_s"] == {"median": 0.5, "min": 0.4}
+    assert first["peak_memory_bytes"].keys() == {"total", "by_category"}
+    assert first["comm"].keys() == {"bytes_per_step", "collectives_per_step", "exposed_s", "overlap"}
+    assert first["predicted"].keys() == {"peak_memory_bytes", "comm_bytes_per_step", "step_time_s"}
+    assert first["matches_reference"] is True and second["matches_reference"] is False
+    assert comparison_json(runs)["runs"][0]["matches_reference"] is None
+    json.dumps(comparison)
