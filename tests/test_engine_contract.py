@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdplab.engine import STRATEGIES, FSDPModule, events, fully_shard, shard_model
 from fsdplab.engine.shard import units_of
@@ -147,6 +148,29 @@ def test_ledger_equals_the_formula_unit_by_unit(ranks, strategy: str, policy, mi
     for world_size in (2, 3):
         for counted, expected in ranks(world_size, ledger_of, strategy, policy, micro_batches):
             assert counted == expected
+
+
+def counted(strategy: str) -> dict[str, int]:
+    """Collectives of one step as CommDebugMode sees them."""
+    model = shard_model(Odd(), strategy)
+    step_of(model)
+    with CommDebugMode() as seen:
+        step_of(model)
+    return {str(op).removeprefix("c10d."): count for op, count in seen.get_comm_counts().items()}
+
+
+def test_comm_debug_mode_sees_the_textbooks_collectives(ranks) -> None:
+    """Four units (three blocks and the root, which is gathered once): nothing but what the table promises."""
+    expected = {
+        "no_shard": {"allreduce_": 4},
+        "zero1": {"_allgather_base_": 4, "_reduce_scatter_base_": 4},
+        "zero2": {"_allgather_base_": 4, "_reduce_scatter_base_": 4},
+        "shard_grad_op": {"_allgather_base_": 4, "_reduce_scatter_base_": 4},
+        "full_shard": {"_allgather_base_": 7, "_reduce_scatter_base_": 4},
+    }
+    for strategy, counts in expected.items():
+        assert ranks(2, counted, strategy) == [counts, counts], strategy
+        assert ranks(1, counted, strategy) == [{}], strategy
 
 
 def test_one_rank_communicates_nothing(ranks) -> None:

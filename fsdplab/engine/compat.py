@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -34,3 +35,12 @@ def row_sharded_spec(mesh: DeviceMesh, like: torch.Tensor) -> DTensorSpec:
 def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor around `local` itself: no copy, no autograd, none of `from_local`'s checks."""
     return DTensor(local, spec, requires_grad=local.requires_grad)
+
+
+def silent_group(rank: int, ranks: int) -> dist.ProcessGroup:
+    """A process group that moves nothing: it lets an algorithm show the collective that it implements."""
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    group = dist.ProcessGroup(dist.HashStore(), rank, ranks)
+    group._register_backend(torch.device("cpu"), kind, FakeProcessGroup._create_internal(rank, ranks))
+    group._set_default_backend(kind)
+    return group

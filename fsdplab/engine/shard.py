@@ -16,7 +16,7 @@ from . import compat
 from .hooks import UnitHooks, bind_root, hooks_of
 from .param import ShardedParam
 from .policy import STRATEGIES, MixedPrecisionPolicy, Strategy, strategy_named
-from .transport import Transport
+from .transport import GlooTransport, Transport
 from .unit import Terms, Unit
 
 Units = Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool] | str
@@ -167,7 +167,8 @@ def _check(module: nn.Module) -> None:
 
 def _terms(row: Strategy, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> Terms:
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device(mesh.device_type)
-    transport = Transport(mesh.get_group(), device) if mesh.size() > 1 else None
+    kind = GlooTransport if device.type == "cpu" else Transport
+    transport = kind(mesh.get_group(), device) if mesh.size() > 1 else None
     shard, replicate = (transport, None) if row.shard_optimizer else (None, transport)
     rank = mesh.get_local_rank() if row.shard_optimizer else 0
     return Terms(row, device, rank, policy.param_dtype, policy.reduce_dtype, shard, replicate)

@@ -1,28 +1,28 @@
 """Collectives, and who waits for them where.
 
 A unit hands over its layout, its slice and the buffers to fill; the transport decides about staging, issues the
-collective and returns a `Pending`. Two things vary, and each is one small class: the lane (does the host wait, or a
-stream?) and the reduce-scatter (gloo's own is a whole all-reduce, twice the bytes; an all-to-all and a local sum in
-float32, in rank order, moves the textbook's bytes and gives the same bits in every run).
+collective and returns a `Pending`. `Transport` stages through flat buffers, on NCCL's streams. On gloo only the
+reduction differs: gloo's own reduce-scatter is a whole all-reduce, twice the bytes; an all-to-all and a local sum in
+float32, in rank order, moves the textbook's bytes and gives the same bits in every run. Whatever algorithm runs below,
+a trace and `CommDebugMode` see the collective it stands for (`announce`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from . import compat, events
+from .lanes import HostLane, Note, stream_lane
 from .layout import Layout
 from .pending import Pending
 
+Reduction = tuple[Callable[[bool], Any], Callable[[], object], torch.Tensor]  # issue, complete, buffer to keep
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-Note = Callable[[int, int], events.Event]
 
 
 @dataclass(frozen=True)
@@ -33,76 +33,15 @@ class Stamp:
     phase: str
 
 
-class HostLane:
-    """Work that the host waits for: gloo's own threads move the bytes meanwhile."""
-
-    def run(self, issue: Callable[[bool], Any], complete: Callable[[], None], note: Note, *buffers: object) -> Pending:
-        """Issue now; wait, note the times and `complete` when somebody needs the result."""
-        start = time.time_ns()
-        work = issue(True)
-        done: list[int] = []
-        if events.listening():
-            work.get_future().then(lambda _: done.append(time.time_ns()))
-
-        def finish() -> None:
-            work.wait()
-            if events.listening():
-                events.emit(note(start, done[0] if done else time.time_ns()))
-            complete()
-
-        return Pending(finish, *buffers)
-
-
-class StreamLane:
-    """Work on a side stream, ordered by events; the host never waits.
-
-    Every buffer is allocated and freed on the compute stream. The side stream starts after the compute stream's present
-    work, and the compute stream waits for the side stream before it uses or frees a buffer, so the caching allocator's
-    own rule is enough and memory is deterministic: no `record_stream`.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream, clock: tuple[torch.cuda.Event, int]) -> None:
-        self._stream = stream
-        self._clock = clock
-
-    def run(self, issue: Callable[[bool], Any], complete: Callable[[], None], note: Note, *buffers: object) -> Pending:
-        """Enqueue everything on the side stream; waiting is an event that the current stream waits for."""
-        timed = events.listening()
-        start, end = (torch.cuda.Event(enable_timing=timed) for _ in range(2))
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            start.record()
-            issue(False)
-            complete()
-            end.record()
-        if timed:
-            events.defer(lambda: note(self._time_ns(start), self._time_ns(end)))
-        return Pending(lambda: torch.cuda.current_stream(self._stream.device).wait_event(end), *buffers)
-
-    def _time_ns(self, event: torch.cuda.Event) -> int:
-        zero, zero_ns = self._clock
-        return zero_ns + int(zero.elapsed_time(event) * 1e6)
-
-
-@lru_cache(maxsize=None)
-def _stream_lane(device: torch.device, role: str) -> StreamLane:
-    """One high-priority stream per device and role (gather, reduce), shared by all units."""
-    with torch.cuda.device(device):
-        zero = torch.cuda.Event(enable_timing=True)
-        zero.record()
-        zero.synchronize()
-        return StreamLane(torch.cuda.Stream(device, priority=-1), (zero, time.time_ns()))
-
-
 class Transport:
     """Gathers and reduces over one process group for tensors on one device."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
-        self.ranks = group.size()
-        self._gloo = device.type == "cpu"
-        self._gather_lane = HostLane() if self._gloo else _stream_lane(device, "gather")
-        self._reduce_lane = HostLane() if self._gloo else _stream_lane(device, "reduce")
+        self.rank, self.ranks = group.rank(), group.size()
+        host = device.type == "cpu"
+        self._gather_lane = HostLane() if host else stream_lane(device, "gather")
+        self._reduce_lane = HostLane() if host else stream_lane(device, "reduce")
 
     def all_gather(self, layout: Layout, send: torch.Tensor, whole: torch.Tensor, stamp: Stamp) -> Pending:
         """Fill `whole` (bytes, parameter-major) from every rank's `send` (one slice, in the dtype that travels)."""
@@ -128,7 +67,7 @@ class Transport:
         events.tag("communication_buffers", send, stamp.unit)
         with events.span("post_backward_reduce", stamp.unit):
             pack(layout, gradients, send)
-        issue, complete, received = (self._exchange if self._gloo else self._reduce)(send, output, divide)
+        issue, complete, received = self._reduction(send, output, divide)
         note = self._note(stamp, "reduce_scatter", layout.total_bytes, layout.padding_bytes, _name(output.dtype))
         return self._reduce_lane.run(issue, complete, note, send, received, output)
 
@@ -142,19 +81,11 @@ class Transport:
         note = self._note(stamp, "all_reduce", layout.total_bytes, layout.padding_bytes, _name(buffer.dtype))
         return self._reduce_lane.run(issue, lambda: buffer.div_(divide), note, buffer)
 
-    def _reduce(self, send: torch.Tensor, output: torch.Tensor, divide: float) -> tuple[Any, Any, torch.Tensor]:
+    def _reduction(self, send: torch.Tensor, output: torch.Tensor, divide: float) -> Reduction:
         def issue(asynchronous: bool) -> Any:
             return compat.reduce_scatter_single(output, send, group=self.group, async_op=asynchronous)
 
         return issue, lambda: output.div_(divide), send
-
-    def _exchange(self, send: torch.Tensor, output: torch.Tensor, divide: float) -> tuple[Any, Any, torch.Tensor]:
-        received = torch.empty_like(send)
-
-        def issue(asynchronous: bool) -> Any:
-            return dist.all_to_all_single(received, send, group=self.group, async_op=asynchronous)
-
-        return issue, lambda: sum_in_rank_order(received.view(self.ranks, -1), output, divide), received
 
     def _note(self, stamp: Stamp, kind: str, logical: int, padding: int, dtype: str) -> Note:
         rounds = 2 if kind == "all_reduce" else 1
@@ -162,6 +93,36 @@ class Transport:
         return lambda start, end: events.Collective(
             stamp.unit, stamp.phase, kind, logical, wire, padding, dtype, start, end
         )
+
+
+class GlooTransport(Transport):
+    """Gloo, with a reduce-scatter that moves P(n-1)/n bytes."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self._backend = group._get_backend(device)
+        self._announced = compat.silent_group(self.rank, self.ranks)
+
+    def _reduction(self, send: torch.Tensor, output: torch.Tensor, divide: float) -> Reduction:
+        received = torch.empty_like(send)
+        events.tag("communication_buffers", received, "")
+
+        def issue(asynchronous: bool) -> Any:
+            announce("reduce_scatter", self._announced)
+            return self._backend.alltoall_base(received, send, [], [])
+
+        return issue, lambda: sum_in_rank_order(received.view(self.ranks, -1), output, divide), received
+
+
+def announce(kind: str, group: dist.ProcessGroup) -> None:
+    """Show a collective, without moving anything, to whatever watches `torch.distributed` and the profiler."""
+    nothing = torch.empty(0)
+    if kind == "all_gather":
+        compat.all_gather_single(nothing, nothing, group=group)
+    elif kind == "reduce_scatter":
+        compat.reduce_scatter_single(nothing, nothing, group=group)
+    else:
+        dist.all_reduce(nothing, group=group)
 
 
 def sum_in_rank_order(parts: torch.Tensor, output: torch.Tensor, divide: float) -> None:

@@ -1,0 +1,76 @@
+"""Who waits for a collective, and where: the host (gloo's threads move the bytes meanwhile) or a CUDA stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from . import events
+from .pending import Pending
+
+Note = Callable[[int, int], events.Event]
+
+
+class HostLane:
+    """Work that the host waits for: gloo's own threads move the bytes meanwhile."""
+
+    def run(self, issue: Callable[[bool], Any], complete: Callable[[], None], note: Note, *buffers: object) -> Pending:
+        """Issue now; wait, note the times and `complete` when somebody needs the result."""
+        start = time.time_ns()
+        work = issue(True)
+        done: list[int] = []
+        if events.listening():
+            work.get_future().then(lambda _: done.append(time.time_ns()))
+
+        def finish() -> None:
+            work.wait()
+            if events.listening():
+                events.emit(note(start, done[0] if done else time.time_ns()))
+            complete()
+
+        return Pending(finish, *buffers)
+
+
+class StreamLane:
+    """Work on a side stream, ordered by events; the host never waits.
+
+    Every buffer is allocated and freed on the compute stream. The side stream starts after the compute stream's present
+    work, and the compute stream waits for the side stream before it uses or frees a buffer, so the caching allocator's
+    own rule is enough and memory is deterministic: no `record_stream`.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, clock: tuple[torch.cuda.Event, int]) -> None:
+        self._stream = stream
+        self._clock = clock
+
+    def run(self, issue: Callable[[bool], Any], complete: Callable[[], None], note: Note, *buffers: object) -> Pending:
+        """Enqueue everything on the side stream; waiting is an event that the current stream waits for."""
+        timed = events.listening()
+        start, end = (torch.cuda.Event(enable_timing=timed) for _ in range(2))
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            start.record()
+            issue(False)
+            complete()
+            end.record()
+        if timed:
+            events.defer(lambda: note(self._time_ns(start), self._time_ns(end)))
+        return Pending(lambda: torch.cuda.current_stream(self._stream.device).wait_event(end), *buffers)
+
+    def _time_ns(self, event: torch.cuda.Event) -> int:
+        zero, zero_ns = self._clock
+        return zero_ns + int(zero.elapsed_time(event) * 1e6)
+
+
+@lru_cache(maxsize=None)
+def stream_lane(device: torch.device, role: str) -> StreamLane:
+    """One high-priority stream per device and role (gather, reduce), shared by all units."""
+    with torch.cuda.device(device):
+        zero = torch.cuda.Event(enable_timing=True)
+        zero.record()
+        zero.synchronize()
+        return StreamLane(torch.cuda.Stream(device, priority=-1), (zero, time.time_ns()))
