@@ -27,7 +27,6 @@ class UnitHooks:
         self.policy = policy
         self.runtime: Runtime | None = None
         self.prefetch = 1
-        self.is_root = False
         module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.after_forward, prepend=False)
         module.register_state_dict_pre_hook(self._before_state_dict)
@@ -97,26 +96,18 @@ def hooks_of(module: nn.Module) -> UnitHooks | None:
 
 def bind_root(root: nn.Module) -> Runtime:
     """Make `root`, the first unit to run, the root of all units below it, and name them by their place."""
-    found = [(name, hooks) for name, module in root.named_modules() if (hooks := hooks_of(module)) is not None]
-    for name, hooks in found:
+    found = {name or "root": hooks for name, module in root.named_modules() if (hooks := hooks_of(module)) is not None}
+    for name, hooks in found.items():
         if hooks.runtime is not None:
             raise RuntimeError(
                 f"unit {name!r} already ran under another root; run the outermost sharded module first, "
                 "so that it becomes the root of all units"
             )
-    units = {}
-    for name, hooks in found:
-        hooks.unit.name = name or "root"
-        units[hooks.unit.name] = hooks.unit
-    top = hooks_of(root)
-    top.is_root = True
-    if top.unit.reshard_after_forward is None:
-        top.unit.reshard_after_forward = False
-    runtime = Runtime(units, top.prefetch)
-    for _, hooks in found:
-        hooks.runtime = runtime
+    runtime = Runtime({name: hooks.unit for name, hooks in found.items()}, hooks_of(root).prefetch)
+    for name, hooks in found.items():
+        hooks.runtime, hooks.unit.name = runtime, name
         if hooks.unit.reshard_after_forward is None:
-            hooks.unit.reshard_after_forward = True
+            hooks.unit.reshard_after_forward = name != "root"
     return runtime
 
 

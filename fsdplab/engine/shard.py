@@ -31,8 +31,7 @@ class FSDPModule(TorchFSDPModule):
         unit = _bound(self).unit
         unit.settle()
         unit.start_unshard("forward")
-        handle = UnshardHandle(unit)
-        return handle if async_op else handle.wait()
+        return UnshardHandle(unit) if async_op else unit.finish_unshard("forward")
 
     def reshard(self) -> None:
         """Drop this unit's gathered parameters and show the slices."""
@@ -127,17 +126,13 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 def _select(model: nn.Module, units: Units) -> list[nn.Module]:
-    named = [(name, module) for name, module in model.named_modules() if module is not model]
     if units == "auto":
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        return [child for each in lists for child in each]
-    if callable(units):
-        chosen = [module for name, module in named if units(name, module)]
-    else:
-        chosen = [module for _, module in named if isinstance(module, tuple(units))]
-    if not chosen:
+        return [child for each in model.modules() if isinstance(each, nn.ModuleList) for child in each]
+    chosen = units if callable(units) else lambda _, module: isinstance(module, tuple(units))
+    found = [module for name, module in model.named_modules() if module is not model and chosen(name, module)]
+    if not found:
         raise ValueError(f"units={units!r} matches no submodule of {type(model).__name__}; name its block classes")
-    return chosen
+    return found
 
 
 def _make_unit(
@@ -166,9 +161,9 @@ def _check(module: nn.Module) -> None:
 
 
 def _terms(row: Strategy, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> Terms:
-    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device(mesh.device_type)
-    kind = GlooTransport if device.type == "cpu" else Transport
-    transport = kind(mesh.get_group(), device) if mesh.size() > 1 else None
+    cuda = mesh.device_type == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device(mesh.device_type)
+    transport = (Transport if cuda else GlooTransport)(mesh.get_group(), device) if mesh.size() > 1 else None
     shard, replicate = (transport, None) if row.shard_optimizer else (None, transport)
     rank = mesh.get_local_rank() if row.shard_optimizer else 0
     return Terms(row, device, rank, policy.param_dtype, policy.reduce_dtype, shard, replicate)
@@ -196,7 +191,7 @@ def _sharded_param(
     name: str, sites: list[tuple[nn.Module, str]], original: nn.Parameter, terms: Terms, mesh: DeviceMesh
 ) -> ShardedParam:
     if isinstance(original, DTensor):
-        raise ValueError(f"parameter {name!r} is a DTensor already: got placements {original.placements}, expected a plain parameter")
+        raise ValueError(f"parameter {name!r} is a DTensor with {original.placements}; expected a plain parameter")
     if getattr(original, "_owned_by_unit", False):
         raise ValueError(
             f"parameter {name!r} is tied to one that another unit holds; put both modules into one unit, "
@@ -211,9 +206,8 @@ def _sharded_param(
 
 
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    if cls not in _classes:
-        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
-    return _classes[cls]
+    made = _classes.get(cls) or type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    return _classes.setdefault(cls, made)
 
 
 def _default_mesh() -> DeviceMesh:

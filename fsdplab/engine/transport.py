@@ -56,7 +56,7 @@ class Transport:
             with events.span("all_gather_copy_out", stamp.unit):
                 unpack(layout, staging, whole)
 
-        note = self._note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, _name(send.dtype))
+        note = self._note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, send.dtype)
         return self._gather_lane.run(issue, complete, note, staging, send, whole)
 
     def reduce_scatter(
@@ -68,7 +68,7 @@ class Transport:
         with events.span("post_backward_reduce", stamp.unit):
             pack(layout, gradients, send)
         issue, complete, received = self._reduction(send, output, divide)
-        note = self._note(stamp, "reduce_scatter", layout.total_bytes, layout.padding_bytes, _name(output.dtype))
+        note = self._note(stamp, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
         return self._reduce_lane.run(issue, complete, note, send, received, output)
 
     def all_reduce(self, layout: Layout, buffer: torch.Tensor, stamp: Stamp, divide: float) -> Pending:
@@ -78,7 +78,7 @@ class Transport:
             with events.span("all_reduce", stamp.unit):
                 return dist.all_reduce(buffer, group=self.group, async_op=asynchronous)
 
-        note = self._note(stamp, "all_reduce", layout.total_bytes, layout.padding_bytes, _name(buffer.dtype))
+        note = self._note(stamp, "all_reduce", layout.total_bytes, layout.padding_bytes, buffer.dtype)
         return self._reduce_lane.run(issue, lambda: buffer.div_(divide), note, buffer)
 
     def _reduction(self, send: torch.Tensor, output: torch.Tensor, divide: float) -> Reduction:
@@ -87,11 +87,12 @@ class Transport:
 
         return issue, lambda: output.div_(divide), send
 
-    def _note(self, stamp: Stamp, kind: str, logical: int, padding: int, dtype: str) -> Note:
+    def _note(self, stamp: Stamp, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Note:
+        name = str(dtype).removeprefix("torch.")
         rounds = 2 if kind == "all_reduce" else 1
         wire = rounds * logical * (self.ranks - 1) // self.ranks
         return lambda start, end: events.Collective(
-            stamp.unit, stamp.phase, kind, logical, wire, padding, dtype, start, end
+            stamp.unit, stamp.phase, kind, logical, wire, padding, name, start, end
         )
 
 
@@ -136,13 +137,19 @@ def sum_in_rank_order(parts: torch.Tensor, output: torch.Tensor, divide: float) 
 
 
 def unpack(layout: Layout, staging: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy n slices (rank-major bytes) into the whole (parameter-major bytes)."""
-    word, n = layout.word, layout.ranks
-    source = staging.view(_WORDS[word]).view(n, -1)  # [ranks, slice]
-    target = whole.view(_WORDS[word])
+    """Copy n slices (rank-major) into the whole (parameter-major bytes)."""
+    for rank, part in enumerate(staging.view(layout.ranks, -1)):
+        unpack_from(layout, rank, part, whole)
+
+
+def unpack_from(layout: Layout, rank: int, part: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy the slice of one rank to its rows in the whole (parameter-major bytes)."""
+    word = layout.word
+    source, target = part.view(_WORDS[word]), whole.view(_WORDS[word])
     for slot in layout.slots:
         offset, length = slot.offset // word, slot.chunk_bytes // word
-        target[n * offset : n * (offset + length)].view(n, length).copy_(source[:, offset : offset + length])
+        start = layout.ranks * offset + rank * length
+        target[start : start + length].copy_(source[offset : offset + length])
 
 
 def pack(layout: Layout, gradients: Sequence[torch.Tensor | None], send: torch.Tensor) -> None:
@@ -166,6 +173,3 @@ def _pack_uneven(rows: int, chunk: int, gradient: torch.Tensor, columns: torch.T
         column[: part.numel()].copy_(part)
         column[part.numel() :].zero_()
 
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -116,14 +116,10 @@ class Unit:
             self._whole = torch.zeros(self.layout.total_bytes, dtype=torch.uint8, device=self.terms.device)
             for param, slot, dtype in zip(self.params, self.layout.slots, self._compute):
                 param.back(self._whole.untyped_storage(), self.layout.whole_offset(slot), dtype)
-            self._announce_whole()
         elif self._whole.untyped_storage().nbytes() == 0:
             self._whole.untyped_storage().resize_(self.layout.total_bytes)
-            self._announce_whole()
-        return self._whole
-
-    def _announce_whole(self) -> None:
         events.tag("parameter_slices" if self.keeps_whole else "gathered_parameters", self._whole, self.name)
+        return self._whole
 
     # ---- start_unshard, finish_unshard
 
@@ -244,10 +240,10 @@ class Unit:
         (pending, output, trainable, layout), self._reducing = self._reducing, None
         pending.wait()
         for param, slot in zip(trainable, layout.slots):
-            start, stop = slot.span(self.terms.rank)
+            (start, stop), row = slot.span(self.terms.rank), slot.row_bytes // output.element_size()
             first = slot.offset // output.element_size()
-            length = (stop - start) * slot.row_bytes // output.element_size()
-            param.give_gradient(output[first : first + length].view(stop - start, *param.shape[1:]))
+            rows = output[first : first + (stop - start) * row]
+            param.give_gradient(rows.view(stop - start, *param.shape[1:]))
 
     def forget_whole_gradients(self) -> None:
         """Free the whole gradients; a reduction in flight keeps what it still reads."""
