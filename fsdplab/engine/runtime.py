@@ -10,7 +10,7 @@ from . import events
 from .schedule import Schedule
 from .unit import Unit
 
-REDUCTIONS_IN_FLIGHT = 1  # one reduction overlaps the next unit's backward; more would hold more buffers
+REDUCTIONS_IN_FLIGHT = 1  # a reduction has the next unit's backward to hide behind; more would hold more buffers
 
 
 class Runtime:
@@ -90,10 +90,10 @@ class Runtime:
             unit.reshard("backward")
             if not unit.sync:
                 return
+            while len(self._reducing) >= REDUCTIONS_IN_FLIGHT:
+                self._reducing.popleft().finish_reduce()
             unit.start_reduce()
             self._reducing.append(unit)
-            while len(self._reducing) > REDUCTIONS_IN_FLIGHT:
-                self._reducing.popleft().finish_reduce()
 
     def _queue_callback(self) -> None:
         if not self._callback_queued:

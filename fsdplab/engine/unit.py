@@ -221,7 +221,7 @@ class Unit:
         output = torch.empty(layout.slice_bytes // dtype.itemsize, dtype=dtype, device=self.terms.device)
         events.tag("gradient_slices" if self.terms.shard else "whole_gradients", output, self.name)
         self._reducing = (self._reduce(layout, gradients, output), output, trainable, layout)
-        if self.terms.strategy.shard_gradients:
+        if self.terms.strategy.shard_gradients or self.terms.shard is None:
             self.forget_whole_gradients()
 
     def _reduce(self, layout: Layout, gradients: Sequence[torch.Tensor | None], output: torch.Tensor) -> Pending:
@@ -242,8 +242,10 @@ class Unit:
         for param, slot in zip(trainable, layout.slots):
             (start, stop), row = slot.span(self.terms.rank), slot.row_bytes // output.element_size()
             first = slot.offset // output.element_size()
-            rows = output[first : first + (stop - start) * row]
-            param.give_gradient(rows.view(stop - start, *param.shape[1:]))
+            rows = output[first : first + (stop - start) * row].view(stop - start, *param.shape[1:])
+            if param.whole_gradient is not None:  # kept whole: the averaged rows take their place in it
+                rows = param.whole_gradient[start:stop].copy_(rows)
+            param.give_gradient(rows)
 
     def forget_whole_gradients(self) -> None:
         """Free the whole gradients; a reduction in flight keeps what it still reads."""
