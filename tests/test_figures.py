@@ -6,6 +6,8 @@ import itertools
 import json
 import re
 import shutil
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -102,13 +104,19 @@ def test_memory_stacks_to_the_measured_peak(runs):
     assert figure.layout.xaxis.title.text.endswith("(MB)")
 
 
+def test_a_card_far_beyond_the_bars_is_said_not_drawn(tmp_path):
+    figure = figures.memory_by_category(record(tmp_path, "zero1", card=1_000 * MB))
+    assert not figure.layout.shapes and "holds 1.00 GB, beyond this axis" in words(figure)
+    assert figure.layout.xaxis.range[1] < 100
+
+
 def test_memory_that_cannot_be_told_apart_is_shown_as_such(tmp_path):
     peer = record(tmp_path, "full_shard", engine="torch-fsdp2", card=None)
     peer.summary["peak_memory_bytes"]["by_category"] = {"optimizer_state": 20 * MB, "activations": None}
     figure = figures.memory_by_category(peer)
     assert {bar.name: bar.x[0] for bar in figure.data} == {"optimizer state": 20, "not told apart": 41}
     assert "emulated" not in words(figure)
-    assert cells(view(peer))[5] == "opt 20 rest 41"
+    assert cells(view(peer))[5] == "– + – + 20 + – + 41"
 
 
 def test_step_time_names_the_fastest_and_those_that_did_not_train(runs):
@@ -151,6 +159,12 @@ def test_figures_refuse_what_they_cannot_draw(tmp_path, runs):
         figures.step_time(3)
     with pytest.raises(AttributeError, match="memory_by_category"):
         figures.no_such_figure
+
+
+def test_without_plotly_the_remedy_is_named():
+    code = "import sys; sys.modules['plotly'] = None; from fsdplab.figures import step_time"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1].endswith('figures need plotly: pip install "fsdplab[lab]"')
 
 
 def test_records_and_their_comparison_draw_the_same(runs):

@@ -1,0 +1,161 @@
+"""The command line: `fsdplab <command>`, one thin function a command.
+
+What a request cannot be is said in one line on stderr with exit code 2; a run that fails ends with its one report and
+exit code 1. Commands load what they need when they run, so that `fsdplab --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from fsdplab import __version__
+from fsdplab.cli_errors import USAGE_ERROR, interrupted, one_line, refuse
+from fsdplab.cli_parse import names, parse_size
+
+app = typer.Typer(
+    help="A laboratory for Fully Sharded Data Parallel training.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+WorldSize = Annotated[int, typer.Option("--world-size", "-n", help="Ranks: real processes on this machine.")]
+Model = Annotated[str, typer.Option(help="Preset: gpt-tiny, gpt-20m, gpt-25m, llama-tiny, llama-20m, gpt2, ...")]
+Steps = Annotated[int, typer.Option(help="Timed steps, after two that warm up.")]
+BatchSize = Annotated[int, typer.Option(help="Sequences that each rank reads in a micro-batch.")]
+SequenceLength = Annotated[int, typer.Option(help="Tokens in a sequence.")]
+MicroBatches = Annotated[int, typer.Option(help="Micro-batches a step (gradient accumulation).")]
+Precision = Annotated[str, typer.Option(help="fp32, or bf16 (compute in bf16, float32 masters).")]
+Text = Annotated[Optional[str], typer.Option(help="Train on this file or folder; default: Python's own library sources.")]
+Card = Annotated[str, typer.Option(help="Memory of an emulated card: 300MB, 1.5GB, or none.")]
+Seed = Annotated[int, typer.Option(help="Seed of weights and data.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+TimeLimit = Annotated[float, typer.Option(help="Seconds after which one run is ended with a report.")]
+Html = Annotated[Optional[Path], typer.Option("--html", help="Write a standalone page: table, figures, what was real.")]
+Json = Annotated[Optional[str], typer.Option("--json", help="Write the comparison as JSON to a file, or to stdout with -.")]
+
+
+@app.callback(invoke_without_command=True)
+def top(context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"fsdplab {__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def compare(
+    strategies: Annotated[str, typer.Option(help="Strategies of the lab's own engine, comma-separated.")] = "no_shard,zero1,zero2,shard_grad_op,full_shard",
+    engines: Annotated[str, typer.Option(help="Other engines beside them: torch-ddp,torch-fsdp1,torch-fsdp2,deepspeed-3,...")] = "",
+    world_size: WorldSize = 2,
+    model: Model = "gpt-20m",
+    steps: Steps = 8,
+    batch_size: BatchSize = 2,
+    sequence_length: SequenceLength = 64,
+    micro_batches: MicroBatches = 1,
+    precision: Precision = "fp32",
+    text: Text = None,
+    card: Card = "300MB",
+    seed: Seed = 0,
+    device: Device = "auto",
+    time_limit: TimeLimit = 120.0,
+    json_file: Json = None,
+    html_file: Html = None,
+    keep: Annotated[Optional[Path], typer.Option(help="Keep the run records in this folder.")] = None,
+) -> None:
+    """Train one model on one text under several strategies, and compare time, memory, traffic and losses."""
+    from fsdplab.cli_compare import compare_runs
+    from fsdplab.cli_report import Outputs
+
+    common = dict(
+        world_size=world_size, model=model, steps=steps, batch_size=batch_size, sequence_length=sequence_length, micro_batches=micro_batches,
+        precision=precision, text=text, card=parse_size(card), seed=seed, device=device, time_limit=time_limit,
+    )  # fmt: skip
+    compare_runs(names(strategies), names(engines), common, Outputs(json_file, html_file, keep))
+
+
+@app.command()
+def run(
+    strategy: Annotated[str, typer.Argument(help="no_shard, zero1, zero2, shard_grad_op or full_shard.")] = "full_shard",
+    engine: Annotated[str, typer.Option(help="lab, torch-ddp, torch-fsdp1, torch-fsdp2, deepspeed-1/2/3 or twin.")] = "lab",
+    world_size: WorldSize = 2,
+    model: Model = "gpt-20m",
+    steps: Steps = 8,
+    batch_size: BatchSize = 2,
+    sequence_length: SequenceLength = 64,
+    micro_batches: MicroBatches = 1,
+    precision: Precision = "fp32",
+    text: Text = None,
+    card: Card = "none",
+    seed: Seed = 0,
+    device: Device = "auto",
+    time_limit: TimeLimit = 120.0,
+    out: Annotated[Optional[Path], typer.Option(help="Folder of the record; default: runs/<strategy>-<engine>.")] = None,
+) -> None:
+    """Run one strategy and record it in a folder, for `fsdplab report` and the notebooks."""
+    from fsdplab.cli_compare import record_run
+
+    common = dict(
+        world_size=world_size, model=model, steps=steps, batch_size=batch_size, sequence_length=sequence_length, micro_batches=micro_batches,
+        precision=precision, text=text, card=parse_size(card), seed=seed, device=device, time_limit=time_limit,
+    )  # fmt: skip
+    record_run(dict(common, strategy=strategy, engine=engine), out or Path("runs") / f"{strategy}-{engine}")
+
+
+@app.command()
+def report(
+    records: Annotated[list[Path], typer.Argument(help="Folders that `fsdplab run` or `compare --keep` wrote.")],
+    html_file: Html = None,
+    json_file: Json = None,
+) -> None:
+    """Show recorded runs as a table, a standalone page or JSON; a record of the twin serves as the reference."""
+    from fsdplab.cli_report import Outputs, report_records
+
+    report_records(records, Outputs(json_file, html_file))
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
+    """Say what this machine can do, and what is real, emulated or simulated on it."""
+    from fsdplab.cli_doctor import show_findings
+
+    show_findings(as_json)
+
+
+@app.command()
+def lab(
+    notebooks: Annotated[Optional[Path], typer.Option(help="Folder of notebooks; default: those of the checkout.")] = None,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open a browser, or only print the address.")] = True,
+    port: Annotated[Optional[int], typer.Option(help="Port of the server; default: JupyterLab's choice.")] = None,
+) -> None:
+    """Open JupyterLab on the course's notebooks."""
+    from fsdplab.cli_lab import open_lab
+
+    raise typer.Exit(open_lab(notebooks, browser, port))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)
+def course(context: typer.Context) -> None:
+    """Build and test the course's editions: `fsdplab course --help` lists what there is."""
+    from fsdplab.cli_lab import run_course
+
+    raise typer.Exit(run_course(context.args))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 1 a run failed, 2 the request cannot be, 130 interrupted."""
+    try:
+        status = app(args=arguments, prog_name="fsdplab", standalone_mode=False)
+    except USAGE_ERROR as error:
+        refuse(one_line(error))
+    except (KeyboardInterrupt, typer.Abort):
+        interrupted()
+    sys.exit(status or 0)
+
+
+if __name__ == "__main__":
+    main()

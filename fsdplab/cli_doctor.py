@@ -1,0 +1,131 @@
+"""What this machine can do: the findings of `fsdplab doctor`, each looked up or tried here and now."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fsdplab import __version__
+from fsdplab.figures.units import plural, size
+
+PACKAGES = ("numpy", "plotly", "pandas", "jupyterlab", "ipywidgets", "ipyparallel", "transformers", "deepspeed", "tensorboard")
+EXTRA = {"plotly": "lab", "pandas": "lab", "jupyterlab": "lab", "ipywidgets": "lab", "ipyparallel": "lab", "transformers": "hf", "deepspeed": "peers"}
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+WORD = {True: "[green]yes[/]", False: "[yellow]no[/]"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at: its name, whether it is there, what was found, and what to do or know."""
+
+    name: str
+    present: bool
+    value: str
+    note: str = ""
+
+
+def findings() -> list[Finding]:
+    """Everything `doctor` looks at, in the order it is shown."""
+    return [*_machine(), *_torch(), _browser(), *_packages()]
+
+
+def _machine() -> list[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    return [
+        Finding("fsdplab", True, __version__),
+        Finding("python", True, platform.python_version(), f"{platform.system()} {platform.machine()}"),
+        Finding("cores", True, str(cores), "" if cores > 1 else "two ranks share one core: step times say little"),
+        Finding("memory", True, size(total), "" if total > 4e9 else "small: use --model gpt-tiny"),
+    ]
+
+
+def _torch() -> list[Finding]:
+    import torch
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    return [Finding("torch", True, torch.__version__, build), _gloo(), _gpus(torch), _nccl(torch)]
+
+
+def _gloo() -> Finding:
+    """Starts a group of one rank and adds one number, which needs all that a CPU run needs."""
+    import torch
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20))
+        ones = torch.ones(4)
+        dist.all_reduce(ones)
+        dist.destroy_process_group()
+    except RuntimeError as error:
+        return Finding("gloo", False, "does not start", f"{' '.join(str(error).split())[:160]}; set GLOO_SOCKET_IFNAME to a working interface")
+    return Finding("gloo", True, "works", "CPU ranks of one machine")
+
+
+def _gpus(torch: object) -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("GPUs", False, "none", "CPU ranks run everything; GPU figures come from recorded runs")
+    kinds = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    limit = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    warning = "CUDA_DEVICE_MAX_CONNECTIONS=1 silently removes overlap: unset it" if limit == "1" else ""
+    return Finding("GPUs", True, f"{len(kinds)}: {', '.join(sorted(set(kinds)))}", warning)
+
+
+def _nccl(torch: object) -> Finding:
+    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        return Finding("NCCL", False, "none", "needs a GPU and a CUDA build of torch")
+    version = torch.cuda.nccl.version()
+    several = "several ranks on one GPU are possible" if version >= (2, 30) else "one rank a GPU (several need NCCL 2.30)"
+    return Finding("NCCL", True, ".".join(map(str, version)), several)
+
+
+def _browser() -> Finding:
+    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    return Finding("browser", path is not None, os.path.basename(path) if path else "none", "for the notebooks' browser tests only")
+
+
+def _packages() -> list[Finding]:
+    return [_package(name) for name in PACKAGES]
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(name, True, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, False, "not installed", f'pip install "fsdplab[{EXTRA[name]}]"' if name in EXTRA else "")
+
+
+def reality(found: list[Finding]) -> Mapping[str, str]:
+    """What a run on this machine measures, what it emulates, what it only simulates."""
+    gpus = next(item for item in found if item.name == "GPUs").present
+    ranks = "one process a GPU over NCCL, or CPU processes over gloo" if gpus else "CPU processes over gloo"
+    return {
+        "real": f"ranks ({ranks}), training, losses, bytes sent, step times, memory of every rank",
+        "emulated": "the card (--card): on CPU a run ends when its counted bytes exceed it" + ("; on GPUs the allocator enforces it" if gpus else ""),
+        "simulated": "nothing" if gpus else "nothing; what other machines measured is shown from their records",
+    }
+
+
+def show_findings(as_json: bool) -> None:
+    """Print the findings as a table, or as JSON: `{"findings": [...], "real": ..., "emulated": ..., "simulated": ...}`."""
+    found = findings()
+    if as_json:
+        print(json.dumps({"findings": [asdict(item) for item in found], **reality(found)}, indent=1))
+        return
+    table = Table("", "there", "found", "note", box=None, pad_edge=False)
+    for item in found:
+        table.add_row(item.name, WORD[item.present], escape(item.value), escape(item.note))
+    console = Console()
+    console.print(table)
+    for word, what in reality(found).items():
+        console.print(f"\n[bold]{word}[/]: {what}", highlight=False)

@@ -1,0 +1,53 @@
+"""How the command line says no: one line and exit code 2 for a request that cannot be, the report and 1 for a failed run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import typer
+
+# The base of all of typer's usage errors. Newer versions of typer carry their own copy of click, so it is not imported by name.
+USAGE_ERROR = typer.BadParameter.__mro__[2]
+
+
+def refuse(message: str) -> NoReturn:
+    """Print one line on stderr and exit with code 2."""
+    print(f"fsdplab: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def failed(report: str) -> NoReturn:
+    """Print a failed run's report on stderr and exit with code 1."""
+    print(report, file=sys.stderr)
+    raise SystemExit(1)
+
+
+def interrupted() -> NoReturn:
+    """Ctrl-C: no traceback, the shell's usual code."""
+    print("fsdplab: interrupted", file=sys.stderr)
+    raise SystemExit(130)
+
+
+def one_line(error: Exception) -> str:
+    """A usage error with the command it belongs to and where its flags are listed."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context else "fsdplab"
+    return f"{error.format_message().rstrip('.')}; see `{path} --help`"
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Around a run: what the lab refuses becomes one line and exit code 2, what fails at run time its report and 1."""
+    from fsdplab.records import RecordError
+    from fsdplab.sessions import RanksFailed, SpecError
+    from fsdplab.workloads import TextError
+
+    try:
+        yield
+    except (RecordError, SpecError, TextError) as error:
+        refuse(str(error))
+    except RanksFailed as error:
+        failed(str(error))

@@ -1,0 +1,40 @@
+"""Opening the course: JupyterLab on the notebooks, and the course's own tools, each in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+from fsdplab.cli_errors import refuse
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+def find_notebooks(folder: Path | None) -> Path:
+    """The folder given, else `notebooks/` here or in the checkout that the package runs from; refused where it has none."""
+    places = [folder] if folder else [Path.cwd() / "notebooks", CHECKOUT / "notebooks"]
+    for place in places:
+        if place.is_dir() and any(place.rglob("*.ipynb")):
+            return place
+    searched = " and ".join(str(place) for place in places)
+    refuse(f"no notebooks in {searched}; run this in a clone of the repository, or give --notebooks FOLDER")
+
+
+def open_lab(folder: Path | None, browser: bool, port: int | None) -> int:
+    """Start JupyterLab on the notebooks and wait for it; returns its exit code."""
+    place = find_notebooks(folder)
+    if importlib.util.find_spec("jupyterlab") is None:
+        refuse('JupyterLab is not installed; run: pip install -e ".[lab]"')
+    command = [sys.executable, "-m", "jupyterlab", str(place)]
+    command += [] if browser else ["--no-browser"]
+    command += [] if port is None else [f"--port={port}"]
+    return subprocess.call(command)
+
+
+def run_course(arguments: list[str]) -> int:
+    """Hand `fsdplab course ...` to the teaching room, a neighbour on this floor and so a process of its own."""
+    if importlib.util.find_spec("IPython") is None:
+        refuse('the course needs the notebook tools; run: pip install -e ".[lab]"')
+    return subprocess.call([sys.executable, "-m", "fsdplab.teaching", *arguments])

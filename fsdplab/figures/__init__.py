@@ -1,0 +1,36 @@
+"""Record -> figure: pure functions that return a plotly Figure and never show it.
+
+The names load when first used, so that `fsdplab.figures.units` (plain formatting, used by the command line) works
+where plotly is not installed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+_HOME = {
+    "memory_by_category": "memory",
+    "memory_timeline": "memory",
+    "step_time": "steps",
+    "ledger_against_formula": "traffic",
+    "comparison_page": "html",
+    "svg": "static",
+    "alt_text": "style",
+    "CATEGORY_COLOURS": "style",
+    "STRATEGY_COLOURS": "style",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    """Load the figure's module the first time its name is used."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'fsdplab.figures' has no attribute {name!r}; it has {', '.join(__all__)}")
+    try:
+        module = import_module(f"fsdplab.figures.{_HOME[name]}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "plotly":
+            raise
+        raise ModuleNotFoundError('figures need plotly: pip install "fsdplab[lab]"', name="plotly") from error
+    return getattr(module, name)

@@ -1,0 +1,86 @@
+"""How long a step takes: the median of every run, its fastest step, and the tokens that gives per second."""
+
+from __future__ import annotations
+
+import plotly.graph_objects as go
+
+from fsdplab.figures.style import ALARM, EDGE, strategy_colour, titled
+from fsdplab.figures.units import seconds, three_digits
+from fsdplab.figures.view import RunView, ranks_and_device, views
+
+
+def step_time(runs: object) -> go.Figure:
+    """Bars of the median step, a tick at the fastest one; runs that ran out of memory say so.
+
+    `runs`: records, or a comparison dict. Example: `step_time(compare(specs))`.
+    """
+    shown = views(runs)
+    timed = [run for run in shown if run.step_median]
+    if not timed:
+        raise ValueError("no run has a timed step to draw: every run ended before its first timed step")
+    figure = go.Figure([_bars(shown), _fastest(timed)])
+    figure.update_layout(showlegend=False, xaxis_title="seconds per step (bar: median, tick: fastest)")
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False, categoryorder="array", categoryarray=[run.label for run in shown])
+    figure.update_xaxes(range=[0, 1.45 * max(run.step_median for run in timed)])
+    for run in shown:
+        _label(figure, run)
+    figure = titled(figure, _finding(timed), _conditions(shown), _alt(shown), height=190 + 52 * len(shown))
+    return figure.update_layout(margin_t=100)
+
+
+def _bars(shown: list[RunView]) -> go.Bar:
+    return go.Bar(
+        name="median step",
+        orientation="h",
+        y=[run.label for run in shown],
+        x=[run.step_median or 0 for run in shown],
+        marker=dict(color=[strategy_colour(run.strategy, run.engine) for run in shown], line=dict(color=EDGE, width=1)),
+        customdata=[run.tokens_per_s for run in shown],
+        hovertemplate="%{y}<br>median %{x:.3f} s<br>%{customdata:,.0f} tokens/s<extra></extra>",
+    )
+
+
+def _fastest(timed: list[RunView]) -> go.Scatter:
+    return go.Scatter(
+        name="fastest step",
+        mode="markers",
+        y=[run.label for run in timed],
+        x=[run.step_min for run in timed],
+        marker=dict(symbol="line-ns", size=26, line=dict(color="#14171c", width=3)),
+        hovertemplate="%{y}<br>fastest %{x:.3f} s<extra></extra>",
+    )
+
+
+def _label(figure: go.Figure, run: RunView) -> None:
+    """The number at the bar's end: duration and throughput, or why there is none."""
+    text = f"<b>{seconds(run.step_median)}</b> · {_tokens(run)}" if run.step_median else f"<b>{_why_untimed(run)}</b>"
+    figure.add_annotation(
+        x=run.step_median or 0, y=run.label, text=text, showarrow=False, xanchor="left", xshift=6,
+        font=None if run.step_median else dict(color=ALARM),
+    )  # fmt: skip
+
+
+def _tokens(run: RunView) -> str:
+    return f"{three_digits(run.tokens_per_s)} tokens/s" if run.tokens_per_s else "no throughput"
+
+
+def _why_untimed(run: RunView) -> str:
+    return "out of memory" if run.over_card else run.status.replace("_", " ")
+
+
+def _finding(timed: list[RunView]) -> str:
+    """The title: the fastest run, and how many times longer the slowest takes."""
+    racers = [run for run in timed if run.engine != "twin"] or timed
+    fast, slow = min(racers, key=lambda run: run.step_median), max(racers, key=lambda run: run.step_median)
+    if fast is slow:
+        return f"{fast.label}: {seconds(fast.step_median)} a step"
+    return f"{fast.label} is fastest, {seconds(fast.step_median)} a step; {slow.label} takes {slow.step_median / fast.step_median:.2f} times that"
+
+
+def _conditions(shown: list[RunView]) -> str:
+    return f"Measured on {ranks_and_device(shown)} of one machine, its own memory as the network"
+
+
+def _alt(shown: list[RunView]) -> str:
+    parts = [f"{run.label} {seconds(run.step_median) if run.step_median else _why_untimed(run)}" for run in shown]
+    return f"Bars of the median step time: {'; '.join(parts)}."

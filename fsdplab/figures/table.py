@@ -1,0 +1,72 @@
+"""The table of a comparison as plain text cells: the terminal and the page print the same rows."""
+
+from __future__ import annotations
+
+from fsdplab.figures.units import MISSING, seconds, size, three_digits
+from fsdplab.figures.view import RunView
+
+COLUMNS = ("strategy", "engine", "step", "tokens/s", "peak", "= par + grad + opt + act + rest", "sent", "formula", "loss", "losses")
+GROUPS = {
+    "par": ("parameter_slices", "gathered_parameters"),
+    "grad": ("gradient_slices", "whole_gradients"),
+    "opt": ("optimizer_state",),
+    "act": ("activations",),
+}
+LEGEND = (
+    "step: median; peak: memory of the worst rank, in MB = parameters (slices and gathered) + gradients (slices and whole) + optimizer state"
+    " + activations + rest (communication buffers, other); sent: by one rank in one step; formula: what the strategy must send; loss: of the last step"
+)
+AGREE, DIFFER, EQUAL = "agree", "DIFFER", "equal"
+
+
+def cells(run: RunView, unknown: str = MISSING) -> tuple[str, ...]:
+    """One run's row, in the order of COLUMNS; what was not measured reads as a dash, an unknown verdict as `unknown`."""
+    return (
+        run.strategy,
+        run.engine,
+        seconds(run.step_median) if run.step_median else run.status.replace("_", " "),
+        three_digits(run.tokens_per_s) if run.tokens_per_s else MISSING,
+        size(run.peak),
+        split_of(run),
+        size(run.comm_bytes),
+        formula_of(run),
+        f"{run.losses[-1]:.4f}" if run.losses else MISSING,
+        badge(run, unknown),
+    )
+
+
+def split_of(run: RunView) -> str:
+    """The peak as a sum of five groups, in MB: `"39 + 39 + 77 + 31 + 15"`; a dash for a group that could not be told apart."""
+    if not run.peak or not run.split:
+        return MISSING
+    known = {group: [run.split[name] for name in names if name in run.split] for group, names in GROUPS.items()}
+    sums = [sum(parts) if parts else None for parts in known.values()]
+    rest = run.peak - sum(nbytes or 0 for nbytes in sums)
+    return " + ".join(MISSING if nbytes is None else _megabytes(nbytes) for nbytes in [*sums, rest])
+
+
+def _megabytes(nbytes: int) -> str:
+    """`_megabytes(38_600_000) == "39"`, `_megabytes(300_000) == "0.3"`."""
+    return f"{nbytes / 1e6:.{0 if nbytes >= 9.5e6 else 1}f}"
+
+
+def formula_of(run: RunView) -> str:
+    """The formula's bytes, and whether the ledger equals them to the byte."""
+    if run.formula_bytes is None:
+        return MISSING
+    if run.comm_bytes is None:
+        return size(run.formula_bytes)
+    off = run.comm_bytes - run.formula_bytes
+    return f"{size(run.formula_bytes)} {EQUAL if not off else f'{DIFFER} {off:+,} B'}"
+
+
+def verdict(text: str) -> str:
+    """The verdict that a cell carries, for its colour: `verdict("115 MB equal") == "equal"`; else the text itself."""
+    return next((word for word in (EQUAL, AGREE, DIFFER) if word in text.split()), text)
+
+
+def badge(run: RunView, unknown: str = MISSING) -> str:
+    """Whether a finished run's losses agree with the unsharded reference; a dash for a run that did not finish."""
+    if run.status != "finished":
+        return MISSING
+    return unknown if run.matches is None else AGREE if run.matches else DIFFER

@@ -1,0 +1,121 @@
+"""What a figure needs to know of one run, whether it comes from a record folder or from the JSON of a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from fsdplab.figures.units import plural
+from fsdplab.records import CATEGORIES
+
+CATEGORY_NAMES = {name: name.replace("_", " ") for name in CATEGORIES}
+UNSPLIT = "not told apart"  # a peer's memory that could not be attributed to a category
+
+
+@dataclass(frozen=True)
+class RunView:
+    """One run as figures and pages read it: sizes in bytes, times in seconds, None for what was not measured."""
+
+    strategy: str
+    engine: str
+    world_size: int
+    status: str = "finished"
+    step_median: float | None = None
+    step_min: float | None = None
+    tokens_per_s: float | None = None
+    peak: int | None = None
+    split: Mapping[str, int] = field(default_factory=dict)
+    comm_bytes: int | None = None
+    formula_bytes: int | None = None
+    losses: tuple[float, ...] = ()
+    matches: bool | None = None
+    card: int | None = None
+    card_emulated: bool = True
+    device: str = "cpu"
+
+    @property
+    def label(self) -> str:
+        """`full_shard` for the lab's own engine, `torch-fsdp2` or `torch-fsdp2 zero2` for others."""
+        if self.engine in ("lab", "twin"):
+            return self.strategy if self.engine == "lab" else "twin"
+        return self.engine if self.strategy in _IMPLIED.get(self.engine, ()) else f"{self.engine} {self.strategy}"
+
+    @property
+    def over_card(self) -> bool:
+        """Whether this run's memory did not fit the card."""
+        return self.status == "out_of_memory" or bool(self.card and self.peak and self.peak > self.card)
+
+
+_IMPLIED = {
+    "torch-ddp": ("no_shard",),
+    "torch-fsdp1": ("full_shard",),
+    "torch-fsdp2": ("full_shard",),
+    "deepspeed-1": ("zero1",),
+    "deepspeed-2": ("zero2",),
+    "deepspeed-3": ("full_shard",),
+}
+
+
+def views(runs: object) -> list[RunView]:
+    """RunViews of one record, of several records, or of a comparison dict (`{"runs": [...], "spec": ...}`)."""
+    if isinstance(runs, RunView) or hasattr(runs, "summary"):
+        return [view(runs)]
+    if isinstance(runs, Mapping):
+        return [from_json(run, runs.get("spec") or {}, runs.get("environment") or {}) for run in runs["runs"]]
+    if not isinstance(runs, Iterable):
+        raise TypeError(f"a figure draws run records or a comparison dict, got {type(runs).__name__}; pass what run() or compare() returned")
+    return [view(run) for run in runs]
+
+
+def view(run: object) -> RunView:
+    """The RunView of one record (anything with `.spec`, `.summary`, `.status`); a RunView passes through."""
+    if isinstance(run, RunView):
+        return run
+    spec, summary = run.spec, run.summary or {}
+    card = summary.get("card") or {}
+    same_fields = {**summary, "strategy": spec["strategy"], "engine": spec["engine"], "world_size": spec["world_size"]}
+    same_fields["predicted"] = {"comm_bytes_per_step": summary.get("formula_bytes_per_step")}
+    known = from_json(same_fields, {"card": card.get("bytes") or spec.get("card")}, run.environment or {})
+    return replace(known, status=run.status, card_emulated=run.provenance.get("card", "emulated") == "emulated")
+
+
+def from_json(run: Mapping, spec: Mapping, environment: Mapping) -> RunView:
+    """The RunView of one entry of a comparison's `runs` (fields of DESIGN section 6)."""
+    step, peak, comm = (run.get(key) or {} for key in ("step_time_s", "peak_memory_bytes", "comm"))
+    device = environment.get("device") or spec.get("device") or "cpu"
+    seen = RunView(
+        strategy=run["strategy"],
+        engine=run["engine"],
+        world_size=run["world_size"],
+        step_median=step.get("median"),
+        step_min=step.get("min"),
+        tokens_per_s=run.get("tokens_per_s"),
+        peak=peak.get("total"),
+        split={name: nbytes for name, nbytes in (peak.get("by_category") or {}).items() if nbytes is not None},
+        comm_bytes=comm.get("bytes_per_step"),
+        formula_bytes=(run.get("predicted") or {}).get("comm_bytes_per_step"),
+        losses=tuple(run.get("losses") or ()),
+        matches=run.get("matches_reference"),
+        card=spec.get("card"),
+        card_emulated=device != "cuda",
+        device="cpu" if device == "auto" else str(device),
+    )
+    return replace(seen, status="out_of_memory") if seen.over_card else seen
+
+
+def ranks_and_device(runs: list[RunView]) -> str:
+    """`"2 CPU ranks"`, the words of every subtitle."""
+    sizes = sorted({run.world_size for run in runs if run.engine != "twin"} or {run.world_size for run in runs})
+    kind = "CPU" if all(run.device == "cpu" for run in runs) else "GPU"
+    return plural(sizes[0], f"{kind} rank") if len(sizes) == 1 else f"{' and '.join(map(str, sizes))} {kind} ranks"
+
+
+def provenance(runs: list[RunView]) -> list[tuple[str, str]]:
+    """What of a comparison is measured, computed, emulated and simulated, as (word, what) pairs."""
+    emulated = [run.card for run in runs if run.card and run.card_emulated]
+    return [
+        ("measured", f"step time, tokens/s, peak memory, bytes sent, losses: on {ranks_and_device(runs)}, real processes of one machine"),
+        ("computed", "formula: the bytes that each strategy must send"),
+        ("emulated", "the card: a run whose counted bytes exceed it ends as out of memory" if emulated else "nothing"),
+        ("simulated", "nothing"),
+    ]

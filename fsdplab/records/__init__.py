@@ -1,0 +1,11 @@
+"""The run record: the one contract between running a model and looking at what happened.
+
+Sessions write records; figures, widgets, reports and notebooks read them and nothing else, so a run recorded on another machine
+opens here exactly as a fresh one does.
+"""
+
+from .comparison import comparison_json, losses_of, matches_reference
+from .record import RunRecord
+from .tables import CATEGORIES, TABLES, RecordError
+
+__all__ = ["CATEGORIES", "TABLES", "RecordError", "RunRecord", "comparison_json", "losses_of", "matches_reference"]

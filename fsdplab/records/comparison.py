@@ -1,0 +1,79 @@
+"""Several records side by side, in the fields that `fsdplab compare --json` promises.
+
+Readers of that file must never guess: every field is always present, and null says that this run did not measure it.
+Two runs agree when their losses do, step by step, within what their arithmetic can promise.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Sequence
+
+from .record import RunRecord
+
+# Relative difference of the loss at any step that rounding alone explains over some tens of steps. fp32: a sum of gradients in another
+# order changes the seventh digit of a gradient, and Adam amplifies it where gradients are near zero. bf16 keeps 8 bits, and engines that cast
+# in different places (autocast, parameters) differed by 4e-4 in ten steps.
+TOLERANCE = {"fp32": 2e-5, "bf16": 5e-3}
+
+
+def losses_of(record: RunRecord) -> list[float]:
+    """The mean loss over ranks, step by step: `[5.71, 5.62, ...]`; empty when the run ended before its first step."""
+    return record.summary.get("losses") or []
+
+
+def matches_reference(losses: Sequence[float], reference: Sequence[float], precision: str) -> bool:
+    """Whether two runs' losses agree at every step: same length, and within 2e-5 (fp32) or 5e-3 (bf16) of the reference, relatively.
+
+    >>> matches_reference([5.0, 4.0], [5.0, 4.00001], "fp32"), matches_reference([5.0, 4.0], [5.0, 4.001], "fp32")
+    (True, False)
+    """
+    if precision not in TOLERANCE:
+        raise ValueError(f"precision is one of {', '.join(TOLERANCE)}; got {precision!r}.")
+    same_length = len(losses) == len(reference) > 0
+    return same_length and all(math.isclose(a, b, rel_tol=TOLERANCE[precision]) for a, b in zip(losses, reference))
+
+
+def comparison_json(records: Sequence[RunRecord], reference: RunRecord | None = None) -> dict[str, Any]:
+    """The comparison of several runs as one JSON-able dict: `{"spec": ..., "environment": ..., "runs": [...]}`.
+
+    `spec` holds what all runs have in common (strategy, engine and world size differ and stand with each run).
+    `matches_reference` is null without a reference and for runs that did not finish.
+    """
+    return {
+        "spec": _common_spec(records),
+        "environment": records[0].environment if records else {},
+        "runs": [_run_entry(record, reference) for record in records],
+    }
+
+
+def _common_spec(records: Sequence[RunRecord]) -> dict[str, Any]:
+    first = records[0].spec if records else {}
+    return {name: value for name, value in first.items() if all(record.spec.get(name) == value for record in records)}
+
+
+def _run_entry(record: RunRecord, reference: RunRecord | None) -> dict[str, Any]:
+    summary = record.summary
+    times, memory, comm = (summary.get(name) or {} for name in ("step_time_s", "peak_memory_bytes", "comm"))
+    return {
+        "strategy": record.spec.get("strategy"),
+        "engine": record.spec.get("engine"),
+        "world_size": record.spec.get("world_size"),
+        "step_time_s": {name: times.get(name) for name in ("median", "min")},
+        "tokens_per_s": summary.get("tokens_per_s"),
+        "peak_memory_bytes": {name: memory.get(name) for name in ("total", "by_category")},
+        "comm": {name: comm.get(name) for name in ("bytes_per_step", "collectives_per_step", "exposed_s", "overlap")},
+        "losses": losses_of(record),
+        "matches_reference": _agreement(record, reference),
+        "predicted": {
+            "peak_memory_bytes": None,
+            "comm_bytes_per_step": summary.get("formula_bytes_per_step"),
+            "step_time_s": None,
+        },
+    }
+
+
+def _agreement(record: RunRecord, reference: RunRecord | None) -> bool | None:
+    if reference is None or record.status != "finished" or reference.status != "finished":
+        return None
+    return matches_reference(losses_of(record), losses_of(reference), record.spec.get("precision", "fp32"))

@@ -1,0 +1,121 @@
+"""A run on disk: one folder with run.json and three tables, written whole and read back strictly.
+
+    run.json         spec, environment, status, failure, summary, provenance, and how many rows each table has
+    steps.csv.gz     one row a rank and step: loss and time
+    ledger.csv.gz    one row a collective (empty for engines that keep no ledger)
+    memory.csv.gz    bytes by category over one step (empty when memory was not measured)
+
+The tables are written before run.json, and run.json is renamed into place last: a folder with a run.json is a complete record.
+`provenance` says for each quantity whether it was measured, emulated or simulated; nothing that shows a record may leave that out.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .tables import TABLES, RecordError, Row, read_table, replace_file, write_table
+
+if TYPE_CHECKING:
+    import pandas
+
+FORMAT = "fsdplab run record 1"
+STATUSES = ("finished", "out_of_memory", "failed")
+ORIGINS = ("measured", "emulated", "simulated")
+_FIELDS = ("spec", "environment", "status", "failure", "summary", "provenance")
+
+
+@dataclass
+class RunRecord:
+    """One run. `table("steps")` gives rows, `frame("steps")` the same as a pandas DataFrame.
+
+    >>> record = RunRecord.load("runs/full_shard-lab-2-ranks")        # doctest: +SKIP
+    >>> record.status, record.summary["step_time_s"]["median"]        # doctest: +SKIP
+    ('finished', 0.41)
+    """
+
+    path: Path
+    spec: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    status: str = "finished"
+    failure: dict[str, Any] | None = None
+    summary: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, str] = field(default_factory=dict)
+    tables: dict[str, list[Row]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.path = Path(self.path)
+        if self.status not in STATUSES:
+            raise ValueError(f"A record's status is one of {', '.join(STATUSES)}; got {self.status!r}.")
+        unknown = {name: origin for name, origin in self.provenance.items() if origin not in ORIGINS}
+        if unknown:
+            raise ValueError(f"A record's provenance is one of {', '.join(ORIGINS)}; got {unknown}.")
+
+    def table(self, name: str) -> list[Row]:
+        """The rows of `steps`, `ledger` or `memory`; none where the run did not measure it."""
+        if name not in TABLES:
+            raise RecordError(f"A record has no table {name!r}. Expected one of {', '.join(TABLES)}.")
+        return self.tables.get(name, [])
+
+    def frame(self, name: str) -> pandas.DataFrame:
+        """The table as a pandas DataFrame; RecordError with the install command where pandas is missing."""
+        try:
+            import pandas
+        except ImportError:
+            raise RecordError('record.frame() needs pandas, which is not installed. Run: pip install "fsdplab[lab]"') from None
+        return pandas.DataFrame(self.table(name), columns=list(TABLES[name]))
+
+    def save(self) -> RunRecord:
+        """Write the folder, run.json last, and return the record; a table that was not measured is written empty."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for name in TABLES:
+            write_table(self.path, name, self.table(name))
+        content = {"format": FORMAT, **{name: getattr(self, name) for name in _FIELDS}}
+        content["rows"] = {name: len(self.table(name)) for name in TABLES}
+        replace_file(self.path / "run.json", (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path) -> RunRecord:
+        """Read a record folder; RecordError names the file and the remedy when it is missing, foreign or damaged."""
+        folder = Path(path)
+        content = _read_run_json(folder)
+        try:
+            record = cls(folder, **{name: content[name] for name in _FIELDS})
+        except ValueError as error:
+            raise RecordError(f"{folder / 'run.json'} is damaged: {error} Record the run again.") from error
+        for name in TABLES:
+            record.tables[name] = read_table(folder, name)
+            _check_rows(folder, name, len(record.tables[name]), content["rows"].get(name))
+        return record
+
+
+def _read_run_json(folder: Path) -> dict[str, Any]:
+    path = folder / "run.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise RecordError(f"{folder} holds no run.json, so it is no run record. Give the folder that `fsdplab run` printed.") from None
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path} cannot be read ({error}). Copy it again from where it was recorded, or record the run again.") from error
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT:
+        raise RecordError(f"{path} has the format {found!r}; expected {FORMAT!r}. Record the run again with this version of fsdplab.")
+    missing = [name for name in (*_FIELDS, "rows") if name not in content]
+    if missing:
+        raise RecordError(f"{path} lacks {', '.join(missing)}: it is damaged. Record the run again.")
+    _check_shapes(path, content)
+    return content
+
+
+def _check_shapes(path: Path, content: dict[str, Any]) -> None:
+    for name in ("spec", "environment", "summary", "provenance", "rows"):
+        if not isinstance(content[name], dict):
+            raise RecordError(f"{path}: {name} is {content[name]!r}; expected an object. Record the run again.")
+
+
+def _check_rows(folder: Path, table: str, found: int, expected: Any) -> None:
+    if found != expected:
+        raise RecordError(f"{folder / table}.csv.gz has {found} rows; run.json says {expected}. The files are of two runs: copy the whole folder again.")

@@ -1,0 +1,124 @@
+"""The three tables of a record, as compressed CSV with a declared type for every column.
+
+CSV because every tool of every learner opens it, and because a diff of two records can be read. CSV has no types, so the schema lives
+here, once: a file whose header or cells disagree with it is refused, instead of turning a damaged record into a wrong figure.
+An empty cell means "not measured" and reads as None (in a column of names it is the empty name: the root's, for one).
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import os
+import zlib
+from pathlib import Path
+from typing import Any, Callable
+
+CATEGORIES = (
+    "parameter_slices",
+    "gathered_parameters",
+    "gradient_slices",
+    "whole_gradients",
+    "optimizer_state",
+    "activations",
+    "communication_buffers",
+    "other",
+)
+
+
+class RecordError(RuntimeError):
+    """A record folder is missing, damaged or of another kind; the message names the file and the remedy."""
+
+
+def _flag(text: str) -> bool:
+    return {"True": True, "False": False}[text]
+
+
+Row = dict[str, Any]
+Schema = dict[str, Callable[[str], Any]]
+
+TABLES: dict[str, Schema] = {
+    # step_time_s is empty for the steps that are not timed (warm-up, and the step whose memory was measured)
+    "steps": {"rank": int, "step": int, "loss": float, "step_time_s": float, "tokens": int},
+    "ledger": {
+        "rank": int,
+        "step": int,
+        "unit": str,
+        "phase": str,
+        "kind": str,
+        "logical_bytes": int,
+        "wire_bytes": int,
+        "padding_bytes": int,
+        "dtype": str,
+        "start_ns": int,
+        "end_ns": int,
+        "emulated": _flag,
+    },
+    "memory": {
+        "rank": int,
+        "step": int,
+        "time_ns": int,
+        **dict.fromkeys(CATEGORIES, int),
+        "is_peak": _flag,
+    },
+}
+
+
+def file_name(table: str) -> str:
+    """The table's file in a record folder: `steps` -> `steps.csv.gz`."""
+    return f"{table}.csv.gz"
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: beside it first, then renamed over it."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_bytes(content)
+    os.replace(unfinished, path)
+
+
+def write_table(folder: Path, table: str, rows: list[Row]) -> None:
+    """Write one table; a row with missing or unknown columns is a ValueError (`{"rank": 0, "step": 1}` lacks `loss`)."""
+    columns = list(TABLES[table])
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    for row in rows:
+        if row.keys() != TABLES[table].keys():
+            raise ValueError(f"A row of `{table}` has columns {sorted(row)}; expected {sorted(columns)}. Give every column, and no other.")
+        writer.writerow(["" if row[name] is None else row[name] for name in columns])
+    # mtime=0: the same rows give the same bytes, so that records kept in version control do not change by themselves
+    replace_file(folder / file_name(table), gzip.compress(text.getvalue().encode(), mtime=0))
+
+
+def read_table(folder: Path, table: str) -> list[Row]:
+    """Read one table as a list of typed rows; RecordError when the file is missing, damaged or has other columns."""
+    path = folder / file_name(table)
+    lines = csv.reader(io.StringIO(_unpack(path)))
+    header = next(lines, [])
+    if header != list(TABLES[table]):
+        raise RecordError(f"{path} has columns {header}; expected {list(TABLES[table])}. Record the run again with this version of fsdplab.")
+    return [_typed_row(path, table, number, cells) for number, cells in enumerate(lines, start=2)]
+
+
+def _unpack(path: Path) -> str:
+    try:
+        return gzip.decompress(path.read_bytes()).decode()
+    except FileNotFoundError:
+        raise RecordError(f"{path} is missing: the record is incomplete. Copy the whole record folder, or record the run again.") from None
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise RecordError(f"{path} is damaged ({error}). Copy it again from where it was recorded, or record the run again.") from error
+
+
+def _value(cell: str, convert: Callable[[str], Any]) -> Any:
+    return None if cell == "" and convert is not str else convert(cell)
+
+
+def _typed_row(path: Path, table: str, number: int, cells: list[str]) -> Row:
+    schema = TABLES[table]
+    if len(cells) != len(schema):
+        raise RecordError(f"{path}, line {number}, has {len(cells)} cells; expected {len(schema)}. Record the run again.")
+    try:
+        return {name: _value(cell, convert) for (name, convert), cell in zip(schema.items(), cells)}
+    except (ValueError, KeyError) as error:
+        raise RecordError(f"{path}, line {number}, holds a value of the wrong type ({error}). Record the run again.") from error

@@ -1,0 +1,71 @@
+"""Ends the processes of a run, for certain and in bounded time.
+
+torchrun answers SIGTERM by ending the ranks' process groups. If it does not within its time, or no rank is left, it is killed, which
+kills the ranks (see guard.py); what is still there after that is killed by id.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Sequence
+
+_PATIENCE_S = 3.0
+_LOOK_EVERY_S = 0.02
+
+
+def end(agent: subprocess.Popen[bytes], ranks: Sequence[int]) -> None:
+    """End the agent and its ranks (process ids) and return once all are gone, after at most about ten seconds."""
+    if agent.poll() is None and not all(map(gone, ranks)):
+        agent.terminate()
+        _wait(agent)
+    if agent.poll() is None:
+        agent.kill()
+        _wait(agent)
+    if not _all_gone(ranks):
+        for rank in ranks:
+            _kill(rank)
+        _all_gone(ranks)
+
+
+def gone(pid: int) -> bool:
+    """Whether no such process runs any more; a zombie, which only waits to be collected, is gone."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return _is_zombie(pid)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:  # collected just now, or a system without /proc
+        return False
+    return status.rpartition(")")[2].split()[0] == "Z"
+
+
+def _wait(agent: subprocess.Popen[bytes]) -> None:
+    try:
+        agent.wait(_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        pass
+
+
+def _all_gone(ranks: Sequence[int]) -> bool:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not all(map(gone, ranks)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_EVERY_S)
+    return True
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass

@@ -1,0 +1,197 @@
+"""What to run, said once and checked once.
+
+Ranks cost seconds to start, so a request that cannot work is refused here, before any process exists, in one line that says what was
+wrong, what was got, what is possible and what to do. A `RunSpec` that exists can be run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+from dataclasses import asdict, dataclass
+from typing import Any, Sequence
+
+import torch
+
+from fsdplab.workloads import PRESETS, ByteText, ConfigError, TextError, parameter_count, preset
+
+STRATEGIES = ("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard")
+
+# What each engine can do; the first is what it is best known for.
+ENGINES: dict[str, tuple[str, ...]] = {
+    "lab": ("full_shard", "shard_grad_op", "zero2", "zero1", "no_shard"),
+    "torch-ddp": ("no_shard",),
+    "torch-fsdp1": ("full_shard", "shard_grad_op", "no_shard"),
+    "torch-fsdp2": ("full_shard", "shard_grad_op"),
+    "deepspeed-1": ("zero1",),
+    "deepspeed-2": ("zero2",),
+    "deepspeed-3": ("full_shard",),
+    "twin": STRATEGIES,
+}
+PRECISIONS = ("fp32", "bf16")
+DEVICES = ("auto", "cpu", "cuda")
+OPTIMIZERS = ("adamw",)
+
+# Step whose memory is measured: the first has made the optimizer's state and recorded the order of the units, so the second is typical.
+MEMORY_STEP = 1
+_BYTES_OF_A_PROCESS = 250_000_000  # Python and torch before any model, measured
+
+
+class SpecError(ValueError):
+    """A run that cannot be; the message is one line: what, got, expected, what to do."""
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run: model, data, strategy, engine, ranks. Sizes in bytes, times in seconds; raises SpecError when it cannot be run.
+
+    `steps` are timed, after `warmup` steps that are not; the second warm-up step's memory is measured. `batch_size` sequences of
+    `sequence_length` tokens are read by each rank in each of `micro_batches`. `card` is the memory of an emulated accelerator: a run that
+    needs more ends as out of memory.
+
+    >>> RunSpec(strategy="zero1", world_size=2).total_steps
+    10
+    """
+
+    strategy: str = "full_shard"
+    engine: str = "lab"
+    world_size: int = 2
+    model: str = "gpt-20m"
+    text: str | None = None
+    batch_size: int = 2
+    sequence_length: int = 64
+    steps: int = 8
+    warmup: int = 2
+    micro_batches: int = 1
+    precision: str = "fp32"
+    units: str = "auto"
+    prefetch: int = 1
+    learning_rate: float = 3e-4
+    optimizer: str = "adamw"
+    seed: int = 0
+    card: int | None = None
+    device: str = "auto"
+    memory: bool = True
+    time_limit: float = 120.0
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _check_numbers(self)
+        _check_pairs(self)
+        _check_workload(self)
+        _check_machine(self)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of training in all: warm-up, then timed."""
+        return self.warmup + self.steps
+
+    @property
+    def processes(self) -> int:
+        """Rank processes to start: the twin replays all ranks in one."""
+        return 1 if self.engine == "twin" else self.world_size
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens that one rank reads in one step."""
+        return self.batch_size * self.sequence_length * self.micro_batches
+
+    @property
+    def place(self) -> str:
+        """`cuda` or `cpu`: where the ranks run once `auto` is decided (cuda needs one GPU a rank)."""
+        if self.device != "auto":
+            return self.device
+        return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= self.processes else "cpu"
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields, JSON-able; `RunSpec(**spec.as_dict()) == spec`."""
+        return asdict(self)
+
+
+def near_matches(got: object, expected: Sequence[str]) -> str:
+    """`"; did you mean full_shard?"` for `fullshard`; empty when nothing is near."""
+    near = difflib.get_close_matches(str(got).lower().replace("-", "_"), expected, n=2, cutoff=0.5)
+    near = near or difflib.get_close_matches(str(got).lower(), expected, n=2, cutoff=0.5)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _check_choices(spec: RunSpec) -> None:
+    for name, expected in (
+        ("strategy", STRATEGIES),
+        ("engine", tuple(ENGINES)),
+        ("precision", PRECISIONS),
+        ("device", DEVICES),
+        ("optimizer", OPTIMIZERS),
+        ("units", ("auto",)),
+        ("memory", (True, False)),
+    ):
+        got = getattr(spec, name)
+        if got not in expected:
+            words = [str(word) for word in expected]
+            raise SpecError(f"unknown {name} {got!r}{near_matches(got, words)}; expected one of {', '.join(words)}")
+
+
+def _check_numbers(spec: RunSpec) -> None:
+    for name, least in (
+        ("world_size", 1), ("batch_size", 1), ("sequence_length", 1), ("steps", 1), ("micro_batches", 1), ("warmup", 0), ("prefetch", 0), ("seed", 0),
+    ):  # fmt: skip
+        _check_whole(name, getattr(spec, name), least)
+    if spec.card is not None:
+        _check_whole("card", spec.card, 1, " (bytes of the emulated card, or None)")
+    for name in ("learning_rate", "time_limit"):
+        got = getattr(spec, name)
+        if isinstance(got, bool) or not isinstance(got, (int, float)) or not 0 < got < float("inf"):
+            raise SpecError(f"{name} is {got!r}; expected a number above 0")
+
+
+def _check_whole(name: str, got: object, least: int, remark: str = "") -> None:
+    if isinstance(got, bool) or not isinstance(got, int) or got < least:
+        raise SpecError(f"{name} is {got!r}; expected a whole number of at least {least}{remark}")
+
+
+def _check_pairs(spec: RunSpec) -> None:
+    possible = ENGINES[spec.engine]
+    if spec.strategy not in possible:
+        raise SpecError(f"engine {spec.engine} cannot do {spec.strategy}; expected {' or '.join(possible)}: give strategy={possible[0]!r}, or engine='lab'")
+    if spec.engine.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
+        raise SpecError(f'engine {spec.engine} needs DeepSpeed, which is not installed; run: pip install "fsdplab[peers]"')
+    if spec.engine != "lab" and spec.prefetch != 1:
+        raise SpecError(f"prefetch is {spec.prefetch}, but engine {spec.engine} has its own rule; leave prefetch=1, or give engine='lab'")
+    if spec.memory and spec.warmup <= MEMORY_STEP:
+        raise SpecError(f"memory is measured in the second warm-up step, but warmup is {spec.warmup}; give warmup=2 or more, or memory=False")
+    if spec.card is not None and not spec.memory:
+        raise SpecError(f"a card of {spec.card} bytes needs the memory to be measured, but memory is False; leave memory=True, or card=None")
+
+
+def _check_workload(spec: RunSpec) -> None:
+    try:
+        preset(spec.model).require_length(spec.sequence_length)
+        if spec.text is not None:
+            ByteText.from_path(spec.text).require(spec.sequence_length)
+    except (ConfigError, TextError) as error:
+        raise SpecError(str(error)) from error
+
+
+def _check_machine(spec: RunSpec) -> None:
+    if spec.place == "cuda":
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if found < spec.processes:
+            raise SpecError(f"device is cuda with {spec.processes} ranks, but {found} GPUs were found; give world_size={max(found, 1)} or device='cpu'")
+        return
+    needed, there = least_bytes(spec), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise SpecError(
+            f"{spec.model} on {spec.world_size} ranks needs at least {needed / 1e9:.1f} GB of memory, but this machine has {there / 1e9:.1f} GB; "
+            f"give a smaller model ({', '.join(list(PRESETS)[:3])}) or fewer ranks"
+        )
+
+
+def least_bytes(spec: RunSpec) -> int:
+    """Bytes that the ranks of one machine hold between two steps at the very least: processes, parameters, gradients, two moments in fp32.
+
+    Every rank builds the whole model before it shards it, and what a strategy shards is held once by all ranks together.
+    """
+    model = 4 * parameter_count(preset(spec.model))
+    copies = spec.processes if spec.strategy == "no_shard" else 1
+    return spec.processes * (_BYTES_OF_A_PROCESS + model) + 3 * model * copies

@@ -1,0 +1,29 @@
+"""What may travel between the caller and its ranks: what `torch.load` reads without running code.
+
+A learner's rank is code that nobody has reviewed, so what it hands over is never unpickled freely.
+"""
+
+from __future__ import annotations
+
+import torch
+
+VALUES = "None, bool, int, float, str, plain tensors, and lists, tuples and dicts of them"
+_PLAIN = (type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter)
+
+
+def foreign_type(value: object) -> str | None:
+    """The name of the first type in a value that may not travel: `"DTensor"`; None when all may.
+
+    Subclasses are foreign: a DTensor cannot be read without its process group, a numpy number not without numpy.
+    """
+    if type(value) in _PLAIN:
+        return None
+    if type(value) is dict:
+        return _first(*value.keys(), *value.values())
+    if type(value) in (list, tuple):
+        return _first(*value)  # type: ignore[misc]
+    return type(value).__name__
+
+
+def _first(*values: object) -> str | None:
+    return next(filter(None, map(foreign_type, values)), None)

@@ -1,0 +1,121 @@
+"""What each rank of a run does: build, train, measure, hand over.
+
+    python -m fsdplab.sessions.worker FOLDER
+
+The steps, in order: one that makes the optimizer's state, one whose memory is measured, further warm-up, and the timed ones. Nothing
+is added between ranks: no barrier, and on CUDA one synchronisation a step, at its end, where reading the loss needs it anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from fsdplab.engine import events
+from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
+from fsdplab.workloads import ByteText
+
+from .engines import Batch, Rig, build
+from .environment import capture_environment
+from .rankside import Diverged, Place, rank_process
+from .spec import MEMORY_STEP, RunSpec
+
+Build = Callable[[RunSpec, Place], Rig]
+
+
+def main(folder: str, build_rig: Build = build) -> None:
+    """Train as the run in FOLDER/spec.json says, as one rank of it."""
+    with open(f"{folder}/spec.json") as file:
+        spec = RunSpec(**json.load(file))
+    with rank_process(folder, spec.place) as place:
+        if place.rank == 0:
+            place.write("environment", capture_environment(spec.place))
+        place.heart.enter("build")
+        Training(spec, place, build_rig).run()
+
+
+class Training:
+    """One rank's run, from its text to what it hands over."""
+
+    def __init__(self, spec: RunSpec, place: Place, build_rig: Build) -> None:
+        self.spec, self.place = spec, place
+        self.ledger: list[dict[str, Any]] = []
+        self.tags = TagLog() if spec.memory else None
+        self.text = ByteText.from_path(spec.text) if spec.text else ByteText.from_standard_library()
+        self.rig = build_rig(spec, place)
+
+    def run(self) -> None:
+        """Train all steps, or until the emulated card is full, and hand over what was measured."""
+        unsubscribe = events.subscribe(self._hear)
+        timeline = None
+        for step in range(self.spec.total_steps):
+            if step == MEMORY_STEP and self.spec.memory:
+                timeline = self._measured_step(step)
+                if self._card_is_full(timeline):
+                    break
+            else:
+                self._step(step, timed=step >= self.spec.warmup)
+        unsubscribe()
+        self.place.write("result", {"ledger": self.ledger, "memory": self._memory(timeline)})
+
+    def _step(self, step: int, timed: bool, around: AbstractContextManager[Any] = nullcontext()) -> None:
+        self.place.heart.enter("data", step)
+        batches = self._batches(step)
+        with around:
+            start = time.perf_counter()
+            loss = self.rig.train_step(batches)
+            seconds = time.perf_counter() - start
+        events.flush()
+        tokens = self.spec.tokens_per_rank * len(batches)
+        self.place.append("steps", {"rank": self.place.rank, "step": step, "loss": loss, "step_time_s": seconds if timed else None, "tokens": tokens})
+        if not math.isfinite(loss):
+            raise Diverged(f"the loss is {loss}; give a smaller learning_rate than {self.spec.learning_rate:g}")
+
+    def _measured_step(self, step: int) -> MemoryTimeline:
+        recorder = MemoryRecorder(
+            model=self.rig.model, optimizer=self.rig.optimizer, engine=self.spec.engine, device=self.place.device, tags=self.tags, ignore=[self.text.data]
+        )
+        self._step(step, timed=False, around=recorder)
+        self.tags.close()
+        return recorder.timeline
+
+    def _batches(self, step: int) -> Sequence[Sequence[Batch]]:
+        """The micro-batches of each rank that this process plays."""
+        played = range(self.spec.world_size) if self.spec.engine == "twin" else [self.place.rank]
+        return [[self._batch(step, rank, micro) for micro in range(self.spec.micro_batches)] for rank in played]
+
+    def _batch(self, step: int, rank: int, micro: int) -> Batch:
+        spec = self.spec
+        tokens, targets = self.text.batch(step, rank, spec.world_size, spec.batch_size, spec.sequence_length, micro_batch=micro, seed=spec.seed)
+        return tokens.to(self.place.device), targets.to(self.place.device)
+
+    def _card_is_full(self, timeline: MemoryTimeline) -> bool:
+        """Whether any rank needs more than the emulated card has: all ranks must stop together."""
+        if self.spec.card is None:
+            return False
+        needed = torch.tensor(timeline.peak_total, device=self.place.device)
+        dist.all_reduce(needed, dist.ReduceOp.MAX)
+        return needed.item() > self.spec.card
+
+    def _hear(self, event: events.Event) -> None:
+        if not isinstance(event, events.Collective):
+            return
+        self.place.heart.complete(f"{event.kind} of {event.unit or 'the root'} in {event.phase}")
+        self.ledger.append({"rank": self.place.rank, "step": self.place.heart.step, **vars(event)})
+
+    def _memory(self, timeline: MemoryTimeline | None) -> dict[str, Any] | None:
+        if timeline is None:
+            return None
+        rows = [{"rank": self.place.rank, "step": MEMORY_STEP, **point, "is_peak": point["time_ns"] == timeline.peak_time_ns} for point in timeline.points]
+        return {"rows": rows, "total": timeline.peak_total, "by_category": timeline.peak, "resident_growth": timeline.resident_growth}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

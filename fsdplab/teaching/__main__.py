@@ -1,0 +1,62 @@
+"""`fsdplab course build` and `fsdplab course test`: the editions, for teachers and for CI.
+
+The command line starts this as a process of its own (`python -m fsdplab.teaching`), a neighbour on the same floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from .course import CourseError, build_course
+from .course_run import run_course
+from .course_state import EDITIONS
+
+CHECKOUT = Path(__file__).resolve().parents[2] / "notebooks"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; 0 done, 1 a notebook failed, 2 the request cannot be (one line on stderr for each reason)."""
+    asked = _parser().parse_args(arguments)
+    try:
+        return asked.command(asked)
+    except CourseError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fsdplab course", description="Build and test the course's editions.")
+    commands = parser.add_subparsers(required=True, metavar="build | test")
+    build = commands.add_parser("build", help="write one edition of tagged source notebooks to a folder")
+    build.add_argument("--edition", choices=EDITIONS, default="learner", help="default: learner")
+    build.add_argument("--out", type=Path, help="folder to write to; default: course-<edition>")
+    build.add_argument("--source", type=Path, default=_sources(), help="folder of sources; default: notebooks")
+    build.set_defaults(command=_build)
+    test = commands.add_parser("test", help="run a folder of notebooks; sources as teacher and as learner edition")
+    test.add_argument("directory", type=Path, nargs="?", default=_sources(), help="default: notebooks")
+    test.set_defaults(command=_test)
+    return parser
+
+
+def _sources() -> Path:
+    """`notebooks/` here, else the checkout's."""
+    here = Path("notebooks")
+    return here if here.is_dir() else CHECKOUT
+
+
+def _build(asked: argparse.Namespace) -> int:
+    built = build_course(asked.source, asked.out or Path(f"course-{asked.edition}"), asked.edition)
+    for path in built.notebooks:
+        print(path)
+    return 0
+
+
+def _test(asked: argparse.Namespace) -> int:
+    runs = run_course(asked.directory, on_run=lambda run: print(run, flush=True))
+    return 1 if any(run.failure for run in runs) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""The half of lesson 01 that runs on the ranks: compose collectives, compare bits, time them.
+
+`reduce_scatter` here is the lab's own: an all-to-all, then each rank sums its block in rank order. gloo's own moves twice the
+bytes (it is a whole all-reduce inside), which `timed` shows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdplab.engine import compat
+
+
+def watch(payload: dict[str, Any]) -> dict[str, list[float]]:
+    """What this rank holds before and after each collective: `payload["block"]` elements a rank, small whole numbers."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    start = 10.0**rank * torch.arange(1, n * payload["block"] + 1)
+    mine = reduce_scatter(start)
+    whole, at_once = all_gather(mine), start.clone()
+    dist.all_reduce(at_once)
+    held = {"start": start, "reduce_scatter": mine, "all_gather": whole, "all_reduce": at_once}
+    return {name: tensor.tolist() for name, tensor in held.items()}
+
+
+def compose(payload: dict[str, Any]) -> dict[str, Any]:
+    """Compare reduce-scatter + all-gather with all-reduce, bit by bit, on random floats of this rank."""
+    elements = payload["elements"]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    start = torch.randn(elements, generator=generator)
+    in_two, at_once = all_gather(reduce_scatter(start)), start.clone()
+    dist.all_reduce(at_once)
+    differing = int((in_two.view(torch.int32) != at_once.view(torch.int32)).sum())
+    return {"differing_bits_in": differing, "largest": float((in_two - at_once).abs().max()), "sample": at_once[:3].tolist()}
+
+
+def reduce_scatter(whole: torch.Tensor) -> torch.Tensor:
+    """This rank's block [m] of the sum over ranks of `whole` [n * m]."""
+    return _exchange_and_sum(whole, torch.empty_like(whole), whole.new_empty(whole.numel() // dist.get_world_size()))
+
+
+def _exchange_and_sum(whole: torch.Tensor, received: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    dist.all_to_all_single(received, whole)
+    total.zero_()
+    for part in received.view(dist.get_world_size(), -1):
+        total += part
+    return total
+
+
+def all_gather(mine: torch.Tensor) -> torch.Tensor:
+    """Every rank's block [m], joined in rank order: [n * m]."""
+    whole = mine.new_empty(dist.get_world_size() * mine.numel())
+    compat.all_gather_single(whole, mine)
+    return whole
+
+
+def timed(payload: dict[str, Any]) -> dict[str, dict[int, list[float]]]:
+    """Seconds of every repeat on this rank, `[collective][bytes]`; ranks leave a barrier together before each."""
+    return {
+        name: {nbytes: _repeats(make(nbytes // 4), payload["repeats"]) for nbytes in payload["sizes"]}
+        for name, make in _PREPARED.items()
+    }
+
+
+def _repeats(call: Callable[[], Any], repeats: int) -> list[float]:
+    call()  # the first call also opens connections
+    took = []
+    for _ in range(repeats):
+        dist.barrier()
+        began = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - began)
+    return took
+
+
+def _all_gather_of(elements: int) -> Callable[[], Any]:
+    whole, mine = torch.zeros(elements), torch.ones(elements // dist.get_world_size())
+    return lambda: compat.all_gather_single(whole, mine)
+
+
+def _reduce_scatter_of(elements: int) -> Callable[[], Any]:
+    whole, received, mine = torch.ones(elements), torch.zeros(elements), torch.zeros(elements // dist.get_world_size())
+    return lambda: _exchange_and_sum(whole, received, mine)
+
+
+def _gloos_reduce_scatter_of(elements: int) -> Callable[[], Any]:
+    whole, mine = torch.ones(elements), torch.zeros(elements // dist.get_world_size())
+    return lambda: compat.reduce_scatter_single(mine, whole)
+
+
+def _all_reduce_of(elements: int) -> Callable[[], Any]:
+    buffer = torch.zeros(elements)
+    return lambda: dist.all_reduce(buffer)
+
+
+_PREPARED = {
+    "all_gather": _all_gather_of,
+    "reduce_scatter": _reduce_scatter_of,
+    "gloo's reduce_scatter": _gloos_reduce_scatter_of,
+    "all_reduce": _all_reduce_of,
+}

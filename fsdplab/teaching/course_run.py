@@ -1,0 +1,91 @@
+"""Run a folder of notebooks to their end: the course's own in CI, or a teacher's.
+
+Tagged sources are run twice, as the teacher edition (a failed check ends it) and as the learner edition (which must
+reach its end with every stub unsolved). Other notebooks are run as they are. The learner's folder is a temporary one,
+so a test never touches anybody's exercises.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbformat import NotebookNode
+
+from .course import edition_of, is_tagged, notebooks_in, read, structure_complaints
+
+CELL_TIME_LIMIT = 180
+
+
+@dataclass(frozen=True)
+class NotebookRun:
+    """How one notebook ended: `failure` is None where it reached its end."""
+
+    notebook: str
+    edition: str
+    seconds: float
+    failure: str | None
+
+    def __str__(self) -> str:
+        outcome = "ran to its end" if self.failure is None else f"FAILED\n{self.failure}"
+        return f"{self.notebook} ({self.edition}): {outcome}, {self.seconds:.0f} s"
+
+
+def run_course(directory: Path | str, on_run: Callable[[NotebookRun], None] = lambda run: None) -> list[NotebookRun]:
+    """Run every notebook of a folder in order; `on_run` hears of each as it ends. CourseError where there are none."""
+    runs = []
+    with tempfile.TemporaryDirectory(prefix="fsdplab-course-") as scratch:
+        for name, edition, notebook, complaint in _editions(Path(directory)):
+            home = Path(scratch) / edition.replace(" ", "-") / "my_fsdp"
+            runs.append(NotebookRun(name, edition, 0.0, complaint) if complaint else run_notebook(name, edition, notebook, directory, home))
+            on_run(runs[-1])
+    return runs
+
+
+def _editions(directory: Path) -> Iterator[tuple[str, str, NotebookNode, str | None]]:
+    """(name, edition, notebook, complaint) of everything to run, all teacher editions first."""
+    read_in = [(path.name, read(path)) for path in notebooks_in(directory)]
+    for edition in ("teacher", "learner"):
+        for name, source in read_in:
+            if not is_tagged(source):
+                if edition == "teacher":
+                    yield name, "as it is", source, None
+                continue
+            yield name, edition, edition_of(source, edition), "\n".join(structure_complaints(name, source)) or None
+
+
+def run_notebook(name: str, edition: str, notebook: NotebookNode, directory: Path | str, home: Path) -> NotebookRun:
+    """Run one notebook in a fresh kernel, in its own folder, with `home` as the learner's folder."""
+    client = NotebookClient(
+        notebook, timeout=CELL_TIME_LIMIT, kernel_name="python3", resources={"metadata": {"path": str(directory)}},
+        store_widget_state=False,
+    )  # fmt: skip
+    began, failure = time.monotonic(), None
+    try:
+        client.execute(env={**os.environ, "FSDPLAB_HOME": str(home)})
+    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+        failure = _told(notebook, error)
+    return NotebookRun(name, edition, time.monotonic() - began, failure)
+
+
+def _told(notebook: NotebookNode, error: Exception) -> str:
+    """Which cell failed, its first line, and the error's last lines."""
+    number, cell = max(
+        ((index, cell) for index, cell in enumerate(notebook.cells, 1) if cell.cell_type == "code" and _has_run(cell)),
+        key=lambda pair: pair[0],
+        default=(0, None),
+    )
+    first = (cell.source.strip().splitlines() or [""])[0] if cell else ""
+    if isinstance(error, CellExecutionError):
+        return f"cell {number} ({first}): {error.ename}: {error.evalue}"
+    return f"cell {number} ({first}): {str(error).splitlines()[0]}"
+
+
+def _has_run(cell: NotebookNode) -> bool:
+    return bool(cell.get("execution_count") or cell.get("outputs"))

@@ -1,0 +1,169 @@
+"""What a check found: the first difference between two values, told so that a learner can act on it.
+
+Pure functions and frozen records, no ranks and no notebook: every sentence of a failed check can be tested here.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where a returned value differs: which tensor, how (type, shape, dtype, value), which index."""
+
+    tensor: str
+    problem: str
+    expected: str
+    got: str
+    index: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Why a check failed: what was expected and got, where (rank, step, tensor, first index), and the likely cause."""
+
+    headline: str
+    expected: str
+    got: str
+    cause: str
+    rank: int | None = None
+    step: str | None = None
+    tensor: str | None = None
+    index: tuple[int, ...] | None = None
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """(label, text) pairs in reading order, leaving out what does not apply."""
+        index = None if self.index is None else str(list(self.index))
+        rank = None if self.rank is None else str(self.rank)
+        pairs = [("rank", rank), ("step", self.step), ("tensor", self.tensor), ("first differing index", index)]
+        pairs += [("expected", self.expected), ("got", self.got), ("likely cause", self.cause)]
+        return ((label, text) for label, text in pairs if text)
+
+
+@dataclass(frozen=True, repr=False)
+class Verdict:
+    """The outcome of one check, ready to show; `finding` is None where it passed."""
+
+    exercise: str
+    finding: Finding | None
+    note: str = ""
+    hints: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return self.finding is None
+
+    def __str__(self) -> str:
+        if self.finding is None:
+            return f"{self.exercise}: passed. {self.note}".strip()
+        width = max(len(label) for label, _ in self.finding.rows())
+        rows = [f"  {label:<{width}}  {_hanging(text, width + 4)}" for label, text in self.finding.rows()]
+        return "\n".join([f"{self.exercise}: not yet. {self.finding.headline}", *rows, *self.hints, self.note]).rstrip()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        colour, word = ("#2a9d5c", "passed") if self.passed else ("#c8553d", "not yet")
+        headline = self.note if self.finding is None else self.finding.headline
+        parts = [f"<b style='color:{colour}'>{self.exercise}: {word}.</b> {with_code(headline)}"]
+        if self.finding is not None:
+            parts.append(_html_rows(self.finding))
+            parts += [f"<div style='margin-top:4px'>{with_code(line)}</div>" for line in (*self.hints, self.note) if line]
+        return f"<div style='border-left:4px solid {colour};padding:4px 12px'>{''.join(parts)}</div>"
+
+
+def _hanging(text: str, indent: int) -> str:
+    return text.replace("\n", "\n" + " " * indent)
+
+
+def with_code(text: str) -> str:
+    """Text as HTML, with what stands between backticks as code: ``with_code("`a<b`") == "<code>a&lt;b</code>"``."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(text))
+
+
+def _html_rows(finding: Finding) -> str:
+    cell = "style='text-align:left;vertical-align:top;padding:1px 12px 1px 0'"
+    rows = [
+        f"<tr><td {cell}><i>{label}</i></td><td {cell}><span style='white-space:pre-wrap'>{with_code(text)}</span></td></tr>"
+        for label, text in finding.rows()
+    ]
+    return f"<table>{''.join(rows)}</table>"
+
+
+def first_difference(expected: Any, got: Any, tolerance: float = 0.0, name: str = "the returned value") -> Difference | None:
+    """The first difference between two values (tensors, numbers, texts, and lists, tuples, dicts of them), or None.
+
+    Numbers and floating tensors may differ by `tolerance`, relative to the largest expected magnitude:
+    `first_difference(torch.tensor([1., 2.]), torch.tensor([1., 3.])).index == (1,)`.
+    """
+    if isinstance(expected, torch.Tensor):
+        return _tensor_difference(expected, got, tolerance, name)
+    if isinstance(expected, dict):
+        return _dict_difference(expected, got, tolerance, name)
+    if isinstance(expected, (list, tuple)):
+        return _sequence_difference(expected, got, tolerance, name)
+    if isinstance(expected, (int, float)) and not isinstance(expected, bool):
+        same = isinstance(got, (int, float)) and abs(got - expected) <= tolerance * abs(expected)
+        return None if same else Difference(name, "value", repr(expected), repr(got))
+    if type(expected) is not type(got):
+        return Difference(name, "type", _described(expected), _described(got))
+    return None if expected == got else Difference(name, "value", repr(expected), repr(got))
+
+
+def _tensor_difference(expected: torch.Tensor, got: Any, tolerance: float, name: str) -> Difference | None:
+    if not isinstance(got, torch.Tensor):
+        return Difference(name, "type", _described(expected), _described(got))
+    for problem in ("shape", "dtype"):
+        want, have = getattr(expected, problem), getattr(got, problem)
+        if want != have:
+            return Difference(name, problem, _plain(want), _plain(have))
+    differs = _unequal(expected, got, tolerance)
+    if not differs.any():
+        return None
+    index = tuple(differs.nonzero()[0].tolist())
+    return Difference(name, "value", _plain(expected[index].item()), _plain(got[index].item()), index)
+
+
+def _unequal(expected: torch.Tensor, got: torch.Tensor, tolerance: float) -> torch.Tensor:
+    """Where two tensors of one shape and dtype differ by more than the tolerance; NaN equals NaN."""
+    if not expected.is_floating_point() or not tolerance:
+        return (expected != got) & ~((expected != expected) & (got != got))
+    allowed = tolerance * expected.abs().max().item() if expected.numel() else 0.0
+    return ~((expected - got).abs() <= allowed)
+
+
+def _dict_difference(expected: dict[Any, Any], got: Any, tolerance: float, name: str) -> Difference | None:
+    if not isinstance(got, dict):
+        return Difference(name, "type", _described(expected), _described(got))
+    if list(map(str, sorted(expected))) != list(map(str, sorted(got))):
+        return Difference(name, "keys", ", ".join(map(str, sorted(expected))), ", ".join(map(str, sorted(got))))
+    pairs = (first_difference(expected[key], got[key], tolerance, f"{name}[{key!r}]") for key in expected)
+    return next((found for found in pairs if found), None)
+
+
+def _sequence_difference(expected: Any, got: Any, tolerance: float, name: str) -> Difference | None:
+    if not isinstance(got, (list, tuple)):
+        return Difference(name, "type", _described(expected), _described(got))
+    if len(expected) != len(got):
+        return Difference(name, "length", f"{len(expected)} items", f"{len(got)} items")
+    pairs = (first_difference(e, g, tolerance, f"{name}[{i}]") for i, (e, g) in enumerate(zip(expected, got, strict=True)))
+    return next((found for found in pairs if found), None)
+
+
+def _described(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"{type(value).__name__} {str(value)[:60]!r}" if isinstance(value, str) else f"a {type(value).__name__}"
+
+
+def _plain(value: Any) -> str:
+    return str(list(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")

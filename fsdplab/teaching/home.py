@@ -1,0 +1,156 @@
+"""The learner's folder, `my_fsdp/`: every exercise as a Python file of its own, and what was passed and predicted.
+
+An exercise lives in `my_fsdp/<id>.py`, because ranks are processes of their own and can only import what lies in a
+file. Ids such as `01.ring_all_gather` are no module names, so the folder's `__init__.py` finds them by their last part:
+`from my_fsdp import ring_all_gather` works in any later notebook and on any rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import keyword
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_ID = re.compile(r"\d\d\.[a-z][a-z0-9_]*\Z")
+_INIT = '''\
+"""My own pieces of a sharding engine, one file an exercise: `from my_fsdp import ring_all_gather`."""
+
+import importlib.util
+from pathlib import Path
+
+
+def __getattr__(name):
+    files = sorted(Path(__file__).parent.glob(f"[0-9][0-9].{name}.py"))
+    if not files:
+        raise AttributeError(f"my_fsdp has no {name}: its exercise has not been run in this folder")
+    spec = importlib.util.spec_from_file_location(f"my_fsdp_{name}", files[-1])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+'''
+
+
+class HomeError(ValueError):
+    """The learner's folder cannot be used as asked; the message names the file and what to do."""
+
+
+def checked_id(exercise: str) -> str:
+    """The id itself if it is well formed, as `01.ring_all_gather` is; HomeError otherwise."""
+    if not _ID.match(exercise) or keyword.iskeyword(exercise.split(".")[-1]):
+        raise HomeError(
+            f"{exercise!r} is not an exercise id; expected two digits, a dot and the function's name, "
+            "such as 01.ring_all_gather"
+        )
+    return exercise
+
+
+def function_name(exercise: str) -> str:
+    """The function that an exercise defines: `function_name("01.ring_all_gather") == "ring_all_gather"`."""
+    return checked_id(exercise).split(".")[1]
+
+
+def load_function(path: Path, name: str) -> Callable[..., Any]:
+    """The function `name` of the file at `path`; HomeError where the file defines no such function."""
+    spec = importlib.util.spec_from_file_location(f"exercise_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up by name
+    spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise HomeError(f"{path.name} defines no function {name}: write `def {name}(...)` in the exercise's cell")
+    return found
+
+
+def fingerprint(source: str) -> str:
+    """What identifies a source text whatever its trailing blanks: a pass counts for this very text only."""
+    lines = [line.rstrip() for line in source.strip().splitlines()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Home:
+    """The folder `my_fsdp` at `path`; made when something is first written."""
+
+    path: Path
+
+    def file_of(self, exercise: str) -> Path:
+        """Where the learner's version of an exercise lies (or would lie)."""
+        return self.path / f"{checked_id(exercise)}.py"
+
+    def source_of(self, exercise: str) -> str | None:
+        """The learner's saved source, or None where nothing was saved yet."""
+        path = self.file_of(exercise)
+        return path.read_text(encoding="utf-8") if path.exists() else None
+
+    def save(self, exercise: str, source: str) -> Path:
+        """Write the learner's source and return its file."""
+        path = self.file_of(exercise)
+        self.open()
+        _write(path, source.strip("\n") + "\n")
+        return path
+
+    def open(self) -> None:
+        """Make the folder."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not (self.path / "__init__.py").exists():
+            _write(self.path / "__init__.py", _INIT)
+
+    def make_importable(self) -> None:
+        """Let `from my_fsdp import ...` find this folder in this process, before any other of that name."""
+        parent = str(self.path.resolve().parent)
+        sys.path[:] = [parent, *(entry for entry in sys.path if entry != parent)]
+
+    def failed_tries(self, exercise: str) -> int:
+        """How many checks of this exercise have failed so far: each one unlocks a hint."""
+        return int(self.read("progress.json").get(exercise, {}).get("failed_tries", 0))
+
+    def note_failure(self, exercise: str) -> int:
+        """Count one failed check and return the new number."""
+        tries = self.failed_tries(exercise) + 1
+        self._note(exercise, failed_tries=tries)
+        return tries
+
+    def note_pass(self, exercise: str, source: str) -> None:
+        """Remember that this very source passed its check."""
+        self._note(exercise, passed=fingerprint(source))
+
+    def has_passed(self, exercise: str) -> bool:
+        """Whether the source that is saved now is one that passed."""
+        source = self.source_of(exercise)
+        return source is not None and self.read("progress.json").get(exercise, {}).get("passed") == fingerprint(source)
+
+    def _note(self, exercise: str, **news: object) -> None:
+        progress = self.read("progress.json")
+        progress[exercise] = {**progress.get(exercise, {}), **news}
+        self.write("progress.json", progress)
+
+    def read(self, name: str) -> dict[str, Any]:
+        """One of the folder's JSON files as a dict (empty where it does not exist yet)."""
+        path = self.path / name
+        try:
+            found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        except ValueError as error:
+            raise HomeError(f"{path} is damaged ({error}); delete it to start that record afresh") from error
+        if not isinstance(found, dict):
+            raise HomeError(f"{path} holds a {type(found).__name__}, expected a JSON object; delete it to start afresh")
+        return found
+
+    def write(self, name: str, content: dict[str, Any]) -> None:
+        """Replace one of the folder's JSON files as a whole."""
+        self.open()
+        _write(self.path / name, json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file in one move, so that a rank never imports half of it."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)

@@ -1,0 +1,90 @@
+"""The half of the course that runs on the ranks: call a learner's function with a ledger around it, run a cell.
+
+Sessions start the ranks, join them into a process group and call one function of this file with a payload; what it
+returns travels back. Imports torch only, so that ranks start quickly.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import linecache
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdplab.teaching.home import Home, load_function
+from fsdplab.teaching.wire import WireLog
+
+
+def call_recorded(payload: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Call every program on every case; `[program][case]` -> what came back, was printed, and was sent, on this rank.
+
+    `payload["programs"]`: dicts with `path`, `function`, `driver` (file and function, or None) and `arguments`
+    (`[case][rank]`, a tuple of arguments each).
+    """
+    Home(Path(payload["home"])).make_importable()
+    return [_run_program(program) for program in payload["programs"]]
+
+
+def _run_program(program: dict[str, Any]) -> list[dict[str, Any]]:
+    function = load_function(Path(program["path"]), program["function"])
+    call: Callable[..., Any] = function
+    if program["driver"]:
+        file, name = program["driver"]
+        drive = load_function(Path(file), name)
+        call = lambda *arguments: drive(function, *arguments)  # noqa: E731
+    return [_run_case(call, by_rank[dist.get_rank()]) for by_rank in program["arguments"]]
+
+
+def _run_case(call: Callable[..., Any], arguments: tuple[Any, ...]) -> dict[str, Any]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), WireLog() as log:
+        returned = call(*arguments)
+    dist.barrier()  # nobody begins the next case while a slow rank still receives this one's messages
+    calls = [(call.kind, call.nbytes, call.peer) for call in log.calls]
+    return {"returned": _portable(returned), "printed": printed.getvalue(), "calls": calls}
+
+
+def _portable(value: Any) -> Any:
+    """The value as something that travels between processes: tensors without views, unknown objects by their type's name."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _portable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_portable(item) for item in value]
+    known = value is None or isinstance(value, (bool, int, float, str))
+    return value if known else f"<{type(value).__name__}>"
+
+
+def run_cell(payload: dict[str, Any]) -> str:
+    """Run a notebook cell on this rank and return what it printed, its last expression's value included.
+
+    The cell finds `rank`, `world_size`, `torch` and `dist`; nothing else of the notebook is here.
+    """
+    Home(Path(payload["home"])).make_importable()
+    namespace = {"__name__": "__ranks__", "rank": dist.get_rank(), "world_size": dist.get_world_size(), "torch": torch, "dist": dist}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        _execute(payload["source"], namespace)
+    dist.barrier()
+    return printed.getvalue()
+
+
+def _execute(source: str, namespace: dict[str, Any]) -> None:
+    """Run the statements; print the value of a last expression, as a notebook would show it."""
+    name = "<%%ranks cell>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    tree = ast.parse(source, name)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, name, "exec"), namespace)
+    if last is not None:
+        value = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
+        if value is not None:
+            print(repr(value))
+

@@ -1,0 +1,66 @@
+"""Numbers with units, as learners write them: `36`, `36e6`, `"36 MB"`, `"1.2 GB/s"`.
+
+An answer of the right size in the wrong unit is the most common slip of all, so a unit is never guessed: a bare number
+is in the question's own unit, a text carries its unit, and the two must measure the same kind of thing.
+"""
+
+from __future__ import annotations
+
+import re
+
+_SCALES = {
+    "bytes": {
+        "bit": 1 / 8, "B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
+        "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40,
+    },
+    "seconds": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0},
+    "bytes a second": {
+        "B/s": 1.0, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "MiB/s": 2.0**20, "GiB/s": 2.0**30,
+        "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8,
+    },
+    "a plain number": {"": 1.0, "x": 1.0, "%": 0.01},
+}  # fmt: skip
+_WRITTEN = re.compile(r"\s*([-+]?(?:\d[\d_,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([^\d\s]*)\s*\Z")
+
+
+class QuantityError(ValueError):
+    """A value that is not a number with a known unit."""
+
+
+def kind_of(unit: str) -> str:
+    """What a unit measures: `kind_of("MiB") == "bytes"`; QuantityError for an unknown unit."""
+    for kind, scales in _SCALES.items():
+        if unit in scales:
+            return kind
+    known = ", ".join(name for scales in _SCALES.values() for name in scales if name)
+    raise QuantityError(f"unknown unit {unit!r}; known units: {known}")
+
+
+def scale_of(unit: str) -> float:
+    """How many base units (bytes, seconds, bytes a second, 1) one `unit` is: `scale_of("MB") == 1e6`."""
+    return _SCALES[kind_of(unit)][unit]
+
+
+def quantity(value: float | str, unit: str) -> float:
+    """The value in `unit`: `quantity("36 MB", "kB") == 36000`, `quantity(5, "kB") == 5`; QuantityError otherwise."""
+    if isinstance(value, str):
+        return _written(value, unit)
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise QuantityError(f"expected a number or a text such as \"12 {unit}\", got {value!r} ({type(value).__name__})")
+    return float(value)
+
+
+def _written(text: str, unit: str) -> float:
+    match = _WRITTEN.match(text)
+    if not match:
+        raise QuantityError(f'expected a number and a unit such as "12 {unit}", got {text!r}')
+    number = float(match[1].replace(",", "").replace("_", ""))
+    given = match[2] or unit
+    if kind_of(given) != kind_of(unit):
+        raise QuantityError(f"the question asks for {kind_of(unit)} ({unit}), {text!r} measures {kind_of(given)}")
+    return number * scale_of(given) / scale_of(unit)
+
+
+def shown(value: float, unit: str) -> str:
+    """A short text with four digits: `shown(36.0004, "MB") == "36 MB"`."""
+    return f"{value:.4g} {unit}".strip()

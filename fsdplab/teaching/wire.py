@@ -1,0 +1,64 @@
+"""A ledger for the learner's own code: which `torch.distributed` calls a function makes, with bytes and peers.
+
+The log sits under Python's dispatcher, where every c10d operation passes, so it does not matter whether the code says
+`dist.send`, `from torch.distributed import isend` or `batch_isend_irecv`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .exercise import Call
+
+_KINDS = {
+    "recv_": "recv",
+    "recv_any_source_": "recv",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "broadcast_": "broadcast",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "reduce_": "reduce",
+}
+
+
+class WireLog(TorchDispatchMode):
+    """`with WireLog() as log: ...`, then `log.calls`: one `Call` an operation, in the order of issue.
+
+    `nbytes` counts the first tensor argument: what is sent by `send`, received by `recv`, the output of a gather.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func.__name__.split(".")[0]
+            peer = args[2] if name in ("send", "recv_") else None
+            self.calls.append(Call(_KINDS.get(name, name), _bytes_of(args[0]), peer))
+        return func(*args, **(kwargs or {}))
+
+
+def _bytes_of(argument: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(argument))
+
+
+def _tensors(argument: Any) -> Iterator[torch.Tensor]:
+    if isinstance(argument, torch.Tensor):
+        yield argument
+    elif isinstance(argument, (list, tuple)):
+        for item in argument:
+            yield from _tensors(item)

@@ -1,0 +1,52 @@
+"""A worker whose rank 1 misbehaves in its fourth step: `python faulty_worker.py raise|sleep|exit FOLDER`.
+
+The lab's own worker knows nothing of faults; this one hands it a rig whose train_step goes wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import replace
+from typing import Any, Callable
+
+from fsdplab.sessions import worker
+from fsdplab.sessions.engines import Rig, build
+from fsdplab.sessions.rankside import Place
+from fsdplab.sessions.spec import RunSpec
+
+FAULTY_STEP = 3
+
+
+def raise_an_error() -> None:
+    raise ValueError("the slices do not fit")
+
+
+def sleep_for_ever() -> None:
+    time.sleep(10_000)
+
+
+def exit_at_once() -> None:
+    os._exit(0)
+
+
+FAULTS: dict[str, Callable[[], None]] = {"raise": raise_an_error, "sleep": sleep_for_ever, "exit": exit_at_once}
+
+
+def main(fault: str, folder: str) -> None:
+    def build_faulty(spec: RunSpec, place: Place) -> Rig:
+        rig = build(spec, place)
+
+        def train_step(batches: Any) -> float:
+            if place.rank == 1 and place.heart.step == FAULTY_STEP:
+                FAULTS[fault]()
+            return rig.train_step(batches)
+
+        return replace(rig, train_step=train_step)
+
+    worker.main(folder, build_faulty)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

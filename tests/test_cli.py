@@ -1,0 +1,188 @@
+"""The command line as a user meets it: one line for what cannot be, one report for what fails, and a whole comparison."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+import fsdplab
+from fsdplab import cli
+from fsdplab.cli_compare import Progress
+from fsdplab.cli_parse import names, parse_size
+from fsdplab.records import CATEGORIES, RunRecord
+from fsdplab.sessions import RunSpec
+
+TINY = ["--model", "gpt-tiny", "--steps", "2", "--sequence-length", "16"]
+FIELDS = {  # DESIGN section 6, to the letter
+    "strategy": None,
+    "engine": None,
+    "world_size": None,
+    "step_time_s": {"median", "min"},
+    "tokens_per_s": None,
+    "peak_memory_bytes": {"total", "by_category"},
+    "comm": {"bytes_per_step", "collectives_per_step", "exposed_s", "overlap"},
+    "losses": None,
+    "matches_reference": None,
+    "predicted": {"peak_memory_bytes", "comm_bytes_per_step", "step_time_s"},
+}
+
+
+def ended(arguments: list[str], capsys) -> tuple[int, str, str]:
+    """Run the command line in this process; its exit code, stdout and stderr."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    printed = capsys.readouterr()
+    return stop.value.code, printed.out, printed.err
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (["compare", "--nope"], "No such option: --nope"),
+        (["nope"], "No such command 'nope'"),
+        (["compare", "--steps", "many"], "--steps"),
+        (["compare", "--steps"], "requires an argument"),
+        (["compare", "--card", "big"], "300MB"),
+        (["compare", "--card", "0"], "300MB"),
+        (["compare", "--strategies", "fullshard"], "did you mean full_shard"),
+        (["compare", "--strategies", ","], "nothing to compare"),
+        (["compare", "--engines", "pytorch"], "torch-fsdp2"),
+        (["compare", "--engines", "lab"], "--engines has 'lab'"),
+        (["compare", "--world-size", "0"], "world_size is 0"),
+        (["compare", "--model", "gpt-9"], "gpt-9"),
+        (["compare", "--text", "/no/such/text"], "/no/such/text"),
+        (["compare", "--precision", "fp8"], "fp32, bf16"),
+        (["compare", "--sequence-length", "1000000"], "1000000"),
+        (["compare", "--html", "/no/such/folder/page.html"], "cannot be written"),
+        (["compare", "--json", "/"], "cannot be written"),
+        (["run", "zero1", "--engine", "torch-fsdp2"], "cannot do zero1"),
+        (["run", "full_shard", "zero1"], "zero1"),
+        (["report"], "see `fsdplab report --help`"),
+        (["report", "/no/such/record"], "/no/such/record"),
+        (["lab", "--notebooks", "/no/such/folder"], "no notebooks in /no/such/folder"),
+        (["lab", "--port", "x"], "--port"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_one_line_and_exit_code_2(arguments, words, capsys):
+    code, out, err = ended(arguments, capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith("fsdplab: ") and err.count("\n") == 1 and words in err
+
+
+def test_files_in_the_way_are_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for arguments in (["compare", "--keep", str(tmp_path / "file")], ["run", "--out", str(tmp_path / "file")]):
+        code, _, err = ended([*arguments, *TINY], capsys)
+        assert code == 2 and "expected a folder" in err
+
+
+def test_a_run_that_fails_ends_with_its_report_and_exit_code_1(tmp_path, capsys):
+    code, _, err = ended(["run", "full_shard", *TINY, "--time-limit", "0.5", "--out", str(tmp_path / "run")], capsys)
+    assert code == 1 and "0.5" in err and "Traceback (most recent call last)" not in err
+    assert RunRecord.load(tmp_path / "run").status == "failed"
+
+
+def test_version_help_and_the_installed_script(capsys):
+    assert ended(["--version"], capsys)[:2] == (0, f"fsdplab {fsdplab.__version__}\n")
+    code, out, _ = ended([], capsys)
+    assert code == 0 and all(name in out for name in ("compare", "run", "report", "doctor", "lab", "course"))
+    done = subprocess.run([sys.executable, "-m", "fsdplab.cli", "compare", "--nope"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+
+
+def test_course_is_handed_on():
+    done = subprocess.run([sys.executable, "-m", "fsdplab.cli", "course", "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "build" in done.stdout
+
+
+def test_doctor_says_what_is_here(capsys):
+    code, out, _ = ended(["doctor", "--json"], capsys)
+    found = json.loads(out)
+    assert code == 0 and set(found) == {"findings", "real", "emulated", "simulated"}
+    by_name = {item["name"]: item for item in found["findings"]}
+    assert by_name["gloo"]["present"] and by_name["torch"]["value"].startswith("2.")
+    assert set(by_name["cores"]) == {"name", "present", "value", "note"}
+    code, out, _ = ended(["doctor"], capsys)
+    assert code == 0 and "gloo" in out and "emulated" in out
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    """One small comparison through the real command: what it printed, and the folder that it wrote into."""
+    folder = tmp_path_factory.mktemp("comparison")
+    command = [
+        sys.executable, "-m", "fsdplab.cli", "compare", "--strategies", "no_shard,full_shard", *TINY, "--card", "1GB",
+        "--json", str(folder / "c.json"), "--html", str(folder / "c.html"), "--keep", str(folder / "records"),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, folder
+
+
+def test_json_has_exactly_the_promised_fields(comparison):
+    written = json.loads((comparison[1] / "c.json").read_text())
+    assert set(written) == {"spec", "environment", "runs"}
+    assert [run["strategy"] for run in written["runs"]] == ["no_shard", "full_shard"]
+    for run in written["runs"]:
+        assert list(run) == list(FIELDS)
+        for name, parts in FIELDS.items():
+            assert parts is None or set(run[name]) == parts
+        assert set(run["peak_memory_bytes"]["by_category"]) == set(CATEGORIES)
+        assert run["comm"]["bytes_per_step"] == run["predicted"]["comm_bytes_per_step"]
+
+
+def test_both_runs_agree_with_the_twin(comparison):
+    for run in json.loads((comparison[1] / "c.json").read_text())["runs"]:
+        assert run["matches_reference"] is True and len(run["losses"]) == 4
+
+
+def test_rows_appear_one_by_one_then_the_table_and_what_was_real(comparison):
+    out = comparison[0]
+    first, second = out.index("no_shard  lab  "), out.index("full_shard  lab  ")
+    assert first < second < out.index("= par + grad + opt")
+    assert all(text in out for text in ("emulated card of 1.00 GB", "equal", "agree", "measured", "simulated", "twin"))
+
+
+def test_a_card_stops_the_run_and_shows_the_peak(tmp_path, capsys):
+    code, out, _ = ended(["run", "no_shard", *TINY, "--card", "1MB", "--out", str(tmp_path / "run")], capsys)
+    assert code == 0 and "out of memory" in out and "0.6 + " in out and "the card: a run whose counted bytes exceed it" in out
+    assert RunRecord.load(tmp_path / "run").status == "out_of_memory"
+
+
+def test_page_is_written(comparison):
+    page = (comparison[1] / "c.html").read_text(encoding="utf-8")
+    assert "the card is emulated and holds 1.00 GB" in page and " peaks at " in page
+
+
+def test_report_reads_the_kept_records_and_says_the_same(comparison, capsys):
+    out, folder = comparison
+    kept = sorted(str(path) for path in (folder / "records").iterdir())
+    assert len(kept) == 3
+    code, printed, shown = ended(["report", *kept, "--json", "-"], capsys)
+    assert code == 0 and json.loads(printed) == json.loads((folder / "c.json").read_text())
+    assert "agree" in shown and "twin" in shown
+
+
+def test_progress_in_a_terminal_shows_finished_rows_and_the_step_of_the_next(comparison):
+    record = RunRecord.load(sorted((comparison[1] / "records").iterdir())[1])
+    console = Console(force_terminal=True, width=150, file=io.StringIO())
+    with Progress(console, planned=2) as progress:
+        progress.finished(record)
+        progress.step(RunSpec(model="gpt-tiny", engine="torch-ddp", strategy="no_shard"), 3, 10, 5.25)
+    drawn = console.file.getvalue()
+    assert "full_shard" in drawn and "no_shard (torch-ddp): step 3 of 10, loss 5.2500" in drawn and "1 of 2 runs done" in drawn
+
+
+def test_sizes_and_names():
+    texts = ["300MB", "1.5GB", " 2 GiB ", "300_000_000", "64kb", "none", "None"]
+    assert [parse_size(text) for text in texts] == [300_000_000, 1_500_000_000, 2 * 2**30, 300_000_000, 64_000, None, None]
+    assert names(" a, b,,c ") == ["a", "b", "c"]
+    for wrong in ("", "MB", "3 apples", "-1MB", "0"):
+        with pytest.raises(SystemExit):
+            parse_size(wrong)

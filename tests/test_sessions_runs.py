@@ -1,0 +1,222 @@
+"""Sessions on real ranks: runs agree, runs that go wrong end with one report, and no process is left in either case."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdplab.records import RunRecord, comparison_json
+from fsdplab.sessions import RanksFailed, RunSpec, compare
+from fsdplab.sessions.faults import NO_ANSWER
+from fsdplab.sessions.mailbox import Mailbox, read_beats
+from fsdplab.sessions.recording import run
+
+FAULTY = str(Path(__file__).with_name("faulty_worker.py"))
+TINY = {"model": "gpt-tiny", "steps": 4, "sequence_length": 32, "device": "cpu"}
+HANG_AFTER_S = 25.0
+
+linux = pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc to look for processes")
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of the living processes that name a folder: the launcher and the ranks of its run."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # ended while we looked
+            continue
+        if str(folder) in command and "pytest" not in command:
+            found.append(command)
+    return found
+
+
+def wait_until_gone(folder: Path, patience_s: float = 20.0) -> list[str]:
+    deadline = time.monotonic() + patience_s
+    while processes_of(folder) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return processes_of(folder)
+
+
+# ---- runs that go right
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunRecord]:
+    """One comparison, with two micro-batches a step: the twin, the lab, two peers, and one run that cannot finish in its time."""
+    folder, same = tmp_path_factory.mktemp("compared"), {**TINY, "micro_batches": 2}
+    specs = [
+        RunSpec(engine="twin", **same),
+        RunSpec(engine="lab", strategy="zero2", **same),
+        RunSpec(engine="torch-ddp", strategy="no_shard", time_limit=0.2, **same),
+        RunSpec(engine="torch-ddp", strategy="no_shard", **same),
+        RunSpec(engine="torch-fsdp2", **same),
+    ]
+    seen: list[RunRecord] = []
+    progress: list[tuple[str, int, int]] = []
+    records = compare(specs, directory=folder, on_record=seen.append, on_progress=lambda spec, step, total, loss: progress.append((spec.engine, step, total)))
+    assert seen == records and [record.spec["engine"] for record in records] == [spec.engine for spec in specs]
+    assert [entry for entry in progress if entry[0] == "lab"] == [("lab", step, 6) for step in range(1, 7)]
+    names = ("twin", "lab", "late", "ddp", "fsdp2")
+    return dict(zip(names, records))
+
+
+def test_engines_agree_with_the_twin_at_every_step(compared: dict[str, RunRecord]) -> None:
+    records = [compared[name] for name in ("lab", "ddp", "fsdp2")]
+    entries = comparison_json(records, compared["twin"])["runs"]
+    assert [entry["matches_reference"] for entry in entries] == [True, True, True]
+    assert all(len(entry["losses"]) == 6 for entry in entries)
+
+
+def test_a_run_that_fails_is_a_row_and_the_others_go_on(compared: dict[str, RunRecord]) -> None:
+    late = compared["late"]
+    assert late.status == "failed" and late.failure["kind"] == "timeout" and "did not start within the time limit" in late.failure["message"]
+    assert compared["ddp"].status == "finished"
+
+
+def test_the_records_on_disk_are_those_returned(compared: dict[str, RunRecord]) -> None:
+    for record in compared.values():
+        assert RunRecord.load(record.path) == record
+
+
+def test_the_ledger_has_the_bytes_of_the_formula_and_peers_have_none(compared: dict[str, RunRecord]) -> None:
+    summary = compared["lab"].summary
+    assert summary["comm"]["bytes_per_step"] == summary["formula_bytes_per_step"] > 0
+    assert {row["rank"] for row in compared["lab"].table("ledger")} == {0, 1}
+    assert compared["fsdp2"].table("ledger") == [] and compared["fsdp2"].summary["comm"]["bytes_per_step"] is None
+
+
+def test_warm_up_is_not_timed_and_memory_is_split_at_its_peak(compared: dict[str, RunRecord]) -> None:
+    record = compared["lab"]
+    timed = {row["step"]: row["step_time_s"] is not None for row in record.table("steps") if row["rank"] == 1}
+    assert timed == {0: False, 1: False, 2: True, 3: True, 4: True, 5: True}
+    peaks = [row for row in record.table("memory") if row["is_peak"]]
+    assert {row["rank"] for row in peaks} == {0, 1} and {row["step"] for row in peaks} == {1}
+    memory = record.summary["peak_memory_bytes"]
+    assert sum(memory["by_category"].values()) == memory["total"] == max(record.summary["peak_by_rank"])
+    assert record.environment["device"] == "cpu" and record.provenance["losses"] == "measured"
+
+
+def test_an_emulated_card_ends_the_run_that_does_not_fit(tmp_path: Path) -> None:
+    record = run(RunSpec(engine="lab", strategy="no_shard", card=1_000_000, **TINY), directory=tmp_path)
+    assert record.status == "out_of_memory" and record.failure is None
+    assert record.summary["card"] == {"bytes": 1_000_000, "exceeded": True} and record.provenance["card"] == "emulated"
+    assert len(record.summary["losses"]) == 2 and record.summary["peak_memory_bytes"]["total"] > 1_000_000
+    left = list((tmp_path / "ranks").glob("*"))
+    assert not left, [path.read_text() for path in left]
+
+
+# ---- runs that go wrong
+
+
+def kill_rank_1(folder: Path, step: int) -> None:
+    if step == 3:
+        os.kill(read_beats(Mailbox(folder / "ranks"), 2)[1].pid, signal.SIGKILL)
+
+
+def stop_rank_1(folder: Path, step: int) -> None:
+    if step == 3:
+        os.kill(read_beats(Mailbox(folder / "ranks"), 2)[1].pid, signal.SIGSTOP)
+
+
+def nothing(folder: Path, step: int) -> None:
+    pass
+
+
+LONG = {**TINY, "steps": 2000}
+WRONG: dict[str, tuple[Any, ...]] = {
+    "sleep": (RunSpec(engine="torch-ddp", strategy="no_shard", time_limit=HANG_AFTER_S, **LONG), nothing, [FAULTY, "sleep"]),
+    "stop": (RunSpec(engine="torch-fsdp2", time_limit=HANG_AFTER_S, **LONG), stop_rank_1),
+    "raise": (RunSpec(engine="lab", **LONG), nothing, [FAULTY, "raise"]),
+    "exit": (RunSpec(engine="lab", **LONG), nothing, [FAULTY, "exit"]),
+    "kill": (RunSpec(engine="torch-fsdp2", **LONG), kill_rank_1),
+    "diverge": (RunSpec(engine="lab", learning_rate=1e30, **LONG), nothing),
+}
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RanksFailed]:
+    """All of them at the same time, since most only wait; every one must have ended without leaving a process."""
+
+    def fail(name: str) -> RanksFailed:
+        folder = tmp_path_factory.mktemp(name)
+        spec, on_step, *program = WRONG[name]
+        with pytest.raises(RanksFailed) as caught:
+            run(spec, directory=folder, on_progress=lambda step, total, loss: on_step(folder, step), **({"program": program[0]} if program else {}))
+        if Path("/proc").exists():
+            assert processes_of(folder) == []
+        assert len(read_beats(Mailbox(folder / "ranks"), 2)) == 2, "both ranks had started"
+        return caught.value
+
+    with ThreadPoolExecutor(4) as pool:
+        return dict(zip(WRONG, pool.map(fail, WRONG)))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "says"),
+    [
+        ("kill", "died", "it ended with SIGKILL (signal 9)"),
+        ("raise", "raised", "in step 3 (data): ValueError: the slices do not fit."),
+        ("exit", "died", "left in step 3 (data) with exit code 0"),
+        ("sleep", "hung", "hung in step 3 (data): no progress for"),
+        ("stop", "hung", "and the other ranks waited for it"),
+    ],
+)
+def test_one_report_names_the_rank(failed: dict[str, RanksFailed], name: str, kind: str, says: str) -> None:
+    report = failed[name].report
+    assert (report.kind, report.rank) == (kind, 1)
+    assert says in report.message and report.step is not None
+
+
+def test_a_hang_shows_where_each_rank_stood(failed: dict[str, RanksFailed]) -> None:
+    assert "time.sleep(10_000)" in failed["sleep"].report.traceback
+    assert NO_ANSWER in failed["stop"].report.traceback, "a stopped process cannot answer, and is ended all the same"
+
+
+def test_a_loss_that_is_no_number_ends_the_run(failed: dict[str, RanksFailed]) -> None:
+    report = failed["diverge"].report
+    assert report.kind == "diverged" and report.rank in (0, 1) and "give a smaller learning_rate than 1e+30" in report.message
+
+
+def test_a_failed_run_leaves_a_record_with_its_report_and_the_steps_it_did(failed: dict[str, RanksFailed]) -> None:
+    for error in failed.values():
+        record = RunRecord.load(error.record.path)
+        assert record.status == "failed" and record.failure == error.report.as_dict()
+        assert record.environment["versions"]
+        json.loads((record.path / "run.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    raised = failed["raise"].record
+    assert [row["step"] for row in raised.table("steps") if row["rank"] == 1] == [0, 1, 2]
+
+
+@linux
+def test_an_interrupted_caller_ends_its_ranks(tmp_path: Path) -> None:
+    def interrupt(step: int, total: int, loss: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(RunSpec(engine="torch-ddp", strategy="no_shard", **LONG), directory=tmp_path, on_progress=interrupt)
+    assert processes_of(tmp_path) == []
+
+
+@linux
+def test_a_killed_caller_takes_its_ranks_with_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    code = f"from fsdplab.sessions import RunSpec, run\nrun(RunSpec(engine='torch-ddp', strategy='no_shard', **{LONG!r}), directory={str(folder)!r})"
+    caller = subprocess.Popen([sys.executable, "-c", code])
+    steps = Mailbox(folder / "ranks").of(0, "steps")
+    deadline = time.monotonic() + 60
+    while not steps.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    caller.kill()
+    caller.wait()
+    assert steps.exists(), "the ranks were training"
+    assert wait_until_gone(folder) == []

@@ -1,0 +1,452 @@
+"""The teaching base without ranks: what is saved, how answers are judged, what a failed check says, what a page keeps."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import plotly.graph_objects as go
+import pytest
+import torch
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+
+from fsdplab import teaching
+from fsdplab.figures import memory_by_category
+from fsdplab.records import RunRecord
+from fsdplab.teaching import answers, checking, collectives, display, exercises, exploring, predicting, provenance, tour
+from fsdplab.teaching.course_state import CheckFailed, current, open_course
+from fsdplab.teaching.exercise import Choice, Exercise, Question, Slip, edited
+from fsdplab.teaching.findings import Finding, Verdict, first_difference
+from fsdplab.teaching.home import Home, HomeError, checked_id, load_function
+from fsdplab.teaching.magics import ranks_wanted
+from fsdplab.teaching.predictions import Prediction, calibration_of
+from fsdplab.teaching.quantities import QuantityError, quantity
+from fsdplab.teaching.timings import Timing
+
+ALL = [item for notebook in ("00", "01") for item in exercises.items_of(notebook)]
+QUESTIONS = [item for item in ALL if isinstance(item, Question)]
+CHOICES = [item for item in ALL if isinstance(item, Choice)]
+
+
+@pytest.fixture
+def course(tmp_path):
+    """A learner's course in an empty folder; afterwards no course is open."""
+    from fsdplab.teaching import course_state
+
+    path_before = list(sys.path)
+    yield open_course("learner", tmp_path / "my_fsdp")
+    course_state._open.clear()
+    sys.path[:] = path_before
+    sys.modules.pop("my_fsdp", None)
+
+
+def a_record(strategy: str, total: int, **split: int) -> RunRecord:
+    """A record as a run leaves it, with a peak and its split, and a card of 300 MB."""
+    summary = {"peak_memory_bytes": {"total": total, "by_category": split}}
+    spec = {"strategy": strategy, "engine": "lab", "world_size": 2, "card": 300_000_000}
+    return RunRecord("unsaved", spec=spec, summary=summary, provenance={"peak_memory_bytes": "measured", "card": "emulated"})
+
+
+RUNS = [a_record("no_shard", 347_000_000, optimizer_state=152_000_000), a_record("full_shard", 203_000_000, optimizer_state=76_000_000)]
+
+
+# --- numbers with units
+
+
+@pytest.mark.parametrize(
+    "value,unit,expected",
+    [(36, "MB", 36), ("36", "MB", 36), ("36 MB", "kB", 36_000), ("1.5 GiB", "B", 1.5 * 2**30), ("9.6 Gbit/s", "GB/s", 1.2), ("3e6B", "MB", 3),
+     ("1,000 kB", "MB", 1), ("50 %", "x", 0.5), ("20 ms", "s", 0.02), (torch.tensor(2.0), "MB", 2)],
+)  # fmt: skip
+def test_a_quantity_is_read_in_the_asked_unit(value, unit, expected):
+    assert quantity(value, unit) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("value", ["many", "", "36 MB/s", "36 parsec", "3 s", None, True, [1], "12 MB 4"])
+def test_a_quantity_that_measures_something_else_is_refused(value):
+    with pytest.raises(QuantityError):
+        quantity(value, "MB")
+
+
+# --- what the learner wrote
+
+
+@pytest.mark.parametrize("wrong", ["ring", "1.ring", "01.Ring", "01.", "01.ring gather", "../01.ring", "01.class", "01.ring.py"])
+def test_a_malformed_id_is_refused(wrong):
+    with pytest.raises(HomeError, match="not an exercise id"):
+        checked_id(wrong)
+
+
+def test_saved_exercises_can_be_imported(course):
+    course.home.save("01.double", "from dataclasses import dataclass\n@dataclass\nclass Two:\n    value: int = 2\n\ndef double(x):\n    return Two().value * x")
+    assert importlib.import_module("my_fsdp").double(4) == 8
+    assert load_function(course.home.file_of("01.double"), "double")(4) == 8
+    with pytest.raises(AttributeError, match="has not been run"):
+        importlib.import_module("my_fsdp").triple
+    with pytest.raises(HomeError, match="defines no function triple"):
+        load_function(course.home.file_of("01.double"), "triple")
+
+
+def test_a_pass_counts_for_the_text_that_passed(course):
+    home = course.home
+    home.save("01.double", "def double(x):\n    return 2 * x")
+    home.note_pass("01.double", home.source_of("01.double"))
+    assert home.has_passed("01.double")
+    home.save("01.double", "def double(x):\n    return 3 * x")
+    assert not home.has_passed("01.double")
+
+
+def test_a_damaged_record_names_the_file_and_the_remedy(course):
+    course.home.open()
+    (course.home.path / "progress.json").write_text("{")
+    with pytest.raises(HomeError, match="progress.json is damaged .* delete it"):
+        course.home.has_passed("01.double") or course.home.note_failure("01.double")
+    (course.home.path / "predictions.json").write_text("[]")
+    with pytest.raises(HomeError, match="expected a JSON object"):
+        calibration_of(course.home)
+
+
+def test_solution_says_whose_it_takes(course, capsys):
+    reference = teaching.solution("00.hello_ranks")
+    assert reference.__doc__ and "using the reference hello_ranks" in capsys.readouterr().out
+    mine = "def hello_ranks():\n    return 'mine'"
+    course.home.save("00.hello_ranks", mine)
+    assert teaching.solution_file("00.hello_ranks").parent.name == "reference", "saved, but its check has not passed"
+    course.home.note_pass("00.hello_ranks", mine)
+    assert teaching.solution("00.hello_ranks")() == "mine"
+    assert "using your hello_ranks" in capsys.readouterr().out
+
+
+# --- the registry
+
+
+def test_unknown_ids_and_wrong_verbs_are_explained():
+    with pytest.raises(LookupError, match="near: 01.ring_all_gather"):
+        exercises.find("01.ring_all_gathr")
+    with pytest.raises(LookupError, match="none in this notebook"):
+        exercises.find("77.nothing")
+    with pytest.raises(LookupError, match="use answer"):
+        teaching.check("01.busbw")
+    with pytest.raises(LookupError, match="use check"):
+        teaching.answer("01.ring_all_gather", 3)
+
+
+def test_a_teacher_registers_an_id_once():
+    own = Question("78.own", "two?", "", 2.0, hints=("a", "b", "c"))
+    teaching.register(own, own)
+    assert exercises.find("78.own") is own
+    with pytest.raises(ValueError, match="registered already"):
+        teaching.register(Question("78.own", "three?", "", 3.0, hints=("a", "b", "c")))
+
+
+def test_an_exercise_that_lacks_something_is_refused():
+    with pytest.raises(ValueError, match="three hints"):
+        Question("78.other", "two?", "", 2.0, hints=("a", "b"))
+    with pytest.raises(ValueError, match="every option needs a `because`"):
+        Choice("78.other", "?", {"a": "x", "b": "y"}, "a", {"a": "x"})
+    with pytest.raises(ValueError, match="exactly one 'x'"):
+        edited("xx", ("x", "y"))
+
+
+@pytest.mark.parametrize("item", ALL, ids=lambda item: item.id)
+def test_every_item_is_complete(item):
+    assert item.statement and all(getattr(item, "hints", ["."]))
+    if isinstance(item, Exercise):
+        assert item.wrong and item.stub != item.reference
+        for source in (item.stub, item.reference, *(wrong.source for wrong in item.wrong)):
+            compile(source, item.id, "exec")
+
+
+# --- numeric answers and choices
+
+
+@pytest.mark.parametrize("item", QUESTIONS, ids=lambda item: item.id)
+def test_a_right_number_is_accepted_however_it_is_written(course, item):
+    right = item.right(RUNS)
+    for value in (right, right * (1 + item.tolerance / 2), f"{right} {item.unit}"):
+        assert answers.grade_answer(item.id, value, against=RUNS).passed
+
+
+@pytest.mark.parametrize("item,slip", [(item, slip) for item in QUESTIONS for slip in item.slips], ids=lambda v: getattr(v, "id", None))
+def test_a_known_slip_is_rejected_and_named(course, item, slip):
+    wrong = item.right(RUNS) * slip.factor if slip.factor else slip.value(RUNS) if callable(slip.value) else slip.value
+    verdict = answers.grade_answer(item.id, wrong, against=RUNS)
+    assert not verdict.passed and slip.cause in str(verdict)
+    assert f"{item.right(RUNS):.4g} {item.unit}" not in str(verdict), "a failed answer must not give the number away"
+
+
+@pytest.mark.parametrize(
+    "factor,cause", [(8, "divide by 8"), (1 / 8, "eight times too small"), (1e6 / 2**20, "counted in MiB"), (2**20 / 1e6, "written as MiB"), (1000, "1000 times"), (1e6, "a million times"),
+                     (1.5, "too large"), (0.01, "more than ten times too small")]
+)  # fmt: skip
+def test_slips_that_any_number_of_bytes_invites(factor, cause):
+    question = Question("78.bytes", "?", "MB", 31.0, hints=("a", "b", "c"))
+    assert cause in answers.slip_behind(question, 31 * factor)
+
+
+@pytest.mark.parametrize("value,says", [(..., "Not answered yet"), ("lots", "cannot be read"), ("3 s", "measures seconds"), (None, "cannot be read")])
+def test_what_is_no_answer_is_no_failed_try(course, value, says):
+    assert says in str(answers.grade_answer("01.busbw", value))
+    assert course.home.failed_tries("01.busbw") == 0
+
+
+@pytest.mark.parametrize("item", CHOICES, ids=lambda item: item.id)
+def test_choices_accept_the_right_letter_and_explain_the_others(course, item):
+    for letter in item.options:
+        verdict = answers.grade_answer(item.id, f" {letter.upper()} ")
+        assert verdict.passed == (letter == item.right) and item.because[letter] in str(verdict)
+    assert "not one of the letters" in str(answers.grade_answer(item.id, "z"))
+    assert "not one of the letters" in str(answers.grade_answer(item.id, 2))
+
+
+def test_a_failed_try_unlocks_the_next_hint(course, capsys):
+    item = exercises.find("01.busbw")
+    teaching.hint("01.busbw")
+    assert "no hint yet" in capsys.readouterr().out
+    for unlocked in (1, 2, 3, 3):
+        teaching.answer("01.busbw", 0.8)
+        capsys.readouterr()
+        teaching.hint("01.busbw")
+        shown = capsys.readouterr().out
+        assert [text in shown for text in item.hints] == [grade <= unlocked for grade in (1, 2, 3)]
+    assert "Hint 2 (a pointer)" in str(answers.grade_answer("01.busbw", 0.8, hints=2))
+
+
+def test_the_editions_differ_in_what_a_failed_check_does(course, capsys, tmp_path):
+    teaching.answer("01.busbw", 0.8)
+    assert "that is the algbw" in capsys.readouterr().out
+    open_course("teacher", tmp_path / "my_fsdp")
+    with pytest.raises(CheckFailed, match="that is the algbw") as failed:
+        teaching.answer("01.busbw", 0.8)
+    assert failed.value._render_traceback_() == [f"CheckFailed: {failed.value}"]
+    with pytest.raises(CheckFailed, match="no such cell was run"):
+        teaching.check("01.ring_all_gather")
+    teaching.answer("01.busbw", 1.2)
+
+
+def test_the_edition_comes_from_the_argument_else_the_environment(tmp_path, monkeypatch, course):
+    monkeypatch.setenv("FSDPLAB_EDITION", "teacher")
+    monkeypatch.setenv("FSDPLAB_HOME", str(tmp_path / "elsewhere"))
+    assert open_course().edition == "teacher" and current().home.path == tmp_path / "elsewhere"
+    assert open_course("learner").edition == "learner"
+    with pytest.raises(ValueError, match="unknown edition 'student'"):
+        open_course("student")
+
+
+def test_an_untouched_stub_is_not_run(course):
+    exercise = exercises.find("01.ring_all_gather")
+    course.home.save(exercise.id, exercise.stub)
+    verdict = checking.grade(exercise.id)
+    assert "still the stub" in str(verdict) and course.home.failed_tries(exercise.id) == 0
+
+
+# --- differences and verdicts
+
+
+@pytest.mark.parametrize(
+    "expected,got,tolerance,problem,index",
+    [
+        (torch.arange(4.0), torch.arange(4.0), 0, None, None),
+        (torch.arange(4.0), torch.tensor([0, 1, 5.0, 3]), 0, "value", (2,)),
+        (torch.ones(2, 2), torch.tensor([[1, 1], [1, float("nan")]]), 1e-3, "value", (1, 1)),
+        (torch.tensor([float("nan")]), torch.tensor([float("nan")]), 0, None, None),
+        (torch.ones(3), torch.ones(3) + 1e-7, 1e-5, None, None),
+        (torch.ones(3), torch.ones(3) + 1e-3, 1e-5, "value", (0,)),
+        (torch.ones(3), torch.ones(3, 1), 0, "shape", None),
+        (torch.ones(3), torch.ones(3, dtype=torch.bfloat16), 0, "dtype", None),
+        (torch.ones(3), [1, 1, 1], 0, "type", None),
+        (torch.ones(3), None, 0, "type", None),
+        (torch.ones(()), torch.zeros(()), 0, "value", ()),
+        ([1, torch.ones(2)], (1, torch.ones(2)), 0, None, None),
+        ([1, torch.ones(2)], [1, torch.zeros(2)], 0, "value", (0,)),
+        ([1], [1, 2], 0, "length", None),
+        ([1], 1, 0, "type", None),
+        ({"a": 1}, {"b": 1}, 0, "keys", None),
+        ({"a": 1}, {"a": 2}, 0, "value", None),
+        ({"a": 1}, [1], 0, "type", None),
+        (1.0, 1.0005, 1e-3, None, None),
+        (1.0, "1", 0, "value", None),
+        ("a", "b", 0, "value", None),
+        ("a", None, 0, "type", None),
+        (True, False, 0, "value", None),
+    ],
+)
+def test_the_first_difference(expected, got, tolerance, problem, index):
+    found = first_difference(expected, got, tolerance)
+    assert (found.problem if found else None, found.index if found else None) == (problem, index)
+
+
+def test_a_verdict_reads_well_as_text_and_html():
+    finding = Finding("Wrong.", "<1>", "2", "a cause", rank=1, step="2 of 2", tensor="x", index=(0, 3))
+    verdict = Verdict("01.x", finding, "a note", ("Hint 1: h",))
+    text, page = str(verdict), verdict._repr_html_()
+    for part in ("01.x: not yet. Wrong.", "rank", "2 of 2", "[0, 3]", "likely cause", "a cause", "a note", "Hint 1: h"):
+        assert part in text
+    assert "&lt;1&gt;" in page and "first differing index" in page
+    assert "<code>a</code>" in Verdict("01.x", None, "`a`")._repr_html_()
+    assert "passed" in Verdict("01.x", None, "fine")._repr_html_()
+
+
+# --- predictions
+
+
+def test_a_prediction_keeps_its_default_until_it_is_changed(course):
+    prediction = Prediction("00.peak", "MB", 200, course.home)
+    assert str(prediction.score(100)) == "The stored default predicted 200 MB, measured 100 MB: 2.00 times the measurement (100 % high)."
+    assert calibration_of(course.home).scores == ()
+    prediction.set("0.12 GB")
+    assert "You predicted 120 MB" in str(prediction.score("100 MB"))
+    again = Prediction("00.peak", "MB", 200, course.home)
+    assert (again.value, again.by_learner) == (120, True)
+    assert Prediction("00.peak", "GB", 1, course.home).value == 1, "another unit is another question"
+
+
+def test_calibration_counts_the_learners_own_predictions(course):
+    for name, predicted, measured in (("a", 4, 1), ("b", 1, 1), ("c", 1, 1.5)):
+        prediction = Prediction(name, "MB", 9, course.home)
+        prediction.set(predicted)
+        prediction.score(measured)
+    found = calibration_of(course.home)
+    assert (len(found.scores), found.within_two) == (3, 2)
+    assert found.bias == pytest.approx((4 * 1 / 1.5) ** (1 / 3))
+    assert "2 of 3 within a factor of two" in str(predicting.calibration_table(found))
+
+
+def test_the_field_hands_its_number_to_the_prediction(course):
+    prediction, changes = Prediction("00.peak", "MB", 200, course.home), []
+    box = predicting.number_field(prediction, lambda: changes.append(str(predicting.standing(prediction))))
+    box.children[1].value = 321.0
+    assert (prediction.value, prediction.by_learner) == (321, True)
+    assert changes == ["Prediction 00.peak: 321 MB (your own number: run on)"]
+    assert Home(course.home.path).read("predictions.json")["00.peak"]["predicted"] == 321
+
+
+def test_predict_runs_with_nobody_there(course, capsys):
+    predicted = teaching.predict("00.peak", unit="MB", default=200, measured="0.1 GB")
+    said = capsys.readouterr().out
+    assert predicted.value == 200 and "a stored default" in said and "2.00 times the measurement" in said
+    with pytest.raises(QuantityError):
+        teaching.predict("00.peak", unit="elephants", default=2)
+
+
+# --- what a page keeps
+
+
+def test_a_table_as_text_and_html():
+    made = teaching.table(["rank", "bytes"], [[0, 36], [1, "<b>"]], "measured")
+    assert str(made).splitlines() == ["rank  bytes", "----  -----", "0     36", "1     <b>", "measured"]
+    assert "&lt;b&gt;" in made._repr_html_() and "measured" in made._repr_html_()
+
+
+def test_columns_of_numbers_are_set_flush_right():
+    page = teaching.table(["who", "n"], [["rank 0", "1,000"], ["rank 1", "-3"]])._repr_html_()
+    assert page.count("text-align:left") == page.count("text-align:right") == 3
+
+
+def test_what_a_widget_controls_is_an_output_of_its_own():
+    from fsdplab.teaching.widget_view import WidgetView
+
+    bundle = WidgetView(exploring.sliders(exploring.Explorer(tour.state_table, {"ranks": [2]}), lambda: None))._repr_mimebundle_()
+    assert "application/vnd.jupyter.widget-view+json" in bundle and bundle["text/plain"] == ""
+
+
+def test_a_figure_leaves_a_picture_with_alternative_text(capsys):
+    figure = memory_by_category(RUNS)
+    bundle = display.Shown(figure, "two bars & a card")._repr_mimebundle_()
+    assert set(bundle) == {"application/vnd.plotly.v1+json", "text/html", "text/plain"}
+    assert 'alt="two bars &amp; a card"' in bundle["text/html"] and "data:image/svg+xml;base64," in bundle["text/html"]
+    teaching.show(figure)
+    assert "full_shard" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="alternative text"):
+        teaching.show(go.Figure())
+
+
+def test_sliders_move_the_table_without_a_browser(capsys):
+    explorer = exploring.Explorer(tour.state_table, {"million_parameters": [1, 100], "ranks": [2, 4]}, {"ranks": 4})
+    assert explorer.values == {"million_parameters": 1, "ranks": 4}
+    shown = []
+    box = exploring.sliders(explorer, lambda: shown.append(str(explorer.render())))
+    box.children[0].value = 100
+    assert "1,600" in shown[0] and explorer.values["million_parameters"] == 100
+    for name, value in (("ranks", 3), ("rows", 2)):
+        with pytest.raises(ValueError, match="can be"):
+            explorer.set(name, value)
+    teaching.explore(tour.state_table, million_parameters=[1], ranks=[2])
+    assert "full_shard" in capsys.readouterr().out
+
+
+def test_what_was_real_collects_the_origins():
+    rows = dict(provenance.origins(RUNS, {"bus_bandwidth": "measured"}))
+    assert rows == {"measured": "peak memory bytes, bus bandwidth", "emulated": "card", "simulated": "nothing"}
+    with pytest.raises(ValueError, match="'guessed'"):
+        provenance.origins([], {"x": "guessed"})
+
+
+# --- the arithmetic of the lessons
+
+
+def test_state_bytes_follow_the_strategy_table():
+    from fsdplab.engine import STRATEGIES
+
+    per_rank = {name: tour.state_bytes(row, 1_000_000, 4) for name, row in STRATEGIES.items()}
+    assert per_rank["no_shard"] == (4e6, 4e6, 8e6) and per_rank["full_shard"] == (1e6, 1e6, 2e6)
+    assert per_rank["zero1"] == (4e6, 4e6, 2e6) and per_rank["zero2"] == (4e6, 1e6, 2e6)
+
+
+def test_bytes_and_bandwidths():
+    rows = dict((row[0], row[2]) for row in collectives.moved(48, 4).rows)
+    assert rows["all_reduce"] == "72.00" and rows["one step of full_shard: gather twice + reduce"] == "108.00"
+    timing = Timing("all_reduce", 64_000_000, 4, 0.080)
+    assert (timing.algbw, timing.busbw) == pytest.approx((0.8e9, 1.2e9))
+    bandwidth = collectives.Bandwidth((timing, Timing("all_gather", 64_000_000, 4, 0.040)))
+    assert "1.20" in str(bandwidth) and bandwidth.at("all_gather", 64_000_000).busbw == pytest.approx(1.2e9)
+    with pytest.raises(LookupError, match="was not measured"):
+        bandwidth.at("all_gather", 1)
+    assert "GB/s" in display.alt_text(collectives.bandwidth_figure(bandwidth))
+
+
+# --- cell magics
+
+
+@pytest.fixture
+def shell(course, monkeypatch):
+    monkeypatch.delenv("FSDPLAB_HOME", raising=False)
+    monkeypatch.chdir(course.home.path.parent)
+    made = InteractiveShell()
+    teaching.load_ipython_extension(made)
+    return made
+
+
+def test_an_exercise_cell_is_saved_and_run(shell, course, capsys):
+    shell.run_cell_magic("exercise", "00.hello_ranks", "def hello_ranks():\n    return 'rank'\n")
+    assert course.home.file_of("00.hello_ranks").read_text() == "def hello_ranks():\n    return 'rank'\n"
+    assert shell.user_ns["hello_ranks"]() == "rank"
+    assert "Saved as my_fsdp/00.hello_ranks.py" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line,cell,says", [("00.helo", "x = 1", "near: .*00.hello_ranks"), ("hello", "x = 1", "not an exercise id"), ("00.peak", "x = 1", "use answer"),
+                       ("00.hello_ranks", "x = 1", "must define hello_ranks")]
+)  # fmt: skip
+def test_an_exercise_cell_that_cannot_be_saved_says_why(shell, line, cell, says):
+    with pytest.raises(UsageError, match=says):
+        shell.run_cell_magic("exercise", line, cell)
+
+
+def test_errors_in_an_exercise_cell_are_pythons_own(shell):
+    with pytest.raises(SyntaxError):
+        shell.run_cell_magic("exercise", "00.hello_ranks", "def hello_ranks(:")
+
+
+def test_the_number_of_ranks_is_checked():
+    assert (ranks_wanted(""), ranks_wanted(" 3 ")) == (2, 3)
+    for wrong in ("0", "-1", "two", "17", "2 3"):
+        with pytest.raises(UsageError, match="from 1 to 16"):
+            ranks_wanted(wrong)
+
+
+def test_every_public_name_loads():
+    assert all(getattr(teaching, name) is not None for name in teaching.__all__)
+    with pytest.raises(AttributeError, match="public names"):
+        teaching.no_such_name

@@ -1,0 +1,183 @@
+"""Editions: what the build keeps and drops, which sources it refuses, and the course's own notebooks, run to their end."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output, new_raw_cell
+
+from fsdplab.teaching import course, course_run
+from fsdplab.teaching.__main__ import main
+from fsdplab.teaching.course import CourseError, build_course, check_sources, read
+from fsdplab.teaching.exercises import find
+
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+START = new_code_cell('from fsdplab import teaching\nteaching.start(edition="teacher")')
+HELLO = find("00.hello_ranks")
+
+
+def tagged(cell, *tags):
+    cell.metadata["tags"] = list(tags)
+    return cell
+
+
+def exercise_cells(stub=HELLO.stub, reference=HELLO.reference):
+    return [
+        tagged(new_raw_cell(f"%%exercise 00.hello_ranks\n{stub}"), "stub"),
+        tagged(new_code_cell(f"%%exercise 00.hello_ranks\n{reference}"), "solution"),
+    ]
+
+
+def source(folder: Path, *cells, name="05_mine.ipynb") -> Path:
+    """A folder with one source notebook."""
+    folder.mkdir(exist_ok=True)
+    nbformat.write(new_notebook(cells=list(cells)), folder / name)
+    return folder
+
+
+def texts(path: Path) -> list[tuple[str, str]]:
+    return [(cell.cell_type, cell.source) for cell in read(path).cells]
+
+
+@pytest.fixture
+def good(tmp_path) -> Path:
+    noisy = new_code_cell("print(1)", outputs=[new_output("stream", text="1\n")], execution_count=3)
+    remark = tagged(new_markdown_cell("Ask the room."), "teacher")
+    return source(tmp_path / "src", START, *exercise_cells(), remark, tagged(noisy, "nbval-ignore-output"))
+
+
+def test_the_learner_edition_keeps_stubs_and_drops_solutions(good, tmp_path):
+    (good / "text.txt").write_text("a teacher's own text")
+    (good / "conftest.py").write_text("")
+    built = build_course(good, tmp_path / "out", "learner")
+    assert texts(built.notebooks[0]) == [
+        ("code", START.source.replace("teacher", "learner", 2).replace("import learner", "import teaching").replace("learner.start", "teaching.start")),
+        ("code", f"%%exercise 00.hello_ranks\n{HELLO.stub}"),
+        ("code", "print(1)"),
+    ]
+    notebook = read(built.notebooks[0])
+    assert notebook.metadata["fsdplab"] == {"edition": "learner"}
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in notebook.cells)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["05_mine.ipynb", "text.txt"]
+
+
+def test_the_teacher_edition_keeps_solutions_and_drops_stubs(good, tmp_path):
+    built = build_course(good, tmp_path / "out", "teacher")
+    assert [text for _, text in texts(built.notebooks[0])] == [START.source, f"%%exercise 00.hello_ranks\n{HELLO.reference}", "Ask the room.", "print(1)"]
+
+
+def test_a_build_never_overwrites_a_learners_work(good, tmp_path):
+    build_course(good, tmp_path / "out")
+    with pytest.raises(CourseError, match="already holds 05_mine.ipynb"):
+        build_course(good, tmp_path / "out")
+    with pytest.raises(CourseError, match="already holds"):
+        build_course(good, good)
+
+
+@pytest.mark.parametrize(
+    "cells,complaint",
+    [
+        ([START, tagged(new_code_cell("1"), "soluton")], r"05_mine.ipynb, cell 2: unknown tag 'soluton'"),
+        ([START, tagged(new_code_cell("1"), "solution", "teacher")], "cell 2: has the tags solution, teacher"),
+        ([START, exercise_cells()[0]], "cell 2: a stub without its solution"),
+        ([START, exercise_cells()[0], new_markdown_cell("x"), exercise_cells()[1]], "cell 2: a stub without its solution"),
+        ([START, tagged(new_code_cell("answer(...)"), "stub"), exercise_cells()[1]], "cell 2: a stub is a raw cell"),
+        ([START, *exercise_cells(stub="def hello_ranks(): pass")], "cell 2: the stub of 00.hello_ranks differs"),
+        ([START, *exercise_cells(reference="def hello_ranks(): pass")], "cell 3: the solution of 00.hello_ranks differs"),
+        ([START, new_code_cell("%%exercise 00.helo\nx = 1")], "cell 2: there is no exercise '00.helo'"),
+        ([START, new_code_cell("%%exercise\nx = 1")], "cell 2: '%%exercise' is not an exercise id"),
+        (exercise_cells(), 'expected one start cell with edition="teacher", found 0'),
+        ([START, new_code_cell(START.source), *exercise_cells()], "found 2"),
+    ],
+)
+def test_bad_sources_are_refused_by_notebook_and_cell(tmp_path, cells, complaint):
+    folder = source(tmp_path / "src", *(nbformat.from_dict(cell) for cell in cells))
+    with pytest.raises(CourseError, match=complaint):
+        build_course(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_course_is_refused(good, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CourseError, match="holds no notebook"):
+        build_course(tmp_path / "empty", tmp_path / "out")
+    with pytest.raises(CourseError, match="unknown edition 'student'"):
+        build_course(good, tmp_path / "out", "student")
+    for text in ("not json", "[]", '{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [{"cell_type": "poem"}]}'):
+        (good / "06_broken.ipynb").write_text(text)
+        with pytest.raises(CourseError, match="06_broken.ipynb is not a valid notebook"):
+            build_course(good, tmp_path / "out")
+
+
+def test_sources_hold_no_outputs_and_no_widget_state(good):
+    assert check_sources(good) == ["05_mine.ipynb, cell 5: holds outputs; clear all outputs before saving a source"]
+    notebook = read(good / "05_mine.ipynb")
+    notebook.metadata["widgets"] = {}
+    notebook.cells[0].source += "\n#" + "x" * course.MOST_BYTES
+    nbformat.write(notebook, good / "05_mine.ipynb")
+    assert [word in " ".join(check_sources(good)) for word in ("a source stays under 300,000", "saved widget state")] == [True, True]
+
+
+def test_a_folder_of_notebooks_is_run_to_its_end(tmp_path, capsys):
+    folder = source(tmp_path / "own", new_code_cell("import pathlib\npathlib.Path('seen').write_text('x')"), name="01_fine.ipynb")
+    source(folder, new_code_cell("1"), new_code_cell("\nx = 1 / 0\n"), new_code_cell("2"), name="02_fails.ipynb")
+    fine, fails = course_run.run_course(folder)
+    assert (fine.failure, fine.edition, (folder / "seen").exists()) == (None, "as it is", True)
+    assert fails.failure == "cell 2 (x = 1 / 0): ZeroDivisionError: division by zero"
+    assert "02_fails.ipynb (as it is): FAILED" in str(fails)
+
+
+def test_sources_are_run_in_both_editions(tmp_path):
+    answers = [tagged(new_raw_cell('teaching.answer("01.busbw", ...)'), "stub"), tagged(new_code_cell('teaching.answer("01.busbw", 0.8)'), "solution")]
+    teacher, learner = course_run.run_course(source(tmp_path / "src", START, *answers))
+    assert (teacher.edition, learner.edition) == ("teacher", "learner")
+    assert "CheckFailed" in teacher.failure and "that is the algbw" in teacher.failure
+    assert learner.failure is None
+    assert not (tmp_path / "src" / "my_fsdp").exists(), "a test run keeps the learner's folder out of the way"
+
+
+def test_a_source_that_cannot_be_built_fails_its_run(tmp_path):
+    folder = source(tmp_path / "src", START, tagged(new_code_cell("1"), "solution", "oops"))
+    assert ["unknown tag 'oops'" in run.failure for run in course_run.run_course(folder)] == [True, True]
+
+
+def test_the_command_line_builds_and_tests(good, tmp_path, capsys, monkeypatch):
+    assert main(["build", "--source", str(good), "--out", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "out" / "05_mine.ipynb")
+    assert main(["build", "--source", str(good), "--out", str(tmp_path / "out")]) == 2
+    assert "already holds" in capsys.readouterr().err
+    own = source(tmp_path / "own", new_code_cell("1 / 0"), name="own.ipynb")
+    assert main(["test", str(own)]) == 1
+    assert "ZeroDivisionError" in capsys.readouterr().out
+    assert main(["test", str(tmp_path / "nowhere")]) == 2
+    with pytest.raises(SystemExit):
+        main(["build", "--edition", "student"])
+
+
+# --- the course's own notebooks (plain `pytest` runs the teacher edition under nbval)
+
+
+def test_the_courses_sources_are_in_order():
+    assert check_sources(NOTEBOOKS) == []
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")), ids=lambda path: path.name)
+def test_cells_are_short_and_say_what_is_taught(path):
+    notebook = read(path)
+    lengths = sorted(len(cell.source.splitlines()) for cell in notebook.cells if cell.cell_type == "code")
+    assert statistics.median(lengths) <= 5 and lengths[int(0.9 * len(lengths)) - 1] <= 12 and lengths[-1] <= 25
+    assert max(len(line) for cell in notebook.cells if cell.cell_type == "code" for line in cell.source.splitlines()) <= 110
+    assert any("What was real here" in cell.source for cell in notebook.cells)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")), ids=lambda path: path.name)
+def test_the_learner_edition_runs_to_its_end_unsolved(path, tmp_path):
+    notebook = course.edition_of(read(path), "learner")
+    run = course_run.run_notebook(path.name, "learner", notebook, tmp_path, tmp_path / "my_fsdp")
+    assert run.failure is None, run.failure
+    printed = "".join(str(output.get("data", output)) for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs)
+    assert "still the stub" in printed and "Not answered yet" in printed

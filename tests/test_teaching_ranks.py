@@ -1,0 +1,197 @@
+"""Checks on real ranks: every reference is accepted, every known wrong solution is rejected with its likely cause.
+
+All solutions that return are tried in one launch; one that raises and one that hangs need a launch of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from IPython.core.interactiveshell import InteractiveShell
+
+from fsdplab import teaching
+from fsdplab.sessions import Failure, RanksFailed
+from fsdplab.teaching import checking, collectives, exercises, magics, trials
+from fsdplab.teaching.course_state import CheckFailed, open_course
+from fsdplab.teaching.exercise import Call, Case, Exercise, Trial, Wrong
+from fsdplab.teaching.home import Home
+
+EXERCISES = [item for notebook in ("00", "01") for item in exercises.items_of(notebook) if isinstance(item, Exercise)]
+RIGHT = {  # other right answers than the reference
+    "01.ring_all_gather": {
+        "the other way round": (
+            "import torch\nimport torch.distributed as dist\n\n\ndef ring_all_gather(mine):\n"
+            "    rank, n = dist.get_rank(), dist.get_world_size()\n    blocks = {rank: mine}\n"
+            "    for step in range(n - 1):\n        incoming = torch.empty_like(mine)\n"
+            "        receiving = dist.irecv(incoming, src=(rank + 1) % n)\n"
+            "        dist.send(blocks[(rank + step) % n], dst=(rank - 1) % n)\n        receiving.wait()\n"
+            "        blocks[(rank + step + 1) % n] = incoming\n    return torch.cat([blocks[owner] for owner in range(n)])\n"
+        ),
+        "batched": (
+            "import torch\nimport torch.distributed as dist\nfrom torch.distributed import P2POp, batch_isend_irecv, isend, irecv\n\n\n"
+            "def ring_all_gather(mine):\n    rank, n = dist.get_rank(), dist.get_world_size()\n    have = [mine]\n"
+            "    for _ in range(n - 1):\n        have.append(torch.empty_like(mine))\n"
+            "        pair = [P2POp(isend, have[-2], (rank + 1) % n), P2POp(irecv, have[-1], (rank - 1) % n)]\n"
+            "        for work in batch_isend_irecv(pair):\n            work.wait()\n"
+            "    return torch.cat([have[(rank - owner) % n] for owner in range(n)])\n"
+        ),
+    },
+    "00.hello_ranks": {"another import": "from torch.distributed import get_rank, get_world_size\n\n\ndef hello_ranks():\n    return 'rank %d of %d' % (get_rank(), get_world_size())\n"},
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Home:
+    """One learner's folder for the whole module."""
+    return Home(tmp_path_factory.mktemp("learner") / "my_fsdp")
+
+
+@pytest.fixture
+def course(home):
+    """That learner's course, open."""
+    from fsdplab.teaching import course_state
+
+    yield open_course("learner", home.path)
+    course_state._open.clear()
+
+
+def solutions(exercise: Exercise) -> list[tuple[str, str, str | None]]:
+    """(name, source, what the report must say or None where it must pass) of everything that returns."""
+    right = {"the reference": exercise.reference, **RIGHT.get(exercise.id, {})}
+    return [*((name, source, None) for name, source in right.items()), *((w.name, w.source, w.says) for w in exercise.wrong if w.ends == "returns")]
+
+
+@pytest.fixture(scope="module")
+def tried(home):
+    """(exercise, name) -> the finding of each solution that returns, all tried in one launch on three ranks."""
+    todo = [(exercise, name, source) for exercise in EXERCISES for name, source, _ in solutions(exercise)]
+    assert {exercise.world_size for exercise in EXERCISES} == {3}
+    paths = [Home(home.path / f"solution{index}").save(exercise.id, source) for index, (exercise, _, source) in enumerate(todo)]
+    outcomes = trials.try_programs([(exercise, path) for (exercise, _, _), path in zip(todo, paths)], home, 3, time_limit=60)
+    return {(exercise.id, name): checking.judge(exercise, outcome) for (exercise, name, _), outcome in zip(todo, outcomes)}
+
+
+@pytest.mark.parametrize(
+    "exercise,name,says", [(exercise.id, name, says) for exercise in EXERCISES for name, _, says in solutions(exercise)]
+)
+def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, exercise, name, says):
+    finding = tried[exercise, name]
+    if says is None:
+        assert finding is None
+    else:
+        assert finding is not None and says in finding.cause and finding.rank is not None
+        assert finding.expected and finding.got and finding.headline
+
+
+def wrong(exercise: str, ends: str) -> Wrong:
+    return next(known for known in exercises.find(exercise).wrong if known.ends == ends)
+
+
+def test_a_check_that_raises_shows_the_learners_line_and_unlocks_a_hint(course):
+    known = wrong("01.ring_all_gather", "raises")
+    course.home.save("01.ring_all_gather", known.source)
+    report = str(checking.grade("01.ring_all_gather", hints=1))
+    assert known.says in report and "NameError: name 'dist' is not defined" in report
+    assert "01.ring_all_gather.py" in report and "rank, n = dist.get_rank(), dist.get_world_size()" in report
+    assert "Hint 1 (a nudge)" in report and course.home.failed_tries("01.ring_all_gather") == 1
+
+
+def test_a_check_that_hangs_ends_within_its_limit(home):
+    exercise = replace(exercises.find("01.ring_all_gather"), time_limit=15.0)
+    known = wrong(exercise.id, "hangs")
+    path = Home(home.path / "hangs").save(exercise.id, known.source)
+    finding = checking.judge(exercise, trials.try_one(exercise, path, home))
+    assert known.says in finding.cause and "did not end within 15 s" in finding.headline
+
+
+@pytest.mark.parametrize(
+    "failure,cause",
+    [
+        (Failure("hung", "All ranks wait for each other."), "deadlock"),
+        (Failure("timeout", "The ranks still made progress.", 0), "a loop that does not end, or a deadlock"),
+        (Failure("hung", "Rank 2 did not start within the time limit.", 2), "too busy"),
+        (Failure("died", "Rank 1 died: it ended with SIGSEGV.", 1), "crash"),
+        (Failure("raised", "Rank 1 raised.", 1, traceback="...\nRuntimeError: Timed out waiting for recv"), "nobody sent"),
+        (Failure("raised", "Rank 1 raised.", 1, traceback="...\nIndexError: 3"), "read the last line"),
+    ],
+)
+def test_every_way_to_fail_has_a_cause(failure, cause):
+    finding = checking.judge(exercises.find("01.ring_all_gather"), RanksFailed(failure))
+    assert cause in finding.cause and finding.rank == failure.rank
+
+
+def test_a_passed_check_makes_the_learners_version_the_one_in_use(course, capsys):
+    exercise = exercises.find("00.hello_ranks")
+    course.home.save(exercise.id, exercise.reference)
+    teaching.check(exercise.id)
+    assert "00.hello_ranks: passed." in capsys.readouterr().out
+    assert teaching.solution_file(exercise.id) == course.home.file_of(exercise.id)
+
+
+def test_a_driver_stands_between_the_ranks_and_the_function(home, tmp_path):
+    driver = tmp_path / "drive.py"
+    driver.write_text("import torch.distributed as dist\n\ndef drive(function, start):\n    return [function(start), function(start + dist.get_rank())]\n")
+    exercise = Exercise(
+        "78.double", "Double", "Double it.", "", "def double(x):\n    return 2 * x\n", ("a", "b", "c"),
+        cases=lambda: [Case("one", ((1,), (1,)), ([2, 2], [2, 4]))], driver=(str(driver), "drive"),
+    )  # fmt: skip
+    right = trials.try_one(exercise, home.save(exercise.id, exercise.reference), home)
+    assert checking.judge(exercise, right) is None
+    assert right.trials[0][1] == Trial(1, [2, 4], "", ())
+
+
+def test_a_cell_runs_on_fresh_ranks(course, capsys):
+    shell = InteractiveShell()
+    teaching.start(home=course.home.path, shell=shell)
+    capsys.readouterr()
+    course.home.save("00.hello_ranks", exercises.find("00.hello_ranks").reference)
+    cell = "from my_fsdp import hello_ranks\nprint(hello_ranks())\ntotal = torch.tensor([rank + 1])\ndist.all_reduce(total)\nif rank == 1:\n    print('I am last')\ntotal"
+    shell.run_cell_magic("ranks", "2", cell)
+    assert capsys.readouterr().out.splitlines() == ["[rank 0] rank 0 of 2", "[rank 0] tensor([3])", "[rank 1] rank 1 of 2", "[rank 1] I am last", "[rank 1] tensor([3])"]
+
+
+def test_a_cell_that_fails_on_a_rank_says_which_and_where(course):
+    with pytest.raises(magics.CellFailed, match="(?s)Rank 1 raised.*line 2.*assert rank == 0.*AssertionError") as failed:
+        magics.run_cell_on_ranks("x = 1\nassert rank == 0, x\ndist.barrier()", 2)
+    assert failed.value._render_traceback_() == [str(failed.value)] and "on_ranks.py" not in str(failed.value)
+
+
+def test_the_lesson_on_collectives_measures_what_it_says(course):
+    bandwidth = collectives.measure_bandwidth(sizes=(4000, 400_001), world_size=2, repeats=2)
+    assert {timing.kind for timing in bandwidth.timings} == {"all_gather", "reduce_scatter", "gloo's reduce_scatter", "all_reduce"}
+    assert {timing.nbytes for timing in bandwidth.timings} == {4000, 400_000} and all(timing.seconds > 0 for timing in bandwidth.timings)
+
+
+def test_the_lesson_on_composition(course):
+    rows = {row[0]: row[1:] for row in collectives.watch(world_size=2, block=1).rows}
+    assert rows == {"rank 0": ("1 2", "11", "11 22", "11 22"), "rank 1": ("10 20", "22", "11 22", "11 22")}
+    assert [row[2] for row in collectives.compose(world_size=2, elements=10_001).rows] == ["0", "0"]
+
+
+def test_the_ring_is_counted(course):
+    count = collectives.count_ring(megabytes=0.3, world_size=3)
+    assert count.sent == (200_000,) * 3 and count.sends == (2,) * 3 and count.megabytes == 0.2
+    assert "200,000" in str(count) and "the reference ring" in str(count)
+
+
+def test_rules_judge_hand_written_trials():
+    exercise = exercises.find("01.ring_all_gather")
+    case = exercise.cases()[0]
+    sends = (Call("send", 24, 1), Call("recv", 24, 2)) * 2
+    right = [Trial(rank, torch.empty(0), "", tuple(replace(c, peer=(c.peer + rank) % 3) for c in sends)) for rank in range(3)]
+    assert exercise.rules(case, right) is None
+    both_ways = [*right[:2], replace(right[2], calls=(Call("send", 24, 0), Call("send", 24, 1)))]
+    assert "to everybody" in exercise.rules(case, both_ways).cause and exercise.rules(case, both_ways).rank == 2
+    assert "does the whole work" in exercise.rules(case, [replace(right[0], calls=(Call("all_to_all", 24),))]).cause
+
+
+def test_a_failed_check_raises_in_the_teacher_edition(home, tmp_path):
+    from fsdplab.teaching import course_state
+
+    course = open_course("teacher", tmp_path / "my_fsdp")
+    course.home.save("00.hello_ranks", wrong("00.hello_ranks", "returns").source)
+    with pytest.raises(CheckFailed, match="ranks count from 0"):
+        teaching.check("00.hello_ranks")
+    course_state._open.clear()
