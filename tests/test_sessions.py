@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fsdplab import records
+from fsdplab.engine import events
 from fsdplab.sessions import ENGINES, RanksFailed, RunSpec, SpecError, compare
 from fsdplab.sessions.environment import capture_environment
 from fsdplab.sessions.faults import Remains, failed_first, hung, not_started, too_slow
@@ -196,6 +198,10 @@ def test_a_stall_is_a_pause_much_longer_than_any_before() -> None:
     assert not progress.stalled(2), "a first step may take long"
 
 
+def test_records_and_engine_know_the_same_categories() -> None:
+    assert records.CATEGORIES == events.CATEGORIES
+
+
 # ---- mailbox, stacks, values, summary, environment
 
 
@@ -250,10 +256,9 @@ def test_only_plain_values_travel() -> None:
 
 
 def test_a_step_is_as_slow_as_its_slowest_rank_and_its_loss_is_the_mean() -> None:
-    rows = [
-        {"rank": rank, "step": step, "loss": loss, "step_time_s": seconds}
-        for rank, step, loss, seconds in [(0, 0, 4.0, None), (1, 0, 6.0, None), (0, 1, 3.0, 0.5), (1, 1, 4.0, 0.7), (0, 2, float("nan"), 0.6), (1, 2, 4.0, 0.4)]
-    ]
+    nan = float("nan")
+    cells = [(0, 0, 4.0, None), (1, 0, 6.0, None), (0, 1, 3.0, 0.5), (1, 1, 4.0, 0.7), (0, 2, nan, 0.6), (1, 2, 4.0, 0.4)]
+    rows = [dict(zip(("rank", "step", "loss", "step_time_s"), cell)) for cell in cells]
     assert step_seconds(rows) == [0.7, 0.6]
     assert mean_losses(rows) == [5.0, 3.5, None]
     assert mean_losses(rows[:3]) == [5.0], "a step that only some ranks finished has no mean"

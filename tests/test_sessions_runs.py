@@ -63,7 +63,11 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunRecord]:
     ]
     seen: list[RunRecord] = []
     progress: list[tuple[str, int, int]] = []
-    records = compare(specs, directory=folder, on_record=seen.append, on_progress=lambda spec, step, total, loss: progress.append((spec.engine, step, total)))
+
+    def follow(spec: RunSpec, step: int, total: int, loss: float) -> None:
+        progress.append((spec.engine, step, total))
+
+    records = compare(specs, directory=folder, on_record=seen.append, on_progress=follow)
     assert seen == records and [record.spec["engine"] for record in records] == [spec.engine for spec in specs]
     assert [entry for entry in progress if entry[0] == "lab"] == [("lab", step, 6) for step in range(1, 7)]
     names = ("twin", "lab", "late", "ddp", "fsdp2")

@@ -66,7 +66,7 @@ def test_published_sizes(name):
 
 
 def test_lab_sizes():
-    assert parameter_count(preset("gpt-20m")) == 19_308_544
+    assert parameter_count(preset("gpt-20m")) == 21_589_248
     assert parameter_count(preset("gpt-25m")) == 25_613_312
     assert parameter_count(preset("llama-20m")) == 20_716_032
 
@@ -309,7 +309,7 @@ def test_initial_values_follow_gpt_2():
     model = build_model("gpt-20m")
     block = model.blocks[3]
     assert abs(block.attention.query.weight.std().item() - 0.02) < 1e-4
-    residual = 0.02 / math.sqrt(2 * 6)
+    residual = 0.02 / math.sqrt(2 * 12)
     assert abs(block.attention.output.weight.std().item() - residual) < 1e-4
     assert abs(block.feed_forward.down.weight.std().item() - residual) < 1e-4
     assert (block.attention.query.bias == 0).all() and (block.feed_forward_norm.weight == 1).all()

@@ -118,4 +118,6 @@ def _check_shapes(path: Path, content: dict[str, Any]) -> None:
 
 def _check_rows(folder: Path, table: str, found: int, expected: Any) -> None:
     if found != expected:
-        raise RecordError(f"{folder / table}.csv.gz has {found} rows; run.json says {expected}. The files are of two runs: copy the whole folder again.")
+        raise RecordError(
+            f"{folder / table}.csv.gz has {found} rows; run.json says {expected}. The files are of two runs: copy the whole folder again."
+        )

@@ -18,7 +18,9 @@ from .rankside import Place
 from .spec import RunSpec
 
 
-def deepspeed_rig(stage: int, spec: RunSpec, place: Place, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any, Callable[..., float]]:
+def deepspeed_rig(
+    stage: int, spec: RunSpec, place: Place, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, Any, Callable[..., float]]:
     """The (engine, optimizer, train_step) of ZeRO stage `stage`."""
     os.environ.setdefault("DS_ACCELERATOR", place.device.type)
     import deepspeed
@@ -47,7 +49,7 @@ def configuration(stage: int, spec: RunSpec) -> dict[str, Any]:
     Nothing may train another model (clipping). And its reduce bucket of 500 million elements is allocated whole, 2 GB of float32, which
     would hide everything else of a small model; a bucket as large as the model behaves the same.
     """
-    low = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"} if spec.precision == "bf16" else {}
+    bf16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
     return {
         "train_micro_batch_size_per_gpu": spec.batch_size,
         "gradient_accumulation_steps": spec.micro_batches,
@@ -55,5 +57,5 @@ def configuration(stage: int, spec: RunSpec) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
         "steps_per_print": 1_000_000,
-        **low,
+        **(bf16 if spec.precision == "bf16" else {}),
     }

@@ -90,11 +90,13 @@ def _blame(rank: int, remains: Remains) -> tuple[int, float, int]:
 
 def _left_early(remains: Remains) -> Failure | None:
     """A rank that ended with exit code 0 and did not finish: torchrun sees nothing wrong with it."""
-    quitters = [beat for rank, beat in remains.beats.items() if beat.phase != "finished" and rank not in remains.exits and rank not in remains.notes]
+    unexplained = set(remains.beats) - set(remains.exits) - set(remains.notes)
+    quitters = [remains.beats[rank] for rank in sorted(unexplained) if remains.beats[rank].phase != "finished"]
     if not quitters:
         return None
     beat = quitters[0]
-    message = f"Rank {beat.rank} left{_where(beat.step, beat.phase)} with exit code 0 before its work was done (sys.exit or os._exit).{_after(asdict(beat))}"
+    how = "with exit code 0 before its work was done (sys.exit or os._exit)"
+    message = f"Rank {beat.rank} left{_where(beat.step, beat.phase)} {how}.{_after(asdict(beat))}"
     return Failure("died", message, beat.rank, beat.step, beat.phase, beat.collective)
 
 
@@ -139,7 +141,8 @@ NO_ANSWER = "  (it did not answer: the process is stopped, or stuck in the kerne
 def too_slow(remains: Remains, time_limit: float) -> Failure:
     """The report of a run that was still working when its time was up."""
     beat = min(remains.beats.values(), key=_progress)
-    message = f"The time limit of {time_limit:g} s ended the run{_where(beat.step, beat.phase)} while its ranks still made progress; give a longer time limit or fewer steps."
+    where = _where(beat.step, beat.phase)
+    message = f"The time limit of {time_limit:g} s ended the run{where} while its ranks still made progress; give a longer time limit or fewer steps."
     return Failure("timeout", message, beat.rank, beat.step, beat.phase, beat.collective)
 
 

@@ -20,7 +20,7 @@ from typing import Callable, Mapping, Sequence
 
 from .faults import Failure, RanksFailed, Remains, failed_first, hung, not_started, too_slow
 from .mailbox import Beat, Mailbox, read_beats, read_lines
-from .processes import end, gone
+from .processes import end, gone, send
 from .stacks import readable
 
 _LOOK_EVERY_S = 0.05
@@ -42,12 +42,12 @@ class Progress:
 
     def look(self, beats: dict[int, Beat]) -> None:
         """Take in the latest beats."""
-        before = {rank: (beat.phases, beat.collectives) for rank, beat in self.beats.items()}
-        if {rank: (beat.phases, beat.collectives) for rank, beat in beats.items()} == before:
+        latest = {**self.beats, **beats}  # a beat that was being rewritten just now is missing
+        if latest == self.beats:
             return
-        if before:
+        if self.beats:
             self.longest_pause = max(self.longest_pause, self.idle)
-        self.beats, self.last = beats, time.monotonic()
+        self.beats, self.last = latest, time.monotonic()
 
     @property
     def idle(self) -> float:
@@ -135,8 +135,13 @@ def _watch(
             return None
         if time.monotonic() > deadline or progress.stalled(world_size):
             return _late(agent, mailbox, world_size, time_limit, progress)
-    progress.look(read_beats(mailbox, world_size))
     on_look()
+    return _ended(mailbox, world_size, progress)
+
+
+def _ended(mailbox: Mailbox, world_size: int, progress: Progress) -> Failure | None:
+    """What torchrun's own end means: it ends when all ranks have, or when one ended badly and it has ended the others."""
+    progress.look(read_beats(mailbox, world_size))
     return None if progress.finished(world_size) else failed_first(_remains(mailbox, world_size))
 
 
@@ -152,11 +157,14 @@ def _late(agent: subprocess.Popen[bytes], mailbox: Mailbox, world_size: int, tim
     if len(progress.beats) < world_size:
         return not_started(_remains(mailbox, world_size), time_limit, world_size)
     last_move, grace_ends = progress.last, time.monotonic() + _GRACE_S
-    while progress.last == last_move and time.monotonic() < grace_ends and _still_running(agent):
+    while progress.last == last_move and time.monotonic() < grace_ends:
+        if not _still_running(agent):
+            return _ended(mailbox, world_size, progress)
         progress.look(read_beats(mailbox, world_size))
-    idle, moving, remains = progress.idle, progress.moving, _remains(mailbox, world_size)
-    stacks = _ask_for_stacks(mailbox, remains.beats)
-    return too_slow(remains, time_limit) if moving else hung(replace(remains, stacks=stacks), idle)
+    remains = replace(_remains(mailbox, world_size), beats=progress.beats)
+    if progress.moving:
+        return too_slow(remains, time_limit)
+    return hung(replace(remains, stacks=_ask_for_stacks(mailbox, remains.beats)), progress.idle)
 
 
 def _remains(mailbox: Mailbox, world_size: int) -> Remains:
@@ -179,9 +187,9 @@ def _printed(mailbox: Mailbox, world_size: int) -> str:
 
 def _ask_for_stacks(mailbox: Mailbox, beats: Mapping[int, Beat]) -> dict[int, str]:
     """Ask every rank where it stands; those that do not answer within two seconds are left out."""
-    asked = {rank: mailbox.of(rank, "stack") for rank, beat in beats.items() if not gone(beat.pid)}
-    for rank in asked:
-        os.kill(beats[rank].pid, signal.SIGUSR1)
+    for beat in beats.values():
+        send(beat.pid, signal.SIGUSR1)
+    asked = {rank: mailbox.of(rank, "stack") for rank in beats}
     deadline = time.monotonic() + _ANSWER_WITHIN_S
     while time.monotonic() < deadline and not all(path.stat().st_size for path in asked.values()):
         time.sleep(_LOOK_EVERY_S)

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 AGENT_PID = "FSDPLAB_AGENT_PID"
-_BEAT_BYTES = 512
+_BEAT_BYTES = 512  # a beat with two names of the longest kind fits
+_LONGEST_NAME = 100
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,12 @@ class Heart:
     def issue(self, collective: str) -> None:
         """The rank is about to take part in a collective (`"all_reduce of 4096 bytes"`)."""
         self._now["collectives"] += 1
-        self._now["collective"] = collective
+        self._now["collective"] = collective[:_LONGEST_NAME]
         self.write()
 
     def complete(self, collective: str) -> None:
         """A collective is done (`"all_gather of GPTBlock.3 in forward"`)."""
-        self._now["completed"] = collective
+        self._now["completed"] = collective[:_LONGEST_NAME]
         self.write()
 
     def write(self) -> None:

@@ -27,15 +27,23 @@ def end(agent: subprocess.Popen[bytes], ranks: Sequence[int]) -> None:
         _wait(agent)
     if not _all_gone(ranks):
         for rank in ranks:
-            _kill(rank)
+            send(rank, signal.SIGKILL)
         _all_gone(ranks)
+
+
+def send(pid: int, which: signal.Signals) -> None:
+    """Send a signal to a process, which may have ended meanwhile."""
+    try:
+        os.kill(pid, which)
+    except ProcessLookupError:
+        pass
 
 
 def gone(pid: int) -> bool:
     """Whether no such process runs any more; a zombie, which only waits to be collected, is gone."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # a process of another user has inherited the number
         return True
     return _is_zombie(pid)
 
@@ -62,10 +70,3 @@ def _all_gone(ranks: Sequence[int]) -> bool:
             return False
         time.sleep(_LOOK_EVERY_S)
     return True
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass

@@ -114,8 +114,9 @@ def _environment(spec: RunSpec, mailbox: Mailbox) -> dict[str, Any]:
 
 
 def _provenance(spec: RunSpec) -> dict[str, str]:
-    quantities = {"losses": "measured", "step_time_s": "measured", "peak_memory_bytes": "measured", "ledger": "measured", "formula_bytes_per_step": "simulated"}
-    return {**quantities, **({"card": "emulated"} if spec.card is not None else {})}
+    measured = dict.fromkeys(("losses", "step_time_s", "peak_memory_bytes", "ledger"), "measured")
+    emulated = {"card": "emulated"} if spec.card is not None else {}
+    return {**measured, **emulated, "formula_bytes_per_step": "simulated"}
 
 
 def _tidy(mailbox: Mailbox) -> None:

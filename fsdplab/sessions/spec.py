@@ -153,7 +153,8 @@ def _check_whole(name: str, got: object, least: int, remark: str = "") -> None:
 def _check_pairs(spec: RunSpec) -> None:
     possible = ENGINES[spec.engine]
     if spec.strategy not in possible:
-        raise SpecError(f"engine {spec.engine} cannot do {spec.strategy}; expected {' or '.join(possible)}: give strategy={possible[0]!r}, or engine='lab'")
+        able = " or ".join(possible)
+        raise SpecError(f"engine {spec.engine} cannot do {spec.strategy}; expected {able}: give strategy={possible[0]!r}, or engine='lab'")
     if spec.engine.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
         raise SpecError(f'engine {spec.engine} needs DeepSpeed, which is not installed; run: pip install "fsdplab[peers]"')
     if spec.engine != "lab" and spec.prefetch != 1:
@@ -177,7 +178,9 @@ def _check_machine(spec: RunSpec) -> None:
     if spec.place == "cuda":
         found = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if found < spec.processes:
-            raise SpecError(f"device is cuda with {spec.processes} ranks, but {found} GPUs were found; give world_size={max(found, 1)} or device='cpu'")
+            raise SpecError(
+                f"device is cuda with {spec.processes} ranks, but {found} GPUs were found; give world_size={max(found, 1)} or device='cpu'"
+            )
         return
     needed, there = least_bytes(spec), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:

@@ -74,7 +74,8 @@ class Training:
             seconds = time.perf_counter() - start
         events.flush()
         tokens = self.spec.tokens_per_rank * len(batches)
-        self.place.append("steps", {"rank": self.place.rank, "step": step, "loss": loss, "step_time_s": seconds if timed else None, "tokens": tokens})
+        row = {"rank": self.place.rank, "step": step, "loss": loss, "step_time_s": seconds if timed else None, "tokens": tokens}
+        self.place.append("steps", row)
         if not math.isfinite(loss):
             raise Diverged(f"the loss is {loss}; give a smaller learning_rate than {self.spec.learning_rate:g}")
 
@@ -113,7 +114,8 @@ class Training:
     def _memory(self, timeline: MemoryTimeline | None) -> dict[str, Any] | None:
         if timeline is None:
             return None
-        rows = [{"rank": self.place.rank, "step": MEMORY_STEP, **point, "is_peak": point["time_ns"] == timeline.peak_time_ns} for point in timeline.points]
+        where = {"rank": self.place.rank, "step": MEMORY_STEP}
+        rows = [{**where, **point, "is_peak": point["time_ns"] == timeline.peak_time_ns} for point in timeline.points]
         return {"rows": rows, "total": timeline.peak_total, "by_category": timeline.peak, "resident_growth": timeline.resident_growth}
 
 

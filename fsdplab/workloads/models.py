@@ -33,7 +33,7 @@ def build_model(model: str | ModelConfig, device: torch.device | str | None = No
     An unknown name raises `ConfigError`.
 
     >>> sum(p.numel() for p in build_model("gpt-20m", device="meta").parameters())
-    19308544
+    21589248
     """
     config = model if isinstance(model, ModelConfig) else preset(model)
     target = torch.get_default_device() if device is None else torch.device(device)

@@ -48,7 +48,7 @@ def _llama31(layers: int, width: int, heads: int, ffn: int) -> ModelConfig:
 
 PRESETS: dict[str, ModelConfig] = {
     "gpt-tiny": _gpt_lab(layers=2, width=64, heads=4, context=128),
-    "gpt-20m": _gpt_lab(layers=6, width=512, heads=8, context=256),
+    "gpt-20m": _gpt_lab(layers=12, width=384, heads=6, context=256),
     "gpt-25m": _gpt_lab(layers=8, width=512, heads=8, context=256),
     "llama-tiny": _llama_lab(layers=2, width=64, heads=4, kv_heads=2, ffn=224, context=128),
     "llama-20m": _llama_lab(layers=6, width=512, heads=8, kv_heads=2, ffn=1792, context=256),
@@ -69,7 +69,7 @@ def preset(name: str) -> ModelConfig:
     """The shape called `name`; an unknown name raises `ConfigError` with the nearest known ones.
 
     >>> preset("gpt-20m").width
-    512
+    384
     """
     if isinstance(name, str) and name in PRESETS:
         return PRESETS[name]
