@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from .policy import MixedPrecisionPolicy
 from .runtime import Runtime
 from .unit import Unit
 
@@ -22,9 +21,9 @@ from .unit import Unit
 class UnitHooks:
     """Binds one module to one unit; holds no reference to the module, so that deleting a model frees it at once."""
 
-    def __init__(self, module: nn.Module, unit: Unit, policy: MixedPrecisionPolicy) -> None:
+    def __init__(self, module: nn.Module, unit: Unit) -> None:
         self.unit = unit
-        self.policy = policy
+        self.policy = unit.terms.policy
         self.runtime: Runtime | None = None
         self.prefetch = 1
         module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)

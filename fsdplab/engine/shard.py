@@ -13,10 +13,10 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 
 from . import compat
+from .choose import transport_of
 from .hooks import UnitHooks, bind_root, hooks_of
 from .param import ShardedParam
 from .policy import STRATEGIES, MixedPrecisionPolicy, Strategy, strategy_named
-from .transport import GlooTransport, Transport
 from .unit import Terms, Unit
 
 Units = Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool] | str
@@ -81,6 +81,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    transport: str = "auto",
 ) -> FSDPModule:
     """Make `module` a unit that shards its parameters over the 1-D `mesh` (default: all ranks), in place.
 
@@ -90,7 +91,8 @@ def fully_shard(
     parameters that another unit holds. Example: Linear(4, 5) on 2 ranks leaves 3 and 2 weight rows.
     """
     row = STRATEGIES["shard_grad_op" if reshard_after_forward is False else "full_shard"]
-    return _make_unit(module, row, mesh, mp_policy, reshard_after_forward)
+    mesh = mesh or _default_mesh()
+    return _make_unit(module, mesh, _terms(row, mesh, mp_policy, transport), reshard_after_forward)
 
 
 def shard_model(
@@ -101,20 +103,22 @@ def shard_model(
     mesh: DeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     prefetch: int = 1,
+    transport: str = "auto",
 ) -> FSDPModule:
     """Shard `model` in place by one row of the table: `no_shard, zero1, zero2, shard_grad_op, full_shard`.
 
     `units` says what travels together: module classes, a predicate (name, module) -> bool, or "auto" for every child of
-    a ModuleList; whatever is left forms the root unit. `prefetch` units are gathered ahead. Raises `ValueError` for an
+    a ModuleList; whatever is left forms the root unit. `prefetch` units are gathered ahead. `transport` is
+    "auto", "gloo", "shm" or "nccl". Raises `ValueError` for an
     unknown strategy, units that match nothing, or a negative prefetch. Build the optimizer afterwards.
     """
     row = strategy_named(strategy)
     if prefetch < 0:
         raise ValueError(f"prefetch must be 0 or more units, got {prefetch}")
     mesh = mesh or _default_mesh()
-    for child in reversed(_select(model, units)):
-        _make_unit(child, row, mesh, mp_policy, row.reshard_after_forward)
-    _make_unit(model, row, mesh, mp_policy, row.reshard_after_forward)
+    terms = _terms(row, mesh, mp_policy, transport)
+    for module in [*reversed(_select(model, units)), model]:
+        _make_unit(module, mesh, terms, row.reshard_after_forward)
     hooks_of(model).prefetch = prefetch
     bind_root(model)
     return model
@@ -135,18 +139,12 @@ def _select(model: nn.Module, units: Units) -> list[nn.Module]:
     return found
 
 
-def _make_unit(
-    module: nn.Module, row: Strategy, mesh: DeviceMesh | None, policy: MixedPrecisionPolicy, reshard: bool | None
-) -> FSDPModule:
+def _make_unit(module: nn.Module, mesh: DeviceMesh, terms: Terms, reshard: bool | None) -> FSDPModule:
     _check(module)
-    mesh = mesh or _default_mesh()
-    if mesh.ndim != 1:
-        raise ValueError(f"fully_shard needs a 1-D device mesh, got {mesh.ndim} dimensions: {mesh}")
-    terms = _terms(row, mesh, policy)
     params = [_sharded_param(name, sites, original, terms, mesh) for original, (name, sites) in _owned(module).items()]
     unit = Unit(type(module).__name__, params, terms, reshard)
     unit.shard()
-    module.__dict__["_unit_hooks"] = UnitHooks(module, unit, policy)
+    module.__dict__["_unit_hooks"] = UnitHooks(module, unit)
     module.__class__ = _sharded_class(type(module))
     return module
 
@@ -160,13 +158,15 @@ def _check(module: nn.Module) -> None:
         )
 
 
-def _terms(row: Strategy, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> Terms:
+def _terms(row: Strategy, mesh: DeviceMesh, policy: MixedPrecisionPolicy, wanted: str) -> Terms:
+    if mesh.ndim != 1:
+        raise ValueError(f"fully_shard needs a 1-D device mesh, got {mesh.ndim} dimensions: {mesh}")
     cuda = mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device(mesh.device_type)
-    transport = (Transport if cuda else GlooTransport)(mesh.get_group(), device) if mesh.size() > 1 else None
-    shard, replicate = (transport, None) if row.shard_optimizer else (None, transport)
-    rank = mesh.get_local_rank() if row.shard_optimizer else 0
-    return Terms(row, device, rank, policy.param_dtype, policy.reduce_dtype, shard, replicate)
+    transport = transport_of(mesh.get_group(), device, wanted) if mesh.size() > 1 else None
+    if row.shard_optimizer:
+        return Terms(row, policy, device, mesh.get_local_rank(), shard=transport, replicate=None)
+    return Terms(row, policy, device, 0, shard=None, replicate=transport)
 
 
 def _owned(module: nn.Module) -> dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]]]]:

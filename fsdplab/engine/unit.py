@@ -20,7 +20,7 @@ from . import events
 from .layout import Layout, Slot
 from .param import ShardedParam
 from .pending import Pending
-from .policy import Strategy
+from .policy import MixedPrecisionPolicy, Strategy
 from .transport import Stamp, Transport, pack
 
 SHARDED, UNSHARDING, UNSHARDED = "sharded", "unsharding", "unsharded"
@@ -32,10 +32,9 @@ class Terms:
     """What a unit was told once: its row, its dtypes, and the groups it shards over and replicates over."""
 
     strategy: Strategy
+    policy: MixedPrecisionPolicy
     device: torch.device
     rank: int
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
     shard: Transport | None
     replicate: Transport | None
 
@@ -61,7 +60,8 @@ class Unit:
         self.sync = True  # whether a backward ends in a reduction, or only adds to the whole gradients
         self.divide = terms.divide
         self._dtypes = [p.dtype for p in params]
-        self._compute = [terms.param_dtype if terms.param_dtype and d.is_floating_point else d for d in self._dtypes]
+        low = terms.policy.param_dtype
+        self._compute = [low if low and dtype.is_floating_point else dtype for dtype in self._dtypes]
         self.rest_layout = _layout(params, self._dtypes, terms.ranks)
         self.layout = _layout(params, self._compute, terms.ranks)
         casts, alone = self._compute != self._dtypes, terms.ranks == 1
@@ -205,7 +205,7 @@ class Unit:
     def collect_gradients(self) -> None:
         """Take the whole gradients that autograd left behind, adding them to those of earlier micro-batches."""
         for param in self.params:
-            param.take_gradient(self.terms.reduce_dtype or param.dtype)
+            param.take_gradient(self.terms.policy.reduce_dtype or param.dtype)
             if param.whole_gradient is not None:
                 events.tag("whole_gradients", param.whole_gradient, self.name)
 
@@ -215,7 +215,7 @@ class Unit:
         gradients = [param.whole_gradient for param in trainable]
         if all(gradient is None for gradient in gradients):
             return
-        dtypes = {self.terms.reduce_dtype or gradient.dtype for gradient in gradients if gradient is not None}
+        dtypes = {self.terms.policy.reduce_dtype or gradient.dtype for gradient in gradients if gradient is not None}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         layout = _layout(trainable, [dtype] * len(trainable), self.terms.ranks)
         output = torch.empty(layout.slice_bytes // dtype.itemsize, dtype=dtype, device=self.terms.device)

@@ -1,0 +1,129 @@
+"""The transport of ranks that share a machine: slices are read straight out of their owner's memory.
+
+No sockets and no staging: a gather copies each peer's slice from the peer's slot into the place where the forward reads
+it; a reduction packs gradients into this rank's slot once, and every rank sums its own slice out of all slots, in rank
+order, in float32, so results carry the same bits in every run and at every number of ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from . import compat, events
+from .layout import Layout
+from .pending import Pending
+from .slots import Slots, machine_of_this_rank
+from .transport import GlooTransport, Stamp, Transport, announce, pack, unpack_from
+
+_GATHERS, _REDUCTIONS = 4, 3  # slots: one more than the operations that prefetch and backward keep in flight
+
+
+class SharedTransport(Transport):
+    """Gathers and reduces among ranks of one machine through shared memory; the group itself is used for set-up only."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self._gathers, self._reductions = Slots(group, _GATHERS), Slots(group, _REDUCTIONS)
+        self._announced = compat.silent_group(self.rank, self.ranks)
+
+    def all_gather(self, layout: Layout, send: torch.Tensor, whole: torch.Tensor, stamp: Stamp) -> Pending:
+        """Publish `send`; on waiting, copy every rank's slice into `whole`."""
+        note = self._note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, send.dtype)
+        start = time.time_ns()
+        with events.span("all_gather", stamp.unit):
+            number, slot = self._gathers.claim(send.nbytes)
+            slot.copy_(send.view(torch.uint8))
+            announce("all_gather", self._announced)
+
+        def finish() -> None:
+            with events.span("all_gather_copy_out", stamp.unit):
+                for peer in self._nearest_first():
+                    unpack_from(layout, peer, self._gathers.read(peer, number, send.nbytes), whole)
+                self._gathers.done(number)
+            _emit(note, start)
+
+        return self._publish(self._gathers, number, finish, send, whole)
+
+    def reduce_scatter(
+        self, layout: Layout, gradients: Sequence[torch.Tensor | None], output: torch.Tensor, stamp: Stamp, divide: float
+    ) -> Pending:
+        """Publish all gradients; on waiting, sum this rank's slice over the ranks and divide."""
+        note = self._note(stamp, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
+        start, total = time.time_ns(), layout.total_bytes
+        with events.span("post_backward_reduce", stamp.unit):
+            number, slot = self._reductions.claim(total)
+            pack(layout, gradients, slot.view(output.dtype))
+            announce("reduce_scatter", self._announced)
+
+        def finish() -> None:
+            with events.span("reduce_scatter", stamp.unit):
+                self._sum(self._reductions, number, total, self.rank, output, divide)
+                self._reductions.done(number)
+            _emit(note, start)
+
+        return self._publish(self._reductions, number, finish, output)
+
+    def all_reduce(self, layout: Layout, buffer: torch.Tensor, stamp: Stamp, divide: float) -> Pending:
+        """Publish `buffer`; on waiting, sum one nth of it and gather the others' sums."""
+        note = self._note(stamp, "all_reduce", layout.total_bytes, layout.padding_bytes, buffer.dtype)
+        start, pieces = time.time_ns(), buffer.tensor_split(self.ranks)
+        with events.span("all_reduce", stamp.unit):
+            number, slot = self._reductions.claim(buffer.nbytes)
+            slot.view(buffer.dtype).copy_(buffer)
+            announce("all_reduce", self._announced)
+
+        def finish() -> None:
+            with events.span("all_reduce", stamp.unit):
+                self._sum_piece(number, buffer, pieces, divide)
+                self._reductions.done(number)
+                self._share(pieces)
+            _emit(note, start)
+
+        return self._publish(self._reductions, number, finish, buffer)
+
+    def _publish(self, slots: Slots, number: int, finish: Callable[[], None], *buffers: object) -> Pending:
+        pending = Pending(finish, *buffers)
+        slots.publish(number, pending.wait)
+        return pending
+
+    def _sum(self, slots: Slots, number: int, nbytes: int, piece: int, output: torch.Tensor, divide: float) -> None:
+        total = output if output.dtype == torch.float32 else torch.empty_like(output, dtype=torch.float32)
+        length, dtype = output.numel(), output.dtype
+        for peer in range(self.ranks):
+            part = slots.read(peer, number, nbytes).view(dtype)[piece * length : (piece + 1) * length]
+            total.add_(part) if peer else total.copy_(part)
+        total.div_(divide)
+        if total is not output:
+            output.copy_(total)
+
+    def _sum_piece(self, number: int, buffer: torch.Tensor, pieces: Sequence[torch.Tensor], divide: float) -> None:
+        mine, first = pieces[self.rank], sum(piece.numel() for piece in pieces[: self.rank])
+        total = mine if mine.dtype == torch.float32 else torch.empty_like(mine, dtype=torch.float32)
+        for peer in range(self.ranks):
+            part = self._reductions.read(peer, number, buffer.nbytes).view(buffer.dtype)[first : first + mine.numel()]
+            total.add_(part) if peer else total.copy_(part)
+        mine.copy_(total.div_(divide))
+
+    def _share(self, pieces: Sequence[torch.Tensor]) -> None:
+        number, slot = self._gathers.claim(pieces[0].nbytes)
+        mine = pieces[self.rank]
+        slot[: mine.nbytes].copy_(mine.view(torch.uint8))
+        self._gathers.publish(number, lambda: None)
+        for peer in self._nearest_first():
+            if peer != self.rank:
+                source = self._gathers.read(peer, number, pieces[peer].nbytes)
+                pieces[peer].copy_(source.view(pieces[peer].dtype))
+        self._gathers.done(number)
+
+    def _nearest_first(self) -> list[int]:
+        """This rank, then the next ones: ranks do not all read the same owner at once."""
+        return [(self.rank + step) % self.ranks for step in range(self.ranks)]
+
+
+def _emit(note: Callable[[int, int], events.Event], start: int) -> None:
+    if events.listening():
+        events.emit(note(start, time.time_ns()))

@@ -1,0 +1,154 @@
+"""Shared memory between the ranks of one machine: slots that one rank writes and its peers read.
+
+Every rank owns a few slots in anonymous memory (`memfd_create`: no name, nothing left behind, whatever kills whom). The
+operations of a group are numbered alike on all ranks; number s uses slot s modulo the number of slots. Two counters a
+slot order everything: `ready` (the owner wrote operation s) and `done` (this rank has read everybody's operation s). A
+slot is written again only when every peer is done with what it held, so a fast rank that gathers ahead overwrites
+nothing unread. Waiting sleeps in the kernel (futex) and ends with an error when the awaited rank died.
+
+Plain stores of counters are ordered on x86-64 only, so the transport is offered there and nowhere else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import select
+import sys
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from . import events
+
+_FUTEX, _WAIT, _WAKE = 202, 0, 1  # the x86-64 system call and its operations, for memory shared between processes
+_ENTRY = 64  # bytes between counters: one cache line each
+_POLL_S = 0.05  # how often a sleeper looks whether the awaited rank lives
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def machine_of_this_rank() -> tuple[str, ...] | None:
+    """What must be equal for two ranks to share memory: boot, launcher's node, and namespaces; None where impossible.
+
+    Network namespaces share memory, but a link shaped between them must not be bypassed, so they count as machines.
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64" or not hasattr(os, "memfd_create"):
+        return None
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    spaces = tuple(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "user"))
+    return boot, os.environ.get("GROUP_RANK", "0"), str(os.getuid()), *spaces
+
+
+class Slots:
+    """The shared slots of all ranks of `group`, used for one kind of operation at a time per slot.
+
+    `count` slots allow `count - 1` operations in flight. Built over the group itself: every member must call it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, count: int) -> None:
+        self.rank, self.ranks, self.count = group.rank(), group.size(), count
+        self.sequence = 0
+        self._capacity = [0] * count
+        self._files = [os.memfd_create(f"fsdplab-{kind}") for kind in ("counters", *map(str, range(count)))]
+        os.ftruncate(self._files[0], max(mmap.PAGESIZE, 2 * count * _ENTRY))
+        told: list[tuple[int, list[int]]] = [None] * self.ranks
+        dist.all_gather_object(told, (os.getpid(), self._files), group=group)
+        self._peers = [[os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR) for fd in fds] for pid, fds in told]
+        self._alive = [os.pidfd_open(pid) for pid, _ in told]
+        self._counters = [_Counters(fds[0], count) for fds in self._peers]
+        self._maps: list[list[mmap.mmap | None]] = [[None] * count for _ in range(self.ranks)]
+        self._own: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * count
+        self._finish: list[Callable[[], None] | None] = [None] * count
+        dist.barrier(group=group)  # everybody has opened everybody's files
+        descriptors = [*self._files, *self._alive, *(fd for fds in self._peers for fd in fds)]
+        weakref.finalize(self, _close, descriptors)
+
+    def claim(self, nbytes: int) -> tuple[int, torch.Tensor]:
+        """The next operation's number, and this rank's slot for it (bytes), free to be written."""
+        number = self.sequence = self.sequence + 1
+        slot = number % self.count
+        if (finish := self._finish[slot]) is not None:
+            finish()  # more in flight than slots: complete the oldest here, its owner's wait will find it done
+        for peer in range(self.ranks):
+            self._await(peer, self._counters[peer].done, slot, number - self.count, "finish reading")
+        if nbytes > self._capacity[slot]:  # ranks use a slot for equal sizes, so all of them grow it at the same number
+            self._capacity[slot] = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            os.ftruncate(self._files[1 + slot], self._capacity[slot])
+            self._own[slot] = self._view(self.rank, slot)
+            events.tag("communication_buffers", self._own[slot], "")
+        return number, self._own[slot][:nbytes]
+
+    def publish(self, number: int, finish: Callable[[], None]) -> None:
+        """This rank's slot holds operation `number`; `finish` is what completes it here."""
+        self._finish[number % self.count] = finish
+        self._counters[self.rank].set(self._counters[self.rank].ready, number % self.count, number)
+
+    def read(self, peer: int, number: int, nbytes: int) -> torch.Tensor:
+        """What `peer` wrote for operation `number` (bytes), once it has; an error if it died."""
+        slot = number % self.count
+        self._await(peer, self._counters[peer].ready, slot, number, "write")
+        return self._view(peer, slot)[:nbytes]
+
+    def done(self, number: int) -> None:
+        """This rank has read everything of operation `number`."""
+        self._finish[number % self.count] = None
+        self._counters[self.rank].set(self._counters[self.rank].done, number % self.count, number)
+
+    def _view(self, owner: int, slot: int) -> torch.Tensor:
+        """The memory of a slot; a tensor only while somebody holds it, so that a peer's memory is not counted as ours."""
+        shared = self._maps[owner][slot]
+        if shared is None or len(shared) < self._capacity[slot]:
+            shared = self._maps[owner][slot] = mmap.mmap(self._peers[owner][1 + slot], self._capacity[slot])
+        return torch.frombuffer(shared, dtype=torch.uint8)
+
+    def _await(self, peer: int, kind: int, slot: int, number: int, what: str) -> None:
+        counters = self._counters[peer]
+        while (seen := counters.get(kind, slot)) < number:
+            counters.sleep(kind, slot, seen)
+            if counters.get(kind, slot) < number and select.select([self._alive[peer]], [], [], 0)[0]:
+                raise RuntimeError(
+                    f"rank {self.rank} waited for rank {peer} to {what} operation {number}, but rank {peer} has died; "
+                    "look for its own error in its log"
+                )
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+class _Counters:
+    """One rank's counters in shared memory: `ready` and `done` of every slot, 32 bits each, one cache line apart."""
+
+    ready, done = 0, 1
+
+    def __init__(self, fd: int, count: int) -> None:
+        self._memory = mmap.mmap(fd, max(mmap.PAGESIZE, 2 * count * _ENTRY))
+        self._words = [
+            [ctypes.c_uint32.from_buffer(self._memory, (2 * slot + kind) * _ENTRY) for slot in range(count)]
+            for kind in (self.ready, self.done)
+        ]
+        self._call = ctypes.CDLL(None, use_errno=True).syscall
+
+    def get(self, kind: int, slot: int) -> int:
+        return self._words[kind][slot].value
+
+    def set(self, kind: int, slot: int, number: int) -> None:
+        """Store and wake whoever sleeps on it."""
+        word = self._words[kind][slot]
+        word.value = number
+        self._call(_FUTEX, ctypes.byref(word), _WAKE, ctypes.c_int(2**31 - 1), None, None, 0)
+
+    def sleep(self, kind: int, slot: int, seen: int) -> None:
+        """Sleep until the word is no longer `seen`, or for a while."""
+        pause = _Timespec(0, int(_POLL_S * 1e9))
+        word = ctypes.byref(self._words[kind][slot])
+        self._call(_FUTEX, word, _WAIT, ctypes.c_uint32(seen), ctypes.byref(pause), None, 0)

@@ -1,0 +1,150 @@
+"""Transports: gloo and shared memory carry the same bits; a dead peer ends a wait; nothing is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdplab.engine import STRATEGIES, shard_model
+from fsdplab.engine.choose import transport_of
+from fsdplab.engine.shared import SharedTransport
+from fsdplab.engine.slots import Slots, machine_of_this_rank
+from fsdplab.engine.transport import GlooTransport
+from fsdplab.workloads import build_model, loss_of
+
+CPU = torch.device("cpu")
+shares_memory = pytest.mark.skipif(machine_of_this_rank() is None, reason="shared memory needs x86-64 Linux")
+
+
+def trained(strategy: str, transport: str) -> list[torch.Tensor]:
+    """The local parameters after four AdamW steps."""
+    model = shard_model(build_model("gpt-tiny", seed=1), strategy, transport=transport)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        tokens = torch.randint(0, 256, (2, 17), generator=generator)
+        loss_of(model, tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
+
+
+def same_bits(strategy: str) -> None:
+    for ours, theirs in zip(trained(strategy, "gloo"), trained(strategy, "shm"), strict=True):
+        if strategy == "no_shard" and dist.get_world_size() > 2:  # gloo's own all-reduce has its own order
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+        else:
+            assert torch.equal(ours, theirs)
+
+
+@shares_memory
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gloo_and_shared_memory_train_to_the_same_bits(ranks, strategy: str, world_size: int) -> None:
+    ranks(world_size, same_bits, strategy)
+
+
+def chosen() -> list[str]:
+    group = dist.group.WORLD
+    names = [type(transport_of(group, CPU, wanted)).__name__ for wanted in ("auto", "gloo")]
+    assert transport_of(group, CPU) is transport_of(group, CPU) or names[0] == "GlooTransport"
+    with pytest.raises(ValueError, match="unknown transport 'pigeon'; expected one of auto, gloo, shm, nccl"):
+        transport_of(group, CPU, "pigeon")
+    with pytest.raises(ValueError, match="'nccl' does not move tensors on cpu"):
+        transport_of(group, CPU, "nccl")
+    return names
+
+
+@shares_memory
+def test_ranks_of_one_machine_share_memory_unless_told_otherwise(ranks) -> None:
+    assert ranks(2, chosen) == [["SharedTransport", "GlooTransport"]] * 2
+
+
+def on_two_nodes() -> str:
+    """The launcher's node number is part of what makes a machine: ranks of two nodes do not share memory."""
+    os.environ["GROUP_RANK"] = str(dist.get_rank())
+    try:
+        with pytest.raises(ValueError, match="needs all ranks on one x86-64 Linux machine; got 2 machines"):
+            transport_of(dist.group.WORLD, CPU, "shm")
+        return type(transport_of(dist.group.WORLD, CPU)).__name__
+    finally:
+        del os.environ["GROUP_RANK"]
+
+
+@shares_memory
+def test_ranks_of_different_nodes_use_gloo(ranks) -> None:
+    assert ranks(2, on_two_nodes) == ["GlooTransport"] * 2
+
+
+def many_in_flight() -> None:
+    """More operations than slots: the oldest is completed early, and every reader still gets its own data."""
+    slots = Slots(dist.group.WORLD, 3)
+    got: list[list[float]] = []
+
+    def finish(number: int) -> None:
+        if all(seen[0] != number for seen in got):
+            got.append([number, *(slots.read(peer, number, 4).view(torch.float32).item() for peer in range(slots.ranks))])
+            slots.done(number)
+
+    for step in range(1, 9):
+        number, slot = slots.claim(4 + 4096 * step)  # slots grow as payloads do
+        slot[:4].view(torch.float32).fill_(100 * slots.rank + step)
+        slots.publish(number, lambda number=number: finish(number))
+    for number in range(1, 9):
+        finish(number)
+    assert got == [[step, float(step), 100.0 + step] for step in range(1, 9)]
+
+
+@shares_memory
+def test_a_fast_rank_overwrites_nothing_unread(ranks) -> None:
+    ranks(2, many_in_flight)
+
+
+def open_descriptors() -> tuple[int, int]:
+    trained("full_shard", "shm")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        trained("full_shard", "shm")
+    return before, len(os.listdir("/proc/self/fd"))
+
+
+@shares_memory
+def test_deleted_models_leave_no_descriptor_behind(ranks) -> None:
+    for before, after in ranks(2, open_descriptors):
+        assert after <= before
+
+
+def _member(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(f"{folder}/store", 2))
+    transport = transport_of(dist.group.WORLD, CPU)
+    assert isinstance(transport, SharedTransport), type(transport)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        transport._gathers.read(1, 1, 4)
+    except RuntimeError as error:
+        Path(folder, "said").write_text(str(error))
+
+
+@shares_memory
+def test_a_dead_peer_ends_the_wait_with_an_error_that_names_it() -> None:
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        members = [context.Process(target=_member, args=(rank, folder)) for rank in range(2)]
+        for member in members:
+            member.start()
+        for member in members:
+            member.join(60)
+            assert member.exitcode is not None, "a rank still waits for a dead one"
+        assert members[1].exitcode == -signal.SIGKILL
+        assert "rank 0 waited for rank 1 to write operation 1, but rank 1 has died" in Path(folder, "said").read_text()
+
+
