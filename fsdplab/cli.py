@@ -59,7 +59,7 @@ def compare(
     micro_batches: MicroBatches = 1,
     precision: Precision = "fp32",
     text: Text = None,
-    card: Card = "300MB",
+    card: Card = "330MB",
     seed: Seed = 0,
     device: Device = "auto",
     time_limit: TimeLimit = 120.0,

@@ -133,6 +133,7 @@ BEATS = {0: beat(0), 1: beat(1)}
         ({0: 1, 1: -15}, {0: CLOSED}, "raised", 0),
         ({0: -15, 1: 3}, {}, "died", 1),
         ({0: 1}, {0: CLOSED}, "died", 1),  # rank 1 ended with exit code 0, which nobody reports
+        ({0: 1, 1: 3}, {0: note("RuntimeError: rank 0 waited for rank 1 to write operation 16, but rank 1 has died")}, "died", 1),
         ({0: 1}, {0: note("Diverged: the loss is nan", kind="diverged")}, "diverged", 0),
     ],
 )

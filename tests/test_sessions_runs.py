@@ -10,7 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import pytest
 
@@ -18,11 +18,12 @@ from fsdplab.records import RunRecord, comparison_json
 from fsdplab.sessions import RanksFailed, RunSpec, compare
 from fsdplab.sessions.faults import NO_ANSWER
 from fsdplab.sessions.mailbox import Mailbox, read_beats
-from fsdplab.sessions.recording import run
+from fsdplab.sessions.recording import WORKER, run
 
 FAULTY = str(Path(__file__).with_name("faulty_worker.py"))
 TINY = {"model": "gpt-tiny", "steps": 4, "sequence_length": 32, "device": "cpu"}
-HANG_AFTER_S = 25.0
+HANG_AFTER_S = 30.0
+OnStep = Callable[[Path, int], None]
 
 linux = pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc to look for processes")
 
@@ -110,26 +111,19 @@ def test_warm_up_is_not_timed_and_memory_is_split_at_its_peak(compared: dict[str
     assert record.environment["device"] == "cpu" and record.provenance["losses"] == "measured"
 
 
-def test_an_emulated_card_ends_the_run_that_does_not_fit(tmp_path: Path) -> None:
-    record = run(RunSpec(engine="lab", strategy="no_shard", card=1_000_000, **TINY), directory=tmp_path)
-    assert record.status == "out_of_memory" and record.failure is None
-    assert record.summary["card"] == {"bytes": 1_000_000, "exceeded": True} and record.provenance["card"] == "emulated"
-    assert len(record.summary["losses"]) == 2 and record.summary["peak_memory_bytes"]["total"] > 1_000_000
-    left = list((tmp_path / "ranks").glob("*"))
-    assert not left, [path.read_text() for path in left]
-
-
 # ---- runs that go wrong
 
 
-def kill_rank_1(folder: Path, step: int) -> None:
-    if step == 3:
-        os.kill(read_beats(Mailbox(folder / "ranks"), 2)[1].pid, signal.SIGKILL)
+def signal_rank_1(which: signal.Signals) -> OnStep:
+    def on_step(folder: Path, step: int) -> None:
+        if step == 3:
+            os.kill(read_beats(Mailbox(folder / "ranks"), 2)[1].pid, which)
+
+    return on_step
 
 
-def stop_rank_1(folder: Path, step: int) -> None:
-    if step == 3:
-        os.kill(read_beats(Mailbox(folder / "ranks"), 2)[1].pid, signal.SIGSTOP)
+def interrupt(folder: Path, step: int) -> None:
+    raise KeyboardInterrupt
 
 
 def nothing(folder: Path, step: int) -> None:
@@ -137,31 +131,35 @@ def nothing(folder: Path, step: int) -> None:
 
 
 LONG = {**TINY, "steps": 2000}
-WRONG: dict[str, tuple[Any, ...]] = {
-    "sleep": (RunSpec(engine="torch-ddp", strategy="no_shard", time_limit=HANG_AFTER_S, **LONG), nothing, [FAULTY, "sleep"]),
-    "stop": (RunSpec(engine="torch-fsdp2", time_limit=HANG_AFTER_S, **LONG), stop_rank_1),
-    "raise": (RunSpec(engine="lab", **LONG), nothing, [FAULTY, "raise"]),
-    "exit": (RunSpec(engine="lab", **LONG), nothing, [FAULTY, "exit"]),
-    "kill": (RunSpec(engine="torch-fsdp2", **LONG), kill_rank_1),
-    "diverge": (RunSpec(engine="lab", learning_rate=1e30, **LONG), nothing),
+DDP = {"engine": "torch-ddp", "strategy": "no_shard", **LONG}
+WRONG: dict[str, tuple[RunSpec, OnStep, tuple[str, ...]]] = {
+    "sleep": (RunSpec(time_limit=HANG_AFTER_S, memory=False, **DDP), nothing, (FAULTY, "sleep")),
+    "stop": (RunSpec(engine="torch-fsdp2", time_limit=HANG_AFTER_S, memory=False, **LONG), signal_rank_1(signal.SIGSTOP), WORKER),
+    "raise": (RunSpec(engine="lab", **LONG), nothing, (FAULTY, "raise")),
+    "exit": (RunSpec(engine="lab", **LONG), nothing, (FAULTY, "exit")),
+    "kill": (RunSpec(engine="torch-fsdp2", **LONG), signal_rank_1(signal.SIGKILL), WORKER),
+    "diverge": (RunSpec(engine="lab", learning_rate=1e30, **LONG), nothing, WORKER),
+    "interrupt": (RunSpec(**DDP), interrupt, WORKER),
+    "card": (RunSpec(engine="lab", strategy="no_shard", card=1_000_000, **LONG), nothing, WORKER),
 }
 
 
 @pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RanksFailed]:
-    """All of them at the same time, since most only wait; every one must have ended without leaving a process."""
+def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each ended with. All at the same time, since some only wait; every one must have ended without leaving a process."""
 
-    def fail(name: str) -> RanksFailed:
+    def fail(name: str) -> Any:
         folder = tmp_path_factory.mktemp(name)
-        spec, on_step, *program = WRONG[name]
-        with pytest.raises(RanksFailed) as caught:
-            run(spec, directory=folder, on_progress=lambda step, total, loss: on_step(folder, step), **({"program": program[0]} if program else {}))
+        spec, on_step, program = WRONG[name]
+        try:
+            ended: Any = run(spec, directory=folder, on_progress=lambda step, total, loss: on_step(folder, step), program=program)
+        except (RanksFailed, KeyboardInterrupt) as error:
+            ended = error
         if Path("/proc").exists():
             assert processes_of(folder) == []
-        assert len(read_beats(Mailbox(folder / "ranks"), 2)) == 2, "both ranks had started"
-        return caught.value
+        return ended
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(3) as pool:  # two of them wait for their time limit, the others run one after the other
         return dict(zip(WRONG, pool.map(fail, WRONG)))
 
 
@@ -175,24 +173,24 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RanksFailed]:
         ("stop", "hung", "and the other ranks waited for it"),
     ],
 )
-def test_one_report_names_the_rank(failed: dict[str, RanksFailed], name: str, kind: str, says: str) -> None:
+def test_one_report_names_the_rank(failed: dict[str, Any], name: str, kind: str, says: str) -> None:
     report = failed[name].report
     assert (report.kind, report.rank) == (kind, 1)
     assert says in report.message and report.step is not None
 
 
-def test_a_hang_shows_where_each_rank_stood(failed: dict[str, RanksFailed]) -> None:
+def test_a_hang_shows_where_each_rank_stood(failed: dict[str, Any]) -> None:
     assert "time.sleep(10_000)" in failed["sleep"].report.traceback
     assert NO_ANSWER in failed["stop"].report.traceback, "a stopped process cannot answer, and is ended all the same"
 
 
-def test_a_loss_that_is_no_number_ends_the_run(failed: dict[str, RanksFailed]) -> None:
+def test_a_loss_that_is_no_number_ends_the_run(failed: dict[str, Any]) -> None:
     report = failed["diverge"].report
     assert report.kind == "diverged" and report.rank in (0, 1) and "give a smaller learning_rate than 1e+30" in report.message
 
 
-def test_a_failed_run_leaves_a_record_with_its_report_and_the_steps_it_did(failed: dict[str, RanksFailed]) -> None:
-    for error in failed.values():
+def test_a_failed_run_leaves_a_record_with_its_report_and_the_steps_it_did(failed: dict[str, Any]) -> None:
+    for error in (failed[name] for name in ("sleep", "stop", "raise", "exit", "kill", "diverge")):
         record = RunRecord.load(error.record.path)
         assert record.status == "failed" and record.failure == error.report.as_dict()
         assert record.environment["versions"]
@@ -201,14 +199,16 @@ def test_a_failed_run_leaves_a_record_with_its_report_and_the_steps_it_did(faile
     assert [row["step"] for row in raised.table("steps") if row["rank"] == 1] == [0, 1, 2]
 
 
-@linux
-def test_an_interrupted_caller_ends_its_ranks(tmp_path: Path) -> None:
-    def interrupt(step: int, total: int, loss: float) -> None:
-        raise KeyboardInterrupt
+def test_an_interrupted_caller_gets_its_interrupt(failed: dict[str, Any]) -> None:
+    assert isinstance(failed["interrupt"], KeyboardInterrupt)
 
-    with pytest.raises(KeyboardInterrupt):
-        run(RunSpec(engine="torch-ddp", strategy="no_shard", **LONG), directory=tmp_path, on_progress=interrupt)
-    assert processes_of(tmp_path) == []
+
+def test_an_emulated_card_ends_the_run_that_does_not_fit(failed: dict[str, Any]) -> None:
+    record = failed["card"]
+    assert record.status == "out_of_memory" and record.failure is None
+    assert record.summary["card"] == {"bytes": 1_000_000, "exceeded": True} and record.provenance["card"] == "emulated"
+    assert len(record.summary["losses"]) == 2 and record.summary["peak_memory_bytes"]["total"] > 1_000_000
+    assert not (record.path / "ranks").exists(), "the ranks printed nothing, and the rest is in the record"
 
 
 @linux

@@ -14,7 +14,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from fsdplab import teaching
 from fsdplab.sessions import Failure, RanksFailed
 from fsdplab.teaching import checking, collectives, exercises, magics, trials
-from fsdplab.teaching.course_state import CheckFailed, open_course
+from fsdplab.teaching.course_state import open_course
 from fsdplab.teaching.exercise import Call, Case, Exercise, Trial, Wrong
 from fsdplab.teaching.home import Home
 
@@ -69,7 +69,7 @@ def tried(home):
     todo = [(exercise, name, source) for exercise in EXERCISES for name, source, _ in solutions(exercise)]
     assert {exercise.world_size for exercise in EXERCISES} == {3}
     paths = [Home(home.path / f"solution{index}").save(exercise.id, source) for index, (exercise, _, source) in enumerate(todo)]
-    outcomes = trials.try_programs([(exercise, path) for (exercise, _, _), path in zip(todo, paths)], home, 3, time_limit=60)
+    outcomes = trials.try_programs([(exercise, path) for (exercise, _, _), path in zip(todo, paths)], home)
     return {(exercise.id, name): checking.judge(exercise, outcome) for (exercise, name, _), outcome in zip(todo, outcomes)}
 
 
@@ -98,20 +98,21 @@ def test_a_check_that_raises_shows_the_learners_line_and_unlocks_a_hint(course):
     assert "Hint 1 (a nudge)" in report and course.home.failed_tries("01.ring_all_gather") == 1
 
 
-def test_a_check_that_hangs_ends_within_its_limit(home):
-    exercise = replace(exercises.find("01.ring_all_gather"), time_limit=15.0)
+def test_a_check_that_hangs_ends_within_its_limit_and_shows_the_line(home):
+    exercise = replace(exercises.find("01.ring_all_gather"), time_limit=3.0)
     known = wrong(exercise.id, "hangs")
     path = Home(home.path / "hangs").save(exercise.id, known.source)
     finding = checking.judge(exercise, trials.try_one(exercise, path, home))
-    assert known.says in finding.cause and "did not end within 15 s" in finding.headline
+    assert known.says in finding.cause and "did not return within 3 s" in finding.headline
+    assert "01.ring_all_gather.py" in finding.got and "line 11: dist.send(whole[(rank - step) % n]" in finding.got
 
 
 @pytest.mark.parametrize(
     "failure,cause",
     [
-        (Failure("hung", "All ranks wait for each other."), "deadlock"),
-        (Failure("timeout", "The ranks still made progress.", 0), "a loop that does not end, or a deadlock"),
+        (Failure("raised", "Rank 1 raised: StillWaiting: no return after 8 s", 1), "deadlock"),
         (Failure("hung", "Rank 2 did not start within the time limit.", 2), "too busy"),
+        (Failure("timeout", "The ranks still made progress.", 0), "too busy"),
         (Failure("died", "Rank 1 died: it ended with SIGSEGV.", 1), "crash"),
         (Failure("raised", "Rank 1 raised.", 1, traceback="...\nRuntimeError: Timed out waiting for recv"), "nobody sent"),
         (Failure("raised", "Rank 1 raised.", 1, traceback="...\nIndexError: 3"), "read the last line"),
@@ -185,13 +186,3 @@ def test_rules_judge_hand_written_trials():
     both_ways = [*right[:2], replace(right[2], calls=(Call("send", 24, 0), Call("send", 24, 1)))]
     assert "to everybody" in exercise.rules(case, both_ways).cause and exercise.rules(case, both_ways).rank == 2
     assert "does the whole work" in exercise.rules(case, [replace(right[0], calls=(Call("all_to_all", 24),))]).cause
-
-
-def test_a_failed_check_raises_in_the_teacher_edition(home, tmp_path):
-    from fsdplab.teaching import course_state
-
-    course = open_course("teacher", tmp_path / "my_fsdp")
-    course.home.save("00.hello_ranks", wrong("00.hello_ranks", "returns").source)
-    with pytest.raises(CheckFailed, match="ranks count from 0"):
-        teaching.check("00.hello_ranks")
-    course_state._open.clear()

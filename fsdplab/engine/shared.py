@@ -19,7 +19,7 @@ from .pending import Pending
 from .slots import Slots, machine_of_this_rank
 from .transport import GlooTransport, Stamp, Transport, announce, pack, unpack_from
 
-_GATHERS, _REDUCTIONS = 4, 3  # slots: one more than the operations that prefetch and backward keep in flight
+_GATHERS, _REDUCTIONS = 3, 2  # slots: one more than the operations that prefetch and backward keep in flight
 
 
 class SharedTransport(Transport):

@@ -55,9 +55,9 @@ class Remains:
     printed: str = ""
 
 
-# What gloo and nccl say when a peer is gone: the failure of another rank, seen from here.
+# What gloo, nccl and the engine's shared memory say when a peer is gone: the failure of another rank, seen from here.
 _PEER_IS_GONE = re.compile(
-    r"gloo/transport|connection (was )?(closed|reset|refused)|broken pipe|remote process exited|ncclRemoteError|ncclSystemError", re.IGNORECASE
+    r"gloo/transport|rank \d+ has died|connection (was )?(closed|reset|refused)|broken pipe|remote process exited|ncclRemoteError|ncclSystemError", re.IGNORECASE
 )
 _ENDED = " All ranks were ended."
 _OWN_FAULT_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)

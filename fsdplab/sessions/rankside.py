@@ -48,7 +48,7 @@ class Place:
     def note_collective(self, name: str, nbytes: int) -> None:
         """A collective is about to be issued."""
         self.issued.append((name, nbytes))
-        self.heart.issue(f"{name} of {nbytes} bytes")
+        self.heart.issue(f"{name} of {nbytes} bytes" if nbytes else name)
 
     def write(self, kind: str, content: dict[str, Any]) -> None:
         """Leave a JSON file for the caller, whole or not at all."""

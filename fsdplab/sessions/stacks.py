@@ -50,6 +50,6 @@ def _with_source(frame: re.Match[str]) -> str:
 
 
 def waits_for_others(stack: str) -> bool:
-    """Whether the innermost call of a readable stack is a collective's: inside torch.distributed, or a line with `.wait(` in it."""
-    innermost = stack.splitlines()[:2]
-    return any("torch/distributed/" in line or ".wait(" in line for line in innermost)
+    """Whether the innermost call of a readable stack is a collective's: inside torch.distributed or the engine, or a line with `.wait(`."""
+    innermost = "\n".join(stack.splitlines()[:2])
+    return any(sign in innermost for sign in ("torch/distributed/", "fsdplab/engine/", ".wait("))

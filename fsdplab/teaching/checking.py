@@ -6,6 +6,7 @@ compared first, then the exercise's rules look at the calls that were counted. T
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from .exercise import Case, Choice, Exercise, Question, Trial
 from .exercises import find
 from .findings import Difference, Finding, Verdict, first_difference
 from .home import Home, fingerprint, load_function
+from .on_ranks import StillWaiting
 from .trials import Tried, try_one
 
 GRADES = ("a nudge", "a pointer", "nearly the solution")
@@ -129,27 +131,23 @@ def _finding_of_difference(exercise: Exercise, case: Case, trial: Trial, differe
 
 
 def _finding_of_failure(exercise: Exercise, report: Any) -> Finding:
-    expected = f"every rank returns from {exercise.function}"
+    expected, got = f"every rank returns from {exercise.function}", report.message.splitlines()[0]
     step = None if report.step is None else str(report.step)
+    if StillWaiting.__name__ in got:
+        headline = f"{exercise.function} did not return within {exercise.time_limit:g} s."
+        return Finding(headline, expected, got.partition(f"{StillWaiting.__name__}: ")[2], exercise.hung, report.rank, step)
     if report.kind == "raised":
         return Finding(f"{exercise.function} raised an error.", expected, _last_frames(report), _why_raised(report), report.rank, step)
-    got = report.message.splitlines()[0]
     if report.kind in ("hung", "timeout"):
-        headline = f"{exercise.function} did not end within {exercise.time_limit:g} s."
-        return Finding(headline, expected, got, _why_late(exercise, report), report.rank, step)
+        cause = "this machine is too busy to start ranks in time, or the code never lets go of the interpreter: check again"
+        return Finding(f"{exercise.function} did not end.", expected, got, cause, report.rank, step)
     return Finding(f"{exercise.function} ended the run.", expected, got, "a rank process ended: look for exit() or a crash", report.rank, step)
-
-
-def _why_late(exercise: Exercise, report: Any) -> str:
-    """The likely cause of ranks that did not end: a deadlock, a loop, or a machine too busy to start them."""
-    if "did not start" in report.message:
-        return "this machine is too busy to start ranks in time; nothing of yours has run yet: check again"
-    return exercise.hung if report.kind == "hung" else f"a loop that does not end, or a {exercise.hung}"
 
 
 def _last_frames(report: Any) -> str:
     """The error itself, under the last line of the learner's own file that led to it."""
-    lines = [line.strip() for line in (report.traceback or report.message).strip().splitlines()]
+    text = re.sub(r'"[^"]*/(my_fsdp/[^"]*)"', r'"\1"', report.traceback or report.message)
+    lines = [line.strip() for line in text.strip().splitlines()]
     own = [index for index, line in enumerate(lines) if line.startswith("File") and "my_fsdp" in line]
     there = lines[own[-1] : own[-1] + 2] if own else []
     return "\n".join([*there, lines[-1]])

@@ -18,16 +18,16 @@ from .bandwidth_figure import bandwidth_figure
 from .checking import solution_file
 from .course_state import current
 from .display import Table, table
-from .exercise import Exercise
+from .exercise import Case, Exercise
 from .exercises import find
 from .timings import Bandwidth, Timing
-from .trials import ON_RANKS
+from .trials import ON_RANKS, as_program
 
 __all__ = ["bandwidth_figure", "compose", "count_ring", "measure_bandwidth", "moved", "watch"]
 
 ON_THE_RANKS = Path(__file__).with_name("collectives_on_ranks.py")
 SIZES = (64_000, 256_000, 1_000_000, 4_000_000, 16_000_000)
-TIME_LIMIT = 60.0
+TIME_LIMIT = 150.0
 
 
 def moved(megabytes: float, ranks: int) -> Table:
@@ -92,16 +92,12 @@ def count_ring(exercise: str = "01.ring_all_gather", megabytes: float = 12, worl
     """Gather P = `megabytes` MB with the learner's ring (or the reference) on real ranks, and count what each sends."""
     found, path, home = find(exercise, Exercise), solution_file(exercise), current().home
     elements = int(megabytes * 1e6 / 4 / world_size)
-    payload = {"home": str(home.path), "programs": [_one_gather(found, path, elements, world_size)]}
+    case = Case("one gather", tuple((torch.full((elements,), float(rank)),) for rank in range(world_size)), ())
+    payload = {"home": str(home.path), "programs": [as_program(found, path, [case])]}
     by_rank = call_on_ranks(ON_RANKS, "call_recorded", world_size=world_size, payload=payload, time_limit=TIME_LIMIT)
     sent = [[nbytes for kind, nbytes, _ in results[0][0]["calls"] if kind == "send"] for results in by_rank]
     whose = "your ring" if path.parent == home.path else "the reference ring"
     return RingCount(whose, elements * world_size * 4, tuple(map(len, sent)), tuple(map(sum, sent)))
-
-
-def _one_gather(exercise: Exercise, path: Path, elements: int, ranks: int) -> dict[str, object]:
-    arguments = [tuple((torch.full((elements,), float(rank)),) for rank in range(ranks))]
-    return {"path": str(path), "function": exercise.function, "driver": None, "arguments": arguments}
 
 
 def measure_bandwidth(sizes: Sequence[int] = SIZES, world_size: int = 2, repeats: int = 7) -> Bandwidth:

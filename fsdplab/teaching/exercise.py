@@ -73,8 +73,8 @@ class Exercise:
     """A function that the learner writes and that is checked on `world_size` real ranks.
 
     `explain(case, trial, difference)` turns the first difference into (step, likely cause). `rules(case, trials)`
-    judges what values cannot show (the calls counted), once all values are right. `hung` is the likely cause where the
-    ranks did not end. `driver` names a file and a function in it, `driver(function, *arguments)`, for exercises whose
+    judges what values cannot show (the calls counted), once all values are right. `time_limit` is for one case, in seconds
+    from a common start of the ranks; `hung` is the likely cause where it passes. `driver` names a file and a function in it, `driver(function, *arguments)`, for exercises whose
     function is not simply called (a hook that must be attached to a model first).
     """
 
@@ -91,7 +91,7 @@ class Exercise:
     wrong: tuple[Wrong, ...] = ()
     world_size: int = 2
     tolerance: float = 0.0
-    time_limit: float = 30.0
+    time_limit: float = 8.0
     driver: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from .home import HomeError
 from .trials import ON_RANKS
 
 MOST_RANKS = 16
-RANKS_TIME_LIMIT = 60.0
+RANKS_TIME_LIMIT = 90.0
 _OWN_FRAMES = re.compile(rf'  File "[^"]*{re.escape(ON_RANKS.name)}", line .*\n(?:    .*\n)*')  # the learner's frames follow
 
 

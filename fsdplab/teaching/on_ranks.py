@@ -10,7 +10,10 @@ import ast
 import contextlib
 import io
 import linecache
-from collections.abc import Callable
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +24,15 @@ from fsdplab.teaching.home import Home, load_function
 from fsdplab.teaching.wire import WireLog
 
 
+class StillWaiting(RuntimeError):
+    """A function that has not returned in its time; the text ends with the learner's line where it stands."""
+
+
 def call_recorded(payload: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """Call every program on every case; `[program][case]` -> what came back, was printed, and was sent, on this rank.
 
-    `payload["programs"]`: dicts with `path`, `function`, `driver` (file and function, or None) and `arguments`
-    (`[case][rank]`, a tuple of arguments each).
+    `payload["programs"]`: dicts with `path`, `function`, `driver` (file and function, or None), `arguments`
+    (`[case][rank]`, a tuple of arguments each) and `time_limit` (seconds for one case, from a common start).
     """
     Home(Path(payload["home"])).make_importable()
     return [_run_program(program) for program in payload["programs"]]
@@ -38,16 +45,37 @@ def _run_program(program: dict[str, Any]) -> list[dict[str, Any]]:
         file, name = program["driver"]
         drive = load_function(Path(file), name)
         call = lambda *arguments: drive(function, *arguments)  # noqa: E731
-    return [_run_case(call, by_rank[dist.get_rank()]) for by_rank in program["arguments"]]
+    return [_run_case(call, by_rank[dist.get_rank()], program) for by_rank in program["arguments"]]
 
 
-def _run_case(call: Callable[..., Any], arguments: tuple[Any, ...]) -> dict[str, Any]:
+def _run_case(call: Callable[..., Any], arguments: tuple[Any, ...], program: dict[str, Any]) -> dict[str, Any]:
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), WireLog() as log:
+    dist.barrier()  # a common start: a slow machine's start-up is not counted
+    with contextlib.redirect_stdout(printed), WireLog() as log, _given_up_after(program["time_limit"], program["path"]):
         returned = call(*arguments)
     dist.barrier()  # nobody begins the next case while a slow rank still receives this one's messages
     calls = [(call.kind, call.nbytes, call.peer) for call in log.calls]
     return {"returned": _portable(returned), "printed": printed.getvalue(), "calls": calls}
+
+
+@contextlib.contextmanager
+def _given_up_after(seconds: float, path: str) -> Iterator[None]:
+    """End this rank when the body takes longer: a rank that waits in a collective cannot be interrupted otherwise."""
+    timer = threading.Timer(seconds, _give_up, (seconds, path))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _give_up(seconds: float, path: str) -> None:
+    """Report the main thread's place as this process's uncaught error, which ends the rank."""
+    stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+    own = [f"{Path(path).name}, line {frame.lineno}: {frame.line}" for frame in stack if frame.filename == path]
+    error = StillWaiting(f"no return after {seconds:g} s; it stood in {own[-1] if own else 'another file'}")
+    sys.excepthook(StillWaiting, error, None)
 
 
 def _portable(value: Any) -> Any:

@@ -15,6 +15,7 @@ from fsdplab.sessions import RanksFailed, call_on_ranks
 from .exercise import Call, Case, Exercise, Trial
 from .home import Home
 
+START_LIMIT = 90.0  # seconds for the ranks to start, on a busy machine too
 ON_RANKS = Path(__file__).with_name("on_ranks.py")
 
 
@@ -26,28 +27,32 @@ class Tried:
     trials: tuple[tuple[Trial, ...], ...]
 
 
-def try_programs(programs: Sequence[tuple[Exercise, Path]], home: Home, world_size: int, time_limit: float) -> list[Tried]:
-    """Run saved solutions on fresh ranks, in one launch; RanksFailed when a rank raises, dies or does not end."""
+def try_programs(programs: Sequence[tuple[Exercise, Path]], home: Home) -> list[Tried]:
+    """Run saved solutions of exercises with one number of ranks, in one launch; RanksFailed when a rank raises or hangs."""
+    world_size = programs[0][0].world_size
     cases = [tuple(exercise.cases()) for exercise, _ in programs]
     payload = {
         "home": str(home.path),
-        "programs": [_as_program(exercise, path, of) for (exercise, path), of in zip(programs, cases, strict=True)],
+        "programs": [as_program(exercise, path, of) for (exercise, path), of in zip(programs, cases, strict=True)],
     }
-    by_rank = call_on_ranks(ON_RANKS, "call_recorded", world_size=world_size, payload=payload, time_limit=time_limit)
+    limit = START_LIMIT + sum(exercise.time_limit * len(of) for (exercise, _), of in zip(programs, cases, strict=True))
+    by_rank = call_on_ranks(ON_RANKS, "call_recorded", world_size=world_size, payload=payload, time_limit=limit)
     return [Tried(of, _trials(by_rank, index, len(of))) for index, of in enumerate(cases)]
 
 
 def try_one(exercise: Exercise, path: Path, home: Home) -> Tried | RanksFailed:
     """One solution on the exercise's own number of ranks, within its time limit; the failure itself if it fails."""
     try:
-        return try_programs([(exercise, path)], home, exercise.world_size, exercise.time_limit)[0]
+        return try_programs([(exercise, path)], home)[0]
     except RanksFailed as failure:
         return failure
 
 
-def _as_program(exercise: Exercise, path: Path, cases: tuple[Case, ...]) -> dict[str, object]:
+def as_program(exercise: Exercise, path: Path, cases: Sequence[Case]) -> dict[str, object]:
+    """What the ranks need to know about one solution."""
     arguments = [case.arguments for case in cases]
-    return {"path": str(path), "function": exercise.function, "driver": exercise.driver, "arguments": arguments}
+    function, driver, limit = exercise.function, exercise.driver, exercise.time_limit
+    return {"path": str(path), "function": function, "driver": driver, "arguments": arguments, "time_limit": limit}
 
 
 def _trials(by_rank: list, program: int, cases: int) -> tuple[tuple[Trial, ...], ...]:

@@ -163,7 +163,6 @@ ring_all_gather = Exercise(
     hung="deadlock: every rank waits in send for a neighbour to receive, and the neighbour is still sending; "
     "use isend, receive, then wait for the send",
     world_size=_RANKS,
-    time_limit=20.0,
     wrong=(
         Wrong("own block every time", edited(_REFERENCE, (_SEND, "sending = dist.isend(mine, dst=(rank + 1) % n)")), "forward"),
         Wrong("one step short", edited(_REFERENCE, ("range(n - 1)", "range(n - 2)")), "count your steps"),
