@@ -119,6 +119,32 @@ def report(
 
 
 @app.command()
+def bench(
+    strategies: Annotated[str, typer.Option(help="Strategies of the lab's own engine, comma-separated.")] = "full_shard,shard_grad_op,zero2,zero1,no_shard",
+    engines: Annotated[str, typer.Option(help="Other engines in the same run.")] = "torch-ddp,torch-fsdp2",
+    world_size: WorldSize = 2,
+    model: Model = "gpt-25m",
+    rounds: Annotated[int, typer.Option(help="Timed rounds: in each, every engine does one step.")] = 10,
+    batch_size: BatchSize = 4,
+    sequence_length: SequenceLength = 256,
+    precision: Precision = "fp32",
+    optimizer: Annotated[str, typer.Option(help="adamw (fused) or adamw-foreach.")] = "adamw",
+    transport: Annotated[str, typer.Option(help="Of the lab's engine: auto, shm, gloo or nccl.")] = "auto",
+    device: Device = "auto",
+    time_limit: TimeLimit = 900.0,
+    json_file: Annotated[Optional[Path], typer.Option("--json", help="Write medians and ratios to this file.")] = None,
+) -> None:
+    """Time engines in turn in one run, and report ratios of medians."""
+    from fsdplab.cli_bench import bench_engines
+
+    common = dict(
+        world_size=world_size, model=model, batch_size=batch_size, sequence_length=sequence_length, precision=precision,
+        optimizer=optimizer, transport=transport, device=device, time_limit=time_limit, memory=False,
+    )  # fmt: skip
+    bench_engines(names(strategies), names(engines), common, rounds, json_file)
+
+
+@app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
     """Say what this machine can do, and what is real, emulated or simulated on it."""
     from fsdplab.cli_doctor import show_findings
@@ -128,14 +154,15 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
 
 @app.command()
 def lab(
-    notebooks: Annotated[Optional[Path], typer.Option(help="Folder of notebooks; default: those of the checkout.")] = None,
+    notebooks: Annotated[Optional[Path], typer.Option(help="Open this folder of notebooks as it is, instead of an edition.")] = None,
+    edition: Annotated[str, typer.Option(help="learner: exercises to solve, in course-learner/; teacher: the sources.")] = "learner",
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open a browser, or only print the address.")] = True,
     port: Annotated[Optional[int], typer.Option(help="Port of the server; default: JupyterLab's choice.")] = None,
 ) -> None:
     """Open JupyterLab on the course's notebooks."""
     from fsdplab.cli_lab import open_lab
 
-    raise typer.Exit(open_lab(notebooks, browser, port))
+    raise typer.Exit(open_lab(notebooks, browser, port, edition))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)

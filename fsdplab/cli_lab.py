@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,15 +23,28 @@ def find_notebooks(folder: Path | None) -> Path:
     refuse(f"no notebooks in {searched}; run this in a clone of the repository, or give --notebooks FOLDER")
 
 
-def open_lab(folder: Path | None, browser: bool, port: int | None) -> int:
+def open_lab(folder: Path | None, browser: bool, port: int | None, edition: str) -> int:
     """Start JupyterLab on the notebooks and wait for it; returns its exit code."""
+    if edition not in ("learner", "teacher"):
+        refuse(f"--edition is {edition!r}; expected learner (exercises to solve) or teacher (with solutions)")
     place = find_notebooks(folder)
     if importlib.util.find_spec("jupyterlab") is None:
         refuse('JupyterLab is not installed; run: pip install -e ".[lab]"')
+    if folder is None and edition == "learner":
+        place = learner_edition(place)
     command = [sys.executable, "-m", "jupyterlab", str(place)]
     command += [] if browser else ["--no-browser"]
+    command += ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []  # containers: Jupyter refuses root
     command += [] if port is None else [f"--port={port}"]
     return subprocess.call(command)
+
+
+def learner_edition(sources: Path) -> Path:
+    """`course-learner/` here, built from the sources the first time; what a learner wrote there is never overwritten."""
+    place = Path("course-learner")
+    if not any(place.glob("*.ipynb")) and run_course(["build", "--source", str(sources), "--out", str(place)]):
+        refuse(f"the learner edition could not be built in {place.resolve()}; the reason stands above")
+    return place
 
 
 def run_course(arguments: list[str]) -> int:

@@ -66,6 +66,7 @@ def ended(arguments: list[str], capsys) -> tuple[int, str, str]:
         (["report", "/no/such/record"], "/no/such/record"),
         (["lab", "--notebooks", "/no/such/folder"], "no notebooks in /no/such/folder"),
         (["lab", "--port", "x"], "--port"),
+        (["lab", "--edition", "pupil"], "--edition is 'pupil'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

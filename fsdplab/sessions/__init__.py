@@ -14,6 +14,8 @@ _HOME = {
     "SpecError": "spec",
     "run": "recording",
     "compare": "comparing",
+    "bench": "benching",
+    "Bench": "benching",
     "call_on_ranks": "call",
     "RankValues": "call",
     "IssuedCollective": "call",

@@ -47,7 +47,8 @@ def build(spec: RunSpec, place: Place) -> Rig:
 
 def adamw(spec: RunSpec, model: nn.Module) -> torch.optim.AdamW:
     """The optimizer of every engine."""
-    return torch.optim.AdamW(model.parameters(), lr=spec.learning_rate, fused=True)
+    kind = "foreach" if spec.optimizer == "adamw-foreach" else "fused"
+    return torch.optim.AdamW(model.parameters(), lr=spec.learning_rate, **{kind: True})
 
 
 def _at_once(last: bool) -> AbstractContextManager[Any]:
@@ -79,7 +80,7 @@ def _lab(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
     from fsdplab.engine import MixedPrecisionPolicy, shard_model
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if spec.precision == "bf16" else MixedPrecisionPolicy()
-    sharded = shard_model(model, spec.strategy, units=spec.units, mp_policy=policy, prefetch=spec.prefetch)
+    sharded = shard_model(model, spec.strategy, units=spec.units, mp_policy=policy, prefetch=spec.prefetch, transport=spec.transport)
 
     def announce(last: bool) -> AbstractContextManager[Any]:
         sharded.set_is_last_backward(last)

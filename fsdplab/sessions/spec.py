@@ -31,7 +31,8 @@ ENGINES: dict[str, tuple[str, ...]] = {
 }
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
-OPTIMIZERS = ("adamw",)
+OPTIMIZERS = ("adamw", "adamw-foreach")  # fused, and the one that makes temporaries
+TRANSPORTS = ("auto", "shm", "gloo", "nccl")
 
 # Step whose memory is measured: the first has made the optimizer's state and recorded the order of the units, so the second is typical.
 MEMORY_STEP = 1
@@ -69,6 +70,7 @@ class RunSpec:
     prefetch: int = 1
     learning_rate: float = 3e-4
     optimizer: str = "adamw"
+    transport: str = "auto"
     seed: int = 0
     card: int | None = None
     device: str = "auto"
@@ -123,6 +125,7 @@ def _check_choices(spec: RunSpec) -> None:
         ("precision", PRECISIONS),
         ("device", DEVICES),
         ("optimizer", OPTIMIZERS),
+        ("transport", TRANSPORTS),
         ("units", ("auto",)),
         ("memory", (True, False)),
     ):
@@ -159,6 +162,10 @@ def _check_pairs(spec: RunSpec) -> None:
         raise SpecError(f'engine {spec.engine} needs DeepSpeed, which is not installed; run: pip install "fsdplab[peers]"')
     if spec.engine != "lab" and spec.prefetch != 1:
         raise SpecError(f"prefetch is {spec.prefetch}, but engine {spec.engine} has its own rule; leave prefetch=1, or give engine='lab'")
+    if spec.engine != "lab" and spec.transport != "auto":
+        raise SpecError(f"transport is {spec.transport}, but engine {spec.engine} brings its own; leave transport='auto', or give engine='lab'")
+    if spec.transport == "nccl" and spec.place == "cpu" or spec.transport in ("shm", "gloo") and spec.place == "cuda":
+        raise SpecError(f"transport {spec.transport} does not move tensors on {spec.place}; leave transport='auto'")
     if spec.memory and spec.warmup <= MEMORY_STEP:
         raise SpecError(f"memory is measured in the second warm-up step, but warmup is {spec.warmup}; give warmup=2 or more, or memory=False")
     if spec.card is not None and not spec.memory:

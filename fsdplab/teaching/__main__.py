@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from .course import CourseError, build_course
 from .course_run import run_course
@@ -26,8 +27,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every fsdplab command does."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see `fsdplab course --help`\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fsdplab course", description="Build and test the course's editions.")
+    parser = _Parser(prog="fsdplab course", description="Build and test the course's editions.")
     commands = parser.add_subparsers(required=True, metavar="build | test")
     build = commands.add_parser("build", help="write one edition of tagged source notebooks to a folder")
     build.add_argument("--edition", choices=EDITIONS, default="learner", help="default: learner")

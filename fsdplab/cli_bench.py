@@ -1,0 +1,64 @@
+"""`fsdplab bench`: engines taking turns in one run, shown as ratios of medians."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from fsdplab.cli_errors import refusals, refuse
+
+BESIDE = ("alone", "torch-ddp", "torch-fsdp2")  # whose medians the ratios are taken to, where they took part
+
+
+def bench_engines(strategies: list[str], engines: list[str], common: dict[str, Any], rounds: int, json_file: Path | None) -> None:
+    """Run the lab's strategies and the other engines in turn, print the ratios, and write them as JSON if asked."""
+    from fsdplab.sessions import ENGINES, RunSpec, bench
+
+    console = Console()
+    with refusals():
+        peers = [RunSpec(engine=name, strategy=strategy, **common) for name in engines for strategy in _strategies(ENGINES, name)]
+        transport = common.pop("transport")
+        ours = [RunSpec(strategy=name, transport=transport, **common) for name in strategies]
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("rounds", total=None)
+            result = bench([*ours, *peers], rounds=rounds, on_round=lambda done, total: progress.update(task, completed=done, total=total))
+    console.print(_table(result))
+    console.print(
+        f"measured: median of {rounds} rounds, engines in turn, {result.spec.optimizer} optimizer; alone: no communication at all; "
+        f"floor: forward + backward + optimizer / {result.spec.world_size} = {result.floor * 1e3:.0f} ms",
+        highlight=False,
+    )
+    if json_file is not None:
+        json_file.write_text(json.dumps(_as_dict(result), indent=1))
+
+
+def _strategies(engines: dict[str, tuple[str, ...]], name: str) -> tuple[str, ...]:
+    if name not in engines or name in ("lab", "twin"):
+        refuse(f"--engines has {name!r}; expected some of {', '.join(each for each in engines if each not in ('lab', 'twin'))}")
+    return engines[name][:1] if name.startswith("deepspeed") else engines[name]
+
+
+def _table(result: Any) -> Table:
+    table = Table(box=None, header_style="bold")
+    ratios_to = [f"/ {name.removeprefix('torch-')}" for name in BESIDE]
+    for name in ("engine", "strategy", "step", "/ floor", *ratios_to, "loss"):
+        table.add_column(name, justify="left" if name in ("engine", "strategy") else "right", no_wrap=True)
+    for timing in result.timings:
+        ratios = [timing.median / result.floor, *(result.ratio(timing, name) for name in BESIDE)]
+        shown = ["-" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
+        table.add_row(timing.engine, timing.strategy, f"{timing.median * 1e3:.0f} ms", *shown, f"{timing.loss:.4f}")
+    return table
+
+
+def _as_dict(result: Any) -> dict[str, Any]:
+    rows = [
+        {**asdict(timing), "median": timing.median, "over_floor": timing.median / result.floor, **{f"over_{name}": result.ratio(timing, name) for name in BESIDE}}
+        for timing in result.timings
+    ]
+    return {"spec": result.spec.as_dict(), "floor_s": result.floor, "rows": rows}

@@ -1,0 +1,179 @@
+"""`bench`: several engines side by side in one run, step by step in turn, so that whatever the machine does, it does to all of them.
+
+An absolute time says more about the machine than about an engine. So the engines share their ranks and take turns; what is reported is
+the median of each and ratios between medians. Two limits stand beside them: `alone`, the same training with no communication at all, and
+the floor, which is what a perfect sharded engine could reach: forward + backward + one nth of the optimizer's step.
+
+    python -m fsdplab.sessions.benching FOLDER      what each rank runs
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdplab.workloads import ByteText, build_model, loss_of
+
+from .engines import Batch, Rig, adamw, build
+from .launch import run_ranks
+from .mailbox import Mailbox, read_lines
+from .rankside import Place, rank_process
+from .spec import RunSpec, SpecError
+
+ALONE = "alone"
+WARMUP_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One engine's steps, in seconds: the slowest rank's time of each timed round."""
+
+    engine: str
+    strategy: str
+    seconds: tuple[float, ...]
+    loss: float
+
+    @property
+    def median(self) -> float:
+        """Median step time in seconds."""
+        return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What one interleaved run measured; `floor` is forward + backward + optimizer / n of `alone`, in seconds."""
+
+    spec: RunSpec
+    timings: tuple[Timing, ...]
+    floor: float
+
+    def ratio(self, timing: Timing, engine: str) -> float | None:
+        """Median of `timing` over the median of the first row of `engine`; None where it did not take part."""
+        others = [other.median for other in self.timings if other.engine == engine]
+        return timing.median / others[0] if others else None
+
+
+def bench(specs: Sequence[RunSpec], *, rounds: int = 10, on_round: Callable[[int, int], None] | None = None) -> Bench:
+    """Time `specs` (same model, data and ranks) in turn for `rounds` rounds; raises SpecError, or RanksFailed as `run` does."""
+    _check(specs, rounds)
+    folder = Path(tempfile.mkdtemp(prefix="fsdplab-bench-"))
+    mailbox = Mailbox(folder)
+    (folder / "bench.json").write_text(json.dumps({"specs": [spec.as_dict() for spec in specs], "rounds": rounds}))
+    told = 0
+
+    def look() -> None:
+        nonlocal told
+        for _ in read_lines(mailbox.of(0, "steps"))[told:]:
+            told += 1
+            if on_round is not None:
+                on_round(told, rounds + WARMUP_ROUNDS)
+
+    try:
+        program = ["-m", "fsdplab.sessions.benching", str(folder)]
+        run_ranks(program, mailbox, world_size=specs[0].world_size, time_limit=specs[0].time_limit, on_look=look)
+        results = [read_lines(mailbox.of(rank, "result"))[0] for rank in range(specs[0].world_size)]
+    finally:
+        shutil.rmtree(folder)
+    return _joined(specs, results)
+
+
+def _check(specs: Sequence[RunSpec], rounds: int) -> None:
+    if not specs or rounds < 1:
+        raise SpecError(f"a bench needs at least one engine and one round; got {len(specs)} and {rounds}")
+    work = {replace(spec, engine="lab", strategy="full_shard", transport="auto", prefetch=1) for spec in specs}
+    if len(work) > 1:
+        raise SpecError("engines of a bench must train the same thing; give all specs the same model, data, ranks and precision")
+    for spec in specs:
+        if spec.engine == "twin":
+            raise SpecError("the twin replays all ranks in one process and cannot take turns with engines; leave it out")
+
+
+def _joined(specs: Sequence[RunSpec], results: Sequence[dict]) -> Bench:
+    names = [(ALONE, ALONE), *((spec.engine, spec.strategy) for spec in specs)]
+    timings = []
+    for index, (engine, strategy) in enumerate(names):
+        by_rank = [result["seconds"][index] for result in results]
+        slowest = tuple(max(times) for times in zip(*by_rank))  # a round is as slow as its slowest rank
+        timings.append(Timing(engine, strategy, slowest, results[0]["losses"][index]))
+    compute, optimizer = (max(result["parts"][part] for result in results) for part in ("compute", "optimizer"))
+    return Bench(specs[0], tuple(timings), compute + optimizer / specs[0].world_size)
+
+
+class Alone:
+    """The same training without any communication: every rank on its own."""
+
+    def __init__(self, spec: RunSpec, place: Place) -> None:
+        self.model = _autocast(spec, build_model(spec.model, device=place.device, seed=spec.seed))
+        self.optimizer = adamw(spec, self.model)
+        self.parts: dict[str, list[float]] = {"compute": [], "optimizer": []}
+
+    def train_step(self, batches_by_rank: Sequence[Sequence[Batch]]) -> float:
+        """One step of this rank's own training; notes how long computing and stepping took."""
+        ((batches,), start, total) = batches_by_rank, time.perf_counter(), 0.0
+        for tokens, targets in batches:
+            loss = loss_of(self.model, tokens, targets) / len(batches)
+            loss.backward()
+            total += loss.item()
+        computed = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.parts["compute"].append(computed - start)
+        self.parts["optimizer"].append(time.perf_counter() - computed)
+        return total
+
+
+def _autocast(spec: RunSpec, model: nn.Module) -> nn.Module:
+    """In bf16 a rank alone computes with bfloat16 parameters: the least that any engine could do."""
+    return model.to(torch.bfloat16) if spec.precision == "bf16" else model
+
+
+def main(folder: str) -> None:
+    """Take turns, as one rank of the bench that FOLDER/bench.json describes."""
+    told = json.loads(Path(folder, "bench.json").read_text())
+    specs = [RunSpec(**each) for each in told["specs"]]
+    with rank_process(folder, specs[0].place) as place:
+        place.heart.enter("build")
+        text = ByteText.from_path(specs[0].text) if specs[0].text else ByteText.from_standard_library()
+        alone = Alone(specs[0], place)
+        rigs: list[Rig | Alone] = [alone, *(build(spec, place) for spec in specs)]
+        seconds, losses = _take_turns(rigs, specs[0], place, text, told["rounds"])
+        parts = {name: statistics.median(values[WARMUP_ROUNDS:]) for name, values in alone.parts.items()}
+        place.write("result", {"seconds": seconds, "losses": losses, "parts": parts})
+
+
+def _take_turns(rigs: Sequence[Rig | Alone], spec: RunSpec, place: Place, text: ByteText, rounds: int) -> tuple[list[list[float]], list[float]]:
+    seconds: list[list[float]] = [[] for _ in rigs]
+    losses = [0.0 for _ in rigs]
+    for step in range(WARMUP_ROUNDS + rounds):
+        batches = [_batches(spec, place, text, step)]
+        for turn in range(len(rigs)):
+            index = (turn + step) % len(rigs)  # nobody always follows the same engine
+            place.heart.enter("bench", step)
+            dist.barrier()
+            start = time.perf_counter()
+            losses[index] = rigs[index].train_step(batches)
+            if step >= WARMUP_ROUNDS:
+                seconds[index].append(time.perf_counter() - start)
+        place.append("steps", {"round": step})
+    return seconds, losses
+
+
+def _batches(spec: RunSpec, place: Place, text: ByteText, step: int) -> list[Batch]:
+    shape = (spec.world_size, spec.batch_size, spec.sequence_length)
+    drawn = [text.batch(step, place.rank, *shape, micro_batch=micro, seed=spec.seed) for micro in range(spec.micro_batches)]
+    return [(tokens.to(place.device), targets.to(place.device)) for tokens, targets in drawn]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
