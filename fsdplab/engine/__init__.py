@@ -1,7 +1,8 @@
 """The sharding engine: `fully_shard`, and `shard_model` for every row of the strategy table.
 
 Read `unit.py` first: it tells one unit's life in time order. A file imports only files above it in this list:
-policy, layout, events, pending, compat, transport, param, unit, schedule, runtime, hooks, shard.
+policy, layout, events, pending, lanes, compat, transport, param, reduction, unit, schedule, runtime, hooks, shard. Built on
+these: slots, shared (shared memory), choose (which transport a group gets).
 """
 
 from .policy import STRATEGIES, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Strategy

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
@@ -28,8 +28,8 @@ def reduce_scatter_single(output: torch.Tensor, source: torch.Tensor, **options:
 
 
 def row_sharded_spec(mesh: DeviceMesh, like: torch.Tensor) -> DTensorSpec:
-    """The `Shard(0)` description of a tensor of the shape, stride and dtype of `like` on a 1-D mesh."""
-    return DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(like.size(), like.stride(), like.dtype))
+    """The description of a tensor like `like` cut into rows: `Shard(0)`, or `(Replicate(), Shard(0))` on a 2-D mesh."""
+    return DTensorSpec(mesh, (*[Replicate()] * (mesh.ndim - 1), Shard(0)), tensor_meta=TensorMeta(like.size(), like.stride(), like.dtype))
 
 
 def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:

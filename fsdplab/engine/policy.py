@@ -44,6 +44,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("zero2", False, True, True, False),
         Strategy("shard_grad_op", True, True, True, False),
         Strategy("full_shard", True, True, True, None),
+        Strategy("hybrid_shard", True, True, True, None),  # the same, on a mesh of replicas x shards
     )
 }
 

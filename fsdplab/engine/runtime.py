@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from torch.autograd import Variable
 
 from . import events
 from .schedule import Schedule
 from .unit import Unit
-
-REDUCTIONS_IN_FLIGHT = 1  # a reduction has the next unit's backward to hide behind; more would hold more buffers
 
 
 class Runtime:
@@ -21,7 +17,7 @@ class Runtime:
         self.schedule = Schedule(prefetch)
         self.is_last_backward = True
         self._forward_root: Unit | None = None
-        self._reducing: deque[Unit] = deque()
+        self._reducing: list[Unit] = []
         self._in_backward: set[str] = set()
         self._after_backward: set[str] = set()
         self._callback_queued = False
@@ -90,10 +86,13 @@ class Runtime:
             unit.reshard("backward")
             if not unit.sync:
                 return
-            while len(self._reducing) >= REDUCTIONS_IN_FLIGHT:
-                self._reducing.popleft().finish_reduce()
+            self._advance_reductions()
             unit.start_reduce()
             self._reducing.append(unit)
+
+    def _advance_reductions(self) -> None:
+        """Complete a stage of every reduction in flight: each had the backward of one unit to hide behind."""
+        self._reducing = [unit for unit in self._reducing if not unit.finish_reduce()]
 
     def _queue_callback(self) -> None:
         if not self._callback_queued:
@@ -108,7 +107,7 @@ class Runtime:
                 if unit.name not in self._after_backward:
                     self.after_backward(unit)
             while self._reducing:
-                self._reducing.popleft().finish_reduce()
+                self._advance_reductions()
             self._drop_everything("backward")
             for unit in self.units.values():
                 unit.forget_low_precision()

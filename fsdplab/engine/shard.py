@@ -17,7 +17,8 @@ from .choose import transport_of
 from .hooks import UnitHooks, bind_root, hooks_of
 from .param import ShardedParam
 from .policy import STRATEGIES, MixedPrecisionPolicy, Strategy, strategy_named
-from .unit import Terms, Unit
+from .reduction import Terms
+from .unit import Unit
 
 Units = Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool] | str
 _classes: dict[type, type] = {}
@@ -83,11 +84,12 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     transport: str = "auto",
 ) -> FSDPModule:
-    """Make `module` a unit that shards its parameters over the 1-D `mesh` (default: all ranks), in place.
+    """Make `module` a unit that shards its parameters over `mesh` (default: all ranks), in place.
 
     Same effect as `torch.distributed.fsdp.fully_shard`: apply it to the blocks first, then to the root; parameters
-    become `Shard(0)` DTensors, the class becomes `FSDP<Name>`. `reshard_after_forward=None` drops every unit but the
-    root after its forward. Raises `ValueError` for containers without a forward, meshes that are not 1-D, and
+    become `Shard(0)` DTensors, the class becomes `FSDP<Name>`. On a 2-D mesh slices are cut over dimension 1 and replicated
+    over dimension 0. `reshard_after_forward=None` drops every unit but the
+    root after its forward. Raises `ValueError` for containers without a forward, meshes of more dimensions, and
     parameters that another unit holds. Example: Linear(4, 5) on 2 ranks leaves 3 and 2 weight rows.
     """
     row = STRATEGIES["shard_grad_op" if reshard_after_forward is False else "full_shard"]
@@ -105,7 +107,8 @@ def shard_model(
     prefetch: int = 1,
     transport: str = "auto",
 ) -> FSDPModule:
-    """Shard `model` in place by one row of the table: `no_shard, zero1, zero2, shard_grad_op, full_shard`.
+    """Shard `model` in place by one row of the table: `no_shard, zero1, zero2, shard_grad_op, full_shard`, or,
+    on a 2-D mesh, `hybrid_shard`.
 
     `units` says what travels together: module classes, a predicate (name, module) -> bool, or "auto" for every child of
     a ModuleList; whatever is left forms the root unit. `prefetch` units are gathered ahead. `transport` is
@@ -159,14 +162,20 @@ def _check(module: nn.Module) -> None:
 
 
 def _terms(row: Strategy, mesh: DeviceMesh, policy: MixedPrecisionPolicy, wanted: str) -> Terms:
-    if mesh.ndim != 1:
-        raise ValueError(f"fully_shard needs a 1-D device mesh, got {mesh.ndim} dimensions: {mesh}")
+    """Slices are cut over the last dimension of the mesh; over the one before it, and for rows that cut nothing, replicas."""
+    if mesh.ndim not in (1, 2) or mesh.ndim == 2 and not row.shard_parameters:
+        raise ValueError(f"{row.name} needs a 1-D mesh, or full_shard a 2-D one (replicas x shards); got {mesh}")
+    if row.name == "hybrid_shard" and mesh.ndim == 1:
+        raise ValueError("hybrid_shard needs a 2-D mesh: init_device_mesh(device_type, (replicas, ranks that shard))")
     cuda = mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device(mesh.device_type)
-    transport = transport_of(mesh.get_group(), device, wanted) if mesh.size() > 1 else None
-    if row.shard_optimizer:
-        return Terms(row, policy, device, mesh.get_local_rank(), shard=transport, replicate=None)
-    return Terms(row, policy, device, 0, shard=None, replicate=transport)
+    *replicas, slices = [
+        transport_of(group, device, wanted) if group.size() > 1 else None for group in map(mesh.get_group, range(mesh.ndim))
+    ]
+    if not row.shard_optimizer:
+        return Terms(row, policy, device, 0, shard=None, replicate=slices)
+    rank = mesh.get_local_rank(mesh.ndim - 1)
+    return Terms(row, policy, device, rank, shard=slices, replicate=replicas[0] if replicas else None)
 
 
 def _owned(module: nn.Module) -> dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]]]]:

@@ -67,9 +67,9 @@ class SharedTransport(Transport):
 
         return self._publish(self._reductions, number, finish, output)
 
-    def all_reduce(self, layout: Layout, buffer: torch.Tensor, stamp: Stamp, divide: float) -> Pending:
+    def all_reduce(self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0) -> Pending:
         """Publish `buffer`; on waiting, sum one nth of it and gather the others' sums."""
-        note = self._note(stamp, "all_reduce", layout.total_bytes, layout.padding_bytes, buffer.dtype)
+        note = self._note(stamp, "all_reduce", buffer.nbytes, padding, buffer.dtype)
         start, pieces = time.time_ns(), buffer.tensor_split(self.ranks)
         with events.span("all_reduce", stamp.unit):
             number, slot = self._reductions.claim(buffer.nbytes)

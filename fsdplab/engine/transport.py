@@ -71,14 +71,14 @@ class Transport:
         note = self._note(stamp, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
         return self._reduce_lane.run(issue, complete, note, send, received, output)
 
-    def all_reduce(self, layout: Layout, buffer: torch.Tensor, stamp: Stamp, divide: float) -> Pending:
+    def all_reduce(self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0) -> Pending:
         """Sum `buffer` over all ranks in place and divide."""
 
         def issue(asynchronous: bool) -> Any:
             with events.span("all_reduce", stamp.unit):
                 return dist.all_reduce(buffer, group=self.group, async_op=asynchronous)
 
-        note = self._note(stamp, "all_reduce", layout.total_bytes, layout.padding_bytes, buffer.dtype)
+        note = self._note(stamp, "all_reduce", buffer.nbytes, padding, buffer.dtype)
         return self._reduce_lane.run(issue, lambda: buffer.div_(divide), note, buffer)
 
     def _reduction(self, send: torch.Tensor, output: torch.Tensor, divide: float) -> Reduction:

@@ -11,42 +11,18 @@ One life serves every strategy. What differs is read from the row: whether the w
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from . import events
-from .layout import Layout, Slot
+from .layout import Slot
 from .param import ShardedParam
 from .pending import Pending
-from .policy import MixedPrecisionPolicy, Strategy
-from .transport import Stamp, Transport, pack
+from .reduction import Reduction, Terms, layout_of
+from .transport import Stamp
 
 SHARDED, UNSHARDING, UNSHARDED = "sharded", "unsharding", "unsharded"
 _NEXT = {SHARDED: (UNSHARDING,), UNSHARDING: (UNSHARDED,), UNSHARDED: (SHARDED,)}
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What a unit was told once: its row, its dtypes, and the groups it shards over and replicates over."""
-
-    strategy: Strategy
-    policy: MixedPrecisionPolicy
-    device: torch.device
-    rank: int
-    shard: Transport | None
-    replicate: Transport | None
-
-    @property
-    def ranks(self) -> int:
-        """Over how many ranks slices are cut."""
-        return self.shard.ranks if self.shard else 1
-
-    @property
-    def divide(self) -> float:
-        """Gradients are averaged over all data-parallel ranks."""
-        return float(self.ranks * (self.replicate.ranks if self.replicate else 1))
 
 
 class Unit:
@@ -62,8 +38,8 @@ class Unit:
         self._dtypes = [p.dtype for p in params]
         low = terms.policy.param_dtype
         self._compute = [low if low and dtype.is_floating_point else dtype for dtype in self._dtypes]
-        self.rest_layout = _layout(params, self._dtypes, terms.ranks)
-        self.layout = _layout(params, self._compute, terms.ranks)
+        self.rest_layout = layout_of(params, self._dtypes, terms.ranks)
+        self.layout = layout_of(params, self._compute, terms.ranks)
         casts, alone = self._compute != self._dtypes, terms.ranks == 1
         self.aliased = not casts and (alone or not terms.strategy.shard_parameters)
         self.keeps_whole = self.aliased or not (alone or terms.strategy.shard_parameters)
@@ -72,7 +48,7 @@ class Unit:
         self._low: torch.Tensor | None = None  # their low-precision copy, from the root forward to the end of backward
         self._whole: torch.Tensor | None = None  # the gathered parameters (bytes); its storage comes and goes
         self._gathering: Pending | None = None
-        self._reducing: tuple[Pending, torch.Tensor, list[ShardedParam], Layout] | None = None
+        self._reducing: Reduction | None = None
 
     # ---- shard
 
@@ -212,40 +188,17 @@ class Unit:
     def start_reduce(self) -> None:
         """Begin to average the collected gradients over the ranks; parameters without one count as zeros."""
         trainable = [param for param in self.params if param.at_rest.requires_grad]
-        gradients = [param.whole_gradient for param in trainable]
-        if all(gradient is None for gradient in gradients):
+        if all(param.whole_gradient is None for param in trainable):
             return
-        dtypes = {self.terms.policy.reduce_dtype or gradient.dtype for gradient in gradients if gradient is not None}
-        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-        layout = _layout(trainable, [dtype] * len(trainable), self.terms.ranks)
-        output = torch.empty(layout.slice_bytes // dtype.itemsize, dtype=dtype, device=self.terms.device)
-        events.tag("gradient_slices" if self.terms.shard else "whole_gradients", output, self.name)
-        self._reducing = (self._reduce(layout, gradients, output), output, trainable, layout)
+        self._reducing = Reduction(self.name, trainable, self.terms, self.divide)
         if self.terms.strategy.shard_gradients or self.terms.shard is None:
             self.forget_whole_gradients()
 
-    def _reduce(self, layout: Layout, gradients: Sequence[torch.Tensor | None], output: torch.Tensor) -> Pending:
-        stamp = Stamp(self.name, "backward")
-        if self.terms.shard is not None:
-            return self.terms.shard.reduce_scatter(layout, gradients, output, stamp, self.divide)
-        pack(layout, gradients, output)
-        if self.terms.replicate is None:
-            return Pending(lambda: None)
-        return self.terms.replicate.all_reduce(layout, output, stamp, self.divide)
-
-    def finish_reduce(self) -> None:
-        """Wait for the reduction and hand every parameter at rest its rows of the averaged gradient."""
-        if self._reducing is None:
-            return
-        (pending, output, trainable, layout), self._reducing = self._reducing, None
-        pending.wait()
-        for param, slot in zip(trainable, layout.slots):
-            (start, stop), row = slot.span(self.terms.rank), slot.row_bytes // output.element_size()
-            first = slot.offset // output.element_size()
-            rows = output[first : first + (stop - start) * row].view(stop - start, *param.shape[1:])
-            if param.whole_gradient is not None:  # kept whole: the averaged rows take their place in it
-                rows = param.whole_gradient[start:stop].copy_(rows)
-            param.give_gradient(rows)
+    def finish_reduce(self) -> bool:
+        """Wait for the stage in flight; True once every parameter at rest has its rows of the averaged gradient."""
+        if self._reducing is not None and self._reducing.advance():
+            self._reducing = None
+        return self._reducing is None
 
     def forget_whole_gradients(self) -> None:
         """Free the whole gradients; a reduction in flight keeps what it still reads."""
@@ -259,6 +212,3 @@ class Unit:
             events.emit(events.Transition(self.name, self.state, state, phase, time.time_ns()))
         self.state = state
 
-
-def _layout(params: Sequence[ShardedParam], dtypes: Sequence[torch.dtype], ranks: int) -> Layout:
-    return Layout.of([(p.name, p.shape, dtype.itemsize) for p, dtype in zip(params, dtypes)], ranks)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..engine.layout import Layout
 
 # strategy -> (gathers of a unit, gathers of the root), each per micro-batch; zero1 and zero2 gather once a step
-_GATHERS = {"no_shard": (0, 0), "zero1": (1, 1), "zero2": (1, 1), "shard_grad_op": (1, 1), "full_shard": (2, 1)}
+_GATHERS = {"no_shard": (0, 0), "zero1": (1, 1), "zero2": (1, 1), "shard_grad_op": (1, 1), "full_shard": (2, 1), "hybrid_shard": (2, 1)}
 _GATHERS_ONCE_A_STEP = ("zero1", "zero2")
 _REDUCES_ONCE_A_STEP = ("no_shard", "zero1")
 
@@ -51,27 +51,44 @@ def step_traffic(
     param_itemsize: int = 4,
     reduce_itemsize: int = 4,
     micro_batches: int = 1,
+    replicas: int = 1,
 ) -> list[Traffic]:
     """The collectives of one step under `strategy`, and their bytes.
 
     Example: one unit of 1,000 float32 parameters on 2 ranks: full_shard sends 2 x 2,000 bytes in gathers and 2,000 in
-    its reduction, 6,000 in all; no_shard sends 4,000. On one rank nothing travels. Raises `ValueError` for an unknown
-    strategy.
+    its reduction, 6,000 in all; no_shard sends 4,000. On one rank nothing travels. `hybrid_shard` cuts slices over
+    ranks / replicas and all-reduces one slice over the replicas. Raises `ValueError` for an unknown strategy, and for
+    replicas that do not divide the ranks.
     """
     if strategy not in _GATHERS:
         raise ValueError(f"no traffic formula for strategy {strategy!r}; expected one of {', '.join(_GATHERS)}")
+    if ranks % replicas or replicas > 1 and strategy != "hybrid_shard":
+        raise ValueError(f"{replicas} replicas of {strategy} on {ranks} ranks: only hybrid_shard replicates, over a divisor of the ranks")
     if ranks == 1:
         return []
+    shards = ranks // replicas
     rows: list[Traffic] = []
     for unit in units:
         gathers = _GATHERS[strategy][unit.name == "root"]
         gathers *= 1 if strategy in _GATHERS_ONCE_A_STEP else micro_batches
         reductions = 1 if strategy in _REDUCES_ONCE_A_STEP else micro_batches
-        if gathers:
-            rows.append(_traffic(unit, "all_gather", gathers, ranks, param_itemsize))
-        kind = "all_reduce" if strategy == "no_shard" else "reduce_scatter"
-        rows.append(_traffic(unit, kind, reductions, ranks, reduce_itemsize))
+        if strategy == "no_shard":
+            rows.append(_traffic(unit, "all_reduce", reductions, ranks, reduce_itemsize))
+            continue
+        if shards > 1:
+            rows.append(_traffic(unit, "all_gather", gathers, shards, param_itemsize))
+            rows.append(_traffic(unit, "reduce_scatter", reductions, shards, reduce_itemsize))
+        if replicas > 1:
+            rows.append(_slice_traffic(unit, reductions, shards, replicas, reduce_itemsize))
     return rows
+
+
+def _slice_traffic(unit: UnitShapes, count: int, shards: int, replicas: int, itemsize: int) -> Traffic:
+    """The all-reduce of one slice over the replicas; its padding differs from rank to rank: rank 0's, which has least."""
+    layout = Layout.of([(name, shape, itemsize) for name, shape in unit.parameters], shards)
+    held = sum((slot.span(0)[1] - slot.span(0)[0]) * slot.row_bytes for slot in layout.slots)
+    wire = 2 * layout.slice_bytes * (replicas - 1) // replicas
+    return Traffic(unit.name, "all_reduce", count, layout.slice_bytes, wire, layout.slice_bytes - held)
 
 
 def _traffic(unit: UnitShapes, kind: str, count: int, ranks: int, itemsize: int) -> Traffic:
