@@ -36,7 +36,9 @@ INNER = {"torch", "numpy"}  # with the standard library, all that floors 0 to 2 
 MAX_FILE_LINES = 300
 MAX_ENGINE_LINES = 1000  # lines of code
 NOT_THE_CORE = {
-    "slots", "shared", "choose",  # built on the core: shared memory, and the choice between it, gloo and NCCL
+    "lanes", "gloo", "slots", "shared", "choose",  # who waits where, transports between CPUs, and the choice of one
+    "shm_group", "shm_moves",  # shared memory as a process group, for torch's own engines
+    "checkpoint",  # training states to files and back; nothing imports it
     "compat", "__init__",  # what depends on torch's version; the table of contents
 }  # fmt: skip
 MAX_MEDIAN_FUNCTION_LINES = 12

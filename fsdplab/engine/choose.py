@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 import torch.distributed as dist
 
+from . import compat
+from .gloo import GlooTransport
 from .shared import SharedTransport
-from .slots import machine_of_this_rank
-from .transport import GlooTransport, Transport
+from .shm_group import SharedMemoryGroup, machines_of
+from .transport import Transport
 
 TRANSPORTS = ("auto", "gloo", "shm", "nccl")
-_living: weakref.WeakValueDictionary[tuple[int, str], Transport] = weakref.WeakValueDictionary()
+# Kept until the group is destroyed, not until a model is deleted: setting up is collective, deleting is not.
+_known: dict[tuple[int, str], tuple[dist.ProcessGroup, Transport]] = {}
 
 
 def transport_of(group: dist.ProcessGroup, device: torch.device, wanted: str = "auto") -> Transport:
@@ -24,21 +25,24 @@ def transport_of(group: dist.ProcessGroup, device: torch.device, wanted: str = "
         raise ValueError(f"unknown transport {wanted!r}; expected one of {', '.join(TRANSPORTS)}")
     if (wanted == "nccl") != (device.type == "cuda") and wanted != "auto":
         raise ValueError(f"transport {wanted!r} does not move tensors on {device.type}; leave it at 'auto'")
-    found = _living.get((id(group), wanted))  # a transport holds its group, so the id is not used again while it lives
-    if found is None:
-        found = _living[id(group), wanted] = _make(group, device, wanted)
-    return found
+    for key, (owner, _) in list(_known.items()):
+        if not compat.is_group_alive(owner):
+            del _known[key]
+    key = (id(group), wanted)  # the group is held, so its id is not used again while it is known
+    if key not in _known:
+        below = group.gloo if isinstance(group, SharedMemoryGroup) else group  # the engine brings its own algorithms
+        _known[key] = group, _make(below, device, wanted)
+    return _known[key][1]
 
 
 def _make(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transport:
     if device.type == "cuda":
         return Transport(group, device)
-    if wanted == "gloo" or dist.get_backend(group) != "gloo":
+    if wanted == "gloo" or group._get_backend(device).name() != "gloo":
         return GlooTransport(group, device)
-    machines: list[tuple[str, ...] | None] = [None] * group.size()
-    dist.all_gather_object(machines, machine_of_this_rank(), group=group)
-    if None not in machines and len(set(machines)) == 1:
+    machines = machines_of(group)
+    if None not in machines and len(machines) == 1:
         return SharedTransport(group, device)
     if wanted == "shm":
-        raise ValueError(f"transport 'shm' needs all ranks on one x86-64 Linux machine; got {len(set(machines))} machines")
+        raise ValueError(f"transport 'shm' needs all ranks on one x86-64 Linux machine; got {len(machines)} machines")
     return GlooTransport(group, device)

@@ -27,6 +27,21 @@ def reduce_scatter_single(output: torch.Tensor, source: torch.Tensor, **options:
     return call(output, source, **options)
 
 
+def inside_backward() -> bool:
+    """Whether autograd is running a backward on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_group_alive(group: dist.ProcessGroup) -> bool:
+    """Whether `group` has not been destroyed."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def seconds_before_giving_up(group: dist.ProcessGroup) -> float:
+    """The time-out that `group` was made with."""
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
 def row_sharded_spec(mesh: DeviceMesh, like: torch.Tensor) -> DTensorSpec:
     """The description of a tensor like `like` cut into rows: `Shard(0)`, or `(Replicate(), Shard(0))` on a 2-D mesh."""
     return DTensorSpec(mesh, (*[Replicate()] * (mesh.ndim - 1), Shard(0)), tensor_meta=TensorMeta(like.size(), like.stride(), like.dtype))

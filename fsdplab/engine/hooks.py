@@ -8,11 +8,13 @@ never counted down: those of unused parameters never arrive.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from .runtime import Runtime
 from .unit import Unit
@@ -40,15 +42,18 @@ class UnitHooks:
         if self.runtime.recomputes(self.unit):
             return args, kwargs
         self.runtime.before_forward(self.unit)
+        device = self.unit.terms.device
+        if self.unit is self.runtime.root and device.type != "cpu":
+            args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
         return self._plant(args, kwargs) if torch.is_grad_enabled() else (args, kwargs)
 
     def after_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Drop the unit and ask to be called before its backward."""
         if not self.runtime.recomputes(self.unit):
-            wanting = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
-            for tensor in wanting:
-                tensor.register_hook(self._before_backward)
-            self.runtime.after_forward(self.unit, will_backward=torch.is_grad_enabled() and bool(wanting))
+            for tensor in _tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._before_backward)
+            self.runtime.after_forward(self.unit, will_backward=torch.is_grad_enabled())
         return _cast(output, self.policy.output_dtype) if self.policy.output_dtype else output
 
     def _before_backward(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -95,19 +100,29 @@ def hooks_of(module: nn.Module) -> UnitHooks | None:
 
 def bind_root(root: nn.Module) -> Runtime:
     """Make `root`, the first unit to run, the root of all units below it, and name them by their place."""
-    found = {name or "root": hooks for name, module in root.named_modules() if (hooks := hooks_of(module)) is not None}
+    found = {name: hooks for name, module in root.named_modules() if (hooks := hooks_of(module)) is not None}
     for name, hooks in found.items():
         if hooks.runtime is not None:
             raise RuntimeError(
                 f"unit {name!r} already ran under another root; run the outermost sharded module first, "
                 "so that it becomes the root of all units"
             )
-    runtime = Runtime({name: hooks.unit for name, hooks in found.items()}, hooks_of(root).prefetch)
+        hooks.unit.name = name or ("(root)" if "root" in found else "root")
+    runtime = Runtime({hooks.unit.name: hooks.unit for hooks in found.values()}, hooks_of(root).prefetch)
     for name, hooks in found.items():
-        hooks.runtime, hooks.unit.name = runtime, name
+        hooks.runtime = runtime
         if hooks.unit.reshard_after_forward is None:
-            hooks.unit.reshard_after_forward = name != "root"
+            hooks.unit.reshard_after_forward = name != ""
     return runtime
+
+
+def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of a nested output, those in dataclasses too."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors_in(vars(leaf))
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

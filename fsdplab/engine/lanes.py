@@ -58,12 +58,13 @@ class StreamLane:
             complete()
             end.record()
         if timed:
-            events.defer(lambda: note(self._time_ns(start), self._time_ns(end)))
+            events.defer(lambda: note(*self._times_ns(start, end)))
         return Pending(lambda: torch.cuda.current_stream(self._stream.device).wait_event(end), *buffers)
 
-    def _time_ns(self, event: torch.cuda.Event) -> int:
+    def _times_ns(self, start: torch.cuda.Event, end: torch.cuda.Event) -> tuple[int, int]:
         zero, zero_ns = self._clock
-        return zero_ns + int(zero.elapsed_time(event) * 1e6)
+        begun = zero_ns + int(zero.elapsed_time(start) * 1e6)
+        return begun, begun + int(start.elapsed_time(end) * 1e6)  # exact also hours after `zero`
 
 
 @lru_cache(maxsize=None)

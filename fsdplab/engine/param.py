@@ -58,6 +58,7 @@ class ShardedParam:
         """Take over the parameter that the sites show now: `to_empty`, `to` and assigned state dicts replace it."""
         for module, attribute in self._places():
             self.at_rest = module._parameters[attribute]
+            self.dtype, self.spec = self.at_rest.dtype, getattr(self.at_rest, "_spec", None)
             return
 
     def settled(self) -> bool:
@@ -83,14 +84,14 @@ class ShardedParam:
         value = empty.set_(storage, offset // dtype.itemsize, self.shape, contiguous)
         self.gathered = nn.Parameter(value, requires_grad=self.at_rest.requires_grad)
 
-    def take_gradient(self, accumulate_in: torch.dtype) -> None:
+    def take_gradient(self, accumulate_in: torch.dtype | None) -> None:
         """Move the gradient that autograd left on the gathered form to `whole_gradient`, adding to what is there."""
         gradient = None if self.gathered is None else self.gathered.grad
         if gradient is None:
             return
         self.gathered.grad = None
         if self.whole_gradient is None:
-            self.whole_gradient = gradient.to(accumulate_in)
+            self.whole_gradient = gradient if accumulate_in is None else gradient.to(accumulate_in)
         else:
             self.whole_gradient.add_(gradient)
 
@@ -102,6 +103,8 @@ class ShardedParam:
             (held._local_tensor if isinstance(held, DTensor) else held).add_(local)
         else:
             self.at_rest.grad = local if self.spec is None else compat.dtensor_of(local, self.spec)
+        for hook in (getattr(self.at_rest, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(self.at_rest)
 
     def _places(self) -> Iterator[tuple[nn.Module, str]]:
         for reference, attribute in self._sites:

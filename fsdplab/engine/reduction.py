@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 
@@ -53,7 +54,7 @@ class Reduction:
         self._params, self._terms = params, terms
         gradients = [param.whole_gradient for param in params]
         dtypes = {terms.policy.reduce_dtype or gradient.dtype for gradient in gradients if gradient is not None}
-        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        dtype = reduce(torch.promote_types, dtypes)
         self._layout = layout_of(params, [dtype] * len(params), terms.ranks)
         self._output = torch.empty(self._layout.slice_bytes // dtype.itemsize, dtype=dtype, device=terms.device)
         events.tag("gradient_slices" if terms.shard else "whole_gradients", self._output, unit)
@@ -85,6 +86,10 @@ class Reduction:
         self._hand_out()
         return True
 
+    def abandon(self) -> None:
+        """Wait for what is in flight and hand out nothing."""
+        self._pending.wait()
+
     def _hand_out(self) -> None:
         size = self._output.element_size()
         for param, slot in zip(self._params, self._layout.slots):
@@ -93,4 +98,5 @@ class Reduction:
             rows = self._output[first : first + (stop - start) * row].view(stop - start, *param.shape[1:])
             if param.whole_gradient is not None:  # kept whole: the averaged rows take their place in it
                 rows = param.whole_gradient[start:stop].copy_(rows)
+            param.whole_gradient = None
             param.give_gradient(rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.autograd import Variable
 
-from . import events
+from . import compat, events
 from .schedule import Schedule
 from .unit import Unit
 
@@ -14,6 +14,7 @@ class Runtime:
 
     def __init__(self, units: dict[str, Unit], prefetch: int) -> None:
         self.units = units
+        self.root = next(iter(units.values()))
         self.schedule = Schedule(prefetch)
         self.is_last_backward = True
         self._forward_root: Unit | None = None
@@ -27,28 +28,36 @@ class Runtime:
 
     def before_forward(self, unit: Unit) -> None:
         """Have `unit` gathered, and the next ones on their way."""
-        if self._forward_root is None or self._forward_root is unit:
+        again = compat.inside_backward()  # activation checkpointing computes a larger region a second time
+        if not again and (self._forward_root in (None, unit) or unit is self.root):
             self._begin_forward(unit)
         with events.span("pre_forward", unit.name):
             unit.start_unshard("forward")
             unit.finish_unshard("forward")
-            for name in self.schedule.before_forward(unit.name):
+            for name in [] if again else self.schedule.before_forward(unit.name):
                 self.units[name].start_unshard("forward")
 
     def _begin_forward(self, unit: Unit) -> None:
+        if self._callback_queued:
+            self._abandon_backward()
         self._forward_root = unit
-        self._callback_queued = False
-        self._in_backward.clear()
         self.schedule.begin()
         with events.span("root_pre_forward"):
             for each in self.units.values():
-                each.reshard("forward")
-                each.settle()
-                each.forget_low_precision()
-                each.stale |= not self._accumulating
+                each.begin_forward(self._accumulating)
+
+    def _abandon_backward(self) -> None:
+        """The last backward ended in an exception: its gradients are lost, those handed out before it are kept."""
+        self._callback_queued = False
+        self._in_backward.clear()
+        self._reducing.clear()
+        for unit in self.units.values():
+            unit.abandon_gradients()
 
     def after_forward(self, unit: Unit, will_backward: bool) -> None:
         """Drop `unit` where its strategy drops it; after the root, drop whatever no backward will come for."""
+        if compat.inside_backward():
+            return
         self.schedule.after_forward(unit.name)
         with events.span("post_forward", unit.name):
             if unit.reshard_after_forward or not will_backward:
@@ -62,7 +71,7 @@ class Runtime:
 
     def recomputes(self, unit: Unit) -> bool:
         """Whether a forward of `unit` now is activation checkpointing's second one, inside its backward."""
-        return unit.name in self._in_backward
+        return compat.inside_backward() and unit.name in self._in_backward
 
     def before_backward(self, unit: Unit) -> None:
         """Have `unit` gathered again, and the next ones on their way."""
@@ -70,6 +79,7 @@ class Runtime:
         if unit.name in self._in_backward:
             return
         self._in_backward.add(unit.name)
+        self._after_backward.discard(unit.name)  # it may have run twice in the forward
         with events.span("pre_backward", unit.name):
             unit.start_unshard("backward")
             unit.finish_unshard("backward")
@@ -82,6 +92,8 @@ class Runtime:
         self._in_backward.discard(unit.name)
         self._after_backward.add(unit.name)
         with events.span("post_backward", unit.name):
+            while unit in self._reducing:
+                self._advance_reductions()
             unit.collect_gradients()
             unit.reshard("backward")
             if not unit.sync:
@@ -110,7 +122,6 @@ class Runtime:
                 self._advance_reductions()
             self._drop_everything("backward")
             for unit in self.units.values():
-                unit.forget_low_precision()
                 if unit.sync:
                     unit.forget_whole_gradients()
         self._accumulating = not self.is_last_backward or not all(unit.sync for unit in self.units.values())
@@ -119,3 +130,4 @@ class Runtime:
     def _drop_everything(self, phase: str) -> None:
         for unit in self.units.values():
             unit.reshard(phase)
+            unit.forget_low_precision()

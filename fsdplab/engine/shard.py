@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,16 +27,25 @@ _classes: dict[type, type] = {}
 class FSDPModule(TorchFSDPModule):
     """What a module becomes when it is made a unit: itself, plus these methods (PyTorch's names and meaning)."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
+        """Slicing a container makes a new one of the original class, not of this one."""
+        original = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
+        self = original.__new__(original, *args, **kwargs)
+        self.__init__(*args, **kwargs)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise AssertionError("a sharded model cannot be deep-copied; copy it first, then shard each copy")
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters; with `async_op`, returns a handle to wait on."""
-        unit = _bound(self).unit
-        unit.settle()
-        unit.start_unshard("forward")
+        unit = hooks_of(self).unit
+        unit.unshard_by_hand()
         return UnshardHandle(unit) if async_op else unit.finish_unshard("forward")
 
     def reshard(self) -> None:
         """Drop this unit's gathered parameters and show the slices."""
-        _bound(self).unit.reshard("forward")
+        hooks_of(self).unit.reshard("forward")
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether the next backward reduces gradients or only accumulates them, whole, on each rank."""
@@ -144,9 +153,13 @@ def _select(model: nn.Module, units: Units) -> list[nn.Module]:
 
 def _make_unit(module: nn.Module, mesh: DeviceMesh, terms: Terms, reshard: bool | None) -> FSDPModule:
     _check(module)
-    params = [_sharded_param(name, sites, original, terms, mesh) for original, (name, sites) in _owned(module).items()]
+    owned = _owned(module)
+    params = [_sharded_param(name, sites, original, terms, mesh) for original, (name, sites) in owned.items()]
+    _move_buffers(module, terms.device)
     unit = Unit(type(module).__name__, params, terms, reshard)
     unit.shard()
+    for original in owned:
+        original._owned_by_unit = True
     module.__dict__["_unit_hooks"] = UnitHooks(module, unit)
     module.__class__ = _sharded_class(type(module))
     return module
@@ -209,9 +222,14 @@ def _sharded_param(
     if not original.is_meta and original.device.type != terms.device.type:
         original.data = original.data.to(terms.device)
     spec = compat.row_sharded_spec(mesh, original) if terms.strategy.shard_optimizer else None
-    param = ShardedParam(name, sites, original, spec)
-    original._owned_by_unit = True
-    return param
+    return ShardedParam(name, sites, original, spec)
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for _, each in _below(module, ""):
+        for name, buffer in each._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device.type != device.type:
+                each._buffers[name] = buffer.to(device)
 
 
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:

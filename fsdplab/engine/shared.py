@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from . import compat, events
+from .gloo import announce, sum_in_rank_order
 from .layout import Layout
 from .pending import Pending
-from .slots import Slots, machine_of_this_rank
-from .transport import GlooTransport, Stamp, Transport, announce, pack, unpack_from
+from .slots import Slots
+from .transport import Stamp, Transport, pack, unpack_from
 
-_GATHERS, _REDUCTIONS = 3, 2  # slots: one more than the operations that prefetch and backward keep in flight
+_GATHERS, _REDUCTIONS = 2, 2  # slots: the next operation may begin while peers still read the last
 
 
 class SharedTransport(Transport):
@@ -35,7 +36,7 @@ class SharedTransport(Transport):
         note = self._note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, send.dtype)
         start = time.time_ns()
         with events.span("all_gather", stamp.unit):
-            number, slot = self._gathers.claim(send.nbytes)
+            number, slot = self._gathers.claim(send.nbytes, f"all_gather of {stamp.unit}")
             slot.copy_(send.view(torch.uint8))
             announce("all_gather", self._announced)
 
@@ -55,14 +56,13 @@ class SharedTransport(Transport):
         note = self._note(stamp, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
         start, total = time.time_ns(), layout.total_bytes
         with events.span("post_backward_reduce", stamp.unit):
-            number, slot = self._reductions.claim(total)
+            number, slot = self._reductions.claim(total, f"reduce_scatter of {stamp.unit}")
             pack(layout, gradients, slot.view(output.dtype))
             announce("reduce_scatter", self._announced)
 
         def finish() -> None:
             with events.span("reduce_scatter", stamp.unit):
-                self._sum(self._reductions, number, total, self.rank, output, divide)
-                self._reductions.done(number)
+                self._sum(number, total, self.rank * output.numel(), output, divide)
             _emit(note, start)
 
         return self._publish(self._reductions, number, finish, output)
@@ -72,14 +72,14 @@ class SharedTransport(Transport):
         note = self._note(stamp, "all_reduce", buffer.nbytes, padding, buffer.dtype)
         start, pieces = time.time_ns(), buffer.tensor_split(self.ranks)
         with events.span("all_reduce", stamp.unit):
-            number, slot = self._reductions.claim(buffer.nbytes)
+            number, slot = self._reductions.claim(buffer.nbytes, f"all_reduce of {stamp.unit}")
             slot.view(buffer.dtype).copy_(buffer)
             announce("all_reduce", self._announced)
 
         def finish() -> None:
             with events.span("all_reduce", stamp.unit):
-                self._sum_piece(number, buffer, pieces, divide)
-                self._reductions.done(number)
+                before = sum(piece.numel() for piece in pieces[: self.rank])
+                self._sum(number, buffer.nbytes, before, pieces[self.rank], divide)
                 self._share(pieces)
             _emit(note, start)
 
@@ -90,23 +90,12 @@ class SharedTransport(Transport):
         slots.publish(number, pending.wait)
         return pending
 
-    def _sum(self, slots: Slots, number: int, nbytes: int, piece: int, output: torch.Tensor, divide: float) -> None:
-        total = output if output.dtype == torch.float32 else torch.empty_like(output, dtype=torch.float32)
-        length, dtype = output.numel(), output.dtype
-        for peer in range(self.ranks):
-            part = slots.read(peer, number, nbytes).view(dtype)[piece * length : (piece + 1) * length]
-            total.add_(part) if peer else total.copy_(part)
-        total.div_(divide)
-        if total is not output:
-            output.copy_(total)
-
-    def _sum_piece(self, number: int, buffer: torch.Tensor, pieces: Sequence[torch.Tensor], divide: float) -> None:
-        mine, first = pieces[self.rank], sum(piece.numel() for piece in pieces[: self.rank])
-        total = mine if mine.dtype == torch.float32 else torch.empty_like(mine, dtype=torch.float32)
-        for peer in range(self.ranks):
-            part = self._reductions.read(peer, number, buffer.nbytes).view(buffer.dtype)[first : first + mine.numel()]
-            total.add_(part) if peer else total.copy_(part)
-        mine.copy_(total.div_(divide))
+    def _sum(self, number: int, nbytes: int, first: int, output: torch.Tensor, divide: float) -> None:
+        """Sum elements [first, first + len(output)) of what every rank wrote for reduction `number`."""
+        last = first + output.numel()
+        slots = (self._reductions.read(peer, number, nbytes) for peer in range(self.ranks))
+        sum_in_rank_order((slot.view(output.dtype)[first:last] for slot in slots), output, divide)
+        self._reductions.done(number)
 
     def _share(self, pieces: Sequence[torch.Tensor]) -> None:
         number, slot = self._gathers.claim(pieces[0].nbytes)

@@ -17,16 +17,18 @@ import os
 import platform
 import select
 import sys
+import time
 import weakref
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from . import events
+from . import compat, events
 
 _FUTEX, _WAIT, _WAKE = 202, 0, 1  # the x86-64 system call and its operations, for memory shared between processes
 _ENTRY = 64  # bytes between counters: one cache line each
+_LABEL = 48  # bytes of a label: what is left of the line
 _POLL_S = 0.05  # how often a sleeper looks whether the awaited rank lives
 
 
@@ -56,6 +58,8 @@ class Slots:
     def __init__(self, group: dist.ProcessGroup, count: int) -> None:
         self.rank, self.ranks, self.count = group.rank(), group.size(), count
         self.sequence = 0
+        self._patience_s = compat.seconds_before_giving_up(group)
+        self._claimed: list[tuple[int, str]] = [(0, "")] * count
         self._capacity = [0] * count
         self._files = [os.memfd_create(f"fsdplab-{kind}") for kind in ("counters", *map(str, range(count)))]
         os.ftruncate(self._files[0], max(mmap.PAGESIZE, 2 * count * _ENTRY))
@@ -71,8 +75,11 @@ class Slots:
         descriptors = [*self._files, *self._alive, *(fd for fds in self._peers for fd in fds)]
         weakref.finalize(self, _close, descriptors)
 
-    def claim(self, nbytes: int) -> tuple[int, torch.Tensor]:
-        """The next operation's number, and this rank's slot for it (bytes), free to be written."""
+    def claim(self, nbytes: int, label: str = "") -> tuple[int, torch.Tensor]:
+        """The next operation's number, and this rank's slot for it (bytes), free to be written.
+
+        `label` says what the operation is; all ranks must claim a number for the same label and size.
+        """
         number = self.sequence = self.sequence + 1
         slot = number % self.count
         if (finish := self._finish[slot]) is not None:
@@ -84,17 +91,26 @@ class Slots:
             os.ftruncate(self._files[1 + slot], self._capacity[slot])
             self._own[slot] = self._view(self.rank, slot)
             events.tag("communication_buffers", self._own[slot], "")
+        self._claimed[slot] = (nbytes, label)
         return number, self._own[slot][:nbytes]
 
     def publish(self, number: int, finish: Callable[[], None]) -> None:
         """This rank's slot holds operation `number`; `finish` is what completes it here."""
         self._finish[number % self.count] = finish
+        self._counters[self.rank].describe(number % self.count, *self._claimed[number % self.count])
         self._counters[self.rank].set(self._counters[self.rank].ready, number % self.count, number)
 
     def read(self, peer: int, number: int, nbytes: int) -> torch.Tensor:
-        """What `peer` wrote for operation `number` (bytes), once it has; an error if it died."""
+        """What `peer` wrote for operation `number` (bytes), once it has; an error if it died or does something else."""
         slot = number % self.count
         self._await(peer, self._counters[peer].ready, slot, number, "write")
+        theirs, ours = self._counters[peer].described(slot), self._claimed[slot]
+        if theirs != (ours[0], _short(ours[1])):
+            raise RuntimeError(
+                f"ranks are out of step: as operation {number} rank {self.rank} runs {ours[1] or 'one'} ({ours[0]} bytes), "
+                f"rank {peer} runs {theirs[1] or 'another'} ({theirs[0]} bytes); every rank must run the same units in "
+                "the same order, so look for one that is skipped on some ranks"
+            )
         return self._view(peer, slot)[:nbytes]
 
     def done(self, number: int) -> None:
@@ -110,13 +126,18 @@ class Slots:
         return torch.frombuffer(shared, dtype=torch.uint8)
 
     def _await(self, peer: int, kind: int, slot: int, number: int, what: str) -> None:
-        counters = self._counters[peer]
+        counters, deadline = self._counters[peer], time.monotonic() + self._patience_s
         while (seen := counters.get(kind, slot)) < number:
             counters.sleep(kind, slot, seen)
             if counters.get(kind, slot) < number and select.select([self._alive[peer]], [], [], 0)[0]:
                 raise RuntimeError(
                     f"rank {self.rank} waited for rank {peer} to {what} operation {number}, but rank {peer} has died; "
                     "look for its own error in its log"
+                )
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"rank {self.rank} waited {self._patience_s:.0f} s for rank {peer} to {what} operation {number} "
+                    f"({self._claimed[slot][1] or 'unnamed'}); rank {peer} lives but has not come to it"
                 )
 
 
@@ -125,8 +146,15 @@ def _close(descriptors: list[int]) -> None:
         os.close(descriptor)
 
 
+def _short(label: str) -> str:
+    return label.encode()[:_LABEL].decode(errors="ignore")
+
+
 class _Counters:
-    """One rank's counters in shared memory: `ready` and `done` of every slot, 32 bits each, one cache line apart."""
+    """One rank's counters in shared memory: `ready` and `done` of every slot, 32 bits each, one cache line apart.
+
+    Behind `ready` stands what the slot holds: its size and its label.
+    """
 
     ready, done = 0, 1
 
@@ -146,6 +174,18 @@ class _Counters:
         word = self._words[kind][slot]
         word.value = number
         self._call(_FUTEX, ctypes.byref(word), _WAKE, ctypes.c_int(2**31 - 1), None, None, 0)
+
+    def describe(self, slot: int, nbytes: int, label: str) -> None:
+        """Say what the slot is about to hold; `set` comes after it."""
+        start = 2 * slot * _ENTRY + 8
+        self._memory[start : start + 8] = nbytes.to_bytes(8, "little")
+        self._memory[start + 8 : start + 8 + _LABEL] = label.encode()[:_LABEL].ljust(_LABEL, b"\0")
+
+    def described(self, slot: int) -> tuple[int, str]:
+        """What `describe` said."""
+        start = 2 * slot * _ENTRY + 8
+        label = self._memory[start + 8 : start + 8 + _LABEL].rstrip(b"\0")
+        return int.from_bytes(self._memory[start : start + 8], "little"), label.decode(errors="ignore")
 
     def sleep(self, kind: int, slot: int, seen: int) -> None:
         """Sleep until the word is no longer `seen`, or for a while."""

@@ -1,10 +1,8 @@
 """Collectives, and who waits for them where.
 
 A unit hands over its layout, its slice and the buffers to fill; the transport decides about staging, issues the
-collective and returns a `Pending`. `Transport` stages through flat buffers, on NCCL's streams. On gloo only the
-reduction differs: gloo's own reduce-scatter is a whole all-reduce, twice the bytes; an all-to-all and a local sum in
-float32, in rank order, moves the textbook's bytes and gives the same bits in every run. Whatever algorithm runs below,
-a trace and `CommDebugMode` see the collective it stands for (`announce`).
+collective and returns a `Pending`. `Transport` stages through flat buffers; as it stands here it is NCCL's. What gloo
+and shared memory do differently is in `gloo.py` and `shared.py`.
 """
 
 from __future__ import annotations
@@ -96,46 +94,6 @@ class Transport:
         )
 
 
-class GlooTransport(Transport):
-    """Gloo, with a reduce-scatter that moves P(n-1)/n bytes."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(group, device)
-        self._backend = group._get_backend(device)
-        self._announced = compat.silent_group(self.rank, self.ranks)
-
-    def _reduction(self, send: torch.Tensor, output: torch.Tensor, divide: float) -> Reduction:
-        received = torch.empty_like(send)
-        events.tag("communication_buffers", received, "")
-
-        def issue(asynchronous: bool) -> Any:
-            announce("reduce_scatter", self._announced)
-            return self._backend.alltoall_base(received, send, [], [])
-
-        return issue, lambda: sum_in_rank_order(received.view(self.ranks, -1), output, divide), received
-
-
-def announce(kind: str, group: dist.ProcessGroup) -> None:
-    """Show a collective, without moving anything, to whatever watches `torch.distributed` and the profiler."""
-    nothing = torch.empty(0)
-    if kind == "all_gather":
-        compat.all_gather_single(nothing, nothing, group=group)
-    elif kind == "reduce_scatter":
-        compat.reduce_scatter_single(nothing, nothing, group=group)
-    else:
-        dist.all_reduce(nothing, group=group)
-
-
-def sum_in_rank_order(parts: torch.Tensor, output: torch.Tensor, divide: float) -> None:
-    """`output = (parts[0] + parts[1] + ...) / divide` in float32, always in that order; `parts` is [ranks, slice]."""
-    total = output.copy_(parts[0]) if output.dtype == torch.float32 else parts[0].float()
-    for part in parts[1:]:
-        total.add_(part)
-    total.div_(divide)
-    if total is not output:
-        output.copy_(total)
-
-
 def unpack(layout: Layout, staging: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy n slices (rank-major) into the whole (parameter-major bytes)."""
     for rank, part in enumerate(staging.view(layout.ranks, -1)):
@@ -172,4 +130,3 @@ def _pack_uneven(rows: int, chunk: int, gradient: torch.Tensor, columns: torch.T
         part = flat[min(rank * chunk, rows) * row : min((rank + 1) * chunk, rows) * row]
         column[: part.numel()].copy_(part)
         column[part.numel() :].zero_()
-

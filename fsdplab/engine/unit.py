@@ -35,20 +35,26 @@ class Unit:
         self.stale = True  # whether the whole buffer must be gathered again before it is read
         self.sync = True  # whether a backward ends in a reduction, or only adds to the whole gradients
         self.divide = terms.divide
-        self._dtypes = [p.dtype for p in params]
-        low = terms.policy.param_dtype
+        self._by_hand = False  # whether the user gathered it outside a forward
+        self._versions: list[int] = []
+        self._gathering: Pending | None = None
+        self._reducing: Reduction | None = None
+        self._plan()
+
+    def _plan(self) -> None:
+        """Lay everything out for the dtypes that the parameters have; no buffer exists yet."""
+        params, ranks, row = self.params, self.terms.ranks, self.terms.strategy
+        self._dtypes, low = [param.dtype for param in params], self.terms.policy.param_dtype
         self._compute = [low if low and dtype.is_floating_point else dtype for dtype in self._dtypes]
-        self.rest_layout = layout_of(params, self._dtypes, terms.ranks)
-        self.layout = layout_of(params, self._compute, terms.ranks)
-        casts, alone = self._compute != self._dtypes, terms.ranks == 1
-        self.aliased = not casts and (alone or not terms.strategy.shard_parameters)
-        self.keeps_whole = self.aliased or not (alone or terms.strategy.shard_parameters)
+        self.rest_layout = layout_of(params, self._dtypes, ranks)
+        self.layout = layout_of(params, self._compute, ranks)
+        casts, alone = self._compute != self._dtypes, ranks == 1
+        self.aliased = not casts and (alone or not row.shard_parameters)
+        self.keeps_whole = self.aliased or not (alone or row.shard_parameters)
         self._settled = False
         self._flat: torch.Tensor | None = None  # the slices at rest, end to end (bytes)
         self._low: torch.Tensor | None = None  # their low-precision copy, from the root forward to the end of backward
         self._whole: torch.Tensor | None = None  # the gathered parameters (bytes); its storage comes and goes
-        self._gathering: Pending | None = None
-        self._reducing: Reduction | None = None
 
     # ---- shard
 
@@ -60,16 +66,19 @@ class Unit:
         self.settle()
 
     def settle(self) -> None:
-        """Bring slices that were replaced from outside (`to_empty`, an assigned state dict) back into the buffer."""
+        """Bring slices that were replaced from outside (`to_empty`, `to`, an assigned state dict) into the buffer."""
         if self.state is not SHARDED or not self.params:
             return
         for param in self.params:
             param.find()
+        if [param.dtype for param in self.params] != self._dtypes:
+            self._plan()
         if self._settled and all(param.settled() for param in self.params):
             return
         self._settled = not any(param.local.is_meta for param in self.params)
         if not self._settled:
             return
+        self.stale = True
         buffer = self._make_whole() if self.aliased else self._make_flat()
         for param, slot in zip(self.params, self.rest_layout.slots):
             param.settle(self._home(buffer, param, slot))
@@ -98,6 +107,27 @@ class Unit:
         return self._whole
 
     # ---- start_unshard, finish_unshard
+
+    def begin_forward(self, accumulating: bool) -> None:
+        """A root forward begins: what was gathered before is out of date, unless the user gathered it by hand.
+
+        Between micro-batches a strategy that keeps parameters whole need not gather again, if nobody wrote to them.
+        """
+        if self._by_hand:
+            self._by_hand = False
+            return
+        self.reshard("forward")
+        self.settle()
+        self.forget_low_precision()
+        self.stale |= not accumulating or self._versions != [param.at_rest._version for param in self.params]
+
+    def unshard_by_hand(self) -> None:
+        """Begin to gather outside a forward; the next forward uses what was gathered."""
+        self.settle()
+        if self.state is SHARDED:
+            self.forget_low_precision()
+            self.stale = self._by_hand = True
+            self.start_unshard("forward")
 
     def start_unshard(self, phase: str) -> None:
         """Begin to gather the whole parameters; returns at once, and does nothing if that is under way or done."""
@@ -157,6 +187,7 @@ class Unit:
         for param in self.params:
             param.gathered.requires_grad_(param.at_rest.requires_grad)
             param.show(param.gathered)
+        self._versions = [param.at_rest._version for param in self.params]
         self._move(UNSHARDED, phase)
 
     # ---- reshard
@@ -164,6 +195,7 @@ class Unit:
     def reshard(self, phase: str) -> None:
         """Show the slices again and drop the whole parameters, where the strategy drops them."""
         self.finish_unshard(phase)
+        self._by_hand = False
         if self.state is not UNSHARDED:
             return
         for param in self.params:
@@ -181,7 +213,7 @@ class Unit:
     def collect_gradients(self) -> None:
         """Take the whole gradients that autograd left behind, adding them to those of earlier micro-batches."""
         for param in self.params:
-            param.take_gradient(self.terms.policy.reduce_dtype or param.dtype)
+            param.take_gradient(self.terms.policy.reduce_dtype)
             if param.whole_gradient is not None:
                 events.tag("whole_gradients", param.whole_gradient, self.name)
 
@@ -199,6 +231,16 @@ class Unit:
         if self._reducing is not None and self._reducing.advance():
             self._reducing = None
         return self._reducing is None
+
+    def abandon_gradients(self) -> None:
+        """Forget what a backward that raised has left behind."""
+        if self._reducing is not None:
+            self._reducing.abandon()
+            self._reducing = None
+        self.forget_whole_gradients()
+        for param in self.params:
+            if param.gathered is not None:
+                param.gathered.grad = None
 
     def forget_whole_gradients(self) -> None:
         """Free the whole gradients; a reduction in flight keeps what it still reads."""
