@@ -1,8 +1,9 @@
 """The sharding engine: `fully_shard`, and `shard_model` for every row of the strategy table.
 
-Read `unit.py` first: it tells one unit's life in time order. A file imports only files above it in this list:
-policy, layout, events, pending, lanes, compat, transport, param, reduction, unit, schedule, runtime, hooks, shard. Built on
-these: slots, shared (shared memory), choose (which transport a group gets).
+Read `unit.py` first: it tells one unit's life in time order. A file imports only files above it in this list: policy,
+layout, events, pending, compat, lanes, transport, param, reduction, unit, schedule, runtime, hooks, shard. Built on
+these: gloo, slots and shared (shared memory between the ranks of one machine), shm_group and shm_moves (the same for
+torch's own engines), choose (which transport a group gets), checkpoint.
 """
 
 from .policy import STRATEGIES, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Strategy
