@@ -49,8 +49,8 @@ def top(context: typer.Context, version: Annotated[bool, typer.Option("--version
 
 @app.command()
 def compare(
-    strategies: Annotated[str, typer.Option(help="Strategies of the lab's own engine, comma-separated.")] = "no_shard,zero1,zero2,shard_grad_op,full_shard",
-    engines: Annotated[str, typer.Option(help="Other engines beside them: torch-ddp,torch-fsdp1,torch-fsdp2,deepspeed-3,...")] = "",
+    strategies: Annotated[str, typer.Option(help="Strategies of the lab's own engine, comma-separated.", show_default="all five")] = "no_shard,zero1,zero2,shard_grad_op,full_shard",
+    engines: Annotated[str, typer.Option(help="Other engines beside them, comma-separated: torch-ddp, torch-fsdp1, torch-fsdp2, deepspeed-1/2/3.")] = "",
     world_size: WorldSize = 2,
     model: Model = "gpt-20m",
     steps: Steps = 8,
@@ -130,6 +130,7 @@ def bench(
     precision: Precision = "fp32",
     optimizer: Annotated[str, typer.Option(help="adamw (fused) or adamw-foreach.")] = "adamw",
     transport: Annotated[str, typer.Option(help="Of the lab's engine: auto, shm, gloo or nccl.")] = "auto",
+    peer_transport: Annotated[str, typer.Option(help="Of the other engines: auto (gloo or nccl), or shm for torch's own.")] = "auto",
     device: Device = "auto",
     time_limit: TimeLimit = 900.0,
     json_file: Annotated[Optional[Path], typer.Option("--json", help="Write medians and ratios to this file.")] = None,
@@ -141,7 +142,7 @@ def bench(
         world_size=world_size, model=model, batch_size=batch_size, sequence_length=sequence_length, precision=precision,
         optimizer=optimizer, transport=transport, device=device, time_limit=time_limit, memory=False,
     )  # fmt: skip
-    bench_engines(names(strategies), names(engines), common, rounds, json_file)
+    bench_engines(names(strategies), names(engines), common, rounds, json_file, peer_transport)
 
 
 @app.command()

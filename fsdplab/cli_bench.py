@@ -16,14 +16,15 @@ from fsdplab.cli_errors import refusals, refuse
 BESIDE = ("alone", "torch-ddp", "torch-fsdp2")  # whose medians the ratios are taken to, where they took part
 
 
-def bench_engines(strategies: list[str], engines: list[str], common: dict[str, Any], rounds: int, json_file: Path | None) -> None:
+def bench_engines(strategies: list[str], engines: list[str], common: dict[str, Any], rounds: int, json_file: Path | None, peer_transport: str = "auto") -> None:
     """Run the lab's strategies and the other engines in turn, print the ratios, and write them as JSON if asked."""
     from fsdplab.sessions import ENGINES, RunSpec, bench
 
     console = Console()
     with refusals():
-        peers = [RunSpec(engine=name, strategy=strategy, **common) for name in engines for strategy in _strategies(ENGINES, name)]
         transport = common.pop("transport")
+        pairs = [(name, strategy) for name in engines for strategy in _strategies(ENGINES, name)]
+        peers = [RunSpec(engine=name, strategy=strategy, transport=peer_transport, **common) for name, strategy in pairs]
         ours = [RunSpec(strategy=name, transport=transport, **common) for name in strategies]
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("rounds", total=None)

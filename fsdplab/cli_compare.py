@@ -113,7 +113,7 @@ def _conclude(records: list[RunRecord], twin: RunRecord, console: Console, outpu
     shown = with_verdicts(records, comparison)
     show(console, shown, reference)
     outputs.write(comparison, shown)
-    reports = [f"{record.label}: {report_of(record)}" for record in [*records, twin] if record.status == "failed"]
+    reports = [f"{view(record).label}: {report_of(record)}" for record in [*records, twin] if record.status == "failed"]
     if reports:
         failed("\n\n".join(reports))
 
@@ -133,6 +133,8 @@ def record_run(settings: dict, folder: Path) -> None:
         spec = RunSpec(**settings)
         if folder.exists() and not folder.is_dir():
             refuse(f"--out {folder} is a file; expected a folder")
+        if folder.exists() and any(folder.iterdir()) and not any((folder / name).exists() for name in ("run.json", "ranks")):
+            refuse(f"--out {folder} holds other files; expected a new folder, or that of an earlier run")
         console.print(_headline(spec, spec.card), highlight=False)
         with Progress(console, planned=1) as progress:
             record = run(spec, directory=folder, on_progress=lambda *where: progress.step(spec, *where))

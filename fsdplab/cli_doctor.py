@@ -54,7 +54,7 @@ def _torch() -> list[Finding]:
     import torch
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    return [Finding("torch", True, torch.__version__, build), _gloo(), _gpus(torch), _nccl(torch)]
+    return [Finding("torch", True, torch.__version__, build), _gloo(), _transport(), _gpus(torch), _nccl(torch)]
 
 
 def _gloo() -> Finding:
@@ -69,7 +69,16 @@ def _gloo() -> Finding:
         dist.destroy_process_group()
     except RuntimeError as error:
         return Finding("gloo", False, "does not start", f"{' '.join(str(error).split())[:160]}; set GLOO_SOCKET_IFNAME to a working interface")
-    return Finding("gloo", True, "works", "CPU ranks of one machine")
+    return Finding("gloo", True, "works", "starts CPU ranks, on one machine or several")
+
+
+def _transport() -> Finding:
+    """What carries parameters and gradients between the CPU ranks of this machine."""
+    from fsdplab.engine.slots import machine_of_this_rank
+
+    if machine_of_this_rank() is None:
+        return Finding("CPU transport", True, "gloo", "shared memory needs Linux on x86-64")
+    return Finding("CPU transport", True, "shared memory", "between ranks of this machine; gloo between machines")
 
 
 def _gpus(torch: object) -> Finding:
@@ -107,8 +116,9 @@ def _package(name: str) -> Finding:
 
 def reality(found: list[Finding]) -> Mapping[str, str]:
     """What a run on this machine measures, what it emulates, what it only simulates."""
-    gpus = next(item for item in found if item.name == "GPUs").present
-    ranks = "one process a GPU over NCCL, or CPU processes over gloo" if gpus else "CPU processes over gloo"
+    by_name = {item.name: item for item in found}
+    gpus, on_cpu = by_name["GPUs"].present, f"CPU processes over {by_name['CPU transport'].value}"
+    ranks = f"one process a GPU over NCCL, or {on_cpu}" if gpus else on_cpu
     return {
         "real": f"ranks ({ranks}), training, losses, bytes sent, step times, memory of every rank",
         "emulated": "the card (--card): on CPU a run ends when its counted bytes exceed it" + ("; on GPUs the allocator enforces it" if gpus else ""),

@@ -81,12 +81,21 @@ def test_files_in_the_way_are_refused(tmp_path, capsys):
     for arguments in (["compare", "--keep", str(tmp_path / "file")], ["run", "--out", str(tmp_path / "file")]):
         code, _, err = ended([*arguments, *TINY], capsys)
         assert code == 2 and "expected a folder" in err
+    code, _, err = ended(["run", "--out", str(tmp_path), *TINY], capsys)
+    assert code == 2 and "holds other files" in err and [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_run_that_fails_ends_with_its_report_and_exit_code_1(tmp_path, capsys):
     code, _, err = ended(["run", "full_shard", *TINY, "--time-limit", "0.5", "--out", str(tmp_path / "run")], capsys)
     assert code == 1 and "0.5" in err and "Traceback (most recent call last)" not in err
     assert RunRecord.load(tmp_path / "run").status == "failed"
+
+
+def test_a_comparison_whose_run_fails_shows_its_row_then_names_the_run(tmp_path, capsys):
+    code, out, err = ended(["compare", "--strategies", "zero1", *TINY, "--time-limit", "0.5", "--json", str(tmp_path / "c.json")], capsys)
+    assert code == 1 and "zero1: " in err and "0.5" in err and "Traceback (most recent call last)" not in err
+    assert "failed" in out and "DIFFER" not in out, "what a failed run sent is not held against the formula"
+    assert json.loads((tmp_path / "c.json").read_text())["runs"][0]["comm"]["bytes_per_step"] is None
 
 
 def test_version_help_and_the_installed_script(capsys):
@@ -108,6 +117,8 @@ def test_doctor_says_what_is_here(capsys):
     assert code == 0 and set(found) == {"findings", "real", "emulated", "simulated"}
     by_name = {item["name"]: item for item in found["findings"]}
     assert by_name["gloo"]["present"] and by_name["torch"]["value"].startswith("2.")
+    carries = by_name["CPU transport"]["value"]
+    assert carries in ("shared memory", "gloo") and f"CPU processes over {carries}" in found["real"]
     assert set(by_name["cores"]) == {"name", "present", "value", "note"}
     code, out, _ = ended(["doctor"], capsys)
     assert code == 0 and "gloo" in out and "emulated" in out

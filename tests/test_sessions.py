@@ -13,7 +13,7 @@ import torch
 
 from fsdplab import records
 from fsdplab.engine import events
-from fsdplab.sessions import ENGINES, RanksFailed, RunSpec, SpecError, compare
+from fsdplab.sessions import ENGINES, RanksFailed, RunSpec, SpecError, bench, compare
 from fsdplab.sessions.environment import capture_environment
 from fsdplab.sessions.faults import Remains, failed_first, hung, not_started, too_slow
 from fsdplab.sessions.launch import Progress
@@ -67,6 +67,9 @@ def test_a_spec_survives_the_way_through_json() -> None:
         ({"engine": "torch-ddp"}, "engine torch-ddp cannot do full_shard; expected no_shard"),
         ({"engine": "torch-fsdp2", "strategy": "zero2"}, "expected full_shard or shard_grad_op"),
         ({"engine": "torch-fsdp2", "prefetch": 2}, "leave prefetch=1, or give engine='lab'"),
+        ({"engine": "torch-fsdp2", "transport": "gloo"}, "brings its own; leave transport='auto'"),
+        ({"engine": "twin", "transport": "shm"}, "give torch-ddp or torch-fsdp1 or torch-fsdp2 for shm, or engine='lab'"),
+        ({"transport": "nccl"}, "transport nccl does not move tensors on cpu"),
         ({"model": "llama-3.1-405b"}, "GB of memory, but this machine has"),
         ({"world_size": 100_000}, "fewer ranks"),
     ],
@@ -75,6 +78,15 @@ def test_a_run_that_cannot_be_is_refused_in_one_line(fields: dict[str, object], 
     with pytest.raises(SpecError, match=message) as caught:
         RunSpec(**{"device": "cpu", **fields})  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+
+
+def test_torchs_engines_run_on_shared_memory_where_it_is_asked_for() -> None:
+    for engine in ("torch-ddp", "torch-fsdp1", "torch-fsdp2"):
+        fields = {"engine": engine, "strategy": ENGINES[engine][0], "device": "cpu"}
+        assert [RunSpec(**fields, transport=transport).backend for transport in ("auto", "shm")] == ["gloo", "shm"]
+    assert RunSpec(transport="shm", device="cpu").backend == "gloo"  # the lab's engine chooses on top of it
+    with pytest.raises(SpecError, match="share one process group"):
+        bench([RunSpec(engine="torch-fsdp2", device="cpu", transport=transport) for transport in ("auto", "shm")])
 
 
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:

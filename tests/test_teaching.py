@@ -378,7 +378,9 @@ def test_sliders_move_the_table_without_a_browser(capsys):
 
 def test_what_was_real_collects_the_origins():
     rows = dict(provenance.origins(RUNS, {"bus_bandwidth": "measured"}))
-    assert rows == {"measured": "peak memory bytes, bus bandwidth", "emulated": "card", "simulated": "nothing"}
+    assert rows == {"measured": "peak memory, bus bandwidth", "computed": "nothing", "emulated": "card", "simulated": "nothing"}
+    formula = RunRecord("unsaved", provenance={"ledger": "measured", "formula_bytes_per_step": "simulated"})
+    assert dict(provenance.origins([formula], {}))["computed"] == "the formula's bytes"
     with pytest.raises(ValueError, match="'guessed'"):
         provenance.origins([], {"x": "guessed"})
 

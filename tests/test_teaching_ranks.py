@@ -13,7 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from fsdplab import teaching
 from fsdplab.sessions import Failure, RanksFailed
-from fsdplab.teaching import checking, collectives, exercises, magics, trials
+from fsdplab.teaching import checking, collectives, exercises, magics, on_ranks, trials
 from fsdplab.teaching.course_state import open_course
 from fsdplab.teaching.exercise import Call, Case, Exercise, Trial, Wrong
 from fsdplab.teaching.home import Home
@@ -98,19 +98,30 @@ def test_a_check_that_raises_shows_the_learners_line_and_unlocks_a_hint(course):
     assert "Hint 1 (a nudge)" in report and course.home.failed_tries("01.ring_all_gather") == 1
 
 
-def test_a_check_that_hangs_ends_within_its_limit_and_shows_the_line(home):
+@pytest.mark.parametrize("name,line", [("send before receive", "dist.send(whole[(rank - step) % n]"), ("receive before send", "dist.recv(whole[(rank - step - 1) % n]")])
+def test_a_check_that_hangs_ends_within_its_limit_and_shows_the_line(home, name, line):
     exercise = replace(exercises.find("01.ring_all_gather"), time_limit=3.0)
-    known = wrong(exercise.id, "hangs")
+    known = next(known for known in exercise.wrong if known.name == name)
     path = Home(home.path / "hangs").save(exercise.id, known.source)
     finding = checking.judge(exercise, trials.try_one(exercise, path, home))
     assert known.says in finding.cause and "did not return within 3 s" in finding.headline
-    assert "01.ring_all_gather.py" in finding.got and "line 11: dist.send(whole[(rank - step) % n]" in finding.got
+    assert "01.ring_all_gather.py" in finding.got and f"line 11: {line}" in finding.got
+
+
+def test_a_rank_that_returned_and_still_waits_is_told_apart(monkeypatch):
+    reported = []
+    monkeypatch.setattr(on_ranks.sys, "excepthook", lambda kind, error, trace: reported.append(kind))
+    on_ranks._give_up(8.0, "no file on this stack")
+    on_ranks._give_up(8.0, __file__)
+    assert reported == [on_ranks.LeftUnfinished, on_ranks.StillWaiting]
 
 
 @pytest.mark.parametrize(
     "failure,cause",
     [
         (Failure("raised", "Rank 1 raised: StillWaiting: no return after 8 s", 1), "deadlock"),
+        (Failure("raised", "Rank 1 raised: LeftUnfinished: it returned, but 10 s later the ranks could still not meet", 1), "call `.wait()`"),
+        (Failure("raised", "Rank 1 raised.", 1, traceback="...\nNameError: name 'world_size' is not defined"), "in `%%ranks` cells only"),
         (Failure("hung", "Rank 2 did not start within the time limit.", 2), "too busy"),
         (Failure("timeout", "The ranks still made progress.", 0), "too busy"),
         (Failure("died", "Rank 1 died: it ended with SIGSEGV.", 1), "crash"),

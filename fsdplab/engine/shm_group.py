@@ -86,7 +86,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """Fill a list with every rank's tensor; they may differ in size."""
         output, source = _only("all_gather", outputs), _only("all_gather", inputs)
-        if len(output) != self._ranks or not _alike(output[self._own], source):
+        if len(output) != self._ranks or _shown(output[self._own]) != _shown(source):
             raise ValueError(f"all_gather: outputs {_shown(*output)} for this rank's input {_shown(source)}; expected {self._ranks}, its own like its input")
         self._silent.allgather([_traces(output)], _traces(inputs))
         with _moving("all_gather", output) as flats:
@@ -112,7 +112,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
         """Reduce a list with one tensor a rank and keep this rank's; they may differ in size."""
         output, sources = _only("reduce_scatter", outputs), _only("reduce_scatter", inputs)
-        if len(sources) != self._ranks or not _alike(sources[self._own], output) or len({each.dtype for each in sources}) > 1:
+        if len(sources) != self._ranks or _shown(sources[self._own]) != _shown(output) or len({each.dtype for each in sources}) > 1:
             raise ValueError(f"reduce_scatter: inputs {_shown(*sources)} for the output {_shown(output)}; expected {self._ranks}, its own like the output")
         operation = operation_of(opts, output)
         self._silent.reduce_scatter(_traces(outputs), [_traces(sources)])
@@ -165,10 +165,6 @@ def _only(kind: str, given: Sequence[Any]) -> Any:
     if len(given) != 1:
         raise ValueError(f"{kind}: expected one tensor a rank, got {len(given)}; call it for each")
     return given[0]
-
-
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.numel() == other.numel() and one.dtype == other.dtype
 
 
 def _shown(*tensors: torch.Tensor) -> str:

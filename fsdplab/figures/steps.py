@@ -78,7 +78,7 @@ def _finding(timed: list[RunView]) -> str:
 
 
 def _conditions(shown: list[RunView]) -> str:
-    return f"Measured on {ranks_and_device(shown)} of one machine, its own memory as the network"
+    return f"Measured on {ranks_and_device(shown)} of one machine: no network between them"
 
 
 def _alt(shown: list[RunView]) -> str:

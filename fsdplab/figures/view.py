@@ -76,6 +76,8 @@ def view(run: object) -> RunView:
     same_fields = {**summary, "strategy": spec["strategy"], "engine": spec["engine"], "world_size": spec["world_size"]}
     same_fields["predicted"] = {"comm_bytes_per_step": summary.get("formula_bytes_per_step")}
     known = from_json(same_fields, {"card": card.get("bytes") or spec.get("card")}, run.environment or {})
+    if run.status == "failed":
+        known = replace(known, comm_bytes=None)  # what its ranks sent before they failed is no step's traffic
     return replace(known, status=run.status, card_emulated=run.provenance.get("card", "emulated") == "emulated")
 
 

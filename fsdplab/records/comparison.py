@@ -55,6 +55,8 @@ def _common_spec(records: Sequence[RunRecord]) -> dict[str, Any]:
 def _run_entry(record: RunRecord, reference: RunRecord | None) -> dict[str, Any]:
     summary = record.summary
     times, memory, comm = (summary.get(name) or {} for name in ("step_time_s", "peak_memory_bytes", "comm"))
+    if record.status == "failed":
+        comm = {}  # what its ranks sent before they failed is no step's traffic
     return {
         "strategy": record.spec.get("strategy"),
         "engine": record.spec.get("engine"),

@@ -94,6 +94,8 @@ def _check(specs: Sequence[RunSpec], rounds: int) -> None:
     work = {replace(spec, engine="lab", strategy="full_shard", transport="auto", prefetch=1) for spec in specs}
     if len(work) > 1:
         raise SpecError("engines of a bench must train the same thing; give all specs the same model, data, ranks and precision")
+    if len({spec.backend for spec in specs if spec.engine != "lab"}) > 1:
+        raise SpecError("engines of a bench share one process group; give all but the lab's own the same transport")
     for spec in specs:
         if spec.engine == "twin":
             raise SpecError("the twin replays all ranks in one process and cannot take turns with engines; leave it out")
@@ -142,7 +144,8 @@ def main(folder: str) -> None:
     """Take turns, as one rank of the bench that FOLDER/bench.json describes."""
     told = json.loads(Path(folder, "bench.json").read_text())
     specs = [RunSpec(**each) for each in told["specs"]]
-    with rank_process(folder, specs[0].place) as place:
+    wanted = {spec.backend for spec in specs}
+    with rank_process(folder, "shm" if "shm" in wanted else specs[0].backend) as place:  # the lab's engine works on either
         place.heart.enter("build")
         text = ByteText.from_path(specs[0].text) if specs[0].text else ByteText.from_standard_library()
         alone = Alone(specs[0], place)

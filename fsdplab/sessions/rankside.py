@@ -21,6 +21,8 @@ from typing import Any, Iterator
 import torch
 import torch.distributed as dist
 
+from fsdplab.engine.shm_group import register_backend
+
 from .guard import end_with_parent
 from .mailbox import AGENT_PID, Heart, Mailbox
 from .stacks import of_exception
@@ -64,8 +66,8 @@ class Place:
 
 
 @contextmanager
-def rank_process(folder: str, device: str = "cpu") -> Iterator[Place]:
-    """The frame of a rank's work: everything inside runs as one rank of a process group (gloo on the CPU, nccl on CUDA).
+def rank_process(folder: str, backend: str = "gloo") -> Iterator[Place]:
+    """The frame of a rank's work: everything inside runs as one rank of a process group (gloo or shm on the CPU, nccl on CUDA).
 
     The process ends with the frame.
     """
@@ -73,9 +75,9 @@ def rank_process(folder: str, device: str = "cpu") -> Iterator[Place]:
     mailbox, rank, world_size = Mailbox(Path(folder)), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _print_into(mailbox, rank)
     _answer_when_asked(mailbox, rank)
-    place = Place(rank, world_size, _own_device(device), mailbox, Heart(mailbox.of(rank, "beat"), rank))
+    place = Place(rank, world_size, _own_device(backend), mailbox, Heart(mailbox.of(rank, "beat"), rank))
     sys.excepthook = lambda kind, error, trace: _leave_note_and_end(place, error)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_GROUP_PATIENCE)
+    dist.init_process_group(register_backend() if backend == "shm" else backend, timeout=_GROUP_PATIENCE)
     with watch_collectives(place.note_collective):
         yield place
     place.heart.enter("finished")
@@ -83,9 +85,9 @@ def rank_process(folder: str, device: str = "cpu") -> Iterator[Place]:
     _end(0)
 
 
-def _own_device(device: str) -> torch.device:
-    if device != "cuda":
-        return torch.device(device)
+def _own_device(backend: str) -> torch.device:
+    if backend != "nccl":
+        return torch.device("cpu")
     own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(own)
     return own

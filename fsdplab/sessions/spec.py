@@ -33,6 +33,7 @@ PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
 OPTIMIZERS = ("adamw", "adamw-foreach")  # fused, and the one that makes temporaries
 TRANSPORTS = ("auto", "shm", "gloo", "nccl")
+ON_SHARED_MEMORY = ("torch-ddp", "torch-fsdp1", "torch-fsdp2")  # besides lab; for them "auto" is the device's usual backend
 
 # Step whose memory is measured: the first has made the optimizer's state and recorded the order of the units, so the second is typical.
 MEMORY_STEP = 1
@@ -106,6 +107,16 @@ class RunSpec:
             return self.device
         return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= self.processes else "cpu"
 
+    @property
+    def backend(self) -> str:
+        """The process group's backend: `nccl` on cuda, else `gloo`, or `shm` for an engine of torch that asks for shared memory.
+
+        The lab's engine makes its own choice on top of gloo.
+        """
+        if self.place == "cuda":
+            return "nccl"
+        return "shm" if self.transport == "shm" and self.engine in ON_SHARED_MEMORY else "gloo"
+
     def as_dict(self) -> dict[str, Any]:
         """All fields, JSON-able; `RunSpec(**spec.as_dict()) == spec`."""
         return asdict(self)
@@ -162,8 +173,9 @@ def _check_pairs(spec: RunSpec) -> None:
         raise SpecError(f'engine {spec.engine} needs DeepSpeed, which is not installed; run: pip install "fsdplab[peers]"')
     if spec.engine != "lab" and spec.prefetch != 1:
         raise SpecError(f"prefetch is {spec.prefetch}, but engine {spec.engine} has its own rule; leave prefetch=1, or give engine='lab'")
-    if spec.engine != "lab" and spec.transport != "auto":
-        raise SpecError(f"transport is {spec.transport}, but engine {spec.engine} brings its own; leave transport='auto', or give engine='lab'")
+    if spec.engine != "lab" and spec.transport != "auto" and not (spec.transport == "shm" and spec.engine in ON_SHARED_MEMORY):
+        able = f"{' or '.join(ON_SHARED_MEMORY)} for shm, or engine='lab'"
+        raise SpecError(f"transport is {spec.transport}, but engine {spec.engine} brings its own; leave transport='auto', or give {able}")
     if spec.transport == "nccl" and spec.place == "cpu" or spec.transport in ("shm", "gloo") and spec.place == "cuda":
         raise SpecError(f"transport {spec.transport} does not move tensors on {spec.place}; leave transport='auto'")
     if spec.memory and spec.warmup <= MEMORY_STEP:

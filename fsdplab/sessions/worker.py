@@ -34,7 +34,7 @@ def main(folder: str, build_rig: Build = build) -> None:
     """Train as the run in FOLDER/spec.json says, as one rank of it."""
     with open(f"{folder}/spec.json") as file:
         spec = RunSpec(**json.load(file))
-    with rank_process(folder, spec.place) as place:
+    with rank_process(folder, spec.backend) as place:
         if place.rank == 0:
             place.write("environment", capture_environment(spec.place))
         place.heart.enter("build")

@@ -19,7 +19,7 @@ from .exercise import Case, Choice, Exercise, Question, Trial
 from .exercises import find
 from .findings import Difference, Finding, Verdict, first_difference
 from .home import Home, fingerprint, load_function
-from .on_ranks import StillWaiting
+from .on_ranks import LeftUnfinished, StillWaiting
 from .trials import Tried, try_one
 
 GRADES = ("a nudge", "a pointer", "nearly the solution")
@@ -136,6 +136,9 @@ def _finding_of_failure(exercise: Exercise, report: Any) -> Finding:
     if StillWaiting.__name__ in got:
         headline = f"{exercise.function} did not return within {exercise.time_limit:g} s."
         return Finding(headline, expected, got.partition(f"{StillWaiting.__name__}: ")[2], exercise.hung, report.rank, step)
+    if LeftUnfinished.__name__ in got:
+        cause = "a message was begun and never waited for: call `.wait()` on what isend and irecv return, before you return"
+        return Finding(f"{exercise.function} left messages unfinished.", "every message that is begun arrives", got.partition(f"{LeftUnfinished.__name__}: ")[2], cause, report.rank, step)
     if report.kind == "raised":
         return Finding(f"{exercise.function} raised an error.", expected, _last_frames(report), _why_raised(report), report.rank, step)
     if report.kind in ("hung", "timeout"):
@@ -155,6 +158,8 @@ def _last_frames(report: Any) -> str:
 
 def _why_raised(report: Any) -> str:
     error = (report.traceback or report.message).strip().splitlines()[-1]
+    if "NameError" in error and re.search("'(rank|world_size)'", error):
+        return "`rank` and `world_size` are there in `%%ranks` cells only: ask `dist.get_rank()` and `dist.get_world_size()`"
     if "NameError" in error:
         return "the cell is saved as a file of its own and runs on other processes: it needs its own imports and helpers"
     if "Timed out" in error or "timeout" in error.lower():

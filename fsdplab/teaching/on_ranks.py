@@ -24,8 +24,15 @@ from fsdplab.teaching.home import Home, load_function
 from fsdplab.teaching.wire import WireLog
 
 
+GRACE = 2.0  # seconds longer than the function's own: a rank that stands in it reports first, it knows the line
+
+
 class StillWaiting(RuntimeError):
     """A function that has not returned in its time; the text ends with the learner's line where it stands."""
+
+
+class LeftUnfinished(RuntimeError):
+    """A function that returned on this rank, after which its ranks could not meet: a message was begun and not waited for."""
 
 
 def call_recorded(payload: dict[str, Any]) -> list[list[dict[str, Any]]]:
@@ -53,7 +60,8 @@ def _run_case(call: Callable[..., Any], arguments: tuple[Any, ...], program: dic
     dist.barrier()  # a common start: a slow machine's start-up is not counted
     with contextlib.redirect_stdout(printed), WireLog() as log, _given_up_after(program["time_limit"], program["path"]):
         returned = call(*arguments)
-    dist.barrier()  # nobody begins the next case while a slow rank still receives this one's messages
+    with _given_up_after(program["time_limit"] + GRACE, program["path"]):
+        dist.barrier()  # nobody begins the next case while a slow rank still receives this one's messages
     calls = [(call.kind, call.nbytes, call.peer) for call in log.calls]
     return {"returned": _portable(returned), "printed": printed.getvalue(), "calls": calls}
 
@@ -74,8 +82,11 @@ def _give_up(seconds: float, path: str) -> None:
     """Report the main thread's place as this process's uncaught error, which ends the rank."""
     stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
     own = [f"{Path(path).name}, line {frame.lineno}: {frame.line}" for frame in stack if frame.filename == path]
-    error = StillWaiting(f"no return after {seconds:g} s; it stood in {own[-1] if own else 'another file'}")
-    sys.excepthook(StillWaiting, error, None)
+    if own:
+        error = StillWaiting(f"no return after {seconds:g} s; it stood in {own[-1]}")
+    else:
+        error = LeftUnfinished(f"it returned, but {seconds:g} s later the ranks could still not meet")
+    sys.excepthook(type(error), error, None)
 
 
 def _portable(value: Any) -> Any:

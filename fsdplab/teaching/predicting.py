@@ -67,10 +67,10 @@ def calibration() -> None:
     present(calibration_table(calibration_of(current().home)))
 
 
-def calibration_table(found: Calibration) -> Table:
-    """The calibration as a table; its caption is the summary."""
+def calibration_table(found: Calibration) -> Table | Note:
+    """The calibration as a table whose caption is the summary; a note where there is nothing to show yet."""
     rows = [[s.name, shown(s.predicted, s.unit), shown(s.measured, s.unit), f"{s.ratio:.2f}"] for s in found.scores]
     if not rows:
-        return table(["prediction", "predicted", "measured", "ratio"], [], "No prediction of your own yet: change a number field, then run on.")
+        return Note(("No prediction of your own yet: change a number field, then run on.",))
     caption = f"{found.within_two} of {len(rows)} within a factor of two; on average {found.bias:.2f} times the measurement."
     return table(["prediction", "predicted", "measured", "ratio"], rows, caption)

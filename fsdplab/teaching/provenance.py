@@ -1,4 +1,4 @@
-"""The last cell of every notebook: what was measured, what was emulated, what was simulated.
+"""The last cell of every notebook: what was measured, computed, emulated, simulated.
 
 Records carry the origin of each quantity; this collects them, so that no lesson can forget to say it.
 """
@@ -10,7 +10,14 @@ from typing import Any
 
 from .display import present, table
 
-_ORIGINS = ("measured", "emulated", "simulated")
+_ORIGINS = ("measured", "computed", "emulated", "simulated")
+_COMPUTED = ("formula_bytes_per_step",)  # arithmetic: a record knows no such origin, but a reader must not take it for a simulation
+_WORDS = {
+    "step_time_s": "step time",
+    "peak_memory_bytes": "peak memory",
+    "ledger": "bytes sent",
+    "formula_bytes_per_step": "the formula's bytes",
+}
 
 
 def what_was_real(*records: Any, **others: str) -> None:
@@ -19,11 +26,12 @@ def what_was_real(*records: Any, **others: str) -> None:
 
 
 def origins(records: Iterable[Any], others: dict[str, str]) -> list[tuple[str, str]]:
-    """(origin, quantities) rows in the order measured, emulated, simulated; an unknown origin is a ValueError."""
+    """(origin, quantities) rows in the order measured, computed, emulated, simulated; an unknown origin is a ValueError."""
     found: dict[str, dict[str, None]] = {origin: {} for origin in _ORIGINS}
     for source in (*(record.provenance for record in records), others):
         for quantity, origin in source.items():
             if origin not in found:
                 raise ValueError(f"{quantity} is {origin!r}; expected one of: {', '.join(_ORIGINS)}")
-            found[origin][quantity.replace("_", " ")] = None
+            shown_as = "computed" if quantity in _COMPUTED else origin
+            found[shown_as][_WORDS.get(quantity, quantity.replace("_", " "))] = None
     return [(origin, ", ".join(names) or "nothing") for origin, names in found.items()]

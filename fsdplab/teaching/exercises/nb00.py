@@ -35,6 +35,8 @@ def _cases() -> list[Case]:
 
 def _explain(case: Case, trial: Trial, difference: Difference) -> tuple[None, str]:
     got, rank = trial.returned, trial.rank
+    if not isinstance(got, str):
+        return None, "return one text that holds both numbers: an f-string joins them"
     if got == f"rank {rank + 1} of {_RANKS}":
         return None, "ranks count from 0"
     if got == f"rank {_RANKS} of {rank}":
@@ -66,6 +68,8 @@ hello_ranks = Exercise(
         Wrong("always rank 0", edited(_REFERENCE, ("{dist.get_rank()}", "0")), "every rank runs this same code"),
         Wrong("swapped", edited(_REFERENCE, ("get_rank", "RANK"), ("get_world_size", "get_rank"), ("RANK", "get_world_size")), "swapped"),
         Wrong("prints", edited(_REFERENCE, ('return f"rank {dist.get_rank()} of {dist.get_world_size()}"', 'print("rank", dist.get_rank())')), "returns nothing"),
+        Wrong("the numbers only", edited(_REFERENCE, ('f"rank {dist.get_rank()} of {dist.get_world_size()}"', "dist.get_rank(), dist.get_world_size()")), "one text"),
+        Wrong("the cell's names", edited(_REFERENCE, ("{dist.get_rank()}", "{rank}")), "in `%%ranks` cells only", ends="raises"),
         Wrong("other words", edited(_REFERENCE, ('f"rank ', 'f"I am ')), "exactly like"),
         Wrong("no import", edited(_REFERENCE, ("import torch.distributed as dist", "")), "imports", ends="raises"),
     ),
@@ -126,14 +130,14 @@ hook = Choice(
     statement="`weight.register_post_accumulate_grad_hook(f)` on the first layer: when does `f` run?",
     options={
         "a": "in the forward pass, when the layer is called",
-        "b": "near the end of `backward()`, as soon as this weight's gradient is there",
-        "c": "after `backward()` has returned, for all weights at once",
+        "b": "after `backward()` has returned, for all weights at once",
+        "c": "near the end of `backward()`, as soon as this weight's gradient is there",
     },
-    right="b",
+    right="c",
     because={
         "a": "that is a forward hook, `register_forward_hook` on the module.",
-        "b": "gradients become ready from the last layer to the first, and the hook runs inside `backward()`: DDP sends buckets from there.",
-        "c": "it runs inside `backward()`, one weight at a time; that is what lets communication begin early.",
+        "b": "it runs inside `backward()`, one weight at a time; that is what lets communication begin early.",
+        "c": "gradients become ready from the last layer to the first, and the hook runs inside `backward()`: DDP sends buckets from there.",
     },
 )
 
@@ -159,11 +163,11 @@ adam = Question(
 bf16 = Choice(
     id="00.bf16",
     statement="`torch.tensor(256., dtype=torch.bfloat16) + 1` gives ...",
-    options={"a": "257", "b": "256", "c": "inf"},
-    right="b",
+    options={"a": "256", "b": "257", "c": "inf"},
+    right="a",
     because={
-        "a": "bf16 keeps 8 significant bits; 257 needs 9.",
-        "b": "257 needs 9 significant bits, bf16 keeps 8: small updates are lost, which is why masters stay in fp32.",
+        "a": "257 needs 9 significant bits, bf16 keeps 8: small updates are lost, which is why masters stay in fp32.",
+        "b": "bf16 keeps 8 significant bits; 257 needs 9.",
         "c": "bf16 has the range of fp32, up to 3e38; what it lacks is precision.",
     },
 )

@@ -83,10 +83,11 @@ def _owner_of(block: torch.Tensor, slices: list[torch.Tensor]) -> int | None:
 def _cause(held: list[int | None], rank: int) -> str:
     """The likely mistake behind a result whose blocks belong to the ranks `held`."""
     left = (rank - 1) % _RANKS
-    if held.count(None) == _RANKS - 1:
+    elsewhere = any(owner not in (None, place) for place, owner in enumerate(held))
+    if held.count(None) == _RANKS - 1 and not elsewhere:
         return "no block has arrived: the loop neither sends nor receives, or receives into something that is not returned"
-    if None in held:
-        return "a block never arrived: in n - 1 steps every rank gets n - 1 blocks; count your steps"
+    if None in held and not elsewhere:
+        return "a block never arrived: count your steps, n - 1 of them, and see that each brings another block: pass on what you have just received"
     if held.count(left) > 1:
         return "the same block arrives at every step: after the first, forward the block that you have just received, not your own"
     if held.count((rank - 2) % _RANKS) > 1:
@@ -133,6 +134,8 @@ def _too_many_bytes(case: Case, trial: Trial) -> Finding | None:
     if sent <= allowed:
         return None
     cause = "more bytes than needed: everything gathered so far is sent again; send only the block that arrived last"
+    if len(_sends(trial)) > _RANKS - 1:
+        cause = "more messages than needed: after n - 1 steps everybody has every block"
     return Finding("The values are right, but too much was sent.", f"P (n-1)/n = {allowed} bytes", f"{sent} bytes", cause, trial.rank)
 
 
@@ -160,13 +163,15 @@ ring_all_gather = Exercise(
     cases=_cases,
     explain=_explain,
     rules=_rules,
-    hung="deadlock: every rank waits in send for a neighbour to receive, and the neighbour is still sending; "
-    "use isend, receive, then wait for the send",
+    hung="deadlock: a rank waits for a message, or for a receiver, that never comes. Begin the send with isend, receive, "
+    "then wait for the send; `dst` is rank + 1 and `src` is rank - 1, both modulo n",
     world_size=_RANKS,
     wrong=(
         Wrong("own block every time", edited(_REFERENCE, (_SEND, "sending = dist.isend(mine, dst=(rank + 1) % n)")), "forward"),
         Wrong("one step short", edited(_REFERENCE, ("range(n - 1)", "range(n - 2)")), "count your steps"),
         Wrong("empty loop", _looped("pass"), "neither sends nor receives"),
+        Wrong("one step more", edited(_REFERENCE, ("range(n - 1)", "range(n)")), "more messages than needed"),
+        Wrong("received over one's own", edited(_REFERENCE, (_RECEIVE, _RECEIVE.replace("step - 1", "step + 1"))), "wrong places"),
         Wrong("mirrored owners", edited(_REFERENCE, ("return whole.flatten(0, 1)", "return whole.flip(0).flatten(0, 1)")), "wrong places"),
         Wrong("order of arrival", edited(_REFERENCE, ("return whole.flatten(0, 1)", "return torch.cat([whole[(rank - step) % n] for step in range(n)])")), "in rank order"),
         Wrong("one receive buffer", _looped(_NEIGHBOURS[0].format("blocks[-1].clone()"), *_NEIGHBOURS[1:], "blocks.append(incoming)", before="    blocks, incoming = [mine], torch.empty_like(mine)\n", after="return torch.cat([blocks[(rank - owner) % n] for owner in range(n)])"), "receive buffer"),
@@ -178,6 +183,7 @@ ring_all_gather = Exercise(
         Wrong("to everybody", _looped("peer, source = (rank + step + 1) % n, (rank - step - 1) % n", "out = dist.isend(mine, dst=peer)", "dist.recv(whole[source], src=source)", "out.wait()"), "to everybody"),
         Wrong("everything each time", _looped(_NEIGHBOURS[0].format("whole"), *_NEIGHBOURS[1:], "whole = torch.maximum(whole, incoming)", before="    incoming = torch.empty_like(whole)\n"), "more bytes than needed"),
         Wrong("send before receive", edited(_REFERENCE, (_SEND, "dist.send(whole[(rank - step) % n], dst=(rank + 1) % n)"), ("        sending.wait()\n", "")), "deadlock", ends="hangs"),
+        Wrong("receive before send", edited(_REFERENCE, (_BODY, f"    for step in range(n - 1):\n        {_RECEIVE}\n        {_SEND}\n        sending.wait()\n")), "never comes", ends="hangs"),
         Wrong("no import", edited(_REFERENCE, ("import torch.distributed as dist", "")), "imports", ends="raises"),
     ),
 )  # fmt: skip
