@@ -36,10 +36,11 @@ def test_a_spec_survives_the_way_through_json() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"strategy": "fullshard"}, "unknown strategy 'fullshard'; did you mean full_shard"),
+        ({"strategy": "fullshard"}, r"unknown strategy 'fullshard' \(did you mean full_shard"),
         ({"strategy": "FULL-SHARD"}, "did you mean full_shard"),
+        ({"strategy": "zero-3"}, "ZeRO-3 is full_shard here"),
         ({"strategy": 3}, "unknown strategy 3; expected one of no_shard, zero1"),
-        ({"engine": "fsdp2"}, "unknown engine 'fsdp2'; did you mean torch-fsdp2"),
+        ({"engine": "fsdp2"}, r"unknown engine 'fsdp2' \(did you mean torch-fsdp2"),
         ({"precision": "fp16"}, "expected one of fp32, bf16"),
         ({"device": "tpu"}, "expected one of auto, cpu, cuda"),
         ({"optimizer": "sgd"}, "expected one of adamw"),

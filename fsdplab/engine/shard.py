@@ -242,7 +242,8 @@ def _default_mesh() -> DeviceMesh:
         raise RuntimeError(
             "no process group: call torch.distributed.init_process_group first (under torchrun, or with world_size=1)"
         )
-    kind = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
+    cpu_only = dist.get_backend() in ("gloo", "fsdplab_shm")
+    kind = "cuda" if torch.cuda.is_available() and not cpu_only else "cpu"
     return init_device_mesh(kind, (dist.get_world_size(),))
 
 

@@ -114,9 +114,9 @@ def _environment(spec: RunSpec, mailbox: Mailbox) -> dict[str, Any]:
 
 
 def _provenance(spec: RunSpec) -> dict[str, str]:
-    measured = dict.fromkeys(("losses", "step_time_s", "peak_memory_bytes", "ledger"), "measured")
-    emulated = {"card": "emulated"} if spec.card is not None else {}
-    return {**measured, **emulated, "formula_bytes_per_step": "simulated"}
+    measured = ["losses", "step_time_s", *(["peak_memory_bytes"] if spec.memory else []), "ledger"]
+    others = {"formula_bytes_per_step": "simulated", **({"card": "emulated"} if spec.card is not None else {})}
+    return {**dict.fromkeys(measured, "measured"), **others}
 
 
 def _tidy(mailbox: Mailbox) -> None:

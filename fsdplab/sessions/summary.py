@@ -64,6 +64,8 @@ def sent_per_step(spec: RunSpec, ledger: Sequence[Row]) -> dict[str, int | None]
     """Bytes that one rank sends in one step, and its collectives: of the last step, which the first ones may exceed (they set up)."""
     if spec.engine != "lab":
         return {"bytes_per_step": None, "collectives_per_step": None}
+    if not ledger and spec.world_size > 1:  # the run ended before a rank handed its ledger over
+        return {"bytes_per_step": None, "collectives_per_step": None}
     last = max((row["step"] for row in ledger), default=0)
     bytes_of, count_of = Counter[int](), Counter[int]()
     for row in ledger:
