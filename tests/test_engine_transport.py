@@ -72,7 +72,7 @@ def on_two_nodes() -> str:
     """The launcher's node number is part of what makes a machine: ranks of two nodes do not share memory."""
     os.environ["GROUP_RANK"] = str(dist.get_rank())
     try:
-        with pytest.raises(ValueError, match="needs all ranks on one x86-64 Linux machine; got 2 machines"):
+        with pytest.raises(ValueError, match="needs all ranks on one x86-64 Linux machine that lets them share; got 2 machines"):
             transport_of(dist.group.WORLD, CPU, "shm")
         return type(transport_of(dist.group.WORLD, CPU)).__name__
     finally:
@@ -82,6 +82,29 @@ def on_two_nodes() -> str:
 @shares_memory
 def test_ranks_of_different_nodes_use_gloo(ranks) -> None:
     assert ranks(2, on_two_nodes) == ["GlooTransport"] * 2
+
+
+def refused_to_rank_1() -> str:
+    """One rank may not open its peers' memory: all of them agree on gloo, and nobody waits."""
+    honest = os.open
+
+    def refusing(path: str, *rest: int) -> int:
+        if dist.get_rank() == 1 and str(path).startswith("/proc/"):
+            raise PermissionError(13, "Permission denied", path)
+        return honest(path, *rest)
+
+    os.open = refusing
+    try:
+        with pytest.raises(ValueError, match="rank 1 may not open its peers' memory: .*Permission denied"):
+            transport_of(dist.group.WORLD, CPU, "shm")
+        return type(transport_of(dist.group.WORLD, CPU)).__name__
+    finally:
+        os.open = honest
+
+
+@shares_memory
+def test_a_system_that_forbids_sharing_gets_gloo(ranks) -> None:
+    assert ranks(3, refused_to_rank_1) == ["GlooTransport"] * 3
 
 
 def many_in_flight() -> None:

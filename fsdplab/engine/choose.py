@@ -9,6 +9,7 @@ from . import compat
 from .gloo import GlooTransport
 from .shared import SharedTransport
 from .shm_group import SharedMemoryGroup, machines_of
+from .slots import SharingRefused
 from .transport import Transport
 
 TRANSPORTS = ("auto", "gloo", "shm", "nccl")
@@ -41,8 +42,12 @@ def _make(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transp
     if wanted == "gloo" or group._get_backend(device).name() != "gloo":
         return GlooTransport(group, device)
     machines = machines_of(group)
+    refused = f"got {len(machines)} machines"
     if None not in machines and len(machines) == 1:
-        return SharedTransport(group, device)
+        try:
+            return SharedTransport(group, device)
+        except SharingRefused as error:
+            refused = str(error)
     if wanted == "shm":
-        raise ValueError(f"transport 'shm' needs all ranks on one x86-64 Linux machine; got {len(machines)} machines")
+        raise ValueError(f"transport 'shm' needs all ranks on one x86-64 Linux machine that lets them share; {refused}")
     return GlooTransport(group, device)

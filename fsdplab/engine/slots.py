@@ -41,12 +41,16 @@ def machine_of_this_rank() -> tuple[str, ...] | None:
 
     Network namespaces share memory, but a link shaped between them must not be bypassed, so they count as machines.
     """
-    if sys.platform != "linux" or platform.machine() != "x86_64" or not hasattr(os, "memfd_create"):
+    if sys.platform != "linux" or platform.machine() != "x86_64" or not hasattr(os, "pidfd_open"):
         return None
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     spaces = tuple(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "user"))
     return boot, os.environ.get("GROUP_RANK", "0"), str(os.getuid()), *spaces
+
+
+class SharingRefused(RuntimeError):
+    """The system does not let a rank open its peers' memory (a hardened container, say)."""
 
 
 class Slots:
@@ -65,15 +69,30 @@ class Slots:
         os.ftruncate(self._files[0], max(mmap.PAGESIZE, 2 * count * _ENTRY))
         told: list[tuple[int, list[int]]] = [None] * self.ranks
         dist.all_gather_object(told, (os.getpid(), self._files), group=group)
-        self._peers = [[os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR) for fd in fds] for pid, fds in told]
-        self._alive = [os.pidfd_open(pid) for pid, _ in told]
+        self._peers, self._alive = self._open(told, group)
         self._counters = [_Counters(fds[0], count) for fds in self._peers]
         self._maps: list[list[mmap.mmap | None]] = [[None] * count for _ in range(self.ranks)]
         self._own: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * count
         self._finish: list[Callable[[], None] | None] = [None] * count
-        dist.barrier(group=group)  # everybody has opened everybody's files
         descriptors = [*self._files, *self._alive, *(fd for fds in self._peers for fd in fds)]
         weakref.finalize(self, _close, descriptors)
+
+    def _open(self, told: list[tuple[int, list[int]]], group: dist.ProcessGroup) -> tuple[list[list[int]], list[int]]:
+        """Everybody's files and process handles; all ranks raise `SharingRefused` where one of them may not open them."""
+        refused: OSError | None = None
+        peers, alive = [], []
+        try:
+            peers = [[os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR) for fd in fds] for pid, fds in told]
+            alive = [os.pidfd_open(pid) for pid, _ in told]
+        except OSError as error:
+            refused = error
+        answers: list[str | None] = [None] * self.ranks
+        dist.all_gather_object(answers, refused and str(refused), group=group)  # also: everybody has opened everything
+        for rank, answer in enumerate(answers):
+            if answer is not None:
+                _close([*self._files, *alive])
+                raise SharingRefused(f"rank {rank} may not open its peers' memory: {answer}") from refused
+        return peers, alive
 
     def claim(self, nbytes: int, label: str = "") -> tuple[int, torch.Tensor]:
         """The next operation's number, and this rank's slot for it (bytes), free to be written.
