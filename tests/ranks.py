@@ -7,6 +7,7 @@ limit ends the pool's processes, and the next call starts new ones.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import tempfile
 import time
@@ -26,6 +27,8 @@ def _serve(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from fsdplab.engine.choose import forget_destroyed
+
     torch.set_num_threads(1)
     while (task := connection.recv()) is not None:
         function, arguments, rank, world_size, store = task
@@ -38,6 +41,9 @@ def _serve(connection: Connection) -> None:
         connection.recv()  # a rank that left before its peers had connected to it would hang them
         if dist.is_initialized():
             dist.destroy_process_group()
+        del reply
+        forget_destroyed()
+        gc.collect()
 
 
 class RankPool:

@@ -363,7 +363,9 @@ KEPT = {
 
 @pytest.fixture(scope="module")
 def shown(ranks) -> list[dict[str, dict[str, Any]]]:
-    return ranks(2, engines_on_a_rank, ENGINES)
+    """A process group for each engine, so that none finds the shared memory of another."""
+    by_engine = [ranks(2, engines_on_a_rank, [engine]) for engine in ENGINES]
+    return [{name: seen for answers in by_engine for name, seen in answers[rank].items()} for rank in range(2)]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -26,14 +26,20 @@ def transport_of(group: dist.ProcessGroup, device: torch.device, wanted: str = "
         raise ValueError(f"unknown transport {wanted!r}; expected one of {', '.join(TRANSPORTS)}")
     if (wanted == "nccl") != (device.type == "cuda") and wanted != "auto":
         raise ValueError(f"transport {wanted!r} does not move tensors on {device.type}; leave it at 'auto'")
-    for key, (owner, _) in list(_known.items()):
-        if not compat.is_group_alive(owner):
-            del _known[key]
+    forget_destroyed()
     key = (id(group), wanted)  # the group is held, so its id is not used again while it is known
     if key not in _known:
         below = group.gloo if isinstance(group, SharedMemoryGroup) else group  # the engine brings its own algorithms
         _known[key] = group, _make(below, device, wanted)
+    _known[key][1].announce_buffers()
     return _known[key][1]
+
+
+def forget_destroyed() -> None:
+    """Free the transports, and their shared memory, of groups that were destroyed; making a transport does it too."""
+    for key, (owner, _) in list(_known.items()):
+        if not compat.is_group_alive(owner):
+            del _known[key]
 
 
 def _make(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transport:

@@ -31,6 +31,11 @@ class SharedTransport(Transport):
         self._gathers, self._reductions = Slots(group, _GATHERS), Slots(group, _REDUCTIONS)
         self._announced = compat.silent_group(self.rank, self.ranks)
 
+    def announce_buffers(self) -> None:
+        """Tag this rank's slots."""
+        self._gathers.announce()
+        self._reductions.announce()
+
     def all_gather(self, layout: Layout, send: torch.Tensor, whole: torch.Tensor, stamp: Stamp) -> Pending:
         """Publish `send`; on waiting, copy every rank's slice into `whole`."""
         note = self._note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, send.dtype)

@@ -94,6 +94,11 @@ class Slots:
                 raise SharingRefused(f"rank {rank} may not open its peers' memory: {answer}") from refused
         return peers, alive
 
+    def announce(self) -> None:
+        """Tag this rank's memory as communication buffers."""
+        for own in self._own:
+            events.tag("communication_buffers", own, "")
+
     def claim(self, nbytes: int, label: str = "") -> tuple[int, torch.Tensor]:
         """The next operation's number, and this rank's slot for it (bytes), free to be written.
 
@@ -109,7 +114,7 @@ class Slots:
             self._capacity[slot] = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
             os.ftruncate(self._files[1 + slot], self._capacity[slot])
             self._own[slot] = self._view(self.rank, slot)
-            events.tag("communication_buffers", self._own[slot], "")
+            self.announce()
         self._claimed[slot] = (nbytes, label)
         return number, self._own[slot][:nbytes]
 

@@ -41,6 +41,9 @@ class Transport:
         self._gather_lane = HostLane() if host else stream_lane(device, "gather")
         self._reduce_lane = HostLane() if host else stream_lane(device, "reduce")
 
+    def announce_buffers(self) -> None:
+        """Tag buffers that outlive a collective, for whoever subscribed since they were made; staging does not."""
+
     def all_gather(self, layout: Layout, send: torch.Tensor, whole: torch.Tensor, stamp: Stamp) -> Pending:
         """Fill `whole` (bytes, parameter-major) from every rank's `send` (one slice, in the dtype that travels)."""
         staging = send.new_empty(self.ranks * send.numel())
