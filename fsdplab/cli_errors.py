@@ -51,3 +51,5 @@ def refusals() -> Iterator[None]:
         refuse(str(error))
     except RanksFailed as error:
         failed(str(error))
+    except OSError as error:  # a folder that cannot be written, a full disk
+        refuse(f"{error.filename or 'a file'}: {error.strerror or error}; give a place that can be written and has room")

@@ -198,3 +198,8 @@ def test_sizes_and_names():
     for wrong in ("", "MB", "3 apples", "-1MB", "0"):
         with pytest.raises(SystemExit):
             parse_size(wrong)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line_and_exit_code_2(capsys):
+    code, _, err = ended(["run", "--model", "gpt-tiny", "--out", "/dev/null/x"], capsys)
+    assert code == 2 and err.count("\n") == 1 and "give a place that can be written" in err
