@@ -375,8 +375,8 @@ def refusals() -> None:
         fully_shard(model.blocks[0])
     with pytest.raises(ValueError, match="has no forward.*shard its children"):
         fully_shard(model.blocks)
-    with pytest.raises(ValueError, match="zero1 needs a 1-D mesh, or full_shard a 2-D one"):
-        shard_model(Odd(), "zero1", mesh=init_device_mesh("cpu", (1, 2)))
+    with pytest.raises(ValueError, match="no_shard cuts nothing, so it needs a 1-D mesh"):
+        shard_model(Odd(), "no_shard", mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards")))
     with pytest.raises(ValueError, match="hybrid_shard needs a 2-D mesh: init_device_mesh"):
         shard_model(Odd(), "hybrid_shard")
     with pytest.raises(ValueError, match="matches no submodule of Odd"):

@@ -300,3 +300,37 @@ def kept_by_one_rank() -> None:
 
 def test_ranks_may_let_go_of_models_at_different_times(ranks) -> None:
     ranks(2, kept_by_one_rank)
+
+
+# ---- an output that is a view, written to in place
+
+
+class Viewed(nn.Module):
+    """Blocks whose outputs are views that the caller adds to in place: PyTorch's FSDP2 loses its hook there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Unflatten(-1, (2, 4)), nn.Flatten(-2)) for _ in range(3))
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            out = block(x)
+            out += x
+            x = out
+        return self.last(x)
+
+
+def in_place_on_views() -> list[bool]:
+    whole, sharded = Viewed(), Viewed()
+    shard_model(sharded, "full_shard")
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+    for model in (whole, sharded):
+        model(x).square().sum().backward()
+    pairs = zip(whole.parameters(), sharded.parameters(), strict=True)
+    return [torch.equal(one.grad, two.grad.full_tensor()) for one, two in pairs]
+
+
+def test_an_output_that_is_a_view_may_be_written_to_in_place(ranks) -> None:
+    assert all(all(each) for each in ranks(2, in_place_on_views))

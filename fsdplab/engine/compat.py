@@ -5,14 +5,45 @@ Collectives are looked up on `torch.distributed` at call time, so that a patched
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+try:
+    from torch.distributed.fsdp import DataParallelMeshDims
+except ImportError:  # before torch 2.13
+
+    @dataclass
+    class DataParallelMeshDims:
+        """Which named dimensions of a full mesh are data parallel: those that shard and those that replicate."""
+
+        shard: str | tuple[str, ...] | None = None
+        replicate: str | tuple[str, ...] | None = None
+
+        def __post_init__(self) -> None:
+            if self.shard is None and self.replicate is None:
+                raise ValueError("DataParallelMeshDims needs at least one of shard and replicate")
+
+        @property
+        def shard_names(self) -> tuple[str, ...]:
+            """Names of the dimensions that shard."""
+            return (self.shard,) if isinstance(self.shard, str) else tuple(self.shard or ())
+
+        @property
+        def replicate_names(self) -> tuple[str, ...]:
+            """Names of the dimensions that replicate."""
+            return (self.replicate,) if isinstance(self.replicate, str) else tuple(self.replicate or ())
 
 
 def all_gather_single(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
@@ -42,9 +73,28 @@ def seconds_before_giving_up(group: dist.ProcessGroup) -> float:
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
-def row_sharded_spec(mesh: DeviceMesh, like: torch.Tensor) -> DTensorSpec:
-    """The description of a tensor like `like` cut into rows: `Shard(0)`, or `(Replicate(), Shard(0))` on a 2-D mesh."""
-    return DTensorSpec(mesh, (*[Replicate()] * (mesh.ndim - 1), Shard(0)), tensor_meta=TensorMeta(like.size(), like.stride(), like.dtype))
+def concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """The mesh whose dimensions are those of `meshes`, which must be cut from one parent."""
+    return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(list(meshes))
+
+
+def strided_shard(dim: int, others: int) -> Shard:
+    """The cut along `dim` of what `others` ranks to the right have cut already."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=others)
+
+
+def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which `torch.compile` runs as it is instead of tracing it."""
+
+    @wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return outside
 
 
 def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -59,3 +109,13 @@ def silent_group(rank: int, ranks: int) -> dist.ProcessGroup:
     group._register_backend(torch.device("cpu"), kind, FakeProcessGroup._create_internal(rank, ranks))
     group._set_default_backend(kind)
     return group
+
+
+def register_state(module: nn.Module, state: Any) -> None:
+    """Have torch's own `fully_shard.state(module)` answer `state`: pipelining asks that one, whoever sharded."""
+    module.__dict__.setdefault(STATE_KEY, {})[torch_fully_shard.__wrapped__] = state
+
+
+def registered_state(module: nn.Module) -> Any:
+    """What `register_state` was given for `module`, or None."""
+    return module.__dict__.get(STATE_KEY, {}).get(torch_fully_shard.__wrapped__)

@@ -8,7 +8,7 @@ never counted down: those of unused parameters never arrive.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -16,23 +16,35 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from . import compat
 from .runtime import Runtime
 from .unit import Unit
 
 
 class UnitHooks:
-    """Binds one module to one unit; holds no reference to the module, so that deleting a model frees it at once."""
+    """Binds a unit to its modules; holds no reference to them, so that deleting a model frees it at once.
 
-    def __init__(self, module: nn.Module, unit: Unit) -> None:
+    Several modules may form one unit. It is gathered before the first of them runs and dropped once all have run.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], unit: Unit) -> None:
         self.unit = unit
         self.policy = unit.terms.policy
         self.runtime: Runtime | None = None
         self.prefetch = 1
-        module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self.after_forward, prepend=False)
-        module.register_state_dict_pre_hook(self._before_state_dict)
-        module.register_load_state_dict_pre_hook(self._before_state_dict)
+        self.is_last_backward = True
+        self.recompute: Callable[..., Any] | None = None  # runs a forward so that the backward computes it again
+        self._all = frozenset(id(module) for module in modules)
+        self._to_run: set[int] = set()
+        self._pass = 0  # the root forward in which `_to_run` was filled
+        for module in modules:
+            module.__dict__["_unit_hooks"] = self
+            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.after_forward, prepend=False)
+            module.register_state_dict_pre_hook(self._before_state_dict)
+            module.register_load_state_dict_pre_hook(self._before_state_dict)
 
+    @compat.not_compiled
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Gather, cast the inputs, and plant the end of this unit's backward on them."""
         if self.runtime is None:
@@ -40,22 +52,41 @@ class UnitHooks:
         if self.policy.cast_forward_inputs and self.policy.param_dtype:
             args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
         if self.runtime.recomputes(self.unit):
+            self.runtime.gather_again(self.unit)
             return args, kwargs
-        self.runtime.before_forward(self.unit)
+        first = id(module) not in self._to_run or self._pass != self.runtime.passes
+        if first:
+            self.runtime.before_forward(self.unit)
+            self._to_run, self._pass = set(self._all), self.runtime.passes
         device = self.unit.terms.device
         if self.unit is self.runtime.root and device.type != "cpu":
             args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
-        return self._plant(args, kwargs) if torch.is_grad_enabled() else (args, kwargs)
+        return self._plant(args, kwargs) if first and torch.is_grad_enabled() else (args, kwargs)
 
+    @compat.not_compiled
     def after_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        """Drop the unit and ask to be called before its backward."""
+        """Drop the unit once all its modules ran, and ask to be called before its backward."""
         if not self.runtime.recomputes(self.unit):
             for tensor in _tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._before_backward)
-            self.runtime.after_forward(self.unit, will_backward=torch.is_grad_enabled())
+                    self._ask(tensor)
+            self._to_run.discard(id(module))
+            if not self._to_run:
+                self.runtime.after_forward(self.unit, will_backward=torch.is_grad_enabled())
         return _cast(output, self.policy.output_dtype) if self.policy.output_dtype else output
 
+    def _ask(self, output: torch.Tensor) -> None:
+        """Be called before the backward of `output`; a view that is written to in place would lose its own hook."""
+        output.register_hook(self._before_backward)
+        below = output._base.grad_fn if output._is_view() else None
+        if below is not None and not isinstance(below, torch.autograd.function.BackwardCFunction):
+            below.register_prehook(self._before_backward_of_base)
+
+    @compat.not_compiled
+    def _before_backward_of_base(self, gradients: tuple[torch.Tensor, ...]) -> None:
+        self.runtime.before_backward(self.unit, again=False)
+
+    @compat.not_compiled
     def _before_backward(self, gradient: torch.Tensor) -> torch.Tensor:
         self.runtime.before_backward(self.unit)
         return gradient
@@ -100,19 +131,24 @@ def hooks_of(module: nn.Module) -> UnitHooks | None:
 
 def bind_root(root: nn.Module) -> Runtime:
     """Make `root`, the first unit to run, the root of all units below it, and name them by their place."""
-    found = {name: hooks for name, module in root.named_modules() if (hooks := hooks_of(module)) is not None}
-    for name, hooks in found.items():
+    found: dict[UnitHooks, list[str]] = {}
+    for name, module in root.named_modules():
+        if (hooks := hooks_of(module)) is not None:
+            found.setdefault(hooks, []).append(name)
+    for hooks, names in found.items():
         if hooks.runtime is not None:
             raise RuntimeError(
-                f"unit {name!r} already ran under another root; run the outermost sharded module first, "
+                f"unit {names[0]!r} already ran under another root; run the outermost sharded module first, "
                 "so that it becomes the root of all units"
             )
-        hooks.unit.name = name or ("(root)" if "root" in found else "root")
-    runtime = Runtime({hooks.unit.name: hooks.unit for hooks in found.values()}, hooks_of(root).prefetch)
-    for name, hooks in found.items():
+        hooks.unit.name = "+".join(names) or ("(root)" if ["root"] in found.values() else "root")
+    top = hooks_of(root)
+    runtime = Runtime({hooks.unit.name: hooks.unit for hooks in found}, top.prefetch)
+    runtime.is_last_backward = top.is_last_backward
+    for hooks in found:
         hooks.runtime = runtime
         if hooks.unit.reshard_after_forward is None:
-            hooks.unit.reshard_after_forward = name != ""
+            hooks.unit.reshard_after_forward = hooks is not top
     return runtime
 
 

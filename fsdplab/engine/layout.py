@@ -62,11 +62,12 @@ class Layout:
 
     slots: tuple[Slot, ...]
     ranks: int
+    alignment: int = 1
 
     @classmethod
-    def of(cls, entries: Sequence[tuple[str, Sequence[int], int]], ranks: int) -> Layout:
-        """Lay out (name, shape, itemsize) entries in order; slots of mixed dtypes are aligned to the widest one."""
-        alignment = max((itemsize for _, _, itemsize in entries), default=1)
+    def of(cls, entries: Sequence[tuple[str, Sequence[int], int]], ranks: int, alignment: int = 0) -> Layout:
+        """Lay out (name, shape, itemsize) entries in order, aligned to `alignment` bytes (0: to the widest dtype)."""
+        alignment = alignment or max((itemsize for _, _, itemsize in entries), default=1)
         slots, offset = [], 0
         for name, shape, itemsize in entries:
             if len(shape) == 0:
@@ -76,16 +77,15 @@ class Layout:
             slot = Slot(name, tuple(shape), itemsize, -(-shape[0] // ranks), offset)
             slots.append(slot)
             offset += -(-slot.chunk_bytes // alignment) * alignment
-        return cls(tuple(slots), ranks)
+        return cls(tuple(slots), ranks, alignment)
 
     @cached_property
     def slice_bytes(self) -> int:
         """Bytes of one rank's slice, padding included."""
         if not self.slots:
             return 0
-        alignment = max(slot.itemsize for slot in self.slots)
         last = self.slots[-1]
-        return last.offset + -(-last.chunk_bytes // alignment) * alignment
+        return last.offset + -(-last.chunk_bytes // self.alignment) * self.alignment
 
     @property
     def total_bytes(self) -> int:

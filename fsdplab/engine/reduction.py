@@ -13,20 +13,24 @@ from functools import reduce
 import torch
 
 from . import events
+from .home import Home
 from .layout import Layout
 from .param import ShardedParam
 from .pending import Pending
+from .placement import Axes
 from .policy import MixedPrecisionPolicy, Strategy
 from .transport import Stamp, Transport, pack
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What a unit was told once: its row, its dtypes, and the groups it shards over and replicates over."""
+    """What a unit was told once: its row, its dtypes, where slices rest, and what it shards and replicates over."""
 
     strategy: Strategy
     policy: MixedPrecisionPolicy
+    axes: Axes
     device: torch.device
+    home: Home
     rank: int
     shard: Transport | None
     replicate: Transport | None
@@ -42,47 +46,73 @@ class Terms:
         return float(self.ranks * (self.replicate.ranks if self.replicate else 1))
 
 
-def layout_of(params: Sequence[ShardedParam], dtypes: Sequence[torch.dtype], ranks: int) -> Layout:
+def layout_of(params: Sequence[ShardedParam], dtypes: Sequence[torch.dtype], ranks: int, alignment: int = 0) -> Layout:
     """The layout of `params` in `dtypes`, cut over `ranks` ranks."""
-    return Layout.of([(p.name, p.shape, dtype.itemsize) for p, dtype in zip(params, dtypes)], ranks)
+    return Layout.of([(p.name, p.shape, dtype.itemsize) for p, dtype in zip(params, dtypes)], ranks, alignment)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user may change from step to step about a unit's reductions.
+
+    Without `all_reduce`, gradients are summed over the shards and kept; the next reduction that has it adds them.
+    `hook` sees the reduced slice before the optimizer does.
+    """
+
+    divide: float
+    all_reduce: bool = True
+    hook: Callable[[torch.Tensor], None] | None = None
 
 
 class Reduction:
-    """The reduction of one unit's whole gradients; `advance` completes a stage and says whether it was the last."""
+    """The reduction of one unit's whole gradients; `advance` completes a stage and says whether it was the last.
 
-    def __init__(self, unit: str, params: Sequence[ShardedParam], terms: Terms, divide: float) -> None:
-        self._params, self._terms = params, terms
+    `earlier` is what a reduction without its all-reduce left behind, and `left` is what this one leaves.
+    """
+
+    def __init__(
+        self, unit: str, params: Sequence[ShardedParam], terms: Terms, wish: Wish, earlier: torch.Tensor | None = None
+    ) -> None:
+        self._params, self._terms, self._wish, self._earlier = params, terms, wish, earlier
+        self.left: torch.Tensor | None = None
         gradients = [param.whole_gradient for param in params]
         dtypes = {terms.policy.reduce_dtype or gradient.dtype for gradient in gradients if gradient is not None}
         dtype = reduce(torch.promote_types, dtypes)
         self._layout = layout_of(params, [dtype] * len(params), terms.ranks)
         self._output = torch.empty(self._layout.slice_bytes // dtype.itemsize, dtype=dtype, device=terms.device)
         events.tag("gradient_slices" if terms.shard else "whole_gradients", self._output, unit)
-        stages = self._stages(Stamp(unit, "backward"), gradients, divide)
-        self._pending, self._left = stages[0](), stages[1:]
+        stages = self._stages(Stamp(unit, "backward"), gradients)
+        self._pending, self._ahead = stages[0](), stages[1:]
 
-    def _stages(
-        self, stamp: Stamp, gradients: Sequence[torch.Tensor | None], divide: float
-    ) -> list[Callable[[], Pending]]:
-        shard, replicate, output = self._terms.shard, self._terms.replicate, self._output
+    def _stages(self, stamp: Stamp, gradients: Sequence[torch.Tensor | None]) -> list[Callable[[], Pending]]:
+        shard, replicate, divide, output = self._terms.shard, self._terms.replicate, self._wish.divide, self._output
+        over_replicas = [lambda: self._over_replicas(stamp)] if replicate and self._wish.all_reduce else []
         if shard is None:
             pack(self._layout, gradients, output)
-            whole = [lambda: replicate.all_reduce(output, stamp, divide, self._layout.padding_bytes)]
-            return whole if replicate else [lambda: Pending(lambda: None)]
-        scatter = lambda: shard.reduce_scatter(self._layout, gradients, output, stamp, 1.0 if replicate else divide)  # noqa: E731
-        padding = self._layout.slice_bytes - sum(self._rows_bytes())
-        return [scatter, *([lambda: replicate.all_reduce(output, stamp, divide, padding)] if replicate else [])]
+            return over_replicas or [lambda: Pending(lambda: None if replicate or divide == 1.0 else output.div_(divide))]
+        first = 1.0 if replicate else divide
+        return [lambda: shard.reduce_scatter(self._layout, gradients, output, stamp, first), *over_replicas]
 
-    def _rows_bytes(self) -> list[int]:
-        spans = [(slot, *slot.span(self._terms.rank)) for slot in self._layout.slots]
-        return [(stop - start) * slot.row_bytes for slot, start, stop in spans]
+    def _over_replicas(self, stamp: Stamp) -> Pending:
+        if self._earlier is not None:
+            self._output.add_(self._earlier)
+        slots = self._layout.slots if self._terms.shard else ()
+        spans = [(slot, *slot.span(self._terms.rank)) for slot in slots]
+        real = sum((stop - start) * slot.row_bytes for slot, start, stop in spans)
+        padding = self._layout.slice_bytes - real if slots else self._layout.padding_bytes
+        return self._terms.replicate.all_reduce(self._output, stamp, self._wish.divide, padding)
 
     def advance(self) -> bool:
         """Wait for the stage in flight and start the next; True once the parameters have their gradients."""
         self._pending.wait()
-        if self._left:
-            self._pending, self._left = self._left[0](), self._left[1:]
+        if self._ahead:
+            self._pending, self._ahead = self._ahead[0](), self._ahead[1:]
             return False
+        if self._terms.replicate and not self._wish.all_reduce:
+            self.left = self._output if self._earlier is None else self._output.add_(self._earlier)
+            return True
+        if self._wish.hook is not None:
+            self._wish.hook(self._output)
         self._hand_out()
         return True
 
@@ -91,11 +121,11 @@ class Reduction:
         self._pending.wait()
 
     def _hand_out(self) -> None:
-        size = self._output.element_size()
+        size, output = self._output.element_size(), self._terms.home.take(self._output)
         for param, slot in zip(self._params, self._layout.slots):
             (start, stop), row = slot.span(self._terms.rank), slot.row_bytes // size
             first = slot.offset // size
-            rows = self._output[first : first + (stop - start) * row].view(stop - start, *param.shape[1:])
+            rows = output[first : first + (stop - start) * row].view(stop - start, *param.shape[1:])
             if param.whole_gradient is not None:  # kept whole: the averaged rows take their place in it
                 rows = param.whole_gradient[start:stop].copy_(rows)
             param.whole_gradient = None

@@ -2,108 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard
 
-from . import compat
+from . import facade
 from .choose import transport_of
+from .compat import DataParallelMeshDims
+from .extension import ExtendedParam, is_extended
+from .halfway import Halfway, ranks_after_forward, smaller_mesh
 from .hooks import UnitHooks, bind_root, hooks_of
-from .param import ShardedParam
-from .policy import STRATEGIES, MixedPrecisionPolicy, Strategy, strategy_named
+from .module import FSDPModule, bound, sharded_class
+from .offload import home_of
+from .param import ShardedParam, Sites
+from .placement import Axes, axes_of, local_part
+from .policy import STRATEGIES, MixedPrecisionPolicy, OffloadPolicy, Strategy, strategy_named
+from .recompute import recompute_of
 from .reduction import Terms
 from .unit import Unit
 
 Units = Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool] | str
-_classes: dict[type, type] = {}
-
-
-class FSDPModule(TorchFSDPModule):
-    """What a module becomes when it is made a unit: itself, plus these methods (PyTorch's names and meaning)."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
-        """Slicing a container makes a new one of the original class, not of this one."""
-        original = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
-        self = original.__new__(original, *args, **kwargs)
-        self.__init__(*args, **kwargs)
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise AssertionError("a sharded model cannot be deep-copied; copy it first, then shard each copy")
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters; with `async_op`, returns a handle to wait on."""
-        unit = hooks_of(self).unit
-        unit.unshard_by_hand()
-        return UnshardHandle(unit) if async_op else unit.finish_unshard("forward")
-
-    def reshard(self) -> None:
-        """Drop this unit's gathered parameters and show the slices."""
-        hooks_of(self).unit.reshard("forward")
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether the next backward reduces gradients or only accumulates them, whole, on each rank."""
-        for hooks in _hooks_under(self, recurse):
-            hooks.unit.sync = requires_gradient_sync
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """False announces that another backward comes before the optimizer steps."""
-        _bound(self).runtime.is_last_backward = is_last_backward
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether units drop their parameters between forward and backward."""
-        for hooks in _hooks_under(self, recurse):
-            hooks.unit.reshard_after_forward = reshard_after_forward
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by `factor` instead of by the number of ranks."""
-        hooks_of(self).unit.divide = factor
-
-    def _apply(self, *args: Any, **kwargs: Any) -> nn.Module:
-        for hooks in _hooks_under(self, recurse=True):
-            hooks.unit.reshard("forward")
-        module = super(TorchFSDPModule, self)._apply(*args, **kwargs)
-        for hooks in _hooks_under(self, recurse=True):
-            hooks.unit.settle()
-        return module
-
-
-class UnshardHandle:
-    """Work begun by `unshard(async_op=True)`."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    def wait(self) -> None:
-        """Return once the parameters may be read."""
-        self._unit.finish_unshard("forward")
+PlacementFn = Callable[[nn.Parameter], Shard | None]
+_NO_OFFLOAD = OffloadPolicy()
 
 
 def fully_shard(
-    module: nn.Module,
+    module: nn.Module | Sequence[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
+    ignored_params: Collection[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     transport: str = "auto",
-) -> FSDPModule:
-    """Make `module` a unit that shards its parameters over `mesh` (default: all ranks), in place.
+) -> Any:
+    """Make `module`, or a list of modules together, a unit that shards its parameters over `mesh`, in place; returns it.
 
-    Same effect as `torch.distributed.fsdp.fully_shard`: apply it to the blocks first, then to the root; parameters
-    become `Shard(0)` DTensors, the class becomes `FSDP<Name>`. On a 2-D mesh slices are cut over dimension 1 and replicated
-    over dimension 0. `reshard_after_forward=None` drops every unit but the
-    root after its forward. Raises `ValueError` for containers without a forward, meshes of more dimensions, and
-    parameters that another unit holds. Example: Linear(4, 5) on 2 ranks leaves 3 and 2 weight rows.
+    Same arguments and effect as `torch.distributed.fsdp.fully_shard` (default mesh: all ranks): apply it to the blocks
+    first, then to the root; parameters become `Shard(0)` DTensors, the class becomes `FSDP<Name>`. On a 2-D mesh slices are
+    cut over dimension 1 and replicated over dimension 0. `reshard_after_forward=None` drops every unit but the root after
+    its forward, an int keeps slices over that many ranks. Raises `ValueError` for containers without a forward, meshes of
+    more dimensions, and parameters that another unit holds. Example: Linear(4, 5) on 2 ranks leaves 3 and 2 weight rows.
     """
-    row = STRATEGIES["shard_grad_op" if reshard_after_forward is False else "full_shard"]
-    mesh = mesh or _default_mesh()
-    return _make_unit(module, mesh, _terms(row, mesh, mp_policy, transport), reshard_after_forward)
+    axes = axes_of(mesh or _default_mesh(), dp_mesh_dims)
+    after = _after_forward(reshard_after_forward, axes)
+    row = STRATEGIES["no_shard" if not axes.shards else "shard_grad_op" if after is False else "full_shard"]
+    terms = _terms(row, axes, mp_policy, offload_policy, transport)
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    unit = _make_unit(modules, terms, after, shard_placement_fn, ignored_params or ())
+    if after not in (True, False, None):
+        near = smaller_mesh(axes.mesh, after)
+        unit.halfway = Halfway(unit.params, near, transport_of(near.get_group(1), terms.device, transport))
+    return module
+
+
+fully_shard.state = facade.state_of
 
 
 def shard_model(
@@ -113,24 +73,30 @@ def shard_model(
     units: Units = "auto",
     mesh: DeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
+    ignored_params: Collection[nn.Parameter] | None = None,
+    checkpoint: str = "none",
     prefetch: int = 1,
     transport: str = "auto",
 ) -> FSDPModule:
-    """Shard `model` in place by one row of the table: `no_shard, zero1, zero2, shard_grad_op, full_shard`, or,
-    on a 2-D mesh, `hybrid_shard`.
+    """Shard `model` in place by one row of the table: `no_shard, zero1, zero2, shard_grad_op, full_shard, hybrid_shard`.
 
     `units` says what travels together: module classes, a predicate (name, module) -> bool, or "auto" for every child of
-    a ModuleList; whatever is left forms the root unit. `prefetch` units are gathered ahead. `transport` is
-    "auto", "gloo", "shm" or "nccl". Raises `ValueError` for an
-    unknown strategy, units that match nothing, or a negative prefetch. Build the optimizer afterwards.
+    a ModuleList; whatever is left forms the root unit. On a 2-D mesh (replicas x shards) slices are cut within a row of it
+    (`hybrid_shard` needs one). `checkpoint` ("none", "full", "selective") says which activations of the units below the
+    root are computed again in the backward. `prefetch` units are gathered ahead. `transport` is "auto", "gloo", "shm" or
+    "nccl". Raises `ValueError` for an unknown strategy or checkpoint, units that match nothing, or a negative prefetch.
+    Build the optimizer afterwards.
     """
     row = strategy_named(strategy)
     if prefetch < 0:
         raise ValueError(f"prefetch must be 0 or more units, got {prefetch}")
-    mesh = mesh or _default_mesh()
-    terms = _terms(row, mesh, mp_policy, transport)
+    recompute = recompute_of(checkpoint)
+    axes = axes_of(mesh or _default_mesh(), None)
+    terms = _terms(row, axes, mp_policy, offload_policy, transport)
     for module in [*reversed(_select(model, units)), model]:
-        _make_unit(module, mesh, terms, row.reshard_after_forward)
+        _make_unit([module], terms, row.reshard_after_forward, None, ignored_params or ())
+        hooks_of(module).recompute = None if module is model else recompute
     hooks_of(model).prefetch = prefetch
     bind_root(model)
     return model
@@ -138,7 +104,18 @@ def shard_model(
 
 def units_of(model: nn.Module) -> list[Unit]:
     """The units of a sharded model in the order of the module tree, the root first."""
-    return list(_bound(model).runtime.units.values())
+    return list(bound(model).runtime.units.values())
+
+
+def _after_forward(wanted: bool | int | None, axes: Axes) -> bool | int | None:
+    if wanted is None or isinstance(wanted, bool):
+        return wanted
+    if not isinstance(wanted, int):
+        raise ValueError(f"reshard_after_forward must be True, False, None or a number of ranks, got {wanted!r}")
+    if axes.full is not None:
+        raise NotImplementedError("reshard_after_forward as a number of ranks does not go with dp_mesh_dims")
+    ranks = ranks_after_forward(wanted, axes.slices)
+    return {1: False, axes.slices: True}.get(ranks, ranks)
 
 
 def _select(model: nn.Module, units: Units) -> list[nn.Module]:
@@ -151,18 +128,26 @@ def _select(model: nn.Module, units: Units) -> list[nn.Module]:
     return found
 
 
-def _make_unit(module: nn.Module, mesh: DeviceMesh, terms: Terms, reshard: bool | None) -> FSDPModule:
-    _check(module)
-    owned = _owned(module)
-    params = [_sharded_param(name, sites, original, terms, mesh) for original, (name, sites) in owned.items()]
-    _move_buffers(module, terms.device)
-    unit = Unit(type(module).__name__, params, terms, reshard)
+def _make_unit(
+    modules: Sequence[nn.Module],
+    terms: Terms,
+    reshard: bool | int | None,
+    place: PlacementFn | None,
+    ignored: Collection[nn.Parameter],
+) -> Unit:
+    for module in modules:
+        _check(module)
+    owned = _owned(modules, {id(parameter) for parameter in ignored})
+    params = [_sharded_param(name, sites, original, terms, place) for original, (name, sites) in owned.items()]
+    _move_buffers(modules, terms.device)
+    unit = Unit("+".join(type(module).__name__ for module in modules), params, terms, reshard)
     unit.shard()
     for original in owned:
         original._owned_by_unit = True
-    module.__dict__["_unit_hooks"] = UnitHooks(module, unit)
-    module.__class__ = _sharded_class(type(module))
-    return module
+    facade.State(modules, UnitHooks(modules, unit))
+    for module in modules:
+        module.__class__ = sharded_class(type(module))
+    return unit
 
 
 def _check(module: nn.Module) -> None:
@@ -174,10 +159,11 @@ def _check(module: nn.Module) -> None:
         )
 
 
-def _terms(row: Strategy, mesh: DeviceMesh, policy: MixedPrecisionPolicy, wanted: str) -> Terms:
+def _terms(row: Strategy, axes: Axes, policy: MixedPrecisionPolicy, offload: OffloadPolicy, wanted: str) -> Terms:
     """Slices are cut over the last dimension of the mesh; over the one before it, and for rows that cut nothing, replicas."""
-    if mesh.ndim not in (1, 2) or mesh.ndim == 2 and not row.shard_parameters:
-        raise ValueError(f"{row.name} needs a 1-D mesh, or full_shard a 2-D one (replicas x shards); got {mesh}")
+    mesh = axes.mesh
+    if mesh.ndim == 2 and not row.shard_optimizer:
+        raise ValueError(f"{row.name} cuts nothing, so it needs a 1-D mesh; got {mesh}")
     if row.name == "hybrid_shard" and mesh.ndim == 1:
         raise ValueError("hybrid_shard needs a 2-D mesh: init_device_mesh(device_type, (replicas, ranks that shard))")
     cuda = mesh.device_type == "cuda"
@@ -185,19 +171,23 @@ def _terms(row: Strategy, mesh: DeviceMesh, policy: MixedPrecisionPolicy, wanted
     *replicas, slices = [
         transport_of(group, device, wanted) if group.size() > 1 else None for group in map(mesh.get_group, range(mesh.ndim))
     ]
+    home = home_of(offload, device, row)
+    if slices is not None and type(offload) is OffloadPolicy:
+        home = slices.home(device)
     if not row.shard_optimizer:
-        return Terms(row, policy, device, 0, shard=None, replicate=slices)
+        return Terms(row, policy, axes, device, home, 0, shard=None, replicate=slices)
     rank = mesh.get_local_rank(mesh.ndim - 1)
-    return Terms(row, policy, device, rank, shard=slices, replicate=replicas[0] if replicas else None)
+    return Terms(row, policy, axes, device, home, rank, shard=slices, replicate=replicas[0] if replicas else None)
 
 
-def _owned(module: nn.Module) -> dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]]]]:
-    """Parameters of `module` that no unit below it holds -> their first name and every place that shows them."""
-    found: dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]]]] = {}
-    for prefix, each in _below(module, ""):
-        for attribute, parameter in each._parameters.items():
-            if parameter is not None:
-                found.setdefault(parameter, (prefix + attribute, []))[1].append((each, attribute))
+def _owned(modules: Sequence[nn.Module], ignored: set[int]) -> dict[nn.Parameter, tuple[str, Sites]]:
+    """Parameters of `modules` that no unit below holds -> their first name and every place that shows them."""
+    found: dict[nn.Parameter, tuple[str, Sites]] = {}
+    for number, module in enumerate(modules):
+        for prefix, each in _below(module, f"{number}." if len(modules) > 1 else ""):
+            for attribute, parameter in each._parameters.items():
+                if parameter is not None and id(parameter) not in ignored:
+                    found.setdefault(parameter, (prefix + attribute, []))[1].append((each, attribute))
     return found
 
 
@@ -210,10 +200,8 @@ def _below(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _sharded_param(
-    name: str, sites: list[tuple[nn.Module, str]], original: nn.Parameter, terms: Terms, mesh: DeviceMesh
+    name: str, sites: Sites, original: nn.Parameter, terms: Terms, place: PlacementFn | None
 ) -> ShardedParam:
-    if isinstance(original, DTensor):
-        raise ValueError(f"parameter {name!r} is a DTensor with {original.placements}; expected a plain parameter")
     if getattr(original, "_owned_by_unit", False):
         raise ValueError(
             f"parameter {name!r} is tied to one that another unit holds; put both modules into one unit, "
@@ -221,20 +209,40 @@ def _sharded_param(
         )
     if not original.is_meta and original.device.type != terms.device.type:
         original.data = original.data.to(terms.device)
-    spec = compat.row_sharded_spec(mesh, original) if terms.strategy.shard_optimizer else None
-    return ShardedParam(name, sites, original, spec)
+    extended = is_extended(original)
+    if extended and not terms.strategy.shard_parameters:
+        raise ValueError(
+            f"parameter {name!r} ({type(local_part(original)).__name__}) travels in a form of its own, which needs a "
+            f"strategy that shards parameters; got {terms.strategy.name}"
+        )
+    cut = _dimension(name, original, place) if terms.strategy.shard_optimizer else None
+    return (ExtendedParam if extended else ShardedParam)(name, sites, original, terms.axes, cut)
 
 
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    for _, each in _below(module, ""):
-        for name, buffer in each._buffers.items():
-            if buffer is not None and not buffer.is_meta and buffer.device.type != device.type:
-                each._buffers[name] = buffer.to(device)
+def _dimension(name: str, original: nn.Parameter, place: PlacementFn | None) -> int:
+    """Along which dimension to cut `original`: 0, or what `shard_placement_fn` says."""
+    local = local_part(original)
+    if local.ndim == 0:
+        raise ValueError(f"parameter {name!r} is 0-dimensional and has no rows to shard; make it a tensor of shape (1,)")
+    wanted = None if place is None else place(original)
+    if wanted is None:
+        return 0
+    if not isinstance(wanted, Shard):
+        raise ValueError(
+            f"shard_placement_fn gave {wanted!r} for parameter {name!r}; expected a Shard or None (for another mesh, "
+            "make the module that holds the parameter a unit with that mesh)"
+        )
+    if not -local.ndim <= wanted.dim < local.ndim:
+        raise ValueError(f"shard_placement_fn gave {wanted} for parameter {name!r} of shape {tuple(local.shape)}")
+    return wanted.dim % local.ndim
 
 
-def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    made = _classes.get(cls) or type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
-    return _classes.setdefault(cls, made)
+def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
+    for module in modules:
+        for _, each in _below(module, ""):
+            for name, buffer in each._buffers.items():
+                if buffer is not None and not buffer.is_meta and buffer.device.type != device.type:
+                    each._buffers[name] = buffer.to(device)
 
 
 def _default_mesh() -> DeviceMesh:
@@ -245,15 +253,3 @@ def _default_mesh() -> DeviceMesh:
     cpu_only = dist.get_backend() in ("gloo", "fsdplab_shm")
     kind = "cuda" if torch.cuda.is_available() and not cpu_only else "cpu"
     return init_device_mesh(kind, (dist.get_world_size(),))
-
-
-def _bound(module: nn.Module) -> UnitHooks:
-    hooks = hooks_of(module)
-    if hooks.runtime is None:
-        bind_root(module)
-    return hooks
-
-
-def _hooks_under(module: nn.Module, recurse: bool) -> list[UnitHooks]:
-    modules = module.modules() if recurse else [module]
-    return [hooks for each in modules if (hooks := hooks_of(each)) is not None]

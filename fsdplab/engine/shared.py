@@ -1,7 +1,7 @@
 """The transport of ranks that share a machine: slices are read straight out of their owner's memory.
 
-No sockets and no staging: a gather copies each peer's slice from the peer's slot into the place where the forward reads
-it; a reduction packs gradients into this rank's slot once, and every rank sums its own slice out of all slots, in rank
+No sockets and no staging: a gather copies each peer's slice from where it rests (or, where it is cast or cut out on the
+way, from the peer's slot) into the place where the forward reads it; a reduction packs gradients into this rank's slot once, and every rank sums its own slice out of all slots, in rank
 order, in float32, so results carry the same bits in every run and at every number of ranks.
 """
 
@@ -14,13 +14,16 @@ import torch
 import torch.distributed as dist
 
 from . import compat, events
+from .arenas import SharedHome
 from .gloo import announce, sum_in_rank_order
+from .home import Home
 from .layout import Layout
 from .pending import Pending
 from .slots import Slots
-from .transport import Stamp, Transport, pack, unpack_from
+from .transport import Outgoing, Stamp, Transport, pack, unpack_from
 
 _GATHERS, _REDUCTIONS = 2, 2  # slots: the next operation may begin while peers still read the last
+_PLACES = 8  # gathers of slices that are read in place: they take no memory, so more may be in flight
 
 
 class SharedTransport(Transport):
@@ -29,6 +32,7 @@ class SharedTransport(Transport):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
         self._gathers, self._reductions = Slots(group, _GATHERS), Slots(group, _REDUCTIONS)
+        self._places, self._home = Slots(group, _PLACES), SharedHome()
         self._announced = compat.silent_group(self.rank, self.ranks)
 
     def announce_buffers(self) -> None:
@@ -36,23 +40,37 @@ class SharedTransport(Transport):
         self._gathers.announce()
         self._reductions.announce()
 
-    def all_gather(self, layout: Layout, send: torch.Tensor, whole: torch.Tensor, stamp: Stamp) -> Pending:
-        """Publish `send`; on waiting, copy every rank's slice into `whole`."""
-        note = self._note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, send.dtype)
-        start = time.time_ns()
+    def home(self, device: torch.device) -> Home:
+        """Memory that peers read in place."""
+        return self._home
+
+    def settle(self) -> None:
+        """Return once every peer has read this rank's slices: their owner may write to them again."""
+        self._places.settle()
+
+    def all_gather(self, layout: Layout, outgoing: Outgoing, whole: torch.Tensor, stamp: Stamp) -> Pending:
+        """Publish this rank's slice, or where it rests; on waiting, copy every rank's slice into `whole`."""
+        note = self._note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, outgoing.dtype)
+        start, label, nbytes = time.time_ns(), f"all_gather of {stamp.unit}", outgoing.nbytes
+        arena = self._home.arena_under(outgoing.resident)
         with events.span("all_gather", stamp.unit):
-            number, slot = self._gathers.claim(send.nbytes, f"all_gather of {stamp.unit}")
-            slot.copy_(send.view(torch.uint8))
+            if arena is not None:
+                slots, number = self._places, self._places.claim_place(nbytes, label, arena.place)
+                read = lambda peer: arena.of(peer, slots.processes[peer], slots.place_of(peer, number))  # noqa: E731
+            else:
+                slots, (number, slot) = self._gathers, self._gathers.claim(nbytes, label)
+                outgoing.write(slot)
+                read = lambda peer: slots.read(peer, number, nbytes)  # noqa: E731
             announce("all_gather", self._announced)
 
         def finish() -> None:
             with events.span("all_gather_copy_out", stamp.unit):
                 for peer in self._nearest_first():
-                    unpack_from(layout, peer, self._gathers.read(peer, number, send.nbytes), whole)
-                self._gathers.done(number)
+                    unpack_from(layout, peer, outgoing.resident if arena and peer == self.rank else read(peer), whole)
+                slots.done(number)
             _emit(note, start)
 
-        return self._publish(self._gathers, number, finish, send, whole)
+        return self._publish(slots, number, finish, outgoing, whole)
 
     def reduce_scatter(
         self, layout: Layout, gradients: Sequence[torch.Tensor | None], output: torch.Tensor, stamp: Stamp, divide: float

@@ -69,6 +69,7 @@ class Slots:
         os.ftruncate(self._files[0], max(mmap.PAGESIZE, 2 * count * _ENTRY))
         told: list[tuple[int, list[int]]] = [None] * self.ranks
         dist.all_gather_object(told, (os.getpid(), self._files), group=group)
+        self.processes = [process for process, _ in told]
         self._peers, self._alive = self._open(told, group)
         self._counters = [_Counters(fds[0], count) for fds in self._peers]
         self._maps: list[list[mmap.mmap | None]] = [[None] * count for _ in range(self.ranks)]
@@ -104,19 +105,30 @@ class Slots:
 
         `label` says what the operation is; all ranks must claim a number for the same label and size.
         """
+        number = self._claim_number(nbytes, label)
+        slot = number % self.count
+        if nbytes > self._capacity[slot]:  # ranks use a slot for equal sizes, so all of them grow it at the same number
+            self._capacity[slot] = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            os.ftruncate(self._files[1 + slot], self._capacity[slot])
+            self._own[slot] = self._view(self.rank, slot)
+            self.announce()
+        return number, self._own[slot][:nbytes]
+
+    def claim_place(self, nbytes: int, label: str, place: tuple[int, int]) -> int:
+        """The next operation's number, for `nbytes` that lie at `place` in this rank's memory and not in a slot."""
+        number = self._claim_number(nbytes, label)
+        self._counters[self.rank].tell_place(number % self.count, *place)
+        return number
+
+    def _claim_number(self, nbytes: int, label: str) -> int:
         number = self.sequence = self.sequence + 1
         slot = number % self.count
         if (finish := self._finish[slot]) is not None:
             finish()  # more in flight than slots: complete the oldest here, its owner's wait will find it done
         for peer in range(self.ranks):
             self._await(peer, self._counters[peer].done, slot, number - self.count, "finish reading")
-        if nbytes > self._capacity[slot]:  # ranks use a slot for equal sizes, so all of them grow it at the same number
-            self._capacity[slot] = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            os.ftruncate(self._files[1 + slot], self._capacity[slot])
-            self._own[slot] = self._view(self.rank, slot)
-            self.announce()
         self._claimed[slot] = (nbytes, label)
-        return number, self._own[slot][:nbytes]
+        return number
 
     def publish(self, number: int, finish: Callable[[], None]) -> None:
         """This rank's slot holds operation `number`; `finish` is what completes it here."""
@@ -126,6 +138,15 @@ class Slots:
 
     def read(self, peer: int, number: int, nbytes: int) -> torch.Tensor:
         """What `peer` wrote for operation `number` (bytes), once it has; an error if it died or does something else."""
+        self._await_written(peer, number)
+        return self._view(peer, number % self.count)[:nbytes]
+
+    def place_of(self, peer: int, number: int) -> tuple[int, int]:
+        """Where `peer` keeps what operation `number` reads, once it may be read; errors as in `read`."""
+        self._await_written(peer, number)
+        return self._counters[peer].place(number % self.count)
+
+    def _await_written(self, peer: int, number: int) -> None:
         slot = number % self.count
         self._await(peer, self._counters[peer].ready, slot, number, "write")
         theirs, ours = self._counters[peer].described(slot), self._claimed[slot]
@@ -135,7 +156,14 @@ class Slots:
                 f"rank {peer} runs {theirs[1] or 'another'} ({theirs[0]} bytes); every rank must run the same units in "
                 "the same order, so look for one that is skipped on some ranks"
             )
-        return self._view(peer, slot)[:nbytes]
+
+    def settle(self) -> None:
+        """Return once this rank has completed, and every peer has read, all that was published so far."""
+        for finish in [finish for finish in self._finish if finish is not None]:
+            finish()
+        for number in range(max(1, self.sequence - self.count + 1), self.sequence + 1):
+            for peer in range(self.ranks):
+                self._await(peer, self._counters[peer].done, number % self.count, number, "finish reading")
 
     def done(self, number: int) -> None:
         """This rank has read everything of operation `number`."""
@@ -204,6 +232,17 @@ class _Counters:
         start = 2 * slot * _ENTRY + 8
         self._memory[start : start + 8] = nbytes.to_bytes(8, "little")
         self._memory[start + 8 : start + 8 + _LABEL] = label.encode()[:_LABEL].ljust(_LABEL, b"\0")
+
+    def tell_place(self, slot: int, descriptor: int, number: int) -> None:
+        """Say where the operation's bytes lie, behind the slot's `done`; `set` of `ready` comes after it."""
+        start = (2 * slot + 1) * _ENTRY + 8
+        self._memory[start : start + 16] = descriptor.to_bytes(8, "little") + number.to_bytes(8, "little")
+
+    def place(self, slot: int) -> tuple[int, int]:
+        """What `tell_place` said."""
+        start = (2 * slot + 1) * _ENTRY + 8
+        told = self._memory[start : start + 16]
+        return int.from_bytes(told[:8], "little"), int.from_bytes(told[8:], "little")
 
     def described(self, slot: int) -> tuple[int, str]:
         """What `describe` said."""

@@ -7,6 +7,7 @@ and shared memory do differently is in `gloo.py` and `shared.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from . import compat, events
+from .home import Home
 from .lanes import HostLane, Note, stream_lane
 from .layout import Layout
 from .pending import Pending
@@ -31,27 +33,57 @@ class Stamp:
     phase: str
 
 
+@dataclass(frozen=True)
+class Outgoing:
+    """This rank's slice, `nbytes` in the dtype that travels.
+
+    `write` puts it into memory (bytes) of the transport's choice; `tensor` gives it as a tensor. `resident` is the slice
+    at rest (bytes), where that is what travels.
+    """
+
+    nbytes: int
+    dtype: torch.dtype
+    write: Callable[[torch.Tensor], object]
+    tensor: Callable[[], torch.Tensor]
+    resident: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, slice_: torch.Tensor) -> Outgoing:
+        """A slice that lies ready in a tensor."""
+        write = lambda target: target.copy_(slice_.view(torch.uint8))  # noqa: E731
+        return cls(slice_.nbytes, slice_.dtype, write, lambda: slice_)
+
+
 class Transport:
     """Gathers and reduces over one process group for tensors on one device."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
+        self._reduce_group = group
         self.rank, self.ranks = group.rank(), group.size()
         host = device.type == "cpu"
         self._gather_lane = HostLane() if host else stream_lane(device, "gather")
         self._reduce_lane = HostLane() if host else stream_lane(device, "reduce")
 
+    def home(self, device: torch.device) -> Home:
+        """Where slices rest that no offload policy sends elsewhere."""
+        return Home(device)
+
+    def settle(self) -> None:
+        """Return once peers have read what they read in place; nothing is, here."""
+
     def announce_buffers(self) -> None:
         """Tag buffers that outlive a collective, for whoever subscribed since they were made; staging does not."""
 
-    def all_gather(self, layout: Layout, send: torch.Tensor, whole: torch.Tensor, stamp: Stamp) -> Pending:
-        """Fill `whole` (bytes, parameter-major) from every rank's `send` (one slice, in the dtype that travels)."""
-        staging = send.new_empty(self.ranks * send.numel())
+    def all_gather(self, layout: Layout, outgoing: Outgoing, whole: torch.Tensor, stamp: Stamp) -> Pending:
+        """Fill `whole` (bytes, parameter-major) from every rank's slice."""
+        send = outgoing.tensor()
+        staging = self._staging(send, self.ranks * send.numel(), "gather")
         events.tag("communication_buffers", staging, stamp.unit)
 
         def issue(asynchronous: bool) -> Any:
             with events.span("all_gather", stamp.unit):
-                return compat.all_gather_single(staging, send, group=self.group, async_op=asynchronous)
+                return self._gather(staging, send, asynchronous)
 
         def complete() -> None:
             with events.span("all_gather_copy_out", stamp.unit):
@@ -64,7 +96,7 @@ class Transport:
         self, layout: Layout, gradients: Sequence[torch.Tensor | None], output: torch.Tensor, stamp: Stamp, divide: float
     ) -> Pending:
         """Sum every rank's `gradients` (None counts as zeros), divide, and leave this rank's slice in `output`."""
-        send = output.new_empty(self.ranks * output.numel())
+        send = self._staging(output, self.ranks * output.numel(), "scatter")
         events.tag("communication_buffers", send, stamp.unit)
         with events.span("post_backward_reduce", stamp.unit):
             pack(layout, gradients, send)
@@ -82,11 +114,35 @@ class Transport:
         note = self._note(stamp, "all_reduce", buffer.nbytes, padding, buffer.dtype)
         return self._reduce_lane.run(issue, lambda: buffer.div_(divide), note, buffer)
 
-    def _reduction(self, send: torch.Tensor, output: torch.Tensor, divide: float) -> Reduction:
-        def issue(asynchronous: bool) -> Any:
-            return compat.reduce_scatter_single(output, send, group=self.group, async_op=asynchronous)
+    def separate_reductions(self, enable: bool) -> None:
+        """Reduce over a communicator of its own, or over the group again; collective over the group.
 
-        return issue, lambda: output.div_(divide), send
+        NCCL runs the operations of one communicator one after the other. On the host there is nothing to separate.
+        """
+        if isinstance(self._reduce_lane, HostLane):
+            return
+        if enable and self._reduce_group is self.group:
+            members = dist.get_process_group_ranks(self.group)
+            self._reduce_group = dist.new_group(members, use_local_synchronization=True)
+        elif not enable:
+            self._reduce_group = self.group
+
+    def _staging(self, like: torch.Tensor, numel: int, role: str) -> torch.Tensor:
+        """Memory for a "gather" or a "scatter" of `numel` elements."""
+        return like.new_empty(numel)
+
+    def _gather(self, staging: torch.Tensor, send: torch.Tensor, asynchronous: bool) -> Any:
+        return compat.all_gather_single(staging, send, group=self.group, async_op=asynchronous)
+
+    def _reduction(self, send: torch.Tensor, output: torch.Tensor, divide: float) -> Reduction:
+        before = _half(divide) if output.dtype is torch.float16 else 1.0  # a sum of many float16 values would overflow
+
+        def issue(asynchronous: bool) -> Any:
+            if before != 1.0:
+                send.div_(before)
+            return compat.reduce_scatter_single(output, send, group=self._reduce_group, async_op=asynchronous)
+
+        return issue, lambda: output.div_(divide / before), send
 
     def _note(self, stamp: Stamp, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Note:
         name = str(dtype).removeprefix("torch.")
@@ -95,6 +151,11 @@ class Transport:
         return lambda start, end: events.Collective(
             stamp.unit, stamp.phase, kind, logical, wire, padding, name, start, end
         )
+
+
+def _half(divide: float) -> float:
+    """A power of two near the square root of `divide`: half of the division, exact in any precision."""
+    return 2.0 ** round(math.log2(max(divide, 1.0)) / 2)
 
 
 def unpack(layout: Layout, staging: torch.Tensor, whole: torch.Tensor) -> None:

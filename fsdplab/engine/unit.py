@@ -15,11 +15,13 @@ import time
 import torch
 
 from . import events
+from .extension import ALIGNMENT, ExtendedParam, with_parts
+from .halfway import Halfway
 from .layout import Slot
 from .param import ShardedParam
 from .pending import Pending
-from .reduction import Reduction, Terms, layout_of
-from .transport import Stamp
+from .reduction import Reduction, Terms, Wish, layout_of
+from .transport import Outgoing, Stamp
 
 SHARDED, UNSHARDING, UNSHARDED = "sharded", "unsharding", "unsharded"
 _NEXT = {SHARDED: (UNSHARDING,), UNSHARDING: (UNSHARDED,), UNSHARDED: (SHARDED,)}
@@ -30,26 +32,32 @@ class Unit:
 
     def __init__(self, name: str, params: list[ShardedParam], terms: Terms, reshard_after_forward: bool) -> None:
         self.name, self.params, self.terms = name, params, terms
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward, self.reshard_after_backward, self.unshard_in_backward = reshard_after_forward, True, True
+        self.halfway: Halfway | None = None  # where a unit goes after its forward that is resharded to fewer ranks
+        self.ahead: dict[str, list[Unit]] = {}  # phase -> what the user wants gathered behind this unit
+        self.sync = True  # whether a backward ends in a reduction, or only adds to the whole gradients
+        self.wish = Wish(terms.divide)
+        self.in_flight = 1  # reductions that may be under way when the next begins
         self.state = SHARDED
         self.stale = True  # whether the whole buffer must be gathered again before it is read
-        self.sync = True  # whether a backward ends in a reduction, or only adds to the whole gradients
-        self.divide = terms.divide
         self._by_hand = False  # whether the user gathered it outside a forward
         self._versions: list[int] = []
         self._gathering: Pending | None = None
         self._reducing: Reduction | None = None
+        self._left: torch.Tensor | None = None  # gradients summed over the shards that still wait for the replicas
         self._plan()
 
     def _plan(self) -> None:
         """Lay everything out for the dtypes that the parameters have; no buffer exists yet."""
-        params, ranks, row = self.params, self.terms.ranks, self.terms.strategy
+        ranks, row = self.terms.ranks, self.terms.strategy
+        self._extended = [param for param in self.params if isinstance(param, ExtendedParam)]
+        params = self._plain = [param for param in self.params if param not in self._extended]
         self._dtypes, low = [param.dtype for param in params], self.terms.policy.param_dtype
         self._compute = [low if low and dtype.is_floating_point else dtype for dtype in self._dtypes]
         self.rest_layout = layout_of(params, self._dtypes, ranks)
-        self.layout = layout_of(params, self._compute, ranks)
+        self.layout = layout_of(params, self._compute, ranks, ALIGNMENT if self._extended else 0)
         casts, alone = self._compute != self._dtypes, ranks == 1
-        self.aliased = not casts and (alone or not row.shard_parameters)
+        self.aliased = not casts and not self._extended and (alone and not self.terms.home.away or not row.shard_parameters)
         self.keeps_whole = self.aliased or not (alone or row.shard_parameters)
         self._settled = False
         self._flat: torch.Tensor | None = None  # the slices at rest, end to end (bytes)
@@ -60,9 +68,9 @@ class Unit:
 
     def shard(self) -> None:
         """Keep this rank's rows of every parameter and let the rest go."""
-        for param, slot in zip(self.params, self.rest_layout.slots):
-            if param.spec is not None:
-                param.cut(*slot.span(self.terms.rank))
+        rows = layout_of(self.params, [param.dtype for param in self.params], self.terms.ranks)
+        for param, slot in zip(self.params, rows.slots):
+            param.cut(*slot.span(self.terms.rank))
         self.settle()
 
     def settle(self) -> None:
@@ -71,17 +79,19 @@ class Unit:
             return
         for param in self.params:
             param.find()
-        if [param.dtype for param in self.params] != self._dtypes:
+        if [param.dtype for param in self._plain] != self._dtypes:
             self._plan()
-        if self._settled and all(param.settled() for param in self.params):
+        if self._settled and all(param.settled() for param in self._plain):
             return
         self._settled = not any(param.local.is_meta for param in self.params)
         if not self._settled:
             return
         self.stale = True
         buffer = self._make_whole() if self.aliased else self._make_flat()
-        for param, slot in zip(self.params, self.rest_layout.slots):
+        for param, slot in zip(self._plain, self.rest_layout.slots):
             param.settle(self._home(buffer, param, slot))
+        if not self.aliased:
+            self.terms.home.done_reading(buffer)
 
     def _home(self, buffer: torch.Tensor, param: ShardedParam, slot: Slot) -> torch.Tensor:
         """Where the rows of `param` that this rank keeps belong."""
@@ -91,15 +101,15 @@ class Unit:
         return rows.view(param.dtype).view(stop - start, *param.shape[1:])
 
     def _make_flat(self) -> torch.Tensor:
-        if self._flat is None or self._flat.device != self.params[0].local.device:
-            self._flat = torch.zeros(self.rest_layout.slice_bytes, dtype=torch.uint8, device=self.params[0].local.device)
+        if self._flat is None:
+            self._flat = self.terms.home.make(self.rest_layout.slice_bytes, self.name)
             events.tag("parameter_slices", self._flat, self.name)
         return self._flat
 
     def _make_whole(self) -> torch.Tensor:
         if self._whole is None:
             self._whole = torch.zeros(self.layout.total_bytes, dtype=torch.uint8, device=self.terms.device)
-            for param, slot, dtype in zip(self.params, self.layout.slots, self._compute):
+            for param, slot, dtype in zip(self._plain, self.layout.slots, self._compute):
                 param.back(self._whole.untyped_storage(), self.layout.whole_offset(slot), dtype)
         elif self._whole.untyped_storage().nbytes() == 0:
             self._whole.untyped_storage().resize_(self.layout.total_bytes)
@@ -111,15 +121,19 @@ class Unit:
     def begin_forward(self, accumulating: bool) -> None:
         """A root forward begins: what was gathered before is out of date, unless the user gathered it by hand.
 
-        Between micro-batches a strategy that keeps parameters whole need not gather again, if nobody wrote to them.
+        What is gathered still (several forwards before a backward; `reshard_after_backward=False`), or kept whole between
+        micro-batches, need not be gathered again if nobody wrote to the parameters.
         """
         if self._by_hand:
             self._by_hand = False
             return
+        unchanged = self._versions == [param.version for param in self.params]
+        if self.state is UNSHARDED and unchanged:
+            return
         self.reshard("forward")
         self.settle()
         self.forget_low_precision()
-        self.stale |= not accumulating or self._versions != [param.at_rest._version for param in self.params]
+        self.stale |= not (accumulating and unchanged)
 
     def unshard_by_hand(self) -> None:
         """Begin to gather outside a forward; the next forward uses what was gathered."""
@@ -139,43 +153,56 @@ class Unit:
                 "call model.to_empty(device=...) and initialise the weights before the first forward"
             )
         self._move(UNSHARDING, phase)
+        if self._extended:
+            self.layout = with_parts(self.layout, self._extended, self.terms)
         whole = self._make_whole()
         if self.stale or not self.keeps_whole:
+            if self._flat is not None and self._low is None:
+                self.terms.home.will_read(self._flat)
             self._gathering = self._gather(whole, phase)
             self.stale = False
 
     def _gather(self, whole: torch.Tensor, phase: str) -> Pending | None:
+        if self.halfway is not None and self.halfway.kept:
+            return self.halfway.gather(self.layout, whole, Stamp(self.name, phase))
         if self.terms.shard is None:
             if not self.aliased:
-                self._cast_into(whole)
+                self._fill(whole)
             return None
         return self.terms.shard.all_gather(self.layout, self._outgoing(), whole, Stamp(self.name, phase))
 
-    def _outgoing(self) -> torch.Tensor:
-        """This rank's slice in the dtype that travels: the slices at rest themselves, or one copy a root forward."""
-        if self.aliased:
-            low = torch.empty(self.layout.slice_bytes, dtype=torch.uint8, device=self.terms.device)
-            events.tag("communication_buffers", low, self.name)
-            for param, slot in zip(self.params, self.layout.slots):
-                own = param.local.reshape(-1).view(torch.uint8)
-                low[slot.offset : slot.offset + own.numel()].copy_(own)
-            return self._typed(low)
-        if self._compute == self._dtypes:
-            return self._typed(self._flat)
-        if self._low is None:
-            self._low = torch.empty(self.layout.slice_bytes, dtype=torch.uint8, device=self.terms.device)
-            events.tag("parameter_slices", self._low, self.name)
-            self._cast_into(self._low)
-        return self._typed(self._low)
+    def _outgoing(self) -> Outgoing:
+        """This rank's slice in the dtype that travels: the slices at rest themselves, or made from them."""
+        nbytes, dtype = self.layout.slice_bytes, self._wire_dtype()
+        if not self.aliased and not self._extended and self._compute == self._dtypes:
+            home, device = self.terms.home, self.terms.device
+            at_rest = self._flat if home.device == device else None
+            return Outgoing(nbytes, dtype, self._fill, lambda: home.bring(self._flat, device).view(dtype), at_rest)
+        return Outgoing(nbytes, dtype, self._fill, lambda: self._made().view(dtype))
 
-    def _cast_into(self, target: torch.Tensor) -> None:
-        places = zip(self.rest_layout.slots, self._dtypes, self.layout.slots, self._compute)
-        for rest, dtype, low, compute in places:
-            source = self._flat[rest.offset : rest.offset + rest.chunk_bytes].view(dtype)
-            target[low.offset : low.offset + low.chunk_bytes].view(compute).copy_(source)
+    def _made(self) -> torch.Tensor:
+        """The slice that travels, as a tensor: one low-precision copy from the root forward to the end of the backward."""
+        if self._low is not None and not self._extended:
+            return self._low
+        made = torch.empty(self.layout.slice_bytes, dtype=torch.uint8, device=self.terms.device)
+        events.tag("communication_buffers" if self.aliased else "parameter_slices", made, self.name)
+        self._fill(made)
+        if not self.aliased:
+            self._low = made
+        return made
 
-    def _typed(self, data: torch.Tensor) -> torch.Tensor:
-        return data.view(self._compute[0]) if len(set(self._compute)) == 1 else data
+    def _fill(self, target: torch.Tensor) -> None:
+        """Write this rank's slice, in the dtypes that travel, into `target` (bytes)."""
+        for param, slot, dtype in zip(self._plain, self.layout.slots, self._compute):
+            own = param.local.reshape(-1)
+            place = target[slot.offset : slot.offset + slot.chunk_bytes].view(dtype)
+            place[: own.numel()].copy_(own, non_blocking=True)
+        for param in self._extended:
+            param.write_parts(self.layout, target)
+
+    def _wire_dtype(self) -> torch.dtype:
+        """The dtype that all parameters share, else bytes: the ledger and the transport name it."""
+        return self._compute[0] if len(set(self._compute)) == 1 and not self._extended else torch.uint8
 
     def finish_unshard(self, phase: str) -> None:
         """Wait for the gather and show the whole parameters to the modules."""
@@ -184,25 +211,42 @@ class Unit:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
+        if self._flat is not None:
+            self.terms.home.done_reading(self._flat)
+        for param in self._extended:
+            param.assemble(self.layout, self._whole)
         for param in self.params:
             param.gathered.requires_grad_(param.at_rest.requires_grad)
             param.show(param.gathered)
-        self._versions = [param.at_rest._version for param in self.params]
+        self._versions = [param.version for param in self.params]
         self._move(UNSHARDED, phase)
 
     # ---- reshard
 
-    def reshard(self, phase: str) -> None:
-        """Show the slices again and drop the whole parameters, where the strategy drops them."""
+    def reshard(self, phase: str, halfway: bool = False) -> None:
+        """Show the slices again and drop the whole parameters, where the strategy drops them.
+
+        `halfway`: a forward ended; a unit that goes to fewer ranks then does so.
+        """
         self.finish_unshard(phase)
         self._by_hand = False
+        if self.halfway is not None and self.halfway.kept and not halfway:
+            self.halfway.forget()
+            self._show_slices()
         if self.state is not UNSHARDED:
             return
-        for param in self.params:
-            param.show(param.at_rest)
+        self._show_slices()
+        if halfway and self.halfway is not None:
+            self.halfway.keep(self.layout, self._whole)
+        for param in self._extended:
+            param.release()
         if not self.keeps_whole:
             self._whole.untyped_storage().resize_(0)
         self._move(SHARDED, phase)
+
+    def _show_slices(self) -> None:
+        for param in self.params:
+            param.show(param.at_rest)
 
     def forget_low_precision(self) -> None:
         """Free the low-precision slice: the optimizer is about to change the masters."""
@@ -222,21 +266,22 @@ class Unit:
         trainable = [param for param in self.params if param.at_rest.requires_grad]
         if all(param.whole_gradient is None for param in trainable):
             return
-        self._reducing = Reduction(self.name, trainable, self.terms, self.divide)
+        self._reducing = Reduction(self.name, trainable, self.terms, self.wish, self._left)
+        self._left = None
         if self.terms.strategy.shard_gradients or self.terms.shard is None:
             self.forget_whole_gradients()
 
     def finish_reduce(self) -> bool:
         """Wait for the stage in flight; True once every parameter at rest has its rows of the averaged gradient."""
         if self._reducing is not None and self._reducing.advance():
-            self._reducing = None
+            self._left, self._reducing = self._reducing.left, None
         return self._reducing is None
 
     def abandon_gradients(self) -> None:
         """Forget what a backward that raised has left behind."""
         if self._reducing is not None:
             self._reducing.abandon()
-            self._reducing = None
+        self._reducing = self._left = None
         self.forget_whole_gradients()
         for param in self.params:
             if param.gathered is not None:

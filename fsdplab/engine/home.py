@@ -1,0 +1,32 @@
+"""Where a unit's slices live at rest: on the device that computes, unless an offload policy says otherwise."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Home:
+    """Memory of one device for the slices at rest; other homes (host memory, files) override what differs."""
+
+    away = False  # whether slices leave the memory that computes: then they are never views of what is gathered
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def make(self, nbytes: int, unit: str) -> torch.Tensor:
+        """`nbytes` zeroed bytes that live as long as somebody holds them."""
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+    def will_read(self, flat: torch.Tensor) -> None:
+        """A gather is about to read `flat`, which `make` returned."""
+
+    def done_reading(self, flat: torch.Tensor) -> None:
+        """The gather has read `flat`."""
+
+    def bring(self, flat: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """`flat` on the device that computes: itself if it lives there."""
+        return flat if flat.device == device else flat.to(device, non_blocking=True)
+
+    def take(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A reduced gradient slice, moved to where its parameter lives."""
+        return gradient if gradient.device == self.device else gradient.to(self.device)

@@ -1,0 +1,227 @@
+"""Files that stand in for memory: mapped, without a name, brought in ahead of use and let go after it.
+
+A mapped file is an ordinary CPU tensor whose pages come and go. Letting go takes three steps, because each alone frees
+nothing: the pages leave this process (its resident memory falls at once), what was changed is written to the disk, and the
+kernel's own copy is dropped. Bringing in asks for a megabyte at a time: the kernel answers one large request with its
+first few megabytes only. Both run on background threads. The files have no name, so none is left behind, also after kill -9.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import queue
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+_ASK_AT_ONCE = 1 << 20  # bytes of one request to read ahead
+_WRITES_WAITING = 4  # more than this many spans waiting to be written hold up the writer of new ones
+_WRITE_AND_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE, _WAIT_AFTER: data only, no flush of the drive
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class MappedFile(mmap.mmap):
+    """`nbytes` zeroed bytes of disk, reserved, mapped, and freed with the last tensor over them (two descriptors each)."""
+
+    def __new__(cls, folder: Path, nbytes: int, label: str) -> MappedFile:
+        descriptor = _reserved(folder, nbytes, label)
+        try:
+            self = super().__new__(cls, descriptor, nbytes)
+        except OSError:
+            os.close(descriptor)
+            raise
+        self.descriptor, self.label, self.folder = descriptor, label, folder
+        self._wanted: set[int] = set()  # starts of spans that were brought in again: their pages stay
+        weakref.finalize(self, os.close, descriptor)
+        return self
+
+    def bring_in(self, start: int, stop: int) -> None:
+        """Begin to read the pages around bytes [start, stop) into memory; returns at once."""
+        self._wanted.add(start)
+        _reader.put(partial(_read_ahead, weakref.ref(self), start, stop))
+
+    def let_go(self, start: int, stop: int, keep_cached: bool) -> None:
+        """Take the pages around bytes [start, stop) out of memory; the disk is written in the background.
+
+        With `keep_cached` the kernel writes them and drops its copy when it wants to.
+        """
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        self.madvise(mmap.MADV_DONTNEED, first, stop - first)  # of a shared mapping: nothing is lost
+        self._wanted.discard(start)
+        if not keep_cached:
+            _writer.put(partial(_write_back, weakref.ref(self), start, stop))
+
+
+_files: weakref.WeakValueDictionary[int, MappedFile] = weakref.WeakValueDictionary()
+
+
+def zeros(folder: Path, nbytes: int, label: str) -> torch.Tensor:
+    """`nbytes` zeroed bytes over a new file in `folder`, reserved on the disk.
+
+    Raises the `OSError` of the case (`FileNotFoundError`, `PermissionError`, ENOSPC, ...) with folder, sizes and remedy.
+    """
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    file = MappedFile(folder, nbytes, label)
+    data = torch.frombuffer(file, dtype=torch.uint8)
+    _files[data.data_ptr()] = file
+    return data
+
+
+def file_under(tensor: torch.Tensor) -> MappedFile | None:
+    """The mapped file that holds `tensor`, if one does."""
+    return None if tensor.device.type != "cpu" else _files.get(tensor.untyped_storage().data_ptr())
+
+
+def bring_in(tensor: torch.Tensor) -> None:
+    """Begin to read `tensor` from its file; nothing happens to tensors in memory."""
+    if (file := file_under(tensor)) is not None and tensor.numel():
+        file.bring_in(*_span(tensor))
+
+
+def bring_in_all(address: int) -> None:
+    """Begin to read the whole file that is mapped at `address`, if one still is."""
+    if (file := _files.get(address)) is not None:
+        file.bring_in(0, len(file))
+
+
+def let_go(tensor: torch.Tensor, keep_cached: bool = False) -> None:
+    """Take `tensor` out of memory, to its file; nothing happens to tensors in memory."""
+    if (file := file_under(tensor)) is not None and tensor.numel():
+        file.let_go(*_span(tensor), keep_cached)
+
+
+def wait() -> None:
+    """Return once everything that was asked for so far is read, written and dropped."""
+    for thread in (_reader, _writer):
+        thread.wait()
+
+
+def is_in_memory(folder: Path) -> bool:
+    """Whether `folder` is a file system of memory (tmpfs, ramfs): files there take the memory that they should spare."""
+    device = os.stat(folder).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        where, _, what = line.partition(" - ")
+        if where.split()[2] == number:
+            return what.split()[0] in ("tmpfs", "ramfs")
+    return False
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    start = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
+    return start, start + tensor.nbytes
+
+
+# ---- making a file
+
+
+def _reserved(folder: Path, nbytes: int, label: str) -> int:
+    """A descriptor of a new file without a name whose bytes are the file's own: a full disk shows here, not as SIGBUS."""
+    descriptor = _unnamed(folder, label)
+    found = os.fstatvfs(descriptor)
+    free = found.f_bavail * found.f_frsize
+    try:
+        if free < nbytes:  # asked first: a reservation that fails has filled the disk for a moment
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise OSError(
+            error.errno,
+            f"no room for the {nbytes} bytes of {label} in {folder} ({error.strerror}): {free} bytes are free; free some, "
+            "name a folder on a larger disk in NVMeOffloadPolicy, or use more ranks",
+        ) from error
+    return descriptor
+
+
+def _unnamed(folder: Path, label: str) -> int:
+    if sys.platform != "linux":
+        raise OSError(errno.ENOTSUP, f"offload to files needs Linux, got {sys.platform}; use CPUOffloadPolicy")
+    try:
+        return _open(folder)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"cannot make a file for {label} in {folder} ({error.strerror}): expected an existing folder on a local disk "
+            "that this user may write to; name one in NVMeOffloadPolicy",
+        ) from error
+
+
+def _open(folder: Path) -> int:
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):  # file systems that know no files without a name
+            raise
+    descriptor, name = tempfile.mkstemp(prefix="fsdplab-", dir=folder)
+    os.unlink(name)
+    return descriptor
+
+
+# ---- what the background threads do
+
+
+class _Thread:
+    """A daemon thread that runs jobs in order; the error of one is raised to whoever comes next."""
+
+    def __init__(self, name: str, waiting: int) -> None:
+        self._name, self._jobs = name, queue.Queue(waiting)
+        self._thread: threading.Thread | None = None
+        self._error: OSError | None = None
+
+    def put(self, job: Callable[[], object]) -> None:
+        """Queue `job`; waits where too many are queued."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def wait(self) -> None:
+        """Return once all jobs queued so far are done."""
+        done = threading.Event()
+        self.put(done.set)
+        done.wait()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._jobs.get()()
+            except OSError as error:
+                self._error = error
+
+
+_reader, _writer = _Thread("fsdplab reads ahead", 0), _Thread("fsdplab writes back", _WRITES_WAITING)
+
+
+def _read_ahead(reference: weakref.ref[MappedFile], start: int, stop: int) -> None:
+    file = reference()
+    for at in range(start, stop, _ASK_AT_ONCE) if file is not None else ():
+        os.posix_fadvise(file.descriptor, at, min(_ASK_AT_ONCE, stop - at), os.POSIX_FADV_WILLNEED)
+
+
+def _write_back(reference: weakref.ref[MappedFile], start: int, stop: int) -> None:
+    file = reference()
+    if file is None:
+        return
+    first = start // mmap.PAGESIZE * mmap.PAGESIZE
+    nbytes = -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE - first  # the kernel drops whole pages only
+    call = [ctypes.c_int(file.descriptor), ctypes.c_int64(first), ctypes.c_int64(nbytes), ctypes.c_uint(_WRITE_AND_WAIT)]
+    if _libc.sync_file_range(*call) != 0:
+        number = ctypes.get_errno()
+        what = f"{file.label} could not be written to {file.folder} ({os.strerror(number)})"
+        raise OSError(number, f"{what}; what it held is lost: look for a failing disk and resume from a checkpoint")
+    if start not in file._wanted:
+        os.posix_fadvise(file.descriptor, first, nbytes, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,250 @@
+"""What a module becomes when it is made a unit: itself, plus the methods of PyTorch's `FSDPModule`, in its words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+
+from . import custom, facade
+from .hooks import UnitHooks, bind_root, hooks_of
+from .unit import UNSHARDED, Unit
+
+_classes: dict[type, type] = {}
+
+
+class FSDPModule(TorchFSDPModule):
+    """A sharded module; its class is `FSDP<Name>`, a subclass of this and of what it was."""
+
+    _orig_cls_mro_index = 3  # FSDP<Name>, this, PyTorch's, <Name>
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
+        """Slicing a container makes a new one of the original class, not of this one."""
+        original = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
+        self = original.__new__(original, *args, **kwargs)
+        self.__init__(*args, **kwargs)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise AssertionError("a sharded model cannot be deep-copied; copy it first, then shard each copy")
+
+    # ---- by hand
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters; with `async_op`, returns a handle to wait on."""
+        unit = hooks_of(self).unit
+        unit.unshard_by_hand()
+        return UnshardHandle(unit) if async_op else unit.finish_unshard("forward")
+
+    def reshard(self) -> None:
+        """Drop this unit's gathered parameters and show the slices."""
+        unit = hooks_of(self).unit
+        unit.reshard("forward")
+        if unit.terms.shard is not None:
+            unit.terms.shard.settle()
+
+    def reset_iter_state(self) -> None:
+        """Make the root ready for the next forward after one or a backward raised; accumulated gradients are lost."""
+        hooks = bound(self)
+        if hooks.unit is not hooks.runtime.root:
+            raise RuntimeError(f"reset_iter_state belongs to the root; unit {hooks.unit.name!r} is below another")
+        hooks.runtime.reset()
+
+    # ---- what the next steps do
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether the next backward reduces gradients or only accumulates them, whole, on each rank."""
+        for unit in units_under(self, recurse):
+            unit.sync = requires_gradient_sync
+            unit.wish = replace(unit.wish, all_reduce=requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether reductions end in the all-reduce over replicas, or keep their sum until one does."""
+        for unit in units_under(self, recurse):
+            unit.wish = replace(unit.wish, all_reduce=requires_all_reduce)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """False announces that another backward comes before the optimizer steps."""
+        hooks = hooks_of(self)
+        (hooks.runtime or hooks).is_last_backward = is_last_backward
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether units drop their parameters between forward and backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward must be True or False here, got {reshard_after_forward!r}")
+        for unit in units_under(self, recurse):
+            unit.reshard_after_forward, unit.halfway = reshard_after_forward, None
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether units drop their parameters after a backward; keeping them saves gathers between micro-batches."""
+        for unit in units_under(self, recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False where the backward of this unit reads no parameter (an embedding's, say)."""
+        hooks_of(self).unit.unshard_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Gather exactly these behind this module's forward; an empty list restores the default."""
+        hooks_of(self).unit.ahead["forward"] = _units_in(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Gather exactly these behind this module's backward; an empty list restores the default."""
+        hooks_of(self).unit.ahead["backward"] = _units_in(modules)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by `factor` instead of by the number of ranks."""
+        unit = hooks_of(self).unit
+        unit.wish = replace(unit.wish, divide=float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None) -> None:
+        """Call `hook` with the reduced slice of this unit before the optimizer's gradients are made from it."""
+        unit = hooks_of(self).unit
+        if stream is not None and unit.terms.shard and unit.terms.replicate:
+            raise ValueError("stream cannot be set where the engine itself all-reduces over replicas")
+        unit.wish = replace(unit.wish, hook=hook if stream is None else custom.on_stream(hook, stream))
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """The next root forward waits for `event` before it gathers; give a new one each step."""
+        bound(self).runtime.post_optimizer_event = event
+
+    # ---- how collectives run
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather this unit with `comm` (PyTorch's `AllGather`: `allocate` and `__call__`)."""
+        custom.use(hooks_of(self).unit, gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce this unit with `comm` (PyTorch's `ReduceScatter`: `allocate` and `__call__`)."""
+        custom.use(hooks_of(self).unit, scatter=comm)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Take staging buffers from the process group's own allocator; a `RuntimeError` where it has none."""
+        custom.allocate_from_group(hooks_of(self).unit, enable)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Take staging buffers of gathers from symmetric memory; a `RuntimeError` where that does not exist."""
+        custom.allocate_symmetric(hooks_of(self).unit, backend)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted for compatibility: this engine always sums, then divides."""
+
+    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+        """Accepted for compatibility: unused parameters of a used unit always count as zeros."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reductions may be under way at once: more hide more traffic and hold more memory."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be 1 or more, got {max_input_buffers}")
+        for unit in units_under(self, recurse):
+            unit.in_flight = max_input_buffers
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce on a communicator of its own, so that NCCL runs reductions beside gathers; collective over the shards."""
+        for unit in units_under(self, recurse):
+            if unit.terms.shard is not None:
+                unit.terms.shard.separate_reductions(enable)
+
+    # ---- what torch looks for
+
+    def _get_fsdp_state(self) -> facade.State:
+        return facade.state_of(self)
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted for compatibility: gathers are always asynchronous."""
+
+    def _apply(self, *args: Any, **kwargs: Any) -> nn.Module:
+        for unit in units_under(self, recurse=True):
+            unit.reshard("forward")
+        module = super(TorchFSDPModule, self)._apply(*args, **kwargs)
+        for unit in units_under(self, recurse=True):
+            unit.settle()
+        return module
+
+
+class UnshardHandle:
+    """Work begun by `unshard(async_op=True)`."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Return once the parameters may be read."""
+        self._unit.finish_unshard("forward")
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have `module.<method_name>` gather and drop parameters as `forward` does; nothing happens to other modules."""
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register as a forward method")
+    original = getattr(module, method_name)
+
+    @wraps(original)
+    def hooked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        hooks = hooks_of(self)
+        args, kwargs = hooks.before_forward(self, args, kwargs)
+        return hooks.after_forward(self, args, original(*args, **kwargs))
+
+    setattr(module, method_name, hooked.__get__(module, type(module)))
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Accepted for compatibility: roots over one group share streams and buffers always; a `ValueError` for other modules."""
+    _units_in(modules)
+
+
+def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """`FSDP<Name>`; its `forward`, called directly, runs the hooks that `__call__` runs."""
+    if cls not in _classes:
+        body = {"__module__": cls.__module__}
+        if cls.forward is not nn.Module.forward:
+            body["forward"] = _guarded(cls.forward)
+        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), body)
+    return _classes[cls]
+
+
+def _guarded(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        hooks = self.__dict__["_unit_hooks"]
+        if hooks.unit.params and hooks.unit.state is not UNSHARDED:
+            return self(*args, **kwargs)  # `model.forward(x)`: nobody has gathered the parameters
+        if hooks.recompute is not None and torch.is_grad_enabled():
+            return hooks.recompute(forward, self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    return guarded
+
+
+def bound(module: nn.Module) -> UnitHooks:
+    """The hooks of `module`, which becomes the root if it has none."""
+    hooks = hooks_of(module)
+    if hooks.runtime is None:
+        bind_root(module)
+    return hooks
+
+
+def units_under(module: nn.Module, recurse: bool) -> list[Unit]:
+    """The unit of `module`, with `recurse` those below it too."""
+    modules = module.modules() if recurse else [module]
+    return list(dict.fromkeys(hooks.unit for each in modules if (hooks := hooks_of(each)) is not None))
+
+
+def _units_in(modules: Sequence[nn.Module]) -> list[Unit]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"expected sharded modules (fully_shard them first), got {type(module).__name__}")
+    return list(dict.fromkeys(hooks_of(module).unit for module in modules))

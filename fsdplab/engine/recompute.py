@@ -1,0 +1,50 @@
+"""Activation checkpointing as one choice: what a unit keeps between its forward and its backward.
+
+    none        every activation that autograd wants
+    full        its inputs only; the backward runs the forward again (Chen et al. 2016, sublinear memory)
+    selective   also the results of matrix products and attention, every other one (as torchtitan chooses): most of the
+                arithmetic is kept, most of the memory is not
+
+The second forward runs inside the unit's backward, where its parameters are gathered anyway: it costs no traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+CHECKPOINTS = ("none", "full", "selective")
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+_ATTENTIONS = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def recompute_of(choice: str) -> Callable[..., Any] | None:
+    """What runs a forward for `choice`: (forward, module, *args, **kwargs) -> output; None for "none"."""
+    if choice not in CHECKPOINTS:
+        raise ValueError(f"unknown checkpoint {choice!r}; expected one of {', '.join(CHECKPOINTS)}")
+    if choice == "none":
+        return None
+    options = {} if choice == "full" else {"context_fn": _every_other_product}
+    return partial(checkpoint, use_reentrant=False, **options)
+
+
+def _every_other_product() -> Any:
+    seen = {False: 0, True: 0}  # in the forward, in the recomputation: both must take the same decisions
+
+    def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in _ATTENTIONS:
+            return CheckpointPolicy.MUST_SAVE
+        if op not in _PRODUCTS:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        seen[context.is_recompute] += 1
+        return CheckpointPolicy.MUST_SAVE if seen[context.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(decide)
