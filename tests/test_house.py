@@ -36,7 +36,7 @@ INNER = {"torch", "numpy"}  # with the standard library, all that floors 0 to 2 
 MAX_FILE_LINES = 300
 MAX_ENGINE_LINES = 1500  # lines of code
 NOT_THE_CORE = {
-    "lanes", "gloo", "slots", "shared", "choose",  # who waits where, transports between CPUs, and the choice of one
+    "lanes", "gloo", "slots", "shared", "arenas", "choose",  # who waits where, transports between CPUs, and the choice of one
     "shm_group", "shm_moves",  # shared memory as a process group, for torch's own engines
     "checkpoint",  # training states to files and back; nothing imports it
     "offload", "offloaded_optimizer", "mapped",  # slices and optimizer state in host memory or files

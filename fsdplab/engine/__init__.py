@@ -4,13 +4,14 @@ Read `unit.py` first: it tells one unit's life in time order. A file imports onl
 layout, events, pending, compat, lanes, transport, home, placement, param, reduction, extension, halfway, unit, schedule,
 runtime, hooks, facade, custom, module, recompute, shard. Built on these: gloo, slots and shared (shared memory between the
 ranks of one machine), shm_group and shm_moves (the same for torch's own engines), choose (which transport a group gets),
-offload, norms, checkpoint.
+arenas (slices that peers read in place), mapped, offload and offloaded_optimizer (host memory and files), norms, checkpoint.
 """
 
 from .compat import DataParallelMeshDims
 from .module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from .norms import clip_grad_norm_
 from .offload import NVMeOffloadPolicy
+from .offloaded_optimizer import offload_optimizer
 from .policy import STRATEGIES, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Strategy
 from .shard import fully_shard, shard_model
 
@@ -26,6 +27,7 @@ __all__ = [
     "UnshardHandle",
     "clip_grad_norm_",
     "fully_shard",
+    "offload_optimizer",
     "register_fsdp_forward_method",
     "shard_model",
     "share_comm_ctx",

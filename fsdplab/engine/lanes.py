@@ -59,7 +59,8 @@ class StreamLane:
             end.record()
         if timed:
             events.defer(lambda: note(*self._times_ns(start, end)))
-        return Pending(lambda: torch.cuda.current_stream(self._stream.device).wait_event(end), *buffers)
+        finish = lambda: torch.cuda.current_stream(self._stream.device).wait_event(end)  # noqa: E731
+        return Pending(finish, *buffers, on_drop=finish)
 
     def _times_ns(self, start: torch.cuda.Event, end: torch.cuda.Event) -> tuple[int, int]:
         zero, zero_ns = self._clock

@@ -18,11 +18,14 @@ class Pending:
     ['waited']
     """
 
-    __slots__ = ("_buffers", "_finish")
+    __slots__ = ("_buffers", "_finish", "_on_drop")
 
-    def __init__(self, finish: Callable[[], None], *buffers: object) -> None:
+    def __init__(
+        self, finish: Callable[[], None], *buffers: object, on_drop: Callable[[], None] | None = None
+    ) -> None:
         self._finish: Callable[[], None] | None = finish
         self._buffers = buffers
+        self._on_drop = on_drop  # what makes it safe to free the buffers if nobody ever waits
 
     def wait(self) -> None:
         """Complete the work for the current stream (or the host), then let its buffers go."""
@@ -30,3 +33,7 @@ class Pending:
         if finish is not None:
             finish()
         self._buffers = ()
+
+    def __del__(self) -> None:
+        if self._finish is not None and self._on_drop is not None:
+            self._on_drop()

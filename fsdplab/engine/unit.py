@@ -298,4 +298,3 @@ class Unit:
         if events.listening():
             events.emit(events.Transition(self.name, self.state, state, phase, time.time_ns()))
         self.state = state
-

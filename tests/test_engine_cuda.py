@@ -1,0 +1,133 @@
+"""What only a GPU can show: streams, no host synchronisation inside a step, the same bits and bytes in every run.
+
+With one GPU a group of one rank is made to gather and reduce all the same (NCCL copies), so that the side streams, their
+events and the lifetimes of buffers are those of many ranks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdplab.engine import MixedPrecisionPolicy, compat, shard_model
+from fsdplab.engine.shard import units_of
+from fsdplab.engine.transport import Transport
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+STEPS = 4
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    """Blocks wide enough that a gather takes as long as a few kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def gathering(group: dist.ProcessGroup, strategy: str = "full_shard") -> nn.Module:
+    """A model on one GPU whose units gather and reduce over a group of one rank."""
+    model = shard_model(Net().cuda(), strategy, mp_policy=BF16)
+    transport = Transport(group, torch.device("cuda", 0))
+    for unit in units_of(model):
+        unit.terms = replace(unit.terms, shard=transport)
+    return model
+
+
+def train(model: nn.Module, steps: int = STEPS) -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    x = torch.randn(64, 512, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    for _ in range(steps):
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.to_local().clone() for parameter in model.parameters()]
+
+
+def test_a_step_never_waits_on_the_host(group) -> None:
+    model = gathering(group)
+    train(model, steps=2)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        x = torch.randn(64, 512, device="cuda")
+        model(x).float().square().mean().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_gathers_and_reductions_have_streams_of_their_own(group, monkeypatch) -> None:
+    seen: dict[str, set[int]] = {"gather": set(), "reduce": set(), "compute": {torch.cuda.current_stream().cuda_stream}}
+
+    def watched(role: str, call):
+        def run(*args, **kwargs):
+            seen[role].add(torch.cuda.current_stream().cuda_stream)
+            return call(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(compat, "all_gather_single", watched("gather", compat.all_gather_single))
+    monkeypatch.setattr(compat, "reduce_scatter_single", watched("reduce", compat.reduce_scatter_single))
+    train(gathering(group), steps=1)
+    assert all(len(streams) == 1 for streams in seen.values())
+    assert len(set.union(*seen.values())) == 3
+
+
+def delayed(call, dice: random.Random):
+    def run(*args, **kwargs):
+        torch.cuda._sleep(dice.randrange(0, 2_000_000))
+        return call(*args, **kwargs)
+
+    return run
+
+
+def test_twenty_runs_with_random_delays_on_every_stream_give_the_same_bits(group, monkeypatch) -> None:
+    expected = train(gathering(group))
+    dice = random.Random(0)
+    monkeypatch.setattr(compat, "all_gather_single", delayed(compat.all_gather_single, dice))
+    monkeypatch.setattr(compat, "reduce_scatter_single", delayed(compat.reduce_scatter_single, dice))
+    monkeypatch.setattr(nn.Linear, "forward", delayed(nn.Linear.forward, dice))
+    for run in range(20):
+        for number, (one, two) in enumerate(zip(train(gathering(group)), expected, strict=True)):
+            assert torch.equal(one, two), f"run {run}, parameter {number}"
+
+
+def test_memory_is_the_same_in_every_run(group) -> None:
+    peaks = set()
+    for _ in range(20):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        train(gathering(group))
+        torch.cuda.synchronize()
+        peaks.add(torch.cuda.max_memory_allocated())
+    assert len(peaks) == 1
+
+
+def test_a_model_deleted_with_a_gather_in_flight_frees_its_memory_safely(group) -> None:
+    before = torch.cuda.memory_allocated()
+    model = gathering(group)
+    handle = model.blocks[0].unshard(async_op=True)
+    del model, handle
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before
