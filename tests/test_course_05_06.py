@@ -1,0 +1,257 @@
+"""Notebooks 05 and 06: references and other right answers pass, known wrong ones are diagnosed, and the learner's engine is the twin's equal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fsdplab.figures import alt_text, ledger_against_formula, svg
+from fsdplab.sessions import RanksFailed
+from fsdplab.teaching import answers, checking, exercises, mini_fsdp, trials
+from fsdplab.teaching.course_state import open_course
+from fsdplab.teaching.exercise import Call, Choice, Exercise, Question, Trial
+from fsdplab.teaching.exercises import nb05, nb05_reduce, nb06
+from fsdplab.teaching.home import Home
+from fsdplab.teaching.mini_fsdp_records import ledger, sent
+from fsdplab.teaching.mini_fsdp_units import CHOICES, LIMIT, TARGET, plan
+
+ITEMS = [item for notebook in ("05", "06") for item in exercises.items_of(notebook)]
+EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
+QUESTIONS = [item for item in ITEMS if isinstance(item, Question)]
+CHOICES_ASKED = [item for item in ITEMS if isinstance(item, Choice)]
+pytestmark = pytest.mark.timeout(600)  # dozens of solutions share one launch
+HEAD = "import torch\nimport torch.distributed as dist\n\n\n"
+RIGHT = {  # other right answers than the references
+    "05.shard": {
+        "pad first": HEAD + "def shard(whole, rank, n):\n    c = -(-len(whole) // n)\n    padded = torch.cat([whole, whole.new_zeros(n * c - len(whole), *whole.shape[1:])])\n    return padded[rank * c : (rank + 1) * c].clone()\n",
+        "chunks": HEAD + "def shard(whole, rank, n):\n    c = -(-len(whole) // n)\n    chunks = torch.chunk(whole, n)\n    rows = chunks[rank] if rank < len(chunks) else whole[:0]\n    return torch.cat([rows, rows.new_zeros(c - len(rows), *whole.shape[1:])])\n",
+    },
+    "05.unshard": {
+        "a list of tensors": HEAD + "def unshard(mine, whole):\n    pieces = [torch.empty_like(mine) for _ in range(dist.get_world_size())]\n    dist.all_gather(pieces, mine)\n    whole.untyped_storage().resize_(whole.nbytes)\n    whole[:] = torch.cat(pieces)[: len(whole)]\n",
+        "one tensor": HEAD + "def unshard(mine, whole):\n    padded = mine.new_empty(dist.get_world_size() * len(mine), *mine.shape[1:])\n    dist.all_gather_into_tensor(padded, mine)\n    whole.untyped_storage().resize_(whole.nbytes)\n    whole.copy_(padded[: len(whole)])\n",
+        "broadcasts": HEAD + "def unshard(mine, whole):\n    pieces = [mine.clone() for _ in range(dist.get_world_size())]\n    for rank, piece in enumerate(pieces):\n        dist.broadcast(piece, src=rank)\n    whole.untyped_storage().resize_(whole.nbytes)\n    whole.copy_(torch.cat(pieces)[: len(whole)])\n",
+    },
+    "05.guarded": {"by its address": "def guarded(whole, name):\n    if whole.data_ptr() == 0:\n        raise RuntimeError('unshard ' + name + ' first')\n    return whole\n"},
+    "05.reduce": {
+        "averaged on the way": HEAD + "def reduce(gradient):\n    n = dist.get_world_size()\n    c = -(-len(gradient) // n)\n    padded = torch.cat([gradient, gradient.new_zeros(n * c - len(gradient), *gradient.shape[1:])]) / n\n    mine = padded[:c].clone()\n    dist.reduce_scatter_tensor(mine, padded)\n    return mine\n",
+        "all-to-all and a sum": HEAD + "def reduce(gradient):\n    n = dist.get_world_size()\n    c = -(-len(gradient) // n)\n    padded = torch.cat([gradient, gradient.new_zeros(n * c - len(gradient), *gradient.shape[1:])])\n    received = torch.empty_like(padded)\n    dist.all_to_all_single(received, padded)\n    return torch.stack(received.chunk(n)).mean(0)\n",
+    },
+    "06.hooks": {
+        "asks the storage, reduces first": "def hooks(unit, unshard, reshard, reduce):\n    def gather():\n        if unit.whole.untyped_storage().nbytes() == 0:\n            unshard(unit.mine, unit.whole)\n\n    def drop():\n        if unit.name != 'root':\n            reshard(unit.whole)\n\n"
+        "    def after_backward():\n        unit.mine.grad = reduce(unit.take_gradient())\n        reshard(unit.whole)\n\n    return [gather, drop, gather, after_backward]\n",
+    },
+    "06.choose_units": {"by class": "def choose_units(name, module):\n    return type(module).__name__ in ('CausalAttention', 'GPTFeedForward')\n"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Home:
+    """One learner's folder for the whole module: nothing solved, so that references are in use."""
+    return Home(tmp_path_factory.mktemp("learner") / "my_fsdp")
+
+
+@pytest.fixture(scope="module")
+def course(home):
+    """That learner's course, open."""
+    from fsdplab.teaching import course_state
+
+    yield open_course("learner", home.path)
+    course_state._open.clear()
+
+
+def solutions(exercise: Exercise) -> list[tuple[str, str, str | None]]:
+    """(name, source, what the report must say or None where it must pass) of everything that returns."""
+    right = {"the reference": exercise.reference, **RIGHT.get(exercise.id, {})}
+    return [*((name, source, None) for name, source in right.items()), *((w.name, w.source, w.says) for w in exercise.wrong if w.ends == "returns")]
+
+
+@pytest.fixture(scope="module")
+def tried(course, home):
+    """(exercise, name) -> the finding of each solution that returns, all of one number of ranks in one launch."""
+    found = {}
+    for world_size in sorted({exercise.world_size for exercise in EXERCISES}):
+        todo = [(exercise, name, source) for exercise in EXERCISES if exercise.world_size == world_size for name, source, _ in solutions(exercise)]
+        paths = [Home(home.path / f"solution{world_size}-{index}").save(exercise.id, source) for index, (exercise, _, source) in enumerate(todo)]
+        outcomes = trials.try_programs([(exercise, path) for (exercise, _, _), path in zip(todo, paths)], home)
+        found |= {(exercise.id, name): checking.judge(exercise, outcome) for (exercise, name, _), outcome in zip(todo, outcomes)}
+    return found
+
+
+@pytest.mark.parametrize(
+    "exercise,name,says", [(exercise.id, name, says) for exercise in EXERCISES for name, _, says in solutions(exercise)]
+)
+def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, exercise, name, says):
+    finding = tried[exercise, name]
+    if says is None:
+        assert finding is None
+    else:
+        assert finding is not None and says in finding.cause and finding.rank is not None
+        assert finding.expected and finding.got and finding.headline
+
+
+@pytest.mark.parametrize("exercise,wrong", [(e, w) for e in EXERCISES for w in e.wrong if w.ends == "raises"], ids=lambda v: getattr(v, "id", getattr(v, "name", None)))
+def test_solutions_that_raise_are_reported_with_the_error(course, home, exercise, wrong):
+    path = Home(home.path / "raises").save(exercise.id, wrong.source)
+    finding = checking.judge(exercise, trials.try_one(exercise, path, home))
+    assert finding is not None and "raised an error" in finding.headline and finding.rank is not None
+    assert wrong.says in f"{finding.got} {finding.cause}"
+
+
+@pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.id)
+def test_every_item_is_complete(item):
+    assert item.statement and all(getattr(item, "hints", ["."]))
+    if isinstance(item, Exercise):
+        assert item.wrong and item.stub != item.reference
+        for source in (item.stub, item.reference, *(wrong.source for wrong in item.wrong)):
+            compile(source, item.id, "exec")
+
+
+@pytest.mark.parametrize("item", QUESTIONS, ids=lambda item: item.id)
+def test_questions_accept_the_right_number_and_name_each_slip(course, item):
+    assert answers.grade_answer(item.id, item.right()).passed
+    for slip in item.slips:
+        wrong = item.right() * slip.factor if slip.factor else slip.value
+        verdict = answers.grade_answer(item.id, wrong)
+        assert not verdict.passed and slip.cause in str(verdict)
+
+
+@pytest.mark.parametrize("item", CHOICES_ASKED, ids=lambda item: item.id)
+def test_choices_accept_the_right_letter_only(course, item):
+    assert [answers.grade_answer(item.id, letter).passed for letter in item.options] == [letter == item.right for letter in item.options]
+
+
+# --- what the checks see
+
+
+def test_rules_judge_hand_written_trials():
+    case = nb05.unshard.cases()[0]
+    mine = case.arguments[0][0]
+    right = [Trial(rank, {}, "", (Call("all_gather", 3 * mine.nbytes),)) for rank in range(3)]
+    assert nb05.unshard.rules(case, right) is None
+    assert "use all_gather" in nb05.unshard.rules(case, [*right[:2], replace(right[2], calls=(Call("all_reduce", 4),))]).cause
+    assert nb05.unshard.rules(case, [replace(right[0], calls=right[0].calls * 2)]).rank == 0
+    scattered = Trial(1, torch.empty(0), "", (Call("reduce_scatter", 8),))
+    assert nb05_reduce.reduce.rules(case, [scattered]) is None
+    assert "reduced more than once" in nb05_reduce.reduce.rules(case, [replace(scattered, calls=scattered.calls * 2)]).headline
+
+
+def test_reading_a_dropped_tensor_ends_a_process_not_the_notebook(course, capsys):
+    mini_fsdp.read_dropped()
+    assert "SIGSEGV" in capsys.readouterr().out
+
+
+# --- one layer and whole models with the functions in use
+
+
+def test_the_parts_in_use_follow_the_checks(course, capsys):
+    own = nb05.shard.reference + "\n# mine\n"
+    course.home.save("05.shard", own)
+    assert "/reference/" in nb06.parts_in_use()["shard"], "saved, but its check has not passed"
+    course.home.note_pass("05.shard", own)
+    mini_fsdp.take_parts()
+    said = capsys.readouterr().out
+    assert "using your shard" in said and "using the reference unshard" in said
+    assert 'HERE / "05.shard.py"' in (course.home.path / "in_use.py").read_text()
+    course.home.file_of("05.shard").unlink()
+
+
+def test_a_layer_lives_and_equals_the_whole_one(course):
+    life = mini_fsdp.life_of_a_layer(rows=33, columns=8, world_size=2)
+    assert life.differences == {"output": 0.0, "gradient slice": 0.0}
+    by_moment = {moment["moment"]: moment for moment in life.moments}
+    whole, mine = 33 * 8 * 4, 17 * 8 * 4
+    assert [by_moment[name]["gathered_parameters"] for name in ("unshard", "reshard", "unshard again", "reshard again")] == [whole, 0, whole, 0]
+    assert by_moment["at rest again"]["gradient_slices"] == by_moment["shard (at rest)"]["parameter_slices"] == mine
+    assert life.peak_megabytes == (mine + whole + whole) / 1e6, "in backward: slice, weight and whole gradient"
+    assert "unsharded" in alt_text(mini_fsdp.layer_figure(life)).lower() and "<svg" in svg(mini_fsdp.layer_figure(life))
+
+
+@pytest.fixture(scope="module")
+def training(course):
+    return mini_fsdp.train("gpt-tiny", steps=4)
+
+
+def test_the_learners_engine_equals_the_twin_and_the_lab(training):
+    assert training.losses["my_fsdp"] == training.losses["twin"] == training.losses["lab"]
+    assert len(training.losses["twin"]) == 4 and training.losses["twin"][-1] < training.losses["twin"][0]
+    for name in ("my_fsdp", "lab"):
+        assert training.differs[name] == {"largest": 0.0, "floats": 0, "of": 141_056}
+
+
+def test_its_collectives_are_the_formulas_and_the_labs(training):
+    summaries = [training.records[name].summary for name in ("my_fsdp", "lab")]
+    assert [summary["comm"]["collectives_per_step"] for summary in summaries] == [training.plan.collectives] * 2 == [8, 8]
+    assert [summary["comm"]["bytes_per_step"] for summary in summaries] == [training.plan.traffic(2)] * 2
+    mine, lab = (sorted((row["unit"], row["phase"], row["kind"], row["logical_bytes"]) for row in training.records[name].table("ledger") if row["step"] == 3) for name in ("my_fsdp", "lab"))
+    assert mine == lab
+
+
+def test_its_gathered_bytes_are_the_arithmetics(training):
+    assert training.mine.summary["gathered_bytes"] == training.plan.peak
+    assert training.records["lab"].summary["gathered_bytes"] >= training.plan.peak, "the lab gathers one unit ahead"
+    assert "141,056" in str(training) and "formula" in training._repr_html_()
+
+
+def test_an_engine_of_other_right_answers_is_the_twins_equal_too(course, tmp_path):
+    """What a learner passed with is what runs in 06, and their engine sends what the formula says."""
+    own = open_course("learner", tmp_path / "my_fsdp").home
+    for exercise, solved in RIGHT.items():
+        source = list(solved.values())[-1] if exercise != "05.unshard" else solved["one tensor"]
+        own.save(exercise, source)
+        own.note_pass(exercise, source)
+    try:
+        run = mini_fsdp.train("gpt-tiny", steps=2, engines=("mine", "twin"))
+    finally:
+        open_course("learner", course.home.path)
+    assert run.whose == "with your shard, unshard, guarded, reduce, hooks and the reference reshard"
+    assert run.losses["my_fsdp"] == run.losses["twin"] and run.differs["my_fsdp"]["largest"] == 0
+    assert run.mine.summary["comm"] == {"bytes_per_step": run.plan.traffic(2), "collectives_per_step": 8}
+
+
+def test_its_figures_say_what_they_show(training):
+    figure = mini_fsdp.gathered_figure(training)
+    assert "gather blocks.1" in alt_text(figure) and len(figure.data) == 3
+    assert "equals the formula" in ledger_against_formula(training.mine).layout.title.text
+    assert "every block" in alt_text(mini_fsdp.choices_figure(target=TARGET, choose_units=lambda name, module: name.endswith((".attention", ".feed_forward"))))
+
+
+# --- units by arithmetic
+
+
+def test_plans_of_units():
+    blocks = plan("gpt-tiny", CHOICES["every block"])
+    assert [name for name, _ in blocks.units] == ["blocks.1", "blocks.0", "root"] and blocks.collectives == 8
+    nested = plan("gpt-tiny", lambda name, module: type(module).__name__ == "GPTBlock" or name.endswith("feed_forward"))
+    assert nested.peak == blocks.peak, "a unit inside a unit does not lower the peak: both are gathered"
+    whole = plan("gpt-tiny", CHOICES["the whole model"])
+    assert whole.peak == 4 * 141_056 and whole.traffic(2) == 2 * whole.peak // 2
+    with pytest.raises(ValueError, match="never called"):
+        plan("gpt-tiny", lambda name, module: name == "blocks")
+
+
+def test_the_target_wants_a_choice():
+    """Neither the ready-made choices nor nesting meet it."""
+    for is_unit in CHOICES.values():
+        each = plan("gpt-20m", is_unit)
+        assert each.peak > TARGET or each.collectives > LIMIT
+
+
+def test_bytes_that_calls_send():
+    assert [sent(kind, 12, 3) for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv")] == [8, 24, 16, 8, 12, 0]
+    row = {"step": 0, "phase": "forward", "unit": "root", "what": "unshard", "calls": [("all_gather", 12)], "bytes": 4}
+    assert ledger([row, {**row, "what": "reshard"}], 3) == [
+        {"rank": 0, "step": 0, "unit": "root", "phase": "forward", "kind": "all_gather", "logical_bytes": 12, "wire_bytes": 8}
+    ]
+
+
+def test_rows_held():
+    assert [row[1:] for row in mini_fsdp.rows_held(4, 3).rows] == [("0 to 1", "2", "0"), ("2 to 3", "2", "0"), ("none", "0", "2")]
+
+
+def test_a_crash_of_the_ranks_is_still_a_finding(course):
+    from fsdplab.sessions import Failure
+
+    finding = checking.judge(nb06.hooks, RanksFailed(Failure("died", "Rank 0 died: it ended with SIGSEGV.", 0)))
+    assert "crash" in finding.cause
