@@ -12,7 +12,7 @@ from fsdplab.engine.gloo import sum_in_rank_order
 from fsdplab.engine.layout import Layout
 from fsdplab.engine.policy import STRATEGIES, Strategy, strategy_named
 from fsdplab.engine.schedule import Schedule
-from fsdplab.engine.transport import pack, unpack
+from fsdplab.engine.packing import pack, unpack
 from fsdplab.planning import UnitShapes, step_traffic
 
 

@@ -64,7 +64,8 @@ def _by_cut(gradients: list[torch.Tensor]) -> dict[tuple[str, tuple[int, ...], i
             if any(placement.is_partial() for placement in gradient.placements):
                 raise ValueError(f"a gradient is not reduced yet: {gradient.placements}; redistribute it first")
             mesh = gradient.device_mesh
-            cut = tuple(number for number, placement in enumerate(gradient.placements) if not placement.is_replicate())  # a strided shard is no `Shard`
+            # Not `is_shard`: a strided shard, which tensor parallelism leaves, is none.
+            cut = tuple(number for number, placement in enumerate(gradient.placements) if not placement.is_replicate())
             key = (f"{mesh.mesh_dim_names} {tuple(mesh.shape)} {cut}", cut, hash(mesh))
         else:
             key = ("", (), 0)

@@ -15,11 +15,12 @@ import torch
 from . import events
 from .home import Home
 from .layout import Layout
+from .packing import pack
 from .param import ShardedParam
 from .pending import Pending
 from .placement import Axes
 from .policy import MixedPrecisionPolicy, Strategy
-from .transport import Stamp, Transport, pack
+from .transport import Stamp, Transport
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ class Reduction:
     def _stages(self, stamp: Stamp, gradients: Sequence[torch.Tensor | None]) -> list[Callable[[], Pending]]:
         shard, replicate, divide, output = self._terms.shard, self._terms.replicate, self._wish.divide, self._output
         over_replicas = [lambda: self._over_replicas(stamp)] if replicate and self._wish.all_reduce else []
+        if shard is None and over_replicas and self._earlier is None:
+            return [lambda: replicate.all_reduce_packed(self._layout, gradients, output, stamp, divide)]
         if shard is None:
             pack(self._layout, gradients, output)
             return over_replicas or [lambda: Pending(lambda: None if replicate or divide == 1.0 else output.div_(divide))]

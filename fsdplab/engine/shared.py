@@ -1,29 +1,39 @@
 """The transport of ranks that share a machine: slices are read straight out of their owner's memory.
 
 No sockets and no staging: a gather copies each peer's slice from where it rests (or, where it is cast or cut out on the
-way, from the peer's slot) into the place where the forward reads it; a reduction packs gradients into this rank's slot once, and every rank sums its own slice out of all slots, in rank
-order, in float32, so results carry the same bits in every run and at every number of ranks.
+way, from the peer's slot) into the place where the forward reads it; a reduction packs what peers need into this rank's slot once, and every rank sums its own slice out of all slots, in
+rank order, in float32, so results carry the same bits in every run and at every number of ranks.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from . import compat, events
 from .arenas import SharedHome
-from .gloo import announce, sum_in_rank_order
+from .gloo import announce
 from .home import Home
 from .layout import Layout
+from .packing import halves, pack_range, pack_rank, scaled_copy, unpack_from
 from .pending import Pending
 from .slots import Slots
-from .transport import Outgoing, Stamp, Transport, pack, unpack_from
+from .transport import Outgoing, Stamp, Transport
 
 _GATHERS, _REDUCTIONS = 2, 2  # slots: the next operation may begin while peers still read the last
 _PLACES = 8  # gathers of slices that are read in place: they take no memory, so more may be in flight
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A reduction under way: its number, and the bytes between the parts of a slot."""
+
+    number: int
+    stride: int
 
 
 class SharedTransport(Transport):
@@ -75,50 +85,101 @@ class SharedTransport(Transport):
     def reduce_scatter(
         self, layout: Layout, gradients: Sequence[torch.Tensor | None], output: torch.Tensor, stamp: Stamp, divide: float
     ) -> Pending:
-        """Publish all gradients; on waiting, sum this rank's slice over the ranks and divide."""
+        """Publish what peers need of the gradients; on waiting, sum this rank's slice over the ranks and divide."""
         note = self._note(stamp, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
-        start, total = time.time_ns(), layout.total_bytes
+        start, (before, after) = time.time_ns(), halves(divide)
+
+        def write(peer: int, target: torch.Tensor) -> None:
+            pack_rank(layout, gradients, peer, target, before)
+
         with events.span("post_backward_reduce", stamp.unit):
-            number, slot = self._reductions.claim(total, f"reduce_scatter of {stamp.unit}")
-            pack(layout, gradients, slot.view(output.dtype))
+            sent = self._send(write, [output] * self.ranks, f"reduce_scatter of {stamp.unit}")
             announce("reduce_scatter", self._announced)
 
         def finish() -> None:
             with events.span("reduce_scatter", stamp.unit):
-                self._sum(number, total, self.rank * output.numel(), output, divide)
+                self._sum(sent, output, after)
             _emit(note, start)
 
-        return self._publish(self._reductions, number, finish, output)
+        return self._publish(self._reductions, sent.number, finish, output)
 
     def all_reduce(self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0) -> Pending:
-        """Publish `buffer`; on waiting, sum one nth of it and gather the others' sums."""
+        """Publish what peers need of `buffer`; on waiting, sum one nth of it and gather the others' sums."""
+        pieces = buffer.tensor_split(self.ranks)
+        before, after = halves(divide)
+
+        def write(peer: int, target: torch.Tensor) -> None:
+            scaled_copy(pieces[peer], target, before)
+
+        return self._all_reduce(write, buffer, stamp, after, padding)
+
+    def all_reduce_packed(
+        self, layout: Layout, gradients: Sequence[torch.Tensor | None], output: torch.Tensor, stamp: Stamp, divide: float
+    ) -> Pending:
+        """As `pack` and `all_reduce`, in one pass over the gradients."""
+        pieces = output.tensor_split(self.ranks)
+        firsts = [sum(piece.numel() for piece in pieces[:peer]) for peer in range(self.ranks)]
+        before, after = halves(divide)
+
+        def write(peer: int, target: torch.Tensor) -> None:
+            pack_range(layout, gradients, firsts[peer], target, before)
+
+        return self._all_reduce(write, output, stamp, after, layout.padding_bytes)
+
+    def _all_reduce(
+        self, write: Callable[[int, torch.Tensor], None], buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int
+    ) -> Pending:
         note = self._note(stamp, "all_reduce", buffer.nbytes, padding, buffer.dtype)
         start, pieces = time.time_ns(), buffer.tensor_split(self.ranks)
         with events.span("all_reduce", stamp.unit):
-            number, slot = self._reductions.claim(buffer.nbytes, f"all_reduce of {stamp.unit}")
-            slot.view(buffer.dtype).copy_(buffer)
+            sent = self._send(write, pieces, f"all_reduce of {stamp.unit}")
             announce("all_reduce", self._announced)
 
         def finish() -> None:
             with events.span("all_reduce", stamp.unit):
-                before = sum(piece.numel() for piece in pieces[: self.rank])
-                self._sum(number, buffer.nbytes, before, pieces[self.rank], divide)
+                self._sum(sent, pieces[self.rank], divide)
                 self._share(pieces)
             _emit(note, start)
 
-        return self._publish(self._reductions, number, finish, buffer)
+        return self._publish(self._reductions, sent.number, finish, buffer)
 
     def _publish(self, slots: Slots, number: int, finish: Callable[[], None], *buffers: object) -> Pending:
         pending = Pending(finish, *buffers)
         slots.publish(number, pending.wait)
         return pending
 
-    def _sum(self, number: int, nbytes: int, first: int, output: torch.Tensor, divide: float) -> None:
-        """Sum elements [first, first + len(output)) of what every rank wrote for reduction `number`."""
-        last = first + output.numel()
-        slots = (self._reductions.read(peer, number, nbytes) for peer in range(self.ranks))
-        sum_in_rank_order((slot.view(output.dtype)[first:last] for slot in slots), output, divide)
-        self._reductions.done(number)
+    def _send(self, write: Callable[[int, torch.Tensor], None], parts: Sequence[torch.Tensor], label: str) -> Sent:
+        """Have every peer's part written to this rank's slot, and this rank's own where its sum will be."""
+        stride = parts[0].nbytes  # of the first, which is the longest
+        number, slot = self._reductions.claim((self.ranks - 1) * stride, label)
+        for peer in self._nearest_first():
+            place = parts[peer] if peer == self.rank else self._part(slot, self.rank, peer, stride, parts[peer])
+            write(peer, place)
+        return Sent(number, stride)
+
+    def _part(self, slot: torch.Tensor, owner: int, reader: int, stride: int, like: torch.Tensor) -> torch.Tensor:
+        """What `owner` wrote for `reader`: a slot has no part for its owner."""
+        first = (reader - (reader > owner)) * stride
+        return slot[first : first + like.nbytes].view(like.dtype)
+
+    def _sum(self, sent: Sent, output: torch.Tensor, divide: float) -> None:
+        """`output`, which holds this rank's own part, becomes the sum over all ranks, in rank order, divided."""
+        nbytes, total = (self.ranks - 1) * sent.stride, None
+        wide = torch.promote_types(output.dtype, torch.float32)
+        for peer in range(self.ranks):
+            if peer == self.rank:
+                part = output
+            else:
+                part = self._part(self._reductions.read(peer, sent.number, nbytes), peer, self.rank, sent.stride, output)
+            if total is None:
+                total = part.to(wide)
+            else:  # `output` may be overwritten once its own part is in the sum
+                total = torch.add(total, part, out=output if peer >= self.rank and wide == output.dtype else None)
+        self._reductions.done(sent.number)
+        if divide != 1.0:
+            total = total.div_(divide)
+        if total is not output:
+            output.copy_(total)
 
     def _share(self, pieces: Sequence[torch.Tensor]) -> None:
         number, slot = self._gathers.claim(pieces[0].nbytes)

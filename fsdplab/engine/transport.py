@@ -7,7 +7,6 @@ and shared memory do differently is in `gloo.py` and `shared.py`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,10 @@ from . import compat, events
 from .home import Home
 from .lanes import HostLane, Note, stream_lane
 from .layout import Layout
+from .packing import half, pack, unpack
 from .pending import Pending
 
 Reduction = tuple[Callable[[bool], Any], Callable[[], object], torch.Tensor]  # issue, complete, buffer to keep
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -134,8 +133,15 @@ class Transport:
     def _gather(self, staging: torch.Tensor, send: torch.Tensor, asynchronous: bool) -> Any:
         return compat.all_gather_single(staging, send, group=self.group, async_op=asynchronous)
 
+    def all_reduce_packed(
+        self, layout: Layout, gradients: Sequence[torch.Tensor | None], output: torch.Tensor, stamp: Stamp, divide: float
+    ) -> Pending:
+        """Pack `gradients` (None counts as zeros) into `output`, sum it over all ranks in place, and divide."""
+        pack(layout, gradients, output)
+        return self.all_reduce(output, stamp, divide, layout.padding_bytes)
+
     def _reduction(self, send: torch.Tensor, output: torch.Tensor, divide: float) -> Reduction:
-        before = _half(divide) if output.dtype is torch.float16 else 1.0  # a sum of many float16 values would overflow
+        before = half(divide) if output.dtype is torch.float16 else 1.0  # a sum of many float16 values would overflow
 
         def issue(asynchronous: bool) -> Any:
             if before != 1.0:
@@ -151,46 +157,3 @@ class Transport:
         return lambda start, end: events.Collective(
             stamp.unit, stamp.phase, kind, logical, wire, padding, name, start, end
         )
-
-
-def _half(divide: float) -> float:
-    """A power of two near the square root of `divide`: half of the division, exact in any precision."""
-    return 2.0 ** round(math.log2(max(divide, 1.0)) / 2)
-
-
-def unpack(layout: Layout, staging: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy n slices (rank-major) into the whole (parameter-major bytes)."""
-    for rank, part in enumerate(staging.view(layout.ranks, -1)):
-        unpack_from(layout, rank, part, whole)
-
-
-def unpack_from(layout: Layout, rank: int, part: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy the slice of one rank to its rows in the whole (parameter-major bytes)."""
-    word = layout.word
-    source, target = part.view(_WORDS[word]), whole.view(_WORDS[word])
-    for slot in layout.slots:
-        offset, length = slot.offset // word, slot.chunk_bytes // word
-        start = layout.ranks * offset + rank * length
-        target[start : start + length].copy_(source[offset : offset + length])
-
-
-def pack(layout: Layout, gradients: Sequence[torch.Tensor | None], send: torch.Tensor) -> None:
-    """Copy whole gradients into n slices (rank-major), casting to `send`'s dtype; padding and None become zeros."""
-    n, size = layout.ranks, send.element_size()
-    target = send.view(n, -1)  # [ranks, slice]
-    for slot, gradient in zip(layout.slots, gradients, strict=True):
-        columns = target[:, slot.offset // size : (slot.offset + slot.chunk_bytes) // size]  # [ranks, chunk]
-        if gradient is None:
-            columns.zero_()
-        elif slot.rows == n * slot.chunk:
-            columns.copy_(gradient.reshape(n, -1))
-        else:
-            _pack_uneven(slot.rows, slot.chunk, gradient, columns)
-
-
-def _pack_uneven(rows: int, chunk: int, gradient: torch.Tensor, columns: torch.Tensor) -> None:
-    flat, row = gradient.reshape(-1), gradient.numel() // max(rows, 1)
-    for rank, column in enumerate(columns):
-        part = flat[min(rank * chunk, rows) * row : min((rank + 1) * chunk, rows) * row]
-        column[: part.numel()].copy_(part)
-        column[part.numel() :].zero_()
