@@ -119,7 +119,8 @@ def judge(exercise: Exercise, outcome: Tried | RanksFailed) -> Finding | None:
 
 def _finding_of_difference(exercise: Exercise, case: Case, trial: Trial, difference: Difference) -> Finding:
     step, cause = exercise.explain(case, trial, difference)
-    headline = f"{exercise.function} returns a wrong {difference.problem} on rank {trial.rank} (case: {case.name})."
+    verb = "leads to" if exercise.driver else "returns"
+    headline = f"{exercise.function} {verb} a wrong {difference.problem} on rank {trial.rank} (case: {case.name})."
     if trial.returned is None:
         said = f"; it printed {trial.printed.split()[0]!r} ..." if trial.printed.split() else ""
         headline = f"{exercise.function} returns nothing (case: {case.name})."
@@ -137,14 +138,15 @@ def _finding_of_failure(exercise: Exercise, report: Any) -> Finding:
         headline = f"{exercise.function} did not return within {exercise.time_limit:g} s."
         return Finding(headline, expected, got.partition(f"{StillWaiting.__name__}: ")[2], exercise.hung, report.rank, step)
     if LeftUnfinished.__name__ in got:
-        cause = "a message was begun and never waited for: call `.wait()` on what isend and irecv return, before you return"
+        cause = "a message was begun and never waited for: call `.wait()` on what isend and irecv return, before you return; or the ranks "
+        cause += "called different collectives (an `if rank == 0` around one, say)"
         return Finding(f"{exercise.function} left messages unfinished.", "every message that is begun arrives", got.partition(f"{LeftUnfinished.__name__}: ")[2], cause, report.rank, step)
     if report.kind == "raised":
         return Finding(f"{exercise.function} raised an error.", expected, _last_frames(report), _why_raised(report), report.rank, step)
     if report.kind in ("hung", "timeout"):
         cause = "this machine is too busy to start ranks in time, or the code never lets go of the interpreter: check again"
         return Finding(f"{exercise.function} did not end.", expected, got, cause, report.rank, step)
-    return Finding(f"{exercise.function} ended the run.", expected, got, "a rank process ended: look for exit() or a crash", report.rank, step)
+    return Finding(f"{exercise.function} ended the run.", expected, got, "a rank process ended: look for exit() or a crash (reading a tensor without memory is one)", report.rank, step)
 
 
 def _last_frames(report: Any) -> str:

@@ -91,7 +91,7 @@ class Exercise:
     wrong: tuple[Wrong, ...] = ()
     world_size: int = 2
     tolerance: float = 0.0
-    time_limit: float = 8.0
+    time_limit: float = 12.0
     driver: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
