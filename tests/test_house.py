@@ -40,7 +40,7 @@ NOT_THE_CORE = {
     "shm_group", "shm_moves",  # shared memory as a process group, for torch's own engines
     "checkpoint",  # training states to files and back; nothing imports it
     "offload", "offloaded_optimizer", "mapped",  # slices and optimizer state in host memory or files
-    "extension", "halfway", "recompute", "norms",  # one feature each: subclasses, fewer ranks, checkpointing, clipping
+    "extension", "halfway", "recompute", "norms", "traps",  # one each: subclasses, fewer ranks, checkpointing, clipping, warnings
     "custom", "facade",  # what users of PyTorch's FSDP2 may bring along, and what torch itself asks for
     "compat", "__init__",  # what depends on torch's version; the table of contents
 }  # fmt: skip

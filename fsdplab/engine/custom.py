@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from . import compat, events
+from .hooks import hooks_of, units_under
 from .transport import Reduction, Transport
 from .unit import Unit
 
@@ -48,8 +49,6 @@ class GroupMemory:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._backend = group._get_backend(device)
-        if not self._backend.supports_tensor_alloc(device):
-            raise RuntimeError(f"the {self._backend.name()} backend allocates no tensors on {device}; expected NCCL on CUDA")
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory of the group."""
@@ -91,10 +90,10 @@ def use(unit: Unit, gather: Any = None, scatter: Any = None) -> None:
 
 
 def allocate_from_group(unit: Unit, enable: bool) -> None:
-    """Stage this unit's gathers in memory of its process group, or no longer."""
-    now = unit.terms.shard
-    if enable and now is not None:
-        use(unit, gather=GroupMemory(now.group, unit.terms.device))
+    """Stage this unit's gathers in memory of its process group, or no longer; nothing changes where it allocates none."""
+    now, device = unit.terms.shard, unit.terms.device
+    if enable and now is not None and now.group._get_backend(device).supports_tensor_alloc(device):
+        use(unit, gather=GroupMemory(now.group, device))
     elif isinstance(now, CustomTransport) and isinstance(now.gather, GroupMemory):
         unit.terms = replace(unit.terms, shard=now.below)
 
@@ -117,3 +116,44 @@ def on_stream(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream) -
         torch.cuda.current_stream().wait_stream(stream)
 
     return hooked
+
+
+class CollectiveSettings:
+    """The methods of a sharded module that say how its collectives run."""
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather this unit with `comm` (PyTorch's `AllGather`: `allocate` and `__call__`)."""
+        use(hooks_of(self).unit, gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce this unit with `comm` (PyTorch's `ReduceScatter`: `allocate` and `__call__`)."""
+        use(hooks_of(self).unit, scatter=comm)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Take staging buffers of gathers from the process group's own allocator, where it has one (NCCL)."""
+        allocate_from_group(hooks_of(self).unit, enable)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Take staging buffers of gathers from symmetric memory; a `RuntimeError` where that does not exist."""
+        allocate_symmetric(hooks_of(self).unit, backend)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted for compatibility: this engine always sums, then divides."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Accepted for compatibility: unused parameters of a used unit always count as zeros."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reductions may be under way at once: more hide more traffic and hold more memory."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be 1 or more, got {max_input_buffers}")
+        for unit in units_under(self, recurse):
+            unit.in_flight = max_input_buffers
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce on a communicator of its own, so that NCCL runs reductions beside gathers; collective over the shards."""
+        for unit in units_under(self, recurse):
+            if unit.terms.shard is not None:
+                unit.terms.shard.separate_reductions(enable)

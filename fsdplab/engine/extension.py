@@ -19,6 +19,7 @@ from .layout import Layout, Slot
 from .param import ShardedParam, Sites
 from .placement import Axes, local_part
 from .reduction import Terms
+from .traps import mark_replaced
 
 
 def is_extended(parameter: torch.Tensor) -> bool:
@@ -46,6 +47,7 @@ class ExtendedParam(ShardedParam):
         shown = compat.dtensor_of(padded.narrow(0, 0, stop - start), self.spec)
         before, self.at_rest = self.at_rest, nn.Parameter(shown, requires_grad=self.at_rest.requires_grad)
         self.at_rest.__dict__.update(before.__dict__)
+        mark_replaced(before)
         self.show(self.at_rest)
 
     def settled(self) -> bool:
@@ -80,19 +82,18 @@ class ExtendedParam(ShardedParam):
 
     def assemble(self, layout: Layout, whole: torch.Tensor) -> None:
         """Make the gathered value out of everybody's parts, in the same tensor as the first time."""
-        outputs = []
-        for slot, part in zip(self.slots(layout), self._parts):
-            first = layout.whole_offset(slot)
-            outputs.append(whole[first : first + slot.nbytes].view(part.dtype).view(slot.shape))
+        storage, outputs = whole.untyped_storage(), []
+        for slot, part in zip(self.slots(layout), self._parts):  # not views of `whole`: its version changes with every gather
+            empty = torch.empty(0, dtype=part.dtype, device=whole.device)
+            outputs.append(empty.set_(storage, layout.whole_offset(slot) // part.element_size(), slot.shape))
         inner = self.local
         if self.gathered is None:
             value, self._freed = inner.fsdp_post_all_gather(tuple(outputs), self._remembered, self._dtype_wanted)
             self.gathered = nn.Parameter(value.detach(), requires_grad=self.at_rest.requires_grad)
         else:
             for tensor in self._freed:
-                storage = tensor.untyped_storage()
-                if storage.nbytes() == 0:
-                    storage.resize_(tensor.numel() * tensor.itemsize)
+                if tensor.untyped_storage().nbytes() == 0:
+                    tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
             inner.fsdp_post_all_gather(tuple(outputs), self._remembered, self._dtype_wanted, out=self.gathered)
         self._parts, self._remembered = (), None
 

@@ -23,7 +23,9 @@ from .transport import Outgoing, Stamp, Transport
 def ranks_after_forward(wanted: int, ranks: int) -> int:
     """`wanted` if it divides `ranks`; a `ValueError` otherwise. 1 means: stay gathered; `ranks`: reshard as usual."""
     if wanted < 1 or ranks % wanted:
-        raise ValueError(f"reshard_after_forward={wanted} ranks: expected True, False, or a divisor of the {ranks} ranks that shard")
+        raise ValueError(
+            f"reshard_after_forward={wanted} ranks: expected True, False, or a divisor of the {ranks} ranks that shard"
+        )
     return wanted
 
 
@@ -66,7 +68,9 @@ class Halfway:
         """Fill `whole`, laid out for all ranks, from the slices of the few."""
         near = torch.empty(self._layout.total_bytes, dtype=torch.uint8, device=whole.device)
         events.tag("communication_buffers", near, stamp.unit)
-        pending = self._transport.all_gather(self._layout, Outgoing.of(self._slice), near, stamp)
+        dtypes = {param.gathered.dtype for param in self._params}
+        sent = self._slice.view(*dtypes) if len(dtypes) == 1 else self._slice
+        pending = self._transport.all_gather(self._layout, Outgoing.of(sent), near, stamp)
 
         def finish() -> None:
             pending.wait()

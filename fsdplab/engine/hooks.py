@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from . import compat
 from .runtime import Runtime
+from .traps import Unwritten, warn_of_unwritten
 from .unit import Unit
 
 
@@ -34,6 +35,7 @@ class UnitHooks:
         self.prefetch = 1
         self.is_last_backward = True
         self.recompute: Callable[..., Any] | None = None  # runs a forward so that the backward computes it again
+        self.unwritten: Unwritten = []  # buffers that `to_empty` gave memory to
         self._all = frozenset(id(module) for module in modules)
         self._to_run: set[int] = set()
         self._pass = 0  # the root forward in which `_to_run` was filled
@@ -49,12 +51,15 @@ class UnitHooks:
         """Gather, cast the inputs, and plant the end of this unit's backward on them."""
         if self.runtime is None:
             bind_root(module)
+        if self.unwritten:
+            warn_of_unwritten(self.unwritten, module.modules())
+            self.unwritten = []
         if self.policy.cast_forward_inputs and self.policy.param_dtype:
             args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
         if self.runtime.recomputes(self.unit):
             self.runtime.gather_again(self.unit)
             return args, kwargs
-        first = id(module) not in self._to_run or self._pass != self.runtime.passes
+        first = len(self._all) == 1 or id(module) not in self._to_run or self._pass != self.runtime.passes
         if first:
             self.runtime.before_forward(self.unit)
             self._to_run, self._pass = set(self._all), self.runtime.passes
@@ -97,7 +102,7 @@ class UnitHooks:
 
     def _before_state_dict(self, *_: Any) -> None:
         """A state dict reads and writes slices, also when a forward has left the unit gathered."""
-        self.unit.reshard("forward")
+        self.unit.reshard_by_hand()
 
     def _plant(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         leaves, shape = tree_flatten((args, kwargs))
@@ -150,6 +155,12 @@ def bind_root(root: nn.Module) -> Runtime:
         if hooks.unit.reshard_after_forward is None:
             hooks.unit.reshard_after_forward = hooks is not top
     return runtime
+
+
+def units_under(module: nn.Module, recurse: bool) -> list[Unit]:
+    """The unit of `module`, with `recurse` those below it too."""
+    modules = module.modules() if recurse else [module]
+    return list(dict.fromkeys(hooks.unit for each in modules if (hooks := hooks_of(each)) is not None))
 
 
 def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:

@@ -23,11 +23,12 @@ class HostLane:
         start = time.time_ns()
         work = issue(True)
         done: list[int] = []
-        if events.listening():
+        if events.listening() and work is not None:
             work.get_future().then(lambda _: done.append(time.time_ns()))
 
         def finish() -> None:
-            work.wait()
+            if work is not None:  # a collective of the user's own may be done already
+                work.wait()
             if events.listening():
                 events.emit(note(start, done[0] if done else time.time_ns()))
             complete()

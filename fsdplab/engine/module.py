@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any, NoReturn
@@ -12,16 +13,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from . import custom, facade
-from .hooks import UnitHooks, bind_root, hooks_of
+from .hooks import UnitHooks, bind_root, hooks_of, units_under
+from .traps import left_empty, meta_buffers
 from .unit import UNSHARDED, Unit
 
 _classes: dict[type, type] = {}
 
 
-class FSDPModule(TorchFSDPModule):
+class FSDPModule(custom.CollectiveSettings, TorchFSDPModule):
     """A sharded module; its class is `FSDP<Name>`, a subclass of this and of what it was."""
 
-    _orig_cls_mro_index = 3  # FSDP<Name>, this, PyTorch's, <Name>
+    _orig_cls_mro_index = 4  # FSDP<Name>, this, its settings, PyTorch's, <Name>
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
         """Slicing a container makes a new one of the original class, not of this one."""
@@ -43,10 +45,7 @@ class FSDPModule(TorchFSDPModule):
 
     def reshard(self) -> None:
         """Drop this unit's gathered parameters and show the slices."""
-        unit = hooks_of(self).unit
-        unit.reshard("forward")
-        if unit.terms.shard is not None:
-            unit.terms.shard.settle()
+        hooks_of(self).unit.reshard_by_hand()
 
     def reset_iter_state(self) -> None:
         """Make the root ready for the next forward after one or a backward raised; accumulated gradients are lost."""
@@ -74,11 +73,12 @@ class FSDPModule(TorchFSDPModule):
         (hooks.runtime or hooks).is_last_backward = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether units drop their parameters between forward and backward."""
+        """Whether units drop their parameters after a forward; False keeps them through evaluation too."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward must be True or False here, got {reshard_after_forward!r}")
         for unit in units_under(self, recurse):
             unit.reshard_after_forward, unit.halfway = reshard_after_forward, None
+            unit.stays = not reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether units drop their parameters after a backward; keeping them saves gathers between micro-batches."""
@@ -117,45 +117,6 @@ class FSDPModule(TorchFSDPModule):
         """The next root forward waits for `event` before it gathers; give a new one each step."""
         bound(self).runtime.post_optimizer_event = event
 
-    # ---- how collectives run
-
-    def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather this unit with `comm` (PyTorch's `AllGather`: `allocate` and `__call__`)."""
-        custom.use(hooks_of(self).unit, gather=comm)
-
-    def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce this unit with `comm` (PyTorch's `ReduceScatter`: `allocate` and `__call__`)."""
-        custom.use(hooks_of(self).unit, scatter=comm)
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Take staging buffers from the process group's own allocator; a `RuntimeError` where it has none."""
-        custom.allocate_from_group(hooks_of(self).unit, enable)
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Take staging buffers of gathers from symmetric memory; a `RuntimeError` where that does not exist."""
-        custom.allocate_symmetric(hooks_of(self).unit, backend)
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted for compatibility: this engine always sums, then divides."""
-
-    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
-        """Accepted for compatibility: unused parameters of a used unit always count as zeros."""
-
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions may be under way at once: more hide more traffic and hold more memory."""
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
-        if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers must be 1 or more, got {max_input_buffers}")
-        for unit in units_under(self, recurse):
-            unit.in_flight = max_input_buffers
-
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce on a communicator of its own, so that NCCL runs reductions beside gathers; collective over the shards."""
-        for unit in units_under(self, recurse):
-            if unit.terms.shard is not None:
-                unit.terms.shard.separate_reductions(enable)
-
     # ---- what torch looks for
 
     def _get_fsdp_state(self) -> facade.State:
@@ -166,10 +127,12 @@ class FSDPModule(TorchFSDPModule):
 
     def _apply(self, *args: Any, **kwargs: Any) -> nn.Module:
         for unit in units_under(self, recurse=True):
-            unit.reshard("forward")
+            unit.reshard_by_hand()
+        were_meta = list(meta_buffers(below(self)))
         module = super(TorchFSDPModule, self)._apply(*args, **kwargs)
         for unit in units_under(self, recurse=True):
             unit.settle()
+        hooks_of(self).unwritten += left_empty(were_meta)
         return module
 
 
@@ -237,14 +200,16 @@ def bound(module: nn.Module) -> UnitHooks:
     return hooks
 
 
-def units_under(module: nn.Module, recurse: bool) -> list[Unit]:
-    """The unit of `module`, with `recurse` those below it too."""
-    modules = module.modules() if recurse else [module]
-    return list(dict.fromkeys(hooks.unit for each in modules if (hooks := hooks_of(each)) is not None))
+def below(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """`module` and what is below it, down to where another unit begins, each with the prefix of its names."""
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None and hooks_of(child) is None:
+            yield from below(child, f"{prefix}{name}.")
 
 
-def _units_in(modules: Sequence[nn.Module]) -> list[Unit]:
+def _units_in(modules: Sequence[nn.Module]) -> list[weakref.ref[Unit]]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"expected sharded modules (fully_shard them first), got {type(module).__name__}")
-    return list(dict.fromkeys(hooks_of(module).unit for module in modules))
+    return [weakref.ref(unit) for unit in dict.fromkeys(hooks_of(module).unit for module in modules)]

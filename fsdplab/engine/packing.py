@@ -1,4 +1,4 @@
-"""Between parameters and what travels: gradients into slices, slices into whole parameters. Copies, no arithmetic but scaling."""
+"""Between parameters and what travels: gradients into slices, slices into whole parameters. Copies, and no arithmetic."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from . import compat
 from .placement import Axes, local_gradient, local_part, spec_at_rest, wrapped
+from .traps import mark_replaced
 
 Sites = list[tuple[nn.Module, str]]
 
@@ -60,6 +61,7 @@ class ShardedParam:
         local = self.natural(self.rows_first(local_part(original))[start:stop])
         self.at_rest = nn.Parameter(compat.dtensor_of(local, self.spec), requires_grad=original.requires_grad)
         self.at_rest.__dict__.update(original.__dict__)
+        mark_replaced(original)
         self.show(self.at_rest)
 
     @property

@@ -46,7 +46,8 @@ class Runtime:
 
     def _ahead(self, unit: Unit, phase: str, scheduled: Sequence[str]) -> Sequence[Unit]:
         """What to gather behind `unit`: what the user listed for it, else what the schedule says."""
-        return unit.ahead.get(phase) or [self.units[name] for name in scheduled]
+        listed = [each for reference in unit.ahead.get(phase, ()) if (each := reference()) is not None]
+        return listed or [self.units[name] for name in scheduled]
 
     def _begin_forward(self, unit: Unit) -> None:
         if self._callback_queued:
@@ -66,7 +67,10 @@ class Runtime:
         self._abandon_backward()
         self._after_backward.clear()
         self._forward_root, self._accumulating = None, False
-        self._drop_everything("forward")
+        self.passes += 1
+        for unit in self.units.values():
+            unit.reshard_by_hand()
+            unit.forget_low_precision()
 
     def _abandon_backward(self) -> None:
         """The last backward ended in an exception: its gradients are lost, those handed out before it are kept."""
@@ -95,7 +99,7 @@ class Runtime:
             self._entered.remove(unit)
         self.schedule.after_forward(unit.name)
         with events.span("post_forward", unit.name):
-            if unit.reshard_after_forward or not will_backward:
+            if unit.reshard_after_forward or not (will_backward or unit.stays):
                 unit.reshard("forward", halfway=will_backward)
 
     # ---- backward
@@ -177,6 +181,6 @@ class Runtime:
 
     def _drop_everything(self, phase: str) -> None:
         for unit in self.units.values():
-            if phase == "forward" or unit.reshard_after_backward:
+            if not unit.stays if phase == "forward" else unit.reshard_after_backward:
                 unit.reshard(phase)
             unit.forget_low_precision()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from .compat import DataParallelMeshDims
 from .extension import ExtendedParam, is_extended
 from .halfway import Halfway, ranks_after_forward, smaller_mesh
 from .hooks import UnitHooks, bind_root, hooks_of
-from .module import FSDPModule, bound, sharded_class
+from .module import FSDPModule, below, bound, sharded_class
 from .offload import home_of
 from .param import ShardedParam, Sites
 from .placement import Axes, axes_of, local_part
 from .policy import STRATEGIES, MixedPrecisionPolicy, OffloadPolicy, Strategy, strategy_named
 from .recompute import recompute_of
 from .reduction import Terms
+from .traps import warn_of_low_masters
 from .unit import Unit
 
 Units = Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool] | str
@@ -138,6 +139,7 @@ def _make_unit(
     for module in modules:
         _check(module)
     owned = _owned(modules, {id(parameter) for parameter in ignored})
+    warn_of_low_masters([(name, original) for original, (name, _) in owned.items()], terms.policy)
     params = [_sharded_param(name, sites, original, terms, place) for original, (name, sites) in owned.items()]
     _move_buffers(modules, terms.device)
     unit = Unit("+".join(type(module).__name__ for module in modules), params, terms, reshard)
@@ -184,19 +186,11 @@ def _owned(modules: Sequence[nn.Module], ignored: set[int]) -> dict[nn.Parameter
     """Parameters of `modules` that no unit below holds -> their first name and every place that shows them."""
     found: dict[nn.Parameter, tuple[str, Sites]] = {}
     for number, module in enumerate(modules):
-        for prefix, each in _below(module, f"{number}." if len(modules) > 1 else ""):
+        for prefix, each in below(module, f"{number}." if len(modules) > 1 else ""):
             for attribute, parameter in each._parameters.items():
                 if parameter is not None and id(parameter) not in ignored:
                     found.setdefault(parameter, (prefix + attribute, []))[1].append((each, attribute))
     return found
-
-
-def _below(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """`module` and what is below it, down to where another unit begins."""
-    yield prefix, module
-    for name, child in module._modules.items():
-        if child is not None and hooks_of(child) is None:
-            yield from _below(child, f"{prefix}{name}.")
 
 
 def _sharded_param(
@@ -239,7 +233,7 @@ def _dimension(name: str, original: nn.Parameter, place: PlacementFn | None) -> 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
     for module in modules:
-        for _, each in _below(module, ""):
+        for _, each in below(module):
             for name, buffer in each._buffers.items():
                 if buffer is not None and not buffer.is_meta and buffer.device.type != device.type:
                     each._buffers[name] = buffer.to(device)

@@ -1,8 +1,9 @@
 """The transport of ranks that share a machine: slices are read straight out of their owner's memory.
 
 No sockets and no staging: a gather copies each peer's slice from where it rests (or, where it is cast or cut out on the
-way, from the peer's slot) into the place where the forward reads it; a reduction packs what peers need into this rank's slot once, and every rank sums its own slice out of all slots, in
-rank order, in float32, so results carry the same bits in every run and at every number of ranks.
+way, from the peer's slot) into the place where the forward reads it; a reduction packs what peers need into this rank's
+slot once, and every rank sums its own slice out of all slots, in rank order, in float32, so results carry the same bits in
+every run and at every number of ranks.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class SharedTransport(Transport):
         """Publish this rank's slice, or where it rests; on waiting, copy every rank's slice into `whole`."""
         note = self._note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, outgoing.dtype)
         start, label, nbytes = time.time_ns(), f"all_gather of {stamp.unit}", outgoing.nbytes
-        arena = self._home.arena_under(outgoing.resident)
+        resident = outgoing.resident
+        arena = self._home.arena_under(resident)
         with events.span("all_gather", stamp.unit):
             if arena is not None:
                 slots, number = self._places, self._places.claim_place(nbytes, label, arena.place)
@@ -76,11 +78,11 @@ class SharedTransport(Transport):
         def finish() -> None:
             with events.span("all_gather_copy_out", stamp.unit):
                 for peer in self._nearest_first():
-                    unpack_from(layout, peer, outgoing.resident if arena and peer == self.rank else read(peer), whole)
+                    unpack_from(layout, peer, resident if arena and peer == self.rank else read(peer), whole)
                 slots.done(number)
             _emit(note, start)
 
-        return self._publish(slots, number, finish, outgoing, whole)
+        return self._publish(slots, number, finish, resident, whole)
 
     def reduce_scatter(
         self, layout: Layout, gradients: Sequence[torch.Tensor | None], output: torch.Tensor, stamp: Stamp, divide: float

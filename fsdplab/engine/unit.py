@@ -11,6 +11,7 @@ One life serves every strategy. What differs is read from the row: whether the w
 from __future__ import annotations
 
 import time
+import weakref
 
 import torch
 
@@ -34,7 +35,8 @@ class Unit:
         self.name, self.params, self.terms = name, params, terms
         self.reshard_after_forward, self.reshard_after_backward, self.unshard_in_backward = reshard_after_forward, True, True
         self.halfway: Halfway | None = None  # where a unit goes after its forward that is resharded to fewer ranks
-        self.ahead: dict[str, list[Unit]] = {}  # phase -> what the user wants gathered behind this unit
+        self.stays = False  # whether it stays gathered after a forward that no backward follows
+        self.ahead: dict[str, list[weakref.ref[Unit]]] = {}  # phase -> what the user wants gathered behind this unit
         self.sync = True  # whether a backward ends in a reduction, or only adds to the whole gradients
         self.wish = Wish(terms.divide)
         self.in_flight = 1  # reductions that may be under way when the next begins
@@ -56,6 +58,7 @@ class Unit:
         self._compute = [low if low and dtype.is_floating_point else dtype for dtype in self._dtypes]
         self.rest_layout = layout_of(params, self._dtypes, ranks)
         self.layout = layout_of(params, self._compute, ranks, ALIGNMENT if self._extended else 0)
+        self._wire = self._compute[0] if len(set(self._compute)) == 1 and not self._extended else torch.uint8
         casts, alone = self._compute != self._dtypes, ranks == 1
         self.aliased = not casts and not self._extended and (alone and not self.terms.home.away or not row.shard_parameters)
         self.keeps_whole = self.aliased or not (alone or row.shard_parameters)
@@ -83,10 +86,9 @@ class Unit:
             self._plan()
         if self._settled and all(param.settled() for param in self._plain):
             return
-        self._settled = not any(param.local.is_meta for param in self.params)
+        self._settled = self.stale = not any(param.local.is_meta for param in self.params)
         if not self._settled:
             return
-        self.stale = True
         buffer = self._make_whole() if self.aliased else self._make_flat()
         for param, slot in zip(self._plain, self.rest_layout.slots):
             param.settle(self._home(buffer, param, slot))
@@ -166,14 +168,12 @@ class Unit:
         if self.halfway is not None and self.halfway.kept:
             return self.halfway.gather(self.layout, whole, Stamp(self.name, phase))
         if self.terms.shard is None:
-            if not self.aliased:
-                self._fill(whole)
-            return None
+            return None if self.aliased else self._fill(whole)
         return self.terms.shard.all_gather(self.layout, self._outgoing(), whole, Stamp(self.name, phase))
 
     def _outgoing(self) -> Outgoing:
         """This rank's slice in the dtype that travels: the slices at rest themselves, or made from them."""
-        nbytes, dtype = self.layout.slice_bytes, self._wire_dtype()
+        nbytes, dtype = self.layout.slice_bytes, self._wire
         if not self.aliased and not self._extended and self._compute == self._dtypes:
             home, device = self.terms.home, self.terms.device
             at_rest = self._flat if home.device == device else None
@@ -199,10 +199,6 @@ class Unit:
             place[: own.numel()].copy_(own, non_blocking=True)
         for param in self._extended:
             param.write_parts(self.layout, target)
-
-    def _wire_dtype(self) -> torch.dtype:
-        """The dtype that all parameters share, else bytes: the ledger and the transport name it."""
-        return self._compute[0] if len(set(self._compute)) == 1 and not self._extended else torch.uint8
 
     def finish_unshard(self, phase: str) -> None:
         """Wait for the gather and show the whole parameters to the modules."""
@@ -244,9 +240,14 @@ class Unit:
             self._whole.untyped_storage().resize_(0)
         self._move(SHARDED, phase)
 
+    def reshard_by_hand(self) -> None:
+        """Reshard, and wait until peers have read: whoever asked for the slices may write to them."""
+        self.reshard("forward")
+        if self.terms.shard is not None:
+            self.terms.shard.settle()
+
     def _show_slices(self) -> None:
-        for param in self.params:
-            param.show(param.at_rest)
+        [param.show(param.at_rest) for param in self.params]
 
     def forget_low_precision(self) -> None:
         """Free the low-precision slice: the optimizer is about to change the masters."""
@@ -266,8 +267,7 @@ class Unit:
         trainable = [param for param in self.params if param.at_rest.requires_grad]
         if all(param.whole_gradient is None for param in trainable):
             return
-        self._reducing = Reduction(self.name, trainable, self.terms, self.wish, self._left)
-        self._left = None
+        self._reducing, self._left = Reduction(self.name, trainable, self.terms, self.wish, self._left), None
         if self.terms.strategy.shard_gradients or self.terms.shard is None:
             self.forget_whole_gradients()
 
