@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fsdplab.engine.events import Event, Tag, subscribe
 
+from .elsewhere import Elsewhere
 from .resident_set import ResidentGrowth
 from .residents import Residents, alive_now, gradient_tags, inner_optimizer, named_storages, state_addresses
 from .timeline import MemoryTimeline, build_timeline
@@ -71,7 +72,8 @@ class MemoryRecorder:
     """Measures the memory of the one step inside its `with`: forward, backward, optimizer step, zero_grad.
 
     `tags` is the log that was started before the model was built (lab engine); `ignore` lists tensors that are no part of training, such as the
-    text that batches are cut from. An exception inside the step passes through and leaves no timeline. No other `torch.profiler` may run.
+    text that batches are cut from. With `offloaded`, what rests in host memory is left out, also where the host computes (`elsewhere`).
+    An exception inside the step passes through and leaves no timeline. No other `torch.profiler` may run.
 
     >>> model = torch.nn.Linear(1000, 10, bias=False)
     >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -91,11 +93,13 @@ class MemoryRecorder:
         device: torch.device,
         tags: TagLog | None = None,
         ignore: Iterable[torch.Tensor] = (),
+        offloaded: bool = False,
     ) -> None:
         self._device = _indexed(device)
         self._model, self._engine = model, engine
         self._outer, self._optimizer = optimizer, inner_optimizer(optimizer)
         self._log, self._ignore = tags, list(ignore)
+        self._elsewhere = Elsewhere(model, self._optimizer, self._device) if offloaded else None
         self._heard: list[Tag] = []
         self._gradients: list[Tag] = []
         self._timeline: MemoryTimeline | None = None
@@ -111,11 +115,12 @@ class MemoryRecorder:
         gc.collect()  # garbage in cycles is no memory of the step, and would be freed at an instant of its own choosing
         self._old_tags = self._trusted_tags()
         named = named_storages(self._model, self._outer, self._engine, self._device)
-        self._residents = Residents(self._device, named, self._ignore)
+        resting = self._elsewhere.resting() if self._elsewhere else []
+        self._residents = Residents(self._device, named, [*self._ignore, *resting])
         self._settle_device()
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True)
         self._profile.start()
-        self._undo = [subscribe(self._hear), *self._watch_optimizer()]
+        self._undo = [subscribe(self._hear), *self._watch_optimizer(), *(self._elsewhere.watch() if self._elsewhere else [])]
         self._growth = ResidentGrowth()
         self._start_ns = time.time_ns()
         return self
@@ -147,6 +152,8 @@ class MemoryRecorder:
 
     def _note_gradients(self) -> None:
         self._residents.look()
+        if self._elsewhere is not None:
+            return  # they left when they were handed out
         self._gradients += gradient_tags(self._model, self._optimizer, self._engine, self._device)
 
     # ---- before and after
@@ -158,6 +165,8 @@ class MemoryRecorder:
 
     def _state_tags(self) -> list[Tag]:
         now = time.time_ns()
+        if self._elsewhere is not None:
+            return []
         return [Tag("optimizer_state", at, 0, now, "") for at in state_addresses(self._optimizer, self._device)]
 
     def _settle_device(self) -> None:
@@ -182,7 +191,7 @@ class MemoryRecorder:
         )
         timeline = build_timeline(
             self._residents.storages(),
-            trace.events,
+            [*trace.events, *(self._elsewhere.departures if self._elsewhere else ())],
             tags=[*trace.gradients, *self._gradients, *tags],  # what the engine and the optimizer say outranks what was inferred
             hints=trace.hints,
             start_ns=self._start_ns,

@@ -77,10 +77,14 @@ def _trained(spec: RunSpec, place: Place, model: nn.Module, accumulate: Accumula
 
 
 def _lab(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
-    from fsdplab.engine import MixedPrecisionPolicy, shard_model
+    from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, shard_model
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if spec.precision == "bf16" else MixedPrecisionPolicy()
-    sharded = shard_model(model, spec.strategy, units=spec.units, mp_policy=policy, prefetch=spec.prefetch, transport=spec.transport)
+    offload = CPUOffloadPolicy(pin_memory=place.device.type == "cuda") if spec.offload == "cpu" else OffloadPolicy()
+    sharded = shard_model(
+        model, spec.strategy, units=spec.units, mp_policy=policy, offload_policy=offload, checkpoint=spec.checkpoint,
+        prefetch=spec.prefetch, transport=spec.transport,
+    )  # fmt: skip
 
     def announce(last: bool) -> AbstractContextManager[Any]:
         sharded.set_is_last_backward(last)

@@ -116,6 +116,8 @@ def _environment(spec: RunSpec, mailbox: Mailbox) -> dict[str, Any]:
 def _provenance(spec: RunSpec) -> dict[str, str]:
     measured = ["losses", "step_time_s", *(["peak_memory_bytes"] if spec.memory else []), "ledger"]
     others = {"formula_bytes_per_step": "simulated", **({"card": "emulated"} if spec.card is not None else {})}
+    if spec.offload != "none" and spec.place == "cpu":
+        others["host_memory_beside_the_card"] = "emulated"
     return {**dict.fromkeys(measured, "measured"), **others}
 
 

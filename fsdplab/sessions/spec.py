@@ -30,6 +30,8 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "twin": STRATEGIES,
 }
 PRECISIONS = ("fp32", "bf16")
+CHECKPOINTS = ("none", "selective", "full")  # which activations the lab computes again in the backward
+OFFLOADS = ("none", "cpu")  # where the lab's slices and optimizer state rest: the device, or host memory
 DEVICES = ("auto", "cpu", "cuda")
 OPTIMIZERS = ("adamw", "adamw-foreach")  # fused, and the one that makes temporaries
 TRANSPORTS = ("auto", "shm", "gloo", "nccl")
@@ -72,6 +74,8 @@ class RunSpec:
     learning_rate: float = 3e-4
     optimizer: str = "adamw"
     transport: str = "auto"
+    checkpoint: str = "none"
+    offload: str = "none"
     seed: int = 0
     card: int | None = None
     device: str = "auto"
@@ -139,6 +143,8 @@ def _check_choices(spec: RunSpec) -> None:
         ("device", DEVICES),
         ("optimizer", OPTIMIZERS),
         ("transport", TRANSPORTS),
+        ("checkpoint", CHECKPOINTS),
+        ("offload", OFFLOADS),
         ("units", ("auto",)),
         ("memory", (True, False)),
     ):
@@ -173,6 +179,11 @@ def _check_pairs(spec: RunSpec) -> None:
         raise SpecError(f"engine {spec.engine} cannot do {spec.strategy}; expected {able}: give strategy={possible[0]!r}, or engine='lab'")
     if spec.engine.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
         raise SpecError(f'engine {spec.engine} needs DeepSpeed, which is not installed; run: pip install "fsdplab[peers]"')
+    for name in ("checkpoint", "offload"):
+        if spec.engine != "lab" and getattr(spec, name) != "none":
+            raise SpecError(f"{name} is {getattr(spec, name)!r}, which only the lab's engine does here; leave {name}='none', or give engine='lab'")
+    if spec.offload != "none" and spec.strategy not in ("full_shard", "shard_grad_op"):
+        raise SpecError(f"offload moves slices that rest, but {spec.strategy} keeps parameters whole; give strategy='full_shard' or 'shard_grad_op'")
     if spec.engine != "lab" and spec.prefetch != 1:
         raise SpecError(f"prefetch is {spec.prefetch}, but engine {spec.engine} has its own rule; leave prefetch=1, or give engine='lab'")
     if spec.engine != "lab" and spec.transport != "auto" and not (spec.transport == "shm" and spec.engine in ON_SHARED_MEMORY):

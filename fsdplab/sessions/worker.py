@@ -81,8 +81,9 @@ class Training:
 
     def _measured_step(self, step: int) -> MemoryTimeline:
         recorder = MemoryRecorder(
-            model=self.rig.model, optimizer=self.rig.optimizer, engine=self.spec.engine, device=self.place.device, tags=self.tags, ignore=[self.text.data]
-        )
+            model=self.rig.model, optimizer=self.rig.optimizer, engine=self.spec.engine, device=self.place.device,
+            tags=self.tags, ignore=[self.text.data], offloaded=self.spec.offload != "none",
+        )  # fmt: skip
         self._step(step, timed=False, around=recorder)
         self.tags.close()
         return recorder.timeline

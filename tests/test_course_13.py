@@ -1,0 +1,240 @@
+"""Notebook 13: right answers pass, known wrong ones are diagnosed; checkpoint and offload are threaded from RunSpec to the measured peak."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fsdplab.figures import alt_text, svg
+from fsdplab.profiling import MemoryRecorder
+from fsdplab.sessions import RunSpec, SpecError, run
+from fsdplab.teaching import answers, checking, course_state, exercises, trading, trials
+from fsdplab.teaching.course_state import open_course
+from fsdplab.teaching.exercise import Call, Choice, Exercise, Question, Trial
+from fsdplab.teaching.exercises import nb13, nb13_models
+from fsdplab.teaching.home import Home
+from fsdplab.teaching.trading_on_ranks import complaint
+
+ITEMS = exercises.items_of("13")
+EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
+QUESTIONS = [item for item in ITEMS if isinstance(item, Question)]
+CHOICES = [item for item in ITEMS if isinstance(item, Choice)]
+HEAD = "import torch\nimport torch.distributed as dist\n\n\n"
+_FIT = exercises.find("13.fit").stub
+RIGHT = {  # other right answers than the references
+    "13.bytes_each": {
+        "by hand": "def bytes_each(cut, n):\n    optimizer = n if 'optimizer' in cut else 1\n    return {'moments': 8 / optimizer, 'master': 4 / optimizer,\n"
+        "            'gradient': 4 / (n if 'gradients' in cut else 1), 'working copy': 2 / (n if 'parameters' in cut else 1)}\n",
+    },
+    "13.global_norm": {
+        "a float": HEAD + "def global_norm(gradients):\n    squares = torch.tensor(sum(float(g.double().norm()) ** 2 for g in gradients), dtype=torch.float64)\n    dist.all_reduce(squares)\n    return squares.item() ** 0.5\n",
+        "gathered": HEAD + "def global_norm(gradients):\n    mine = torch.stack([g.float().norm() ** 2 for g in gradients] or [torch.zeros(())]).sum()\n    every = [torch.empty(()) for _ in range(dist.get_world_size())]\n"
+        "    dist.all_gather(every, mine)\n    return torch.stack(every).sum().sqrt()\n",
+    },
+    "13.shard_tied": {
+        "left to the root": "from fsdplab.engine import fully_shard\n\n\ndef shard_tied(model):\n    for block in model.blocks:\n        fully_shard(block)\n    fully_shard(model)\n",
+        "shard_model": "from fsdplab.engine import shard_model\n\n\ndef shard_tied(model):\n    shard_model(model, 'full_shard')\n",
+    },
+    "13.fine_tune": {
+        "freezes after sharding": "import torch\n\n\ndef fine_tune(model, shard):\n    shard(model)\n    model.requires_grad_(False)\n    adapters = [p for name, p in model.named_parameters() if 'adapter' in name]\n"
+        "    for p in adapters:\n        p.requires_grad = True\n    return torch.optim.AdamW(adapters)\n",
+        "all handed over": "import torch\n\n\ndef fine_tune(model, shard):\n    for name, p in model.named_parameters():\n        p.requires_grad = 'adapter' in name\n    return torch.optim.AdamW(shard(model).parameters(), lr=0.1)\n",
+    },
+    "13.fit": {
+        "offload and some recomputation": _FIT.replace('"offload": "none"', '"offload": "cpu"').replace('"checkpoint": "none"', '"checkpoint": "selective"'),
+        "only what differs": "def fit():\n    return dict(precision='bf16', checkpoint='full', offload='cpu')\n",
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Home:
+    """One learner's folder for the whole module."""
+    return Home(tmp_path_factory.mktemp("learner") / "my_fsdp")
+
+
+@pytest.fixture(scope="module")
+def course(home):
+    """That learner's course, open."""
+    yield open_course("learner", home.path)
+    course_state._open.clear()
+
+
+def solutions(exercise: Exercise) -> list[tuple[str, str, str | None]]:
+    """(name, source, what the report must say or None where it must pass) of everything that returns."""
+    right = {"the reference": exercise.reference, **RIGHT[exercise.id]}
+    return [*((name, source, None) for name, source in right.items()), *((w.name, w.source, w.says) for w in exercise.wrong if w.ends == "returns")]
+
+
+@pytest.fixture(scope="module")
+def tried(course, home):
+    """(exercise, name) -> the finding of each solution that returns, all tried in one launch on two ranks."""
+    todo = [(exercise, name, source) for exercise in EXERCISES for name, source, _ in solutions(exercise)]
+    paths = [Home(home.path / f"solution{index}").save(exercise.id, source) for index, (exercise, _, source) in enumerate(todo)]
+    outcomes = trials.try_programs([(exercise, path) for (exercise, _, _), path in zip(todo, paths)], home)
+    return {(exercise.id, name): checking.judge(exercise, outcome) for (exercise, name, _), outcome in zip(todo, outcomes)}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("exercise,name,says", [(exercise.id, name, says) for exercise in EXERCISES for name, _, says in solutions(exercise)])
+def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, exercise, name, says):
+    finding = tried[exercise, name]
+    if says is None:
+        assert finding is None
+    else:
+        assert finding is not None and says in finding.cause and finding.rank is not None
+        assert finding.expected and finding.got and finding.headline
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("exercise,wrong", [(e, w) for e in EXERCISES for w in e.wrong if w.ends != "returns"], ids=lambda v: getattr(v, "id", getattr(v, "name", None)))
+def test_solutions_that_raise_or_hang_are_diagnosed(course, home, exercise, wrong):
+    path = Home(home.path / "ends").save(exercise.id, wrong.source)
+    limit = 4.0 if wrong.ends == "hangs" else exercise.time_limit
+    finding = checking.judge(exercise, trials.try_one(replace(exercise, time_limit=limit), path, home))
+    assert finding is not None and wrong.says in f"{finding.got} {finding.cause}"
+
+
+@pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.id)
+def test_every_item_is_complete(item):
+    assert item.statement and all(getattr(item, "hints", ["."]))
+    if isinstance(item, Exercise):
+        assert item.wrong and item.stub != item.reference
+        for source in (item.stub, item.reference, *(wrong.source for wrong in item.wrong)):
+            compile(source, item.id, "exec")
+
+
+@pytest.mark.parametrize("item", QUESTIONS, ids=lambda item: item.id)
+def test_questions_accept_the_right_number_and_name_each_slip(course, item):
+    assert answers.grade_answer(item.id, item.right()).passed
+    for slip in item.slips:
+        verdict = answers.grade_answer(item.id, item.right() * slip.factor if slip.factor else slip.value)
+        assert not verdict.passed and slip.cause in str(verdict)
+
+
+@pytest.mark.parametrize("item", CHOICES, ids=lambda item: item.id)
+def test_choices_accept_the_right_letter_only(course, item):
+    assert [answers.grade_answer(item.id, letter).passed for letter in item.options] == [letter == item.right for letter in item.options]
+
+
+def test_the_norm_may_not_cost_more_than_one_number():
+    case = nb13.global_norm.cases()[0]
+    right = [Trial(rank, 13.0, "", (Call("all_reduce", 4),)) for rank in range(2)]
+    assert nb13.global_norm.rules(case, right) is None
+    for calls in ((Call("all_reduce", 4),) * 2, (Call("all_gather", 4096),)):
+        assert "one number only" in nb13.global_norm.rules(case, [right[0], replace(right[1], calls=calls)]).cause
+
+
+@pytest.mark.parametrize(
+    "choices,says",
+    [(["bf16"], "expected a dict"), ({"world_size": 8}, "belongs to the job"), ({"precision": "fp8"}, "unknown precision"), ({"offload": "disk"}, "unknown offload")],
+)
+def test_choices_outside_the_job_are_refused(choices, says):
+    assert says in complaint(choices)
+    assert complaint({"checkpoint": "full"}) == ""
+
+
+def test_accounts_and_prices():
+    assert sum(trading.bytes_each_reference((), 8).values()) == 18
+    assert trading.cut_by("zero1") == ["optimizer"] and trading.cut_by("no_shard") == []
+    assert sum(trading.bytes_each_reference(trading.cut_by("full_shard"), 8).values()) == 18 / 8
+    spec = {"offload": "cpu", "precision": "fp32", "model": "gpt-20m", "world_size": 2}
+    assert trading.bus_bytes(spec) == 12 * 21_589_248 / 2
+    assert trading.bus_bytes({**spec, "precision": "bf16"}) == 6 * 21_589_248 / 2 and trading.bus_bytes({**spec, "offload": "none"}) == 0
+    assert "10.50 GB a step" in str(trading.bus_table(7, 8, 25)) and "0.42 s" in str(trading.bus_table(7, 8, 25))
+
+
+def test_the_kept_figure_says_its_numbers():
+    figure = trading.kept_figure(trading.bytes_each_reference)
+    assert "no_shard 18 bytes" in alt_text(figure) and "full_shard 2.25 bytes" in alt_text(figure) and "<svg" in svg(figure)
+
+
+def test_runs_are_named_by_their_choices():
+    fake = SimpleNamespace(spec={"precision": "bf16", "checkpoint": "full", "offload": "cpu"})
+    assert trading.choices_of(fake) == "bf16, full checkpoint, offload"
+
+
+@pytest.mark.timeout(300)
+def test_frozen_parameters_are_gathered_but_not_reduced(course):
+    frozen = trading.frozen_costs()
+    whole, adapters = frozen.costs["everything"], frozen.costs["adapters only"]
+    assert 0.6 < frozen.share_sent < 0.7 and adapters["gathered"] == whole["gathered"]
+    assert adapters["reduced"] < 0.02 * whole["reduced"] and adapters["optimizer state"] == 2 * adapters["gradients"]
+    assert "adapters only" in str(frozen)
+
+
+# --- what RunSpec says reaches the engine and the measurement
+
+
+@pytest.mark.parametrize(
+    "fields,says",
+    [
+        ({"checkpoint": "all"}, "unknown checkpoint"),
+        ({"offload": "gpu"}, "unknown offload"),
+        ({"checkpoint": "full", "engine": "torch-fsdp2"}, "only the lab's engine"),
+        ({"offload": "cpu", "engine": "twin"}, "only the lab's engine"),
+        ({"offload": "cpu", "strategy": "zero2"}, "keeps parameters whole"),
+    ],
+)
+def test_impossible_choices_are_refused_before_anything_runs(fields, says):
+    with pytest.raises(SpecError, match=says):
+        RunSpec(**fields)
+
+
+@pytest.fixture(scope="module")
+def small_runs():
+    common = dict(model="gpt-tiny", steps=1, batch_size=2, sequence_length=64, device="cpu")
+    return {name: run(RunSpec(**common, **choices)) for name, choices in {
+        "plain": {}, "full": {"checkpoint": "full"}, "offload": {"offload": "cpu"},
+    }.items()}  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+def test_recomputation_and_offload_change_memory_and_nothing_else(small_runs):
+    peaks = {name: record.summary["peak_memory_bytes"]["by_category"] for name, record in small_runs.items()}
+    losses = {tuple(record.summary["losses"]) for record in small_runs.values()}
+    assert len(losses) == 1 and len({record.summary["comm"]["bytes_per_step"] for record in small_runs.values()}) == 1
+    assert peaks["full"]["activations"] < 0.7 * peaks["plain"]["activations"]
+    assert peaks["plain"]["optimizer_state"] > 0
+    assert not any(peaks["offload"][name] for name in ("parameter_slices", "gradient_slices", "optimizer_state"))
+    assert peaks["offload"]["activations"] == peaks["plain"]["activations"]
+
+
+@pytest.mark.timeout(300)
+def test_offload_is_emulated_on_cpu_ranks_and_said_so(small_runs):
+    assert small_runs["offload"].provenance["host_memory_beside_the_card"] == "emulated"
+    assert "host_memory_beside_the_card" not in small_runs["plain"].provenance
+    table = str(trading.prices(list(small_runs.values())))
+    assert "full checkpoint" in table and "offload" in table
+    figure = trading.memory_figure(list(small_runs.values()))
+    assert "fp32, full checkpoint" in alt_text(figure) and "a host memory beside it" in figure.layout.title.subtitle.text
+    twice = [view.label for view in trading.named([small_runs["plain"]] * 2)]
+    assert twice == ["fp32", "fp32 (again)"], "bars of one name would be drawn as one"
+
+
+def test_what_rests_elsewhere_is_left_out_of_a_measurement():
+    model = torch.nn.Linear(1000, 10, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    totals = {}
+    for offloaded in (False, True):
+        for measured in (False, True):
+            recorder = MemoryRecorder(model=model, optimizer=optimizer, engine="lab", device=torch.device("cpu"), offloaded=offloaded)
+            if measured:
+                with recorder:
+                    model(torch.ones(1, 1000)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                totals[offloaded] = recorder.timeline.peak
+            else:
+                model(torch.ones(1, 1000)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert totals[False]["parameter_slices"] == 40_000 and totals[False]["optimizer_state"] >= 80_000
+    assert totals[True]["parameter_slices"] == totals[True]["optimizer_state"] == 0
+
+
+def test_references_are_the_modules_own():
+    assert nb13_models.adapter_bytes() > 0 and ITEMS[-1].id == "13.fit"
