@@ -93,7 +93,8 @@ def _on_full_mesh(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> D
             )
     cut: dict[int, Shard] = {}
     for position in axes.cut:
-        right = [j for j in range(position + 1, axes.full.ndim) if placements[j].is_shard(dim) and j not in axes.cut]
+        later = [j for j in range(position + 1, axes.full.ndim) if j not in axes.cut]
+        right = [j for j in later if getattr(placements[j], "dim", None) == dim]  # strided or not: `is_shard` differs on that
         others = 1
         for j in right:
             others *= axes.full.size(j)

@@ -6,11 +6,15 @@ from .config import ConfigError, ModelConfig, RotaryScaling, block_parameter_cou
 from .gpt import GPT, GPTBlock
 from .llama import Llama, LlamaBlock
 from .models import block_types, build_model, initialise, loss_of, reset_buffers, tie_embeddings
+from .moe import MOE_PRESETS, MoE, MoEBlock, MoEConfig, build_moe, moe_loss_of, moe_parameter_count, spread_experts
+from .parallel import GPTStage, build_stage, parallelize, stage_span
 from .presets import BYTE_VOCABULARY, PRESETS, preset
 from .text import ByteText, TextError
 
 __all__ = [
-    "BYTE_VOCABULARY", "GPT", "PRESETS", "ByteText", "ConfigError", "GPTBlock", "Llama", "LlamaBlock", "ModelConfig", "RotaryScaling",
-    "TextError", "block_parameter_count", "block_types", "build_model", "initialise", "loss_of", "parameter_count", "preset",
-    "reset_buffers", "root_parameter_count", "tie_embeddings",
+    "BYTE_VOCABULARY", "GPT", "MOE_PRESETS", "PRESETS", "ByteText", "ConfigError", "GPTBlock", "GPTStage", "Llama", "LlamaBlock",
+    "ModelConfig", "MoE", "MoEBlock", "MoEConfig", "RotaryScaling",
+    "TextError", "block_parameter_count", "block_types", "build_model", "build_moe", "build_stage",
+    "initialise", "loss_of", "moe_loss_of", "moe_parameter_count", "parallelize", "parameter_count", "preset",
+    "reset_buffers", "root_parameter_count", "spread_experts", "stage_span", "tie_embeddings",
 ]  # fmt: skip

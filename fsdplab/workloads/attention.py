@@ -31,14 +31,14 @@ class CausalAttention(nn.Module):
         self.rotary = rotary
 
     def forward(self, x: Tensor) -> Tensor:
-        B, T, C = x.shape
+        B, T, _ = x.shape
         q = self.query(x).view(B, T, -1, self.D).transpose(1, 2)  # (B, H, T, D)
         k = self.key(x).view(B, T, -1, self.D).transpose(1, 2)  # (B, K, T, D)
         v = self.value(x).view(B, T, -1, self.D).transpose(1, 2)  # (B, K, T, D)
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
-        y = y.transpose(1, 2).reshape(B, T, C)  # (B, H, T, D) -> (B, T, C)
+        y = y.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H * D), which under tensor parallelism is a share of C
         return self.output(y)
 
 

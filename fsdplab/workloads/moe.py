@@ -1,0 +1,179 @@
+"""A GPT whose feed-forward parts are mixtures of experts: each token is worked on by a few of many experts.
+
+Two forms of one model. Dense: every rank holds all experts (the unsharded twin). Expert-parallel, after `spread_experts`:
+each rank of a mesh holds some of them, and tokens travel to their experts and back, in two all-to-alls a layer.
+Nothing is dropped and nothing is drawn at random, so both forms compute the same numbers up to the order of sums.
+
+Letters: B batch, T tokens, N = B T, C width, E experts, K experts per token, F inner width of an expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import functional
+
+from .attention import CausalAttention
+from .config import ConfigError, ModelConfig, root_parameter_count
+from .models import initialise
+from .presets import PRESETS
+from .routing import Routing, dispatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig(ModelConfig):
+    """The shape of a mixture-of-experts GPT; `ffn` is the inner width of one expert. A wrong one raises `ConfigError`."""
+
+    experts: int = 4
+    experts_per_token: int = 2
+    balance_weight: float = 0.01  # of the load-balancing loss; 0 trains without it
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.family != "gpt" or self.tie_embeddings:
+            raise ConfigError(
+                "a mixture-of-experts model here is a gpt with a head of its own: "
+                f"expected family='gpt' and tie_embeddings=False, got {self.family!r} and {self.tie_embeddings}"
+            )
+        if not 1 <= self.experts_per_token <= self.experts:
+            raise ConfigError(
+                "experts_per_token must be from 1 to the number of experts, "
+                f"got {self.experts_per_token} of {self.experts} experts"
+            )
+        if self.balance_weight < 0:
+            raise ConfigError(f"balance_weight must be 0 or more, got {self.balance_weight!r}")
+
+
+MOE_PRESETS: dict[str, MoEConfig] = {
+    "moe-tiny": MoEConfig(family="gpt", layers=2, width=64, heads=4, kv_heads=4, ffn=128, vocabulary=256, context=128),
+}
+
+
+class Experts(nn.Module):
+    """All experts of a layer as two 3-D parameters. Rows sorted by expert [R, C], how many each gets -> [R, C]."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        E, C, F = config.experts, config.width, config.ffn
+        self.up = nn.Parameter(torch.empty(E, C, F))
+        self.down = nn.Parameter(torch.empty(E, F, C))
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        up, down = _own(self.up), _own(self.down)
+        work = zip(rows.split(counts), up, down, strict=True)  # an expert without rows still takes part: its gradient is 0
+        return torch.cat([functional.gelu(part @ widen, approximate="tanh") @ narrow for part, widen, narrow in work])
+
+
+class MoEFeedForward(nn.Module):
+    """Send each token to its K best experts and mix what they answer. [B, T, C] -> [B, T, C], balance loss."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.K, self.E = config.experts_per_token, config.experts
+        self.router = nn.Linear(config.width, config.experts, bias=False)
+        self.experts = Experts(config)
+        self.group: dist.ProcessGroup | None = None  # over which experts are spread; None: all are here
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = x.flatten(0, 1)  # (N, C)
+        probabilities = self.router(rows).float().softmax(dim=-1)  # (N, E)
+        weights, chosen = probabilities.topk(self.K, dim=-1)  # (N, K) each
+        routing = Routing.of(chosen, self.E)
+        answers = dispatch(rows[routing.token], routing, self.experts, self.group)  # (N K, C), sorted by expert
+        mixed = routing.restore(answers).unflatten(0, (-1, self.K)) * weights.unsqueeze(-1).to(x.dtype)  # (N, K, C)
+        return mixed.sum(dim=1).view_as(x), routing.balance(probabilities)
+
+
+class MoEBlock(nn.Module):
+    """Attention, then experts, each added to its input. [B, T, C], balance loss so far -> the same two."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
+        self.attention = CausalAttention(config, bias=True)
+        self.feed_forward_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
+        self.feed_forward = MoEFeedForward(config)
+
+    def forward(self, x: Tensor, balance: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.attention(self.attention_norm(x))
+        added, unevenness = self.feed_forward(self.feed_forward_norm(x))
+        return x + added, balance + unevenness
+
+
+class MoE(nn.Module):
+    """tokens int64 [B, T] -> logits [B, T, V] and the balance loss of all layers (a scalar; `layers` when even)."""
+
+    block_type = MoEBlock
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocabulary, config.width)
+        self.position_embedding = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(MoEBlock(config) for _ in range(config.layers))
+        self.final_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        B, T = tokens.shape
+        self.config.require_length(T)
+        x = self.token_embedding(tokens) + self.position_embedding(torch.arange(T, device=tokens.device))  # (B, T, C)
+        balance = torch.zeros((), device=tokens.device)
+        for block in self.blocks:
+            x, balance = block(x, balance)
+        return self.head(self.final_norm(x)), balance
+
+
+def build_moe(model: str | MoEConfig = "moe-tiny", device: torch.device | str = "cpu", seed: int = 0) -> MoE:
+    """The dense form, by preset name or shape, with values set by `seed` alone; on "meta", shapes without memory."""
+    config = model if isinstance(model, MoEConfig) else MOE_PRESETS.get(model)
+    if config is None:
+        raise ConfigError(f"unknown mixture-of-experts model {model!r}: expected one of {', '.join(MOE_PRESETS)}")
+    with torch.device("meta"):
+        built = MoE(config)
+    return built if torch.device(device).type == "meta" else initialise(built.to_empty(device=device), seed)
+
+
+def spread_experts(model: MoE, mesh: DeviceMesh) -> MoE:
+    """Leave each rank of the 1-D `mesh` its share of every layer's experts, in place; from now on tokens travel.
+
+    Expert parameters become DTensors, `Shard(0)` over `mesh`. Call it before sharding. Raises `ConfigError` unless the
+    ranks divide the experts evenly.
+    """
+    E, ranks = model.config.experts, mesh.size()
+    if mesh.ndim != 1 or E % ranks:
+        raise ConfigError(
+            f"{E} experts cannot be spread evenly over a mesh of shape {tuple(mesh.shape)}; "
+            f"expected a 1-D mesh whose size divides {E}"
+        )
+    for layer in (each for each in model.modules() if isinstance(each, MoEFeedForward)):
+        for name, whole in list(layer.experts.named_parameters()):
+            # Everybody has the whole, so nothing is sent.
+            share = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
+            setattr(layer.experts, name, nn.Parameter(share))
+        layer.group = mesh.get_group() if ranks > 1 else None
+    return model
+
+
+def moe_loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy of the next token plus the weighted balance loss; tokens, targets: int64 [B, T]."""
+    logits, balance = model(tokens)
+    entropy = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    return entropy + model.config.balance_weight * balance.float()
+
+
+def moe_parameter_count(config: MoEConfig) -> int:
+    """Parameters of the whole model, in closed form: a layer has 2 E C F in experts, C E in the router, and a GPT's rest."""
+    C = config.width
+    attention, norms = 4 * C * C + 4 * C, 4 * C
+    return config.layers * (attention + norms + config.experts * (2 * C * config.ffn + C)) + root_parameter_count(config)
+
+
+def _own(parameter: Tensor) -> Tensor:
+    """The experts that are here: all of a plain parameter, this rank's share of a DTensor."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,138 @@
+"""Two ways to cut a model before it is sharded: across a layer (tensor parallel) and between layers (pipeline stages).
+
+Neither changes a parameter's name or its initial values, so a cut model still has its unsharded twin, and its
+checkpoint still is the whole model's.
+
+Tensor parallel: a block's first projections keep some output channels each (columns), the last one the matching input
+channels (rows), so that a block needs one sum over the ranks per projection back into the residual stream.
+
+Letters: B batch, T tokens, C width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module,
+)  # fmt: skip
+
+from .config import ConfigError, ModelConfig
+from .gpt import GPT, GPTBlock
+from .llama import Llama
+from .models import initialise
+from .presets import preset
+
+_COLUMNS = ("attention.query", "attention.key", "attention.value", "feed_forward.gate", "feed_forward.up")
+_ROWS = ("attention.output", "feed_forward.down")
+_NORMS = ("attention_norm", "feed_forward_norm")
+
+
+def parallelize(model: GPT | Llama | GPTStage, mesh: DeviceMesh, sequence_parallel: bool = False) -> nn.Module:
+    """Cut `model`, whole or one pipeline stage, over the 1-D `mesh`, in place; shard it over another mesh afterwards.
+
+    With `sequence_parallel`, what flows between the projections (norms, residual stream) is cut along T as well, which T
+    must allow. Raises `ConfigError` where the ranks do not divide the key/value heads, or head and embedding are tied.
+    """
+    _check(model.config, mesh.size())
+    for block in (each for each in model.modules() if isinstance(each, model.block_type)):
+        parallelize_module(block, mesh, block_plan(block, sequence_parallel))
+    parts = dict(model.named_children())  # a stage lacks some
+    parallelize_module(model, mesh, {name: style for name, style in _root_plan(sequence_parallel).items() if name in parts})
+    return model
+
+
+def block_plan(block: nn.Module, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
+    """How each projection (and, with `sequence_parallel`, each norm) of a GPT or Llama block is cut."""
+    inside, stream = {name for name, _ in block.named_modules()}, Shard(1) if sequence_parallel else Replicate()
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in _COLUMNS if name in inside}
+    plan |= {name: RowwiseParallel(output_layouts=stream) for name in _ROWS}
+    # Stated once for all projections that read it: so its gradient is summed once, not once for each.
+    for name in ("attention", "feed_forward"):
+        plan[name] = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
+    return plan | {name: SequenceParallel() for name in _NORMS} if sequence_parallel else plan
+
+
+def _root_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """Embeddings are cut by rows and summed, the head by vocabulary; logits come out whole."""
+    stream, positions = (Shard(1), Shard(0)) if sequence_parallel else (Replicate(), Replicate())
+    plan: dict[str, ParallelStyle] = {
+        "token_embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        "position_embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=positions),
+        "head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
+    }
+    return plan | {"final_norm": SequenceParallel()} if sequence_parallel else plan
+
+
+def _check(config: ModelConfig, ranks: int) -> None:
+    if config.kv_heads % ranks or config.ffn % ranks or config.vocabulary % ranks:
+        raise ConfigError(
+            f"tensor parallelism over {ranks} ranks must divide kv_heads, ffn and vocabulary; "
+            f"got {config.kv_heads}, {config.ffn} and {config.vocabulary}; use fewer ranks for it"
+        )
+    if config.tie_embeddings:
+        raise ConfigError(
+            "tied embeddings cannot be cut here: head and token embedding would be cut differently; use tie_embeddings=False"
+        )
+
+
+# ---- pipeline stages
+
+
+class GPTStage(nn.Module):
+    """Blocks `first` to `last` (exclusive) of a GPT; the first stage has the embeddings too, the last one the head.
+
+    tokens int64 [B, T] (first stage) or activations [B, T, C] -> activations, or logits [B, T, V] from the last stage.
+    Every part has the name that it has in the whole model.
+    """
+
+    block_type = GPTBlock
+
+    def __init__(self, config: ModelConfig, first: int, last: int) -> None:
+        super().__init__()
+        self.config = config
+        self.begins, self.ends = first == 0, last == config.layers
+        if self.begins:
+            self.token_embedding = nn.Embedding(config.vocabulary, config.width)
+            self.position_embedding = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleDict({str(index): GPTBlock(config) for index in range(first, last)})
+        if self.ends:
+            self.final_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
+            self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.begins:
+            self.config.require_length(x.shape[1])
+            x = self.token_embedding(x) + self.position_embedding(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(self.final_norm(x)) if self.ends else x
+
+
+def stage_span(layers: int, stage: int, stages: int) -> tuple[int, int]:
+    """First and last-plus-one block of a stage; earlier stages take the blocks that do not divide evenly.
+
+    >>> [stage_span(5, stage, 3) for stage in range(3)]
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    if not 0 <= stage < stages:
+        raise ConfigError(f"stage must be from 0 to stages - 1 = {stages - 1}, got {stage}")
+    if stages > layers:
+        raise ConfigError(f"{layers} blocks cannot fill {stages} pipeline stages; expected at most one stage a block")
+    share, rest = divmod(layers, stages)
+    first = stage * share + min(stage, rest)
+    return first, first + share + (stage < rest)
+
+
+def build_stage(
+    model: str | ModelConfig, stage: int, stages: int, device: torch.device | str = "cpu", seed: int = 0
+) -> GPTStage:
+    """Stage `stage` of `stages` of a GPT, with the values that `build_model(model, seed=seed)` has; on "meta", none."""
+    config = model if isinstance(model, ModelConfig) else preset(model)
+    if config.family != "gpt" or config.tie_embeddings:
+        raise ConfigError("pipeline stages are cut from a gpt whose head is its own: family='gpt', tie_embeddings=False")
+    with torch.device("meta"):
+        built = GPTStage(config, *stage_span(config.layers, stage, stages))
+    return built if torch.device(device).type == "meta" else initialise(built.to_empty(device=device), seed)

@@ -1,0 +1,168 @@
+"""Notebook 16: every right answer passes, every known wrong one is diagnosed, and what is composed trains as the twin does.
+
+All solutions that return are tried in one launch on four ranks; one that raises needs a launch of its own.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fsdplab.teaching import answers, checking, composing, composing_on_ranks, course_state, exercises, trials
+from fsdplab.teaching.course_state import open_course
+from fsdplab.teaching.exercise import Choice, Exercise, Question
+from fsdplab.teaching.home import Home
+from tests.composed import mesh_of
+
+ITEMS = exercises.items_of("16")
+EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
+RIGHT = {  # other right answers than the references
+    "16.groups_of": {
+        "by a tensor of ranks": (
+            "import torch\nfrom math import prod\n\n\ndef groups_of(rank, shape):\n    mesh = torch.arange(prod(shape)).view(*shape)\n"
+            "    place = (mesh == rank).nonzero()[0].tolist()\n"
+            "    return [mesh[tuple(slice(None) if i == axis else at for i, at in enumerate(place))].tolist() for axis in range(len(shape))]\n"
+        ),
+    },
+    "16.compose": {
+        "the model first, units afterwards": (
+            "from torch.distributed.tensor.parallel import parallelize_module\nfrom fsdplab.engine import fully_shard\n"
+            "from fsdplab.workloads.parallel import block_plan\n\n\ndef compose(model, mesh):\n    for block in model.blocks:\n"
+            "        parallelize_module(block, mesh['tp'], block_plan(block))\n        fully_shard(block, mesh=mesh['dp'])\n"
+            "    fully_shard(model, mesh=mesh['dp'])\n    return model\n"
+        ),
+    },
+    "16.average_expert": {
+        "divides first": (
+            "import torch.distributed as dist\n\n\ndef average_expert(gradient, efsdp):\n    gradient = gradient / dist.get_world_size()\n"
+            "    dist.all_reduce(gradient, group=efsdp)\n    return gradient\n"
+        ),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Home:
+    """One learner's folder for the whole module."""
+    return Home(tmp_path_factory.mktemp("learner") / "my_fsdp")
+
+
+@pytest.fixture
+def course(tmp_path):
+    """A learner's course in an empty folder; afterwards no course is open."""
+    yield open_course("learner", tmp_path / "my_fsdp")
+    course_state._open.clear()
+
+
+def solutions(exercise: Exercise) -> list[tuple[str, str, str | None]]:
+    """(name, source, what the report must say or None where it must pass) of everything that returns."""
+    right = {"the reference": exercise.reference, **RIGHT[exercise.id]}
+    wrong = [(known.name, known.source, known.says) for known in exercise.wrong if known.ends == "returns"]
+    return [*((name, source, None) for name, source in right.items()), *wrong]
+
+
+@pytest.fixture(scope="module")
+def tried(home):
+    """(exercise, name) -> the finding of each solution that returns, all tried in one launch on four ranks."""
+    todo = [(exercise, name, source) for exercise in EXERCISES for name, source, _ in solutions(exercise)]
+    paths = [Home(home.path / f"solution{index}").save(exercise.id, source) for index, (exercise, _, source) in enumerate(todo)]
+    outcomes = trials.try_programs([(exercise, path) for (exercise, _, _), path in zip(todo, paths)], home)
+    return {(exercise.id, name): checking.judge(exercise, outcome) for (exercise, name, _), outcome in zip(todo, outcomes)}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("exercise,name,says", [(exercise.id, name, says) for exercise in EXERCISES for name, _, says in solutions(exercise)])
+def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, exercise: str, name: str, says: str | None) -> None:
+    finding = tried[exercise, name]
+    if says is None:
+        assert finding is None
+    else:
+        assert finding is not None and says in finding.cause and finding.expected and finding.got
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("exercise,known", [(e, known) for e in EXERCISES for known in e.wrong if known.ends != "returns"], ids=lambda value: getattr(value, "name", ""))
+def test_a_solution_that_raises_is_reported(home, exercise: Exercise, known) -> None:
+    path = Home(home.path / "raises").save(exercise.id, known.source)
+    finding = checking.judge(exercise, trials.try_one(exercise, path, home))
+    assert "raised an error" in finding.headline and known.says in finding.got
+
+
+@pytest.mark.parametrize("question", [item for item in ITEMS if isinstance(item, Question)], ids=lambda item: item.id)
+def test_slips_are_told_apart(course, question: Question) -> None:
+    assert answers.grade_answer(question.id, question.right()).passed
+    for slip in question.slips:
+        value = slip.value if slip.value is not None else slip.factor * question.right()
+        assert slip.cause in answers.grade_answer(question.id, value).finding.cause
+
+
+def test_every_letter_is_explained(course) -> None:
+    (choice,) = [item for item in ITEMS if isinstance(item, Choice)]
+    for letter in choice.options:
+        assert answers.grade_answer(choice.id, letter).passed is (letter == choice.right)
+
+
+# ---- what the lesson shows
+
+
+@pytest.mark.timeout(600)
+def test_composed_models_are_shown_beside_their_twins(course) -> None:
+    run = composing.tensor()
+    assert run.at_rest().rows[0] == ("attention.query.weight", "dp: rows of each share; tp: rows", "[16, 64]")
+    assert run.at_rest().rows[2] == ("attention_norm.weight", "dp: rows", "[32]")
+    assert run.seen["drift"] < composing_on_ranks.NEAR and len(run.beside_twin().rows) == 3
+    # [2, 16, 64] float32 are 8,192 bytes: four sums a block, two for embeddings (positions half), logits out, their input's gradient
+    assert run.seen["bytes"]["tp"] == 2 * 4 * 8192 + 8192 + 4096 + 16384 + 8192
+    assert run.kilobytes("dp") > run.kilobytes("tp")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("divide", "too_large"), [(4, 1.0), (2, 2.0)])
+def test_expert_gradients_need_their_divide_factor(course, divide: int, too_large: float) -> None:
+    run = composing.experts(divide)
+    ratios = {name: float(ratio) for name, ratio in run.gradients().rows}
+    assert ratios.pop("feed_forward.experts.up") == pytest.approx(too_large, rel=1e-4)
+    assert ratios.pop("feed_forward.experts.down") == pytest.approx(too_large, rel=1e-4)
+    assert all(ratio == pytest.approx(1.0, rel=1e-4) for ratio in ratios.values())
+    assert run.at_rest().rows[1][1] == "efsdp: rows of each share; ep: rows" and run.seen["bytes"]["ep"] > 0
+
+
+@pytest.mark.timeout(600)
+def test_stages_are_counted_and_equal_the_twin(course) -> None:
+    dropped, kept = composing.pipeline().rows
+    assert kept == ("kept", "3", "3", "0.0e+00")
+    assert int(dropped[1]) > 3 and dropped[2:] == ("3", "0.0e+00")
+
+
+def test_places_and_bubbles_are_computed() -> None:
+    assert composing.mesh(dp=2, tp=2).rows == (("rank 0", "0", "0"), ("rank 1", "0", "1"), ("rank 2", "1", "0"), ("rank 3", "1", "1"))
+    assert composing.bubble(4, 12).rows == (("4", "12", "20.0%", "80.0%"),)
+
+
+@pytest.mark.parametrize(
+    ("placement", "words"),
+    [(Replicate(), "whole"), (Shard(0), "rows"), (Shard(1), "columns"), (_StridedShard(0, split_factor=2), "rows of each share"), (Shard(2), "dimension 2")],
+)
+def test_placements_in_words(placement, words: str) -> None:
+    assert composing_on_ranks._words(placement) == words
+
+
+def sent_over_axes() -> dict[str, int]:
+    """One all-to-all of which three of four rows leave, and nothing of a group that is not named."""
+    mesh = mesh_of(a=1, b=2)
+    group, rank = mesh["b"].get_group(), mesh["b"].get_local_rank()
+    rows = torch.zeros(4, 8)
+    other = torch.distributed.new_group([0, 1])
+    with composing_on_ranks.counted("dp", {group.group_name: "b"}) as sent:
+        splits = [1, 3] if rank == 0 else [3, 1]
+        torch.distributed.all_to_all_single(rows.new_empty(4, 8), rows, splits, splits, group=group)
+        torch.distributed.all_to_all_single(rows.new_empty(4, 8), rows, group=other)
+        nn.Linear(2, 2)(torch.ones(2, 2))
+    return dict(sent)
+
+
+def test_bytes_are_counted_by_group(ranks) -> None:
+    assert ranks(2, sent_over_axes) == [{"b": 3 * 8 * 4}, {"b": 3 * 8 * 4}]
