@@ -89,6 +89,8 @@ def run(
     sequence_length: SequenceLength = 64,
     micro_batches: MicroBatches = 1,
     precision: Precision = "fp32",
+    checkpoint: Annotated[str, typer.Option(help="Activations that the lab computes again: none, selective or full.")] = "none",
+    offload: Annotated[str, typer.Option(help="Where the lab's slices and optimizer state rest: none (the device) or cpu.")] = "none",
     text: Text = None,
     card: Card = "none",
     seed: Seed = 0,
@@ -102,6 +104,7 @@ def run(
     common = dict(
         world_size=world_size, model=model, steps=steps, batch_size=batch_size, sequence_length=sequence_length, micro_batches=micro_batches,
         precision=precision, text=text, card=parse_size(card), seed=seed, device=device, time_limit=time_limit,
+        checkpoint=checkpoint, offload=offload,
     )  # fmt: skip
     record_run(dict(common, strategy=strategy, engine=engine), out or Path("runs") / f"{strategy}-{engine}")
 

@@ -62,6 +62,9 @@ def ended(arguments: list[str], capsys) -> tuple[int, str, str]:
         (["compare", "--json", "/"], "cannot be written"),
         (["run", "zero1", "--engine", "torch-fsdp2"], "cannot do zero1"),
         (["run", "full_shard", "zero1"], "zero1"),
+        (["run", "--checkpoint", "some"], "none, selective, full"),
+        (["run", "--offload", "tape"], "none, cpu"),
+        (["run", "zero2", "--offload", "cpu"], "zero2"),
         (["report"], "see `fsdplab report --help`"),
         (["report", "/no/such/record"], "/no/such/record"),
         (["lab", "--notebooks", "/no/such/folder"], "no notebooks in /no/such/folder"),
@@ -89,6 +92,14 @@ def test_a_run_that_fails_ends_with_its_report_and_exit_code_1(tmp_path, capsys)
     code, _, err = ended(["run", "full_shard", *TINY, "--time-limit", "0.5", "--out", str(tmp_path / "run")], capsys)
     assert code == 1 and "0.5" in err and "Traceback (most recent call last)" not in err
     assert RunRecord.load(tmp_path / "run").status == "failed"
+
+
+def test_a_run_may_recompute_and_offload(tmp_path, capsys):
+    choices = ["--checkpoint", "full", "--offload", "cpu"]
+    code, _, err = ended(["run", "full_shard", *TINY, *choices, "--out", str(tmp_path / "run")], capsys)
+    record = RunRecord.load(tmp_path / "run")
+    assert (code, record.status) == (0, "finished"), err
+    assert (record.spec["checkpoint"], record.spec["offload"]) == ("full", "cpu")
 
 
 def test_a_comparison_whose_run_fails_shows_its_row_then_names_the_run(tmp_path, capsys):

@@ -85,3 +85,27 @@ def accumulated() -> None:
 
 def test_accumulation_on_a_hybrid_mesh(ranks) -> None:
     ranks(2, accumulated)
+
+
+def other_rows(strategy: str) -> None:
+    """A row that is not `full_shard` within the shard group: three micro-batched AdamW steps beside the twin."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, twin = shard_model(build_model("gpt-tiny", seed=1), strategy, mesh=mesh), build_model("gpt-tiny", seed=1)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, twin)]
+    for step in range(3):
+        for micro in range(2):
+            model.set_is_last_backward(micro == 1)
+            model.set_requires_gradient_sync(micro == 1 or strategy not in ("zero1",))
+            (loss_of(model, *tokens_of(2 * step + micro, dist.get_rank())) / 2).backward()
+        replay_gradients(twin, [[tokens_of(2 * step + micro, rank) for micro in range(2)] for rank in range(4)], loss_of)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, ours), whole in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert ours.placements == (Replicate(), Shard(0)), name
+        torch.testing.assert_close(ours.full_tensor(), whole, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "shard_grad_op"])
+def test_other_strategies_inside_the_shard_group(ranks, strategy: str) -> None:
+    ranks(4, other_rows, strategy)
