@@ -19,7 +19,7 @@ _DRIVERS = fine_tune.driver[0]
 
 _BYTES_STUB = '''\
 def bytes_each(cut, n):
-    """Bytes a parameter on one of n ranks; `cut` names what is sharded, of "parameters", "gradients", "optimizer"."""
+    """Bytes a parameter on one of n ranks; `cut` may name "parameters", "gradients" and "optimizer"."""
     share = {state: 1 / n if state in cut else 1 for state in ("parameters", "gradients", "optimizer")}
     return {
         "working copy": ...,  # bf16, what forward and backward read
@@ -31,7 +31,7 @@ def bytes_each(cut, n):
 
 _BYTES = '''\
 def bytes_each(cut, n):
-    """Bytes a parameter on one of n ranks; `cut` names what is sharded, of "parameters", "gradients", "optimizer"."""
+    """Bytes a parameter on one of n ranks; `cut` may name "parameters", "gradients" and "optimizer"."""
     share = {state: 1 / n if state in cut else 1 for state in ("parameters", "gradients", "optimizer")}
     return {
         "working copy": 2 * share["parameters"],
@@ -116,7 +116,7 @@ import torch.distributed as dist
 
 
 def global_norm(gradients):
-    """The 2-norm of the whole gradient, equal on every rank; `gradients` are this rank's slices (perhaps none)."""
+    """The 2-norm of the whole gradient, equal on every rank, from this rank's slices (perhaps none)."""
     ...
 '''
 
@@ -126,7 +126,7 @@ import torch.distributed as dist
 
 
 def global_norm(gradients):
-    """The 2-norm of the whole gradient, equal on every rank; `gradients` are this rank's slices (perhaps none)."""
+    """The 2-norm of the whole gradient, equal on every rank, from this rank's slices (perhaps none)."""
     total = torch.zeros(())
     for gradient in gradients:
         total += gradient.float().square().sum()

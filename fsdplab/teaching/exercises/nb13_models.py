@@ -25,7 +25,7 @@ from fsdplab.engine import fully_shard
 
 
 def shard_tied(model):
-    """Shard a GPT whose head shows the embedding's weight; every block is a unit, and the model is the last one."""
+    """Shard a GPT whose head shows the embedding's weight; blocks are units, the model is the last one."""
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model.token_embedding)
@@ -38,7 +38,7 @@ from fsdplab.engine import fully_shard
 
 
 def shard_tied(model):
-    """Shard a GPT whose head shows the embedding's weight; every block is a unit, and the model is the last one."""
+    """Shard a GPT whose head shows the embedding's weight; blocks are units, the model is the last one."""
     for block in model.blocks:
         fully_shard(block)
     fully_shard([model.token_embedding, model.head])
@@ -116,7 +116,7 @@ import torch
 
 
 def fine_tune(model, shard):
-    """Freeze everything but the adapters, call shard(model) once, and return an AdamW over what is trained."""
+    """Freeze all but the adapters, call shard(model) once, and return an AdamW over what is trained."""
     ...  # adapters are the parameters with "adapter" in their name
 '''
 
@@ -125,11 +125,12 @@ import torch
 
 
 def fine_tune(model, shard):
-    """Freeze everything but the adapters, call shard(model) once, and return an AdamW over what is trained."""
+    """Freeze all but the adapters, call shard(model) once, and return an AdamW over what is trained."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("adapter" in name)
     shard(model)
-    return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-2)
 '''
 _FREEZE = '    for name, parameter in model.named_parameters():\n        parameter.requires_grad_("adapter" in name)\n'
 _TRAINED = "[parameter for parameter in model.parameters() if parameter.requires_grad]"
@@ -189,7 +190,7 @@ fine_tune = Exercise(
     time_limit=20.0,
     driver=(_DRIVERS, "drive_fine_tune"),
     wrong=(
-        Wrong("optimizer first", edited(_TUNE, ("    shard(model)\n    return", "    optimizer ="), ("lr=1e-2)\n", "lr=1e-2)\n    shard(model)\n    return optimizer\n")), "built before the model was sharded", ends="raises"),
+        Wrong("optimizer first", edited(_TUNE, ("    shard(model)\n", ""), ("    return", "    optimizer ="), ("lr=1e-2)\n", "lr=1e-2)\n    shard(model)\n    return optimizer\n")), "built before the model was sharded", ends="raises"),
         Wrong("not frozen", edited(_TUNE, (_FREEZE, "")), "trained too"),
         Wrong("only left out", edited(_TUNE, (_FREEZE, ""), (_TRAINED, '[parameter for name, parameter in model.named_parameters() if "adapter" in name]')), "does not freeze it"),
         Wrong("the other way round", edited(_TUNE, ('"adapter" in name', '"adapter" not in name')), "they are what shall be trained"),
