@@ -41,7 +41,19 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+_of_other_tests: list[torch.Tensor] = []  # what modules loaded by earlier tests in this process keep for themselves
+
+
+@pytest.fixture(autouse=True)
+def leave_out_other_tests():
+    gc.collect()
+    _of_other_tests[:] = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    yield
+    _of_other_tests.clear()
+
+
 def measure(model: nn.Module, optimizer: Any, run: Any = None, engine: str = "torch-ddp", **more: Any) -> MemoryTimeline:
+    more["ignore"] = [*more.get("ignore", ()), *_of_other_tests]
     with MemoryRecorder(model=model, optimizer=optimizer, engine=engine, device=CPU, **more) as recorder:
         (run or (lambda: step(model, optimizer)))()
     return recorder.timeline
