@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
+from fsdplab.engine import DataParallelMeshDims
 from tests.surface import (
     Collectives, Net, close, data, error_of, gradients, look, loss_of, mesh_of, on_both, sharded, shown, twin_gradients, whole,
 )  # fmt: skip

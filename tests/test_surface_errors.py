@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import DataParallelMeshDims
 
+from fsdplab.engine import DataParallelMeshDims
 from tests.surface import (
     Net, close, data, error_of, gradients, loss_of, mesh_of, on_both, quiet, sharded, twin_gradients,
 )  # fmt: skip
