@@ -14,7 +14,7 @@ import typer
 
 from fsdplab import __version__
 from fsdplab.cli_errors import USAGE_ERROR, interrupted, one_line, refuse
-from fsdplab.cli_parse import names, parse_size
+from fsdplab.cli_parse import names
 
 app = typer.Typer(
     help="A laboratory for Fully Sharded Data Parallel training.",
@@ -31,7 +31,16 @@ SequenceLength = Annotated[int, typer.Option(help="Tokens in a sequence.")]
 MicroBatches = Annotated[int, typer.Option(help="Micro-batches a step (gradient accumulation).")]
 Precision = Annotated[str, typer.Option(help="fp32, or bf16 (compute in bf16, float32 masters).")]
 Text = Annotated[Optional[str], typer.Option(help="Train on this file or folder; default: Python's own library sources.")]
-Card = Annotated[str, typer.Option(help="Memory of an emulated card: 300MB, 1.5GB, or none.")]
+Card = Annotated[str, typer.Option(help="Memory of an emulated card: 300MB, 1.5GB, none, or auto (the wind tunnel's; else 330MB to compare, none to run).")]
+Prefetch = Annotated[int, typer.Option(help="Units that the lab's engine gathers ahead; 0: none.")]
+Units = Annotated[str, typer.Option(help="What travels together: auto (a block), linear (each linear layer), model (everything).")]
+ShardSize = Annotated[Optional[int], typer.Option(help="Ranks of one shard group of hybrid_shard.")]
+Profile = Annotated[int, typer.Option(help="Steps under PyTorch's profiler, after the timed ones; 0: no trace.")]
+Link = Annotated[Optional[str], typer.Option(help="Emulated network between ranks: eth10, nvlink4, ib400, ..., or 200mbit, 1GB/s,50us.")]
+LinkAcross = Annotated[Optional[str], typer.Option(help="Emulated network between the shard groups of hybrid_shard.")]
+LinkQueues = Annotated[int, typer.Option(help="1: gathers and reductions share a communicator; 2: each has its own.")]
+Emulate = Annotated[Optional[str], typer.Option(help="Wind tunnel: a machine such as 8xH100, whose network is slow or fast in proportion (with --as).")]
+AsModel = Annotated[Optional[str], typer.Option("--as", help="The model whose training on --emulate is imitated, such as llama-3.1-8b.")]
 Seed = Annotated[int, typer.Option(help="Seed of weights and data.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 TimeLimit = Annotated[float, typer.Option(help="Seconds after which one run is ended with a report.")]
@@ -58,8 +67,17 @@ def compare(
     sequence_length: SequenceLength = 64,
     micro_batches: MicroBatches = 1,
     precision: Precision = "fp32",
+    prefetch: Prefetch = 1,
+    units: Units = "auto",
+    shard_size: ShardSize = None,
+    profile: Profile = 2,
+    link: Link = None,
+    link_across: LinkAcross = None,
+    link_queues: LinkQueues = 1,
+    emulate: Emulate = None,
+    as_model: AsModel = None,
     text: Text = None,
-    card: Card = "330MB",
+    card: Card = "auto",
     seed: Seed = 0,
     device: Device = "auto",
     time_limit: TimeLimit = 120.0,
@@ -69,12 +87,15 @@ def compare(
 ) -> None:
     """Train one model on one text under several strategies, and compare time, memory, traffic and losses."""
     from fsdplab.cli_compare import compare_runs
+    from fsdplab.cli_fabric import card_of
     from fsdplab.cli_report import Outputs
 
     common = dict(
         world_size=world_size, model=model, steps=steps, batch_size=batch_size, sequence_length=sequence_length, micro_batches=micro_batches,
-        precision=precision, text=text, card=parse_size(card), seed=seed, device=device, time_limit=time_limit,
+        precision=precision, text=text, seed=seed, device=device, time_limit=time_limit, prefetch=prefetch, units=units,
+        shard_size=shard_size, profile=profile, link=link, link_across=link_across, link_queues=link_queues, emulate=emulate, as_model=as_model,
     )  # fmt: skip
+    common["card"] = card_of(card, common, "330MB")
     compare_runs(names(strategies), names(engines), common, Outputs(json_file, html_file, keep))
 
 
@@ -91,8 +112,19 @@ def run(
     precision: Precision = "fp32",
     checkpoint: Annotated[str, typer.Option(help="Activations that the lab computes again: none, selective or full.")] = "none",
     offload: Annotated[str, typer.Option(help="Where the lab's slices and optimizer state rest: none (the device) or cpu.")] = "none",
+    prefetch: Prefetch = 1,
+    units: Units = "auto",
+    shard_size: ShardSize = None,
+    profile: Profile = 2,
+    link: Link = None,
+    link_across: LinkAcross = None,
+    link_queues: LinkQueues = 1,
+    emulate: Emulate = None,
+    as_model: AsModel = None,
+    nodes: Annotated[int, typer.Option(help="Nodes: more than one are network namespaces with a real, shaped link between them.")] = 1,
+    ranks_per_node: Annotated[Optional[int], typer.Option(help="Ranks of each node; default: world size / nodes.")] = None,
     text: Text = None,
-    card: Card = "none",
+    card: Card = "auto",
     seed: Seed = 0,
     device: Device = "auto",
     time_limit: TimeLimit = 120.0,
@@ -100,13 +132,20 @@ def run(
 ) -> None:
     """Run one strategy and record it in a folder, for `fsdplab report` and the notebooks."""
     from fsdplab.cli_compare import record_run
+    from fsdplab.cli_fabric import card_of, record_on_nodes
 
     common = dict(
         world_size=world_size, model=model, steps=steps, batch_size=batch_size, sequence_length=sequence_length, micro_batches=micro_batches,
-        precision=precision, text=text, card=parse_size(card), seed=seed, device=device, time_limit=time_limit,
-        checkpoint=checkpoint, offload=offload,
+        precision=precision, text=text, seed=seed, device=device, time_limit=time_limit, checkpoint=checkpoint, offload=offload, prefetch=prefetch,
+        units=units, shard_size=shard_size, profile=profile, link=link, link_across=link_across, link_queues=link_queues, emulate=emulate,
+        as_model=as_model, strategy=strategy, engine=engine,
     )  # fmt: skip
-    record_run(dict(common, strategy=strategy, engine=engine), out or Path("runs") / f"{strategy}-{engine}")
+    common["card"] = card_of(card, common, "none")
+    folder = out or Path("runs") / f"{strategy}-{engine}"
+    if nodes > 1 or ranks_per_node is not None:
+        record_on_nodes(common, nodes, ranks_per_node, folder)
+    else:
+        record_run(common, folder)
 
 
 @app.command()

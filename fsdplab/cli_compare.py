@@ -67,8 +67,8 @@ def compare_runs(strategies: list[str], engines: list[str], common: dict, output
 
     outputs.check()
     with refusals():
-        specs = [RunSpec(strategy=name, **common) for name in strategies] + [_peer(name, common) for name in engines]
-        twin = RunSpec(engine="twin", **dict(common, card=None), memory=False)
+        specs = [RunSpec(**own(name, common)) for name in strategies] + [_peer(name, common) for name in engines]
+        twin = RunSpec(engine="twin", **own("full_shard", dict(common, card=None, prefetch=1)) | dict(memory=False))
         if not specs:
             refuse("nothing to compare; expected strategies or engines, such as --strategies no_shard,full_shard")
     console = outputs.console()
@@ -86,7 +86,13 @@ def _peer(engine: str, common: dict) -> object:
     if engine not in ENGINES or engine in ("lab", "twin"):
         peers = [name for name in ENGINES if name not in ("lab", "twin")]
         refuse(f"--engines has {engine!r}; expected some of {', '.join(peers)} (the lab's own engine runs --strategies)")
-    return RunSpec(engine=engine, strategy=ENGINES[engine][0], **common)
+    return RunSpec(engine=engine, **own(ENGINES[engine][0], dict(common, prefetch=1, units=common["units"] if engine == "torch-fsdp2" else "auto")))
+
+
+def own(strategy: str, common: dict) -> dict:
+    """What of the common settings concerns a strategy: only hybrid_shard has shard groups."""
+    groups = {} if strategy == "hybrid_shard" else dict(shard_size=None, link_across=None)
+    return {**common, "strategy": strategy, **groups}
 
 
 def _headline(spec: object, card: int | None) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdplab.records import CATEGORIES, RecordError, RunRecord, comparison_json, matches_reference
+from fsdplab.records import CATEGORIES, TABLES, RecordError, RunRecord, comparison_json, matches_reference
 
 STEP = {"rank": 0, "step": 0, "loss": 5.71234567890123, "step_time_s": None, "tokens": 128}
 COLLECTIVE = {
@@ -25,6 +25,7 @@ COLLECTIVE = {
     "start_ns": 1_700_000_000_000_000_001,
     "end_ns": 1_700_000_000_000_000_901,
     "emulated": False,
+    "waited_ns": None,
 }
 INSTANT = {"rank": 0, "step": 1, "time_ns": 10, **dict.fromkeys(CATEGORIES, 7), "is_peak": True}
 
@@ -37,7 +38,7 @@ def record_in(folder: Path, losses: tuple[float, ...] = (5.7, 5.6), **fields: ob
         environment={"torch": "2.13.0"},
         summary={"losses": list(losses), "step_time_s": {"median": 0.5, "min": 0.4}},
         provenance={"losses": "measured"},
-        tables={"steps": [STEP], "ledger": [COLLECTIVE], "memory": [INSTANT]},
+        tables={**{name: [] for name in TABLES}, "steps": [STEP], "ledger": [COLLECTIVE], "memory": [INSTANT]},
     ).save()
 
 
@@ -46,7 +47,7 @@ def test_a_record_reads_back_as_it_was_written(tmp_path: Path) -> None:
     read = RunRecord.load(tmp_path / "run")
     assert read == written
     assert read.table("steps") == [STEP] and read.table("ledger") == [COLLECTIVE] and read.table("memory") == [INSTANT]
-    assert {path.name for path in read.path.iterdir()} == {"run.json", "steps.csv.gz", "ledger.csv.gz", "memory.csv.gz"}
+    assert {path.name for path in read.path.iterdir()} == {"run.json", *(f"{name}.csv.gz" for name in TABLES)}
 
 
 def test_the_same_record_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_a_folder_that_is_no_record_is_refused(tmp_path: Path) -> None:
         ("{", "cannot be read"),
         ("[]", "has the format None; expected"),
         ('{"format": "another tool 3"}', "has the format 'another tool 3'; expected"),
-        ('{"format": "fsdplab run record 1", "spec": {}}', "lacks environment, status"),
+        ('{"format": "fsdplab run record 2", "spec": {}}', "lacks environment, status"),
     ],
 )
 def test_a_wrong_run_json_is_refused(tmp_path: Path, content: str, message: str) -> None:

@@ -30,7 +30,8 @@ class Collective:
     """One row of the ledger: a collective that one rank took part in.
 
     `logical_bytes` is the whole payload P, padding included; `wire_bytes` is what this rank sends: P(n-1)/n for
-    all_gather and reduce_scatter, 2P(n-1)/n for all_reduce. Times are `time.time_ns()`.
+    all_gather and reduce_scatter, 2P(n-1)/n for all_reduce. Times are `time.time_ns()`. `waited_ns` is how long the host
+    was blocked for it, None where it never is (CUDA). Behind an emulated link all three are the link's.
     """
 
     unit: str
@@ -43,6 +44,7 @@ class Collective:
     start_ns: int
     end_ns: int
     emulated: bool = False
+    waited_ns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,9 @@ def listening() -> bool:
     return bool(_subscribers)
 
 
-def emit(event: Event) -> None:
-    """Hand one event to every subscriber."""
-    for callback in tuple(_subscribers):
+def emit(event: Event | None) -> None:
+    """Hand one event to every subscriber; None is no event."""
+    for callback in tuple(_subscribers) if event is not None else ():
         callback(event)
 
 

@@ -12,7 +12,7 @@ import torch
 from . import events
 from .pending import Pending
 
-Note = Callable[[int, int], events.Event]
+Note = Callable[[int, int, int | None], events.Event | None]  # start, end, how long the host was blocked
 
 
 class HostLane:
@@ -27,10 +27,12 @@ class HostLane:
             work.get_future().then(lambda _: done.append(time.time_ns()))
 
         def finish() -> None:
+            awaited = time.time_ns()
             if work is not None:  # a collective of the user's own may be done already
                 work.wait()
             if events.listening():
-                events.emit(note(start, done[0] if done else time.time_ns()))
+                now = time.time_ns()
+                events.emit(note(start, done[0] if done else now, now - awaited))
             complete()
 
         return Pending(finish, *buffers)
@@ -59,7 +61,7 @@ class StreamLane:
             complete()
             end.record()
         if timed:
-            events.defer(lambda: note(*self._times_ns(start, end)))
+            events.defer(lambda: note(*self._times_ns(start, end), None))
         finish = lambda: torch.cuda.current_stream(self._stream.device).wait_event(end)  # noqa: E731
         return Pending(finish, *buffers, on_drop=finish)
 

@@ -82,8 +82,8 @@ def shard_model(
 ) -> FSDPModule:
     """Shard `model` in place by one row of the table: `no_shard, zero1, zero2, shard_grad_op, full_shard, hybrid_shard`.
 
-    `units` says what travels together: module classes, a predicate (name, module) -> bool, or "auto" for every child of
-    a ModuleList; whatever is left forms the root unit. On a 2-D mesh (replicas x shards) slices are cut within a row of it
+    `units` says what travels together: module classes, a predicate (name, module) -> bool, "auto" for every child of
+    a ModuleList, or "root" for none of its own; whatever is left forms the root unit. On a 2-D mesh (replicas x shards) slices are cut within a row of it
     (`hybrid_shard` needs one). `checkpoint` ("none", "full", "selective") says which activations of the units below the
     root are computed again in the backward. `prefetch` units are gathered ahead. `transport` is "auto", "gloo", "shm" or
     "nccl". Raises `ValueError` for an unknown strategy or checkpoint, units that match nothing, or a negative prefetch.
@@ -120,6 +120,8 @@ def _after_forward(wanted: bool | int | None, axes: Axes) -> bool | int | None:
 
 
 def _select(model: nn.Module, units: Units) -> list[nn.Module]:
+    if units == "root":
+        return []
     if units == "auto":
         return [child for each in model.modules() if isinstance(each, nn.ModuleList) for child in each]
     chosen = units if callable(units) else lambda _, module: isinstance(module, tuple(units))

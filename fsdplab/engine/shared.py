@@ -19,6 +19,7 @@ from . import compat, events
 from .arenas import SharedHome
 from .gloo import announce
 from .home import Home
+from .lanes import Note
 from .layout import Layout
 from .packing import halves, pack_range, pack_rank, scaled_copy, unpack_from
 from .pending import Pending
@@ -76,11 +77,12 @@ class SharedTransport(Transport):
             announce("all_gather", self._announced)
 
         def finish() -> None:
+            awaited = time.time_ns()
             with events.span("all_gather_copy_out", stamp.unit):
                 for peer in self._nearest_first():
                     unpack_from(layout, peer, resident if arena and peer == self.rank else read(peer), whole)
                 slots.done(number)
-            _emit(note, start)
+            _emit(note, start, awaited)
 
         return self._publish(slots, number, finish, resident, whole)
 
@@ -99,9 +101,10 @@ class SharedTransport(Transport):
             announce("reduce_scatter", self._announced)
 
         def finish() -> None:
+            awaited = time.time_ns()
             with events.span("reduce_scatter", stamp.unit):
                 self._sum(sent, output, after)
-            _emit(note, start)
+            _emit(note, start, awaited)
 
         return self._publish(self._reductions, sent.number, finish, output)
 
@@ -138,10 +141,11 @@ class SharedTransport(Transport):
             announce("all_reduce", self._announced)
 
         def finish() -> None:
+            awaited = time.time_ns()
             with events.span("all_reduce", stamp.unit):
                 self._sum(sent, pieces[self.rank], divide)
                 self._share(pieces)
-            _emit(note, start)
+            _emit(note, start, awaited)
 
         return self._publish(self._reductions, sent.number, finish, buffer)
 
@@ -199,6 +203,7 @@ class SharedTransport(Transport):
         return [(self.rank + step) % self.ranks for step in range(self.ranks)]
 
 
-def _emit(note: Callable[[int, int], events.Event], start: int) -> None:
+def _emit(note: Note, start: int, awaited: int) -> None:
     if events.listening():
-        events.emit(note(start, time.time_ns()))
+        now = time.time_ns()
+        events.emit(note(start, now, now - awaited))

@@ -19,12 +19,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 
 from . import compat
+from .deliveries import Deliveries
 from .shm_moves import Moves, operation_of
 from .slots import machine_of_this_rank
 
 NAME = "fsdplab_shm"
 _CPU, _GLOO = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
 Tensors = Sequence[torch.Tensor]
+_ROUNDS = ("all_gather", "reduce_scatter", "all_reduce")  # what an emulated link carries: a barrier is no traffic
 
 
 def register_backend() -> str:
@@ -60,7 +62,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self.gloo, self._own, self._ranks = gloo, gloo.rank(), gloo.size()
         self._register_backend(_CPU, _GLOO, gloo._get_backend(_CPU))
         self._set_default_backend(_GLOO)
-        self._moves = Moves(gloo)
+        self._moves, self._deliveries = Moves(gloo), Deliveries()
+        self._channel = self._passage = None  # an emulated link, and the operation that has just entered it
         self._silent = compat.silent_group(gloo.rank(), gloo.size())  # shows what runs here to CommDebugMode and the profiler
 
     def getBackendName(self) -> str:
@@ -78,10 +81,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _all_reduce(self, announce: Any, tensors: Tensors, opts: Any) -> dist.Work:
         operations = [operation_of(opts, tensor) for tensor in tensors]
         announce(_traces(tensors))
-        with _moving("all_reduce", tensors) as flats:
+        with self._moving("all_reduce", tensors) as flats:
             for flat, operation in zip(flats, operations):
                 self._moves.all_reduce(flat, operation)
-        return _finished(tensors)
+        return self._finished(tensors)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """Fill a list with every rank's tensor; they may differ in size."""
@@ -89,9 +92,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if len(output) != self._ranks or _shown(output[self._own]) != _shown(source):
             raise ValueError(f"all_gather: outputs {_shown(*output)} for this rank's input {_shown(source)}; expected {self._ranks}, its own like its input")
         self._silent.allgather([_traces(output)], _traces(inputs))
-        with _moving("all_gather", output) as flats:
+        with self._moving("all_gather", output) as flats:
             self._moves.all_gather([flat.view(torch.uint8) for flat in flats], _flat("all_gather", source).view(torch.uint8))
-        return _finished(output)
+        return self._finished(output)
 
     def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
         return self._gather_whole(self._silent._allgather_base, [output], [source], *_traces([output, source]))
@@ -103,11 +106,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _gather_whole(self, announce: Any, outputs: Tensors, inputs: Tensors, *traces: Any) -> dist.Work:
         self._check_whole("all_gather", outputs, inputs)
         announce(*traces)
-        with _moving("all_gather", outputs) as flats:
+        with self._moving("all_gather", outputs) as flats:
             for flat, source in zip(flats, inputs, strict=True):
                 mine = _flat("all_gather", source).view(torch.uint8)
                 self._moves.all_gather(flat.view(torch.uint8).tensor_split(self._ranks), mine)
-        return _finished(outputs)
+        return self._finished(outputs)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
         """Reduce a list with one tensor a rank and keep this rank's; they may differ in size."""
@@ -116,9 +119,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
             raise ValueError(f"reduce_scatter: inputs {_shown(*sources)} for the output {_shown(output)}; expected {self._ranks}, its own like the output")
         operation = operation_of(opts, output)
         self._silent.reduce_scatter(_traces(outputs), [_traces(sources)])
-        with _moving("reduce_scatter", outputs) as (flat,):
+        with self._moving("reduce_scatter", outputs) as (flat,):
             self._moves.reduce_scatter(flat, [_flat("reduce_scatter", each) for each in sources], operation)
-        return _finished(outputs)
+        return self._finished(outputs)
 
     def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
         return self._scatter_whole(self._silent._reduce_scatter_base, [output], [source], opts, *_traces([output, source]))
@@ -131,10 +134,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._check_whole("reduce_scatter", inputs, outputs)
         operations = [operation_of(opts, output) for output in outputs]
         announce(*traces)
-        with _moving("reduce_scatter", outputs) as flats:
+        with self._moving("reduce_scatter", outputs) as flats:
             for flat, source, operation in zip(flats, inputs, operations):
                 self._moves.reduce_scatter(flat, _flat("reduce_scatter", source).tensor_split(self._ranks), operation)
-        return _finished(outputs)
+        return self._finished(outputs)
 
     # their names since torch 2.13
     all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
@@ -144,16 +147,37 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Give the root's tensor to all."""
         tensor, root = _only("broadcast", tensors), 0 if opts is None else opts.rootRank
         self._silent.broadcast(_traces([tensor]))
-        with _moving("broadcast", [tensor]) as (flat,):
+        with self._moving("broadcast", [tensor]) as (flat,):
             self._moves.broadcast(flat.view(torch.uint8), root)
-        return _finished([tensor])
+        return self._finished([tensor])
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Return when all ranks have come."""
         self._silent.barrier()
-        with _moving("barrier", []):
+        with self._moving("barrier", []):
             self._moves.meet()
-        return _finished([torch.empty(0)])
+        return self._finished([torch.empty(0)])
+
+    def put_behind(self, channel: Any) -> None:
+        """Have the operations of all tensors pass an emulated link (`link.Channel`; None takes it away)."""
+        self._channel = channel
+
+    @contextmanager
+    def _moving(self, kind: str, outputs: Tensors) -> Iterator[list[torch.Tensor]]:
+        """Outputs in one dimension, to be written inside; a profiler range that names the transport, as gloo's own do."""
+        flats = [_flat(kind, output) for output in outputs]
+        if self._channel is not None and kind in _ROUNDS:
+            self._passage = self._channel.enter_for_torch(kind, flats)
+        with torch.profiler.record_function(f"shm:{kind}"):
+            yield flats
+            for flat, output in zip(flats, outputs):
+                if not output.is_contiguous():
+                    output.data.copy_(flat.view(output.shape))
+
+    def _finished(self, result: Tensors) -> dist.Work:
+        passage, self._passage = self._passage, None
+        due = 0 if passage is None else passage.announce()
+        return _create_work_from_future(self._deliveries.at(due, list(result)))
 
     def _check_whole(self, kind: str, wholes: Tensors, parts: Tensors) -> None:
         for whole, part in zip(wholes, parts, strict=True):
@@ -178,23 +202,6 @@ def _flat(kind: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.data.contiguous().view(-1)
 
 
-@contextmanager
-def _moving(kind: str, outputs: Tensors) -> Iterator[list[torch.Tensor]]:
-    """Outputs in one dimension, to be written inside; a profiler range that names the transport, as gloo's own do."""
-    flats = [_flat(kind, output) for output in outputs]
-    with torch.profiler.record_function(f"shm:{kind}"):
-        yield flats
-        for flat, output in zip(flats, outputs):
-            if not output.is_contiguous():
-                output.data.copy_(flat.view(output.shape))
-
-
 def _traces(tensors: Tensors) -> list[torch.Tensor]:
     """Nothing of the tensors but their storage: the profiler sees which buffers move, and announcing them moves nothing."""
     return [tensor.data.as_strided((0,), (1,)) for tensor in tensors]
-
-
-def _finished(result: Tensors) -> dist.Work:
-    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-    future.set_result(list(result))
-    return _create_work_from_future(future)

@@ -154,6 +154,6 @@ class Transport:
         name = str(dtype).removeprefix("torch.")
         rounds = 2 if kind == "all_reduce" else 1
         wire = rounds * logical * (self.ranks - 1) // self.ranks
-        return lambda start, end: events.Collective(
-            stamp.unit, stamp.phase, kind, logical, wire, padding, name, start, end
+        return lambda start, end, waited: events.Collective(
+            stamp.unit, stamp.phase, kind, logical, wire, padding, name, start, end, waited_ns=waited
         )

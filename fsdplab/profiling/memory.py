@@ -18,6 +18,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -73,7 +74,7 @@ class MemoryRecorder:
 
     `tags` is the log that was started before the model was built (lab engine); `ignore` lists tensors that are no part of training, such as the
     text that batches are cut from. With `offloaded`, what rests in host memory is left out, also where the host computes (`elsewhere`).
-    An exception inside the step passes through and leaves no timeline. No other `torch.profiler` may run.
+    With `save_trace` the profiler's trace of the step is written there. An exception inside the step passes through and leaves no timeline. No other `torch.profiler` may run.
 
     >>> model = torch.nn.Linear(1000, 10, bias=False)
     >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -94,11 +95,12 @@ class MemoryRecorder:
         tags: TagLog | None = None,
         ignore: Iterable[torch.Tensor] = (),
         offloaded: bool = False,
+        save_trace: Path | None = None,
     ) -> None:
         self._device = _indexed(device)
         self._model, self._engine = model, engine
         self._outer, self._optimizer = optimizer, inner_optimizer(optimizer)
-        self._log, self._ignore = tags, list(ignore)
+        self._log, self._ignore, self._save_trace = tags, list(ignore), save_trace
         self._elsewhere = Elsewhere(model, self._optimizer, self._device) if offloaded else None
         self._heard: list[Tag] = []
         self._gradients: list[Tag] = []
@@ -133,6 +135,8 @@ class MemoryRecorder:
             undo()
         tags = [*self._old_tags, *self._heard, *self._state_tags()]
         self._profile.stop()
+        if error is None and self._save_trace is not None:
+            self._profile.export_chrome_trace(str(self._save_trace))
         if error is None:
             self._timeline = self._build(tags, measured)
         del self._profile

@@ -46,6 +46,7 @@ class MemoryTimeline:
     unknown_frees: int
     unseen_frees: int
     found_late: int
+    start_ns: int = 0
     resident_growth: int | None = None
     allocated_peak: int | None = None
     reserved_peak: int | None = None
@@ -111,6 +112,7 @@ def build_timeline(
         unknown_frees=lives.unknown_frees,
         unseen_frees=lives.unseen_frees,
         found_late=len(strays),
+        start_ns=start_ns,
         **measured,
     )
 

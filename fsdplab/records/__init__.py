@@ -6,6 +6,6 @@ opens here exactly as a fresh one does.
 
 from .comparison import comparison_json, losses_of, matches_reference
 from .record import RunRecord
-from .tables import CATEGORIES, TABLES, RecordError
+from .tables import CATEGORIES, CAUSES, LANES, TABLES, RecordError
 
-__all__ = ["CATEGORIES", "TABLES", "RecordError", "RunRecord", "comparison_json", "losses_of", "matches_reference"]
+__all__ = ["CATEGORIES", "CAUSES", "LANES", "TABLES", "RecordError", "RunRecord", "comparison_json", "losses_of", "matches_reference"]

@@ -1,9 +1,11 @@
-"""A run on disk: one folder with run.json and three tables, written whole and read back strictly.
+"""A run on disk: one folder with run.json and its tables, written whole and read back strictly.
 
     run.json         spec, environment, status, failure, summary, provenance, and how many rows each table has
     steps.csv.gz     one row a rank and step: loss and time
     ledger.csv.gz    one row a collective (empty for engines that keep no ledger)
     memory.csv.gz    bytes by category over one step (empty when memory was not measured)
+    timeline, breakdown, exposed, life   what profiled steps did (empty when none was)
+    traces/          each rank's own trace, as PyTorch's profiler wrote it (profiled runs)
 
 The tables are written before run.json, and run.json is renamed into place last: a folder with a run.json is a complete record.
 `provenance` says for each quantity whether it was measured, emulated or simulated; nothing that shows a record may leave that out.
@@ -21,7 +23,7 @@ from .tables import TABLES, RecordError, Row, read_table, replace_file, write_ta
 if TYPE_CHECKING:
     import pandas
 
-FORMAT = "fsdplab run record 1"
+FORMAT = "fsdplab run record 2"
 STATUSES = ("finished", "out_of_memory", "failed")
 ORIGINS = ("measured", "emulated", "simulated")
 _FIELDS = ("spec", "environment", "status", "failure", "summary", "provenance")
@@ -54,7 +56,7 @@ class RunRecord:
             raise ValueError(f"A record's provenance is one of {', '.join(ORIGINS)}; got {unknown}.")
 
     def table(self, name: str) -> list[Row]:
-        """The rows of `steps`, `ledger` or `memory`; none where the run did not measure it."""
+        """The rows of `steps`, `ledger`, `memory`, ...; none where the run did not measure it."""
         if name not in TABLES:
             raise RecordError(f"A record has no table {name!r}. Expected one of {', '.join(TABLES)}.")
         return self.tables.get(name, [])

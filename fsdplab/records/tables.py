@@ -54,6 +54,7 @@ TABLES: dict[str, Schema] = {
         "start_ns": int,
         "end_ns": int,
         "emulated": _flag,
+        "waited_ns": int,
     },
     "memory": {
         "rank": int,
@@ -62,7 +63,20 @@ TABLES: dict[str, Schema] = {
         **dict.fromkeys(CATEGORIES, int),
         "is_peak": _flag,
     },
-}
+    # what a profiled step did: one row an interval, on the lanes that a figure draws
+    "timeline": {"rank": int, "step": int, "lane": str, "unit": str, "phase": str, "name": str, "start_ns": int, "end_ns": int, "emulated": _flag},
+    # one row a rank and profiled step; compute only + overlapped + exposed + other = the step, to the nanosecond
+    "breakdown": {
+        "rank": int, "step": int, "step_ns": int, "compute_ns": int,
+        "compute_only_ns": int, "overlapped_ns": int, "exposed_ns": int, "other_ns": int,
+    },
+    # where communication was exposed, and why
+    "exposed": {"rank": int, "step": int, "unit": str, "phase": str, "kind": str, "communication_ns": int, "exposed_ns": int, "cause": str},
+    # when a unit was gathered and dropped
+    "life": {"rank": int, "step": int, "unit": str, "state": str, "phase": str, "time_ns": int},
+}  # fmt: skip
+LANES = ("step", "compute", "all_gather", "reduce_scatter", "all_reduce", "other_communication", "exposed", "waiting")
+CAUSES = ("hidden", "late_start", "link_busy", "nothing_to_hide_behind", "waiting_for_peer", "unknown")
 
 
 def file_name(table: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdplab.workloads import block_types, build_model, loss_of
 from fsdplab.workloads.twin import replay_gradients
@@ -82,8 +83,8 @@ def _lab(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if spec.precision == "bf16" else MixedPrecisionPolicy()
     offload = CPUOffloadPolicy(pin_memory=place.device.type == "cuda") if spec.offload == "cpu" else OffloadPolicy()
     sharded = shard_model(
-        model, spec.strategy, units=spec.units, mp_policy=policy, offload_policy=offload, checkpoint=spec.checkpoint,
-        prefetch=spec.prefetch, transport=spec.transport,
+        model, spec.strategy, units=units_of(spec, model), mesh=_mesh(spec, place), mp_policy=policy, offload_policy=offload,
+        checkpoint=spec.checkpoint, prefetch=spec.prefetch, transport=spec.transport,
     )  # fmt: skip
 
     def announce(last: bool) -> AbstractContextManager[Any]:
@@ -93,6 +94,20 @@ def _lab(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
         return nullcontext()
 
     return _trained(spec, place, sharded, announce)
+
+
+def units_of(spec: RunSpec, model: nn.Module) -> Any:
+    """What travels together, in the words of `shard_model`."""
+    if spec.units == "model":
+        return "root"
+    return (nn.Linear,) if spec.units == "linear" else block_types(model)
+
+
+def _mesh(spec: RunSpec, place: Place) -> DeviceMesh:
+    """All ranks in a line; under hybrid_shard replicas x ranks of a shard group."""
+    if spec.strategy != "hybrid_shard":
+        return init_device_mesh(place.device.type, (place.world_size,))
+    return init_device_mesh(place.device.type, (spec.replicas, spec.shard_size), mesh_dim_names=("replicate", "shard"))
 
 
 def _ddp(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
@@ -121,17 +136,17 @@ def _fsdp1(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
 
 
 def _fsdp2(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if spec.precision == "bf16" else MixedPrecisionPolicy()
     shard = partial(
         fully_shard,
-        mesh=init_device_mesh(place.device.type, (place.world_size,)),
-        reshard_after_forward=None if spec.strategy == "full_shard" else False,
+        mesh=_mesh(spec, place),
+        reshard_after_forward=False if spec.strategy == "shard_grad_op" else None,
         mp_policy=policy,
     )
-    for module in [module for module in model.modules() if isinstance(module, block_types(model))]:
+    units = units_of(spec, model)
+    for module in [module for module in model.modules() if units != "root" and isinstance(module, tuple(units))]:
         shard(module)
     return _trained(spec, place, shard(model))
 

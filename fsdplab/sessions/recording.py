@@ -21,6 +21,7 @@ from .launch import run_ranks
 from .mailbox import Mailbox, read_lines
 from .spec import RunSpec
 from .summary import summarise
+from .traced import profile_summary, tables_of
 
 OnProgress = Callable[[int, int, float], None]
 WORKER = ("-m", "fsdplab.sessions.worker")
@@ -94,7 +95,10 @@ def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed |
     results = {rank: lines[0] for rank in ranks if (lines := read_lines(mailbox.of(rank, "result")))}
     memory = {rank: result["memory"] for rank, result in results.items() if result["memory"]}
     ledger = [row for result in results.values() for row in result["ledger"]]
-    summary = summarise(spec, steps, ledger, memory)
+    traced = tables_of(spec, mailbox, ledger, folder) if spec.profile else {}
+    summary = summarise(spec, steps, ledger, memory) | {"link": next((result["link"] for result in results.values()), None)}
+    summary["profile"] = profile_summary(spec, summary, [result["profiled_s"] for result in results.values()], ledger, traced.get("breakdown", []))
+    summary["comm"] |= {name: summary["profile"].pop(name) for name in ("exposed_s", "overlap")}
     return RunRecord(
         folder,
         spec=_portable(spec),
@@ -103,7 +107,13 @@ def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed |
         failure=failed.report.as_dict() if failed else None,
         summary=summary,
         provenance=_provenance(spec),
-        tables={"steps": steps, "ledger": ledger, "memory": [row for peak in memory.values() for row in peak["rows"]]},
+        tables={
+            "steps": steps,
+            "ledger": ledger,
+            "memory": [row for peak in memory.values() for row in peak["rows"]],
+            "life": [row for result in results.values() for row in result["life"]],
+            **traced,
+        },
     )
 
 
@@ -118,6 +128,10 @@ def _provenance(spec: RunSpec) -> dict[str, str]:
     others = {"formula_bytes_per_step": "simulated", **({"card": "emulated"} if spec.card is not None else {})}
     if spec.offload != "none" and spec.place == "cpu":
         others["host_memory_beside_the_card"] = "emulated"
+    if spec.linked and spec.engine != "twin":
+        others |= {"link": "emulated", "exposed_s": "emulated"}
+    elif spec.engine != "twin":
+        measured.append("exposed_s")
     return {**dict.fromkeys(measured, "measured"), **others}
 
 

@@ -6,7 +6,6 @@ wrong, what was got, what is possible and what to do. A `RunSpec` that exists ca
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import os
 from dataclasses import asdict, dataclass
@@ -16,14 +15,17 @@ import torch
 
 from fsdplab.workloads import PRESETS, ByteText, ConfigError, TextError, parameter_count, preset
 
-STRATEGIES = ("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard")
+from .refusing import SpecError, check_whole, near_matches
+from .spec_network import check_network
+
+STRATEGIES = ("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard", "hybrid_shard")
 
 # What each engine can do; the first is what it is best known for.
 ENGINES: dict[str, tuple[str, ...]] = {
-    "lab": ("full_shard", "shard_grad_op", "zero2", "zero1", "no_shard"),
+    "lab": ("full_shard", "shard_grad_op", "zero2", "zero1", "no_shard", "hybrid_shard"),
     "torch-ddp": ("no_shard",),
     "torch-fsdp1": ("full_shard", "shard_grad_op", "no_shard"),
-    "torch-fsdp2": ("full_shard", "shard_grad_op"),
+    "torch-fsdp2": ("full_shard", "shard_grad_op", "hybrid_shard"),
     "deepspeed-1": ("zero1",),
     "deepspeed-2": ("zero2",),
     "deepspeed-3": ("full_shard",),
@@ -33,17 +35,15 @@ PRECISIONS = ("fp32", "bf16")
 CHECKPOINTS = ("none", "selective", "full")  # which activations the lab computes again in the backward
 OFFLOADS = ("none", "cpu")  # where the lab's slices and optimizer state rest: the device, or host memory
 DEVICES = ("auto", "cpu", "cuda")
+UNITS = ("auto", "block", "linear", "model")  # what travels together: a block (auto is the same), each linear layer, everything
 OPTIMIZERS = ("adamw", "adamw-foreach")  # fused, and the one that makes temporaries
 TRANSPORTS = ("auto", "shm", "gloo", "nccl")
 ON_SHARED_MEMORY = ("torch-ddp", "torch-fsdp1", "torch-fsdp2")  # besides lab; for them "auto" is the device's usual backend
 
 # Step whose memory is measured: the first has made the optimizer's state and recorded the order of the units, so the second is typical.
 MEMORY_STEP = 1
+CALIBRATION = 3  # steps without a link that a wind tunnel measures
 _BYTES_OF_A_PROCESS = 250_000_000  # Python and torch before any model, measured
-
-
-class SpecError(ValueError):
-    """A run that cannot be; the message is one line: what, got, expected, what to do."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,10 @@ class RunSpec:
 
     `steps` are timed, after `warmup` steps that are not; the second warm-up step's memory is measured. `batch_size` sequences of
     `sequence_length` tokens are read by each rank in each of `micro_batches`. `card` is the memory of an emulated accelerator: a run that
-    needs more ends as out of memory.
+    needs more ends as out of memory. `profile` steps come after the timed ones, under PyTorch's profiler. `link` is an emulated network:
+    a preset ("eth10"), or a bandwidth ("200mbit", "1GB/s,50us"); `emulate` ("8xH100") with `as_model` ("llama-3.1-8b") has it chosen so that
+    communication takes the same part of a step as on that machine. `shard_size` ranks form a shard group of hybrid_shard, and
+    `link_across` is the network between the groups.
 
     >>> RunSpec(strategy="zero1", world_size=2).total_steps
     10
@@ -76,6 +79,13 @@ class RunSpec:
     transport: str = "auto"
     checkpoint: str = "none"
     offload: str = "none"
+    profile: int = 0
+    link: str | None = None
+    link_across: str | None = None
+    link_queues: int = 1
+    emulate: str | None = None
+    as_model: str | None = None
+    shard_size: int | None = None
     seed: int = 0
     card: int | None = None
     device: str = "auto"
@@ -87,12 +97,28 @@ class RunSpec:
         _check_numbers(self)
         _check_pairs(self)
         _check_workload(self)
+        check_network(self, ON_SHARED_MEMORY)
         _check_machine(self)
 
     @property
     def total_steps(self) -> int:
-        """Steps of training in all: warm-up, then timed."""
-        return self.warmup + self.steps
+        """Steps of training in all: untimed, timed, profiled (of which the profiler throws the first away)."""
+        return self.untimed + self.steps + (self.profile and self.profile + 1)
+
+    @property
+    def untimed(self) -> int:
+        """Steps before the timed ones: warm-up, and those in which a wind tunnel measures how fast this machine computes."""
+        return self.warmup + (CALIBRATION if self.emulate else 0)
+
+    @property
+    def replicas(self) -> int:
+        """Shard groups that hold the same slices: 1 but under hybrid_shard."""
+        return self.world_size // (self.shard_size or self.world_size)
+
+    @property
+    def linked(self) -> bool:
+        """Whether the ranks are behind an emulated link."""
+        return bool(self.link or self.link_across or self.emulate)
 
     @property
     def processes(self) -> int:
@@ -115,24 +141,15 @@ class RunSpec:
     def backend(self) -> str:
         """The process group's backend: `nccl` on cuda, else `gloo`, or `shm` for an engine of torch that asks for shared memory.
 
-        The lab's engine makes its own choice on top of gloo.
+        The lab's engine makes its own choice on top of gloo. Torch's engines meet an emulated link in shared memory too.
         """
         if self.place == "cuda":
             return "nccl"
-        return "shm" if self.transport == "shm" and self.engine in ON_SHARED_MEMORY else "gloo"
+        return "shm" if (self.transport == "shm" or self.linked) and self.engine in ON_SHARED_MEMORY else "gloo"
 
     def as_dict(self) -> dict[str, Any]:
         """All fields, JSON-able; `RunSpec(**spec.as_dict()) == spec`."""
         return asdict(self)
-
-
-def near_matches(got: object, expected: Sequence[str]) -> str:
-    """`" (did you mean full_shard?)"` for `fullshard`; empty when nothing is near."""
-    if str(got).lower().replace("-", "").replace("_", "") == "zero3" and "full_shard" in expected:
-        return " (ZeRO-3 is full_shard here)"
-    near = difflib.get_close_matches(str(got).lower().replace("-", "_"), expected, n=2, cutoff=0.5)
-    near = near or difflib.get_close_matches(str(got).lower(), expected, n=2, cutoff=0.5)
-    return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def _check_choices(spec: RunSpec) -> None:
@@ -145,7 +162,8 @@ def _check_choices(spec: RunSpec) -> None:
         ("transport", TRANSPORTS),
         ("checkpoint", CHECKPOINTS),
         ("offload", OFFLOADS),
-        ("units", ("auto",)),
+        ("units", UNITS),
+        ("link_queues", (1, 2)),
         ("memory", (True, False)),
     ):
         got = getattr(spec, name)
@@ -156,20 +174,15 @@ def _check_choices(spec: RunSpec) -> None:
 
 def _check_numbers(spec: RunSpec) -> None:
     for name, least in (
-        ("world_size", 1), ("batch_size", 1), ("sequence_length", 1), ("steps", 1), ("micro_batches", 1), ("warmup", 0), ("prefetch", 0), ("seed", 0),
+        ("world_size", 1), ("batch_size", 1), ("sequence_length", 1), ("steps", 1), ("micro_batches", 1), ("warmup", 0), ("prefetch", 0), ("seed", 0), ("profile", 0),
     ):  # fmt: skip
-        _check_whole(name, getattr(spec, name), least)
+        check_whole(name, getattr(spec, name), least)
     if spec.card is not None:
-        _check_whole("card", spec.card, 1, " (bytes of the emulated card, or None)")
+        check_whole("card", spec.card, 1, " (bytes of the emulated card, or None)")
     for name in ("learning_rate", "time_limit"):
         got = getattr(spec, name)
         if isinstance(got, bool) or not isinstance(got, (int, float)) or not 0 < got < float("inf"):
             raise SpecError(f"{name} is {got!r}; expected a number above 0")
-
-
-def _check_whole(name: str, got: object, least: int, remark: str = "") -> None:
-    if isinstance(got, bool) or not isinstance(got, int) or got < least:
-        raise SpecError(f"{name} is {got!r}; expected a whole number of at least {least}{remark}")
 
 
 def _check_pairs(spec: RunSpec) -> None:
@@ -182,6 +195,8 @@ def _check_pairs(spec: RunSpec) -> None:
     for name in ("checkpoint", "offload"):
         if spec.engine != "lab" and getattr(spec, name) != "none":
             raise SpecError(f"{name} is {getattr(spec, name)!r}, which only the lab's engine does here; leave {name}='none', or give engine='lab'")
+    if spec.units != "auto" and spec.engine not in ("lab", "torch-fsdp2", "twin"):
+        raise SpecError(f"units is {spec.units}, but engine {spec.engine} has its own; leave units='auto', or give engine='lab' or 'torch-fsdp2'")
     if spec.offload != "none" and spec.strategy not in ("full_shard", "shard_grad_op"):
         raise SpecError(f"offload moves slices that rest, but {spec.strategy} keeps parameters whole; give strategy='full_shard' or 'shard_grad_op'")
     if spec.engine != "lab" and spec.prefetch != 1:

@@ -12,7 +12,9 @@ from collections import Counter, defaultdict
 from functools import lru_cache
 from typing import Any, Mapping, Sequence
 
-from fsdplab.planning import UnitShapes, step_traffic
+from torch import nn
+
+from fsdplab.planning import Traffic, UnitShapes, step_traffic
 from fsdplab.workloads import build_model
 
 from .spec import RunSpec
@@ -31,9 +33,10 @@ def summarise(spec: RunSpec, steps: Sequence[Row], ledger: Sequence[Row], memory
         "step_time_s": {"median": statistics.median(seconds), "min": min(seconds)} if seconds else {"median": None, "min": None},
         "tokens_per_s": spec.tokens_per_rank * spec.world_size / statistics.median(seconds) if seconds else None,
         "peak_memory_bytes": {name: worst[name] if worst else None for name in ("total", "by_category")},
+        "memory_start_ns": {str(rank): memory[rank]["start_ns"] for rank in sorted(memory)},
         "peak_by_rank": [memory[rank]["total"] for rank in sorted(memory)],
         "resident_growth_by_rank": [memory[rank]["resident_growth"] for rank in sorted(memory)],
-        "comm": {**sent_per_step(spec, ledger), "exposed_s": None, "overlap": None},
+        "comm": sent_per_step(spec, ledger),
         "formula_bytes_per_step": formula_bytes(spec),
         "losses": mean_losses(steps),
         "card": None if spec.card is None else {"bytes": spec.card, "exceeded": bool(worst and worst["total"] > spec.card)},
@@ -79,20 +82,30 @@ def formula_bytes(spec: RunSpec) -> int | None:
     """Bytes that one rank should send in one step, by the textbook's formula for the strategy; None for the twin, which sends nothing."""
     if spec.engine == "twin":
         return None
+    return sum(entry.step_bytes for entry in traffic_of(spec, spec.strategy))
+
+
+def traffic_of(spec: RunSpec, strategy: str) -> list[Traffic]:
+    """The collectives of one step of this run under `strategy`, by the formula."""
     itemsize = 2 if spec.precision == "bf16" else 4
-    traffic = step_traffic(
-        unit_shapes(spec.model), spec.strategy, spec.world_size, param_itemsize=itemsize, reduce_itemsize=4, micro_batches=spec.micro_batches
-    )
-    return sum(entry.step_bytes for entry in traffic)
+    return step_traffic(
+        unit_shapes(spec.model, spec.units), strategy, spec.world_size, param_itemsize=itemsize, reduce_itemsize=4,
+        micro_batches=spec.micro_batches, replicas=spec.replicas if strategy == "hybrid_shard" else 1,
+    )  # fmt: skip
 
 
 @lru_cache
-def unit_shapes(model_name: str) -> tuple[UnitShapes, ...]:
-    """The units of a model: its blocks, and as "root" what is left."""
+def unit_shapes(model_name: str, kind: str = "auto") -> tuple[UnitShapes, ...]:
+    """The units of a model (its blocks, its linear layers, or none), and as "root" what is left."""
     model = build_model(model_name, device="meta")
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     units: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
     for name, parameter in model.named_parameters():
         parts = name.split(".")
-        unit = ".".join(parts[:2]) if parts[0] == "blocks" else "root"
+        owner = name.rpartition(".")[0]
+        if kind in ("auto", "block"):
+            unit = ".".join(parts[:2]) if parts[0] == "blocks" else "root"
+        else:
+            unit = owner if kind == "linear" and owner in linears else "root"
         units[unit].append((name, tuple(parameter.shape)))
     return tuple(UnitShapes(unit, tuple(parameters)) for unit, parameters in units.items())

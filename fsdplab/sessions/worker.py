@@ -2,8 +2,9 @@
 
     python -m fsdplab.sessions.worker FOLDER
 
-The steps, in order: one that makes the optimizer's state, one whose memory is measured, further warm-up, and the timed ones. Nothing
-is added between ranks: no barrier, and on CUDA one synchronisation a step, at its end, where reading the loss needs it anyway.
+The steps, in order: one that makes the optimizer's state, one whose memory is measured, further warm-up, the timed ones, and those
+under the profiler. Nothing is added between ranks: no barrier, and on CUDA one synchronisation a step, at its end, where reading the loss
+needs it anyway.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import math
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Callable, Sequence
 
 import torch
@@ -22,8 +23,10 @@ from fsdplab.engine import events
 from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
 from fsdplab.workloads import ByteText
 
+from .capture import RANGE, WARMUP, Capture, Lives
 from .engines import Batch, Rig, build
 from .environment import capture_environment
+from .fabric import Fabric
 from .rankside import Diverged, Place, rank_process
 from .spec import MEMORY_STEP, RunSpec
 
@@ -50,22 +53,54 @@ class Training:
         self.tags = TagLog() if spec.memory else None
         self.text = ByteText.from_path(spec.text) if spec.text else ByteText.from_standard_library()
         self.rig = build_rig(spec, place)
+        self.fabric, self.lives = Fabric(spec, place), Lives(place.rank)
+        self.capture = Capture(spec.profile, place.device) if spec.profile and spec.engine != "twin" else None
 
     def run(self) -> None:
         """Train all steps, or until the emulated card is full, and hand over what was measured."""
-        unsubscribe = events.subscribe(self._hear)
+        quiet = [events.subscribe(self._hear), events.subscribe(self.lives.hear)]
+        self.fabric.begin(self.rig.model)
+        timeline = self._warm_up()
+        if timeline is None or not self._card_is_full(timeline):
+            self.fabric.warmed_up(self.rig.model)
+            for step in range(self.spec.untimed, self.spec.untimed + self.spec.steps):
+                self._step(step, timed=True)
+            profiled = self._profiled_steps()
+        else:
+            profiled = []
+        for unsubscribe in quiet:
+            unsubscribe()
+        result = {"ledger": self.ledger, "life": self.lives.rows, "memory": self._memory(timeline), "profiled_s": profiled, "link": self.fabric.told()}
+        self.place.write("result", result)
+
+    def _warm_up(self) -> MemoryTimeline | None:
         timeline = None
-        for step in range(self.spec.total_steps):
+        for step in range(self.spec.untimed):
             if step == MEMORY_STEP and self.spec.memory:
                 timeline = self._measured_step(step)
                 if self._card_is_full(timeline):
                     break
-            else:
-                self._step(step, timed=step >= self.spec.warmup)
-        unsubscribe()
-        self.place.write("result", {"ledger": self.ledger, "memory": self._memory(timeline)})
+                continue
+            seconds = self._step(step, timed=False)
+            if step >= self.spec.warmup:
+                self.fabric.note_step(step, seconds, self.ledger)
+        return timeline
 
-    def _step(self, step: int, timed: bool, around: AbstractContextManager[Any] = nullcontext()) -> None:
+    def _profiled_steps(self) -> list[float]:
+        """Train under the profiler and save its trace; the seconds of the steps in it. The twin only trains: its losses are compared."""
+        first = self.spec.untimed + self.spec.steps
+        if self.capture is None:
+            for step in range(first, self.spec.total_steps):
+                self._step(step, timed=False)
+            return []
+        self.capture.begin()
+        for step in range(first, self.spec.total_steps):
+            self.lives.step = step if step >= first + WARMUP else None
+            self.capture.step_done(self._step(step, timed=False))
+        self.lives.step = None
+        return self.capture.save(self.place.mailbox.of(self.place.rank, "pt.trace.json.gz"))
+
+    def _step(self, step: int, timed: bool, around: AbstractContextManager[Any] = nullcontext()) -> float:
         self.place.heart.enter("data", step)
         batches = self._batches(step)
         with around:
@@ -78,13 +113,20 @@ class Training:
         self.place.append("steps", row)
         if not math.isfinite(loss):
             raise Diverged(f"the loss is {loss}; give a smaller learning_rate than {self.spec.learning_rate:g}")
+        return seconds
 
     def _measured_step(self, step: int) -> MemoryTimeline:
         recorder = MemoryRecorder(
             model=self.rig.model, optimizer=self.rig.optimizer, engine=self.spec.engine, device=self.place.device,
             tags=self.tags, ignore=[self.text.data], offloaded=self.spec.offload != "none",
+            save_trace=self.place.mailbox.of(self.place.rank, "memory.trace.json.gz") if self.spec.profile else None,
         )  # fmt: skip
-        self._step(step, timed=False, around=recorder)
+        around = ExitStack()
+        around.enter_context(recorder)
+        around.enter_context(torch.profiler.record_function(f"{RANGE}{step}"))
+        self.lives.step = step
+        self._step(step, timed=False, around=around)
+        self.lives.step = None
         self.tags.close()
         return recorder.timeline
 
@@ -117,7 +159,7 @@ class Training:
             return None
         where = {"rank": self.place.rank, "step": MEMORY_STEP}
         rows = [{**where, **point, "is_peak": point["time_ns"] == timeline.peak_time_ns} for point in timeline.points]
-        return {"rows": rows, "total": timeline.peak_total, "by_category": timeline.peak, "resident_growth": timeline.resident_growth}
+        return {"start_ns": timeline.start_ns, "rows": rows, "total": timeline.peak_total, "by_category": timeline.peak, "resident_growth": timeline.resident_growth}
 
 
 if __name__ == "__main__":

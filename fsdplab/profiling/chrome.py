@@ -1,0 +1,174 @@
+"""Chrome traces as PyTorch's profiler writes them, event by event, so that a file of a gigabyte needs no gigabyte of memory.
+
+`json.load` of a 100 MB trace takes ten times its size. Here a window of text slides over the file and one event at a time is decoded from it;
+what is around the events (ranks, devices, the clock's base) is kept as `metadata`. PyTorch 2.1 and newer; plain or gzipped; an object with
+`traceEvents`, or the bare list of events of older exporters. Every way in which a file can be wrong is one `TraceError` with its remedy.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+_WINDOW = 1 << 20
+_LONGEST = 64 << 20  # no single value of a trace is larger; what does not decode within this is damaged
+_BETWEEN = re.compile(r"[\s,]*")
+_SPACE = re.compile(r"\s*")
+_AGAIN = "export it again with prof.export_chrome_trace(...), or copy it again from where it was made"
+
+
+class TraceError(RuntimeError):
+    """A trace file is missing, truncated, empty, foreign, or holds nothing that can be analysed; one line, with the remedy."""
+
+
+class ChromeTrace:
+    """One trace file: iterate over it for its events (dicts as in the file); `metadata` is whole once the iteration has ended.
+
+    >>> sum(event["name"] == "aten::mm" for event in ChromeTrace("rank0.pt.trace.json.gz"))      # doctest: +SKIP
+    48
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.metadata: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        try:
+            with _open(self.path) as file:
+                yield from _Reader(self.path, file, self.metadata).events()
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise TraceError(f"{self.path} is a truncated or damaged gzip file ({error}); {_AGAIN}.") from None
+        except OSError as error:
+            raise TraceError(f"{self.path} cannot be read ({error.strerror or error}); give the path of a *.pt.trace.json or .json.gz file.") from None
+
+    @property
+    def base_ns(self) -> int:
+        """Added to every event's time to get `time.time_ns()`; 0 for files whose times are absolute (before PyTorch 2.3)."""
+        return int(self.metadata.get("baseTimeNanoseconds") or 0)
+
+
+def nanoseconds(microseconds: float | int) -> int:
+    """Microseconds as written in a trace to whole nanoseconds: 4441797835578.61 -> 4441797835578610, exact as far as the file is."""
+    if type(microseconds) is int:
+        return microseconds * 1000
+    whole = int(microseconds)
+    return whole * 1000 + round((microseconds - whole) * 1000)
+
+
+def _open(path: Path) -> IO[bytes]:
+    file = path.open("rb")
+    zipped = file.read(2) == b"\x1f\x8b"
+    file.seek(0)
+    return gzip.GzipFile(fileobj=file) if zipped else file
+
+
+class _Reader:
+    """The window of text, and where in it the next value begins."""
+
+    def __init__(self, path: Path, file: IO[bytes], metadata: dict[str, Any]) -> None:
+        self._path, self._file, self._metadata = path, file, metadata
+        self._text, self._at, self._passed = "", 0, 0
+        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        self._json = json.JSONDecoder(strict=False).raw_decode
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        first = self._next()
+        if first == "":
+            raise TraceError(f"{self._path} is empty; {_AGAIN}.")
+        if first == "[":
+            yield from self._list()
+        elif first == "{":
+            yield from self._object()
+        else:
+            raise TraceError(f"{self._path} is no Chrome trace: it begins with {self._text[:20]!r}, a trace begins with '{{' or '['; {_AGAIN}.")
+
+    def _object(self) -> Iterator[dict[str, Any]]:
+        found, self._at = False, self._at + 1
+        while (mark := self._next()) != "}":
+            if mark == ",":
+                self._at += 1
+                continue
+            key = self._key(mark)
+            if key == "traceEvents" and self._next() == "[":
+                found = True
+                yield from self._list()
+            else:
+                self._metadata[key] = self._value()
+        if not found:
+            names = ", ".join(list(self._metadata)[:5]) or "nothing"
+            raise TraceError(f"{self._path} is JSON without a list `traceEvents` (it holds {names}), so no profiler wrote it as a trace; {_AGAIN}.")
+
+    def _key(self, mark: str) -> str:
+        if mark != '"':
+            raise self._truncated() if mark == "" else self._damaged()
+        key = self._value()
+        if self._next() != ":":
+            raise self._damaged() if self._next() else self._truncated()
+        self._at += 1
+        return key
+
+    def _list(self) -> Iterator[dict[str, Any]]:
+        """The events of the list that begins here. The hot loop: everything it needs is local."""
+        self._at += 1
+        decode, between = self._json, _BETWEEN.match
+        while True:
+            text, at = self._text, self._at
+            try:
+                while True:
+                    at = between(text, at).end()
+                    event, at = decode(text, at)
+                    if type(event) is dict:
+                        yield event
+            except (json.JSONDecodeError, StopIteration):
+                self._at = at
+            if text[at : at + 1] == "]":
+                self._at += 1
+                return
+            self._more()
+
+    def _next(self) -> str:
+        """The next character that is not space, not taken; "" at the end of the file."""
+        while True:
+            self._at = _SPACE.match(self._text, self._at).end()
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._fill():
+                return ""
+
+    def _value(self) -> Any:
+        self._next()
+        while True:
+            try:
+                value, end = self._json(self._text, self._at)
+                if end < len(self._text):  # a number at the window's end may go on
+                    self._at = end
+                    return value
+            except (json.JSONDecodeError, StopIteration):
+                pass
+            self._more()
+
+    def _more(self) -> None:
+        """Have more text, or say why the value that begins here cannot be read."""
+        if len(self._text) - self._at > _LONGEST:
+            raise self._damaged()
+        if not self._fill():
+            raise self._truncated()
+
+    def _fill(self) -> bool:
+        piece = self._file.read(_WINDOW)
+        self._passed += self._at
+        self._text, self._at = self._text[self._at :] + self._decode(piece, final=not piece), 0
+        return bool(piece)
+
+    def _truncated(self) -> TraceError:
+        return TraceError(f"{self._path} ends in the middle of a value: it is truncated, or no trace; the process was stopped while it wrote; {_AGAIN}.")
+
+    def _damaged(self) -> TraceError:
+        position = self._passed + self._at
+        return TraceError(f"{self._path} is damaged at character {position}: {self._text[self._at : self._at + 20]!r} is no JSON; {_AGAIN}.")

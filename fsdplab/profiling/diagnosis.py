@@ -1,0 +1,264 @@
+"""Why a step was slower than its computing, in words: at most five findings, the costliest first, each with its figure and a remedy.
+
+An engineer who opens a trace looks for one of a few causes. Each rule below looks for one in the record's tables and says how many seconds
+of a step it costs. What no schedule could hide (more communication than computing) is the link's; what the schedule left exposed beyond
+that is blamed on the gather that set out too late, the queue it stood in, the unit that had nothing beside it, or the rank that came late.
+
+Figures are of the worst rank, medians over the profiled steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdplab.records import RunRecord
+
+MOST = 5
+WORTH_SAYING = 0.02  # part of a step below which a cause is not mentioned
+BIG_UNIT = 0.6  # part of all parameters in one unit from which on it has nothing to hide behind
+SLOW_RANK = 1.15  # computing time over the other ranks' from which on a rank is slow
+LATENCY_BOUND = 0.4  # part of communication that is latency from which on units are too small
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause: `seconds` of a step that it costs (0 where it is no matter of time), what was seen, what to do."""
+
+    kind: str
+    seconds: float
+    title: str
+    text: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What the rules look at: one record's profiled steps, in seconds a step of the rank that exposes most."""
+
+    record: RunRecord
+    step_s: float
+    compute_s: dict[int, float]
+    communication_s: float
+    exposed_s: float
+    exposed: list[Row]
+    profiled: int
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of computing of the rank that is looked at, and of the others in the median."""
+        return statistics.median(self.compute_s.values())
+
+    @property
+    def excess_s(self) -> float:
+        """Communication that even a perfect schedule leaves exposed; waiting for a late rank is not the link's."""
+        return max(0.0, self.communication_s - self.by_cause("waiting_for_peer") - self.busy_s)
+
+    def by_cause(self, *causes: str, kind: str | None = None, phase: str | None = None) -> float:
+        """Exposed seconds a step for the given causes."""
+        rows = [row for row in self.exposed if row["cause"] in causes and kind in (None, row["kind"]) and phase in (None, row["phase"])]
+        return sum(row["exposed_ns"] for row in rows) / 1e9 / self.profiled
+
+    def worst(self, *causes: str, kind: str | None = None) -> Row | None:
+        """The exposed row of these causes that costs most."""
+        rows = [row for row in self.exposed if row["cause"] in causes and kind in (None, row["kind"]) and row["exposed_ns"]]
+        return max(rows, key=lambda row: row["exposed_ns"], default=None)
+
+
+def findings(record: RunRecord) -> list[Finding]:
+    """At most five findings on a profiled run, costliest first; ValueError when the run was not profiled.
+
+    A full_shard run with prefetch=0 on a slow link gives first `Finding("no_prefetch", 0.21, "the gathers set out too late: ...", ...)`.
+    """
+    scene = _scene(record)
+    found = [finding for rule in _RULES if (finding := rule(scene)) is not None]
+    found = [finding for finding in found if finding.seconds >= WORTH_SAYING * scene.step_s]
+    found = sorted(found, key=lambda finding: -finding.seconds)[: MOST - 1]
+    peak = _peak(record)
+    return found + ([peak] if peak else [])
+
+
+def _scene(record: RunRecord) -> Scene:
+    breakdown = record.table("breakdown")
+    if not breakdown:
+        raise ValueError("findings need a profiled run, and this record has no profiled step; run it again with --profile 2")
+    by_rank: dict[int, list[Row]] = defaultdict(list)
+    for row in breakdown:
+        by_rank[row["rank"]].append(row)
+    compute = {rank: _median(rows, "compute_ns") for rank, rows in by_rank.items()}
+    worst = max(by_rank, key=lambda rank: _median(by_rank[rank], "exposed_ns"))
+    rows = by_rank[worst]
+    exposed_s = _median(rows, "exposed_ns")
+    return Scene(
+        record, _median(rows, "step_ns"), compute, exposed_s + _median(rows, "overlapped_ns"), exposed_s,
+        [row for row in record.table("exposed") if row["rank"] == worst], len(rows),
+    )  # fmt: skip
+
+
+def _median(rows: Iterable[Row], column: str) -> float:
+    return statistics.median(row[column] for row in rows) / 1e9
+
+
+# ---- the rules
+
+
+def _slow_link(scene: Scene) -> Finding | None:
+    seconds = scene.excess_s - _latency_s(scene)
+    if seconds <= 0:
+        return None
+    factor = scene.communication_s / scene.busy_s
+    title = f"the link is too slow for this work: {_ms(scene.communication_s)} of communication beside {_ms(scene.busy_s)} of computing"
+    text = f"Even a perfect schedule would leave {_ms(seconds)} a step exposed ({_link(scene.record)})."
+    remedy = (
+        f"About {factor:.1f} times the tokens a rank and step would hide it (larger batch, or more micro-batches where the strategy reduces once); or send "
+        "less: bf16, shard_grad_op instead of full_shard, hybrid_shard with the shard group on a fast axis."
+    )
+    return Finding("slow_link", seconds, title, text, remedy)
+
+
+def _no_prefetch(scene: Scene) -> Finding | None:
+    seconds = scene.by_cause("late_start", kind="all_gather")
+    worst = scene.worst("late_start", kind="all_gather")
+    if worst is None:
+        return None
+    depth = scene.record.spec.get("prefetch") if scene.record.spec.get("engine") == "lab" else None
+    title = f"gathers set out too late: {_ms(seconds)} a step exposed, {_row(worst)} alone {_ms(worst['exposed_ns'] / 1e9)}"
+    text = "They are issued when their unit is needed, so nothing runs while they travel" + (f" (prefetch={depth})." if depth == 0 else ".")
+    remedy = "Gather a unit ahead: prefetch=1 (or set_modules_to_forward_prefetch and set_modules_to_backward_prefetch)."
+    return Finding("no_prefetch", min(seconds, _beyond(scene)), title, text, remedy)
+
+
+def _one_communicator(scene: Scene) -> Finding | None:
+    worst = scene.worst("link_busy", kind="all_gather")
+    if worst is None:
+        return None
+    seconds = min(scene.by_cause("link_busy", kind="all_gather"), _beyond(scene))
+    title = f"gathers queue behind reductions: {_ms(seconds)} a step exposed, {_row(worst)} alone {_ms(worst['exposed_ns'] / 1e9)}"
+    text = "The link was carrying the reduce-scatter of the unit before when the gather was issued: one communicator runs them one after the other."
+    remedy = "Give reductions a communicator of their own (set_separate_reduce_scatter_group, --link-queues 2), or gather two units ahead (prefetch=2)."
+    return Finding("one_communicator", seconds, title, text, remedy)
+
+
+def _tiny_units(scene: Scene) -> Finding | None:
+    latency = _latency_s(scene)
+    if not scene.communication_s or latency < LATENCY_BOUND * scene.communication_s:
+        return None
+    rows = _last_step(scene.record)
+    size = statistics.mean(row["logical_bytes"] for row in rows)
+    title = f"units are too small: {len(rows)} collectives a step of {size / 1e3:.3g} kB each spend {_ms(latency)} on latency"
+    text = f"Latency is {latency / scene.communication_s:.0%} of all communication; it does not shrink with the bytes."
+    seconds = latency * min(1.0, scene.exposed_s / scene.communication_s)
+    return Finding("tiny_units", seconds, title, text, "Make whole blocks units (units=\"auto\"), or several blocks one unit: fewer, larger collectives.")
+
+
+def _one_big_unit(scene: Scene) -> Finding | None:
+    held = Counter({row["unit"]: row["logical_bytes"] for row in _last_step(scene.record) if row["kind"] in ("all_gather", "reduce_scatter")})
+    total = sum(held.values())
+    if not total or (biggest := held.most_common(1)[0])[1] < BIG_UNIT * total:
+        return None
+    name, share = biggest[0] or "the root", biggest[1] / total
+    seconds = sum(row["exposed_ns"] for row in scene.exposed if row["unit"] == biggest[0]) / 1e9 / scene.profiled
+    title = f"one unit holds {share:.0%} of the parameters: {name} is exposed {_ms(seconds)} a step"
+    text = "Its gather has nothing to hide behind before it, its reduction nothing after it, and all of it is in memory at once."
+    return Finding("one_big_unit", seconds, title, text, "Cut it: make each block a unit (units=\"auto\"), so that a unit travels while its neighbour computes.")
+
+
+def _slow_rank(scene: Scene) -> Finding | None:
+    if len(scene.compute_s) < 2:
+        return None
+    slow = max(scene.compute_s, key=scene.compute_s.__getitem__)
+    others = statistics.median(seconds for rank, seconds in scene.compute_s.items() if rank != slow)
+    seconds = scene.compute_s[slow] - others
+    if scene.compute_s[slow] < SLOW_RANK * others:
+        return None
+    title = f"rank {slow} is slow: it computes {_ms(scene.compute_s[slow])} a step, the others {_ms(others)}"
+    text = f"At every collective the others wait for it, {_ms(seconds)} a step in all."
+    remedy = f"Look at rank {slow}'s machine (another job, a hot or throttled card, fewer cores) and at its data (longer sequences than the others')."
+    return Finding("slow_rank", seconds, title, text, remedy)
+
+
+def _nothing_beside(scene: Scene) -> Finding | None:
+    worst = scene.worst("nothing_to_hide_behind")
+    if worst is None:
+        return None
+    seconds = min(scene.by_cause("nothing_to_hide_behind"), _beyond(scene))
+    title = f"communication with nothing to hide behind: {_ms(seconds)} a step, {_row(worst)} alone {_ms(worst['exposed_ns'] / 1e9)}"
+    text = "The first gather of a step and the last reduction have no computing beside them, and a large unit outlasts its small neighbour."
+    remedy = "Make units alike in size, keep the root small (embedding and head in units of their own), or give each step more work."
+    return Finding("nothing_to_hide_behind", seconds, title, text, remedy)
+
+
+_RULES: Sequence[Callable[[Scene], Finding | None]] = (
+    _slow_link, _no_prefetch, _one_communicator, _tiny_units, _one_big_unit, _slow_rank, _nothing_beside,
+)  # fmt: skip
+
+_REMEDIES = {
+    "activations": "recompute them (checkpoint=\"full\" or \"selective\"), or take a smaller micro-batch",
+    "optimizer_state": "cut it over more ranks, or offload it",
+    "whole_gradients": "shard them: zero2, shard_grad_op or full_shard",
+    "gathered_parameters": "drop units after their forward (full_shard), make units smaller, gather fewer ahead",
+    "parameter_slices": "cut them over more ranks (full_shard), or offload them",
+    "gradient_slices": "cut them over more ranks, or reduce in bf16",
+    "communication_buffers": "make units smaller, or allow fewer reductions in flight",
+    "other": "look at the memory timeline: the optimizer's temporaries are the usual reason",
+}
+
+
+def _peak(record: RunRecord) -> Finding | None:
+    """What fills the memory at its peak."""
+    split = (record.summary.get("peak_memory_bytes") or {}).get("by_category") or {}
+    total = sum(split.values())
+    if not total:
+        return None
+    name = max(split, key=split.__getitem__)
+    words = name.replace("_", " ")
+    title = f"memory peaks at {total / 1e6:.0f} MB, {split[name] / total:.0%} of it {words}"
+    text = f"At the peak's instant {words} hold {split[name] / 1e6:.0f} MB."
+    return Finding("peak", 0.0, title, text, f"To lower it: {_REMEDIES[name]}.")
+
+
+# ---- shared by the rules
+
+
+def _beyond(scene: Scene) -> float:
+    """Exposed seconds that another schedule could hide."""
+    return max(0.0, scene.exposed_s - scene.excess_s)
+
+
+def _last_step(record: RunRecord) -> list[Row]:
+    """The collectives of rank 0's last step in the ledger."""
+    rows = [row for row in record.table("ledger") if row["rank"] == 0]
+    last = max((row["step"] for row in rows), default=0)
+    return [row for row in rows if row["step"] == last]
+
+
+def _latency_s(scene: Scene) -> float:
+    """Seconds a step that collectives spend on latency: the emulated link's, or as long as the quickest collective of the step took."""
+    rows, link = _last_step(scene.record), scene.record.summary.get("link")
+    if not rows:
+        return 0.0
+    if link and link["bytes_per_s"]:
+        return sum((row["end_ns"] - row["start_ns"]) / 1e9 - row["wire_bytes"] / link["bytes_per_s"] for row in rows if row["emulated"])
+    timed = [row for row in scene.record.table("timeline") if row["lane"] in ("all_gather", "reduce_scatter", "all_reduce")]
+    quickest = min((row["end_ns"] - row["start_ns"] for row in timed), default=0) / 1e9
+    return quickest * len(rows) if statistics.mean(row["logical_bytes"] for row in rows) < 100_000 else 0.0
+
+
+def _row(row: Row) -> str:
+    return f"{row['kind']} of {row['unit'] or 'the root'} in {row['phase'] or 'the step'}"
+
+
+def _link(record: RunRecord) -> str:
+    link = record.summary.get("link")
+    if not link or not link["bytes_per_s"]:
+        return "the machine's own transport, measured"
+    return f"{link['name']}, {link['bytes_per_s'] / 1e6:,.0f} MB/s, emulated"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

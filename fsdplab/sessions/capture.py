@@ -1,0 +1,63 @@
+"""Rank side of a profile: PyTorch's profiler around the steps after the timed ones, one gzipped trace a rank.
+
+Timed steps are never profiled, so a profile costs nothing but its own steps; how much slower those were is stated in the record. The
+profiler's schedule gives it one step to warm up. The engine's ranges carry FSDP2's names, so whatever reads traces of PyTorch's FSDP2
+reads these.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from fsdplab.engine import events
+
+WARMUP = 1  # profiled steps that the profiler throws away
+RANGE = "ProfilerStep#"  # the profiler's own name for a step
+
+
+class Capture:
+    """Profiles `steps` steps from the first call of `step_done` on; `save` writes the trace.
+
+    `first` is the number that the run gives to the first step whose trace is kept.
+    """
+
+    def __init__(self, steps: int, device: torch.device) -> None:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        self._profile = profile(
+            activities=activities, schedule=schedule(wait=0, warmup=WARMUP, active=steps, repeat=1), record_shapes=True, profile_memory=True
+        )
+        self.seconds: list[float] = []
+
+    def begin(self) -> None:
+        """The next step is the profiler's warm-up."""
+        self._profile.start()
+
+    def step_done(self, seconds: float) -> None:
+        """A step has ended after `seconds`."""
+        self.seconds.append(seconds)
+        self._profile.step()
+
+    def save(self, path: Path) -> list[float]:
+        """Write the trace to `path` (.json.gz) and return the seconds of the steps in it."""
+        self._profile.stop()
+        self._profile.export_chrome_trace(str(path))
+        return self.seconds[WARMUP:]
+
+
+class Lives:
+    """Hears when units are gathered and dropped: rows of the record's `life` table, of the steps where it is wanted."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self.rows = rank, []
+        self.step: int | None = None  # the step to note, None for no step
+
+    def hear(self, event: events.Event) -> None:
+        """A subscriber of the engine's events."""
+        if self.step is None or not isinstance(event, events.Transition):
+            return
+        row: dict[str, Any] = {"unit": event.unit, "state": event.after, "phase": event.phase, "time_ns": event.time_ns}
+        self.rows.append({"rank": self._rank, "step": self.step, **row})

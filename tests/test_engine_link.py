@@ -1,0 +1,204 @@
+"""Emulated links: the formula, the order, one clock for all ranks, and no change to what is computed."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdplab.engine import events, shard_model
+from fsdplab.engine.deliveries import Deliveries
+from fsdplab.engine.link import Link, Queue, emulate, emulate_group
+from fsdplab.engine.shm_group import register_backend
+
+WIDTH, BLOCKS = 64, 3
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def trained(strategy: str, links: dict, steps: int = 2, prefetch: int = 1, transport: str = "auto") -> tuple[list[float], list]:
+    """Losses, and every row of the ledger."""
+    torch.manual_seed(0)
+    ranks = dist.get_world_size()
+    shape = (2, ranks // 2) if strategy == "hybrid_shard" else (ranks,)
+    model = shard_model(Net(), strategy, mesh=init_device_mesh("cpu", shape), prefetch=prefetch, transport=transport)
+    emulate(model, **links)
+    rows: list[events.Collective] = []
+    quiet = events.subscribe(lambda event: rows.append(event) if isinstance(event, events.Collective) else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, losses = torch.randn(2, WIDTH) + dist.get_rank(), []
+    for _ in range(steps):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    quiet()
+    return losses, [vars(row) for row in rows]
+
+
+class Notes:
+    """A board whose peers' issues are given."""
+
+    def __init__(self, last: list[int]) -> None:
+        self._last = last
+
+    def write(self, number: int, now_ns: int) -> None:
+        pass
+
+    def last_issue(self, number: int) -> int:
+        return self._last[number - 1]
+
+
+def test_a_passage_is_latency_and_bytes_over_bandwidth() -> None:
+    assert Link(1e9, 1e-5).passage_ns(2_000_000, steps=3) == 2_030_000
+
+
+def test_a_link_carries_one_collective_after_the_other() -> None:
+    queue = Queue(Link(1e9), Notes([100, 500, 9_000]))
+    numbers = [queue.enter(1_000, 1) for _ in range(3)]
+    assert [queue.times(number) for number in numbers] == [(100, 1_100), (1_100, 2_100), (9_000, 10_000)]
+
+
+def test_a_queue_may_be_asked_out_of_order() -> None:
+    queue = Queue(Link(1e9), Notes([100, 500]))
+    first, second = queue.enter(1_000, 1), queue.enter(1_000, 1)
+    assert (queue.times(second), queue.times(first)) == ((1_100, 2_100), (100, 1_100))
+
+
+@pytest.mark.parametrize("wrong", [dict(bytes_per_s=0), dict(bytes_per_s=-1.0), dict(bytes_per_s=float("nan")), dict(bytes_per_s=1, latency_s=-1), dict(bytes_per_s=1, queues=3)])
+def test_a_link_that_cannot_be(wrong: dict) -> None:
+    with pytest.raises(ValueError, match="bandwidth above 0"):
+        Link(**wrong)
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("strategy", ["full_shard", "zero2", "no_shard"])
+def test_a_link_changes_times_and_nothing_else(ranks, strategy: str, transport: str) -> None:
+    plain = ranks(2, trained, strategy, {}, 2, 1, transport)
+    slow = ranks(2, trained, strategy, {"shard": Link(20e6, 1e-4)}, 2, 1, transport)
+    keys = ("unit", "phase", "kind", "logical_bytes", "wire_bytes", "padding_bytes", "dtype")
+    for (losses, rows), (slow_losses, slow_rows) in zip(plain, slow):
+        assert slow_losses == losses
+        assert sorted([str([row[key] for key in keys]) for row in rows]) == sorted([str([row[key] for key in keys]) for row in slow_rows])
+        assert all(row["emulated"] for row in slow_rows) and not any(row["emulated"] for row in rows)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_all_ranks_see_the_same_times_one_after_the_other(ranks, strategy: str) -> None:
+    link = Link(20e6, 1e-4)
+    ledgers = [rows for _, rows in ranks(2, trained, strategy, {"shard": link})]
+    times = [sorted((row["start_ns"], row["end_ns"]) for row in rows) for rows in ledgers]
+    assert times[0] == times[1]
+    assert all(end <= start for (_, end), (start, _) in zip(times[0], times[0][1:]))
+    for row in ledgers[0]:
+        assert row["end_ns"] - row["start_ns"] == link.passage_ns(row["wire_bytes"], 2 if row["kind"] == "all_reduce" else 1)
+        assert 0 <= row["waited_ns"] <= row["end_ns"] - row["start_ns"]
+
+
+def test_two_queues_let_gathers_pass_reductions(ranks) -> None:
+    rows = ranks(2, trained, "full_shard", {"shard": Link(5e6, queues=2)})[0][1]
+    backward = [row for row in rows if row["phase"] == "backward"]
+    gathers = [row for row in backward if row["kind"] == "all_gather"]
+    reductions = [row for row in backward if row["kind"] == "reduce_scatter"]
+    assert any(g["start_ns"] < r["end_ns"] and r["start_ns"] < g["end_ns"] for g in gathers for r in reductions)
+
+
+def test_hybrid_sharding_has_a_link_within_and_one_across(ranks) -> None:
+    within, across = Link(1e9), Link(5e6)
+    for _, rows in ranks(4, trained, "hybrid_shard", {"shard": within, "replicate": across}):
+        for row in rows:
+            link, steps = (across, 2) if row["kind"] == "all_reduce" else (within, 1)
+            assert row["end_ns"] - row["start_ns"] == link.passage_ns(row["wire_bytes"], steps)
+
+
+def other_models_and_removal() -> list[bool]:
+    """Whether the rows of: a linked model, another model of the same group, the linked one without its link, are emulated."""
+    models = [shard_model(Net(), "full_shard") for _ in range(2)]
+    emulate(models[0], shard=Link(1e9))
+    rows: list[bool] = []
+    quiet = events.subscribe(lambda event: rows.append(event.emulated) if isinstance(event, events.Collective) else None)
+
+    def emulated(model: nn.Module) -> bool:
+        rows.clear()
+        with torch.no_grad():
+            model(torch.ones(1, WIDTH))
+        (answer,) = set(rows)
+        return answer
+
+    answers = [emulated(model) for model in models]
+    emulate(models[0])
+    answers.append(emulated(models[0]))
+    quiet()
+    return answers
+
+
+def test_a_link_is_of_one_model_and_can_be_taken_away(ranks) -> None:
+    assert ranks(2, other_models_and_removal) == [[True, False, False]] * 2
+
+
+def test_links_are_for_cpu_ranks() -> None:
+    unit = SimpleNamespace(terms=SimpleNamespace(device=torch.device("cuda"), shard=None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsdplab.engine.link.units_under", lambda model, recurse: [unit])
+        with pytest.raises(ValueError, match="between CPU ranks, got cuda"):
+            emulate(nn.Linear(1, 1), shard=Link(1e9))
+
+
+def peers(bytes_per_s: float | None) -> tuple[float, int, list, float]:
+    """Torch's DDP on a shared-memory group behind a link: loss, collectives in the ledger, their steps' times, seconds of a step."""
+    group = dist.new_group(backend=register_backend())
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net(), process_group=group)
+    emulate_group(group, None if bytes_per_s is None else Link(bytes_per_s))
+    rows: list[events.Collective] = []
+    quiet = events.subscribe(rows.append)
+    x = torch.ones(2, WIDTH) * (1 + dist.get_rank())
+    for _ in range(2):
+        start = time.perf_counter()
+        loss = model(x).square().mean()
+        loss.backward()
+        seconds = time.perf_counter() - start
+    quiet()
+    gradient = next(model.parameters()).grad.sum().item()
+    dist.destroy_process_group(group)
+    kept = [(row.kind, row.phase, row.emulated, row.end_ns - row.start_ns, row.wire_bytes) for row in rows if isinstance(row, events.Collective)]
+    return loss.item(), gradient, kept, seconds
+
+
+def test_torchs_own_engines_meet_the_link_too(ranks) -> None:
+    plain, slow = ranks(2, peers, None), ranks(2, peers, 1e6)
+    for (loss, gradient, none, _), (slow_loss, slow_gradient, rows, seconds) in zip(plain, slow):
+        assert (slow_loss, slow_gradient) == (loss, gradient) and none == []
+        reductions = [row for row in rows if row[0] == "all_reduce" and row[1] == "backward"]
+        assert reductions and all(emulated and lasted == 1_000 * wire for _, _, emulated, lasted, wire in reductions)
+        assert seconds >= max(lasted for _, _, _, lasted, _ in reductions) / 1e9
+
+
+def test_deliveries_come_in_order_of_time() -> None:
+    deliveries, now, order = Deliveries(), time.time_ns(), []
+    futures = [deliveries.at(now + late, [torch.tensor(late)]) for late in (30_000_000, 10_000_000, -1)]
+    for future in futures:
+        future.add_done_callback(lambda done: order.append(done.value()[0].item()))
+    for future in futures:
+        future.wait()
+    assert time.time_ns() >= now + 30_000_000
+    deadline = time.monotonic() + 5
+    while len(order) < 3 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert order == [-1, 10_000_000, 30_000_000]
