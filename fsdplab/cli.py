@@ -150,14 +150,18 @@ def run(
 
 @app.command()
 def report(
-    records: Annotated[list[Path], typer.Argument(help="Folders that `fsdplab run` or `compare --keep` wrote.")],
+    records: Annotated[list[Path], typer.Argument(help="Folders that `fsdplab run` or `compare --keep` wrote, or traces of PyTorch's profiler, one a rank.")],
     html_file: Html = None,
     json_file: Json = None,
+    tensorboard: Annotated[Optional[Path], typer.Option(help="Write a log folder that TensorBoard's profiler plugin opens.")] = None,
+    perfetto: Annotated[Optional[Path], typer.Option(help="Write one trace of all ranks for Perfetto or chrome://tracing.")] = None,
+    csv: Annotated[Optional[Path], typer.Option(help="Write the tables as CSV files into this folder.")] = None,
 ) -> None:
-    """Show recorded runs as a table, a standalone page or JSON; a record of the twin serves as the reference."""
+    """Show recorded runs, or traces, as a table with findings, a standalone page or JSON; a record of the twin serves as the reference."""
+    from fsdplab.cli_exports import Exports
     from fsdplab.cli_report import Outputs, report_records
 
-    report_records(records, Outputs(json_file, html_file))
+    report_records(records, Outputs(json_file, html_file), Exports(tensorboard, perfetto, csv))
 
 
 @app.command()
@@ -173,6 +177,8 @@ def bench(
     optimizer: Annotated[str, typer.Option(help="adamw (fused) or adamw-foreach.")] = "adamw",
     transport: Annotated[str, typer.Option(help="Of the lab's engine: auto, shm, gloo or nccl.")] = "auto",
     peer_transport: Annotated[str, typer.Option(help="Of the other engines: auto (gloo or nccl), or shm for torch's own.")] = "auto",
+    prefetch: Annotated[str, typer.Option(help="Units gathered ahead; several numbers give a row each: 0,1.")] = "1",
+    link: Link = None,
     device: Device = "auto",
     time_limit: TimeLimit = 900.0,
     json_file: Annotated[Optional[Path], typer.Option("--json", help="Write medians and ratios to this file.")] = None,
@@ -182,9 +188,9 @@ def bench(
 
     common = dict(
         world_size=world_size, model=model, batch_size=batch_size, sequence_length=sequence_length, precision=precision,
-        optimizer=optimizer, transport=transport, device=device, time_limit=time_limit, memory=False,
+        optimizer=optimizer, transport=transport, device=device, time_limit=time_limit, memory=False, link=link,
     )  # fmt: skip
-    bench_engines(names(strategies), names(engines), common, rounds, json_file, peer_transport)
+    bench_engines(names(strategies), names(engines), common, rounds, json_file, peer_transport, names(prefetch))
 
 
 @app.command()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,10 @@ from fsdplab.cli_errors import refusals, refuse
 BESIDE = ("alone", "torch-ddp", "torch-fsdp2")  # whose medians the ratios are taken to, where they took part
 
 
-def bench_engines(strategies: list[str], engines: list[str], common: dict[str, Any], rounds: int, json_file: Path | None, peer_transport: str = "auto") -> None:
+def bench_engines(
+    strategies: list[str], engines: list[str], common: dict[str, Any], rounds: int, json_file: Path | None,
+    peer_transport: str = "auto", prefetches: Sequence[str] = ("1",),
+) -> None:  # fmt: skip
     """Run the lab's strategies and the other engines in turn, print the ratios, and write them as JSON if asked."""
     from fsdplab.sessions import ENGINES, RunSpec, bench
 
@@ -25,7 +30,7 @@ def bench_engines(strategies: list[str], engines: list[str], common: dict[str, A
         transport = common.pop("transport")
         pairs = [(name, strategy) for name in engines for strategy in _strategies(ENGINES, name)]
         peers = [RunSpec(engine=name, strategy=strategy, transport=peer_transport, **common) for name, strategy in pairs]
-        ours = [RunSpec(strategy=name, transport=transport, **common) for name in strategies]
+        ours = [RunSpec(strategy=name, transport=transport, prefetch=_count(text), **common) for name in strategies for text in prefetches]
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("rounds", total=None)
             result = bench([*ours, *peers], rounds=rounds, on_round=lambda done, total: progress.update(task, completed=done, total=total))
@@ -42,24 +47,36 @@ def bench_engines(strategies: list[str], engines: list[str], common: dict[str, A
 def _strategies(engines: dict[str, tuple[str, ...]], name: str) -> tuple[str, ...]:
     if name not in engines or name in ("lab", "twin"):
         refuse(f"--engines has {name!r}; expected some of {', '.join(each for each in engines if each not in ('lab', 'twin'))}")
-    return engines[name][:1] if name.startswith("deepspeed") else engines[name]
+    able = [strategy for strategy in engines[name] if strategy != "hybrid_shard"]  # which needs a mesh of its own
+    return tuple(able[:1]) if name.startswith("deepspeed") else tuple(able)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        refuse(f"--prefetch has {text!r}; expected whole numbers of at least 0, such as 0,1,2")
+    return int(text)
 
 
 def _table(result: Any) -> Table:
     table = Table(box=None, header_style="bold")
     ratios_to = [f"/ {name.removeprefix('torch-')}" for name in BESIDE]
-    for name in ("engine", "strategy", "step", "/ floor", *ratios_to, "loss"):
+    waits = ("prefetch", "exposed", "overlap") if any(timing.prefetch != 1 for timing in result.timings) or result.spec.linked else ()
+    for name in ("engine", "strategy", "step", *waits, "/ floor", *ratios_to, "loss"):
         table.add_column(name, justify="left" if name in ("engine", "strategy") else "right", no_wrap=True)
     for timing in result.timings:
         ratios = [timing.median / result.floor, *(result.ratio(timing, name) for name in BESIDE)]
         shown = ["-" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
-        table.add_row(timing.engine, timing.strategy, f"{timing.median * 1e3:.0f} ms", *shown, f"{timing.loss:.4f}")
+        exposed = f"{statistics.median(timing.exposed) * 1e3:.0f} ms" if timing.exposed else "-"
+        overlap = "-" if timing.overlap is None else f"{timing.overlap:.0%}"
+        prefetch = str(timing.prefetch) if timing.engine == "lab" else "-"
+        hidden = (prefetch, exposed, overlap)[: len(waits)]
+        table.add_row(timing.engine, timing.strategy, f"{timing.median * 1e3:.0f} ms", *hidden, *shown, f"{timing.loss:.4f}")
     return table
 
 
 def _as_dict(result: Any) -> dict[str, Any]:
     rows = [
-        {**asdict(timing), "median": timing.median, "over_floor": timing.median / result.floor, **{f"over_{name}": result.ratio(timing, name) for name in BESIDE}}
+        {**asdict(timing), "median": timing.median, "overlap": timing.overlap, "over_floor": timing.median / result.floor, **{f"over_{name}": result.ratio(timing, name) for name in BESIDE}}
         for timing in result.timings
     ]
     return {"spec": result.spec.as_dict(), "floor_s": result.floor, "rows": rows}

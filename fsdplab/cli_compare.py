@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from fsdplab.cli_errors import failed, refusals, refuse
+from fsdplab.cli_findings import print_findings
 from fsdplab.cli_report import Outputs, board, show, with_verdicts
 from fsdplab.figures.table import cells
 from fsdplab.figures.units import MISSING, plural, size
@@ -130,8 +131,8 @@ def report_of(record: RunRecord) -> str:
     return "\n".join(text for text in (failure.get("message"), failure.get("traceback")) if text)
 
 
-def record_run(settings: dict, folder: Path) -> None:
-    """Run one spec into a folder that `fsdplab report` reads, and show its row."""
+def record_run(settings: dict, folder: Path, runner: Callable[..., RunRecord] | None = None) -> None:
+    """Run one spec into a folder that `fsdplab report` reads, and show its row; `runner` is `sessions.run` unless given."""
     from fsdplab.sessions import RunSpec, run
 
     console = Outputs().console()
@@ -143,6 +144,7 @@ def record_run(settings: dict, folder: Path) -> None:
             refuse(f"--out {folder} holds other files; expected a new folder, or that of an earlier run")
         console.print(_headline(spec, spec.card), highlight=False)
         with Progress(console, planned=1) as progress:
-            record = run(spec, directory=folder, on_progress=lambda *where: progress.step(spec, *where))
+            record = (runner or run)(spec, directory=folder, on_progress=lambda *where: progress.step(spec, *where))
     show(console, [view(record)], None)
+    print_findings(console, [record])
     console.print(f"recorded in {folder}; show it again with: fsdplab report {folder}", highlight=False)

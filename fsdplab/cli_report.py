@@ -16,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdplab.cli_errors import refuse
+from fsdplab.cli_exports import Exports
+from fsdplab.cli_findings import print_findings
 from fsdplab.figures.table import AGREE, COLUMNS, DIFFER, EQUAL, LEGEND, cells, verdict
 from fsdplab.figures.units import MISSING
 from fsdplab.figures.view import RunView, provenance, view
@@ -109,17 +111,29 @@ def show(console: Console, shown: Sequence[RunView], reference: RunRecord | None
             console.print(f"[bold red]{run.label}: its losses differ from the reference's beyond rounding[/]", highlight=False)
 
 
-def report_records(paths: Sequence[Path], outputs: Outputs) -> None:
+def report_records(paths: Sequence[Path], outputs: Outputs, exports: Exports = Exports()) -> None:
     """Load recorded runs, show them, write what was asked for; a finished record of the twin is the reference."""
     outputs.check()
-    try:
-        loaded = [RunRecord.load(path) for path in paths]
-    except RecordError as error:
-        refuse(str(error))
+    loaded = load_all(paths)
     twins = [record for record in loaded if record.spec.get("engine") == "twin"]
     records = [record for record in loaded if record not in twins] or loaded
     reference = twins[0] if twins else None
     comparison = comparison_json(records, reference)
     shown = with_verdicts(records, comparison)
     show(outputs.console(), shown, reference)
+    print_findings(outputs.console(), records)
     outputs.write(comparison, shown)
+    exports.write(records, outputs.console())
+
+
+def load_all(paths: Sequence[Path]) -> list[RunRecord]:
+    """Folders are records; files are traces, all of one run."""
+    from fsdplab.profiling.chrome import TraceError
+    from fsdplab.profiling.foreign import record_of_traces
+
+    traces = [path for path in paths if path.is_file()]
+    try:
+        loaded = [RunRecord.load(path) for path in paths if path not in traces]
+        return loaded + ([record_of_traces(traces)] if traces else [])
+    except (RecordError, TraceError) as error:
+        refuse(str(error))

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from .collectives import Collective
 from .intervals import EMPTY, Intervals, clip, intersect, length, subtract, union
 
@@ -44,27 +46,40 @@ def attribute(exposed: Intervals, collectives: Sequence[Collective]) -> list[Int
     by_end = sorted(range(len(collectives)), key=lambda index: (collectives[index].end, collectives[index].issue))
     for of_host in (True, False):
         for index in by_end:
-            intervals = [(piece.start, piece.end) for piece in collectives[index].pieces if bool(piece.role) is of_host]
-            if not len(left) or not intervals:
-                continue
-            mine = intersect(left, intervals)
+            mine, left = _take(left, [(piece.start, piece.end) for piece in collectives[index].pieces if bool(piece.role) is of_host])
             if len(mine):
                 shares[index] = union(shares[index], mine)
-                left = subtract(left, mine)
     return shares
 
 
-def cause_of(collective: Collective, mine: Intervals, others: Intervals, context: Context) -> str:
-    """Why `mine` of the collective was exposed; `others` are the transports of all other collectives (link or network)."""
+def _take(left: Intervals, wanted: list[tuple[int, int]]) -> tuple[Intervals, Intervals]:
+    """What of `left` is wanted, and the rest; only the part of `left` around the wanted is looked at."""
+    if not len(left) or not wanted:
+        return EMPTY, left
+    first = np.searchsorted(left[:, 1], min(start for start, _ in wanted), side="right")
+    last = np.searchsorted(left[:, 0], max(end for _, end in wanted), side="left")
+    if first >= last:
+        return EMPTY, left
+    near = left[first:last]
+    return intersect(near, wanted), np.concatenate([left[:first], subtract(near, wanted), left[last:]])
+
+
+def causes_of(collectives: Sequence[Collective], shares: Sequence[Intervals], context: Context) -> list[str]:
+    """The cause of each collective's share of the exposed instants."""
+    ways = np.array([(way.start, way.end) if (way := each.transport) else (0, 0) for each in collectives], dtype=np.int64).reshape(-1, 2)
+    return [_cause(each, share, np.delete(ways, index, axis=0), context) for index, (each, share) in enumerate(zip(collectives, shares))]
+
+
+def _cause(collective: Collective, mine: Intervals, others: Intervals, context: Context) -> str:
     exposed = length(mine)
     if not exposed:
         return "hidden"
     if not collective.issued:
         return "unknown"
     if collective.by_host:
-        idle = exposed - length(intersect(mine, context.host_busy))
+        idle = exposed - length(intersect(mine, clip(context.host_busy, int(mine[0, 0]), int(mine[-1, 1]))))
         return "waiting_for_peer" if 2 * idle >= exposed else "nothing_to_hide_behind"
-    queued = length(clip(others, collective.issue, collective.start))
+    queued = length(np.clip(others, collective.issue, max(collective.issue, collective.start)))
     if 2 * queued >= exposed:
         return "link_busy"
     if collective.emulated and 2 * (collective.start - collective.issue - queued) >= exposed:
@@ -80,8 +95,3 @@ def _late(collective: Collective, exposed: int, context: Context) -> bool:
         return at_once and before > _ENOUGH * exposed
     after = length(clip(context.computing, collective.end, context.phase_ends.get(collective.phase, context.end)))
     return not context.on_gpu and collective.held and after > _ENOUGH * exposed
-
-
-def transports(collectives: Sequence[Collective]) -> Intervals:
-    """When anything was on the link."""
-    return union(*([(each.transport.start, each.transport.end)] for each in collectives if each.transport))

@@ -62,10 +62,9 @@ def nanoseconds(microseconds: float | int) -> int:
 
 
 def _open(path: Path) -> IO[bytes]:
-    file = path.open("rb")
-    zipped = file.read(2) == b"\x1f\x8b"
-    file.seek(0)
-    return gzip.GzipFile(fileobj=file) if zipped else file
+    with path.open("rb") as file:
+        zipped = file.read(2) == b"\x1f\x8b"
+    return gzip.open(path) if zipped else path.open("rb")
 
 
 class _Reader:

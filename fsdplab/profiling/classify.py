@@ -119,6 +119,8 @@ def read_events(path: str | Path) -> TraceEvents:
     except (KeyError, TypeError, ValueError) as error:
         raise TraceError(f"{path} holds an event that PyTorch's profiler does not write ({error!r}); export the trace again.") from None
     found = sorter.found
+    if "mergedRanks" in found.metadata:
+        raise TraceError(f"{path} holds the ranks {found.metadata['mergedRanks']} merged into one file, which is for looking; analyse each rank's own trace.")
     if found.first is None:
         raise TraceError(f"{path} holds no event that took time: nothing ran while the profiler did; profile at least one whole training step.")
     return _on_one_clock(found, trace.base_ns)

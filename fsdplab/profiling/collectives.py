@@ -82,13 +82,15 @@ class Collective:
         return 2 * (min(way.end, self.mark.end) - max(way.start, self.mark.start)) >= way.end - way.start
 
 
-def find_collectives(found: TraceEvents, ledger: Sequence[dict[str, Any]] = ()) -> list[Collective]:
+def find_collectives(
+    found: TraceEvents, ledger: Sequence[dict[str, Any]] = (), life: Sequence[dict[str, Any]] = ()
+) -> list[Collective]:
     """All collectives in order of issue. `ledger`: the emulated link's passages of this rank (absolute ns), which replace the trace's transports."""
     if found.on_gpu:
         return sorted(_launched(found), key=lambda each: each.issue)
     book = _Book(found)
     if ledger:
-        book.emulated(ledger)
+        book.emulated(ledger, life)
     else:
         book.shared_memory()
         book.gloo()
@@ -183,7 +185,7 @@ class _Book:
     def _awaits(draft: Collective, family: str, until: int) -> bool:
         return draft.transport is None and _FAMILY.get(draft.kind, draft.kind) == family and draft.issue <= until
 
-    def emulated(self, ledger: Sequence[dict[str, Any]]) -> None:
+    def emulated(self, ledger: Sequence[dict[str, Any]], life: Sequence[dict[str, Any]]) -> None:
         """The link's passages in order, each with the oldest draft of its kind and unit; what blocked the host goes to the passage it waited for."""
         base = self.found.base_ns
         for row in sorted(ledger, key=lambda each: each["start_ns"]):
@@ -191,7 +193,7 @@ class _Book:
             if end < self.found.first or start > self.found.last:
                 continue
             draft = next((each for each in self.drafts if each.transport is None and (each.kind, each.unit) == (kind, unit) and each.issue <= end), None)
-            draft = draft or self._open(kind, unit, start)
+            draft = draft or self._open(kind, unit, _issue(row, life, base))
             draft.pieces.append(Piece(start, end))
             draft.phase, draft.emulated, draft.nbytes = row["phase"], True, row["logical_bytes"]
         for wait in (each for each in self.found.ranges if each.label == "link"):
@@ -199,6 +201,12 @@ class _Book:
             if fitting:
                 awaited = min(fitting, key=lambda each: abs(each.end - wait.end))
                 awaited.pieces.append(Piece(wait.start, wait.end, "blocked"))
+
+
+def _issue(row: dict[str, Any], life: Sequence[dict[str, Any]], base: int) -> int:
+    """When a passage without a range was issued: for a gather the last time its unit began to unshard, else as it began."""
+    began = [each["time_ns"] for each in life if each["unit"] == row["unit"] and each["state"] == "unsharding" and each["time_ns"] <= row["start_ns"]]
+    return (max(began) if began and row["kind"] == "all_gather" else row["start_ns"]) - base
 
 
 def _issued_by_consumer(around: Iterable[Range], unit: str) -> bool:

@@ -44,6 +44,7 @@ class Scene:
     record: RunRecord
     step_s: float
     compute_s: dict[int, float]
+    own_s: dict[int, float]
     communication_s: float
     exposed_s: float
     exposed: list[Row]
@@ -51,13 +52,26 @@ class Scene:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of computing of the rank that is looked at, and of the others in the median."""
+        """Seconds of computing a step: the ranks' median."""
         return statistics.median(self.compute_s.values())
 
     @property
     def excess_s(self) -> float:
-        """Communication that even a perfect schedule leaves exposed; waiting for a late rank is not the link's."""
-        return max(0.0, self.communication_s - self.by_cause("waiting_for_peer") - self.busy_s)
+        """Communication that even a perfect schedule leaves exposed; waiting for a late rank is not the link's.
+
+        On an emulated link with one queue, gathers and reductions could travel side by side: then the longer of the two counts.
+        """
+        link = self.record.summary.get("link")
+        kinds = self.by_kind() if link and link["queues"] == 1 else {}
+        moving = max(kinds.values(), default=self.communication_s)
+        return max(0.0, min(moving, self.communication_s) - self.by_cause("waiting_for_peer") - self.busy_s)
+
+    def by_kind(self) -> dict[str, float]:
+        """Seconds a step of gathers, and of reductions."""
+        sums: dict[str, float] = defaultdict(float)
+        for row in self.exposed:
+            sums["gathers" if row["kind"] == "all_gather" else "reductions"] += row["communication_ns"] / 1e9 / self.profiled
+        return sums
 
     def by_cause(self, *causes: str, kind: str | None = None, phase: str | None = None) -> float:
         """Exposed seconds a step for the given causes."""
@@ -91,11 +105,12 @@ def _scene(record: RunRecord) -> Scene:
     for row in breakdown:
         by_rank[row["rank"]].append(row)
     compute = {rank: _median(rows, "compute_ns") for rank, rows in by_rank.items()}
+    own = {rank: _median(rows, "step_ns") - _median(rows, "exposed_ns") for rank, rows in by_rank.items()}
     worst = max(by_rank, key=lambda rank: _median(by_rank[rank], "exposed_ns"))
     rows = by_rank[worst]
     exposed_s = _median(rows, "exposed_ns")
     return Scene(
-        record, _median(rows, "step_ns"), compute, exposed_s + _median(rows, "overlapped_ns"), exposed_s,
+        record, _median(rows, "step_ns"), compute, own, exposed_s + _median(rows, "overlapped_ns"), exposed_s,
         [row for row in record.table("exposed") if row["rank"] == worst], len(rows),
     )  # fmt: skip
 
@@ -137,7 +152,7 @@ def _one_communicator(scene: Scene) -> Finding | None:
     worst = scene.worst("link_busy", kind="all_gather")
     if worst is None:
         return None
-    seconds = min(scene.by_cause("link_busy", kind="all_gather"), _beyond(scene))
+    seconds = scene.by_cause("link_busy", kind="all_gather")
     title = f"gathers queue behind reductions: {_ms(seconds)} a step exposed, {_row(worst)} alone {_ms(worst['exposed_ns'] / 1e9)}"
     text = "The link was carrying the reduce-scatter of the unit before when the gather was issued: one communicator runs them one after the other."
     remedy = "Give reductions a communicator of their own (set_separate_reduce_scatter_group, --link-queues 2), or gather two units ahead (prefetch=2)."
@@ -169,14 +184,14 @@ def _one_big_unit(scene: Scene) -> Finding | None:
 
 
 def _slow_rank(scene: Scene) -> Finding | None:
-    if len(scene.compute_s) < 2:
+    if len(scene.own_s) < 2:
         return None
-    slow = max(scene.compute_s, key=scene.compute_s.__getitem__)
-    others = statistics.median(seconds for rank, seconds in scene.compute_s.items() if rank != slow)
-    seconds = scene.compute_s[slow] - others
-    if scene.compute_s[slow] < SLOW_RANK * others:
+    slow = max(scene.own_s, key=scene.own_s.__getitem__)
+    others = statistics.median(seconds for rank, seconds in scene.own_s.items() if rank != slow)
+    seconds = scene.own_s[slow] - others
+    if scene.own_s[slow] < SLOW_RANK * others:
         return None
-    title = f"rank {slow} is slow: it computes {_ms(scene.compute_s[slow])} a step, the others {_ms(others)}"
+    title = f"rank {slow} is slow: it is busy for {_ms(scene.own_s[slow])} a step, the others for {_ms(others)}"
     text = f"At every collective the others wait for it, {_ms(seconds)} a step in all."
     remedy = f"Look at rank {slow}'s machine (another job, a hot or throttled card, fewer cores) and at its data (longer sequences than the others')."
     return Finding("slow_rank", seconds, title, text, remedy)
@@ -257,7 +272,7 @@ def _link(record: RunRecord) -> str:
     link = record.summary.get("link")
     if not link or not link["bytes_per_s"]:
         return "the machine's own transport, measured"
-    return f"{link['name']}, {link['bytes_per_s'] / 1e6:,.0f} MB/s, emulated"
+    return f"{link['name']}: {link['bytes_per_s'] / 1e6:,.0f} MB/s, {record.provenance.get('link', 'emulated')}"
 
 
 def _ms(seconds: float) -> str:

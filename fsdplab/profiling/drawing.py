@@ -1,7 +1,7 @@
 """Timeline rows: a step as a figure can draw it, few hundred marks a rank instead of the trace's hundred thousand.
 
 Rows are for looking: neighbours of the same unit and phase are joined over gaps below 20 us, and over longer ones while a lane has too many rows,
-but never across an exposed or a blocked stretch. The figures (`breakdown`, `exposed`) are computed before anything is joined.
+and across an exposed or a blocked stretch only in the last resort. The figures (`breakdown`, `exposed`) are computed before anything is joined.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from .segments import Segments
 Row = dict[str, Any]
 DISPATCH_NS = 20_000  # between two operators: the host dispatches the next one
 _BLOCKED_NS = 50_000  # a host without an operator for this long, while bytes are on their way, waits for them
+_APART_NS = 1_000_000  # a lane that is still too full is joined over everything from here on
 _MOST = {"compute": 240, "exposed": 120, "waiting": 80}
 _LANES = ("all_gather", "reduce_scatter", "all_reduce")
 _LIFECYCLE = ("pre_forward", "pre_backward", "post_backward", "root_post_backward_callback", "link", "backward_prefetch")
@@ -114,14 +115,14 @@ def _communication(each: Collective, start: int, end: int) -> list[tuple]:
 
 
 def joined(pieces: Intervals, labels: Sequence[Any], barriers: np.ndarray, most: int) -> list[tuple[Any, tuple[int, int]]]:
-    """Neighbours with the same label made one over gaps below 20 us, doubled until at most `most` rows are left; never across a barrier.
+    """Neighbours with the same label made one over gaps below 20 us, doubled until at most `most` rows are left; never across a barrier below 1 ms.
 
     >>> joined(np.array([[0, 5], [9, 12], [90_000, 95_000]]), ["a", "a", "a"], np.array([]), most=9)
     [('a', (0, 12)), ('a', (90000, 95000))]
     """
     gap = DISPATCH_NS
     while True:
-        rows = _join(pieces, labels, barriers, gap)
+        rows = _join(pieces, labels, barriers if gap < _APART_NS else barriers[:0], gap)
         if len(rows) <= most or gap > 10**9:
             return rows
         gap *= 2

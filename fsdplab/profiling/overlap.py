@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .attribution import Context, attribute, cause_of, transports
+from .attribution import Context, attribute, causes_of
 from .chrome import TraceError
-from .classify import TraceEvents, Thread, read_events
+from .classify import Thread, TraceEvents, read_events
 from .collectives import MARKED, Collective, find_collectives
 from .drawing import DISPATCH_NS, Drawing
 from .intervals import EMPTY, Intervals, clip, close_gaps, intersect, length, subtract, union
@@ -65,13 +65,15 @@ def analyse_trace(
     path: str | Path,
     *,
     ledger: Sequence[Row] | None = None,
+    life: Sequence[Row] | None = None,
     rank: int | None = None,
     first_step: int | None = None,
     whole: bool = False,
 ) -> TraceAnalysis:
     """Read one rank's trace and account for every nanosecond of its steps.
 
-    `ledger`: this rank's ledger rows; those of an emulated link replace the trace's transports. `rank`: where the file does not say. `first_step`
+    `ledger`: this rank's ledger rows; those of an emulated link replace the trace's transports. `life`: the units'
+    transitions; they tell when a gather was issued whose range the trace lacks. `rank`: where the file does not say. `first_step`
     numbers the steps from there, else they keep the profiler's numbers. `whole`: the whole trace as one step. Raises TraceError for files that
     cannot be read, or of several ranks without any communication; AccountingError if a step did not add up.
     A step of 100 ms with 80 computing, 50 communicating and 40 of that at once: overlapped 40, exposed 10, compute only 40, other 10 ms.
@@ -83,7 +85,8 @@ def analyse_trace(
         steps = [(first_step + index, start, end) for index, (_, start, end) in enumerate(steps)]
     own_rank = found.distributed.get("rank", 0) if rank is None else rank
     passages = [row for row in ledger or () if row["emulated"] and row["rank"] == own_rank]
-    account = _Account(found, int(own_rank), find_collectives(found, passages), steps)
+    transitions = [row for row in life or () if row["rank"] == own_rank]
+    account = _Account(found, int(own_rank), find_collectives(found, passages, transitions), steps)
     world_size = found.distributed.get("world_size")
     analysis = TraceAnalysis(Path(path), int(own_rank), world_size, "cuda" if found.on_gpu else "cpu", tuple(map(account.step, steps)))
     _require_communication(analysis)
@@ -122,7 +125,7 @@ class _Account:
         if sum(map(length, shares)) != breakdown["exposed_ns"]:
             raise AccountingError(f"step {number}: {breakdown['exposed_ns']} ns were exposed, {sum(map(length, shares))} attributed; report this with the trace")
         context = Context(start, end, computing, self._host_busy, self._phase_ends(start, end), self._found.on_gpu)
-        causes = [cause_of(each, share, transports([other for other in mine if other is not each]), context) for each, share in zip(mine, shares)]
+        causes = causes_of(mine, shares, context)
         return StepAnalysis(
             number,
             breakdown,

@@ -23,9 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdplab.engine import events
 from fsdplab.workloads import ByteText, build_model, loss_of
 
 from .engines import Batch, Rig, adamw, build
+from .fabric import Fabric
 from .launch import run_ranks
 from .mailbox import Mailbox, read_lines
 from .rankside import Place, rank_process
@@ -37,17 +39,30 @@ WARMUP_ROUNDS = 2
 
 @dataclass(frozen=True)
 class Timing:
-    """One engine's steps, in seconds: the slowest rank's time of each timed round."""
+    """One engine's steps, in seconds: the slowest rank's time of each timed round.
+
+    `exposed` is how long the host was blocked for collectives in each of them (the emulated clock's, behind a link), `communicating` how long
+    those took: both of the rank that was blocked longest, by the ledger; empty for engines that keep none.
+    """
 
     engine: str
     strategy: str
     seconds: tuple[float, ...]
     loss: float
+    prefetch: int = 1
+    exposed: tuple[float, ...] = ()
+    communicating: tuple[float, ...] = ()
 
     @property
     def median(self) -> float:
         """Median step time in seconds."""
         return statistics.median(self.seconds)
+
+    @property
+    def overlap(self) -> float | None:
+        """The part of communication that was hidden, 0 to 1, in the median round."""
+        parts = [1 - exposed / total for exposed, total in zip(self.exposed, self.communicating) if total]
+        return statistics.median(parts) if parts else None
 
 
 @dataclass(frozen=True)
@@ -96,18 +111,22 @@ def _check(specs: Sequence[RunSpec], rounds: int) -> None:
         raise SpecError("engines of a bench must train the same thing; give all specs the same model, data, ranks and precision")
     if len({spec.backend for spec in specs if spec.engine != "lab"}) > 1:
         raise SpecError("engines of a bench share one process group; give all but the lab's own the same transport")
+    if any(spec.emulate for spec in specs):
+        raise SpecError("a bench has no wind tunnel, whose link depends on the run; give a link")
     for spec in specs:
         if spec.engine == "twin":
             raise SpecError("the twin replays all ranks in one process and cannot take turns with engines; leave it out")
 
 
 def _joined(specs: Sequence[RunSpec], results: Sequence[dict]) -> Bench:
-    names = [(ALONE, ALONE), *((spec.engine, spec.strategy) for spec in specs)]
+    names = [(ALONE, ALONE, 1), *((spec.engine, spec.strategy, spec.prefetch) for spec in specs)]
     timings = []
-    for index, (engine, strategy) in enumerate(names):
+    for index, (engine, strategy, prefetch) in enumerate(names):
         by_rank = [result["seconds"][index] for result in results]
         slowest = tuple(max(times) for times in zip(*by_rank))  # a round is as slow as its slowest rank
-        timings.append(Timing(engine, strategy, slowest, results[0]["losses"][index]))
+        waits = [max(waits) for waits in zip(*(result["waits"][index] for result in results))]
+        exposed, communicating = zip(*waits) if waits else ((), ())
+        timings.append(Timing(engine, strategy, slowest, results[0]["losses"][index], prefetch, exposed, communicating))
     compute, optimizer = (max(result["parts"][part] for result in results) for part in ("compute", "optimizer"))
     return Bench(specs[0], tuple(timings), compute + optimizer / specs[0].world_size)
 
@@ -150,13 +169,38 @@ def main(folder: str) -> None:
         text = ByteText.from_path(specs[0].text) if specs[0].text else ByteText.from_standard_library()
         alone = Alone(specs[0], place)
         rigs: list[Rig | Alone] = [alone, *(build(spec, place) for spec in specs)]
-        seconds, losses = _take_turns(rigs, specs[0], place, text, told["rounds"])
+        for spec, rig in zip(specs, rigs[1:]):
+            Fabric(spec, place).begin(rig.model)
+        seconds, losses, waits = _take_turns(rigs, specs[0], place, text, told["rounds"])
         parts = {name: statistics.median(values[WARMUP_ROUNDS:]) for name, values in alone.parts.items()}
-        place.write("result", {"seconds": seconds, "losses": losses, "parts": parts})
+        place.write("result", {"seconds": seconds, "losses": losses, "waits": waits, "parts": parts})
 
 
-def _take_turns(rigs: Sequence[Rig | Alone], spec: RunSpec, place: Place, text: ByteText, rounds: int) -> tuple[list[list[float]], list[float]]:
+class _Waits:
+    """Seconds that the host was blocked, and that collectives took, since the last `take`."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int | None, int]] = []
+
+    def hear(self, event: events.Event) -> None:
+        if isinstance(event, events.Collective):
+            self._rows.append((event.waited_ns, event.end_ns - event.start_ns))
+
+    def take(self) -> tuple[float, float] | None:
+        """None where no ledger says it."""
+        rows, self._rows = self._rows, []
+        if not rows or any(waited is None for waited, _ in rows):
+            return None
+        return sum(waited for waited, _ in rows) / 1e9, sum(lasted for _, lasted in rows) / 1e9
+
+
+def _take_turns(
+    rigs: Sequence[Rig | Alone], spec: RunSpec, place: Place, text: ByteText, rounds: int
+) -> tuple[list[list[float]], list[float], list[list[tuple[float, float]]]]:
     seconds: list[list[float]] = [[] for _ in rigs]
+    waits: list[list[tuple[float, float]]] = [[] for _ in rigs]
+    heard = _Waits()
+    quiet = events.subscribe(heard.hear)
     losses = [0.0 for _ in rigs]
     for step in range(WARMUP_ROUNDS + rounds):
         batches = [_batches(spec, place, text, step)]
@@ -168,8 +212,11 @@ def _take_turns(rigs: Sequence[Rig | Alone], spec: RunSpec, place: Place, text: 
             losses[index] = rigs[index].train_step(batches)
             if step >= WARMUP_ROUNDS:
                 seconds[index].append(time.perf_counter() - start)
+            if (waited := heard.take()) is not None and step >= WARMUP_ROUNDS:
+                waits[index].append(waited)
         place.append("steps", {"round": step})
-    return seconds, losses
+    quiet()
+    return seconds, losses, waits
 
 
 def _batches(spec: RunSpec, place: Place, text: ByteText, step: int) -> list[Batch]:

@@ -5,11 +5,13 @@ A run that fails is a result too: its record says so, and the next run starts.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Callable, Sequence
 
 from fsdplab.records import RunRecord
 
+from .fabric import in_words
 from .faults import RanksFailed
 from .recording import run
 from .spec import RunSpec, SpecError
@@ -33,6 +35,7 @@ def compare(
     follows rank 0 of the run that is going on. Specs that would train different things raise SpecError before anything runs.
     """
     _check_same(specs)
+    specs = _on_one_network(specs)
     records = []
     for number, spec in enumerate(specs):
         folder = None if directory is None else Path(directory) / f"{number}-{spec.strategy}-{spec.engine}"
@@ -40,6 +43,16 @@ def compare(
         if on_record is not None:
             on_record(records[-1])
     return records
+
+
+def _on_one_network(specs: Sequence[RunSpec]) -> list[RunSpec]:
+    """The wind tunnel's link is chosen once, by a short run of full sharding, so that all runs meet the same one."""
+    open_ended = [spec for spec in specs if spec.emulate and not spec.link and spec.world_size > 1]
+    if not open_ended:
+        return list(specs)
+    trial = replace(open_ended[0], engine="lab", strategy="full_shard", steps=1, profile=0, memory=False, card=None, shard_size=None, link_across=None, prefetch=1)
+    link = in_words(run(trial).summary["link"])
+    return [replace(spec, link=link) if spec in open_ended else spec for spec in specs]
 
 
 def _recorded(spec: RunSpec, folder: Path | None, on_progress: OnProgress | None) -> RunRecord:

@@ -59,7 +59,7 @@ class Fabric:
 
     def warmed_up(self, model: torch.nn.Module) -> None:
         """The warm-up has ended: choose and place the wind tunnel's link."""
-        if not self.spec.emulate or self.place.world_size == 1:
+        if not self.spec.emulate or self.spec.link or self.place.world_size == 1:
             return
         slowest = torch.tensor(statistics.median(self.computing))
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -91,6 +91,7 @@ class Fabric:
         across = parse_link(self.spec.link_across) if self.spec.link_across else None
         return {
             **(_told(self.chosen) or {"name": "none", "bytes_per_s": None, "latency_s": None}),
+            **({"name": f"wind tunnel of {self.spec.as_model} on {self.spec.emulate}"} if self.spec.emulate else {}),
             "queues": self.spec.link_queues,
             "across": _told(across),
             "as": f"{self.spec.as_model} on {self.spec.emulate}" if self.spec.emulate else None,
@@ -99,6 +100,11 @@ class Fabric:
 
 def _told(link: LinkSpec | None) -> dict[str, Any] | None:
     return None if link is None else {"name": link.name, "bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s}
+
+
+def in_words(link: dict[str, Any]) -> str:
+    """A link that a record tells of, as a spec takes it: `358.736589MB/s,4.870254us`."""
+    return f"{link['bytes_per_s'] / 1e6:.6f}MB/s,{link['latency_s'] * 1e6:.6f}us"
 
 
 def full_shard_traffic(spec: RunSpec) -> tuple[int, int]:

@@ -14,9 +14,11 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Callable, Mapping, Sequence
+from typing import Callable, Iterator, Mapping, Sequence
 
 from .faults import Failure, RanksFailed, Remains, failed_first, hung, not_started, too_slow
 from .mailbox import Beat, Mailbox, read_beats, read_lines
@@ -83,7 +85,7 @@ def run_ranks(
     `on_look` is called about twenty times a second while the ranks run. An exception in it, Ctrl-C included, ends the ranks too.
     """
     mailbox.folder.mkdir(parents=True, exist_ok=True)
-    agent = _start(program, mailbox, world_size)
+    agent = _starter.get()(program, mailbox, world_size)
     progress = Progress()
     try:
         failure = _watch(agent, mailbox, world_size, time_limit, progress, on_look)
@@ -107,6 +109,20 @@ def _start(program: Sequence[str], mailbox: Mailbox, world_size: int) -> subproc
             env=rank_environment(),
             start_new_session=True,  # Ctrl-C in a terminal reaches the caller only, which then ends the ranks in order
         )
+
+
+Start = Callable[[Sequence[str], Mailbox, int], "subprocess.Popen[bytes]"]
+_starter: ContextVar[Start] = ContextVar("starter", default=_start)
+
+
+@contextmanager
+def ranks_started_by(start: Start) -> Iterator[None]:
+    """Inside, `start(program, mailbox, world_size)` starts every run's agent (a session of its own), for ranks in other places than here."""
+    token = _starter.set(start)
+    try:
+        yield
+    finally:
+        _starter.reset(token)
 
 
 def rank_environment() -> dict[str, str]:

@@ -54,7 +54,7 @@ class RunSpec:
     `sequence_length` tokens are read by each rank in each of `micro_batches`. `card` is the memory of an emulated accelerator: a run that
     needs more ends as out of memory. `profile` steps come after the timed ones, under PyTorch's profiler. `link` is an emulated network:
     a preset ("eth10"), or a bandwidth ("200mbit", "1GB/s,50us"); `emulate` ("8xH100") with `as_model` ("llama-3.1-8b") has it chosen so that
-    communication takes the same part of a step as on that machine. `shard_size` ranks form a shard group of hybrid_shard, and
+    communication takes the same part of a step as on that machine (with a link as well, that link is taken to be the one so chosen). `shard_size` ranks form a shard group of hybrid_shard, and
     `link_across` is the network between the groups.
 
     >>> RunSpec(strategy="zero1", world_size=2).total_steps
@@ -108,7 +108,7 @@ class RunSpec:
     @property
     def untimed(self) -> int:
         """Steps before the timed ones: warm-up, and those in which a wind tunnel measures how fast this machine computes."""
-        return self.warmup + (CALIBRATION if self.emulate else 0)
+        return self.warmup + (CALIBRATION if self.emulate and not self.link else 0)
 
     @property
     def replicas(self) -> int:

@@ -16,10 +16,9 @@ def check_network(spec: Any, on_shared_memory: Sequence[str]) -> None:
     _check_shard_group(spec)
     if spec.engine == "twin":
         return  # the twin has no network: what is said of one is for the runs that it is compared with
-    if spec.emulate and spec.link or bool(spec.emulate) != bool(spec.as_model):
+    if bool(spec.emulate) != bool(spec.as_model):
         raise SpecError(
-            f"emulate={spec.emulate!r}, as_model={spec.as_model!r}, link={spec.link!r}: give emulate and as_model together, such as "
-            "emulate='8xH100', as_model='llama-3.1-8b', or a link of your own, or none of them"
+            f"emulate={spec.emulate!r}, as_model={spec.as_model!r}: give both, such as emulate='8xH100', as_model='llama-3.1-8b', or none of them"
         )
     if spec.linked and spec.engine not in ("lab", *on_shared_memory):
         raise SpecError(f"engine {spec.engine} cannot be put behind an emulated link; leave link and emulate out, or give engine='lab' or {on_shared_memory[0]!r}")

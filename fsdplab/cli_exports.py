@@ -1,0 +1,46 @@
+"""Records for other tools: a log folder for TensorBoard, one trace of all ranks for Perfetto, tables as CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from fsdplab.cli_errors import refusals, refuse
+from fsdplab.figures.view import view
+from fsdplab.records import RunRecord
+
+
+@dataclass(frozen=True)
+class Exports:
+    """Where the traces and tables of reported records go; None: nowhere."""
+
+    tensorboard: Path | None = None
+    perfetto: Path | None = None
+    csv: Path | None = None
+
+    def write(self, records: Sequence[RunRecord], console: Console) -> None:
+        """Write what was asked for, and say how to open it; a record without a trace is refused."""
+        from fsdplab.profiling.exports import export_csv, export_perfetto, export_tensorboard
+
+        with refusals():
+            if self.tensorboard:
+                _each(records, self.tensorboard, export_tensorboard)
+                console.print(f"TensorBoard: tensorboard --logdir {self.tensorboard}   (pip install torch-tb-profiler)", highlight=False)
+            if self.perfetto:
+                if len(records) > 1:
+                    refuse(f"--perfetto writes one trace, but {len(records)} records were given; give one at a time")
+                export_perfetto(records[0], self.perfetto)
+                console.print(f"Perfetto: open {self.perfetto} in https://ui.perfetto.dev or chrome://tracing", highlight=False)
+            if self.csv:
+                _each(records, self.csv, export_csv)
+                console.print(f"tables: {self.csv}", highlight=False)
+
+
+def _each(records: Sequence[RunRecord], folder: Path, export: Callable[[RunRecord, Path], object]) -> None:
+    """One record into the folder itself, several into a folder each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, record in enumerate(records):
+        export(record, folder if len(records) == 1 else folder / f"{number}-{view(record).label.replace(' ', '-')}")

@@ -1,0 +1,61 @@
+"""A record in the formats of other tools: a TensorBoard log folder, a merged trace for Perfetto, tables as plain CSV.
+
+The record stays what it is; exports are copies. torch-tb-profiler finds a run by the names of its files: `<worker>.<time>.pt.trace.json.gz`
+in one folder a run, the same time for all workers, so that it shows them as one distributed step.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import shutil
+from pathlib import Path
+
+from fsdplab.records import TABLES, RecordError, RunRecord
+
+from .merge import merge_traces
+
+_RANK = re.compile(r"^rank(\d+)\.pt\.trace\.json(\.gz)?$")
+
+
+def traces_of(record: RunRecord) -> dict[int, Path]:
+    """rank -> trace file of a profiled record; RecordError where it has none."""
+    files = sorted((record.path / "traces").glob("rank*.pt.trace.json*"))
+    found = {int(name.group(1)): file for file in files if (name := _RANK.match(file.name))}
+    if not found:
+        raise RecordError(f"{record.path} holds no traces: the run was not profiled. Record it again with profiled steps: fsdplab run --profile 3 ...")
+    return found
+
+
+def export_tensorboard(record: RunRecord, folder: str | Path) -> Path:
+    """Write a log folder for `tensorboard --logdir FOLDER` (with torch-tb-profiler installed); returns the run's folder in it.
+
+    A record `full_shard-lab-2-ranks` of two ranks gives `FOLDER/full_shard-lab-2-ranks/rank0.<time>.pt.trace.json.gz` and `rank1...`.
+    """
+    traces = traces_of(record)
+    run = Path(folder) / record.path.name
+    run.mkdir(parents=True, exist_ok=True)
+    taken = int(min(file.stat().st_mtime for file in traces.values()) * 1000)
+    for rank, file in traces.items():
+        shutil.copyfile(file, run / f"rank{rank}.{taken}{file.name.removeprefix(f'rank{rank}')}")
+    return run
+
+
+def export_perfetto(record: RunRecord, file: str | Path) -> Path:
+    """Write all ranks into one trace for ui.perfetto.dev or chrome://tracing: a process a rank, named `rank k`, on one clock."""
+    return merge_traces(traces_of(record), file)
+
+
+def export_csv(record: RunRecord, folder: str | Path) -> list[Path]:
+    """Write every table of the record that has rows as plain `<table>.csv`, columns as in the record; returns the files."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for table, columns in TABLES.items():
+        if rows := record.table(table):
+            written.append(folder / f"{table}.csv")
+            with written[-1].open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, list(columns), lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
+    return written

@@ -1,0 +1,141 @@
+"""Findings: each cause is injected into a real run, and must be the first one found; rules on hand-written tables are exact.
+
+Links are set from what the same work computes on this machine without one, so that the cause does not depend on how fast it is.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdplab.profiling.diagnosis import MOST, findings
+from fsdplab.records import RunRecord
+from fsdplab.sessions import RunSpec, run
+
+PLAIN = RunSpec(model="gpt-20m", steps=2, warmup=2, memory=False, profile=2, device="cpu", batch_size=2, sequence_length=128)
+SLOW_WORKER = (str(Path(__file__).with_name("slow_worker.py")),)
+
+
+def kinds(record: RunRecord) -> list[str]:
+    return [finding.kind for finding in findings(record)]
+
+
+def compute_s(record: RunRecord) -> float:
+    return statistics.median(row["compute_ns"] for row in record.table("breakdown")) / 1e9
+
+
+@pytest.fixture(scope="module")
+def plain() -> RunRecord:
+    return run(PLAIN)
+
+
+def link_for(record: RunRecord, ratio: float) -> str:
+    """A link on which the record's traffic takes `ratio` of its computing time."""
+    return f"{record.summary['comm']['bytes_per_step'] / (ratio * compute_s(record)) / 1e6:.3f}MB/s"
+
+
+def told(record: RunRecord) -> str:
+    return "\n".join(f"{finding.kind} {finding.seconds:.3f}: {finding.title}" for finding in findings(record))
+
+
+def test_no_prefetch(plain: RunRecord) -> None:
+    record = run(replace(PLAIN, prefetch=0, link=link_for(plain, 0.6)))
+    first = findings(record)[0]
+    assert first.kind == "no_prefetch", told(record)
+    assert "prefetch=1" in first.remedy and "all_gather of" in first.title
+    assert first.seconds == pytest.approx(0.4 * compute_s(plain), rel=0.8)  # two gathers of three collectives
+
+
+def test_a_slow_link(plain: RunRecord) -> None:
+    record = run(replace(PLAIN, link=link_for(plain, 5.0)))
+    assert kinds(record)[0] == "slow_link", told(record)
+    assert "emulated" in findings(record)[0].text
+
+
+def test_tiny_units(plain: RunRecord) -> None:
+    record = run(replace(PLAIN, units="linear", link=f"100GB/s,{1.5 * compute_s(plain) / 147 * 1e6:.0f}us"))
+    assert kinds(record)[0] == "tiny_units", told(record)
+    assert "collectives a step" in findings(record)[0].title
+
+
+def test_one_big_unit(plain: RunRecord) -> None:
+    record = run(replace(PLAIN, units="model", link=link_for(plain, 0.5)))
+    assert kinds(record)[0] == "one_big_unit", told(record)
+    assert "the root" in findings(record)[0].title
+
+
+def test_one_communicator(plain: RunRecord) -> None:
+    spec = replace(PLAIN, precision="bf16")
+    low = run(spec)
+    record = run(replace(spec, link=link_for(low, 1.2)))
+    assert kinds(record)[0] == "one_communicator", told(record)
+    apart = run(replace(spec, link=link_for(low, 1.2), link_queues=2))
+    assert "one_communicator" not in kinds(apart), told(apart)
+
+
+def test_a_slow_rank() -> None:
+    record = run(PLAIN, program=SLOW_WORKER)
+    first = findings(record)[0]
+    assert first.kind == "slow_rank" and "rank 1" in first.title, told(record)
+
+
+# ---- rules, on tables written by hand: one rank, one step of 100 ms
+
+MS = 1_000_000
+
+
+def by_hand(tmp_path: Path, *, compute: int = 60, exposed: list[tuple], other_rank: int = 60, **summary: object) -> RunRecord:
+    """`exposed`: rows of (unit, phase, kind, communication ms, exposed ms, cause)."""
+    rows = [
+        {"rank": 0, "step": 7, "unit": unit, "phase": phase, "kind": kind, "communication_ns": all_ * MS, "exposed_ns": part * MS, "cause": cause}
+        for unit, phase, kind, all_, part, cause in exposed
+    ]
+    hidden, shown = sum(row["communication_ns"] - row["exposed_ns"] for row in rows), sum(row["exposed_ns"] for row in rows)
+    step = {"step": 7, "step_ns": 100 * MS, "overlapped_ns": hidden, "exposed_ns": shown}
+    breakdown = [
+        {**step, "rank": rank, "compute_ns": busy * MS, "compute_only_ns": busy * MS - hidden, "other_ns": (100 - busy) * MS - shown}
+        for rank, busy in ((0, compute), (1, other_rank))
+    ]
+    return RunRecord(
+        tmp_path, spec={"strategy": "full_shard", "engine": "lab", "world_size": 2, "prefetch": 1}, summary=summary,
+        tables={"breakdown": breakdown, "exposed": rows},
+    )  # fmt: skip
+
+
+def test_late_gathers_count_up_to_what_a_schedule_could_hide(tmp_path: Path) -> None:
+    record = by_hand(tmp_path, exposed=[("a", "forward", "all_gather", 20, 15, "late_start"), ("b", "backward", "all_gather", 10, 5, "late_start")])
+    first = findings(record)[0]
+    assert (first.kind, first.seconds) == ("no_prefetch", pytest.approx(0.020))
+    assert "all_gather of a in forward alone 15 ms" in first.title
+
+
+def test_what_cannot_be_hidden_is_the_links(tmp_path: Path) -> None:
+    record = by_hand(tmp_path, compute=20, other_rank=20, exposed=[("a", "forward", "all_gather", 70, 60, "late_start")])
+    by_kind = {finding.kind: finding.seconds for finding in findings(record)}
+    assert by_kind == {"slow_link": pytest.approx(0.050), "no_prefetch": pytest.approx(0.010)}
+
+
+def test_waiting_for_a_peer_is_not_the_links(tmp_path: Path) -> None:
+    assert "slow_link" not in kinds(by_hand(tmp_path, compute=20, other_rank=20, exposed=[("a", "forward", "all_gather", 70, 60, "waiting_for_peer")]))
+
+
+def test_small_change_is_not_mentioned(tmp_path: Path) -> None:
+    assert findings(by_hand(tmp_path, exposed=[("a", "forward", "all_gather", 20, 1, "late_start")])) == []
+
+
+def test_the_peak_comes_last_and_there_are_at_most_five(tmp_path: Path) -> None:
+    causes = [("a", "backward", "all_gather", 9, 8, cause) for cause in ("late_start", "link_busy", "nothing_to_hide_behind")]
+    peak = {"total": 100, "by_category": {"activations": 80, "optimizer_state": 20}}
+    record = by_hand(tmp_path, compute=10, other_rank=30, exposed=causes, peak_memory_bytes=peak)
+    found = findings(record)
+    assert len(found) <= MOST and found[-1].kind == "peak" and "80% of it activations" in found[-1].title
+    assert [finding.seconds for finding in found[:-1]] == sorted((finding.seconds for finding in found[:-1]), reverse=True)
+
+
+def test_a_run_that_was_not_profiled_has_no_findings(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="run it again with --profile"):
+        findings(RunRecord(tmp_path))

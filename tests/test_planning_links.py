@@ -1,0 +1,202 @@
+"""Links, hardware and the wind tunnel: every figure against arithmetic done by hand, every reader against wrong input."""
+
+from __future__ import annotations
+
+import csv
+import doctest
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdplab.planning import hardware, links, windtunnel
+from fsdplab.planning.hardware import GPUS, HardwareError, parse_cluster
+from fsdplab.planning.links import PRESETS, LinkError, LinkSpec, parse_link, ring_steps, transfer_s
+from fsdplab.planning.windtunnel import Target, WindTunnelError, card_for, link_for, state_bytes, wind_tunnel
+
+TABLE = Path(__file__).resolve().parents[2] / "shared" / "hardware.csv"  # where the project's sources lie beside it
+LLAMA = {"target_parameters": 8_030_261_248, "target_layers": 32, "tokens_per_gpu": 8192}
+
+
+@pytest.mark.parametrize("module", [links, hardware, windtunnel], ids=lambda module: module.__name__)
+def test_the_docstrings_examples_hold(module):
+    tried = doctest.testmod(module)
+    assert tried.attempted and not tried.failed
+
+
+@pytest.mark.parametrize(
+    "text,bytes_per_s",
+    [
+        ("nvlink4", 450e9), ("NVLink 4", 450e9), ("NVLink-3", 300e9), ("nvlink5", 900e9), ("PCIe 4.0 x16", 31e9), ("pcie5", 63e9),
+        ("ib400", 50e9), ("400 Gb/s InfiniBand", 50e9), ("HDR", 25e9), ("IB 200", 25e9), ("100GbE", 12.5e9), ("eth25", 3.125e9),
+        ("10GbE", 1.25e9), ("1 GbE", 0.125e9),
+        ("200mbit", 25e6), ("200 Mbit/s", 25e6), ("1.5gbit", 187.5e6), ("800MB/s", 800e6), ("1GB/s", 1e9), ("10Gb/s", 1.25e9), ("100 Mbps", 12.5e6),
+        ("500 kbytes/s", 5e5),
+    ],
+)  # fmt: skip
+def test_links_are_read_as_people_write_them(text, bytes_per_s):
+    assert parse_link(text).bytes_per_s == bytes_per_s
+
+
+@pytest.mark.parametrize(
+    "text,latency_s",
+    [("10gbit,50us", 50e-6), ("10gbit, 1ms", 1e-3), ("eth10,2us", 2e-6), ("1GB/s,800ns", 800e-9), ("ib400,0", 0.0), ("200mbit", 0.0)],
+)
+def test_a_latency_stands_behind_a_comma(text, latency_s):
+    assert parse_link(text).latency_s == latency_s
+
+
+@pytest.mark.parametrize(
+    "text,said",
+    [
+        ("nvlnk4", "did you mean nvlink4"), ("pcie6", "did you mean pcie5"), ("fast", "expected one of nvlink3"), ("", "a link is ''"),
+        (None, "a link is None"), (200, "a link is 200"), ("800mb/s", "write 800mbit or 800MB/s"), ("0mbit", "expected a number above 0"),
+        ("1.2.3gbit", "unknown link"), ("-5mbit", "unknown link"), ("infmbit", "unknown link"), ("1e999gbit", "unknown link"),
+        ("10gbit,50", "such as 50us"), ("10gbit,", "such as 50us"), ("10gbit,-1ms", "such as 50us"), ("10gbit,1us,2us", "such as 50us"),
+    ],
+)  # fmt: skip
+def test_what_is_no_link_is_refused_in_one_line(text, said):
+    with pytest.raises(LinkError) as refused:
+        parse_link(text)
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "numbers", [(0, 0), (-1, 0), (float("nan"), 0), (float("inf"), 0), (True, 0), ("1", 0), (1, -1e-9), (1, float("inf")), (1, None)]
+)
+def test_a_link_has_a_bandwidth_and_no_negative_latency(numbers):
+    with pytest.raises(LinkError):
+        LinkSpec("mine", *numbers)
+
+
+def test_presets_are_named_as_they_are_called_and_are_worded():
+    assert all(parse_link(name) == link and link.name == name for name, link in PRESETS.items())
+    assert PRESETS["nvlink4"].words == "450 GB/s, 3.4 us a step"
+    assert LinkSpec("slow", 500.0, 0.0).words == "500 B/s"
+
+
+def test_a_transfer_is_latency_and_bytes():
+    link = LinkSpec("mine", 1e6, 1e-3)
+    assert transfer_s(link, 500_000, ring_steps("all_reduce", 4)) == pytest.approx(0.5 + 6e-3)
+    with pytest.raises(LinkError, match="no ring is known for 'broadcast'"):
+        ring_steps("broadcast", 4)
+
+
+@pytest.mark.skipif(not TABLE.exists(), reason="the table of sources is not beside this checkout")
+def test_the_gpus_are_the_tables():
+    rows = {row["gpu"].replace(" HBM2e (Meta Grand Teton)", ""): row for row in csv.DictReader(TABLE.open())}
+    assert set(rows) == set(GPUS)
+    for name, gpu in GPUS.items():
+        row = rows[name]
+        assert gpu.memory_bytes == int(float(row["usable_GiB_seen"].lstrip("~") or row["memory_label_GB"]) * 2**30)
+        assert gpu.bf16_flops == (float(row["dense_bf16_TFLOPs"]) * 1e12 if row["dense_bf16_TFLOPs"] else None)
+        assert gpu.hbm_bytes_per_s == float(row["mem_TBps"]) * 1e12
+        nic = row["typical_nic_Gbps_per_gpu"].split(" ")[0]
+        assert gpu.nic_bytes_per_s == (float(nic) * 1e9 / 8 if nic else None)
+        links_there = {float(row[column]) * 1e9 for column in ("gpu_link_GBps_per_dir", "pcie_GBps_per_dir") if row[column]}
+        assert gpu.link.bytes_per_s in links_there or name == "H100 SXM 96GB"  # whose link the table only names: NVLink 4
+
+
+@pytest.mark.parametrize(
+    "text,name,nodes,per_node,gb_per_s",
+    [
+        ("8xH100", "8xH100 SXM 80GB", 1, 8, 450), ("64xH100", "8x8xH100 SXM 80GB", 8, 8, 400), ("4xRTX 4090", "4xRTX 4090", 1, 4, 31),
+        ("2x8xA100-80GB", "2x8xA100 SXM 80GB", 2, 8, 200), ("2 x 1 x h200", "2x1xH200 SXM 141GB", 2, 1, 50), ("1xT4", "1xT4", 1, 1, 15.75),
+    ],
+)  # fmt: skip
+def test_clusters_are_read(text, name, nodes, per_node, gb_per_s):
+    cluster = parse_cluster(text)
+    assert (cluster.name, cluster.nodes, cluster.gpus_per_node) == (name, nodes, per_node)
+    assert cluster.link.bytes_per_s == gb_per_s * 1e9
+    assert parse_cluster(cluster.name) == cluster
+
+
+@pytest.mark.parametrize(
+    "text,said",
+    [
+        ("H100", "a cluster is 'H100'"), ("", "a cluster is ''"), (None, "a cluster is None"), ("8xH10", "did you mean H100 SXM 80GB"),
+        ("8xabacus", "expected one of H100"), ("12xH100", "do not fill nodes of 8"), ("0xH100", "no GPUs"), ("2x0xH100", "no GPUs"),
+        ("16xRTX 4090", "no network between nodes is known"), ("-8xH100", "a cluster is"),
+    ],
+)  # fmt: skip
+def test_what_is_no_cluster_is_refused_in_one_line(text, said):
+    with pytest.raises(HardwareError) as refused:
+        parse_cluster(text)
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_llama_on_eight_h100_by_hand():
+    target = wind_tunnel(parse_cluster("8xH100"), **LLAMA)
+    assert target.compute_s == pytest.approx(6 * 8.030261248e9 * 8192 / (0.4 * 989e12), rel=1e-9)
+    wire = 8.030261248e9 * (2 * 2 + 4) * 7 / 8 / 450e9
+    assert target.latency_s == pytest.approx(32 * 3 * 7 * 3.4e-6)
+    assert target.communication_s == pytest.approx(wire + target.latency_s, rel=1e-6)
+    assert target.ratio == pytest.approx(target.communication_s / target.compute_s)
+    assert target.memory_bytes == 80 * 2**30
+
+
+def test_strategies_cost_what_they_send():
+    """ZeRO-2's one gather against full sharding's two; an all-reduce of float32 is a scatter and a gather of it."""
+    bytes_each = {"full_shard": 2 * 2 + 4, "shard_grad_op": 2 + 4, "zero2": 2 + 4, "no_shard": 2 * 4}
+    for strategy, per_parameter in bytes_each.items():
+        target = wind_tunnel(parse_cluster("8xH100"), **LLAMA, strategy=strategy)
+        assert target.communication_s - target.latency_s == pytest.approx(8.030261248e9 * per_parameter * 7 / 8 / 450e9, rel=1e-6)
+
+
+def test_several_nodes_share_their_network():
+    full = wind_tunnel(parse_cluster("64xH100"), **LLAMA)
+    assert full.communication_s - full.latency_s == pytest.approx(8.030261248e9 * 8 * 63 / 64 / 400e9, rel=1e-6)
+    hybrid = wind_tunnel(parse_cluster("64xH100"), **LLAMA, strategy="hybrid_shard")
+    inside = 8.030261248e9 * 8 * 7 / 8 / 450e9
+    across = 2 * 8.030261248e9 / 8 * 4 * 7 / 8 / 50e9  # a slice of float32 gradients, all-reduced over 8 nodes by one card
+    assert hybrid.communication_s - hybrid.latency_s == pytest.approx(inside + across, rel=1e-6)
+    assert hybrid.shards == 8 and full.shards == 64
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "zero1"])
+def test_the_link_gives_the_targets_ratio_here(strategy):
+    target = wind_tunnel(parse_cluster("4xRTX 4090"), **LLAMA, strategy=strategy)
+    link = link_for(target, compute_s=0.2, wire_bytes=30_000_000, collectives=26, ranks=2)
+    here = transfer_s(link, 30_000_000, 26 * (2 - 1))
+    assert here / 0.2 == pytest.approx(target.ratio)
+    assert 26 * link.latency_s / here == pytest.approx(target.latency_s / target.communication_s)
+
+
+def test_the_card_is_as_full_as_the_targets():
+    target = wind_tunnel(parse_cluster("8xH100"), **LLAMA)
+    card = card_for(target, parameters_here=25_000_000, target_parameters=LLAMA["target_parameters"], ranks=2)
+    there = 16 * LLAMA["target_parameters"] / 8 / target.memory_bytes
+    assert 16 * 25_000_000 / 2 / card == pytest.approx(there, rel=1e-6)
+    whole = replace(target, strategy="no_shard")
+    assert card_for(whole, parameters_here=10**6, target_parameters=10**9, ranks=2) == target.memory_bytes // 1000
+
+
+def test_model_state_by_hand():
+    assert [state_bytes(100, name, 4) for name in ("no_shard", "zero1", "zero2", "full_shard")] == [1600, 1000, 700, 400]
+
+
+@pytest.mark.parametrize(
+    "cluster,changed,said",
+    [
+        ("8xH100", {"strategy": "zero9"}, "no wind tunnel for strategy 'zero9'"), ("1xH100", {}, "give at least 2 GPUs"),
+        ("8xA10G", {}, "no bf16 FLOP/s are known for A10G"), ("8xH100", {"mfu": 0}, "mfu is 0"), ("8xH100", {"mfu": 40}, "mfu is 40"),
+        ("8xH100", {"mfu": True}, "mfu is True"), ("8xH100", {"target_parameters": 0}, "target_parameters is 0"),
+        ("8xH100", {"target_layers": -1}, "target_layers is -1"), ("8xH100", {"tokens_per_gpu": float("nan")}, "tokens_per_gpu is nan"),
+    ],
+)  # fmt: skip
+def test_a_wind_tunnel_that_cannot_be_is_refused(cluster, changed, said):
+    with pytest.raises(WindTunnelError, match=said):
+        wind_tunnel(parse_cluster(cluster), **{**LLAMA, **changed})
+
+
+@pytest.mark.parametrize("changed", [{"compute_s": 0}, {"wire_bytes": -1}, {"collectives": 0}, {"ranks": 1}, {"compute_s": float("inf")}])
+def test_a_run_that_gives_no_link_is_refused(changed):
+    run = {"compute_s": 0.5, "wire_bytes": 10**6, "collectives": 10, "ranks": 2, **changed}
+    with pytest.raises(WindTunnelError):
+        link_for(Target(1.0, 0.1, 0.1, 10**9), **run)
+
+
+@pytest.mark.parametrize("changed", [{"parameters_here": 0}, {"target_parameters": None}, {"ranks": 0}])
+def test_a_card_of_nothing_is_refused(changed):
+    with pytest.raises(WindTunnelError):
+        card_for(Target(1.0, 0.1, 0.1, 10**9), **{"parameters_here": 10, "target_parameters": 100, "ranks": 2, **changed})
