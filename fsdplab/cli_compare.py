@@ -119,7 +119,8 @@ def _conclude(records: list[RunRecord], twin: RunRecord, console: Console, outpu
     comparison = comparison_json(records, reference)
     shown = with_verdicts(records, comparison)
     show(console, shown, reference)
-    outputs.write(comparison, shown)
+    print_findings(console, records)
+    outputs.write(comparison, shown, records)
     reports = [f"{view(record).label}: {report_of(record)}" for record in [*records, twin] if record.status == "failed"]
     if reports:
         failed("\n\n".join(reports))

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from fsdplab.cli_errors import refuse
 from fsdplab.cli_exports import Exports
-from fsdplab.cli_findings import print_findings
+from fsdplab.cli_findings import findings_of, print_findings
 from fsdplab.figures.table import AGREE, COLUMNS, DIFFER, EQUAL, LEGEND, cells, verdict
 from fsdplab.figures.units import MISSING
 from fsdplab.figures.view import RunView, provenance, view
@@ -52,7 +52,7 @@ class Outputs:
         console = Console(stderr=self.json_file == "-")
         return console if console.is_terminal else Console(stderr=self.json_file == "-", width=WIDTH)
 
-    def write(self, comparison: dict, shown: Sequence[RunView]) -> None:
+    def write(self, comparison: dict, shown: Sequence[RunView], records: Sequence[RunRecord]) -> None:
         """Write what was asked for."""
         text = json.dumps(comparison, indent=1)
         if self.json_file == "-":
@@ -62,7 +62,7 @@ class Outputs:
         if self.html_file:
             from fsdplab.figures import comparison_page
 
-            self.html_file.write_text(comparison_page(comparison, shown), encoding="utf-8")
+            self.html_file.write_text(comparison_page(comparison, shown, findings_of(records), records), encoding="utf-8")
 
 
 def _check_place(flag: str, path: Path) -> None:
@@ -122,7 +122,7 @@ def report_records(paths: Sequence[Path], outputs: Outputs, exports: Exports = E
     shown = with_verdicts(records, comparison)
     show(outputs.console(), shown, reference)
     print_findings(outputs.console(), records)
-    outputs.write(comparison, shown)
+    outputs.write(comparison, shown, records)
     exports.write(records, outputs.console())
 
 

@@ -288,6 +288,9 @@ def nearest(palette: dict[str, str], eye) -> float:
 def test_colours_are_told_apart_by_every_eye(eye):
     assert nearest(style.CATEGORY_COLOURS, eye) > 18
     assert nearest(style.STRATEGY_COLOURS, eye) > 12
+    assert nearest(style.LANE_COLOURS, eye) > 12
+    assert nearest(style.STEP_COLOURS, eye) > 18
+    assert nearest(style.PHASE_COLOURS, eye) > 18
 
 
 def test_the_colour_test_sees_a_bad_palette():

@@ -99,9 +99,9 @@ class Transport:
         events.tag("communication_buffers", send, stamp.unit)
         with events.span("post_backward_reduce", stamp.unit):
             pack(layout, gradients, send)
-        issue, complete, received = self._reduction(send, output, divide)
+        issue, sum_up, received = self._reduction(send, output, divide)
         note = self._note(stamp, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
-        return self._reduce_lane.run(issue, complete, note, send, received, output)
+        return self._reduce_lane.run(issue, events.span("reduce_scatter", stamp.unit)(sum_up), note, send, received, output)
 
     def all_reduce(self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0) -> Pending:
         """Sum `buffer` over all ranks in place and divide."""

@@ -144,10 +144,11 @@ def memory_timeline(record: object, rank: int = 0) -> go.Figure:
         raise ValueError(f"no memory timeline of rank {rank}; the record has ranks {ranks}; run with memory=True or choose one of these")
     rows.sort(key=lambda row: float(row["time_ns"]))
     run = views(record)[0]
-    times = [float(row["time_ns"]) / 1e6 for row in rows]
-    totals = [sum(float(row[name]) for name in CATEGORIES) for row in rows]
-    figure = go.Figure([_band(rows, times, name) for name in CATEGORIES if any(float(row[name]) for row in rows)])
-    top = max(range(len(rows)), key=totals.__getitem__)
+    drawn = envelope(rows)
+    times = [float(row["time_ns"]) / 1e6 for row in drawn]
+    totals = [_total(row) for row in drawn]
+    figure = go.Figure([band(drawn, times, name) for name in CATEGORIES if any(float(row[name]) for row in drawn)])
+    top = max(range(len(drawn)), key=totals.__getitem__)
     _peak_marker(figure, times[top], totals[top])
     if run.card:
         _card_level(figure, run)
@@ -159,7 +160,26 @@ def memory_timeline(record: object, rank: int = 0) -> go.Figure:
     return titled(figure, title, where, f"Stacked area of memory through one step. {title}.", height=520)
 
 
-def _band(rows: list[dict], times: list[float], name: str) -> go.Scatter:
+def _total(row: dict) -> float:
+    return sum(float(row[name]) for name in CATEGORIES)
+
+
+def envelope(rows: list[dict], limit: int = 500) -> list[dict]:
+    """At most about twice `limit` of a rank's rows, in order of time: of each equal share of the step, the highest and the last.
+
+    A step has tens of thousands of allocations, a screen about a thousand columns; the peak and the level at the end of every column stay.
+    """
+    if len(rows) <= 2 * limit:
+        return rows
+    begin, length = float(rows[0]["time_ns"]), max(1.0, float(rows[-1]["time_ns"]) - float(rows[0]["time_ns"]))
+    shares: dict[int, list[dict]] = {}
+    for row in rows:
+        shares.setdefault(int((float(row["time_ns"]) - begin) / length * (limit - 1)), []).append(row)
+    kept = [place for share in shares.values() for place in (max(share, key=_total), share[-1])]
+    return list({id(row): row for row in [rows[0], *kept]}.values())
+
+
+def band(rows: list[dict], times: list[float], name: str) -> go.Scatter:
     """One category's band; memory holds its level until the next event, so the edge is a step."""
     return go.Scatter(
         name=CATEGORY_NAMES[name],

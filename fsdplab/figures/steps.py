@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 
 from fsdplab.figures.style import ALARM, EDGE, strategy_colour, titled
 from fsdplab.figures.units import seconds, three_digits
-from fsdplab.figures.view import RunView, ranks_and_device, views
+from fsdplab.figures.view import RunView, emulated_links, ranks_and_device, views
 
 
 def step_time(runs: object) -> go.Figure:
@@ -24,8 +24,7 @@ def step_time(runs: object) -> go.Figure:
     figure.update_xaxes(range=[0, 1.45 * max(run.step_median for run in timed)])
     for run in shown:
         _label(figure, run)
-    figure = titled(figure, _finding(timed), _conditions(shown), _alt(shown), height=190 + 52 * len(shown))
-    return figure.update_layout(margin_t=100)
+    return titled(figure, _finding(timed), _conditions(shown), _alt(shown), height=190 + 52 * len(shown), top=100)
 
 
 def _bars(shown: list[RunView]) -> go.Bar:
@@ -78,7 +77,9 @@ def _finding(timed: list[RunView]) -> str:
 
 
 def _conditions(shown: list[RunView]) -> str:
-    return f"Measured on {ranks_and_device(shown)} of one machine: no network between them"
+    links = emulated_links(shown)
+    between = f"the link between them is emulated ({', '.join(links)})" if links else "no network between them"
+    return f"Measured on {ranks_and_device(shown)} of one machine: {between}"
 
 
 def _alt(shown: list[RunView]) -> str:

@@ -7,6 +7,8 @@ notebook, a printed page and a dark lecture room.
 
 from __future__ import annotations
 
+import re
+
 import plotly.graph_objects as go
 
 CATEGORY_COLOURS = {
@@ -29,10 +31,25 @@ STRATEGY_COLOURS = {
     "twin": "#d9b84a",
 }
 COLLECTIVE_COLOURS = {"all_gather": "#6cc4f0", "all_gather in backward": "#0064c8", "reduce_scatter": "#b84a0a", "all_reduce": "#0aa06c"}
+LANE_COLOURS = {
+    "compute in forward": "#b3bac4",
+    "compute in backward": "#6b7380",
+    "optimizer": "#d9b84a",
+    "all_gather": "#6cc4f0",
+    "reduce_scatter": "#b84a0a",
+    "all_reduce": "#0aa06c",
+    "other_communication": "#8a4a9e",
+    "exposed": "#e01f3d",
+}
+STEP_COLOURS = {"compute only": "#6b7380", "overlapped": "#4aa3e0", "exposed": "#e01f3d", "other": "#cfd3d9"}  # the four parts of a step
+PHASE_COLOURS = {"forward": "#4aa3e0", "backward": "#8a4a9e", "optimizer": "#d9b84a"}
+HEAT = ((0.0, "#fdeee6"), (0.5, "#f6a582"), (1.0, "#e5484b"))  # of exposed time and of lateness; dark text reads on all of it
+DARK_INK = "#14171c"  # text on light fills
 ALARM = "#e5383b"  # the card line, what exceeds it, exposed time
 GRID = "rgba(128,132,136,0.28)"
 EDGE = "rgba(20,22,26,0.65)"  # thin edge of a bar segment
 FONT = "Inter, 'Segoe UI', 'DejaVu Sans', Arial, sans-serif"
+_TITLE_CHARACTERS, _SUBTITLE_CHARACTERS = 92, 128  # a line of a notebook's width
 TEXT = "#1b1e23"
 DARK_TEXT = "#eceff3"
 
@@ -55,17 +72,32 @@ TEMPLATE = go.layout.Template(
 )
 
 
-def titled(figure: go.Figure, title: str, subtitle: str, alt: str, height: int = 420) -> go.Figure:
-    """Give a figure its finding (title), its conditions (subtitle), its alternative text and the house's look."""
+def titled(figure: go.Figure, title: str, subtitle: str, alt: str, height: int = 420, top: int = 160) -> go.Figure:
+    """Give a figure its finding (title), its conditions (subtitle), its alternative text and the house's look.
+
+    Long titles and subtitles take further lines, for which the figure grows; `height` and `top` (the margin above the plot) are without them.
+    """
+    titles, subtitles = wrapped(title, _TITLE_CHARACTERS), wrapped(subtitle, _SUBTITLE_CHARACTERS)
+    lift = 16 + 14 * titles.count("<br>")  # plotly hangs a title by its last lines: without it, the first would leave the picture
+    more = 25 * titles.count("<br>") + 20 * subtitles.count("<br>")
     figure.update_layout(
         template=TEMPLATE,
-        title=dict(text=f"<b>{title}</b>", subtitle=dict(text=subtitle, font=dict(size=15)), y=1, yanchor="top", pad=dict(t=16)),
-        margin=dict(l=16, r=28, t=160, b=16),
-        legend=dict(y=1 - 82 / height),
-        height=height,
+        title=dict(text=f"<b>{titles}</b>", subtitle=dict(text=subtitles, font=dict(size=15)), y=1, yanchor="top", pad=dict(t=lift)),
+        margin=dict(l=16, r=28, t=top + more, b=16),
+        legend=dict(y=1 - (82 + more) / (height + more)),
+        height=height + more,
         meta=dict(alt=alt),
     )
     return figure
+
+
+def wrapped(text: str, characters: int) -> str:
+    """The text in lines of at most so many characters, broken at spaces: `wrapped("a bc", 3) == "a<br>bc"`."""
+    lines = [""]
+    for word in text.split(" "):
+        fits = len(re.sub(r"<[^>]+>", "", f"{lines[-1]} {word}")) <= characters
+        lines[-1:] = [f"{lines[-1]} {word}".strip()] if fits or not lines[-1] else [lines[-1], word]
+    return "<br>".join(lines)
 
 
 def alt_text(figure: go.Figure) -> str:
@@ -76,3 +108,9 @@ def alt_text(figure: go.Figure) -> str:
 def strategy_colour(strategy: str, engine: str) -> str:
     """The strategy's colour; the twin has its own."""
     return STRATEGY_COLOURS["twin"] if engine == "twin" else STRATEGY_COLOURS.get(strategy, STRATEGY_COLOURS["no_shard"])
+
+
+def ink_on(colour: str) -> str:
+    """The text colour that reads on a fill: `ink_on("#b84a0a") == "#ffffff"`, `ink_on("#6cc4f0") == DARK_INK`."""
+    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+    return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 140 else DARK_INK

@@ -22,7 +22,7 @@ AGREE, DIFFER, EQUAL = "agree", "DIFFER", "equal"
 def cells(run: RunView, unknown: str = MISSING) -> tuple[str, ...]:
     """One run's row, in the order of COLUMNS; what was not measured reads as a dash, an unknown verdict as `unknown`."""
     return (
-        run.strategy,
+        f"{run.strategy}, {run.note}" if run.note else run.strategy,
         run.engine,
         seconds(run.step_median) if run.step_median else run.status.replace("_", " "),
         three_digits(run.tokens_per_s) if run.tokens_per_s else MISSING,

@@ -32,10 +32,18 @@ class RunView:
     card: int | None = None
     card_emulated: bool = True
     device: str = "cpu"
+    exposed_s: float | None = None
+    overlap: float | None = None
+    link: str | None = None
+    note: str = ""
 
     @property
     def label(self) -> str:
-        """`full_shard` for the lab's own engine, `torch-fsdp2` or `torch-fsdp2 zero2` for others."""
+        """`full_shard` for the lab's own engine, `torch-fsdp2` or `torch-fsdp2 zero2` for others; then what tells it from its namesakes."""
+        return f"{self._name}, {self.note}" if self.note else self._name
+
+    @property
+    def _name(self) -> str:
         if self.engine in ("lab", "twin"):
             return self.strategy if self.engine == "lab" else "twin"
         return self.engine if self.strategy in _IMPLIED.get(self.engine, ()) else f"{self.engine} {self.strategy}"
@@ -61,10 +69,46 @@ def views(runs: object) -> list[RunView]:
     if isinstance(runs, RunView) or hasattr(runs, "summary"):
         return [view(runs)]
     if isinstance(runs, Mapping):
-        return [from_json(run, runs.get("spec") or {}, runs.get("environment") or {}) for run in runs["runs"]]
+        seen = [from_json(run, runs.get("spec") or {}, runs.get("environment") or {}) for run in runs["runs"]]
+        return told_apart(seen, [{} for _ in seen])
     if not isinstance(runs, Iterable):
         raise TypeError(f"a figure draws run records or a comparison dict, got {type(runs).__name__}; pass what run() or compare() returned")
-    return [view(run) for run in runs]
+    runs = list(runs)
+    return told_apart([view(run) for run in runs], [getattr(run, "spec", {}) for run in runs])
+
+
+def told_apart(seen: list[RunView], specs: list[Mapping]) -> list[RunView]:
+    """The views with a note wherever several have one name, because bars of one name would be drawn as one.
+
+    Two runs of full_shard become `full_shard, prefetch 0` and `full_shard, prefetch 1`; what nothing tells apart is numbered.
+    """
+    noted = list(seen)
+    for label in {run.label for run in seen}:
+        same = [index for index, run in enumerate(seen) if run.label == label]
+        if len(same) > 1:
+            for place, (index, note) in enumerate(zip(same, _notes([seen[i] for i in same], [specs[i] for i in same]))):
+                noted[index] = replace(seen[index], note=note or f"run {place + 1}")
+    return noted
+
+
+def _notes(seen: list[RunView], specs: list[Mapping]) -> list[str]:
+    """What differs between runs of one name: their ranks, else fields of their specs, else nothing."""
+    described = [{"world_size": run.world_size, **spec} for run, spec in zip(seen, specs)]
+    differing = [name for name in _TELLING if len({str(fields.get(name)) for fields in described}) > 1]
+    notes = [", ".join(_TELLING[name].format(_none(fields.get(name))) for name in differing) for fields in described]
+    return notes if len(set(notes)) == len(notes) else [f"{note}, run {place + 1}".removeprefix(", ") for place, note in enumerate(notes)]
+
+
+def _none(value: object) -> object:
+    return "none" if value is None else value
+
+
+_TELLING = {
+    "model": "{}", "world_size": "{} ranks", "shard_size": "{} ranks a shard group", "emulate": "as {}", "link": "link {}",
+    "link_across": "across {}", "link_queues": "{} queues", "prefetch": "prefetch {}", "units": "units {}", "precision": "{}",
+    "batch_size": "batch {}", "sequence_length": "{} tokens", "micro_batches": "{} micro-batches", "checkpoint": "checkpoint {}",
+    "offload": "offload {}", "transport": "{}", "optimizer": "{}",
+}  # fmt: skip
 
 
 def view(run: object) -> RunView:
@@ -78,7 +122,8 @@ def view(run: object) -> RunView:
     known = from_json(same_fields, {"card": card.get("bytes") or spec.get("card")}, run.environment or {})
     if run.status == "failed":
         known = replace(known, comm_bytes=None)  # what its ranks sent before they failed is no step's traffic
-    return replace(known, status=run.status, card_emulated=run.provenance.get("card", "emulated") == "emulated")
+    link = (summary.get("link") or {}).get("name") or spec.get("emulate") or spec.get("link")
+    return replace(known, status=run.status, link=link, card_emulated=run.provenance.get("card", "emulated") == "emulated")
 
 
 def from_json(run: Mapping, spec: Mapping, environment: Mapping) -> RunView:
@@ -101,6 +146,9 @@ def from_json(run: Mapping, spec: Mapping, environment: Mapping) -> RunView:
         card=spec.get("card"),
         card_emulated=device != "cuda",
         device="cpu" if device == "auto" else str(device),
+        exposed_s=comm.get("exposed_s"),
+        overlap=comm.get("overlap"),
+        link=spec.get("emulate") or spec.get("link"),
     )
     return replace(seen, status="out_of_memory") if seen.over_card else seen
 
@@ -114,10 +162,16 @@ def ranks_and_device(runs: list[RunView]) -> str:
 
 def provenance(runs: list[RunView]) -> list[tuple[str, str]]:
     """What of a comparison is measured, computed, emulated and simulated, as (word, what) pairs."""
-    emulated = [run.card for run in runs if run.card and run.card_emulated]
+    emulated = ["the card: a run whose counted bytes exceed it ends as out of memory"] if any(run.card and run.card_emulated for run in runs) else []
+    emulated += [f"the link ({', '.join(links)}): collectives take the time that it would need"] if (links := emulated_links(runs)) else []
     return [
         ("measured", f"step time, tokens/s, peak memory, bytes sent, losses: on {ranks_and_device(runs)}, real processes of one machine"),
         ("computed", "formula: the bytes that each strategy must send"),
-        ("emulated", "the card: a run whose counted bytes exceed it ends as out of memory" if emulated else "nothing"),
+        ("emulated", "; ".join(emulated) or "nothing"),
         ("simulated", "nothing"),
     ]
+
+
+def emulated_links(runs: list[RunView]) -> list[str]:
+    """The names of the emulated links that occur: `["25gbe"]`."""
+    return sorted({str(run.link) for run in runs if run.link})

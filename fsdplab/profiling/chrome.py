@@ -45,7 +45,8 @@ class ChromeTrace:
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise TraceError(f"{self.path} is a truncated or damaged gzip file ({error}); {_AGAIN}.") from None
         except OSError as error:
-            raise TraceError(f"{self.path} cannot be read ({error.strerror or error}); give the path of a *.pt.trace.json or .json.gz file.") from None
+            why = error.strerror or error
+            raise TraceError(f"{self.path} cannot be read ({why}); give the path of a *.pt.trace.json or .json.gz file.") from None
 
     @property
     def base_ns(self) -> int:
@@ -166,7 +167,7 @@ class _Reader:
         return bool(piece)
 
     def _truncated(self) -> TraceError:
-        return TraceError(f"{self._path} ends in the middle of a value: it is truncated, or no trace; the process was stopped while it wrote; {_AGAIN}.")
+        return TraceError(f"{self._path} ends in the middle of a value: it is truncated, or its process was stopped while it wrote; {_AGAIN}.")
 
     def _damaged(self) -> TraceError:
         position = self._passed + self._at

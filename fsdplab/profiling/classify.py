@@ -30,7 +30,8 @@ _STEP = re.compile(r"^ProfilerStep#(\d+)$")
 _NO_COMPUTING = ("c10d::", "_c10d_functional::", "c10d_functional::", "autograd::engine::", "torch::autograd::", "gloo:", "nccl:", "shm:", "FSDP::")
 KINDS = {  # in a name, letters only -> what the collective is; the order matters
     "reducescatter": "reduce_scatter", "allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all", "broadcast": "broadcast",
-    "sendrecv": "send_recv", "send": "send_recv", "recv": "send_recv", "barrier": "barrier", "gather": "gather", "scatter": "scatter", "reduce": "reduce",
+    "sendrecv": "send_recv", "send": "send_recv", "recv": "send_recv", "barrier": "barrier",
+    "gather": "gather", "scatter": "scatter", "reduce": "reduce",
 }  # fmt: skip
 
 
@@ -120,7 +121,8 @@ def read_events(path: str | Path) -> TraceEvents:
         raise TraceError(f"{path} holds an event that PyTorch's profiler does not write ({error!r}); export the trace again.") from None
     found = sorter.found
     if "mergedRanks" in found.metadata:
-        raise TraceError(f"{path} holds the ranks {found.metadata['mergedRanks']} merged into one file, which is for looking; analyse each rank's own trace.")
+        ranks = found.metadata["mergedRanks"]
+        raise TraceError(f"{path} holds the ranks {ranks} merged into one file, which is for looking; analyse each rank's own trace.")
     if found.first is None:
         raise TraceError(f"{path} holds no event that took time: nothing ran while the profiler did; profile at least one whole training step.")
     return _on_one_clock(found, trace.base_ns)

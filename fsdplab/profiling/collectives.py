@@ -90,6 +90,7 @@ def find_collectives(
         return sorted(_launched(found), key=lambda each: each.issue)
     book = _Book(found)
     if ledger:
+        book.shared_memory("copy-in")
         book.emulated(ledger, life)
     else:
         book.shared_memory()
@@ -135,17 +136,18 @@ class _Book:
     def _around(self, thread: Thread, instant: int) -> list[Range]:
         return self._nests[thread].around(instant) if thread in self._nests else []
 
-    def _complete(self, draft: Collective, passage: Passage) -> None:
-        draft.pieces.append(Piece(passage.start, passage.end))
+    def _complete(self, draft: Collective, passage: Passage, role: str = "") -> None:
+        draft.pieces.append(Piece(passage.start, passage.end, role))
         draft.nbytes = _payload(passage, draft.kind, int(self.found.distributed.get("world_size") or 1))
 
-    def shared_memory(self) -> None:
+    def shared_memory(self, role: str = "") -> None:
+        """What the host copies for torch's own engines: the transport itself, or beside an emulated link's passage."""
         for passage in self.found.passages:
             if passage.thread[0] == "shm":
                 call = Range(passage.kind, "", passage.start, passage.end, passage.thread[1:])
                 owner = self._owner(call)
                 owner.by_host = True
-                self._complete(owner, passage)
+                self._complete(owner, passage, role)
 
     def gloo(self) -> None:
         """Gloo's ranges in order of time, each with the oldest issue of its family that came before it."""
@@ -192,10 +194,14 @@ class _Book:
             start, end, kind, unit = row["start_ns"] - base, row["end_ns"] - base, row["kind"], unit_name(row["unit"])
             if end < self.found.first or start > self.found.last:
                 continue
-            draft = next((each for each in self.drafts if each.transport is None and (each.kind, each.unit) == (kind, unit) and each.issue <= end), None)
-            draft = draft or self._open(kind, unit, _issue(row, life, base))
+            unnamed = row["unit"] == ""  # torch's engines tell the link no unit: then the order of issue decides
+            fitting = (
+                each for each in self.drafts
+                if each.kind == kind and (unnamed or each.unit == unit) and each.transport is None and each.issue <= end
+            )  # fmt: skip
+            draft = next(fitting, None) or self._open(kind, unit, _issue(row, life, base))
             draft.pieces.append(Piece(start, end))
-            draft.phase, draft.emulated, draft.nbytes = row["phase"], True, row["logical_bytes"]
+            draft.phase, draft.emulated, draft.nbytes, draft.by_host = row["phase"], True, row["logical_bytes"], False
         for wait in (each for each in self.found.ranges if each.label == "link"):
             fitting = [each for each in self.drafts if each.unit == wait.unit and each.transport and each.issue <= wait.end]
             if fitting:
@@ -249,7 +255,8 @@ class Launches:
 
     def __init__(self, found: TraceEvents) -> None:
         threads = list(found.launches)
-        parts = [(np.array(numbers), spans.pairs()[:, 0], np.full(len(numbers), index)) for index, (numbers, spans) in enumerate(found.launches.values())]
+        logged = enumerate(found.launches.values())
+        parts = [(np.array(numbers), spans.pairs()[:, 0], np.full(len(numbers), index)) for index, (numbers, spans) in logged]
         empty = np.empty(0, dtype=np.int64)
         numbers, starts, owners = (np.concatenate([empty, *column]) for column in zip(*parts)) if parts else (empty,) * 3
         order = np.argsort(numbers, kind="stable")

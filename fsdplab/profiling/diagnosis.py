@@ -176,7 +176,7 @@ def _one_big_unit(scene: Scene) -> Finding | None:
     total = sum(held.values())
     if not total or (biggest := held.most_common(1)[0])[1] < BIG_UNIT * total:
         return None
-    name, share = biggest[0] or "the root", biggest[1] / total
+    name, share = _named(biggest[0]), biggest[1] / total
     seconds = sum(row["exposed_ns"] for row in scene.exposed if row["unit"] == biggest[0]) / 1e9 / scene.profiled
     title = f"one unit holds {share:.0%} of the parameters: {name} is exposed {_ms(seconds)} a step"
     text = "Its gather has nothing to hide behind before it, its reduction nothing after it, and all of it is in memory at once."
@@ -190,11 +190,22 @@ def _slow_rank(scene: Scene) -> Finding | None:
     others = statistics.median(seconds for rank, seconds in scene.own_s.items() if rank != slow)
     seconds = scene.own_s[slow] - others
     if scene.own_s[slow] < SLOW_RANK * others:
-        return None
+        return _skew(scene)
     title = f"rank {slow} is slow: it is busy for {_ms(scene.own_s[slow])} a step, the others for {_ms(others)}"
     text = f"At every collective the others wait for it, {_ms(seconds)} a step in all."
     remedy = f"Look at rank {slow}'s machine (another job, a hot or throttled card, fewer cores) and at its data (longer sequences than the others')."
     return Finding("slow_rank", seconds, title, text, remedy)
+
+
+def _skew(scene: Scene) -> Finding | None:
+    """No rank is slow on the whole, and still they wait for each other."""
+    worst = scene.worst("waiting_for_peer")
+    if worst is None:
+        return None
+    seconds = scene.by_cause("waiting_for_peer")
+    title = f"ranks wait for each other: {_ms(seconds)} a step, at {_row(worst)} alone {_ms(worst['exposed_ns'] / 1e9)}"
+    text = "No rank is slow on the whole; each is late now and then, and at a collective all wait for the last."
+    return Finding("skew", seconds, title, text, "Give each rank cores of its own, balance the lengths of sequences, and keep other work off the machine.")
 
 
 def _nothing_beside(scene: Scene) -> Finding | None:
@@ -233,7 +244,7 @@ def _peak(record: RunRecord) -> Finding | None:
     name = max(split, key=split.__getitem__)
     words = name.replace("_", " ")
     title = f"memory peaks at {total / 1e6:.0f} MB, {split[name] / total:.0%} of it {words}"
-    text = f"At the peak's instant {words} hold {split[name] / 1e6:.0f} MB."
+    text = f"At the peak's instant: {split[name] / 1e6:.0f} MB of {words}."
     return Finding("peak", 0.0, title, text, f"To lower it: {_REMEDIES[name]}.")
 
 
@@ -265,7 +276,7 @@ def _latency_s(scene: Scene) -> float:
 
 
 def _row(row: Row) -> str:
-    return f"{row['kind']} of {row['unit'] or 'the root'} in {row['phase'] or 'the step'}"
+    return f"{row['kind']} of {_named(row['unit'])} in {row['phase'] or 'the step'}"
 
 
 def _link(record: RunRecord) -> str:
@@ -277,3 +288,7 @@ def _link(record: RunRecord) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _named(unit: str) -> str:
+    return "the root" if unit in ("", "root") else unit

@@ -35,7 +35,14 @@ class Drawing:
         self._kernels, self._labels = self._launched() if found.on_gpu else (EMPTY, [])
 
     def rows(
-        self, step: int, start: int, end: int, computing: Intervals, host_busy: Intervals, collectives: Sequence[Collective], shares: Sequence[Intervals]
+        self,
+        step: int,
+        start: int,
+        end: int,
+        computing: Intervals,
+        host_busy: Intervals,
+        collectives: Sequence[Collective],
+        shares: Sequence[Intervals],
     ) -> list[Row]:
         """All lanes of one step, in order of time within a lane; `shares` are the exposed instants of each collective."""
         waiting = self._waiting(start, end, host_busy, collectives)

@@ -23,7 +23,7 @@ def traces_of(record: RunRecord) -> dict[int, Path]:
     files = sorted((record.path / "traces").glob("rank*.pt.trace.json*"))
     found = {int(name.group(1)): file for file in files if (name := _RANK.match(file.name))}
     if not found:
-        raise RecordError(f"{record.path} holds no traces: the run was not profiled. Record it again with profiled steps: fsdplab run --profile 3 ...")
+        raise RecordError(f"{record.path} holds no traces: the run was not profiled. Record it again: fsdplab run --profile 3 ...")
     return found
 
 

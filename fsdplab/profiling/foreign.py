@@ -16,6 +16,7 @@ from fsdplab.records import RunRecord
 
 from .chrome import TraceError
 from .overlap import TraceAnalysis, analyse_trace
+from .skew import with_peers
 
 ENGINE = "trace"
 
@@ -27,6 +28,7 @@ def record_of_traces(paths: Sequence[str | Path]) -> RunRecord:
     """
     analyses = [analyse_trace(path) for path in paths]
     _check_ranks(analyses)
+    analyses = with_peers(analyses)
     tables = {name: [row for each in analyses for row in each.rows(name)] for name in ("timeline", "breakdown", "exposed")}
     return RunRecord(
         Path(paths[0]).parent,

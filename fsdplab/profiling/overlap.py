@@ -96,7 +96,7 @@ def analyse_trace(
 def _require_communication(analysis: TraceAnalysis) -> None:
     if (analysis.world_size or 1) > 1 and not any(step.collectives for step in analysis.steps):
         raise TraceError(
-            f"{analysis.path} is of rank {analysis.rank} of {analysis.world_size} and shows no communication in its steps, so its overlap cannot be told: "
+            f"{analysis.path} is of rank {analysis.rank} of {analysis.world_size} and shows no communication in its steps, so there is no overlap: "
             "the profiler did not see the transport; use gloo, NCCL, or an engine whose ranges (FSDP::all_gather ...) mark it."
         )
 
@@ -122,8 +122,8 @@ class _Account:
         breakdown = _breakdown(self._rank, number, end - start, computing, communication, exposed)
         mine = [each for each in self._collectives if any(piece.start < end and piece.end > start for piece in each.pieces)]
         shares = attribute(exposed, mine)
-        if sum(map(length, shares)) != breakdown["exposed_ns"]:
-            raise AccountingError(f"step {number}: {breakdown['exposed_ns']} ns were exposed, {sum(map(length, shares))} attributed; report this with the trace")
+        if (attributed := sum(map(length, shares))) != breakdown["exposed_ns"]:
+            raise AccountingError(f"step {number}: {breakdown['exposed_ns']} ns were exposed, {attributed} attributed; report this with the trace")
         context = Context(start, end, computing, self._host_busy, self._phase_ends(start, end), self._found.on_gpu)
         causes = causes_of(mine, shares, context)
         return StepAnalysis(
@@ -179,7 +179,8 @@ def _breakdown(rank: int, step: int, whole: int, computing: Intervals, communica
     }  # fmt: skip
     parts = [row[name] for name in _PARTS]
     if sum(parts) != whole or min(parts) < 0 or row["compute_only_ns"] + overlapped != row["compute_ns"]:
-        raise AccountingError(f"step {step} of rank {rank} took {whole} ns, its parts {dict(zip(_PARTS, parts))} sum to {sum(parts)}; report this with the trace")
+        named = dict(zip(_PARTS, parts))
+        raise AccountingError(f"step {step} of rank {rank} took {whole} ns, its parts {named} sum to {sum(parts)}; report this with the trace")
     return row
 
 

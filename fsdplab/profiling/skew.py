@@ -56,8 +56,11 @@ def bandwidths(kind: str, nbytes: int | None, ns: int, ranks: int) -> tuple[floa
 
 
 def collective_skews(rows: Iterable[Row]) -> list[CollectiveSkew]:
-    """One value a collective that at least two ranks took part in, in order of its first start; the n-th of a kind on one rank meets the n-th on others."""
-    return sorted((_skew(key, members) for key, members in matched(rows).items() if len(members) > 1), key=lambda one: (one.step, one.latency_ns))
+    """One value a collective that at least two ranks took part in, in order of its first start.
+
+    The n-th of a unit, phase and kind on one rank meets the n-th on the others.
+    """
+    return [_skew(key, members) for key, members in matched(rows).items() if len(members) > 1]
 
 
 def matched(rows: Iterable[Row]) -> dict[Key, list[Row]]:
@@ -78,7 +81,8 @@ def _skew(key: Key, members: Sequence[Row]) -> CollectiveSkew:
     nbytes = next((row["logical_bytes"] for row in members if row.get("logical_bytes")), None)
     late_by = starts[straggler] - median(start for rank, start in starts.items() if rank != straggler)
     spread = max(starts.values()) - min(starts.values())
-    return CollectiveSkew(*key, tuple(sorted(starts)), spread, latency, straggler, int(late_by), nbytes, *bandwidths(key[3], nbytes, latency, len(members)))
+    speeds = bandwidths(key[3], nbytes, latency, len(members))
+    return CollectiveSkew(*key, tuple(sorted(starts)), spread, latency, straggler, int(late_by), nbytes, *speeds)
 
 
 def straggling(skews: Iterable[CollectiveSkew]) -> dict[int, int]:
@@ -109,10 +113,8 @@ def with_peers(analyses: Sequence[TraceAnalysis]) -> list[TraceAnalysis]:
 
 
 def _explained(step: StepAnalysis, late: dict[int, int]) -> StepAnalysis:
-    collectives = tuple(
-        row | {"cause": "waiting_for_peer"} if row["exposed_ns"] and row["cause"] in _MAY_BE_A_PEER and 2 * late[id(row)] >= row["exposed_ns"] else row
-        for row in step.collectives
-    )
+    by_a_peer = lambda row: 0 < row["exposed_ns"] <= 2 * late[id(row)] and row["cause"] in _MAY_BE_A_PEER  # noqa: E731
+    collectives = tuple(row | {"cause": "waiting_for_peer"} if by_a_peer(row) else row for row in step.collectives)
     worst: dict[tuple, Row] = {}
     for row in sorted(collectives, key=lambda row: row["exposed_ns"]):
         worst[row["unit"], row["phase"], row["kind"]] = row

@@ -19,7 +19,7 @@ _LOOK_EVERY_S = 0.02
 
 def end(agent: subprocess.Popen[bytes], ranks: Sequence[int]) -> None:
     """End the agent and its ranks (process ids) and return once all are gone, after at most about ten seconds."""
-    if agent.poll() is None and not all(map(gone, ranks)):
+    if agent.poll() is None and not (ranks and all(map(gone, ranks))):  # no rank known: they may be starting
         agent.terminate()
         _wait(agent)
     if agent.poll() is None:

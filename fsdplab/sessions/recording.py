@@ -27,11 +27,18 @@ OnProgress = Callable[[int, int, float], None]
 WORKER = ("-m", "fsdplab.sessions.worker")
 
 
-def run(spec: RunSpec, *, directory: str | Path | None = None, on_progress: OnProgress | None = None, program: Sequence[str] = WORKER) -> RunRecord:
+def run(
+    spec: RunSpec,
+    *,
+    directory: str | Path | None = None,
+    on_progress: OnProgress | None = None,
+    on_look: Callable[[], None] | None = None,
+    program: Sequence[str] = WORKER,
+) -> RunRecord:
     """Run one spec on real ranks and return its record, written into `directory`.
 
     Without a directory the record lives in a temporary folder that is deleted when Python ends. `on_progress(step, total, loss)` is called
-    from here after each of rank 0's steps: `on_progress(1, 10, 5.71)` first. A rank that dies, raises, hangs or diverges, or a run longer
+    from here after each of rank 0's steps: `on_progress(1, 10, 5.71)` first; `on_look()` about twenty times a second. What they raise ends the ranks. A rank that dies, raises, hangs or diverges, or a run longer
     than `spec.time_limit`, raises RanksFailed; its `.record` is the record of the failed run. `program` is what each rank executes, for
     workers other than the lab's own.
     """
@@ -39,7 +46,7 @@ def run(spec: RunSpec, *, directory: str | Path | None = None, on_progress: OnPr
     mailbox = Mailbox(folder / "ranks")
     mailbox.folder.mkdir(parents=True)
     (mailbox.folder / "spec.json").write_text(json.dumps(_reachable(spec)))
-    follower = _Follower(mailbox, spec.total_steps, on_progress)
+    follower = _Follower(mailbox, spec.total_steps, on_progress, on_look)
     try:
         run_ranks([*program, str(mailbox.folder)], mailbox, world_size=spec.processes, time_limit=spec.time_limit, on_look=follower.look)
     except RanksFailed as failed:
@@ -51,13 +58,15 @@ def run(spec: RunSpec, *, directory: str | Path | None = None, on_progress: OnPr
 
 
 class _Follower:
-    """Reports rank 0's steps as they appear in its file."""
+    """Reports rank 0's steps as they appear in its file, and that it looked."""
 
-    def __init__(self, mailbox: Mailbox, total: int, on_progress: OnProgress | None) -> None:
-        self._path, self._total, self._tell = mailbox.of(0, "steps"), total, on_progress
+    def __init__(self, mailbox: Mailbox, total: int, on_progress: OnProgress | None, on_look: Callable[[], None] | None) -> None:
+        self._path, self._total, self._tell, self._looked = mailbox.of(0, "steps"), total, on_progress, on_look
         self._told = 0
 
     def look(self) -> None:
+        if self._looked is not None:
+            self._looked()
         if self._tell is None:
             return
         for row in read_lines(self._path)[self._told :]:

@@ -24,18 +24,23 @@ TABLES = ("timeline", "breakdown", "exposed")
 def tables_of(spec: RunSpec, mailbox: Mailbox, ledger: Sequence[Row], folder: Path) -> dict[str, list[Row]]:
     """Rows of `timeline`, `breakdown` and `exposed` of all profiled steps, and the timeline of the step whose memory was measured."""
     from fsdplab.profiling.overlap import analyse_trace
+    from fsdplab.profiling.skew import with_peers
+
+    def analysed(traces: dict[int, Path]) -> list[TraceAnalysis]:
+        """All ranks together: whether one waited for another, only both can tell."""
+        mine = {rank: [row for row in ledger if row["rank"] == rank] for rank in traces}
+        return with_peers([analyse_trace(path, ledger=mine[rank], rank=rank) for rank, path in traces.items()])
 
     tables: dict[str, list[Row]] = {name: [] for name in TABLES}
-    for rank in range(spec.processes):
-        mine = [row for row in ledger if row["rank"] == rank]
-        kept = _keep(mailbox.of(rank, "pt.trace.json.gz"), folder / "traces")
-        if kept is None:
-            continue
-        _add(tables, analyse_trace(kept, ledger=mine, rank=rank), TABLES, shift=spec.untimed + spec.steps)
-        memory = mailbox.of(rank, "memory.trace.json.gz")
-        if memory.exists():
-            _add(tables, analyse_trace(memory, ledger=mine, rank=rank), ("timeline",), shift=0)
-            memory.unlink()
+    ranks = range(spec.processes)
+    kept = {rank: path for rank in ranks if (path := _keep(mailbox.of(rank, "pt.trace.json.gz"), folder / "traces"))}
+    of_memory = {rank: path for rank in kept if (path := mailbox.of(rank, "memory.trace.json.gz")).exists()}
+    for analysis in analysed(kept):
+        _add(tables, analysis, TABLES, shift=spec.untimed + spec.steps)
+    for analysis in analysed(of_memory):
+        _add(tables, analysis, ("timeline",), shift=0)
+    for path in of_memory.values():
+        path.unlink()
     return tables
 
 
@@ -51,7 +56,13 @@ def _add(tables: dict[str, list[Row]], analysis: TraceAnalysis, names: Sequence[
     for step in analysis.steps:
         rows = {"timeline": step.timeline, "breakdown": [step.breakdown], "exposed": step.exposed}
         for name in names:
-            tables[name] += [{**row, "step": row["step"] + shift} for row in rows[name]]
+            tables[name] += [{**row, "step": row["step"] + shift, **_root(row, analysis)} for row in rows[name]]
+
+
+def _root(row: Row, analysis: TraceAnalysis) -> Row:
+    """The ranges of the root carry no name; where other units have one, a collective without one is its own, as in the ledger."""
+    has_units = any(each["unit"] for step in analysis.steps for each in step.exposed)
+    return {"unit": "root"} if has_units and row.get("unit") == "" and row.get("lane") not in ("step", "compute", "waiting") else {}
 
 
 def profile_summary(

@@ -1,0 +1,152 @@
+"""What the figures of profiled steps share: which rows of a record they read, in which order, and how they name what is real.
+
+A record made without a profile has these tables empty. Every figure then ends in one line that says what to run.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+
+from fsdplab.figures.units import seconds, size
+from fsdplab.figures.view import ranks_and_device, views
+
+Row = dict
+MS = 1e6  # nanoseconds
+ROOT = "root"
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "other_communication")
+_REMEDIES = {
+    "memory": "run it again with memory measured (memory=True)",
+    "life": "only the lab's engine tells its units' states: run it again with --engines lab --profile 2",
+    "ledger": "run it again with the lab's engine on 2 ranks or more",
+}
+
+
+def label(record: object) -> str:
+    """The run's name in titles: `full_shard`, `torch-fsdp2`."""
+    return views(record)[0].label
+
+
+def rows_of(record: object, table: str) -> list[Row]:
+    """The rows of a table; ValueError with the remedy when the record has none, TypeError for anything but a record."""
+    if not hasattr(record, "table"):
+        raise TypeError(f"this figure draws a run record, got {type(record).__name__}; pass what run() returned or RunRecord.load(folder)")
+    rows = named_rows(record, table)
+    if not rows:
+        remedy = _REMEDIES.get(table, "run it again with --profile 2 (RunSpec(profile=2))")
+        raise ValueError(f"{label(record)} has no {table} table to draw; {remedy}")
+    return rows
+
+
+def named_rows(record: object, table: str) -> list[Row]:
+    """The rows of a table, none or many, with the root under its name: the ledger writes `root`, traces leave it empty."""
+    return [{**row, "unit": ROOT} if row.get("unit") == "" else row for row in record.table(table)]
+
+
+def listed(records: object) -> list:
+    """One record or several, as a list."""
+    return [records] if hasattr(records, "table") else list(records)
+
+
+def profiled(rows: Sequence[Row], record: object) -> list[Row]:
+    """The rows of profiled steps: those of the memory step, which its measurement slows down, are left out if there are others."""
+    slowed = {row["step"] for row in record.table("memory")}
+    return [row for row in rows if row["step"] not in slowed] or list(rows)
+
+
+def usual_step(record: object) -> int:
+    """The profiled step of median length (its slowest rank's), whose timeline stands for the others."""
+    rows = profiled(rows_of(record, "timeline"), record)
+    lengths: dict[int, int] = {}
+    for row in rows:
+        if row["lane"] == "step":
+            lengths[row["step"]] = max(lengths.get(row["step"], 0), row["end_ns"] - row["start_ns"])
+    if not lengths:
+        return max(row["step"] for row in rows)
+    middle = statistics.median_low(lengths.values())
+    return next(step for step, length in lengths.items() if length == middle)
+
+
+def timeline_of(record: object, step: int | None) -> tuple[int, list[Row]]:
+    """(step, its timeline rows); the usual step by default. ValueError names the steps there are."""
+    rows = rows_of(record, "timeline")
+    chosen = usual_step(record) if step is None else step
+    found = [row for row in rows if row["step"] == chosen]
+    if not found:
+        steps = sorted({row["step"] for row in rows})
+        raise ValueError(f"{label(record)} has no timeline of step {chosen}; expected one of {steps}; run with --profile for more")
+    return chosen, found
+
+
+def breakdown_of(record: object, step: int | None = None) -> Row | None:
+    """The breakdown of the rank that is exposed longest in a step (on average over the profiled steps by default), in ns.
+
+    Means of rows keep their sum, so compute_only + overlapped + exposed + other is the step here too. None without the table.
+    """
+    rows = [row for row in record.table("breakdown") if step is None or row["step"] == step]
+    if not rows:
+        return None
+    by_rank = group(profiled(rows, record), lambda row: row["rank"])
+    spans = [name for name in rows[0] if name.endswith("_ns")]
+    means = {rank: {name: statistics.fmean(row[name] for row in found) for name in spans} for rank, found in by_rank.items()}
+    worst = max(means, key=lambda rank: (means[rank]["exposed_ns"], -rank))
+    return {"rank": worst, "steps": len({row["step"] for row in by_rank[worst]}), **means[worst]}
+
+
+def group(rows: Iterable[Row], key) -> dict:
+    """Rows by a key, in order of first appearance."""
+    groups: dict = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def natural(name: str) -> list:
+    """Sort key with numbers as numbers: `blocks.2` before `blocks.10`, the root first."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
+
+
+def unit_order(record: object, units: Iterable[str]) -> list[str]:
+    """Units in the order in which the forward reaches them; those it never tells of follow by name."""
+    first: dict[str, int] = {}
+    for row in named_rows(record, "timeline"):
+        if row["phase"] == "forward" and row["lane"] == "compute":
+            first[row["unit"]] = min(first.get(row["unit"], row["start_ns"]), row["start_ns"])
+    return sorted(set(units), key=lambda unit: (unit != ROOT, first.get(unit, float("inf")), natural(unit)))
+
+
+def short_unit(unit: str) -> str:
+    """A unit's name for a narrow bar: `short_unit("blocks.3") == "3"`."""
+    return unit.rsplit(".", 1)[-1]
+
+
+def conditions(records: object, *more: str) -> str:
+    """What is real, the words of every subtitle: `"Measured on 2 CPU ranks; the link is emulated (25 GbE: 3.12 GB/s, 10.0 µs), step 11"`."""
+    runs = listed(records)
+    origins = [run.provenance.get("exposed_s", "measured") for run in runs]
+    first = "Simulated for" if "simulated" in origins else "Measured on"
+    links = list(dict.fromkeys(link_words(run) for run in runs if run.summary.get("link")))
+    emulated = f"; the link is emulated ({' / '.join(links)})" if links else "; communication is emulated" if "emulated" in origins else ""
+    return ", ".join([f"{first} {ranks_and_device(views(runs))}{emulated}", *filter(None, more)])
+
+
+def link_words(record: object) -> str:
+    """The emulated link: `"25 GbE: 3.12 GB/s, 10.0 µs"`."""
+    link = record.summary.get("link") or {}
+    name = str(link.get("name", "a link"))
+    rate = f"{size(link['bytes_per_s'])}/s" if link.get("bytes_per_s") else ""
+    numbers = [rate] if rate and rate.replace(" ", "").lower() != name.replace(" ", "").lower() else []
+    numbers += [seconds(link["latency_s"])] if link.get("latency_s") else []
+    as_model = f", as {link['as']}" if link.get("as") else ""
+    return f"{name}{': ' if numbers else ''}{', '.join(numbers)}{as_model}"
+
+
+def duration(ns: float) -> str:
+    """Nanoseconds as a reader sees them: `duration(2_100_000) == "2.10 ms"`; nothing is `0 ms`."""
+    return seconds(ns / 1e9) if ns else "0 ms"
+
+
+def percent(part: float, whole: float) -> str:
+    """`percent(1, 3) == "33 %"`; nothing of nothing is `0 %`."""
+    return f"{100 * part / whole:.0f} %" if whole else "0 %"

@@ -1,0 +1,32 @@
+"""The strategy lab: choose, run, look. State in plain objects; widgets only in front of them.
+
+The names load when first used, so that choices, state and runner work (and are tested) where ipywidgets is not installed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+_HOME = {
+    "Choices": "choices",
+    "Request": "choices",
+    "check": "choices",
+    "LabState": "lab_state",
+    "Batch": "lab_state",
+    "Runner": "running",
+    "StrategyLab": "strategy_lab",
+}
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> object:
+    """Load the chapter that a public name lives in, the first time the name is used."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'fsdplab.widgets' has no attribute {name!r}; public names: {', '.join(_HOME)}")
+    try:
+        return getattr(import_module(f"fsdplab.widgets.{_HOME[name]}"), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("ipywidgets", "plotly", "IPython"):
+            raise
+        raise ModuleNotFoundError('the strategy lab needs ipywidgets and plotly: pip install "fsdplab[lab]"', name=error.name) from error

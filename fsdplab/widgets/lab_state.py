@@ -1,0 +1,252 @@
+"""The state of the strategy lab, with no widget in it: what is chosen, what runs, what came out.
+
+    idle -> running -> done | failed
+               |
+               +-> cancelling -> cancelled          and from any of the four that stand still -> running again
+
+The view calls the verbs of its buttons (`choose`, `begin`, `cancel`), the runner's thread those of the run (`started`, `stepped`,
+`recorded`, `ended`). After each, everybody who subscribed is told; nothing else is promised about who draws what.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fsdplab.figures.units import plural
+from fsdplab.figures.view import RunView, view, views
+from fsdplab.records import RunRecord, comparison_json
+from fsdplab.sessions.spec import RunSpec
+
+from .choices import Choices, Request, check, label
+
+RESTING = ("idle", "done", "failed", "cancelled")
+BUSY = ("running", "cancelling")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a batch of runs is: run `run` of `runs` (from 1), step `step` of `steps`; before its first step a run is starting."""
+
+    run: int = 0
+    runs: int = 0
+    label: str = ""
+    step: int = 0
+    steps: int = 0
+    loss: float | None = None
+
+    @property
+    def share(self) -> float:
+        """How much is done, 0 to 1: `Progress(run=2, runs=2, step=5, steps=10).share == 0.75`."""
+        inside = self.step / self.steps if self.steps else 0.0
+        return min(1.0, (max(self.run - 1, 0) + inside) / self.runs) if self.runs else 0.0
+
+    def __str__(self) -> str:
+        if not self.runs:
+            return ""
+        where = f"step {self.step} of {self.steps}" if self.step else "its ranks are starting"
+        loss = f", loss {self.loss:.4f}" if self.loss is not None else ""
+        return f"run {self.run} of {self.runs}, {self.label}: {where}{loss}"
+
+
+@dataclass
+class Batch:
+    """What one press of Run asked for and the records it has so far; a finished twin among them is the reference of the others.
+
+    Number 0 is all batches together; it has no reference, for they may have trained different things.
+    """
+
+    number: int
+    specs: tuple[RunSpec, ...]
+    records: list[RunRecord] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[RunRecord]:
+        """The records that stand in tables and figures: all but the twin's, unless there is no other."""
+        return [record for record in self.records if record.spec["engine"] != "twin"] or self.records
+
+    @property
+    def reference(self) -> RunRecord | None:
+        """The twin's record, where it ran and finished."""
+        twins = [record for record in self.records if record.spec["engine"] == "twin" and record.status == "finished"]
+        return twins[0] if twins and self.number else None
+
+    @property
+    def comparison(self) -> dict[str, Any]:
+        """The records side by side, as `fsdplab compare --json` writes them."""
+        return comparison_json(self.rows, self.reference)
+
+    @property
+    def views(self) -> list[RunView]:
+        """The rows as tables show them, each with the verdict on its losses."""
+        verdicts = [entry["matches_reference"] for entry in self.comparison["runs"]]
+        return [replace(run, matches=verdict) for run, verdict in zip(views(self.rows), verdicts, strict=True)]
+
+    @property
+    def title(self) -> str:
+        """What was run, for a menu: `1: gpt-tiny, 2 ranks, fp32, prefetch 1, 2 runs`."""
+        if not self.number:
+            return f"all batches: {plural(len(self.rows), 'run')}"
+        first = self.specs[0]
+        link = [f"link {first.link}"] if first.link else [f"as {first.as_model} on {first.emulate}"] if first.emulate else []
+        parts = [first.model, plural(first.world_size, "rank"), first.precision, f"prefetch {first.prefetch}", *link, plural(len(self.specs), "run")]
+        return f"{self.number}: {', '.join(parts)}"
+
+
+class LabState:
+    """Choices, status, progress, batches of records, last error; `subscribe` to hear of every change. Safe to use from two threads.
+
+    >>> state = LabState(ranks=9)
+    >>> state.begin(), state.status, state.request.errors
+    ((), 'idle', {'ranks': 'ranks is 9; expected one of 1, 2, 3, 4'})
+    """
+
+    def __init__(self, fixed: Mapping[str, Any] | None = None, **choices: Any) -> None:
+        self.fixed = dict(fixed or {})
+        self.choices = Choices(**choices)
+        self.request = check(self.choices, self.fixed)
+        self.status = "idle"
+        self.progress = Progress()
+        self.batches: list[Batch] = []
+        self.last_error: str | None = None
+        self._presses = 0
+        self._observers: list[Callable[[], None]] = []
+        self._lock = threading.RLock()
+
+    def subscribe(self, observer: Callable[[], None]) -> Callable[[], None]:
+        """Call `observer()` after every change, on the thread that made it; returns what ends that."""
+        self._observers.append(observer)
+        return lambda: self._observers.remove(observer)
+
+    @property
+    def busy(self) -> bool:
+        """Whether runs are going on, or being ended."""
+        return self.status in BUSY
+
+    @property
+    def batch(self) -> Batch | None:
+        """The latest batch that has a record."""
+        return next((batch for batch in reversed(self.batches) if batch.records), None)
+
+    @property
+    def offered(self) -> list[Batch]:
+        """The batches that have records, and behind several of them all together."""
+        full = [batch for batch in self.batches if batch.records]
+        together = [(spec, record) for batch in full for spec, record in zip(batch.specs, batch.records)]
+        whole = Batch(0, tuple(spec for spec, _ in together), [record for _, record in together])
+        return [*full, whole] if len(full) > 1 else full
+
+    @property
+    def message(self) -> str:
+        """The one line under the buttons: what goes on, or how it ended and what is possible now."""
+        if self.status == "running":
+            return str(self.progress)
+        if self.status == "cancelling":
+            return "cancelling: the ranks are being ended"
+        if self.status == "idle":
+            return self._outlook()
+        kept = f"{plural(len(self.batches[-1].records), 'record')} of {plural(len(self.batches[-1].specs), 'run')} kept"
+        return {"done": f"done: {kept}", "cancelled": f"cancelled by you: {kept}; press Run to start again"}.get(self.status) or (
+            f"failed: {self.last_error}; {kept}, and the lab can be used on"
+        )
+
+    def _outlook(self) -> str:
+        if self.last_error:
+            return self.last_error
+        left_out = f" ({self.request.left_out})" if self.request.left_out else ""
+        return f"ready: {plural(len(self.request.specs), 'run')}{left_out}" if self.request.specs else "not ready: see the choices marked in red"
+
+    # ---- verbs of the controls and buttons
+
+    def choose(self, **changes: Any) -> None:
+        """Change choices; what does not fit is in `request.errors`. A batch that is running keeps what it was started with."""
+        with self._told():
+            self.choices = replace(self.choices, **changes)
+            self.request = check(self.choices, self.fixed)
+            if not self.busy:
+                self.status, self.last_error = "idle", None
+
+    def begin(self) -> tuple[RunSpec, ...]:
+        """Start a batch: its specs, which the caller now runs; none while another batch is running or where a choice is wrong."""
+        with self._told():
+            if self.busy:
+                return ()
+            if self.request.errors:
+                self.status = "idle"
+                self.last_error = "nothing was started: " + "; ".join(self.request.errors.values())
+                return ()
+            self._presses += 1
+            self.batches.append(Batch(self._presses, self.request.specs))
+            self.status, self.last_error = "running", None
+            self.progress = Progress(runs=len(self.request.specs))
+            return self.request.specs
+
+    def cancel(self) -> bool:
+        """Ask the running batch to end; False when there is none."""
+        with self._told():
+            if self.status != "running":
+                return False
+            self.status = "cancelling"
+            return True
+
+    # ---- verbs of the run
+
+    def started(self, run: int) -> None:
+        """Run number `run` (from 0) of the batch begins."""
+        with self._told():
+            specs = self._running().specs
+            self.progress = Progress(run + 1, len(specs), label(specs[run]), 0, specs[run].total_steps)
+
+    def stepped(self, step: int, steps: int, loss: float) -> None:
+        """The run that is going on has done `step` of its `steps`."""
+        with self._told():
+            self._running()
+            self.progress = replace(self.progress, step=step, steps=steps, loss=loss)
+
+    def recorded(self, record: RunRecord) -> None:
+        """A run ended, well or badly, and left its record."""
+        with self._told():
+            self._running().records.append(record)
+            if record.status == "failed":
+                self.last_error = f"{view(record).label}: {_one_line(record)}"
+
+    def ended(self, error: str | None = None) -> None:
+        """No rank is left: the batch is done, cancelled, or failed because of a run that failed or of `error`."""
+        with self._told():
+            self._running()
+            self.last_error = error or self.last_error
+            self.status = "cancelled" if self.status == "cancelling" else "failed" if self.last_error else "done"
+
+    def _running(self) -> Batch:
+        if not self.busy:
+            raise RuntimeError(f"no batch is running (status {self.status}); call begin() first")
+        return self.batches[-1]
+
+    def _told(self) -> _Told:
+        return _Told(self._lock, self._observers)
+
+
+@dataclass
+class _Told:
+    """One change: alone while it happens, and told to the observers when it is complete."""
+
+    lock: threading.RLock
+    observers: Sequence[Callable[[], None]]
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                for observer in [*self.observers]:
+                    observer()
+        finally:
+            self.lock.release()
+
+
+def _one_line(record: RunRecord) -> str:
+    message = (record.failure or {}).get("message") or "it left no report"
+    return message.splitlines()[0].rstrip(".")

@@ -1,0 +1,107 @@
+"""Runs a batch on a thread of its own, so that the page stays alive and Cancel is heard.
+
+Cancel is an exception raised where the session looks after its ranks: `run_ranks` ends all of them before it lets an exception pass,
+so when the batch has ended no process of it is left, whatever ended it. The look happens about twenty times a second, also while the
+ranks start.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from fsdplab.records import RunRecord
+from fsdplab.sessions import RunSpec, compare
+
+from .lab_state import LabState
+
+
+class Cancelled(Exception):
+    """Raised inside a run that was cancelled."""
+
+
+class Runner:
+    """Starts and cancels the batches of one LabState; records go below `directory`, or into a folder that Python deletes when it ends.
+
+    >>> runner = Runner(LabState(model="gpt-tiny", steps=2))                     # doctest: +SKIP
+    >>> runner.start(), runner.wait(60), runner.state.status                     # doctest: +SKIP
+    (True, True, 'done')
+    """
+
+    def __init__(self, state: LabState, directory: str | Path | None = None) -> None:
+        self.state = state
+        self._directory = Path(directory) if directory is not None else None
+        self._cancel = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> bool:
+        """Run what is chosen, in the background; False where nothing was started (`state.message` says why)."""
+        specs = self.state.begin()
+        if not specs:
+            return False
+        self._cancel.clear()
+        self._thread = threading.Thread(target=self._work, args=(specs,), daemon=True, name="fsdplab-lab")
+        self._thread.start()
+        return True
+
+    def cancel(self) -> bool:
+        """End the ranks of the running batch, within a few tenths of a second on the lab's side; False when nothing runs."""
+        if not self.state.cancel():
+            return False
+        self._cancel.set()
+        return True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the batch has ended; False when it still runs after `timeout` seconds."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+        return not self.state.busy
+
+    def _work(self, specs: tuple[RunSpec, ...]) -> None:
+        error = None
+        try:
+            self._compare(specs)
+        except Cancelled:
+            pass
+        except Exception as raised:  # whatever it was, the lab says it and can be used on; there is nobody above on this thread
+            error = _one_line(raised)
+        self.state.ended(error)
+
+    def _compare(self, specs: tuple[RunSpec, ...]) -> None:
+        folder = self._folder() / f"batch-{self.state.batches[-1].number}"
+        done = 0
+
+        def on_record(record: RunRecord) -> None:
+            nonlocal done
+            done += 1
+            self.state.recorded(record)
+            self._heed()
+            if done < len(specs):
+                self.state.started(done)
+
+        def on_progress(spec: RunSpec, step: int, steps: int, loss: float) -> None:
+            self._heed()
+            self.state.stepped(step, steps, loss)
+
+        self.state.started(0)
+        # without this hook Cancel is heard at the next step only, not while ranks start
+        compare(specs, directory=folder, on_record=on_record, on_progress=on_progress, on_look=self._heed)
+
+    def _heed(self) -> None:
+        if self._cancel.is_set():
+            raise Cancelled
+
+    def _folder(self) -> Path:
+        if self._directory is None:
+            self._directory = Path(tempfile.mkdtemp(prefix="fsdplab-lab-"))
+            atexit.register(shutil.rmtree, self._directory, ignore_errors=True)
+        return self._directory
+
+
+def _one_line(error: Exception) -> str:
+    words = str(error).strip().splitlines()
+    return words[0] if words else type(error).__name__

@@ -1,0 +1,70 @@
+"""What stays of the lab on a page without widgets or scripts: a picture of each figure, and its words.
+
+Live figures go out in plotly's own form with these beside them; the whole batch is left once more below the lab, folded, as an ordinary
+output, because the widgets' state is not saved in the notebook.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from plotly.graph_objects import Figure
+
+from fsdplab.figures import alt_text, svg
+
+from .lab_state import Batch
+from .tabs import EMPTY, Piece, note, pieces
+
+
+def outputs(piece: Piece) -> list[dict[str, Any]]:
+    """One piece as outputs of a notebook: a figure in three forms, and its words for those who do not see it; HTML as it is."""
+    if isinstance(piece, str):
+        return [_output({"text/html": piece})]
+    words = alt_text(piece)
+    figure = {
+        "application/vnd.plotly.v1+json": json.loads(piece.to_json()) | {"config": {"displaylogo": False, "responsive": True}},
+        "text/html": picture(piece),
+        "text/plain": f"[figure] {words}",
+    }
+    return [_output(figure), _output({"text/html": f"<div style='{_UNSEEN}'>{escape(words)}</div>"})]
+
+
+def _output(data: dict[str, Any]) -> dict[str, Any]:
+    return {"output_type": "display_data", "data": data, "metadata": {}}
+
+
+def picture(figure: Figure) -> str:
+    """The figure as an `<img>` of its SVG, with alternative text."""
+    encoded = base64.b64encode(svg(figure).encode()).decode()
+    return f'<img src="data:image/svg+xml;base64,{encoded}" alt="{escape(alt_text(figure))}" style="max-width:100%">'
+
+
+_UNSEEN = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)"  # there for screen readers only
+
+
+@dataclass(frozen=True, repr=False)
+class Still:
+    """A batch as it stays in the saved notebook: one line, and folded below it the table with its figure, and memory."""
+
+    batch: Batch | None = None
+
+    def __repr__(self) -> str:
+        return "\n".join([self._headline, *(alt_text(piece) for piece in self._pieces if isinstance(piece, Figure))])
+
+    @property
+    def _pieces(self) -> list[Piece]:
+        return [*pieces("Table", self.batch), *pieces("Memory", self.batch)[:1]] if self.batch else []
+
+    @property
+    def _headline(self) -> str:
+        return f"Still picture of batch {self.batch.title}" if self.batch else f"Strategy lab: {EMPTY}"
+
+    def _repr_html_(self) -> str:
+        if not self.batch:
+            return note(self._headline)
+        inside = "".join(piece if isinstance(piece, str) else picture(piece) for piece in self._pieces)
+        return f"<details><summary style='opacity:.75;cursor:pointer'>{escape(self._headline)}</summary>{inside}</details>"

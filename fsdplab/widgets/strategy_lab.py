@@ -1,0 +1,202 @@
+"""The view of the strategy lab: controls, Run and Cancel, and the tabs with what came out.
+
+Everything it knows is in `state`, everything it starts is in `runner`; this file only lays out and redraws. A tab is filled when it is
+looked at and emptied when it is left: plotly measures the place that it draws into, and what is hidden has no size, now or when it
+comes back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import ipywidgets
+from IPython.display import display
+
+from fsdplab.figures import comparison_page
+
+from .controls import Controls
+from .lab_state import Batch, LabState
+from .running import Runner
+from .stills import Still, outputs
+from .tabs import OF_ONE_RUN, TABS, note, pieces
+
+_STYLE = """<style>
+.fsdplab-lab { max-width: 1240px; padding: 4px 8px; }
+.fsdplab-lab .fsdplab-control { flex-direction: column; align-items: stretch; height: auto; width: 100%; margin: 0; }
+.fsdplab-lab .fsdplab-control > .widget-label { width: auto; text-align: left; height: 22px; line-height: 22px; font-size: 14px; opacity: .85; }
+.fsdplab-lab .fsdplab-control select, .fsdplab-lab .fsdplab-control input { flex: 0 0 30px; font-size: 15px; width: 100%; }
+.fsdplab-lab .fsdplab-label { font-size: 14px; opacity: .85; }
+.fsdplab-lab .fsdplab-chip { font-size: 14px; border-radius: 15px; padding: 0 14px; margin: 2px 3px; }
+.fsdplab-lab .fsdplab-chip.mod-active { background: #6435b0; color: white; }
+.fsdplab-lab .fsdplab-error { color: #c01f25; font-size: 14px; line-height: 1.3; }
+.fsdplab-lab .fsdplab-message { font-size: 16px; line-height: 1.4; margin-left: 8px; }
+.fsdplab-lab .jupyter-button, .fsdplab-lab .fsdplab-menu select, .fsdplab-lab .fsdplab-menu label { font-size: 15px; }
+.fsdplab-lab .jp-RenderedPlotly { background: white; }  /* the figures' ink is dark */
+.fsdplab-lab .lm-TabBar-tabLabel { font-size: 15px; }
+</style>"""
+_BAR = {"running": "info", "cancelling": "warning", "cancelled": "warning", "failed": "danger", "done": "success"}
+
+
+class StrategyLab:
+    """Controls, Run, Cancel and tabs over a LabState: `StrategyLab(model="gpt-tiny", ranks=2)`; display it in a notebook.
+
+    Choices are the fields of `Choices`; `fixed` are further fields of each RunSpec (`{"sequence_length": 32}`). Records go below
+    `directory` (None: a temporary folder), pages of Export into `export_to`. ValueError says which choice is wrong.
+    """
+
+    def __init__(
+        self, fixed: Mapping[str, Any] | None = None, *, directory: str | Path | None = None, export_to: str | Path = ".", **choices: Any
+    ) -> None:
+        self.state = LabState(fixed, **choices)
+        if self.state.request.errors:
+            raise ValueError("; ".join(self.state.request.errors.values()))
+        self.runner = Runner(self.state, directory)
+        self._export_to = Path(export_to)
+        self._stills: list[Any] = []
+        self._drawn: dict[Any, Any] = {}
+        self._listed: object = None
+        self._drawing = threading.RLock()
+        self._offering = False
+        self.controls = Controls(self.state)
+        self._make_widgets()
+        self.state.subscribe(self._refresh)
+        self._refresh()
+
+    @property
+    def records(self) -> list[Any]:
+        """The records of the batch that is shown, for the cells that follow."""
+        batch = self._batch
+        return batch.rows if batch else []
+
+    def run(self, timeout: float | None = None) -> list[Any]:
+        """Press Run and wait, as a notebook that nobody watches does; the records. RuntimeError says why there are none."""
+        if not self.runner.start() or not self.runner.wait(timeout) or self.state.status == "failed":
+            raise RuntimeError(self.state.message)
+        return self.records
+
+    def _ipython_display_(self) -> None:
+        display({**self.widget._repr_mimebundle_(), "text/plain": ""}, raw=True)
+        self._stills.append(display(Still(self.state.batch), display_id=True))
+
+    # ---- widgets
+
+    def _make_widgets(self) -> None:
+        self.run_button = _button("Run", "success", lambda _: self.runner.start())
+        self.cancel_button = _button("Cancel", "", lambda _: self.runner.cancel())
+        self.export_button = _button("Export HTML", "", lambda _: self.export())
+        self.bar = ipywidgets.FloatProgress(min=0, max=1, layout={"width": "220px"})
+        self.message = ipywidgets.HTML()
+        self.exported = ipywidgets.Output()
+        self.batch_menu = ipywidgets.Dropdown(description="Batch", layout={"width": "520px"}, style={"description_width": "60px"})
+        self.run_menu = ipywidgets.Dropdown(description="Run", layout={"width": "360px"}, style={"description_width": "40px"})
+        self.outputs = {name: ipywidgets.Output(layout={"min_height": "120px"}) for name in TABS}
+        self.tabs = ipywidgets.Tab([*self.outputs.values()], titles=tuple(TABS))
+        for menu in (self.batch_menu, self.run_menu):
+            menu.add_class("fsdplab-menu")
+            menu.observe(self._picked, names="value")
+        self.tabs.observe(self._picked, names="selected_index")
+        self.widget = self._layout()
+
+    def _layout(self) -> ipywidgets.VBox:
+        row = {"align_items": "center", "flex_flow": "row wrap"}
+        buttons = ipywidgets.HBox([self.run_button, self.cancel_button, self.bar, self.message], layout={**row, "margin": "8px 0 0 0"})
+        self.menus = ipywidgets.HBox([self.batch_menu, self.run_menu, self.export_button], layout={**row, "margin": "4px 0"})
+        box = ipywidgets.VBox([ipywidgets.HTML(_STYLE), self.controls.box, buttons, self.menus, self.exported, self.tabs])
+        box.add_class("fsdplab-lab")
+        return box
+
+    # ---- from the state to the page
+
+    def _refresh(self) -> None:
+        state = self.state
+        self.controls.refresh()
+        self.run_button.disabled = state.busy
+        self.cancel_button.disabled = state.status != "running"
+        self.bar.value = 1.0 if state.status == "done" else state.progress.share
+        self.bar.bar_style = _BAR.get(state.status, "")
+        alarm = " style='color:#c01f25'" if state.status == "failed" or (state.status == "idle" and state.last_error) else ""
+        self.message.value = f"<div class='fsdplab-message' role='status'{alarm}>{escape(state.message)}</div>"
+        self._list_batches()
+        self._draw()
+
+    @property
+    def _batch(self) -> Batch | None:
+        """The batch that the menu names, else the latest."""
+        return next((batch for batch in self.state.offered if batch.number == self.batch_menu.value), None) or self.state.batch
+
+    def _list_batches(self) -> None:
+        """Offer the batches that have records; when one gets a record, show it."""
+        offered = self.state.offered
+        listed = [(batch.number, len(batch.records)) for batch in offered]
+        self.menus.layout.display = "" if offered else "none"
+        if listed == self._listed:
+            return
+        self._listed = listed
+        self._offer(self.batch_menu, [(batch.title, batch.number) for batch in offered], self.state.batch.number if offered else None)
+
+    def _list_runs(self, batch: Batch | None) -> None:
+        options = [(run.label, place) for place, run in enumerate(batch.views)] if batch else []
+        if list(self.run_menu.options) != options:
+            self._offer(self.run_menu, options, options[-1][1] if options else None)
+
+    def _offer(self, menu: ipywidgets.Dropdown, options: list[tuple[str, int]], value: int | None) -> None:
+        """New options in a menu; nobody picked one, so nothing is drawn for those that it passes through."""
+        self._offering = True
+        menu.options = options
+        menu.value = value
+        self._offering = False
+
+    def _picked(self, _: Any) -> None:
+        if not self._offering:
+            self._draw()
+
+    def _draw(self) -> None:
+        """Fill the tab that is looked at, unless it already shows this; two threads may ask for it at once."""
+        with self._drawing:
+            tab, batch = list(TABS)[self.tabs.selected_index or 0], self._batch
+            shown = (batch.number, len(batch.records)) if batch else None
+            if self._drawn.get("runs") != shown:
+                self._drawn = {"runs": shown}
+                self._list_runs(batch)
+                for still in self._stills:
+                    still.update(Still(batch))
+            self.run_menu.layout.visibility = "visible" if tab in OF_ONE_RUN else "hidden"
+            self._fill(tab, (shown, self.run_menu.value if tab in OF_ONE_RUN else None))
+
+    def _fill(self, tab: str, wanted: object) -> None:
+        """Put what is wanted into the tab, drawn before or now, and nothing into the others."""
+        if self._drawn.get("filled") == (tab, wanted):
+            return
+        for name, place in self.outputs.items():
+            place.outputs = tuple(outputs(note("drawing …"))) if name == tab else ()
+        if (tab, wanted) not in self._drawn:
+            shown = pieces(tab, self._batch, self.run_menu.value or 0)
+            self._drawn[tab, wanted] = tuple(output for piece in shown for output in outputs(piece))
+        self.outputs[tab].outputs = self._drawn[tab, wanted]
+        self._drawn["filled"] = (tab, wanted)
+
+    # ---- export
+
+    def export(self) -> Path | None:
+        """Write the page of the batch that is shown and say where it is; None where there is nothing to write."""
+        batch = self._batch
+        if batch is None:
+            return None
+        path = self._export_to / f"strategy-lab-{batch.number}.html"
+        try:
+            path.write_text(comparison_page(batch.comparison, batch.rows), encoding="utf-8")
+            words = f"written: <a href='{escape(str(path))}' target='_blank'>{escape(str(path.resolve()))}</a>"
+        except OSError as error:
+            path, words = None, escape(f"{path} could not be written ({error.strerror}); give StrategyLab(export_to=...) a folder that can")
+        self.exported.outputs = tuple(outputs(f"<div style='font-size:15px'>{words}</div>"))
+        return path
+
+
+def _button(words: str, style: str, pressed: Any) -> ipywidgets.Button:
+    button = ipywidgets.Button(description=words, button_style=style, layout={"width": "auto", "min_width": "110px"})
+    button.on_click(pressed)
+    return button

@@ -1,0 +1,116 @@
+"""What each tab of the strategy lab shows: pure functions from records to pieces of a page, with no widget in them.
+
+A piece is a plotly figure or a text of HTML. A figure that has nothing to draw from says so in one line, in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+
+from plotly.graph_objects import Figure
+
+from fsdplab import figures
+from fsdplab.figures.table import AGREE, COLUMNS, DIFFER, EQUAL, LEGEND, cells, verdict
+from fsdplab.figures.view import RunView, provenance
+from fsdplab.profiling.diagnosis import findings
+from fsdplab.records import RunRecord
+
+from .lab_state import Batch
+
+Piece = Figure | str
+
+_COLOURS = {AGREE: "#00704f", EQUAL: "#00704f", DIFFER: "#c01f25", "out of memory": "#c01f25", "failed": "#c01f25"}
+_NUMBERS = ("step", "tokens/s", "peak", "sent", "loss")
+FAULT = "could not be drawn"
+EMPTY = "no run yet: choose above, then press Run"
+
+
+def pieces(tab: str, batch: Batch | None, chosen: int = 0) -> list[Piece]:
+    """The pieces of one tab; `chosen` is the row of the batch that tabs about a single run show."""
+    if batch is None or not batch.records:
+        return [note(EMPTY)]
+    return TABS[tab](batch, batch.rows[min(chosen, len(batch.rows) - 1)])
+
+
+def note(words: str) -> str:
+    """One line in the place of something that cannot be shown."""
+    return f"<p style='opacity:.75;margin:12px 4px'>{escape(words)}</p>"
+
+
+def table(runs: Sequence[RunView]) -> str:
+    """The comparison as HTML: one row a run, verdicts in colour, and under it what was real."""
+    head = "".join(f"<th style='text-align:{_side(name)};padding:5px 10px'>{escape(name)}</th>" for name in COLUMNS)
+    rows = "".join(f"<tr>{''.join(_cell(name, text) for name, text in zip(COLUMNS, cells(run), strict=True))}</tr>" for run in runs)
+    real = "<br>".join(f"<b>{word}</b>: {escape(what)}" for word, what in provenance(list(runs)))
+    small = f"<p style='font-size:13px;opacity:.8;margin:6px 10px'>{escape(LEGEND)}.<br>{real}</p>"
+    frame = "border-collapse:collapse;font-size:15px;font-variant-numeric:tabular-nums"
+    return f"<div style='overflow-x:auto'><table style='{frame}'><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{small}"
+
+
+def _side(column: str) -> str:
+    return "right" if column in _NUMBERS else "left"
+
+
+def _cell(column: str, text: str) -> str:
+    colour = _COLOURS.get(verdict(text))
+    ink = f";color:{colour};font-weight:600" if colour else ""
+    return f"<td style='text-align:{_side(column)};padding:5px 10px;white-space:nowrap{ink}'>{escape(text)}</td>"
+
+
+def _failures(batch: Batch) -> list[Piece]:
+    """The report of each run that failed, in full."""
+    failed = [record for record in batch.rows if record.status == "failed"]
+    reports = [f"{record.spec['strategy']} ({record.spec['engine']}): {(record.failure or {}).get('message', '')}" for record in failed]
+    return [f"<pre style='white-space:pre-wrap;color:{_COLOURS['failed']};margin:8px 10px'>{escape(report)}</pre>" for report in reports]
+
+
+def _drawn(name: str, data: object) -> Piece:
+    """A figure of `fsdplab.figures`, or the line that says why it has nothing to draw."""
+    try:
+        return getattr(figures, name)(data)
+    except ValueError as reason:
+        return note(str(reason))
+    except Exception as bug:  # a fault in one figure must neither empty the page nor end the run that goes on behind it
+        return note(f"{name} {FAULT} ({type(bug).__name__}: {bug})")
+
+
+def _table(batch: Batch, record: RunRecord) -> list[Piece]:
+    return [table(batch.views), *_failures(batch), _drawn("step_time", batch.rows), _drawn("step_bar", batch.rows)]
+
+
+def _timeline(batch: Batch, record: RunRecord) -> list[Piece]:
+    return [_drawn("rank_timeline", record), _drawn("exposed_heatmap", record)]
+
+
+def _memory(batch: Batch, record: RunRecord) -> list[Piece]:
+    return [_drawn("memory_by_category", batch.rows), _drawn("memory_timeline", record), _drawn("linked_view", record)]
+
+
+def _pareto(batch: Batch, record: RunRecord) -> list[Piece]:
+    return [_drawn("pareto", batch.rows)]
+
+
+def _ledger(batch: Batch, record: RunRecord) -> list[Piece]:
+    return [_drawn("ledger_against_formula", record)]
+
+
+def _findings(batch: Batch, record: RunRecord) -> list[Piece]:
+    try:
+        found = findings(record)
+    except ValueError as reason:
+        return [note(str(reason))]
+    words = [f"<b>{escape(each.title)}</b><br>{escape(each.text)}<br><i>What to do:</i> {escape(each.remedy)}" for each in found]
+    lines = "".join(f"<li style='margin:10px 0'>{line}</li>" for line in words)
+    return [f"<ol style='font-size:16px;line-height:1.5;max-width:1000px'>{lines}</ol>" if found else note("nothing stands out in this run")]
+
+
+TABS: dict[str, Callable[[Batch, RunRecord], list[Piece]]] = {
+    "Table": _table,
+    "Timeline": _timeline,
+    "Memory": _memory,
+    "Pareto": _pareto,
+    "Ledger": _ledger,
+    "Findings": _findings,
+}
+OF_ONE_RUN = ("Timeline", "Memory", "Ledger", "Findings")

@@ -1,0 +1,596 @@
+"""Figures of profiled steps, drawn from a step whose every nanosecond is known: two ranks, four blocks and the root, one emulated link.
+
+`train` walks the program of a sharded step over both ranks and one link, so what is exposed follows from the program and the link alone.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import re
+import shutil
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from fsdplab import figures
+from fsdplab.figures import style
+from fsdplab.records import CATEGORIES, LANES, TABLES, RunRecord, comparison_json
+
+MB, US, EPOCH = 1_000_000, 1_000, 1_790_000_000_000_000_000
+BLOCKS = [f"blocks.{index}" for index in range(4)]
+UNITS = ["", *BLOCKS]
+BYTES = {"": 12 * MB, **dict.fromkeys(BLOCKS, 8 * MB)}
+COMPUTE = {"forward": 2_600, "backward": 5_400}  # µs a block
+TRAVEL = {"all_gather": 330, "reduce_scatter": 360}  # µs for a MB
+LINK = {"name": "25 GbE", "bytes_per_s": 3.125e9, "latency_s": 1e-5, "queues": 1, "across": None, "as": None}
+
+
+@dataclass
+class Step:
+    """One step under construction: where each rank's clock stands, when the link is free, and the rows so far."""
+
+    number: int
+    begin: int
+    pace: tuple[float, ...]
+    emulated: bool
+    rows: dict[str, list[dict]] = field(default_factory=lambda: {name: [] for name in TABLES})
+
+    def __post_init__(self):
+        self.clock = [self.begin + rank * 150 * US for rank in range(len(self.pace))]
+        self.free = self.begin
+        self.passages, self.gathered, self.held = {}, {}, {}
+
+    def add(self, table, rank, **columns):
+        self.rows[table].append({"rank": rank, "step": self.number, **columns})
+
+    def lane(self, rank, lane, unit, phase, name, start, end):
+        emulated = self.emulated and lane not in ("compute", "step")
+        self.add("timeline", rank, lane=lane, unit=unit, phase=phase, name=name, start_ns=start, end_ns=end, emulated=emulated)
+
+    def compute(self, unit, phase, micros):
+        for rank, pace in enumerate(self.pace):
+            start = self.clock[rank]
+            self.clock[rank] += round(micros * US * pace)
+            self.lane(rank, "compute", unit, phase, f"{unit or 'root'} {phase}", start, self.clock[rank])
+            self.remember(rank)
+
+    def issue(self, unit, phase, kind):
+        last = max(self.clock)
+        start = max(self.free, last)
+        self.free = start + TRAVEL[kind] * US * BYTES[unit] // MB
+        self.passages[unit, phase, kind] = self.free
+        for rank, issued in enumerate(list(self.clock)):
+            begin = start if self.emulated else issued
+            self.add(
+                "ledger", rank, unit=unit, phase=phase, kind=kind, logical_bytes=BYTES[unit], wire_bytes=BYTES[unit] // 2, padding_bytes=0,
+                dtype="float32", start_ns=begin, end_ns=self.free, emulated=self.emulated, waited_ns=0,
+            )  # fmt: skip
+            self.lane(rank, kind, unit, phase, kind, begin, self.free)
+            if kind == "all_gather":
+                self.turn(rank, unit, "unsharding", phase)
+
+    def turn(self, rank, unit, state, phase):
+        self.add("life", rank, unit=unit, state=state, phase=phase, time_ns=self.clock[rank])
+        self.held[rank, unit] = 0 if state == "sharded" else BYTES[unit]
+        self.remember(rank)
+
+    def wait(self, unit, phase, kind="all_gather"):
+        for rank in range(len(self.pace)):
+            start, end = self.clock[rank], max(self.clock[rank], self.passages[unit, phase, kind])
+            if end > start:
+                self.lane(rank, "waiting", unit, phase, kind, start, end)
+            self.clock[rank] = end
+            if kind == "all_gather":
+                self.turn(rank, unit, "unsharded", phase)
+
+    def reshard(self, unit, phase):
+        for rank in range(len(self.pace)):
+            self.turn(rank, unit, "sharded", phase)
+
+    def remember(self, rank):
+        split = dict.fromkeys(CATEGORIES, 0) | {"parameter_slices": 22 * MB, "optimizer_state": 44 * MB, "other": MB}
+        split["gathered_parameters"] = sum(nbytes for (owner, _), nbytes in self.held.items() if owner == rank)
+        split["activations"] = 3 * MB * self.depth(rank)
+        self.add("memory", rank, time_ns=self.clock[rank] - self.begin - rank * 150 * US, **split, is_peak=False)
+
+    def depth(self, rank):
+        done = [row["phase"] for row in self.rows["timeline"] if row["rank"] == rank and row["lane"] == "compute"]
+        return max(0, done.count("forward") - done.count("backward"))
+
+    def close(self):
+        for rank in range(len(self.pace)):
+            self.lane(rank, "step", "", "", f"step {self.number}", self.begin + rank * 150 * US, self.clock[rank])
+            self.account(rank)
+
+    def account(self, rank):
+        """Exposed intervals and the breakdown, by walking over every boundary of compute and communication."""
+        mine = [row for row in self.rows["timeline"] if row["rank"] == rank]
+        travel = [row for row in mine if row["lane"] in TRAVEL]
+        work = [row for row in mine if row["lane"] == "compute"]
+        begin, end = self.begin + rank * 150 * US, self.clock[rank]
+        edges = sorted({begin, end, *(min(end, max(begin, row[side])) for row in travel + work for side in ("start_ns", "end_ns"))})
+        spent, exposed = dict.fromkeys(("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns"), 0), {}
+        for low, high in itertools.pairwise(edges):
+            moving = next((row for row in travel if row["start_ns"] <= low < row["end_ns"]), None)
+            busy = any(row["start_ns"] <= low < row["end_ns"] for row in work)
+            part = ("overlapped_ns" if busy else "exposed_ns") if moving else "compute_only_ns" if busy else "other_ns"
+            spent[part] += high - low
+            if part == "exposed_ns":
+                key = moving["unit"], moving["phase"], moving["lane"]
+                exposed[key] = exposed.get(key, 0) + high - low
+                self.lane(rank, "exposed", *key, low, high)
+        self.add("breakdown", rank, step_ns=end - begin, compute_ns=spent["compute_only_ns"] + spent["overlapped_ns"], **spent)
+        for row in travel:
+            key = row["unit"], row["phase"], row["lane"]
+            cause = "nothing_to_hide_behind" if key[0] == "" else "link_busy"
+            self.add(
+                "exposed", rank, unit=key[0], phase=key[1], kind=key[2], communication_ns=row["end_ns"] - row["start_ns"],
+                exposed_ns=exposed.get(key, 0), cause=cause if key in exposed else "hidden",
+            )  # fmt: skip
+
+
+def train(number: int, begin: int, prefetch: int = 1, pace: tuple[float, ...] = (1.0, 1.12), emulated: bool = True, ranks_talk: bool = True) -> Step:
+    """One full_shard step: gathers one unit ahead (or none), reshards after forward, reduces behind the backward, updates."""
+    step = Step(number, begin, pace, emulated)
+    if not ranks_talk:
+        for unit, phase in [*((unit, "forward") for unit in UNITS), *((unit, "backward") for unit in UNITS[::-1])]:
+            step.compute(unit, phase, 0.9 * COMPUTE[phase] if unit else 900)
+        step.compute("", "optimizer", 1_800)
+        step.close()
+        return step
+    walks = {"forward": UNITS, "backward": BLOCKS[::-1]}
+    for phase, units in walks.items():
+        if phase == "backward":
+            step.compute("", "forward", 900)
+            step.compute("", "backward", 1_300)
+        for place, unit in enumerate(units):
+            if not prefetch or place == 0:
+                step.issue(unit, phase, "all_gather")
+            if prefetch and place + 1 < len(units):
+                step.wait(unit, phase)
+                step.issue(units[place + 1], phase, "all_gather")
+            else:
+                step.wait(unit, phase)
+            step.compute(unit, phase, COMPUTE[phase] if unit else 700)
+            if unit:
+                step.reshard(unit, phase)
+            if phase == "backward":
+                step.issue(unit, phase, "reduce_scatter")
+    step.compute("", "backward", 800)
+    step.issue("", "backward", "reduce_scatter")
+    step.reshard("", "backward")
+    for unit in UNITS:
+        step.wait(unit, "backward", "reduce_scatter")
+    step.compute("", "optimizer", 1_800)
+    step.close()
+    return step
+
+
+def profiled(tmp_path: Path, strategy: str = "full_shard", steps: tuple[int, ...] = (1, 10, 11), emulated: bool = True, **how) -> RunRecord:
+    """A record with a memory step (1) and profiled steps, as a run with --profile 2 leaves it."""
+    walked = [train(number, EPOCH + number * 200 * MB, emulated=emulated, **how) for number in steps]
+    tables = {name: [row for step in walked for row in step.rows[name]] for name in TABLES}
+    tables["memory"] = sorted(walked[0].rows["memory"], key=lambda row: (row["rank"], row["time_ns"]))
+    for rank in {row["rank"] for row in tables["memory"]}:
+        mine = [row for row in tables["memory"] if row["rank"] == rank]
+        max(mine, key=lambda row: sum(row[name] for name in CATEGORIES))["is_peak"] = True
+    last = [row for row in tables["breakdown"] if row["step"] == steps[-1]]
+    worst = max(last, key=lambda row: row["exposed_ns"])
+    travel = worst["overlapped_ns"] + worst["exposed_ns"]
+    top = max(tables["memory"], key=lambda row: sum(row[name] for name in CATEGORIES), default=None)
+    split = {name: top[name] for name in CATEGORIES} if top else None
+    summary = {
+        "step_time_s": {"median": worst["step_ns"] / 1e9, "min": 0.98 * worst["step_ns"] / 1e9},
+        "tokens_per_s": 256 / (worst["step_ns"] / 1e9),
+        "peak_memory_bytes": {"total": split and sum(split.values()), "by_category": split},
+        "comm": {
+            "bytes_per_step": sum(row["wire_bytes"] for row in tables["ledger"] if row["rank"] == 0 and row["step"] == steps[-1]),
+            "collectives_per_step": 14, "exposed_s": worst["exposed_ns"] / 1e9, "overlap": worst["overlapped_ns"] / travel if travel else None,
+        },
+        "formula_bytes_per_step": None, "losses": [5.5, 5.25], "card": {"bytes": 110 * MB, "exceeded": False},
+        "profile": {"steps": len(steps) - 1, "overhead": 0.04, "source": "trace"}, "link": LINK if emulated else None,
+        "memory_start_ns": {str(rank): EPOCH + steps[0] * 200 * MB + rank * 150 * US for rank in range(2)},
+    }  # fmt: skip
+    spec = dict(
+        strategy=strategy, engine="lab", world_size=len(how.get("pace", (1, 1))), model="gpt-20m", batch_size=2, sequence_length=64, precision="fp32",
+        prefetch=how.get("prefetch", 1), card=110 * MB, profile=2, steps=8, link="25gbe" if emulated else None,
+    )  # fmt: skip
+    provenance = {"step_time_s": "measured", "card": "emulated", "exposed_s": "emulated" if emulated else "measured"}
+    return RunRecord(tmp_path / strategy, spec=spec, environment={"torch": "2.13.0"}, summary=summary, provenance=provenance, tables=tables)
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory):
+    return profiled(tmp_path_factory.mktemp("ahead"))
+
+
+@pytest.fixture(scope="module")
+def behind(tmp_path_factory):
+    return profiled(tmp_path_factory.mktemp("behind"), prefetch=0)
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory):
+    return profiled(tmp_path_factory.mktemp("quiet"), strategy="no_shard", ranks_talk=False)
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """A record of a run without --profile."""
+    record = profiled(tmp_path)
+    record.tables = {"ledger": record.table("ledger")}
+    return record
+
+
+def drawings(ahead, behind, quiet) -> dict:
+    """Every figure of this file."""
+    return {
+        "rank_timeline": figures.rank_timeline(ahead),
+        "step_bar": figures.step_bar([ahead, behind, quiet]),
+        "pareto": figures.pareto([ahead, behind, quiet]),
+        "exposed_heatmap": figures.exposed_heatmap(ahead),
+        "straggler_map": figures.straggler_map(ahead),
+        "difference": figures.difference(behind, ahead),
+        "slice_map": figures.slice_map(ahead, 22 * MB),
+        "linked_view": figures.linked_view(ahead),
+        "linked_at": figures.linked_at(ahead, 22 * MB),
+    }
+
+
+def words(figure) -> str:
+    title = figure.layout.title
+    return re.sub(r"<[^>]+>", " ", " ".join([title.text, title.subtitle.text, *(note.text for note in figure.layout.annotations)]))
+
+
+def mean_of(record, rank: int, name: str) -> float:
+    found = [row[name] for row in record.table("breakdown") if row["rank"] == rank and row["step"] != 1]
+    return sum(found) / len(found)
+
+
+def test_the_record_itself_is_sound(ahead, tmp_path):
+    for row in ahead.table("breakdown"):
+        assert row["compute_only_ns"] + row["overlapped_ns"] + row["exposed_ns"] + row["other_ns"] == row["step_ns"]
+    assert {row["lane"] for row in ahead.table("timeline")} <= set(LANES)
+    saved = RunRecord(tmp_path / "saved", **{name: getattr(ahead, name) for name in ("spec", "summary", "provenance", "tables")}).save()
+    assert gzip.open(saved.path / "life.csv.gz").readline() == b"rank,step,unit,state,phase,time_ns\n"
+    assert figures.rank_timeline(RunRecord.load(saved.path)).to_json() == figures.rank_timeline(ahead).to_json()
+
+
+def test_timeline_draws_every_interval_of_the_step_on_one_clock(ahead):
+    figure = figures.rank_timeline(ahead)
+    shown = [row for row in ahead.table("timeline") if row["step"] == 10 and row["lane"] not in ("step", "waiting")]
+    assert sum(len(trace.x) for trace in figure.data) == len(shown)
+    for trace in figure.data:
+        rows = [row for row in shown if row["lane"] == trace.name.replace("-", "_")]
+        if rows:
+            assert sum(trace.x) == pytest.approx(sum(row["end_ns"] - row["start_ns"] for row in rows) / MB, abs=1e-3)
+    assert min(min(trace.base) for trace in figure.data) == pytest.approx(0.15, abs=0.001), "the first gather begins when the last rank has issued it"
+    ticks = [re.sub(r"<[^>]+>", "", text) for text in figure.layout.yaxis.ticktext]
+    assert (ticks[0], ticks[4]) == ("rank 0  compute", "rank 1  compute")
+    assert ticks[1:4] == ticks[5:] == ["all-gather", "reduce-scatter", "exposed"]
+    share = mean_of(ahead, 0, "exposed_ns") / mean_of(ahead, 0, "step_ns")
+    assert f"full_shard: {100 * share:.0f} % of the step is exposed communication" in words(figure)
+    assert "Measured on 2 CPU ranks; the link is emulated (25 GbE: 3.12 GB/s, 10.0 µs), step 10" in words(figure)
+    assert all(f"{phase} →" in words(figure) for phase in ("forward", "backward", "optimizer"))
+    gathers = next(trace for trace in figure.data if trace.name == "all-gather")
+    assert "blocks.0 · forward · all_gather<br>2.64 ms" in gathers.hovertext and "root" in gathers.text
+
+
+def test_the_root_has_one_name(tmp_path, ahead):
+    """The ledger and the units' lives write `root`, traces leave the name empty: figures must not see two units."""
+    record = profiled(tmp_path)
+    for table in ("life", "ledger"):
+        record.tables[table] = [row | {"unit": row["unit"] or "root"} for row in record.table(table)]
+    for draw in (figures.linked_view, figures.straggler_map, lambda run: figures.difference(run, run)):
+        assert draw(record).to_json() == draw(ahead).to_json()
+
+
+def test_copies_on_the_host_are_no_collectives(tmp_path, ahead):
+    record = profiled(tmp_path)
+    gathers = [row for row in record.table("timeline") if row["lane"] == "all_gather"]
+    record.tables["timeline"] = [*record.table("timeline"), *({**row, "name": "all_gather copy-out", "emulated": False} for row in gathers)]
+    assert figures.straggler_map(record).to_json() == figures.straggler_map(ahead).to_json()
+
+
+def test_timeline_of_another_step_and_of_none(ahead):
+    assert "step 11" in words(figures.rank_timeline(ahead, step=11))
+    with pytest.raises(ValueError, match=r"no timeline of step 7; expected one of \[1, 10, 11\]"):
+        figures.rank_timeline(ahead, step=7)
+
+
+def huge(tmp_path, units: int = 800, ranks: int = 4) -> RunRecord:
+    """A step of very many small intervals on every rank."""
+    record = profiled(tmp_path)
+    rows, life, exposed = [], [], []
+    for rank, index in itertools.product(range(ranks), range(2 * units)):
+        phase, unit = ("forward", f"layers.{index}") if index < units else ("backward", f"layers.{2 * units - 1 - index}")
+        start = EPOCH + index * 100 * US
+        common = dict(rank=rank, step=5, unit=unit, phase=phase, emulated=False)
+        rows.append({**common, "lane": "compute", "name": "", "start_ns": start, "end_ns": start + 60 * US})
+        rows.append({**common, "lane": "all_gather", "name": "all_gather", "start_ns": start + 50 * US, "end_ns": start + 90 * US})
+        rows.append({**common, "lane": "exposed", "name": "all_gather", "start_ns": start + 60 * US, "end_ns": start + 90 * US})
+        here = dict(rank=rank, step=5, unit=unit, phase=phase)
+        life += [{**here, "state": state, "time_ns": start + at * US} for state, at in (("unsharding", 0), ("unsharded", 20), ("sharded", 60))]
+        exposed.append({**here, "kind": "all_gather", "communication_ns": 40 * US, "exposed_ns": 30 * US, "cause": "link_busy"})
+    flat = dict.fromkeys(CATEGORIES, MB)
+    memory = [dict(rank=0, step=5, time_ns=index * 10 * US, **flat | {"activations": index % 977 * US}, is_peak=False) for index in range(30_000)]
+    record.tables |= {"timeline": rows, "life": life, "memory": memory, "exposed": exposed, "breakdown": []}
+    record.summary["memory_start_ns"] = [EPOCH]
+    return record
+
+
+def test_a_huge_step_is_drawn_with_few_marks_that_keep_the_whole_time(tmp_path):
+    from plotly.offline import get_plotlyjs
+
+    record = huge(tmp_path)
+    figure = figures.rank_timeline(record)
+    assert 2_000 < sum(len(trace.x) for trace in figure.data) <= 5_000
+    assert "19,200 intervals drawn as" in words(figure) and "neighbours within" in words(figure)
+    compute = next(trace for trace in figure.data if trace.name == "compute in forward")
+    assert max(compute.base) + compute.x[-1] == pytest.approx(80, abs=1)
+    assert "intervals, from layers.0 · forward" in compute.hovertext[0]
+    linked = figures.linked_at(record, 5 * MB)
+    assert sum(len(trace.x) for trace in linked.data if trace.xaxis != "x2" and trace.yaxis != "y2") <= 4_000
+    assert sum(len(trace.x) for trace in figures.slice_map(record, 5 * MB).data) <= 4_500
+    assert len(figures.memory_timeline(record).data[0].x) <= 1_002
+    page = figures.comparison_page(comparison_json([record]), [record])
+    assert len(page.encode()) - len(get_plotlyjs().encode()) < 1_000_000
+
+
+def test_thinning_keeps_the_peak():
+    from fsdplab.figures.memory import envelope
+
+    rows = [dict.fromkeys(CATEGORIES, 0) | {"time_ns": index, "other": 5_000 if index == 4_321 else index % 7} for index in range(10_000)]
+    kept = envelope(rows, limit=50)
+    assert len(kept) <= 101 and max(row["other"] for row in kept) == 5_000 and (kept[0], kept[-1]) == (rows[0], rows[-1])
+    assert [row["time_ns"] for row in kept] == sorted(row["time_ns"] for row in kept)
+    assert envelope(rows[:80], limit=50) == rows[:80]
+
+
+def test_step_bar_sums_to_the_step_of_the_most_exposed_rank(ahead, behind, quiet):
+    figure = figures.step_bar([ahead, behind, quiet])
+    assert list(figure.data[0].y) == ["full_shard, prefetch 1", "full_shard, prefetch 0", "no_shard"]
+    for place, record in enumerate((ahead, behind, quiet)):
+        assert sum(trace.x[place] for trace in figure.data) == pytest.approx(mean_of(record, 0, "step_ns") / MB)
+        assert figure.data[2].x[place] == pytest.approx(mean_of(record, 0, "exposed_ns") / MB)
+    assert [trace.name for trace in figure.data] == ["compute only", "overlapped", "exposed", "other"]
+    inflation = mean_of(ahead, 0, "compute_ns") / mean_of(quiet, 0, "compute_ns")
+    assert f"56 % hidden, compute ×{inflation:.2f}" in words(figure) and "no communication" in words(figure)
+
+
+def test_compute_inflation_needs_the_same_work(ahead, tmp_path):
+    other = profiled(tmp_path, strategy="no_shard", ranks_talk=False)
+    other.spec["batch_size"] = 8
+    assert "compute ×" not in words(figures.step_bar([ahead, other]))
+
+
+def test_pareto_draws_the_front_and_keeps_labels_apart(ahead, behind, tmp_path):
+    from fsdplab.figures.tradeoff import diameter, front, placed
+    from fsdplab.figures.view import RunView
+
+    runs = [RunView(f"run{i}", "lab", 2, step_median=0.1 + 0.001 * (i % 3), peak=(100 + i) * MB, exposed_s=0.001 * (i + 1)) for i in range(12)]
+    assert [run.strategy for run in front(runs)] == ["run0"]
+    assert [run.strategy for run in front(runs[1:4] + [RunView("fast", "lab", 2, step_median=0.05, peak=500 * MB)])] == ["run1", "run3", "fast"]
+    assert diameter(runs[2], runs) == pytest.approx(diameter(runs[11], runs) / 2)
+    figure = figures.pareto(runs)
+    ranges = (figure.layout.xaxis.range, figure.layout.yaxis.range)
+    boxes = [
+        (run.peak / MB / ranges[0][1] * 1080 + dx, run.step_median * 1e3 / ranges[1][1] * 380 + dy, len(f"{run.label} · exposed 1.00 ms") * 8.2)
+        for run, (dx, dy) in zip(runs, placed(runs, ranges))
+    ]
+    for (x0, y0, w0), (x1, y1, w1) in itertools.combinations(boxes, 2):
+        assert abs(y0 - y1) >= 19.9 or abs(x0 - x1) >= (w0 + w1) / 2 - 9
+    drowned = profiled(tmp_path, strategy="zero1")
+    drowned.status, drowned.summary["step_time_s"] = "out_of_memory", {"median": None}
+    figure = figures.pareto([ahead, behind, drowned])
+    assert "zero1 ran out of memory" in words(figure) and "card 110 MB (emulated)" in words(figure)
+    assert "full_shard, prefetch 0 needs least memory, 102 MB; full_shard, prefetch 1 is fastest, 56.7 ms a step" in words(figure)
+    assert figures.pareto(comparison_json([ahead])).data[1].x == figures.pareto([ahead]).data[1].x
+
+
+def test_heat_map_cells_sum_to_the_exposed_time_of_the_worst_rank(ahead):
+    figure = figures.exposed_heatmap(ahead)
+    cells = figure.data[0]
+    assert list(cells.y) == ["root", *BLOCKS] and list(cells.x) == ["forward all_gather", "backward all_gather", "backward reduce_scatter"]
+    assert sum(value or 0 for row in cells.z for value in row) == pytest.approx(mean_of(ahead, 0, "exposed_ns") / MB)
+    assert cells.z[0][1] is None, "the root is not gathered again in backward"
+    assert cells.text[0][0] == "3.96 ms · nothing to hide behind" and "hidden" in cells.text[3]
+    assert "reduce_scatter of root in backward exposes 4.32 ms" in words(figure)
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+def test_straggler_map_names_the_slow_rank(tmp_path, emulated):
+    record = profiled(tmp_path, emulated=emulated)
+    figure = figures.straggler_map(record)
+    assert len(figure.data[0].x) == 14 and figure.data[0].x[0] == "all_gather root fwd" and figure.data[0].x[-1] == "reduce_scatter root bwd"
+    assert all(value == 0 for value in figure.data[0].z[0]) and figure.data[0].z[1][0] == pytest.approx(0.15)
+    assert "rank 1 straggles" in words(figure) and ("reductions: after backward" in words(figure)) is emulated
+
+
+def test_straggler_map_says_that_there_is_none(tmp_path, quiet):
+    assert "no straggler" in words(figures.straggler_map(profiled(tmp_path, pace=(1.0, 1.0))))
+    with pytest.raises(ValueError, match="no collective of two ranks to compare; run it with --world-size 2"):
+        figures.straggler_map(quiet)
+
+
+def test_difference_is_the_second_run_minus_the_first(ahead, behind):
+    figure = figures.difference(behind, ahead)
+    exposed = [trace for trace in figure.data if trace.xaxis == "x2"]
+    total = sum(value for trace in exposed for value in trace.x)
+    assert total == pytest.approx((mean_of(ahead, 0, "exposed_ns") - mean_of(behind, 0, "exposed_ns")) / MB)
+    assert "full_shard: prefetch 1 is exposed 22.9 ms a step less than prefetch 0" in words(figure)
+    assert [trace.xaxis for trace in figure.data] == ["x", "x", "x2", "x2", "x3", "x3"] and figure.layout.xaxis3.title.text.endswith("(MB)")
+    swapped = figures.difference(ahead, behind)
+    assert [-value for trace in swapped.data for value in trace.x] == pytest.approx([value for trace in figure.data for value in trace.x])
+    assert "exposed alike" in words(figures.difference(ahead, ahead))
+
+
+def test_gathered_memory_is_bytes_times_share_of_the_step(ahead):
+    from fsdplab.figures.differences import gathered_memory
+
+    held = gathered_memory(ahead)
+    stay = [row["time_ns"] for row in ahead.table("life") if (row["rank"], row["step"], row["unit"], row["phase"]) == (0, 10, "blocks.1", "forward")]
+    assert held["blocks.1", "forward"] == pytest.approx(BYTES["blocks.1"] * (max(stay) - min(stay)) / mean_of(ahead, 0, "step_ns"))
+    assert gathered_memory(RunRecord("nowhere")) == {}
+
+
+def test_slices_fill_what_each_rank_holds(ahead):
+    at = {since: state for since, state in figures_lives(ahead).states[0, "blocks.3"]}
+    coming, whole = (next(since for since, state in at.items() if state == name) for name in ("unsharding", "unsharded"))
+    before, during, after = (figures.slice_map(ahead, instant) for instant in (coming - 1, coming, whole))
+    own = [next(trace for trace in figure.data if trace.name == "own slice") for figure in (before, during, after)]
+    assert {round(width, 3) for trace in own for width in trace.x} == {0.45} and all(len(trace.x) == 10 for trace in own)
+    gathered = [next(trace for trace in figure.data if (trace.name or "").startswith("gathered")).hovertext for figure in (before, during, after)]
+    assert "rank 0, blocks.3: unsharded" in gathered[2] and "rank 0, blocks.3: unsharded" not in gathered[1]
+    assert "rank 0, blocks.3: unsharding" in next(trace for trace in during.data if trace.name == "on its way").hovertext
+    for wrong in (-1, 10**18):
+        with pytest.raises(ValueError, match=r"expected 0 to \d+, ns since step 1 began"):
+            figures.slice_map(ahead, wrong)
+        with pytest.raises(ValueError, match="ns since the memory step began"):
+            figures.linked_at(ahead, wrong)
+
+
+def figures_lives(record):
+    from fsdplab.figures.slices import lives
+
+    return lives(record)
+
+
+def test_a_unit_that_only_reshards_was_whole(ahead, tmp_path):
+    record = profiled(tmp_path)
+    record.tables["life"] = [dict(rank=0, step=1, unit="", state="sharded", phase="backward", time_ns=EPOCH + 200 * MB + 5)]
+    assert figures_lives(record).states[0, "root"] == [(0, "unsharded"), (5, "sharded")]
+
+
+def test_linked_view_has_one_clock(ahead):
+    figure = figures.linked_view(ahead)
+    assert {trace.xaxis or "x" for trace in figure.data} == {"x"} and {trace.yaxis or "y" for trace in figure.data} == {"y", "y2", "y3"}
+    assert figure.layout.xaxis.showspikes and figure.layout.xaxis.spikemode == "across"
+    assert "rank 0 peaks at 110 MB after 23.5 ms, when 3 of 5 units are gathered" in words(figure)
+    at = figures.linked_at(ahead, 22 * MB)
+    assert [shape.x0 for shape in at.layout.shapes if shape.name == "cursor"] == [22]
+    assert {"y4"} == {trace.yaxis for trace in at.data if trace.xaxis == "x2"}
+    top = [max(map(sum, zip(*(trace.y for trace in figure.data if trace.yaxis == "y2"))))]
+    assert top == [pytest.approx(max(sum(row[name] for name in CATEGORIES) for row in ahead.table("memory")) / MB)]
+
+
+def test_a_run_without_profile_says_what_to_do(plain, ahead):
+    for draw in (figures.rank_timeline, figures.step_bar, figures.exposed_heatmap, figures.straggler_map):
+        with pytest.raises(ValueError, match="run it again with --profile 2") as raised:
+            draw(plain)
+        assert "\n" not in str(raised.value) and str(raised.value).startswith("full_shard has no ")
+    with pytest.raises(ValueError, match="run it again with --profile 2"):
+        figures.difference(ahead, plain)
+    for draw in (figures.linked_view, lambda run: figures.slice_map(run, 0), figures.linked_html):
+        with pytest.raises(ValueError, match="no life table to draw; only the lab's engine"):
+            draw(plain)
+    with pytest.raises(TypeError, match="this figure draws a run record, got int"):
+        figures.rank_timeline(3)
+    plain.summary["peak_memory_bytes"] = None
+    with pytest.raises(ValueError, match="no run has both a peak and a timed step"):
+        figures.pareto(plain)
+
+
+def test_every_figure_has_its_words_and_its_static_picture(ahead, behind, quiet):
+    for name, figure in drawings(ahead, behind, quiet).items():
+        assert len(figures.alt_text(figure)) > 60 and "Measured on 2 CPU ranks; the link is emulated" in words(figure), name
+        assert all(len(line) <= 128 for line in figure.layout.title.subtitle.text.split("<br>")), name
+        picture = figures.svg(figure)
+        root = ET.fromstring(picture)
+        _, _, width, height = map(float, root.attrib["viewBox"].split())
+        for node in root.iter("{http://www.w3.org/2000/svg}rect"):
+            assert -1 <= float(node.get("x", 0)) <= width and -1 <= float(node.get("y", 0)) <= height, name
+        assert len(picture) < 60_000 and picture.count("<rect") + picture.count("<circle") > 3
+
+
+def test_long_titles_take_further_lines():
+    assert style.wrapped("a bc", 3) == "a<br>bc" and style.wrapped("short", 90) == "short"
+    import plotly.graph_objects as go
+
+    long, short = (style.titled(go.Figure(go.Bar(x=[1], y=["a"])), text, "Measured", "alt", height=300) for text in ("many words " * 15, "few"))
+    assert long.layout.height == short.layout.height + 25 and long.layout.margin.t == short.layout.margin.t + 25
+
+
+def test_namesakes_are_told_apart(ahead, behind, tmp_path):
+    from fsdplab.figures.view import views
+
+    assert [run.label for run in views([ahead, behind])] == ["full_shard, prefetch 1", "full_shard, prefetch 0"]
+    assert [run.label for run in views([ahead, ahead])] == ["full_shard, run 1", "full_shard, run 2"]
+    assert [run.label for run in views(comparison_json([ahead, behind]))] == ["full_shard, run 1", "full_shard, run 2"]
+    assert figures.memory_by_category([ahead, behind]).data[0].y == ("full_shard, prefetch 1", "full_shard, prefetch 0")
+
+
+def test_page_has_tabs_for_records_and_none_for_a_comparison(ahead, behind, plain):
+    from plotly.offline import get_plotlyjs
+
+    finding = {"title": "one & all", "text": "the link is busy", "remedy": "<b>two</b> communicators", "seconds": 0.0021}
+    page = figures.comparison_page(comparison_json([ahead, behind]), [ahead, behind], [finding])
+    assert len(page.encode()) - len(get_plotlyjs().encode()) < 2_000_000
+    body = page.replace(get_plotlyjs(), "")
+    tabs = re.findall(r'data-panel="panel-(\w+)"', body)
+    assert tabs == ["Summary", "Timeline", "Exposed", "Memory", "Traffic", "Pareto", "Difference", "Findings"]
+    assert "one &amp; all · 2.10 ms a step" in body and "&lt;b&gt;two" in body
+    assert not re.search(r"""(src|href)=["']""", body)
+    assert 'role="tab"' not in figures.comparison_page(comparison_json([ahead]))
+    empty = figures.comparison_page(comparison_json([plain]), [plain])
+    assert empty.count("run it again with --profile 2") >= 4 and "A difference needs two runs" in empty and "No findings" in empty
+    states = json.loads(re.search(r'class="states">(.*?)</script>', body)[1])
+    assert states["changes"][0][4][0] == [0.0, 0] and states["units"] == ["root", *BLOCKS]
+
+
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a chromium on the path")
+def test_every_figure_renders_in_a_browser(ahead, behind, quiet, tmp_path):
+    from playwright.sync_api import sync_playwright
+    from plotly.offline import get_plotlyjs
+
+    (tmp_path / "plotly.js").write_text(get_plotlyjs(), encoding="utf-8")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page, problems = browser.new_page(viewport={"width": 1280, "height": 900}), []
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        for name, figure in drawings(ahead, behind, quiet).items():
+            drawn = figure.to_html(full_html=False, include_plotlyjs=False, default_width="100%")
+            (tmp_path / "figure.html").write_text(f'<!doctype html><meta charset="utf-8"><script src="plotly.js"></script>{drawn}', encoding="utf-8")
+            page.goto((tmp_path / "figure.html").as_uri())
+            page.wait_for_selector(".main-svg")
+            picture = page.locator(".js-plotly-plot").screenshot(path=tmp_path / f"{name}.png")
+            assert len(picture) > 10_000, name
+            texts = "[...document.querySelectorAll('.gtitle, .gtitle-subtitle, .annotation-text')]"
+            right = page.evaluate(f"Math.max(...{texts}.map(text => text.getBoundingClientRect().right))")
+            assert right <= 1280, f"{name}: a text runs out of the picture"
+        browser.close()
+    assert problems == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a chromium on the path")
+def test_tabs_and_the_time_cursor_work_offline(ahead, behind, tmp_path):
+    from playwright.sync_api import sync_playwright
+
+    (tmp_path / "page.html").write_text(figures.comparison_page(comparison_json([ahead, behind]), [ahead, behind]), encoding="utf-8")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page, problems, asked = browser.new_page(viewport={"width": 1280, "height": 900}), [], []
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto((tmp_path / "page.html").as_uri())
+        for name in ("Timeline", "Exposed", "Memory", "Traffic", "Pareto", "Difference", "Findings"):
+            page.click(f"[data-panel=panel-{name}]")
+            if name != "Findings":
+                page.wait_for_selector(f"#panel-{name} .main-svg")
+            assert page.locator(".panel:visible").count() == 1
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{name} is wider than 1280 px"
+        page.click("[data-panel=panel-Memory]")
+        fills = "[...document.querySelector('#panel-Memory .slices').querySelectorAll('rect')].map(r => r.getAttribute('fill')).join()"
+        before = page.evaluate(fills)
+        page.evaluate("(() => { const s = document.querySelector('#panel-Memory input'); s.value = 0; s.dispatchEvent(new Event('input')); })()")
+        assert page.evaluate(fills) != before and page.locator("#panel-Memory output").first.inner_text() == "0.00 ms"
+        page.wait_for_function("document.querySelector('#panel-Memory .plot').layout.shapes.at(-1).x0 === 0")
+        browser.close()
+    assert problems == [] and len(asked) == 1

@@ -1,0 +1,120 @@
+"""The strategy lab in a real JupyterLab: choose, Run, see the figure; Run again, Cancel, and it can still be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.test_lab_browser import CHROMIUM, address_of, needs_chromium
+
+NOTEBOOK_11 = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("11_*.ipynb"))
+CELL = 'from fsdplab.widgets import StrategyLab\n\nStrategyLab({"sequence_length": 32, "device": "cpu"})'
+# The tab that is looked at has something in it, its plots have arrived, and its last words are not "drawing".
+DRAWN = """() => {
+  const tab = [...document.querySelectorAll(".fsdplab-lab .widget-tab-contents > *")].find(e => e.offsetParent !== null);
+  const plots = tab ? [...tab.querySelectorAll(".jp-RenderedPlotly, .js-plotly-plot")] : [];
+  const filled = tab && tab.querySelector(".jp-OutputArea-child") && !tab.innerText.includes("drawing …");
+  return filled && plots.every(e => e.querySelector("svg"));
+}"""
+# What is laid out wrongly: wider than the lab, or a figure that shrank to nothing.
+MISFITS = """() => {
+  const right = document.querySelector(".fsdplab-lab").getBoundingClientRect().right;
+  const parts = [...document.querySelectorAll(".fsdplab-lab .js-plotly-plot, .fsdplab-lab .widget-gridbox > *")].filter(e => e.offsetParent !== null);
+  const boxes = parts.map(e => [e.matches(".js-plotly-plot"), e.getBoundingClientRect()]);
+  return boxes.filter(([plot, r]) => r.right > right + 2 || r.width < 100 || (plot && r.height < 150)).map(([plot, r]) => [plot, r.width, r.height]);
+}"""
+RUN_MS, SHORT_MS = 100_000, 30_000
+
+
+def lab_cell() -> str:
+    """The cell of notebook 11 that shows the lab: it brings its own import, so that it can be run alone."""
+    cells = ["".join(cell["source"]) for path in NOTEBOOK_11 for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    return next((cell for cell in cells if "StrategyLab(" in cell), CELL)
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[str]:
+    """JupyterLab on a notebook with that cell alone, ended with everything it started."""
+    cell = {"cell_type": "code", "id": "lab", "metadata": {}, "execution_count": None, "outputs": [], "source": lab_cell()}
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    (tmp_path / "lab.ipynb").write_text(json.dumps({"cells": [cell], "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))
+    server = subprocess.Popen(
+        [sys.executable, "-m", "fsdplab.cli", "lab", "--no-browser", "--port", "0", "--notebooks", str(tmp_path)],
+        cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        start_new_session=True, env={**os.environ, "JUPYTER_CONFIG_DIR": str(tmp_path / "config")},
+    )  # fmt: skip
+    try:
+        yield address_of(server, within_s=60)
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def picture(page: Any, path: Path) -> None:
+    """A screenshot, with what was laid out wrongly in it as a failure: something wider than the lab, or a plot of no size."""
+    page.wait_for_function(DRAWN, timeout=RUN_MS)
+    page.wait_for_timeout(500)
+    page.screenshot(path=str(path))
+    misfits = page.evaluate(MISFITS)
+    assert misfits == [], f"parts of the lab do not fit: {misfits}; see {path}"
+
+
+@pytest.mark.timeout(300)
+@needs_chromium
+def test_run_shows_the_figure_and_cancel_leaves_the_lab_usable(lab: str, tmp_path: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport={"width": 1280, "height": 1100})
+        page.goto(lab.replace("/lab?", "/doc/tree/lab.ipynb?"))
+        page.get_by_text("(ipykernel) | Idle").wait_for(timeout=RUN_MS)  # a kernel that is still starting would not hear it
+        page.locator(".jp-CodeCell .cm-content").first.click(timeout=60_000)
+        page.keyboard.press("Shift+Enter")
+        button = {name: page.get_by_role("button", name=name, exact=True) for name in ("Run", "Cancel", "Export HTML")}
+        button["Run"].wait_for(timeout=RUN_MS)
+        page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's question whether it may send news
+        message, lab_box = page.locator(".fsdplab-message"), page.locator(".fsdplab-lab")
+        assert not button["Cancel"].is_enabled()
+
+        page.get_by_label("Model", exact=True).select_option("gpt-tiny")
+        page.get_by_label("Timed steps").fill("0")
+        page.get_by_label("Timed steps").press("Enter")
+        page.locator(".fsdplab-error", has_text="whole number from 1 to 200").wait_for(timeout=SHORT_MS)
+        picture(page, tmp_path / "1-wrong.png")
+        page.get_by_label("Timed steps").fill("3")
+        page.get_by_label("Timed steps").press("Enter")
+        message.get_by_text("ready: 2 runs").wait_for(timeout=SHORT_MS)
+
+        button["Run"].click()
+        message.get_by_text("run 2 of 2").wait_for(timeout=RUN_MS)
+        picture(page, tmp_path / "2-running.png")
+        message.get_by_text("done: 2 records of 2 runs kept").wait_for(timeout=RUN_MS)
+        lab_box.locator(".js-plotly-plot .barlayer").first.wait_for(timeout=SHORT_MS)
+        picture(page, tmp_path / "3-table.png")
+        for number, tab in enumerate(("Timeline", "Memory", "Pareto", "Ledger", "Findings"), start=4):
+            page.get_by_role("tab", name=tab, exact=True).click()
+            picture(page, tmp_path / f"{number}-{tab.lower()}.png")
+        assert "could not be drawn" not in lab_box.inner_text()
+        button["Export HTML"].click()
+        lab_box.get_by_text("strategy-lab-1.html").wait_for(timeout=SHORT_MS)
+        assert "<html" in (tmp_path / "strategy-lab-1.html").read_text(encoding="utf-8")[:200]
+
+        button["Run"].click()
+        message.get_by_text("run 1 of 2").wait_for(timeout=SHORT_MS)
+        button["Cancel"].click()
+        message.get_by_text("cancelled by you").wait_for(timeout=RUN_MS)
+        page.get_by_role("tab", name="Table", exact=True).click()
+        lab_box.locator(".js-plotly-plot .barlayer").first.wait_for(timeout=SHORT_MS)
+        picture(page, tmp_path / "9-cancelled.png")
+        assert button["Run"].is_enabled() and not button["Cancel"].is_enabled()
+        assert lab_box.locator("td", has_text="full_shard").count() >= 1, "what the first batch recorded is still shown"
+        browser.close()

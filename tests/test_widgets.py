@@ -1,0 +1,399 @@
+"""The strategy lab without a browser: choices and their errors, the state's life, and batches on real ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plotly.graph_objects import Figure
+
+from fsdplab.records import RunRecord
+from fsdplab.sessions import RunSpec
+from fsdplab.sessions.spec import ENGINES
+from fsdplab.widgets.choices import MODELS, TARGETS, Choices, check, label, parse_card
+from fsdplab.widgets.lab_state import Batch, LabState, Progress
+from fsdplab.widgets.running import Runner
+from fsdplab.widgets.stills import Still
+from fsdplab.widgets.strategy_lab import StrategyLab
+from fsdplab.widgets.tabs import EMPTY, FAULT, TABS, pieces
+
+FIXED = {"device": "cpu", "sequence_length": 32}
+TINY = {"model": "gpt-tiny", "steps": 2, "strategies": ("full_shard",)}
+PATIENCE_S = 120.0
+
+linux = pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc to look for processes")
+
+
+# ---- choices
+
+
+def test_choices_become_one_run_for_each_pair_that_exists() -> None:
+    choices = Choices(model="gpt-tiny", strategies=("zero2", "full_shard"), engines=("lab", "torch-fsdp2"), card="300MB", steps=3)
+    request = check(choices, FIXED)
+    assert [(spec.strategy, spec.engine) for spec in request.specs] == [("zero2", "lab"), ("full_shard", "lab"), ("full_shard", "torch-fsdp2")]
+    assert {(spec.model, spec.steps, spec.card, spec.sequence_length) for spec in request.specs} == {("gpt-tiny", 3, 300_000_000, 32)}
+    assert request.left_out == "left out: torch-fsdp2 does not do zero2" and not request.errors
+
+
+def test_the_twin_runs_once_and_last_with_no_card_and_no_memory() -> None:
+    request = check(Choices(model="gpt-tiny", engines=("twin", "lab"), card="1GB", prefetch=3, checkpoint="full"), FIXED)
+    assert [spec.engine for spec in request.specs] == ["lab", "lab", "twin"]
+    twin = request.specs[-1]
+    assert (twin.card, twin.memory, twin.prefetch, twin.checkpoint) == (None, False, 1, "none")
+
+
+def test_lab_models_are_those_that_read_bytes() -> None:
+    assert "gpt-20m" in MODELS and "llama-20m" in MODELS and "llama-3.1-8b" in TARGETS and not set(MODELS) & set(TARGETS)
+
+
+@pytest.mark.parametrize(
+    "control,value,words",
+    [
+        ("model", "gpt-20", "did you mean gpt-20m"),
+        ("model", "llama-3.1-8b", "expected one of gpt-tiny"),
+        ("ranks", 5, "expected one of 1, 2, 3, 4"),
+        ("ranks", True, "ranks is True"),
+        ("strategies", (), "at least one of no_shard"),
+        ("strategies", ("fullshard",), "did you mean full_shard"),
+        ("engines", (), "at least one of lab"),
+        ("engines", ("torch-fsdp3",), "did you mean torch-fsdp"),
+        ("engines", ("torch-ddp",), "torch-ddp does no_shard, none of the chosen strategies"),
+        ("engines", ("twin",), "choose another engine too"),
+        ("units", "layers", "expected one of auto, block"),
+        ("precision", "fp8", "expected one of fp32, bf16"),
+        ("checkpoint", "some", "expected one of none, selective, full"),
+        ("prefetch", 5, "expected one of 0, 1, 2, 3, 4"),
+        ("prefetch", "1", "prefetch is '1'"),
+        ("link", "eth3", "expected one of none"),
+        ("card", "a lot", "expected a size such as 300MB"),
+        ("card", "-3", "expected a size such as 300MB"),
+        ("steps", 0, "whole number from 1 to 200"),
+        ("steps", 2.5, "whole number from 1 to 200"),
+    ],
+)
+def test_a_wrong_choice_is_answered_in_one_line_beside_its_control(control: str, value: Any, words: str) -> None:
+    request = check(Choices(**{**TINY, control: value}), FIXED)
+    assert list(request.errors) == [control] and words in request.errors[control] and "\n" not in request.errors[control]
+    assert request.specs == ()
+
+
+@pytest.mark.parametrize(
+    "changes,control,words",
+    [
+        ({"link": "custom", "custom_link": "fast"}, "custom_link", "unknown link 'fast'"),
+        ({"link": "custom", "custom_link": "800mb/s"}, "custom_link", "bits or bytes"),
+        ({"link": "wind tunnel", "tunnel": "H100"}, "tunnel", "such as 8xH100"),
+        ({"link": "wind tunnel", "as_model": "gpt-20m"}, "as_model", "expected one of gpt2"),
+    ],
+)
+def test_what_is_typed_for_a_link_is_judged_where_it_is_used(changes: dict[str, str], control: str, words: str) -> None:
+    request = check(Choices(**TINY, **changes), FIXED)
+    assert list(request.errors) == [control] and words in request.errors[control]
+    unused = check(Choices(**TINY, **{**changes, "link": "none"}), FIXED)
+    assert len(unused.specs) == 1
+
+
+@pytest.mark.parametrize(
+    "changes,control",
+    [({"checkpoint": "full"}, "checkpoint"), ({"prefetch": 3}, "prefetch")],
+)
+def test_what_only_the_lab_does_is_blamed_on_the_control_that_was_moved(changes: dict[str, Any], control: str) -> None:
+    request = check(Choices(**TINY, engines=("lab", "torch-fsdp2"), **changes), FIXED)
+    assert list(request.errors) == [control] and "engine='lab'" in request.errors[control]
+
+
+def test_what_no_control_can_mend_is_said_beside_the_engines() -> None:
+    request = check(Choices(**TINY), {**FIXED, "sequence_length": 4096})
+    assert list(request.errors) == ["engines"] and "4096" in request.errors["engines"]
+
+
+@pytest.mark.parametrize(
+    "text,nbytes", [("", None), ("none", None), ("300MB", 300_000_000), ("1.5 GB", 1_500_000_000), ("2GiB", 2**31), ("4096", 4096)]
+)
+def test_a_card_is_read_as_it_is_written(text: str, nbytes: int | None) -> None:
+    assert parse_card(text) == nbytes
+
+
+def test_runs_are_named_as_the_figures_name_them() -> None:
+    names = {engine: label(RunSpec(engine=engine, strategy=able[0], world_size=2)) for engine, able in ENGINES.items() if "deepspeed" not in engine}
+    assert names == {
+        "lab": "full_shard", "torch-ddp": "torch-ddp", "torch-fsdp1": "torch-fsdp1", "torch-fsdp2": "torch-fsdp2", "twin": "twin",
+    }  # fmt: skip
+
+
+# ---- the state's life
+
+
+def a_state(**choices: Any) -> LabState:
+    return LabState(FIXED, **{**TINY, **choices})
+
+
+def a_record(status: str = "finished", engine: str = "lab", message: str = "Rank 1 died.\nmore") -> RunRecord:
+    spec = RunSpec(engine=engine, model="gpt-tiny", **FIXED).as_dict()
+    return RunRecord(Path("nowhere"), spec=spec, status=status, failure={"message": message} if status == "failed" else None)
+
+
+def test_a_batch_from_begin_to_done() -> None:
+    state, told = a_state(strategies=("no_shard", "full_shard")), []
+    state.subscribe(lambda: told.append((state.status, state.message)))
+    assert len(state.begin()) == 2 and state.busy and state.begin() == ()
+    state.started(0)
+    assert state.message == "run 1 of 2, no_shard: its ranks are starting"
+    state.stepped(1, 4, 5.5)
+    assert state.message == "run 1 of 2, no_shard: step 1 of 4, loss 5.5000" and state.progress.share == 0.125
+    state.recorded(a_record())
+    state.started(1)
+    state.recorded(a_record())
+    state.ended()
+    assert (state.status, state.message) == ("done", "done: 2 records of 2 runs kept")
+    assert told[-1] == ("done", state.message) and len(told) == 8
+
+
+def test_wrong_choices_start_nothing_and_say_why() -> None:
+    state = a_state(ranks=9)
+    assert state.begin() == () and state.status == "idle" and not state.batches
+    assert state.message == "nothing was started: ranks is 9; expected one of 1, 2, 3, 4"
+    state.choose(ranks=2)
+    assert state.message == "ready: 1 run" and len(state.begin()) == 1
+
+
+def test_a_cancelled_batch_keeps_its_records_and_the_lab_can_run_again() -> None:
+    state = a_state(strategies=("no_shard", "full_shard"))
+    assert state.cancel() is False
+    state.begin()
+    state.started(0)
+    state.recorded(a_record())
+    assert state.cancel() is True and state.status == "cancelling" and state.cancel() is False
+    state.ended()
+    assert state.message == "cancelled by you: 1 record of 2 runs kept; press Run to start again"
+    assert len(state.begin()) == 2 and state.status == "running" and state.last_error is None
+    assert state.batch.number == 1, "a batch without records is not shown in the place of one that has some"
+
+
+def test_a_failed_run_is_named_and_its_batch_goes_on() -> None:
+    state = a_state()
+    state.begin()
+    state.started(0)
+    state.recorded(a_record("failed"))
+    assert state.busy
+    state.ended()
+    assert state.status == "failed" and state.message.startswith("failed: full_shard: Rank 1 died; 1 record of 1 run kept")
+
+
+def test_an_error_of_the_runner_itself_is_said() -> None:
+    state = a_state()
+    state.begin()
+    state.ended("the disk is full")
+    assert state.status == "failed" and "the disk is full" in state.message
+
+
+@pytest.mark.parametrize("verb,arguments", [("started", (0,)), ("stepped", (1, 2, 3.0)), ("recorded", (None,)), ("ended", ())])
+def test_the_verbs_of_a_run_need_one(verb: str, arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(RuntimeError, match=r"no batch is running \(status idle\); call begin\(\) first"):
+        getattr(a_state(), verb)(*arguments)
+
+
+def test_who_unsubscribes_hears_no_more() -> None:
+    state, told = a_state(), []
+    stop = state.subscribe(lambda: told.append(state.choices.ranks))
+    state.choose(ranks=3)
+    stop()
+    state.choose(ranks=4)
+    assert told == [3]
+
+
+def test_an_unknown_choice_is_an_error_of_the_caller() -> None:
+    with pytest.raises(TypeError, match="world_size"):
+        a_state().choose(world_size=2)
+
+
+def test_progress_before_any_run_is_empty_and_shares_never_exceed_one() -> None:
+    assert (str(Progress()), Progress().share) == ("", 0.0)
+    assert Progress(run=2, runs=2, step=5, steps=10).share == 0.75 and Progress(run=2, runs=1, step=10, steps=10).share == 1.0
+
+
+def test_the_twin_is_the_reference_and_no_row_unless_it_is_alone() -> None:
+    lab, twin = a_record(), a_record(engine="twin")
+    batch = Batch(1, check(Choices(**TINY), FIXED).specs, [lab, twin])
+    assert (batch.rows, batch.reference) == ([lab], twin) and batch.title == "1: gpt-tiny, 2 ranks, fp32, prefetch 1, 1 run"
+    assert Batch(1, batch.specs, [twin]).rows == [twin]
+
+
+def test_state_and_runner_need_no_widget_library() -> None:
+    code = "import sys, fsdplab.widgets.running; print({'ipywidgets', 'plotly', 'IPython'} & {name.split('.')[0] for name in sys.modules})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout.strip() == "set()"
+
+
+# ---- on real ranks
+
+
+def processes_below(folder: Path) -> list[str]:
+    """Command lines of the living processes that name a folder: launchers and ranks of its runs."""
+    commands = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            commands.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:  # ended while we looked
+            continue
+    return [command for command in commands if str(folder) in command and "pytest" not in command]
+
+
+def left_behind(folder: Path) -> list[str]:
+    """What is still there of a folder's runs once they have ended: nothing."""
+    return processes_below(folder)
+
+
+def when(state: LabState, true: Any, act: Any) -> None:
+    """Call `act()` from a thread of its own as soon as `true(state)`, as a press of a button would."""
+    reached = threading.Event()
+    state.subscribe(lambda: true(state) and reached.set())
+    threading.Thread(target=lambda: reached.wait(PATIENCE_S) and act(), daemon=True).start()
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> StrategyLab:
+    """The lab after one batch: full_shard and the twin, on real ranks."""
+    folder = tmp_path_factory.mktemp("lab")
+    lab = StrategyLab(FIXED, directory=folder, export_to=folder, engines=("lab", "twin"), **TINY)
+    lab.seen = []
+    lab.state.subscribe(lambda: lab.seen.append((lab.state.progress.run, lab.state.progress.step, lab.bar.value)))
+    assert lab.records == [] and lab.export() is None
+    lab.run(PATIENCE_S)
+    return lab
+
+
+def test_a_batch_on_real_ranks_ends_with_its_records(lab: StrategyLab) -> None:
+    assert lab.state.message == "done: 2 records of 2 runs kept"
+    assert [step for run, step, _ in lab.seen if run == 1 and step][:6] == [1, 2, 3, 4, 5, 6] and (2, 6) in [entry[:2] for entry in lab.seen]
+    bar = [share for *_, share in lab.seen]
+    assert bar == sorted(bar) and bar[-1] == 1.0
+    batch = lab.state.batch
+    assert [record.status for record in batch.records] == ["finished", "finished"] and [row.matches for row in batch.views] == [True]
+    assert RunRecord.load(batch.records[0].path) == lab.records[0] and batch.records[0].path.parent.name == "batch-1"
+
+
+@pytest.mark.parametrize("tab", TABS)
+def test_every_tab_shows_the_batch(lab: StrategyLab, tab: str) -> None:
+    shown = pieces(tab, lab.state.batch)
+    assert not [piece for piece in shown if isinstance(piece, str) and FAULT in piece]
+    assert tab == "Findings" or any(isinstance(piece, Figure) for piece in shown), shown
+    lab.tabs.selected_index = list(TABS).index(tab)
+    html = [output["data"]["text/html"] for output in lab.outputs[tab].outputs]
+    assert html and "drawing" not in html[0] and pieces(tab, None) == [pieces(tab, Batch(1, ()))[0]] and EMPTY in pieces(tab, None)[0]
+
+
+def test_the_table_has_the_verdict_of_the_twin(lab: StrategyLab) -> None:
+    table = pieces("Table", lab.state.batch)[0]
+    assert ">full_shard<" in table and ">agree<" in table and "equal" in table and "<b>measured</b>" in table and ">twin<" not in table
+
+
+def test_a_figure_with_a_fault_leaves_the_tab_alive(lab: StrategyLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdplab import figures
+
+    monkeypatch.setattr(figures, "pareto", lambda runs: 1 / 0, raising=False)
+    assert FAULT in pieces("Pareto", lab.state.batch)[0]
+
+
+def test_the_saved_notebook_keeps_a_folded_picture_with_words(lab: StrategyLab) -> None:
+    still = Still(lab.state.batch)
+    html = still._repr_html_()
+    assert html.startswith("<details>") and html.count("<img") >= 2 and 'alt="Bars of' in html and len(html) < 200_000
+    assert "Bars of peak memory per rank: full_shard" in repr(still) and "\n" not in repr(Still(None))
+
+
+def test_export_writes_the_comparison_and_says_where(lab: StrategyLab, tmp_path: Path) -> None:
+    path = lab.export()
+    assert "full_shard" in path.read_text(encoding="utf-8")
+    said = lab.exported.outputs[0]["data"]["text/html"]
+    assert str(path.resolve()) in said and "href" in said
+    lab._export_to = tmp_path / "nowhere"
+    assert lab.export() is None and "could not be written (No such file or directory)" in lab.exported.outputs[0]["data"]["text/html"]
+
+
+def test_all_batches_together_is_offered_from_the_second_on(lab: StrategyLab) -> None:
+    state = a_state()
+    first = Batch(1, lab.state.batch.specs, lab.state.batch.records)
+    state.batches = [first]
+    assert state.offered == [first]
+    state.batches = [first, Batch(2, first.specs), Batch(3, first.specs, first.records)]
+    assert [batch.number for batch in state.offered] == [1, 3, 0]
+    together = state.offered[-1]
+    assert together.title == "all batches: 2 runs" and together.reference is None and len({run.label for run in together.views}) == 2
+
+
+# ---- the view, without a browser
+
+
+def test_controls_move_the_state_and_show_its_errors() -> None:
+    lab = StrategyLab(FIXED, **TINY)
+    lab.controls.widgets["ranks"].value = 4
+    lab.controls.chips["strategies"]["zero1"].value = True
+    assert lab.state.choices.ranks == 4 and lab.state.choices.strategies == ("zero1", "full_shard") and "ready: 2 runs" in lab.message.value
+    lab.controls.widgets["card"].value = "much"
+    assert "expected a size" in lab.controls._errors["card"].value and "not ready" in lab.message.value
+    lab.run_button.click()
+    assert lab.state.status == "idle" and "nothing was started: card is" in lab.message.value and lab.cancel_button.disabled
+    lab.state.choose(card="", model="no-such-model")
+    assert "unknown" not in lab.controls._errors["card"].value and "expected one of gpt-tiny" in lab.controls._errors["model"].value
+
+
+def test_what_belongs_to_a_choice_appears_with_it() -> None:
+    lab = StrategyLab(FIXED, **TINY)
+    hidden = {name: cell.layout.display for name, cell in lab.controls._cells.items()}
+    assert [name for name, display in hidden.items() if display == "none"] == ["custom_link", "tunnel", "as_model", "shard_size"]
+    lab.controls.widgets["link"].value = "wind tunnel"
+    lab.controls.chips["strategies"]["hybrid_shard"].value = True
+    assert {lab.controls._cells[name].layout.display for name in ("tunnel", "as_model", "shard_size")} == {""}
+
+
+def test_controls_are_locked_while_a_batch_runs() -> None:
+    lab = StrategyLab(FIXED, **TINY)
+    lab.state.begin()
+    assert lab.run_button.disabled and not lab.cancel_button.disabled and lab.controls.widgets["model"].disabled
+    lab.state.cancel()
+    assert lab.cancel_button.disabled
+    lab.state.ended()
+    assert not lab.run_button.disabled and not lab.controls.widgets["model"].disabled and "cancelled by you" in lab.message.value
+
+
+def test_a_lab_of_wrong_choices_is_refused() -> None:
+    with pytest.raises(ValueError, match="ranks is 9; expected one of 1, 2, 3, 4"):
+        StrategyLab(ranks=9)
+
+
+# ---- batches that end badly
+
+
+@linux
+@pytest.mark.parametrize("moment", ["start", "step"])
+def test_cancel_ends_the_ranks_and_the_next_batch_runs(tmp_path: Path, moment: str) -> None:
+    runner = Runner(a_state(steps=200 if moment == "step" else 2), tmp_path)
+    when(runner.state, lambda state: state.progress.step >= 1 if moment == "step" else state.progress.run == 1, runner.cancel)
+    assert runner.start() and runner.wait(PATIENCE_S)
+    assert runner.state.status == "cancelled" and runner.state.message == "cancelled by you: 0 records of 1 run kept; press Run to start again"
+    assert left_behind(tmp_path) == [] and runner.state.progress.step < 202
+    if moment == "start":
+        runner.state.choose(card="1MB")
+        assert runner.start() and runner.wait(PATIENCE_S) and runner.state.status == "done", runner.state.message
+        assert [record.status for record in runner.state.batch.records] == ["out_of_memory"]
+
+
+@linux
+def test_a_run_that_fails_says_why_and_the_next_batch_runs(tmp_path: Path) -> None:
+    runner = Runner(LabState({**FIXED, "time_limit": 0.2}, **TINY), tmp_path)
+    assert runner.start() and runner.wait(PATIENCE_S)
+    assert runner.state.status == "failed" and "did not start within the time limit of 0.2 s" in runner.state.message
+    assert [record.status for record in runner.state.batch.records] == ["failed"] and left_behind(tmp_path) == []
+    assert runner.start() and runner.wait(PATIENCE_S) and runner.state.status == "failed"
+
+
+def test_a_folder_that_cannot_be_written_fails_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    runner = Runner(a_state(), tmp_path / "file")
+    assert runner.start() and runner.wait(PATIENCE_S)
+    assert runner.state.status == "failed" and "Not a directory" in runner.state.message
