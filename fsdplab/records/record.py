@@ -49,6 +49,7 @@ class RunRecord:
 
     def __post_init__(self) -> None:
         self.path = Path(self.path)
+        self.tables = {**{name: [] for name in TABLES}, **self.tables}
         if self.status not in STATUSES:
             raise ValueError(f"A record's status is one of {', '.join(STATUSES)}; got {self.status!r}.")
         unknown = {name: origin for name, origin in self.provenance.items() if origin not in ORIGINS}
