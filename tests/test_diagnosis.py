@@ -38,20 +38,30 @@ def link_for(record: RunRecord, ratio: float) -> str:
     return f"{record.summary['comm']['bytes_per_step'] / (ratio * compute_s(record)) / 1e6:.3f}MB/s"
 
 
+def behind(spec: RunSpec, plain: RunRecord, ratio: float, **more: object) -> RunRecord:
+    """The run on a link set by `ratio`; once more where the machine's speed changed between the run that was measured and this one."""
+    for _ in range(3):
+        record = run(replace(spec, link=link_for(plain, ratio), **more))
+        if 0.8 < compute_s(record) / compute_s(plain) < 1.25:
+            break
+        plain = record
+    return record
+
+
 def told(record: RunRecord) -> str:
     return "\n".join(f"{finding.kind} {finding.seconds:.3f}: {finding.title}" for finding in findings(record))
 
 
 def test_no_prefetch(plain: RunRecord) -> None:
-    record = run(replace(PLAIN, prefetch=0, link=link_for(plain, 0.6)))
+    record = behind(PLAIN, plain, 0.6, prefetch=0)
     first = findings(record)[0]
     assert first.kind == "no_prefetch", told(record)
     assert "prefetch=1" in first.remedy and "all_gather of" in first.title
-    assert first.seconds == pytest.approx(0.4 * compute_s(plain), rel=0.8)  # two gathers of three collectives
+    assert first.seconds == pytest.approx(0.4 * compute_s(record), rel=0.8)  # two gathers of three collectives
 
 
 def test_a_slow_link(plain: RunRecord) -> None:
-    record = run(replace(PLAIN, link=link_for(plain, 5.0)))
+    record = behind(PLAIN, plain, 5.0)
     assert kinds(record)[0] == "slow_link", told(record)
     assert "emulated" in findings(record)[0].text
 
@@ -63,7 +73,7 @@ def test_tiny_units(plain: RunRecord) -> None:
 
 
 def test_one_big_unit(plain: RunRecord) -> None:
-    record = run(replace(PLAIN, units="model", link=link_for(plain, 0.5)))
+    record = behind(PLAIN, plain, 0.5, units="model")
     assert kinds(record)[0] == "one_big_unit", told(record)
     assert "the root" in findings(record)[0].title
 
@@ -71,9 +81,9 @@ def test_one_big_unit(plain: RunRecord) -> None:
 def test_one_communicator(plain: RunRecord) -> None:
     spec = replace(PLAIN, precision="bf16")
     low = run(spec)
-    record = run(replace(spec, link=link_for(low, 1.2)))
+    record = behind(spec, low, 1.2)
     assert kinds(record)[0] == "one_communicator", told(record)
-    apart = run(replace(spec, link=link_for(low, 1.2), link_queues=2))
+    apart = behind(spec, low, 1.2, link_queues=2)
     assert "one_communicator" not in kinds(apart), told(apart)
 
 

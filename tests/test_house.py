@@ -42,7 +42,7 @@ NOT_THE_CORE = {
     "offload", "offloaded_optimizer", "mapped",  # slices and optimizer state in host memory or files
     "extension", "halfway", "recompute", "norms", "traps",  # one each: subclasses, fewer ranks, checkpointing, clipping, warnings
     "link", "deliveries",  # an emulated network
-    "custom", "facade",  # what users of PyTorch's FSDP2 may bring along, and what torch itself asks for
+    "custom", "facade", "finalization",  # what users of PyTorch's FSDP2 may bring along, and what torch itself asks for
     "compat", "__init__",  # what depends on torch's version; the table of contents
 }  # fmt: skip
 MAX_MEDIAN_FUNCTION_LINES = 12

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from . import compat, events
+from .finalization import ManualFinalization
 from .hooks import hooks_of, units_under
 from .transport import Reduction, Transport
 from .unit import Unit
@@ -118,7 +119,7 @@ def on_stream(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream) -
     return hooked
 
 
-class CollectiveSettings:
+class CollectiveSettings(ManualFinalization):
     """The methods of a sharded module that say how its collectives run."""
 
     def set_custom_all_gather(self, comm: Any) -> None:

@@ -36,6 +36,10 @@ class State:
         return Context(self._runtime)
 
     @property
+    def _comm_ctx(self) -> Runtime:
+        return self._runtime
+
+    @property
     def _fsdp_param_groups(self) -> list[Group]:
         return [Group(self._hooks.unit, self._runtime)] if self._hooks.unit.params else []
 

@@ -92,6 +92,8 @@ def findings(record: RunRecord) -> list[Finding]:
     scene = _scene(record)
     found = [finding for rule in _RULES if (finding := rule(scene)) is not None]
     found = [finding for finding in found if finding.seconds >= WORTH_SAYING * scene.step_s]
+    explained = {kind for finding in found for kind in _EXPLAINS.get(finding.kind, ())}
+    found = [finding for finding in found if finding.kind not in explained]
     found = sorted(found, key=lambda finding: -finding.seconds)[: MOST - 1]
     peak = _peak(record)
     return found + ([peak] if peak else [])
@@ -177,7 +179,7 @@ def _one_big_unit(scene: Scene) -> Finding | None:
     if not total or (biggest := held.most_common(1)[0])[1] < BIG_UNIT * total:
         return None
     name, share = _named(biggest[0]), biggest[1] / total
-    seconds = sum(row["exposed_ns"] for row in scene.exposed if row["unit"] == biggest[0]) / 1e9 / scene.profiled
+    seconds = sum(row["exposed_ns"] for row in scene.exposed if _named(row["unit"]) == name) / 1e9 / scene.profiled
     title = f"one unit holds {share:.0%} of the parameters: {name} is exposed {_ms(seconds)} a step"
     text = "Its gather has nothing to hide behind before it, its reduction nothing after it, and all of it is in memory at once."
     return Finding("one_big_unit", seconds, title, text, "Cut it: make each block a unit (units=\"auto\"), so that a unit travels while its neighbour computes.")
@@ -223,6 +225,10 @@ _RULES: Sequence[Callable[[Scene], Finding | None]] = (
     _slow_link, _no_prefetch, _one_communicator, _tiny_units, _one_big_unit, _slow_rank, _nothing_beside,
 )  # fmt: skip
 
+_EXPLAINS = {  # what follows from a cause, and is no cause of its own
+    "one_big_unit": ("no_prefetch", "nothing_to_hide_behind"),
+    "tiny_units": ("no_prefetch", "nothing_to_hide_behind", "one_communicator"),
+}
 _REMEDIES = {
     "activations": "recompute them (checkpoint=\"full\" or \"selective\"), or take a smaller micro-batch",
     "optimizer_state": "cut it over more ranks, or offload it",
