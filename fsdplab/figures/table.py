@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdplab.figures.units import MISSING, seconds, size, three_digits
 from fsdplab.figures.view import RunView
 
-COLUMNS = ("strategy", "engine", "step", "tokens/s", "peak", "= par + grad + opt + act + rest", "sent", "formula", "loss", "losses")
+COLUMNS = ("strategy", "engine", "step", "tokens/s", "peak", "= par + grad + opt + act + rest", "sent", "formula", "exposed", "hidden", "loss", "losses")
 GROUPS = {
     "par": ("parameter_slices", "gathered_parameters"),
     "grad": ("gradient_slices", "whole_gradients"),
@@ -14,7 +14,8 @@ GROUPS = {
 }
 LEGEND = (
     "step: median; peak: memory of the worst rank, in MB = parameters (slices and gathered) + gradients (slices and whole) + optimizer state"
-    " + activations + rest (communication buffers, other); sent: by one rank in one step; formula: what the strategy must send; loss: of the last step"
+    " + activations + rest (communication buffers, other); sent: by one rank in one step; formula: what the strategy must send;"
+    " exposed: time a step that communication cost beyond computing, hidden: the rest of it; loss: of the last step"
 )
 AGREE, DIFFER, EQUAL = "agree", "DIFFER", "equal"
 
@@ -30,6 +31,8 @@ def cells(run: RunView, unknown: str = MISSING) -> tuple[str, ...]:
         split_of(run),
         size(run.comm_bytes),
         formula_of(run),
+        seconds(run.exposed_s),
+        MISSING if run.overlap is None else f"{run.overlap:.0%}",
         f"{run.losses[-1]:.4f}" if run.losses else MISSING,
         badge(run, unknown),
     )

@@ -1,0 +1,102 @@
+"""`fsdplab run`, `report` and `bench` on time: findings, pages with tabs, traces that somebody hands in, exports, nodes, links."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdplab.cli import main
+from fsdplab.records import RunRecord
+
+
+def fsdplab(*arguments: str, timeout: float = 170) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fsdplab.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    error = capsys.readouterr().err.strip()
+    assert ended.value.code == 2 and error.startswith("fsdplab: ") and "\n" not in error, error
+    return error
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    folder = tmp_path_factory.mktemp("runs") / "full"
+    done = fsdplab("run", "full_shard", "--model", "gpt-tiny", "--steps", "2", "--link", "20MB/s", "--prefetch", "0", "--out", str(folder))
+    assert done.returncode == 0, done.stderr
+    return done.stdout, folder
+
+
+def test_a_run_ends_with_findings(recorded: tuple[str, Path]) -> None:
+    out, folder = recorded
+    assert "what a step lost time to" in out and "1. " in out and "->" in out
+    assert "emulated: the link (20MB/s)" in out
+    assert RunRecord.load(folder).spec["prefetch"] == 0
+
+
+def test_a_report_shows_the_same_and_a_page_with_tabs(recorded: tuple[str, Path], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    done = fsdplab("report", str(recorded[1]), "--html", str(page))
+    assert done.returncode == 0 and "what a step lost time to" in done.stdout
+    text = page.read_text(encoding="utf-8")
+    assert all(name in text for name in ("Timeline", "Exposed", "Findings", "What to do")) and "https://cdn" not in text
+
+
+def test_traces_that_somebody_hands_in(recorded: tuple[str, Path]) -> None:
+    traces = sorted(map(str, (recorded[1] / "traces").iterdir()))
+    done = fsdplab("report", *traces, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    (entry,) = json.loads(done.stdout)["runs"]
+    assert entry["engine"] == "trace" and entry["world_size"] == 2
+    assert entry["step_time_s"]["median"] > 0 and entry["comm"]["exposed_s"] > 0
+    assert "what a step lost time to" in done.stderr
+
+
+def test_exports(recorded: tuple[str, Path], tmp_path: Path) -> None:
+    places = {"--tensorboard": tmp_path / "tb", "--perfetto": tmp_path / "all.json.gz", "--csv": tmp_path / "csv"}
+    done = fsdplab("report", str(recorded[1]), *(str(part) for pair in places.items() for part in pair))
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "tb").rglob("*.pt.trace.json.gz"))) == 2
+    assert places["--perfetto"].stat().st_size > 1000 and (tmp_path / "csv" / "exposed.csv").exists()
+    assert "tensorboard --logdir" in done.stdout
+
+
+def test_what_is_no_trace_is_refused(recorded: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, empty = tmp_path / "notes.json", tmp_path / "empty.json"
+    text.write_text("no trace")
+    empty.write_text("")
+    trace = str(next((recorded[1] / "traces").iterdir()))
+    assert "notes.json" in refused(["report", str(text)], capsys)
+    assert "empty.json" in refused(["report", str(empty)], capsys)
+    assert "both of rank" in refused(["report", trace, trace], capsys)
+    assert "no traces" in refused(["report", trace, "--tensorboard", str(tmp_path / "tb")], capsys)
+    half = tmp_path / "half.json.gz"
+    half.write_bytes(Path(trace).read_bytes()[:3000])
+    assert "half.json.gz" in refused(["report", str(half)], capsys)
+
+
+def test_requests_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "fast" in refused(["run", "--link", "fast", "--out", str(tmp_path / "a")], capsys)
+    assert "expected a divisor" in refused(["run", "--nodes", "2", "-n", "3", "--out", str(tmp_path / "a")], capsys)
+    assert "whole numbers" in refused(["bench", "--prefetch", "0,x"], capsys)
+    assert "give both" in refused(["compare", "--emulate", "8xH100"], capsys)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_bench_behind_a_link_has_a_row_for_each_prefetch(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    arguments = ["--model", "gpt-tiny", "--strategies", "full_shard", "--engines", "torch-ddp", "--link", "50MB/s", "--prefetch", "0,1", "--rounds", "2"]
+    done = fsdplab("bench", *arguments, "--sequence-length", "32", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    ours = [row for row in rows if row["engine"] == "lab"]
+    assert [row["prefetch"] for row in ours] == [0, 1] and all(0 <= row["overlap"] <= 1 and len(row["exposed"]) == 2 for row in ours)
+    assert ours[0]["loss"] == pytest.approx(rows[-1]["loss"], rel=1e-5)
+    assert "exposed" in done.stdout and "overlap" in done.stdout
