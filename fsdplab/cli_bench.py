@@ -9,11 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from fsdplab.cli_errors import refusals, refuse
+from fsdplab.cli_report import Outputs
 
 BESIDE = ("alone", "torch-ddp", "torch-fsdp2")  # whose medians the ratios are taken to, where they took part
 
@@ -25,7 +25,7 @@ def bench_engines(
     """Run the lab's strategies and the other engines in turn, print the ratios, and write them as JSON if asked."""
     from fsdplab.sessions import ENGINES, RunSpec, bench
 
-    console = Console()
+    console = Outputs().console()
     with refusals():
         transport = common.pop("transport")
         pairs = [(name, strategy) for name in engines for strategy in _strategies(ENGINES, name)]
