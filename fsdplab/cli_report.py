@@ -17,7 +17,7 @@ from rich.text import Text
 
 from fsdplab.cli_errors import refuse
 from fsdplab.cli_exports import Exports
-from fsdplab.cli_findings import findings_of, print_findings
+from fsdplab.cli_findings import print_findings
 from fsdplab.figures.table import AGREE, COLUMNS, DIFFER, EQUAL, LEGEND, cells, verdict
 from fsdplab.figures.units import MISSING
 from fsdplab.figures.view import RunView, provenance, view
@@ -60,7 +60,7 @@ class Outputs:
         elif self.json_file:
             Path(self.json_file).write_text(text + "\n", encoding="utf-8")
         if self.html_file:
-            from fsdplab.figures import comparison_page
+            from fsdplab.figures import comparison_page, findings_of
 
             self.html_file.write_text(comparison_page(comparison, shown, findings_of(records), records), encoding="utf-8")
 

@@ -24,6 +24,7 @@ _HOME = {
     "linked_at": "linked",
     "linked_html": "linked_page",
     "comparison_page": "html",
+    "findings_of": "findings",
     "svg": "static",
     "alt_text": "style",
     "CATEGORY_COLOURS": "style",

@@ -16,7 +16,7 @@ from typing import Any
 import ipywidgets
 from IPython.display import display
 
-from fsdplab.figures import comparison_page
+from fsdplab.figures import comparison_page, findings_of
 
 from .controls import Controls
 from .lab_state import Batch, LabState
@@ -188,7 +188,7 @@ class StrategyLab:
             return None
         path = self._export_to / f"strategy-lab-{batch.number}.html"
         try:
-            path.write_text(comparison_page(batch.comparison, batch.rows), encoding="utf-8")
+            path.write_text(comparison_page(batch.comparison, batch.rows, findings_of(batch.rows)), encoding="utf-8")
             words = f"written: <a href='{escape(str(path))}' target='_blank'>{escape(str(path.resolve()))}</a>"
         except OSError as error:
             path, words = None, escape(f"{path} could not be written ({error.strerror}); give StrategyLab(export_to=...) a folder that can")

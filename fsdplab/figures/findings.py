@@ -1,0 +1,23 @@
+"""Findings of several runs, each under the name that tells its run from the others: for pages, widgets and the terminal alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdplab.figures.view import views
+from fsdplab.profiling.diagnosis import Finding, findings
+from fsdplab.records import RunRecord
+
+
+def findings_by_run(records: Sequence[RunRecord]) -> list[tuple[str, list[Finding]]]:
+    """(label, findings) of every run that was profiled, in order."""
+    return [(run.label, findings(record)) for run, record in zip(views(records), records) if record.table("breakdown")]
+
+
+def findings_of(records: Sequence[RunRecord]) -> list[dict[str, str]]:
+    """The same as one list, as `comparison_page` takes it."""
+    return [
+        {"title": f"{label}: {finding.title}", "text": finding.text, "remedy": finding.remedy}
+        for label, found in findings_by_run(records)
+        for finding in found
+    ]

@@ -1,0 +1,104 @@
+"""The half of lesson 12 that runs on the ranks: train on the mesh that the learner chose, behind the links of the nodes it lies on.
+
+Which link an axis of the mesh gets follows from where its ranks are: fast if every group of the axis is on one node, else slow. The time on the
+links is the emulated clock's: bytes over bandwidth, equal on every machine.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdplab.engine import events, shard_model
+from fsdplab.engine.choose import forget_destroyed
+from fsdplab.engine.link import Link, emulate
+
+BLOCKS, WIDTH = 4, 64
+P = 4 * BLOCKS * WIDTH * WIDTH  # bytes of all parameters
+FAST, SLOW = Link(16e6), Link(1.6e6)
+SLACK = 1.02  # times the best mesh's communication that passes
+Rows = list[list[int]]
+
+
+def complaint(rows: Any, ranks: int) -> str:
+    """Why these rows are no mesh of so many ranks, or nothing."""
+    if not isinstance(rows, (list, tuple)) or not rows or not all(isinstance(row, (list, tuple)) for row in rows):
+        return f"expected a list of rows, each a list of ranks, got {str(rows)[:60]}"
+    if len({len(row) for row in rows}) > 1:
+        return f"the rows of a mesh are equally long, got {[len(row) for row in rows]}"
+    if sorted(rank for row in rows for rank in row) != list(range(ranks)):
+        return f"each of the ranks 0 to {ranks - 1} belongs to exactly one row, got {str(rows)[:60]}"
+    return ""
+
+
+def on_one_node(groups: Sequence[Sequence[int]], per_node: int) -> bool:
+    """Whether no group spans two nodes; rank k is on node k // per_node."""
+    return all(len({rank // per_node for rank in group}) == 1 for group in groups)
+
+
+def axes(rows: Rows, per_node: int) -> tuple[Link, Link]:
+    """The links of the shard axis (rows) and of the replica axis (columns)."""
+    return tuple(FAST if on_one_node(groups, per_node) else SLOW for groups in (rows, list(zip(*rows))))
+
+
+def expected_ms(rows: Rows, per_node: int) -> float:
+    """Communication of a step on the links by the formula: 3P(s-1)/s within, 2(P/s)(r-1)/r across."""
+    r, s = len(rows), len(rows[0])
+    within, across = axes(rows, per_node)
+    return 1e3 * (3 * P * (s - 1) / s / within.bytes_per_s + 2 * (P / s) * (r - 1) / r / across.bytes_per_s)
+
+
+def best_ms(ranks: int, per_node: int, state: float, card: float) -> float:
+    """The least communication of all meshes of neighbouring ranks whose slices fit the card."""
+    sizes = [s for s in range(1, ranks + 1) if ranks % s == 0 and state / s <= card]
+    return min(expected_ms([list(range(first, first + s)) for first in range(0, ranks, s)], per_node) for s in sizes)
+
+
+def drive_mesh(mesh_for: Callable[..., Any], ranks: int, per_node: int, state: int, card: int) -> dict[str, Any]:
+    """What the learner's mesh costs: MB over the card, and ms on the links over the best mesh's (0 where within 2 %)."""
+    rows = mesh_for(ranks, per_node, state, card)
+    refused = complaint(rows, ranks)
+    if refused:
+        return {"mesh": refused, "MB over the card": None, "ms over the best mesh": None}
+    rows = [list(row) for row in rows]
+    spent, best = on_the_links_ms(rows, per_node), best_ms(ranks, per_node, state, card)
+    print(f"{rows}\n{spent:.0f} ms of communication a step, the best mesh that fits {best:.0f} ms")
+    over = 0 if spent <= SLACK * best else round(spent - best)
+    return {"mesh": "", "MB over the card": max(0, round(state / len(rows[0]) - card)), "ms over the best mesh": over}
+
+
+def on_the_links_ms(rows: Rows, per_node: int) -> float:
+    """Train one step on this mesh and add up how long this rank's collectives were on the links."""
+    mesh = DeviceMesh("cpu", torch.tensor(rows), mesh_dim_names=("replicate", "shard"))
+    try:
+        return sum(row.end_ns - row.start_ns for row in _one_step(mesh, *axes(rows, per_node))) / 1e6
+    finally:
+        _leave(mesh)
+
+
+def _one_step(mesh: DeviceMesh, within: Link, across: Link) -> list[events.Collective]:
+    """The ledger of one forward and backward; where a row is one rank, the replicas' link is the only one."""
+    blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)))
+    model = shard_model(blocks, "hybrid_shard", units=(nn.Linear,), mesh=mesh)
+    emulate(model, shard=within if mesh["shard"].size() > 1 else across, replicate=across)
+    seen: list[events.Collective] = []
+    quiet = events.subscribe(lambda event: seen.append(event) if isinstance(event, events.Collective) else None)
+    model(torch.ones(1, WIDTH)).sum().backward()
+    events.flush()
+    quiet()
+    return seen
+
+
+def _leave(mesh: DeviceMesh) -> None:
+    """Give the groups of a mesh back: each holds files, and a check may try many meshes in one process."""
+    dist.barrier()
+    for group in {mesh.get_group(axis) for axis in ("replicate", "shard")} - {dist.group.WORLD}:
+        dist.destroy_process_group(group)
+    forget_destroyed()
+    gc.collect()

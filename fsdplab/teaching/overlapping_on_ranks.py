@@ -1,0 +1,166 @@
+"""The half of lesson 07 that runs on the ranks: a steady card, on which only the settings decide what is exposed.
+
+How fast a machine computes, and who else uses it, would decide whether communication is hidden. So the exercise is judged on an emulated
+card: a block's forward and backward take a fixed time (the rank sleeps), messages take the emulated link's. Engine, units, order of
+messages and ranks are the real ones.
+
+Why the reference passes and each single mistake fails, in ms a block with two sequences (gathers in bf16, reductions in fp32):
+    forward 80, backward 120; gather 60, reduction 100
+    forward hides its gather (60 < 80); backward hides gather and reduction side by side (100 < 120), not one after the other (160 > 120)
+Tens of milliseconds, because a busy machine wakes a sleeper late; the card's own clock (`Card`) keeps such delays out of the count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdplab.engine import MixedPrecisionPolicy, events, shard_model
+from fsdplab.engine.link import Link, emulate
+from fsdplab.profiling.intervals import length, subtract, union
+
+BLOCKS, PARTS, WIDTH = 8, 8, 32
+FORWARD_MS, BACKWARD_MS = 40.0, 60.0  # of one block, for one sequence
+GATHER_MS, LATENCY_MS = 40.0, 20.0  # a block's bytes in bf16 on the link, and the latency of each message, between two ranks
+BYTES_PER_S = PARTS * WIDTH * WIDTH * 2 / 2 / (GATHER_MS / 1e3)
+TARGET_MS = 300
+MOST_SEQUENCES = 2  # that the card's memory holds
+STEPS = 2  # that are looked at, after one in which the engine learns the order of the units
+SETTINGS: dict[str, tuple] = {"units": ("linear", "block", "model"), "prefetch": (0, 1, 2), "link_queues": (1, 2), "batch_size": (1, 2)}
+PLACES = {("all_gather", "forward"): "gathers in forward", ("all_gather", "backward"): "gathers in backward", ("reduce_scatter", "backward"): "reductions"}
+
+
+class Card:
+    """The clock of an emulated card: computing takes what it is said to take, and begins when the message it needs is there.
+
+    The host sleeps along, and catches up when it woke late, as a queue of kernels would. Intervals are in ns.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins: nothing is computed and nothing has moved yet."""
+        self.free_ns = time.time_ns()
+        self.computed: list[tuple[int, int]] = []
+        self.moved: dict[str, list[tuple[int, int]]] = {place: [] for place in PLACES.values()}
+
+    def compute(self, seconds: float) -> None:
+        """The card computes for so long, from when it is free; the host waits for it."""
+        start, self.free_ns = self.free_ns, self.free_ns + round(1e9 * seconds)
+        self.computed.append((start, self.free_ns))
+        time.sleep(max(0, self.free_ns - time.time_ns()) / 1e9)
+
+    def hear(self, event: events.Event) -> None:
+        """The host has waited for a message: the card goes on when the link has delivered it."""
+        if isinstance(event, events.Collective):
+            self.moved[PLACES[event.kind, event.phase]].append((event.start_ns, event.end_ns))
+            self.free_ns = max(self.free_ns, event.end_ns)
+
+    def exposed(self) -> dict[str, float]:
+        """|M without C| in ms by place; what two messages expose at once is the first place's."""
+        covered, found = union(self.computed), {}
+        for place, passages in self.moved.items():
+            found[place] = length(subtract(passages, covered)) / 1e6
+            covered = union(covered, passages)
+        return found
+
+    def communication_ms(self) -> float:
+        """All messages, each for itself."""
+        return sum(end - start for passages in self.moved.values() for start, end in passages) / 1e6
+
+
+class Computing(torch.autograd.Function):
+    """Takes the card's time and changes nothing: `takes` are seconds of forward and of backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, card: Card, takes: tuple[float, float]) -> Tensor:
+        """A sleeping rank takes no core from the other."""
+        ctx.card, ctx.seconds = card, takes[1]
+        card.compute(takes[0])
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Before the gradients are there, as computing them would take time."""
+        ctx.card.compute(ctx.seconds)
+        return gradient, None, None
+
+
+class Part(nn.Linear):
+    """A linear layer whose computing takes `sequences` times its share of the block's time."""
+
+    def __init__(self, card: Card, share: float, sequences: int) -> None:
+        super().__init__(WIDTH, WIDTH, bias=False)
+        self.card, self.takes = card, (share * sequences * FORWARD_MS / 1e3, share * sequences * BACKWARD_MS / 1e3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return Computing.apply(y, self.card, self.takes) if any(self.takes) else y
+
+
+class Block(nn.Sequential):
+    """A unit's worth of linear layers; `evenly` gives each its own time, else the last has that of all (fewer wake-ups)."""
+
+    def __init__(self, card: Card, evenly: bool, sequences: int) -> None:
+        shares = [1 / PARTS] * PARTS if evenly else [0.0] * (PARTS - 1) + [1.0]
+        super().__init__(*(Part(card, share, sequences) for share in shares))
+
+
+def complaint(settings: Any) -> str:
+    """Why these settings cannot be tried, or nothing."""
+    if not isinstance(settings, Mapping):
+        return f"expected a dict of settings, got {type(settings).__name__}"
+    for name, value in settings.items():
+        if name not in SETTINGS:
+            return f"unknown setting {name!r}; you choose {', '.join(SETTINGS)}"
+        if name == "batch_size" and not isinstance(value, bool) and isinstance(value, int) and value > MOST_SEQUENCES:
+            return f"batch_size={value} does not fit: the memory of this card holds {MOST_SEQUENCES} sequences"
+        if isinstance(value, bool) or value not in SETTINGS[name]:
+            return f"{name}={value!r}; expected one of {', '.join(map(repr, SETTINGS[name]))}"
+    missing = [name for name in SETTINGS if name not in settings]
+    return f"{', '.join(missing)} missing; give a value for each" if missing else ""
+
+
+def drive_hide(hide: Callable[[], Any]) -> dict[str, Any]:
+    """What the learner's settings expose: the excess over the target in ms, 0 where it is met; the split is printed."""
+    settings = hide()
+    refused = complaint(settings)
+    if refused:
+        return {"settings": refused, "milliseconds over the target": None}
+    tried = on_this_rank(settings)
+    exposed = sum(tried["exposed"].values())
+    split = ", ".join(f"{name} {value:.0f}" for name, value in tried["exposed"].items())
+    print(f"{dict(settings)}\n{exposed:.0f} of {tried['communication_ms']:.0f} ms exposed: {split}")
+    return {"settings": "", "milliseconds over the target": max(0, round(exposed) - TARGET_MS)}
+
+
+def on_this_rank(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Exposed ms of the best of the steps, by collective and phase, and all its communication.
+
+    The best, because a busy machine can only add: a rank that wakes late makes the others wait.
+    """
+    card, seen = Card(), []
+    model = _sharded(payload, card)
+    quiet = events.subscribe(card.hear)
+    for _ in range(1 + STEPS):
+        card.begin()
+        model(torch.ones(1, WIDTH)).sum().backward()
+        model.zero_grad()
+        seen.append({"exposed": card.exposed(), "communication_ms": card.communication_ms()})
+    quiet()
+    return min(seen[1:], key=lambda one: sum(one["exposed"].values()))
+
+
+def _sharded(settings: Mapping[str, Any], card: Card) -> nn.Module:
+    linear = settings["units"] == "linear"
+    blocks = nn.Sequential(*(Block(card, linear, settings["batch_size"]) for _ in range(BLOCKS)))
+    units = {"linear": (Part,), "block": (Block,), "model": "root"}[settings["units"]]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = shard_model(blocks, "full_shard", units=units, mp_policy=policy, prefetch=settings["prefetch"])
+    emulate(model, shard=Link(BYTES_PER_S, LATENCY_MS / 1e3, settings["link_queues"]))
+    return model

@@ -1,0 +1,143 @@
+"""Notebook 09: the peak is explained to the byte, right answers pass, known wrong ones are diagnosed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fsdplab.figures import alt_text
+from fsdplab.sessions import RunSpec, run
+from fsdplab.teaching import answers, checking, course_state, exercises, reading_memory, reading_on_ranks, trials
+from fsdplab.teaching.course_state import open_course
+from fsdplab.teaching.exercise import Choice, Exercise, Question
+from fsdplab.teaching.home import Home
+from fsdplab.teaching.reading_on_ranks import BLOCK_BYTES, ROOT_BYTES, complaint
+
+ITEMS = exercises.items_of("09")
+EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
+QUESTIONS = [item for item in ITEMS if isinstance(item, Question)]
+CHOICES = [item for item in ITEMS if isinstance(item, Choice)]
+RIGHT = {  # other right answers than the references
+    "09.holding": {
+        "the newest row of each": "def holding(life, at):\n    past = [row for row in life if row['time_ns'] <= at]\n    newest = {row['unit']: row for row in past}\n"
+        "    return {unit for unit, row in newest.items() if row['state'] in ('unsharding', 'unsharded')}\n",
+        "a set that grows and shrinks": "def holding(life, at):\n    held = set()\n    for row in life:\n        if row['time_ns'] > at:\n            break\n"
+        "        (held.discard if row['state'] == 'sharded' else held.add)(row['unit'])\n    return held\n",
+    },
+    "09.slim": {
+        "smaller units": "def slim():\n    return {'strategy': 'full_shard', 'prefetch': 2, 'units': 'linear'}\n",
+        "only what differs": "def slim():\n    return dict(prefetch=1)\n",
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Home:
+    """One learner's folder for the whole module."""
+    return Home(tmp_path_factory.mktemp("learner") / "my_fsdp")
+
+
+@pytest.fixture(scope="module")
+def course(home):
+    """That learner's course, open."""
+    yield open_course("learner", home.path)
+    course_state._open.clear()
+
+
+def solutions(exercise: Exercise) -> list[tuple[str, str, str | None]]:
+    """(name, source, what the report must say or None where it must pass)."""
+    right = {"the reference": exercise.reference, **RIGHT[exercise.id]}
+    return [*((name, source, None) for name, source in right.items()), *((w.name, w.source, w.says) for w in exercise.wrong)]
+
+
+@pytest.fixture(scope="module")
+def tried(course, home):
+    """(exercise, name) -> the finding of each solution, all tried in one launch on two ranks."""
+    todo = [(exercise, name, source) for exercise in EXERCISES for name, source, _ in solutions(exercise)]
+    paths = [Home(home.path / f"solution{index}").save(exercise.id, source) for index, (exercise, _, source) in enumerate(todo)]
+    outcomes = trials.try_programs([(exercise, path) for (exercise, _, _), path in zip(todo, paths)], home)
+    return {(exercise.id, name): checking.judge(exercise, outcome) for (exercise, name, _), outcome in zip(todo, outcomes)}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("exercise,name,says", [(exercise.id, name, says) for exercise in EXERCISES for name, _, says in solutions(exercise)])
+def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, exercise, name, says):
+    finding = tried[exercise, name]
+    if says is None:
+        assert finding is None, str(finding)
+    else:
+        assert finding is not None and says in finding.cause and finding.expected and finding.got
+
+
+@pytest.mark.parametrize("item", EXERCISES, ids=lambda item: item.id)
+def test_every_exercise_is_complete(item):
+    assert item.statement and item.wrong and item.stub != item.reference
+    for source in (item.stub, item.reference, *(wrong.source for wrong in item.wrong)):
+        compile(source, item.id, "exec")
+
+
+@pytest.mark.parametrize("item", CHOICES, ids=lambda item: item.id)
+def test_choices_accept_the_right_letter_only(course, item):
+    assert [answers.grade_answer(item.id, letter).passed for letter in item.options] == [letter == item.right for letter in item.options]
+
+
+@pytest.mark.parametrize(
+    "choices,says",
+    [(["prefetch"], "expected a dict"), ({"batch_size": 1}, "belongs to the job"), ({"units": "layer"}, "unknown units"), ({"prefetch": -1}, "prefetch"), ({"checkpoint": "full"}, "belongs to the job")],
+)
+def test_choices_outside_the_job_are_refused(choices, says):
+    assert says in complaint(choices, reading_on_ranks.MEMORY_JOB, reading_on_ranks.MEMORY_CHOICES)
+    assert complaint({"prefetch": 1}, reading_on_ranks.MEMORY_JOB, reading_on_ranks.MEMORY_CHOICES) == ""
+
+
+# --- the records that the notebook reads
+
+
+@pytest.fixture(scope="module")
+def base():
+    return run(reading_memory.job(prefetch=1))
+
+
+@pytest.fixture(scope="module")
+def large():
+    """More activations than moments, with a model that is small: 12 sequences as in the notebook."""
+    return run(RunSpec(model="gpt-tiny", batch_size=12, sequence_length=64, steps=1, device="cpu"))
+
+
+@pytest.mark.timeout(300)
+def test_the_gathered_bytes_at_the_peak_have_names(base):
+    namespace: dict = {}
+    exec(exercises.find("09.holding").reference, namespace)
+    row, sizes = reading_memory.peak_row(base), reading_memory.unit_bytes(base)
+    held = namespace["holding"](reading_memory.life_of(base, row["rank"]), row["time_ns"])
+    assert len(held) == 3 and "root" in held and row["gathered_parameters"] == sum(sizes[unit] for unit in held)
+    assert sizes["root"] == ROOT_BYTES and sizes["blocks.0"] == BLOCK_BYTES, "the constants of the check"
+    table = str(reading_memory.gathered_table(base, namespace["holding"]))
+    assert "15.38" in table.splitlines()[-2] and "15.38 MB of gathered" in table
+
+
+@pytest.mark.timeout(300)
+def test_tables_and_sentences_say_the_record(base):
+    assert reading_memory.phase_at(base, reading_memory.instant(base)) == "backward"
+    assert "optimizer state" in str(reading_memory.peak_table(base)) and "gathered parameters" in str(reading_memory.seen(base))
+    compared = reading_memory.compared({"one": base, "same": base})
+    assert compared.rows[0][2] == "+0.0" and compared.rows[1][4] == "3"
+    assert "one" in alt_text(reading_memory.memory_figure({"one": base, "two": base}))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("item", QUESTIONS, ids=lambda item: item.id)
+def test_questions_accept_the_right_number_and_name_each_slip(course, base, large, item):
+    record = large if item.id == "09.crossover" else base
+    right = item.right(record)
+    assert answers.grade_answer(item.id, right, record).passed
+    for slip in item.slips:
+        wrong = right * slip.factor if slip.factor else slip.value(record)
+        verdict = answers.grade_answer(item.id, wrong, record)
+        assert not verdict.passed and slip.cause in str(verdict)
+
+
+def test_the_limits_lie_between_the_runs():
+    job = reading_on_ranks
+    assert job.GATHERED_LIMIT == 2 * BLOCK_BYTES + ROOT_BYTES and replace(reading_memory.job(), prefetch=2).prefetch == 2

@@ -1,0 +1,139 @@
+"""Notebook 11: a choice is judged by bytes and by the link's clock, and every known wrong one is told what it costs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fsdplab.records import RunRecord
+from fsdplab.sessions import RunSpec, compare
+from fsdplab.teaching import answers, checking, course_state, exercises, reading_choices, reading_on_ranks, trials
+from fsdplab.teaching.course_state import open_course
+from fsdplab.teaching.exercise import Choice, Exercise, Question
+from fsdplab.teaching.home import Home
+
+ITEMS = exercises.items_of("11")
+CHOOSE = exercises.find("11.choose", Exercise)
+QUESTIONS = [item for item in ITEMS if isinstance(item, Question)]
+CHOICES = [item for item in ITEMS if isinstance(item, Choice)]
+NOTEBOOK = next((Path(__file__).resolve().parents[1] / "notebooks").glob("11_*.ipynb"))
+RIGHT = {
+    "parameters whole, gradients sharded": "def choose():\n    return {'strategy': 'zero2'}\n",
+    "moments only": "def choose():\n    return {'strategy': 'zero1', 'prefetch': 0}\n",
+    "two ahead, two queues": "def choose():\n    return dict(strategy='shard_grad_op', prefetch=2, link_queues=2)\n",
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Home:
+    """One learner's folder for the whole module."""
+    return Home(tmp_path_factory.mktemp("learner") / "my_fsdp")
+
+
+@pytest.fixture(scope="module")
+def course(home):
+    """That learner's course, open."""
+    yield open_course("learner", home.path)
+    course_state._open.clear()
+
+
+def solutions() -> list[tuple[str, str, str | None]]:
+    """(name, source, what the report must say or None where it must pass)."""
+    right = {"the reference": CHOOSE.reference, **RIGHT}
+    return [*((name, source, None) for name, source in right.items()), *((w.name, w.source, w.says) for w in CHOOSE.wrong)]
+
+
+@pytest.fixture(scope="module")
+def tried(course, home):
+    """name -> the finding of each solution, all tried in one launch on two ranks."""
+    paths = [Home(home.path / f"solution{index}").save(CHOOSE.id, source) for index, (_, source, _) in enumerate(solutions())]
+    outcomes = trials.try_programs([(CHOOSE, path) for path in paths], home)
+    return {name: checking.judge(CHOOSE, outcome) for (name, _, _), outcome in zip(solutions(), outcomes, strict=True)}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name,says", [(name, says) for name, _, says in solutions()])
+def test_right_choices_pass_and_wrong_ones_are_told_why(tried, name, says):
+    finding = tried[name]
+    if says is None:
+        assert finding is None, str(finding)
+    else:
+        assert finding is not None and says in finding.cause and finding.expected and finding.got
+
+
+def test_the_exercise_is_complete():
+    assert CHOOSE.stub != CHOOSE.reference
+    for source in (CHOOSE.stub, CHOOSE.reference, *(wrong.source for wrong in CHOOSE.wrong)):
+        compile(source, CHOOSE.id, "exec")
+
+
+@pytest.mark.parametrize("item", CHOICES, ids=lambda item: item.id)
+def test_choices_accept_the_right_letter_only(course, item):
+    assert [answers.grade_answer(item.id, letter).passed for letter in item.options] == [letter == item.right for letter in item.options]
+
+
+def fake(strategy: str, peak: float, exposed_ms: float, on_link_ms: float, sent: float) -> SimpleNamespace:
+    """A record as far as the lesson reads it; times in ms, sizes in MB."""
+    ledger = [{"rank": 0, "step": step, "start_ns": 0, "end_ns": round(on_link_ms * 1e6)} for step in (0, 1)]
+    return SimpleNamespace(
+        spec={"strategy": strategy, "prefetch": 1, "link_queues": 1, "units": "auto"}, status="finished", table={"ledger": ledger}.__getitem__,
+        summary={
+            "peak_memory_bytes": {"total": peak * 1e6}, "formula_bytes_per_step": sent * 1e6,
+            "comm": {"exposed_s": exposed_ms / 1e3, "bytes_per_step": sent * 1e6, "overlap": 1 - exposed_ms / on_link_ms, "collectives_per_step": 3},
+        },
+    )  # fmt: skip
+
+
+RUNS = [fake("no_shard", 366, 25, 216, 86.4), fake("zero2", 237, 60, 216, 86.4), fake("shard_grad_op", 266, 69, 216, 86.4), fake("full_shard", 199, 86, 322, 128.9)]
+
+
+@pytest.mark.parametrize("item", QUESTIONS, ids=lambda item: item.id)
+def test_questions_accept_the_right_number_and_name_each_slip(course, item):
+    right = item.right(RUNS)
+    assert answers.grade_answer(item.id, right, RUNS).passed
+    for slip in item.slips:
+        wrong = right * slip.factor if slip.factor else slip.value(RUNS)
+        verdict = answers.grade_answer(item.id, wrong, RUNS)
+        assert not verdict.passed and slip.cause in str(verdict)
+
+
+def test_the_arithmetic_of_the_hint_answers_the_question(course):
+    assert answers.grade_answer("11.busy", 3 * 86.4 / 2 / 400 * 1000, RUNS).passed
+
+
+def test_tables_and_front():
+    assert reading_choices.front_of(RUNS) == ["full_shard", "zero2", "no_shard"]
+    assert reading_choices.exposed_ratio(RUNS) == pytest.approx(86 / 25)
+    assert "full_shard needs least memory, 199 MB" in str(reading_choices.seen(RUNS)) and "no_shard exposes least" in str(reading_choices.seen(RUNS))
+    assert "128.9" in str(reading_choices.traffic_table(RUNS)) and "322" in str(reading_choices.cost_table(RUNS))
+
+
+@pytest.mark.parametrize("choices,says", [({"card": 1}, "belongs to the job"), ({"strategy": "zero3"}, "unknown strategy"), ({"strategy": "hybrid_shard"}, "shard_size"), ("zero2", "expected a dict")])
+def test_choices_outside_the_job_are_refused(choices, says):
+    assert says in reading_on_ranks.complaint(choices, reading_on_ranks.SHOOT_OUT_JOB, reading_on_ranks.SHOOT_OUT_CHOICES)
+
+
+def test_hidden_is_a_part_of_the_passage():
+    waited = [reading_on_ranks.hidden_part(SimpleNamespace(start_ns=10, end_ns=20, waited_ns=waited)) for waited in (4, None, 12)]
+    assert waited == [0.6, 1.0, 0.0]
+
+
+@pytest.mark.timeout(300)
+def test_the_time_on_the_link_is_bytes_over_bandwidth(tmp_path):
+    specs = [RunSpec(strategy=name, model="gpt-tiny", steps=1, link="100MB/s", device="cpu") for name in ("no_shard", "full_shard")]
+    runs = [RunRecord.load(record.path) for record in compare(specs, directory=tmp_path)]
+    for record in runs:
+        assert reading_choices.on_the_link(record) == pytest.approx(record.summary["comm"]["bytes_per_step"] / 100e6, rel=0.01)
+    assert "formula" in str(reading_choices.traffic_table(runs))
+
+
+def test_the_lab_is_shown_by_a_cell_that_runs_alone():
+    cells = ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    (cell,) = [cell for cell in cells if "StrategyLab(" in cell]
+    assert "from fsdplab.widgets import StrategyLab" in cell
+    namespace: dict = {}
+    exec(cell.rpartition("\n")[0], namespace)
+    assert not namespace["lab"].records and len(namespace["lab"].state.request.specs) == 2

@@ -1,0 +1,184 @@
+"""Notebook 12: right answers pass and known wrong ones are diagnosed; what the links carry follows the formulas on real meshes.
+
+All solutions that return are tried in two launches (two ranks for the formula, four for the meshes).
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import pytest
+
+from fsdplab.figures import alt_text, svg
+from fsdplab.sessions import RunSpec, run
+from fsdplab.teaching import answers, checking, course_state, exercises, trials
+from fsdplab.teaching import overlapping_axes as axes
+from fsdplab.teaching import overlapping_axes_on_ranks as on_ranks
+from fsdplab.teaching.course_state import open_course
+from fsdplab.teaching.exercise import Exercise
+from fsdplab.teaching.exercises import nb12
+from fsdplab.teaching.home import Home
+
+ITEMS = exercises.items_of("12")
+EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
+RIGHT = {  # other right answers than the references
+    "12.traffic": {
+        "the other way round": "def traffic(P, s, r):\n    slice_ = P / s\n    return {'across': slice_ * 2 - 2 * slice_ / r, 'within': 3 * (P - slice_)}\n",
+        "whole numbers": "def traffic(P, s, r):\n    return dict(within=3 * (P // s) * (s - 1), across=2 * (P // s) * (r - 1) // r)\n",
+    },
+    "12.mesh_for": {
+        "backwards": (
+            "def mesh_for(ranks, per_node, state, card):\n    s = next(s for s in range(per_node, ranks + 1) if ranks % s == 0 and state / s <= card)\n"
+            "    order = list(range(ranks))[::-1]\n    return tuple(tuple(order[first:first + s]) for first in range(0, ranks, s))\n"
+        ),
+        "tries all": (
+            "def mesh_for(ranks, per_node, state, card):\n    def cost(s):\n        slow = 10 if s > per_node else 1\n        return slow * 3 * (s - 1) / s + 20 / s * (ranks - s) / ranks\n"
+            "    s = min((s for s in (1, 2, 4) if state / s <= card and s <= ranks), key=cost)\n    return [[s * row + column for column in range(s)] for row in range(ranks // s)]\n"
+        ),
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Home:
+    """One learner's folder for the whole module."""
+    return Home(tmp_path_factory.mktemp("learner") / "my_fsdp")
+
+
+@pytest.fixture
+def course(home):
+    """That learner's course, open; afterwards no course is."""
+    yield open_course("learner", home.path)
+    course_state._open.clear()
+
+
+def solutions(exercise: Exercise) -> list[tuple[str, str, str | None]]:
+    """(name, source, what the report must say or None where it must pass) of everything that returns."""
+    right = {"the reference": exercise.reference, **RIGHT[exercise.id]}
+    return [*((name, source, None) for name, source in right.items()), *((w.name, w.source, w.says) for w in exercise.wrong)]
+
+
+@pytest.fixture(scope="module")
+def tried(home):
+    """(exercise, name) -> the finding of each solution, all of one number of ranks tried in one launch."""
+    findings = {}
+    for _, group in groupby(EXERCISES, key=lambda exercise: exercise.world_size):
+        todo = [(exercise, name, source) for exercise in group for name, source, _ in solutions(exercise)]
+        paths = [Home(home.path / f"{exercise.function}{index}").save(exercise.id, source) for index, (exercise, _, source) in enumerate(todo)]
+        outcomes = trials.try_programs([(exercise, path) for (exercise, _, _), path in zip(todo, paths)], home)
+        findings |= {(exercise.id, name): checking.judge(exercise, outcome) for (exercise, name, _), outcome in zip(todo, outcomes)}
+    return findings
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("exercise,name,says", [(exercise.id, name, says) for exercise in EXERCISES for name, _, says in solutions(exercise)])
+def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, exercise, name, says):
+    finding = tried[exercise, name]
+    if says is None:
+        assert finding is None, finding
+    else:
+        assert finding is not None and says in finding.cause and finding.rank is not None
+        assert finding.expected and finding.got and finding.headline
+
+
+@pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.id)
+def test_every_item_is_complete(item):
+    assert item.statement and all(getattr(item, "hints", ["."]))
+    if isinstance(item, Exercise):
+        assert len(item.wrong) > 4 and all(wrong.ends == "returns" for wrong in item.wrong) and item.stub != item.reference
+        for source in (item.stub, item.reference, *(wrong.source for wrong in item.wrong)):
+            compile(source, item.id, "exec")
+
+
+def test_the_question_accepts_the_right_number_and_names_each_slip(course):
+    assert answers.grade_answer("12.node", 1.5875).passed and answers.grade_answer("12.node", "1.6x").passed
+    for slip in nb12.node.slips:
+        verdict = answers.grade_answer("12.node", nb12.node.right() * slip.factor if slip.factor else slip.value)
+        assert not verdict.passed and slip.cause in str(verdict)
+
+
+def test_the_choice_accepts_the_right_letter_only(course):
+    assert [answers.grade_answer("12.grow", letter).passed for letter in "abc"] == [False, True, False]
+
+
+# --- meshes
+
+
+@pytest.mark.parametrize(
+    "rows,says",
+    [
+        (4, "expected a list of rows"), ([], "expected a list of rows"), ([0, 1, 2, 3], "expected a list of rows"), ([[0, 1, 2], [3]], "equally long"),
+        ([[0, 1], [2, 2]], "exactly one row"), ([[0, 1], [2, 4]], "exactly one row"), ([[0, 1]], "exactly one row"),
+    ],
+)  # fmt: skip
+def test_rows_that_are_no_mesh_are_refused(rows, says):
+    assert says in on_ranks.complaint(rows, 4)
+    assert on_ranks.complaint([[3, 1], [0, 2]], 4) == ""
+
+
+def test_an_axis_gets_the_link_of_its_ranks():
+    assert on_ranks.axes([[0, 1], [2, 3]], 2) == (on_ranks.FAST, on_ranks.SLOW)
+    assert on_ranks.axes([[0, 2], [1, 3]], 2) == (on_ranks.SLOW, on_ranks.FAST)
+    assert on_ranks.axes([[0, 1, 2, 3]], 4) == (on_ranks.FAST, on_ranks.FAST) and on_ranks.axes([[0, 1, 2, 3]], 2)[0] == on_ranks.SLOW
+
+
+@pytest.mark.parametrize("name", list(nb12._NETWORKS))
+def test_the_reference_is_the_best_of_all_meshes(name):
+    ranks, per_node, state, card = nb12._NETWORKS[name]
+    space: dict = {}
+    exec(nb12.mesh_for.reference, space)
+    rows = space["mesh_for"](ranks, per_node, state, card)
+    assert state / len(rows[0]) <= card and on_ranks.expected_ms(rows, per_node) == on_ranks.best_ms(ranks, per_node, state, card)
+
+
+def test_the_best_mesh_is_far_from_the_second_best():
+    for ranks, per_node, state, card in nb12._NETWORKS.values():
+        sizes = [s for s in (1, 2, 4) if state / s <= card]
+        costs = sorted(on_ranks.expected_ms([list(range(first, first + s)) for first in range(0, ranks, s)], per_node) for s in sizes)
+        assert len(costs) == 1 or costs[1] > 1.2 * costs[0]
+
+
+# --- what the notebook says about its runs
+
+
+@pytest.fixture(scope="module")
+def small():
+    """Both strategies on four ranks, of the smallest model."""
+    common = dict(model="gpt-tiny", world_size=4, batch_size=1, sequence_length=16, steps=2)
+    full = run(RunSpec(**common, strategy="full_shard", link="2MB/s"))
+    return full, run(RunSpec(**common, strategy="hybrid_shard", shard_size=2, link="20MB/s", link_across="2MB/s"))
+
+
+@pytest.mark.timeout(600)
+def test_the_ledger_follows_the_formula_but_for_the_root(small):
+    for record in small:
+        P = axes.parameter_bytes(record)
+        formula, sent = nb12.traffic_reference(P, *axes.groups_of(record)), axes.sent(record)
+        root = P - 4 * 2 * 12 * 64 * 64  # everything but the blocks' matrices; their norms and biases are the rest
+        assert sent["across"] == pytest.approx(formula["across"], rel=0.01)
+        assert formula["within"] - root <= sent["within"] < formula["within"]
+    assert axes.groups_of(small[0]) == (4, 1) and axes.groups_of(small[1]) == (2, 2)
+
+
+@pytest.mark.timeout(600)
+def test_figures_and_sentences_come_from_the_records(small):
+    full, hybrid = small
+    figure = axes.link_figure([full, hybrid])
+    assert "hybrid_shard: " in alt_text(figure) and "all_reduce" in alt_text(figure) and "at the slow link" in svg(figure)
+    assert "times as much" in str(axes.seen(full, hybrid)) and axes.exposed_factor(full, hybrid) > 1.5
+    rows = axes.waits(full, hybrid).rows
+    assert [row[1] for row in rows] == ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter", "all_reduce"]
+    assert all(float(row[3]) <= float(row[2]) + 1 for row in rows) and axes.blocked_s(full, "all_reduce") == 0.0
+    assert "a rank" in str(axes.weighed(full, hybrid))
+    table = axes.beside_the_formula(nb12.traffic_reference, [full, hybrid])
+    assert [row[1:3] for row in table.rows] == [("4", "1"), ("2", "2")]
+    assert axes.steps({"full": full}).rows[0][3] == "emulated" and axes.memory_figure([full, hybrid]).data
+
+
+def test_larger_clusters_are_computed():
+    assert axes.leaving_a_node(1, 2, 2) == (4.5, 2.0) and axes.leaving_a_node(1, 1, 8)[1] == 0
+    assert "1.59 times" in str(axes.node_table(8, 16, 8)) and "nothing leaves" in str(axes.node_table(8, 1, 8))
+    table = axes.mesh_table(lambda ranks, per_node, state, card: [list(range(ranks))])
+    assert {row[3][:5] for row in table.rows} == {"1 row"}
+    assert "equally long" in str(axes.mesh_table(lambda *_: [[0], [1, 2]]))
+    assert "between nodes 400 MB/s" in str(axes.banner())
