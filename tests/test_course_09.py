@@ -101,7 +101,7 @@ def base():
 
 @pytest.fixture(scope="module")
 def large():
-    """More activations than moments, with a model that is small: 12 sequences as in the notebook."""
+    """More activations than moments, with a model that is small."""
     return run(RunSpec(model="gpt-tiny", batch_size=12, sequence_length=64, steps=1, device="cpu"))
 
 

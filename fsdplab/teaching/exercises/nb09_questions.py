@@ -34,11 +34,11 @@ gathered_at_peak = Question(
 
 fills = Choice(
     id="09.fills",
-    statement="Which category fills most of the peak with 2 sequences a rank, and which with 12?",
+    statement="Which category fills most of the peak with 2 sequences a rank, and which with 8?",
     options={
         "a": "activations both times",
-        "b": "optimizer state with 2, activations with 12",
-        "c": "gathered parameters with 2, optimizer state with 12",
+        "b": "optimizer state with 2, activations with 8",
+        "c": "gathered parameters with 2, optimizer state with 8",
         "d": "optimizer state both times",
     },
     right="b",
@@ -62,16 +62,16 @@ crossover = Question(
         Slip("upside down: activations were divided by the optimizer state", value=lambda record: 1 / more_sequences(record)),
     ),
     hints=(
-        "How many MB of activations does one sequence bring? The second bar has 12.",
+        "How many MB of activations does one sequence bring? The second bar has 8.",
         "Optimizer state at the peak, divided by the activations of one sequence.",
-        "In MB: optimizer_state / (activations / 12), both of the run with 12 sequences.",
+        "In MB: optimizer_state / (activations / 8), both of the run with 8 sequences.",
     ),
     explanation="Below it sharding is what helps, above it recomputation (13).",
 )
 
 moved = Choice(
     id="09.moved",
-    statement="With 12 sequences the peak is also at another instant. Why?",
+    statement="With 8 sequences the peak is also at another instant. Why?",
     options={
         "a": "at the end of the forward all activations are there; each block's backward frees its own",
         "b": "larger batches need larger optimizer state",

@@ -18,7 +18,7 @@ def choose():
         "strategy": "full_shard",  # "no_shard", "zero1", "zero2", "shard_grad_op", "full_shard"
         "prefetch": 0,  # units gathered ahead
         "link_queues": 1,  # 2: reductions have a communicator of their own
-        "units": "block",  # "block", "linear", "model"
+        "units": "auto",  # "auto" (a block), "linear", "model"
     }
 '''
 _REFERENCE = edited(_STUB, ('"full_shard",', '"shard_grad_op",'), ('"prefetch": 0', '"prefetch": 1'))
@@ -45,7 +45,7 @@ def _explain(case: Case, trial: Trial, difference: Difference) -> tuple[str | No
 def _set(**choices: str) -> str:
     start = _REFERENCE
     for name, value in choices.items():
-        old = {"strategy": '"shard_grad_op",', "prefetch": "1,", "link_queues": "1,", "units": '"block",'}[name]
+        old = {"strategy": '"shard_grad_op",', "prefetch": "1,", "link_queues": "1,", "units": '"auto",'}[name]
         start = edited(start, (f'"{name}": {old}', f'"{name}": {value},'))
     return start
 
@@ -72,8 +72,8 @@ choose = Exercise(
         Wrong("shards nothing", _set(strategy='"no_shard"'), "beyond the card"),
         Wrong("nothing ahead", _set(prefetch="0"), "no gather passes under computing"),
         Wrong("one big unit", _set(units='"model"'), "beyond the card"),
-        Wrong("a card of its own", edited(_REFERENCE, ('"units": "block",', '"card": 10**12,')), "card belongs to the job"),
-        Wrong("a faster link", edited(_REFERENCE, ('"units": "block",', '"link": "nvlink4",')), "link belongs to the job"),
+        Wrong("a card of its own", edited(_REFERENCE, ('"units": "auto",', '"card": 10**12,')), "card belongs to the job"),
+        Wrong("a faster link", edited(_REFERENCE, ('"units": "auto",', '"link": "nvlink4",')), "link belongs to the job"),
         Wrong("a word that is none", _set(strategy='"zero3"'), "unknown strategy"),
         Wrong("a text", edited(_REFERENCE, ("return {", "return str({"), ("    }\n", "    })\n")), "expected a dict"),
     ),
