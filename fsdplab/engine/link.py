@@ -110,7 +110,7 @@ class Queue:
         self._link, self._board = link, board
         self._issued, self._resolved, self._free_ns = 0, 0, 0
         self._durations: dict[int, int] = {}
-        self._times: dict[int, tuple[int, int]] = {}
+        self._times: dict[int, tuple[int, int, int]] = {}
 
     def enter(self, wire_bytes: int, steps: int) -> int:
         """Join the queue now; the number under which `times` answers."""
@@ -119,13 +119,14 @@ class Queue:
         self._board.write(self._issued, time.time_ns())
         return self._issued
 
-    def times(self, number: int) -> tuple[int, int]:
-        """When the link took collective `number` up and when it delivered it (ns); all ranks must have issued it."""
+    def times(self, number: int) -> tuple[int, int, int]:
+        """When the last rank issued collective `number`, the link took it up, and delivered it (ns); all ranks must have issued it."""
         while self._resolved < number:
             self._resolved += 1
-            start = max(self._free_ns, self._board.last_issue(self._resolved))
+            issued = self._board.last_issue(self._resolved)
+            start = max(self._free_ns, issued)
             self._free_ns = start + self._durations.pop(self._resolved)
-            self._times[self._resolved] = start, self._free_ns
+            self._times[self._resolved] = issued, start, self._free_ns
         return self._times.pop(number)
 
 
@@ -164,19 +165,19 @@ class Passage:
 
     def arrive(self, awaited_ns: int, unit: str) -> None:
         """Sleep until the link has delivered, then write the ledger; the host has waited since `awaited_ns`."""
-        start, end = self.queue.times(self.number)
+        issued, start, end = self.queue.times(self.number)
         remaining = end - time.time_ns()
         if remaining > 0:
             with events.span("link", unit):
                 time.sleep(remaining / 1e9)
         if self.event is not None and events.listening():
-            waited = max(0, end - max(start, awaited_ns))  # before `start` the host waited for a peer, not for the link
+            waited = max(0, end - max(issued, awaited_ns))  # until then the host waited for a peer, not for the link
             events.emit(replace(self.event, start_ns=start, end_ns=end, emulated=True, waited_ns=waited))
 
 
     def announce(self) -> int:
         """Write the ledger now that all ranks have issued, and return when the link delivers (ns); how long anybody waits is not known."""
-        start, end = self.queue.times(self.number)
+        _, start, end = self.queue.times(self.number)
         if self.event is not None and events.listening():
             events.emit(replace(self.event, start_ns=start, end_ns=end, emulated=True))
         return end

@@ -181,7 +181,7 @@ class Slots:
         counters, deadline = self._counters[peer], time.monotonic() + self._patience_s
         while (seen := counters.get(kind, slot)) < number:
             counters.sleep(kind, slot, seen)
-            if counters.get(kind, slot) < number and select.select([self._alive[peer]], [], [], 0)[0]:
+            if counters.get(kind, slot) < number and _ended(self._alive[peer]):
                 raise RuntimeError(
                     f"rank {self.rank} waited for rank {peer} to {what} operation {number}, but rank {peer} has died; "
                     "look for its own error in its log"
@@ -191,6 +191,13 @@ class Slots:
                     f"rank {self.rank} waited {self._patience_s:.0f} s for rank {peer} to {what} operation {number} "
                     f"({self._claimed[slot][1] or 'unnamed'}); rank {peer} lives but has not come to it"
                 )
+
+
+def _ended(process: int) -> bool:
+    """Whether the process behind a handle has ended; `select` would refuse handles above 1,023."""
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _close(descriptors: list[int]) -> None:

@@ -138,7 +138,7 @@ grow = Choice(
 
 _MESH_HEAD = '''\
 def mesh_for(ranks, per_node, state, card):
-    """Rows of ranks, each a shard group, for `ranks` ranks, the first per_node of them on node 0, and so on.
+    """Rows of ranks, each a shard group; the first per_node of the ranks are on node 0, and so on.
 
     state: MB of model state to cut over the ranks of a row. card: MB that a rank has for its slice.
     """
