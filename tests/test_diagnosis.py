@@ -16,6 +16,7 @@ from fsdplab.profiling.diagnosis import MOST, Finding, findings
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, run
 
+pytestmark = pytest.mark.timeout(600)  # an injection is repeated where the machine's speed changes meanwhile
 PLAIN = RunSpec(model="gpt-20m", steps=2, warmup=2, memory=False, profile=2, device="cpu", batch_size=2, sequence_length=128)
 SLOW_WORKER = (str(Path(__file__).with_name("slow_worker.py")),)
 
