@@ -86,9 +86,9 @@ def test_one_big_unit(plain: RunRecord) -> None:
 def test_one_communicator(plain: RunRecord) -> None:
     spec = replace(PLAIN, precision="bf16")
     low = run(spec)
-    record = behind(spec, low, 1.2)
+    record = behind(spec, low, 1.6)
     assert first(record).kind == "one_communicator", told(record)
-    apart = behind(spec, low, 1.2, link_queues=2)
+    apart = behind(spec, low, 1.6, link_queues=2)
     assert "one_communicator" not in kinds(apart), told(apart)
 
 

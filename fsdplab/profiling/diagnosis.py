@@ -151,12 +151,12 @@ def _no_prefetch(scene: Scene) -> Finding | None:
 
 
 def _one_communicator(scene: Scene) -> Finding | None:
-    worst = scene.worst("link_busy", kind="all_gather")
-    if worst is None:
+    worst, link = scene.worst("link_busy"), scene.record.summary.get("link")
+    if worst is None or link and link["queues"] == 2:
         return None
-    seconds = scene.by_cause("link_busy", kind="all_gather")
-    title = f"gathers queue behind reductions: {_ms(seconds)} a step exposed, {_row(worst)} alone {_ms(worst['exposed_ns'] / 1e9)}"
-    text = "The link was carrying the reduce-scatter of the unit before when the gather was issued: one communicator runs them one after the other."
+    seconds = scene.by_cause("link_busy")
+    title = f"gathers and reductions queue behind each other: {_ms(seconds)} a step exposed, {_row(worst)} alone {_ms(worst['exposed_ns'] / 1e9)}"
+    text = "The link was carrying another unit's collective when this one was issued: one communicator runs them one after the other."
     remedy = "Give reductions a communicator of their own (set_separate_reduce_scatter_group, --link-queues 2), or gather two units ahead (prefetch=2)."
     return Finding("one_communicator", seconds, title, text, remedy)
 
