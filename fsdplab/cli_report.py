@@ -23,7 +23,7 @@ from fsdplab.figures.units import MISSING
 from fsdplab.figures.view import RunView, provenance, view
 from fsdplab.records import RecordError, RunRecord, comparison_json
 
-WIDTH = 132  # columns of the table where no terminal says how wide it is
+WIDTH = 146  # columns of the table where no terminal says how wide it is
 STYLES = {AGREE: "bold green", EQUAL: "green", DIFFER: "bold red", "out of memory": "bold red", "failed": "bold red"}
 NUMBERS = ("step", "tokens/s", "peak", "sent", "loss")
 
