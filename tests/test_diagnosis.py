@@ -134,6 +134,13 @@ def test_what_cannot_be_hidden_is_the_links(tmp_path: Path) -> None:
     assert by_kind == {"slow_link": pytest.approx(0.050), "no_prefetch": pytest.approx(0.010)}
 
 
+def test_a_queue_costs_no_more_than_two_queues_would_save(tmp_path: Path) -> None:
+    exposed = [("a", "backward", "all_gather", 60, 50, "link_busy"), ("b", "backward", "reduce_scatter", 30, 30, "link_busy")]
+    record = by_hand(tmp_path, compute=10, other_rank=10, exposed=exposed, link={"queues": 1, "name": "eth1", "bytes_per_s": 125e6})
+    by_kind = {finding.kind: finding.seconds for finding in findings(record)}
+    assert by_kind == {"slow_link": pytest.approx(0.050), "one_communicator": pytest.approx(0.030)}
+
+
 def test_waiting_for_a_peer_is_not_the_links(tmp_path: Path) -> None:
     assert "slow_link" not in kinds(by_hand(tmp_path, compute=20, other_rank=20, exposed=[("a", "forward", "all_gather", 70, 60, "waiting_for_peer")]))
 

@@ -62,8 +62,7 @@ class Scene:
         On an emulated link with one queue, gathers and reductions could travel side by side: then the longer of the two counts.
         """
         link = self.record.summary.get("link")
-        kinds = self.by_kind() if link and link["queues"] == 1 else {}
-        moving = max(kinds.values(), default=self.communication_s)
+        moving = max(self.by_kind().values(), default=0.0) if link and link["queues"] == 1 else self.communication_s
         return max(0.0, min(moving, self.communication_s) - self.by_cause("waiting_for_peer") - self.busy_s)
 
     def by_kind(self) -> dict[str, float]:
@@ -154,7 +153,8 @@ def _one_communicator(scene: Scene) -> Finding | None:
     worst, link = scene.worst("link_busy"), scene.record.summary.get("link")
     if worst is None or link and link["queues"] == 2:
         return None
-    seconds = scene.by_cause("link_busy")
+    saved = scene.communication_s - max(scene.by_kind().values())  # side by side, the shorter of the two kinds is all that can be saved
+    seconds = min(scene.by_cause("link_busy"), saved, _beyond(scene))
     title = f"gathers and reductions queue behind each other: {_ms(seconds)} a step exposed, {_row(worst)} alone {_ms(worst['exposed_ns'] / 1e9)}"
     text = "The link was carrying another unit's collective when this one was issued: one communicator runs them one after the other."
     remedy = "Give reductions a communicator of their own (set_separate_reduce_scatter_group, --link-queues 2), or gather two units ahead (prefetch=2)."
