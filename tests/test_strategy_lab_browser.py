@@ -1,4 +1,4 @@
-"""The strategy lab in a real JupyterLab: choose, Run, see the figure; Run again, Cancel, and it can still be used."""
+"""Notebook 11 in a real JupyterLab: its strategy lab runs, shows the figure, runs again, is cancelled, and can still be used."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import pytest
 
 from tests.test_lab_browser import CHROMIUM, address_of, needs_chromium
 
-NOTEBOOK_11 = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("11_*.ipynb"))
-CELL = 'from fsdplab.widgets import StrategyLab\n\nStrategyLab({"sequence_length": 32, "device": "cpu"})'
+NOTEBOOK_11 = "11_strategy_shoot_out.ipynb"
 # The tab that is looked at has something in it, its plots have arrived, and its last words are not "drawing".
 DRAWN = """() => {
   const tab = [...document.querySelectorAll(".fsdplab-lab .widget-tab-contents > *")].find(e => e.offsetParent !== null);
@@ -34,20 +33,17 @@ MISFITS = """() => {
 RUN_MS, SHORT_MS = 100_000, 30_000
 
 
-def lab_cell() -> str:
-    """The cell of notebook 11 that shows the lab: it brings its own import, so that it can be run alone."""
-    cells = ["".join(cell["source"]) for path in NOTEBOOK_11 for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
-    return next((cell for cell in cells if "StrategyLab(" in cell), CELL)
+def cell_of_the_lab(notebook: Path) -> int:
+    """Which cell of notebook 11 shows the lab: it brings its own import, so that it can be run before all others."""
+    cells = ["".join(cell["source"]) for cell in json.loads(notebook.read_text())["cells"]]
+    return next(index for index, source in enumerate(cells) if "StrategyLab(" in source)
 
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[str]:
-    """JupyterLab on a notebook with that cell alone, ended with everything it started."""
-    cell = {"cell_type": "code", "id": "lab", "metadata": {}, "execution_count": None, "outputs": [], "source": lab_cell()}
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    (tmp_path / "lab.ipynb").write_text(json.dumps({"cells": [cell], "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))
+    """JupyterLab on the learner edition of the course, ended with everything it started."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "fsdplab.cli", "lab", "--no-browser", "--port", "0", "--notebooks", str(tmp_path)],
+        [sys.executable, "-m", "fsdplab.cli", "lab", "--no-browser", "--port", "0"],
         cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         start_new_session=True, env={**os.environ, "JUPYTER_CONFIG_DIR": str(tmp_path / "config")},
     )  # fmt: skip
@@ -75,14 +71,19 @@ def test_run_shows_the_figure_and_cancel_leaves_the_lab_usable(lab: str, tmp_pat
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": 1280, "height": 1100})
-        page.goto(lab.replace("/lab?", "/doc/tree/lab.ipynb?"))
+        page.goto(lab.replace("/lab?", f"/doc/tree/{NOTEBOOK_11}?"))
         page.get_by_text("(ipykernel) | Idle").wait_for(timeout=RUN_MS)  # a kernel that is still starting would not hear it
-        page.locator(".jp-CodeCell .cm-content").first.click(timeout=60_000)
-        page.keyboard.press("Shift+Enter")
+        page.locator(".jp-Notebook .jp-Cell").first.click(timeout=60_000)
+        page.keyboard.press("Escape")
+        for _ in range(cell_of_the_lab(tmp_path / "course-learner" / NOTEBOOK_11)):
+            page.keyboard.press("ArrowDown")
+        page.locator(".jp-Cell.jp-mod-active", has_text="StrategyLab(").wait_for(timeout=SHORT_MS)
+        page.keyboard.press("Control+Enter")
         button = {name: page.get_by_role("button", name=name, exact=True) for name in ("Run", "Cancel", "Export HTML")}
         button["Run"].wait_for(timeout=RUN_MS)
         page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's question whether it may send news
         message, lab_box = page.locator(".fsdplab-message"), page.locator(".fsdplab-lab")
+        lab_box.evaluate("e => e.scrollIntoView()")
         assert not button["Cancel"].is_enabled()
 
         page.get_by_label("Model", exact=True).select_option("gpt-tiny")
@@ -106,7 +107,7 @@ def test_run_shows_the_figure_and_cancel_leaves_the_lab_usable(lab: str, tmp_pat
         assert "could not be drawn" not in lab_box.inner_text()
         button["Export HTML"].click()
         lab_box.get_by_text("strategy-lab-1.html").wait_for(timeout=SHORT_MS)
-        assert "<html" in (tmp_path / "strategy-lab-1.html").read_text(encoding="utf-8")[:200]
+        assert "<html" in (tmp_path / "course-learner" / "strategy-lab-1.html").read_text(encoding="utf-8")[:200]
 
         button["Run"].click()
         message.get_by_text("run 1 of 2").wait_for(timeout=SHORT_MS)
