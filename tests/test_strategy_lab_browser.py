@@ -26,7 +26,7 @@ DRAWN = """() => {
 # What is laid out wrongly: wider than the lab, or a figure that shrank to nothing.
 MISFITS = """() => {
   const right = document.querySelector(".fsdplab-lab").getBoundingClientRect().right;
-  const parts = [...document.querySelectorAll(".fsdplab-lab .js-plotly-plot, .fsdplab-lab .widget-gridbox > *")].filter(e => e.offsetParent !== null);
+  const parts = [...document.querySelectorAll(".fsdplab-lab .js-plotly-plot, .fsdplab-lab .widget-gridbox > *, .fsdplab-lab table")].filter(e => e.offsetParent !== null);
   const boxes = parts.map(e => [e.matches(".js-plotly-plot"), e.getBoundingClientRect()]);
   return boxes.filter(([plot, r]) => r.right > right + 2 || r.width < 100 || (plot && r.height < 150)).map(([plot, r]) => [plot, r.width, r.height]);
 }"""

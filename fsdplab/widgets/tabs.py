@@ -40,11 +40,11 @@ def note(words: str) -> str:
 
 def table(runs: Sequence[RunView]) -> str:
     """The comparison as HTML: one row a run, verdicts in colour, and under it what was real."""
-    head = "".join(f"<th style='text-align:{_side(name)};padding:5px 10px'>{escape(name)}</th>" for name in COLUMNS)
+    head = "".join(f"<th style='text-align:{_side(name)};padding:5px 6px'>{escape(name)}</th>" for name in COLUMNS)
     rows = "".join(f"<tr>{''.join(_cell(name, text) for name, text in zip(COLUMNS, cells(run), strict=True))}</tr>" for run in runs)
     real = "<br>".join(f"<b>{word}</b>: {escape(what)}" for word, what in provenance(list(runs)))
     small = f"<p style='font-size:13px;opacity:.8;margin:6px 10px'>{escape(LEGEND)}.<br>{real}</p>"
-    frame = "border-collapse:collapse;font-size:15px;font-variant-numeric:tabular-nums"
+    frame = "border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums"
     return f"<div style='overflow-x:auto'><table style='{frame}'><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{small}"
 
 
@@ -55,7 +55,7 @@ def _side(column: str) -> str:
 def _cell(column: str, text: str) -> str:
     colour = _COLOURS.get(verdict(text))
     ink = f";color:{colour};font-weight:600" if colour else ""
-    return f"<td style='text-align:{_side(column)};padding:5px 10px;white-space:nowrap{ink}'>{escape(text)}</td>"
+    return f"<td style='text-align:{_side(column)};padding:5px 6px;white-space:nowrap{ink}'>{escape(text)}</td>"
 
 
 def _failures(batch: Batch) -> list[Piece]:

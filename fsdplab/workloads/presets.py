@@ -1,6 +1,7 @@
-"""Named model shapes: small ones to train here, published ones to plan with.
+"""Named model shapes: small ones to train here, middling ones for one GPU, published ones to plan with.
 
-The lab presets read bytes (vocabulary 256), so model state dominates their memory as it does in the large ones. The
+The lab presets read bytes (vocabulary 256), so model state dominates their memory as it does in the large ones. Those for one GPU
+(0.3 to 3 billion parameters, heads 128 wide, vocabulary of Llama 2) are no published models, but have their proportions. The
 published presets have exactly the parameter counts of their papers and checkpoints; nobody trains them here: they are
 built on the meta device, where a tensor has a shape and no memory.
 """
@@ -52,6 +53,9 @@ PRESETS: dict[str, ModelConfig] = {
     "gpt-25m": _gpt_lab(layers=8, width=512, heads=8, context=256),
     "llama-tiny": _llama_lab(layers=2, width=64, heads=4, kv_heads=2, ffn=224, context=128),
     "llama-20m": _llama_lab(layers=6, width=512, heads=8, kv_heads=2, ffn=1792, context=256),
+    "llama-0.3b": _llama2(layers=20, width=1024, heads=8, kv_heads=4, ffn=2816),
+    "llama-1b": _llama2(layers=20, width=2048, heads=16, kv_heads=8, ffn=5632),
+    "llama-3b": _llama2(layers=28, width=3072, heads=24, kv_heads=8, ffn=8192),
     "gpt2": _gpt2(layers=12, width=768, heads=12),
     "gpt2-medium": _gpt2(layers=24, width=1024, heads=16),
     "gpt2-large": _gpt2(layers=36, width=1280, heads=20),
