@@ -70,14 +70,14 @@ def test_a_passage_is_latency_and_bytes_over_bandwidth() -> None:
 
 
 def test_a_link_carries_one_collective_after_the_other() -> None:
-    queue = Queue(Link(1e9), Notes([100, 500, 9_000]))
-    numbers = [queue.enter(1_000, 1) for _ in range(3)]
+    queue = Queue(Notes([100, 500, 9_000]))
+    numbers = [queue.enter(1_000) for _ in range(3)]
     assert [queue.times(number) for number in numbers] == [(100, 100, 1_100), (500, 1_100, 2_100), (9_000, 9_000, 10_000)]
 
 
 def test_a_queue_may_be_asked_out_of_order() -> None:
-    queue = Queue(Link(1e9), Notes([100, 500]))
-    first, second = queue.enter(1_000, 1), queue.enter(1_000, 1)
+    queue = Queue(Notes([100, 500]))
+    first, second = queue.enter(1_000), queue.enter(1_000)
     assert (queue.times(second), queue.times(first)) == ((500, 1_100, 2_100), (100, 100, 1_100))
 
 
@@ -154,11 +154,11 @@ def test_a_link_is_of_one_model_and_can_be_taken_away(ranks) -> None:
     assert ranks(2, other_models_and_removal) == [[True, False, False]] * 2
 
 
-def test_links_are_for_cpu_ranks() -> None:
-    unit = SimpleNamespace(terms=SimpleNamespace(device=torch.device("cuda"), shard=None))
+def test_links_are_for_cpu_and_cuda_ranks() -> None:
+    unit = SimpleNamespace(terms=SimpleNamespace(device=torch.device("xpu"), shard=None))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fsdplab.engine.link.units_under", lambda model, recurse: [unit])
-        with pytest.raises(ValueError, match="between CPU ranks, got cuda"):
+        with pytest.raises(ValueError, match="between CPU or CUDA ranks, got xpu"):
             emulate(nn.Linear(1, 1), shard=Link(1e9))
 
 

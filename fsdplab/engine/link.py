@@ -8,7 +8,8 @@ and whoever needs it sooner sleeps. Waiting costs no CPU, so overlap becomes vis
 collectives one after the other, as one communicator does; with two queues gathers and reductions travel independently, each at full
 bandwidth (two communicators on a network that one of them does not fill).
 
-All ranks compute the same times: each writes when it issued its k-th collective to a board in shared memory that its peers read.
+All ranks compute the same times: each writes when it issued its k-th collective to a board in shared memory that its peers read. On
+CUDA streams wait, not hosts, and there is one queue (`stream_link.py`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .layout import Layout
 from .pending import Pending
 from .shm_group import SharedMemoryGroup
 from .slots import SharingRefused, Slots, machine_of_this_rank
+from .stream_link import on_streams, runs_on_streams
 from .transport import Outgoing, Stamp, Transport
 
 _RING = 1024  # issues that the board remembers: far more than can be in flight
@@ -60,6 +62,16 @@ class Link:
     def passage_ns(self, wire_bytes: int, steps: int) -> int:
         """Nanoseconds that `wire_bytes` take in `steps` steps on the free link."""
         return round(1e9 * (self.latency_s * steps + wire_bytes / self.bytes_per_s))
+
+    def collective(self, kind: str, logical_bytes: int, ranks: int) -> tuple[int, int]:
+        """Wire bytes, and nanoseconds on the free link, of a collective of `ranks` ranks.
+
+        >>> Link(1e9).collective("all_gather", 4_000, 4)
+        (3000, 3000)
+        """
+        rounds = 2 if kind == "all_reduce" else 1
+        wire_bytes = rounds * logical_bytes * (ranks - 1) // ranks
+        return wire_bytes, self.passage_ns(wire_bytes, rounds * (ranks - 1))
 
 
 class Board:
@@ -106,16 +118,16 @@ class Board:
 class Queue:
     """Collectives that pass a link one after the other."""
 
-    def __init__(self, link: Link, board: Board) -> None:
-        self._link, self._board = link, board
+    def __init__(self, board: Board) -> None:
+        self._board = board
         self._issued, self._resolved, self._free_ns = 0, 0, 0
         self._durations: dict[int, int] = {}
         self._times: dict[int, tuple[int, int, int]] = {}
 
-    def enter(self, wire_bytes: int, steps: int) -> int:
-        """Join the queue now; the number under which `times` answers."""
+    def enter(self, duration_ns: int) -> int:
+        """Join the queue now, to be carried for that long; the number under which `times` answers."""
         self._issued += 1
-        self._durations[self._issued] = self._link.passage_ns(wire_bytes, steps)
+        self._durations[self._issued] = duration_ns
         self._board.write(self._issued, time.time_ns())
         return self._issued
 
@@ -131,28 +143,25 @@ class Queue:
 
 
 class Channel:
-    """A rank's end of one emulated link: its queues."""
+    """A rank's end of one emulated link: its queues. `ranks`: how many the group is taken to have, if not those that it has."""
 
-    def __init__(self, link: Link, group: dist.ProcessGroup) -> None:
-        self.link, self.ranks = link, group.size()
-        self._queues = [Queue(link, Board(group)) for _ in range(link.queues)]
+    def __init__(self, link: Link, group: dist.ProcessGroup, ranks: int | None = None) -> None:
+        self.link, self.ranks = link, ranks or group.size()
+        self._queues = [Queue(Board(group)) for _ in range(link.queues)]
 
-    def enter(self, kind: str, wire_bytes: int) -> Passage:
-        """A collective of `kind` sets out."""
-        queue = self._queues[0 if kind == "all_gather" else -1]
-        steps = (self.ranks - 1) * (2 if kind == "all_reduce" else 1)
-        return Passage(queue, queue.enter(wire_bytes, steps))
+    def enter(self, event: events.Collective) -> Passage:
+        """A collective sets out."""
+        queue = self._queues[0 if event.kind == "all_gather" else -1]
+        wire, duration_ns = self.link.collective(event.kind, event.logical_bytes, self.ranks)
+        return Passage(queue, queue.enter(duration_ns), replace(event, wire_bytes=wire))
 
     def enter_for_torch(self, kind: str, outputs: Sequence[torch.Tensor]) -> Passage:
         """A collective of an engine that knows no units sets out; `outputs` are what this rank receives."""
         given = sum(output.nbytes for output in outputs)
         logical = given * (self.ranks if kind == "reduce_scatter" else 1)
-        wire = (2 if kind == "all_reduce" else 1) * logical * (self.ranks - 1) // self.ranks
-        passage = self.enter(kind, wire)
         phase = "backward" if compat.inside_backward() else "forward"
         dtype = str(outputs[0].dtype).removeprefix("torch.") if outputs else ""
-        passage.event = events.Collective("", phase, kind, logical, wire, 0, dtype, 0, 0)
-        return passage
+        return self.enter(events.Collective("", phase, kind, logical, 0, 0, dtype, 0, 0))
 
 
 @dataclass
@@ -191,9 +200,7 @@ class _Behind:
 
     def _note(self, stamp: Stamp, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Any:
         """The transport asks for its note right before it issues: the collective joins the queue."""
-        event = super()._note(stamp, kind, logical, padding, dtype)(0, 0, None)
-        self._passage = self._channel.enter(kind, event.wire_bytes)
-        self._passage.event = event
+        self._passage = self._channel.enter(super()._note(stamp, kind, logical, padding, dtype)(0, 0, None))
         return lambda start, end, waited: None  # `arrive` writes it
 
     def _carried(self, pending: Pending, unit: str) -> Pending:
@@ -226,11 +233,22 @@ def _behind(kind: type[Transport]) -> type[Transport]:
     return type(f"{kind.__name__}BehindLink", (_Behind, kind), {})
 
 
-def behind(transport: Transport, link: Link) -> Transport:
-    """`transport` with `link` in front of it; the other users of `transport` are not slowed. Collective over its group."""
-    made = copy.copy(transport)
-    made.__class__ = _behind(type(transport))
-    made._channel = Channel(link, transport.group)
+def behind(transport: Transport, link: Link, ranks: int | None = None) -> Transport:
+    """`transport` with `link` in front of it; the other users of `transport` are not slowed. Collective over its group.
+
+    With `ranks`, collectives take as long as those of so many ranks do: a group of one can imitate a larger one. Raises `ValueError` for two
+    queues on CUDA.
+    """
+    if runs_on_streams(transport):
+        if link.queues != 1:
+            raise ValueError(f"a link between CUDA ranks has one queue (the driver runs its waits one after the other), got {link.queues}; give queues=1")
+        count = ranks or transport.ranks
+        made = on_streams(transport, lambda kind, logical: link.collective(kind, logical, count))
+    else:
+        made = copy.copy(transport)
+        made.__class__ = _behind(type(transport))
+        made._channel = Channel(link, transport.group, ranks)
+    made._plain = transport
     return made
 
 
@@ -238,7 +256,7 @@ def emulate(model: nn.Module, *, shard: Link | None = None, replicate: Link | No
     """Put links between the ranks of a sharded model: `shard` where slices are gathered and reduced, `replicate` between replicas.
 
     None takes a link away. Call it between steps, on all ranks. Under no_shard the ranks are replicas of each other, and `shard` is the link
-    between them. Raises `ValueError` on CUDA, whose streams an emulated link does not reach yet.
+    between them. Raises `ValueError` on devices other than CPU and CUDA.
     """
     made: dict[int, Transport] = {}
 
@@ -250,8 +268,8 @@ def emulate(model: nn.Module, *, shard: Link | None = None, replicate: Link | No
         return made[id(transport)]
 
     for unit in units_under(model, True):
-        if unit.terms.device.type != "cpu":
-            raise ValueError(f"an emulated link works between CPU ranks, got {unit.terms.device}; run with device='cpu', or without a link")
+        if unit.terms.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"an emulated link works between CPU or CUDA ranks, got {unit.terms.device}; run on one of these, or without a link")
         alone = unit.terms.shard is None
         unit.terms = replace(
             unit.terms, shard=moved(unit.terms.shard, shard), replicate=moved(unit.terms.replicate, shard if alone else replicate)
@@ -264,8 +282,5 @@ def emulate_group(group: SharedMemoryGroup, link: Link | None) -> None:
 
 
 def _replaced(transport: Transport, link: Link | None) -> Transport:
-    if isinstance(transport, _Behind):
-        plain = copy.copy(transport)
-        plain.__class__ = type(transport).__mro__[2]
-        transport = plain
+    transport = getattr(transport, "_plain", transport)
     return transport if link is None else behind(transport, link)

@@ -85,7 +85,7 @@ def _finding(parts: dict[str, dict]) -> str:
     share = f"{percent(parts[most]['exposed_ns'], parts[most]['step_ns'])} of its step"
     if least == most:
         return f"{most}: {duration(parts[most]['exposed_ns'])} of communication is exposed, {share}"
-    return f"{most} waits longest for its communication, {share}; least: {least}, {percent(parts[least]['exposed_ns'], parts[least]['step_ns'])}"
+    return f"{most} waits longest for its communication, {duration(parts[most]['exposed_ns'])} a step; least: {least}, {duration(parts[least]['exposed_ns'])}"
 
 
 def _alt(parts: dict[str, dict]) -> str:
