@@ -320,6 +320,19 @@ def test_older_files(tmp_path):
         assert analysis.rows("timeline")[0]["start_ns"] == 1682725898240951_000
 
 
+def test_traces_that_pytorch_2_1_wrote():
+    folder = Path(__file__).resolve().parents[1] / "data" / "traces-torch-2.1"
+    for rank in (0, 1):
+        found = analyse_trace(folder / f"rank{rank}.pt.trace.json.gz")
+        assert found.rank == rank and found.world_size == 2
+        for row in found.rows("breakdown"):
+            parts = row["compute_only_ns"], row["overlapped_ns"], row["exposed_ns"], row["other_ns"]
+            assert sum(parts) == row["step_ns"] and all(parts)
+        reduced = found.steps[-1].collectives
+        assert {row["kind"] for row in reduced} == {"all_reduce"} and len(reduced) >= 2
+        assert sum(row["logical_bytes"] for row in reduced) == 4 * 3 * (2 * 256 * 1024 + 1024 + 256), "all gradients, fp32"
+
+
 def test_times_are_exact():
     assert nanoseconds(4441797835578.61) == 4441797835578_610 and nanoseconds(7) == 7000 and nanoseconds(0.001) == 1
 
