@@ -5,16 +5,12 @@ All solutions that return are tried in one launch on three ranks; one that raise
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-import torch
 
-from fsdplab.teaching import answers, by_hand, by_hand_costs, checking, course_state, display, exercises, trials
+from fsdplab.teaching import answers, by_hand, by_hand_costs, display, exercises
 from fsdplab.teaching import by_hand_judging as judging
-from fsdplab.teaching.course_state import open_course
 from fsdplab.teaching.exercise import Call, Choice, Exercise, Question, Trial
-from fsdplab.teaching.home import Home
+from tests.solutions import ended_of, must_be_complete, solutions_of, try_all, try_ended
 
 ITEMS = [item for notebook in ("03", "04") for item in exercises.items_of(notebook)]
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
@@ -87,52 +83,25 @@ RIGHT = {  # other right answers than the references
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory) -> Home:
-    """One learner's folder for the whole module."""
-    return Home(tmp_path_factory.mktemp("learner") / "my_fsdp")
-
-
-@pytest.fixture
-def course(tmp_path):
-    """A learner's course in an empty folder; afterwards no course is open."""
-    yield open_course("learner", tmp_path / "my_fsdp")
-    course_state._open.clear()
-
-
-def solutions(exercise: Exercise) -> list[tuple[str, str, str | None]]:
-    """(name, source, what the report must say or None where it must pass) of everything that returns."""
-    right = {"the reference": exercise.reference, **RIGHT[exercise.id]}
-    wrong = [(known.name, known.source, known.says) for known in exercise.wrong if known.ends == "returns"]
-    return [*((name, source, None) for name, source in right.items()), *wrong]
+SOLUTIONS = solutions_of(EXERCISES, RIGHT)
 
 
 @pytest.fixture(scope="module")
 def tried(home):
-    """(exercise, name) -> the finding of each solution that returns, all tried in one launch on three ranks."""
-    todo = [(exercise, name, source) for exercise in EXERCISES for name, source, _ in solutions(exercise)]
-    paths = [Home(home.path / f"solution{index}").save(exercise.id, source) for index, (exercise, _, source) in enumerate(todo)]
-    outcomes = trials.try_programs([(exercise, path) for (exercise, _, _), path in zip(todo, paths)], home)
-    return {(exercise.id, name): checking.judge(exercise, outcome) for (exercise, name, _), outcome in zip(todo, outcomes)}
+    """The finding on each solution."""
+    return try_all(SOLUTIONS, home)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("exercise,name,says", [(exercise.id, name, says) for exercise in EXERCISES for name, _, says in solutions(exercise)])
-def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, exercise, name, says):
-    finding = tried[exercise, name]
-    if says is None:
-        assert finding is None
-    else:
-        assert finding is not None and says in finding.cause and finding.rank is not None
-        assert finding.expected and finding.got and finding.headline
+@pytest.mark.parametrize("solution", SOLUTIONS, ids=str)
+def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
+    solution.must_find(tried[solution.key])
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("exercise,known", [(each, known) for each in EXERCISES for known in each.wrong if known.ends != "returns"], ids=lambda value: getattr(value, "id", None) or value.name)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("exercise,known", ended_of(EXERCISES), ids=lambda value: getattr(value, "id", None) or value.name)
 def test_solutions_that_raise_or_hang_are_diagnosed(home, exercise, known):
-    path = Home(home.path / "ends").save(exercise.id, known.source)
-    limit = 10.0 if known.ends == "hangs" else exercise.time_limit
-    finding = checking.judge(exercise, trials.try_one(replace(exercise, time_limit=limit), path, home))
+    finding = try_ended(exercise, known, home)
     assert known.says in finding.cause and (f"{exercise.id}.py" in finding.got or known.name == "returned")
 
 
@@ -145,11 +114,7 @@ def test_a_finding_names_step_parameter_and_index(tried):
 
 @pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.id)
 def test_every_item_is_complete(item):
-    assert item.statement and all(getattr(item, "hints", ["."]))
-    if isinstance(item, Exercise):
-        assert item.wrong and item.stub != item.reference and item.world_size == 3
-        for source in (item.stub, item.reference, *(wrong.source for wrong in item.wrong)):
-            compile(source, item.id, "exec")
+    must_be_complete(item)
 
 
 # --- questions

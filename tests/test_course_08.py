@@ -11,11 +11,10 @@ from fsdplab.profiling.diagnosis import findings
 from fsdplab.profiling.exports import export_perfetto, export_tensorboard
 from fsdplab.profiling.overlap import analyse_trace
 from fsdplab.records import RecordError
-from fsdplab.teaching import answers, checking, course_state, exercises, reading, trials
-from fsdplab.teaching.course_state import open_course
+from fsdplab.teaching import answers, exercises, reading
 from fsdplab.teaching.exercise import Choice, Exercise, Question
-from fsdplab.teaching.home import Home
 from fsdplab.teaching.reading_on_ranks import drive_account
+from tests.solutions import must_be_complete, solutions_of, try_all
 
 ITEMS = exercises.items_of("08")
 ACCOUNT = exercises.find("08.account", Exercise)
@@ -36,44 +35,24 @@ def record():
     return reading.recorded()
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory) -> Home:
-    """One learner's folder for the whole module."""
-    return Home(tmp_path_factory.mktemp("learner") / "my_fsdp")
+SOLUTIONS = solutions_of([ACCOUNT], {ACCOUNT.id: RIGHT})
 
 
 @pytest.fixture(scope="module")
-def course(home):
-    """That learner's course, open."""
-    yield open_course("learner", home.path)
-    course_state._open.clear()
-
-
-def solutions() -> list[tuple[str, str, str | None]]:
-    """(name, source, what the report must say or None where it must pass)."""
-    right = {"the reference": ACCOUNT.reference, **RIGHT}
-    return [*((name, source, None) for name, source in right.items()), *((w.name, w.source, w.says) for w in ACCOUNT.wrong)]
-
-
-@pytest.fixture(scope="module")
-def tried(course, home):
-    """name -> the finding of each solution, all tried in one launch on two ranks."""
-    paths = [Home(home.path / f"solution{index}").save(ACCOUNT.id, source) for index, (_, source, _) in enumerate(solutions())]
-    outcomes = trials.try_programs([(ACCOUNT, path) for path in paths], home)
-    return {name: checking.judge(ACCOUNT, outcome) for (name, _, _), outcome in zip(solutions(), outcomes, strict=True)}
+def tried(home):
+    """The finding on each solution."""
+    return try_all(SOLUTIONS, home)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name,says", [(name, says) for name, _, says in solutions()])
-def test_right_accounts_pass_and_wrong_ones_are_diagnosed(tried, name, says):
-    finding = tried[name]
-    assert (finding is None) if says is None else (finding is not None and says in finding.cause and finding.expected and finding.got)
+@pytest.mark.parametrize("solution", SOLUTIONS, ids=str)
+def test_right_accounts_pass_and_wrong_ones_are_diagnosed(tried, solution):
+    solution.must_find(tried[solution.key], names_rank=False)
 
 
-def test_every_item_is_complete():
-    assert [item.id for item in ITEMS if not item.statement] == []
-    for source in (ACCOUNT.stub, ACCOUNT.reference, *(wrong.source for wrong in ACCOUNT.wrong)):
-        compile(source, ACCOUNT.id, "exec")
+@pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.id)
+def test_every_item_is_complete(item):
+    must_be_complete(item)
 
 
 def test_the_reference_gives_the_record_its_breakdown(record):

@@ -8,11 +8,10 @@ import pytest
 
 from fsdplab.figures import alt_text
 from fsdplab.sessions import RunSpec, run
-from fsdplab.teaching import answers, checking, course_state, exercises, reading_memory, reading_on_ranks, trials
-from fsdplab.teaching.course_state import open_course
+from fsdplab.teaching import answers, exercises, reading_memory, reading_on_ranks
 from fsdplab.teaching.exercise import Choice, Exercise, Question
-from fsdplab.teaching.home import Home
 from fsdplab.teaching.reading_on_ranks import BLOCK_BYTES, ROOT_BYTES, complaint
+from tests.solutions import must_be_complete, solutions_of, try_all
 
 ITEMS = exercises.items_of("09")
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
@@ -32,49 +31,24 @@ RIGHT = {  # other right answers than the references
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory) -> Home:
-    """One learner's folder for the whole module."""
-    return Home(tmp_path_factory.mktemp("learner") / "my_fsdp")
+SOLUTIONS = solutions_of(EXERCISES, RIGHT)
 
 
 @pytest.fixture(scope="module")
-def course(home):
-    """That learner's course, open."""
-    yield open_course("learner", home.path)
-    course_state._open.clear()
-
-
-def solutions(exercise: Exercise) -> list[tuple[str, str, str | None]]:
-    """(name, source, what the report must say or None where it must pass)."""
-    right = {"the reference": exercise.reference, **RIGHT[exercise.id]}
-    return [*((name, source, None) for name, source in right.items()), *((w.name, w.source, w.says) for w in exercise.wrong)]
-
-
-@pytest.fixture(scope="module")
-def tried(course, home):
-    """(exercise, name) -> the finding of each solution, all tried in one launch on two ranks."""
-    todo = [(exercise, name, source) for exercise in EXERCISES for name, source, _ in solutions(exercise)]
-    paths = [Home(home.path / f"solution{index}").save(exercise.id, source) for index, (exercise, _, source) in enumerate(todo)]
-    outcomes = trials.try_programs([(exercise, path) for (exercise, _, _), path in zip(todo, paths)], home)
-    return {(exercise.id, name): checking.judge(exercise, outcome) for (exercise, name, _), outcome in zip(todo, outcomes)}
+def tried(home):
+    """The finding on each solution."""
+    return try_all(SOLUTIONS, home)
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("exercise,name,says", [(exercise.id, name, says) for exercise in EXERCISES for name, _, says in solutions(exercise)])
-def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, exercise, name, says):
-    finding = tried[exercise, name]
-    if says is None:
-        assert finding is None, str(finding)
-    else:
-        assert finding is not None and says in finding.cause and finding.expected and finding.got
+@pytest.mark.parametrize("solution", SOLUTIONS, ids=str)
+def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
+    solution.must_find(tried[solution.key], names_rank=False)
 
 
-@pytest.mark.parametrize("item", EXERCISES, ids=lambda item: item.id)
-def test_every_exercise_is_complete(item):
-    assert item.statement and item.wrong and item.stub != item.reference
-    for source in (item.stub, item.reference, *(wrong.source for wrong in item.wrong)):
-        compile(source, item.id, "exec")
+@pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.id)
+def test_every_item_is_complete(item):
+    must_be_complete(item)
 
 
 @pytest.mark.parametrize("item", CHOICES, ids=lambda item: item.id)

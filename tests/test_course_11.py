@@ -10,10 +10,9 @@ import pytest
 
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, compare
-from fsdplab.teaching import answers, checking, course_state, exercises, reading_choices, reading_on_ranks, trials
-from fsdplab.teaching.course_state import open_course
+from fsdplab.teaching import answers, exercises, reading_choices, reading_on_ranks
 from fsdplab.teaching.exercise import Choice, Exercise, Question
-from fsdplab.teaching.home import Home
+from tests.solutions import must_be_complete, solutions_of, try_all
 
 ITEMS = exercises.items_of("11")
 CHOOSE = exercises.find("11.choose", Exercise)
@@ -27,47 +26,24 @@ RIGHT = {
 }
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory) -> Home:
-    """One learner's folder for the whole module."""
-    return Home(tmp_path_factory.mktemp("learner") / "my_fsdp")
+SOLUTIONS = solutions_of([CHOOSE], {CHOOSE.id: RIGHT})
 
 
 @pytest.fixture(scope="module")
-def course(home):
-    """That learner's course, open."""
-    yield open_course("learner", home.path)
-    course_state._open.clear()
-
-
-def solutions() -> list[tuple[str, str, str | None]]:
-    """(name, source, what the report must say or None where it must pass)."""
-    right = {"the reference": CHOOSE.reference, **RIGHT}
-    return [*((name, source, None) for name, source in right.items()), *((w.name, w.source, w.says) for w in CHOOSE.wrong)]
-
-
-@pytest.fixture(scope="module")
-def tried(course, home):
-    """name -> the finding of each solution, all tried in one launch on two ranks."""
-    paths = [Home(home.path / f"solution{index}").save(CHOOSE.id, source) for index, (_, source, _) in enumerate(solutions())]
-    outcomes = trials.try_programs([(CHOOSE, path) for path in paths], home)
-    return {name: checking.judge(CHOOSE, outcome) for (name, _, _), outcome in zip(solutions(), outcomes, strict=True)}
+def tried(home):
+    """The finding on each solution."""
+    return try_all(SOLUTIONS, home)
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name,says", [(name, says) for name, _, says in solutions()])
-def test_right_choices_pass_and_wrong_ones_are_told_why(tried, name, says):
-    finding = tried[name]
-    if says is None:
-        assert finding is None, str(finding)
-    else:
-        assert finding is not None and says in finding.cause and finding.expected and finding.got
+@pytest.mark.parametrize("solution", SOLUTIONS, ids=str)
+def test_right_choices_pass_and_wrong_ones_are_told_why(tried, solution):
+    solution.must_find(tried[solution.key], names_rank=False)
 
 
-def test_the_exercise_is_complete():
-    assert CHOOSE.stub != CHOOSE.reference
-    for source in (CHOOSE.stub, CHOOSE.reference, *(wrong.source for wrong in CHOOSE.wrong)):
-        compile(source, CHOOSE.id, "exec")
+@pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.id)
+def test_every_item_is_complete(item):
+    must_be_complete(item)
 
 
 @pytest.mark.parametrize("item", CHOICES, ids=lambda item: item.id)

@@ -11,12 +11,11 @@ import torch
 from fsdplab.figures import alt_text, svg
 from fsdplab.profiling import MemoryRecorder
 from fsdplab.sessions import RunSpec, SpecError, run
-from fsdplab.teaching import answers, checking, course_state, exercises, trading, trials
-from fsdplab.teaching.course_state import open_course
+from fsdplab.teaching import answers, exercises, trading
 from fsdplab.teaching.exercise import Call, Choice, Exercise, Question, Trial
 from fsdplab.teaching.exercises import nb13, nb13_models
-from fsdplab.teaching.home import Home
 from fsdplab.teaching.trading_on_ranks import complaint
+from tests.solutions import ended_of, must_be_complete, solutions_of, try_all, try_ended
 
 ITEMS = exercises.items_of("13")
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
@@ -50,61 +49,31 @@ RIGHT = {  # other right answers than the references
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory) -> Home:
-    """One learner's folder for the whole module."""
-    return Home(tmp_path_factory.mktemp("learner") / "my_fsdp")
+SOLUTIONS = solutions_of(EXERCISES, RIGHT)
 
 
 @pytest.fixture(scope="module")
-def course(home):
-    """That learner's course, open."""
-    yield open_course("learner", home.path)
-    course_state._open.clear()
-
-
-def solutions(exercise: Exercise) -> list[tuple[str, str, str | None]]:
-    """(name, source, what the report must say or None where it must pass) of everything that returns."""
-    right = {"the reference": exercise.reference, **RIGHT[exercise.id]}
-    return [*((name, source, None) for name, source in right.items()), *((w.name, w.source, w.says) for w in exercise.wrong if w.ends == "returns")]
-
-
-@pytest.fixture(scope="module")
-def tried(course, home):
-    """(exercise, name) -> the finding of each solution that returns, all tried in one launch on two ranks."""
-    todo = [(exercise, name, source) for exercise in EXERCISES for name, source, _ in solutions(exercise)]
-    paths = [Home(home.path / f"solution{index}").save(exercise.id, source) for index, (exercise, _, source) in enumerate(todo)]
-    outcomes = trials.try_programs([(exercise, path) for (exercise, _, _), path in zip(todo, paths)], home)
-    return {(exercise.id, name): checking.judge(exercise, outcome) for (exercise, name, _), outcome in zip(todo, outcomes)}
+def tried(home):
+    """The finding on each solution."""
+    return try_all(SOLUTIONS, home)
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("exercise,name,says", [(exercise.id, name, says) for exercise in EXERCISES for name, _, says in solutions(exercise)])
-def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, exercise, name, says):
-    finding = tried[exercise, name]
-    if says is None:
-        assert finding is None
-    else:
-        assert finding is not None and says in finding.cause and finding.rank is not None
-        assert finding.expected and finding.got and finding.headline
+@pytest.mark.parametrize("solution", SOLUTIONS, ids=str)
+def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
+    solution.must_find(tried[solution.key])
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("exercise,wrong", [(e, w) for e in EXERCISES for w in e.wrong if w.ends != "returns"], ids=lambda v: getattr(v, "id", getattr(v, "name", None)))
-def test_solutions_that_raise_or_hang_are_diagnosed(course, home, exercise, wrong):
-    path = Home(home.path / "ends").save(exercise.id, wrong.source)
-    limit = 4.0 if wrong.ends == "hangs" else exercise.time_limit
-    finding = checking.judge(exercise, trials.try_one(replace(exercise, time_limit=limit), path, home))
-    assert finding is not None and wrong.says in f"{finding.got} {finding.cause}"
+@pytest.mark.parametrize("exercise,known", ended_of(EXERCISES), ids=lambda value: getattr(value, "id", None) or value.name)
+def test_solutions_that_raise_or_hang_are_diagnosed(home, exercise, known):
+    finding = try_ended(exercise, known, home, hangs_for=4.0)
+    assert known.says in f"{finding.got} {finding.cause}"
 
 
 @pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.id)
 def test_every_item_is_complete(item):
-    assert item.statement and all(getattr(item, "hints", ["."]))
-    if isinstance(item, Exercise):
-        assert item.wrong and item.stub != item.reference
-        for source in (item.stub, item.reference, *(wrong.source for wrong in item.wrong)):
-            compile(source, item.id, "exec")
+    must_be_complete(item)
 
 
 @pytest.mark.parametrize("item", QUESTIONS, ids=lambda item: item.id)

@@ -11,11 +11,10 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdplab.teaching import answers, checking, composing, composing_on_ranks, course_state, exercises, trials
-from fsdplab.teaching.course_state import open_course
+from fsdplab.teaching import answers, composing, composing_on_ranks, exercises
 from fsdplab.teaching.exercise import Choice, Exercise, Question
-from fsdplab.teaching.home import Home
 from tests.composed import mesh_of
+from tests.solutions import ended_of, solutions_of, try_all, try_ended
 
 ITEMS = exercises.items_of("16")
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
@@ -44,50 +43,25 @@ RIGHT = {  # other right answers than the references
 }
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory) -> Home:
-    """One learner's folder for the whole module."""
-    return Home(tmp_path_factory.mktemp("learner") / "my_fsdp")
-
-
-@pytest.fixture
-def course(tmp_path):
-    """A learner's course in an empty folder; afterwards no course is open."""
-    yield open_course("learner", tmp_path / "my_fsdp")
-    course_state._open.clear()
-
-
-def solutions(exercise: Exercise) -> list[tuple[str, str, str | None]]:
-    """(name, source, what the report must say or None where it must pass) of everything that returns."""
-    right = {"the reference": exercise.reference, **RIGHT[exercise.id]}
-    wrong = [(known.name, known.source, known.says) for known in exercise.wrong if known.ends == "returns"]
-    return [*((name, source, None) for name, source in right.items()), *wrong]
+SOLUTIONS = solutions_of(EXERCISES, RIGHT)
 
 
 @pytest.fixture(scope="module")
 def tried(home):
-    """(exercise, name) -> the finding of each solution that returns, all tried in one launch on four ranks."""
-    todo = [(exercise, name, source) for exercise in EXERCISES for name, source, _ in solutions(exercise)]
-    paths = [Home(home.path / f"solution{index}").save(exercise.id, source) for index, (exercise, _, source) in enumerate(todo)]
-    outcomes = trials.try_programs([(exercise, path) for (exercise, _, _), path in zip(todo, paths)], home)
-    return {(exercise.id, name): checking.judge(exercise, outcome) for (exercise, name, _), outcome in zip(todo, outcomes)}
+    """The finding on each solution."""
+    return try_all(SOLUTIONS, home)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("exercise,name,says", [(exercise.id, name, says) for exercise in EXERCISES for name, _, says in solutions(exercise)])
-def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, exercise: str, name: str, says: str | None) -> None:
-    finding = tried[exercise, name]
-    if says is None:
-        assert finding is None
-    else:
-        assert finding is not None and says in finding.cause and finding.expected and finding.got
+@pytest.mark.parametrize("solution", SOLUTIONS, ids=str)
+def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
+    solution.must_find(tried[solution.key], names_rank=False)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("exercise,known", [(e, known) for e in EXERCISES for known in e.wrong if known.ends != "returns"], ids=lambda value: getattr(value, "name", ""))
-def test_a_solution_that_raises_is_reported(home, exercise: Exercise, known) -> None:
-    path = Home(home.path / "raises").save(exercise.id, known.source)
-    finding = checking.judge(exercise, trials.try_one(exercise, path, home))
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("exercise,known", ended_of(EXERCISES), ids=lambda value: getattr(value, "id", None) or value.name)
+def test_a_solution_that_raises_is_reported(home, exercise, known):
+    finding = try_ended(exercise, known, home)
     assert "raised an error" in finding.headline and known.says in finding.got
 
 

@@ -1,0 +1,87 @@
+"""Solutions of a notebook's exercises, right and wrong: each is tried on real ranks, as a check tries a learner's, and judged.
+
+A check must accept every right answer, whoever wrote it, and tell of every known wrong one what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from fsdplab.teaching import checking, trials
+from fsdplab.teaching.exercise import Exercise, Wrong
+from fsdplab.teaching.findings import Finding
+from fsdplab.teaching.home import Home
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A learner's program for an exercise; `says` is what the report on a wrong one must say, None for a right one."""
+
+    exercise: Exercise
+    name: str
+    source: str
+    says: str | None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What its finding is kept under: the exercise's id, and its own name."""
+        return self.exercise.id, self.name
+
+    def __str__(self) -> str:
+        return "-".join(self.key)
+
+    def must_find(self, finding: Finding | None, names_rank: bool = True) -> None:
+        """A right solution passed; a wrong one was told what it got, what was expected, why and (where it can be told) on which rank."""
+        if self.says is None:
+            assert finding is None, f"{self} is right, and was refused: {finding}"
+            return
+        assert finding is not None, f"{self} is wrong, and passed"
+        assert self.says in finding.cause and finding.expected and finding.got and finding.headline
+        assert finding.rank is not None or not names_rank
+
+
+def solutions_of(exercises: Sequence[Exercise], right: Mapping[str, Mapping[str, str]]) -> list[Solution]:
+    """The references, the other `right` answers (exercise -> name -> source), and the known wrong ones that return."""
+    found = []
+    for exercise in exercises:
+        passing = {"the reference": exercise.reference, **right.get(exercise.id, {})}
+        found += [Solution(exercise, name, source, None) for name, source in passing.items()]
+        found += [Solution(exercise, known.name, known.source, known.says) for known in exercise.wrong if known.ends == "returns"]
+    return found
+
+
+def ended_of(exercises: Sequence[Exercise]) -> list[tuple[Exercise, Wrong]]:
+    """The known wrong solutions that do not return: they raise, or hang."""
+    return [(exercise, known) for exercise in exercises for known in exercise.wrong if known.ends != "returns"]
+
+
+def try_all(solutions: Sequence[Solution], home: Home) -> dict[tuple[str, str], Finding | None]:
+    """The finding on each solution by its key; all that need the same number of ranks are tried in one launch."""
+    findings = {}
+    ranks = lambda solution: solution.exercise.world_size  # noqa: E731
+    for count, group in groupby(sorted(solutions, key=ranks), key=ranks):
+        todo = list(group)
+        paths = [Home(home.path / f"solution{count}-{index}").save(each.exercise.id, each.source) for index, each in enumerate(todo)]
+        outcomes = trials.try_programs([(each.exercise, path) for each, path in zip(todo, paths)], home)
+        findings |= {each.key: checking.judge(each.exercise, outcome) for each, outcome in zip(todo, outcomes, strict=True)}
+    return findings
+
+
+def try_ended(exercise: Exercise, known: Wrong, home: Home, hangs_for: float = 10.0) -> Finding:
+    """The finding on a solution that raises or hangs, which ends a launch and so has one of its own."""
+    path = Home(home.path / "ends").save(exercise.id, known.source)
+    limited = replace(exercise, time_limit=hangs_for) if known.ends == "hangs" else exercise
+    finding = checking.judge(exercise, trials.try_one(limited, path, home))
+    assert finding is not None, f"{exercise.id}, {known.name}: is wrong, and passed"
+    return finding
+
+
+def must_be_complete(item: object) -> None:
+    """An item of a notebook has a statement and hints; an exercise has wrong solutions too, and programs that compile."""
+    assert item.statement and all(getattr(item, "hints", ["."]))
+    if isinstance(item, Exercise):
+        assert item.wrong and item.stub != item.reference
+        for source in (item.stub, item.reference, *(known.source for known in item.wrong)):
+            compile(source, item.id, "exec")
