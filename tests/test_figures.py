@@ -162,7 +162,7 @@ def test_figures_refuse_what_they_cannot_draw(tmp_path, runs):
 
 
 def test_without_plotly_the_remedy_is_named():
-    code = "import sys; sys.modules['plotly'] = None; from fsdplab.figures import step_time"
+    code = "import sys; sys.modules['plotly'] = None; from fsdplab.figures.plotly_go import go; go.Figure()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stderr.splitlines()[-1].endswith('figures need plotly: pip install "fsdplab[lab]"')
 

@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 
 from fsdplab import figures
+from fsdplab.engine import unit
 from fsdplab.figures import style
+from fsdplab.figures.slices import in_words
 from fsdplab.records import CATEGORIES, LANES, TABLES, RunRecord, comparison_json
 
 MB, US, EPOCH = 1_000_000, 1_000, 1_790_000_000_000_000_000
@@ -445,8 +447,9 @@ def test_slices_fill_what_each_rank_holds(ahead):
     own = [next(trace for trace in figure.data if trace.name == "own slice") for figure in (before, during, after)]
     assert {round(width, 3) for trace in own for width in trace.x} == {0.45} and all(len(trace.x) == 10 for trace in own)
     gathered = [next(trace for trace in figure.data if (trace.name or "").startswith("gathered")).hovertext for figure in (before, during, after)]
-    assert "rank 0, blocks.3: unsharded" in gathered[2] and "rank 0, blocks.3: unsharded" not in gathered[1]
-    assert "rank 0, blocks.3: unsharding" in next(trace for trace in during.data if trace.name == "on its way").hovertext
+    there = in_words(0, "blocks.3", "unsharded")
+    assert there in gathered[2] and there not in gathered[1]
+    assert in_words(0, "blocks.3", "unsharding") in next(trace for trace in during.data if trace.name == "on its way").hovertext
     for wrong in (-1, 10**18):
         with pytest.raises(ValueError, match=r"expected 0 to \d+, ns since step 1 began"):
             figures.slice_map(ahead, wrong)
@@ -458,6 +461,12 @@ def figures_lives(record):
     from fsdplab.figures.slices import lives
 
     return lives(record)
+
+
+def test_the_map_names_the_line_of_unit_py_that_made_a_unit_what_it_is():
+    for state, method in (("sharded", "reshard"), ("unsharding", "start_unshard"), ("unsharded", "finish_unshard")):
+        line = int(re.fullmatch(rf"rank 1, blocks.0: {state} \({method}, unit.py line (\d+)\)", in_words(1, "blocks.0", state))[1])
+        assert Path(unit.__file__).read_text().splitlines()[line - 1].strip().startswith(f"def {method}(")
 
 
 def test_a_unit_that_only_reshards_was_whole(ahead, tmp_path):

@@ -15,11 +15,11 @@ from fsdplab import teaching
 from fsdplab.figures import memory_by_category
 from fsdplab.records import RunRecord
 from fsdplab.teaching import answers, checking, collectives, display, exercises, exploring, predicting, provenance, tour
+from fsdplab.teaching.cell_runs import ranks_wanted
 from fsdplab.teaching.course_state import CheckFailed, current, open_course
 from fsdplab.teaching.exercise import Choice, Exercise, Question, Slip, edited
 from fsdplab.teaching.findings import Finding, Verdict, first_difference
 from fsdplab.teaching.home import Home, HomeError, checked_id, load_function
-from fsdplab.teaching.magics import ranks_wanted
 from fsdplab.teaching.predictions import Prediction, calibration_of
 from fsdplab.teaching.quantities import QuantityError, quantity
 from fsdplab.teaching.timings import Timing

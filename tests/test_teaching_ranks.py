@@ -13,7 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from fsdplab import teaching
 from fsdplab.sessions import Failure, RanksFailed
-from fsdplab.teaching import checking, collectives, exercises, magics, on_ranks, trials
+from fsdplab.teaching import cell_runs, checking, collectives, exercises, on_ranks, trials
 from fsdplab.teaching.course_state import open_course
 from fsdplab.teaching.exercise import Call, Case, Exercise, Trial, Wrong
 from fsdplab.teaching.home import Home
@@ -165,8 +165,8 @@ def test_a_cell_runs_on_fresh_ranks(course, capsys):
 
 
 def test_a_cell_that_fails_on_a_rank_says_which_and_where(course):
-    with pytest.raises(magics.CellFailed, match="(?s)Rank 1 raised.*line 2.*assert rank == 0.*AssertionError") as failed:
-        magics.run_cell_on_ranks("x = 1\nassert rank == 0, x\ndist.barrier()", 2)
+    with pytest.raises(cell_runs.CellFailed, match="(?s)Rank 1 raised.*line 2.*assert rank == 0.*AssertionError") as failed:
+        cell_runs.run_cell_on_ranks("x = 1\nassert rank == 0, x\ndist.barrier()", 2)
     assert failed.value._render_traceback_() == [str(failed.value)] and "on_ranks.py" not in str(failed.value)
 
 

@@ -1,7 +1,7 @@
 """Record -> figure: pure functions that return a plotly Figure and never show it.
 
-The names load when first used, so that `fsdplab.figures.units` (plain formatting, used by the command line) works
-where plotly is not installed.
+The names load when first used, and plotly when a figure is first drawn, so that everything else works where plotly is not
+installed.
 """
 
 from __future__ import annotations
@@ -38,10 +38,4 @@ def __getattr__(name: str) -> object:
     """Load the figure's module the first time its name is used."""
     if name not in _HOME:
         raise AttributeError(f"module 'fsdplab.figures' has no attribute {name!r}; it has {', '.join(__all__)}")
-    try:
-        module = import_module(f"fsdplab.figures.{_HOME[name]}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "plotly":
-            raise
-        raise ModuleNotFoundError('figures need plotly: pip install "fsdplab[lab]"', name="plotly") from error
-    return getattr(module, name)
+    return getattr(import_module(f"fsdplab.figures.{_HOME[name]}"), name)

@@ -6,8 +6,7 @@ inflation stands beside it wherever a run of the same work without communication
 
 from __future__ import annotations
 
-import plotly.graph_objects as go
-
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profiled import MS, breakdown_of, conditions, duration, listed, percent, rows_of
 from fsdplab.figures.style import EDGE, STEP_COLOURS, ink_on, titled
 from fsdplab.figures.view import views

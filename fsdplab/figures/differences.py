@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import plotly.graph_objects as go
-
 from fsdplab.figures.exposed import few_words, foremost, worst_rank
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profiled import MS, Row, conditions, duration, group, label, named_rows, profiled, unit_order
 from fsdplab.figures.style import EDGE, PHASE_COLOURS, titled
 from fsdplab.figures.units import three_digits

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-import plotly.graph_objects as go
-
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profiled import MS, Row, breakdown_of, conditions, duration, group, label, percent, profiled, rows_of, unit_order
 from fsdplab.figures.style import DARK_INK, HEAT, titled
 from fsdplab.figures.units import plural, three_digits

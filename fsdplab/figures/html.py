@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import escape
 
-from plotly.offline import get_plotlyjs
-
 from fsdplab.figures.memory import memory_by_category
 from fsdplab.figures.page_script import PAGE, PLOTS, STYLE
 from fsdplab.figures.page_tabs import drawn, tabbed
@@ -68,6 +66,8 @@ def _summary(comparison: Mapping, source: object) -> str:
 
 def _document(body: str, comparison: Mapping) -> str:
     """The whole HTML document; the comparison itself is embedded as JSON so that the page carries its data."""
+    from plotly.offline import get_plotlyjs
+
     data = json.dumps(comparison, separators=(",", ":")).replace("<", "\\u003c")
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>fsdplab comparison</title><style>{STYLE}</style>'
     return (

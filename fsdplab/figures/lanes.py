@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import plotly.graph_objects as go
-
 from fsdplab.figures.marks import LIMIT, Mark, bars, merge_words, thin
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profiled import (
     COLLECTIVES, MS, Row, breakdown_of, conditions, duration, label, percent, short_unit, timeline_of,
 )  # fmt: skip

@@ -6,13 +6,12 @@ slices there. The step is the one whose memory was measured.
 
 from __future__ import annotations
 
-import plotly.graph_objects as go
-
 from fsdplab.figures.lanes import HEIGHTS, Lanes, lanes_of, phase_line, phases, step_marks, step_start
 from fsdplab.figures.marks import Mark, bars, merge_words, thin
 from fsdplab.figures.memory import MB, band, envelope
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profiled import MS, Row, conditions, label, rows_of, short_unit, timeline_of
-from fsdplab.figures.slices import SLICE_COLOURS, Lives, cells, finding, lives, memory_starts, rank_axis, unit_axis
+from fsdplab.figures.slices import SLICE_COLOURS, Lives, cells, finding, in_words, lives, memory_starts, rank_axis, unit_axis
 from fsdplab.figures.style import LANE_COLOURS, titled
 from fsdplab.figures.units import size
 from fsdplab.records import CATEGORIES
@@ -113,7 +112,7 @@ def _life_bars(life: Lives, end: float, limit: int) -> list[go.Bar]:
         ends = [since for since, _ in states[1:]] + [life.length]
         for (since, state), until in zip(states, ends):
             if state != "sharded" and until > since:
-                marks.append(Mark(state, row + 0.5, since / MS, until / MS, f" · rank {rank}, {unit}: {state}"))
+                marks.append(Mark(state, row + 0.5, since / MS, until / MS, f" · {in_words(rank, unit, state)}"))
     drawn, _ = thin(marks, limit)
     return [trace.update(showlegend=True) for trace in bars(drawn, _STATE_COLOURS, {}, end, yaxis="y3")]
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import plotly.graph_objects as go
-
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import EDGE, ink_on
 from fsdplab.figures.units import seconds
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import plotly.graph_objects as go
-
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, EDGE, titled
 from fsdplab.figures.units import size
 from fsdplab.figures.view import CATEGORY_NAMES, UNSPLIT, RunView, ranks_and_device, views

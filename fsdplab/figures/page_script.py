@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from html import escape
 
-import plotly.graph_objects as go
-
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.static import svg
 from fsdplab.figures.style import DARK_TEXT, FONT, TEXT, alt_text
 

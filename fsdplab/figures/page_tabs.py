@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 
-import plotly.graph_objects as go
-
 from fsdplab.figures.breakdown import step_bar
 from fsdplab.figures.differences import difference
 from fsdplab.figures.exposed import exposed_heatmap
@@ -17,6 +15,7 @@ from fsdplab.figures.lanes import rank_timeline
 from fsdplab.figures.linked_page import linked_html
 from fsdplab.figures.memory import memory_timeline
 from fsdplab.figures.page_script import plot_div
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.stragglers import straggler_map
 from fsdplab.figures.tradeoff import pareto
 from fsdplab.figures.traffic import ledger_against_formula

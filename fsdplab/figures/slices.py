@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import plotly.graph_objects as go
-
+from fsdplab.engine.unit import Unit
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profiled import MS, Row, conditions, group, label, rows_of, unit_order
 from fsdplab.figures.style import CATEGORY_COLOURS, EDGE, GRID, titled
 from fsdplab.figures.units import plural
@@ -16,6 +16,7 @@ SLICE_COLOURS = {
     "gathered from the other ranks": CATEGORY_COLOURS["gathered_parameters"],
     "on its way": "#ccd2d9",
 }
+_ENTERED_BY = {"sharded": Unit.reshard, "unsharding": Unit.start_unshard, "unsharded": Unit.finish_unshard}
 _ROOM_FOR_NAMES = 20  # units above which their names no longer fit under the cells
 _MOST_CELLS = 1_500  # above it only the first ranks are drawn
 
@@ -74,6 +75,12 @@ def memory_starts(record: object) -> dict[int, int]:
     return {int(rank): int(begin) for rank, begin in pairs if begin is not None}
 
 
+def in_words(rank: int, unit: str, state: str) -> str:
+    """What a unit is on a rank, and where in the engine it became so: "rank 0, blocks.3: unsharding (start_unshard, unit.py line 148)"."""
+    method = _ENTERED_BY[state]
+    return f"rank {rank}, {unit}: {state} ({method.__name__}, unit.py line {method.__code__.co_firstlineno})"
+
+
 def _since(found: list[Row], begin: int) -> list[tuple[int, str]]:
     """One unit's states on one rank; before its first transition it was sharded, or whole if that transition is a reshard."""
     turns = [(max(0, row["time_ns"] - begin), row["state"]) for row in sorted(found, key=lambda row: row["time_ns"])]
@@ -128,7 +135,7 @@ def _filling(life: Lives, state: dict, name: str, keys: list[tuple[int, str]], x
         base=[life.units.index(unit) - 0.45 + (share * life.ranks.index(rank) if own else 0) for rank, unit in keys],
         x=[share if own else 0.9 for _ in keys], y=[life.ranks.index(rank) for rank, _ in keys],
         marker=dict(color=SLICE_COLOURS[name], line=dict(color=EDGE, width=1)),
-        hovertext=[f"rank {rank}, {unit}: {state[rank, unit]}" for rank, unit in keys], hovertemplate="%{hovertext}<extra></extra>",
+        hovertext=[in_words(rank, unit, state[rank, unit]) for rank, unit in keys], hovertemplate="%{hovertext}<extra></extra>",
     )  # fmt: skip
 
 

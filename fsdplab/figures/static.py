@@ -9,8 +9,7 @@ from __future__ import annotations
 import html
 import re
 
-import plotly.graph_objects as go
-
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.static_axes import Axis, Box, axes, nice_step, pairs, settings
 from fsdplab.figures.static_marks import GLYPH, areas, bars, box, cells, colour_of, line, lines, text
 from fsdplab.figures.style import FONT, TEXT, alt_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import plotly.graph_objects as go
+from fsdplab.figures.plotly_go import go
 
 
 @dataclass(frozen=True)

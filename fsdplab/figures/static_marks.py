@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import html
 
-import plotly.graph_objects as go
-
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.static_axes import Axis, axis_of
 from fsdplab.figures.style import TEXT, ink_on
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 
-import plotly.graph_objects as go
-
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profiled import COLLECTIVES, MS, Row, breakdown_of, conditions, duration, label, named_rows, profiled, rows_of
 from fsdplab.figures.style import DARK_INK, HEAT, titled
 from fsdplab.figures.units import three_digits

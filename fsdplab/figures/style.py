@@ -8,8 +8,9 @@ notebook, a printed page and a dark lecture room.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
-import plotly.graph_objects as go
+from fsdplab.figures.plotly_go import go
 
 CATEGORY_COLOURS = {
     "parameter_slices": "#0064c8",
@@ -57,19 +58,24 @@ _AXIS = dict(
     gridcolor=GRID, zerolinecolor=GRID, linecolor=GRID, automargin=True, ticks="outside", ticklen=4, tickcolor=GRID,
     title=dict(standoff=12, font=dict(size=16)), tickfont=dict(size=15),
 )  # fmt: skip
-TEMPLATE = go.layout.Template(
-    layout=dict(
-        font=dict(family=FONT, size=15, color=TEXT),
-        title=dict(x=0, xref="container", xanchor="left", yref="container", font=dict(size=20), pad=dict(l=16)),
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        xaxis=_AXIS,
-        yaxis=_AXIS,
-        legend=dict(orientation="h", x=0, xanchor="left", yref="container", yanchor="top", font=dict(size=14), traceorder="normal"),
-        bargap=0.32,
-        hoverlabel=dict(font=dict(family=FONT, size=14)),
+
+
+@lru_cache
+def template() -> go.layout.Template:
+    """The layout that every figure starts from."""
+    return go.layout.Template(
+        layout=dict(
+            font=dict(family=FONT, size=15, color=TEXT),
+            title=dict(x=0, xref="container", xanchor="left", yref="container", font=dict(size=20), pad=dict(l=16)),
+            paper_bgcolor="rgba(0,0,0,0)",
+            plot_bgcolor="rgba(0,0,0,0)",
+            xaxis=_AXIS,
+            yaxis=_AXIS,
+            legend=dict(orientation="h", x=0, xanchor="left", yref="container", yanchor="top", font=dict(size=14), traceorder="normal"),
+            bargap=0.32,
+            hoverlabel=dict(font=dict(family=FONT, size=14)),
+        )
     )
-)
 
 
 def titled(figure: go.Figure, title: str, subtitle: str, alt: str, height: int = 420, top: int = 160) -> go.Figure:
@@ -81,7 +87,7 @@ def titled(figure: go.Figure, title: str, subtitle: str, alt: str, height: int =
     lift = 16 + 14 * titles.count("<br>")  # plotly hangs a title by its last lines: without it, the first would leave the picture
     more = 25 * titles.count("<br>") + 20 * subtitles.count("<br>")
     figure.update_layout(
-        template=TEMPLATE,
+        template=template(),
         title=dict(text=f"<b>{titles}</b>", subtitle=dict(text=subtitles, font=dict(size=15)), y=1, yanchor="top", pad=dict(t=lift)),
         margin=dict(l=16, r=28, t=top + more, b=16),
         legend=dict(y=1 - (82 + more) / (height + more)),

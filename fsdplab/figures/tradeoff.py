@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import plotly.graph_objects as go
-
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, EDGE, strategy_colour, titled
 from fsdplab.figures.units import seconds, size
 from fsdplab.figures.view import RunView, emulated_links, ranks_and_device, views

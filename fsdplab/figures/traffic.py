@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-import plotly.graph_objects as go
-
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import COLLECTIVE_COLOURS, EDGE, STRATEGY_COLOURS, titled
 from fsdplab.figures.units import size
 from fsdplab.figures.view import RunView, ranks_and_device, views

@@ -35,6 +35,7 @@ class RunView:
     exposed_s: float | None = None
     overlap: float | None = None
     link: str | None = None
+    one_gpu: bool = False  # whether ranks shared a GPU, or rehearsed it
     note: str = ""
 
     @property
@@ -123,7 +124,7 @@ def view(run: object) -> RunView:
     if run.status == "failed":
         known = replace(known, comm_bytes=None)  # what its ranks sent before they failed is no step's traffic
     link = (summary.get("link") or {}).get("name") or spec.get("emulate") or spec.get("link")
-    return replace(known, status=run.status, link=link, card_emulated=run.provenance.get("card", "emulated") == "emulated")
+    return replace(known, status=run.status, link=link, card_emulated=run.provenance.get("card", "emulated") == "emulated", one_gpu="ranks_on_one_gpu" in run.provenance)
 
 
 def from_json(run: Mapping, spec: Mapping, environment: Mapping) -> RunView:
@@ -164,6 +165,7 @@ def provenance(runs: list[RunView]) -> list[tuple[str, str]]:
     """What of a comparison is measured, computed, emulated and simulated, as (word, what) pairs."""
     emulated = ["the card: a run whose counted bytes exceed it ends as out of memory"] if any(run.card and run.card_emulated for run in runs) else []
     emulated += [f"the link ({', '.join(links)}): collectives take the time that it would need"] if (links := emulated_links(runs)) else []
+    emulated += ["several GPUs: ranks take turns on one, so that step times say little of as many"] if any(run.one_gpu for run in runs) else []
     return [
         ("measured", f"step time, tokens/s, peak memory, bytes sent, losses: on {ranks_and_device(runs)}, real processes of one machine"),
         ("computed", "formula: the bytes that each strategy must send"),

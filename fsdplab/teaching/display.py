@@ -9,22 +9,30 @@ from __future__ import annotations
 import base64
 import html
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from IPython import get_ipython
-from IPython.display import display
-from plotly.graph_objects import Figure
-
 from fsdplab.figures import alt_text, svg
+from fsdplab.figures.plotly_go import go
 
 from .findings import with_code
 
 
+def notebook_display() -> Callable[..., Any] | None:
+    """IPython's `display` in a notebook; None everywhere else, also where IPython is not installed."""
+    shell = sys.modules.get("IPython")
+    if shell is None or shell.get_ipython() is None:
+        return None
+    from IPython.display import display
+
+    return display
+
+
 def present(thing: Any) -> None:
     """Show an object with a `_repr_html_` in a notebook, as text everywhere else."""
-    display(thing) if get_ipython() else print(thing)
+    (notebook_display() or print)(thing)
 
 
 def present_live(thing: Any) -> Callable[[Any], None]:
@@ -32,7 +40,8 @@ def present_live(thing: Any) -> Callable[[Any], None]:
 
     The output is an ordinary one that stays in the saved notebook, so what a widget controls outlives the widget.
     """
-    present_first = display(thing, display_id=True) if get_ipython() else print(thing)
+    display = notebook_display()
+    present_first = display(thing, display_id=True) if display else print(thing)
     return present_first.update if present_first else lambda other: None
 
 
@@ -90,7 +99,7 @@ class Note:
         return f"<div style='border-left:4px solid #4c78a8;padding:4px 12px'>{lines}</div>"
 
 
-def static_html(figure: Figure, alt: str) -> str:
+def static_html(figure: go.Figure, alt: str) -> str:
     """The figure as an `<img>` of its SVG, with alternative text."""
     picture = base64.b64encode(svg(figure).encode()).decode()
     return f'<img src="data:image/svg+xml;base64,{picture}" alt="{html.escape(alt)}" style="max-width:100%">'
@@ -100,7 +109,7 @@ def static_html(figure: Figure, alt: str) -> str:
 class Shown:
     """A figure on its way to the page, in the three forms."""
 
-    figure: Figure
+    figure: go.Figure
     alt: str
 
     def __str__(self) -> str:
@@ -116,7 +125,7 @@ class Shown:
         }
 
 
-def show(figure: Figure, alt: str | None = None) -> None:
+def show(figure: go.Figure, alt: str | None = None) -> None:
     """Show a plotly figure and leave a static picture with alternative text beside it (the figure's own by default)."""
     words = alt or alt_text(figure)
     if not words:

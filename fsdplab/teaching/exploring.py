@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import ipywidgets
+from typing import TYPE_CHECKING, Any
 
 from .display import present_live
 from .widget_view import present_widget
+
+if TYPE_CHECKING:
+    import ipywidgets
 
 Axis = Sequence[Any]
 
@@ -48,17 +49,20 @@ def explore(view: Callable[..., Any], start: Mapping[str, Any] | None = None, **
     `view` returns something with `_repr_html_` (a `Table`); `start` sets where the sliders begin, else the first values.
     """
     explorer = Explorer(view, axes, dict(start or {}))
-    box = sliders(explorer, lambda: update(explorer.render()))
-    present_widget(box)
+    present_widget(lambda: sliders(explorer, lambda: update(explorer.render())))
     update = present_live(explorer.render())
 
 
 def sliders(explorer: Explorer, moved: Callable[[], None]) -> ipywidgets.VBox:
     """One slider an axis; `moved` is called after each move."""
+    import ipywidgets
+
     return ipywidgets.VBox([_slider(explorer, name, moved) for name in explorer.axes])
 
 
 def _slider(explorer: Explorer, name: str, moved: Callable[[], None]) -> ipywidgets.SelectionSlider:
+    import ipywidgets
+
     slider = ipywidgets.SelectionSlider(
         options=[(f"{value:,}" if isinstance(value, int) else str(value), value) for value in explorer.axes[name]],
         value=explorer.values[name], description=name.replace("_", " "),

@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from IPython.display import Code
-
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RanksFailed, call_on_ranks
 
 from .checking import solution, solution_file
 from .course_state import current
-from .display import Note, Table, present, table
+from .display import Note, Table, notebook_display, present, table
 from .exercises.nb06 import STEPS, parts_in_use
 from .mini_fsdp_engine import MiniFSDP
 from .mini_fsdp_figures import choices_figure, gathered_figure, layer_figure
@@ -127,7 +125,16 @@ def life_of_a_layer(rows: int = 1025, columns: int = 512, world_size: int = 2) -
 
 def show_glue() -> None:
     """Show the part of the library that calls the four hooks."""
-    present(Code(inspect.getsource(MiniFSDP._attach), language="python"))
+    present(_code(inspect.getsource(MiniFSDP._attach)))
+
+
+def _code(source: str) -> Any:
+    """The source as a notebook colours it, as plain text everywhere else."""
+    if notebook_display() is None:
+        return source
+    from IPython.display import Code
+
+    return Code(source, language="python")
 
 
 _ORIGINS = {"losses": "measured", "ledger": "measured", "gathered bytes": "measured", "formula_bytes_per_step": "computed"}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import plotly.graph_objects as go
-
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, EDGE, titled
 from fsdplab.figures.units import size
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
-
 from fsdplab.figures.exposed import worst_rank
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profiled import COLLECTIVES, breakdown_of, duration, group, percent, timeline_of
 from fsdplab.planning.links import parse_link
 from fsdplab.profiling.intervals import length, subtract
@@ -30,7 +29,7 @@ __all__ = ["LINK", "TARGET_MS", "banner", "by_hand", "floor_of", "inflation", "j
 ON_THE_RANKS = Path(__file__).with_name("overlapping_on_ranks.py")
 TIME_LIMIT = 150.0
 LINK = "400MB/s"
-JOB = {"model": "gpt-20m", "batch_size": 2, "sequence_length": 64, "steps": 2, "warmup": 1, "memory": False, "profile": 1}
+JOB = {"model": "gpt-20m", "batch_size": 2, "sequence_length": 64, "steps": 1, "warmup": 1, "memory": False, "profile": 1}
 MS, MB = 1e6, 1e6  # nanoseconds, bytes
 
 

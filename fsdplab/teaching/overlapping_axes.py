@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-import plotly.graph_objects as go
-
 from fsdplab.figures import memory_by_category
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import COLLECTIVE_COLOURS, EDGE, ink_on, titled
 from fsdplab.figures.units import seconds, size
 from fsdplab.planning.links import parse_link

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import plotly.graph_objects as go
-
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profiled import percent
 from fsdplab.figures.style import EDGE, STEP_COLOURS, ink_on, titled
 from fsdplab.figures.units import seconds

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-import ipywidgets
+from typing import TYPE_CHECKING, Any
 
 from .course_state import current
 from .display import Note, Table, present, present_live, table
 from .predictions import Calibration, Prediction, calibration_of
 from .quantities import shown
 from .widget_view import present_widget
+
+if TYPE_CHECKING:
+    import ipywidgets
 
 
 class Predicted:
@@ -36,7 +37,7 @@ def predict(name: str, unit: str, default: float, measured: float | str | None =
     With `measured`, the prediction is scored at once. A number entered earlier under this name comes back.
     """
     prediction = Prediction(name, unit, default, current().home)
-    present_widget(number_field(prediction, lambda: update(standing(prediction))))
+    present_widget(lambda: number_field(prediction, lambda: update(standing(prediction))))
     update = present_live(standing(prediction))
     predicted = Predicted(prediction)
     if measured is not None:
@@ -46,6 +47,8 @@ def predict(name: str, unit: str, default: float, measured: float | str | None =
 
 def number_field(prediction: Prediction, changed: Callable[[], None]) -> ipywidgets.HBox:
     """The field and its unit; a change goes to the prediction at once, then `changed` is called."""
+    import ipywidgets
+
     field = ipywidgets.FloatText(value=prediction.value, layout={"width": "9em"})
 
     def take(change: Any) -> None:

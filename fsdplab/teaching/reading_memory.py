@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import plotly.graph_objects as go
-
 from fsdplab.figures import memory_by_category
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.view import RunView, view
 from fsdplab.records import CATEGORIES, RunRecord
 from fsdplab.sessions import RunSpec

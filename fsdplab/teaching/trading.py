@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
-
 from fsdplab.engine import STRATEGIES
 from fsdplab.figures import memory_by_category
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import CATEGORY_COLOURS, EDGE, titled
 from fsdplab.figures.view import RunView, view
 from fsdplab.sessions import RunSpec, call_on_ranks

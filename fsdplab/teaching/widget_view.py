@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import ipywidgets
-from IPython import get_ipython
-from IPython.display import display
+from .display import notebook_display
+
+if TYPE_CHECKING:
+    import ipywidgets
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class WidgetView:
         return {**self.widget._repr_mimebundle_(), "text/plain": ""}
 
 
-def present_widget(widget: ipywidgets.Widget) -> None:
-    """Show a widget in a notebook; elsewhere there is nobody to move it."""
-    if get_ipython():
-        display(WidgetView(widget))
+def present_widget(make: Callable[[], ipywidgets.Widget]) -> None:
+    """Make a widget and show it in a notebook; elsewhere there is nobody to move it, and it is not made."""
+    display = notebook_display()
+    if display:
+        display(WidgetView(make()))
