@@ -20,6 +20,7 @@ from fsdplab.figures.units import plural, size
 
 PACKAGES = ("numpy", "plotly", "pandas", "jupyterlab", "ipywidgets", "ipyparallel", "transformers", "deepspeed", "tensorboard")
 EXTRA = {"plotly": "lab", "pandas": "lab", "jupyterlab": "lab", "ipywidgets": "lab", "ipyparallel": "lab", "transformers": "hf", "deepspeed": "peers"}
+SEVERAL = "ranks on one GPU"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 WORD = {True: "[green]yes[/]", False: "[yellow]no[/]"}
 
@@ -54,7 +55,7 @@ def _torch() -> list[Finding]:
     import torch
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    return [Finding("torch", True, torch.__version__, build), _gloo(), _transport(), _gpus(torch), _nccl(torch)]
+    return [Finding("torch", True, torch.__version__, build), _gloo(), _transport(), _gpus(torch), _nccl(torch), _several(torch)]
 
 
 def _gloo() -> Finding:
@@ -93,9 +94,33 @@ def _gpus(torch: object) -> Finding:
 def _nccl(torch: object) -> Finding:
     if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
         return Finding("NCCL", False, "none", "needs a GPU and a CUDA build of torch")
-    version = torch.cuda.nccl.version()
-    several = "several ranks on one GPU are possible" if version >= (2, 30) else "one rank a GPU (several need NCCL 2.30)"
-    return Finding("NCCL", True, ".".join(map(str, version)), several)
+    return Finding("NCCL", True, ".".join(map(str, torch.cuda.nccl.version())), "one rank a GPU")
+
+
+def _several(torch: object) -> Finding:
+    """How several ranks run on one GPU here: the driver's part of `shared_gpu` is tried, NCCL's version looked up."""
+    from fsdplab.engine.slots import machine_of_this_rank
+    from fsdplab.sessions.spec_sharing import MULTI_RANK_NCCL, nccl_version
+
+    if not torch.cuda.is_available():
+        return Finding(SEVERAL, False, "none", "needs a GPU; transport shared_gpu rehearses it on CPU ranks")
+    ways = ["NCCL (transport nccl)"] if nccl_version() >= MULTI_RANK_NCCL else []
+    lacking = "ranks cannot share memory here" if machine_of_this_rank() is None else _lacking(torch)
+    if lacking and not ways:
+        return Finding(SEVERAL, False, "neither shared_gpu nor NCCL", f"{lacking}; NCCL does it from 2.30 on")
+    ways = [*([] if lacking else ["shared_gpu (taken by itself)"]), *ways]
+    return Finding(SEVERAL, True, ", ".join(ways), "emulated: ranks take turns on the GPU" + (f"; no shared_gpu: {lacking}" if lacking else ""))
+
+
+def _lacking(torch: object) -> str:
+    """What the driver lacks for `shared_gpu`; "" where it has all."""
+    from fsdplab.engine.shared_gpu_cuda import probe
+
+    try:
+        probe(torch.device("cuda", torch.cuda.current_device()))
+    except (RuntimeError, OSError, AttributeError) as error:  # a call failed, there is no libcuda, or it is too old
+        return " ".join(str(error).split())[:160]
+    return ""
 
 
 def _browser() -> Finding:
@@ -121,7 +146,8 @@ def reality(found: list[Finding]) -> Mapping[str, str]:
     ranks = f"one process a GPU over NCCL, or {on_cpu}" if gpus else on_cpu
     return {
         "real": f"ranks ({ranks}), training, losses, bytes sent, step times, memory of every rank",
-        "emulated": "the card (--card): on CPU a run ends when its counted bytes exceed it" + ("; on GPUs the allocator enforces it" if gpus else ""),
+        "emulated": "the card (--card): on CPU a run ends when its counted bytes exceed it"
+        + ("; on GPUs the allocator enforces it; step times of several ranks on one GPU" if gpus else ""),
         "simulated": "nothing" if gpus else "nothing; what other machines measured is shown from their records",
     }
 

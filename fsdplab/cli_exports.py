@@ -20,10 +20,11 @@ class Exports:
     tensorboard: Path | None = None
     perfetto: Path | None = None
     csv: Path | None = None
+    snapshot: Path | None = None
 
     def write(self, records: Sequence[RunRecord], console: Console) -> None:
         """Write what was asked for, and say how to open it; a record without a trace is refused."""
-        from fsdplab.profiling.exports import export_csv, export_perfetto, export_tensorboard
+        from fsdplab.profiling.exports import export_csv, export_perfetto, export_snapshots, export_tensorboard
 
         with refusals():
             if self.tensorboard:
@@ -37,6 +38,9 @@ class Exports:
             if self.csv:
                 _each(records, self.csv, export_csv)
                 console.print(f"tables: {self.csv}", highlight=False)
+            if self.snapshot:
+                _each(records, self.snapshot, export_snapshots)
+                console.print(f"memory snapshots: {self.snapshot}, to open in https://pytorch.org/memory_viz", highlight=False)
 
 
 def _each(records: Sequence[RunRecord], folder: Path, export: Callable[[RunRecord, Path], object]) -> None:

@@ -6,6 +6,8 @@ events and the lifetimes of buffers are those of many ranks.
 
 from __future__ import annotations
 
+import gzip
+import pickle
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,9 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdplab.engine import MixedPrecisionPolicy, compat, shard_model
+from fsdplab.engine import MixedPrecisionPolicy, compat, events, shard_model
 from fsdplab.engine.shard import units_of
+from fsdplab.engine.link import Link, behind
 from fsdplab.engine.transport import Transport
+from fsdplab.gpu_check.host_time import host_syncs
+from fsdplab.gpu_check.overlap import LEAST_SHARE, SIZES, link_for, measure
+from fsdplab.profiling.snapshot import memory_snapshot
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -94,6 +100,16 @@ def test_gathers_and_reductions_have_streams_of_their_own(group, monkeypatch) ->
     assert len(set.union(*seen.values())) == 3
 
 
+def test_reductions_on_a_communicator_of_their_own_give_the_same_bits(group) -> None:
+    expected = train(gathering(group))
+    model = gathering(group)
+    model.set_separate_reduce_scatter_group()
+    (transport,) = {unit.terms.shard for unit in units_of(model)}
+    assert transport._reduce_group is not transport.group
+    for one, two in zip(train(model), expected, strict=True):
+        assert torch.equal(one, two)
+
+
 def delayed(call, dice: random.Random):
     def run(*args, **kwargs):
         torch.cuda._sleep(dice.randrange(0, 2_000_000))
@@ -122,6 +138,60 @@ def test_memory_is_the_same_in_every_run(group) -> None:
         torch.cuda.synchronize()
         peaks.add(torch.cuda.max_memory_allocated())
     assert len(peaks) == 1
+
+
+def test_a_link_delays_a_collective_by_the_formula_and_no_multiprocessor_waits(group) -> None:
+    link, device = Link(1e9, 1e-4), torch.device("cuda", 0)
+    model = shard_model(Net().cuda(), "full_shard", mp_policy=BF16)
+    transport = behind(Transport(group, device), link, ranks=4)
+    for unit in units_of(model):
+        unit.terms = replace(unit.terms, shard=transport)
+    rows: list[events.Collective] = []
+    quiet = events.subscribe(lambda event: rows.append(event) if isinstance(event, events.Collective) else None)
+    train(model, steps=2)
+    torch.cuda.synchronize()
+    events.flush()
+    quiet()
+    assert rows and all(row.emulated for row in rows)
+    for row in rows:
+        _, passage_ns = link.collective(row.kind, row.logical_bytes, 4)
+        assert row.end_ns - row.start_ns >= passage_ns - 20_000, row  # events have a resolution of some microseconds
+
+
+def test_a_link_changes_no_bit_and_never_makes_the_host_wait(group) -> None:
+    expected = train(gathering(group))
+    model = gathering(group)
+    for unit in units_of(model):
+        unit.terms = replace(unit.terms, shard=behind(unit.terms.shard, Link(5e9), ranks=4))
+    x = torch.randn(64, 512, device="cuda")
+    for one, two in zip(train(model), expected, strict=True):
+        assert torch.equal(one, two)
+    assert host_syncs(lambda: model(x).float().square().mean().backward(), torch.device("cuda", 0)) == []
+
+
+def test_the_counter_of_host_syncs_sees_one() -> None:
+    value = torch.ones(1, device="cuda")
+    assert host_syncs(lambda: value.item(), torch.device("cuda", 0))
+
+
+def test_full_shard_hides_what_a_slow_link_lets_it_hide(group) -> None:
+    """The judgement is on CUDA events: gather of i+1 under forward of i, reduction of i under backward of i-1, at least 90 % hidden."""
+    device, size = torch.device("cuda", 0), SIZES["cuda"]
+    free = measure(device, size, None)
+    linked = measure(device, size, link_for(size, free.median_ns("compute", "forward"), 0.5))
+    assert linked.median_ns("all_gather", "forward") >= 0.4 * free.median_ns("compute", "forward"), "the link is slow enough to hide something"
+    for step in linked.judged():
+        assert step.share >= LEAST_SHARE, [vars(slot) for slot in step.slots]
+        assert step.elsewhere == ()
+
+
+def test_the_memory_viewers_snapshot_holds_the_allocations_of_a_step(group, tmp_path) -> None:
+    model = gathering(group)
+    with memory_snapshot(tmp_path / "rank0.snapshot.pickle.gz", torch.device("cuda", 0)):
+        train(model, steps=1)
+    with gzip.open(tmp_path / "rank0.snapshot.pickle.gz") as file:
+        snapshot = pickle.load(file)
+    assert snapshot["segments"] and any(entry["action"] == "alloc" for trace in snapshot["device_traces"] for entry in trace)
 
 
 def test_a_model_deleted_with_a_gather_in_flight_frees_its_memory_safely(group) -> None:

@@ -88,7 +88,7 @@ def test_a_wrong_choice_is_answered_in_one_line_beside_its_control(control: str,
         ({"link": "custom", "custom_link": "fast"}, "custom_link", "unknown link 'fast'"),
         ({"link": "custom", "custom_link": "800mb/s"}, "custom_link", "bits or bytes"),
         ({"link": "wind tunnel", "tunnel": "H100"}, "tunnel", "such as 8xH100"),
-        ({"link": "wind tunnel", "as_model": "gpt-20m"}, "as_model", "expected one of gpt2"),
+        ({"link": "wind tunnel", "as_model": "gpt-20m"}, "as_model", "expected one of llama-0.3b"),
     ],
 )
 def test_what_is_typed_for_a_link_is_judged_where_it_is_used(changes: dict[str, str], control: str, words: str) -> None:

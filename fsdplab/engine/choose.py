@@ -1,4 +1,7 @@
-"""Which transport a group gets: NCCL's on CUDA; on CPU shared memory where all its ranks are on one machine, else gloo."""
+"""Which transport a group gets: NCCL's on CUDA; on CPU shared memory where all its ranks are on one machine, else gloo.
+
+A gloo group on CUDA is that of several ranks on one GPU: `shared_gpu` carries what gloo does not.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ import torch.distributed as dist
 from . import compat
 from .gloo import GlooTransport
 from .shared import SharedTransport
+from .shared_gpu import made_for
 from .shm_group import SharedMemoryGroup, machines_of
 from .slots import SharingRefused
 from .transport import Transport
 
-TRANSPORTS = ("auto", "gloo", "shm", "nccl")
+TRANSPORTS = ("auto", "gloo", "shm", "nccl", "shared_gpu")
 # Kept until the group is destroyed, not until a model is deleted: setting up is collective, deleting is not.
 _known: dict[tuple[int, str], tuple[dist.ProcessGroup, Transport]] = {}
 
@@ -24,7 +28,7 @@ def transport_of(group: dist.ProcessGroup, device: torch.device, wanted: str = "
     """
     if wanted not in TRANSPORTS:
         raise ValueError(f"unknown transport {wanted!r}; expected one of {', '.join(TRANSPORTS)}")
-    if (wanted == "nccl") != (device.type == "cuda") and wanted != "auto":
+    if (wanted == "nccl") != (device.type == "cuda") and wanted not in ("auto", "shared_gpu"):
         raise ValueError(f"transport {wanted!r} does not move tensors on {device.type}; leave it at 'auto'")
     forget_destroyed()
     key = (id(group), wanted)  # the group is held, so its id is not used again while it is known
@@ -43,6 +47,8 @@ def forget_destroyed() -> None:
 
 
 def _make(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transport:
+    if wanted == "shared_gpu" or device.type == "cuda" and wanted == "auto" and group._get_backend(device).name() == "gloo":
+        return made_for(group, device)
     if device.type == "cuda":
         return Transport(group, device)
     if wanted == "gloo" or group._get_backend(device).name() != "gloo":

@@ -75,7 +75,14 @@ class StreamLane:
 def stream_lane(device: torch.device, role: str) -> StreamLane:
     """One high-priority stream per device and role (gather, reduce), shared by all units."""
     with torch.cuda.device(device):
+        return StreamLane(torch.cuda.Stream(device, priority=-1), device_clock(device))
+
+
+@lru_cache(maxsize=None)
+def device_clock(device: torch.device) -> tuple[torch.cuda.Event, int]:
+    """An event of the past and when it happened (`time.time_ns()`): the one zero from which all lanes of a device count."""
+    with torch.cuda.device(device):
         zero = torch.cuda.Event(enable_timing=True)
         zero.record()
         zero.synchronize()
-        return StreamLane(torch.cuda.Stream(device, priority=-1), (zero, time.time_ns()))
+        return zero, time.time_ns()

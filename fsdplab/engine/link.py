@@ -234,11 +234,12 @@ def _behind(kind: type[Transport]) -> type[Transport]:
 
 
 def behind(transport: Transport, link: Link, ranks: int | None = None) -> Transport:
-    """`transport` with `link` in front of it; the other users of `transport` are not slowed. Collective over its group.
+    """`transport` with `link` in front of it, in place of one that was there; its other users are not slowed. Collective over its group.
 
     With `ranks`, collectives take as long as those of so many ranks do: a group of one can imitate a larger one. Raises `ValueError` for two
     queues on CUDA.
     """
+    transport = getattr(transport, "_plain", transport)
     if runs_on_streams(transport):
         if link.queues != 1:
             raise ValueError(f"a link between CUDA ranks has one queue (the driver runs its waits one after the other), got {link.queues}; give queues=1")
@@ -282,5 +283,4 @@ def emulate_group(group: SharedMemoryGroup, link: Link | None) -> None:
 
 
 def _replaced(transport: Transport, link: Link | None) -> Transport:
-    transport = getattr(transport, "_plain", transport)
-    return transport if link is None else behind(transport, link)
+    return getattr(transport, "_plain", transport) if link is None else behind(transport, link)

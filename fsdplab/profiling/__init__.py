@@ -1,7 +1,7 @@
 """Profiling: what one step did with memory and with time, measured; overlap, skew and exports from the traces of any engine."""
 
 from .chrome import TraceError
-from .exports import export_csv, export_perfetto, export_tensorboard
+from .exports import export_csv, export_perfetto, export_snapshots, export_tensorboard
 from .memory import MemoryRecorder, TagLog
 from .merge import merge_traces
 from .overlap import StepAnalysis, TraceAnalysis, analyse_trace
@@ -22,6 +22,7 @@ __all__ = [
     "compute_inflation",
     "export_csv",
     "export_perfetto",
+    "export_snapshots",
     "export_tensorboard",
     "merge_traces",
     "straggling",

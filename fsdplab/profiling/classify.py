@@ -84,6 +84,9 @@ class TraceEvents:
     autograd: Spans = field(default_factory=Spans)
     kernels: Spans = field(default_factory=Spans)
     kernel_launches: array = field(default_factory=lambda: array("q"))
+    copies: Spans = field(default_factory=Spans)
+    copy_launches: array = field(default_factory=lambda: array("q"))
+    shared: list[Range] = field(default_factory=list)  # ranges of ranks that share a GPU; label = the whole name
     launches: dict[Thread, tuple[array, Spans]] = field(default_factory=lambda: defaultdict(lambda: (array("q"), Spans())))
     ranges: list[Range] = field(default_factory=list)
     issues: list[Range] = field(default_factory=list)  # c10d:: operators; label = kind, unit = "asynchronous" or ""
@@ -133,7 +136,7 @@ class _Sorter:
         self.found = found
         self._judged: dict[str, str] = {}
         self._by_category = {
-            "cpu_op": self._host, "user_annotation": self._host, "kernel": self._kernel,
+            "cpu_op": self._host, "user_annotation": self._host, "kernel": self._kernel, "gpu_memcpy": self._copy,
             "cuda_runtime": self._launch, "cuda_driver": self._launch,
         }  # fmt: skip
 
@@ -171,6 +174,8 @@ class _Sorter:
             found.steps.append((int(_STEP.match(name).group(1)), start, end))
         elif verdict == "range":
             found.ranges.append(Range(*_label(name), start, end, thread))
+        elif verdict == "shared_gpu":
+            found.shared.append(Range(name, "", start, end, thread))
         elif verdict == "issue":
             found.issues.append(Range(kind_of(name), "", start, end, thread))
         else:
@@ -187,9 +192,15 @@ class _Sorter:
             self.found.kernels.add(start, end)
             self.found.kernel_launches.append(correlation)
 
+    def _copy(self, event: dict[str, Any], start: int, end: int) -> None:
+        correlation = (event.get("args") or {}).get("correlation")
+        if isinstance(correlation, int):
+            self.found.copies.add(start, end)
+            self.found.copy_launches.append(correlation)
+
     def _launch(self, event: dict[str, Any], start: int, end: int) -> None:
         correlation = (event.get("args") or {}).get("correlation")
-        if isinstance(correlation, int) and "Launch" in event["name"]:
+        if isinstance(correlation, int) and ("Launch" in event["name"] or "Memcpy" in event["name"]):
             correlations, spans = self.found.launches[event["pid"], event["tid"]]
             correlations.append(correlation)
             spans.add(start, end)
@@ -203,6 +214,8 @@ def _judge(name: str, category: str) -> str:
         return "gloo"
     if name.startswith("shm:"):
         return "shm"
+    if name.startswith("shared_gpu:"):
+        return "shared_gpu"
     if _STEP.match(name):
         return "step"
     if name.startswith(("FSDP::", "Optimizer.")):

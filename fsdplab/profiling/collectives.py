@@ -236,7 +236,7 @@ def _outermost(calls: Sequence[Range]) -> list[Range]:
 
 
 def _launched(found: TraceEvents) -> Iterable[Collective]:
-    """NCCL's kernels, each with the instant and the ranges of its launch."""
+    """NCCL's kernels, and the passages of ranks that share a GPU, each with the instant and the ranges of its launch."""
     at = Launches(found)
     by_thread = nests(found.ranges)
     for passage in (each for each in found.passages if each.launch is not None):
@@ -280,6 +280,8 @@ class Launches:
 def _payload(passage: Passage, kind: str, world_size: int) -> int | None:
     """The whole payload in bytes: what all ranks' slices make together; from NCCL's own figures or from the shapes that gloo was given."""
     details = passage.details
+    if "bytes" in details:
+        return details["bytes"]
     if "In msg nelems" in details:
         elements = max(details["In msg nelems"], details.get("Out msg nelems") or 0)
         size = _ITEM.get(str(details.get("dtype")).lower())

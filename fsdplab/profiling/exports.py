@@ -1,4 +1,4 @@
-"""A record in the formats of other tools: a TensorBoard log folder, a merged trace for Perfetto, tables as plain CSV.
+"""A record in the formats of other tools: a TensorBoard log folder, a merged trace for Perfetto, snapshots for the memory viewer, tables as CSV.
 
 The record stays what it is; exports are copies. torch-tb-profiler finds a run by the names of its files: `<worker>.<time>.pt.trace.json.gz`
 in one folder a run, the same time for all workers, so that it shows them as one distributed step.
@@ -7,6 +7,7 @@ in one folder a run, the same time for all workers, so that it shows them as one
 from __future__ import annotations
 
 import csv
+import gzip
 import re
 import shutil
 from pathlib import Path
@@ -44,6 +45,21 @@ def export_tensorboard(record: RunRecord, folder: str | Path) -> Path:
 def export_perfetto(record: RunRecord, file: str | Path) -> Path:
     """Write all ranks into one trace for ui.perfetto.dev or chrome://tracing: a process a rank, named `rank k`, on one clock."""
     return merge_traces(traces_of(record), file)
+
+
+def export_snapshots(record: RunRecord, folder: str | Path) -> list[Path]:
+    """Write each rank's CUDA memory snapshot as `rank<N>.pickle`, which pytorch.org/memory_viz opens; RecordError where the record has none."""
+    found = sorted((record.path / "snapshots").glob("rank*.snapshot.pickle.gz"))
+    if not found:
+        raise RecordError(f"{record.path} holds no memory snapshots: they are made on CUDA only. Record it on a machine with GPUs: fsdplab run --profile 3 ...")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for file in found:
+        written.append(folder / file.name.replace(".snapshot.pickle.gz", ".pickle"))
+        with gzip.open(file, "rb") as packed, written[-1].open("wb") as plain:
+            shutil.copyfileobj(packed, plain)
+    return written
 
 
 def export_csv(record: RunRecord, folder: str | Path) -> list[Path]:

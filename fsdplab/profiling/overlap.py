@@ -22,6 +22,7 @@ from .collectives import MARKED, Collective, find_collectives
 from .drawing import DISPATCH_NS, Drawing
 from .intervals import EMPTY, Intervals, clip, close_gaps, intersect, length, subtract, union
 from .segments import Segments
+from .shared_gpu import take_shared
 from .timeline import AccountingError
 
 Row = dict[str, Any]
@@ -78,7 +79,7 @@ def analyse_trace(
     cannot be read, or of several ranks without any communication; AccountingError if a step did not add up.
     A step of 100 ms with 80 computing, 50 communicating and 40 of that at once: overlapped 40, exposed 10, compute only 40, other 10 ms.
     """
-    found = read_events(path)
+    found = take_shared(read_events(path))
     steps = [] if whole else found.steps
     steps = steps or [(0 if first_step is None else first_step, found.first, found.last)]
     if first_step is not None:

@@ -32,6 +32,7 @@ from .launch import run_ranks
 from .mailbox import Mailbox, read_lines
 from .rankside import Place, rank_process
 from .spec import RunSpec, SpecError
+from .spec_sharing import device_of_ranks
 
 ALONE = "alone"
 WARMUP_ROUNDS = 2
@@ -164,7 +165,7 @@ def main(folder: str) -> None:
     told = json.loads(Path(folder, "bench.json").read_text())
     specs = [RunSpec(**each) for each in told["specs"]]
     wanted = {spec.backend for spec in specs}
-    with rank_process(folder, "shm" if "shm" in wanted else specs[0].backend) as place:  # the lab's engine works on either
+    with rank_process(folder, "shm" if "shm" in wanted else specs[0].backend, device_of_ranks(specs[0])) as place:  # the lab's engine works on either
         place.heart.enter("build")
         text = ByteText.from_path(specs[0].text) if specs[0].text else ByteText.from_standard_library()
         alone = Alone(specs[0], place)

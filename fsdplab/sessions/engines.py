@@ -16,10 +16,12 @@ from functools import partial
 from typing import Any, Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdplab.workloads import block_types, build_model, loss_of
+from fsdplab.workloads.compiled import compile_blocks
 from fsdplab.workloads.twin import replay_gradients
 
 from .rankside import Place
@@ -43,6 +45,8 @@ class Rig:
 def build(spec: RunSpec, place: Place) -> Rig:
     """The rig of `spec.engine` on this rank; the weights depend on `spec.seed` alone."""
     model = build_model(spec.model, device=place.device, seed=spec.seed)
+    if spec.compile == "blocks" and spec.engine != "twin":  # the twin is what others are compared with
+        compile_blocks(model)
     return _BUILDERS[spec.engine](spec, place, model)
 
 
@@ -138,6 +142,8 @@ def _fsdp1(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
 def _fsdp2(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    from fsdplab.engine.shared_gpu_peers import put_on_shared_gpu
+
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if spec.precision == "bf16" else MixedPrecisionPolicy()
     shard = partial(
         fully_shard,
@@ -148,7 +154,10 @@ def _fsdp2(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
     units = units_of(spec, model)
     for module in [module for module in model.modules() if units != "root" and isinstance(module, tuple(units))]:
         shard(module)
-    return _trained(spec, place, shard(model))
+    sharded = shard(model)
+    if spec.shares_a_gpu:
+        put_on_shared_gpu(sharded, dist.group.WORLD, place.device)
+    return _trained(spec, place, sharded)
 
 
 def _twin(spec: RunSpec, place: Place, model: nn.Module) -> Rig:

@@ -61,7 +61,7 @@ class Fabric:
         """The warm-up has ended: choose and place the wind tunnel's link."""
         if not self.spec.emulate or self.spec.link or self.place.world_size == 1:
             return
-        slowest = torch.tensor(statistics.median(self.computing))
+        slowest = torch.tensor(statistics.median(self.computing), device=self.place.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         wire, collectives = full_shard_traffic(self.spec)
         self.chosen = link_for(

@@ -66,16 +66,17 @@ class Place:
 
 
 @contextmanager
-def rank_process(folder: str, backend: str = "gloo") -> Iterator[Place]:
+def rank_process(folder: str, backend: str = "gloo", device: str | None = None) -> Iterator[Place]:
     """The frame of a rank's work: everything inside runs as one rank of a process group (gloo or shm on the CPU, nccl on CUDA).
 
-    The process ends with the frame.
+    The process ends with the frame. `device` is "cuda" where the ranks of a gloo group compute on GPUs, "cuda:0" where all
+    share that one.
     """
     end_with_parent(int(os.environ[AGENT_PID]))
     mailbox, rank, world_size = Mailbox(Path(folder)), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _print_into(mailbox, rank)
     _answer_when_asked(mailbox, rank)
-    place = Place(rank, world_size, _own_device(backend), mailbox, Heart(mailbox.of(rank, "beat"), rank))
+    place = Place(rank, world_size, _own_device(device or ("cuda" if backend == "nccl" else "cpu")), mailbox, Heart(mailbox.of(rank, "beat"), rank))
     sys.excepthook = lambda kind, error, trace: _leave_note_and_end(place, error)
     dist.init_process_group(register_backend() if backend == "shm" else backend, timeout=_GROUP_PATIENCE)
     with watch_collectives(place.note_collective):
@@ -85,10 +86,12 @@ def rank_process(folder: str, backend: str = "gloo") -> Iterator[Place]:
     _end(0)
 
 
-def _own_device(backend: str) -> torch.device:
-    if backend != "nccl":
+def _own_device(kind: str) -> torch.device:
+    if kind == "cpu":
         return torch.device("cpu")
-    own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    own = torch.device(kind)
+    if own.index is None:
+        own = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(own)
     return own
 

@@ -141,6 +141,8 @@ def _provenance(spec: RunSpec) -> dict[str, str]:
         others |= {"link": "emulated", "exposed_s": "emulated"}
     elif spec.engine != "twin":
         measured.append("exposed_s")
+    if spec.shares_a_gpu:  # the processes take turns on it
+        others |= {"ranks_on_one_gpu": "emulated", "step_time_s": "emulated", "exposed_s": "emulated"}
     return {**dict.fromkeys(measured, "measured"), **others}
 
 

@@ -14,9 +14,11 @@ from typing import Any, Sequence
 import torch
 
 from fsdplab.workloads import PRESETS, ByteText, ConfigError, TextError, parameter_count, preset
+from fsdplab.workloads.compiled import COMPILES, missing_compiler
 
 from .refusing import SpecError, check_whole, near_matches
 from .spec_network import check_network
+from .spec_sharing import check_sharing, shares_a_gpu
 
 STRATEGIES = ("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard", "hybrid_shard")
 
@@ -37,7 +39,8 @@ OFFLOADS = ("none", "cpu")  # where the lab's slices and optimizer state rest: t
 DEVICES = ("auto", "cpu", "cuda")
 UNITS = ("auto", "block", "linear", "model")  # what travels together: a block (auto is the same), each linear layer, everything
 OPTIMIZERS = ("adamw", "adamw-foreach")  # fused, and the one that makes temporaries
-TRANSPORTS = ("auto", "shm", "gloo", "nccl")
+TRANSPORTS = ("auto", "shm", "gloo", "nccl", "shared_gpu")
+ON_SHARED_GPU = ("lab", "torch-fsdp2")  # torch's takes collectives of the user's own
 ON_SHARED_MEMORY = ("torch-ddp", "torch-fsdp1", "torch-fsdp2")  # besides lab; for them "auto" is the device's usual backend
 
 # Step whose memory is measured: the first has made the optimizer's state and recorded the order of the units, so the second is typical.
@@ -54,7 +57,8 @@ class RunSpec:
     `sequence_length` tokens are read by each rank in each of `micro_batches`. `card` is the memory of an emulated accelerator: a run that
     needs more ends as out of memory. `profile` steps come after the timed ones, under PyTorch's profiler. `link` is an emulated network:
     a preset ("eth10"), or a bandwidth ("200mbit", "1GB/s,50us"); `emulate` ("8xH100") with `as_model` ("llama-3.1-8b") has it chosen so that
-    communication takes the same part of a step as on that machine (with a link as well, that link is taken to be the one so chosen). `shard_size` ranks form a shard group of hybrid_shard, and
+    communication takes the same part of a step as on that machine (with a link as well, that link is taken to be the one so chosen). `compile="blocks"`
+    makes one graph of each block's forward. `shard_size` ranks form a shard group of hybrid_shard, and
     `link_across` is the network between the groups.
 
     >>> RunSpec(strategy="zero1", world_size=2).total_steps
@@ -79,6 +83,7 @@ class RunSpec:
     transport: str = "auto"
     checkpoint: str = "none"
     offload: str = "none"
+    compile: str = "none"
     profile: int = 0
     link: str | None = None
     link_across: str | None = None
@@ -97,6 +102,7 @@ class RunSpec:
         _check_numbers(self)
         _check_pairs(self)
         _check_workload(self)
+        check_sharing(self, ON_SHARED_GPU)
         check_network(self, ON_SHARED_MEMORY)
         _check_machine(self)
 
@@ -132,10 +138,17 @@ class RunSpec:
 
     @property
     def place(self) -> str:
-        """`cuda` or `cpu`: where the ranks run once `auto` is decided (cuda needs one GPU a rank)."""
+        """`cuda` or `cpu`: where the ranks run once `auto` is decided (cuda needs one GPU a rank, unless FSDPLAB_SHARE_A_GPU lets them share)."""
         if self.device != "auto":
             return self.device
-        return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= self.processes else "cpu"
+        may_share = self.transport == "auto" and self.engine in ON_SHARED_GPU and os.environ.get("FSDPLAB_SHARE_A_GPU") == "1"
+        enough = 1 if self.transport == "shared_gpu" or may_share else self.world_size  # of the twin too: it is compared with ranks
+        return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= enough else "cpu"
+
+    @property
+    def shares_a_gpu(self) -> bool:
+        """Whether ranks share a GPU, or rehearse it on the CPU: what such a run's times say of several GPUs is emulated."""
+        return shares_a_gpu(self, ON_SHARED_GPU)
 
     @property
     def backend(self) -> str:
@@ -143,6 +156,8 @@ class RunSpec:
 
         The lab's engine makes its own choice on top of gloo. Torch's engines meet an emulated link in shared memory too.
         """
+        if self.transport == "shared_gpu" or self.transport == "auto" and self.shares_a_gpu:
+            return "gloo"
         if self.place == "cuda":
             return "nccl"
         return "shm" if (self.transport == "shm" or self.linked) and self.engine in ON_SHARED_MEMORY else "gloo"
@@ -162,6 +177,7 @@ def _check_choices(spec: RunSpec) -> None:
         ("transport", TRANSPORTS),
         ("checkpoint", CHECKPOINTS),
         ("offload", OFFLOADS),
+        ("compile", COMPILES),
         ("units", UNITS),
         ("link_queues", (1, 2)),
         ("memory", (True, False)),
@@ -201,7 +217,7 @@ def _check_pairs(spec: RunSpec) -> None:
         raise SpecError(f"offload moves slices that rest, but {spec.strategy} keeps parameters whole; give strategy='full_shard' or 'shard_grad_op'")
     if spec.engine != "lab" and spec.prefetch != 1:
         raise SpecError(f"prefetch is {spec.prefetch}, but engine {spec.engine} has its own rule; leave prefetch=1, or give engine='lab'")
-    if spec.engine != "lab" and spec.transport != "auto" and not (spec.transport == "shm" and spec.engine in ON_SHARED_MEMORY):
+    if spec.engine != "lab" and spec.transport not in ("auto", "shared_gpu") and not (spec.transport == "shm" and spec.engine in ON_SHARED_MEMORY):
         able = f"{' or '.join(ON_SHARED_MEMORY)} for shm, or engine='lab'"
         raise SpecError(f"transport is {spec.transport}, but engine {spec.engine} brings its own; leave transport='auto', or give {able}")
     if spec.transport == "nccl" and spec.place == "cpu" or spec.transport in ("shm", "gloo") and spec.place == "cuda":
@@ -222,11 +238,14 @@ def _check_workload(spec: RunSpec) -> None:
 
 
 def _check_machine(spec: RunSpec) -> None:
+    if spec.compile != "none" and (missing := missing_compiler(spec.place)):
+        raise SpecError(f"compile is {spec.compile!r}, which needs {missing}, but this machine has none; install it, or leave compile='none'")
     if spec.place == "cuda":
         found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if found < spec.processes:
+        if found < spec.processes and not (found and spec.shares_a_gpu):  # these share one
             raise SpecError(
                 f"device is cuda with {spec.processes} ranks, but {found} GPUs were found; give world_size={max(found, 1)} or device='cpu'"
+                + (", or an engine whose ranks can share one: lab or torch-fsdp2" if found else "")
             )
         return
     needed, there = least_bytes(spec), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

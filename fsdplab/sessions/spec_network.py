@@ -22,8 +22,10 @@ def check_network(spec: Any, on_shared_memory: Sequence[str]) -> None:
         )
     if spec.linked and spec.engine not in ("lab", *on_shared_memory):
         raise SpecError(f"engine {spec.engine} cannot be put behind an emulated link; leave link and emulate out, or give engine='lab' or {on_shared_memory[0]!r}")
-    if spec.linked and spec.place != "cpu":
-        raise SpecError("an emulated link works between CPU ranks; give device='cpu', or leave link and emulate out")
+    if spec.linked and spec.place == "cuda" and spec.engine != "lab":
+        raise SpecError(f"between CUDA ranks only the lab's engine meets an emulated link, got {spec.engine}; give engine='lab' or device='cpu'")
+    if spec.linked and spec.place == "cuda" and spec.link_queues != 1:
+        raise SpecError(f"an emulated link between CUDA ranks has one queue, got link_queues={spec.link_queues}; leave link_queues=1")
     if spec.link_across and (spec.strategy != "hybrid_shard" or spec.engine != "lab"):
         raise SpecError(f"link_across is between the shard groups of the lab's hybrid_shard, not of {spec.engine} {spec.strategy}; leave it out")
     try:

@@ -41,6 +41,8 @@ def tables_of(spec: RunSpec, mailbox: Mailbox, ledger: Sequence[Row], folder: Pa
         _add(tables, analysis, ("timeline",), shift=0)
     for path in of_memory.values():
         path.unlink()
+    for rank in ranks:
+        _keep(mailbox.of(rank, "snapshot.pickle.gz"), folder / "snapshots")
     return tables
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from fsdplab.engine import events
 from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
+from fsdplab.profiling.snapshot import memory_snapshot
 from fsdplab.workloads import ByteText
 
 from .capture import RANGE, WARMUP, Capture, Lives
@@ -29,6 +31,7 @@ from .environment import capture_environment
 from .fabric import Fabric
 from .rankside import Diverged, Place, rank_process
 from .spec import MEMORY_STEP, RunSpec
+from .spec_sharing import carrier, device_of_ranks, nccl_variables
 
 Build = Callable[[RunSpec, Place], Rig]
 
@@ -37,9 +40,10 @@ def main(folder: str, build_rig: Build = build) -> None:
     """Train as the run in FOLDER/spec.json says, as one rank of it."""
     with open(f"{folder}/spec.json") as file:
         spec = RunSpec(**json.load(file))
-    with rank_process(folder, spec.backend) as place:
+    os.environ |= nccl_variables(spec)
+    with rank_process(folder, spec.backend, device_of_ranks(spec)) as place:
         if place.rank == 0:
-            place.write("environment", capture_environment(spec.place))
+            place.write("environment", capture_environment(spec.place) | carrier(spec))
         place.heart.enter("build")
         Training(spec, place, build_rig).run()
 
@@ -122,6 +126,8 @@ class Training:
             save_trace=self.place.mailbox.of(self.place.rank, "memory.trace.json.gz") if self.spec.profile else None,
         )  # fmt: skip
         around = ExitStack()
+        snapshot = self.place.mailbox.of(self.place.rank, "snapshot.pickle.gz") if self.spec.profile else None
+        around.enter_context(memory_snapshot(snapshot, self.place.device))
         around.enter_context(recorder)
         around.enter_context(torch.profiler.record_function(f"{RANGE}{step}"))
         self.lives.step = step

@@ -1,0 +1,56 @@
+"""The snapshot that PyTorch's own memory viewer opens (pytorch.org/memory_viz): every allocation of a step with the lines that made it.
+
+Only the CUDA allocator keeps such a history. A snapshot is a pickle; gzipped in the record, where a step's is a few hundred kilobytes.
+"""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MOST_EVENTS = 20_000  # of the newest: a step of a model with a few hundred parameters has some thousands
+_KEPT_PARTS = 3  # of a frame's file name
+
+
+@contextmanager
+def memory_snapshot(path: Path | None, device: torch.device) -> Iterator[None]:
+    """Record the block's allocations on `device` and write them to `path` (.pickle.gz); does nothing on CPU, or where `path` is None.
+
+    What was allocated before is in the snapshot too, without its lines. A block that raises leaves no file.
+    """
+    if path is None or device.type != "cuda":
+        yield
+        return
+    torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, stacks="python", device=device)
+    try:
+        yield
+        snapshot = torch.cuda.memory._snapshot(device)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None, device=device)
+    write_snapshot(snapshot, path)
+
+
+def write_snapshot(snapshot: Any, path: Path) -> None:
+    """Write what `torch.cuda.memory._snapshot()` returned, gzipped; of file names their last parts only, since a path tells whose machine it was."""
+    shorten_names(snapshot)
+    with gzip.open(path, "wb") as file:
+        pickle.dump(snapshot, file)
+
+
+def shorten_names(snapshot: Any) -> None:
+    """Leave of every frame's `filename`, in place, the last parts: `/home/me/lab/fsdplab/engine/unit.py` is `fsdplab/engine/unit.py`."""
+    waiting = [snapshot]
+    while waiting:
+        thing = waiting.pop()
+        if isinstance(thing, dict):
+            if isinstance(thing.get("filename"), str):
+                thing["filename"] = "/".join(thing["filename"].split("/")[-_KEPT_PARTS:])
+            waiting += [value for value in thing.values() if isinstance(value, (dict, list))]
+        elif isinstance(thing, list):
+            waiting += [value for value in thing if isinstance(value, (dict, list))]

@@ -1,0 +1,50 @@
+"""Compiled blocks: each transformer block's forward becomes one graph, whoever shards the block afterwards.
+
+The class of a block is exchanged for a subclass whose `forward` is compiled. Engines hang their hooks on the module, so gathering, dropping
+and recomputing stay outside of the graph, and parameters keep their names (`torch.compile(block)` puts `_orig_mod.` into them). One compiled
+function serves all blocks of a class: parameters are inputs of the graph.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from functools import lru_cache
+
+import torch
+from torch import nn
+
+from .config import ConfigError
+
+COMPILES = ("none", "blocks")
+
+
+def compile_blocks(model: nn.Module, backend: str = "inductor") -> nn.Module:
+    """Have every module of `model.blocks` compiled at its first forward; returns `model`. Call it before the model is sharded.
+
+    Raises `ConfigError` for a model without blocks. A graph break is an error at that first forward: a block is one graph.
+    """
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(blocks, nn.ModuleList) or not len(blocks):
+        raise ConfigError(f"{type(model).__name__} has no blocks to compile; expected a ModuleList called blocks with at least one module")
+    for block in blocks:
+        block.__class__ = _compiled(type(block), backend)
+    return model
+
+
+@lru_cache(maxsize=None)
+def _compiled(kind: type[nn.Module], backend: str) -> type[nn.Module]:
+    """A subclass of `kind`, one a class and backend, so that all its instances share one cache of graphs."""
+    forward = torch.compile(kind.forward, backend=backend, fullgraph=True)
+    return type(f"Compiled{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def missing_compiler(device_type: str) -> str | None:
+    """What `torch.compile` lacks here to make machine code for `device_type`, in words; None where nothing is known to be missing."""
+    if device_type == "cpu":
+        found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+        return None if found else "a C++ compiler (g++)"
+    if importlib.util.find_spec("triton") is None:
+        return "triton"
+    return None if os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc") else "a C compiler (gcc), which triton calls"
