@@ -156,12 +156,13 @@ def report(
     tensorboard: Annotated[Optional[Path], typer.Option(help="Write a log folder that TensorBoard's profiler plugin opens.")] = None,
     perfetto: Annotated[Optional[Path], typer.Option(help="Write one trace of all ranks for Perfetto or chrome://tracing.")] = None,
     csv: Annotated[Optional[Path], typer.Option(help="Write the tables as CSV files into this folder.")] = None,
+    snapshot: Annotated[Optional[Path], typer.Option(help="Write CUDA memory snapshots for PyTorch's memory viewer into this folder.")] = None,
 ) -> None:
     """Show recorded runs, or traces, as a table with findings, a standalone page or JSON; a record of the twin serves as the reference."""
     from fsdplab.cli_exports import Exports
     from fsdplab.cli_report import Outputs, report_records
 
-    report_records(records, Outputs(json_file, html_file), Exports(tensorboard, perfetto, csv))
+    report_records(records, Outputs(json_file, html_file), Exports(tensorboard, perfetto, csv, snapshot))
 
 
 @app.command()
@@ -175,7 +176,7 @@ def bench(
     sequence_length: SequenceLength = 256,
     precision: Precision = "fp32",
     optimizer: Annotated[str, typer.Option(help="adamw (fused) or adamw-foreach.")] = "adamw",
-    transport: Annotated[str, typer.Option(help="Of the lab's engine: auto, shm, gloo or nccl.")] = "auto",
+    transport: Annotated[str, typer.Option(help="Of the lab's engine: auto, shm, gloo, nccl or shared_gpu.")] = "auto",
     peer_transport: Annotated[str, typer.Option(help="Of the other engines: auto (gloo or nccl), or shm for torch's own.")] = "auto",
     prefetch: Annotated[str, typer.Option(help="Units gathered ahead; several numbers give a row each: 0,1.")] = "1",
     link: Link = None,
@@ -220,6 +221,14 @@ def course(context: typer.Context) -> None:
     from fsdplab.cli_lab import run_course
 
     raise typer.Exit(run_course(context.args))
+
+
+@app.command("gpu-check", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)
+def gpu_check(context: typer.Context) -> None:
+    """Run and record all that needs a GPU, or a dry run on CPU: `fsdplab gpu-check --help` lists what there is."""
+    from fsdplab.cli_gpu import check_gpu
+
+    raise typer.Exit(check_gpu(context.args))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FLOOR = {
     "cli": 4, "widgets": 4, "teaching": 4,
-    "figures": 3,
+    "figures": 3, "gpu_check": 3,
     "sessions": 2,
     "profiling": 1, "planning": 1,
     "engine": 0, "workloads": 0, "records": 0,
@@ -38,10 +38,11 @@ MAX_ENGINE_LINES = 1500  # lines of code
 NOT_THE_CORE = {
     "lanes", "gloo", "slots", "shared", "arenas", "choose",  # who waits where, transports between CPUs, and the choice of one
     "shm_group", "shm_moves",  # shared memory as a process group, for torch's own engines
+    "shared_gpu", "shared_gpu_series", "shared_gpu_cuda", "shared_gpu_host", "shared_gpu_peers", "timelines", "watchdog",  # several ranks on one GPU
     "checkpoint",  # training states to files and back; nothing imports it
     "offload", "offloaded_optimizer", "mapped",  # slices and optimizer state in host memory or files
     "extension", "halfway", "recompute", "norms", "traps",  # one each: subclasses, fewer ranks, checkpointing, clipping, warnings
-    "link", "deliveries",  # an emulated network
+    "link", "deliveries", "stream_link",  # an emulated network
     "custom", "facade", "finalization",  # what users of PyTorch's FSDP2 may bring along, and what torch itself asks for
     "compat", "__init__",  # what depends on torch's version; the table of contents
 }  # fmt: skip
