@@ -32,6 +32,7 @@ MicroBatches = Annotated[int, typer.Option(help="Micro-batches a step (gradient 
 Precision = Annotated[str, typer.Option(help="fp32, or bf16 (compute in bf16, float32 masters).")]
 Text = Annotated[Optional[str], typer.Option(help="Train on this file or folder; default: Python's own library sources.")]
 Card = Annotated[str, typer.Option(help="Memory of an emulated card: 300MB, 1.5GB, none, or auto (the wind tunnel's; else 330MB to compare, none to run).")]
+Compile = Annotated[str, typer.Option(help="none, or blocks (torch.compile makes one graph of each block's forward).")]
 Prefetch = Annotated[int, typer.Option(help="Units that the lab's engine gathers ahead; 0: none.")]
 Units = Annotated[str, typer.Option(help="What travels together: auto (a block), linear (each linear layer), model (everything).")]
 ShardSize = Annotated[Optional[int], typer.Option(help="Ranks of one shard group of hybrid_shard.")]
@@ -67,6 +68,7 @@ def compare(
     sequence_length: SequenceLength = 64,
     micro_batches: MicroBatches = 1,
     precision: Precision = "fp32",
+    compile: Compile = "none",
     prefetch: Prefetch = 1,
     units: Units = "auto",
     shard_size: ShardSize = None,
@@ -92,7 +94,7 @@ def compare(
 
     common = dict(
         world_size=world_size, model=model, steps=steps, batch_size=batch_size, sequence_length=sequence_length, micro_batches=micro_batches,
-        precision=precision, text=text, seed=seed, device=device, time_limit=time_limit, prefetch=prefetch, units=units,
+        precision=precision, compile=compile, text=text, seed=seed, device=device, time_limit=time_limit, prefetch=prefetch, units=units,
         shard_size=shard_size, profile=profile, link=link, link_across=link_across, link_queues=link_queues, emulate=emulate, as_model=as_model,
     )  # fmt: skip
     common["card"] = card_of(card, common, "330MB")
@@ -112,6 +114,8 @@ def run(
     precision: Precision = "fp32",
     checkpoint: Annotated[str, typer.Option(help="Activations that the lab computes again: none, selective or full.")] = "none",
     offload: Annotated[str, typer.Option(help="Where the lab's slices and optimizer state rest: none (the device) or cpu.")] = "none",
+    compile: Compile = "none",
+    transport: Annotated[str, typer.Option(help="How bytes move: auto, shm, gloo, nccl, or shared_gpu (several ranks on one GPU).")] = "auto",
     prefetch: Prefetch = 1,
     units: Units = "auto",
     shard_size: ShardSize = None,
@@ -137,7 +141,7 @@ def run(
     common = dict(
         world_size=world_size, model=model, steps=steps, batch_size=batch_size, sequence_length=sequence_length, micro_batches=micro_batches,
         precision=precision, text=text, seed=seed, device=device, time_limit=time_limit, checkpoint=checkpoint, offload=offload, prefetch=prefetch,
-        units=units, shard_size=shard_size, profile=profile, link=link, link_across=link_across, link_queues=link_queues, emulate=emulate,
+        compile=compile, transport=transport, units=units, shard_size=shard_size, profile=profile, link=link, link_across=link_across, link_queues=link_queues, emulate=emulate,
         as_model=as_model, strategy=strategy, engine=engine,
     )  # fmt: skip
     common["card"] = card_of(card, common, "none")

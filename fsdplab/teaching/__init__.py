@@ -24,6 +24,7 @@ _HOME = {
     "table": "display",
     "explore": "exploring",
     "what_was_real": "provenance",
+    "on_a_gpu": "on_a_gpu",
     "Exercise": "exercise",
     "Question": "exercise",
     "Choice": "exercise",
