@@ -449,7 +449,7 @@ def test_a_gpu_that_waits_for_a_dead_rank_is_freed() -> None:
         for member in members:
             member.start()
         for member in members:
-            member.join(60)
+            member.join(30)
         stuck = [member for member in members if member.exitcode is None]
         for member in stuck:
             member.kill()

@@ -38,7 +38,7 @@ class GlooTransport(Transport):
 
 def announce(kind: str, group: dist.ProcessGroup) -> None:
     """Show a collective, without moving anything, to whatever watches `torch.distributed` and the profiler."""
-    nothing = torch.empty(0)
+    nothing = torch.empty(0, device="cpu")  # the group is the CPU's, whatever the default device is
     if kind == "all_gather":
         compat.all_gather_single(nothing, nothing, group=group)
     elif kind == "reduce_scatter":

@@ -36,7 +36,8 @@ class HostFunctionHold:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        # Of the lanes' priority: streams of other priorities have other hardware queues, so a sleep never stands before the computing.
+        self._stream = torch.cuda.Stream(device, priority=-1)
 
     def __call__(self, nanoseconds: int) -> None:
         """Work enqueued on the current stream from here on starts `nanoseconds` (rounded up to a microsecond) later, or later still."""

@@ -6,7 +6,8 @@
     alone           no engine at all and bf16 parameters without masters: the least that any engine could do
     lab-gathering   the lab made to gather and reduce over the group of one rank (NCCL copies)
 
-Checkpointing recomputes whole blocks; a compiled block is one graph (`workloads.compiled`), inside what is recomputed.
+Checkpointing recomputes whole blocks; a compiled block is one graph (`workloads.compiled`), inside what is recomputed. Under DDP too: its option
+to cut graphs at its buckets is off.
 """
 
 from __future__ import annotations

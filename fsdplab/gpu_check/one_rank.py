@@ -67,6 +67,7 @@ def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> No
     sheet.note(f"{FORMULA}; peak: {f'{peak[1] / 1e12:.0f} TFLOP/s dense bf16 of {peak[0]} (data sheet)' if peak else 'not known for this device'}.")
     sheet.note("World size 1: nothing is communicated, but by lab-gathering, which copies to itself. Times are medians of steps taken in turn.")
     torch._dynamo.config.recompile_limit = 64  # each engine makes a class of its own, and so a graph of its own
+    torch._dynamo.config.optimize_ddp = False  # a block is one graph under DDP too, which would cut it at its buckets
     missing = missing_compiler(device.type) if device.type == "cuda" else None
     with group_of_one(device):
         for plan in plans(device.type):
@@ -83,13 +84,17 @@ def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> No
 def compare(sheet: Sheet, plan: Plan, device: torch.device, peak: float | None) -> None:
     """One case: memory of each engine alone, then all in turn; a row an engine, and the checks."""
     batches = batches_of(plan.case, device)
-    memory = {engine: memory_alone(engine, plan.case, device, batches) for engine in plan.engines}
-    contestants = [built(engine, plan.case, device) for engine in plan.engines]
+    memory: dict[str, dict[str, int | None]] = {}
+    for engine in plan.engines:
+        with sheet.trying(f"{plan.case.words}: {engine} trains alone"):  # one that cannot is left out, and the others are compared
+            memory[engine] = memory_alone(engine, plan.case, device, batches)
+    engines = tuple(memory)
+    contestants = [built(engine, plan.case, device) for engine in engines]
     steps, losses = take_turns(contestants, plan.rounds, device, batches)
     batch = next(batches)  # before the count: to bring it to the device is a wait of its own
     waits = [host_syncs(lambda: each.step(*batch), device) for each in contestants]
     rows = []
-    for index, engine in enumerate(plan.engines):
+    for index, engine in enumerate(engines):
         times = medians(steps[index])
         row = {
             "model": plan.case.model, "compiled": plan.case.compiled, "checkpoint": plan.case.checkpoint, "engine": engine,

@@ -39,13 +39,13 @@ class PartPlan:
 
 ENVIRONMENT = PartPlan("environment", 40, 60, "what this machine is")
 PARTS = (
-    PartPlan("tests", 90, 90, "the GPU tests"),
+    PartPlan("tests", 110, 90, "the GPU tests"),
     PartPlan("one_rank", 150, 120, "one rank: engines side by side"),
     PartPlan("several_ranks", 70, 120, "several ranks on one GPU"),
     PartPlan("overlap", 30, 90, "communication hidden behind compute"),
     PartPlan("memory", 40, 90, "bytes by arithmetic and by the allocator"),
     PartPlan("traces", 40, 90, "recorded runs with traces and memory timelines"),
-    PartPlan("course", 60, 180, "code cells of the notebooks as scripts", takes_the_rest=True),
+    PartPlan("course", 40, 180, "code cells of the notebooks as scripts", takes_the_rest=True),
 )
 
 

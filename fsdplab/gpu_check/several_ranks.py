@@ -22,8 +22,9 @@ from .part import Sheet, first_line, part_main
 
 LARGE = dict(model="gpt-20m", batch_size=4, sequence_length=64, steps=4)
 TINY = dict(model="gpt-tiny", batch_size=2, sequence_length=32, steps=2)
-_LEAST_S = {"cuda": 12.0, "cpu": 8.0}  # a run is not begun with less than this
-_NCCL_S = 25.0  # out of resources it waits for ever
+_LEAST_S = {"cuda": 18.0, "cpu": 8.0}  # a run is not begun with less than this
+_MOST_S = {"cuda": 30.0, "cpu": 120.0}  # ranks that wait for each other for ever leave time for the next run
+_REPORT_S = {"cuda": 8.0, "cpu": 2.0}  # kept of the limit, to find out where ranks hang (`sessions/launch.py`)
 _TOLERANCE = {"cuda": 1e-3, "cpu": 1e-6}  # relative: a GPU's sums have another order than the CPU's, a wrong gradient shows by far more
 
 
@@ -71,7 +72,7 @@ def _twin(ranks: int, device: torch.device, seconds: float) -> list[float]:
 
 
 def _run(sheet: Sheet, job: Job, device: torch.device, folder: Path, twin: Future[list[float]]) -> None:
-    limit = max(1.0, min(sheet.left() - 2, _NCCL_S if job.transport == "nccl" else sheet.left()))
+    limit = max(1.0, min(sheet.left() - _REPORT_S[device.type], _MOST_S[device.type]))
     try:
         spec = RunSpec(engine=job.engine, transport=job.transport, world_size=job.ranks, device=device.type, time_limit=limit, **_sizes(device))
     except SpecError as error:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sysconfig
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -47,4 +49,7 @@ def missing_compiler(device_type: str) -> str | None:
         return None if found else "a C++ compiler (g++)"
     if importlib.util.find_spec("triton") is None:
         return "triton"
-    return None if os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc") else "a C compiler (gcc), which triton calls"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")):
+        return "a C compiler (gcc), which triton calls"
+    headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    return None if headers.is_file() else "Python's headers (python3-dev), against which triton compiles"
