@@ -11,6 +11,7 @@ from tests.ranks import RankPool
 
 if TYPE_CHECKING:
     from fsdplab.teaching.course_state import Course
+    from fsdplab.teaching.findings import Finding
     from fsdplab.teaching.home import Home
 
 
@@ -37,3 +38,11 @@ def course(home: Home) -> Iterator[Course]:
 
     yield course_state.open_course("learner", home.path)
     course_state._open.clear()
+
+
+@pytest.fixture(scope="module")
+def tried(request: pytest.FixtureRequest, home: Home) -> dict[tuple[str, str], Finding | None]:
+    """The finding on each of the module's SOLUTIONS, by its key."""
+    from tests.solutions import try_all
+
+    return try_all(request.module.SOLUTIONS, home)

@@ -10,7 +10,7 @@ import pytest
 from fsdplab.teaching import answers, by_hand, by_hand_costs, display, exercises
 from fsdplab.teaching import by_hand_judging as judging
 from fsdplab.teaching.exercise import Call, Choice, Exercise, Question, Trial
-from tests.solutions import ended_of, must_be_complete, solutions_of, try_all, try_ended
+from tests.solutions import ended_of, must_be_complete, solutions_of, try_ended
 
 ITEMS = [item for notebook in ("03", "04") for item in exercises.items_of(notebook)]
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
@@ -84,12 +84,6 @@ RIGHT = {  # other right answers than the references
 
 
 SOLUTIONS = solutions_of(EXERCISES, RIGHT)
-
-
-@pytest.fixture(scope="module")
-def tried(home):
-    """The finding on each solution."""
-    return try_all(SOLUTIONS, home)
 
 
 @pytest.mark.timeout(600)

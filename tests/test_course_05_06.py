@@ -15,7 +15,7 @@ from fsdplab.teaching.exercise import Call, Choice, Exercise, Question, Trial
 from fsdplab.teaching.exercises import nb05, nb05_reduce, nb06
 from fsdplab.teaching.mini_fsdp_records import ledger, sent
 from fsdplab.teaching.mini_fsdp_units import CHOICES, LIMIT, TARGET, plan
-from tests.solutions import ended_of, must_be_complete, solutions_of, try_all, try_ended
+from tests.solutions import ended_of, must_be_complete, solutions_of, try_ended
 
 ITEMS = [item for notebook in ("05", "06") for item in exercises.items_of(notebook)]
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
@@ -47,12 +47,6 @@ RIGHT = {  # other right answers than the references
 
 
 SOLUTIONS = solutions_of(EXERCISES, RIGHT)
-
-
-@pytest.fixture(scope="module")
-def tried(home):
-    """The finding on each solution."""
-    return try_all(SOLUTIONS, home)
 
 
 @pytest.mark.parametrize("solution", SOLUTIONS, ids=str)

@@ -17,7 +17,7 @@ from fsdplab.teaching import overlapping_on_ranks as on_ranks
 from fsdplab.teaching.exercise import Choice, Exercise, Question, Trial
 from fsdplab.teaching.exercises import nb07, nb07_hide
 from fsdplab.teaching.overlapping_figures import communication_bars
-from tests.solutions import ended_of, must_be_complete, solutions_of, try_all, try_ended
+from tests.solutions import ended_of, must_be_complete, solutions_of, try_ended
 
 ITEMS = exercises.items_of("07")
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
@@ -43,12 +43,6 @@ RIGHT = {  # other right answers than the references
 
 
 SOLUTIONS = solutions_of(EXERCISES, RIGHT)
-
-
-@pytest.fixture(scope="module")
-def tried(home):
-    """The finding on each solution."""
-    return try_all(SOLUTIONS, home)
 
 
 @pytest.mark.timeout(900)

@@ -14,7 +14,7 @@ from fsdplab.records import RecordError
 from fsdplab.teaching import answers, exercises, reading
 from fsdplab.teaching.exercise import Choice, Exercise, Question
 from fsdplab.teaching.reading_on_ranks import drive_account
-from tests.solutions import must_be_complete, solutions_of, try_all
+from tests.solutions import must_be_complete, solutions_of
 
 ITEMS = exercises.items_of("08")
 ACCOUNT = exercises.find("08.account", Exercise)
@@ -36,12 +36,6 @@ def record():
 
 
 SOLUTIONS = solutions_of([ACCOUNT], {ACCOUNT.id: RIGHT})
-
-
-@pytest.fixture(scope="module")
-def tried(home):
-    """The finding on each solution."""
-    return try_all(SOLUTIONS, home)
 
 
 @pytest.mark.timeout(300)

@@ -11,7 +11,7 @@ from fsdplab.sessions import RunSpec, run
 from fsdplab.teaching import answers, exercises, reading_memory, reading_on_ranks
 from fsdplab.teaching.exercise import Choice, Exercise, Question
 from fsdplab.teaching.reading_on_ranks import BLOCK_BYTES, ROOT_BYTES, complaint
-from tests.solutions import must_be_complete, solutions_of, try_all
+from tests.solutions import must_be_complete, solutions_of
 
 ITEMS = exercises.items_of("09")
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
@@ -32,12 +32,6 @@ RIGHT = {  # other right answers than the references
 
 
 SOLUTIONS = solutions_of(EXERCISES, RIGHT)
-
-
-@pytest.fixture(scope="module")
-def tried(home):
-    """The finding on each solution."""
-    return try_all(SOLUTIONS, home)
 
 
 @pytest.mark.timeout(900)

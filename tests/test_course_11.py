@@ -12,7 +12,7 @@ from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, compare
 from fsdplab.teaching import answers, exercises, reading_choices, reading_on_ranks
 from fsdplab.teaching.exercise import Choice, Exercise, Question
-from tests.solutions import must_be_complete, solutions_of, try_all
+from tests.solutions import must_be_complete, solutions_of
 
 ITEMS = exercises.items_of("11")
 CHOOSE = exercises.find("11.choose", Exercise)
@@ -27,12 +27,6 @@ RIGHT = {
 
 
 SOLUTIONS = solutions_of([CHOOSE], {CHOOSE.id: RIGHT})
-
-
-@pytest.fixture(scope="module")
-def tried(home):
-    """The finding on each solution."""
-    return try_all(SOLUTIONS, home)
 
 
 @pytest.mark.timeout(900)

@@ -14,7 +14,7 @@ from fsdplab.teaching import overlapping_axes as axes
 from fsdplab.teaching import overlapping_axes_on_ranks as on_ranks
 from fsdplab.teaching.exercise import Exercise
 from fsdplab.teaching.exercises import nb12
-from tests.solutions import must_be_complete, solutions_of, try_all
+from tests.solutions import must_be_complete, solutions_of
 
 ITEMS = exercises.items_of("12")
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
@@ -37,12 +37,6 @@ RIGHT = {  # other right answers than the references
 
 
 SOLUTIONS = solutions_of(EXERCISES, RIGHT)
-
-
-@pytest.fixture(scope="module")
-def tried(home):
-    """The finding on each solution."""
-    return try_all(SOLUTIONS, home)
 
 
 @pytest.mark.timeout(900)

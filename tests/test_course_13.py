@@ -15,7 +15,7 @@ from fsdplab.teaching import answers, exercises, trading
 from fsdplab.teaching.exercise import Call, Choice, Exercise, Question, Trial
 from fsdplab.teaching.exercises import nb13, nb13_models
 from fsdplab.teaching.trading_on_ranks import complaint
-from tests.solutions import ended_of, must_be_complete, solutions_of, try_all, try_ended
+from tests.solutions import ended_of, must_be_complete, solutions_of, try_ended
 
 ITEMS = exercises.items_of("13")
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
@@ -50,12 +50,6 @@ RIGHT = {  # other right answers than the references
 
 
 SOLUTIONS = solutions_of(EXERCISES, RIGHT)
-
-
-@pytest.fixture(scope="module")
-def tried(home):
-    """The finding on each solution."""
-    return try_all(SOLUTIONS, home)
 
 
 @pytest.mark.timeout(900)

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fsdplab.teaching import answers, composing, composing_on_ranks, exercises
 from fsdplab.teaching.exercise import Choice, Exercise, Question
 from tests.composed import mesh_of
-from tests.solutions import ended_of, solutions_of, try_all, try_ended
+from tests.solutions import ended_of, solutions_of, try_ended
 
 ITEMS = exercises.items_of("16")
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
@@ -44,12 +44,6 @@ RIGHT = {  # other right answers than the references
 
 
 SOLUTIONS = solutions_of(EXERCISES, RIGHT)
-
-
-@pytest.fixture(scope="module")
-def tried(home):
-    """The finding on each solution."""
-    return try_all(SOLUTIONS, home)
 
 
 @pytest.mark.timeout(600)
