@@ -123,7 +123,8 @@ def test_what_the_whole_limit_does_not_hold_is_named_as_not_run(tmp_path):
 def started_and_hanging(folder: Path) -> tuple[subprocess.Popen[bytes], int, int]:
     """A check, in a process of its own, whose second part hangs by now; the process, the part's id, and that of what the part started."""
     code = (
-        "import sys; from pathlib import Path; from fsdplab.gpu_check import __main__ as gpu_check; from tests.test_gpu_check import behaving\n"
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell starts what runs behind it deaf to Ctrl-C
+        "from pathlib import Path; from fsdplab.gpu_check import __main__ as gpu_check; from tests.test_gpu_check import behaving\n"
         f"with gpu_check._ended_in_order(): sys.exit(gpu_check.run_check([behaving('is_good'), behaving('hangs')], 'cpu', Path({str(folder)!r}), 200.0, ''))"
     )
     scratch = folder / "scratch"
