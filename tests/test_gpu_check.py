@@ -155,6 +155,14 @@ def test_a_part_ends_when_the_check_is_killed(tmp_path):
     assert [each.name for each in open_check(tmp_path).outcomes] == ["is_good"]
 
 
+def test_a_full_disk_is_one_line(tmp_path):
+    command = f"ulimit -f 1; exec {sys.executable} -m fsdplab.gpu_check --device cpu --parts memory --out {tmp_path / 'out'}"  # no file above 1 kB
+    ended = subprocess.run(["bash", "-c", command], cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=120)
+    (said,) = ended.stderr.splitlines()
+    assert ended.returncode == 1 and "the result could not be written (" in said and "File too large" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "the scratch folder is gone"
+
+
 # ---- one part
 
 

@@ -64,7 +64,7 @@ def test_a_frame_has_the_columns_of_the_table_even_without_rows(tmp_path: Path) 
 def test_a_folder_that_is_no_record_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="holds no run.json.*fsdplab run"):
         RunRecord.load(tmp_path)
-    with pytest.raises(RecordError, match="holds no run.json"):
+    with pytest.raises(RecordError, match="does not exist. Give the folder"):
         RunRecord.load(tmp_path / "nowhere")
 
 

@@ -58,8 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"fsdplab gpu-check: {error}", file=sys.stderr)
         return REFUSED
-    with _ended_in_order():
-        return run_check(plans, asked.device, out, asked.limit, _said(asked))
+    try:
+        with _ended_in_order():
+            return run_check(plans, asked.device, out, asked.limit, _said(asked))
+    except OSError as error:
+        print(f"fsdplab gpu-check: the result could not be written ({error}); free some space, or give --out another place", file=sys.stderr)
+        return NOT_PASSED
 
 
 def _said(asked: argparse.Namespace) -> str:

@@ -100,6 +100,8 @@ def _read_run_json(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
+        if not folder.exists():
+            raise RecordError(f"{folder} does not exist. Give the folder that `fsdplab run` printed, or the file of a trace.") from None
         raise RecordError(f"{folder} holds no run.json, so it is no run record. Give the folder that `fsdplab run` printed.") from None
     except (OSError, ValueError) as error:
         raise RecordError(f"{path} cannot be read ({error}). Copy it again from where it was recorded, or record the run again.") from error
