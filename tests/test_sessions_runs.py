@@ -58,7 +58,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunRecord]:
     specs = [
         RunSpec(engine="twin", **same),
         RunSpec(engine="lab", strategy="zero2", **same),
-        RunSpec(engine="torch-ddp", strategy="no_shard", time_limit=0.2, **same),
+        RunSpec(engine="torch-ddp", strategy="no_shard", time_limit=0.2, start="torchrun", **same),
         RunSpec(engine="torch-ddp", strategy="no_shard", **same),
         RunSpec(engine="torch-fsdp2", **same),
     ]

@@ -97,7 +97,7 @@ def bench(specs: Sequence[RunSpec], *, rounds: int = 10, on_round: Callable[[int
 
     try:
         program = ["-m", "fsdplab.sessions.benching", str(folder)]
-        run_ranks(program, mailbox, world_size=specs[0].world_size, time_limit=specs[0].time_limit, on_look=look)
+        run_ranks(program, mailbox, world_size=specs[0].world_size, time_limit=specs[0].time_limit, start=specs[0].start, on_look=look)
         results = [read_lines(mailbox.of(rank, "result"))[0] for rank in range(specs[0].world_size)]
     finally:
         shutil.rmtree(folder)

@@ -33,7 +33,7 @@ class RankValues(list[Any]):
         self.collectives = collectives
 
 
-def call_on_ranks(source_path: str | Path, function_name: str, *, world_size: int, payload: Any = None, time_limit: float = 30.0) -> RankValues:
+def call_on_ranks(source_path: str | Path, function_name: str, *, world_size: int, payload: Any = None, time_limit: float = 30.0, start: str = "auto") -> RankValues:
     """Call `function(payload)`, or `function(rank, world_size, payload)`, on gloo ranks; the values in order of rank.
 
     With `def double(rank, world_size, payload): return 2 * payload` in double.py, `call_on_ranks("double.py", "double", world_size=2,
@@ -51,7 +51,7 @@ def call_on_ranks(source_path: str | Path, function_name: str, *, world_size: in
         mailbox = Mailbox(Path(folder))
         torch.save(payload, mailbox.folder / "payload")
         program = ["-m", "fsdplab.sessions.callee", str(mailbox.folder), str(source), function_name]
-        run_ranks(program, mailbox, world_size=world_size, time_limit=time_limit)
+        run_ranks(program, mailbox, world_size=world_size, time_limit=time_limit, start=start)
         return _collect(mailbox, world_size)
 
 

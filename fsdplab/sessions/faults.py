@@ -118,6 +118,14 @@ def _died(rank: int, remains: Remains) -> Failure:
     return Failure("died", message, rank, beat.step, beat.phase, beat.collective)
 
 
+def lost_agent(how: str, remains: Remains) -> Failure:
+    """The report of a run whose launcher was killed; its ranks ended with it and are not to blame."""
+    beat = min(remains.beats.values(), key=_progress, default=None)
+    if beat is None:
+        return Failure("died", how)
+    return Failure("died", f"{how} The run was{_where(beat.step, beat.phase) or ' starting'}.", None, beat.step, beat.phase, beat.collective)
+
+
 def not_started(remains: Remains, time_limit: float, world_size: int) -> Failure:
     """The report of a run some of whose ranks had not even started when its time was up."""
     silent = sorted(set(range(world_size)) - set(remains.beats))

@@ -1,7 +1,8 @@
 """Starts the ranks, watches them, and ends them: when this module returns or raises, no process of the run is left.
 
-The ranks are started by torch.distributed.run in a process of its own (see agent.py): no fork, so it works after CUDA was initialised
-and from a notebook cell; no fixed port, so runs can stand side by side.
+Ranks of this machine are forked by the warm starter (warm.py), in a tenth of a second and with nothing that listens. Where forking cannot
+work, and where `start="torchrun"` asks for it, torch.distributed.run starts them in a process of its own (agent.py): no fixed port, so
+runs can stand side by side.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Callable, Iterator, Mapping, Sequence
+from typing import Callable, Iterator, Mapping, Protocol, Sequence
 
-from .faults import Failure, RanksFailed, Remains, failed_first, hung, not_started, too_slow
-from .mailbox import Beat, Mailbox, read_beats, read_lines
+from . import warm
+from .faults import Failure, RanksFailed, Remains, failed_first, hung, lost_agent, not_started, too_slow
+from .mailbox import RANKS_STORE, Beat, Mailbox, read_beats, read_lines
 from .processes import end, gone, send
+from .refusing import SpecError
 from .stacks import readable
 
 _LOOK_EVERY_S = 0.05
@@ -78,14 +81,17 @@ def run_ranks(
     *,
     world_size: int,
     time_limit: float,
+    start: str = "auto",
     on_look: Callable[[], None] = lambda: None,
 ) -> None:
     """Run `python *program` as `world_size` ranks that speak into `mailbox`; RanksFailed when one fails or time is up.
 
-    `on_look` is called about twenty times a second while the ranks run. An exception in it, Ctrl-C included, ends the ranks too.
+    `start` is "warm" (forked; SpecError where that cannot be), "torchrun", or "auto" (warm where it can be). `on_look` is called about
+    twenty times a second while the ranks run. An exception in it, Ctrl-C included, ends the ranks too.
     """
     mailbox.folder.mkdir(parents=True, exist_ok=True)
-    agent = _starter.get()(program, mailbox, world_size)
+    mailbox.folder.chmod(0o700)  # the ranks meet in a file of it
+    agent = (_elsewhere.get() or _starts(start))(program, mailbox, world_size)
     progress = Progress()
     try:
         failure = _watch(agent, mailbox, world_size, time_limit, progress, on_look)
@@ -95,13 +101,79 @@ def run_ranks(
         raise RanksFailed(failure)
 
 
-def _start(program: Sequence[str], mailbox: Mailbox, world_size: int) -> subprocess.Popen[bytes]:
+class Agent(Protocol):
+    """What starts the ranks of one run and has ended when they have. `lost` says how it came to its end itself, where it did."""
+
+    lost: str | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float) -> int: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+Start = Callable[[Sequence[str], Mailbox, int], Agent]
+_elsewhere: ContextVar[Start | None] = ContextVar("elsewhere", default=None)
+
+
+@contextmanager
+def ranks_started_by(start: Start) -> Iterator[None]:
+    """Inside, `start(program, mailbox, world_size)` starts every run's agent (a session of its own), for ranks in other places than here."""
+    token = _elsewhere.set(start)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
+
+
+def begin_starter() -> None:
+    """Begin the warm starter in the background, so that the first run need not wait for it."""
+    warm.begin(_warm_environment())
+
+
+def _starts(start: str) -> Start:
+    if start == "torchrun":
+        return start_torchrun
+    if (refused := warm.why_not()) is None:
+        return _start_warm if start == "warm" else _start_warm_or_torchrun
+    if start == "warm":
+        raise SpecError(f"start is 'warm', but {refused}; give start='auto' or 'torchrun'")
+    return start_torchrun
+
+
+def _start_warm(program: Sequence[str], mailbox: Mailbox, world_size: int) -> Agent:
+    try:
+        return warm.start(program, mailbox, world_size, _warm_environment() | {RANKS_STORE: str(mailbox.store)})
+    except warm.StarterFailed as failed:
+        raise SpecError(f"start is 'warm', but {failed}; give start='torchrun'") from failed
+
+
+def _start_warm_or_torchrun(program: Sequence[str], mailbox: Mailbox, world_size: int) -> Agent:
+    try:
+        return _start_warm(program, mailbox, world_size)
+    except SpecError:
+        return start_torchrun(program, mailbox, world_size)
+
+
+class Process(subprocess.Popen):  # type: ignore[type-arg]
+    """An agent in a process of its own."""
+
+    @property
+    def lost(self) -> str | None:
+        """How the agent was killed; None where it ended by itself."""
+        if self.returncode is None or self.returncode >= 0:
+            return None
+        return f"The launcher of the ranks was killed by {signal.Signals(-self.returncode).name}, and all ranks ended with it."
+
+
+def start_torchrun(program: Sequence[str], mailbox: Mailbox, world_size: int) -> Process:
+    """Start the ranks with torch.distributed.run."""
     arguments = [
         "--nnodes=1", f"--nproc-per-node={world_size}", "--max-restarts=0", "--monitor-interval=0.1",
         f"--log-dir={os.devnull}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1",
     ]  # fmt: skip
     with mailbox.agent_log.open("wb") as log:
-        return subprocess.Popen(
+        return Process(
             [sys.executable, "-m", "fsdplab.sessions.agent", str(os.getpid()), str(mailbox.folder), *arguments, *program],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -109,20 +181,6 @@ def _start(program: Sequence[str], mailbox: Mailbox, world_size: int) -> subproc
             env=rank_environment(),
             start_new_session=True,  # Ctrl-C in a terminal reaches the caller only, which then ends the ranks in order
         )
-
-
-Start = Callable[[Sequence[str], Mailbox, int], "subprocess.Popen[bytes]"]
-_starter: ContextVar[Start] = ContextVar("starter", default=_start)
-
-
-@contextmanager
-def ranks_started_by(start: Start) -> Iterator[None]:
-    """Inside, `start(program, mailbox, world_size)` starts every run's agent (a session of its own), for ranks in other places than here."""
-    token = _starter.set(start)
-    try:
-        yield
-    finally:
-        _starter.reset(token)
 
 
 def rank_environment() -> dict[str, str]:
@@ -134,14 +192,25 @@ def rank_environment() -> dict[str, str]:
     # the profiler tells stderr when it starts and stops, and that it did not see the beginning
     inherited.setdefault("KINETO_LOG_LEVEL", "99")
     inherited.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if loopback:
-        inherited.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    if loopback := _loopback():
+        inherited.setdefault("GLOO_SOCKET_IFNAME", loopback)
     return inherited
 
 
+def _warm_environment() -> dict[str, str]:
+    """The same for ranks that are all on this machine: gloo speaks over loopback, whatever interface was chosen for several machines."""
+    inherited = rank_environment()
+    if loopback := _loopback():
+        inherited["GLOO_SOCKET_IFNAME"] = loopback
+    return inherited
+
+
+def _loopback() -> str | None:
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+
+
 def _watch(
-    agent: subprocess.Popen[bytes], mailbox: Mailbox, world_size: int, time_limit: float, progress: Progress, on_look: Callable[[], None]
+    agent: Agent, mailbox: Mailbox, world_size: int, time_limit: float, progress: Progress, on_look: Callable[[], None]
 ) -> Failure | None:
     deadline = time.monotonic() + time_limit
     while _still_running(agent):
@@ -152,16 +221,19 @@ def _watch(
         if time.monotonic() > deadline or progress.stalled(world_size):
             return _late(agent, mailbox, world_size, time_limit, progress)
     on_look()
-    return _ended(mailbox, world_size, progress)
+    return _ended(agent, mailbox, world_size, progress)
 
 
-def _ended(mailbox: Mailbox, world_size: int, progress: Progress) -> Failure | None:
-    """What torchrun's own end means: it ends when all ranks have, or when one ended badly and it has ended the others."""
+def _ended(agent: Agent, mailbox: Mailbox, world_size: int, progress: Progress) -> Failure | None:
+    """What the agent's own end means: it ends when all ranks have, or when one ended badly and it has ended the others."""
     progress.look(read_beats(mailbox, world_size))
-    return None if progress.finished(world_size) else failed_first(_remains(mailbox, world_size))
+    if progress.finished(world_size):
+        return None
+    remains = _remains(mailbox, world_size)
+    return lost_agent(agent.lost, remains) if agent.lost and not remains.exits else failed_first(remains)
 
 
-def _still_running(agent: subprocess.Popen[bytes]) -> bool:
+def _still_running(agent: Agent) -> bool:
     try:
         agent.wait(_LOOK_EVERY_S)
     except subprocess.TimeoutExpired:
@@ -169,13 +241,13 @@ def _still_running(agent: subprocess.Popen[bytes]) -> bool:
     return False
 
 
-def _late(agent: subprocess.Popen[bytes], mailbox: Mailbox, world_size: int, time_limit: float, progress: Progress) -> Failure | None:
+def _late(agent: Agent, mailbox: Mailbox, world_size: int, time_limit: float, progress: Progress) -> Failure | None:
     if len(progress.beats) < world_size:
         return not_started(_remains(mailbox, world_size), time_limit, world_size)
     last_move, grace_ends = progress.last, time.monotonic() + _GRACE_S
     while progress.last == last_move and time.monotonic() < grace_ends:
         if not _still_running(agent):
-            return _ended(mailbox, world_size, progress)
+            return _ended(agent, mailbox, world_size, progress)
         progress.look(read_beats(mailbox, world_size))
     remains = replace(_remains(mailbox, world_size), beats=progress.beats)
     if progress.moving:

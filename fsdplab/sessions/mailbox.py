@@ -7,7 +7,8 @@
     rank0.result        what the rank hands over at its end
     rank0.out, .err     what it printed
     exits.json          the exit code of each rank that ended badly
-    agent.log           what torchrun printed
+    agent.log           what torchrun, or a rank that could not even start, printed
+    store               where forked ranks meet: the file of a FileStore
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 AGENT_PID = "FSDPLAB_AGENT_PID"
+RANKS_STORE = "FSDPLAB_RANKS_STORE"
 _BEAT_BYTES = 512  # a beat with two names of the longest kind fits
 _LONGEST_NAME = 100
 
@@ -37,6 +39,11 @@ class Mailbox:
     def exits(self) -> Path:
         """Exit codes of the ranks that ended badly."""
         return self.folder / "exits.json"
+
+    @property
+    def store(self) -> Path:
+        """Where forked ranks meet."""
+        return self.folder / "store"
 
     @property
     def agent_log(self) -> Path:

@@ -24,7 +24,7 @@ from fsdplab.planning.links import LinkSpec
 from fsdplab.records import RunRecord
 
 from .faults import RanksFailed
-from .launch import rank_environment, ranks_started_by
+from .launch import Process, rank_environment, ranks_started_by
 from .mailbox import Mailbox
 from .recording import WORKER, OnProgress, run
 from .spec import RunSpec, SpecError
@@ -76,7 +76,7 @@ def shaped_nodes(nodes: int, ranks_per_node: int, link: LinkSpec | None) -> Iter
         raise ShapingRefused(f"No nodes can be made here: {why}. Give the run an emulated link instead of nodes.")
     switches: list[_Switch] = []
 
-    def start(program: Sequence[str], mailbox: Mailbox, world_size: int) -> subprocess.Popen[bytes]:
+    def start(program: Sequence[str], mailbox: Mailbox, world_size: int) -> Process:
         if world_size != nodes * ranks_per_node:
             raise SpecError(f"{world_size} ranks on {nodes} nodes with {ranks_per_node} ranks each; expected {nodes * ranks_per_node} ranks")
         switches.append(_Switch(program, mailbox, nodes, ranks_per_node, link))
@@ -158,7 +158,7 @@ class _Switch:
         words = [os.getpid(), mailbox.folder, self._notes, nodes, ranks_per_node, link and link.bytes_per_s, alive]
         try:
             with mailbox.agent_log.open("wb") as log:
-                self.process = subprocess.Popen(
+                self.process = Process(
                     [sys.executable, "-m", "fsdplab.sessions.switch", *map(str, words), *program],
                     stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=rank_environment(),
                     start_new_session=True, pass_fds=(alive,),

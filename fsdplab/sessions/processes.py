@@ -1,6 +1,6 @@
 """Ends the processes of a run, for certain and in bounded time.
 
-torchrun answers SIGTERM by ending the ranks' process groups. If it does not within its time, or no rank is left, it is killed, which
+The agent is what started the ranks: torchrun or the warm starter. torchrun answers SIGTERM by ending the ranks' process groups. If it does not within its time, or no rank is left, it is killed, which
 kills the ranks (see guard.py); what is still there after that is killed by id.
 """
 
@@ -11,13 +11,16 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Sequence
+from typing import TYPE_CHECKING, Sequence
+
+if TYPE_CHECKING:
+    from .launch import Agent
 
 _PATIENCE_S = 3.0
 _LOOK_EVERY_S = 0.02
 
 
-def end(agent: subprocess.Popen[bytes], ranks: Sequence[int]) -> None:
+def end(agent: Agent, ranks: Sequence[int]) -> None:
     """End the agent and its ranks (process ids) and return once all are gone, after at most about ten seconds."""
     if agent.poll() is None and not (ranks and all(map(gone, ranks))):  # no rank known: they may be starting
         agent.terminate()
@@ -56,7 +59,7 @@ def _is_zombie(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] == "Z"
 
 
-def _wait(agent: subprocess.Popen[bytes]) -> None:
+def _wait(agent: Agent) -> None:
     try:
         agent.wait(_PATIENCE_S)
     except subprocess.TimeoutExpired:

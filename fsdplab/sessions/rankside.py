@@ -24,7 +24,7 @@ import torch.distributed as dist
 from fsdplab.engine.shm_group import register_backend
 
 from .guard import end_with_parent
-from .mailbox import AGENT_PID, Heart, Mailbox
+from .mailbox import AGENT_PID, RANKS_STORE, Heart, Mailbox
 from .stacks import of_exception
 from .tap import watch_collectives
 
@@ -78,12 +78,18 @@ def rank_process(folder: str, backend: str = "gloo", device: str | None = None) 
     _answer_when_asked(mailbox, rank)
     place = Place(rank, world_size, _own_device(device or ("cuda" if backend == "nccl" else "cpu")), mailbox, Heart(mailbox.of(rank, "beat"), rank))
     sys.excepthook = lambda kind, error, trace: _leave_note_and_end(place, error)
-    dist.init_process_group(register_backend() if backend == "shm" else backend, timeout=_GROUP_PATIENCE)
+    dist.init_process_group(register_backend() if backend == "shm" else backend, timeout=_GROUP_PATIENCE, **_meeting_place(rank, world_size))
     with watch_collectives(place.note_collective):
         yield place
     place.heart.enter("finished")
     dist.destroy_process_group()
     _end(0)
+
+
+def _meeting_place(rank: int, world_size: int) -> dict[str, Any]:
+    """Forked ranks meet in a file of the run's folder, so that nothing listens; torchrun's meet at the address in their environment."""
+    path = os.environ.get(RANKS_STORE)
+    return {"store": dist.FileStore(path, world_size), "rank": rank, "world_size": world_size} if path else {}
 
 
 def _own_device(kind: str) -> torch.device:

@@ -48,7 +48,7 @@ def run(
     (mailbox.folder / "spec.json").write_text(json.dumps(_reachable(spec)))
     follower = _Follower(mailbox, spec.total_steps, on_progress, on_look)
     try:
-        run_ranks([*program, str(mailbox.folder)], mailbox, world_size=spec.processes, time_limit=spec.time_limit, on_look=follower.look)
+        run_ranks([*program, str(mailbox.folder)], mailbox, world_size=spec.processes, time_limit=spec.time_limit, start=spec.start, on_look=follower.look)
     except RanksFailed as failed:
         failed.record = _record(folder, spec, mailbox, failed).save()
         raise

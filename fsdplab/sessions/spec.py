@@ -39,6 +39,7 @@ OFFLOADS = ("none", "cpu")  # where the lab's slices and optimizer state rest: t
 DEVICES = ("auto", "cpu", "cuda")
 UNITS = ("auto", "block", "linear", "model")  # what travels together: a block (auto is the same), each linear layer, everything
 OPTIMIZERS = ("adamw", "adamw-foreach")  # fused, and the one that makes temporaries
+STARTS = ("auto", "warm", "torchrun")  # how ranks come to be: forked by the warm starter, or by torch.distributed.run
 TRANSPORTS = ("auto", "shm", "gloo", "nccl", "shared_gpu")
 ON_SHARED_GPU = ("lab", "torch-fsdp2")  # torch's takes collectives of the user's own
 ON_SHARED_MEMORY = ("torch-ddp", "torch-fsdp1", "torch-fsdp2")  # besides lab; for them "auto" is the device's usual backend
@@ -58,7 +59,8 @@ class RunSpec:
     needs more ends as out of memory. `profile` steps come after the timed ones, under PyTorch's profiler. `link` is an emulated network:
     a preset ("eth10"), or a bandwidth ("200mbit", "1GB/s,50us"); `emulate` ("8xH100") with `as_model` ("llama-3.1-8b") has it chosen so that
     communication takes the same part of a step as on that machine (with a link as well, that link is taken to be the one so chosen). `compile="blocks"`
-    makes one graph of each block's forward. `shard_size` ranks form a shard group of hybrid_shard, and
+    makes one graph of each block's forward. `start` is how ranks are started: "warm" (forked), "torchrun", or "auto" (warm where that can
+    be). `shard_size` ranks form a shard group of hybrid_shard, and
     `link_across` is the network between the groups.
 
     >>> RunSpec(strategy="zero1", world_size=2).total_steps
@@ -96,6 +98,7 @@ class RunSpec:
     device: str = "auto"
     memory: bool = True
     time_limit: float = 120.0
+    start: str = "auto"
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -178,6 +181,7 @@ def _check_choices(spec: RunSpec) -> None:
         ("checkpoint", CHECKPOINTS),
         ("offload", OFFLOADS),
         ("compile", COMPILES),
+        ("start", STARTS),
         ("units", UNITS),
         ("link_queues", (1, 2)),
         ("memory", (True, False)),
