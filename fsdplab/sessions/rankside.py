@@ -113,7 +113,7 @@ def _print_into(mailbox: Mailbox, rank: int) -> None:
 def _answer_when_asked(mailbox: Mailbox, rank: int) -> None:
     faulthandler.enable()
     # faulthandler writes from the signal handler itself, so a rank that waits inside C++ answers too; the file stays open for it
-    faulthandler.register(signal.SIGUSR1, file=mailbox.of(rank, "stack").open("w"), all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=mailbox.of(rank, "stack").open("a"), all_threads=True)
 
 
 def _leave_note_and_end(place: Place, error: BaseException) -> None:

@@ -16,7 +16,7 @@ import traceback
 _FRAME = re.compile(r'^\s+File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _MOST_FRAMES = 8
 # Frames that belong to the lab's own scaffolding, or to PyTorch's logging, and tell nothing.
-_SCAFFOLDING = ("/fsdplab/sessions/tap.py", "/fsdplab/sessions/callee.py", "/fsdplab/sessions/starter.py", "/c10d_logger.py", "<frozen runpy>")
+_SCAFFOLDING = ("/fsdplab/sessions/tap.py", "/fsdplab/sessions/callee.py", "/fsdplab/sessions/cell_loop.py", "/fsdplab/sessions/starter.py", "/c10d_logger.py", "<frozen runpy>")
 
 
 def of_exception(error: BaseException) -> str:
