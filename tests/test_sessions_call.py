@@ -16,9 +16,11 @@ import torch
 from fsdplab.sessions import RanksFailed, RankValues, call_on_ranks
 
 LEARNER = Path(__file__).with_name("learner.py")
+STARTS = ("warm", "torchrun")
+HANG_AFTER_S = {"warm": 10.0, "torchrun": 40.0}  # a busy machine takes half a minute to start Pythons
 CALLS: dict[str, dict[str, Any]] = {
-    "hang_on_one": {"time_limit": 25.0},  # the hanging ones first: they wait while the others run
-    "wait_for_each_other": {"time_limit": 25.0},
+    "hang_on_one": {},  # the hanging ones first: they wait while the others run
+    "wait_for_each_other": {},
     "add_up": {"payload": {"start": torch.tensor([1.0, 2.0]), "word": "slice"}},
     "only_the_payload": {"payload": 4, "world_size": 1},
     "pass_around": {},
@@ -32,17 +34,25 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, Any]:
-    """What each call gave: its values, or its failure."""
+def by_start() -> dict[tuple[str, str], Any]:
+    """What each call gave under each way to start ranks: its values, or its failure."""
 
-    def outcome(name: str) -> RankValues | RanksFailed:
+    def outcome(case: tuple[str, str]) -> RankValues | RanksFailed:
+        start, name = case
         try:
-            return call_on_ranks(LEARNER, name, **{"world_size": 2, "time_limit": 60.0, **CALLS[name]})
+            return call_on_ranks(LEARNER, name, **{"world_size": 2, "time_limit": HANG_AFTER_S[start] if "hang" in name or "wait" in name else 60.0, "start": start, **CALLS[name]})
         except RanksFailed as failed:
             return failed
 
-    with ThreadPoolExecutor(4) as pool:
-        return dict(zip(CALLS, pool.map(outcome, CALLS)))
+    cases = [(start, name) for name in CALLS for start in STARTS]
+    with ThreadPoolExecutor(5) as pool:
+        return dict(zip(cases, pool.map(outcome, cases)))
+
+
+@pytest.fixture(params=STARTS)
+def outcomes(request: pytest.FixtureRequest, by_start: dict[tuple[str, str], Any]) -> dict[str, Any]:
+    """The same of one way to start them."""
+    return {name: ended for (start, name), ended in by_start.items() if start == request.param}
 
 
 def test_values_output_and_collectives_come_back_in_rank_order(outcomes: dict[str, Any]) -> None:

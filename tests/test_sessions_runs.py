@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable
 
@@ -22,21 +24,23 @@ from fsdplab.sessions.recording import WORKER, run
 
 FAULTY = str(Path(__file__).with_name("faulty_worker.py"))
 TINY = {"model": "gpt-tiny", "steps": 4, "sequence_length": 32, "device": "cpu"}
-HANG_AFTER_S = 30.0
+STARTS = ("warm", "torchrun")
+HANG_AFTER_S = {"warm": 15.0, "torchrun": 45.0}  # a busy machine takes half a minute to start Pythons
 OnStep = Callable[[Path, int], None]
 
 linux = pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc to look for processes")
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Command lines of the living processes that name a folder: the launcher and the ranks of its run."""
+    """Command lines of the living processes that name a folder or have a file of it open: the launcher and the ranks of its run."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            files = [os.readlink(link) for link in (entry / "fd").iterdir()] if entry.name != str(os.getpid()) else []
         except OSError:  # ended while we looked
             continue
-        if str(folder) in command:
+        if any(str(folder) in text for text in (command, *files)):
             found.append(command)
     return found
 
@@ -133,8 +137,8 @@ def nothing(folder: Path, step: int) -> None:
 LONG = {**TINY, "steps": 2000}
 DDP = {"engine": "torch-ddp", "strategy": "no_shard", **LONG}
 WRONG: dict[str, tuple[RunSpec, OnStep, tuple[str, ...]]] = {
-    "sleep": (RunSpec(time_limit=HANG_AFTER_S, memory=False, **DDP), nothing, (FAULTY, "sleep")),
-    "stop": (RunSpec(engine="torch-fsdp2", time_limit=HANG_AFTER_S, memory=False, **LONG), signal_rank_1(signal.SIGSTOP), WORKER),
+    "sleep": (RunSpec(memory=False, **DDP), nothing, (FAULTY, "sleep")),
+    "stop": (RunSpec(engine="torch-fsdp2", memory=False, **LONG), signal_rank_1(signal.SIGSTOP), WORKER),
     "raise": (RunSpec(engine="lab", **LONG), nothing, (FAULTY, "raise")),
     "exit": (RunSpec(engine="lab", **LONG), nothing, (FAULTY, "exit")),
     "kill": (RunSpec(engine="torch-fsdp2", **LONG), signal_rank_1(signal.SIGKILL), WORKER),
@@ -145,24 +149,28 @@ WRONG: dict[str, tuple[RunSpec, OnStep, tuple[str, ...]]] = {
 
 
 @pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What each ended with. All at the same time, since some only wait; every one must have ended without leaving a process."""
+def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
+    """What each ended with, by (start, name). Several at the same time, since some only wait; every one must have ended without leaving a process."""
 
-    def fail(name: str) -> Any:
+    def fail(case: tuple[str, str]) -> Any:
+        start, name = case
         folder = tmp_path_factory.mktemp(name)
         spec, on_step, program = WRONG[name]
+        limit = HANG_AFTER_S[start] if name in ("sleep", "stop") else spec.time_limit
         try:
-            ended: Any = run(spec, directory=folder, on_progress=lambda step, total, loss: on_step(folder, step), program=program)
+            ended: Any = run(replace(spec, start=start, time_limit=limit), directory=folder, on_progress=lambda step, total, loss: on_step(folder, step), program=program)
         except (RanksFailed, KeyboardInterrupt) as error:
             ended = error
         if Path("/proc").exists():
             assert processes_of(folder) == []
         return ended
 
-    with ThreadPoolExecutor(3) as pool:  # two of them wait for their time limit, the others run one after the other
-        return dict(zip(WRONG, pool.map(fail, WRONG)))
+    cases = [(start, name) for name in WRONG for start in STARTS]
+    with ThreadPoolExecutor(5) as pool:  # four of them wait for their time limit, the others run one after the other
+        return dict(zip(cases, pool.map(fail, cases)))
 
 
+@pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize(
     ("name", "kind", "says"),
     [
@@ -173,38 +181,57 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("stop", "hung", "and the other ranks waited for it"),
     ],
 )
-def test_one_report_names_the_rank(failed: dict[str, Any], name: str, kind: str, says: str) -> None:
-    report = failed[name].report
+def test_one_report_names_the_rank(failed: dict[tuple[str, str], Any], name: str, kind: str, says: str, start: str) -> None:
+    report = failed[start, name].report
     assert (report.kind, report.rank) == (kind, 1)
     assert says in report.message and report.step is not None
 
 
-def test_a_hang_shows_where_each_rank_stood(failed: dict[str, Any]) -> None:
-    assert "time.sleep(10_000)" in failed["sleep"].report.traceback
-    assert NO_ANSWER in failed["stop"].report.traceback, "a stopped process cannot answer, and is ended all the same"
+@pytest.mark.parametrize("name", ["raise", "exit", "sleep", "diverge"])
+def test_the_report_does_not_depend_on_how_the_ranks_were_started(failed: dict[tuple[str, str], Any], name: str) -> None:
+    warm, torchrun = (failed[start, name].report for start in STARTS)
+    assert without_numbers(warm.message) == without_numbers(torchrun.message)
+    assert (warm.kind, warm.step, warm.phase) == (torchrun.kind, torchrun.step, torchrun.phase)
+    if name == "raise":  # the stack of a hang depends on the instant
+        assert warm.traceback == torchrun.traceback
 
 
-def test_a_loss_that_is_no_number_ends_the_run(failed: dict[str, Any]) -> None:
-    report = failed["diverge"].report
+def without_numbers(message: str) -> str:
+    """The message without seconds and ranks: of a loss that is no number, either rank may be first to tell."""
+    return re.sub(r"\d+ s\b|Rank \d", "#", message)
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_hang_shows_where_each_rank_stood(failed: dict[tuple[str, str], Any], start: str) -> None:
+    assert "time.sleep(10_000)" in failed[start, "sleep"].report.traceback
+    assert NO_ANSWER in failed[start, "stop"].report.traceback, "a stopped process cannot answer, and is ended all the same"
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_loss_that_is_no_number_ends_the_run(failed: dict[tuple[str, str], Any], start: str) -> None:
+    report = failed[start, "diverge"].report
     assert report.kind == "diverged" and report.rank in (0, 1) and "give a smaller learning_rate than 1e+30" in report.message
 
 
-def test_a_failed_run_leaves_a_record_with_its_report_and_the_steps_it_did(failed: dict[str, Any]) -> None:
-    for error in (failed[name] for name in ("sleep", "stop", "raise", "exit", "kill", "diverge")):
+@pytest.mark.parametrize("start", STARTS)
+def test_a_failed_run_leaves_a_record_with_its_report_and_the_steps_it_did(failed: dict[tuple[str, str], Any], start: str) -> None:
+    for error in (failed[start, name] for name in ("sleep", "stop", "raise", "exit", "kill", "diverge")):
         record = RunRecord.load(error.record.path)
         assert record.status == "failed" and record.failure == error.report.as_dict()
         assert record.environment["versions"]
         json.loads((record.path / "run.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    raised = failed["raise"].record
+    raised = failed[start, "raise"].record
     assert [row["step"] for row in raised.table("steps") if row["rank"] == 1] == [0, 1, 2]
 
 
-def test_an_interrupted_caller_gets_its_interrupt(failed: dict[str, Any]) -> None:
-    assert isinstance(failed["interrupt"], KeyboardInterrupt)
+@pytest.mark.parametrize("start", STARTS)
+def test_an_interrupted_caller_gets_its_interrupt(failed: dict[tuple[str, str], Any], start: str) -> None:
+    assert isinstance(failed[start, "interrupt"], KeyboardInterrupt)
 
 
-def test_an_emulated_card_ends_the_run_that_does_not_fit(failed: dict[str, Any]) -> None:
-    record = failed["card"]
+@pytest.mark.parametrize("start", STARTS)
+def test_an_emulated_card_ends_the_run_that_does_not_fit(failed: dict[tuple[str, str], Any], start: str) -> None:
+    record = failed[start, "card"]
     assert record.status == "out_of_memory" and record.failure is None
     assert record.summary["card"] == {"bytes": 1_000_000, "exceeded": True} and record.provenance["card"] == "emulated"
     assert len(record.summary["losses"]) == 2 and record.summary["peak_memory_bytes"]["total"] > 1_000_000
@@ -212,9 +239,10 @@ def test_an_emulated_card_ends_the_run_that_does_not_fit(failed: dict[str, Any])
 
 
 @linux
-def test_a_killed_caller_takes_its_ranks_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", STARTS)
+def test_a_killed_caller_takes_its_ranks_with_it(tmp_path: Path, start: str) -> None:
     folder = tmp_path / "run"
-    code = f"from fsdplab.sessions import RunSpec, run\nrun(RunSpec(engine='torch-ddp', strategy='no_shard', **{LONG!r}), directory={str(folder)!r})"
+    code = f"from fsdplab.sessions import RunSpec, run\nrun(RunSpec(engine='torch-ddp', strategy='no_shard', start={start!r}, **{LONG!r}), directory={str(folder)!r})"
     caller = subprocess.Popen([sys.executable, "-c", code])
     steps = Mailbox(folder / "ranks").of(0, "steps")
     deadline = time.monotonic() + 60

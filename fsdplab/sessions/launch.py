@@ -7,7 +7,6 @@ runs can stand side by side.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -15,21 +14,22 @@ import subprocess
 import sys
 import time
 import uuid
+import warnings
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Callable, Iterator, Mapping, Protocol, Sequence
+from typing import Callable, Iterator, Protocol, Sequence
 
 from . import warm
-from .faults import Failure, RanksFailed, Remains, failed_first, hung, lost_agent, not_started, too_slow
-from .mailbox import RANKS_STORE, Beat, Mailbox, read_beats, read_lines
-from .processes import end, gone, send
+from .faults import Failure, RanksFailed, failed_first, hung, lost_agent, not_started, too_slow
+from .gathering import ask_for_stacks, gather
+from .mailbox import RANKS_STORE, Beat, Mailbox, read_beats
+from .processes import end, gone
 from .refusing import SpecError
-from .stacks import readable
 
 _LOOK_EVERY_S = 0.05
-_ANSWER_WITHIN_S = 2.0
 # After the first step, a pause this many times as long as the longest before it, and at least this long, is a hang.
 _STALL_FACTOR, _STALL_LEAST_S = 20.0, 20.0
 # At the time limit, ranks that move within the grace were slow, not hung; so were ranks that pause no longer than they did before.
@@ -89,9 +89,7 @@ def run_ranks(
     `start` is "warm" (forked; SpecError where that cannot be), "torchrun", or "auto" (warm where it can be). `on_look` is called about
     twenty times a second while the ranks run. An exception in it, Ctrl-C included, ends the ranks too.
     """
-    mailbox.folder.mkdir(parents=True, exist_ok=True)
-    mailbox.folder.chmod(0o700)  # the ranks meet in a file of it
-    agent = (_elsewhere.get() or _starts(start))(program, mailbox, world_size)
+    agent = start_agent(program, mailbox, world_size, start, on_look)
     progress = Progress()
     try:
         failure = _watch(agent, mailbox, world_size, time_limit, progress, on_look)
@@ -126,33 +124,36 @@ def ranks_started_by(start: Start) -> Iterator[None]:
         _elsewhere.reset(token)
 
 
+def start_agent(program: Sequence[str], mailbox: Mailbox, world_size: int, start: str, on_look: Callable[[], None] = lambda: None) -> Agent:
+    """Start ranks and return at once: whoever asks watches them, and ends them (processes.py)."""
+    mailbox.folder.mkdir(parents=True, exist_ok=True)
+    mailbox.folder.chmod(0o700)  # the ranks meet in a file of it
+    return (_elsewhere.get() or _starter(start, on_look))(program, mailbox, world_size)
+
+
 def begin_starter() -> None:
     """Begin the warm starter in the background, so that the first run need not wait for it."""
     warm.begin(_warm_environment())
 
 
-def _starts(start: str) -> Start:
+def _starter(start: str, on_look: Callable[[], None]) -> Start:
     if start == "torchrun":
         return start_torchrun
-    if (refused := warm.why_not()) is None:
-        return _start_warm if start == "warm" else _start_warm_or_torchrun
-    if start == "warm":
+    refused = warm.why_not()
+    if refused and start == "warm":
         raise SpecError(f"start is 'warm', but {refused}; give start='auto' or 'torchrun'")
-    return start_torchrun
+    return start_torchrun if refused else partial(_start_warm, on_look, start == "auto")
 
 
-def _start_warm(program: Sequence[str], mailbox: Mailbox, world_size: int) -> Agent:
+def _start_warm(on_look: Callable[[], None], may_fall_back: bool, program: Sequence[str], mailbox: Mailbox, world_size: int) -> Agent:
+    environment = _warm_environment() | {RANKS_STORE: str(mailbox.store)}
     try:
-        return warm.start(program, mailbox, world_size, _warm_environment() | {RANKS_STORE: str(mailbox.store)})
+        return warm.start(program, mailbox, world_size, environment, on_look)
     except warm.StarterFailed as failed:
-        raise SpecError(f"start is 'warm', but {failed}; give start='torchrun'") from failed
-
-
-def _start_warm_or_torchrun(program: Sequence[str], mailbox: Mailbox, world_size: int) -> Agent:
-    try:
-        return _start_warm(program, mailbox, world_size)
-    except SpecError:
-        return start_torchrun(program, mailbox, world_size)
+        if not may_fall_back:
+            raise SpecError(f"start is 'warm', but {failed}; give start='torchrun'") from failed
+        warnings.warn(f"ranks are started by torchrun, which takes seconds: {failed}", RuntimeWarning, stacklevel=5)
+    return start_torchrun(program, mailbox, world_size)
 
 
 class Process(subprocess.Popen):  # type: ignore[type-arg]
@@ -213,7 +214,7 @@ def _watch(
     agent: Agent, mailbox: Mailbox, world_size: int, time_limit: float, progress: Progress, on_look: Callable[[], None]
 ) -> Failure | None:
     deadline = time.monotonic() + time_limit
-    while _still_running(agent):
+    while still_running(agent):
         progress.look(read_beats(mailbox, world_size))
         on_look()
         if progress.finished(world_size):
@@ -227,15 +228,19 @@ def _watch(
 def _ended(agent: Agent, mailbox: Mailbox, world_size: int, progress: Progress) -> Failure | None:
     """What the agent's own end means: it ends when all ranks have, or when one ended badly and it has ended the others."""
     progress.look(read_beats(mailbox, world_size))
-    if progress.finished(world_size):
-        return None
-    remains = _remains(mailbox, world_size)
+    return None if progress.finished(world_size) else how_it_ended(agent, mailbox, world_size)
+
+
+def how_it_ended(agent: Agent, mailbox: Mailbox, world_size: int) -> Failure:
+    """The report of ranks that have ended without finishing their work."""
+    remains = gather(mailbox, world_size)
     return lost_agent(agent.lost, remains) if agent.lost and not remains.exits else failed_first(remains)
 
 
-def _still_running(agent: Agent) -> bool:
+def still_running(agent: Agent, within_s: float = _LOOK_EVERY_S) -> bool:
+    """Whether it lives that long."""
     try:
-        agent.wait(_LOOK_EVERY_S)
+        agent.wait(within_s)
     except subprocess.TimeoutExpired:
         return True
     return False
@@ -243,42 +248,13 @@ def _still_running(agent: Agent) -> bool:
 
 def _late(agent: Agent, mailbox: Mailbox, world_size: int, time_limit: float, progress: Progress) -> Failure | None:
     if len(progress.beats) < world_size:
-        return not_started(_remains(mailbox, world_size), time_limit, world_size)
+        return not_started(gather(mailbox, world_size), time_limit, world_size)
     last_move, grace_ends = progress.last, time.monotonic() + _GRACE_S
     while progress.last == last_move and time.monotonic() < grace_ends:
-        if not _still_running(agent):
+        if not still_running(agent):
             return _ended(agent, mailbox, world_size, progress)
         progress.look(read_beats(mailbox, world_size))
-    remains = replace(_remains(mailbox, world_size), beats=progress.beats)
+    remains = replace(gather(mailbox, world_size), beats=progress.beats)
     if progress.moving:
         return too_slow(remains, time_limit)
-    return hung(replace(remains, stacks=_ask_for_stacks(mailbox, remains.beats)), progress.idle)
-
-
-def _remains(mailbox: Mailbox, world_size: int) -> Remains:
-    exits = json.loads(mailbox.exits.read_text()) if mailbox.exits.exists() else {}
-    notes = {rank: read_lines(mailbox.of(rank, "failure")) for rank in range(world_size)}
-    return Remains(
-        exits={int(rank): code for rank, code in exits.items()},
-        notes={rank: lines[0] for rank, lines in notes.items() if lines},
-        beats=read_beats(mailbox, world_size),
-        printed=_printed(mailbox, world_size),
-    )
-
-
-def _printed(mailbox: Mailbox, world_size: int) -> str:
-    """What explains a rank that left no note: its standard error, or torchrun's log when it did not get that far."""
-    errors = [mailbox.of(rank, "err") for rank in range(world_size)]
-    texts = [path.read_text(errors="replace") for path in errors if path.exists()]
-    return "\n".join(filter(None, texts)) or mailbox.agent_log.read_text(errors="replace")
-
-
-def _ask_for_stacks(mailbox: Mailbox, beats: Mapping[int, Beat]) -> dict[int, str]:
-    """Ask every rank where it stands; those that do not answer within two seconds are left out."""
-    for beat in beats.values():
-        send(beat.pid, signal.SIGUSR1)
-    asked = {rank: mailbox.of(rank, "stack") for rank in beats}
-    deadline = time.monotonic() + _ANSWER_WITHIN_S
-    while time.monotonic() < deadline and not all(path.stat().st_size for path in asked.values()):
-        time.sleep(_LOOK_EVERY_S)
-    return {rank: stack for rank, path in asked.items() if (stack := readable(path.read_text(errors="replace")))}
+    return hung(replace(remains, stacks=ask_for_stacks(mailbox, remains.beats)), progress.idle)

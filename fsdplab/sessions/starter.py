@@ -18,6 +18,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import runpy
 import selectors
 import signal
@@ -216,8 +217,7 @@ def be_rank(request: Mapping[str, Any], rank: int) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.environ.update({name: str(value) for name, value in where.items()})
-    if request["folder"] is not None:
-        os.chdir(request["folder"])
+    _inherit(request)
     _as_if_fresh()
     try:
         run_program(request["program"])
@@ -232,6 +232,16 @@ def be_rank(request: Mapping[str, Any], rank: int) -> None:
         # a program that has set sys.excepthook (rankside.py) leaves its note and ends there
         sys.excepthook(*sys.exc_info())
         os._exit(1)
+
+
+def _inherit(request: Mapping[str, Any]) -> None:
+    """The folder, cores, limits and priority of the caller as they are now."""
+    if request["folder"] is not None:
+        os.chdir(request["folder"])
+    os.sched_setaffinity(0, request["cores"])
+    os.setpriority(os.PRIO_PROCESS, 0, max(request["nice"], os.getpriority(os.PRIO_PROCESS, 0)))  # only root may lower it
+    for name, limits in request["limits"].items():
+        resource.setrlimit(getattr(resource, name), limits)
 
 
 def _print_into(log: str) -> None:

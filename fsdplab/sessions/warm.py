@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -22,7 +23,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import IO, Mapping, Sequence
+from typing import IO, Callable, Mapping, Sequence
 
 from .mailbox import Mailbox
 from .starter import receive
@@ -32,6 +33,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _READ_AT_START = ("LD_", "PYTHON", "TORCH_", "TORCHDYNAMO_", "PYTORCH_", "KINETO_", "MALLOC_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "ATEN_", "DNNL_", "ONEDNN_", "GLIBC_")
 _READY_WITHIN_S = 120.0
 _GONE_WITHIN_S = 3.0
+_LOOK_EVERY_S = 0.05
 # safe: the caller's folder, which -c puts first, may hold a random.py
 _BOOT = "import sys; sys.path[:] = [each for each in sys.path if each]; from fsdplab.sessions.starter import main; main(*sys.argv[1:])"
 
@@ -127,26 +129,30 @@ class _Starter:
             )  # fmt: skip
         finally:
             theirs.close()
-        self._ready: dict[str, object] | None = None
+        self._ready: dict[str, object] | None = {}
+        self._hearing = threading.Lock()
 
     def fits(self, environment: Mapping[str, str]) -> bool:
         """Whether a rank forked by it would be as one started now."""
         return self.owner == os.getpid() and self.process.poll() is None and self.key == _key(environment)
 
-    def wait_until_ready(self) -> None:
-        """Return when it has imported everything; StarterFailed when it cannot."""
-        if self._ready is None:
-            self._control.settimeout(_READY_WITHIN_S)
-            try:
-                self._ready = receive(self._control)
-            except TimeoutError:
-                raise StarterFailed(f"the warm starter was not ready within {_READY_WITHIN_S:g} s") from None
-            finally:
-                self._control.settimeout(None)
-        if self._ready is None:
-            raise StarterFailed(f"the warm starter {self.how_it_ended()}{self._said()}")
+    def wait_until_ready(self, on_look: Callable[[], None]) -> None:
+        """Return when it has imported everything, calling `on_look()` meanwhile; StarterFailed when it cannot."""
+        deadline = time.monotonic() + _READY_WITHIN_S
+        while not self._hear_ready():
+            if time.monotonic() > deadline:
+                raise StarterFailed(f"the warm starter was not ready within {_READY_WITHIN_S:g} s")
+            on_look()
         if not self._ready["can_fork"]:
             raise StarterFailed("CUDA was initialised while the warm starter imported, and a process with CUDA cannot be forked")
+
+    def _hear_ready(self) -> bool:
+        with self._hearing:
+            if not self._ready and select.select([self._control], [], [], _LOOK_EVERY_S)[0]:
+                self._ready = receive(self._control)
+                if self._ready is None:
+                    raise StarterFailed(f"the warm starter {self.how_it_ended()}{self._said()}")
+        return bool(self._ready)
 
     def fork(self, request: Mapping[str, object], exits_file: Path) -> WarmRanks:
         """Send a request, with a socket for this run alone."""
@@ -213,13 +219,28 @@ def begin(environment: Mapping[str, str]) -> None:
             _fitting(environment)
 
 
-def start(program: Sequence[str], mailbox: Mailbox, world_size: int, environment: Mapping[str, str]) -> WarmRanks:
-    """Fork the ranks of one run, each as `python *program` would be; StarterFailed where that cannot be done."""
-    request = {"program": list(program), "world_size": world_size, "log": str(mailbox.agent_log), "folder": _folder(), "environment": dict(environment)}
+def start(program: Sequence[str], mailbox: Mailbox, world_size: int, environment: Mapping[str, str], on_look: Callable[[], None]) -> WarmRanks:
+    """Fork the ranks of one run, each as `python *program` would be; StarterFailed where that cannot be done.
+
+    Where the starter still imports, `on_look()` is called about twenty times a second until it is ready.
+    """
+    request = {
+        "program": list(program), "world_size": world_size, "log": str(mailbox.agent_log), "environment": dict(environment), **_inherited(),
+    }  # fmt: skip
     with _lock:
         starter = _fitting(environment)
-        starter.wait_until_ready()
-        return starter.fork(request, mailbox.exits)
+    starter.wait_until_ready(on_look)
+    return starter.fork(request, mailbox.exits)
+
+
+def _inherited() -> dict[str, object]:
+    """What a child would have from its parent, and a rank has not, because the starter was begun earlier."""
+    return {
+        "folder": _folder(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")},
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
+    }
 
 
 def starter_pid() -> int | None:
