@@ -1,8 +1,12 @@
-"""Fixtures that several test modules share; what only the course needs is imported where it is used, since GPU machines lack its packages."""
+"""Fixtures that several test modules share, and how tests are chosen and spread over workers.
+
+What only the course, or only xdist, needs is imported where it is used, since GPU machines lack these packages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,10 +18,27 @@ if TYPE_CHECKING:
     from fsdplab.teaching.findings import Finding
     from fsdplab.teaching.home import Home
 
+    from xdist.scheduler import LoadFileScheduling
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling:
+    """Under `pytest -n 2` a file stays on one worker, whatever --dist says: a notebook's cells follow each other, a module's runs are made once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`pytest -m quick` does not even import the files that have no quick test."""
+    if config.option.markexpr == "quick" and collection_path.suffix == ".py" and "mark.quick" not in collection_path.read_text(encoding="utf-8"):
+        return True
+    return None
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """The pool of real rank processes: `ranks(world_size, function, *arguments) -> [result of each rank]`."""
+    """Real ranks: `ranks(world_size, function, *arguments) -> [result of each rank]`."""
     pool = RankPool()
     yield pool
     pool.close()

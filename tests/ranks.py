@@ -1,98 +1,207 @@
-"""A pool of real rank processes shared by the engine's tests: importing torch once per process, not once per test.
+"""Real ranks for the engine's tests, forked from a process that has imported torch: 0.1 s a call, and no test sees what another left behind.
 
-`ranks(world_size, function, *arguments)` runs `function(*arguments)` on that many ranks of a fresh gloo process group
-and returns what each rank returned. A rank that raises fails the test with its traceback; a call that outlives its time
-limit ends the pool's processes, and the next call starts new ones.
+`ranks(world_size, function, *arguments)` runs `function(*arguments)` on that many ranks of a fresh gloo process group and returns what each
+rank returned. A rank that raises or dies fails the test with its traceback or exit code, a call that outlives its time limit with the ranks
+that gave no answer; either way the ranks have ended when the call returns.
+
+Each rank gives its answer through a pipe to the mother, and then waits until all have: one that left before its peers had connected to it
+would hang them. The mother imports the test's module too, once for all ranks of all its calls.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
+import os
+import pickle
+import selectors
+import signal
 import tempfile
 import time
 import traceback
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, NoReturn
+
+from fsdplab.sessions.guard import end_with_parent
 
 TIME_LIMIT = 120.0
+_OTHERS_FOLLOW_S = 15.0  # when one rank has failed, those that wait for it in a collective are not waited for longer than this
+_START_LIMIT = 120.0
+_PRELOAD = (
+    "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint", "torch.profiler",
+    "fsdplab.engine", "fsdplab.engine.checkpoint", "fsdplab.workloads", "pytest",
+)  # fmt: skip
 
 
 class RankFailed(AssertionError):
-    """A rank of the pool raised, died or outlived the time limit."""
+    """A rank raised, died or outlived the time limit."""
 
 
-def _serve(connection: Connection) -> None:
+class RankPool:
+    """The process that forks ranks; begun at the first call, and again after a call that it did not answer."""
+
+    def __init__(self) -> None:
+        self._mother: tuple[Any, Connection] | None = None
+
+    def __call__(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        process, connection = self._begun()
+        with tempfile.TemporaryDirectory() as folder:
+            connection.send_bytes(pickle.dumps((world_size, str(Path(folder) / "store"), pickle.dumps((function, arguments)))))
+            try:
+                if not connection.poll(TIME_LIMIT + _START_LIMIT):
+                    raise EOFError
+                answers = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                self.close()
+                raise RankFailed(f"the process that forks the ranks gave no answer; its exit code is {process.exitcode}") from None
+        failures = [f"rank {rank}:\n{text}" for rank, (fine, text) in enumerate(answers) if not fine]
+        if failures:
+            raise RankFailed("\n".join(failures))
+        return [value for _, value in answers]
+
+    def _begun(self) -> tuple[Any, Connection]:
+        if self._mother is None:
+            context = multiprocessing.get_context("spawn")
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
+            process.start()
+            theirs.close()
+            self._mother = process, ours
+        return self._mother
+
+    def close(self) -> None:
+        """End the mother, and the ranks with her."""
+        if self._mother is not None:
+            process, connection = self._mother
+            process.kill()
+            process.join()
+            connection.close()
+            self._mother = None
+
+
+# ---- the mother
+
+
+def _serve(connection: Connection, parent: int) -> None:
+    end_with_parent(parent)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking whether there is a GPU starts CUDA otherwise, which no fork survives
+    for module in _PRELOAD:
+        importlib.import_module(module)
     import torch
+
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    try:
+        while True:
+            world_size, store, call = pickle.loads(connection.recv_bytes())
+            connection.send_bytes(pickle.dumps(_answers(world_size, store, call)))
+    except EOFError:
+        return
+
+
+def _answers(world_size: int, store: str, call: bytes) -> list[tuple[bool, Any]]:
+    """Fork the ranks of one call, collect what they say, end them."""
+    try:
+        function, arguments = pickle.loads(call)
+    except Exception:
+        return [(False, traceback.format_exc())]
+    all_done, still_working = os.pipe()
+    forked = [_fork(rank, world_size, store, lambda: function(*arguments), all_done, still_working) for rank in range(world_size)]
+    os.close(all_done)
+    _collect(forked)
+    os.close(still_working)
+    for rank in forked:
+        if not rank.said_all:
+            os.kill(rank.pid, signal.SIGKILL)
+    exits = [os.waitstatus_to_exitcode(os.waitpid(rank.pid, 0)[1]) for rank in forked]
+    return [rank.answer(code) for rank, code in zip(forked, exits)]
+
+
+@dataclass
+class _Forked:
+    """One rank as the mother sees it."""
+
+    pid: int
+    pipe: int
+    said: bytes = b""
+    said_all: bool = False
+
+    def answer(self, exit_code: int) -> tuple[bool, Any]:
+        if self.said:
+            return pickle.loads(self.said)
+        how = f"died with exit code {exit_code}" if self.said_all else "gave no answer in time"
+        return False, how
+
+    @property
+    def failed(self) -> bool:
+        return self.said_all and not (self.said and pickle.loads(self.said)[0])
+
+
+def _fork(rank: int, world_size: int, store: str, call: Callable[[], Any], all_done: int, still_working: int) -> _Forked:
+    pipe, mouth = os.pipe()
+    mother, pid = os.getpid(), os.fork()
+    if pid == 0:
+        os.close(still_working)
+        os.close(pipe)
+        _be_rank(mother, rank, world_size, store, call, mouth, all_done)
+    os.close(mouth)
+    return _Forked(pid, pipe)
+
+
+def _collect(ranks: list[_Forked]) -> None:
+    """Until each rank has closed its pipe or the time is up."""
+    with selectors.DefaultSelector() as selector:
+        for rank in ranks:
+            selector.register(rank.pipe, selectors.EVENT_READ, rank)
+        deadline = time.monotonic() + TIME_LIMIT
+        while selector.get_map() and time.monotonic() < deadline:
+            for key, _ in selector.select(deadline - time.monotonic()):
+                if part := os.read(key.fd, 1 << 20):
+                    key.data.said += part
+                    continue
+                key.data.said_all = True
+                selector.unregister(key.fd)
+                if key.data.failed:
+                    deadline = min(deadline, time.monotonic() + _OTHERS_FOLLOW_S)
+    for rank in ranks:
+        os.close(rank.pipe)
+
+
+# ---- a rank
+
+
+def _be_rank(mother: int, rank: int, world_size: int, store: str, call: Callable[[], Any], mouth: int, all_done: int) -> NoReturn:
+    try:
+        end_with_parent(mother)
+        answer = _answer_of(rank, world_size, store, call)
+        with open(mouth, "wb") as file:
+            file.write(answer)
+        os.read(all_done, 1)  # its end, when the mother has heard all
+        _leave_group()
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _answer_of(rank: int, world_size: int, store: str, call: Callable[[], Any]) -> bytes:
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=world_size, store=dist.FileStore(store, world_size))
+        return pickle.dumps((True, call()))
+    except BaseException:
+        return pickle.dumps((False, traceback.format_exc()))
+
+
+def _leave_group() -> None:
     import torch.distributed as dist
 
     from fsdplab.engine.choose import forget_destroyed
 
-    torch.set_num_threads(1)
-    while (task := connection.recv()) is not None:
-        function, arguments, rank, world_size, store = task
-        try:
-            dist.init_process_group("gloo", rank=rank, world_size=world_size, store=dist.FileStore(store, world_size))
-            reply = (True, function(*arguments))
-        except BaseException:
-            reply = (False, traceback.format_exc())
-        connection.send(reply)
-        connection.recv()  # a rank that left before its peers had connected to it would hang them
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        del reply
-        forget_destroyed()
-        gc.collect()
-
-
-class RankPool:
-    """Processes that wait for work; as many as the largest world size asked for so far."""
-
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
-        self._members: list[tuple[Any, Connection]] = []
-
-    def __call__(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        self._grow(world_size)
-        with tempfile.TemporaryDirectory() as folder:
-            store = str(Path(folder) / "store")
-            for rank, (_, connection) in enumerate(self._members[:world_size]):
-                connection.send((function, arguments, rank, world_size, store))
-            replies = self._collect(world_size)
-            for _, connection in self._members[:world_size]:
-                connection.send("everybody is done")
-        failures = [f"rank {rank}:\n{text}" for rank, (fine, text) in enumerate(replies) if not fine]
-        if failures:
-            raise RankFailed("\n".join(failures))
-        return [value for _, value in replies]
-
-    def _collect(self, world_size: int) -> list[tuple[bool, Any]]:
-        deadline = time.monotonic() + TIME_LIMIT
-        replies: list[tuple[bool, Any]] = []
-        for rank, (process, connection) in enumerate(self._members[:world_size]):
-            if not connection.poll(max(0.0, deadline - time.monotonic())):
-                self.close()
-                raise RankFailed(f"rank {rank} gave no answer within {TIME_LIMIT:.0f} s")
-            try:
-                replies.append(connection.recv())
-            except EOFError:
-                self.close()
-                raise RankFailed(f"rank {rank} died with exit code {process.exitcode}") from None
-        return replies
-
-    def _grow(self, world_size: int) -> None:
-        while len(self._members) < world_size:
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self._members.append((process, ours))
-
-    def close(self) -> None:
-        """End every process."""
-        for process, connection in self._members:
-            process.kill()
-            process.join()
-            connection.close()
-        self._members = []
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    forget_destroyed()

@@ -15,6 +15,8 @@ from fsdplab.engine.schedule import Schedule
 from fsdplab.engine.packing import pack, unpack
 from fsdplab.planning import UnitShapes, step_traffic
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("module", ["engine.pending", "engine.schedule"])
 def test_docstring_examples(module: str) -> None:

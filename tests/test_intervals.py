@@ -7,6 +7,8 @@ import pytest
 
 from fsdplab.profiling.intervals import EMPTY, clip, close_gaps, covered, intersect, length, split, subtract, union
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     "function,arguments,expected",

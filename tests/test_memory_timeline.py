@@ -10,6 +10,8 @@ from fsdplab.engine.events import CATEGORIES, Tag
 from fsdplab.profiling.lives import AllocatorEvent, Storage, live, united
 from fsdplab.profiling.timeline import MAX_POINTS, TOLERANCE_NS, AccountingError, build_timeline, thin
 
+pytestmark = pytest.mark.quick
+
 MS = 1_000_000  # nanoseconds
 
 

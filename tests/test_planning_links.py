@@ -14,6 +14,8 @@ from fsdplab.planning.hardware import GPUS, HardwareError, parse_cluster
 from fsdplab.planning.links import PRESETS, LinkError, LinkSpec, parse_link, ring_steps, transfer_s
 from fsdplab.planning.windtunnel import Target, WindTunnelError, card_for, link_for, state_bytes, wind_tunnel
 
+pytestmark = pytest.mark.quick
+
 TABLE = Path(__file__).resolve().parents[1] / "data" / "hardware.csv"
 LLAMA = {"target_parameters": 8_030_261_248, "target_layers": 32, "tokens_per_gpu": 8192}
 

@@ -11,6 +11,8 @@ import pytest
 
 from fsdplab.records import CATEGORIES, TABLES, RecordError, RunRecord, comparison_json, matches_reference
 
+pytestmark = pytest.mark.quick
+
 STEP = {"rank": 0, "step": 0, "loss": 5.71234567890123, "step_time_s": None, "tokens": 128}
 COLLECTIVE = {
     "rank": 1,

@@ -22,6 +22,8 @@ from fsdplab.sessions.stacks import of_exception, readable
 from fsdplab.sessions.summary import formula_bytes, mean_losses, sent_per_step, step_seconds, unit_shapes
 from fsdplab.sessions.values import foreign_type
 
+pytestmark = pytest.mark.quick
+
 
 # ---- RunSpec
 
