@@ -7,12 +7,14 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output, new_raw_cell
 
-from fsdplab.teaching import course, course_run
+from fsdplab.teaching import course, course_run, course_state
 from fsdplab.teaching.__main__ import main
 from fsdplab.teaching.course import CourseError, build_course, check_sources, read
 from fsdplab.teaching.exercises import find
+from tests import learner_edition
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 START = new_code_cell('from fsdplab import teaching\nteaching.start(edition="teacher")')
@@ -174,10 +176,63 @@ def test_cells_are_short_and_say_what_is_taught(path):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")), ids=lambda path: path.name)
-def test_the_learner_edition_runs_to_its_end_unsolved(path, tmp_path):
-    notebook = course.edition_of(read(path), "learner")
-    run = course_run.run_notebook(path.name, "learner", notebook, tmp_path, tmp_path / "my_fsdp")
+def test_a_learner_edition_runs_to_its_end_in_a_kernel_of_its_own(tmp_path):
+    """Of one lesson, as `fsdplab course test` does it; notebooks/conftest.py runs what differs in every lesson."""
+    notebook = course.edition_of(read(NOTEBOOKS / "05_one_sharded_unit.ipynb"), "learner")
+    run = course_run.run_notebook("05_one_sharded_unit.ipynb", "learner", notebook, tmp_path, tmp_path / "my_fsdp")
     assert run.failure is None, run.failure
     printed = "".join(str(output.get("data", output)) for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs)
     assert "still the stub" in printed and "Not answered yet" in printed
+
+
+# --- only what differs runs again
+
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch):
+    """A shell as a kernel has one, and a learner's folder."""
+    monkeypatch.setenv("FSDPLAB_HOME", str(tmp_path / "teacher" / "my_fsdp"))
+    yield InteractiveShell.instance()
+    InteractiveShell.clear_instance()
+    course_state._open.clear()
+
+
+def learner_edition_of(shell, folder: Path, *cells) -> list[str]:
+    """The first lines of the cells that ran again after the teacher edition of these."""
+    path = source(folder / "src", START, *cells) / "05_mine.ipynb"
+    learner_edition.watch(shell)
+    for cell in read(path).cells:
+        if cell.cell_type == "code":
+            shell.run_cell(cell.source).raise_error()
+    own = folder / "learner" / "my_fsdp"
+    shell.run_cell(f"from tests import learner_edition; ran = learner_edition.run_learner_edition({str(path)!r}, {str(own)!r})").raise_error()
+    return shell.user_ns["ran"]
+
+
+UNSOLVED = [*exercise_cells(), new_code_cell('teaching.check("00.hello_ranks")')]
+UNANSWERED = [tagged(new_raw_cell('teaching.answer("01.busbw", ...)'), "stub"), tagged(new_code_cell('right = 0.8 * 1.5\nteaching.answer("01.busbw", right)'), "solution")]
+
+
+def test_cells_run_again_where_the_edition_decides(shell, tmp_path):
+    common = [new_code_cell("runs = ['slow']"), new_code_cell("def double(x):\n    return 2 * x"), new_code_cell("len(runs)")]
+    changed = [new_code_cell("runs += [hello_ranks.__doc__]"), new_code_cell("shown = tuple(runs)"), new_code_cell("assert len(shown) == double(1)")]
+    ran = learner_edition_of(shell, tmp_path, *common, *UNSOLVED, *changed, *UNANSWERED)
+    assert ran[0] == "from fsdplab import teaching" and ran[1:3] == ["%%exercise 00.hello_ranks", 'teaching.check("00.hello_ranks")']
+    assert ran[3:] == ["runs += [hello_ranks.__doc__]", "shown = tuple(runs)", "assert len(shown) == double(1)", 'teaching.answer("01.busbw", ...)']
+
+
+def test_what_only_a_solution_defines_is_not_there(shell, tmp_path):
+    with pytest.raises(AssertionError, match=r"learner edition, cell 5 \(right \* 2\): NameError: name 'right' is not defined"):
+        learner_edition_of(shell, tmp_path, *UNSOLVED, *UNANSWERED, new_code_cell("right * 2"))
+
+
+def test_stubs_that_say_nothing_are_noticed(shell, tmp_path):
+    with pytest.raises(AssertionError, match="the stubs of .*05_mine.ipynb say nothing"):
+        learner_edition_of(shell, tmp_path, *UNSOLVED)
+
+
+def test_a_predicted_number_is_the_learners_too(shell, tmp_path):
+    guess = [new_code_cell('peak = teaching.predict("05.mine", unit="MB", default=1)'), new_code_cell("peak.score(2)")]
+    asks = new_code_cell("assert hello_ranks and teaching.calibration() is None")
+    ran = learner_edition_of(shell, tmp_path, *guess, *UNSOLVED, asks, *UNANSWERED)
+    assert "peak.score(2)" not in ran and (tmp_path / "learner" / "my_fsdp" / "predictions.json").exists()
