@@ -18,8 +18,8 @@ from rich.table import Table
 from fsdplab import __version__
 from fsdplab.figures.units import plural, size
 
-PACKAGES = ("numpy", "plotly", "pandas", "jupyterlab", "ipywidgets", "ipyparallel", "transformers", "deepspeed", "tensorboard")
-EXTRA = {"plotly": "lab", "pandas": "lab", "jupyterlab": "lab", "ipywidgets": "lab", "ipyparallel": "lab", "transformers": "hf", "deepspeed": "peers"}
+PACKAGES = ("numpy", "plotly", "pandas", "jupyterlab", "ipywidgets", "transformers", "deepspeed", "tensorboard")
+EXTRA = {"plotly": "lab", "pandas": "lab", "jupyterlab": "lab", "ipywidgets": "lab", "transformers": "hf", "deepspeed": "peers"}
 SEVERAL = "ranks on one GPU"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 WORD = {True: "[green]yes[/]", False: "[yellow]no[/]"}

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # A module that is None in sys.modules cannot be imported, by ranks neither: what a machine with torch and numpy alone says.
 ALONE = "import sys\n"
-ALONE += "for name in ('plotly', 'IPython', 'ipywidgets', 'anywidget', 'pandas', 'ipyparallel', 'typer', 'rich', 'tqdm', 'nbformat'):\n    sys.modules[name] = None\n"
+ALONE += "for name in ('plotly', 'IPython', 'ipywidgets', 'anywidget', 'pandas', 'typer', 'rich', 'tqdm', 'nbformat'):\n    sys.modules[name] = None\n"
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +59,11 @@ def test_every_notebook_is_a_script(path):
 
 
 def test_magics_become_calls(tmp_path):
-    path = notebook(tmp_path / "01_a.ipynb", "x = 1\nx", "%%ranks 3\nprint('a', rank)", "%%exercise 01.ring\ndef ring():\n    return 1", "!ls -l")
+    path = notebook(tmp_path / "01_a.ipynb", "x = 1\nx", "%%ranks 3\nprint('a', rank)", "%%exercise 01.ring\ndef ring():\n    return 1", "!ls -l", "%ranks 3", "%%ranks[0,2]\nrank")
     script = script_of(path)
+    assert "\nmanage_ranks('3')\n" in script and "run_ranks('[0,2]', 'rank')" in script
     assert "run_ranks('3', \"print('a', rank)\")" in script and "run_exercise('01.ring', 'def ring():\\n    return 1', globals())" in script
-    assert "subprocess.run('ls -l', shell=True, check=True)" in script and "from fsdplab.teaching.cell_runs import run_ranks" in script
+    assert "subprocess.run('ls -l', shell=True, check=True)" in script and "from fsdplab.teaching.cell_runs import manage_ranks, run_ranks" in script
 
 
 @pytest.mark.parametrize("cell,words", [("%%bash\nls", "begins with %%bash"), ("x = 1\n%timeit x", "has the magic '%timeit x'")])

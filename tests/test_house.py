@@ -29,7 +29,7 @@ NARROW = {  # a room on floor 1 may use these modules of the engine and no other
     "planning": ("engine.layout", "engine.schedule"),
     "profiling": ("engine.events", "records"),
 }
-FLOORS_3_AND_4 = {"plotly", "ipywidgets", "IPython", "anywidget", "ipyparallel", "nbformat", "nbclient", "ipykernel"}
+FLOORS_3_AND_4 = {"plotly", "ipywidgets", "IPython", "anywidget", "nbformat", "nbclient", "ipykernel"}
 CLI_ONLY = {"typer", "rich", "click", "tqdm"}
 LAZY_ONLY = {"pandas", "deepspeed", "transformers", "safetensors"}  # extras: imported inside the function that needs them
 INNER = {"torch", "numpy"}  # with the standard library, all that floors 0 to 2 may import

@@ -19,7 +19,7 @@ _CALLS = {
 }
 _HEADER = {
     "exercise": "from fsdplab.teaching.cell_runs import run_exercise",
-    "ranks": "from fsdplab.teaching.cell_runs import run_ranks",
+    "ranks": "from fsdplab.teaching.cell_runs import manage_ranks, run_ranks",
     "!": "import subprocess",
 }
 
@@ -51,7 +51,7 @@ def code_cells(path: Path) -> list[Cell]:
 def script_of(path: Path) -> str:
     """The notebook as one Python script.
 
-    A cell `%%ranks 2` with the text `print(rank)` becomes the line `run_ranks('2', 'print(rank)')`; `!ls` becomes a `subprocess.run`.
+    A cell `%%ranks 2` with the text `print(rank)` becomes the line `run_ranks('2', 'print(rank)')`; `%ranks 2` becomes `manage_ranks('2')`, `!ls` a `subprocess.run`.
     """
     cells = code_cells(path)
     used = [name for name in _HEADER if any(_uses(cell, name) for cell in cells)]
@@ -64,7 +64,7 @@ def script_of(path: Path) -> str:
 def _uses(cell: Cell, name: str) -> bool:
     if name == "!":
         return any(line.startswith("!") for line in cell.source.splitlines())
-    return cell.source.startswith(f"%%{name}")
+    return cell.source.startswith(f"%%{name}") or any(line.startswith(f"%{name}") for line in cell.source.splitlines())
 
 
 def as_python(cell: Cell) -> str:
@@ -82,6 +82,8 @@ def as_python(cell: Cell) -> str:
 def _line(cell: Cell, line: str) -> str:
     if line.startswith("!"):
         return f"subprocess.run({line[1:].strip()!r}, shell=True, check=True)"
+    if line.split(maxsplit=1)[:1] == ["%ranks"]:
+        return f"manage_ranks({line[len('%ranks'):].strip()!r})"
     if line.startswith("%"):
         raise NotebookError(f"cell {cell.number} has the magic {line!r}, which a script does not know; say it in Python")
     return line

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .launch import run_ranks
+from .live_output import LiveOutput, OnOutput
 from .mailbox import Mailbox
 from .values import VALUES, foreign_type
 
@@ -33,11 +34,20 @@ class RankValues(list[Any]):
         self.collectives = collectives
 
 
-def call_on_ranks(source_path: str | Path, function_name: str, *, world_size: int, payload: Any = None, time_limit: float = 30.0, start: str = "auto") -> RankValues:
+def call_on_ranks(
+    source_path: str | Path,
+    function_name: str,
+    *,
+    world_size: int,
+    payload: Any = None,
+    time_limit: float = 30.0,
+    start: str = "auto",
+    on_output: OnOutput | None = None,
+) -> RankValues:
     """Call `function(payload)`, or `function(rank, world_size, payload)`, on gloo ranks; the values in order of rank.
 
     With `def double(rank, world_size, payload): return 2 * payload` in double.py, `call_on_ranks("double.py", "double", world_size=2,
-    payload=4)` is `[8, 8]`. RanksFailed when a rank raises, dies or does not end within `time_limit` seconds; ValueError when the file or
+    payload=4)` is `[8, 8]`. `on_output(rank, line)` gets what the ranks print while they run. RanksFailed when a rank raises, dies or does not end within `time_limit` seconds; ValueError when the file or
     the payload cannot be sent to the ranks.
     """
     source = Path(source_path).resolve()
@@ -51,8 +61,16 @@ def call_on_ranks(source_path: str | Path, function_name: str, *, world_size: in
         mailbox = Mailbox(Path(folder))
         torch.save(payload, mailbox.folder / "payload")
         program = ["-m", "fsdplab.sessions.callee", str(mailbox.folder), str(source), function_name]
-        run_ranks(program, mailbox, world_size=world_size, time_limit=time_limit, start=start)
+        output = LiveOutput(mailbox, world_size if on_output else 0, on_output or _nobody_listens)
+        try:
+            run_ranks(program, mailbox, world_size=world_size, time_limit=time_limit, start=start, on_look=output.look)
+        finally:
+            output.flush()
         return _collect(mailbox, world_size)
+
+
+def _nobody_listens(rank: int, line: str) -> None:
+    """What ranks print is in the values all the same."""
 
 
 def _collect(mailbox: Mailbox, world_size: int) -> RankValues:

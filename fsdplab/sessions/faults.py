@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import signal
 from dataclasses import asdict, dataclass, field
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 from .mailbox import Beat
 from .stacks import waits_for_others
@@ -105,7 +105,7 @@ def _raised(rank: int, remains: Remains) -> Failure:
     message = f"Rank {rank} {note['kind']}{_where(note['step'], note['phase'])}: {note['error'].rstrip('.')}.{_after(note)}{_ENDED}"
     done = [other for other, beat in remains.beats.items() if beat.phase == "finished" and other != rank]
     if done and _PEER_IS_GONE.search(note["error"]):
-        message += f" {_ranks(done)} had already finished, so rank {rank} waited for something that nobody sends."
+        message += f" {named(done)} had already finished, so rank {rank} waited for something that nobody sends."
     return Failure(note["kind"], message, rank, note["step"], note["phase"], note["collective"], note["traceback"])
 
 
@@ -129,7 +129,7 @@ def lost_agent(how: str, remains: Remains) -> Failure:
 def not_started(remains: Remains, time_limit: float, world_size: int) -> Failure:
     """The report of a run some of whose ranks had not even started when its time was up."""
     silent = sorted(set(range(world_size)) - set(remains.beats))
-    return Failure("timeout", f"{_ranks(silent)} did not start within the time limit of {time_limit:g} s.{_tail(remains.printed)}", silent[0])
+    return Failure("timeout", f"{named(silent)} did not start within the time limit of {time_limit:g} s.{_tail(remains.printed)}", silent[0])
 
 
 def hung(remains: Remains, idle_s: float) -> Failure:
@@ -182,7 +182,8 @@ def _exit(code: int) -> str:
     return f"{names.get(-code, 'an unknown signal')} (signal {-code})"
 
 
-def _ranks(ranks: list[int]) -> str:
+def named(ranks: Sequence[int]) -> str:
+    """`"Ranks 0, 1 and 3"`, as a sentence begins."""
     return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 

@@ -20,15 +20,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Callable, Iterator, Protocol, Sequence
+from typing import Callable, Iterator, Sequence
 
 from . import warm
 from .faults import Failure, RanksFailed, failed_first, hung, lost_agent, not_started, too_slow
 from .gathering import ask_for_stacks, gather
 from .mailbox import RANKS_STORE, Beat, Mailbox, read_beats
-from .processes import end, gone
+from .processes import Agent, end, gone
 from .refusing import SpecError
 
+STARTS = ("auto", "warm", "torchrun")  # forked by the warm starter, by torch.distributed.run, or forked wherever that can be
 _LOOK_EVERY_S = 0.05
 # After the first step, a pause this many times as long as the longest before it, and at least this long, is a hang.
 _STALL_FACTOR, _STALL_LEAST_S = 20.0, 20.0
@@ -99,17 +100,6 @@ def run_ranks(
         raise RanksFailed(failure)
 
 
-class Agent(Protocol):
-    """What starts the ranks of one run and has ended when they have. `lost` says how it came to its end itself, where it did."""
-
-    lost: str | None
-
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float) -> int: ...
-    def terminate(self) -> None: ...
-    def kill(self) -> None: ...
-
-
 Start = Callable[[Sequence[str], Mailbox, int], Agent]
 _elsewhere: ContextVar[Start | None] = ContextVar("elsewhere", default=None)
 
@@ -137,6 +127,8 @@ def begin_starter() -> None:
 
 
 def _starter(start: str, on_look: Callable[[], None]) -> Start:
+    if start not in STARTS:
+        raise SpecError(f"unknown start {start!r}; expected one of {', '.join(STARTS)}")
     if start == "torchrun":
         return start_torchrun
     refused = warm.why_not()
@@ -157,7 +149,9 @@ def _start_warm(on_look: Callable[[], None], may_fall_back: bool, program: Seque
 
 
 class Process(subprocess.Popen):  # type: ignore[type-arg]
-    """An agent in a process of its own."""
+    """An agent in a process of its own, which tells exit codes at its end."""
+
+    left: dict[int, int] = {}
 
     @property
     def lost(self) -> str | None:

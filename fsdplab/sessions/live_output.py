@@ -45,22 +45,22 @@ def _shown(line: bytes) -> str:
 
 
 class LiveOutput:
-    """Hands over what the ranks of a mailbox print: `on_output(1, "a line")`."""
+    """Hands over what the ranks of a mailbox print: `on_output(1, "a line")`; `lines` counts them."""
 
     def __init__(self, mailbox: Mailbox, world_size: int, on_output: OnOutput) -> None:
-        self.on_output = on_output
+        self.on_output, self.lines = on_output, 0
         self._tails = [Tail(mailbox.of(rank, "out")) for rank in range(world_size)]
 
-    def look(self) -> bool:
-        """Hand over the lines that are complete; whether there were any."""
-        return self._hand_over([tail.lines() for tail in self._tails])
+    def look(self) -> None:
+        """Hand over the lines that are complete."""
+        self._hand_over([tail.lines() for tail in self._tails])
 
     def flush(self) -> None:
         """Hand over everything, when the ranks have ended what they did."""
         self._hand_over([tail.last() for tail in self._tails])
 
-    def _hand_over(self, by_rank: list[list[str]]) -> bool:
+    def _hand_over(self, by_rank: list[list[str]]) -> None:
         for rank, lines in enumerate(by_rank):
             for line in lines:
+                self.lines += 1
                 self.on_output(rank, line)
-        return any(by_rank)

@@ -11,13 +11,23 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Sequence
-
-if TYPE_CHECKING:
-    from .launch import Agent
+from typing import Protocol, Sequence
 
 _PATIENCE_S = 3.0
 _LOOK_EVERY_S = 0.02
+
+
+class Agent(Protocol):
+    """What starts the ranks of one run and has ended when they have. `lost` says how it came to its end itself, where it did; `left` holds
+    the exit codes of ranks that ended before the others, where it knows them so early."""
+
+    lost: str | None
+    left: dict[int, int]
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float) -> int: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
 
 
 def end(agent: Agent, ranks: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ import traceback
 _FRAME = re.compile(r'^\s+File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _MOST_FRAMES = 8
 # Frames that belong to the lab's own scaffolding, or to PyTorch's logging, and tell nothing.
-_SCAFFOLDING = ("/fsdplab/sessions/tap.py", "/fsdplab/sessions/callee.py", "/fsdplab/sessions/cell_loop.py", "/fsdplab/sessions/starter.py", "/c10d_logger.py", "<frozen runpy>")
+_SCAFFOLDING = ("/fsdplab/sessions/tap.py", "/fsdplab/sessions/callee.py", "/fsdplab/sessions/cell_loop.py", "/fsdplab/sessions/cell_code.py", "/fsdplab/sessions/starter.py", "/c10d_logger.py", "<frozen runpy>")
 
 
 def of_exception(error: BaseException) -> str:
@@ -34,6 +34,8 @@ def of_exception(error: BaseException) -> str:
 def readable(dump: str, frames: int = _MOST_FRAMES) -> str:
     """The innermost frames of the main thread, each with its source line; empty for an empty dump."""
     found = [match for match in map(_FRAME.match, _main_thread(dump)) if match and not match["file"].endswith(_SCAFFOLDING)]
+    if found and found[-1]["file"] == "<string>":  # the outermost: how the warm starter was begun (python -c)
+        found.pop()
     return "\n".join(_with_source(match) for match in found[:frames])
 
 

@@ -35,7 +35,7 @@ from .mailbox import AGENT_PID
 # What ranks use, each on its way or lazily: whatever is missing here, every rank of every run imports again.
 RANK_SIDE = (
     "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.profiler",
-    "fsdplab.engine", "fsdplab.sessions.worker", "fsdplab.sessions.callee", "fsdplab.sessions.benching",
+    "fsdplab.engine", "fsdplab.sessions.worker", "fsdplab.sessions.callee", "fsdplab.sessions.cell_loop", "fsdplab.sessions.benching",
 )  # fmt: skip
 _OTHERS_FOLLOW_S = 0.2  # after one rank ended badly, the others may still leave a note of what they saw
 _TERM_S = 2.0  # then they are asked to end, and this much later killed
@@ -190,6 +190,7 @@ class _Starter:
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)
         run.exits[run.living.pop(pid)] = code
+        _send(run.socket, {"left": run.exits})
         if code != 0:
             run.end_soon(_OTHERS_FOLLOW_S)
 

@@ -50,6 +50,7 @@ class WarmRanks:
         self._unread = b""
         self._ended = False
         self.lost: str | None = None
+        self.left: dict[int, int] = {}
 
     def poll(self) -> int | None:
         """0 when all ranks have ended, None while one lives."""
@@ -98,6 +99,8 @@ class WarmRanks:
     def _take(self, part: bytes) -> None:
         *whole, self._unread = (self._unread + part).split(b"\n")
         for message in map(json.loads, whole):
+            if "left" in message:
+                self.left = {int(rank): code for rank, code in message["left"].items()}
             if "exits" in message:
                 bad = {rank: code for rank, code in message["exits"].items() if code}
                 if bad:

@@ -1,22 +1,48 @@
-"""The course's cell magics as IPython takes them: a name each for the functions of cell_runs.py. Loaded in a notebook only."""
+"""The course's magics as IPython takes them: a name each for the functions of cell_runs.py. Loaded in a notebook only."""
 
 from __future__ import annotations
 
-from IPython.core.magic import Magics, cell_magic, magics_class
+from typing import Any
 
-from .cell_runs import run_exercise, run_ranks
+from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
+
+from .cell_runs import manage_ranks, run_exercise, run_ranks
+
+_CHOSEN = "%%ranks["
 
 
 @magics_class
 class CourseMagics(Magics):
-    """The cell magics of the course."""
+    """The magics of the course."""
 
     @cell_magic
     def exercise(self, line: str, cell: str) -> None:
         """Save the cell as `my_fsdp/<id>.py`, where ranks can import it, and run it here too."""
         run_exercise(line, cell, self.shell.user_ns)
 
-    @cell_magic
-    def ranks(self, line: str, cell: str) -> None:
-        """Run the cell on fresh ranks, `%%ranks 2`, and print what each printed, in rank order."""
-        run_ranks(line, cell)
+    @line_cell_magic
+    def ranks(self, line: str, cell: str | None = None) -> None:
+        """Run the cell on ranks, and show what they print, labelled, while they run.
+
+        `%%ranks 3`: on three fresh ranks, which end with the cell. `%%ranks`: on all ranks that stay, or two fresh ones where none do.
+        `%%ranks[0,2]`: on two of those that stay; a collective of the whole group would wait for the others there. `--limit 5` gives a
+        cell five seconds instead of ninety.
+
+        `%ranks 4` starts four ranks that stay: what a cell defines on them is there for the next. `%ranks status` says what they hold,
+        `%ranks reset` starts fresh ones of the same number, `%ranks stop` ends them.
+        """
+        manage_ranks(line) if cell is None else run_ranks(line, cell)
+
+
+def register(shell: Any) -> None:
+    """Give the shell the magics, and teach it that `%%ranks[0,2]` is one of them."""
+    shell.register_magics(CourseMagics(shell))
+    if chosen_ranks not in shell.input_transformers_cleanup:
+        shell.input_transformers_cleanup.append(chosen_ranks)
+
+
+def chosen_ranks(lines: list[str]) -> list[str]:
+    """`%%ranks[0,2]` as `%%ranks [0,2]`, since a magic's name ends at a blank; the cell below is left as it is."""
+    if lines and lines[0].startswith(_CHOSEN):
+        return [lines[0].replace(_CHOSEN, "%%ranks [", 1), *lines[1:]]
+    return lines

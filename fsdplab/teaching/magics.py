@@ -1,8 +1,8 @@
 """`start`, `%%exercise` and `%%ranks`: the three lines of machinery that a notebook of the course needs.
 
 `%%exercise 01.ring_all_gather` saves its cell as a file of the learner's folder and runs it here as well. `%%ranks 3`
-runs its cell on three fresh processes joined into a group. They end with the cell: nothing is carried over, neither from
-the notebook to the ranks nor from one such cell to the next.
+runs its cell on three fresh processes joined into a group, which end with the cell. After `%ranks 3` three stay, and
+`%%ranks` cells find there what earlier ones have left. Nothing is carried over from the notebook to the ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+
+from fsdplab.sessions.launch import begin_starter
 
 from .course_state import Course, open_course
 
@@ -22,11 +24,12 @@ def start(edition: str | None = None, home: Path | str | None = None, shell: Any
     """
     course = open_course(edition, home)
     _prefer_this_environments_commands()
+    begin_starter()  # in the background: the first cell on ranks need not wait for torch to be imported
     shell = shell or _running_shell()
     if shell is not None:
-        from .cell_magics import CourseMagics
+        from .cell_magics import register
 
-        shell.register_magics(CourseMagics(shell))
+        register(shell)
         print(_greeting(course))
 
 

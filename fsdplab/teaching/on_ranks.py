@@ -6,10 +6,9 @@ returns travels back. Imports torch only, so that ranks start quickly.
 
 from __future__ import annotations
 
-import ast
 import contextlib
+import importlib
 import io
-import linecache
 import sys
 import threading
 import traceback
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdplab.sessions.cell_code import FRESH_TITLE, cell_namespace, run_source
 from fsdplab.teaching.home import Home, load_function
 from fsdplab.teaching.wire import WireLog
 
@@ -101,29 +101,20 @@ def _portable(value: Any) -> Any:
     return value if known else f"<{type(value).__name__}>"
 
 
-def run_cell(payload: dict[str, Any]) -> str:
-    """Run a notebook cell on this rank and return what it printed, its last expression's value included.
+def run_cell(payload: dict[str, Any]) -> None:
+    """Run a notebook cell on this rank; what it prints, its last expression's value included, is read while it runs.
 
     The cell finds `rank`, `world_size`, `torch` and `dist`; nothing else of the notebook is here.
     """
     Home(Path(payload["home"])).make_importable()
-    namespace = {"__name__": "__ranks__", "rank": dist.get_rank(), "world_size": dist.get_world_size(), "torch": torch, "dist": dist}
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        _execute(payload["source"], namespace)
+    sys.stdout.reconfigure(line_buffering=True)
+    run_source(payload["source"], cell_namespace(), FRESH_TITLE)
     dist.barrier()
-    return printed.getvalue()
 
 
-def _execute(source: str, namespace: dict[str, Any]) -> None:
-    """Run the statements; print the value of a last expression, as a notebook would show it."""
-    name = "<%%ranks cell>"
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    tree = ast.parse(source, name)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, name, "exec"), namespace)
-    if last is not None:
-        value = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
-        if value is not None:
-            print(repr(value))
-
+def import_latest(home: str) -> None:
+    """Before each cell on ranks that stay: let it import what the learner has saved by now."""
+    Home(Path(home)).make_importable()
+    for name in [name for name in sys.modules if name.partition(".")[0] == Path(home).name]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
