@@ -1,7 +1,7 @@
 """Under pytest every notebook is run in both editions, and the learner's folder is a temporary one.
 
 nbval runs the cells of a source, which is the teacher edition, one by one. Then one item more runs the learner edition in the same kernel:
-tests/learner_edition.py says which cells that are. Under `pytest -n 2` the cells of one notebook stay together, two notebooks side by side.
+tests/learner_edition.py says which cells that are. No notebook needs another to have run: under `pytest -n 2` two of them run side by side.
 """
 
 from __future__ import annotations
@@ -11,48 +11,71 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import nbformat
 import pytest
 from nbformat.v4 import new_code_cell
 from nbval.plugin import IPyNbCell, IPyNbFile
 
+from fsdplab.teaching.home import Home
+
+if TYPE_CHECKING:
+    from xdist.scheduler import LoadFileScheduling
+
+NOTEBOOKS = Path(__file__).resolve().parent
 SCRATCH = tempfile.TemporaryDirectory(prefix="fsdplab-notebooks-")
-TESTS = Path(__file__).resolve().parents[1] / "tests"
+TESTS = NOTEBOOKS.parent / "tests"
 WATCH = f"__import__('sys').path.insert(0, {str(TESTS)!r}); __import__('learner_edition').watch(get_ipython()); __import__('sys').path.pop(0)"
-TOGETHER = {"06_a_whole_model": "05_one_sharded_unit"}  # 06 trains with what passed its check in 05
+TAKES_UP = {"06_a_whole_model": "05_one_sharded_unit"}  # 06 trains with the functions that passed their checks in 05
 
 
 class BothEditions(IPyNbFile):
     """The cells of a source, and its learner edition."""
 
     def setup(self) -> None:
-        """A kernel that notes what its cells do."""
+        """A kernel that notes what its cells do, and the folder of a learner who has solved what this notebook takes up."""
+        own = Path(SCRATCH.name) / self.path.stem / "my_fsdp"
+        if self.path.stem in TAKES_UP:
+            solve(NOTEBOOKS / f"{TAKES_UP[self.path.stem]}.ipynb", Home(own))
+        os.environ["FSDPLAB_HOME"] = str(own)  # which the kernel inherits
         super().setup()
         self.kernel.await_idle(self.kernel.execute_cell_input(WATCH), timeout=60)
+
+    def teardown(self) -> None:
+        """Other tests choose their own folder."""
+        super().teardown()
+        os.environ.pop("FSDPLAB_HOME", None)
 
     def collect(self) -> Iterator[pytest.Item]:
         """nbval's items, then one."""
         cells = list(super().collect())
-        run = f"__import__('sys').modules['learner_edition'].run_learner_edition({str(self.path)!r}, {str(Path(SCRATCH.name) / 'learner' / 'my_fsdp')!r})"
-        cells.append(IPyNbCell.from_parent(self, name="learner edition", cell_num=len(cells), cell=new_code_cell(run), options=defaultdict(bool)))
-        for cell in cells:
-            cell.add_marker(pytest.mark.xdist_group(TOGETHER.get(self.path.stem, self.path.stem)))
-            yield cell
+        own = Path(SCRATCH.name) / f"{self.path.stem}-learner" / "my_fsdp"
+        run = new_code_cell(f"__import__('sys').modules['learner_edition'].run_learner_edition({str(self.path)!r}, {str(own)!r})")
+        yield from cells
+        yield IPyNbCell.from_parent(self, name="learner edition", cell_num=len(cells), cell=run, options=defaultdict(bool))
+
+
+def solve(notebook: Path, home: Home) -> None:
+    """Leave the notebook's exercises in the folder as its teacher edition does: saved, and passed."""
+    for cell in nbformat.read(notebook, as_version=4).cells:
+        first, _, body = cell.source.partition("\n")
+        if "solution" in cell.metadata.get("tags", ()) and first.startswith("%%exercise"):
+            exercise = first.split()[1]
+            home.save(exercise, body)
+            home.note_pass(exercise, body)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
-    """Sources of the course in both editions; other notebooks as nbval runs them."""
+    """Where nbval is asked to run a notebook, it runs in both editions."""
     found = yield
     return [BothEditions.from_parent(parent, path=file_path) if isinstance(each, IPyNbFile) else each for each in found]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The first cell of a notebook starts its kernel, which inherits this."""
-    os.environ["FSDPLAB_HOME"] = str(Path(SCRATCH.name) / "my_fsdp")
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling:
+    """Under `pytest -n 2 notebooks` the cells of a notebook stay on one worker, whatever --dist says; tests/conftest.py says so for the tests."""
+    from xdist.scheduler import LoadFileScheduling
 
-
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Other tests choose their own folder."""
-    os.environ.pop("FSDPLAB_HOME", None)
+    return LoadFileScheduling(config, log)
