@@ -30,6 +30,7 @@ from fsdplab.engine.events import Event, Tag, subscribe
 from .elsewhere import Elsewhere
 from .resident_set import ResidentGrowth
 from .residents import Residents, alive_now, gradient_tags, inner_optimizer, named_storages, state_addresses
+from .saving import save_trace
 from .timeline import MemoryTimeline, build_timeline
 from .trace import read_trace
 
@@ -136,7 +137,7 @@ class MemoryRecorder:
         tags = [*self._old_tags, *self._heard, *self._state_tags()]
         self._profile.stop()
         if error is None and self._save_trace is not None:
-            self._profile.export_chrome_trace(str(self._save_trace))
+            save_trace(self._profile, self._save_trace)
         if error is None:
             self._timeline = self._build(tags, measured)
         del self._profile

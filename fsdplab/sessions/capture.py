@@ -14,6 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from fsdplab.engine import events
+from fsdplab.profiling.saving import save_trace
 
 WARMUP = 1  # profiled steps that the profiler throws away
 RANGE = "ProfilerStep#"  # the profiler's own name for a step
@@ -44,7 +45,7 @@ class Capture:
     def save(self, path: Path) -> list[float]:
         """Write the trace to `path` (.json.gz) and return the seconds of the steps in it."""
         self._profile.stop()
-        self._profile.export_chrome_trace(str(path))
+        save_trace(self._profile, path)
         return self.seconds[WARMUP:]
 
 
