@@ -44,9 +44,18 @@ Emulate = Annotated[Optional[str], typer.Option(help="Wind tunnel: a machine suc
 AsModel = Annotated[Optional[str], typer.Option("--as", help="The model whose training on --emulate is imitated, such as llama-3.1-8b.")]
 Seed = Annotated[int, typer.Option(help="Seed of weights and data.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Start = Annotated[str, typer.Option(help="How ranks are started: warm (forked), torchrun (new Pythons), or auto (warm where that can be).")]
 TimeLimit = Annotated[float, typer.Option(help="Seconds after which one run is ended with a report.")]
 Html = Annotated[Optional[Path], typer.Option("--html", help="Write a standalone page: table, figures, what was real.")]
 Json = Annotated[Optional[str], typer.Option("--json", help="Write the comparison as JSON to a file, or to stdout with -.")]
+
+
+def begin_warm(start: str) -> None:
+    """Before anything heavy is imported: the process that forks the ranks imports torch while this one does."""
+    if start in ("auto", "warm"):
+        from fsdplab.sessions.launch import begin_starter
+
+        begin_starter()
 
 
 @app.callback(invoke_without_command=True)
@@ -82,12 +91,14 @@ def compare(
     card: Card = "auto",
     seed: Seed = 0,
     device: Device = "auto",
+    start: Start = "auto",
     time_limit: TimeLimit = 120.0,
     json_file: Json = None,
     html_file: Html = None,
     keep: Annotated[Optional[Path], typer.Option(help="Keep the run records in this folder.")] = None,
 ) -> None:
     """Train one model on one text under several strategies, and compare time, memory, traffic and losses."""
+    begin_warm(start)
     from fsdplab.cli_compare import compare_runs
     from fsdplab.cli_fabric import card_of
     from fsdplab.cli_report import Outputs
@@ -95,7 +106,7 @@ def compare(
     common = dict(
         world_size=world_size, model=model, steps=steps, batch_size=batch_size, sequence_length=sequence_length, micro_batches=micro_batches,
         precision=precision, compile=compile, text=text, seed=seed, device=device, time_limit=time_limit, prefetch=prefetch, units=units,
-        shard_size=shard_size, profile=profile, link=link, link_across=link_across, link_queues=link_queues, emulate=emulate, as_model=as_model,
+        shard_size=shard_size, profile=profile, link=link, link_across=link_across, link_queues=link_queues, emulate=emulate, as_model=as_model, start=start,
     )  # fmt: skip
     common["card"] = card_of(card, common, "330MB")
     compare_runs(names(strategies), names(engines), common, Outputs(json_file, html_file, keep))
@@ -131,10 +142,12 @@ def run(
     card: Card = "auto",
     seed: Seed = 0,
     device: Device = "auto",
+    start: Start = "auto",
     time_limit: TimeLimit = 120.0,
     out: Annotated[Optional[Path], typer.Option(help="Folder of the record; default: runs/<strategy>-<engine>.")] = None,
 ) -> None:
     """Run one strategy and record it in a folder, for `fsdplab report` and the notebooks."""
+    begin_warm(start)
     from fsdplab.cli_compare import record_run
     from fsdplab.cli_fabric import card_of, record_on_nodes
 
@@ -142,7 +155,7 @@ def run(
         world_size=world_size, model=model, steps=steps, batch_size=batch_size, sequence_length=sequence_length, micro_batches=micro_batches,
         precision=precision, text=text, seed=seed, device=device, time_limit=time_limit, checkpoint=checkpoint, offload=offload, prefetch=prefetch,
         compile=compile, transport=transport, units=units, shard_size=shard_size, profile=profile, link=link, link_across=link_across, link_queues=link_queues, emulate=emulate,
-        as_model=as_model, strategy=strategy, engine=engine,
+        as_model=as_model, strategy=strategy, engine=engine, start=start,
     )  # fmt: skip
     common["card"] = card_of(card, common, "none")
     folder = out or Path("runs") / f"{strategy}-{engine}"
@@ -185,15 +198,25 @@ def bench(
     prefetch: Annotated[str, typer.Option(help="Units gathered ahead; several numbers give a row each: 0,1.")] = "1",
     link: Link = None,
     device: Device = "auto",
+    start: Start = "auto",
     time_limit: TimeLimit = 900.0,
     json_file: Annotated[Optional[Path], typer.Option("--json", help="Write medians and ratios to this file.")] = None,
+    starts: Annotated[bool, typer.Option("--starts", help="Time starting instead, cold beside warm: ranks, a run, a check, the commands, compare.")] = False,
+    repetitions: Annotated[int, typer.Option(help="Of --starts: how often each is timed.")] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="Of --starts: leave compare out, which takes minutes.")] = False,
 ) -> None:
-    """Time engines in turn in one run, and report ratios of medians."""
+    """Time engines in turn in one run, and report ratios of medians; with --starts, time starting."""
+    if starts:
+        from fsdplab.cli_starts import bench_starts
+
+        bench_starts(repetitions, quick, json_file)
+        return
+    begin_warm(start)
     from fsdplab.cli_bench import bench_engines
 
     common = dict(
         world_size=world_size, model=model, batch_size=batch_size, sequence_length=sequence_length, precision=precision,
-        optimizer=optimizer, transport=transport, device=device, time_limit=time_limit, memory=False, link=link,
+        optimizer=optimizer, transport=transport, device=device, time_limit=time_limit, memory=False, link=link, start=start,
     )  # fmt: skip
     bench_engines(names(strategies), names(engines), common, rounds, json_file, peer_transport, names(prefetch))
 

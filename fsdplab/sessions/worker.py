@@ -29,6 +29,7 @@ from .capture import RANGE, WARMUP, Capture, Lives
 from .engines import Batch, Rig, build
 from .environment import capture_environment
 from .fabric import Fabric
+from .mailbox import RANKS_STORE
 from .rankside import Diverged, Place, rank_process
 from .spec import MEMORY_STEP, RunSpec
 from .spec_sharing import carrier, device_of_ranks, nccl_variables
@@ -43,9 +44,14 @@ def main(folder: str, build_rig: Build = build) -> None:
     os.environ |= nccl_variables(spec)
     with rank_process(folder, spec.backend, device_of_ranks(spec)) as place:
         if place.rank == 0:
-            place.write("environment", capture_environment(spec.place) | carrier(spec))
+            place.write("environment", capture_environment(spec.place) | carrier(spec) | {"start": how_started()})
         place.heart.enter("build")
         Training(spec, place, build_rig).run()
+
+
+def how_started() -> str:
+    """How this rank came to be: only forked ones meet in a file."""
+    return "warm" if os.environ.get(RANKS_STORE) else "torchrun"
 
 
 class Training:

@@ -1,0 +1,127 @@
+"""What starting costs: the same things asked for cold (new Pythons, by torch.distributed.run) and warm (forked), in one run.
+
+A quantity is a name and two callables; each is called once unmeasured where it is warm (the starter has then imported what it forks), and
+then a few times, cold and warm in turn, so that a machine that slows down slows both. Commands are timed as whole processes: their
+time is what a user waits for.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .call import call_on_ranks
+from .recording import run
+from .spec import RunSpec
+
+COLD, WARM = "torchrun", "warm"
+_ANSWER = "def answer(rank, world_size, payload):\n    return rank\n"
+_COMMANDS = {"import fsdplab": ("-c", "import fsdplab"), "fsdplab --help": ("-m", "fsdplab.cli", "--help"), "fsdplab doctor": ("-m", "fsdplab.cli", "doctor")}
+FIRST_ROW, WHOLE = "fsdplab compare: first row", "fsdplab compare: all of it"
+OnRow = Callable[["Row"], None]
+
+
+class StartsFailed(RuntimeError):
+    """A command that was to be timed did not work; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of one quantity, every repetition; `cold` is empty where there is no difference between cold and warm."""
+
+    name: str
+    cold: tuple[float, ...]
+    warm: tuple[float, ...]
+
+    def median(self, which: str) -> float | None:
+        """The median of `"cold"` or `"warm"`; None where it was not measured."""
+        seconds = getattr(self, which)
+        return statistics.median(seconds) if seconds else None
+
+    @property
+    def ratio(self) -> float | None:
+        """Cold over warm: 60.0 where ranks that took 6 s take 0.1 s."""
+        cold, warm = self.median("cold"), self.median("warm")
+        return cold / warm if cold and warm else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able: the name, all seconds, medians and their ratio."""
+        medians = {f"{which}_median_s": self.median(which) for which in ("cold", "warm")}
+        return {"name": self.name, "cold_s": list(self.cold), "warm_s": list(self.warm), **medians, "ratio": self.ratio}
+
+
+def in_turn(name: str, ask: Callable[[str], object], repetitions: int) -> Row:
+    """Time `ask("torchrun")` and `ask("warm")` in turn, after one warm call that is not counted."""
+    ask(WARM)
+    seconds: dict[str, list[float]] = {COLD: [], WARM: []}
+    for _ in range(repetitions):
+        for start in (COLD, WARM):
+            seconds[start].append(_seconds(lambda: ask(start)))
+    return Row(name, tuple(seconds[COLD]), tuple(seconds[WARM]))
+
+
+def of_ranks(repetitions: int, on_row: OnRow) -> None:
+    """Ranks that answer, and a whole run of gpt-tiny."""
+    with tempfile.TemporaryDirectory(prefix="fsdplab-starts-") as folder:
+        source = Path(folder) / "answer.py"
+        source.write_text(_ANSWER)
+        on_row(in_turn("ranks that answer", lambda start: call_on_ranks(source, "answer", world_size=2, start=start, time_limit=90.0), repetitions))
+    on_row(in_turn("run, gpt-tiny, 2 steps", lambda start: run(RunSpec(model="gpt-tiny", steps=2, start=start)), repetitions))
+
+
+def of_commands(repetitions: int, on_row: OnRow) -> None:
+    """Commands without ranks, each a new process."""
+    for name, arguments in _COMMANDS.items():
+        command = [sys.executable, *arguments]
+        on_row(Row(name, (), tuple(_seconds(lambda: _succeed(command)) for _ in range(repetitions))))
+
+
+def of_compare(on_row: OnRow, settings: Sequence[str] = ()) -> None:
+    """`fsdplab compare` once cold and once warm: until its first row is there, and until it has ended."""
+    cold, warm = (_rows_of_compare([*settings, "--start", start]) for start in (COLD, WARM))
+    on_row(Row(FIRST_ROW, (cold[0],), (warm[0],)))
+    on_row(Row(WHOLE, (cold[1],), (warm[1],)))
+
+
+def _rows_of_compare(settings: Sequence[str]) -> tuple[float, float]:
+    """Seconds until the first row (the line after the headline), and until the end."""
+    began, first, lines = time.perf_counter(), None, []
+    command = [sys.executable, "-u", "-m", "fsdplab.cli", "compare", *settings]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment()) as process:
+        for line in process.stdout:
+            lines.append(line)
+            if len(lines) == 2:
+                first = time.perf_counter() - began
+    if process.returncode or first is None:
+        raise StartsFailed(f"`fsdplab compare {' '.join(settings)}` ended with exit code {process.returncode}: {_last(''.join(lines))}")
+    return first, time.perf_counter() - began
+
+
+def _succeed(command: Sequence[str]) -> None:
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=_environment())
+    if done.returncode:
+        raise StartsFailed(f"`{' '.join(command)}` ended with exit code {done.returncode}: {_last(done.stderr or done.stdout)}")
+
+
+def _environment() -> dict[str, str]:
+    """A checkout that is not installed is found too, wherever the command runs."""
+    checkout = str(Path(__file__).resolve().parents[2])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [checkout, os.environ.get("PYTHONPATH")]))}
+
+
+def _last(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it printed nothing")
+
+
+def _seconds(ask: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    ask()
+    return time.perf_counter() - began
