@@ -55,7 +55,7 @@ def checked(tmp_path_factory) -> tuple[Path, int, list[str]]:
     """A check of parts that go wrong in every way, between two good ones: its folder, exit status, what it told."""
     folder, told = tmp_path_factory.mktemp("check"), []
     plans = [behaving(name) for name in ("keeps_a_record", "fails", "dies", "writes_garbage", "does_not_hold")]
-    plans += [behaving("hangs", 25.0), PartPlan("absent", 60, 60, "", "tests.no_such_part"), behaving("is_good")]
+    plans += [behaving("hangs", 15.0), PartPlan("absent", 60, 60, "", "tests.no_such_part"), behaving("is_good")]
     return folder, run_check(plans, "cpu", folder, 300.0, "the command", told.append), told
 
 
@@ -69,7 +69,7 @@ def test_every_part_is_reported_with_its_reason_and_the_last_one_still_runs(chec
     }  # fmt: skip
     reasons = {each.name: each.reason for each in check.outcomes}
     assert reasons["fails"] == "RuntimeError: the third row cannot be" and reasons["dies"] == "by SIGKILL"
-    assert "is no JSON" in reasons["writes_garbage"] and reasons["hangs"] == "ended at its limit of 25 s" and "no_such_part" in reasons["absent"]
+    assert "is no JSON" in reasons["writes_garbage"] and reasons["hangs"] == "ended at its limit of 15 s" and "no_such_part" in reasons["absent"]
     assert len(told) == 9 and told[1].startswith("fails: failed RuntimeError")
 
 
@@ -84,7 +84,7 @@ def test_finished_rows_outlive_a_part_that_ended_badly(checked):
 
 def test_the_table_names_what_failed(checked):
     text, markdown = (checked[0] / "table.txt").read_text(), (checked[0] / "table.md").read_text()
-    for words in ("the third row cannot be", "ended at its limit of 25 s", "peak within 3 %", "at most 3 %", "0 of 1", "note: all in order"):
+    for words in ("the third row cannot be", "ended at its limit of 15 s", "peak within 3 %", "at most 3 %", "0 of 1", "note: all in order"):
         assert words in text and words in markdown
     assert str(open_check(checked[0])) == text
 
@@ -115,7 +115,7 @@ def test_nothing_of_the_parts_is_left(checked):
 
 
 def test_what_the_whole_limit_does_not_hold_is_named_as_not_run(tmp_path):
-    assert run_check([behaving("hangs"), behaving("is_good")], "cpu", tmp_path, 25.0, "", lambda text: None) == 1
+    assert run_check([behaving("hangs"), behaving("is_good")], "cpu", tmp_path, 8.0, "", lambda text: None) == 1
     outcomes = open_check(tmp_path).outcomes
     assert [each.status for each in outcomes] == ["timed out", "not run"] and "no time was left" in outcomes[1].reason
 
@@ -418,15 +418,35 @@ def test_tests_are_rows_and_go_on_behind_one_that_breaks_its_process(tmp_path, r
 # ---- the whole, dry
 
 
+@pytest.fixture(scope="module")
+def dry(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """The dry run of everything: its folder, and the command as it ended."""
+    out = tmp_path_factory.mktemp("dry") / "out"
+    command = [sys.executable, "-m", "fsdplab.gpu_check", "--device", "cpu", "--out", str(out)]
+    return out, subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+
+
 @pytest.mark.timeout(510)
-def test_the_dry_run_on_cpu_exercises_every_part(tmp_path):
-    command = [sys.executable, "-m", "fsdplab.gpu_check", "--device", "cpu", "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
-    check = open_check(tmp_path / "out")
+def test_the_dry_run_on_cpu_exercises_every_part(dry, tmp_path):
+    out, done = dry
+    check = open_check(out)
     assert {each.name: each.status for each in check.outcomes} == dict.fromkeys(["environment", *(part.name for part in PARTS)], "finished"), done.stdout
     assert done.returncode == 0 and check.passed, done.stdout
     assert all(check.rows(part.name) for part in PARTS) and check.provenance["source_sha256"]
-    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert len(files) < 8 and all(path.parent == tmp_path / "out" and path.stat().st_size < 16e6 for path in files)
-    assert any(RunRecord.load(place).table("breakdown") for place in check.unpack_records(tmp_path / "records"))
-    assert json.loads((tmp_path / "out" / "check.json").read_text())["passed"]
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert len(files) < 8 and all(path.parent == out and path.stat().st_size < 16e6 for path in files)
+    assert any(RunRecord.load(place).table("breakdown") for place in check.unpack_records(tmp_path))
+    assert json.loads((out / "check.json").read_text())["passed"]
+
+
+@pytest.mark.timeout(510)
+@pytest.mark.parametrize("part,measures,least_checks", [
+    ("one_rank", {"lab", "lab-gathering", "torch-fsdp2", "torch-ddp", "alone"}, 2),
+    ("overlap", {"none", "slow", "slower than compute"}, 2),
+    ("memory", {"arithmetic", "categories", "runs"}, 5),
+])  # fmt: skip
+def test_a_part_of_the_dry_run_measures_all_that_it_names(dry, part: str, measures: set[str], least_checks: int):
+    outcome = open_check(dry[0]).outcome(part)
+    named = {row.get("engine") or row.get("link") or row.get("measure") for row in outcome.sheet["rows"]}
+    assert named == measures and len(outcome.sheet["checks"]) >= least_checks and outcome.sheet["notes"]
+    assert outcome.failed_checks == []

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parents[1]
 FLOOR = {
     "cli": 4, "widgets": 4, "teaching": 4,

@@ -21,6 +21,7 @@ from fsdplab.sessions import RanksFailed, RunSpec, compare
 from fsdplab.sessions.faults import NO_ANSWER
 from fsdplab.sessions.mailbox import Mailbox, read_beats
 from fsdplab.sessions.recording import WORKER, run
+from tests.leftovers import processes_of
 
 FAULTY = str(Path(__file__).with_name("faulty_worker.py"))
 TINY = {"model": "gpt-tiny", "steps": 4, "sequence_length": 32, "device": "cpu"}
@@ -29,20 +30,6 @@ HANG_AFTER_S = {"warm": 15.0, "torchrun": 45.0}  # a busy machine takes half a m
 OnStep = Callable[[Path, int], None]
 
 linux = pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc to look for processes")
-
-
-def processes_of(folder: Path) -> list[str]:
-    """Command lines of the living processes that name a folder or have a file of it open: the launcher and the ranks of its run."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            files = [os.readlink(link) for link in (entry / "fd").iterdir()] if entry.name != str(os.getpid()) else []
-        except OSError:  # ended while we looked
-            continue
-        if any(str(folder) in text for text in (command, *files)):
-            found.append(command)
-    return found
 
 
 def wait_until_gone(folder: Path, patience_s: float = 20.0) -> list[str]:

@@ -21,6 +21,7 @@ from fsdplab.widgets.running import Runner
 from fsdplab.widgets.stills import Still
 from fsdplab.widgets.strategy_lab import StrategyLab
 from fsdplab.widgets.tabs import EMPTY, FAULT, TABS, pieces
+from tests.leftovers import processes_of
 
 FIXED = {"device": "cpu", "sequence_length": 32}
 TINY = {"model": "gpt-tiny", "steps": 2, "strategies": ("full_shard",)}
@@ -232,22 +233,6 @@ def test_state_and_runner_need_no_widget_library() -> None:
 # ---- on real ranks
 
 
-def processes_below(folder: Path) -> list[str]:
-    """Command lines of the living processes that name a folder: launchers and ranks of its runs."""
-    commands = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            commands.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-        except OSError:  # ended while we looked
-            continue
-    return [command for command in commands if str(folder) in command and "pytest" not in command]
-
-
-def left_behind(folder: Path) -> list[str]:
-    """What is still there of a folder's runs once they have ended: nothing."""
-    return processes_below(folder)
-
-
 def when(state: LabState, true: Any, act: Any) -> None:
     """Call `act()` from a thread of its own as soon as `true(state)`, as a press of a button would."""
     reached = threading.Event()
@@ -376,7 +361,7 @@ def test_cancel_ends_the_ranks_and_the_next_batch_runs(tmp_path: Path, moment: s
     when(runner.state, lambda state: state.progress.step >= 1 if moment == "step" else state.progress.run == 1, runner.cancel)
     assert runner.start() and runner.wait(PATIENCE_S)
     assert runner.state.status == "cancelled" and runner.state.message == "cancelled by you: 0 records of 1 run kept; press Run to start again"
-    assert left_behind(tmp_path) == [] and runner.state.progress.step < 202
+    assert processes_of(tmp_path) == [] and runner.state.progress.step < 202
     if moment == "start":
         runner.state.choose(card="1MB")
         assert runner.start() and runner.wait(PATIENCE_S) and runner.state.status == "done", runner.state.message
@@ -385,10 +370,10 @@ def test_cancel_ends_the_ranks_and_the_next_batch_runs(tmp_path: Path, moment: s
 
 @linux
 def test_a_run_that_fails_says_why_and_the_next_batch_runs(tmp_path: Path) -> None:
-    runner = Runner(LabState({**FIXED, "time_limit": 0.2}, **TINY), tmp_path)
+    runner = Runner(LabState({**FIXED, "time_limit": 0.2, "start": "torchrun"}, **TINY), tmp_path)
     assert runner.start() and runner.wait(PATIENCE_S)
     assert runner.state.status == "failed" and "did not start within the time limit of 0.2 s" in runner.state.message
-    assert [record.status for record in runner.state.batch.records] == ["failed"] and left_behind(tmp_path) == []
+    assert [record.status for record in runner.state.batch.records] == ["failed"] and processes_of(tmp_path) == []
     assert runner.start() and runner.wait(PATIENCE_S) and runner.state.status == "failed"
 
 
