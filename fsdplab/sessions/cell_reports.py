@@ -74,17 +74,17 @@ def _was(ranks: Mapping[int, Any]) -> str:
 
 
 def _tracebacks(failed: Said) -> dict[int, str]:
-    return {rank: each["traceback"].rstrip() for rank, each in failed.items()}
+    return {rank: failed[rank]["traceback"].rstrip() for rank in sorted(failed)}
 
 
 def _stood(beats: Mapping[int, Beat], stacks: Mapping[int, str]) -> dict[int, str]:
     last = {rank: f"last collective: {beat.collective or 'none'}; stood in (innermost call first):" for rank, beat in beats.items()}
-    return {rank: f"{last[rank]}\n{stacks.get(rank) or NO_ANSWER}" for rank in beats}
+    return {rank: f"{last[rank]}\n{stacks.get(rank) or NO_ANSWER}" for rank in sorted(beats)}
 
 
 def _labelled(blocks: Mapping[int, str]) -> str:
     """`[rank 1] ` before every line of what rank 1 says; ranks that say the same say it once."""
     who: dict[str, list[int]] = {}
-    for rank in sorted(blocks):
+    for rank in blocks:
         who.setdefault(blocks[rank], []).append(rank)
     return "\n\n".join("\n".join(f"[{named(ranks).lower()}] {line}" for line in text.splitlines()) for text, ranks in who.items())

@@ -20,7 +20,8 @@ from .processes import Agent, gone, send
 from .stacks import waits_for_others
 
 _LOOK_EVERY_S = 0.02
-_OTHERS_FOLLOW_S = 1.0  # a rank that ended badly ends the others (starter.py, torchrun); one that left with exit code 0 does not
+# A rank that ended badly ends the others (starter.py, torchrun), and then the exit codes are told; one that left with exit code 0 does not.
+_OTHERS_FOLLOW_S, _OTHERS_GONE_S = 3.0, 15.0
 _ANSWER_WITHIN_S = 2.0
 # Ranks that wait in a collective, so long without a move, while another has raised; and while another has only no part in it any more.
 _PATIENCE_S, _LONG_PATIENCE_S = 2.0, 5.0
@@ -44,9 +45,10 @@ class Living:
 
     def death(self) -> Failure:
         """The report after a rank died: waits a moment for its exit code, and shows what was still printed."""
-        first, deadline = next(iter(self.missing()), None), time.monotonic() + _OTHERS_FOLLOW_S
-        while time.monotonic() < deadline and still_running(self.agent, _LOOK_EVERY_S) and self.agent.left.get(first) != 0:
-            pass
+        first, began = next(iter(self.missing()), None), time.monotonic()
+        while still_running(self.agent, _LOOK_EVERY_S) and self.agent.left.get(first) != 0:
+            if time.monotonic() - began > (_OTHERS_GONE_S if len(self.missing()) > 1 else _OTHERS_FOLLOW_S):
+                break
         self.output.flush()
         if self.agent.poll() is not None:
             return how_it_ended(self.agent, self.mailbox, self.world_size)
