@@ -5,6 +5,7 @@ Whatever a part does (fail, hang, die, write nonsense), the answer is an `Outcom
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -13,11 +14,13 @@ import time
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Mapping, Sequence
+
+from fsdplab.sessions import warm
 
 from .plans import PartPlan
 from .sheets import BadSheet, Sheet, read_sheet
-from .tree import MARK, end_tree
+from .tree import MARK, Process, end_tree
 
 RUNNER = "FSDPLAB_GPU_CHECK_RUNNER"  # "PID DEADLINE": the process with which a part ends, and when it will be ended (monotonic clock)
 REFUSED = 2
@@ -55,32 +58,65 @@ def run_part(plan: PartPlan, device: str, scratch: Path, limit_s: float) -> Outc
     """Run the part; it works in `scratch/<name>`, and what it prints is in `scratch/<name>.log`."""
     folder, mark = scratch / plan.name, uuid.uuid4().hex
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", plan.program, "--device", device, "--out", str(folder), "--seconds", f"{limit_s:.1f}", *plan.arguments]
+    program = ["-m", plan.program, "--device", device, "--out", str(folder), "--seconds", f"{limit_s:.1f}", *plan.arguments]
     began = time.monotonic()
-    with (scratch / f"{plan.name}.log").open("wb") as log:
-        process = subprocess.Popen(
-            command, cwd=folder, env=_environment(scratch, mark, began + limit_s), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = _wait(process, limit_s)
-        finally:
-            left = end_tree(process, mark)
+    process = _started(program, folder, scratch / f"{plan.name}.log", _environment(scratch, mark), began + limit_s)
+    try:
+        code = _wait(process, limit_s)
+    finally:
+        left = end_tree(process, mark)
     status, reason = _verdict(code, limit_s, scratch / f"{plan.name}.log")
     if left:
         reason += f"; processes {left} did not end"
     return _with_sheet(plan, status, reason.strip("; "), time.monotonic() - began, limit_s, folder)
 
 
-def _environment(scratch: Path, mark: str, deadline: float) -> dict[str, str]:
+def _environment(scratch: Path, mark: str) -> dict[str, str]:
     """A part finds this very code without an install, prints at once, and keeps its temporary files where they are deleted."""
     temporary = scratch / "tmp"
     temporary.mkdir(exist_ok=True)
     path = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
-    fixed = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TMPDIR": str(temporary), MARK: mark, RUNNER: f"{os.getpid()} {deadline}"}
-    return {**os.environ, **fixed}
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TMPDIR": str(temporary), MARK: mark}
 
 
-def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+def _started(program: Sequence[str], folder: Path, log: Path, environment: Mapping[str, str], deadline: float) -> Process:
+    """The part's process: forked from this check's warm starter, in which torch is imported, or a new Python where that cannot be."""
+    if warm.why_not() is None:
+        try:
+            return ForkedPart(program, log, folder, environment, deadline)
+        except warm.StarterFailed as failed:
+            print(f"parts start cold: {failed}", file=sys.stderr)
+    tied = {**environment, RUNNER: f"{os.getpid()} {deadline}"}
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, *program], cwd=folder, env=tied, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+class ForkedPart:
+    """A part forked from the warm starter, spoken to like a subprocess.Popen."""
+
+    def __init__(self, program: Sequence[str], log: Path, folder: Path, environment: Mapping[str, str], deadline: float) -> None:
+        warm.begin(environment)
+        tied = {**environment, RUNNER: f"{warm.starter_pid()} {deadline}"}  # its parent, which ends with this process
+        log.touch()
+        self._process = warm.start_process(program, log, folder, tied)
+        self.pid = self._process.first_pid()
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self._code() if self._process.poll() is not None else None
+
+    def wait(self, timeout: float = math.inf) -> int:
+        """The exit code once it has ended; subprocess.TimeoutExpired when that takes longer."""
+        self._process.wait(timeout)
+        return self._code()
+
+    def _code(self) -> int:
+        return self._process.exits.get(0, -int(signal.SIGKILL))  # with the starter killed, its children were killed too
+
+
+def _wait(process: Process, limit_s: float) -> int | None:
     """The exit code; None where the limit came first."""
     try:
         return process.wait(limit_s)

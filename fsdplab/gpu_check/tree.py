@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Protocol
 
 MARK = "FSDPLAB_GPU_CHECK_MARK"
 _PATIENCE_S = 5.0
 _LOOK_EVERY_S = 0.02
 
 
-def end_tree(process: subprocess.Popen[bytes], mark: str) -> list[int]:
+class Process(Protocol):
+    """A part's process: a subprocess.Popen, or one that was forked from the warm starter."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float = ...) -> int: ...
+
+
+def end_tree(process: Process, mark: str) -> list[int]:
     """Kill `process` with its group, its descendants and all that carry `mark`; returns those still there after five seconds."""
     deadline = time.monotonic() + _PATIENCE_S
     left = {process.pid} if process.poll() is None else set()
@@ -34,7 +43,7 @@ def end_tree(process: subprocess.Popen[bytes], mark: str) -> list[int]:
     return sorted(left)
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
+def _kill_group(process: Process) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):  # the group is gone; macOS says "not permitted" of a zombie's

@@ -16,6 +16,7 @@ import torch
 from fsdplab.workloads import PRESETS, ByteText, ConfigError, TextError, parameter_count, preset
 from fsdplab.workloads.compiled import COMPILES, missing_compiler
 
+from .launch import STARTS
 from .refusing import SpecError, check_whole, near_matches
 from .spec_network import check_network
 from .spec_sharing import check_sharing, shares_a_gpu
@@ -39,7 +40,6 @@ OFFLOADS = ("none", "cpu")  # where the lab's slices and optimizer state rest: t
 DEVICES = ("auto", "cpu", "cuda")
 UNITS = ("auto", "block", "linear", "model")  # what travels together: a block (auto is the same), each linear layer, everything
 OPTIMIZERS = ("adamw", "adamw-foreach")  # fused, and the one that makes temporaries
-STARTS = ("auto", "warm", "torchrun")  # how ranks come to be: forked by the warm starter, or by torch.distributed.run
 TRANSPORTS = ("auto", "shm", "gloo", "nccl", "shared_gpu")
 ON_SHARED_GPU = ("lab", "torch-fsdp2")  # torch's takes collectives of the user's own
 ON_SHARED_MEMORY = ("torch-ddp", "torch-fsdp1", "torch-fsdp2")  # besides lab; for them "auto" is the device's usual backend

@@ -4,7 +4,7 @@
 
 The starter imports torch and the rank side of fsdplab and does nothing else: no process group, no CUDA context, no thread. So a fork
 is as good as a fresh process, and nothing of one run can be seen by the next. It speaks with its caller (warm.py) over socket pairs that
-no other process can open: one to receive requests, and one a run, on which it tells exit codes. The end of a run's socket
+no other process can open: one to receive requests, and one a run, on which it tells process ids and exit codes. The end of a run's socket
 ends the run's ranks; the end of the caller, however it ends, ends everything.
 
 Python's own means were judged first. multiprocessing's forkserver is one a process, shared with the user's own use of it; its children
@@ -24,8 +24,8 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 import time
-import traceback
 from dataclasses import dataclass, field
 from typing import Any, Mapping, NoReturn, Sequence
 
@@ -137,11 +137,12 @@ class _Starter:
         self.selector.register(run.socket, selectors.EVENT_READ, run)
         sys.stdout.flush()
         sys.stderr.flush()
-        for rank in range(request["world_size"]):
+        for rank in range(request["world_size"] or 1):
             pid = os.fork()
             if pid == 0:
                 self._become_rank(request, rank)
             run.living[pid] = rank
+        _send(run.socket, {"pids": list(run.living)})
 
     def _become_rank(self, request: Mapping[str, Any], rank: int) -> NoReturn:
         """In the child: close what is the starter's, and be a rank; this process never returns."""
@@ -209,15 +210,19 @@ def _leave(*_: object) -> NoReturn:
 
 
 def be_rank(request: Mapping[str, Any], rank: int) -> None:
-    """Be rank `rank` of the request, in a process that was forked for it: a session, environment, folder and program of its own."""
+    """Be rank `rank` of the request, in a process that was forked for it: a session, environment, folder and program of its own.
+
+    A world size of 0 asks for one process that is no rank.
+    """
     os.setsid()
     starter, world_size = os.getppid(), request["world_size"]
     _print_into(request["log"])
     end_with_parent(starter)
-    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "GROUP_RANK": 0, AGENT_PID: starter}
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "GROUP_RANK": 0, AGENT_PID: starter}
     os.environ.clear()
     os.environ.update(request["environment"])
-    os.environ.update({name: str(value) for name, value in where.items()})
+    if world_size:
+        os.environ.update({name: str(value) for name, value in variables.items()})
     _inherit(request)
     _as_if_fresh()
     try:
@@ -259,7 +264,9 @@ def _as_if_fresh() -> None:
 
     threads = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else os.cpu_count() or 1)
-    numpy.random.seed()  # Python's own generator is seeded anew by fork, torch's begins every process at the same seed
+    tempfile.tempdir = None  # some import has asked for it already, in the environment of the starter
+    numpy.random.seed()  # Python's own generator is seeded anew by fork
+    torch.default_generator.seed()
 
 
 def run_program(program: Sequence[str]) -> None:

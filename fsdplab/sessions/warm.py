@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import resource
 import select
@@ -45,10 +46,12 @@ class StarterFailed(RuntimeError):
 class WarmRanks:
     """The forked ranks of one run, spoken to like a process: it has ended when all of them have."""
 
-    def __init__(self, starter: _Starter, own: socket.socket, exits_file: Path) -> None:
+    def __init__(self, starter: _Starter, own: socket.socket, exits_file: Path | None) -> None:
         self._starter, self._socket, self._exits_file = starter, own, exits_file
         self._unread = b""
         self._ended = False
+        self.pids: list[int] = []
+        self.exits: dict[int, int] = {}
         self.lost: str | None = None
         self.left: dict[int, int] = {}
 
@@ -63,6 +66,14 @@ class WarmRanks:
         if not self._ended:
             raise subprocess.TimeoutExpired("ranks", timeout)
         return 0
+
+    def first_pid(self) -> int:
+        """The process id of rank 0, as soon as it is forked; StarterFailed where the starter ended before."""
+        while not self.pids and not self._ended:
+            self._hear(math.inf)
+        if not self.pids:
+            raise StarterFailed(self.lost or "nothing was forked")
+        return self.pids[0]
 
     def terminate(self) -> None:
         """Ask all ranks to end; two seconds later they are killed."""
@@ -85,27 +96,37 @@ class WarmRanks:
             self._finish()
 
     def _read(self, timeout: float) -> None:
+        """Hear what is said until all have ended, for `timeout` seconds at most."""
         deadline = time.monotonic() + timeout
-        while not self._ended:
-            readable, _, _ = select.select([self._socket], [], [], max(0.0, deadline - time.monotonic()))
-            if not readable:
-                return
-            try:
-                part = self._socket.recv(1 << 16)
-            except ConnectionError:
-                part = b""
-            self._take(part) if part else self._lose()
+        while not self._ended and self._hear(deadline - time.monotonic()):
+            pass
+
+    def _hear(self, timeout: float) -> bool:
+        """Take in what the starter says next; False where it said nothing within `timeout` seconds."""
+        readable, _, _ = select.select([self._socket], [], [], None if timeout == math.inf else max(0.0, timeout))
+        if not readable:
+            return False
+        try:
+            part = self._socket.recv(1 << 16)
+        except ConnectionError:
+            part = b""
+        self._take(part) if part else self._lose()
+        return True
 
     def _take(self, part: bytes) -> None:
         *whole, self._unread = (self._unread + part).split(b"\n")
         for message in map(json.loads, whole):
             if "left" in message:
                 self.left = {int(rank): code for rank, code in message["left"].items()}
+            self.pids = message.get("pids", self.pids)
             if "exits" in message:
-                bad = {rank: code for rank, code in message["exits"].items() if code}
-                if bad:
-                    self._exits_file.write_text(json.dumps(bad))
+                self.exits = {int(rank): code for rank, code in message["exits"].items()}
+                self._note_exits({rank: code for rank, code in self.exits.items() if code})
                 self._finish()
+
+    def _note_exits(self, bad: Mapping[int, int]) -> None:
+        if bad and self._exits_file is not None:
+            self._exits_file.write_text(json.dumps(bad))
 
     def _lose(self) -> None:
         self.lost = f"The warm starter, the process that forks the ranks, {self._starter.how_it_ended()}, and all ranks ended with it. The next run starts a new one."
@@ -137,7 +158,7 @@ class _Starter:
 
     def fits(self, environment: Mapping[str, str]) -> bool:
         """Whether a rank forked by it would be as one started now."""
-        return self.owner == os.getpid() and self.process.poll() is None and self.key == _key(environment)
+        return not self.gone and self.key == _key(environment)
 
     def wait_until_ready(self, on_look: Callable[[], None]) -> None:
         """Return when it has imported everything, calling `on_look()` meanwhile; StarterFailed when it cannot."""
@@ -157,7 +178,7 @@ class _Starter:
                     raise StarterFailed(f"the warm starter {self.how_it_ended()}{self._said()}")
         return bool(self._ready)
 
-    def fork(self, request: Mapping[str, object], exits_file: Path) -> WarmRanks:
+    def fork(self, request: Mapping[str, object], exits_file: Path | None) -> WarmRanks:
         """Send a request, with a socket for this run alone."""
         own, theirs = socket.socketpair()
         try:
@@ -174,6 +195,12 @@ class _Starter:
         """Ask no more of it: it ends when its last run has."""
         if self.owner == os.getpid():
             self._control.close()
+            self._log.close()
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has ended, or belongs to the process that this one was forked from."""
+        return self.owner != os.getpid() or self.process.poll() is not None
 
     def end(self) -> None:
         """End it and all its ranks."""
@@ -227,13 +254,22 @@ def start(program: Sequence[str], mailbox: Mailbox, world_size: int, environment
 
     Where the starter still imports, `on_look()` is called about twenty times a second until it is ready.
     """
-    request = {
-        "program": list(program), "world_size": world_size, "log": str(mailbox.agent_log), "environment": dict(environment), **_inherited(),
-    }  # fmt: skip
+    mailbox.agent_log.touch()
+    return _fork(program, world_size, mailbox.agent_log, _inherited(), environment, on_look, mailbox.exits)
+
+
+def start_process(program: Sequence[str], log: Path, folder: Path, environment: Mapping[str, str]) -> WarmRanks:
+    """Fork one process that is no rank of a run, in a folder of its own; what it prints goes to `log`. StarterFailed where that cannot be done."""
+    return _fork(program, 0, log, {**_inherited(), "folder": str(folder)}, environment, lambda: None, None)
+
+
+def _fork(
+    program: Sequence[str], world_size: int, log: Path, inherited: Mapping[str, object], environment: Mapping[str, str], on_look: Callable[[], None], exits: Path | None,
+) -> WarmRanks:  # fmt: skip
     with _lock:
         starter = _fitting(environment)
     starter.wait_until_ready(on_look)
-    return starter.fork(request, mailbox.exits)
+    return starter.fork({"program": list(program), "world_size": world_size, "log": str(log), "environment": dict(environment), **inherited}, exits)
 
 
 def _inherited() -> dict[str, object]:
@@ -248,8 +284,7 @@ def _inherited() -> dict[str, object]:
 
 def starter_pid() -> int | None:
     """The process id of this caller's starter; None where there is none."""
-    alive = [each for each in _starters if each.owner == os.getpid() and each.process.poll() is None]
-    return alive[-1].process.pid if alive else None
+    return _starters[-1].process.pid if _starters and not _starters[-1].gone else None
 
 
 @atexit.register
@@ -262,9 +297,10 @@ def end() -> None:
 
 def _fitting(environment: Mapping[str, str]) -> _Starter:
     if not _starters or not _starters[-1].fits(environment):
-        for old in _starters:
+        for old in list(_starters):
             old.retire()
-        _starters[:] = [each for each in _starters if each.owner == os.getpid() and each.process.poll() is None]
+            if old.gone:
+                _starters.remove(old)
         _starters.append(_Starter(environment))
     return _starters[-1]
 
@@ -280,12 +316,13 @@ def _key(environment: Mapping[str, str]) -> tuple[object, ...]:
 def _sources(folder: str) -> tuple[tuple[str, int, int], ...]:
     """Path, time of change and size of every Python file: 2 ms for the whole package."""
     found: list[tuple[str, int, int]] = []
-    for entry in os.scandir(folder):
-        if entry.is_dir():
-            found += _sources(entry.path) if entry.name != "__pycache__" else ()
-        elif entry.name.endswith(".py"):
-            status = entry.stat()
-            found.append((entry.path, status.st_mtime_ns, status.st_size))
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                found += _sources(entry.path) if entry.name != "__pycache__" else ()
+            elif entry.name.endswith(".py"):
+                status = entry.stat()
+                found.append((entry.path, status.st_mtime_ns, status.st_size))
     return tuple(sorted(found))
 
 
