@@ -14,6 +14,7 @@ rank is of no use, so then all ranks end, and the report says so.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import tempfile
@@ -39,6 +40,7 @@ from .refusing import SpecError, check_whole
 CELL_LIMIT_S = 90.0
 _START_LIMIT_S = 90.0
 _PROGRAM = ("-m", "fsdplab.sessions.cell_loop")
+_numbers = itertools.count(1)  # of all cells of this process: the title of a cell stands for one text only
 _STOPPED = Failure("died", "The ranks were stopped, and what they held is gone.")
 
 
@@ -73,7 +75,7 @@ class StayingRanks:
     def __init__(self, living: Living) -> None:
         """Use `StayingRanks.start`."""
         self.world_size, self.failure = living.world_size, None  # type: int, Failure | None
-        self._living, self._cells = living, 0
+        self._living = living
         self._told: dict[int, dict[str, Any]] = {}  # by rank: what it said after its last cell
         self._one_cell = threading.Lock()
         self._end_all = weakref.finalize(self, _end, os.getpid(), living)
@@ -108,9 +110,8 @@ class StayingRanks:
         with self._alone():
             if not self.alive:
                 raise RanksFailed(self.failure)
-            self._cells += 1
             self._living.output.on_output = on_output
-            failure = self._run(CellWatch(self._living, self._cells, chosen), source, time_limit)
+            failure = self._run(CellWatch(self._living, next(_numbers), chosen), source, time_limit)
         if failure is not None:
             raise RanksFailed(failure)
 
