@@ -6,8 +6,10 @@ A check must accept every right answer, whoever wrote it, and tell of every know
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 
 from fsdplab.teaching import checking, trials
 from fsdplab.teaching.exercise import Exercise, Wrong
@@ -57,20 +59,33 @@ def ended_of(exercises: Sequence[Exercise]) -> list[tuple[Exercise, Wrong]]:
     return [(exercise, known) for exercise in exercises for known in exercise.wrong if known.ends != "returns"]
 
 
-def try_all(solutions: Sequence[Solution], home: Home) -> dict[tuple[str, str], Finding | None]:
+Findings = dict[tuple[str, str], Finding | None]
+
+
+def try_all(solutions: Sequence[Solution], home: Home, launch: int = 0) -> Findings:
     """The finding on each solution by its key; all that need the same number of ranks are tried in one launch."""
-    findings = {}
+    findings: Findings = {}
     ranks = lambda solution: solution.exercise.world_size  # noqa: E731
     for count, group in groupby(sorted(solutions, key=ranks), key=ranks):
-        todo = list(group)
-        paths = [Home(home.path / f"solution{count}-{index}").save(each.exercise.id, each.source) for index, each in enumerate(todo)]
-        outcomes = trials.try_programs([(each.exercise, path) for each, path in zip(todo, paths)], home)
-        findings |= {each.key: checking.judge(each.exercise, outcome) for each, outcome in zip(todo, outcomes, strict=True)}
+        findings |= _try_together(list(group), home, home.path / f"launch-{launch}-on-{count}-ranks")
     return findings
 
 
-def try_ended(exercise: Exercise, known: Wrong, home: Home, hangs_for: float = 10.0) -> Finding:
-    """The finding on a solution that raises or hangs, which ends a launch and so has one of its own."""
+def try_side_by_side(solutions: Sequence[Solution], home: Home, launches: int) -> Findings:
+    """The same in several launches at once, for solutions that mostly wait."""
+    with ThreadPoolExecutor(launches) as pool:
+        found = list(pool.map(lambda launch: try_all(solutions[launch::launches], home, launch), range(launches)))
+    return {key: finding for findings in found for key, finding in findings.items()}
+
+
+def _try_together(todo: Sequence[Solution], home: Home, folder: Path) -> Findings:
+    paths = [Home(folder / f"solution-{index}").save(each.exercise.id, each.source) for index, each in enumerate(todo)]
+    outcomes = trials.try_programs([(each.exercise, path) for each, path in zip(todo, paths)], home)
+    return {each.key: checking.judge(each.exercise, outcome) for each, outcome in zip(todo, outcomes, strict=True)}
+
+
+def try_ended(exercise: Exercise, known: Wrong, home: Home, hangs_for: float = 4.0) -> Finding:
+    """The finding on a solution that raises or hangs, which ends a launch and so has one of its own; time counts from when all ranks stand ready."""
     path = Home(home.path / "ends").save(exercise.id, known.source)
     limited = replace(exercise, time_limit=hangs_for) if known.ends == "hangs" else exercise
     finding = checking.judge(exercise, trials.try_one(limited, path, home))

@@ -1,7 +1,7 @@
 """Notebook 07: right answers pass and known wrong ones are diagnosed; on the steady card the settings alone decide what is exposed.
 
 The card's clock is emulated, so its milliseconds are the same on a busy machine: every number below is the formula's, with room for a host that
-wakes late. All solutions that return are tried in one launch.
+wakes late. Ranks with an emulated card sleep while it computes, so four launches try the solutions side by side.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fsdplab.teaching import overlapping_on_ranks as on_ranks
 from fsdplab.teaching.exercise import Choice, Exercise, Question, Trial
 from fsdplab.teaching.exercises import nb07, nb07_hide
 from fsdplab.teaching.overlapping_figures import communication_bars
-from tests.solutions import ended_of, must_be_complete, solutions_of, try_ended
+from tests.solutions import ended_of, must_be_complete, solutions_of, try_ended, try_side_by_side
 
 ITEMS = exercises.items_of("07")
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
@@ -43,6 +43,12 @@ RIGHT = {  # other right answers than the references
 
 
 SOLUTIONS = solutions_of(EXERCISES, RIGHT)
+
+
+@pytest.fixture(scope="module")
+def tried(home):
+    """The finding on each solution by its key."""
+    return try_side_by_side(SOLUTIONS, home, launches=4)
 
 
 @pytest.mark.timeout(900)

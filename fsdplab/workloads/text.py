@@ -13,7 +13,7 @@ import random
 import sys
 import sysconfig
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -41,15 +41,7 @@ class ByteText:
     @classmethod
     def from_standard_library(cls) -> ByteText:
         """The running interpreter's own top-level modules, in order of name; the same text on every machine with this Python."""
-        folder = Path(sysconfig.get_path("stdlib"))
-        # The interpreter's own list leaves out what a system or a user added to the folder.
-        files = [folder / f"{name}.py" for name in sorted(sys.stdlib_module_names)]
-        files = [file for file in files if file.is_file()]
-        if not files:
-            raise TextError(
-                f"this Python's standard library has no sources to read in {folder}; give a text with ByteText.from_path (or --text PATH)"
-            )
-        return cls.from_bytes(_join(files), f"standard library of Python {platform.python_version()}")
+        return _library_in(Path(sysconfig.get_path("stdlib")))
 
     @classmethod
     def from_path(cls, path: str | os.PathLike[str]) -> ByteText:
@@ -124,6 +116,19 @@ class ByteText:
         if split == "validation":
             return self.validation
         raise ValueError(f"unknown split {split!r}, expected 'train' or 'validation'")
+
+
+@cache
+def _library_in(folder: Path) -> ByteText:
+    """Read once a process: it is 170 files, and a rank that tries many solutions trains on it each time."""
+    # The interpreter's own list leaves out what a system or a user added to the folder.
+    files = [folder / f"{name}.py" for name in sorted(sys.stdlib_module_names)]
+    files = [file for file in files if file.is_file()]
+    if not files:
+        raise TextError(
+            f"this Python's standard library has no sources to read in {folder}; give a text with ByteText.from_path (or --text PATH)"
+        )
+    return ByteText.from_bytes(_join(files), f"standard library of Python {platform.python_version()}")
 
 
 def _files_of(path: Path) -> list[Path]:
