@@ -14,6 +14,8 @@ import pytest
 
 from fsdplab import cli_starts
 from fsdplab.cli import main
+from fsdplab.profiling import analyse_trace, with_peers
+from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, run, starts, warm
 from fsdplab.sessions.starts import Row, StartsFailed, in_turn
 from fsdplab.sessions.worker import main as worker
@@ -132,6 +134,15 @@ def test_a_forked_rank_finds_all_it_needs_imported_and_its_record_says_that_it_w
     imported = json.loads((tmp_path / MODULES_OF_A_RANK).read_text())
     assert set(imported) <= {PER_VERSION}, imported
     assert record.environment["start"] == "warm"
+    assert record.table("breakdown") == breakdown_read_here(record)
+
+
+def breakdown_read_here(record: RunRecord) -> list[dict]:
+    """What the caller finds in the traces that the ranks have analysed themselves."""
+    shift = TINY.untimed + TINY.steps
+    ledgers = [[row for row in record.table("ledger") if row["rank"] == rank] for rank in range(TINY.world_size)]
+    read = [analyse_trace(record.path / "traces" / f"rank{rank}.pt.trace.json.gz", ledger=rows, rank=rank) for rank, rows in enumerate(ledgers)]
+    return [row | {"step": row["step"] + shift} for analysis in with_peers(read) for row in analysis.rows("breakdown")]
 
 
 if __name__ == "__main__":

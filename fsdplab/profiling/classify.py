@@ -141,18 +141,27 @@ class _Sorter:
         }  # fmt: skip
 
     def take(self, events: Iterable[dict[str, Any]]) -> None:
-        found, handlers, first, last = self.found, self._by_category, None, 0
+        """The hot loop: most events are operators of the host, whose names have been judged before."""
+        found, handlers, judged, first, last = self.found, self._by_category, self._judged, None, 0
         for event in events:
             if event.get("ph") != "X":
                 continue
-            handler = handlers.get(event.get("cat"))
+            category = event.get("cat")
+            handler = handlers.get(category)
             if handler is None:
                 continue
             start = nanoseconds(event["ts"])
             end = start + nanoseconds(event.get("dur") or 0)
-            first = start if first is None or start < first else first
-            last = end if end > last else last
-            handler(event, start, end)
+            if first is None or start < first:
+                first = start
+            if end > last:
+                last = end
+            if category == "cpu_op" and judged.get(event["name"]) == "operator":
+                spans = found.operators[event["pid"], event["tid"]]
+                spans.start.append(start)
+                spans.end.append(end)
+            else:
+                handler(event, start, end)
         found.first, found.last = first, last
 
     def _host(self, event: dict[str, Any], start: int, end: int) -> None:

@@ -34,7 +34,7 @@ from .mailbox import AGENT_PID
 
 # What ranks use, each on its way or lazily: whatever is missing here, every rank of every run imports again.
 RANK_SIDE = (
-    "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.profiler",
+    "numpy.ma", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.profiler",
     "fsdplab.engine", "fsdplab.sessions.worker", "fsdplab.sessions.callee", "fsdplab.sessions.cell_loop", "fsdplab.sessions.benching",
 )  # fmt: skip
 _OTHERS_FOLLOW_S = 0.2  # after one rank ended badly, the others may still leave a note of what they saw

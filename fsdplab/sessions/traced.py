@@ -23,21 +23,22 @@ TABLES = ("timeline", "breakdown", "exposed")
 
 def tables_of(spec: RunSpec, mailbox: Mailbox, ledger: Sequence[Row], folder: Path) -> dict[str, list[Row]]:
     """Rows of `timeline`, `breakdown` and `exposed` of all profiled steps, and the timeline of the step whose memory was measured."""
-    from fsdplab.profiling.overlap import analyse_trace
     from fsdplab.profiling.skew import with_peers
 
-    def analysed(traces: dict[int, Path]) -> list[TraceAnalysis]:
+    from .analysed import MEMORY_TRACE, TRACE, analysis_of
+
+    def analysed(traces: dict[int, Path], kind: str) -> list[TraceAnalysis]:
         """All ranks together: whether one waited for another, only both can tell."""
         mine = {rank: [row for row in ledger if row["rank"] == rank] for rank in traces}
-        return with_peers([analyse_trace(path, ledger=mine[rank], rank=rank) for rank, path in traces.items()])
+        return with_peers([analysis_of(mailbox, rank, kind, path, mine[rank]) for rank, path in traces.items()])
 
     tables: dict[str, list[Row]] = {name: [] for name in TABLES}
     ranks = range(spec.processes)
-    kept = {rank: path for rank in ranks if (path := _keep(mailbox.of(rank, "pt.trace.json.gz"), folder / "traces"))}
-    of_memory = {rank: path for rank in kept if (path := mailbox.of(rank, "memory.trace.json.gz")).exists()}
-    for analysis in analysed(kept):
+    kept = {rank: path for rank in ranks if (path := _keep(mailbox.of(rank, TRACE), folder / "traces"))}
+    of_memory = {rank: path for rank in kept if (path := mailbox.of(rank, MEMORY_TRACE)).exists()}
+    for analysis in analysed(kept, TRACE):
         _add(tables, analysis, TABLES, shift=spec.untimed + spec.steps)
-    for analysis in analysed(of_memory):
+    for analysis in analysed(of_memory, MEMORY_TRACE):
         _add(tables, analysis, ("timeline",), shift=0)
     for path in of_memory.values():
         path.unlink()

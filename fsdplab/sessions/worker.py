@@ -25,6 +25,7 @@ from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
 from fsdplab.profiling.snapshot import memory_snapshot
 from fsdplab.workloads import ByteText
 
+from .analysed import MEMORY_TRACE, TRACE, leave_analysis
 from .capture import RANGE, WARMUP, Capture, Lives
 from .engines import Batch, Rig, build
 from .environment import capture_environment
@@ -82,6 +83,8 @@ class Training:
             unsubscribe()
         result = {"ledger": self.ledger, "life": self.lives.rows, "memory": self._memory(timeline), "profiled_s": profiled, "link": self.fabric.told()}
         self.place.write("result", result)
+        for kind in (TRACE, MEMORY_TRACE) if profiled else ():
+            leave_analysis(self.place, kind, self.ledger)
 
     def _warm_up(self) -> MemoryTimeline | None:
         timeline = None
@@ -108,7 +111,7 @@ class Training:
             self.lives.step = step if step >= first + WARMUP else None
             self.capture.step_done(self._step(step, timed=False))
         self.lives.step = None
-        return self.capture.save(self.place.mailbox.of(self.place.rank, "pt.trace.json.gz"))
+        return self.capture.save(self.place.mailbox.of(self.place.rank, TRACE))
 
     def _step(self, step: int, timed: bool, around: AbstractContextManager[Any] = nullcontext()) -> float:
         self.place.heart.enter("data", step)
@@ -129,7 +132,7 @@ class Training:
         recorder = MemoryRecorder(
             model=self.rig.model, optimizer=self.rig.optimizer, engine=self.spec.engine, device=self.place.device,
             tags=self.tags, ignore=[self.text.data], offloaded=self.spec.offload != "none",
-            save_trace=self.place.mailbox.of(self.place.rank, "memory.trace.json.gz") if self.spec.profile else None,
+            save_trace=self.place.mailbox.of(self.place.rank, MEMORY_TRACE) if self.spec.profile else None,
         )  # fmt: skip
         around = ExitStack()
         snapshot = self.place.mailbox.of(self.place.rank, "snapshot.pickle.gz") if self.spec.profile else None
