@@ -47,8 +47,8 @@ def call_on_ranks(
     """Call `function(payload)`, or `function(rank, world_size, payload)`, on gloo ranks; the values in order of rank.
 
     With `def double(rank, world_size, payload): return 2 * payload` in double.py, `call_on_ranks("double.py", "double", world_size=2,
-    payload=4)` is `[8, 8]`. `on_output(rank, line)` gets what the ranks print while they run. RanksFailed when a rank raises, dies or does not end within `time_limit` seconds; ValueError when the file or
-    the payload cannot be sent to the ranks.
+    payload=4)` is `[8, 8]`. `on_output(rank, line)` gets what the ranks print while they run. RanksFailed when a rank raises, dies or does
+    not end within `time_limit` seconds; ValueError when the file or the payload cannot be sent to the ranks.
     """
     source = Path(source_path).resolve()
     if not source.is_file():

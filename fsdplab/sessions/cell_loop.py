@@ -74,7 +74,8 @@ class _Cells:
 
     def _held(self) -> dict[str, Any]:
         """The cells' own names: the latest, and how many."""
-        held = [name for name, value in self.names.items() if name not in self.given and not name.startswith("_") and not isinstance(value, ModuleType)]
+        own = {name: value for name, value in self.names.items() if name not in self.given and not name.startswith("_")}
+        held = [name for name, value in own.items() if not isinstance(value, ModuleType)]
         return {"names": held[-_MOST_NAMES:], "held": len(held)}
 
 

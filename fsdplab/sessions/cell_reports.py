@@ -57,7 +57,8 @@ def waiting_for_ever(beats: Mapping[int, Beat], stacks: Mapping[int, str], said:
     if failed:
         message = f"{_what_was_raised(failed)}, and {waiting[0].lower()}{waiting[1:]} {where}, which cannot be interrupted. {_LOST}"
     else:
-        message = f"{waiting} {where}, to which {named(absent).lower()} {'does' if len(absent) == 1 else 'do'} not come, and cannot be interrupted. {_LOST}"
+        come = f"{named(absent).lower()} {'does' if len(absent) == 1 else 'do'} not come"
+        message = f"{waiting} {where}, to which {come}, and cannot be interrupted. {_LOST}"
     blocks = _tracebacks(failed) | _stood(beats, stacks)
     return Failure("raised" if failed else "hung", message, absent[0], collective=first.collective, traceback=_labelled(blocks))
 

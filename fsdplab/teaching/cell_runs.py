@@ -111,7 +111,8 @@ def _start(world_size: int) -> None:
         raise CellFailed(str(failure)) from None
     except KeyboardInterrupt:
         raise CellInterrupted(Failure("hung", f"Interrupted while {world_size} ranks started; they were ended.")) from None
-    print(f"{world_size} {'rank stays' if world_size == 1 else 'ranks stay'}: what a `%%ranks` cell defines is there for the next. `%ranks stop` ends them.")
+    stay = f"{world_size} {'rank stays' if world_size == 1 else 'ranks stay'}"
+    print(f"{stay}: what a `%%ranks` cell defines is there for the next. `%ranks stop` ends them.")
 
 
 def _stop() -> str:
