@@ -84,6 +84,7 @@ def working(tmp_path: Path) -> Iterator[Callable[[], tuple[Any, list[int]]]]:
 # ---- what it is
 
 
+@pytest.mark.quick
 def test_the_starter_has_one_thread_and_nothing_open_but_its_caller(starter: int) -> None:
     assert os.listdir(f"/proc/{starter}/task") == [str(starter)]
     assert children(starter) == [], "ranks of the call before are reaped"
@@ -93,6 +94,7 @@ def test_the_starter_has_one_thread_and_nothing_open_but_its_caller(starter: int
     assert os.getsid(starter) == starter, "Ctrl-C in the caller's terminal does not reach it"
 
 
+@pytest.mark.quick
 def test_one_starter_serves_run_after_run_from_any_thread(starter: int) -> None:
     thread = threading.Thread(target=call, args=("look",))
     thread.start()
@@ -145,6 +147,7 @@ def test_the_store_lies_in_a_folder_that_nobody_else_can_open(tmp_path: Path) ->
 # ---- ranks are fresh
 
 
+@pytest.mark.quick
 def test_nothing_of_one_run_is_seen_by_the_next() -> None:
     before = call("look")
     call("leave_traces")
@@ -165,6 +168,7 @@ def test_a_forked_rank_is_as_one_that_torchrun_starts() -> None:
         assert forked[1]["environment"][name] == started[1]["environment"][name], name
 
 
+@pytest.mark.quick
 def test_a_rank_has_the_environment_folder_and_cores_of_its_caller_now(starter: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cores = os.sched_getaffinity(0)
     monkeypatch.setenv("SAID_LATER", "yes")
@@ -251,6 +255,7 @@ call_on_ranks(sys.argv[1], "look", **arguments)
 # ---- when it fails
 
 
+@pytest.mark.quick
 def test_a_starter_killed_in_the_middle_of_a_run_is_one_clear_report(working: Any) -> None:
     future, pids = working()
     killed = warm.starter_pid()
@@ -308,6 +313,7 @@ def test_a_system_that_cannot_fork_uses_torchrun_without_a_word(monkeypatch: pyt
         call("look", start="warm")
 
 
+@pytest.mark.quick
 def test_an_unknown_start_is_refused() -> None:
     with pytest.raises(SpecError, match="unknown start 'hot'; expected one of auto, warm, torchrun"):
         RunSpec(start="hot")
