@@ -47,6 +47,14 @@ def test_what_must_answer_at_once_imports_nothing_heavy(program: str) -> None:
     assert heavy_after(program) == set()
 
 
+def test_the_doctor_says_of_shared_memory_what_the_engine_does() -> None:
+    """It does not ask the engine, whose import would be half of its time."""
+    from fsdplab.cli_doctor import _transport
+    from fsdplab.engine.slots import machine_of_this_rank
+
+    assert (_transport().value == "shared memory") == (machine_of_this_rank() is not None)
+
+
 def test_a_row_has_medians_and_their_ratio() -> None:
     row = Row("ranks that answer", (6.0, 5.0, 4.0), (0.1, 0.05, 0.2))
     assert (row.median("cold"), row.median("warm"), row.ratio) == (5.0, 0.1, 50.0)
