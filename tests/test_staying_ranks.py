@@ -402,7 +402,7 @@ class Kernel:
 
     def __init__(self, folder: Path) -> None:
         self.manager = KernelManager(kernel_name="python3")
-        self.manager.start_kernel(cwd=str(folder))
+        self.manager.start_kernel(cwd=str(folder), env={**os.environ, "TMPDIR": str(folder)})
         self.client = self.manager.client()
         self.client.start_channels()
         self.begin()
