@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import sys
 from copy import copy
@@ -29,6 +30,7 @@ from IPython.utils.capture import CapturedIO, capture_output
 from fsdplab.teaching.home import Home
 
 Names = dict[str, Any]
+_ON_RANKS = re.compile(r"^%%?ranks\b", re.MULTILINE)
 
 
 @dataclass
@@ -101,8 +103,7 @@ def run_learner_edition(notebook: str, home: str) -> list[str]:
     ran: list[str] = []
     cells = pair_up(Path(notebook), watched.stop())
     _take_a_new_folder(Path(home))
-    for name in watched.names():
-        del shell.user_ns[name]
+    _forget(shell, watched)
     for number, (source, seen, then) in enumerate(cells, 1):
         named = names_in(shell.transform_cell(source))
         if runs_alike(source, seen) and not named & differing(watched.names(), then):
@@ -128,7 +129,7 @@ def pair_up(notebook: Path, cells: list[Seen]) -> list[tuple[str, Seen, Names]]:
 
 def runs_alike(source: str, seen: Seen) -> bool:
     """Whether the cell does in both editions the same with the same names."""
-    return source == seen.source and not seen.asked and not source.startswith("%%ranks")
+    return source == seen.source and not seen.asked and not _ON_RANKS.search(source)
 
 
 def differing(now: Names, then: Names) -> set[str]:
@@ -177,3 +178,13 @@ def _take_a_new_folder(home: Path) -> None:
     os.environ["FSDPLAB_HOME"] = str(home)
     for name in [name for name in sys.modules if name.partition(".")[0] == "my_fsdp"]:
         del sys.modules[name]
+
+
+def _forget(shell: InteractiveShell, watched: Watched) -> None:
+    """The names, and the ranks that stay with theirs."""
+    from fsdplab.teaching.cell_runs import manage_ranks
+
+    for name in watched.names():
+        del shell.user_ns[name]
+    with capture_output():
+        manage_ranks("stop")
