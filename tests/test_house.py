@@ -34,7 +34,7 @@ FLOORS_3_AND_4 = {"plotly", "ipywidgets", "IPython", "anywidget", "nbformat", "n
 CLI_ONLY = {"typer", "rich", "click", "tqdm"}
 LAZY_ONLY = {"pandas", "deepspeed", "transformers", "safetensors"}  # extras: imported inside the function that needs them
 INNER = {"torch", "numpy"}  # with the standard library, all that floors 0 to 2 may import
-MAX_FILE_LINES = 300
+MAX_FILE_LINES = 600
 MAX_ENGINE_LINES = 1500  # lines of code
 NOT_THE_CORE = {
     "lanes", "gloo", "slots", "shared", "arenas", "choose",  # who waits where, transports between CPUs, and the choice of one
@@ -212,7 +212,7 @@ def test_imports_run_downwards_only():
 def test_a_module_is_a_chapter(name, path):
     text = path.read_text(encoding="utf-8")
     assert ast.get_docstring(ast.parse(text)), f"{path}: a module opens with a docstring that says why it exists"
-    assert len(text.splitlines()) <= MAX_FILE_LINES, f"{path}: more than {MAX_FILE_LINES} lines: make it two chapters"
+    assert len(text.splitlines()) <= MAX_FILE_LINES, f"{path}: more than {MAX_FILE_LINES} lines: is it one story?"
 
 
 def test_functions_are_short():
