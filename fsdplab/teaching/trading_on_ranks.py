@@ -191,21 +191,21 @@ def complaint(choices: Any) -> str:
 
 
 def measured(spec: RunSpec) -> MemoryTimeline:
-    """The memory of the second step on this rank, as a run's record has it."""
+    """The memory of the second step on this rank, as a run's record has it; the first, which makes the optimizer's state, needs few tokens."""
     device, rank, ranks = torch.device("cpu"), dist.get_rank(), dist.get_world_size()
     tags, text = TagLog(), ByteText.from_standard_library()
     place = SimpleNamespace(device=device, rank=rank, world_size=ranks, heart=SimpleNamespace(enter=lambda *_: None))
     rig = build(spec, place)
 
-    def step(number: int) -> None:
-        rig.train_step([[text.batch(number, rank, ranks, spec.batch_size, spec.sequence_length)]])
+    def step(number: int, batch_size: int, sequence_length: int) -> None:
+        rig.train_step([[text.batch(number, rank, ranks, batch_size, sequence_length)]])
 
-    step(0)
+    step(0, 1, 8)
     offloaded = spec.offload != "none"
     with MemoryRecorder(
         model=rig.model, optimizer=rig.optimizer, engine=spec.engine, device=device, tags=tags, ignore=[text.data], offloaded=offloaded
     ) as recorder:
-        step(1)
+        step(1, spec.batch_size, spec.sequence_length)
     tags.close()
     return recorder.timeline
 
