@@ -55,7 +55,7 @@ def _torch() -> list[Finding]:
     import torch
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    return [Finding("torch", True, torch.__version__, build), _gloo(), _transport(), _gpus(torch), _nccl(torch), _several(torch)]
+    return [Finding("torch", True, torch.__version__, build), _gloo(), _starts(), _transport(), _gpus(torch), _nccl(torch), _several(torch)]
 
 
 def _gloo() -> Finding:
@@ -71,6 +71,15 @@ def _gloo() -> Finding:
     except RuntimeError as error:
         return Finding("gloo", False, "does not start", f"{' '.join(str(error).split())[:160]}; set GLOO_SOCKET_IFNAME to a working interface")
     return Finding("gloo", True, "works", "starts CPU ranks, on one machine or several")
+
+
+def _starts() -> Finding:
+    """How the ranks of this machine come to be."""
+    from fsdplab.sessions.warm import why_not
+
+    if (refused := why_not()) is not None:
+        return Finding("rank starts", True, "torchrun", f"some seconds a run: {refused}")
+    return Finding("rank starts", True, "warm", "forked in a tenth of a second; torchrun for several nodes")
 
 
 def _transport() -> Finding:
@@ -98,11 +107,11 @@ def _nccl(torch: object) -> Finding:
 
 def _several(torch: object) -> Finding:
     """How several ranks run on one GPU here: the driver's part of `shared_gpu` is tried, NCCL's version looked up."""
+    if not torch.cuda.is_available():  # before the imports, which take as long as all other findings together
+        return Finding(SEVERAL, False, "none", "needs a GPU; transport shared_gpu rehearses it on CPU ranks")
     from fsdplab.engine.slots import machine_of_this_rank
     from fsdplab.sessions.spec_sharing import MULTI_RANK_NCCL, nccl_version
 
-    if not torch.cuda.is_available():
-        return Finding(SEVERAL, False, "none", "needs a GPU; transport shared_gpu rehearses it on CPU ranks")
     ways = ["NCCL (transport nccl)"] if nccl_version() >= MULTI_RANK_NCCL else []
     lacking = "ranks cannot share memory here" if machine_of_this_rank() is None else _lacking(torch)
     if lacking and not ways:

@@ -5,6 +5,7 @@ What only the course, or only xdist, needs is imported where it is used, since G
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from fsdplab.teaching.home import Home
 
     from xdist.scheduler import LoadFileScheduling
+
+
+# A shell makes what it starts in the background deaf to Ctrl-C, and so would be all processes that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,6 +1,7 @@
 """Findings: each cause is injected into a real run, and must be the first one found; rules on hand-written tables are exact.
 
-Links are set from what the same work computes on this machine without one, so that the cause does not depend on how fast it is.
+The blocks of these runs take a fixed time (steady_worker.py), and links are set from what the same work computes without one, so that the cause
+depends neither on how fast this machine is nor on what else it does.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, run
 
 pytestmark = pytest.mark.timeout(600)  # an injection is repeated where the machine's speed changes meanwhile
-PLAIN = RunSpec(model="gpt-20m", steps=2, warmup=2, memory=False, profile=2, device="cpu", batch_size=2, sequence_length=128)
+PLAIN = RunSpec(model="gpt-20m", steps=2, warmup=2, memory=False, profile=2, device="cpu", batch_size=1, sequence_length=16)
 SLOW_WORKER = (str(Path(__file__).with_name("slow_worker.py")),)
+STEADY_WORKER = (str(Path(__file__).with_name("steady_worker.py")),)
 
 
 def kinds(record: RunRecord) -> list[str]:
@@ -36,7 +38,7 @@ def compute_s(record: RunRecord) -> float:
 
 @pytest.fixture(scope="module")
 def plain() -> RunRecord:
-    return run(PLAIN)
+    return run(PLAIN, program=STEADY_WORKER)
 
 
 def link_for(record: RunRecord, ratio: float) -> str:
@@ -47,7 +49,7 @@ def link_for(record: RunRecord, ratio: float) -> str:
 def behind(spec: RunSpec, plain: RunRecord, ratio: float, **more: object) -> RunRecord:
     """The run on a link set by `ratio`; once more where the machine's speed changed between the run that was measured and this one."""
     for _ in range(3):
-        record = run(replace(spec, link=link_for(plain, ratio), **more))
+        record = run(replace(spec, link=link_for(plain, ratio), **more), program=STEADY_WORKER)
         if 0.8 < compute_s(record) / compute_s(plain) < 1.25:
             break
         plain = record
@@ -72,7 +74,7 @@ def test_a_slow_link(plain: RunRecord) -> None:
 
 
 def test_tiny_units(plain: RunRecord) -> None:
-    record = run(replace(PLAIN, units="linear", link=f"100GB/s,{1.5 * compute_s(plain) / 147 * 1e6:.0f}us"))
+    record = run(replace(PLAIN, units="linear", link=f"100GB/s,{1.5 * compute_s(plain) / 147 * 1e6:.0f}us"), program=STEADY_WORKER)
     assert first(record).kind == "tiny_units", told(record)
     assert "collectives a step" in first(record).title
 
@@ -85,7 +87,7 @@ def test_one_big_unit(plain: RunRecord) -> None:
 
 def test_one_communicator(plain: RunRecord) -> None:
     spec = replace(PLAIN, precision="bf16")
-    low = run(spec)
+    low = run(spec, program=STEADY_WORKER)
     record = behind(spec, low, 1.6)
     assert first(record).kind == "one_communicator", told(record)
     apart = behind(spec, low, 1.6, link_queues=2)
@@ -93,7 +95,7 @@ def test_one_communicator(plain: RunRecord) -> None:
 
 
 def test_a_slow_rank() -> None:
-    record = run(PLAIN, program=SLOW_WORKER)
+    record = run(replace(PLAIN, batch_size=2, sequence_length=128), program=SLOW_WORKER)
     found = findings(record)[0]
     assert found.kind == "slow_rank" and "rank 1" in found.title, told(record)
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -293,7 +294,11 @@ def interrupted_in_its_own_work(rank: int, transport: SharedGpuTransport) -> Non
     series = Series(dist.group.WORLD, fabric, 2)
     watchdog = watched(dist.group.WORLD, fabric, [series])
     series.claim(4, "what rank 1 never writes")
+    store = distributed_c10d._get_default_store()
+    if rank == 0:
+        store.set("rank 0 has opened what rank 1 offers", "")
     if rank == 1:
+        store.wait(["rank 0 has opened what rank 1 offers"])
         os.kill(os.getpid(), signal.SIGKILL)
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:  # stands for a synchronisation: nothing here asks the watchdog

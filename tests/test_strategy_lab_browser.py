@@ -91,7 +91,7 @@ def test_run_shows_the_figure_and_cancel_leaves_the_lab_usable(lab: str, tmp_pat
         page.get_by_label("Timed steps").press("Enter")
         page.locator(".fsdplab-error", has_text="whole number from 1 to 200").wait_for(timeout=SHORT_MS)
         picture(page, tmp_path / "1-wrong.png")
-        page.get_by_label("Timed steps").fill("3")
+        page.get_by_label("Timed steps").fill("40")
         page.get_by_label("Timed steps").press("Enter")
         message.get_by_text("ready: 2 runs").wait_for(timeout=SHORT_MS)
 

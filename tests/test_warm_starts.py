@@ -289,6 +289,11 @@ BROKEN = {
         "import torch, sys; torch.cuda.is_initialized = lambda: True; from fsdplab.sessions.starter import main; main(*sys.argv[1:])",
         "CUDA was initialised while the warm starter imported",
     ),
+    "thread": (
+        "import threading, time, sys; threading.Thread(target=time.sleep, args=(1000,), daemon=True).start(); "
+        "from fsdplab.sessions.starter import main; main(*sys.argv[1:])",
+        "the warm starter has 2 threads after importing",
+    ),
 }
 
 

@@ -140,6 +140,14 @@ def _storages(node: Any, device: torch.device) -> list[tuple[int, int]]:
     return [(t.storage_data_ptr, math.prod(t.sizes) * t.dtype.itemsize) for t in tensors if t.storage_data_ptr]
 
 
+def _pointers(node: Any, device: torch.device) -> list[int]:
+    """The addresses alone, which every operator of a step is asked for."""
+    kind, fields = node.typed
+    if kind != _EventType.TorchOp:
+        return []
+    return [t.storage_data_ptr for t in _flat(fields.inputs) if isinstance(t, _TensorMetadata) and t.storage_data_ptr and _same(t.device, device)]
+
+
 def _flat(inputs: Iterable[Any]) -> Iterator[Any]:
     for one in inputs:
         yield from _flat(one) if isinstance(one, (list, tuple)) else (one,)
@@ -212,7 +220,7 @@ def _unseen_frees(
 
 def _follow(waiting: dict[int, list[_Unfreed]], nodes: list[Any], device: torch.device) -> None:
     for node in nodes if waiting else ():
-        for pointer, _ in _storages(node, device):
+        for pointer in _pointers(node, device):
             for block in waiting.get(pointer, ()):
                 if block.born_ns <= node.start_time_ns < block.until:
                     block.last_use_ns = max(block.last_use_ns, node.end_time_ns)

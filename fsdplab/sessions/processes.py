@@ -64,8 +64,10 @@ def gone(pid: int) -> bool:
 def _is_zombie(pid: int) -> bool:
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
+    except ProcessLookupError:  # collected while we read
+        return True
     except FileNotFoundError:  # collected just now, or a system without /proc
-        return False
+        return Path("/proc/self/stat").exists()
     return status.rpartition(")")[2].split()[0] == "Z"
 
 

@@ -67,15 +67,29 @@ def main(descriptor: str, caller: str, *preload: str) -> None:
     os.chdir("/")  # the caller's folder may be unmounted or deleted meanwhile
     for module in (*RANK_SIDE, *preload):
         importlib.import_module(module)
-    import torch
-
     control = socket.socket(fileno=int(descriptor))
     if os.getppid() != int(caller):
         return
     gc.collect()
     gc.freeze()  # what was imported stays where it is: collections in ranks would copy its pages
-    _send(control, {"ready": os.getpid(), "can_fork": not torch.cuda.is_initialized()})
-    _Starter(control, int(caller)).serve()
+    _send(control, {"ready": os.getpid(), "why_not": _why_not()})
+    try:
+        _Starter(control, int(caller)).serve()
+    except SystemExit:  # asked to end
+        pass
+    os._exit(0)  # taking torch apart would take a second
+
+
+def _why_not() -> str | None:
+    """Why this process must not be forked; None where it may."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        return "CUDA was initialised while the warm starter imported, and a process with CUDA cannot be forked"
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        return f"the warm starter has {threads} threads after importing (look at sitecustomize.py and at what it loads), and only one survives a fork"
+    return None
 
 
 class _Starter:

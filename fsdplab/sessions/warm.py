@@ -167,8 +167,8 @@ class _Starter:
             if time.monotonic() > deadline:
                 raise StarterFailed(f"the warm starter was not ready within {_READY_WITHIN_S:g} s")
             on_look()
-        if not self._ready["can_fork"]:
-            raise StarterFailed("CUDA was initialised while the warm starter imported, and a process with CUDA cannot be forked")
+        if self._ready["why_not"]:
+            raise StarterFailed(str(self._ready["why_not"]))
 
     def _hear_ready(self) -> bool:
         with self._hearing:

@@ -1,0 +1,54 @@
+"""A worker whose blocks take a fixed time: `python steady_worker.py FOLDER`.
+
+How fast this machine computes, and who else uses it, would decide what communication can hide behind. So each block sleeps in its forward and
+in its backward, beside a little real work; units, order, messages and traces are those of every run.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdplab.sessions import worker
+from fsdplab.sessions.engines import Rig, build
+from fsdplab.sessions.rankside import Place
+from fsdplab.sessions.spec import RunSpec
+
+FORWARD_S, BACKWARD_S = 0.015, 0.030
+
+
+@torch.library.custom_op("steady::work", mutates_args=())
+def work(value: Tensor, seconds: float) -> Tensor:
+    """A copy, which takes its time; the profiler sees an operator that computes."""
+    time.sleep(seconds)
+    return value.clone()
+
+
+class Working(torch.autograd.Function):
+    """The identity, which takes its time in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return work(value, FORWARD_S)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return work(gradient, BACKWARD_S)
+
+
+def main(folder: str) -> None:
+    def build_steady(spec: RunSpec, place: Place) -> Rig:
+        rig = build(spec, place)
+        for block in rig.model.blocks:
+            block.register_forward_pre_hook(lambda _, inputs: (Working.apply(inputs[0]), *inputs[1:]))
+        return rig
+
+    worker.main(folder, build_steady)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
