@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from .host_time import synchronise
 from .part import Sheet, part_main
 from .state_bytes import TOLERANCE, StateBytes, apart
 
+_SAME_FOR_S, _SETTLES_WITHIN_S = 0.1, 5.0
 _OTHER_LIMIT = 0.05  # of the peak may be told apart by nobody
 
 
@@ -108,9 +111,21 @@ def in_use(device: torch.device) -> int:
     """Bytes in use now: the allocator's figure, or on CPU the living storages'."""
     gc.collect()
     if device.type != "cuda":
-        return sum(storage.nbytes() for storage in living_storages(device).values())
+        return _settled(lambda: sum(storage.nbytes() for storage in living_storages(device).values()))
     synchronise(device)
     return torch.cuda.memory_allocated(device)
+
+
+def _settled(read: Callable[[], int]) -> int:
+    """The figure once it stays the same: a thread of gloo lets go of what it carried a moment after the message has arrived."""
+    before, deadline = read(), time.monotonic() + _SETTLES_WITHIN_S
+    while time.monotonic() < deadline:
+        time.sleep(_SAME_FOR_S)
+        now = read()
+        if now == before:
+            break
+        before = now
+    return before
 
 
 def _during_block(contestant: Contestant, block: int, batch: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> int:

@@ -21,10 +21,12 @@ from .guard import end_with_parent
 from .mailbox import AGENT_PID, Mailbox
 
 
-def main(caller: str, folder: str, *arguments: str) -> None:
-    """Run torchrun until the ranks end; exit code 1 when a rank failed."""
-    # SIGTERM, because torchrun answers it by ending the ranks' whole process groups
-    end_with_parent(int(caller), signal.SIGTERM)
+def main(caller: str, folder: str, *arguments: str, when_orphaned: signal.Signals = signal.SIGTERM) -> None:
+    """Run torchrun until the ranks end; exit code 1 when a rank failed.
+
+    `when_orphaned` comes when the caller is gone: SIGTERM, because torchrun answers it by ending the ranks' whole process groups.
+    """
+    end_with_parent(int(caller), when_orphaned)
     os.environ[AGENT_PID] = str(os.getpid())
     try:
         torchrun.run(torchrun.parse_args(list(arguments)))

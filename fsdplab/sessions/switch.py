@@ -66,6 +66,7 @@ def node_main(switch: str, notes: str, node: str, nodes: str, per_node: str, rat
     agent.main(
         switch, notes, f"--nnodes={nodes}", f"--node-rank={node}", f"--nproc-per-node={per_node}", "--max-restarts=0", "--monitor-interval=0.1",
         f"--log-dir={os.devnull}", f"--master-addr={address(0)}", f"--master-port={_PORT}", f"--local-addr={address(int(node))}", *program,
+        when_orphaned=signal.SIGKILL,  # the switch has asked politely before it ended (see _end)
     )  # fmt: skip
 
 
@@ -96,6 +97,7 @@ def _wait(agents: Agents) -> bool:
 
 
 def _end(agents: Agents) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not end this before the agents have ended
     for agent in agents:
         agent.terminate()
     deadline = time.monotonic() + _PATIENCE_S
