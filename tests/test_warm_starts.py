@@ -345,7 +345,8 @@ def test_two_hundred_runs_leave_what_one_leaves(starter: int) -> None:
     before = what_is_left(starter)
     losses = {tuple(call("train_sharded")) for _ in range(200)}
     assert len(losses) == 1, "and all are alike"
-    assert warm.starter_pid() == starter and what_is_left(starter) == before
+    assert until(lambda: what_is_left(starter) == before), (what_is_left(starter), before)
+    assert warm.starter_pid() == starter
 
 
 def test_ctrl_c_at_any_moment_leaves_nothing(starter: int, tmp_path: Path) -> None:
@@ -367,7 +368,8 @@ def test_ctrl_c_at_any_moment_leaves_nothing(starter: int, tmp_path: Path) -> No
         seconds.append(time.monotonic() - began)
         assert until(lambda: children(starter) == []), f"ranks are left after interrupt {number}"
     assert interrupted == 30
-    assert alive(starter) and what_is_left(starter) == before
+    assert until(lambda: what_is_left(starter) == before), (what_is_left(starter), before)  # it closes a run's socket just after its last rank
+    assert alive(starter)
     run(spec, directory=tmp_path / "after")
 
 
