@@ -20,6 +20,7 @@ from fsdplab.workloads import (
     initialise, loss_of, parameter_count, preset, reset_buffers, root_parameter_count,
 )  # fmt: skip
 from fsdplab.workloads.attention import CausalAttention, Rotary, rotary_frequencies
+from fsdplab.workloads.twin import SideBySide, replay_gradients
 
 TINY = ("gpt-tiny", "llama-tiny")
 PUBLISHED = {
@@ -503,3 +504,29 @@ def test_examples_in_docstrings(name):
     module = import_module(f"fsdplab.workloads.{name}")
     results = doctest.testmod(module, extraglobs=vars(workloads))
     assert results.attempted > 0 and results.failed == 0
+
+
+# The twin
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_ranks_replayed_side_by_side_give_the_same_bits(at_once):
+    text = ByteText.from_standard_library()
+    batches = [[text.batch(0, rank, 5, 2, 16, micro_batch=micro) for micro in range(2)] for rank in range(5)]
+    one, several = (build_model("gpt-tiny", seed=3) for _ in range(2))
+    one.head.weight.requires_grad_(False), several.head.weight.requires_grad_(False)
+
+    losses = replay_gradients(one, batches, loss_of), SideBySide(several, at_once).replay_gradients(batches, loss_of)
+
+    assert losses[0] == losses[1]
+    for (name, expected), got in zip(one.named_parameters(), several.parameters()):
+        assert (expected.grad is None) == (got.grad is None), name
+        assert expected.grad is None or torch.equal(expected.grad, got.grad), name
+
+
+def test_what_a_replay_of_one_rank_raises_is_raised():
+    def diverges(model, tokens, targets):
+        raise ArithmeticError("rank 1's batch")
+
+    with pytest.raises(ArithmeticError, match="rank 1's batch"):
+        SideBySide(build_model("gpt-tiny"), 2).replay_gradients([[(None, None)], [(None, None)]], diverges)

@@ -10,6 +10,7 @@ autocast, its usual form; the twin casts its parameters inside the forward, whic
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdplab.workloads import block_types, build_model, loss_of
 from fsdplab.workloads.compiled import compile_blocks
-from fsdplab.workloads.twin import replay_gradients
+from fsdplab.workloads.twin import SideBySide
 
 from .rankside import Place
 from .spec import RunSpec
@@ -162,11 +163,14 @@ def _fsdp2(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
 
 def _twin(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
     seen = _CastParameters(model) if spec.precision == "bf16" else model
+    # a twin whose memory is measured computes on one thread: the profiler sees no other, and one set of gradients is what it needs
+    spread = place.device.type == "cpu" and not spec.memory and hasattr(os, "sched_getaffinity")
+    replay = SideBySide(seen, min(spec.world_size, len(os.sched_getaffinity(0))) if spread else 1)
     optimizer = adamw(spec, model)
 
     def train_step(batches_by_rank: Sequence[Sequence[Batch]]) -> float:
         place.heart.enter("replay")
-        loss = replay_gradients(seen, batches_by_rank, loss_of)
+        loss = replay.replay_gradients(batches_by_rank, loss_of)
         place.heart.enter("optimizer")
         optimizer.step()
         optimizer.zero_grad()
