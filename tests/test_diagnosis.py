@@ -18,7 +18,7 @@ from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, run
 
 pytestmark = pytest.mark.timeout(600)  # an injection is repeated where the machine's speed changes meanwhile
-PLAIN = RunSpec(model="gpt-20m", steps=2, warmup=2, memory=False, profile=2, device="cpu", batch_size=1, sequence_length=16)
+PLAIN = RunSpec(model="gpt-20m", steps=1, warmup=1, memory=False, profile=2, device="cpu", batch_size=1, sequence_length=16)
 SLOW_WORKER = (str(Path(__file__).with_name("slow_worker.py")),)
 STEADY_WORKER = (str(Path(__file__).with_name("steady_worker.py")),)
 
