@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -30,24 +30,50 @@ BatchSize = Annotated[int, typer.Option(help="Sequences that each rank reads in 
 SequenceLength = Annotated[int, typer.Option(help="Tokens in a sequence.")]
 MicroBatches = Annotated[int, typer.Option(help="Micro-batches a step (gradient accumulation).")]
 Precision = Annotated[str, typer.Option(help="fp32, or bf16 (compute in bf16, float32 masters).")]
-Text = Annotated[Optional[str], typer.Option(help="Train on this file or folder; default: Python's own library sources.")]
-Card = Annotated[str, typer.Option(help="Memory of an emulated card: 300MB, 1.5GB, none, or auto (the wind tunnel's; else 330MB to compare, none to run).")]
+Text = Annotated[str | None, typer.Option(help="Train on this file or folder; default: Python's own library sources.")]
+Card = Annotated[
+    str,
+    typer.Option(
+        help=(
+            "Memory of an emulated card: 300MB, 1.5GB, none, or auto (the wind tunnel's; else 330MB to compare, none to"
+            " run)."
+        )
+    ),
+]
 Compile = Annotated[str, typer.Option(help="none, or blocks (torch.compile makes one graph of each block's forward).")]
 Prefetch = Annotated[int, typer.Option(help="Units that the lab's engine gathers ahead; 0: none.")]
-Units = Annotated[str, typer.Option(help="What travels together: auto (a block), linear (each linear layer), model (everything).")]
-ShardSize = Annotated[Optional[int], typer.Option(help="Ranks of one shard group of hybrid_shard.")]
+Units = Annotated[
+    str, typer.Option(help="What travels together: auto (a block), linear (each linear layer), model (everything).")
+]
+ShardSize = Annotated[int | None, typer.Option(help="Ranks of one shard group of hybrid_shard.")]
 Profile = Annotated[int, typer.Option(help="Steps under PyTorch's profiler, after the timed ones; 0: no trace.")]
-Link = Annotated[Optional[str], typer.Option(help="Emulated network between ranks: eth10, nvlink4, ib400, ..., or 200mbit, 1GB/s,50us.")]
-LinkAcross = Annotated[Optional[str], typer.Option(help="Emulated network between the shard groups of hybrid_shard.")]
+Link = Annotated[
+    str | None, typer.Option(help="Emulated network between ranks: eth10, nvlink4, ib400, ..., or 200mbit, 1GB/s,50us.")
+]
+LinkAcross = Annotated[str | None, typer.Option(help="Emulated network between the shard groups of hybrid_shard.")]
 LinkQueues = Annotated[int, typer.Option(help="1: gathers and reductions share a communicator; 2: each has its own.")]
-Emulate = Annotated[Optional[str], typer.Option(help="Wind tunnel: a machine such as 8xH100, whose network is slow or fast in proportion (with --as).")]
-AsModel = Annotated[Optional[str], typer.Option("--as", help="The model whose training on --emulate is imitated, such as llama-3.1-8b.")]
+Emulate = Annotated[
+    str | None,
+    typer.Option(
+        help="Wind tunnel: a machine such as 8xH100, whose network is slow or fast in proportion (with --as)."
+    ),
+]
+AsModel = Annotated[
+    str | None, typer.Option("--as", help="The model whose training on --emulate is imitated, such as llama-3.1-8b.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of weights and data.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Start = Annotated[str, typer.Option(help="How ranks are started: warm (forked), torchrun (new Pythons), or auto (warm where that can be).")]
+Start = Annotated[
+    str,
+    typer.Option(
+        help="How ranks are started: warm (forked), torchrun (new Pythons), or auto (warm where that can be)."
+    ),
+]
 TimeLimit = Annotated[float, typer.Option(help="Seconds after which one run is ended with a report.")]
-Html = Annotated[Optional[Path], typer.Option("--html", help="Write a standalone page: table, figures, what was real.")]
-Json = Annotated[Optional[str], typer.Option("--json", help="Write the comparison as JSON to a file, or to stdout with -.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Write a standalone page: table, figures, what was real.")]
+Json = Annotated[
+    str | None, typer.Option("--json", help="Write the comparison as JSON to a file, or to stdout with -.")
+]
 
 
 def begin_warm(start: str) -> None:
@@ -59,7 +85,9 @@ def begin_warm(start: str) -> None:
 
 
 @app.callback(invoke_without_command=True)
-def top(context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def top(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
     if version:
         print(f"fsdplab {__version__}")
     elif context.invoked_subcommand is None:
@@ -68,8 +96,15 @@ def top(context: typer.Context, version: Annotated[bool, typer.Option("--version
 
 @app.command()
 def compare(
-    strategies: Annotated[str, typer.Option(help="Strategies of the lab's own engine, comma-separated.", show_default="all five")] = "no_shard,zero1,zero2,shard_grad_op,full_shard",
-    engines: Annotated[str, typer.Option(help="Other engines beside them, comma-separated: torch-ddp, torch-fsdp1, torch-fsdp2, deepspeed-1/2/3.")] = "",
+    strategies: Annotated[
+        str, typer.Option(help="Strategies of the lab's own engine, comma-separated.", show_default="all five")
+    ] = "no_shard,zero1,zero2,shard_grad_op,full_shard",
+    engines: Annotated[
+        str,
+        typer.Option(
+            help="Other engines beside them, comma-separated: torch-ddp, torch-fsdp1, torch-fsdp2, deepspeed-1/2/3."
+        ),
+    ] = "",
     world_size: WorldSize = 2,
     model: Model = "gpt-20m",
     steps: Steps = 8,
@@ -95,7 +130,7 @@ def compare(
     time_limit: TimeLimit = 120.0,
     json_file: Json = None,
     html_file: Html = None,
-    keep: Annotated[Optional[Path], typer.Option(help="Keep the run records in this folder.")] = None,
+    keep: Annotated[Path | None, typer.Option(help="Keep the run records in this folder.")] = None,
 ) -> None:
     """Train one model on one text under several strategies, and compare time, memory, traffic and losses."""
     begin_warm(start)
@@ -104,9 +139,12 @@ def compare(
     from fsdplab.cli_report import Outputs
 
     common = dict(
-        world_size=world_size, model=model, steps=steps, batch_size=batch_size, sequence_length=sequence_length, micro_batches=micro_batches,
-        precision=precision, compile=compile, text=text, seed=seed, device=device, time_limit=time_limit, prefetch=prefetch, units=units,
-        shard_size=shard_size, profile=profile, link=link, link_across=link_across, link_queues=link_queues, emulate=emulate, as_model=as_model, start=start,
+        world_size=world_size, model=model, steps=steps, batch_size=batch_size, sequence_length=sequence_length,
+        micro_batches=micro_batches,
+        precision=precision, compile=compile, text=text, seed=seed, device=device, time_limit=time_limit,
+        prefetch=prefetch, units=units,
+        shard_size=shard_size, profile=profile, link=link, link_across=link_across, link_queues=link_queues,
+        emulate=emulate, as_model=as_model, start=start,
     )  # fmt: skip
     common["card"] = card_of(card, common, "330MB")
     compare_runs(names(strategies), names(engines), common, Outputs(json_file, html_file, keep))
@@ -114,8 +152,12 @@ def compare(
 
 @app.command()
 def run(
-    strategy: Annotated[str, typer.Argument(help="no_shard, zero1, zero2, shard_grad_op or full_shard.")] = "full_shard",
-    engine: Annotated[str, typer.Option(help="lab, torch-ddp, torch-fsdp1, torch-fsdp2, deepspeed-1/2/3 or twin.")] = "lab",
+    strategy: Annotated[
+        str, typer.Argument(help="no_shard, zero1, zero2, shard_grad_op or full_shard.")
+    ] = "full_shard",
+    engine: Annotated[
+        str, typer.Option(help="lab, torch-ddp, torch-fsdp1, torch-fsdp2, deepspeed-1/2/3 or twin.")
+    ] = "lab",
     world_size: WorldSize = 2,
     model: Model = "gpt-20m",
     steps: Steps = 8,
@@ -123,10 +165,16 @@ def run(
     sequence_length: SequenceLength = 64,
     micro_batches: MicroBatches = 1,
     precision: Precision = "fp32",
-    checkpoint: Annotated[str, typer.Option(help="Activations that the lab computes again: none, selective or full.")] = "none",
-    offload: Annotated[str, typer.Option(help="Where the lab's slices and optimizer state rest: none (the device) or cpu.")] = "none",
+    checkpoint: Annotated[
+        str, typer.Option(help="Activations that the lab computes again: none, selective or full.")
+    ] = "none",
+    offload: Annotated[
+        str, typer.Option(help="Where the lab's slices and optimizer state rest: none (the device) or cpu.")
+    ] = "none",
     compile: Compile = "none",
-    transport: Annotated[str, typer.Option(help="How bytes move: auto, shm, gloo, nccl, or shared_gpu (several ranks on one GPU).")] = "auto",
+    transport: Annotated[
+        str, typer.Option(help="How bytes move: auto, shm, gloo, nccl, or shared_gpu (several ranks on one GPU).")
+    ] = "auto",
     prefetch: Prefetch = 1,
     units: Units = "auto",
     shard_size: ShardSize = None,
@@ -136,15 +184,17 @@ def run(
     link_queues: LinkQueues = 1,
     emulate: Emulate = None,
     as_model: AsModel = None,
-    nodes: Annotated[int, typer.Option(help="Nodes: more than one are network namespaces with a real, shaped link between them.")] = 1,
-    ranks_per_node: Annotated[Optional[int], typer.Option(help="Ranks of each node; default: world size / nodes.")] = None,
+    nodes: Annotated[
+        int, typer.Option(help="Nodes: more than one are network namespaces with a real, shaped link between them.")
+    ] = 1,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of each node; default: world size / nodes.")] = None,
     text: Text = None,
     card: Card = "auto",
     seed: Seed = 0,
     device: Device = "auto",
     start: Start = "auto",
     time_limit: TimeLimit = 120.0,
-    out: Annotated[Optional[Path], typer.Option(help="Folder of the record; default: runs/<strategy>-<engine>.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the record; default: runs/<strategy>-<engine>.")] = None,
 ) -> None:
     """Run one strategy and record it in a folder, for `fsdplab report` and the notebooks."""
     begin_warm(start)
@@ -152,9 +202,12 @@ def run(
     from fsdplab.cli_fabric import card_of, record_on_nodes
 
     common = dict(
-        world_size=world_size, model=model, steps=steps, batch_size=batch_size, sequence_length=sequence_length, micro_batches=micro_batches,
-        precision=precision, text=text, seed=seed, device=device, time_limit=time_limit, checkpoint=checkpoint, offload=offload, prefetch=prefetch,
-        compile=compile, transport=transport, units=units, shard_size=shard_size, profile=profile, link=link, link_across=link_across, link_queues=link_queues, emulate=emulate,
+        world_size=world_size, model=model, steps=steps, batch_size=batch_size, sequence_length=sequence_length,
+        micro_batches=micro_batches,
+        precision=precision, text=text, seed=seed, device=device, time_limit=time_limit, checkpoint=checkpoint,
+        offload=offload, prefetch=prefetch,
+        compile=compile, transport=transport, units=units, shard_size=shard_size, profile=profile, link=link,
+        link_across=link_across, link_queues=link_queues, emulate=emulate,
         as_model=as_model, strategy=strategy, engine=engine, start=start,
     )  # fmt: skip
     common["card"] = card_of(card, common, "none")
@@ -167,15 +220,28 @@ def run(
 
 @app.command()
 def report(
-    records: Annotated[list[Path], typer.Argument(help="Folders that `fsdplab run` or `compare --keep` wrote, or traces of PyTorch's profiler, one a rank.")],
+    records: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Folders that `fsdplab run` or `compare --keep` wrote, or traces of PyTorch's profiler, one a rank."
+        ),
+    ],
     html_file: Html = None,
     json_file: Json = None,
-    tensorboard: Annotated[Optional[Path], typer.Option(help="Write a log folder that TensorBoard's profiler plugin opens.")] = None,
-    perfetto: Annotated[Optional[Path], typer.Option(help="Write one trace of all ranks for Perfetto or chrome://tracing.")] = None,
-    csv: Annotated[Optional[Path], typer.Option(help="Write the tables as CSV files into this folder.")] = None,
-    snapshot: Annotated[Optional[Path], typer.Option(help="Write CUDA memory snapshots for PyTorch's memory viewer into this folder.")] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="Write a log folder that TensorBoard's profiler plugin opens.")
+    ] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Write one trace of all ranks for Perfetto or chrome://tracing.")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the tables as CSV files into this folder.")] = None,
+    snapshot: Annotated[
+        Path | None, typer.Option(help="Write CUDA memory snapshots for PyTorch's memory viewer into this folder.")
+    ] = None,
 ) -> None:
-    """Show recorded runs, or traces, as a table with findings, a standalone page or JSON; a record of the twin serves as the reference."""
+    """Show recorded runs, or traces, as a table with findings, a standalone page or JSON; a record of the twin serves
+    as the reference.
+    """
     from fsdplab.cli_exports import Exports
     from fsdplab.cli_report import Outputs, report_records
 
@@ -184,7 +250,9 @@ def report(
 
 @app.command()
 def bench(
-    strategies: Annotated[str, typer.Option(help="Strategies of the lab's own engine, comma-separated.")] = "full_shard,shard_grad_op,zero2,zero1,no_shard",
+    strategies: Annotated[
+        str, typer.Option(help="Strategies of the lab's own engine, comma-separated.")
+    ] = "full_shard,shard_grad_op,zero2,zero1,no_shard",
     engines: Annotated[str, typer.Option(help="Other engines in the same run.")] = "torch-ddp,torch-fsdp2",
     world_size: WorldSize = 2,
     model: Model = "gpt-25m",
@@ -194,16 +262,25 @@ def bench(
     precision: Precision = "fp32",
     optimizer: Annotated[str, typer.Option(help="adamw (fused) or adamw-foreach.")] = "adamw",
     transport: Annotated[str, typer.Option(help="Of the lab's engine: auto, shm, gloo, nccl or shared_gpu.")] = "auto",
-    peer_transport: Annotated[str, typer.Option(help="Of the other engines: auto (gloo or nccl), or shm for torch's own.")] = "auto",
+    peer_transport: Annotated[
+        str, typer.Option(help="Of the other engines: auto (gloo or nccl), or shm for torch's own.")
+    ] = "auto",
     prefetch: Annotated[str, typer.Option(help="Units gathered ahead; several numbers give a row each: 0,1.")] = "1",
     link: Link = None,
     device: Device = "auto",
     start: Start = "auto",
     time_limit: TimeLimit = 900.0,
-    json_file: Annotated[Optional[Path], typer.Option("--json", help="Write medians and ratios to this file.")] = None,
-    starts: Annotated[bool, typer.Option("--starts", help="Time starting instead, cold beside warm: ranks, a run, a check, the commands, compare.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write medians and ratios to this file.")] = None,
+    starts: Annotated[
+        bool,
+        typer.Option(
+            "--starts", help="Time starting instead, cold beside warm: ranks, a run, a check, the commands, compare."
+        ),
+    ] = False,
     repetitions: Annotated[int, typer.Option(help="Of --starts: how often each is timed.")] = 3,
-    quick: Annotated[bool, typer.Option("--quick", help="Of --starts: leave compare out, which takes minutes.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Of --starts: leave compare out, which takes minutes.")
+    ] = False,
 ) -> None:
     """Time engines in turn in one run, and report ratios of medians; with --starts, time starting."""
     if starts:
@@ -216,7 +293,8 @@ def bench(
 
     common = dict(
         world_size=world_size, model=model, batch_size=batch_size, sequence_length=sequence_length, precision=precision,
-        optimizer=optimizer, transport=transport, device=device, time_limit=time_limit, memory=False, link=link, start=start,
+        optimizer=optimizer, transport=transport, device=device, time_limit=time_limit, memory=False, link=link,
+        start=start,
     )  # fmt: skip
     bench_engines(names(strategies), names(engines), common, rounds, json_file, peer_transport, names(prefetch))
 
@@ -231,10 +309,16 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
 
 @app.command()
 def lab(
-    notebooks: Annotated[Optional[Path], typer.Option(help="Open this folder of notebooks as it is, instead of an edition.")] = None,
-    edition: Annotated[str, typer.Option(help="learner: exercises to solve, in course-learner/; teacher: the sources.")] = "learner",
-    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open a browser, or only print the address.")] = True,
-    port: Annotated[Optional[int], typer.Option(help="Port of the server; default: JupyterLab's choice.")] = None,
+    notebooks: Annotated[
+        Path | None, typer.Option(help="Open this folder of notebooks as it is, instead of an edition.")
+    ] = None,
+    edition: Annotated[
+        str, typer.Option(help="learner: exercises to solve, in course-learner/; teacher: the sources.")
+    ] = "learner",
+    browser: Annotated[
+        bool, typer.Option("--browser/--no-browser", help="Open a browser, or only print the address.")
+    ] = True,
+    port: Annotated[int | None, typer.Option(help="Port of the server; default: JupyterLab's choice.")] = None,
 ) -> None:
     """Open JupyterLab on the course's notebooks."""
     from fsdplab.cli_lab import open_lab
@@ -242,7 +326,10 @@ def lab(
     raise typer.Exit(open_lab(notebooks, browser, port, edition))
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
 def course(context: typer.Context) -> None:
     """Build and test the course's editions: `fsdplab course --help` lists what there is."""
     from fsdplab.cli_lab import run_course
@@ -250,7 +337,11 @@ def course(context: typer.Context) -> None:
     raise typer.Exit(run_course(context.args))
 
 
-@app.command("gpu-check", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)
+@app.command(
+    "gpu-check",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
 def gpu_check(context: typer.Context) -> None:
     """Run and record all that needs a GPU, or a dry run on CPU: `fsdplab gpu-check --help` lists what there is."""
     from fsdplab.cli_gpu import check_gpu

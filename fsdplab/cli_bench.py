@@ -29,15 +29,26 @@ def bench_engines(
     with refusals():
         transport = common.pop("transport")
         pairs = [(name, strategy) for name in engines for strategy in _strategies(ENGINES, name)]
-        peers = [RunSpec(engine=name, strategy=strategy, transport=peer_transport, **common) for name, strategy in pairs]
-        ours = [RunSpec(strategy=name, transport=transport, prefetch=_count(text), **common) for name in strategies for text in prefetches]
+        peers = [
+            RunSpec(engine=name, strategy=strategy, transport=peer_transport, **common) for name, strategy in pairs
+        ]
+        ours = [
+            RunSpec(strategy=name, transport=transport, prefetch=_count(text), **common)
+            for name in strategies
+            for text in prefetches
+        ]
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("rounds", total=None)
-            result = bench([*ours, *peers], rounds=rounds, on_round=lambda done, total: progress.update(task, completed=done, total=total))
+            result = bench(
+                [*ours, *peers],
+                rounds=rounds,
+                on_round=lambda done, total: progress.update(task, completed=done, total=total),
+            )
     console.print(_table(result))
     console.print(
-        f"measured: median of {rounds} rounds, engines in turn, {result.spec.optimizer} optimizer; alone: no communication at all; "
-        f"floor: forward + backward + optimizer / {result.spec.world_size} = {result.floor * 1e3:.0f} ms",
+        f"measured: median of {rounds} rounds, engines in turn, {result.spec.optimizer} optimizer; alone: no"
+        f" communication at all; floor: forward + backward + optimizer / {result.spec.world_size} ="
+        f" {result.floor * 1e3:.0f} ms",
         highlight=False,
     )
     if json_file is not None:
@@ -46,7 +57,10 @@ def bench_engines(
 
 def _strategies(engines: dict[str, tuple[str, ...]], name: str) -> tuple[str, ...]:
     if name not in engines or name in ("lab", "twin"):
-        refuse(f"--engines has {name!r}; expected some of {', '.join(each for each in engines if each not in ('lab', 'twin'))}")
+        refuse(
+            f"--engines has {name!r}; expected some of"
+            f" {', '.join(each for each in engines if each not in ('lab', 'twin'))}"
+        )
     able = [strategy for strategy in engines[name] if strategy != "hybrid_shard"]  # which needs a mesh of its own
     return tuple(able[:1]) if name.startswith("deepspeed") else tuple(able)
 
@@ -60,7 +74,11 @@ def _count(text: str) -> int:
 def _table(result: Any) -> Table:
     table = Table(box=None, header_style="bold")
     ratios_to = [f"/ {name.removeprefix('torch-')}" for name in BESIDE]
-    waits = ("prefetch", "exposed", "overlap") if any(timing.prefetch != 1 for timing in result.timings) or result.spec.linked else ()
+    waits = (
+        ("prefetch", "exposed", "overlap")
+        if any(timing.prefetch != 1 for timing in result.timings) or result.spec.linked
+        else ()
+    )
     for name in ("engine", "strategy", "step", *waits, "/ floor", *ratios_to, "loss"):
         table.add_column(name, justify="left" if name in ("engine", "strategy") else "right", no_wrap=True)
     for timing in result.timings:
@@ -70,13 +88,21 @@ def _table(result: Any) -> Table:
         overlap = "-" if timing.overlap is None else f"{timing.overlap:.0%}"
         prefetch = str(timing.prefetch) if timing.engine == "lab" else "-"
         hidden = (prefetch, exposed, overlap)[: len(waits)]
-        table.add_row(timing.engine, timing.strategy, f"{timing.median * 1e3:.0f} ms", *hidden, *shown, f"{timing.loss:.4f}")
+        table.add_row(
+            timing.engine, timing.strategy, f"{timing.median * 1e3:.0f} ms", *hidden, *shown, f"{timing.loss:.4f}"
+        )
     return table
 
 
 def _as_dict(result: Any) -> dict[str, Any]:
     rows = [
-        {**asdict(timing), "median": timing.median, "overlap": timing.overlap, "over_floor": timing.median / result.floor, **{f"over_{name}": result.ratio(timing, name) for name in BESIDE}}
+        {
+            **asdict(timing),
+            "median": timing.median,
+            "overlap": timing.overlap,
+            "over_floor": timing.median / result.floor,
+            **{f"over_{name}": result.ratio(timing, name) for name in BESIDE},
+        }
         for timing in result.timings
     ]
     return {"spec": result.spec.as_dict(), "floor_s": result.floor, "rows": rows}

@@ -30,14 +30,18 @@ class Progress:
         self._console, self._planned = console, planned
         self._rows: list[RunView] = []
         self._now = Text("starting the first ranks", style="dim")
-        self._live = Live(self._draw(), console=console, transient=True, refresh_per_second=4) if console.is_terminal else None
+        self._live = (
+            Live(self._draw(), console=console, transient=True, refresh_per_second=4) if console.is_terminal else None
+        )
 
     def __enter__(self) -> Progress:
         if self._live:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._live:
             self._live.stop()
 
@@ -49,12 +53,18 @@ class Progress:
         if self._live:
             self._live.update(self._draw())
         else:
-            self._console.print("  ".join(text for text in cells(self._rows[-1], PENDING) if text != MISSING), highlight=False)
+            self._console.print(
+                "  ".join(text for text in cells(self._rows[-1], PENDING) if text != MISSING), highlight=False
+            )
 
     def step(self, spec: object, step: int, steps: int, loss: float) -> None:
         """Rank 0 of the run that is going on finished a step."""
         name = "the twin, for reference" if spec.engine == "twin" else f"{spec.strategy} ({spec.engine})"
-        self._now = Text(f"{name}: step {step} of {steps}, loss {loss:.4f}  ({len(self._rows)} of {plural(self._planned, 'run')} done)", style="dim")
+        self._now = Text(
+            f"{name}: step {step} of {steps}, loss {loss:.4f}  ({len(self._rows)} of {plural(self._planned, 'run')}"
+            " done)",
+            style="dim",
+        )
         if self._live:
             self._live.update(self._draw())
 
@@ -63,7 +73,9 @@ class Progress:
 
 
 def compare_runs(strategies: list[str], engines: list[str], common: dict, outputs: Outputs) -> None:
-    """Run every strategy on the lab's engine and every other engine, then the twin; show, write, exit 1 if one failed."""
+    """Run every strategy on the lab's engine and every other engine, then the twin;
+    show, write, exit 1 if one failed.
+    """
     from fsdplab.sessions import RunSpec, compare
 
     outputs.check()
@@ -86,8 +98,15 @@ def _peer(engine: str, common: dict) -> object:
 
     if engine not in ENGINES or engine in ("lab", "twin"):
         peers = [name for name in ENGINES if name not in ("lab", "twin")]
-        refuse(f"--engines has {engine!r}; expected some of {', '.join(peers)} (the lab's own engine runs --strategies)")
-    return RunSpec(engine=engine, **own(ENGINES[engine][0], dict(common, prefetch=1, units=common["units"] if engine == "torch-fsdp2" else "auto")))
+        refuse(
+            f"--engines has {engine!r}; expected some of {', '.join(peers)} (the lab's own engine runs --strategies)"
+        )
+    return RunSpec(
+        engine=engine,
+        **own(
+            ENGINES[engine][0], dict(common, prefetch=1, units=common["units"] if engine == "torch-fsdp2" else "auto")
+        ),
+    )
 
 
 def own(strategy: str, common: dict) -> dict:
@@ -98,8 +117,14 @@ def own(strategy: str, common: dict) -> dict:
 
 def _headline(spec: object, card: int | None) -> str:
     """What is about to run, in one line."""
-    work = f"{spec.model}, {plural(spec.world_size, 'rank')} on {spec.place}, batch {spec.batch_size} x {spec.sequence_length} a rank, {spec.precision}"
-    return f"[bold]{work}, {plural(spec.steps, 'timed step')}[/], {f'emulated card of {size(card)}' if card else 'no emulated card'}"
+    work = (
+        f"{spec.model}, {plural(spec.world_size, 'rank')} on {spec.place}, batch {spec.batch_size} x"
+        f" {spec.sequence_length} a rank, {spec.precision}"
+    )
+    return (
+        f"[bold]{work}, {plural(spec.steps, 'timed step')}[/],"
+        f" {f'emulated card of {size(card)}' if card else 'no emulated card'}"
+    )
 
 
 @contextmanager
@@ -133,7 +158,9 @@ def report_of(record: RunRecord) -> str:
 
 
 def record_run(settings: dict, folder: Path, runner: Callable[..., RunRecord] | None = None) -> None:
-    """Run one spec into a folder that `fsdplab report` reads, and show its row; `runner` is `sessions.run` unless given."""
+    """Run one spec into a folder that `fsdplab report` reads, and show its row; `runner` is `sessions.run` unless
+    given.
+    """
     from fsdplab.sessions import RunSpec, run
 
     console = Outputs().console()
@@ -141,7 +168,11 @@ def record_run(settings: dict, folder: Path, runner: Callable[..., RunRecord] | 
         spec = RunSpec(**settings)
         if folder.exists() and not folder.is_dir():
             refuse(f"--out {folder} is a file; expected a folder")
-        if folder.exists() and any(folder.iterdir()) and not any((folder / name).exists() for name in ("run.json", "ranks")):
+        if (
+            folder.exists()
+            and any(folder.iterdir())
+            and not any((folder / name).exists() for name in ("run.json", "ranks"))
+        ):
             refuse(f"--out {folder} holds other files; expected a new folder, or that of an earlier run")
         console.print(_headline(spec, spec.card), highlight=False)
         with Progress(console, planned=1) as progress:

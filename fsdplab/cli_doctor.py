@@ -16,10 +16,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from fsdplab import __version__
-from fsdplab.figures.units import plural, size
+from fsdplab.figures.units import size
 
 PACKAGES = ("numpy", "plotly", "pandas", "jupyterlab", "ipywidgets", "transformers", "deepspeed", "tensorboard")
-EXTRA = {"plotly": "lab", "pandas": "lab", "jupyterlab": "lab", "ipywidgets": "lab", "transformers": "hf", "deepspeed": "peers"}
+EXTRA = {
+    "plotly": "lab",
+    "pandas": "lab",
+    "jupyterlab": "lab",
+    "ipywidgets": "lab",
+    "transformers": "hf",
+    "deepspeed": "peers",
+}
 SEVERAL = "ranks on one GPU"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 WORD = {True: "[green]yes[/]", False: "[yellow]no[/]"}
@@ -55,7 +62,15 @@ def _torch() -> list[Finding]:
     import torch
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    return [Finding("torch", True, torch.__version__, build), _gloo(), _starts(), _transport(), _gpus(torch), _nccl(torch), _several(torch)]
+    return [
+        Finding("torch", True, torch.__version__, build),
+        _gloo(),
+        _starts(),
+        _transport(),
+        _gpus(torch),
+        _nccl(torch),
+        _several(torch),
+    ]
 
 
 def _gloo() -> Finding:
@@ -69,7 +84,12 @@ def _gloo() -> Finding:
         dist.all_reduce(ones)
         dist.destroy_process_group()
     except RuntimeError as error:
-        return Finding("gloo", False, "does not start", f"{' '.join(str(error).split())[:160]}; set GLOO_SOCKET_IFNAME to a working interface")
+        return Finding(
+            "gloo",
+            False,
+            "does not start",
+            f"{' '.join(str(error).split())[:160]}; set GLOO_SOCKET_IFNAME to a working interface",
+        )
     return Finding("gloo", True, "works", "starts CPU ranks, on one machine or several")
 
 
@@ -117,7 +137,12 @@ def _several(torch: object) -> Finding:
     if lacking and not ways:
         return Finding(SEVERAL, False, "neither shared_gpu nor NCCL", f"{lacking}; NCCL does it from 2.30 on")
     ways = [*([] if lacking else ["shared_gpu (taken by itself)"]), *ways]
-    return Finding(SEVERAL, True, ", ".join(ways), "emulated: ranks take turns on the GPU" + (f"; no shared_gpu: {lacking}" if lacking else ""))
+    return Finding(
+        SEVERAL,
+        True,
+        ", ".join(ways),
+        "emulated: ranks take turns on the GPU" + (f"; no shared_gpu: {lacking}" if lacking else ""),
+    )
 
 
 def _lacking(torch: object) -> str:
@@ -133,7 +158,9 @@ def _lacking(torch: object) -> str:
 
 def _browser() -> Finding:
     path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    return Finding("browser", path is not None, os.path.basename(path) if path else "none", "for the notebooks' browser tests only")
+    return Finding(
+        "browser", path is not None, os.path.basename(path) if path else "none", "for the notebooks' browser tests only"
+    )
 
 
 def _packages() -> list[Finding]:
@@ -154,14 +181,18 @@ def reality(found: list[Finding]) -> Mapping[str, str]:
     ranks = f"one process a GPU over NCCL, or {on_cpu}" if gpus else on_cpu
     return {
         "real": f"ranks ({ranks}), training, losses, bytes sent, step times, memory of every rank",
-        "emulated": "the card (--card): on CPU a run ends when its counted bytes exceed it"
-        + ("; on GPUs the allocator enforces it; step times of several ranks on one GPU" if gpus else ""),
+        "emulated": (
+            "the card (--card): on CPU a run ends when its counted bytes exceed it"
+            + ("; on GPUs the allocator enforces it; step times of several ranks on one GPU" if gpus else "")
+        ),
         "simulated": "nothing" if gpus else "nothing; what other machines measured is shown from their records",
     }
 
 
 def show_findings(as_json: bool) -> None:
-    """Print the findings as a table, or as JSON: `{"findings": [...], "real": ..., "emulated": ..., "simulated": ...}`."""
+    """Print the findings as a table, or as JSON: `{"findings": [...], "real": ..., "emulated": ..., "simulated":
+    ...}`.
+    """
     found = findings()
     if as_json:
         print(json.dumps({"findings": [asdict(item) for item in found], **reality(found)}, indent=1))

@@ -1,4 +1,6 @@
-"""How the command line says no: one line and exit code 2 for a request that cannot be, the report and 1 for a failed run."""
+"""How the command line says no: one line and exit code 2 for a request that cannot be, the report and 1 for a failed
+run.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from typing import NoReturn
 
 import typer
 
-# The base of all of typer's usage errors. Newer versions of typer carry their own copy of click, so it is not imported by name.
+# The base of all of typer's usage errors. Newer versions of typer carry their own copy of click, so it is not imported
+# by name.
 USAGE_ERROR = typer.BadParameter.__mro__[2]
 
 
@@ -52,4 +55,6 @@ def refusals() -> Iterator[None]:
     except RanksFailed as error:
         failed(str(error))
     except OSError as error:  # a folder that cannot be written, a full disk
-        refuse(f"{error.filename or 'a file'}: {error.strerror or error}; give a place that can be written and has room")
+        refuse(
+            f"{error.filename or 'a file'}: {error.strerror or error}; give a place that can be written and has room"
+        )

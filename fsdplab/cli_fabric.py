@@ -1,4 +1,6 @@
-"""Networks and cards from the terminal: the wind tunnel's card, and runs on several nodes with a real link between them."""
+"""Networks and cards from the terminal: the wind tunnel's card, and runs on several nodes with a real link between
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,25 @@ def card_of(text: str, common: dict, otherwise: str) -> int | None:
 
 
 def record_on_nodes(common: dict, nodes: int, ranks_per_node: int | None, folder: Path) -> None:
-    """Record one run on `nodes` network namespaces; behind an emulated link where the system does not let us make them."""
+    """Record one run on `nodes` network namespaces;
+    behind an emulated link where the system does not let us make them.
+    """
     from fsdplab.planning.links import LinkError, parse_link
     from fsdplab.sessions import RunSpec
     from fsdplab.sessions.nodes import run_nodes, shaping_refused
 
     if nodes < 1 or common["world_size"] % nodes and ranks_per_node is None:
-        refuse(f"--nodes {nodes} with --world-size {common['world_size']}; expected a divisor of the ranks, or give --ranks-per-node")
+        refuse(
+            f"--nodes {nodes} with --world-size {common['world_size']}; expected a divisor of the ranks, or give"
+            " --ranks-per-node"
+        )
     each = ranks_per_node or common["world_size"] // nodes
     settings = dict(common, world_size=nodes * each)
     if (why := shaping_refused()) is not None:
-        print(f"fsdplab: no nodes can be made here ({why}); the link between all ranks is emulated instead", file=sys.stderr)
+        print(
+            f"fsdplab: no nodes can be made here ({why}); the link between all ranks is emulated instead",
+            file=sys.stderr,
+        )
         record_run(settings, folder)
         return
     try:

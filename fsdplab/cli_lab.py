@@ -14,7 +14,9 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 def find_notebooks(folder: Path | None) -> Path:
-    """The folder given, else `notebooks/` here or in the checkout that the package runs from; refused where it has none."""
+    """The folder given, else `notebooks/` here or in the checkout that the package runs from; refused where it has
+    none.
+    """
     places = [folder] if folder else [Path.cwd() / "notebooks", CHECKOUT / "notebooks"]
     for place in places:
         if place.is_dir() and any(place.rglob("*.ipynb")):
@@ -34,13 +36,16 @@ def open_lab(folder: Path | None, browser: bool, port: int | None, edition: str)
         place = learner_edition(place)
     command = [sys.executable, "-m", "jupyterlab", str(place)]
     command += [] if browser else ["--no-browser"]
-    command += ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []  # containers: Jupyter refuses root
+    # containers: Jupyter refuses root
+    command += ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
     command += [] if port is None else [f"--port={port}"]
     return subprocess.call(command)
 
 
 def learner_edition(sources: Path) -> Path:
-    """`course-learner/` here, built from the sources the first time; what a learner wrote there is never overwritten."""
+    """`course-learner/` here, built from the sources the first time;
+    what a learner wrote there is never overwritten.
+    """
     place = Path("course-learner")
     if not any(place.glob("*.ipynb")) and run_course(["build", "--source", str(sources), "--out", str(place)]):
         refuse(f"the learner edition could not be built in {place.resolve()}; the reason stands above")

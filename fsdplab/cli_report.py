@@ -62,7 +62,9 @@ class Outputs:
         if self.html_file:
             from fsdplab.figures import comparison_page, findings_of
 
-            self.html_file.write_text(comparison_page(comparison, shown, findings_of(records), records), encoding="utf-8")
+            self.html_file.write_text(
+                comparison_page(comparison, shown, findings_of(records), records), encoding="utf-8"
+            )
 
 
 def _check_place(flag: str, path: Path) -> None:
@@ -95,7 +97,10 @@ def _table(columns: Sequence[str], rows: list[dict[str, str]]) -> Table:
 
 def with_verdicts(records: Sequence[RunRecord], comparison: dict) -> list[RunView]:
     """The records as a table shows them, each with the comparison's verdict on its losses."""
-    return [replace(view(record), matches=entry["matches_reference"]) for record, entry in zip(records, comparison["runs"], strict=True)]
+    return [
+        replace(view(record), matches=entry["matches_reference"])
+        for record, entry in zip(records, comparison["runs"], strict=True)
+    ]
 
 
 def show(console: Console, shown: Sequence[RunView], reference: RunRecord | None) -> None:
@@ -105,10 +110,14 @@ def show(console: Console, shown: Sequence[RunView], reference: RunRecord | None
     for word, what in provenance(list(shown)):
         console.print(f"[bold]{word}[/]: {what}", highlight=False)
     if reference is not None:
-        console.print("[bold]losses[/]: beside the unsharded twin, one process that replays every rank's batches", highlight=False)
+        console.print(
+            "[bold]losses[/]: beside the unsharded twin, one process that replays every rank's batches", highlight=False
+        )
     for run in shown:
         if run.matches is False:
-            console.print(f"[bold red]{run.label}: its losses differ from the reference's beyond rounding[/]", highlight=False)
+            console.print(
+                f"[bold red]{run.label}: its losses differ from the reference's beyond rounding[/]", highlight=False
+            )
 
 
 def report_records(paths: Sequence[Path], outputs: Outputs, exports: Exports = Exports()) -> None:

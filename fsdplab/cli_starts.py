@@ -15,7 +15,9 @@ from fsdplab.cli_report import Outputs
 
 
 def bench_starts(repetitions: int, quick: bool, json_file: Path | None) -> None:
-    """Measure, print each row as it comes and then the table, and write JSON if asked; `quick` leaves `fsdplab compare` out."""
+    """Measure, print each row as it comes and then the table, and write JSON if asked; `quick` leaves `fsdplab compare`
+    out.
+    """
     from fsdplab.sessions.starts import Row, StartsFailed, of_commands, of_compare, of_ranks
 
     if repetitions < 1:
@@ -37,18 +39,34 @@ def bench_starts(repetitions: int, quick: bool, json_file: Path | None) -> None:
         except StartsFailed as error:
             refuse(str(error))
     console.print(_table(rows))
-    console.print(f"measured: medians of {repetitions}, cold and warm in turn (compare: once each); cold: torchrun and new Pythons", highlight=False)
+    console.print(
+        f"measured: medians of {repetitions}, cold and warm in turn (compare: once each); cold: torchrun and new"
+        " Pythons",
+        highlight=False,
+    )
     if json_file is not None:
-        json_file.write_text(json.dumps({"repetitions": repetitions, "rows": [row.as_dict() for row in rows]}, indent=1) + "\n")
+        json_file.write_text(
+            json.dumps({"repetitions": repetitions, "rows": [row.as_dict() for row in rows]}, indent=1) + "\n"
+        )
 
 
 def _of_the_course(repetitions: int) -> list[dict]:
-    """The rows of the teaching room, a neighbour on this floor and so a process of its own; none where the notebook tools are missing."""
+    """The rows of the teaching room, a neighbour on this floor and so a process of its own; none where the notebook
+    tools are missing.
+    """
     if importlib.util.find_spec("IPython") is None:
         return []
-    done = subprocess.run([sys.executable, "-m", "fsdplab.teaching.starts", str(repetitions)], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdplab.teaching.starts", str(repetitions)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
-        refuse(f"the course's part could not be measured: {(done.stderr.strip().splitlines() or ['it printed nothing'])[-1]}")
+        refuse(
+            "the course's part could not be measured:"
+            f" {(done.stderr.strip().splitlines() or ['it printed nothing'])[-1]}"
+        )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

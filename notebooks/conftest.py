@@ -1,7 +1,8 @@
 """Under pytest every notebook is run in both editions, and the learner's folder is a temporary one.
 
-nbval runs the cells of a source, which is the teacher edition, one by one. Then one item more runs the learner edition in the same kernel:
-tests/learner_edition.py says which cells that are. No notebook needs another to have run: under `pytest -n 2` two of them run side by side.
+nbval runs the cells of a source, which is the teacher edition, one by one. Then one item more runs the learner edition
+in the same kernel: tests/learner_edition.py says which cells that are. No notebook needs another to have run: under
+`pytest -n 2` two of them run side by side.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ if TYPE_CHECKING:
 NOTEBOOKS = Path(__file__).resolve().parent
 SCRATCH = tempfile.TemporaryDirectory(prefix="fsdplab-notebooks-")
 TESTS = NOTEBOOKS.parent / "tests"
-WATCH = f"__import__('sys').path.insert(0, {str(TESTS)!r}); __import__('learner_edition').watch(get_ipython()); __import__('sys').path.pop(0)"
+WATCH = "; ".join(
+    [
+        f"__import__('sys').path.insert(0, {str(TESTS)!r})",
+        "__import__('learner_edition').watch(get_ipython())",
+        "__import__('sys').path.pop(0)",
+    ]
+)
 TAKES_UP = {"06_a_whole_model": "05_one_sharded_unit"}  # 06 trains with the functions that passed their checks in 05
 
 
@@ -34,7 +41,7 @@ class BothEditions(IPyNbFile):
     """The cells of a source, and its learner edition."""
 
     def setup(self) -> None:
-        """A kernel that notes what its cells do, and the folder of a learner who has solved what this notebook takes up."""
+        """A kernel that notes what its cells do, and the folder of a learner who has solved what it takes up."""
         own = Path(SCRATCH.name) / self.path.stem / "my_fsdp"
         if self.path.stem in TAKES_UP:
             solve(NOTEBOOKS / f"{TAKES_UP[self.path.stem]}.ipynb", Home(own))
@@ -51,9 +58,13 @@ class BothEditions(IPyNbFile):
         """nbval's items, then one."""
         cells = list(super().collect())
         own = Path(SCRATCH.name) / f"{self.path.stem}-learner" / "my_fsdp"
-        run = new_code_cell(f"__import__('sys').modules['learner_edition'].run_learner_edition({str(self.path)!r}, {str(own)!r})")
+        run = new_code_cell(
+            f"__import__('sys').modules['learner_edition'].run_learner_edition({str(self.path)!r}, {str(own)!r})"
+        )
         yield from cells
-        yield IPyNbCell.from_parent(self, name="learner edition", cell_num=len(cells), cell=run, options=defaultdict(bool))
+        yield IPyNbCell.from_parent(
+            self, name="learner edition", cell_num=len(cells), cell=run, options=defaultdict(bool)
+        )
 
 
 def solve(notebook: Path, home: Home) -> None:
@@ -67,7 +78,9 @@ def solve(notebook: Path, home: Home) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+def pytest_collect_file(
+    file_path: Path, parent: pytest.Collector
+) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
     """Where nbval is asked to run a notebook, it runs in both editions."""
     found = yield
     return [BothEditions.from_parent(parent, path=file_path) if isinstance(each, IPyNbFile) else each for each in found]
@@ -75,7 +88,9 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Generator[
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling:
-    """Under `pytest -n 2 notebooks` the cells of a notebook stay on one worker, whatever --dist says; tests/conftest.py says so for the tests."""
+    """Under `pytest -n 2 notebooks` the cells of a notebook stay on one worker, whatever --dist says; tests/conftest.py
+    says so for the tests.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     return LoadFileScheduling(config, log)

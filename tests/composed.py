@@ -2,8 +2,8 @@
 
 How near to expect. Cutting a layer changes the order in which its sums are taken, so the first gradients agree with the
 unsharded twin's to about 4e-7 of their norm, and AdamW, which divides small gradients by their size, lets single
-parameters (key biases first) drift by up to 1e-5 in five steps of 1e-3. The two engines take all sums of a 2 x 2 mesh in
-the same order: they must agree to the last bit.
+parameters (key biases first) drift by up to 1e-5 in five steps of 1e-3. The two engines take all sums of a 2 x 2 mesh
+in the same order: they must agree to the last bit.
 """
 
 from __future__ import annotations
@@ -70,9 +70,13 @@ def assert_near(model: nn.Module, twin: nn.Module) -> None:
 
 
 def worst_gradient(model: nn.Module, twin: nn.Module) -> float:
-    """The largest |g - g_twin| / |g_twin| over the parameters; key biases, whose gradient is rounding noise, left out."""
+    """The largest |g - g_twin| / |g_twin| over the parameters;
+    key biases, whose gradient is rounding noise, left out.
+    """
     expected = dict(twin.named_parameters())
-    pairs = [(whole(p.grad), expected[name].grad) for name, p in model.named_parameters() if not name.endswith("key.bias")]
+    pairs = [
+        (whole(p.grad), expected[name].grad) for name, p in model.named_parameters() if not name.endswith("key.bias")
+    ]
     return max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
 
 
@@ -86,4 +90,9 @@ def assert_same_bits(ours: nn.Module, theirs: nn.Module) -> None:
 
 def placed(parameter: torch.Tensor) -> tuple[Any, ...]:
     """Placements, mesh dimensions, whole shape and local shape of a sharded parameter."""
-    return parameter.placements, parameter.device_mesh.mesh_dim_names, tuple(parameter.shape), tuple(parameter.to_local().shape)
+    return (
+        parameter.placements,
+        parameter.device_mesh.mesh_dim_names,
+        tuple(parameter.shape),
+        tuple(parameter.to_local().shape),
+    )

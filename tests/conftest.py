@@ -15,20 +15,23 @@ import pytest
 from tests.ranks import RankPool
 
 if TYPE_CHECKING:
+    from xdist.scheduler import LoadFileScheduling
+
     from fsdplab.teaching.course_state import Course
     from fsdplab.teaching.findings import Finding
     from fsdplab.teaching.home import Home
 
-    from xdist.scheduler import LoadFileScheduling
 
-
-# A shell makes what it starts in the background deaf to Ctrl-C, and so would be all processes that tests start and interrupt.
+# A shell makes what it starts in the background deaf to Ctrl-C, and so would be all processes that tests start and
+# interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling:
-    """Under `pytest -n 2` a file stays on one worker, whatever --dist says: a notebook's cells follow each other, a module's runs are made once."""
+    """Under `pytest -n 2` a file stays on one worker, whatever --dist says: a notebook's cells follow each other, a
+    module's runs are made once.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     return LoadFileScheduling(config, log)
@@ -36,7 +39,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileS
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """`pytest -m quick` does not even import the files that have no quick test."""
-    if config.option.markexpr == "quick" and collection_path.suffix == ".py" and "mark.quick" not in collection_path.read_text(encoding="utf-8"):
+    if (
+        config.option.markexpr == "quick"
+        and collection_path.suffix == ".py"
+        and "mark.quick" not in collection_path.read_text(encoding="utf-8")
+    ):
         return True
     return None
 

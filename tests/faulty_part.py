@@ -1,4 +1,6 @@
-"""A part of the GPU check that goes wrong on demand: `python -m tests.faulty_part ... --behave hangs`. The tests start it for real."""
+"""A part of the GPU check that goes wrong on demand: `python -m tests.faulty_part ... --behave hangs`. The tests start
+it for real.
+"""
 
 from __future__ import annotations
 

@@ -1,15 +1,17 @@
-"""The learner edition of a notebook, run in the kernel that has just run its teacher edition: only what differs runs again.
+"""The learner edition of a notebook, run in the kernel that has just run its teacher edition: only what differs runs
+again.
 
-notebooks/conftest.py loads this file into the kernel that nbval has started. `watch` notes of every cell of the teacher edition what the
-namespace was after it, and whether it asked for an exercise's file. `run_learner_edition` then empties the namespace, takes a new learner's
-folder, and goes through the learner edition. A cell runs again where
+notebooks/conftest.py loads this file into the kernel that nbval has started. `watch` notes of every cell of the teacher
+edition what the namespace was after it, and whether it asked for an exercise's file. `run_learner_edition` then empties
+the namespace, takes a new learner's folder, and goes through the learner edition. A cell runs again where
 
     its text differs (the start cell, every stub),
     it asked for an exercise's file, or runs on ranks, where the learner's folder can be imported,
-    or it names something that is not as it was there: a cell which ran again has made it anew, or only a solution defines it.
+    or it names something that is not as it was there: a cell which ran again has made it anew, or only a solution
+    defines it.
 
-Every other cell would do what it did: what it names is put back as it was after it. A cell that needs what only a solution defines ends
-with a NameError, as it would for a learner.
+Every other cell would do what it did: what it names is put back as it was after it. A cell that needs what only a
+solution defines ends with a NameError, as it would for a learner.
 """
 
 from __future__ import annotations
@@ -62,7 +64,11 @@ class Watched:
 
     def names(self) -> Names:
         """What the notebook has defined; IPython's own `_` and `_i` left out."""
-        return {name: value for name, value in self.shell.user_ns.items() if name not in self.before and not name.startswith("_")}
+        return {
+            name: value
+            for name, value in self.shell.user_ns.items()
+            if name not in self.before and not name.startswith("_")
+        }
 
     def _note_files_asked_for(self) -> None:
         """Whatever depends on the learner's functions asks Home where one lies, in this process."""
@@ -97,7 +103,9 @@ def kept(value: Any) -> Any:
 
 
 def run_learner_edition(notebook: str, home: str) -> list[str]:
-    """Run what differs; AssertionError where a cell raises or the stubs say nothing. The first lines of the cells that ran."""
+    """Run what differs; AssertionError where a cell raises or the stubs say nothing. The first lines of the cells that
+    ran.
+    """
     watched = _watched.pop()
     shell, printed = watched.shell, ""
     ran: list[str] = []
@@ -111,17 +119,27 @@ def run_learner_edition(notebook: str, home: str) -> list[str]:
         else:
             printed += run_cell(shell, number, source)
             ran.append(source.splitlines()[0])
-    assert "still the stub" in printed and "Not answered yet" in printed, f"the stubs of {notebook} say nothing:\n{printed}"
+    assert "still the stub" in printed and "Not answered yet" in printed, (
+        f"the stubs of {notebook} say nothing:\n{printed}"
+    )
     return ran
 
 
 def pair_up(notebook: Path, cells: list[Seen]) -> list[tuple[str, Seen, Names]]:
-    """Each code cell of the learner edition, the cell that the teacher edition had in its place, and the names there were before that."""
-    from fsdplab.teaching import course  # not before the last cell of the notebook has run, which must import for itself what it needs
+    """Each code cell of the learner edition, the cell that the teacher edition had in its place, and the names there
+    were before that.
+    """
+    # not before the last cell of the notebook has run, which must import for itself what it needs
+    from fsdplab.teaching import course
 
     source = course.read(notebook)
-    learners, teachers = ([cell for cell in course.edition_of(source, edition).cells if cell.cell_type == "code"] for edition in ("learner", "teacher"))
-    assert [cell.source for cell in cells] == [cell.source for cell in teachers], "run all cells of the teacher edition first"
+    learners, teachers = (
+        [cell for cell in course.edition_of(source, edition).cells if cell.cell_type == "code"]
+        for edition in ("learner", "teacher")
+    )
+    assert [cell.source for cell in cells] == [cell.source for cell in teachers], (
+        "run all cells of the teacher edition first"
+    )
     then = [{}, *(cell.after for cell in cells)]
     beside = [each for each in zip(teachers, cells, then) if "teacher" not in course.tags_of(each[0])]
     return [(own.source, seen, names) for own, (_, seen, names) in zip(learners, beside, strict=True)]
@@ -149,7 +167,12 @@ def same(one: Any, other: Any) -> bool:
 def names_in(source: str) -> set[str]:
     """Every name that a cell reads or binds."""
     tree = ast.parse(source)
-    imported = {alias.asname or alias.name.partition(".")[0] for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}
+    imported = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    }
     return imported | {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | {
         node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))
     }  # fmt: skip

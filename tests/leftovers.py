@@ -1,4 +1,6 @@
-"""What a run may have left behind: forked ranks have the starter's command line, so the files that a process holds are looked at too."""
+"""What a run may have left behind: forked ranks have the starter's command line, so the files that a process holds are
+looked at too.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from pathlib import Path
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Command lines of the living processes that name a folder or have a file of it open: the launcher and the ranks of its run."""
+    """Command lines of the living processes that name a folder or have a file of it open: the launcher and the ranks of
+    its run.
+    """
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:

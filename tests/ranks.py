@@ -1,11 +1,12 @@
-"""Real ranks for the engine's tests, forked from a process that has imported torch: 0.1 s a call, and no test sees what another left behind.
+"""Real ranks for the engine's tests, forked from a process that has imported torch: 0.1 s a call, and no test sees what
+another left behind.
 
-`ranks(world_size, function, *arguments)` runs `function(*arguments)` on that many ranks of a fresh gloo process group and returns what each
-rank returned. A rank that raises or dies fails the test with its traceback or exit code, a call that outlives its time limit with the ranks
-that gave no answer; either way the ranks have ended when the call returns.
+`ranks(world_size, function, *arguments)` runs `function(*arguments)` on that many ranks of a fresh gloo process group
+and returns what each rank returned. A rank that raises or dies fails the test with its traceback or exit code, a call
+that outlives its time limit with the ranks that gave no answer; either way the ranks have ended when the call returns.
 
-Each rank gives its answer through a pipe to the mother, and then waits until all have: one that left before its peers had connected to it
-would hang them. The mother imports the test's module too, once for all ranks of all its calls.
+Each rank gives its answer through a pipe to the mother, and then waits until all have: one that left before its peers
+had connected to it would hang them. The mother imports the test's module too, once for all ranks of all its calls.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ import signal
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Callable, NoReturn
+from typing import Any, NoReturn
 
 from fsdplab.sessions.guard import end_with_parent
 
 TIME_LIMIT = 120.0
-_OTHERS_FOLLOW_S = 15.0  # when one rank has failed, those that wait for it in a collective are not waited for longer than this
+# when one rank has failed, those that wait for it in a collective are not waited for longer than this
+_OTHERS_FOLLOW_S = 15.0
 _START_LIMIT = 120.0
 _PRELOAD = (
-    "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint", "torch.profiler",
+    "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint", "torch.profiler",
     "fsdplab.engine", "fsdplab.engine.checkpoint", "fsdplab.workloads", "pytest",
 )  # fmt: skip
 
@@ -49,14 +53,18 @@ class RankPool:
     def __call__(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         process, connection = self._begun()
         with tempfile.TemporaryDirectory() as folder:
-            connection.send_bytes(pickle.dumps((world_size, str(Path(folder) / "store"), pickle.dumps((function, arguments)))))
+            connection.send_bytes(
+                pickle.dumps((world_size, str(Path(folder) / "store"), pickle.dumps((function, arguments))))
+            )
             try:
                 if not connection.poll(TIME_LIMIT + _START_LIMIT):
                     raise EOFError
                 answers = pickle.loads(connection.recv_bytes())
             except EOFError:
                 self.close()
-                raise RankFailed(f"the process that forks the ranks gave no answer; its exit code is {process.exitcode}") from None
+                raise RankFailed(
+                    f"the process that forks the ranks gave no answer; its exit code is {process.exitcode}"
+                ) from None
         failures = [f"rank {rank}:\n{text}" for rank, (fine, text) in enumerate(answers) if not fine]
         if failures:
             raise RankFailed("\n".join(failures))
@@ -87,7 +95,8 @@ class RankPool:
 
 def _serve(connection: Connection, parent: int) -> None:
     end_with_parent(parent)
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking whether there is a GPU starts CUDA otherwise, which no fork survives
+    # asking whether there is a GPU starts CUDA otherwise, which no fork survives
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     for module in _PRELOAD:
         importlib.import_module(module)
     import torch
@@ -110,7 +119,10 @@ def _answers(world_size: int, store: str, call: bytes) -> list[tuple[bool, Any]]
     except Exception:
         return [(False, traceback.format_exc())]
     all_done, still_working = os.pipe()
-    forked = [_fork(rank, world_size, store, lambda: function(*arguments), all_done, still_working) for rank in range(world_size)]
+    forked = [
+        _fork(rank, world_size, store, lambda: function(*arguments), all_done, still_working)
+        for rank in range(world_size)
+    ]
     os.close(all_done)
     _collect(forked)
     os.close(still_working)
@@ -141,7 +153,9 @@ class _Forked:
         return self.said_all and not (self.said and pickle.loads(self.said)[0])
 
 
-def _fork(rank: int, world_size: int, store: str, call: Callable[[], Any], all_done: int, still_working: int) -> _Forked:
+def _fork(
+    rank: int, world_size: int, store: str, call: Callable[[], Any], all_done: int, still_working: int
+) -> _Forked:
     pipe, mouth = os.pipe()
     mother, pid = os.getpid(), os.fork()
     if pid == 0:
@@ -174,7 +188,9 @@ def _collect(ranks: list[_Forked]) -> None:
 # ---- a rank
 
 
-def _be_rank(mother: int, rank: int, world_size: int, store: str, call: Callable[[], Any], mouth: int, all_done: int) -> NoReturn:
+def _be_rank(
+    mother: int, rank: int, world_size: int, store: str, call: Callable[[], Any], mouth: int, all_done: int
+) -> NoReturn:
     try:
         end_with_parent(mother)
         answer = _answer_of(rank, world_size, store, call)

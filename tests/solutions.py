@@ -1,4 +1,5 @@
-"""Solutions of a notebook's exercises, right and wrong: each is tried on real ranks, as a check tries a learner's, and judged.
+"""Solutions of a notebook's exercises, right and wrong: each is tried on real ranks, as a check tries a learner's, and
+judged.
 
 A check must accept every right answer, whoever wrote it, and tell of every known wrong one what is wrong with it.
 """
@@ -35,7 +36,9 @@ class Solution:
         return "-".join(self.key)
 
     def must_find(self, finding: Finding | None, names_rank: bool = True) -> None:
-        """A right solution passed; a wrong one was told what it got, what was expected, why and (where it can be told) on which rank."""
+        """A right solution passed; a wrong one was told what it got, what was expected, why and (where it can be told)
+        on which rank.
+        """
         if self.says is None:
             assert finding is None, f"{self} is right, and was refused: {finding}"
             return
@@ -50,7 +53,11 @@ def solutions_of(exercises: Sequence[Exercise], right: Mapping[str, Mapping[str,
     for exercise in exercises:
         passing = {"the reference": exercise.reference, **right.get(exercise.id, {})}
         found += [Solution(exercise, name, source, None) for name, source in passing.items()]
-        found += [Solution(exercise, known.name, known.source, known.says) for known in exercise.wrong if known.ends == "returns"]
+        found += [
+            Solution(exercise, known.name, known.source, known.says)
+            for known in exercise.wrong
+            if known.ends == "returns"
+        ]
     return found
 
 
@@ -85,7 +92,9 @@ def _try_together(todo: Sequence[Solution], home: Home, folder: Path) -> Finding
 
 
 def try_ended(exercise: Exercise, known: Wrong, home: Home, hangs_for: float = 4.0) -> Finding:
-    """The finding on a solution that raises or hangs, which ends a launch and so has one of its own; time counts from when all ranks stand ready."""
+    """The finding on a solution that raises or hangs, which ends a launch and so has one of its own; time counts from
+    when all ranks stand ready.
+    """
     path = Home(home.path / "ends").save(exercise.id, known.source)
     limited = replace(exercise, time_limit=hangs_for) if known.ends == "hangs" else exercise
     finding = checking.judge(exercise, trials.try_one(limited, path, home))
@@ -94,7 +103,9 @@ def try_ended(exercise: Exercise, known: Wrong, home: Home, hangs_for: float = 4
 
 
 def must_be_complete(item: object) -> None:
-    """An item of a notebook has a statement and hints; an exercise has wrong solutions too, and programs that compile."""
+    """An item of a notebook has a statement and hints;
+    an exercise has wrong solutions too, and programs that compile.
+    """
     assert item.statement and all(getattr(item, "hints", ["."]))
     if isinstance(item, Exercise):
         assert item.wrong and item.stub != item.reference

@@ -1,7 +1,8 @@
 """A worker whose blocks take a fixed time: `python steady_worker.py FOLDER`.
 
-How fast this machine computes, and who else uses it, would decide what communication can hide behind. So each block sleeps in its forward and
-in its backward, beside a little real work; units, order, messages and traces are those of every run.
+How fast this machine computes, and who else uses it, would decide what communication can hide behind. So each block
+sleeps in its forward and in its backward, beside a little real work; units, order, messages and traces are those of
+every run.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 A program is a module-level function `program(fsdp)` that takes everything from the engine it is given and returns what
 can be observed: losses, gradients, placements, class names, collectives in their order, types of errors. `on_both` runs
-it on real ranks with torch's engine, whose answers are the reference, then with the lab's, over gloo and over shared memory,
-whose answers must be equal.
-On a torch other than the one whose surface is the reference, only the lab's engine runs: a program's own assertions hold.
-With SURFACE_ENGINE=torch in the environment torch's engine stands in for the lab's: what fails then is a wrong program.
+it on real ranks with torch's engine, whose answers are the reference, then with the lab's, over gloo and over shared
+memory, whose answers must be equal. On a torch other than the one whose surface is the reference, only the lab's engine
+runs: a program's own assertions hold. With SURFACE_ENGINE=torch in the environment torch's engine stands in for the
+lab's: what fails then is a wrong program.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def lab_over(transport: str) -> Any:
         return lab_engine.fully_shard(module, **{"transport": transport} | options)
 
     fully_shard.state = lab_engine.fully_shard.state
-    return SimpleNamespace(**{name: getattr(lab_engine, name) for name in dir(lab_engine)} | {"fully_shard": fully_shard})
+    return SimpleNamespace(
+        **{name: getattr(lab_engine, name) for name in dir(lab_engine)} | {"fully_shard": fully_shard}
+    )
 
 
 def engines_under_test() -> dict[str, Any]:
@@ -84,7 +86,9 @@ def _compare(program: Program) -> Iterator[str]:
 
 
 def _answer(program: Program, engine: Any) -> Any:
-    """What the program returns, or what it raises, so that the next program still runs (all ranks raise alike, or hang)."""
+    """What the program returns, or what it raises, so that the next program still runs (all ranks raise alike, or
+    hang).
+    """
     try:
         return program(engine)
     except Exception as error:
@@ -149,7 +153,9 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kind = _SHORT.get(func._schema.name.split("::")[-1]) if func.namespace == "c10d" else None
         if kind:
-            tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else [a]) if isinstance(t, torch.Tensor)]
+            tensors = [
+                t for a in args for t in (a if isinstance(a, list | tuple) else [a]) if isinstance(t, torch.Tensor)
+            ]
             sizes = [tensor.numel() for tensor in tensors]
             self.seen.append(Seen(kind, max(sizes), max(sizes) // max(min(sizes), 1)))
         return func(*args, **(kwargs or {}))
@@ -165,7 +171,9 @@ class Collectives(TorchDispatchMode):
 
 
 class Block(nn.Module):
-    """Two linear layers around `hidden` features; every block of a `Net` has its own size, so collectives tell who ran."""
+    """Two linear layers around `hidden` features;
+    every block of a `Net` has its own size, so collectives tell who ran.
+    """
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -223,7 +231,9 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def wholes(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """The full values, detached; slices over all ranks come in one collective for all of them."""
-    local = {i: t._local_tensor.detach() for i, t in enumerate(tensors) if isinstance(t, DTensor) and t.device_mesh.ndim == 1}
+    local = {
+        i: t._local_tensor.detach() for i, t in enumerate(tensors) if isinstance(t, DTensor) and t.device_mesh.ndim == 1
+    }
     parts: list[Any] = [None] * dist.get_world_size()
     if local:
         dist.all_gather_object(parts, local)
@@ -266,7 +276,10 @@ def close(got: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor 
         mine = got[name]
         if mine is None and other is None:
             continue
-        mine, other = (torch.zeros_like(other) if mine is None else mine, torch.zeros_like(mine) if other is None else other)
+        mine, other = (
+            torch.zeros_like(other) if mine is None else mine,
+            torch.zeros_like(mine) if other is None else other,
+        )
         torch.testing.assert_close(mine, other, msg=lambda text, n=name: f"{n}: {text}", **tolerance)
 
 

@@ -1,4 +1,6 @@
-"""The command line as a user meets it: one line for what cannot be, one report for what fails, and a whole comparison."""
+"""The command line as a user meets it: one line for what cannot be, one report for what fails,
+and a whole comparison.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ def test_a_run_may_recompute_and_offload(tmp_path, capsys):
 
 
 def test_a_comparison_whose_run_fails_shows_its_row_then_names_the_run(tmp_path, capsys):
-    code, out, err = ended(["compare", "--strategies", "zero1", *TINY, "--time-limit", "0.05", "--json", str(tmp_path / "c.json")], capsys)
+    code, out, err = ended(
+        ["compare", "--strategies", "zero1", *TINY, "--time-limit", "0.05", "--json", str(tmp_path / "c.json")], capsys
+    )
     assert code == 1 and "zero1: " in err and "0.05 s" in err and "Traceback (most recent call last)" not in err
     assert "failed" in out and "DIFFER" not in out, "what a failed run sent is not held against the formula"
     assert json.loads((tmp_path / "c.json").read_text())["runs"][0]["comm"]["bytes_per_step"] is None
@@ -115,12 +119,16 @@ def test_version_help_and_the_installed_script(capsys):
     assert ended(["--version"], capsys)[:2] == (0, f"fsdplab {fsdplab.__version__}\n")
     code, out, _ = ended([], capsys)
     assert code == 0 and all(name in out for name in ("compare", "run", "report", "doctor", "lab", "course"))
-    done = subprocess.run([sys.executable, "-m", "fsdplab.cli", "compare", "--nope"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdplab.cli", "compare", "--nope"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 2 and done.stderr.count("\n") == 1
 
 
 def test_course_is_handed_on():
-    done = subprocess.run([sys.executable, "-m", "fsdplab.cli", "course", "--help"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdplab.cli", "course", "--help"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0 and "build" in done.stdout
 
 
@@ -164,7 +172,8 @@ def test_json_has_exactly_the_promised_fields(comparison):
 
 def test_both_runs_agree_with_the_twin(comparison):
     for run in json.loads((comparison[1] / "c.json").read_text())["runs"]:
-        assert run["matches_reference"] is True and len(run["losses"]) == 2 + 2 + 3  # warm-up, timed, profiled with the profiler's own
+        # warm-up, timed, profiled with the profiler's own
+        assert run["matches_reference"] is True and len(run["losses"]) == 2 + 2 + 3
 
 
 def test_rows_appear_one_by_one_then_the_table_and_what_was_real(comparison):
@@ -176,7 +185,12 @@ def test_rows_appear_one_by_one_then_the_table_and_what_was_real(comparison):
 
 def test_a_card_stops_the_run_and_shows_the_peak(tmp_path, capsys):
     code, out, _ = ended(["run", "no_shard", *TINY, "--card", "1MB", "--out", str(tmp_path / "run")], capsys)
-    assert code == 0 and "out of memory" in out and "0.6 + " in out and "the card: a run whose counted bytes exceed it" in out
+    assert (
+        code == 0
+        and "out of memory" in out
+        and "0.6 + " in out
+        and "the card: a run whose counted bytes exceed it" in out
+    )
     assert RunRecord.load(tmp_path / "run").status == "out_of_memory"
 
 
@@ -201,12 +215,24 @@ def test_progress_in_a_terminal_shows_finished_rows_and_the_step_of_the_next(com
         progress.finished(record)
         progress.step(RunSpec(model="gpt-tiny", engine="torch-ddp", strategy="no_shard"), 3, 10, 5.25)
     drawn = console.file.getvalue()
-    assert "full_shard" in drawn and "no_shard (torch-ddp): step 3 of 10, loss 5.2500" in drawn and "1 of 2 runs done" in drawn
+    assert (
+        "full_shard" in drawn
+        and "no_shard (torch-ddp): step 3 of 10, loss 5.2500" in drawn
+        and "1 of 2 runs done" in drawn
+    )
 
 
 def test_sizes_and_names():
     texts = ["300MB", "1.5GB", " 2 GiB ", "300_000_000", "64kb", "none", "None"]
-    assert [parse_size(text) for text in texts] == [300_000_000, 1_500_000_000, 2 * 2**30, 300_000_000, 64_000, None, None]
+    assert [parse_size(text) for text in texts] == [
+        300_000_000,
+        1_500_000_000,
+        2 * 2**30,
+        300_000_000,
+        64_000,
+        None,
+        None,
+    ]
     assert names(" a, b,,c ") == ["a", "b", "c"]
     for wrong in ("", "MB", "3 apples", "-1MB", "0"):
         with pytest.raises(SystemExit):

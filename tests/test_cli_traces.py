@@ -1,4 +1,6 @@
-"""`fsdplab run`, `report` and `bench` on time: findings, pages with tabs, traces that somebody hands in, exports, nodes, links."""
+"""`fsdplab run`, `report` and `bench` on time: findings, pages with tabs, traces that somebody hands in, exports,
+nodes, links.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,20 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp("runs") / "full"
-    done = fsdplab("run", "full_shard", "--model", "gpt-tiny", "--steps", "2", "--link", "20MB/s", "--prefetch", "0", "--out", str(folder))
+    done = fsdplab(
+        "run",
+        "full_shard",
+        "--model",
+        "gpt-tiny",
+        "--steps",
+        "2",
+        "--link",
+        "20MB/s",
+        "--prefetch",
+        "0",
+        "--out",
+        str(folder),
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout, folder
 
@@ -46,7 +61,9 @@ def test_a_report_shows_the_same_and_a_page_with_tabs(recorded: tuple[str, Path]
     done = fsdplab("report", str(recorded[1]), "--html", str(page))
     assert done.returncode == 0 and "what a step lost time to" in done.stdout
     text = page.read_text(encoding="utf-8")
-    assert all(name in text for name in ("Timeline", "Exposed", "Findings", "What to do")) and "<script src=" not in text
+    assert (
+        all(name in text for name in ("Timeline", "Exposed", "Findings", "What to do")) and "<script src=" not in text
+    )
 
 
 def test_traces_that_somebody_hands_in(recorded: tuple[str, Path]) -> None:
@@ -68,7 +85,9 @@ def test_exports(recorded: tuple[str, Path], tmp_path: Path) -> None:
     assert "tensorboard --logdir" in done.stdout
 
 
-def test_what_is_no_trace_is_refused(recorded: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_trace_is_refused(
+    recorded: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text, empty = tmp_path / "notes.json", tmp_path / "empty.json"
     text.write_text("no trace")
     empty.write_text("")
@@ -92,11 +111,26 @@ def test_requests_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_bench_behind_a_link_has_a_row_for_each_prefetch(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    arguments = ["--model", "gpt-tiny", "--strategies", "full_shard", "--engines", "torch-ddp", "--link", "50MB/s", "--prefetch", "0,1", "--rounds", "2"]
+    arguments = [
+        "--model",
+        "gpt-tiny",
+        "--strategies",
+        "full_shard",
+        "--engines",
+        "torch-ddp",
+        "--link",
+        "50MB/s",
+        "--prefetch",
+        "0,1",
+        "--rounds",
+        "2",
+    ]
     done = fsdplab("bench", *arguments, "--sequence-length", "32", "--json", str(file))
     assert done.returncode == 0, done.stderr
     rows = json.loads(file.read_text())["rows"]
     ours = [row for row in rows if row["engine"] == "lab"]
-    assert [row["prefetch"] for row in ours] == [0, 1] and all(0 <= row["overlap"] <= 1 and len(row["exposed"]) == 2 for row in ours)
+    assert [row["prefetch"] for row in ours] == [0, 1] and all(
+        0 <= row["overlap"] <= 1 and len(row["exposed"]) == 2 for row in ours
+    )
     assert ours[0]["loss"] == pytest.approx(rows[-1]["loss"], rel=1e-5)
     assert "exposed" in done.stdout and "overlap" in done.stdout

@@ -1,4 +1,5 @@
-"""Expert parallelism: experts on one mesh, everything else on another, in one model; the dense twin's training comes out.
+"""Expert parallelism: experts on one mesh, everything else on another, in one model; the dense twin's training comes
+out.
 
 Tokens of several ranks meet in one expert's matrix product, so expert gradients are summed in another order than the
 twin's: equal to 1e-6, and torch's engine differs from the twin as much.
@@ -19,25 +20,45 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdplab.engine import checkpoint, clip_grad_norm_
 from fsdplab.workloads import ConfigError, initialise
-from fsdplab.workloads.moe import MOE_PRESETS, MoE, MoEConfig, build_moe, moe_loss_of, moe_parameter_count, spread_experts
+from fsdplab.workloads.moe import (
+    MOE_PRESETS,
+    MoE,
+    MoEConfig,
+    build_moe,
+    moe_loss_of,
+    moe_parameter_count,
+    spread_experts,
+)
 from fsdplab.workloads.routing import Routing, dispatch
 from fsdplab.workloads.twin import replay_gradients
 from tests.composed import (
-    ENGINES, adamw, assert_near, assert_same_bits, mesh_of, placed, tokens_of, train, whole, worst_gradient,
+    ENGINES,
+    adamw,
+    assert_near,
+    assert_same_bits,
+    mesh_of,
+    placed,
+    tokens_of,
+    train,
+    whole,
+    worst_gradient,
 )  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 
 
 def composed(engine: str, mesh: DeviceMesh, columns: bool = False, divide: bool = True, device: str = "cpu") -> MoE:
-    """Experts over `ep`, sharded over `efsdp`; the rest sharded over all ranks. `columns` cuts experts along dimension 1."""
+    """Experts over `ep`, sharded over `efsdp`; the rest sharded over all ranks. `columns` cuts experts along dimension
+    1.
+    """
     shard, model, everyone = ENGINES[engine], spread_experts(build_moe(device=device), mesh["ep"]), mesh._flatten("dp")
     cut = {"shard_placement_fn": lambda parameter: Shard(1)} if columns else {}
     for block in model.blocks:
         experts = shard(block.feed_forward.experts, mesh=mesh["efsdp"], **cut)
         if divide:
             experts.set_gradient_divide_factor(float(mesh.size()))
-            # torch's other way asks gloo for what it has not; where one rank shards, torch 2.13 divides twice with this way
+            # torch's other way asks gloo for what it has not; where one rank shards, torch 2.13 divides twice with this
+            # way
             experts.set_force_sum_reduction_for_comms(mesh["efsdp"].size() > 1)
         shard(block, mesh=everyone)
     return shard(model, mesh=everyone)
@@ -73,7 +94,9 @@ def beside_twin(engine: str, efsdp: int, ep: int, columns: bool) -> None:
 @pytest.mark.parametrize(("efsdp", "ep", "columns"), [(2, 2, False), (2, 2, True), (1, 4, False)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_four_ranks_equal_the_twin(ranks, engine: str, efsdp: int, ep: int, columns: bool) -> None:
-    """1 x 4: experts are nowhere sharded, so nothing of theirs is gathered or reduced, but their gradients are divided."""
+    """1 x 4: experts are nowhere sharded, so nothing of theirs is gathered or reduced,
+    but their gradients are divided.
+    """
     ranks(4, beside_twin, engine, efsdp, ep, columns)
 
 
@@ -84,7 +107,9 @@ def test_two_ranks_equal_the_twin(ranks, engine: str, efsdp: int, ep: int) -> No
 
 
 def undivided(engine: str) -> list[float]:
-    """Expert gradients over the twin's, with the divide factor left at its default: the size of the group that shards."""
+    """Expert gradients over the twin's, with the divide factor left at its default:
+    the size of the group that shards.
+    """
     mesh = mesh_of(efsdp=2, ep=2)
     model, twin = composed(engine, mesh, divide=False), build_moe()
     moe_loss_of(model, *tokens_of(0, dist.get_rank())).backward()
@@ -137,8 +162,9 @@ def counted(engine: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_collectives_of_a_step(ranks, engine: str) -> None:
-    """Two blocks and two sets of experts are gathered twice, the root once; each of the five is reduced once. A layer sends
-    counts, tokens and answers forward, and two gradients back: five all-to-alls."""
+    """Two blocks and two sets of experts are gathered twice, the root once; each of the five is reduced once. A layer
+    sends counts, tokens and answers forward, and two gradients back: five all-to-alls.
+    """
     for found in ranks(4, counted, engine):
         assert found == {"_allgather_base_": 9, "_reduce_scatter_base_": 5, "alltoall_base_": 10}
 
@@ -264,7 +290,9 @@ def test_each_token_gets_its_experts_answers() -> None:
 
 
 def exchanged() -> tuple[list[float], list[float]]:
-    """Rank r sends 3 rows of value r to expert 0 (rank 0's) and none elsewhere; an expert multiplies by its number + 2."""
+    """Rank r sends 3 rows of value r to expert 0 (rank 0's) and none elsewhere;
+    an expert multiplies by its number + 2.
+    """
     rows = torch.full((3, 1), float(dist.get_rank()), requires_grad=True)
     routing = Routing.of(torch.zeros(3, 1, dtype=torch.int64), experts=4)
     first = 2 * dist.get_rank()

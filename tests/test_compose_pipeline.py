@@ -1,8 +1,8 @@
 """Pipeline stages outside, sharding inside: torch's schedules drive the lab's units; the twin's training, bit for bit.
 
 A stage's blocks compute what the whole model's compute, micro-batches are reduced once, in order, and their number is a
-power of two, so that dividing by it rounds nothing: no tolerance is needed. Zero-bubble schedules compute weight gradients
-later, and the lab adds what came meanwhile in one piece: there, and under tensor parallelism, equal to 1e-6.
+power of two, so that dividing by it rounds nothing: no tolerance is needed. Zero-bubble schedules compute weight
+gradients later, and the lab adds what came meanwhile in one piece: there, and under tensor parallelism, equal to 1e-6.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import (
-    PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble,
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
 )  # fmt: skip
 from torch.nn import functional
 
@@ -155,7 +159,8 @@ def counted(engine: str, kind: str) -> dict[str, int]:
     pipeline = Pipeline(engine, mesh_of(pp=2, dp=2), kind)
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
     for step in range(2):
-        with WireLog() as log:  # CommDebugMode does not bear torch's pipelining: it also follows modules through autograd
+        # CommDebugMode does not bear torch's pipelining: it also follows modules through autograd
+        with WireLog() as log:
             pipeline.step(step)
         optimizer.step()
         optimizer.zero_grad()
@@ -166,7 +171,9 @@ def counted(engine: str, kind: str) -> dict[str, int]:
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_step_gathers_and_reduces_each_unit_once(ranks, engine: str, kind: str) -> None:
-    """Four micro-batches, one gather and one reduction a unit: a rank has two blocks, and embeddings or the head besides."""
+    """Four micro-batches, one gather and one reduction a unit: a rank has two blocks, and embeddings or the head
+    besides.
+    """
     for found in ranks(4, counted, engine, kind):
         assert found == {"all_gather": 3, "reduce_scatter": 3, "all_reduce": 0}
 

@@ -1,4 +1,6 @@
-"""Tensor parallelism inside, sharding outside, on a 2-D mesh: the unsharded twin's training, and torch's own bit for bit."""
+"""Tensor parallelism inside, sharding outside, on a 2-D mesh: the unsharded twin's training, and torch's own bit for
+bit.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,16 @@ from fsdplab.workloads import ConfigError, build_model, initialise, loss_of
 from fsdplab.workloads.parallel import parallelize
 from fsdplab.workloads.twin import replay_gradients
 from tests.composed import (
-    ENGINES, adamw, assert_near, assert_same_bits, mesh_of, placed, tokens_of, train, whole, worst_gradient,
+    ENGINES,
+    adamw,
+    assert_near,
+    assert_same_bits,
+    mesh_of,
+    placed,
+    tokens_of,
+    train,
+    whole,
+    worst_gradient,
 )  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
@@ -42,7 +53,9 @@ def composed(
 
 
 def place(mesh: DeviceMesh) -> tuple[int, int]:
-    """This rank's number among the data-parallel ranks, and how many there are; tensor-parallel ranks share one number."""
+    """This rank's number among the data-parallel ranks, and how many there are;
+    tensor-parallel ranks share one number.
+    """
     ranks = math.prod(mesh.shape[:-1])
     return mesh.mesh.reshape(ranks, -1).eq(torch.distributed.get_rank()).any(dim=1).int().argmax().item(), ranks
 
@@ -95,8 +108,11 @@ def test_hybrid_sharding_and_tensor_parallelism(ranks, engine: str) -> None:
 
 def beside_torch(name: str, sequence: bool, reshard: bool | None) -> None:
     mesh = mesh_of(**TWO_BY_TWO)
-    models = {engine: composed(engine, name, mesh, sequence, reshard_after_forward=reshard) for engine in ("lab", "torch")}
-    counting = name == "gpt-tiny"  # CommDebugMode loses count where blocks share a module, as Llama's share rotary positions
+    models = {
+        engine: composed(engine, name, mesh, sequence, reshard_after_forward=reshard) for engine in ("lab", "torch")
+    }
+    # CommDebugMode loses count where blocks share a module, as Llama's share rotary positions
+    counting = name == "gpt-tiny"
     rank, losses, counts = mesh["dp"].get_local_rank(), {}, {}
     for engine, model in models.items():
 
@@ -113,7 +129,9 @@ def beside_torch(name: str, sequence: bool, reshard: bool | None) -> None:
     assert_same_bits(models["lab"], models["torch"])
     assert counts["lab"] == counts["torch"]
     for ours, theirs in zip(models["lab"].parameters(), models["torch"].parameters()):
-        assert ours.grad.placements == theirs.grad.placements and torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+        assert ours.grad.placements == theirs.grad.placements and torch.equal(
+            ours.grad.to_local(), theirs.grad.to_local()
+        )
 
 
 @pytest.mark.parametrize("reshard", [None, False])
@@ -130,7 +148,9 @@ def placements(engine: str) -> dict[str, tuple]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_where_parameters_are_at_rest(ranks, engine: str) -> None:
-    """Columns are cut twice along dimension 0: first by tp, then by dp inside each tp share, which is a strided shard."""
+    """Columns are cut twice along dimension 0: first by tp, then by dp inside each tp share,
+    which is a strided shard.
+    """
     both, rows = ("dp", "tp"), (_StridedShard(0, split_factor=2), Shard(0))
     for found in ranks(4, placements, engine):
         assert found["attention.query.weight"] == (rows, both, (64, 64), (16, 64))

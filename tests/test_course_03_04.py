@@ -1,4 +1,5 @@
-"""Notebooks 03 and 04: every right answer passes, every known wrong one is diagnosed, and what is trained equals the twin.
+"""Notebooks 03 and 04: every right answer passes, every known wrong one is diagnosed, and what is trained equals the
+twin.
 
 All solutions that return are tried in one launch on three ranks; one that raises or hangs needs a launch of its own.
 """
@@ -18,69 +19,95 @@ QUESTIONS = [item for item in ITEMS if isinstance(item, Question)]
 CHOICES = [item for item in ITEMS if isinstance(item, Choice)]
 RIGHT = {  # other right answers than the references
     "03.average_in_hook": {
-        "divides first": "import torch.distributed as dist\n\n\ndef average_in_hook(parameter):\n    parameter.grad.div_(dist.get_world_size())\n    dist.all_reduce(parameter.grad)\n",
+        "divides first": (
+            "import torch.distributed as dist\n\n\ndef average_in_hook(parameter):\n   "
+            " parameter.grad.div_(dist.get_world_size())\n    dist.all_reduce(parameter.grad)\n"
+        ),
         "another tensor in its place": (
-            "import torch\nimport torch.distributed as dist\n\n\ndef average_in_hook(parameter):\n    total = parameter.grad.clone()\n"
-            "    work = dist.all_reduce(total, async_op=True)\n    work.wait()\n    parameter.grad = total / dist.get_world_size()\n"
+            "import torch\nimport torch.distributed as dist\n\n\ndef average_in_hook(parameter):\n    total ="
+            " parameter.grad.clone()\n    work = dist.all_reduce(total, async_op=True)\n    work.wait()\n   "
+            " parameter.grad = total / dist.get_world_size()\n"
         ),
     },
     "03.small_together": {
         "divides the pieces": exercises.find("03.small_together").stub.replace("copy_(piece)", "copy_(piece / n)"),
-        "divides first": exercises.find("03.small_together").stub.replace("for parameter in small])\n        dist", "for parameter in small]) / n\n        dist"),
+        "divides first": (
+            exercises.find("03.small_together").stub.replace(
+                "for parameter in small])\n        dist", "for parameter in small]) / n\n        dist"
+            )
+        ),
     },
     "03.in_buckets": {
         "closed before it would be too full": (
-            "import torch\nimport torch.distributed as dist\n\n\ndef in_buckets(model, bucket_bytes):\n    bucket = []\n\n    def ready(parameter):\n"
-            "        held = sum(each.grad.nbytes for each in bucket)\n        if bucket and held + parameter.grad.nbytes > bucket_bytes:\n            send()\n"
-            "        bucket.append(parameter)\n\n    def send():\n        flat = torch._utils._flatten_dense_tensors([each.grad for each in bucket])\n"
-            "        dist.all_reduce(flat.div_(dist.get_world_size()))\n        parts = torch._utils._unflatten_dense_tensors(flat, [each.grad for each in bucket])\n"
-            "        for each, part in zip(bucket, parts):\n            each.grad = part\n        bucket.clear()\n\n"
-            "    for parameter in model.parameters():\n        parameter.register_post_accumulate_grad_hook(ready)\n    return send\n"
+            "import torch\nimport torch.distributed as dist\n\n\ndef in_buckets(model, bucket_bytes):\n    bucket ="
+            " []\n\n    def ready(parameter):\n        held = sum(each.grad.nbytes for each in bucket)\n        if"
+            " bucket and held + parameter.grad.nbytes > bucket_bytes:\n            send()\n       "
+            " bucket.append(parameter)\n\n    def send():\n        flat ="
+            " torch._utils._flatten_dense_tensors([each.grad for each in bucket])\n       "
+            " dist.all_reduce(flat.div_(dist.get_world_size()))\n        parts ="
+            " torch._utils._unflatten_dense_tensors(flat, [each.grad for each in bucket])\n        for each, part in"
+            " zip(bucket, parts):\n            each.grad = part\n        bucket.clear()\n\n    for parameter in"
+            " model.parameters():\n        parameter.register_post_accumulate_grad_hook(ready)\n    return send\n"
         ),
         "asynchronous": (
-            "import torch\nimport torch.distributed as dist\n\n\ndef in_buckets(model, bucket_bytes):\n    bucket, under_way = [], []\n\n    def ready(parameter):\n"
-            "        bucket.append(parameter)\n        if sum(each.grad.nbytes for each in bucket) >= bucket_bytes:\n            send()\n\n    def send():\n"
-            "        if bucket:\n            joined = torch.cat([each.grad.flatten() for each in bucket])\n"
-            "            under_way.append((list(bucket), joined, dist.all_reduce(joined, async_op=True)))\n            bucket.clear()\n\n"
-            "    def finish():\n        send()\n        for members, joined, work in under_way:\n            work.wait()\n            joined /= dist.get_world_size()\n"
-            "            for each, piece in zip(members, joined.split([each.numel() for each in members])):\n                each.grad.copy_(piece.view_as(each))\n"
-            "        under_way.clear()\n\n    for parameter in model.parameters():\n        parameter.register_post_accumulate_grad_hook(ready)\n    return finish\n"
+            "import torch\nimport torch.distributed as dist\n\n\ndef in_buckets(model, bucket_bytes):\n    bucket,"
+            " under_way = [], []\n\n    def ready(parameter):\n        bucket.append(parameter)\n        if"
+            " sum(each.grad.nbytes for each in bucket) >= bucket_bytes:\n            send()\n\n    def send():\n       "
+            " if bucket:\n            joined = torch.cat([each.grad.flatten() for each in bucket])\n           "
+            " under_way.append((list(bucket), joined, dist.all_reduce(joined, async_op=True)))\n           "
+            " bucket.clear()\n\n    def finish():\n        send()\n        for members, joined, work in under_way:\n   "
+            "         work.wait()\n            joined /= dist.get_world_size()\n            for each, piece in"
+            " zip(members, joined.split([each.numel() for each in members])):\n               "
+            " each.grad.copy_(piece.view_as(each))\n        under_way.clear()\n\n    for parameter in"
+            " model.parameters():\n        parameter.register_post_accumulate_grad_hook(ready)\n    return finish\n"
         ),
-        "scatter and gather": exercises.find("03.in_buckets").reference.replace(
-            "            dist.all_reduce(joined)\n",
-            "            n = dist.get_world_size()\n            joined = torch.cat([joined, joined.new_zeros(-len(joined) % n)])\n"
-            "            blocks, own = list(joined.chunk(n)), torch.empty(len(joined) // n)\n            dist.reduce_scatter(own, blocks)\n            dist.all_gather(blocks, own)\n"
-            "            joined = joined[: sum(each.numel() for each in bucket)]\n",
+        "scatter and gather": (
+            exercises.find("03.in_buckets").reference.replace(
+                "            dist.all_reduce(joined)\n",
+                "            n = dist.get_world_size()\n            joined = torch.cat([joined,"
+                " joined.new_zeros(-len(joined) % n)])\n            blocks, own = list(joined.chunk(n)),"
+                " torch.empty(len(joined) // n)\n            dist.reduce_scatter(own, blocks)\n           "
+                " dist.all_gather(blocks, own)\n            joined = joined[: sum(each.numel() for each in bucket)]\n",
+            )
         ),
     },
     "04.rows_of": {
         "as torch.chunk cuts": (
-            "import torch\n\n\ndef rows_of(rows, rank, n):\n    blocks = list(torch.arange(rows).chunk(n))\n    if rank >= len(blocks):\n        return [rows, rows]\n"
-            "    return [int(blocks[rank][0]), int(blocks[rank][-1]) + 1]\n"
+            "import torch\n\n\ndef rows_of(rows, rank, n):\n    blocks = list(torch.arange(rows).chunk(n))\n    if rank"
+            " >= len(blocks):\n        return [rows, rows]\n    return [int(blocks[rank][0]), int(blocks[rank][-1]) +"
+            " 1]\n"
         ),
-        "with math.ceil": "import math\n\n\ndef rows_of(rows, rank, n):\n    size = math.ceil(rows / n)\n    start = min(rows, size * rank)\n    return start, min(rows, start + size)\n",
+        "with math.ceil": (
+            "import math\n\n\ndef rows_of(rows, rank, n):\n    size = math.ceil(rows / n)\n    start = min(rows, size *"
+            " rank)\n    return start, min(rows, start + size)\n"
+        ),
     },
     "04.reduce_rows": {
         "one tensor": (
-            "import torch\nimport torch.distributed as dist\n\n\ndef reduce_rows(parameter, mine):\n    own = torch.empty_like(mine)\n"
-            "    dist.reduce_scatter_tensor(own, parameter.grad)\n    mine.grad, parameter.grad = own / dist.get_world_size(), None\n"
+            "import torch\nimport torch.distributed as dist\n\n\ndef reduce_rows(parameter, mine):\n    own ="
+            " torch.empty_like(mine)\n    dist.reduce_scatter_tensor(own, parameter.grad)\n    mine.grad,"
+            " parameter.grad = own / dist.get_world_size(), None\n"
         ),
         "exchange, then add": (
-            "import torch\nimport torch.distributed as dist\n\n\ndef reduce_rows(parameter, mine):\n    came = torch.empty_like(parameter.grad)\n"
-            "    dist.all_to_all_single(came, parameter.grad)\n    mine.grad = sum(came.chunk(dist.get_world_size())) / dist.get_world_size()\n    parameter.grad = None\n"
+            "import torch\nimport torch.distributed as dist\n\n\ndef reduce_rows(parameter, mine):\n    came ="
+            " torch.empty_like(parameter.grad)\n    dist.all_to_all_single(came, parameter.grad)\n    mine.grad ="
+            " sum(came.chunk(dist.get_world_size())) / dist.get_world_size()\n    parameter.grad = None\n"
         ),
     },
     "04.step_and_gather": {
         "one tensor, then a copy": (
-            "import torch\nimport torch.distributed as dist\n\n\ndef step_and_gather(pairs, optimizer):\n    optimizer.step()\n    with torch.no_grad():\n"
-            "        for parameter, mine in pairs:\n            whole = torch.empty_like(parameter)\n            dist.all_gather_into_tensor(whole, mine.data)\n            parameter.copy_(whole)\n"
+            "import torch\nimport torch.distributed as dist\n\n\ndef step_and_gather(pairs, optimizer):\n   "
+            " optimizer.step()\n    with torch.no_grad():\n        for parameter, mine in pairs:\n            whole ="
+            " torch.empty_like(parameter)\n            dist.all_gather_into_tensor(whole, mine.data)\n           "
+            " parameter.copy_(whole)\n"
         ),
         "a broadcast from each owner": (
-            "import torch.distributed as dist\n\n\ndef step_and_gather(pairs, optimizer):\n    optimizer.step()\n    for parameter, mine in pairs:\n"
-            "        for rank, block in enumerate(parameter.data.chunk(dist.get_world_size())):\n            dist.broadcast(block, src=rank)\n"
+            "import torch.distributed as dist\n\n\ndef step_and_gather(pairs, optimizer):\n    optimizer.step()\n   "
+            " for parameter, mine in pairs:\n        for rank, block in"
+            " enumerate(parameter.data.chunk(dist.get_world_size())):\n            dist.broadcast(block, src=rank)\n"
         ),
     },
-}  # fmt: skip
+}
 
 
 SOLUTIONS = solutions_of(EXERCISES, RIGHT)
@@ -93,7 +120,9 @@ def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("exercise,known", ended_of(EXERCISES), ids=lambda value: getattr(value, "id", None) or value.name)
+@pytest.mark.parametrize(
+    "exercise,known", ended_of(EXERCISES), ids=lambda value: getattr(value, "id", None) or value.name
+)
 def test_solutions_that_raise_or_hang_are_diagnosed(home, exercise, known):
     finding = try_ended(exercise, known, home)
     assert known.says in finding.cause and (f"{exercise.id}.py" in finding.got or known.name == "returned")
@@ -101,7 +130,11 @@ def test_solutions_that_raise_or_hang_are_diagnosed(home, exercise, known):
 
 def test_a_finding_names_step_parameter_and_index(tried):
     finding = tried["03.small_together", "as it was, with a remark"]
-    assert "gradient of blocks.0.attention_norm.weight" in finding.tensor and finding.index == (0,) and finding.step.startswith("0")
+    assert (
+        "gradient of blocks.0.attention_norm.weight" in finding.tensor
+        and finding.index == (0,)
+        and finding.step.startswith("0")
+    )
     assert "gradients differ in this step, all of them 1-D" in finding.cause
     assert "the rows of rank 1" in tried["04.step_and_gather", "no gather"].step
 
@@ -127,7 +160,11 @@ def test_a_right_number_is_accepted_however_it_is_written(course, item):
         assert answers.grade_answer(item.id, value, against=_Measured).passed
 
 
-@pytest.mark.parametrize("item,slip", [(item, slip) for item in QUESTIONS for slip in item.slips], ids=lambda value: getattr(value, "id", None))
+@pytest.mark.parametrize(
+    "item,slip",
+    [(item, slip) for item in QUESTIONS for slip in item.slips],
+    ids=lambda value: getattr(value, "id", None),
+)
 def test_a_known_slip_is_rejected_and_named(course, item, slip):
     wrong = item.right(_Measured) * slip.factor if slip.factor else slip.value
     verdict = answers.grade_answer(item.id, wrong, against=_Measured)
@@ -146,14 +183,25 @@ def test_choices_explain_every_letter(course, item):
 
 
 def test_bytes_on_the_wire():
-    calls = [Call("all_reduce", 900), Call("all_gather", 900), Call("reduce_scatter", 300), Call("send", 10), Call("recv", 10), Call("barrier", 1)]
+    calls = [
+        Call("all_reduce", 900),
+        Call("all_gather", 900),
+        Call("reduce_scatter", 300),
+        Call("send", 10),
+        Call("recv", 10),
+        Call("barrier", 1),
+    ]
     assert judging.wire_bytes(calls, 3) == 1200 + 600 + 600 + 10
-    assert judging.parts_of([calls[0], Call("broadcast", judging.MARK), calls[1], Call("broadcast", judging.MARK)]) == [[calls[0]], [calls[1]]]
+    assert judging.parts_of([calls[0], Call("broadcast", judging.MARK), calls[1], Call("broadcast", judging.MARK)]) == [
+        [calls[0]],
+        [calls[1]],
+    ]
 
 
 def test_rules_judge_hand_written_trials():
     exercise = exercises.find("03.in_buckets")
     case, mark, nbytes = exercise.cases()[0], Call("broadcast", judging.MARK), sum(judging.gradient_sizes())
+
     def judged(backward, after):
         return exercise.rules(case, [Trial(0, {}, "", (*backward, mark, *after, mark) * 2)])
 
@@ -166,37 +214,52 @@ def test_rules_judge_hand_written_trials():
 
 
 def test_buckets_and_their_costs():
-    assert by_hand_costs.buckets((3, 3, 3), 5) == [6, 3] and by_hand_costs.buckets((3, 3), 3) == [3, 3] and by_hand_costs.buckets((), 3) == []
+    assert (
+        by_hand_costs.buckets((3, 3, 3), 5) == [6, 3]
+        and by_hand_costs.buckets((3, 3), 3) == [3, 3]
+        and by_hand_costs.buckets((), 3) == []
+    )
     rows = by_hand_costs.bucket_table("gpt-tiny", 0.08, 50, 10, ranks=2).rows
     assert [row[1] for row in rows] == ["37", "6", "1"]
 
 
 @pytest.mark.timeout(600)
 def test_the_references_train_like_the_twin(course):
-    hook, buckets, ddp, lab = by_hand.data_parallel(steps=3, bucket_bytes=80_000)  # DDP rearranges its buckets in step 2
+    # DDP rearranges its buckets in step 2
+    hook, buckets, ddp, lab = by_hand.data_parallel(steps=3, bucket_bytes=80_000)
     for run in (hook, buckets, ddp, lab):
         assert run.verdict == "equal in every bit" and run.bytes_sent == run.payload == 564_224
         assert run.losses == pytest.approx(run.twin_losses, abs=1e-7) and run.moment_bytes == 2 * run.payload
     assert (hook.collectives, buckets.collectives, buckets.calls_in_backward, lab.collectives) == (37, 6, 5, 3)
     assert hook.sent == hook.ready and buckets.payload - buckets.sent[-1] == 65_536
-    assert "6 messages instead of 37; 65.5 kB left after backward" in display.alt_text(by_hand.bucket_figure([hook, buckets, ddp, lab]))
+    assert "6 messages instead of 37; 65.5 kB left after backward" in display.alt_text(
+        by_hand.bucket_figure([hook, buckets, ddp, lab])
+    )
 
 
 @pytest.mark.timeout(600)
 def test_sharded_optimizers_train_like_the_twin(course):
     runs = [by_hand.zero(stage, steps=2) for stage in (1, 2)]
     for run in (run for pair in runs for run in pair):
-        assert run.verdict == "equal in every bit" and run.bytes_sent == run.payload and run.moments == (run.payload, run.payload)
+        assert (
+            run.verdict == "equal in every bit"
+            and run.bytes_sent == run.payload
+            and run.moments == (run.payload, run.payload)
+        )
     held = [max(pair[0].held) for pair in runs]
     assert held[0] == 564_224 and held[1] == (564_224 + 65_536) // 2
-    assert "Most gradients held: the reference ZeRO-1 564 kB, the reference ZeRO-2 315 kB" in display.alt_text(by_hand.gradient_figure([pair[0] for pair in runs]))
+    assert "Most gradients held: the reference ZeRO-1 564 kB, the reference ZeRO-2 315 kB" in display.alt_text(
+        by_hand.gradient_figure([pair[0] for pair in runs])
+    )
     assert "2 P (n-1)/n = 564,224" in str(runs[0])
 
 
 @pytest.mark.timeout(600)
 def test_the_faulty_version_hides_behind_adam(course):
     adamw, sgd = by_hand.faulty(steps=4).runs
-    assert adamw.losses == pytest.approx(adamw.twin_losses, abs=1e-4) and sgd.losses != pytest.approx(sgd.twin_losses, abs=1e-4)
+    assert adamw.losses == pytest.approx(adamw.twin_losses, abs=1e-4) and sgd.losses != pytest.approx(
+        sgd.twin_losses, abs=1e-4
+    )
     groups = {round(ratio) for ratio in adamw.ratios.values()}
     doubled = [name for name, ratio in adamw.ratios.items() if ratio > 1.5]
     assert groups == {1, 2} and len(doubled) == 20 and all("norm" in name or name.endswith("bias") for name in doubled)

@@ -1,4 +1,6 @@
-"""Notebooks 05 and 06: references and other right answers pass, known wrong ones are diagnosed, and the learner's engine is the twin's equal."""
+"""Notebooks 05 and 06: references and other right answers pass, known wrong ones are diagnosed, and the learner's
+engine is the twin's equal.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +27,72 @@ pytestmark = pytest.mark.timeout(600)  # dozens of solutions share one launch
 HEAD = "import torch\nimport torch.distributed as dist\n\n\n"
 RIGHT = {  # other right answers than the references
     "05.shard": {
-        "pad first": HEAD + "def shard(whole, rank, n):\n    c = -(-len(whole) // n)\n    padded = torch.cat([whole, whole.new_zeros(n * c - len(whole), *whole.shape[1:])])\n    return padded[rank * c : (rank + 1) * c].clone()\n",
-        "chunks": HEAD + "def shard(whole, rank, n):\n    c = -(-len(whole) // n)\n    chunks = torch.chunk(whole, n)\n    rows = chunks[rank] if rank < len(chunks) else whole[:0]\n    return torch.cat([rows, rows.new_zeros(c - len(rows), *whole.shape[1:])])\n",
+        "pad first": (
+            HEAD + "def shard(whole, rank, n):\n    c = -(-len(whole) // n)\n    padded = torch.cat([whole,"
+            " whole.new_zeros(n * c - len(whole), *whole.shape[1:])])\n    return padded[rank * c : (rank + 1) *"
+            " c].clone()\n"
+        ),
+        "chunks": (
+            HEAD
+            + "def shard(whole, rank, n):\n    c = -(-len(whole) // n)\n    chunks = torch.chunk(whole, n)\n    rows ="
+            " chunks[rank] if rank < len(chunks) else whole[:0]\n    return torch.cat([rows, rows.new_zeros(c -"
+            " len(rows), *whole.shape[1:])])\n"
+        ),
     },
     "05.unshard": {
-        "a list of tensors": HEAD + "def unshard(mine, whole):\n    pieces = [torch.empty_like(mine) for _ in range(dist.get_world_size())]\n    dist.all_gather(pieces, mine)\n    whole.untyped_storage().resize_(whole.nbytes)\n    whole[:] = torch.cat(pieces)[: len(whole)]\n",
-        "one tensor": HEAD + "def unshard(mine, whole):\n    padded = mine.new_empty(dist.get_world_size() * len(mine), *mine.shape[1:])\n    dist.all_gather_into_tensor(padded, mine)\n    whole.untyped_storage().resize_(whole.nbytes)\n    whole.copy_(padded[: len(whole)])\n",
-        "broadcasts": HEAD + "def unshard(mine, whole):\n    pieces = [mine.clone() for _ in range(dist.get_world_size())]\n    for rank, piece in enumerate(pieces):\n        dist.broadcast(piece, src=rank)\n    whole.untyped_storage().resize_(whole.nbytes)\n    whole.copy_(torch.cat(pieces)[: len(whole)])\n",
+        "a list of tensors": (
+            HEAD
+            + "def unshard(mine, whole):\n    pieces = [torch.empty_like(mine) for _ in range(dist.get_world_size())]\n"
+            "    dist.all_gather(pieces, mine)\n    whole.untyped_storage().resize_(whole.nbytes)\n    whole[:] ="
+            " torch.cat(pieces)[: len(whole)]\n"
+        ),
+        "one tensor": (
+            HEAD + "def unshard(mine, whole):\n    padded = mine.new_empty(dist.get_world_size() * len(mine),"
+            " *mine.shape[1:])\n    dist.all_gather_into_tensor(padded, mine)\n   "
+            " whole.untyped_storage().resize_(whole.nbytes)\n    whole.copy_(padded[: len(whole)])\n"
+        ),
+        "broadcasts": (
+            HEAD
+            + "def unshard(mine, whole):\n    pieces = [mine.clone() for _ in range(dist.get_world_size())]\n    for"
+            " rank, piece in enumerate(pieces):\n        dist.broadcast(piece, src=rank)\n   "
+            " whole.untyped_storage().resize_(whole.nbytes)\n    whole.copy_(torch.cat(pieces)[: len(whole)])\n"
+        ),
     },
-    "05.guarded": {"by its address": "def guarded(whole, name):\n    if whole.data_ptr() == 0:\n        raise RuntimeError('unshard ' + name + ' first')\n    return whole\n"},
+    "05.guarded": {
+        "by its address": (
+            "def guarded(whole, name):\n    if whole.data_ptr() == 0:\n        raise RuntimeError('unshard ' + name + '"
+            " first')\n    return whole\n"
+        )
+    },
     "05.reduce": {
-        "averaged on the way": HEAD + "def reduce(gradient):\n    n = dist.get_world_size()\n    c = -(-len(gradient) // n)\n    padded = torch.cat([gradient, gradient.new_zeros(n * c - len(gradient), *gradient.shape[1:])]) / n\n    mine = padded[:c].clone()\n    dist.reduce_scatter_tensor(mine, padded)\n    return mine\n",
-        "all-to-all and a sum": HEAD + "def reduce(gradient):\n    n = dist.get_world_size()\n    c = -(-len(gradient) // n)\n    padded = torch.cat([gradient, gradient.new_zeros(n * c - len(gradient), *gradient.shape[1:])])\n    received = torch.empty_like(padded)\n    dist.all_to_all_single(received, padded)\n    return torch.stack(received.chunk(n)).mean(0)\n",
+        "averaged on the way": (
+            HEAD + "def reduce(gradient):\n    n = dist.get_world_size()\n    c = -(-len(gradient) // n)\n    padded ="
+            " torch.cat([gradient, gradient.new_zeros(n * c - len(gradient), *gradient.shape[1:])]) / n\n    mine ="
+            " padded[:c].clone()\n    dist.reduce_scatter_tensor(mine, padded)\n    return mine\n"
+        ),
+        "all-to-all and a sum": (
+            HEAD + "def reduce(gradient):\n    n = dist.get_world_size()\n    c = -(-len(gradient) // n)\n    padded ="
+            " torch.cat([gradient, gradient.new_zeros(n * c - len(gradient), *gradient.shape[1:])])\n    received ="
+            " torch.empty_like(padded)\n    dist.all_to_all_single(received, padded)\n    return"
+            " torch.stack(received.chunk(n)).mean(0)\n"
+        ),
     },
     "06.hooks": {
-        "asks the storage, reduces first": "def hooks(unit, unshard, reshard, reduce):\n    def gather():\n        if unit.whole.untyped_storage().nbytes() == 0:\n            unshard(unit.mine, unit.whole)\n\n    def drop():\n        if unit.name != 'root':\n            reshard(unit.whole)\n\n"
-        "    def after_backward():\n        unit.mine.grad = reduce(unit.take_gradient())\n        reshard(unit.whole)\n\n    return [gather, drop, gather, after_backward]\n",
+        "asks the storage, reduces first": (
+            "def hooks(unit, unshard, reshard, reduce):\n    def gather():\n        if"
+            " unit.whole.untyped_storage().nbytes() == 0:\n            unshard(unit.mine, unit.whole)\n\n    def"
+            " drop():\n        if unit.name != 'root':\n            reshard(unit.whole)\n\n    def after_backward():\n "
+            "       unit.mine.grad = reduce(unit.take_gradient())\n        reshard(unit.whole)\n\n    return [gather,"
+            " drop, gather, after_backward]\n"
+        )
     },
-    "06.choose_units": {"by class": "def choose_units(name, module):\n    return type(module).__name__ in ('CausalAttention', 'GPTFeedForward')\n"},
-}  # fmt: skip
+    "06.choose_units": {
+        "by class": (
+            "def choose_units(name, module):\n    return type(module).__name__ in ('CausalAttention',"
+            " 'GPTFeedForward')\n"
+        )
+    },
+}
 
 
 SOLUTIONS = solutions_of(EXERCISES, RIGHT)
@@ -55,7 +104,9 @@ def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("exercise,known", ended_of(EXERCISES), ids=lambda value: getattr(value, "id", None) or value.name)
+@pytest.mark.parametrize(
+    "exercise,known", ended_of(EXERCISES), ids=lambda value: getattr(value, "id", None) or value.name
+)
 def test_solutions_that_raise_are_reported_with_the_error(home, exercise, known):
     finding = try_ended(exercise, known, home)
     assert "raised an error" in finding.headline and finding.rank is not None
@@ -78,7 +129,9 @@ def test_questions_accept_the_right_number_and_name_each_slip(course, item):
 
 @pytest.mark.parametrize("item", CHOICES_ASKED, ids=lambda item: item.id)
 def test_choices_accept_the_right_letter_only(course, item):
-    assert [answers.grade_answer(item.id, letter).passed for letter in item.options] == [letter == item.right for letter in item.options]
+    assert [answers.grade_answer(item.id, letter).passed for letter in item.options] == [
+        letter == item.right for letter in item.options
+    ]
 
 
 # --- what the checks see
@@ -89,11 +142,17 @@ def test_rules_judge_hand_written_trials():
     mine = case.arguments[0][0]
     right = [Trial(rank, {}, "", (Call("all_gather", 3 * mine.nbytes),)) for rank in range(3)]
     assert nb05.unshard.rules(case, right) is None
-    assert "use all_gather" in nb05.unshard.rules(case, [*right[:2], replace(right[2], calls=(Call("all_reduce", 4),))]).cause
+    assert (
+        "use all_gather"
+        in nb05.unshard.rules(case, [*right[:2], replace(right[2], calls=(Call("all_reduce", 4),))]).cause
+    )
     assert nb05.unshard.rules(case, [replace(right[0], calls=right[0].calls * 2)]).rank == 0
     scattered = Trial(1, torch.empty(0), "", (Call("reduce_scatter", 8),))
     assert nb05_reduce.reduce.rules(case, [scattered]) is None
-    assert "reduced more than once" in nb05_reduce.reduce.rules(case, [replace(scattered, calls=scattered.calls * 2)]).headline
+    assert (
+        "reduced more than once"
+        in nb05_reduce.reduce.rules(case, [replace(scattered, calls=scattered.calls * 2)]).headline
+    )
 
 
 def test_reading_a_dropped_tensor_ends_a_process_not_the_notebook(course, capsys):
@@ -121,7 +180,9 @@ def test_a_layer_lives_and_equals_the_whole_one(course):
     assert life.differences == {"output": 0.0, "gradient slice": 0.0}
     by_moment = {moment["moment"]: moment for moment in life.moments}
     whole, mine = 33 * 8 * 4, 17 * 8 * 4
-    assert [by_moment[name]["gathered_parameters"] for name in ("unshard", "reshard", "unshard again", "reshard again")] == [whole, 0, whole, 0]
+    assert [
+        by_moment[name]["gathered_parameters"] for name in ("unshard", "reshard", "unshard again", "reshard again")
+    ] == [whole, 0, whole, 0]
     assert by_moment["at rest again"]["gradient_slices"] == by_moment["shard (at rest)"]["parameter_slices"] == mine
     assert life.peak_megabytes == (mine + whole + whole) / 1e6, "in backward: slice, weight and whole gradient"
     assert "unsharded" in alt_text(mini_fsdp.layer_figure(life)).lower() and "<svg" in svg(mini_fsdp.layer_figure(life))
@@ -141,9 +202,18 @@ def test_the_learners_engine_equals_the_twin_and_the_lab(training):
 
 def test_its_collectives_are_the_formulas_and_the_labs(training):
     summaries = [training.records[name].summary for name in ("my_fsdp", "lab")]
-    assert [summary["comm"]["collectives_per_step"] for summary in summaries] == [training.plan.collectives] * 2 == [8, 8]
+    assert (
+        [summary["comm"]["collectives_per_step"] for summary in summaries] == [training.plan.collectives] * 2 == [8, 8]
+    )
     assert [summary["comm"]["bytes_per_step"] for summary in summaries] == [training.plan.traffic(2)] * 2
-    mine, lab = (sorted((row["unit"], row["phase"], row["kind"], row["logical_bytes"]) for row in training.records[name].table("ledger") if row["step"] == 3) for name in ("my_fsdp", "lab"))
+    mine, lab = (
+        sorted(
+            (row["unit"], row["phase"], row["kind"], row["logical_bytes"])
+            for row in training.records[name].table("ledger")
+            if row["step"] == 3
+        )
+        for name in ("my_fsdp", "lab")
+    )
     assert mine == lab
 
 
@@ -173,7 +243,11 @@ def test_its_figures_say_what_they_show(training):
     figure = mini_fsdp.gathered_figure(training)
     assert "gather blocks.1" in alt_text(figure) and len(figure.data) == 3
     assert "equals the formula" in ledger_against_formula(training.mine).layout.title.text
-    assert "every block" in alt_text(mini_fsdp.choices_figure(target=TARGET, choose_units=lambda name, module: name.endswith((".attention", ".feed_forward"))))
+    assert "every block" in alt_text(
+        mini_fsdp.choices_figure(
+            target=TARGET, choose_units=lambda name, module: name.endswith((".attention", ".feed_forward"))
+        )
+    )
 
 
 # --- units by arithmetic
@@ -198,15 +272,29 @@ def test_the_target_wants_a_choice():
 
 
 def test_bytes_that_calls_send():
-    assert [sent(kind, 12, 3) for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv")] == [8, 24, 16, 8, 12, 0]
+    assert [
+        sent(kind, 12, 3) for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv")
+    ] == [8, 24, 16, 8, 12, 0]
     row = {"step": 0, "phase": "forward", "unit": "root", "what": "unshard", "calls": [("all_gather", 12)], "bytes": 4}
     assert ledger([row, {**row, "what": "reshard"}], 3) == [
-        {"rank": 0, "step": 0, "unit": "root", "phase": "forward", "kind": "all_gather", "logical_bytes": 12, "wire_bytes": 8}
+        {
+            "rank": 0,
+            "step": 0,
+            "unit": "root",
+            "phase": "forward",
+            "kind": "all_gather",
+            "logical_bytes": 12,
+            "wire_bytes": 8,
+        }
     ]
 
 
 def test_rows_held():
-    assert [row[1:] for row in mini_fsdp.rows_held(4, 3).rows] == [("0 to 1", "2", "0"), ("2 to 3", "2", "0"), ("none", "0", "2")]
+    assert [row[1:] for row in mini_fsdp.rows_held(4, 3).rows] == [
+        ("0 to 1", "2", "0"),
+        ("2 to 3", "2", "0"),
+        ("none", "0", "2"),
+    ]
 
 
 def test_a_crash_of_the_ranks_is_still_a_finding(course):

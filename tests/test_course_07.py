@@ -1,7 +1,9 @@
-"""Notebook 07: right answers pass and known wrong ones are diagnosed; on the steady card the settings alone decide what is exposed.
+"""Notebook 07: right answers pass and known wrong ones are diagnosed; on the steady card the settings alone decide what
+is exposed.
 
-The card's clock is emulated, so its milliseconds are the same on a busy machine: every number below is the formula's, with room for a host that
-wakes late. Ranks with an emulated card sleep while it computes, so four launches try the solutions side by side.
+The card's clock is emulated, so its milliseconds are the same on a busy machine: every number below is the formula's,
+with room for a host that wakes late. Ranks with an emulated card sleep while it computes, so four launches try the
+solutions side by side.
 """
 
 from __future__ import annotations
@@ -24,22 +26,29 @@ EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
 RIGHT = {  # other right answers than the references
     "07.exposed": {
         "a sweep": (
-            "def exposed(communication, compute):\n    events = [(a, 0, 1) for a, _ in communication] + [(b, 0, -1) for _, b in communication]\n"
-            "    events += [(a, 1, 1) for a, _ in compute] + [(b, 1, -1) for _, b in compute]\n    open_, total, last = [0, 0], 0.0, 0\n"
-            "    for at, which, step in sorted(events):\n        total += (at - last) * (open_[0] > 0 and open_[1] == 0)\n        open_[which] += step\n        last = at\n    return total\n"
+            "def exposed(communication, compute):\n    events = [(a, 0, 1) for a, _ in communication] + [(b, 0, -1) for"
+            " _, b in communication]\n    events += [(a, 1, 1) for a, _ in compute] + [(b, 1, -1) for _, b in"
+            " compute]\n    open_, total, last = [0, 0], 0.0, 0\n    for at, which, step in sorted(events):\n       "
+            " total += (at - last) * (open_[0] > 0 and open_[1] == 0)\n        open_[which] += step\n        last ="
+            " at\n    return total\n"
         ),
         "the library's": (
-            "from fsdplab.profiling.intervals import length, subtract\n\n\ndef exposed(communication, compute):\n    return length(subtract(communication, compute))\n"
+            "from fsdplab.profiling.intervals import length, subtract\n\n\ndef exposed(communication, compute):\n   "
+            " return length(subtract(communication, compute))\n"
         ),
         "a set of instants": (
-            "def exposed(communication, compute):\n    held = lambda pairs: {t for a, b in pairs for t in range(a, b)}\n    return len(held(communication) - held(compute))\n"
+            "def exposed(communication, compute):\n    held = lambda pairs: {t for a, b in pairs for t in range(a,"
+            " b)}\n    return len(held(communication) - held(compute))\n"
         ),
     },
     "07.hide": {
         "two ahead": nb07_hide._hide(prefetch=2),
-        "by keyword": "def hide():\n    settings = dict(prefetch=1, link_queues=2)\n    return dict(settings, batch_size=2, units='block')\n",
+        "by keyword": (
+            "def hide():\n    settings = dict(prefetch=1, link_queues=2)\n    return dict(settings, batch_size=2,"
+            " units='block')\n"
+        ),
     },
-}  # fmt: skip
+}
 
 
 SOLUTIONS = solutions_of(EXERCISES, RIGHT)
@@ -58,7 +67,9 @@ def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("exercise,known", ended_of(EXERCISES), ids=lambda value: getattr(value, "id", None) or value.name)
+@pytest.mark.parametrize(
+    "exercise,known", ended_of(EXERCISES), ids=lambda value: getattr(value, "id", None) or value.name
+)
 def test_solutions_that_raise_are_diagnosed(home, exercise, known):
     finding = try_ended(exercise, known, home)
     assert known.says in f"{finding.got} {finding.cause}"
@@ -78,7 +89,9 @@ def test_the_question_accepts_the_right_number_and_names_each_slip(course):
 
 @pytest.mark.parametrize("item", [item for item in ITEMS if isinstance(item, Choice)], ids=lambda item: item.id)
 def test_choices_accept_the_right_letter_only(course, item):
-    assert [answers.grade_answer(item.id, letter).passed for letter in item.options] == [letter == item.right for letter in item.options]
+    assert [answers.grade_answer(item.id, letter).passed for letter in item.options] == [
+        letter == item.right for letter in item.options
+    ]
 
 
 @pytest.mark.parametrize("name", list(nb07._EXPOSED_CASES))
@@ -109,15 +122,33 @@ def test_settings_that_are_none_are_refused(settings, says):
 
 def test_one_step_covers_up_the_others_in_a_fixed_order():
     stub = {"units": "linear", "prefetch": 0, "link_queues": 1, "batch_size": 1}
-    causes = [nb07_hide._remedy(settings) for settings in (stub, {**stub, "prefetch": 1}, {**stub, "prefetch": 1, "units": "block"}, {**stub, "units": "model"})]
-    assert [cause.split(":")[0].split(",")[0] for cause in causes] == ["Each gather is issued when its unit is needed", "Small units", "A block's messages take longer than its compute", "One unit"]
+    causes = [
+        nb07_hide._remedy(settings)
+        for settings in (
+            stub,
+            {**stub, "prefetch": 1},
+            {**stub, "prefetch": 1, "units": "block"},
+            {**stub, "units": "model"},
+        )
+    ]
+    assert [cause.split(":")[0].split(",")[0] for cause in causes] == [
+        "Each gather is issued when its unit is needed",
+        "Small units",
+        "A block's messages take longer than its compute",
+        "One unit",
+    ]
 
 
 def test_the_finding_says_by_how_much_and_where():
     case = nb07_hide.hide.cases()[0]
-    printed = "{'units': 'block', 'prefetch': 0, 'link_queues': 2, 'batch_size': 2}\n1020 of 1760 ms exposed: gathers in forward 480"
+    printed = (
+        "{'units': 'block', 'prefetch': 0, 'link_queues': 2, 'batch_size': 2}\n1020 of 1760 ms exposed: gathers in"
+        " forward 480"
+    )
     trial = Trial(0, {"settings": "", "milliseconds over the target": 720}, printed, ())
-    step, cause = nb07_hide.hide.explain(case, trial, replace(_difference(), tensor="x['milliseconds over the target']"))
+    step, cause = nb07_hide.hide.explain(
+        case, trial, replace(_difference(), tensor="x['milliseconds over the target']")
+    )
     assert step.startswith("1020 of 1760") and cause.startswith("720 ms too many")
 
 

@@ -1,4 +1,6 @@
-"""Notebook 08: the recorded trace says what the questions ask, the account is judged by its parts, and known slips are named."""
+"""Notebook 08: the recorded trace says what the questions ask, the account is judged by its parts, and known slips are
+named.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,20 @@ ACCOUNT = exercises.find("08.account", Exercise)
 QUESTIONS = [item for item in ITEMS if isinstance(item, Question)]
 CHOICES = [item for item in ITEMS if isinstance(item, Choice)]
 RIGHT = {
-    "the lab's own algebra": "from fsdplab.profiling.intervals import intersect, length, subtract, union\n\n\ndef account(step, computing, communicating):\n"
-    "    work, talk = union(computing), union(communicating)\n    return dict(overlapped=length(intersect(work, talk)), exposed=length(subtract(talk, work)),\n"
-    "                compute_only=length(subtract(work, talk)), other=step - length(union(work, talk)))\n",
-    "a sweep over edges": "def account(step, computing, communicating):\n    edges = sorted([(t, w, d) for w, pairs in enumerate((computing, communicating)) for a, b in pairs for t, d in ((a, 1), (b, -1))])\n"
-    "    parts, depth, last = [0, 0, 0, 0], [0, 0], 0\n    for t, which, change in [*edges, (step, 0, 0)]:\n        parts[2 * (depth[0] > 0) + (depth[1] > 0)] += t - last\n"
-    "        depth[which] += change\n        last = t\n    return {'other': parts[0], 'exposed': parts[1], 'compute_only': float(parts[2]), 'overlapped': parts[3]}\n",
-}  # fmt: skip
+    "the lab's own algebra": (
+        "from fsdplab.profiling.intervals import intersect, length, subtract, union\n\n\ndef account(step, computing,"
+        " communicating):\n    work, talk = union(computing), union(communicating)\n    return"
+        " dict(overlapped=length(intersect(work, talk)), exposed=length(subtract(talk, work)),\n               "
+        " compute_only=length(subtract(work, talk)), other=step - length(union(work, talk)))\n"
+    ),
+    "a sweep over edges": (
+        "def account(step, computing, communicating):\n    edges = sorted([(t, w, d) for w, pairs in"
+        " enumerate((computing, communicating)) for a, b in pairs for t, d in ((a, 1), (b, -1))])\n    parts, depth,"
+        " last = [0, 0, 0, 0], [0, 0], 0\n    for t, which, change in [*edges, (step, 0, 0)]:\n        parts[2 *"
+        " (depth[0] > 0) + (depth[1] > 0)] += t - last\n        depth[which] += change\n        last = t\n    return"
+        " {'other': parts[0], 'exposed': parts[1], 'compute_only': float(parts[2]), 'overlapped': parts[3]}\n"
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +64,21 @@ def test_the_reference_gives_the_record_its_breakdown(record):
     for rank in (0, 1):
         step, computing, communicating = reading.sets(record, rank)
         parts, row = namespace["account"](step, computing, communicating), reading.breakdown(record, rank)
-        assert parts == {name: row[f"{name}_ns"] for name in reading.PARTS} == drive_account(reading.reference_account, step, computing, communicating)
+        assert (
+            parts
+            == {name: row[f"{name}_ns"] for name in reading.PARTS}
+            == drive_account(reading.reference_account, step, computing, communicating)
+        )
         assert sum(parts.values()) == step == row["step_ns"]
 
 
 @pytest.mark.parametrize("item", QUESTIONS, ids=lambda item: item.id)
 def test_questions_accept_the_right_number_and_name_each_slip(course, record, item):
     right = item.right(record)
-    assert answers.grade_answer(item.id, right, record).passed and answers.grade_answer(item.id, f"{right} ms", record).passed
+    assert (
+        answers.grade_answer(item.id, right, record).passed
+        and answers.grade_answer(item.id, f"{right} ms", record).passed
+    )
     for slip in item.slips:
         wrong = right * slip.factor if slip.factor else slip.value(record)
         verdict = answers.grade_answer(item.id, wrong, record)
@@ -71,7 +87,9 @@ def test_questions_accept_the_right_number_and_name_each_slip(course, record, it
 
 @pytest.mark.parametrize("item", CHOICES, ids=lambda item: item.id)
 def test_choices_accept_the_right_letter_only(course, item):
-    assert [answers.grade_answer(item.id, letter).passed for letter in item.options] == [letter == item.right for letter in item.options]
+    assert [answers.grade_answer(item.id, letter).passed for letter in item.options] == [
+        letter == item.right for letter in item.options
+    ]
 
 
 def test_the_recorded_trace_is_as_the_choices_say(record):
@@ -82,17 +100,25 @@ def test_the_recorded_trace_is_as_the_choices_say(record):
         reading.trace_of(record), ledger=record.table("ledger"), life=record.table("life"), rank=0
     ).rows("collectives")}  # fmt: skip
     gather, reduction = rows["blocks.0", "backward", "all_gather"], rows["blocks.1", "backward", "reduce_scatter"]
-    assert gather["issue_ns"] < reduction["end_ns"] <= gather["start_ns"], "it stands behind the reduce-scatter of blocks.1"
+    assert gather["issue_ns"] < reduction["end_ns"] <= gather["start_ns"], (
+        "it stands behind the reduce-scatter of blocks.1"
+    )
     others = [row["exposed_ns"] for row in reading.gaps(record)[1:] if row["kind"] == "all_gather"]
     assert worst["exposed_ns"] > 1.3 * max(others)
     assert "no_prefetch" in [finding.kind for finding in findings(record)[:2]]
-    ends = {(row["unit"] or "root", row["kind"]): row["cause"] for row in reading.gaps(record) if row["unit"] in ("", "root")}
+    ends = {
+        (row["unit"] or "root", row["kind"]): row["cause"]
+        for row in reading.gaps(record)
+        if row["unit"] in ("", "root")
+    }
     assert ends["root", "reduce_scatter"] == "nothing_to_hide_behind"  # 08.unavoidable b
 
 
 def test_a_second_analysis_of_the_file_gives_the_record(record):
     for rank in (0, 1):
-        again = analyse_trace(reading.trace_of(record, rank), ledger=record.table("ledger"), life=record.table("life"), rank=rank).rows("breakdown")[-1]
+        again = analyse_trace(
+            reading.trace_of(record, rank), ledger=record.table("ledger"), life=record.table("life"), rank=rank
+        ).rows("breakdown")[-1]
         assert {**again, "step": 0} == {**reading.breakdown(record, rank), "step": 0}
 
 

@@ -19,16 +19,22 @@ QUESTIONS = [item for item in ITEMS if isinstance(item, Question)]
 CHOICES = [item for item in ITEMS if isinstance(item, Choice)]
 RIGHT = {  # other right answers than the references
     "09.holding": {
-        "the newest row of each": "def holding(life, at):\n    past = [row for row in life if row['time_ns'] <= at]\n    newest = {row['unit']: row for row in past}\n"
-        "    return {unit for unit, row in newest.items() if row['state'] in ('unsharding', 'unsharded')}\n",
-        "a set that grows and shrinks": "def holding(life, at):\n    held = set()\n    for row in life:\n        if row['time_ns'] > at:\n            break\n"
-        "        (held.discard if row['state'] == 'sharded' else held.add)(row['unit'])\n    return held\n",
+        "the newest row of each": (
+            "def holding(life, at):\n    past = [row for row in life if row['time_ns'] <= at]\n    newest ="
+            " {row['unit']: row for row in past}\n    return {unit for unit, row in newest.items() if row['state'] in"
+            " ('unsharding', 'unsharded')}\n"
+        ),
+        "a set that grows and shrinks": (
+            "def holding(life, at):\n    held = set()\n    for row in life:\n        if row['time_ns'] > at:\n         "
+            "   break\n        (held.discard if row['state'] == 'sharded' else held.add)(row['unit'])\n    return"
+            " held\n"
+        ),
     },
     "09.slim": {
         "smaller units": "def slim():\n    return {'strategy': 'full_shard', 'prefetch': 2, 'units': 'linear'}\n",
         "only what differs": "def slim():\n    return dict(prefetch=1)\n",
     },
-}  # fmt: skip
+}
 
 
 SOLUTIONS = solutions_of(EXERCISES, RIGHT)
@@ -47,12 +53,20 @@ def test_every_item_is_complete(item):
 
 @pytest.mark.parametrize("item", CHOICES, ids=lambda item: item.id)
 def test_choices_accept_the_right_letter_only(course, item):
-    assert [answers.grade_answer(item.id, letter).passed for letter in item.options] == [letter == item.right for letter in item.options]
+    assert [answers.grade_answer(item.id, letter).passed for letter in item.options] == [
+        letter == item.right for letter in item.options
+    ]
 
 
 @pytest.mark.parametrize(
     "choices,says",
-    [(["prefetch"], "expected a dict"), ({"batch_size": 1}, "belongs to the job"), ({"units": "layer"}, "unknown units"), ({"prefetch": -1}, "prefetch"), ({"checkpoint": "full"}, "belongs to the job")],
+    [
+        (["prefetch"], "expected a dict"),
+        ({"batch_size": 1}, "belongs to the job"),
+        ({"units": "layer"}, "unknown units"),
+        ({"prefetch": -1}, "prefetch"),
+        ({"checkpoint": "full"}, "belongs to the job"),
+    ],
 )
 def test_choices_outside_the_job_are_refused(choices, says):
     assert says in complaint(choices, reading_on_ranks.MEMORY_JOB, reading_on_ranks.MEMORY_CHOICES)
@@ -88,7 +102,9 @@ def test_the_gathered_bytes_at_the_peak_have_names(base):
 @pytest.mark.timeout(300)
 def test_tables_and_sentences_say_the_record(base):
     assert reading_memory.phase_at(base, reading_memory.instant(base)) == "backward"
-    assert "optimizer state" in str(reading_memory.peak_table(base)) and "gathered parameters" in str(reading_memory.seen(base))
+    assert "optimizer state" in str(reading_memory.peak_table(base)) and "gathered parameters" in str(
+        reading_memory.seen(base)
+    )
     compared = reading_memory.compared({"one": base, "same": base})
     assert compared.rows[0][2] == "+0.0" and compared.rows[1][4] == "3"
     assert "one" in alt_text(reading_memory.memory_figure({"one": base, "two": base}))
@@ -108,4 +124,6 @@ def test_questions_accept_the_right_number_and_name_each_slip(course, base, larg
 
 def test_the_limits_lie_between_the_runs():
     job = reading_on_ranks
-    assert job.GATHERED_LIMIT == 2 * BLOCK_BYTES + ROOT_BYTES and replace(reading_memory.job(), prefetch=2).prefetch == 2
+    assert (
+        job.GATHERED_LIMIT == 2 * BLOCK_BYTES + ROOT_BYTES and replace(reading_memory.job(), prefetch=2).prefetch == 2
+    )

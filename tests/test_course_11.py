@@ -42,22 +42,37 @@ def test_every_item_is_complete(item):
 
 @pytest.mark.parametrize("item", CHOICES, ids=lambda item: item.id)
 def test_choices_accept_the_right_letter_only(course, item):
-    assert [answers.grade_answer(item.id, letter).passed for letter in item.options] == [letter == item.right for letter in item.options]
+    assert [answers.grade_answer(item.id, letter).passed for letter in item.options] == [
+        letter == item.right for letter in item.options
+    ]
 
 
 def fake(strategy: str, peak: float, exposed_ms: float, on_link_ms: float, sent: float) -> SimpleNamespace:
     """A record as far as the lesson reads it; times in ms, sizes in MB."""
     ledger = [{"rank": 0, "step": step, "start_ns": 0, "end_ns": round(on_link_ms * 1e6)} for step in (0, 1)]
     return SimpleNamespace(
-        spec={"strategy": strategy, "prefetch": 1, "link_queues": 1, "units": "auto"}, status="finished", table={"ledger": ledger}.__getitem__,
+        spec={"strategy": strategy, "prefetch": 1, "link_queues": 1, "units": "auto"},
+        status="finished",
+        table={"ledger": ledger}.__getitem__,
         summary={
-            "peak_memory_bytes": {"total": peak * 1e6}, "formula_bytes_per_step": sent * 1e6,
-            "comm": {"exposed_s": exposed_ms / 1e3, "bytes_per_step": sent * 1e6, "overlap": 1 - exposed_ms / on_link_ms, "collectives_per_step": 3},
+            "peak_memory_bytes": {"total": peak * 1e6},
+            "formula_bytes_per_step": sent * 1e6,
+            "comm": {
+                "exposed_s": exposed_ms / 1e3,
+                "bytes_per_step": sent * 1e6,
+                "overlap": 1 - exposed_ms / on_link_ms,
+                "collectives_per_step": 3,
+            },
         },
-    )  # fmt: skip
+    )
 
 
-RUNS = [fake("no_shard", 366, 25, 216, 86.4), fake("zero2", 237, 60, 216, 86.4), fake("shard_grad_op", 266, 69, 216, 86.4), fake("full_shard", 199, 86, 322, 128.9)]
+RUNS = [
+    fake("no_shard", 366, 25, 216, 86.4),
+    fake("zero2", 237, 60, 216, 86.4),
+    fake("shard_grad_op", 266, 69, 216, 86.4),
+    fake("full_shard", 199, 86, 322, 128.9),
+]
 
 
 @pytest.mark.parametrize("item", QUESTIONS, ids=lambda item: item.id)
@@ -77,31 +92,53 @@ def test_the_arithmetic_of_the_hint_answers_the_question(course):
 def test_tables_and_front():
     assert reading_choices.front_of(RUNS) == ["full_shard", "zero2", "no_shard"]
     assert reading_choices.exposed_ratio(RUNS) == pytest.approx(86 / 25)
-    assert "full_shard needs least memory, 199 MB" in str(reading_choices.seen(RUNS)) and "no_shard exposes least" in str(reading_choices.seen(RUNS))
+    assert "full_shard needs least memory, 199 MB" in str(
+        reading_choices.seen(RUNS)
+    ) and "no_shard exposes least" in str(reading_choices.seen(RUNS))
     assert "128.9" in str(reading_choices.traffic_table(RUNS)) and "322" in str(reading_choices.cost_table(RUNS))
 
 
-@pytest.mark.parametrize("choices,says", [({"card": 1}, "belongs to the job"), ({"strategy": "zero3"}, "unknown strategy"), ({"strategy": "hybrid_shard"}, "shard_size"), ("zero2", "expected a dict")])
+@pytest.mark.parametrize(
+    "choices,says",
+    [
+        ({"card": 1}, "belongs to the job"),
+        ({"strategy": "zero3"}, "unknown strategy"),
+        ({"strategy": "hybrid_shard"}, "shard_size"),
+        ("zero2", "expected a dict"),
+    ],
+)
 def test_choices_outside_the_job_are_refused(choices, says):
-    assert says in reading_on_ranks.complaint(choices, reading_on_ranks.SHOOT_OUT_JOB, reading_on_ranks.SHOOT_OUT_CHOICES)
+    assert says in reading_on_ranks.complaint(
+        choices, reading_on_ranks.SHOOT_OUT_JOB, reading_on_ranks.SHOOT_OUT_CHOICES
+    )
 
 
 def test_hidden_is_a_part_of_the_passage():
-    waited = [reading_on_ranks.hidden_part(SimpleNamespace(start_ns=10, end_ns=20, waited_ns=waited)) for waited in (4, None, 12)]
+    waited = [
+        reading_on_ranks.hidden_part(SimpleNamespace(start_ns=10, end_ns=20, waited_ns=waited))
+        for waited in (4, None, 12)
+    ]
     assert waited == [0.6, 1.0, 0.0]
 
 
 @pytest.mark.timeout(300)
 def test_the_time_on_the_link_is_bytes_over_bandwidth(tmp_path):
-    specs = [RunSpec(strategy=name, model="gpt-tiny", steps=1, link="100MB/s", device="cpu") for name in ("no_shard", "full_shard")]
+    specs = [
+        RunSpec(strategy=name, model="gpt-tiny", steps=1, link="100MB/s", device="cpu")
+        for name in ("no_shard", "full_shard")
+    ]
     runs = [RunRecord.load(record.path) for record in compare(specs, directory=tmp_path)]
     for record in runs:
-        assert reading_choices.on_the_link(record) == pytest.approx(record.summary["comm"]["bytes_per_step"] / 100e6, rel=0.01)
+        assert reading_choices.on_the_link(record) == pytest.approx(
+            record.summary["comm"]["bytes_per_step"] / 100e6, rel=0.01
+        )
     assert "formula" in str(reading_choices.traffic_table(runs))
 
 
 def test_the_lab_is_shown_by_a_cell_that_runs_alone():
-    cells = ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    cells = [
+        "".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"
+    ]
     (cell,) = [cell for cell in cells if "StrategyLab(" in cell]
     assert "from fsdplab.widgets import StrategyLab" in cell
     namespace: dict = {}

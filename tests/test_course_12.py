@@ -1,4 +1,5 @@
-"""Notebook 12: right answers pass and known wrong ones are diagnosed; what the links carry follows the formulas on real meshes.
+"""Notebook 12: right answers pass and known wrong ones are diagnosed; what the links carry follows the formulas on real
+meshes.
 
 All solutions that return are tried in two launches (two ranks for the formula, four for the meshes).
 """
@@ -20,20 +21,29 @@ ITEMS = exercises.items_of("12")
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
 RIGHT = {  # other right answers than the references
     "12.traffic": {
-        "the other way round": "def traffic(P, s, r):\n    slice_ = P / s\n    return {'across': slice_ * 2 - 2 * slice_ / r, 'within': 3 * (P - slice_)}\n",
-        "whole numbers": "def traffic(P, s, r):\n    return dict(within=3 * (P // s) * (s - 1), across=2 * (P // s) * (r - 1) // r)\n",
+        "the other way round": (
+            "def traffic(P, s, r):\n    slice_ = P / s\n    return {'across': slice_ * 2 - 2 * slice_ / r, 'within': 3"
+            " * (P - slice_)}\n"
+        ),
+        "whole numbers": (
+            "def traffic(P, s, r):\n    return dict(within=3 * (P // s) * (s - 1), across=2 * (P // s) * (r - 1) //"
+            " r)\n"
+        ),
     },
     "12.mesh_for": {
         "backwards": (
-            "def mesh_for(ranks, per_node, state, card):\n    s = next(s for s in range(per_node, ranks + 1) if ranks % s == 0 and state / s <= card)\n"
-            "    order = list(range(ranks))[::-1]\n    return tuple(tuple(order[first:first + s]) for first in range(0, ranks, s))\n"
+            "def mesh_for(ranks, per_node, state, card):\n    s = next(s for s in range(per_node, ranks + 1) if ranks %"
+            " s == 0 and state / s <= card)\n    order = list(range(ranks))[::-1]\n    return"
+            " tuple(tuple(order[first:first + s]) for first in range(0, ranks, s))\n"
         ),
         "tries all": (
-            "def mesh_for(ranks, per_node, state, card):\n    def cost(s):\n        slow = 10 if s > per_node else 1\n        return slow * 3 * (s - 1) / s + 20 / s * (ranks - s) / ranks\n"
-            "    s = min((s for s in (1, 2, 4) if state / s <= card and s <= ranks), key=cost)\n    return [[s * row + column for column in range(s)] for row in range(ranks // s)]\n"
+            "def mesh_for(ranks, per_node, state, card):\n    def cost(s):\n        slow = 10 if s > per_node else 1\n "
+            "       return slow * 3 * (s - 1) / s + 20 / s * (ranks - s) / ranks\n    s = min((s for s in (1, 2, 4) if"
+            " state / s <= card and s <= ranks), key=cost)\n    return [[s * row + column for column in range(s)] for"
+            " row in range(ranks // s)]\n"
         ),
     },
-}  # fmt: skip
+}
 
 
 SOLUTIONS = solutions_of(EXERCISES, RIGHT)
@@ -67,7 +77,8 @@ def test_the_choice_accepts_the_right_letter_only(course):
 @pytest.mark.parametrize(
     "rows,says",
     [
-        (4, "expected a list of rows"), ([], "expected a list of rows"), ([0, 1, 2, 3], "expected a list of rows"), ([[0, 1, 2], [3]], "equally long"),
+        (4, "expected a list of rows"), ([], "expected a list of rows"), ([0, 1, 2, 3], "expected a list of rows"),
+        ([[0, 1, 2], [3]], "equally long"),
         ([[0, 1], [2, 2]], "exactly one row"), ([[0, 1], [2, 4]], "exactly one row"), ([[0, 1]], "exactly one row"),
     ],
 )  # fmt: skip
@@ -79,7 +90,10 @@ def test_rows_that_are_no_mesh_are_refused(rows, says):
 def test_an_axis_gets_the_link_of_its_ranks():
     assert on_ranks.axes([[0, 1], [2, 3]], 2) == (on_ranks.FAST, on_ranks.SLOW)
     assert on_ranks.axes([[0, 2], [1, 3]], 2) == (on_ranks.SLOW, on_ranks.FAST)
-    assert on_ranks.axes([[0, 1, 2, 3]], 4) == (on_ranks.FAST, on_ranks.FAST) and on_ranks.axes([[0, 1, 2, 3]], 2)[0] == on_ranks.SLOW
+    assert (
+        on_ranks.axes([[0, 1, 2, 3]], 4) == (on_ranks.FAST, on_ranks.FAST)
+        and on_ranks.axes([[0, 1, 2, 3]], 2)[0] == on_ranks.SLOW
+    )
 
 
 @pytest.mark.parametrize("name", list(nb12._NETWORKS))
@@ -88,13 +102,18 @@ def test_the_reference_is_the_best_of_all_meshes(name):
     space: dict = {}
     exec(nb12.mesh_for.reference, space)
     rows = space["mesh_for"](ranks, per_node, state, card)
-    assert state / len(rows[0]) <= card and on_ranks.expected_ms(rows, per_node) == on_ranks.best_ms(ranks, per_node, state, card)
+    assert state / len(rows[0]) <= card and on_ranks.expected_ms(rows, per_node) == on_ranks.best_ms(
+        ranks, per_node, state, card
+    )
 
 
 def test_the_best_mesh_is_far_from_the_second_best():
     for ranks, per_node, state, card in nb12._NETWORKS.values():
         sizes = [s for s in (1, 2, 4) if state / s <= card]
-        costs = sorted(on_ranks.expected_ms([list(range(first, first + s)) for first in range(0, ranks, s)], per_node) for s in sizes)
+        costs = sorted(
+            on_ranks.expected_ms([list(range(first, first + s)) for first in range(0, ranks, s)], per_node)
+            for s in sizes
+        )
         assert len(costs) == 1 or costs[1] > 1.2 * costs[0]
 
 
@@ -124,7 +143,9 @@ def test_the_ledger_follows_the_formula_but_for_the_root(small):
 def test_figures_and_sentences_come_from_the_records(small):
     full, hybrid = small
     figure = axes.link_figure([full, hybrid])
-    assert "hybrid_shard: " in alt_text(figure) and "all_reduce" in alt_text(figure) and "at the slow link" in svg(figure)
+    assert (
+        "hybrid_shard: " in alt_text(figure) and "all_reduce" in alt_text(figure) and "at the slow link" in svg(figure)
+    )
     assert "times as much" in str(axes.seen(full, hybrid)) and axes.exposed_factor(full, hybrid) > 1.5
     rows = axes.waits(full, hybrid).rows
     assert [row[1] for row in rows] == ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter", "all_reduce"]

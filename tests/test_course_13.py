@@ -1,4 +1,6 @@
-"""Notebook 13: right answers pass, known wrong ones are diagnosed; checkpoint and offload are threaded from RunSpec to the measured peak."""
+"""Notebook 13: right answers pass, known wrong ones are diagnosed; checkpoint and offload are threaded from RunSpec to
+the measured peak.
+"""
 
 from __future__ import annotations
 
@@ -25,28 +27,52 @@ HEAD = "import torch\nimport torch.distributed as dist\n\n\n"
 _FIT = exercises.find("13.fit").stub
 RIGHT = {  # other right answers than the references
     "13.bytes_each": {
-        "by hand": "def bytes_each(cut, n):\n    optimizer = n if 'optimizer' in cut else 1\n    return {'moments': 8 / optimizer, 'master': 4 / optimizer,\n"
-        "            'gradient': 4 / (n if 'gradients' in cut else 1), 'working copy': 2 / (n if 'parameters' in cut else 1)}\n",
+        "by hand": (
+            "def bytes_each(cut, n):\n    optimizer = n if 'optimizer' in cut else 1\n    return {'moments': 8 /"
+            " optimizer, 'master': 4 / optimizer,\n            'gradient': 4 / (n if 'gradients' in cut else 1),"
+            " 'working copy': 2 / (n if 'parameters' in cut else 1)}\n"
+        )
     },
     "13.global_norm": {
-        "a float": HEAD + "def global_norm(gradients):\n    squares = torch.tensor(sum(float(g.double().norm()) ** 2 for g in gradients), dtype=torch.float64)\n    dist.all_reduce(squares)\n    return squares.item() ** 0.5\n",
-        "gathered": HEAD + "def global_norm(gradients):\n    mine = torch.stack([g.float().norm() ** 2 for g in gradients] or [torch.zeros(())]).sum()\n    every = [torch.empty(()) for _ in range(dist.get_world_size())]\n"
-        "    dist.all_gather(every, mine)\n    return torch.stack(every).sum().sqrt()\n",
+        "a float": (
+            HEAD + "def global_norm(gradients):\n    squares = torch.tensor(sum(float(g.double().norm()) ** 2 for g in"
+            " gradients), dtype=torch.float64)\n    dist.all_reduce(squares)\n    return squares.item() ** 0.5\n"
+        ),
+        "gathered": (
+            HEAD + "def global_norm(gradients):\n    mine = torch.stack([g.float().norm() ** 2 for g in gradients] or"
+            " [torch.zeros(())]).sum()\n    every = [torch.empty(()) for _ in range(dist.get_world_size())]\n   "
+            " dist.all_gather(every, mine)\n    return torch.stack(every).sum().sqrt()\n"
+        ),
     },
     "13.shard_tied": {
-        "left to the root": "from fsdplab.engine import fully_shard\n\n\ndef shard_tied(model):\n    for block in model.blocks:\n        fully_shard(block)\n    fully_shard(model)\n",
-        "shard_model": "from fsdplab.engine import shard_model\n\n\ndef shard_tied(model):\n    shard_model(model, 'full_shard')\n",
+        "left to the root": (
+            "from fsdplab.engine import fully_shard\n\n\ndef shard_tied(model):\n    for block in model.blocks:\n      "
+            "  fully_shard(block)\n    fully_shard(model)\n"
+        ),
+        "shard_model": (
+            "from fsdplab.engine import shard_model\n\n\ndef shard_tied(model):\n    shard_model(model, 'full_shard')\n"
+        ),
     },
     "13.fine_tune": {
-        "freezes after sharding": "import torch\n\n\ndef fine_tune(model, shard):\n    shard(model)\n    model.requires_grad_(False)\n    adapters = [p for name, p in model.named_parameters() if 'adapter' in name]\n"
-        "    for p in adapters:\n        p.requires_grad = True\n    return torch.optim.AdamW(adapters)\n",
-        "all handed over": "import torch\n\n\ndef fine_tune(model, shard):\n    for name, p in model.named_parameters():\n        p.requires_grad = 'adapter' in name\n    return torch.optim.AdamW(shard(model).parameters(), lr=0.1)\n",
+        "freezes after sharding": (
+            "import torch\n\n\ndef fine_tune(model, shard):\n    shard(model)\n    model.requires_grad_(False)\n   "
+            " adapters = [p for name, p in model.named_parameters() if 'adapter' in name]\n    for p in adapters:\n    "
+            "    p.requires_grad = True\n    return torch.optim.AdamW(adapters)\n"
+        ),
+        "all handed over": (
+            "import torch\n\n\ndef fine_tune(model, shard):\n    for name, p in model.named_parameters():\n       "
+            " p.requires_grad = 'adapter' in name\n    return torch.optim.AdamW(shard(model).parameters(), lr=0.1)\n"
+        ),
     },
     "13.fit": {
-        "offload and some recomputation": _FIT.replace('"offload": "none"', '"offload": "cpu"').replace('"checkpoint": "none"', '"checkpoint": "selective"'),
+        "offload and some recomputation": (
+            _FIT.replace('"offload": "none"', '"offload": "cpu"').replace(
+                '"checkpoint": "none"', '"checkpoint": "selective"'
+            )
+        ),
         "only what differs": "def fit():\n    return dict(precision='bf16', checkpoint='full', offload='cpu')\n",
     },
-}  # fmt: skip
+}
 
 
 SOLUTIONS = solutions_of(EXERCISES, RIGHT)
@@ -59,7 +85,9 @@ def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("exercise,known", ended_of(EXERCISES), ids=lambda value: getattr(value, "id", None) or value.name)
+@pytest.mark.parametrize(
+    "exercise,known", ended_of(EXERCISES), ids=lambda value: getattr(value, "id", None) or value.name
+)
 def test_solutions_that_raise_or_hang_are_diagnosed(home, exercise, known):
     finding = try_ended(exercise, known, home)
     assert known.says in f"{finding.got} {finding.cause}"
@@ -80,7 +108,9 @@ def test_questions_accept_the_right_number_and_name_each_slip(course, item):
 
 @pytest.mark.parametrize("item", CHOICES, ids=lambda item: item.id)
 def test_choices_accept_the_right_letter_only(course, item):
-    assert [answers.grade_answer(item.id, letter).passed for letter in item.options] == [letter == item.right for letter in item.options]
+    assert [answers.grade_answer(item.id, letter).passed for letter in item.options] == [
+        letter == item.right for letter in item.options
+    ]
 
 
 def test_the_norm_may_not_cost_more_than_one_number():
@@ -93,7 +123,12 @@ def test_the_norm_may_not_cost_more_than_one_number():
 
 @pytest.mark.parametrize(
     "choices,says",
-    [(["bf16"], "expected a dict"), ({"world_size": 8}, "belongs to the job"), ({"precision": "fp8"}, "unknown precision"), ({"offload": "disk"}, "unknown offload")],
+    [
+        (["bf16"], "expected a dict"),
+        ({"world_size": 8}, "belongs to the job"),
+        ({"precision": "fp8"}, "unknown precision"),
+        ({"offload": "disk"}, "unknown offload"),
+    ],
 )
 def test_choices_outside_the_job_are_refused(choices, says):
     assert says in complaint(choices)
@@ -106,13 +141,20 @@ def test_accounts_and_prices():
     assert sum(trading.bytes_each_reference(trading.cut_by("full_shard"), 8).values()) == 18 / 8
     spec = {"offload": "cpu", "precision": "fp32", "model": "gpt-20m", "world_size": 2}
     assert trading.bus_bytes(spec) == 12 * 21_589_248 / 2
-    assert trading.bus_bytes({**spec, "precision": "bf16"}) == 6 * 21_589_248 / 2 and trading.bus_bytes({**spec, "offload": "none"}) == 0
+    assert (
+        trading.bus_bytes({**spec, "precision": "bf16"}) == 6 * 21_589_248 / 2
+        and trading.bus_bytes({**spec, "offload": "none"}) == 0
+    )
     assert "10.50 GB a step" in str(trading.bus_table(7, 8, 25)) and "0.42 s" in str(trading.bus_table(7, 8, 25))
 
 
 def test_the_kept_figure_says_its_numbers():
     figure = trading.kept_figure(trading.bytes_each_reference)
-    assert "no_shard 18 bytes" in alt_text(figure) and "full_shard 2.25 bytes" in alt_text(figure) and "<svg" in svg(figure)
+    assert (
+        "no_shard 18 bytes" in alt_text(figure)
+        and "full_shard 2.25 bytes" in alt_text(figure)
+        and "<svg" in svg(figure)
+    )
 
 
 def test_runs_are_named_by_their_choices():
@@ -173,7 +215,9 @@ def test_offload_is_emulated_on_cpu_ranks_and_said_so(small_runs):
     table = str(trading.prices(list(small_runs.values())))
     assert "full checkpoint" in table and "offload" in table
     figure = trading.memory_figure(list(small_runs.values()))
-    assert "fp32, full checkpoint" in alt_text(figure) and "a host memory beside it" in figure.layout.title.subtitle.text
+    assert (
+        "fp32, full checkpoint" in alt_text(figure) and "a host memory beside it" in figure.layout.title.subtitle.text
+    )
     twice = [view.label for view in trading.named([small_runs["plain"]] * 2)]
     assert twice == ["fp32", "fp32 (again)"], "bars of one name would be drawn as one"
 
@@ -184,7 +228,9 @@ def test_what_rests_elsewhere_is_left_out_of_a_measurement():
     totals = {}
     for offloaded in (False, True):
         for measured in (False, True):
-            recorder = MemoryRecorder(model=model, optimizer=optimizer, engine="lab", device=torch.device("cpu"), offloaded=offloaded)
+            recorder = MemoryRecorder(
+                model=model, optimizer=optimizer, engine="lab", device=torch.device("cpu"), offloaded=offloaded
+            )
             if measured:
                 with recorder:
                     model(torch.ones(1, 1000)).sum().backward()

@@ -1,4 +1,5 @@
-"""Notebook 16: every right answer passes, every known wrong one is diagnosed, and what is composed trains as the twin does.
+"""Notebook 16: every right answer passes, every known wrong one is diagnosed, and what is composed trains as the twin
+does.
 
 All solutions that return are tried in one launch on four ranks; one that raises needs a launch of its own.
 """
@@ -21,24 +22,25 @@ EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
 RIGHT = {  # other right answers than the references
     "16.groups_of": {
         "by a tensor of ranks": (
-            "import torch\nfrom math import prod\n\n\ndef groups_of(rank, shape):\n    mesh = torch.arange(prod(shape)).view(*shape)\n"
-            "    place = (mesh == rank).nonzero()[0].tolist()\n"
-            "    return [mesh[tuple(slice(None) if i == axis else at for i, at in enumerate(place))].tolist() for axis in range(len(shape))]\n"
-        ),
+            "import torch\nfrom math import prod\n\n\ndef groups_of(rank, shape):\n    mesh ="
+            " torch.arange(prod(shape)).view(*shape)\n    place = (mesh == rank).nonzero()[0].tolist()\n    return"
+            " [mesh[tuple(slice(None) if i == axis else at for i, at in enumerate(place))].tolist() for axis in"
+            " range(len(shape))]\n"
+        )
     },
     "16.compose": {
         "the model first, units afterwards": (
-            "from torch.distributed.tensor.parallel import parallelize_module\nfrom fsdplab.engine import fully_shard\n"
-            "from fsdplab.workloads.parallel import block_plan\n\n\ndef compose(model, mesh):\n    for block in model.blocks:\n"
-            "        parallelize_module(block, mesh['tp'], block_plan(block))\n        fully_shard(block, mesh=mesh['dp'])\n"
-            "    fully_shard(model, mesh=mesh['dp'])\n    return model\n"
-        ),
+            "from torch.distributed.tensor.parallel import parallelize_module\nfrom fsdplab.engine import"
+            " fully_shard\nfrom fsdplab.workloads.parallel import block_plan\n\n\ndef compose(model, mesh):\n    for"
+            " block in model.blocks:\n        parallelize_module(block, mesh['tp'], block_plan(block))\n       "
+            " fully_shard(block, mesh=mesh['dp'])\n    fully_shard(model, mesh=mesh['dp'])\n    return model\n"
+        )
     },
     "16.average_expert": {
         "divides first": (
-            "import torch.distributed as dist\n\n\ndef average_expert(gradient, efsdp):\n    gradient = gradient / dist.get_world_size()\n"
-            "    dist.all_reduce(gradient, group=efsdp)\n    return gradient\n"
-        ),
+            "import torch.distributed as dist\n\n\ndef average_expert(gradient, efsdp):\n    gradient = gradient /"
+            " dist.get_world_size()\n    dist.all_reduce(gradient, group=efsdp)\n    return gradient\n"
+        )
     },
 }
 
@@ -53,7 +55,9 @@ def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("exercise,known", ended_of(EXERCISES), ids=lambda value: getattr(value, "id", None) or value.name)
+@pytest.mark.parametrize(
+    "exercise,known", ended_of(EXERCISES), ids=lambda value: getattr(value, "id", None) or value.name
+)
 def test_a_solution_that_raises_is_reported(home, exercise, known):
     finding = try_ended(exercise, known, home)
     assert "raised an error" in finding.headline and known.says in finding.got
@@ -82,7 +86,8 @@ def test_composed_models_are_shown_beside_their_twins(course) -> None:
     assert run.at_rest().rows[0] == ("attention.query.weight", "dp: rows of each share; tp: rows", "[16, 64]")
     assert run.at_rest().rows[2] == ("attention_norm.weight", "dp: rows", "[32]")
     assert run.seen["drift"] < composing_on_ranks.NEAR and len(run.beside_twin().rows) == 3
-    # [2, 16, 64] float32 are 8,192 bytes: four sums a block, two for embeddings (positions half), logits out, their input's gradient
+    # [2, 16, 64] float32 are 8,192 bytes: four sums a block, two for embeddings (positions half), logits out, their
+    # input's gradient
     assert run.seen["bytes"]["tp"] == 2 * 4 * 8192 + 8192 + 4096 + 16384 + 8192
     assert run.kilobytes("dp") > run.kilobytes("tp")
 
@@ -106,13 +111,24 @@ def test_stages_are_counted_and_equal_the_twin(course) -> None:
 
 
 def test_places_and_bubbles_are_computed() -> None:
-    assert composing.mesh(dp=2, tp=2).rows == (("rank 0", "0", "0"), ("rank 1", "0", "1"), ("rank 2", "1", "0"), ("rank 3", "1", "1"))
+    assert composing.mesh(dp=2, tp=2).rows == (
+        ("rank 0", "0", "0"),
+        ("rank 1", "0", "1"),
+        ("rank 2", "1", "0"),
+        ("rank 3", "1", "1"),
+    )
     assert composing.bubble(4, 12).rows == (("4", "12", "20.0%", "80.0%"),)
 
 
 @pytest.mark.parametrize(
     ("placement", "words"),
-    [(Replicate(), "whole"), (Shard(0), "rows"), (Shard(1), "columns"), (_StridedShard(0, split_factor=2), "rows of each share"), (Shard(2), "dimension 2")],
+    [
+        (Replicate(), "whole"),
+        (Shard(0), "rows"),
+        (Shard(1), "columns"),
+        (_StridedShard(0, split_factor=2), "rows of each share"),
+        (Shard(2), "dimension 2"),
+    ],
 )
 def test_placements_in_words(placement, words: str) -> None:
     assert composing_on_ranks._words(placement) == words

@@ -1,13 +1,13 @@
-"""Findings: each cause is injected into a real run, and must be the first one found; rules on hand-written tables are exact.
+"""Findings: each cause is injected into a real run, and must be the first one found; rules on hand-written tables are
+exact.
 
-The blocks of these runs take a fixed time (steady_worker.py), and links are set from what the same work computes without one, so that the cause
-depends neither on how fast this machine is nor on what else it does.
+The blocks of these runs take a fixed time (steady_worker.py), and links are set from what the same work computes
+without one, so that the cause depends neither on how fast this machine is nor on what else it does.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,9 @@ from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, run
 
 pytestmark = pytest.mark.timeout(600)  # an injection is repeated where the machine's speed changes meanwhile
-PLAIN = RunSpec(model="gpt-20m", steps=1, warmup=1, memory=False, profile=2, device="cpu", batch_size=1, sequence_length=16)
+PLAIN = RunSpec(
+    model="gpt-20m", steps=1, warmup=1, memory=False, profile=2, device="cpu", batch_size=1, sequence_length=16
+)
 SLOW_WORKER = (str(Path(__file__).with_name("slow_worker.py")),)
 STEADY_WORKER = (str(Path(__file__).with_name("steady_worker.py")),)
 
@@ -28,7 +30,9 @@ def kinds(record: RunRecord) -> list[str]:
 
 
 def first(record: RunRecord) -> Finding:
-    """The first finding but for what other work on this machine causes: that ranks come late now and then is no part of an injection."""
+    """The first finding but for what other work on this machine causes: that ranks come late now and then is no part of
+    an injection.
+    """
     return next(finding for finding in findings(record) if finding.kind not in ("skew", "slow_rank"))
 
 
@@ -47,7 +51,9 @@ def link_for(record: RunRecord, ratio: float) -> str:
 
 
 def behind(spec: RunSpec, plain: RunRecord, ratio: float, **more: object) -> RunRecord:
-    """The run on a link set by `ratio`; once more where the machine's speed changed between the run that was measured and this one."""
+    """The run on a link set by `ratio`; once more where the machine's speed changed between the run that was measured
+    and this one.
+    """
     for _ in range(3):
         record = run(replace(spec, link=link_for(plain, ratio), **more), program=STEADY_WORKER)
         if 0.8 < compute_s(record) / compute_s(plain) < 1.25:
@@ -74,7 +80,10 @@ def test_a_slow_link(plain: RunRecord) -> None:
 
 
 def test_tiny_units(plain: RunRecord) -> None:
-    record = run(replace(PLAIN, units="linear", link=f"100GB/s,{1.5 * compute_s(plain) / 147 * 1e6:.0f}us"), program=STEADY_WORKER)
+    record = run(
+        replace(PLAIN, units="linear", link=f"100GB/s,{1.5 * compute_s(plain) / 147 * 1e6:.0f}us"),
+        program=STEADY_WORKER,
+    )
     assert first(record).kind == "tiny_units", told(record)
     assert "collectives a step" in first(record).title
 
@@ -105,16 +114,36 @@ def test_a_slow_rank() -> None:
 MS = 1_000_000
 
 
-def by_hand(tmp_path: Path, *, compute: int = 60, exposed: list[tuple], other_rank: int = 60, **summary: object) -> RunRecord:
+def by_hand(
+    tmp_path: Path, *, compute: int = 60, exposed: list[tuple], other_rank: int = 60, **summary: object
+) -> RunRecord:
     """`exposed`: rows of (unit, phase, kind, communication ms, exposed ms, cause)."""
     rows = [
-        {"rank": 0, "step": 7, "unit": unit, "phase": phase, "kind": kind, "communication_ns": all_ * MS, "exposed_ns": part * MS, "cause": cause}
+        {
+            "rank": 0,
+            "step": 7,
+            "unit": unit,
+            "phase": phase,
+            "kind": kind,
+            "communication_ns": all_ * MS,
+            "exposed_ns": part * MS,
+            "cause": cause,
+        }
         for unit, phase, kind, all_, part, cause in exposed
     ]
-    hidden, shown = sum(row["communication_ns"] - row["exposed_ns"] for row in rows), sum(row["exposed_ns"] for row in rows)
+    hidden, shown = (
+        sum(row["communication_ns"] - row["exposed_ns"] for row in rows),
+        sum(row["exposed_ns"] for row in rows),
+    )
     step = {"step": 7, "step_ns": 100 * MS, "overlapped_ns": hidden, "exposed_ns": shown}
     breakdown = [
-        {**step, "rank": rank, "compute_ns": busy * MS, "compute_only_ns": busy * MS - hidden, "other_ns": (100 - busy) * MS - shown}
+        {
+            **step,
+            "rank": rank,
+            "compute_ns": busy * MS,
+            "compute_only_ns": busy * MS - hidden,
+            "other_ns": (100 - busy) * MS - shown,
+        }
         for rank, busy in ((0, compute), (1, other_rank))
     ]
     return RunRecord(
@@ -124,27 +153,44 @@ def by_hand(tmp_path: Path, *, compute: int = 60, exposed: list[tuple], other_ra
 
 
 def test_late_gathers_count_up_to_what_a_schedule_could_hide(tmp_path: Path) -> None:
-    record = by_hand(tmp_path, exposed=[("a", "forward", "all_gather", 20, 15, "late_start"), ("b", "backward", "all_gather", 10, 5, "late_start")])
+    record = by_hand(
+        tmp_path,
+        exposed=[
+            ("a", "forward", "all_gather", 20, 15, "late_start"),
+            ("b", "backward", "all_gather", 10, 5, "late_start"),
+        ],
+    )
     found = findings(record)[0]
     assert (found.kind, found.seconds) == ("no_prefetch", pytest.approx(0.020))
     assert "all_gather of a in forward alone 15 ms" in found.title
 
 
 def test_what_cannot_be_hidden_is_the_links(tmp_path: Path) -> None:
-    record = by_hand(tmp_path, compute=20, other_rank=20, exposed=[("a", "forward", "all_gather", 70, 60, "late_start")])
+    record = by_hand(
+        tmp_path, compute=20, other_rank=20, exposed=[("a", "forward", "all_gather", 70, 60, "late_start")]
+    )
     by_kind = {finding.kind: finding.seconds for finding in findings(record)}
     assert by_kind == {"slow_link": pytest.approx(0.050), "no_prefetch": pytest.approx(0.010)}
 
 
 def test_a_queue_costs_no_more_than_two_queues_would_save(tmp_path: Path) -> None:
-    exposed = [("a", "backward", "all_gather", 60, 50, "link_busy"), ("b", "backward", "reduce_scatter", 30, 30, "link_busy")]
-    record = by_hand(tmp_path, compute=10, other_rank=10, exposed=exposed, link={"queues": 1, "name": "eth1", "bytes_per_s": 125e6})
+    exposed = [
+        ("a", "backward", "all_gather", 60, 50, "link_busy"),
+        ("b", "backward", "reduce_scatter", 30, 30, "link_busy"),
+    ]
+    record = by_hand(
+        tmp_path, compute=10, other_rank=10, exposed=exposed, link={"queues": 1, "name": "eth1", "bytes_per_s": 125e6}
+    )
     by_kind = {finding.kind: finding.seconds for finding in findings(record)}
     assert by_kind == {"slow_link": pytest.approx(0.050), "one_communicator": pytest.approx(0.030)}
 
 
 def test_waiting_for_a_peer_is_not_the_links(tmp_path: Path) -> None:
-    assert "slow_link" not in kinds(by_hand(tmp_path, compute=20, other_rank=20, exposed=[("a", "forward", "all_gather", 70, 60, "waiting_for_peer")]))
+    assert "slow_link" not in kinds(
+        by_hand(
+            tmp_path, compute=20, other_rank=20, exposed=[("a", "forward", "all_gather", 70, 60, "waiting_for_peer")]
+        )
+    )
 
 
 def test_small_change_is_not_mentioned(tmp_path: Path) -> None:
@@ -152,12 +198,16 @@ def test_small_change_is_not_mentioned(tmp_path: Path) -> None:
 
 
 def test_the_peak_comes_last_and_there_are_at_most_five(tmp_path: Path) -> None:
-    causes = [("a", "backward", "all_gather", 9, 8, cause) for cause in ("late_start", "link_busy", "nothing_to_hide_behind")]
+    causes = [
+        ("a", "backward", "all_gather", 9, 8, cause) for cause in ("late_start", "link_busy", "nothing_to_hide_behind")
+    ]
     peak = {"total": 100, "by_category": {"activations": 80, "optimizer_state": 20}}
     record = by_hand(tmp_path, compute=10, other_rank=30, exposed=causes, peak_memory_bytes=peak)
     found = findings(record)
     assert len(found) <= MOST and found[-1].kind == "peak" and "80% of it activations" in found[-1].title
-    assert [finding.seconds for finding in found[:-1]] == sorted((finding.seconds for finding in found[:-1]), reverse=True)
+    assert [finding.seconds for finding in found[:-1]] == sorted(
+        (finding.seconds for finding in found[:-1]), reverse=True
+    )
 
 
 def test_a_run_that_was_not_profiled_has_no_findings(tmp_path: Path) -> None:

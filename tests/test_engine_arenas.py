@@ -1,4 +1,6 @@
-"""Slices that peers read in place: never written to while somebody reads them, gone with the model, nothing left mapped."""
+"""Slices that peers read in place: never written to while somebody reads them, gone with the model, nothing left
+mapped.
+"""
 
 from __future__ import annotations
 

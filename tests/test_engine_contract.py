@@ -134,7 +134,12 @@ def ledger_of(strategy: str, policy: MixedPrecisionPolicy, micro_batches: int) -
     counted = Counter((e.unit, e.kind, e.logical_bytes, e.wire_bytes, e.padding_bytes) for e in seen)
     param, reduce = (policy.param_dtype or torch.float32).itemsize, (policy.reduce_dtype or torch.float32).itemsize
     formula = step_traffic(
-        shapes, strategy, dist.get_world_size(), param_itemsize=param, reduce_itemsize=reduce, micro_batches=micro_batches
+        shapes,
+        strategy,
+        dist.get_world_size(),
+        param_itemsize=param,
+        reduce_itemsize=reduce,
+        micro_batches=micro_batches,
     )
     expected = {(t.unit, t.kind, t.logical_bytes, t.wire_bytes, t.padding_bytes): t.count for t in formula}
     dtypes = {e.dtype for e in seen if e.kind == "all_gather"}

@@ -69,7 +69,10 @@ def test_nothing_is_left_to_finalise_after_a_backward_that_reduced(ranks) -> Non
 def refused() -> list[str]:
     model, messages = sharded(), []
     model(torch.ones(2, 8))
-    for act in (lambda: model[0].set_manual_backward_finalization(True), lambda: model.set_keep_unsharded_storage(True)):
+    for act in (
+        lambda: model[0].set_manual_backward_finalization(True),
+        lambda: model.set_keep_unsharded_storage(True),
+    ):
         try:
             act()
         except (RuntimeError, NotImplementedError) as error:

@@ -40,7 +40,9 @@ def beside_twin_and_torch(shape: tuple[int, int], transport: str) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for (name, ours), other, whole in zip(model.named_parameters(), theirs.parameters(), twin.parameters(), strict=True):
+    for (name, ours), other, whole in zip(
+        model.named_parameters(), theirs.parameters(), twin.parameters(), strict=True
+    ):
         assert ours.placements == other.placements == (Replicate(), Shard(0)), name
         assert ours.to_local().shape == other.to_local().shape, name
         torch.testing.assert_close(ours.full_tensor(), whole, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
@@ -97,7 +99,9 @@ def other_rows(strategy: str) -> None:
             model.set_is_last_backward(micro == 1)
             model.set_requires_gradient_sync(micro == 1 or strategy not in ("zero1",))
             (loss_of(model, *tokens_of(2 * step + micro, dist.get_rank())) / 2).backward()
-        replay_gradients(twin, [[tokens_of(2 * step + micro, rank) for micro in range(2)] for rank in range(4)], loss_of)
+        replay_gradients(
+            twin, [[tokens_of(2 * step + micro, rank) for micro in range(2)] for rank in range(4)], loss_of
+        )
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

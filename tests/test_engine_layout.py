@@ -10,9 +10,9 @@ import torch
 
 from fsdplab.engine.gloo import sum_in_rank_order
 from fsdplab.engine.layout import Layout
+from fsdplab.engine.packing import pack, unpack
 from fsdplab.engine.policy import STRATEGIES, Strategy, strategy_named
 from fsdplab.engine.schedule import Schedule
-from fsdplab.engine.packing import pack, unpack
 from fsdplab.planning import UnitShapes, step_traffic
 
 pytestmark = pytest.mark.quick
@@ -116,7 +116,14 @@ def test_unknown_strategies_are_refused_with_near_matches() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "expected"),
-    [("no_shard", 4000), ("zero1", 4000), ("zero2", 4000), ("shard_grad_op", 4000), ("full_shard", 6000), ("hybrid_shard", 6000)],
+    [
+        ("no_shard", 4000),
+        ("zero1", 4000),
+        ("zero2", 4000),
+        ("shard_grad_op", 4000),
+        ("full_shard", 6000),
+        ("hybrid_shard", 6000),
+    ],
 )
 def test_traffic_of_one_unit_of_a_thousand_parameters(strategy: str, expected: int) -> None:
     unit = UnitShapes("block", (("w", (1000,)),))
@@ -127,7 +134,11 @@ def test_traffic_of_one_unit_of_a_thousand_parameters(strategy: str, expected: i
 def test_hybrid_traffic_is_full_sharding_inside_and_an_all_reduce_of_the_slice_across() -> None:
     """4 ranks as 2 x 2: 3 P (s-1)/s inside, 2 (P/s) (r-1)/r across, for P = 4,000 bytes."""
     rows = step_traffic([UnitShapes("block", (("w", (1000,)),))], "hybrid_shard", 4, replicas=2)
-    assert {row.kind: row.step_bytes for row in rows} == {"all_gather": 4000, "reduce_scatter": 2000, "all_reduce": 2000}
+    assert {row.kind: row.step_bytes for row in rows} == {
+        "all_gather": 4000,
+        "reduce_scatter": 2000,
+        "all_reduce": 2000,
+    }
     with pytest.raises(ValueError, match="3 replicas of hybrid_shard on 4 ranks"):
         step_traffic([], "hybrid_shard", 4, replicas=3)
     with pytest.raises(ValueError, match="2 replicas of zero1 on 4 ranks"):

@@ -31,7 +31,9 @@ class Net(nn.Module):
         return x
 
 
-def trained(strategy: str, links: dict, steps: int = 2, prefetch: int = 1, transport: str = "auto") -> tuple[list[float], list]:
+def trained(
+    strategy: str, links: dict, steps: int = 2, prefetch: int = 1, transport: str = "auto"
+) -> tuple[list[float], list]:
     """Losses, and every row of the ledger."""
     torch.manual_seed(0)
     ranks = dist.get_world_size()
@@ -72,7 +74,11 @@ def test_a_passage_is_latency_and_bytes_over_bandwidth() -> None:
 def test_a_link_carries_one_collective_after_the_other() -> None:
     queue = Queue(Notes([100, 500, 9_000]))
     numbers = [queue.enter(1_000) for _ in range(3)]
-    assert [queue.times(number) for number in numbers] == [(100, 100, 1_100), (500, 1_100, 2_100), (9_000, 9_000, 10_000)]
+    assert [queue.times(number) for number in numbers] == [
+        (100, 100, 1_100),
+        (500, 1_100, 2_100),
+        (9_000, 9_000, 10_000),
+    ]
 
 
 def test_a_queue_may_be_asked_out_of_order() -> None:
@@ -81,7 +87,16 @@ def test_a_queue_may_be_asked_out_of_order() -> None:
     assert (queue.times(second), queue.times(first)) == ((500, 1_100, 2_100), (100, 100, 1_100))
 
 
-@pytest.mark.parametrize("wrong", [dict(bytes_per_s=0), dict(bytes_per_s=-1.0), dict(bytes_per_s=float("nan")), dict(bytes_per_s=1, latency_s=-1), dict(bytes_per_s=1, queues=3)])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(bytes_per_s=0),
+        dict(bytes_per_s=-1.0),
+        dict(bytes_per_s=float("nan")),
+        dict(bytes_per_s=1, latency_s=-1),
+        dict(bytes_per_s=1, queues=3),
+    ],
+)
 def test_a_link_that_cannot_be(wrong: dict) -> None:
     with pytest.raises(ValueError, match="bandwidth above 0"):
         Link(**wrong)
@@ -95,7 +110,9 @@ def test_a_link_changes_times_and_nothing_else(ranks, strategy: str, transport: 
     keys = ("unit", "phase", "kind", "logical_bytes", "wire_bytes", "padding_bytes", "dtype")
     for (losses, rows), (slow_losses, slow_rows) in zip(plain, slow):
         assert slow_losses == losses
-        assert sorted([str([row[key] for key in keys]) for row in rows]) == sorted([str([row[key] for key in keys]) for row in slow_rows])
+        assert sorted([str([row[key] for key in keys]) for row in rows]) == sorted(
+            [str([row[key] for key in keys]) for row in slow_rows]
+        )
         assert all(row["emulated"] for row in slow_rows) and not any(row["emulated"] for row in rows)
 
 
@@ -107,10 +124,14 @@ def test_all_ranks_see_the_same_times_one_after_the_other(ranks, strategy: str) 
     assert times[0] == times[1]
     assert all(end <= start for (_, end), (start, _) in zip(times[0], times[0][1:]))
     for row in ledgers[0]:
-        assert row["end_ns"] - row["start_ns"] == link.passage_ns(row["wire_bytes"], 2 if row["kind"] == "all_reduce" else 1)
-        assert 0 <= row["waited_ns"]
+        assert row["end_ns"] - row["start_ns"] == link.passage_ns(
+            row["wire_bytes"], 2 if row["kind"] == "all_reduce" else 1
+        )
+        assert row["waited_ns"] >= 0
     busy = sum(row["end_ns"] - row["start_ns"] for row in ledgers[0])
-    assert sum(row["waited_ns"] for row in ledgers[0]) <= busy, "the host is blocked for the link only while it carries something"
+    assert sum(row["waited_ns"] for row in ledgers[0]) <= busy, (
+        "the host is blocked for the link only while it carries something"
+    )
 
 
 def test_two_queues_let_gathers_pass_reductions(ranks) -> None:
@@ -130,11 +151,15 @@ def test_hybrid_sharding_has_a_link_within_and_one_across(ranks) -> None:
 
 
 def other_models_and_removal() -> list[bool]:
-    """Whether the rows of: a linked model, another model of the same group, the linked one without its link, are emulated."""
+    """Whether the rows of: a linked model, another model of the same group, the linked one without its link, are
+    emulated.
+    """
     models = [shard_model(Net(), "full_shard") for _ in range(2)]
     emulate(models[0], shard=Link(1e9))
     rows: list[bool] = []
-    quiet = events.subscribe(lambda event: rows.append(event.emulated) if isinstance(event, events.Collective) else None)
+    quiet = events.subscribe(
+        lambda event: rows.append(event.emulated) if isinstance(event, events.Collective) else None
+    )
 
     def emulated(model: nn.Module) -> bool:
         rows.clear()
@@ -163,7 +188,9 @@ def test_links_are_for_cpu_and_cuda_ranks() -> None:
 
 
 def peers(bytes_per_s: float | None) -> tuple[float, int, list, float]:
-    """Torch's DDP on a shared-memory group behind a link: loss, collectives in the ledger, their steps' times, seconds of a step."""
+    """Torch's DDP on a shared-memory group behind a link: loss, collectives in the ledger, their steps' times, seconds
+    of a step.
+    """
     group = dist.new_group(backend=register_backend())
     torch.manual_seed(0)
     model = DistributedDataParallel(Net(), process_group=group)
@@ -179,7 +206,11 @@ def peers(bytes_per_s: float | None) -> tuple[float, int, list, float]:
     quiet()
     gradient = next(model.parameters()).grad.sum().item()
     dist.destroy_process_group(group)
-    kept = [(row.kind, row.phase, row.emulated, row.end_ns - row.start_ns, row.wire_bytes) for row in rows if isinstance(row, events.Collective)]
+    kept = [
+        (row.kind, row.phase, row.emulated, row.end_ns - row.start_ns, row.wire_bytes)
+        for row in rows
+        if isinstance(row, events.Collective)
+    ]
     return loss.item(), gradient, kept, seconds
 
 

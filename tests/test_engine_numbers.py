@@ -28,7 +28,9 @@ Build = Callable[[nn.Module], nn.Module]
 State = dict[str, dict[str, torch.Tensor]]  # of each parameter: itself and Adam's moments
 
 
-def batch_of(text: ByteText, step: int, rank: int, world_size: int, micro_batch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_of(
+    text: ByteText, step: int, rank: int, world_size: int, micro_batch: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     return text.batch(step, rank, world_size, BATCH, LENGTH, micro_batch=micro_batch)
 
 
@@ -43,13 +45,16 @@ def rows_here(ours: torch.Tensor, theirs: torch.Tensor, rank: int) -> tuple[torc
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Parameters and Adam's moments, by name."""
     moments = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
-    return {name: {"parameter": p.detach(), **{key: moments[name][key] for key in MOMENTS}} for name, p in model.named_parameters()}
+    return {
+        name: {"parameter": p.detach(), **{key: moments[name][key] for key in MOMENTS}}
+        for name, p in model.named_parameters()
+    }
 
 
 def compare_to_twin(ours: State, twins: State, rank: int, step: int, tolerance: float) -> None:
     """Parameters and Adam's moments against the twin's; the failure names parameter, rank and step."""
     assert ours.keys() == twins.keys()
-    for name, what in ((name, what) for name in ours for what in ours[name]):
+    for name, what in [(each, what) for each in ours for what in ours[each]]:
         here, there = rows_here(ours[name][what], twins[name][what], rank)
         assert here.shape == there.shape, f"{what} of {name}: rank {rank} holds {here.shape}, expected {there.shape}"
         difference = (here - there).abs().max().item() if here.numel() else 0.0
@@ -62,7 +67,10 @@ def replay(file: Path, preset: str, micro_batches: int, world_size: int) -> None
     optimizer = torch.optim.AdamW(twin.parameters(), lr=3e-3)
     states = []
     for step in range(STEPS):
-        batches = [[batch_of(text, step, rank, world_size, micro) for micro in range(micro_batches)] for rank in range(world_size)]
+        batches = [
+            [batch_of(text, step, rank, world_size, micro) for micro in range(micro_batches)]
+            for rank in range(world_size)
+        ]
         replay_gradients(twin, batches, loss_of)
         optimizer.step()
         optimizer.zero_grad()
@@ -72,7 +80,9 @@ def replay(file: Path, preset: str, micro_batches: int, world_size: int) -> None
 
 @pytest.fixture(scope="module")
 def twin(ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, int], Path]:
-    """`twin(preset, micro_batches, world_size)` is the file of that twin's states, replayed once and not by each rank of each strategy."""
+    """`twin(preset, micro_batches, world_size)` is the file of that twin's states, replayed once and not by each rank
+    of each strategy.
+    """
 
     @functools.cache
     def replayed(*twins: str | int) -> Path:
@@ -83,7 +93,9 @@ def twin(ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int,
     return replayed
 
 
-def train_beside_twin(twins: Path, strategy: str, preset: str = "gpt-tiny", micro_batches: int = 1, tolerance: float = 0.0) -> None:
+def train_beside_twin(
+    twins: Path, strategy: str, preset: str = "gpt-tiny", micro_batches: int = 1, tolerance: float = 0.0
+) -> None:
     """Ten AdamW steps, compared with the twin's after each one."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     text, row = ByteText.from_standard_library(), STRATEGIES[strategy]
@@ -119,7 +131,15 @@ def test_llama_equals_the_twin(ranks, twin, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ROWS)
 def test_accumulation_over_three_micro_batches_equals_the_twin(ranks, twin, strategy: str) -> None:
     """Where gradients are reduced per micro-batch the sum runs in another order: equal to rounding."""
-    ranks(2, train_beside_twin, twin("gpt-tiny", 3, 2), strategy, "gpt-tiny", 3, 2e-5 if STRATEGIES[strategy].shard_gradients else 0.0)
+    ranks(
+        2,
+        train_beside_twin,
+        twin("gpt-tiny", 3, 2),
+        strategy,
+        "gpt-tiny",
+        3,
+        2e-5 if STRATEGIES[strategy].shard_gradients else 0.0,
+    )
 
 
 def losses_of(build: Build, world_size: int, bf16_autocast: bool = False) -> list[float]:
@@ -171,7 +191,7 @@ def test_losses_equal_torch_ddp_and_fsdp2(ranks, world_size: int) -> None:
 def bf16_distances(world_size: int) -> dict[str, float]:
     """How far ten bf16 steps end from the float32 ones, for our strategies and for torch's FSDP2."""
     reference = losses_of(lambda m: shard_model(m, "full_shard"), world_size)
-    builds = {n: (lambda m, n=n: shard_model(m, n, mp_policy=BF16)) for n in ROWS}
+    builds = {n: lambda m, n=n: shard_model(m, n, mp_policy=BF16) for n in ROWS}
     builds["torch FSDP2"] = by_torch_fsdp2(BF16)
     return {
         name: max(abs(a - b) for a, b in zip(losses_of(build, world_size), reference)) for name, build in builds.items()
@@ -183,7 +203,9 @@ def test_bf16_with_float32_masters_is_as_close_as_torch_fsdp2(ranks) -> None:
     limit = max(2 * distances["torch FSDP2"], 1e-3)
     assert 0 < distances["torch FSDP2"] < 0.1
     for name, distance in distances.items():
-        assert distance <= limit, f"{name} in bf16 is {distance:.3g} from float32, torch FSDP2 {distances['torch FSDP2']:.3g}"
+        assert distance <= limit, (
+            f"{name} in bf16 is {distance:.3g} from float32, torch FSDP2 {distances['torch FSDP2']:.3g}"
+        )
 
 
 def masters_stay_float32() -> None:

@@ -36,7 +36,9 @@ from tests.test_engine_state import Small, differing, train, whole
 
 MB = 1 << 20
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="copies between a GPU and page-locked memory: no GPU here")
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="copies between a GPU and page-locked memory: no GPU here"
+)
 
 
 @pytest.fixture
@@ -227,7 +229,9 @@ def test_a_file_system_without_nameless_files_works_too(drive: Path, monkeypatch
 def test_folders_that_cannot_hold_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder, kind in [(tmp_path / "missing", FileNotFoundError), (tmp_path / "file", NotADirectoryError)]:
-        with pytest.raises(kind, match=f"cannot make a file for a trial in {folder} .*expected an existing folder on a local"):
+        with pytest.raises(
+            kind, match=f"cannot make a file for a trial in {folder} .*expected an existing folder on a local"
+        ):
             FileHome(folder)
 
 
@@ -246,12 +250,17 @@ def somebody_else() -> Iterator[None]:
 
 def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
-    with somebody_else(), pytest.raises(PermissionError, match="that this user may write to; name one in NVMeOffloadPolicy"):
+    with (
+        somebody_else(),
+        pytest.raises(PermissionError, match="that this user may write to; name one in NVMeOffloadPolicy"),
+    ):
         FileHome(tmp_path / "closed")
 
 
 def test_a_disk_that_is_too_small_is_said_at_once(drive: Path) -> None:
-    with pytest.raises(OSError, match=rf"no room for the {1 << 60} bytes of unit 'blocks.3' in .*\d+ bytes are free") as caught:
+    with pytest.raises(
+        OSError, match=rf"no room for the {1 << 60} bytes of unit 'blocks.3' in .*\d+ bytes are free"
+    ) as caught:
         FileHome(drive).make(1 << 60, "blocks.3")
     assert caught.value.errno == errno.ENOSPC
 
@@ -303,7 +312,9 @@ def test_a_policy_names_a_home(drive: Path) -> None:
 @pytest.mark.parametrize("strategy", ["no_shard", "zero1", "zero2"])
 def test_parameters_kept_whole_are_not_offloaded(drive: Path, strategy: str) -> None:
     for policy in (CPUOffloadPolicy(pin_memory=False), NVMeOffloadPolicy(drive)):
-        with pytest.raises(ValueError, match=f"{strategy} keeps parameters whole; use full_shard or shard_grad_op, or offload_o"):
+        with pytest.raises(
+            ValueError, match=f"{strategy} keeps parameters whole; use full_shard or shard_grad_op, or offload_o"
+        ):
             home_of(policy, torch.device("cpu"), STRATEGIES[strategy])
     home_of(OffloadPolicy(), torch.device("cpu"), STRATEGIES[strategy])
 
@@ -326,7 +337,9 @@ OPTIMIZERS = {
     "sgd momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),  # has state before the first step
-    "two groups": lambda params: torch.optim.AdamW([{"params": params[:2], "lr": 0.01}, {"params": params[2:]}], lr=0.1),
+    "two groups": lambda params: torch.optim.AdamW(
+        [{"params": params[:2], "lr": 0.01}, {"params": params[2:]}], lr=0.1
+    ),
 }
 
 
@@ -358,7 +371,9 @@ def held(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> dict[s
 def test_every_step_is_equal_to_the_last_bit(drive: Path, build: Callable, part_bytes: int) -> None:
     ours, theirs = parameters(), parameters()
     offloaded, plain = build(ours), build(theirs)
-    assert offload_optimizer(offloaded, NVMeOffloadPolicy(drive), part_bytes=part_bytes, ahead=part_bytes % 3) is offloaded
+    assert (
+        offload_optimizer(offloaded, NVMeOffloadPolicy(drive), part_bytes=part_bytes, ahead=part_bytes % 3) is offloaded
+    )
     rates = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (offloaded, plain)]
     for number in range(5):
         step(offloaded, ours, number), step(plain, theirs, number)
@@ -401,7 +416,9 @@ def test_parts_come_in_ahead_of_their_turn(drive: Path, monkeypatch: pytest.Monk
     log: list[str] = []
     numbers = {param.data_ptr(): index for index, param in enumerate(params)}
     for name in ("bring_in", "let_go"):
-        note = lambda span, *_, name=name: log.append(f"{name} {numbers[at]}") if (at := span.data_ptr()) in numbers else None  # noqa: E731
+        note = lambda span, *_, name=name: (
+            log.append(f"{name} {numbers[at]}") if (at := span.data_ptr()) in numbers else None
+        )  # noqa: E731
         monkeypatch.setattr(mapped, name, note)
     for param in params:
         param.grad = torch.ones_like(param)

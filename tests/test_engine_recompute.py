@@ -48,7 +48,9 @@ class Products(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         self.count += func is torch.ops.aten.addmm.default
         return func(*args, **(kwargs or {}))
 

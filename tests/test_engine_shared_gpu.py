@@ -68,16 +68,24 @@ def same_bits(strategy: str, policy: MixedPrecisionPolicy) -> None:
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("world_size,policy", [(2, MixedPrecisionPolicy()), (2, BF16), (3, MixedPrecisionPolicy())], ids=["2-fp32", "2-bf16", "3-fp32"])
+@pytest.mark.parametrize(
+    "world_size,policy",
+    [(2, MixedPrecisionPolicy()), (2, BF16), (3, MixedPrecisionPolicy())],
+    ids=["2-fp32", "2-bf16", "3-fp32"],
+)
 @pytest.mark.parametrize("strategy", ROWS)
-def test_it_trains_to_the_bits_of_shared_memory(ranks, strategy: str, world_size: int, policy: MixedPrecisionPolicy) -> None:
+def test_it_trains_to_the_bits_of_shared_memory(
+    ranks, strategy: str, world_size: int, policy: MixedPrecisionPolicy
+) -> None:
     ranks(world_size, same_bits, strategy, policy)
 
 
 def hybrid_bits() -> None:
     def trained(transport: str) -> list[torch.Tensor]:
         mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        return train(shard_model(build_model("gpt-tiny", seed=1), "hybrid_shard", mesh=mesh, transport=transport), steps=2)
+        return train(
+            shard_model(build_model("gpt-tiny", seed=1), "hybrid_shard", mesh=mesh, transport=transport), steps=2
+        )
 
     for ours, theirs in zip(trained("shared_gpu"), trained("shm"), strict=True):
         assert torch.equal(ours, theirs)
@@ -110,12 +118,21 @@ def gathers_far_ahead(slow: int, first_elements: int) -> None:
         slice_ = torch.arange(elements, dtype=torch.float32) + 1000 * number + 7 * rank
         whole = torch.empty(4 * n * elements, dtype=torch.uint8)
         layout = Layout.of([("w", (n * elements,), 4)], n)
-        flying.append((number, elements, whole, transport.all_gather(layout, Outgoing.of(slice_), whole, Stamp("unit", "forward"))))
+        flying.append(
+            (
+                number,
+                elements,
+                whole,
+                transport.all_gather(layout, Outgoing.of(slice_), whole, Stamp("unit", "forward")),
+            )
+        )
     if rank != slow:
         dist.barrier(group=began)
     for number, elements, whole, pending in flying:
         pending.wait()
-        expected = torch.cat([torch.arange(elements, dtype=torch.float32) + 1000 * number + 7 * peer for peer in range(n)])
+        expected = torch.cat(
+            [torch.arange(elements, dtype=torch.float32) + 1000 * number + 7 * peer for peer in range(n)]
+        )
         assert torch.equal(whole.view(torch.float32), expected), f"gather {number} on rank {rank}"
 
 
@@ -129,13 +146,17 @@ def counted() -> dict[str, int]:
     with CommDebugMode() as mode:
         loss_of(model, *batch(0)).backward()
     counts = {str(op): count for op, count in mode.get_comm_counts().items()}
-    return {name: sum(count for op, count in counts.items() if part in op) for name, part in (("gathers", "gather"), ("reductions", "reduce_scatter"))}
+    return {
+        name: sum(count for op, count in counts.items() if part in op)
+        for name, part in (("gathers", "gather"), ("reductions", "reduce_scatter"))
+    }
 
 
 def test_what_watches_collectives_sees_the_textbooks(ranks) -> None:
     seen = ranks(2, counted)[0]
     units = 1 + len(build_model("gpt-tiny", seed=1).blocks)
-    assert seen["gathers"] == 2 * units - 1 and seen["reductions"] == units  # the root stays gathered between forward and backward
+    # the root stays gathered between forward and backward
+    assert seen["gathers"] == 2 * units - 1 and seen["reductions"] == units
 
 
 def peers_train() -> None:
@@ -157,10 +178,14 @@ def test_torchs_fsdp2_runs_on_the_same_fabric(ranks) -> None:
 
 
 def refused_by_peers() -> None:
-    with pytest.raises(ValueError, match="holds no module of torch's FSDP2; call torch.distributed.fsdp.fully_shard first"):
+    with pytest.raises(
+        ValueError, match="holds no module of torch's FSDP2; call torch.distributed.fsdp.fully_shard first"
+    ):
         put_on_shared_gpu(nn.Linear(2, 2), dist.group.WORLD, CPU)
     series = Series(dist.group.WORLD, HostFabric(), 2)
-    with pytest.raises(ValueError, match="shared_gpu reduces with SUM or AVG, got .*; leave FSDP2's gradient divide factor"):
+    with pytest.raises(
+        ValueError, match="shared_gpu reduces with SUM or AVG, got .*; leave FSDP2's gradient divide factor"
+    ):
         SharedGpuReduceScatter(series)(torch.empty(2), torch.empty(4), dist.group.WORLD, dist.ReduceOp.MAX)
 
 
@@ -171,7 +196,9 @@ def test_peers_say_what_they_cannot_do(ranks) -> None:
 # ---- ranks that are missing
 
 
-def _member(rank: int, ranks: int, folder: str, patience_s: float, act: Callable[[int, SharedGpuTransport], None]) -> None:
+def _member(
+    rank: int, ranks: int, folder: str, patience_s: float, act: Callable[[int, SharedGpuTransport], None]
+) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store, timeout=timedelta(seconds=patience_s))
@@ -187,7 +214,9 @@ def said_by(ranks: int, act: Callable[[int, SharedGpuTransport], None], patience
     """What `act(rank, transport)` raised on each of `ranks` processes; none may be left waiting."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        members = [context.Process(target=_member, args=(rank, ranks, folder, patience_s, act)) for rank in range(ranks)]
+        members = [
+            context.Process(target=_member, args=(rank, ranks, folder, patience_s, act)) for rank in range(ranks)
+        ]
         for member in members:
             member.start()
         for member in members:
@@ -234,7 +263,10 @@ def next_call_after_a_death(rank: int, transport: SharedGpuTransport) -> None:
 
 
 def test_the_next_call_raises_what_the_watchdog_has_found() -> None:
-    assert "rank 0 waited for rank 1 to write operation 2 (all_gather of blocks.1), but rank 1 has died" in said_by(2, next_call_after_a_death)[0]
+    assert (
+        "rank 0 waited for rank 1 to write operation 2 (all_gather of blocks.1), but rank 1 has died"
+        in said_by(2, next_call_after_a_death)[0]
+    )
 
 
 def ends_after_its_work(rank: int, transport: SharedGpuTransport) -> None:
@@ -263,7 +295,10 @@ def stands_still(rank: int, transport: SharedGpuTransport) -> None:
 
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_group_is_patient() -> None:
     said = said_by(2, stands_still, patience_s=2.0)
-    assert "rank 0 waited 2 s for rank 1 to write operation 2 (all_gather of blocks.1); rank 1 lives but has not come to it" in said[0]
+    assert (
+        "rank 0 waited 2 s for rank 1 to write operation 2 (all_gather of blocks.1); rank 1 lives but has not come"
+        " to it" in said[0]
+    )
     assert "rank 1 has died or stands still, as rank 0 noticed" in said[1]
 
 
@@ -308,7 +343,9 @@ def interrupted_in_its_own_work(rank: int, transport: SharedGpuTransport) -> Non
 
 def test_a_main_thread_that_asks_nobody_is_interrupted() -> None:
     said = said_by(2, interrupted_in_its_own_work)
-    assert said[0].startswith("PeerLost: rank 0 waited for rank 1 to write operation 1 (what rank 1 never writes), but rank 1 has died")
+    assert said[0].startswith(
+        "PeerLost: rank 0 waited for rank 1 to write operation 1 (what rank 1 never writes), but rank 1 has died"
+    )
 
 
 # ---- choosing it, and leaving nothing behind
@@ -320,7 +357,9 @@ def chosen() -> None:
     assert type(transport_of(dist.group.WORLD, CPU)) is not SharedGpuTransport, "a rehearsal is not taken by itself"
     os.environ["GROUP_RANK"] = str(dist.get_rank())
     try:
-        with pytest.raises(ValueError, match="'shared_gpu' needs all ranks on one x86-64 Linux machine .*; got 2 machines: use 'nccl'"):
+        with pytest.raises(
+            ValueError, match="'shared_gpu' needs all ranks on one x86-64 Linux machine .*; got 2 machines: use 'nccl'"
+        ):
             transport_of(dist.new_group([0, 1]), CPU, "shared_gpu")
     finally:
         del os.environ["GROUP_RANK"]
@@ -367,7 +406,9 @@ def test_a_run_trains_as_its_twin_and_is_labelled_emulated(tmp_path) -> None:
     record = run(short(), directory=tmp_path / "run")
     assert record.summary["losses"] == run(short(engine="twin", transport="auto")).summary["losses"]
     labels = RunRecord.load(tmp_path / "run").provenance
-    assert {labels[name] for name in ("ranks_on_one_gpu", "step_time_s", "exposed_s")} == {"emulated"} and labels["losses"] == "measured"
+    assert {labels[name] for name in ("ranks_on_one_gpu", "step_time_s", "exposed_s")} == {"emulated"} and labels[
+        "losses"
+    ] == "measured"
     assert record.summary["comm"]["bytes_per_step"] == record.summary["formula_bytes_per_step"]
     assert record.environment["backend"] == "shared_gpu, rehearsed on the CPU"
     assert "ranks take turns on one" in dict(provenance(views([record])))["emulated"]
@@ -387,9 +428,18 @@ def test_an_emulated_link_lies_before_it() -> None:
 @pytest.mark.parametrize(
     "wanted,complaint",
     [
-        (dict(engine="torch-ddp", strategy="no_shard"), "transport is shared_gpu, but engine torch-ddp brings its own; .* give engine='lab' or 'torch-fsdp2'"),
-        (dict(engine="torch-fsdp2", strategy="hybrid_shard", shard_size=1), "torch-fsdp2 reduces over replicas with the process group"),
-        (dict(engine="torch-fsdp2", link="1gbit"), "on shared_gpu only the lab's engine meets an emulated link, got torch-fsdp2"),
+        (
+            dict(engine="torch-ddp", strategy="no_shard"),
+            "transport is shared_gpu, but engine torch-ddp brings its own; .* give engine='lab' or 'torch-fsdp2'",
+        ),
+        (
+            dict(engine="torch-fsdp2", strategy="hybrid_shard", shard_size=1),
+            "torch-fsdp2 reduces over replicas with the process group",
+        ),
+        (
+            dict(engine="torch-fsdp2", link="1gbit"),
+            "on shared_gpu only the lab's engine meets an emulated link, got torch-fsdp2",
+        ),
         (dict(profile=1), "on the CPU shared_gpu is a rehearsal, .*; give transport='shm', or profile=0"),
         (dict(device="cuda", transport="nccl"), "device is cuda with 2 ranks, but 0 GPUs were found"),
         (dict(device="cuda"), "device is cuda with 2 ranks, but 0 GPUs were found"),
@@ -407,12 +457,20 @@ def test_a_trace_tells_copies_between_ranks_from_computing(tmp_path) -> None:
     gathered = event("Memcpy DtoD (Device -> Device)", 300, 320, tid=20, cat="gpu_memcpy", pid=0, correlation=1)
     other = event("Memcpy HtoD", 500, 510, tid=7, cat="gpu_memcpy", pid=0, correlation=9)
     step = analysed(tmp_path, [
-        mark("FSDP::pre_forward (blocks.0)", 95, 145), mark("FSDP::all_gather (blocks.1)", 100, 140), mark("shared_gpu:all_gather (4096 bytes)", 105, 135),
-        copy, gathered, launch(120, 2), kernel("elementwise_copy", 430, 450, 2, stream=20), launch(160, 3), kernel("gemm", 200, 400, 3), other,
+        mark("FSDP::pre_forward (blocks.0)", 95, 145), mark("FSDP::all_gather (blocks.1)", 100, 140),
+        mark("shared_gpu:all_gather (4096 bytes)", 105, 135),
+        copy, gathered, launch(120, 2), kernel("elementwise_copy", 430, 450, 2, stream=20), launch(160, 3),
+        kernel("gemm", 200, 400, 3), other,
     ])  # fmt: skip
     assert parts(step) == [100, 100, 50, 750]
     (row,) = step.collectives
-    assert (row["kind"], row["unit"], row["logical_bytes"], row["start_ns"], row["end_ns"]) == ("all_gather", "blocks.1", 4096, 300_000, 450_000)
+    assert (row["kind"], row["unit"], row["logical_bytes"], row["start_ns"], row["end_ns"]) == (
+        "all_gather",
+        "blocks.1",
+        4096,
+        300_000,
+        450_000,
+    )
 
 
 # ---- on a GPU
@@ -431,7 +489,12 @@ def _on_gpu(rank: int, folder: str) -> None:
     torch.cuda.set_device(0)
     dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(f"{folder}/store", 2))
     device = torch.device("cuda", 0)
-    model = shard_model(build_model("gpt-tiny", seed=1, device=device), "full_shard", transport="shared_gpu", mesh=dist.device_mesh.init_device_mesh("cuda", (2,)))
+    model = shard_model(
+        build_model("gpt-tiny", seed=1, device=device),
+        "full_shard",
+        transport="shared_gpu",
+        mesh=dist.device_mesh.init_device_mesh("cuda", (2,)),
+    )
     tokens, targets = (each.to(device) for each in batch(0))
     try:
         for step in range(3):
@@ -459,7 +522,9 @@ def test_a_gpu_that_waits_for_a_dead_rank_is_freed() -> None:
         for member in stuck:
             member.kill()
         assert not stuck, "a rank still waits for a dead one"
-        assert Path(folder, "said").read_text().startswith("PeerLost: ") and "rank 1" in Path(folder, "said").read_text()
+        assert (
+            Path(folder, "said").read_text().startswith("PeerLost: ") and "rank 1" in Path(folder, "said").read_text()
+        )
 
 
 @pytest.mark.gpu

@@ -1,4 +1,6 @@
-"""Shared memory as a process group: every collective equals gloo's, and torch's own engines train on it as they do on gloo."""
+"""Shared memory as a process group: every collective equals gloo's, and torch's own engines train on it as they do on
+gloo.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,9 @@ import multiprocessing
 import os
 import signal
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +32,8 @@ from fsdplab.workloads import block_types, build_model, loss_of
 pytestmark = pytest.mark.skipif(machine_of_this_rank() is None, reason="shared memory needs x86-64 Linux")
 WORLDS = pytest.mark.parametrize("world_size", [2, 3, 4])
 SUM, AVG, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN
-LENGTHS = (0, 1, 5, 1000, 20_011, 1_500_001)  # nothing, fewer than ranks, one round, two rounds, uneven shares, several pieces
+# nothing, fewer than ranks, one round, two rounds, uneven shares, several pieces
+LENGTHS = (0, 1, 5, 1000, 20_011, 1_500_001)
 
 
 def drawn(length: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
@@ -149,8 +153,12 @@ def coalesced_functional_and_delegated() -> None:
             getattr(functional, "all_gather_single", functional.all_gather_tensor)(mine, 0, group),
             getattr(functional, "reduce_scatter_single", functional.reduce_scatter_tensor)(mine, "sum", 0, group),
             *functional.all_reduce_coalesced(pairs, "sum", group),
-            *getattr(functional, "all_gather_single_coalesced", functional.all_gather_into_tensor_coalesced)(pairs, group),
-            *getattr(functional, "reduce_scatter_single_coalesced", functional.reduce_scatter_tensor_coalesced)(pairs, "sum", [0, 0], group),
+            *getattr(functional, "all_gather_single_coalesced", functional.all_gather_into_tensor_coalesced)(
+                pairs, group
+            ),
+            *getattr(functional, "reduce_scatter_single_coalesced", functional.reduce_scatter_tensor_coalesced)(
+                pairs, "sum", [0, 0], group
+            ),
             functional.broadcast(mine, 0, group),
             functional.all_to_all_single(mine, None, None, group),
         ]
@@ -176,7 +184,10 @@ def coalesced_functional_and_delegated() -> None:
 
 
 @WORLDS
-@pytest.mark.parametrize("act", [reduces, gathers, low_precision_sums_in_float32, uneven_lists_and_strides, coalesced_functional_and_delegated])
+@pytest.mark.parametrize(
+    "act",
+    [reduces, gathers, low_precision_sums_in_float32, uneven_lists_and_strides, coalesced_functional_and_delegated],
+)
 def test_every_collective_equals_gloos(ranks, act: Callable[[], None], world_size: int) -> None:
     ranks(world_size, act)
 
@@ -187,7 +198,9 @@ def trained(engine: str, group: dist.ProcessGroup) -> tuple[list[float], dict[st
     if engine == "ddp":
         model = DistributedDataParallel(model, process_group=group)
     elif engine == "fsdp1":
-        model = FullyShardedDataParallel(model, process_group=group, device_id=torch.device("cpu"), use_orig_params=True)
+        model = FullyShardedDataParallel(
+            model, process_group=group, device_id=torch.device("cpu"), use_orig_params=True
+        )
     else:
         mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
         for module in [each for each in model.modules() if isinstance(each, block_types(model))]:
@@ -225,13 +238,22 @@ def refusals() -> None:
     group, ranks = _shm(), dist.get_world_size()
     one = torch.ones(4)
     for message, call in (
-        ("reduces with SUM, AVG, MAX, MIN, not PRODUCT: use a gloo group", lambda: dist.all_reduce(one, dist.ReduceOp.PRODUCT, group=group)),
+        (
+            "reduces with SUM, AVG, MAX, MIN, not PRODUCT: use a gloo group",
+            lambda: dist.all_reduce(one, dist.ReduceOp.PRODUCT, group=group),
+        ),
         ("does not reduce torch.bool with SUM: use a gloo group", lambda: dist.all_reduce(one.bool(), group=group)),
         ("does not reduce torch.int64 with AVG", lambda: dist.all_reduce(one.long(), AVG, group=group)),
         ("dense tensors on the CPU, not torch.strided on meta", lambda: dist.all_reduce(one.to("meta"), group=group)),
-        ("all_gather: 5 x float32 is not 2 times 4 x float32", lambda: compat.all_gather_single(torch.ones(5), one, group=group)),
+        (
+            "all_gather: 5 x float32 is not 2 times 4 x float32",
+            lambda: compat.all_gather_single(torch.ones(5), one, group=group),
+        ),
         ("all_gather: 8 x float64 is not", lambda: compat.all_gather_single(torch.ones(8).double(), one, group=group)),
-        ("reduce_scatter: 4 x float32 is not 2 times 4 x float32", lambda: compat.reduce_scatter_single(torch.ones(4), one, group=group)),
+        (
+            "reduce_scatter: 4 x float32 is not 2 times 4 x float32",
+            lambda: compat.reduce_scatter_single(torch.ones(4), one, group=group),
+        ),
         ("expected 2, its own like its input", lambda: dist.all_gather([one], one, group=group)),
         ("expected 2, its own like the output", lambda: dist.reduce_scatter(one, [one], group=group)),
         ("broadcast: expected one tensor a rank, got 2", lambda: group.broadcast([one, one], dist.BroadcastOptions())),
@@ -259,7 +281,10 @@ def out_of_step() -> str:
 
 
 def test_ranks_in_different_collectives_are_told(ranks) -> None:
-    assert any("all_reduce SUM float32 (16 bytes)" in said and "broadcast from 1 (32 bytes)" in said for said in ranks(2, out_of_step))
+    assert any(
+        "all_reduce SUM float32 (16 bytes)" in said and "broadcast from 1 (32 bytes)" in said
+        for said in ranks(2, out_of_step)
+    )
 
 
 def on_two_nodes() -> None:
@@ -276,9 +301,13 @@ def test_ranks_of_different_machines_are_refused(ranks) -> None:
 
 
 def everything_on_it(folder: str, rank: int) -> None:
-    """The default group itself on shared memory: meshes and their parts, DTensors, the lab's own engine; nothing is left behind."""
+    """The default group itself on shared memory: meshes and their parts, DTensors, the lab's own engine; nothing is
+    left behind.
+    """
     for turn in range(2):
-        dist.init_process_group(register_backend(), rank=rank, world_size=4, store=dist.FileStore(f"{folder}/store{turn}", 4))
+        dist.init_process_group(
+            register_backend(), rank=rank, world_size=4, store=dist.FileStore(f"{folder}/store{turn}", 4)
+        )
         before = len(os.listdir("/proc/self/fd")) if turn else 0
         assert dist.get_backend() == NAME and isinstance(dist.group.WORLD, SharedMemoryGroup)
         assert dist.group.WORLD.name() == NAME
@@ -288,7 +317,9 @@ def everything_on_it(folder: str, rank: int) -> None:
         cut = distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
         assert torch.equal((cut @ cut.t()).full_tensor(), whole @ whole.t())
         transport = transport_of(mesh["shard"].get_group(), torch.device("cpu"))
-        assert isinstance(transport, SharedTransport) and transport is transport_of(mesh["shard"].get_group(), torch.device("cpu"))
+        assert isinstance(transport, SharedTransport) and transport is transport_of(
+            mesh["shard"].get_group(), torch.device("cpu")
+        )
         for strategy in ("full_shard", "no_shard"):
             model = shard_model(build_model("gpt-tiny", seed=1), strategy)
             tokens = torch.randint(0, 256, (2, 17))

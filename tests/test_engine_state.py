@@ -1,4 +1,5 @@
-"""A training state leaves and enters the engine: state dicts move no bytes, checkpoints fit any number of ranks and PyTorch.
+"""A training state leaves and enters the engine: state dicts move no bytes, checkpoints fit any number of ranks and
+PyTorch.
 
 Every checker (`collectives`, `apart`, `differing`, `most_alive`) is also shown something wrong, which it must see.
 """
@@ -43,7 +44,9 @@ class Small(nn.Module):
     def __init__(self, seed: int = 0, blocks: int = 2, width: int = 7) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, 5), nn.Tanh(), nn.Linear(5, width)) for _ in range(blocks))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 5), nn.Tanh(), nn.Linear(5, width)) for _ in range(blocks)
+        )
         self.scale = nn.Parameter(torch.ones(1))
         self.frozen = nn.Parameter(torch.randn(width), requires_grad=False)
         self.first = nn.Linear(width, width, bias=False)
@@ -58,7 +61,9 @@ class Small(nn.Module):
         return self.last(x) * self.scale + self.offset.sum()
 
 
-def trainee(engine: str, seed: int = 0, policy: MixedPrecisionPolicy = MixedPrecisionPolicy(), lr: float = 1e-2) -> Trainee:
+def trainee(
+    engine: str, seed: int = 0, policy: MixedPrecisionPolicy = MixedPrecisionPolicy(), lr: float = 1e-2
+) -> Trainee:
     """A model and its AdamW: a strategy of the lab, "hybrid_shard over" so many replicas, PyTorch's FSDP2, or plain."""
     model = Small(seed)
     if engine == "torch":
@@ -251,7 +256,9 @@ def stock_load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path)
 
 
 def resumed(engines: list[str], policy: MixedPrecisionPolicy, folder: Path) -> None:
-    """Two steps, save, two more; a stranger loads and does the last two: equal bits, and other bits without the load."""
+    """Two steps, save, two more; a stranger loads and does the last two:
+    equal bits, and other bits without the load.
+    """
     for engine in engines:
         model, optimizer = trainee(engine, policy=policy)
         train(model, optimizer, 0, 1)
@@ -332,7 +339,9 @@ def test_one_plain_torch_file_can_be_made_of_a_checkpoint(ranks, tmp_path: Path)
 
 
 def before_the_first_step(tool: Callable[..., None], folder: Path) -> tuple[list[str], list[str]]:
-    """What saving at step 0, gradients in hand, changes in a run; and what a run resumed from that checkpoint has other."""
+    """What saving at step 0, gradients in hand, changes in a run; and what a run resumed from that checkpoint has
+    other.
+    """
     (model, optimizer), (undisturbed, its) = trainee("full_shard"), trainee("full_shard")
     loss_of(model, 0).backward()
     tool(model, optimizer, folder)
@@ -389,7 +398,9 @@ def optimizer_alone(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ["torch", "full_shard"])
 def test_a_lone_forward_does_leave_what_the_optimizer_cannot_name(ranks, engine: str) -> None:
-    """The state that the next test saves from is one that torch's calls cannot read, unless the model's slices come first."""
+    """The state that the next test saves from is one that torch's calls cannot read, unless the model's slices come
+    first.
+    """
     ranks(2, optimizer_alone, engine)
 
 
@@ -424,7 +435,9 @@ def refusals(folder: Path) -> None:
         shard_model(other, "zero1")
         with pytest.raises(ValueError, match=complaint):
             checkpoint.load(other, torch.optim.AdamW(other.parameters()), folder / "good")
-    with pytest.raises(ValueError, match=r"another optimizer: 'blocks.0.0.bias.exp_avg' is \(5,\) in it and absent here"):
+    with pytest.raises(
+        ValueError, match=r"another optimizer: 'blocks.0.0.bias.exp_avg' is \(5,\) in it and absent here"
+    ):
         checkpoint.load(model, torch.optim.SGD(model.parameters(), lr=1.0), folder / "good")
     assert differing(whole(model, optimizer), before) == [], "a refused load changed something"
     checkpoint.load(model, optimizer, folder / "good")

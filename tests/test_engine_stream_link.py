@@ -1,4 +1,6 @@
-"""The link between CUDA ranks, as far as no GPU is needed: order, times, ledger and lifetimes on a lane that works in order; the sleep itself."""
+"""The link between CUDA ranks, as far as no GPU is needed: order, times, ledger and lifetimes on a lane that works in
+order; the sleep itself.
+"""
 
 from __future__ import annotations
 
@@ -80,14 +82,18 @@ class Net(nn.Module):
 
 
 def trained(linked: bool) -> tuple[list[float], list[dict], float]:
-    """Losses, ledger and seconds of two steps on lanes that work in order, with or without the link in front of them."""
+    """Losses, ledger and seconds of two steps on lanes that work in order,
+    with or without the link in front of them.
+    """
     torch.manual_seed(0)
     model = shard_model(Net(), "full_shard", transport="gloo")
     transport = GlooTransport(dist.group.WORLD, torch.device("cpu"))
     transport._gather_lane = transport._reduce_lane = InOrderLane()
     if linked:
         ranks = dist.get_world_size()
-        transport = on_streams(transport, lambda kind, logical: LINK.collective(kind, logical, ranks), hold=sleep_like_the_driver)
+        transport = on_streams(
+            transport, lambda kind, logical: LINK.collective(kind, logical, ranks), hold=sleep_like_the_driver
+        )
     for unit in units_of(model):
         unit.terms = replace(unit.terms, shard=transport)
     rows: list[events.Collective] = []
@@ -128,7 +134,9 @@ def test_a_collective_is_done_on_no_rank_before_the_last_has_begun(ranks) -> Non
     (_, first, _), (_, second, _) = ranks(2, trained, True)
     for one, two in zip(first, second):
         last_ready = max(one["start_ns"], two["start_ns"])
-        assert min(one["end_ns"], two["end_ns"]) >= last_ready + LINK.collective(one["kind"], one["logical_bytes"], 2)[1]
+        assert (
+            min(one["end_ns"], two["end_ns"]) >= last_ready + LINK.collective(one["kind"], one["logical_bytes"], 2)[1]
+        )
 
 
 def imitated(count: int) -> list[dict]:
@@ -163,7 +171,9 @@ def test_a_passage_behind_another_is_taken_up_when_that_is_over() -> None:
     assert all(row.emulated and row.wire_bytes == 2 for row in rows)
 
 
-@pytest.mark.parametrize("kind,expected", [("all_gather", (3000, 3030)), ("reduce_scatter", (3000, 3030)), ("all_reduce", (6000, 6060))])
+@pytest.mark.parametrize(
+    "kind,expected", [("all_gather", (3000, 3030)), ("reduce_scatter", (3000, 3030)), ("all_reduce", (6000, 6060))]
+)
 def test_a_collective_on_the_wire(kind: str, expected: tuple[int, int]) -> None:
     assert Link(1e9, 1e-8).collective(kind, 4_000, 4) == expected
 
@@ -191,11 +201,17 @@ void settle(void) { pthread_join(thread, 0); }
 
 @pytest.fixture
 def driver(tmp_path, monkeypatch) -> ctypes.CDLL:
-    """A library with the driver's own signature that calls the function on a thread of its own: what travels through ctypes is real."""
+    """A library with the driver's own signature that calls the function on a thread of its own: what travels through
+    ctypes is real.
+    """
     if shutil.which("gcc") is None:
         pytest.skip("needs gcc")
     (tmp_path / "driver.c").write_text(DRIVER)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-pthread", "-o", tmp_path / "driver.so", tmp_path / "driver.c"], check=True, timeout=60)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-pthread", "-o", tmp_path / "driver.so", tmp_path / "driver.c"],
+        check=True,
+        timeout=60,
+    )
     loaded = stream_link._driver.__wrapped__(str(tmp_path / "driver.so"))
     monkeypatch.setattr(stream_link, "_driver", lambda: loaded)
     return loaded

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from fsdplab.engine import STRATEGIES, shard_model
 from fsdplab.engine.choose import transport_of
-from fsdplab.engine.gloo import GlooTransport
 from fsdplab.engine.shared import SharedTransport
 from fsdplab.engine.slots import Slots, machine_of_this_rank
 from fsdplab.workloads import build_model, loss_of
@@ -72,7 +71,9 @@ def on_two_nodes() -> str:
     """The launcher's node number is part of what makes a machine: ranks of two nodes do not share memory."""
     os.environ["GROUP_RANK"] = str(dist.get_rank())
     try:
-        with pytest.raises(ValueError, match="needs all ranks on one x86-64 Linux machine that lets them share; got 2 machines"):
+        with pytest.raises(
+            ValueError, match="needs all ranks on one x86-64 Linux machine that lets them share; got 2 machines"
+        ):
             transport_of(dist.group.WORLD, CPU, "shm")
         return type(transport_of(dist.group.WORLD, CPU)).__name__
     finally:
@@ -114,7 +115,9 @@ def many_in_flight() -> None:
 
     def finish(number: int) -> None:
         if all(seen[0] != number for seen in got):
-            got.append([number, *(slots.read(peer, number, 4).view(torch.float32).item() for peer in range(slots.ranks))])
+            got.append(
+                [number, *(slots.read(peer, number, 4).view(torch.float32).item() for peer in range(slots.ranks))]
+            )
             slots.done(number)
 
     for step in range(1, 9):
@@ -170,5 +173,3 @@ def test_a_dead_peer_ends_the_wait_with_an_error_that_names_it() -> None:
             assert member.exitcode is not None, "a rank still waits for a dead one"
         assert members[1].exitcode == -signal.SIGKILL
         assert "rank 0 waited for rank 1 to write operation 1, but rank 1 has died" in Path(folder, "said").read_text()
-
-

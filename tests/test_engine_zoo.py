@@ -1,4 +1,5 @@
-"""Whatever a model throws at the engine: repeated units, checkpointing, odd outputs, exceptions; against the unsharded twin.
+"""Whatever a model throws at the engine: repeated units, checkpointing, odd outputs, exceptions; against the unsharded
+twin.
 
 Each case trains a few steps beside an unsharded copy on the same data on every rank, so that averaging changes nothing.
 """
@@ -112,10 +113,14 @@ def compare_gradients(model: nn.Module, twin: nn.Module, step: int) -> None:
     for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
         expected = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
         got = torch.zeros_like(theirs) if ours.grad is None else whole(ours.grad)
-        torch.testing.assert_close(got, expected, msg=lambda text, n=name: f"{n}, rank {dist.get_rank()}, step {step}: {text}")
+        torch.testing.assert_close(
+            got, expected, msg=lambda text, n=name: f"{n}, rank {dist.get_rank()}, step {step}: {text}"
+        )
 
 
-def steps_beside_twin(model: nn.Module, twin: nn.Module, losses: Callable[[nn.Module, torch.Tensor], torch.Tensor], first: int = 0) -> None:
+def steps_beside_twin(
+    model: nn.Module, twin: nn.Module, losses: Callable[[nn.Module, torch.Tensor], torch.Tensor], first: int = 0
+) -> None:
     for step in range(first, first + 3):
         for each in (model, twin):
             losses(each, data(step)).backward()
@@ -252,7 +257,11 @@ def weights_change(strategy: str) -> None:
     model = shard_model(Net(in_turn), strategy, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     for prepare in (
         lambda: mean(model, data(0)).backward(),
-        lambda: (model.set_requires_gradient_sync(False), mean(model, data(0)).backward(), model.set_requires_gradient_sync(True)),
+        lambda: (
+            model.set_requires_gradient_sync(False),
+            mean(model, data(0)).backward(),
+            model.set_requires_gradient_sync(True),
+        ),
         lambda: model(data(0)),
     ):
         prepare()
@@ -311,7 +320,9 @@ class Viewed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Unflatten(-1, (2, 4)), nn.Flatten(-2)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Unflatten(-1, (2, 4)), nn.Flatten(-2)) for _ in range(3)
+        )
         self.last = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""Exports of a real two-rank gloo run: TensorBoard is started and asked over HTTP, the merged trace is read back, tables are plain CSV."""
+"""Exports of a real two-rank gloo run: TensorBoard is started and asked over HTTP, the merged trace is read back,
+tables are plain CSV.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def record(ranks, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tensorboard(record, tmp_path_factory):
-    """Asks a TensorBoard that shows the exported record: `tensorboard("overview", worker="rank0", view="Overview")` is decoded JSON."""
+    """Asks a TensorBoard that shows the exported record: `tensorboard("overview", worker="rank0", view="Overview")` is
+    decoded JSON.
+    """
     pytest.importorskip("tensorboard")
     pytest.importorskip("torch_tb_profiler")
     folder = tmp_path_factory.mktemp("tensorboard")
@@ -44,7 +48,17 @@ def tensorboard(record, tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--port", str(port), "--host", "127.0.0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "tensorboard.main",
+        "--logdir",
+        str(folder),
+        "--port",
+        str(port),
+        "--host",
+        "127.0.0.1",
+    ]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     ask = _asker(f"http://127.0.0.1:{port}/data/plugin/pytorch_profiler", record.path.name)
@@ -95,15 +109,19 @@ def test_tensorboards_memory_view_has_a_curve(tensorboard):
 
 
 def test_tensorboards_communication_is_ours(tensorboard, record):
-    """Its communication time equals ours to the microsecond. Its computing does not: it counts every host range, autograd's waiting ones too,
-    as computing. Given that reading, our algebra gives its figures; read as DESIGN defines computing, less was hidden."""
+    """Its communication time equals ours to the microsecond. Its computing does not: it counts every host range,
+    autograd's waiting ones too, as computing. Given that reading, our algebra gives its figures; read as DESIGN defines
+    computing, less was hidden.
+    """
     shown = tensorboard("distributed/overlap", worker="All", view="Distributed")["data"]
     for rank in (0, 1):
         trace = record.path / "traces" / f"rank{rank}.pt.trace.json.gz"
         their_way = _as_tensorboard_counts(trace)
         for step in analyse_trace(trace).steps:
             computing, overlapping, communicating, _ = shown[str(step.step)][f"rank{rank}"]
-            assert overlapping + communicating == pytest.approx((step.breakdown["overlapped_ns"] + step.breakdown["exposed_ns"]) / 1000, abs=2)
+            assert overlapping + communicating == pytest.approx(
+                (step.breakdown["overlapped_ns"] + step.breakdown["exposed_ns"]) / 1000, abs=2
+            )
             assert overlapping == pytest.approx(their_way[step.step] / 1000, rel=0.01, abs=20)
 
 
@@ -133,7 +151,9 @@ def test_a_merged_trace_keeps_ranks_apart_on_one_clock(record, tmp_path):
     assert {"rank 0", "rank 1"} <= set(names.values()) and len(names) == len(set(names.values()))
     for rank in (0, 1):
         own = record.path / "traces" / f"rank{rank}.pt.trace.json.gz"
-        (step,) = [event for event in events if event["name"] == "ProfilerStep#2" and names[event["pid"]] == f"rank {rank}"]
+        (step,) = [
+            event for event in events if event["name"] == "ProfilerStep#2" and names[event["pid"]] == f"rank {rank}"
+        ]
         expected = next(row for row in analyse_trace(own).rows("timeline") if row["name"] == "step 2")
         assert trace.base_ns + nanoseconds(step["ts"]) == expected["start_ns"]
     flows = {(event["pid"], event["id"]) for event in events if event["ph"] in ("s", "f")}
@@ -161,7 +181,9 @@ def test_csv_has_every_table_with_rows(tmp_path):
     files = export_csv(RunRecord(tmp_path, tables={"steps": steps}), tmp_path / "out")
     assert [file.name for file in files] == ["steps.csv"]
     with files[0].open(newline="") as file:
-        assert list(csv.DictReader(file)) == [{"rank": "0", "step": "1", "loss": "5.5", "step_time_s": "", "tokens": "64"}]
+        assert list(csv.DictReader(file)) == [
+            {"rank": "0", "step": "1", "loss": "5.5", "step_time_s": "", "tokens": "64"}
+        ]
 
 
 def test_tensorboard_files_share_one_time(record, tmp_path):

@@ -23,14 +23,34 @@ from fsdplab.records import CATEGORIES, RunRecord, comparison_json
 
 MB = 1_000_000
 SPLITS = {  # a model of 20 MB of parameters on two ranks, rounded
-    "no_shard": dict(parameter_slices=20, whole_gradients=20, optimizer_state=40, activations=7, communication_buffers=2, other=1),
-    "zero1": dict(parameter_slices=20, whole_gradients=20, optimizer_state=20, activations=7, communication_buffers=4, other=1),
-    "full_shard": dict(parameter_slices=10, gathered_parameters=6, gradient_slices=10, whole_gradients=3, optimizer_state=20, activations=7, communication_buffers=4, other=1),
-}  # fmt: skip
+    "no_shard": dict(
+        parameter_slices=20, whole_gradients=20, optimizer_state=40, activations=7, communication_buffers=2, other=1
+    ),
+    "zero1": dict(
+        parameter_slices=20, whole_gradients=20, optimizer_state=20, activations=7, communication_buffers=4, other=1
+    ),
+    "full_shard": dict(
+        parameter_slices=10,
+        gathered_parameters=6,
+        gradient_slices=10,
+        whole_gradients=3,
+        optimizer_state=20,
+        activations=7,
+        communication_buffers=4,
+        other=1,
+    ),
+}
 CARD = 80 * MB
 
 
-def record(tmp_path: Path, strategy: str, engine: str = "lab", median: float | None = 0.5, status: str = "finished", card: int | None = CARD) -> RunRecord:
+def record(
+    tmp_path: Path,
+    strategy: str,
+    engine: str = "lab",
+    median: float | None = 0.5,
+    status: str = "finished",
+    card: int | None = CARD,
+) -> RunRecord:
     """A complete small record as a run would leave it."""
     split = {name: SPLITS[strategy].get(name, 0) * MB for name in CATEGORIES}
     summary = {
@@ -45,7 +65,16 @@ def record(tmp_path: Path, strategy: str, engine: str = "lab", median: float | N
     }
     return RunRecord(
         tmp_path / f"{engine}-{strategy}",
-        spec=dict(strategy=strategy, engine=engine, world_size=2, model="gpt-tiny", card=card, precision="fp32", steps=2, text=None),
+        spec=dict(
+            strategy=strategy,
+            engine=engine,
+            world_size=2,
+            model="gpt-tiny",
+            card=card,
+            precision="fp32",
+            steps=2,
+            text=None,
+        ),
         environment={"torch": "2.13.0", "nested": {"cores": 2}},
         status=status,
         summary=summary,
@@ -69,7 +98,8 @@ def ledger_rows() -> list[dict]:
     travel = [("forward", "all_gather", 4), ("backward", "all_gather", 2), ("backward", "reduce_scatter", 4)]
     return [
         {
-            "rank": rank, "step": step, "unit": unit, "phase": phase, "kind": kind, "logical_bytes": 2 * sent * MB, "wire_bytes": sent * MB,
+            "rank": rank, "step": step, "unit": unit, "phase": phase, "kind": kind, "logical_bytes": 2 * sent * MB,
+            "wire_bytes": sent * MB,
             "padding_bytes": 0, "dtype": "float32", "start_ns": 0, "end_ns": 1, "emulated": False,
         }
         for rank, step, unit, (phase, kind, sent) in itertools.product((0, 1), (0, 1), ("a", "b"), travel)
@@ -78,18 +108,48 @@ def ledger_rows() -> list[dict]:
 
 @pytest.fixture
 def runs(tmp_path):
-    return [record(tmp_path, "no_shard", median=None, status="out_of_memory"), record(tmp_path, "zero1"), record(tmp_path, "full_shard", median=0.6)]
+    return [
+        record(tmp_path, "no_shard", median=None, status="out_of_memory"),
+        record(tmp_path, "zero1"),
+        record(tmp_path, "full_shard", median=0.6),
+    ]
 
 
 def words(figure) -> str:
     """All text of a figure: title, subtitle, annotations."""
-    return " ".join([figure.layout.title.text, figure.layout.title.subtitle.text, *(note.text for note in figure.layout.annotations)])
+    return " ".join(
+        [
+            figure.layout.title.text,
+            figure.layout.title.subtitle.text,
+            *(note.text for note in figure.layout.annotations),
+        ]
+    )
 
 
 def test_quantities_read_well():
-    assert [size(n) for n in (0, 999, 1536, 300 * MB, 999_960_000, 1.5e9, None)] == ["0 B", "999 B", "1.54 kB", "300 MB", "1.00 GB", "1.50 GB", "–"]
-    assert [seconds(t) for t in (1.4, 0.0153, 0.9999, 2e-5, 63, None)] == ["1.40 s", "15.3 ms", "1.00 s", "20.0 µs", "63.0 s", "–"]
-    assert (three_digits(1234), three_digits(9.999), plural(1, "rank"), plural(2, "rank")) == ("1,234", "10.0", "1 rank", "2 ranks")
+    assert [size(n) for n in (0, 999, 1536, 300 * MB, 999_960_000, 1.5e9, None)] == [
+        "0 B",
+        "999 B",
+        "1.54 kB",
+        "300 MB",
+        "1.00 GB",
+        "1.50 GB",
+        "–",
+    ]
+    assert [seconds(t) for t in (1.4, 0.0153, 0.9999, 2e-5, 63, None)] == [
+        "1.40 s",
+        "15.3 ms",
+        "1.00 s",
+        "20.0 µs",
+        "63.0 s",
+        "–",
+    ]
+    assert (three_digits(1234), three_digits(9.999), plural(1, "rank"), plural(2, "rank")) == (
+        "1,234",
+        "10.0",
+        "1 rank",
+        "2 ranks",
+    )
 
 
 def test_memory_stacks_to_the_measured_peak(runs):
@@ -139,7 +199,12 @@ def test_timeline_finds_the_peak_of_the_rank(runs):
 
 def test_ledger_beside_the_formula(runs):
     figure = figures.ledger_against_formula(runs[2])
-    assert {trace.name: trace.x[0] for trace in figure.data} == {"all_gather in forward": 8, "all_gather in backward": 4, "reduce_scatter in backward": 8, "formula": 20}
+    assert {trace.name: trace.x[0] for trace in figure.data} == {
+        "all_gather in forward": 8,
+        "all_gather in backward": 4,
+        "reduce_scatter in backward": 8,
+        "formula": 20,
+    }
     assert "the ledger equals the formula, 20.0 MB a step" in words(figure)
     runs[2].summary["formula_bytes_per_step"] += 3
     assert "differs from the formula by -3 bytes" in words(figures.ledger_against_formula(runs[2]))
@@ -175,7 +240,12 @@ def test_records_and_their_comparison_draw_the_same(runs):
 
 
 def test_every_figure_says_what_it_shows_in_words(runs):
-    drawn = [figures.memory_by_category(runs), figures.step_time(runs), figures.memory_timeline(runs[1]), figures.ledger_against_formula(runs[1])]
+    drawn = [
+        figures.memory_by_category(runs),
+        figures.step_time(runs),
+        figures.memory_timeline(runs[1]),
+        figures.ledger_against_formula(runs[1]),
+    ]
     for figure in drawn:
         assert len(figures.alt_text(figure)) > 40 and figure.layout.title.text and figure.layout.title.subtitle.text
     assert "full_shard 61.0 MB, mostly optimizer state (20.0 MB)" in figures.alt_text(drawn[0])
@@ -224,7 +294,10 @@ def test_page_carries_table_figures_data_and_what_was_real(runs):
     assert page.count(get_plotlyjs()[:2000]) == 1
     body = page.replace(get_plotlyjs(), "")
     assert all(f"<th>{column}</th>" in body for column in COLUMNS)
-    assert all(text in body for text in ("out of memory", "measured", "emulated", "simulated", "gpt-tiny", "nested cores", "80.0 MB"))
+    assert all(
+        text in body
+        for text in ("out of memory", "measured", "emulated", "simulated", "gpt-tiny", "nested cores", "80.0 MB")
+    )
     assert not re.search(r"""(src|href)=["']""", body), "the page must not load anything"
     data = re.search(r'<script type="application/json" id="comparison">(.*?)</script>', body)[1]
     assert json.loads(data) == comparison
@@ -242,7 +315,9 @@ def test_page_opens_offline_in_a_browser(runs, tmp_path):
     target = tmp_path / "page.html"
     target.write_text(figures.comparison_page(comparison_json(runs), runs), encoding="utf-8")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+        )
         page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="dark")
         asked, problems = [], []
         page.on("request", lambda request: asked.append(request.url))
@@ -258,7 +333,8 @@ def test_page_opens_offline_in_a_browser(runs, tmp_path):
     assert (asked, problems) == ([target.as_uri()], [])
 
 
-# Colour vision: linear RGB as people without one kind of cone see it (Machado, Oliveira and Fernandes 2009, severity 1).
+# Colour vision: linear RGB as people without one kind of cone see it (Machado, Oliveira and Fernandes 2009, severity
+# 1).
 EYES = {
     "usual": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
     "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
@@ -275,13 +351,20 @@ def linear(colour: str) -> list[float]:
 def seen(colour: str, eye) -> tuple[float, float, float]:
     """CIE Lab of a colour as an eye sees it."""
     r, g, b = (min(1, max(0, sum(a * c for a, c in zip(row, linear(colour))))) for row in eye)
-    xyz = ((0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505, 0.2126 * r + 0.7152 * g + 0.0722 * b, (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.089)
+    xyz = (
+        (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505,
+        0.2126 * r + 0.7152 * g + 0.0722 * b,
+        (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.089,
+    )
     x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in xyz)
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
 def nearest(palette: dict[str, str], eye) -> float:
-    return min(sum((p - q) ** 2 for p, q in zip(seen(a, eye), seen(b, eye))) ** 0.5 for a, b in itertools.combinations(palette.values(), 2))
+    return min(
+        sum((p - q) ** 2 for p, q in zip(seen(a, eye), seen(b, eye))) ** 0.5
+        for a, b in itertools.combinations(palette.values(), 2)
+    )
 
 
 @pytest.mark.parametrize("eye", EYES.values(), ids=EYES)

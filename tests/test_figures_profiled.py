@@ -1,6 +1,8 @@
-"""Figures of profiled steps, drawn from a step whose every nanosecond is known: two ranks, four blocks and the root, one emulated link.
+"""Figures of profiled steps, drawn from a step whose every nanosecond is known: two ranks, four blocks and the root,
+one emulated link.
 
-`train` walks the program of a sharded step over both ranks and one link, so what is exposed follows from the program and the link alone.
+`train` walks the program of a sharded step over both ranks and one link, so what is exposed follows from the program
+and the link alone.
 """
 
 from __future__ import annotations
@@ -51,7 +53,17 @@ class Step:
 
     def lane(self, rank, lane, unit, phase, name, start, end):
         emulated = self.emulated and lane not in ("compute", "step")
-        self.add("timeline", rank, lane=lane, unit=unit, phase=phase, name=name, start_ns=start, end_ns=end, emulated=emulated)
+        self.add(
+            "timeline",
+            rank,
+            lane=lane,
+            unit=unit,
+            phase=phase,
+            name=name,
+            start_ns=start,
+            end_ns=end,
+            emulated=emulated,
+        )
 
     def compute(self, unit, phase, micros):
         for rank, pace in enumerate(self.pace):
@@ -68,7 +80,8 @@ class Step:
         for rank, issued in enumerate(list(self.clock)):
             begin = start if self.emulated else issued
             self.add(
-                "ledger", rank, unit=unit, phase=phase, kind=kind, logical_bytes=BYTES[unit], wire_bytes=BYTES[unit] // 2, padding_bytes=0,
+                "ledger", rank, unit=unit, phase=phase, kind=kind, logical_bytes=BYTES[unit],
+                wire_bytes=BYTES[unit] // 2, padding_bytes=0,
                 dtype="float32", start_ns=begin, end_ns=self.free, emulated=self.emulated, waited_ns=0,
             )  # fmt: skip
             self.lane(rank, kind, unit, phase, kind, begin, self.free)
@@ -114,7 +127,9 @@ class Step:
         travel = [row for row in mine if row["lane"] in TRAVEL]
         work = [row for row in mine if row["lane"] == "compute"]
         begin, end = self.begin + rank * 150 * US, self.clock[rank]
-        edges = sorted({begin, end, *(min(end, max(begin, row[side])) for row in travel + work for side in ("start_ns", "end_ns"))})
+        edges = sorted(
+            {begin, end, *(min(end, max(begin, row[side])) for row in travel + work for side in ("start_ns", "end_ns"))}
+        )
         spent, exposed = dict.fromkeys(("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns"), 0), {}
         for low, high in itertools.pairwise(edges):
             moving = next((row for row in travel if row["start_ns"] <= low < row["end_ns"]), None)
@@ -125,18 +140,34 @@ class Step:
                 key = moving["unit"], moving["phase"], moving["lane"]
                 exposed[key] = exposed.get(key, 0) + high - low
                 self.lane(rank, "exposed", *key, low, high)
-        self.add("breakdown", rank, step_ns=end - begin, compute_ns=spent["compute_only_ns"] + spent["overlapped_ns"], **spent)
+        self.add(
+            "breakdown",
+            rank,
+            step_ns=end - begin,
+            compute_ns=spent["compute_only_ns"] + spent["overlapped_ns"],
+            **spent,
+        )
         for row in travel:
             key = row["unit"], row["phase"], row["lane"]
             cause = "nothing_to_hide_behind" if key[0] == "" else "link_busy"
             self.add(
-                "exposed", rank, unit=key[0], phase=key[1], kind=key[2], communication_ns=row["end_ns"] - row["start_ns"],
+                "exposed", rank, unit=key[0], phase=key[1], kind=key[2],
+                communication_ns=row["end_ns"] - row["start_ns"],
                 exposed_ns=exposed.get(key, 0), cause=cause if key in exposed else "hidden",
             )  # fmt: skip
 
 
-def train(number: int, begin: int, prefetch: int = 1, pace: tuple[float, ...] = (1.0, 1.12), emulated: bool = True, ranks_talk: bool = True) -> Step:
-    """One full_shard step: gathers one unit ahead (or none), reshards after forward, reduces behind the backward, updates."""
+def train(
+    number: int,
+    begin: int,
+    prefetch: int = 1,
+    pace: tuple[float, ...] = (1.0, 1.12),
+    emulated: bool = True,
+    ranks_talk: bool = True,
+) -> Step:
+    """One full_shard step: gathers one unit ahead (or none), reshards after forward, reduces behind the backward,
+    updates.
+    """
     step = Step(number, begin, pace, emulated)
     if not ranks_talk:
         for unit, phase in [*((unit, "forward") for unit in UNITS), *((unit, "backward") for unit in UNITS[::-1])]:
@@ -172,7 +203,9 @@ def train(number: int, begin: int, prefetch: int = 1, pace: tuple[float, ...] = 
     return step
 
 
-def profiled(tmp_path: Path, strategy: str = "full_shard", steps: tuple[int, ...] = (1, 10, 11), emulated: bool = True, **how) -> RunRecord:
+def profiled(
+    tmp_path: Path, strategy: str = "full_shard", steps: tuple[int, ...] = (1, 10, 11), emulated: bool = True, **how
+) -> RunRecord:
     """A record with a memory step (1) and profiled steps, as a run with --profile 2 leaves it."""
     walked = [train(number, EPOCH + number * 200 * MB, emulated=emulated, **how) for number in steps]
     tables = {name: [row for step in walked for row in step.rows[name]] for name in TABLES}
@@ -190,19 +223,34 @@ def profiled(tmp_path: Path, strategy: str = "full_shard", steps: tuple[int, ...
         "tokens_per_s": 256 / (worst["step_ns"] / 1e9),
         "peak_memory_bytes": {"total": split and sum(split.values()), "by_category": split},
         "comm": {
-            "bytes_per_step": sum(row["wire_bytes"] for row in tables["ledger"] if row["rank"] == 0 and row["step"] == steps[-1]),
-            "collectives_per_step": 14, "exposed_s": worst["exposed_ns"] / 1e9, "overlap": worst["overlapped_ns"] / travel if travel else None,
+            "bytes_per_step": sum(
+                row["wire_bytes"] for row in tables["ledger"] if row["rank"] == 0 and row["step"] == steps[-1]
+            ),
+            "collectives_per_step": 14,
+            "exposed_s": worst["exposed_ns"] / 1e9,
+            "overlap": worst["overlapped_ns"] / travel if travel else None,
         },
-        "formula_bytes_per_step": None, "losses": [5.5, 5.25], "card": {"bytes": 110 * MB, "exceeded": False},
-        "profile": {"steps": len(steps) - 1, "overhead": 0.04, "source": "trace"}, "link": LINK if emulated else None,
+        "formula_bytes_per_step": None,
+        "losses": [5.5, 5.25],
+        "card": {"bytes": 110 * MB, "exceeded": False},
+        "profile": {"steps": len(steps) - 1, "overhead": 0.04, "source": "trace"},
+        "link": LINK if emulated else None,
         "memory_start_ns": {str(rank): EPOCH + steps[0] * 200 * MB + rank * 150 * US for rank in range(2)},
-    }  # fmt: skip
+    }
     spec = dict(
-        strategy=strategy, engine="lab", world_size=len(how.get("pace", (1, 1))), model="gpt-20m", batch_size=2, sequence_length=64, precision="fp32",
+        strategy=strategy, engine="lab", world_size=len(how.get("pace", (1, 1))), model="gpt-20m", batch_size=2,
+        sequence_length=64, precision="fp32",
         prefetch=how.get("prefetch", 1), card=110 * MB, profile=2, steps=8, link="25gbe" if emulated else None,
     )  # fmt: skip
     provenance = {"step_time_s": "measured", "card": "emulated", "exposed_s": "emulated" if emulated else "measured"}
-    return RunRecord(tmp_path / strategy, spec=spec, environment={"torch": "2.13.0"}, summary=summary, provenance=provenance, tables=tables)
+    return RunRecord(
+        tmp_path / strategy,
+        spec=spec,
+        environment={"torch": "2.13.0"},
+        summary=summary,
+        provenance=provenance,
+        tables=tables,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +293,9 @@ def drawings(ahead, behind, quiet) -> dict:
 
 def words(figure) -> str:
     title = figure.layout.title
-    return re.sub(r"<[^>]+>", " ", " ".join([title.text, title.subtitle.text, *(note.text for note in figure.layout.annotations)]))
+    return re.sub(
+        r"<[^>]+>", " ", " ".join([title.text, title.subtitle.text, *(note.text for note in figure.layout.annotations)])
+    )
 
 
 def mean_of(record, rank: int, name: str) -> float:
@@ -257,7 +307,9 @@ def test_the_record_itself_is_sound(ahead, tmp_path):
     for row in ahead.table("breakdown"):
         assert row["compute_only_ns"] + row["overlapped_ns"] + row["exposed_ns"] + row["other_ns"] == row["step_ns"]
     assert {row["lane"] for row in ahead.table("timeline")} <= set(LANES)
-    saved = RunRecord(tmp_path / "saved", **{name: getattr(ahead, name) for name in ("spec", "summary", "provenance", "tables")}).save()
+    saved = RunRecord(
+        tmp_path / "saved", **{name: getattr(ahead, name) for name in ("spec", "summary", "provenance", "tables")}
+    ).save()
     assert gzip.open(saved.path / "life.csv.gz").readline() == b"rank,step,unit,state,phase,time_ns\n"
     assert figures.rank_timeline(RunRecord.load(saved.path)).to_json() == figures.rank_timeline(ahead).to_json()
 
@@ -270,7 +322,9 @@ def test_timeline_draws_every_interval_of_the_step_on_one_clock(ahead):
         rows = [row for row in shown if row["lane"] == trace.name.replace("-", "_")]
         if rows:
             assert sum(trace.x) == pytest.approx(sum(row["end_ns"] - row["start_ns"] for row in rows) / MB, abs=1e-3)
-    assert min(min(trace.base) for trace in figure.data) == pytest.approx(0.15, abs=0.001), "the first gather begins when the last rank has issued it"
+    assert min(min(trace.base) for trace in figure.data) == pytest.approx(0.15, abs=0.001), (
+        "the first gather begins when the last rank has issued it"
+    )
     ticks = [re.sub(r"<[^>]+>", "", text) for text in figure.layout.yaxis.ticktext]
     assert (ticks[0], ticks[4]) == ("rank 0  compute", "rank 1  compute")
     assert ticks[1:4] == ticks[5:] == ["all-gather", "reduce-scatter", "exposed"]
@@ -294,7 +348,10 @@ def test_the_root_has_one_name(tmp_path, ahead):
 def test_copies_on_the_host_are_no_collectives(tmp_path, ahead):
     record = profiled(tmp_path)
     gathers = [row for row in record.table("timeline") if row["lane"] == "all_gather"]
-    record.tables["timeline"] = [*record.table("timeline"), *({**row, "name": "all_gather copy-out", "emulated": False} for row in gathers)]
+    record.tables["timeline"] = [
+        *record.table("timeline"),
+        *({**row, "name": "all_gather copy-out", "emulated": False} for row in gathers),
+    ]
     assert figures.straggler_map(record).to_json() == figures.straggler_map(ahead).to_json()
 
 
@@ -309,17 +366,37 @@ def huge(tmp_path, units: int = 800, ranks: int = 4) -> RunRecord:
     record = profiled(tmp_path)
     rows, life, exposed = [], [], []
     for rank, index in itertools.product(range(ranks), range(2 * units)):
-        phase, unit = ("forward", f"layers.{index}") if index < units else ("backward", f"layers.{2 * units - 1 - index}")
+        phase, unit = (
+            ("forward", f"layers.{index}") if index < units else ("backward", f"layers.{2 * units - 1 - index}")
+        )
         start = EPOCH + index * 100 * US
         common = dict(rank=rank, step=5, unit=unit, phase=phase, emulated=False)
         rows.append({**common, "lane": "compute", "name": "", "start_ns": start, "end_ns": start + 60 * US})
-        rows.append({**common, "lane": "all_gather", "name": "all_gather", "start_ns": start + 50 * US, "end_ns": start + 90 * US})
-        rows.append({**common, "lane": "exposed", "name": "all_gather", "start_ns": start + 60 * US, "end_ns": start + 90 * US})
+        rows.append(
+            {
+                **common,
+                "lane": "all_gather",
+                "name": "all_gather",
+                "start_ns": start + 50 * US,
+                "end_ns": start + 90 * US,
+            }
+        )
+        rows.append(
+            {**common, "lane": "exposed", "name": "all_gather", "start_ns": start + 60 * US, "end_ns": start + 90 * US}
+        )
         here = dict(rank=rank, step=5, unit=unit, phase=phase)
-        life += [{**here, "state": state, "time_ns": start + at * US} for state, at in (("unsharding", 0), ("unsharded", 20), ("sharded", 60))]
-        exposed.append({**here, "kind": "all_gather", "communication_ns": 40 * US, "exposed_ns": 30 * US, "cause": "link_busy"})
+        life += [
+            {**here, "state": state, "time_ns": start + at * US}
+            for state, at in (("unsharding", 0), ("unsharded", 20), ("sharded", 60))
+        ]
+        exposed.append(
+            {**here, "kind": "all_gather", "communication_ns": 40 * US, "exposed_ns": 30 * US, "cause": "link_busy"}
+        )
     flat = dict.fromkeys(CATEGORIES, MB)
-    memory = [dict(rank=0, step=5, time_ns=index * 10 * US, **flat | {"activations": index % 977 * US}, is_peak=False) for index in range(30_000)]
+    memory = [
+        dict(rank=0, step=5, time_ns=index * 10 * US, **flat | {"activations": index % 977 * US}, is_peak=False)
+        for index in range(30_000)
+    ]
     record.tables |= {"timeline": rows, "life": life, "memory": memory, "exposed": exposed, "breakdown": []}
     record.summary["memory_start_ns"] = [EPOCH]
     return record
@@ -346,9 +423,14 @@ def test_a_huge_step_is_drawn_with_few_marks_that_keep_the_whole_time(tmp_path):
 def test_thinning_keeps_the_peak():
     from fsdplab.figures.memory import envelope
 
-    rows = [dict.fromkeys(CATEGORIES, 0) | {"time_ns": index, "other": 5_000 if index == 4_321 else index % 7} for index in range(10_000)]
+    rows = [
+        dict.fromkeys(CATEGORIES, 0) | {"time_ns": index, "other": 5_000 if index == 4_321 else index % 7}
+        for index in range(10_000)
+    ]
     kept = envelope(rows, limit=50)
-    assert len(kept) <= 101 and max(row["other"] for row in kept) == 5_000 and (kept[0], kept[-1]) == (rows[0], rows[-1])
+    assert (
+        len(kept) <= 101 and max(row["other"] for row in kept) == 5_000 and (kept[0], kept[-1]) == (rows[0], rows[-1])
+    )
     assert [row["time_ns"] for row in kept] == sorted(row["time_ns"] for row in kept)
     assert envelope(rows[:80], limit=50) == rows[:80]
 
@@ -374,14 +456,23 @@ def test_pareto_draws_the_front_and_keeps_labels_apart(ahead, behind, tmp_path):
     from fsdplab.figures.tradeoff import diameter, front, placed
     from fsdplab.figures.view import RunView
 
-    runs = [RunView(f"run{i}", "lab", 2, step_median=0.1 + 0.001 * (i % 3), peak=(100 + i) * MB, exposed_s=0.001 * (i + 1)) for i in range(12)]
+    runs = [
+        RunView(f"run{i}", "lab", 2, step_median=0.1 + 0.001 * (i % 3), peak=(100 + i) * MB, exposed_s=0.001 * (i + 1))
+        for i in range(12)
+    ]
     assert [run.strategy for run in front(runs)] == ["run0"]
-    assert [run.strategy for run in front(runs[1:4] + [RunView("fast", "lab", 2, step_median=0.05, peak=500 * MB)])] == ["run1", "run3", "fast"]
+    assert [
+        run.strategy for run in front(runs[1:4] + [RunView("fast", "lab", 2, step_median=0.05, peak=500 * MB)])
+    ] == ["run1", "run3", "fast"]
     assert diameter(runs[2], runs) == pytest.approx(diameter(runs[11], runs) / 2)
     figure = figures.pareto(runs)
     ranges = (figure.layout.xaxis.range, figure.layout.yaxis.range)
     boxes = [
-        (run.peak / MB / ranges[0][1] * 1080 + dx, run.step_median * 1e3 / ranges[1][1] * 380 + dy, len(f"{run.label} · exposed 1.00 ms") * 8.2)
+        (
+            run.peak / MB / ranges[0][1] * 1080 + dx,
+            run.step_median * 1e3 / ranges[1][1] * 380 + dy,
+            len(f"{run.label} · exposed 1.00 ms") * 8.2,
+        )
         for run, (dx, dy) in zip(runs, placed(runs, ranges))
     ]
     for (x0, y0, w0), (x1, y1, w1) in itertools.combinations(boxes, 2):
@@ -390,14 +481,21 @@ def test_pareto_draws_the_front_and_keeps_labels_apart(ahead, behind, tmp_path):
     drowned.status, drowned.summary["step_time_s"] = "out_of_memory", {"median": None}
     figure = figures.pareto([ahead, behind, drowned])
     assert "zero1 ran out of memory" in words(figure) and "card 110 MB (emulated)" in words(figure)
-    assert "full_shard, prefetch 0 needs least memory, 102 MB; full_shard, prefetch 1 is fastest, 56.7 ms a step" in words(figure)
+    assert (
+        "full_shard, prefetch 0 needs least memory, 102 MB; full_shard, prefetch 1 is fastest, 56.7 ms a step"
+        in words(figure)
+    )
     assert figures.pareto(comparison_json([ahead])).data[1].x == figures.pareto([ahead]).data[1].x
 
 
 def test_heat_map_cells_sum_to_the_exposed_time_of_the_worst_rank(ahead):
     figure = figures.exposed_heatmap(ahead)
     cells = figure.data[0]
-    assert list(cells.y) == ["root", *BLOCKS] and list(cells.x) == ["forward all_gather", "backward all_gather", "backward reduce_scatter"]
+    assert list(cells.y) == ["root", *BLOCKS] and list(cells.x) == [
+        "forward all_gather",
+        "backward all_gather",
+        "backward reduce_scatter",
+    ]
     assert sum(value or 0 for row in cells.z for value in row) == pytest.approx(mean_of(ahead, 0, "exposed_ns") / MB)
     assert cells.z[0][1] is None, "the root is not gathered again in backward"
     assert cells.text[0][0] == "3.96 ms · nothing to hide behind" and "hidden" in cells.text[3]
@@ -408,7 +506,11 @@ def test_heat_map_cells_sum_to_the_exposed_time_of_the_worst_rank(ahead):
 def test_straggler_map_names_the_slow_rank(tmp_path, emulated):
     record = profiled(tmp_path, emulated=emulated)
     figure = figures.straggler_map(record)
-    assert len(figure.data[0].x) == 14 and figure.data[0].x[0] == "all_gather root fwd" and figure.data[0].x[-1] == "reduce_scatter root bwd"
+    assert (
+        len(figure.data[0].x) == 14
+        and figure.data[0].x[0] == "all_gather root fwd"
+        and figure.data[0].x[-1] == "reduce_scatter root bwd"
+    )
     assert all(value == 0 for value in figure.data[0].z[0]) and figure.data[0].z[1][0] == pytest.approx(0.15)
     assert "rank 1 straggles" in words(figure) and ("reductions: after backward" in words(figure)) is emulated
 
@@ -425,9 +527,18 @@ def test_difference_is_the_second_run_minus_the_first(ahead, behind):
     total = sum(value for trace in exposed for value in trace.x)
     assert total == pytest.approx((mean_of(ahead, 0, "exposed_ns") - mean_of(behind, 0, "exposed_ns")) / MB)
     assert "full_shard: prefetch 1 is exposed 22.9 ms a step less than prefetch 0" in words(figure)
-    assert [trace.xaxis for trace in figure.data] == ["x", "x", "x2", "x2", "x3", "x3"] and figure.layout.xaxis3.title.text.endswith("(MB)")
+    assert [trace.xaxis for trace in figure.data] == [
+        "x",
+        "x",
+        "x2",
+        "x2",
+        "x3",
+        "x3",
+    ] and figure.layout.xaxis3.title.text.endswith("(MB)")
     swapped = figures.difference(ahead, behind)
-    assert [-value for trace in swapped.data for value in trace.x] == pytest.approx([value for trace in figure.data for value in trace.x])
+    assert [-value for trace in swapped.data for value in trace.x] == pytest.approx(
+        [value for trace in figure.data for value in trace.x]
+    )
     assert "exposed alike" in words(figures.difference(ahead, ahead))
 
 
@@ -435,21 +546,37 @@ def test_gathered_memory_is_bytes_times_share_of_the_step(ahead):
     from fsdplab.figures.differences import gathered_memory
 
     held = gathered_memory(ahead)
-    stay = [row["time_ns"] for row in ahead.table("life") if (row["rank"], row["step"], row["unit"], row["phase"]) == (0, 10, "blocks.1", "forward")]
-    assert held["blocks.1", "forward"] == pytest.approx(BYTES["blocks.1"] * (max(stay) - min(stay)) / mean_of(ahead, 0, "step_ns"))
+    stay = [
+        row["time_ns"]
+        for row in ahead.table("life")
+        if (row["rank"], row["step"], row["unit"], row["phase"]) == (0, 10, "blocks.1", "forward")
+    ]
+    assert held["blocks.1", "forward"] == pytest.approx(
+        BYTES["blocks.1"] * (max(stay) - min(stay)) / mean_of(ahead, 0, "step_ns")
+    )
     assert gathered_memory(RunRecord("nowhere")) == {}
 
 
 def test_slices_fill_what_each_rank_holds(ahead):
-    at = {since: state for since, state in figures_lives(ahead).states[0, "blocks.3"]}
-    coming, whole = (next(since for since, state in at.items() if state == name) for name in ("unsharding", "unsharded"))
+    at = dict(figures_lives(ahead).states[0, "blocks.3"])
+    coming, whole = (
+        next(since for since, state in at.items() if state == name) for name in ("unsharding", "unsharded")
+    )
     before, during, after = (figures.slice_map(ahead, instant) for instant in (coming - 1, coming, whole))
     own = [next(trace for trace in figure.data if trace.name == "own slice") for figure in (before, during, after)]
-    assert {round(width, 3) for trace in own for width in trace.x} == {0.45} and all(len(trace.x) == 10 for trace in own)
-    gathered = [next(trace for trace in figure.data if (trace.name or "").startswith("gathered")).hovertext for figure in (before, during, after)]
+    assert {round(width, 3) for trace in own for width in trace.x} == {0.45} and all(
+        len(trace.x) == 10 for trace in own
+    )
+    gathered = [
+        next(trace for trace in figure.data if (trace.name or "").startswith("gathered")).hovertext
+        for figure in (before, during, after)
+    ]
     there = in_words(0, "blocks.3", "unsharded")
     assert there in gathered[2] and there not in gathered[1]
-    assert in_words(0, "blocks.3", "unsharding") in next(trace for trace in during.data if trace.name == "on its way").hovertext
+    assert (
+        in_words(0, "blocks.3", "unsharding")
+        in next(trace for trace in during.data if trace.name == "on its way").hovertext
+    )
     for wrong in (-1, 10**18):
         with pytest.raises(ValueError, match=r"expected 0 to \d+, ns since step 1 began"):
             figures.slice_map(ahead, wrong)
@@ -465,19 +592,29 @@ def figures_lives(record):
 
 def test_the_map_names_the_line_of_unit_py_that_made_a_unit_what_it_is():
     for state, method in (("sharded", "reshard"), ("unsharding", "start_unshard"), ("unsharded", "finish_unshard")):
-        line = int(re.fullmatch(rf"rank 1, blocks.0: {state} \({method}, unit.py line (\d+)\)", in_words(1, "blocks.0", state))[1])
+        line = int(
+            re.fullmatch(
+                rf"rank 1, blocks.0: {state} \({method}, unit.py line (\d+)\)", in_words(1, "blocks.0", state)
+            )[1]
+        )
         assert Path(unit.__file__).read_text().splitlines()[line - 1].strip().startswith(f"def {method}(")
 
 
 def test_a_unit_that_only_reshards_was_whole(ahead, tmp_path):
     record = profiled(tmp_path)
-    record.tables["life"] = [dict(rank=0, step=1, unit="", state="sharded", phase="backward", time_ns=EPOCH + 200 * MB + 5)]
+    record.tables["life"] = [
+        dict(rank=0, step=1, unit="", state="sharded", phase="backward", time_ns=EPOCH + 200 * MB + 5)
+    ]
     assert figures_lives(record).states[0, "root"] == [(0, "unsharded"), (5, "sharded")]
 
 
 def test_linked_view_has_one_clock(ahead):
     figure = figures.linked_view(ahead)
-    assert {trace.xaxis or "x" for trace in figure.data} == {"x"} and {trace.yaxis or "y" for trace in figure.data} == {"y", "y2", "y3"}
+    assert {trace.xaxis or "x" for trace in figure.data} == {"x"} and {trace.yaxis or "y" for trace in figure.data} == {
+        "y",
+        "y2",
+        "y3",
+    }
     assert figure.layout.xaxis.showspikes and figure.layout.xaxis.spikemode == "across"
     assert "rank 0 peaks at 110 MB after 23.5 ms, when 3 of 5 units are gathered" in words(figure)
     at = figures.linked_at(ahead, 22 * MB)
@@ -506,7 +643,9 @@ def test_a_run_without_profile_says_what_to_do(plain, ahead):
 
 def test_every_figure_has_its_words_and_its_static_picture(ahead, behind, quiet):
     for name, figure in drawings(ahead, behind, quiet).items():
-        assert len(figures.alt_text(figure)) > 60 and "Measured on 2 CPU ranks; the link is emulated" in words(figure), name
+        assert len(figures.alt_text(figure)) > 60 and "Measured on 2 CPU ranks; the link is emulated" in words(
+            figure
+        ), name
         assert all(len(line) <= 128 for line in figure.layout.title.subtitle.text.split("<br>")), name
         picture = figures.svg(figure)
         root = ET.fromstring(picture)
@@ -520,7 +659,10 @@ def test_long_titles_take_further_lines():
     assert style.wrapped("a bc", 3) == "a<br>bc" and style.wrapped("short", 90) == "short"
     import plotly.graph_objects as go
 
-    long, short = (style.titled(go.Figure(go.Bar(x=[1], y=["a"])), text, "Measured", "alt", height=300) for text in ("many words " * 15, "few"))
+    long, short = (
+        style.titled(go.Figure(go.Bar(x=[1], y=["a"])), text, "Measured", "alt", height=300)
+        for text in ("many words " * 15, "few")
+    )
     assert long.layout.height == short.layout.height + 25 and long.layout.margin.t == short.layout.margin.t + 25
 
 
@@ -536,7 +678,12 @@ def test_namesakes_are_told_apart(ahead, behind, tmp_path):
 def test_page_has_tabs_for_records_and_none_for_a_comparison(ahead, behind, plain):
     from plotly.offline import get_plotlyjs
 
-    finding = {"title": "one & all", "text": "the link is busy", "remedy": "<b>two</b> communicators", "seconds": 0.0021}
+    finding = {
+        "title": "one & all",
+        "text": "the link is busy",
+        "remedy": "<b>two</b> communicators",
+        "seconds": 0.0021,
+    }
     page = figures.comparison_page(comparison_json([ahead, behind]), [ahead, behind], [finding])
     assert len(page.encode()) - len(get_plotlyjs().encode()) < 2_000_000
     body = page.replace(get_plotlyjs(), "")
@@ -546,7 +693,11 @@ def test_page_has_tabs_for_records_and_none_for_a_comparison(ahead, behind, plai
     assert not re.search(r"""(src|href)=["']""", body)
     assert 'role="tab"' not in figures.comparison_page(comparison_json([ahead]))
     empty = figures.comparison_page(comparison_json([plain]), [plain])
-    assert empty.count("run it again with --profile 2") >= 4 and "A difference needs two runs" in empty and "No findings" in empty
+    assert (
+        empty.count("run it again with --profile 2") >= 4
+        and "A difference needs two runs" in empty
+        and "No findings" in empty
+    )
     states = json.loads(re.search(r'class="states">(.*?)</script>', body)[1])
     assert states["changes"][0][4][0] == [0.0, 0] and states["units"] == ["root", *BLOCKS]
 
@@ -566,7 +717,9 @@ def test_every_figure_renders_in_a_browser(ahead, behind, quiet, tmp_path):
         page.on("pageerror", lambda error: problems.append(str(error)))
         for name, figure in drawings(ahead, behind, quiet).items():
             drawn = figure.to_html(full_html=False, include_plotlyjs=False, default_width="100%")
-            (tmp_path / "figure.html").write_text(f'<!doctype html><meta charset="utf-8"><script src="plotly.js"></script>{drawn}', encoding="utf-8")
+            (tmp_path / "figure.html").write_text(
+                f'<!doctype html><meta charset="utf-8"><script src="plotly.js"></script>{drawn}', encoding="utf-8"
+            )
             page.goto((tmp_path / "figure.html").as_uri())
             page.wait_for_selector(".main-svg")
             picture = page.locator(".js-plotly-plot").screenshot(path=tmp_path / f"{name}.png")
@@ -582,7 +735,9 @@ def test_every_figure_renders_in_a_browser(ahead, behind, quiet, tmp_path):
 def test_tabs_and_the_time_cursor_work_offline(ahead, behind, tmp_path):
     from playwright.sync_api import sync_playwright
 
-    (tmp_path / "page.html").write_text(figures.comparison_page(comparison_json([ahead, behind]), [ahead, behind]), encoding="utf-8")
+    (tmp_path / "page.html").write_text(
+        figures.comparison_page(comparison_json([ahead, behind]), [ahead, behind]), encoding="utf-8"
+    )
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         page, problems, asked = browser.new_page(viewport={"width": 1280, "height": 900}), [], []
@@ -596,9 +751,15 @@ def test_tabs_and_the_time_cursor_work_offline(ahead, behind, tmp_path):
             assert page.locator(".panel:visible").count() == 1
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{name} is wider than 1280 px"
         page.click("[data-panel=panel-Memory]")
-        fills = "[...document.querySelector('#panel-Memory .slices').querySelectorAll('rect')].map(r => r.getAttribute('fill')).join()"
+        fills = (
+            "[...document.querySelector('#panel-Memory .slices').querySelectorAll('rect')].map(r =>"
+            " r.getAttribute('fill')).join()"
+        )
         before = page.evaluate(fills)
-        page.evaluate("(() => { const s = document.querySelector('#panel-Memory input'); s.value = 0; s.dispatchEvent(new Event('input')); })()")
+        page.evaluate(
+            "(() => { const s = document.querySelector('#panel-Memory input'); s.value = 0; s.dispatchEvent(new"
+            " Event('input')); })()"
+        )
         assert page.evaluate(fills) != before and page.locator("#panel-Memory output").first.inner_text() == "0.00 ms"
         page.wait_for_function("document.querySelector('#panel-Memory .plot').layout.shapes.at(-1).x0 === 0")
         browser.close()

@@ -1,4 +1,6 @@
-"""`fsdplab gpu-check`: parts that fail, hang, die or write nonsense are reported and stop nothing; what was measured is kept; nothing outlives it."""
+"""`fsdplab gpu-check`: parts that fail, hang, die or write nonsense are reported and stop nothing; what was measured is
+kept; nothing outlives it.
+"""
 
 from __future__ import annotations
 
@@ -64,12 +66,17 @@ def test_every_part_is_reported_with_its_reason_and_the_last_one_still_runs(chec
     check = open_check(folder)
     assert status == 1 and not check.passed
     assert {each.name: each.status for each in check.outcomes} == {
-        "keeps_a_record": "finished", "fails": "failed", "dies": "killed", "writes_garbage": "garbage", "does_not_hold": "finished",
+        "keeps_a_record": "finished", "fails": "failed", "dies": "killed", "writes_garbage": "garbage",
+        "does_not_hold": "finished",
         "hangs": "timed out", "absent": "failed", "is_good": "finished",
     }  # fmt: skip
     reasons = {each.name: each.reason for each in check.outcomes}
     assert reasons["fails"] == "RuntimeError: the third row cannot be" and reasons["dies"] == "by SIGKILL"
-    assert "is no JSON" in reasons["writes_garbage"] and reasons["hangs"] == "ended at its limit of 15 s" and "no_such_part" in reasons["absent"]
+    assert (
+        "is no JSON" in reasons["writes_garbage"]
+        and reasons["hangs"] == "ended at its limit of 15 s"
+        and "no_such_part" in reasons["absent"]
+    )
     assert len(told) == 9 and told[1].startswith("fails: failed RuntimeError")
 
 
@@ -84,7 +91,14 @@ def test_finished_rows_outlive_a_part_that_ended_badly(checked):
 
 def test_the_table_names_what_failed(checked):
     text, markdown = (checked[0] / "table.txt").read_text(), (checked[0] / "table.md").read_text()
-    for words in ("the third row cannot be", "ended at its limit of 15 s", "peak within 3 %", "at most 3 %", "0 of 1", "note: all in order"):
+    for words in (
+        "the third row cannot be",
+        "ended at its limit of 15 s",
+        "peak within 3 %",
+        "at most 3 %",
+        "0 of 1",
+        "note: all in order",
+    ):
         assert words in text and words in markdown
     assert str(open_check(checked[0])) == text
 
@@ -107,7 +121,11 @@ def test_records_are_packed_and_opened_again(checked, tmp_path):
 
 
 def test_nothing_of_the_parts_is_left(checked):
-    sleepers = [pid for pid in tree._all() if b"time.sleep(601.25)" in Path(f"/proc/{pid}/cmdline").read_bytes() and tree.running(pid)]
+    sleepers = [
+        pid
+        for pid in tree._all()
+        if b"time.sleep(601.25)" in Path(f"/proc/{pid}/cmdline").read_bytes() and tree.running(pid)
+    ]
     assert sleepers == []
 
 
@@ -121,16 +139,22 @@ def test_what_the_whole_limit_does_not_hold_is_named_as_not_run(tmp_path):
 
 
 def started_and_hanging(folder: Path) -> tuple[subprocess.Popen[bytes], int, int]:
-    """A check, in a process of its own, whose second part hangs by now; the process, the part's id, and that of what the part started."""
+    """A check, in a process of its own, whose second part hangs by now; the process, the part's id, and that of what
+    the part started.
+    """
     code = (
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell starts what runs behind it deaf to Ctrl-C
-        "from pathlib import Path; from fsdplab.gpu_check import __main__ as gpu_check; from tests.test_gpu_check import behaving\n"
-        f"with gpu_check._ended_in_order(): sys.exit(gpu_check.run_check([behaving('is_good'), behaving('hangs')], 'cpu', Path({str(folder)!r}), 200.0, ''))"
+        # a shell starts what runs behind it deaf to Ctrl-C
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\nfrom pathlib import Path; from"
+        " fsdplab.gpu_check import __main__ as gpu_check; from tests.test_gpu_check import behaving\nwith"
+        " gpu_check._ended_in_order(): sys.exit(gpu_check.run_check([behaving('is_good'), behaving('hangs')], 'cpu',"
+        f" Path({str(folder)!r}), 200.0, ''))"
     )
     scratch = folder / "scratch"
     scratch.mkdir()
     with (folder / "said").open("w") as said:
-        runner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "TMPDIR": str(scratch)}, stdout=said, stderr=said)
+        runner = subprocess.Popen(
+            [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "TMPDIR": str(scratch)}, stdout=said, stderr=said
+        )
     wait_until(lambda: list(scratch.glob("*/hangs/pids")))
     part, child = map(int, next(scratch.glob("*/hangs/pids")).read_text().split())
     return runner, part, child
@@ -156,8 +180,18 @@ def test_a_part_ends_when_the_check_is_killed(tmp_path):
 
 
 def test_a_full_disk_is_one_line(tmp_path):
-    command = f"ulimit -f 1; exec {sys.executable} -m fsdplab.gpu_check --device cpu --parts memory --out {tmp_path / 'out'}"  # no file above 1 kB
-    ended = subprocess.run(["bash", "-c", command], cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=120)
+    # no file above 1 kB
+    command = (
+        f"ulimit -f 1; exec {sys.executable} -m fsdplab.gpu_check --device cpu --parts memory --out {tmp_path / 'out'}"
+    )
+    ended = subprocess.run(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     (said,) = ended.stderr.splitlines()
     assert ended.returncode == 1 and "the result could not be written (" in said and "File too large" in said
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "the scratch folder is gone"
@@ -174,13 +208,17 @@ def test_a_sheet_is_saved_with_every_call_and_read_back(tmp_path):
     sheet = Sheet("memory", "cpu", tmp_path, 40.0)
     assert written(tmp_path)["rows"] == [] and 0 < sheet.left() <= 40
     sheet.row(model="gpt-tiny", bytes=np.int64(3), loss=torch.tensor(2.0), mfu=None, ratio=float("nan"), fits=True)
-    assert written(tmp_path)["rows"] == [{"model": "gpt-tiny", "bytes": 3, "loss": 2.0, "mfu": None, "ratio": "nan", "fits": True}]
+    assert written(tmp_path)["rows"] == [
+        {"model": "gpt-tiny", "bytes": 3, "loss": 2.0, "mfu": None, "ratio": "nan", "fits": True}
+    ]
     sheet.check("peak", np.bool_(True), 1, 2)
     sheet.note("seen")
     with sheet.trying("a row"):
         raise ValueError("no such row\nmore")
     found = written(tmp_path)
-    assert [check["passed"] for check in found["checks"]] == [True, False] and found["checks"][1]["got"] == "ValueError: no such row"
+    assert [check["passed"] for check in found["checks"]] == [True, False] and found["checks"][1][
+        "got"
+    ] == "ValueError: no such row"
     assert found["notes"] == ["seen"] and not list(tmp_path.glob("*.new"))
 
 
@@ -200,7 +238,12 @@ def test_the_exit_codes_of_a_part(tmp_path, capsys):
         sheet.row(a=1)
         raise RuntimeError("boom")
 
-    assert part_main("memory", lambda sheet, device, folder, seconds: sheet.row(device=str(device), limit=seconds > 4), flags) == 0
+    assert (
+        part_main(
+            "memory", lambda sheet, device, folder, seconds: sheet.row(device=str(device), limit=seconds > 4), flags
+        )
+        == 0
+    )
     assert written(tmp_path)["rows"] == [{"device": "cpu", "limit": True}]
     assert part_main("memory", broken, flags) == 1 and written(tmp_path)["rows"] == [{"a": 1}]
     assert "RuntimeError: boom" in capsys.readouterr().err
@@ -213,7 +256,12 @@ def test_the_exit_codes_of_a_part(tmp_path, capsys):
 def test_without_a_gpu_the_check_refuses_in_one_line_and_leaves_nothing(tmp_path, capsys):
     assert main(["--out", str(tmp_path / "new"), "--parts", "memory"]) == 2
     said = capsys.readouterr()
-    assert said.err.count("\n") == 1 and "finds no CUDA device" in said.err and "--device cpu" in said.err and not (tmp_path / "new").exists()
+    assert (
+        said.err.count("\n") == 1
+        and "finds no CUDA device" in said.err
+        and "--device cpu" in said.err
+        and not (tmp_path / "new").exists()
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,8 +271,14 @@ def test_without_a_gpu_the_check_refuses_in_one_line_and_leaves_nothing(tmp_path
         ("", "is no JSON"),
         ("[]", "is not a sheet of the part 'memory'"),
         ('{"part": "memory"}', "has no list of rows"),
-        ('{"part": "memory", "rows": [{"a": [1]}], "checks": [], "notes": [], "records": []}', "rows that are not flat"),
-        ('{"part": "memory", "rows": [], "checks": [{"name": "a"}], "notes": [], "records": []}', "without name, passed"),
+        (
+            '{"part": "memory", "rows": [{"a": [1]}], "checks": [], "notes": [], "records": []}',
+            "rows that are not flat",
+        ),
+        (
+            '{"part": "memory", "rows": [], "checks": [{"name": "a"}], "notes": [], "records": []}',
+            "without name, passed",
+        ),
         ('{"part": "memory", "rows": [], "checks": [], "notes": [3], "records": []}', "no text"),
     ],
 )
@@ -241,7 +295,11 @@ def test_a_sheet_that_is_not_one_is_refused(tmp_path, text, complaint):
 def test_the_limits_fit_into_eight_minutes():
     assert sum(part.cuda_s for part in PARTS) <= LIMIT_S == 480
     assert [part.name for part in chosen(["traces", "tests"])] == ["tests", "traces"] and chosen([]) == PARTS
-    assert PARTS[-1].seconds("cuda", 100.0) == 100.0 and PARTS[0].seconds("cuda", 20.0) == 20.0 and PARTS[0].seconds("cuda", 400.0) == PARTS[0].cuda_s
+    assert (
+        PARTS[-1].seconds("cuda", 100.0) == 100.0
+        and PARTS[0].seconds("cuda", 20.0) == 20.0
+        and PARTS[0].seconds("cuda", 400.0) == PARTS[0].cuda_s
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,19 +315,32 @@ def test_the_limits_fit_into_eight_minutes():
 )
 def test_what_cannot_be_is_said_in_one_line(tmp_path, flags, words):
     (tmp_path / "file").write_text("x")
-    command = [sys.executable, "-m", "fsdplab.gpu_check", *(str(tmp_path) if flag == "FOLDER" else flag for flag in flags)]
+    command = [
+        sys.executable,
+        "-m",
+        "fsdplab.gpu_check",
+        *(str(tmp_path) if flag == "FOLDER" else flag for flag in flags),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_the_command_line_has_the_command(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "fsdplab.cli", "gpu-check", "--open", str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdplab.cli", "gpu-check", "--open", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 2 and "holds no check.json" in done.stderr
 
 
 def test_the_runner_needs_no_torch():
     code = "import fsdplab.gpu_check.__main__, sys; print({'torch', 'numpy', 'typer'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout == "set()\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
+        == "set()\n"
+    )
 
 
 def test_the_digest_tells_sources_apart(tmp_path):
@@ -325,7 +396,9 @@ def test_records_that_are_too_large_go_without_traces_or_are_named(tmp_path):
     found = unpack(out, tmp_path / "back")
     assert [path.name for path in found] == ["heavy_trace", "second", "small"]
     assert (tmp_path / "back/traces/second/traces/rank0.pt.trace.json.gz").stat().st_size == 20_000
-    assert not (tmp_path / "back/traces/heavy_trace/traces").exists() and all(path.stat().st_size < 45_000 for path in out.iterdir())
+    assert not (tmp_path / "back/traces/heavy_trace/traces").exists() and all(
+        path.stat().st_size < 45_000 for path in out.iterdir()
+    )
 
 
 def test_an_archive_that_points_outside_is_refused(tmp_path):
@@ -348,16 +421,26 @@ def test_figures_read_well():
 
 
 def test_a_check_passes_only_if_all_ran_and_all_held():
-    good = {"rows": [], "checks": [{"name": "a", "passed": True, "got": "", "expected": ""}], "notes": [], "records": []}
+    good = {
+        "rows": [],
+        "checks": [{"name": "a", "passed": True, "got": "", "expected": ""}],
+        "notes": [],
+        "records": [],
+    }
     bad = {**good, "checks": [{"name": "a|b", "passed": False, "got": "1\n2", "expected": ""}]}
     assert Check({}, [Outcome("a", "finished", "", 1.0, 2.0, good)]).passed and not Check({}, []).passed
-    assert not Check({}, [Outcome("a", "timed out", "", 1.0, 2.0, good)]).passed and not Check({}, [Outcome("a", "finished", "", 1.0, 2.0, bad)]).passed
-    assert "a\\|b | 1 2" in as_markdown({}, [Outcome("a", "finished", "", 1.0, 2.0, bad)]) and "commit: 1" in as_text({"commit": 1}, [])
+    assert (
+        not Check({}, [Outcome("a", "timed out", "", 1.0, 2.0, good)]).passed
+        and not Check({}, [Outcome("a", "finished", "", 1.0, 2.0, bad)]).passed
+    )
+    assert "a\\|b | 1 2" in as_markdown({}, [Outcome("a", "finished", "", 1.0, 2.0, bad)]) and "commit: 1" in as_text(
+        {"commit": 1}, []
+    )
 
 
 # ---- the part that runs tests
 
-SOME_TESTS = '''
+SOME_TESTS = """
 import os
 import pytest
 
@@ -394,7 +477,7 @@ def test_after(three, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="a b"):
         raise ValueError("a b c")
     assert tmp_path.is_dir() and three == 3
-'''
+"""
 
 
 @pytest.mark.parametrize("runner", ["pytest", "bare"])
@@ -410,8 +493,14 @@ def test_tests_are_rows_and_go_on_behind_one_that_breaks_its_process(tmp_path, r
     assert codes == [CUDA_BROKE, 9, 0]
     outcomes = {row["test"]: (row["outcome"], row["reason"]) for row in sheet.rows}
     assert outcomes["test_squares[2-4]"] == ("passed", None) and outcomes["test_after"] == ("passed", None)
-    assert outcomes["test_squares[wrong]"][0] == "failed" and outcomes["test_skipped"] == ("skipped", "needs two of them")
-    assert outcomes["test_crashes"] == ("failed", "ended its process (code 9)") and "illegal memory" in outcomes["test_breaks_cuda"][1]
+    assert outcomes["test_squares[wrong]"][0] == "failed" and outcomes["test_skipped"] == (
+        "skipped",
+        "needs two of them",
+    )
+    assert (
+        outcomes["test_crashes"] == ("failed", "ended its process (code 9)")
+        and "illegal memory" in outcomes["test_breaks_cuda"][1]
+    )
     assert len(outcomes) == 6 and len(sheet.checks) == 3
 
 
@@ -430,7 +519,9 @@ def dry(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
 def test_the_dry_run_on_cpu_exercises_every_part(dry, tmp_path):
     out, done = dry
     check = open_check(out)
-    assert {each.name: each.status for each in check.outcomes} == dict.fromkeys(["environment", *(part.name for part in PARTS)], "finished"), done.stdout
+    assert {each.name: each.status for each in check.outcomes} == dict.fromkeys(
+        ["environment", *(part.name for part in PARTS)], "finished"
+    ), done.stdout
     assert done.returncode == 0 and check.passed, done.stdout
     assert all(check.rows(part.name) for part in PARTS) and check.provenance["source_sha256"]
     files = [path for path in out.rglob("*") if path.is_file()]

@@ -1,4 +1,6 @@
-"""The measures of gpu-check, on CPU: the arithmetic with hand-written figures, right and wrong; test_gpu_check.py has the dry run of the parts."""
+"""The measures of gpu-check, on CPU: the arithmetic with hand-written figures, right and wrong; test_gpu_check.py has
+the dry run of the parts.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_flop_of_a_step_by_hand() -> None:
     shape = preset("llama-1b")
     per_block = 2 * 2048 * 2048 + 2 * 2048 * 1024 + 3 * 2048 * 5632 + 2 * 2048
     assert multiplying_parameters(shape) == 20 * per_block + 32_000 * 2048 + 2048
-    assert step_flops(shape, tokens=10, sequence_length=4) == 10 * (6 * multiplying_parameters(shape) + 6 * 20 * 2048 * 4)
+    assert step_flops(shape, tokens=10, sequence_length=4) == 10 * (
+        6 * multiplying_parameters(shape) + 6 * 20 * 2048 * 4
+    )
 
 
 def test_tied_embeddings_multiply_once() -> None:
@@ -53,7 +57,8 @@ def test_mfu_is_a_part_of_the_peak() -> None:
 
 
 @pytest.mark.parametrize("name,row", [
-    ("NVIDIA H200", "H200 SXM 141GB"), ("NVIDIA H100 80GB HBM3", "H100 SXM 80GB"), ("NVIDIA A100-SXM4-80GB", "A100 SXM 80GB"), ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+    ("NVIDIA H200", "H200 SXM 141GB"), ("NVIDIA H100 80GB HBM3", "H100 SXM 80GB"),
+    ("NVIDIA A100-SXM4-80GB", "A100 SXM 80GB"), ("NVIDIA GeForce RTX 4090", "RTX 4090"),
 ])  # fmt: skip
 def test_the_peak_of_a_device_is_the_tables(name: str, row: str) -> None:
     assert peak_of(name)[0] == row
@@ -74,7 +79,10 @@ def test_sizes_for_one_gpu(name: str, billions: float) -> None:
 
 
 def test_only_synchronisations_are_counted_and_paths_are_cut() -> None:
-    heard = [("called a synchronizing CUDA operation (Triggered internally)", "/home/me/x/engine/unit.py", 7), ("deprecated", "/a/b.py", 1)]
+    heard = [
+        ("called a synchronizing CUDA operation (Triggered internally)", "/home/me/x/engine/unit.py", 7),
+        ("deprecated", "/a/b.py", 1),
+    ]
     assert synchronisations(heard) == ["engine/unit.py:7"]
 
 
@@ -83,7 +91,11 @@ def test_cpu_has_no_host_syncs_to_count() -> None:
 
 
 def test_medians_of_steps() -> None:
-    assert medians([Timed(3.0, 1.0), Timed(1.0, 0.5), Timed(2.0, 0.7)]) == {"step_s": 2.0, "step_s_min": 1.0, "host_s": 0.7}
+    assert medians([Timed(3.0, 1.0), Timed(1.0, 0.5), Timed(2.0, 0.7)]) == {
+        "step_s": 2.0,
+        "step_s_min": 1.0,
+        "host_s": 0.7,
+    }
 
 
 # ---- engines side by side
@@ -98,7 +110,11 @@ KEY = Case("llama-1b", 8, 2048, compiled=True)
 
 
 def failed(case: Case = KEY, **lab: object) -> list[str]:
-    return [check["name"].removeprefix(f"{case.words}: ") for check in judge_engines(rows(**lab), case, on_gpu=True) if not check["passed"]]
+    return [
+        check["name"].removeprefix(f"{case.words}: ")
+        for check in judge_engines(rows(**lab), case, on_gpu=True)
+        if not check["passed"]
+    ]
 
 
 def test_an_engine_that_meets_every_aim_passes() -> None:
@@ -107,7 +123,8 @@ def test_an_engine_that_meets_every_aim_passes() -> None:
 
 
 @pytest.mark.parametrize("lab,name", [
-    ({"step_s": 0.98}, "step time over torch-fsdp2's"), ({"host_syncs": 1}, "no host sync inside a step"), ({"allocated_peak": 101}, "peak memory over torch-fsdp2's"),
+    ({"step_s": 0.98}, "step time over torch-fsdp2's"), ({"host_syncs": 1}, "no host sync inside a step"),
+    ({"allocated_peak": 101}, "peak memory over torch-fsdp2's"),
     ({"mfu": 0.49}, "MFU"), ({"loss": 5.2}, "losses agree"),
 ])  # fmt: skip
 def test_an_engine_that_misses_one_is_told_which(lab: dict, name: str) -> None:
@@ -127,7 +144,9 @@ def test_on_cpu_only_losses_are_judged() -> None:
 def test_what_is_compared_on_cuda() -> None:
     cases = [plan.case for plan in plans("cuda")]
     assert {case.model for case in cases} == {"llama-0.3b", "llama-1b", "llama-3b"}
-    assert {(case.checkpoint, case.compiled) for case in cases if case.model == "llama-1b"} == {(c, k) for c in ("none", "full") for k in (True, False)}
+    assert {(case.checkpoint, case.compiled) for case in cases if case.model == "llama-1b"} == {
+        (c, k) for c in ("none", "full") for k in (True, False)
+    }
     assert all({"lab", "torch-fsdp2"} <= set(plan.engines) for plan in plans("cuda"))
 
 
@@ -147,7 +166,11 @@ def test_a_gather_under_the_forward_before_it_is_hidden() -> None:
 
 
 def test_a_gather_in_a_gap_is_exposed_and_told_to_be_elsewhere() -> None:
-    spans = [compute("a", "forward", 0, 10), compute("b", "forward", 14, 24), Span("b", "all_gather", "forward", 10, 14)]
+    spans = [
+        compute("a", "forward", 0, 10),
+        compute("b", "forward", 14, 24),
+        Span("b", "all_gather", "forward", 10, 14),
+    ]
     judged = judge("ab", spans)
     assert (judged.hideable_ns, judged.hidden_ns, judged.share) == (4, 0, 0.0)
     assert judged.elsewhere == ("all_gather of b not under forward of a",)
@@ -217,7 +240,10 @@ def test_apart_has_no_sign() -> None:
 def snapshot_of(file: str) -> dict:
     """What `torch.cuda.memory._snapshot` returns for one block, allocated in `file`."""
     frames = [{"filename": file, "line": 7, "name": "start_unshard"}, {"filename": "??", "line": 0, "name": "main"}]
-    return {"segments": [{"blocks": [{"size": 512, "frames": frames}]}], "device_traces": [[{"action": "alloc", "addr": 1, "size": 512, "frames": frames}]]}
+    return {
+        "segments": [{"blocks": [{"size": 512, "frames": frames}]}],
+        "device_traces": [[{"action": "alloc", "addr": 1, "size": 512, "frames": frames}]],
+    }
 
 
 def test_snapshots_are_exported_as_the_viewer_reads_them(tmp_path) -> None:
@@ -225,7 +251,9 @@ def test_snapshots_are_exported_as_the_viewer_reads_them(tmp_path) -> None:
     taken = snapshot_of("/home/me/lab/fsdplab/engine/unit.py")
     write_snapshot(taken, tmp_path / "record" / "snapshots" / "rank0.snapshot.pickle.gz")
     (written,) = export_snapshots(RunRecord(tmp_path / "record"), tmp_path / "out")
-    assert written.name == "rank0.pickle" and pickle.loads(written.read_bytes()) == snapshot_of("fsdplab/engine/unit.py")
+    assert written.name == "rank0.pickle" and pickle.loads(written.read_bytes()) == snapshot_of(
+        "fsdplab/engine/unit.py"
+    )
 
 
 def test_a_record_without_snapshots_says_where_they_are_made(tmp_path) -> None:
@@ -289,5 +317,11 @@ def test_a_link_between_cuda_ranks_that_cannot_be(wrong: dict, match: str) -> No
 def test_a_part_without_a_gpu_says_so(tmp_path, part: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = subprocess.run([sys.executable, "-m", f"fsdplab.gpu_check.{part}", "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", f"fsdplab.gpu_check.{part}", "--out", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 2 and "finds no CUDA device" in done.stderr

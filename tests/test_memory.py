@@ -1,4 +1,6 @@
-"""Measured memory on real torch: known bytes come out exactly, and engines on real ranks show what they are known to hold."""
+"""Measured memory on real torch: known bytes come out exactly, and engines on real ranks show what they are known to
+hold.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from torch.profiler import record_function
 from fsdplab.engine.events import CATEGORIES, Tag, emit, tag
 from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
 from fsdplab.profiling import memory as memory_module
-from fsdplab.profiling.residents import cuda_blocks, living_storages
 from fsdplab.profiling.resident_set import ResidentGrowth
+from fsdplab.profiling.residents import cuda_blocks, living_storages
 from fsdplab.profiling.trace import read_trace
 
 CPU = torch.device("cpu")
@@ -52,7 +54,9 @@ def leave_out_other_tests():
     _of_other_tests.clear()
 
 
-def measure(model: nn.Module, optimizer: Any, run: Any = None, engine: str = "torch-ddp", **more: Any) -> MemoryTimeline:
+def measure(
+    model: nn.Module, optimizer: Any, run: Any = None, engine: str = "torch-ddp", **more: Any
+) -> MemoryTimeline:
     more["ignore"] = [*more.get("ignore", ()), *_of_other_tests]
     with MemoryRecorder(model=model, optimizer=optimizer, engine=engine, device=CPU, **more) as recorder:
         (run or (lambda: step(model, optimizer)))()
@@ -78,7 +82,9 @@ def test_known_bytes_of_a_plain_step(trained):
     first, last = timeline.points[0], timeline.points[-1]
     assert first["parameter_slices"] == last["parameter_slices"] == timeline.peak["parameter_slices"] == DEPTH * WEIGHT
     assert first["optimizer_state"] == last["optimizer_state"] == 2 * DEPTH * WEIGHT + counters
-    assert most(timeline, "whole_gradients") == DEPTH * WEIGHT and first["whole_gradients"] == last["whole_gradients"] == 0
+    assert (
+        most(timeline, "whole_gradients") == DEPTH * WEIGHT and first["whole_gradients"] == last["whole_gradients"] == 0
+    )
     assert most(timeline, "activations") >= (DEPTH + 1) * activation, "the input and what each ReLU keeps"
     assert timeline.peak["gathered_parameters"] == timeline.peak["communication_buffers"] == 0
     assert timeline.other_share < 0.05
@@ -96,7 +102,11 @@ def test_the_first_step_makes_the_optimizer_state():
 
 def test_the_total_is_torchs_own_running_total(trained, monkeypatch):
     kept = []
-    monkeypatch.setattr(memory_module, "read_trace", lambda profile, *rest, **more: kept.append(profile) or read_trace(profile, *rest, **more))
+    monkeypatch.setattr(
+        memory_module,
+        "read_trace",
+        lambda profile, *rest, **more: kept.append(profile) or read_trace(profile, *rest, **more),
+    )
     timeline = measure(*trained)
     nodes, waiting = [], list(kept[0].profiler.kineto_results.experimental_event_tree())
     while waiting:
@@ -114,7 +124,9 @@ def test_a_looped_optimizer_shows_its_temporaries_as_other():
     model = stack()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     step(model, optimizer)
-    assert most(measure(model, optimizer), "other") - measure(model, optimizer).points[0]["other"] in range(2 * WEIGHT, 4 * WEIGHT)
+    assert most(measure(model, optimizer), "other") - measure(model, optimizer).points[0]["other"] in range(
+        2 * WEIGHT, 4 * WEIGHT
+    )
 
 
 def test_a_new_step_is_measured_like_the_last_one(trained):
@@ -176,7 +188,9 @@ def test_old_tags_do_not_rename_the_optimizers_state(trained):
 
 
 def test_a_free_of_an_announced_buffer_on_another_thread(trained):
-    """A transport may hand its buffers to a backend past torch's operators: then only the engine's tag says that they travel."""
+    """A transport may hand its buffers to a backend past torch's operators: then only the engine's tag says that they
+    travel.
+    """
     model, optimizer = trained
 
     def run() -> None:
@@ -268,9 +282,8 @@ def test_resident_growth_is_of_this_measurement_only():
 def test_an_error_in_the_step_passes_through_and_leaves_nothing_behind(trained):
     model, optimizer = trained
     recorder = MemoryRecorder(model=model, optimizer=optimizer, engine="lab", device=CPU)
-    with pytest.raises(ZeroDivisionError):
-        with recorder:
-            1 / 0
+    with pytest.raises(ZeroDivisionError), recorder:
+        1 / 0
     with pytest.raises(RuntimeError, match="only if the step inside did not fail"):
         recorder.timeline
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
@@ -328,7 +341,11 @@ def build(engine: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
         row = ShardingStrategy.NO_SHARD if engine.endswith("whole") else ShardingStrategy.FULL_SHARD
         model = FullyShardedDataParallel(
-            model, sharding_strategy=row, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), device_id=CPU, use_orig_params=True
+            model,
+            sharding_strategy=row,
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            device_id=CPU,
+            use_orig_params=True,
         )
     else:
         from fsdplab.engine import shard_model
@@ -360,12 +377,25 @@ def engines_on_a_rank(names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 # FSDP1 goes last: torch keeps parts of its NO_SHARD models alive, and what is alive is counted.
-ENGINES = ["torch-ddp", "torch-fsdp2", "no_shard", "zero1", "zero2", "shard_grad_op", "full_shard", "torch-fsdp1", "torch-fsdp1-whole"]
+ENGINES = [
+    "torch-ddp",
+    "torch-fsdp2",
+    "no_shard",
+    "zero1",
+    "zero2",
+    "shard_grad_op",
+    "full_shard",
+    "torch-fsdp1",
+    "torch-fsdp1-whole",
+]
 WHOLE, SLICE = DEPTH * WEIGHT, DEPTH * WEIGHT // 2
-PARAMETERS_AT_REST = dict.fromkeys(ENGINES, WHOLE) | dict.fromkeys(["torch-fsdp1", "torch-fsdp2", "shard_grad_op", "full_shard"], SLICE)
+PARAMETERS_AT_REST = dict.fromkeys(ENGINES, WHOLE) | dict.fromkeys(
+    ["torch-fsdp1", "torch-fsdp2", "shard_grad_op", "full_shard"], SLICE
+)
 STATE = dict.fromkeys(ENGINES, 2 * SLICE) | dict.fromkeys(["torch-ddp", "torch-fsdp1-whole", "no_shard"], 2 * WHOLE)
 
-# What lies there between two steps although no gradient is set: DDP's buckets, and the flat gradients behind FSDP1's original parameters.
+# What lies there between two steps although no gradient is set: DDP's buckets, and the flat gradients behind FSDP1's
+# original parameters.
 KEPT = {
     "torch-ddp": {"communication_buffers": WHOLE},
     "torch-fsdp1": {"gradient_slices": SLICE},
@@ -388,7 +418,9 @@ def test_every_engine_holds_what_its_row_says(shown, engine):
         assert math.isclose(seen["first"]["optimizer_state"], STATE[engine], abs_tol=4 * DEPTH)
         assert seen["other"] < 0.05
         assert seen["total"] >= PARAMETERS_AT_REST[engine] + STATE[engine]
-        kept = dict.fromkeys(("gathered_parameters", "whole_gradients", "gradient_slices", "activations", "communication_buffers"), 0)
+        kept = dict.fromkeys(
+            ("gathered_parameters", "whole_gradients", "gradient_slices", "activations", "communication_buffers"), 0
+        )
         arenas = {} if engine.startswith("torch") else {"communication_buffers": seen["first"]["communication_buffers"]}
         kept |= KEPT.get(engine, arenas)  # where ranks share memory the lab's arenas stay, as they were
         assert {name: seen["last"][name] for name in kept} == kept
@@ -443,5 +475,7 @@ def test_on_cuda_the_total_is_the_allocators():
     with MemoryRecorder(model=model, optimizer=optimizer, engine="lab", device=device) as recorder:
         run()
     timeline = recorder.timeline
-    assert timeline.baseline_total == before and timeline.peak_total == timeline.allocated_peak <= timeline.reserved_peak
+    assert (
+        timeline.baseline_total == before and timeline.peak_total == timeline.allocated_peak <= timeline.reserved_peak
+    )
     assert most(timeline, "whole_gradients") == DEPTH * WEIGHT and timeline.peak["parameter_slices"] == DEPTH * WEIGHT

@@ -86,11 +86,20 @@ def test_units_gathered_at_the_peak_are_named_in_order():
 def test_an_address_used_again_is_another_block():
     events = [alloc(1, 100, 50), free(2, 100, 50), alloc(3, 100, 50), free(4, 100, 50), alloc(5, 100, 50)]
     timeline = build_timeline([], events, tags=[tag("whole_gradients", 100, 3.5)])
-    assert [row for _, row in series(timeline)] == [{}, {"activations": 50}, {}, {"whole_gradients": 50}, {}, {"activations": 50}]
+    assert [row for _, row in series(timeline)] == [
+        {},
+        {"activations": 50},
+        {},
+        {"whole_gradients": 50},
+        {},
+        {"activations": 50},
+    ]
 
 
 def test_a_tag_right_before_its_allocation_event_counts():
-    """The clock of the tag and that of the allocator are read one after the other, on a machine that may pause between."""
+    """The clock of the tag and that of the allocator are read one after the other,
+    on a machine that may pause between.
+    """
     early = 1 - TOLERANCE_NS / MS / 2
     timeline = build_timeline([], [alloc(1, 100, 50)], tags=[tag("gradient_slices", 100, early)])
     assert held(timeline.peak) == {"gradient_slices": 50} and timeline.found_late == 0
@@ -120,7 +129,9 @@ def test_tags_from_before_name_baseline_storages_of_their_size_only():
 
 
 def test_tags_in_the_step_name_baseline_storages():
-    timeline = build_timeline([Storage(100, 50)], [alloc(1, 200, 1)], tags=[tag("communication_buffers", 100, 2, nbytes=8)])
+    timeline = build_timeline(
+        [Storage(100, 50)], [alloc(1, 200, 1)], tags=[tag("communication_buffers", 100, 2, nbytes=8)]
+    )
     assert held(timeline.peak) == {"communication_buffers": 50, "activations": 1}
 
 
@@ -138,7 +149,9 @@ def test_tagged_memory_that_nothing_else_knows_was_there_all_along():
 
 
 def test_a_baseline_storage_may_be_freed():
-    timeline = build_timeline([Storage(100, 50, "whole_gradients")], [alloc(1, 200, 20), free(2, 100, 50), free(3, 200, 20)])
+    timeline = build_timeline(
+        [Storage(100, 50, "whole_gradients")], [alloc(1, 200, 20), free(2, 100, 50), free(3, 200, 20)]
+    )
     assert [sum(row.values()) for _, row in series(timeline)] == [50, 70, 20, 0]
 
 
@@ -177,14 +190,17 @@ def test_neighbours_do_not_overlap():
 
 
 def test_shared_memory_is_counted_once():
-    joined = united([Storage(200, 5), Storage(120, 10, "activations"), Storage(100, 50), Storage(140, 20), Storage(100, 30)])
+    joined = united(
+        [Storage(200, 5), Storage(120, 10, "activations"), Storage(100, 50), Storage(140, 20), Storage(100, 30)]
+    )
     assert joined == [Storage(100, 60, "activations"), Storage(200, 5)]
 
 
 def test_events_come_in_any_order_and_equal_times_keep_theirs():
     events = [free(2, 100, 50), alloc(2, 100, 70), alloc(1, 100, 50)]
     timeline = build_timeline([], events)
-    assert (timeline.totals, timeline.peak_total, timeline.unseen_frees) == ([0, 50, 70], 70, 0)  # one row at the time of the peak
+    # one row at the time of the peak
+    assert (timeline.totals, timeline.peak_total, timeline.unseen_frees) == ([0, 50, 70], 70, 0)
 
 
 def test_the_peak_is_found_between_the_points_that_are_kept():
@@ -216,7 +232,9 @@ def test_check_rejects_a_timeline_that_does_not_add_up():
     with pytest.raises(AccountingError, match="sum to 25, the allocator's running total is 24"):
         replace(good, points=more).check()
     with pytest.raises(AccountingError, match="does not add up"):
-        replace(good, points=[row | {"other": -1, "activations": row["activations"] + 25} for row in good.points]).check()
+        replace(
+            good, points=[row | {"other": -1, "activations": row["activations"] + 25} for row in good.points]
+        ).check()
     with pytest.raises(AccountingError, match="not the highest point"):
         replace(good, peak={name: good.points[0][name] for name in CATEGORIES}, peak_total=24, peak_time_ns=0).check()
     with pytest.raises(AccountingError, match="does not add up"):

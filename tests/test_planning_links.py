@@ -1,4 +1,6 @@
-"""Links, hardware and the wind tunnel: every figure against arithmetic done by hand, every reader against wrong input."""
+"""Links, hardware and the wind tunnel: every figure against arithmetic done by hand,
+every reader against wrong input.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,13 @@ def test_the_docstrings_examples_hold(module):
 @pytest.mark.parametrize(
     "text,bytes_per_s",
     [
-        ("nvlink4", 450e9), ("NVLink 4", 450e9), ("NVLink-3", 300e9), ("nvlink5", 900e9), ("PCIe 4.0 x16", 31e9), ("pcie5", 63e9),
-        ("ib400", 50e9), ("400 Gb/s InfiniBand", 50e9), ("HDR", 25e9), ("IB 200", 25e9), ("100GbE", 12.5e9), ("eth25", 3.125e9),
+        ("nvlink4", 450e9), ("NVLink 4", 450e9), ("NVLink-3", 300e9), ("nvlink5", 900e9), ("PCIe 4.0 x16", 31e9),
+        ("pcie5", 63e9),
+        ("ib400", 50e9), ("400 Gb/s InfiniBand", 50e9), ("HDR", 25e9), ("IB 200", 25e9), ("100GbE", 12.5e9),
+        ("eth25", 3.125e9),
         ("10GbE", 1.25e9), ("1 GbE", 0.125e9),
-        ("200mbit", 25e6), ("200 Mbit/s", 25e6), ("1.5gbit", 187.5e6), ("800MB/s", 800e6), ("1GB/s", 1e9), ("10Gb/s", 1.25e9), ("100 Mbps", 12.5e6),
+        ("200mbit", 25e6), ("200 Mbit/s", 25e6), ("1.5gbit", 187.5e6), ("800MB/s", 800e6), ("1GB/s", 1e9),
+        ("10Gb/s", 1.25e9), ("100 Mbps", 12.5e6),
         ("500 kbytes/s", 5e5),
     ],
 )  # fmt: skip
@@ -42,7 +47,14 @@ def test_links_are_read_as_people_write_them(text, bytes_per_s):
 
 @pytest.mark.parametrize(
     "text,latency_s",
-    [("10gbit,50us", 50e-6), ("10gbit, 1ms", 1e-3), ("eth10,2us", 2e-6), ("1GB/s,800ns", 800e-9), ("ib400,0", 0.0), ("200mbit", 0.0)],
+    [
+        ("10gbit,50us", 50e-6),
+        ("10gbit, 1ms", 1e-3),
+        ("eth10,2us", 2e-6),
+        ("1GB/s,800ns", 800e-9),
+        ("ib400,0", 0.0),
+        ("200mbit", 0.0),
+    ],
 )
 def test_a_latency_stands_behind_a_comma(text, latency_s):
     assert parse_link(text).latency_s == latency_s
@@ -51,10 +63,14 @@ def test_a_latency_stands_behind_a_comma(text, latency_s):
 @pytest.mark.parametrize(
     "text,said",
     [
-        ("nvlnk4", "did you mean nvlink4"), ("pcie6", "did you mean pcie5"), ("fast", "expected one of nvlink3"), ("", "a link is ''"),
-        (None, "a link is None"), (200, "a link is 200"), ("800mb/s", "write 800mbit or 800MB/s"), ("0mbit", "expected a number above 0"),
-        ("1.2.3gbit", "unknown link"), ("-5mbit", "unknown link"), ("infmbit", "unknown link"), ("1e999gbit", "unknown link"),
-        ("10gbit,50", "such as 50us"), ("10gbit,", "such as 50us"), ("10gbit,-1ms", "such as 50us"), ("10gbit,1us,2us", "such as 50us"),
+        ("nvlnk4", "did you mean nvlink4"), ("pcie6", "did you mean pcie5"), ("fast", "expected one of nvlink3"),
+        ("", "a link is ''"),
+        (None, "a link is None"), (200, "a link is 200"), ("800mb/s", "write 800mbit or 800MB/s"),
+        ("0mbit", "expected a number above 0"),
+        ("1.2.3gbit", "unknown link"), ("-5mbit", "unknown link"), ("infmbit", "unknown link"),
+        ("1e999gbit", "unknown link"),
+        ("10gbit,50", "such as 50us"), ("10gbit,", "such as 50us"), ("10gbit,-1ms", "such as 50us"),
+        ("10gbit,1us,2us", "such as 50us"),
     ],
 )  # fmt: skip
 def test_what_is_no_link_is_refused_in_one_line(text, said):
@@ -64,7 +80,18 @@ def test_what_is_no_link_is_refused_in_one_line(text, said):
 
 
 @pytest.mark.parametrize(
-    "numbers", [(0, 0), (-1, 0), (float("nan"), 0), (float("inf"), 0), (True, 0), ("1", 0), (1, -1e-9), (1, float("inf")), (1, None)]
+    "numbers",
+    [
+        (0, 0),
+        (-1, 0),
+        (float("nan"), 0),
+        (float("inf"), 0),
+        (True, 0),
+        ("1", 0),
+        (1, -1e-9),
+        (1, float("inf")),
+        (1, None),
+    ],
 )
 def test_a_link_has_a_bandwidth_and_no_negative_latency(numbers):
     with pytest.raises(LinkError):
@@ -94,15 +121,20 @@ def test_the_gpus_are_the_tables():
         assert gpu.hbm_bytes_per_s == float(row["mem_TBps"]) * 1e12
         nic = row["typical_nic_Gbps_per_gpu"].split(" ")[0]
         assert gpu.nic_bytes_per_s == (float(nic) * 1e9 / 8 if nic else None)
-        links_there = {float(row[column]) * 1e9 for column in ("gpu_link_GBps_per_dir", "pcie_GBps_per_dir") if row[column]}
-        assert gpu.link.bytes_per_s in links_there or name == "H100 SXM 96GB"  # whose link the table only names: NVLink 4
+        links_there = {
+            float(row[column]) * 1e9 for column in ("gpu_link_GBps_per_dir", "pcie_GBps_per_dir") if row[column]
+        }
+        # whose link the table only names: NVLink 4
+        assert gpu.link.bytes_per_s in links_there or name == "H100 SXM 96GB"
 
 
 @pytest.mark.parametrize(
     "text,name,nodes,per_node,gb_per_s",
     [
-        ("8xH100", "8xH100 SXM 80GB", 1, 8, 450), ("64xH100", "8x8xH100 SXM 80GB", 8, 8, 400), ("4xRTX 4090", "4xRTX 4090", 1, 4, 31),
-        ("2x8xA100-80GB", "2x8xA100 SXM 80GB", 2, 8, 200), ("2 x 1 x h200", "2x1xH200 SXM 141GB", 2, 1, 50), ("1xT4", "1xT4", 1, 1, 15.75),
+        ("8xH100", "8xH100 SXM 80GB", 1, 8, 450), ("64xH100", "8x8xH100 SXM 80GB", 8, 8, 400),
+        ("4xRTX 4090", "4xRTX 4090", 1, 4, 31),
+        ("2x8xA100-80GB", "2x8xA100 SXM 80GB", 2, 8, 200), ("2 x 1 x h200", "2x1xH200 SXM 141GB", 2, 1, 50),
+        ("1xT4", "1xT4", 1, 1, 15.75),
     ],
 )  # fmt: skip
 def test_clusters_are_read(text, name, nodes, per_node, gb_per_s):
@@ -115,8 +147,10 @@ def test_clusters_are_read(text, name, nodes, per_node, gb_per_s):
 @pytest.mark.parametrize(
     "text,said",
     [
-        ("H100", "a cluster is 'H100'"), ("", "a cluster is ''"), (None, "a cluster is None"), ("8xH10", "did you mean H100 SXM 80GB"),
-        ("8xabacus", "expected one of H100"), ("12xH100", "do not fill nodes of 8"), ("0xH100", "no GPUs"), ("2x0xH100", "no GPUs"),
+        ("H100", "a cluster is 'H100'"), ("", "a cluster is ''"), (None, "a cluster is None"),
+        ("8xH10", "did you mean H100 SXM 80GB"),
+        ("8xabacus", "expected one of H100"), ("12xH100", "do not fill nodes of 8"), ("0xH100", "no GPUs"),
+        ("2x0xH100", "no GPUs"),
         ("16xRTX 4090", "no network between nodes is known"), ("-8xH100", "a cluster is"),
     ],
 )  # fmt: skip
@@ -141,7 +175,9 @@ def test_strategies_cost_what_they_send():
     bytes_each = {"full_shard": 2 * 2 + 4, "shard_grad_op": 2 + 4, "zero2": 2 + 4, "no_shard": 2 * 4}
     for strategy, per_parameter in bytes_each.items():
         target = wind_tunnel(parse_cluster("8xH100"), **LLAMA, strategy=strategy)
-        assert target.communication_s - target.latency_s == pytest.approx(8.030261248e9 * per_parameter * 7 / 8 / 450e9, rel=1e-6)
+        assert target.communication_s - target.latency_s == pytest.approx(
+            8.030261248e9 * per_parameter * 7 / 8 / 450e9, rel=1e-6
+        )
 
 
 def test_several_nodes_share_their_network():
@@ -149,7 +185,8 @@ def test_several_nodes_share_their_network():
     assert full.communication_s - full.latency_s == pytest.approx(8.030261248e9 * 8 * 63 / 64 / 400e9, rel=1e-6)
     hybrid = wind_tunnel(parse_cluster("64xH100"), **LLAMA, strategy="hybrid_shard")
     inside = 8.030261248e9 * 8 * 7 / 8 / 450e9
-    across = 2 * 8.030261248e9 / 8 * 4 * 7 / 8 / 50e9  # a slice of float32 gradients, all-reduced over 8 nodes by one card
+    # a slice of float32 gradients, all-reduced over 8 nodes by one card
+    across = 2 * 8.030261248e9 / 8 * 4 * 7 / 8 / 50e9
     assert hybrid.communication_s - hybrid.latency_s == pytest.approx(inside + across, rel=1e-6)
     assert hybrid.shards == 8 and full.shards == 64
 
@@ -173,16 +210,24 @@ def test_the_card_is_as_full_as_the_targets():
 
 
 def test_model_state_by_hand():
-    assert [state_bytes(100, name, 4) for name in ("no_shard", "zero1", "zero2", "full_shard")] == [1600, 1000, 700, 400]
+    assert [state_bytes(100, name, 4) for name in ("no_shard", "zero1", "zero2", "full_shard")] == [
+        1600,
+        1000,
+        700,
+        400,
+    ]
 
 
 @pytest.mark.parametrize(
     "cluster,changed,said",
     [
-        ("8xH100", {"strategy": "zero9"}, "no wind tunnel for strategy 'zero9'"), ("1xH100", {}, "give at least 2 GPUs"),
-        ("8xA10G", {}, "no bf16 FLOP/s are known for A10G"), ("8xH100", {"mfu": 0}, "mfu is 0"), ("8xH100", {"mfu": 40}, "mfu is 40"),
+        ("8xH100", {"strategy": "zero9"}, "no wind tunnel for strategy 'zero9'"),
+        ("1xH100", {}, "give at least 2 GPUs"),
+        ("8xA10G", {}, "no bf16 FLOP/s are known for A10G"), ("8xH100", {"mfu": 0}, "mfu is 0"),
+        ("8xH100", {"mfu": 40}, "mfu is 40"),
         ("8xH100", {"mfu": True}, "mfu is True"), ("8xH100", {"target_parameters": 0}, "target_parameters is 0"),
-        ("8xH100", {"target_layers": -1}, "target_layers is -1"), ("8xH100", {"tokens_per_gpu": float("nan")}, "tokens_per_gpu is nan"),
+        ("8xH100", {"target_layers": -1}, "target_layers is -1"),
+        ("8xH100", {"tokens_per_gpu": float("nan")}, "tokens_per_gpu is nan"),
     ],
 )  # fmt: skip
 def test_a_wind_tunnel_that_cannot_be_is_refused(cluster, changed, said):
@@ -190,7 +235,9 @@ def test_a_wind_tunnel_that_cannot_be_is_refused(cluster, changed, said):
         wind_tunnel(parse_cluster(cluster), **{**LLAMA, **changed})
 
 
-@pytest.mark.parametrize("changed", [{"compute_s": 0}, {"wire_bytes": -1}, {"collectives": 0}, {"ranks": 1}, {"compute_s": float("inf")}])
+@pytest.mark.parametrize(
+    "changed", [{"compute_s": 0}, {"wire_bytes": -1}, {"collectives": 0}, {"ranks": 1}, {"compute_s": float("inf")}]
+)
 def test_a_run_that_gives_no_link_is_refused(changed):
     run = {"compute_s": 0.5, "wire_bytes": 10**6, "collectives": 10, "ranks": 2, **changed}
     with pytest.raises(WindTunnelError):
@@ -200,4 +247,6 @@ def test_a_run_that_gives_no_link_is_refused(changed):
 @pytest.mark.parametrize("changed", [{"parameters_here": 0}, {"target_parameters": None}, {"ranks": 0}])
 def test_a_card_of_nothing_is_refused(changed):
     with pytest.raises(WindTunnelError):
-        card_for(Target(1.0, 0.1, 0.1, 10**9), **{"parameters_here": 10, "target_parameters": 100, "ranks": 2, **changed})
+        card_for(
+            Target(1.0, 0.1, 0.1, 10**9), **{"parameters_here": 10, "target_parameters": 100, "ranks": 2, **changed}
+        )

@@ -1,4 +1,6 @@
-"""Records: what is written is what is read, and a folder that is not a whole record is refused with its file and the remedy."""
+"""Records: what is written is what is read, and a folder that is not a whole record is refused with its file and the
+remedy.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,11 @@ def test_a_wrong_run_json_is_refused(tmp_path: Path, content: str, message: str)
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
-    [("status", "perfect", "status is one of"), ("provenance", {"losses": "guessed"}, "provenance is one of"), ("spec", 3, "expected an object")],
+    [
+        ("status", "perfect", "status is one of"),
+        ("provenance", {"losses": "guessed"}, "provenance is one of"),
+        ("spec", 3, "expected an object"),
+    ],
 )
 def test_a_wrong_field_is_refused(tmp_path: Path, field: str, value: object, message: str) -> None:
     path = record_in(tmp_path).path / "run.json"
@@ -171,7 +177,8 @@ def test_the_comparison_has_exactly_the_promised_fields(tmp_path: Path) -> None:
     assert comparison["spec"] == {"engine": "lab", "world_size": 2, "model": "gpt-tiny", "precision": "fp32"}
     first, second = comparison["runs"]
     assert first.keys() == {
-        "strategy", "engine", "world_size", "step_time_s", "tokens_per_s", "peak_memory_bytes", "comm", "losses", "matches_reference", "predicted",
+        "strategy", "engine", "world_size", "step_time_s", "tokens_per_s", "peak_memory_bytes", "comm", "losses",
+        "matches_reference", "predicted",
     }  # fmt: skip
     assert first["step_time_s"] == {"median": 0.5, "min": 0.4}
     assert first["peak_memory_bytes"].keys() == {"total", "by_category"}

@@ -1,4 +1,6 @@
-"""Sessions without ranks: requests that cannot be are refused in one line, and what a failed run leaves behind becomes one report."""
+"""Sessions without ranks: requests that cannot be are refused in one line, and what a failed run leaves behind becomes
+one report.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,10 @@ def test_a_spec_survives_the_way_through_json() -> None:
         ({"engine": "torch-fsdp2", "strategy": "zero2"}, "expected full_shard or shard_grad_op"),
         ({"engine": "torch-fsdp2", "prefetch": 2}, "leave prefetch=1, or give engine='lab'"),
         ({"engine": "torch-fsdp2", "transport": "gloo"}, "brings its own; leave transport='auto'"),
-        ({"engine": "twin", "transport": "shm"}, "give torch-ddp or torch-fsdp1 or torch-fsdp2 for shm, or engine='lab'"),
+        (
+            {"engine": "twin", "transport": "shm"},
+            "give torch-ddp or torch-fsdp1 or torch-fsdp2 for shm, or engine='lab'",
+        ),
         ({"transport": "nccl"}, "transport nccl does not move tensors on cpu"),
         ({"model": "llama-3.1-405b"}, "GB of memory, but this machine has"),
         ({"world_size": 100_000}, "fewer ranks"),
@@ -148,7 +153,12 @@ BEATS = {0: beat(0), 1: beat(1)}
         ({0: 1, 1: -15}, {0: CLOSED}, "raised", 0),
         ({0: -15, 1: 3}, {}, "died", 1),
         ({0: 1}, {0: CLOSED}, "died", 1),  # rank 1 ended with exit code 0, which nobody reports
-        ({0: 1, 1: 3}, {0: note("RuntimeError: rank 0 waited for rank 1 to write operation 16, but rank 1 has died")}, "died", 1),
+        (
+            {0: 1, 1: 3},
+            {0: note("RuntimeError: rank 0 waited for rank 1 to write operation 16, but rank 1 has died")},
+            "died",
+            1,
+        ),
         ({0: 1}, {0: note("Diverged: the loss is nan", kind="diverged")}, "diverged", 0),
     ],
 )
@@ -184,7 +194,10 @@ def test_the_rank_that_the_others_wait_for_is_blamed_for_a_hang(beats: dict, sta
 
 def test_a_rank_that_never_started_is_named() -> None:
     report = not_started(Remains(beats={0: beat(0)}), 9.0, 2)
-    assert (report.kind, report.rank) == ("timeout", 1) and "Rank 1 did not start within the time limit of 9 s" in report.message
+    assert (report.kind, report.rank) == (
+        "timeout",
+        1,
+    ) and "Rank 1 did not start within the time limit of 9 s" in report.message
 
 
 def test_a_run_that_still_moved_at_its_time_limit_was_slow() -> None:
@@ -195,7 +208,9 @@ def test_a_run_that_still_moved_at_its_time_limit_was_slow() -> None:
 def test_the_report_is_the_text_of_the_error() -> None:
     report = failed_first(Remains({1: 1}, {1: note("ValueError: no")}, BEATS))
     error = RanksFailed(report)
-    assert str(error).startswith("Rank 1 raised in step 3 (backward): ValueError: no.") and str(error).endswith("Traceback ...")
+    assert str(error).startswith("Rank 1 raised in step 3 (backward): ValueError: no.") and str(error).endswith(
+        "Traceback ..."
+    )
     assert json.loads(json.dumps(report.as_dict()))["kind"] == "raised"
 
 
@@ -273,7 +288,14 @@ def test_only_plain_values_travel() -> None:
 
 def test_a_step_is_as_slow_as_its_slowest_rank_and_its_loss_is_the_mean() -> None:
     nan = float("nan")
-    cells = [(0, 0, 4.0, None), (1, 0, 6.0, None), (0, 1, 3.0, 0.5), (1, 1, 4.0, 0.7), (0, 2, nan, 0.6), (1, 2, 4.0, 0.4)]
+    cells = [
+        (0, 0, 4.0, None),
+        (1, 0, 6.0, None),
+        (0, 1, 3.0, 0.5),
+        (1, 1, 4.0, 0.7),
+        (0, 2, nan, 0.6),
+        (1, 2, 4.0, 0.4),
+    ]
     rows = [dict(zip(("rank", "step", "loss", "step_time_s"), cell)) for cell in cells]
     assert step_seconds(rows) == [0.7, 0.6]
     assert mean_losses(rows) == [5.0, 3.5, None]
@@ -281,7 +303,12 @@ def test_a_step_is_as_slow_as_its_slowest_rank_and_its_loss_is_the_mean() -> Non
 
 
 def test_bytes_sent_are_those_of_the_last_step_of_one_rank() -> None:
-    ledger = [{"rank": rank, "step": step, "wire_bytes": 10 * (step + 1)} for rank in (0, 1) for step in (0, 1) for _ in range(3)]
+    ledger = [
+        {"rank": rank, "step": step, "wire_bytes": 10 * (step + 1)}
+        for rank in (0, 1)
+        for step in (0, 1)
+        for _ in range(3)
+    ]
     assert sent_per_step(RunSpec(), ledger) == {"bytes_per_step": 60, "collectives_per_step": 3}
     assert sent_per_step(RunSpec(engine="torch-fsdp2"), []) == {"bytes_per_step": None, "collectives_per_step": None}
 

@@ -1,4 +1,5 @@
-"""`call_on_ranks` with right and wrong functions on real ranks: the values come back, or one report that names the rank.
+"""`call_on_ranks` with right and wrong functions on real ranks: the values come back, or one report that names the
+rank.
 
 All calls are made at the same time, since some do nothing but wait for their time limit.
 """
@@ -40,7 +41,16 @@ def by_start() -> dict[tuple[str, str], Any]:
     def outcome(case: tuple[str, str]) -> RankValues | RanksFailed:
         start, name = case
         try:
-            return call_on_ranks(LEARNER, name, **{"world_size": 2, "time_limit": HANG_AFTER_S[start] if "hang" in name or "wait" in name else 60.0, "start": start, **CALLS[name]})
+            return call_on_ranks(
+                LEARNER,
+                name,
+                **{
+                    "world_size": 2,
+                    "time_limit": HANG_AFTER_S[start] if "hang" in name or "wait" in name else 60.0,
+                    "start": start,
+                    **CALLS[name],
+                },
+            )
         except RanksFailed as failed:
             return failed
 
@@ -96,7 +106,11 @@ def test_ranks_that_wait_for_each_other_blame_nobody(outcomes: dict[str, Any]) -
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("die_on_one", "SIGKILL (signal 9)"), ("exit_on_one", "exit code 3"), ("leave_on_one", "exit code 0 before its work was done")],
+    [
+        ("die_on_one", "SIGKILL (signal 9)"),
+        ("exit_on_one", "exit code 3"),
+        ("leave_on_one", "exit code 0 before its work was done"),
+    ],
 )
 def test_a_rank_that_dies_is_named_with_how(outcomes: dict[str, Any], name: str, says: str) -> None:
     report = outcomes[name].report
@@ -111,7 +125,10 @@ def test_a_rank_that_waits_for_one_that_has_finished_says_so(outcomes: dict[str,
 
 
 def test_a_value_that_cannot_travel_is_refused_by_its_type(outcomes: dict[str, Any]) -> None:
-    assert "return_an_object returned something of type object, which cannot be handed over" in outcomes["return_an_object"].report.message
+    assert (
+        "return_an_object returned something of type object, which cannot be handed over"
+        in outcomes["return_an_object"].report.message
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Nodes on one machine: the network between them is the only way, it keeps to its rate, and nothing of it is left, however a run ends."""
+"""Nodes on one machine: the network between them is the only way, it keeps to its rate, and nothing of it is left,
+however a run ends.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def interfaces() -> set[str]:
 
 
 def processes_of(folder: Path) -> dict[str, str]:
-    """Living processes that name a folder (the switch, the agents and the ranks of its run), and the network namespace each is in."""
+    """Living processes that name a folder (the switch, the agents and the ranks of its run), and the network namespace
+    each is in.
+    """
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -88,7 +92,8 @@ def test_ranks_of_different_nodes_have_the_network_and_nothing_else(tmp_path: Pa
     assert [each["node"] for each in told] == ["0", "0", "1", "1"]
     machines = [each["machine"] for each in told]
     assert machines[0] == machines[1] != machines[2] == machines[3]
-    # what one node has must reach the other through its cable: two slices at the least, and no faster than the cable's rate
+    # what one node has must reach the other through its cable: two slices at the least, and no faster than the cable's
+    # rate
     assert all(each["sent"] >= 2 * nbytes for each in told)
     allowed_at_once = 3 * int(bucket(SLOW.bytes_per_s)[3])
     assert max(each["seconds"] for each in told) >= (2 * nbytes - allowed_at_once) / SLOW.bytes_per_s
@@ -98,7 +103,9 @@ def test_ranks_of_different_nodes_have_the_network_and_nothing_else(tmp_path: Pa
 @shaping
 def test_a_run_on_nodes_is_recorded_as_measured(tmp_path: Path) -> None:
     seen: list[int] = []
-    record = run_nodes(RunSpec(**TINY), 2, 1, SLOW, directory=tmp_path / "run", on_progress=lambda step, *_: seen.append(step))
+    record = run_nodes(
+        RunSpec(**TINY), 2, 1, SLOW, directory=tmp_path / "run", on_progress=lambda step, *_: seen.append(step)
+    )
     assert record.status == "finished" and seen == [1, 2, 3, 4, 5, 6]
     again = RunRecord.load(tmp_path / "run")
     assert again.provenance["link"] == "measured" and again.summary["link"]["bytes_per_s"] == 5e6
@@ -129,8 +136,9 @@ def test_a_rank_that_dies_on_another_node_is_blamed_and_nothing_is_left(tmp_path
 @shaping
 def test_a_killed_caller_leaves_nothing(tmp_path: Path) -> None:
     calling = (
-        "from fsdplab.sessions import RunSpec; from fsdplab.sessions.nodes import run_nodes; from fsdplab.planning.links import parse_link\n"
-        f"run_nodes(RunSpec(**{ {**TINY, 'steps': 10_000} }), 2, 1, parse_link('40mbit'), directory={str(tmp_path / 'run')!r})"
+        "from fsdplab.sessions import RunSpec; from fsdplab.sessions.nodes import run_nodes; from"
+        f" fsdplab.planning.links import parse_link\nrun_nodes(RunSpec(**{ {**TINY, 'steps': 10_000} }), 2, 1,"
+        f" parse_link('40mbit'), directory={str(tmp_path / 'run')!r})"
     )
     caller = subprocess.Popen([sys.executable, "-c", calling], cwd=ROOT)
     beat = Mailbox(tmp_path / "run" / "ranks").of(1, "beat")
@@ -156,9 +164,8 @@ def test_a_system_that_refuses_says_why_in_one_line(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", "/nowhere")
     refused = shaping_refused()
     assert "ip and tc" in refused and "iproute2" in refused and "\n" not in refused
-    with pytest.raises(ShapingRefused, match="Give the run an emulated link"):
-        with shaped_nodes(2, 1, SLOW):
-            pass
+    with pytest.raises(ShapingRefused, match="Give the run an emulated link"), shaped_nodes(2, 1, SLOW):
+        pass
     with pytest.raises(ShapingError, match="tc is not installed"):
         shape("lo", 1e6)
 
@@ -166,19 +173,24 @@ def test_a_system_that_refuses_says_why_in_one_line(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "changed,nodes,per_node,said",
     [
-        ({}, 3, 1, "world_size is 2, but 3 nodes x 1 ranks are 3"), ({}, 1, 2, "nodes is 1; expected a whole number of at least 2"),
-        ({}, 2.0, 1, "nodes is 2.0"), ({}, True, 1, "nodes is True"), ({}, 2, 0, "ranks_per_node is 0"), ({"world_size": 9}, 9, 1, "at most 8"),
+        ({}, 3, 1, "world_size is 2, but 3 nodes x 1 ranks are 3"),
+        ({}, 1, 2, "nodes is 1; expected a whole number of at least 2"),
+        ({}, 2.0, 1, "nodes is 2.0"), ({}, True, 1, "nodes is True"), ({}, 2, 0, "ranks_per_node is 0"),
+        ({"world_size": 9}, 9, 1, "at most 8"),
         ({"engine": "twin"}, 2, 1, "the twin is one process"), ({"transport": "shm"}, 2, 1, "leave transport='auto'"),
         ({"link": "200mbit"}, 2, 1, "an emulated link as well"),
     ],
 )  # fmt: skip
-def test_what_cannot_run_on_nodes_is_refused_before_anything_starts(changed: dict, nodes: int, per_node: int, said: str) -> None:
+def test_what_cannot_run_on_nodes_is_refused_before_anything_starts(
+    changed: dict, nodes: int, per_node: int, said: str
+) -> None:
     with pytest.raises(SpecError, match=said):
         check_nodes(RunSpec(**{**TINY, **changed}), nodes, per_node, SLOW)
 
 
 @pytest.mark.parametrize(
-    "link,said", [(parse_link("200mbit,1ms"), "only bandwidth is shaped"), (LinkSpec("thin", 1000.0, 0.0), "at least 1mbit")]
+    "link,said",
+    [(parse_link("200mbit,1ms"), "only bandwidth is shaped"), (LinkSpec("thin", 1000.0, 0.0), "at least 1mbit")]
 )  # fmt: skip
 def test_a_link_that_cannot_be_shaped_is_refused(link: LinkSpec, said: str) -> None:
     with pytest.raises(SpecError, match=said):

@@ -1,4 +1,6 @@
-"""Profiled and linked runs through the real sessions: tables that add up, one clock, every engine; the wind tunnel; refusals."""
+"""Profiled and linked runs through the real sessions: tables that add up, one clock, every engine; the wind tunnel;
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def others(engine: str, strategy: str, **more: object) -> RunSpec:
 SPECS = {
     "lab": TINY,
     "linked": replace(TINY, link="100MB/s,20us"),
-    "hybrid": replace(TINY, strategy="hybrid_shard", shard_size=2, world_size=4, link="1GB/s", link_across="20MB/s", memory=False),
+    "hybrid": replace(
+        TINY, strategy="hybrid_shard", shard_size=2, world_size=4, link="1GB/s", link_across="20MB/s", memory=False
+    ),
     "ddp": others("torch-ddp", "no_shard"),
     "fsdp2": others("torch-fsdp2", "full_shard"),
     "ddp linked": others("torch-ddp", "no_shard", link="100MB/s"),
@@ -41,10 +45,16 @@ def test_every_profiled_step_of_every_rank_adds_up(records: dict[str, RunRecord]
     record, spec = records[name], SPECS[name]
     rows = record.table("breakdown")
     first = spec.untimed + spec.steps + 1  # the profiler throws its first step away
-    assert sorted({(row["rank"], row["step"]) for row in rows}) == [(rank, first + k) for rank in range(spec.world_size) for k in range(2)]
+    assert sorted({(row["rank"], row["step"]) for row in rows}) == [
+        (rank, first + k) for rank in range(spec.world_size) for k in range(2)
+    ]
     for row in rows:
         assert sum(row[part] for part in PARTS) == row["step_ns"] and min(row[part] for part in PARTS) >= 0
-        exposed = [each["exposed_ns"] for each in record.table("exposed") if (each["rank"], each["step"]) == (row["rank"], row["step"])]
+        exposed = [
+            each["exposed_ns"]
+            for each in record.table("exposed")
+            if (each["rank"], each["step"]) == (row["rank"], row["step"])
+        ]
         assert sum(exposed) == row["exposed_ns"]
     assert {row["cause"] for row in record.table("exposed")} <= set(CAUSES)
     assert {row["lane"] for row in record.table("timeline")} <= set(LANES)
@@ -73,12 +83,18 @@ def test_the_lab_names_units_phases_and_lives(records: dict[str, RunRecord]) -> 
     assert {row["unit"] for row in record.table("exposed")} == {"root", "blocks.0", "blocks.1"}
     assert {row["phase"] for row in record.table("exposed")} == {"forward", "backward"}
     life = [row for row in record.table("life") if row["rank"] == 0 and row["step"] == 1 and row["unit"] == "blocks.0"]
-    assert [row["state"] for row in life] == ["unsharding", "unsharded", "sharded"] * 2, "gathered for the forward and for the backward"
+    assert [row["state"] for row in life] == ["unsharding", "unsharded", "sharded"] * 2, (
+        "gathered for the forward and for the backward"
+    )
     assert any(row["step"] == 1 for row in record.table("timeline")), "the step whose memory is measured is drawn too"
 
 
 def test_all_ranks_are_on_one_clock(records: dict[str, RunRecord]) -> None:
-    steps = {(row["rank"], row["step"]): (row["start_ns"], row["end_ns"]) for row in records["lab"].table("timeline") if row["lane"] == "step"}
+    steps = {
+        (row["rank"], row["step"]): (row["start_ns"], row["end_ns"])
+        for row in records["lab"].table("timeline")
+        if row["lane"] == "step"
+    }
     for step in {step for _, step in steps}:
         (start, end), (other_start, other_end) = steps[0, step], steps[1, step]
         assert max(start, other_start) < min(end, other_end), "the same step of two ranks overlaps in time"
@@ -89,12 +105,19 @@ def test_a_link_takes_the_time_it_should(records: dict[str, RunRecord]) -> None:
     rows = [row for row in records["linked"].table("ledger") if row["emulated"]]
     assert len(rows) == len(records["linked"].table("ledger"))
     for row in rows:
-        assert row["end_ns"] - row["start_ns"] == pytest.approx(1e9 * (row["wire_bytes"] / link.bytes_per_s + link.latency_s), abs=1)
+        assert row["end_ns"] - row["start_ns"] == pytest.approx(
+            1e9 * (row["wire_bytes"] / link.bytes_per_s + link.latency_s), abs=1
+        )
 
 
 def test_only_the_all_reduce_of_hybrid_sharding_crosses(records: dict[str, RunRecord]) -> None:
     rows = [row for row in records["hybrid"].table("ledger") if row["wire_bytes"]]
-    speeds = {kind: {round(row["wire_bytes"] * 1e3 / (row["end_ns"] - row["start_ns"])) for row in rows if row["kind"] == kind} for kind in ("all_reduce", "all_gather")}
+    speeds = {
+        kind: {
+            round(row["wire_bytes"] * 1e3 / (row["end_ns"] - row["start_ns"])) for row in rows if row["kind"] == kind
+        }
+        for kind in ("all_reduce", "all_gather")
+    }
     assert speeds == {"all_reduce": {20}, "all_gather": {1000}}  # MB/s
     assert records["hybrid"].summary["comm"]["bytes_per_step"] == records["hybrid"].summary["formula_bytes_per_step"]
 
@@ -110,9 +133,13 @@ def test_a_wind_tunnel_gives_all_runs_one_link_and_the_twin_as_many_steps() -> N
     specs = [RunSpec(**common), RunSpec(strategy="zero2", **common), RunSpec(engine="twin", **common)]
     one, two, twin = compare(specs)
     assert one.summary["link"]["bytes_per_s"] == two.summary["link"]["bytes_per_s"] > 0
-    assert one.summary["link"]["as"] == "llama-3.1-8b on 8xH100" and one.summary["link"]["name"].startswith("wind tunnel")
+    assert one.summary["link"]["as"] == "llama-3.1-8b on 8xH100" and one.summary["link"]["name"].startswith(
+        "wind tunnel"
+    )
     assert len(one.summary["losses"]) == len(two.summary["losses"]) == len(twin.summary["losses"]) == 3
-    assert parse_link(in_words(one.summary["link"])).bytes_per_s == pytest.approx(one.summary["link"]["bytes_per_s"], rel=1e-6)
+    assert parse_link(in_words(one.summary["link"])).bytes_per_s == pytest.approx(
+        one.summary["link"]["bytes_per_s"], rel=1e-6
+    )
 
 
 def test_the_card_of_a_wind_tunnel_is_as_full() -> None:
@@ -149,13 +176,19 @@ def test_what_cannot_be_is_refused_in_one_line(wrong: dict, why: str) -> None:
 
 
 def test_exposure_is_of_the_rank_that_exposes_most() -> None:
-    rows = [{"rank": rank, "exposed_ns": exposed, "overlapped_ns": hidden} for rank, exposed, hidden in ((0, 10, 90), (0, 12, 88), (1, 40, 60), (1, 40, 60))]
+    rows = [
+        {"rank": rank, "exposed_ns": exposed, "overlapped_ns": hidden}
+        for rank, exposed, hidden in ((0, 10, 90), (0, 12, 88), (1, 40, 60), (1, 40, 60))
+    ]
     assert exposure(rows) == (40 / 1e9, 0.6)
     assert exposure([]) is None
 
 
 def test_waiting_is_read_off_the_ledger() -> None:
-    rows = [{"rank": 0, "step": step, "waited_ns": waited_ns, "start_ns": 0, "end_ns": 100} for step, waited_ns in ((2, 20), (2, 30), (3, 50), (9, 99))]
+    rows = [
+        {"rank": 0, "step": step, "waited_ns": waited_ns, "start_ns": 0, "end_ns": 100}
+        for step, waited_ns in ((2, 20), (2, 30), (3, 50), (9, 99))
+    ]
     assert waited(rows, 2, 4) == (50 / 1e9, 1 - 50 / 150)
     assert waited(rows, 4, 6) is None
     assert waited([*rows, {"rank": 0, "step": 2, "waited_ns": None, "start_ns": 0, "end_ns": 1}], 2, 4) is None

@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,9 @@ def wait_until_gone(folder: Path, patience_s: float = 20.0) -> list[str]:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunRecord]:
-    """One comparison, with two micro-batches a step: the twin, the lab, two peers, and one run that cannot finish in its time."""
+    """One comparison, with two micro-batches a step: the twin, the lab, two peers, and one run that cannot finish in
+    its time.
+    """
     folder, same = tmp_path_factory.mktemp("compared"), {**TINY, "micro_batches": 2}
     specs = [
         RunSpec(engine="twin", **same),
@@ -75,7 +78,11 @@ def test_engines_agree_with_the_twin_at_every_step(compared: dict[str, RunRecord
 
 def test_a_run_that_fails_is_a_row_and_the_others_go_on(compared: dict[str, RunRecord]) -> None:
     late = compared["late"]
-    assert late.status == "failed" and late.failure["kind"] == "timeout" and "did not start within the time limit" in late.failure["message"]
+    assert (
+        late.status == "failed"
+        and late.failure["kind"] == "timeout"
+        and "did not start within the time limit" in late.failure["message"]
+    )
     assert compared["ddp"].status == "finished"
 
 
@@ -137,7 +144,9 @@ WRONG: dict[str, tuple[RunSpec, OnStep, tuple[str, ...]]] = {
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
-    """What each ended with, by (start, name). Several at the same time, since some only wait; every one must have ended without leaving a process."""
+    """What each ended with, by (start, name). Several at the same time, since some only wait; every one must have ended
+    without leaving a process.
+    """
 
     def fail(case: tuple[str, str]) -> Any:
         start, name = case
@@ -145,7 +154,12 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], An
         spec, on_step, program = WRONG[name]
         limit = HANG_AFTER_S[start] if name in ("sleep", "stop") else spec.time_limit
         try:
-            ended: Any = run(replace(spec, start=start, time_limit=limit), directory=folder, on_progress=lambda step, total, loss: on_step(folder, step), program=program)
+            ended: Any = run(
+                replace(spec, start=start, time_limit=limit),
+                directory=folder,
+                on_progress=lambda step, total, loss: on_step(folder, step),
+                program=program,
+            )
         except (RanksFailed, KeyboardInterrupt) as error:
             ended = error
         if Path("/proc").exists():
@@ -168,14 +182,18 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], An
         ("stop", "hung", "and the other ranks waited for it"),
     ],
 )
-def test_one_report_names_the_rank(failed: dict[tuple[str, str], Any], name: str, kind: str, says: str, start: str) -> None:
+def test_one_report_names_the_rank(
+    failed: dict[tuple[str, str], Any], name: str, kind: str, says: str, start: str
+) -> None:
     report = failed[start, name].report
     assert (report.kind, report.rank) == (kind, 1)
     assert says in report.message and report.step is not None
 
 
 @pytest.mark.parametrize("name", ["raise", "exit", "sleep", "diverge"])
-def test_the_report_does_not_depend_on_how_the_ranks_were_started(failed: dict[tuple[str, str], Any], name: str) -> None:
+def test_the_report_does_not_depend_on_how_the_ranks_were_started(
+    failed: dict[tuple[str, str], Any], name: str
+) -> None:
     warm, torchrun = (failed[start, name].report for start in STARTS)
     assert without_numbers(warm.message) == without_numbers(torchrun.message)
     assert (warm.kind, warm.step, warm.phase) == (torchrun.kind, torchrun.step, torchrun.phase)
@@ -191,22 +209,32 @@ def without_numbers(message: str) -> str:
 @pytest.mark.parametrize("start", STARTS)
 def test_a_hang_shows_where_each_rank_stood(failed: dict[tuple[str, str], Any], start: str) -> None:
     assert "time.sleep(10_000)" in failed[start, "sleep"].report.traceback
-    assert NO_ANSWER in failed[start, "stop"].report.traceback, "a stopped process cannot answer, and is ended all the same"
+    assert NO_ANSWER in failed[start, "stop"].report.traceback, (
+        "a stopped process cannot answer, and is ended all the same"
+    )
 
 
 @pytest.mark.parametrize("start", STARTS)
 def test_a_loss_that_is_no_number_ends_the_run(failed: dict[tuple[str, str], Any], start: str) -> None:
     report = failed[start, "diverge"].report
-    assert report.kind == "diverged" and report.rank in (0, 1) and "give a smaller learning_rate than 1e+30" in report.message
+    assert (
+        report.kind == "diverged"
+        and report.rank in (0, 1)
+        and "give a smaller learning_rate than 1e+30" in report.message
+    )
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_a_failed_run_leaves_a_record_with_its_report_and_the_steps_it_did(failed: dict[tuple[str, str], Any], start: str) -> None:
+def test_a_failed_run_leaves_a_record_with_its_report_and_the_steps_it_did(
+    failed: dict[tuple[str, str], Any], start: str
+) -> None:
     for error in (failed[start, name] for name in ("sleep", "stop", "raise", "exit", "kill", "diverge")):
         record = RunRecord.load(error.record.path)
         assert record.status == "failed" and record.failure == error.report.as_dict()
         assert record.environment["versions"]
-        json.loads((record.path / "run.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+        json.loads(
+            (record.path / "run.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON")
+        )
     raised = failed[start, "raise"].record
     assert [row["step"] for row in raised.table("steps") if row["rank"] == 1] == [0, 1, 2]
 
@@ -229,7 +257,10 @@ def test_an_emulated_card_ends_the_run_that_does_not_fit(failed: dict[tuple[str,
 @pytest.mark.parametrize("start", STARTS)
 def test_a_killed_caller_takes_its_ranks_with_it(tmp_path: Path, start: str) -> None:
     folder = tmp_path / "run"
-    code = f"from fsdplab.sessions import RunSpec, run\nrun(RunSpec(engine='torch-ddp', strategy='no_shard', start={start!r}, **{LONG!r}), directory={str(folder)!r})"
+    code = (
+        "from fsdplab.sessions import RunSpec, run\nrun(RunSpec(engine='torch-ddp', strategy='no_shard',"
+        f" start={start!r}, **{LONG!r}), directory={str(folder)!r})"
+    )
     caller = subprocess.Popen([sys.executable, "-c", code])
     steps = Mailbox(folder / "ranks").of(0, "steps")
     deadline = time.monotonic() + 60

@@ -23,7 +23,8 @@ from fsdplab.sessions.worker import main as worker
 TINY = RunSpec(model="gpt-tiny", steps=1, batch_size=1, sequence_length=16, profile=1, device="cpu")
 HEAVY = {"torch", "numpy", "plotly", "pandas", "IPython"}
 MODULES_OF_A_RANK = "modules.json"
-PER_VERSION = "torch.profiler._cupti_monitor"  # a few lines that newer versions of torch load with the first profile, and older ones lack
+# a few lines that newer versions of torch load with the first profile, and older ones lack
+PER_VERSION = "torch.profiler._cupti_monitor"
 
 
 def heavy_after(program: str) -> set[str]:
@@ -59,7 +60,8 @@ def test_a_row_has_medians_and_their_ratio() -> None:
     row = Row("ranks that answer", (6.0, 5.0, 4.0), (0.1, 0.05, 0.2))
     assert (row.median("cold"), row.median("warm"), row.ratio) == (5.0, 0.1, 50.0)
     assert row.as_dict() == {
-        "name": "ranks that answer", "cold_s": [6.0, 5.0, 4.0], "warm_s": [0.1, 0.05, 0.2], "cold_median_s": 5.0, "warm_median_s": 0.1, "ratio": 50.0,
+        "name": "ranks that answer", "cold_s": [6.0, 5.0, 4.0], "warm_s": [0.1, 0.05, 0.2], "cold_median_s": 5.0,
+        "warm_median_s": 0.1, "ratio": 50.0,
     }  # fmt: skip
     assert cli_starts.cells(row) == ("ranks that answer", "5.00 s", "0.10 s", "50.0")
     assert cli_starts.cells(Row("fsdplab doctor", (), (12.34,))) == ("fsdplab doctor", "–", "12.3 s", "–")
@@ -78,11 +80,21 @@ def test_a_command_that_fails_is_one_line() -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(starts, "of_ranks", lambda repetitions, on_row: on_row(in_turn("ranks that answer", lambda start: None, repetitions)))
-    monkeypatch.setattr(starts, "of_commands", lambda repetitions, on_row: on_row(Row("import fsdplab", (), (0.05,) * repetitions)))
+def test_the_command_prints_a_table_and_writes_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        starts,
+        "of_ranks",
+        lambda repetitions, on_row: on_row(in_turn("ranks that answer", lambda start: None, repetitions)),
+    )
+    monkeypatch.setattr(
+        starts, "of_commands", lambda repetitions, on_row: on_row(Row("import fsdplab", (), (0.05,) * repetitions))
+    )
     monkeypatch.setattr(starts, "of_compare", lambda on_row: on_row(Row(starts.WHOLE, (80.0,), (30.0,))))
-    monkeypatch.setattr(cli_starts, "_of_the_course", lambda repetitions: [Row("%%ranks cell", (5.0,), (0.25,)).as_dict()])
+    monkeypatch.setattr(
+        cli_starts, "_of_the_course", lambda repetitions: [Row("%%ranks cell", (5.0,), (0.25,)).as_dict()]
+    )
     file = tmp_path / "starts.json"
     with pytest.raises(SystemExit) as left:
         main(["bench", "--starts", "--repetitions", "2", "--json", str(file)])
@@ -106,7 +118,9 @@ def test_the_start_is_a_flag_of_every_command_with_ranks(command: str, capsys: p
     assert "unknown start 'tepid'; expected one of auto, warm, torchrun" in said
 
 
-def test_warm_where_ranks_cannot_be_forked_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warm_where_ranks_cannot_be_forked_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(warm, "why_not", lambda: "this is a test")
     with pytest.raises(SystemExit) as left:
         main(["run", "--model", "gpt-tiny", "--start", "warm", "--out", str(tmp_path / "record")])
@@ -149,7 +163,10 @@ def breakdown_read_here(record: RunRecord) -> list[dict]:
     """What the caller finds in the traces that the ranks have analysed themselves."""
     shift = TINY.untimed + TINY.steps
     ledgers = [[row for row in record.table("ledger") if row["rank"] == rank] for rank in range(TINY.world_size)]
-    read = [analyse_trace(record.path / "traces" / f"rank{rank}.pt.trace.json.gz", ledger=rows, rank=rank) for rank, rows in enumerate(ledgers)]
+    read = [
+        analyse_trace(record.path / "traces" / f"rank{rank}.pt.trace.json.gz", ledger=rows, rank=rank)
+        for rank, rows in enumerate(ledgers)
+    ]
     return [row | {"step": row["step"] + shift} for analysis in with_peers(read) for row in analysis.rows("breakdown")]
 
 

@@ -1,6 +1,8 @@
-"""Ranks that stay: their names live on, their output is live, and whatever a cell does the caller lives, is told, and leaves no process.
+"""Ranks that stay: their names live on, their output is live, and whatever a cell does the caller lives, is told, and
+leaves no process.
 
-The faults that depend on how ranks were started are tried both ways. Groups that a cell ends are started side by side: torchrun takes seconds for each.
+The faults that depend on how ranks were started are tried both ways. Groups that a cell ends are started side by side:
+torchrun takes seconds for each.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable, Iterator
 
 import pytest
 from IPython.core.error import UsageError
@@ -88,7 +90,10 @@ def test_a_loop_over_rank_is_no_trap_for_the_next_cell(staying: StayingRanks) ->
 
 def test_a_cells_classes_can_be_pickled(staying: StayingRanks) -> None:
     heard(staying, "from dataclasses import dataclass\n@dataclass\nclass Point:\n    x: int")
-    assert heard(staying, "import pickle\npickle.loads(pickle.dumps(Point(rank)))") == [(0, "Point(x=0)"), (1, "Point(x=1)")]
+    assert heard(staying, "import pickle\npickle.loads(pickle.dumps(Point(rank)))") == [
+        (0, "Point(x=0)"),
+        (1, "Point(x=1)"),
+    ]
 
 
 def test_a_cell_runs_on_some_ranks(staying: StayingRanks) -> None:
@@ -105,15 +110,25 @@ def test_output_is_live(staying: StayingRanks, tmp_path: Path) -> None:
         lines.append(line)
         answer.touch()
 
-    source = f"import pathlib, time\nprint('are you there?')\nwhile not pathlib.Path({str(answer)!r}).exists():\n    time.sleep(0.01)\nprint('yes')"
+    source = (
+        f"import pathlib, time\nprint('are you there?')\nwhile not pathlib.Path({str(answer)!r}).exists():\n   "
+        " time.sleep(0.01)\nprint('yes')"
+    )
     staying.run(source, [0], time_limit=60.0, on_output=on_output)
     assert lines == ["are you there?", "yes"]
 
 
 def test_nothing_that_is_printed_is_lost(staying: StayingRanks) -> None:
-    source = "import os, sys, warnings\nwarnings.warn('careful')\nprint('\\n'.join(map(str, range(20_000))))\nos.system('echo from a child')\nprint('no end', end='')"
+    source = (
+        "import os, sys, warnings\nwarnings.warn('careful')\nprint('\\n'.join(map(str,"
+        " range(20_000))))\nos.system('echo from a child')\nprint('no end', end='')"
+    )
     lines = [line for rank, line in heard(staying, source, [1])]
-    assert "careful" in lines[0] and lines[-20_002:-2] == [str(number) for number in range(20_000)] and lines[-2:] == ["from a child", "no end"]
+    assert (
+        "careful" in lines[0]
+        and lines[-20_002:-2] == [str(number) for number in range(20_000)]
+        and lines[-2:] == ["from a child", "no end"]
+    )
 
 
 def test_a_file_is_read_as_it_grows(tmp_path: Path) -> None:
@@ -131,7 +146,9 @@ def test_the_status_is_a_line_a_rank(staying: StayingRanks) -> None:
     heard(staying, "\n".join(f"name{number} = 0" for number in range(30)) + "\ndist.barrier()")
     status = staying.status()[1]
     assert (status.alive, status.busy, status.collective, status.names[-1]) == (True, False, "barrier", "name29")
-    assert re.fullmatch(r"rank 1: idle, process \d+, holds name22, .*name29 and \d+ more; last collective: barrier", str(status))
+    assert re.fullmatch(
+        r"rank 1: idle, process \d+, holds name22, .*name29 and \d+ more; last collective: barrier", str(status)
+    )
 
 
 @pytest.mark.parametrize("ranks", [[2], [-1], [], [0, 0]])
@@ -146,15 +163,27 @@ def test_ranks_that_do_not_exist_are_refused(staying: StayingRanks, ranks: list[
 def test_a_cell_that_raises_names_the_rank_and_the_names_stay(staying: StayingRanks) -> None:
     heard(staying, "def invert(x):\n    return 1 / x\nkept = 'kept'")
     failed = failure_of(staying, "done = rank\ninvert(rank)")
-    assert failed.report.message == "Rank 0 raised ZeroDivisionError: division by zero. All ranks stay, with what they hold."
-    assert "[rank 0]     return 1 / x" in str(failed) and "[rank 0]     invert(rank)" in str(failed) and "fsdplab" not in str(failed)
+    assert (
+        failed.report.message
+        == "Rank 0 raised ZeroDivisionError: division by zero. All ranks stay, with what they hold."
+    )
+    assert (
+        "[rank 0]     return 1 / x" in str(failed)
+        and "[rank 0]     invert(rank)" in str(failed)
+        and "fsdplab" not in str(failed)
+    )
     assert heard(staying, "kept, done") == [(0, "('kept', 0)"), (1, "('kept', 1)")]
 
 
 def test_what_all_ranks_raise_is_shown_once(staying: StayingRanks) -> None:
     failed = failure_of(staying, "raise ValueError('two\\nlines')")
-    assert failed.report.message.startswith("Ranks 0 and 1 raised ValueError: two. ") and str(failed).count("ValueError: two") == 2
-    assert "rank 0 raised KeyError: 0; rank 1 raised KeyError: 1" in failure_of(staying, "raise KeyError(rank)").report.message.lower().replace("keyerror", "KeyError")
+    assert (
+        failed.report.message.startswith("Ranks 0 and 1 raised ValueError: two. ")
+        and str(failed).count("ValueError: two") == 2
+    )
+    assert "rank 0 raised KeyError: 0; rank 1 raised KeyError: 1" in failure_of(
+        staying, "raise KeyError(rank)"
+    ).report.message.lower().replace("keyerror", "KeyError")
 
 
 @pytest.mark.parametrize("source", ["import sys\nsys.exit(3)", "x = 3 4", "raise KeyboardInterrupt"])
@@ -166,8 +195,15 @@ def test_leaving_a_cell_is_not_leaving_the_rank(staying: StayingRanks, source: s
 def test_a_cell_that_hangs_in_python_is_interrupted_at_its_limit(staying: StayingRanks) -> None:
     heard(staying, "held = 7\ndist.barrier()")
     failed = failure_of(staying, "if rank:\n    import time\n    time.sleep(10_000)", limit=0.5)
-    assert failed.report.message == "The cell did not end within 0.5 s. Rank 1 was interrupted. All ranks stay, with what they hold."
-    assert "[rank 1] last collective: barrier" in str(failed) and "[rank 1]     time.sleep(10_000)" in str(failed) and "[rank 0]" not in str(failed)
+    assert (
+        failed.report.message
+        == "The cell did not end within 0.5 s. Rank 1 was interrupted. All ranks stay, with what they hold."
+    )
+    assert (
+        "[rank 1] last collective: barrier" in str(failed)
+        and "[rank 1]     time.sleep(10_000)" in str(failed)
+        and "[rank 0]" not in str(failed)
+    )
     assert heard(staying, "held") == [(0, "7"), (1, "7")]
 
 
@@ -175,7 +211,10 @@ def test_an_interrupted_caller_interrupts_the_cell(staying: StayingRanks) -> Non
     def interrupt(rank: int, line: str) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(CellInterrupted, match="(?s)The cell was interrupted. Ranks 0 and 1 were interrupted. All ranks stay.*time.sleep") as caught:
+    with pytest.raises(
+        CellInterrupted,
+        match="(?s)The cell was interrupted. Ranks 0 and 1 were interrupted. All ranks stay.*time.sleep",
+    ) as caught:
         staying.run(SLEEP, on_output=interrupt)
     assert caught.value._render_traceback_() == [str(caught.value)] and isinstance(caught.value, KeyboardInterrupt)
     assert heard(staying, "rank") == [(0, "0"), (1, "1")]
@@ -225,7 +264,13 @@ def ended() -> dict[tuple[str, str], Ended]:
         ranks = StayingRanks.start(2, start)
         pids, began = pids_of(ranks), time.monotonic()
         failed = failure_of(ranks, *FATAL[name])
-        return Ended(failed, time.monotonic() - began, ranks.alive, [pid for pid in pids if not gone(pid)], failure_of(ranks, "1"))
+        return Ended(
+            failed,
+            time.monotonic() - began,
+            ranks.alive,
+            [pid for pid in pids if not gone(pid)],
+            failure_of(ranks, "1"),
+        )
 
     with ThreadPoolExecutor(3) as pool:
         return dict(zip(CASES, pool.map(end, CASES)))
@@ -236,14 +281,22 @@ SAYS = {
     "leave": "Rank 1 left with exit code 0",
     "kill": "Rank 1 died: it ended with SIGKILL .signal 9.*The last collective it entered: barrier",
     "segv": "Rank 1 died: it ended with SIGSEGV",
-    "raise": r"(?s)Rank 1 raised ValueError: no, and rank 0 waits in all_reduce of 8 bytes.*\[rank 1\] ValueError: no.*\[rank 0\]     dist.all_reduce",
-    "hang": r"(?s)did not end within 1 s. Rank 0 could not be interrupted. All ranks were ended.*\[rank 0\] last collective: barrier.*\[rank 1\].*time.sleep",
+    "raise": (
+        r"(?s)Rank 1 raised ValueError: no, and rank 0 waits in all_reduce of 8 bytes.*\[rank 1\] ValueError:"
+        r" no.*\[rank 0\]     dist.all_reduce"
+    ),
+    "hang": (
+        r"(?s)did not end within 1 s. Rank 0 could not be interrupted. All ranks were ended.*\[rank 0\] last"
+        r" collective: barrier.*\[rank 1\].*time.sleep"
+    ),
     "deaf": "did not end within 1 s. Ranks 0 and 1 could not be interrupted. All ranks were ended",
 }
 
 
 @pytest.mark.parametrize(("start", "name"), CASES)
-def test_a_cell_that_ends_the_ranks_says_which_and_leaves_none(ended: dict[tuple[str, str], Ended], start: str, name: str) -> None:
+def test_a_cell_that_ends_the_ranks_says_which_and_leaves_none(
+    ended: dict[tuple[str, str], Ended], start: str, name: str
+) -> None:
     case = ended[start, name]
     assert re.search(SAYS[name], str(case.failed)), str(case.failed)
     assert not case.alive and case.left == []
@@ -257,7 +310,9 @@ def test_a_rank_that_dies_between_two_cells_is_named_at_the_next() -> None:
     send(pids[1], signal.SIGKILL)
     assert eventually(lambda: not ranks.alive)
     assert "Rank 1 died: it ended with SIGKILL" in failure_of(ranks, "1").report.message
-    assert [str(status) for status in ranks.status()] == [f"rank {rank}: ended (it was process {pid})" for rank, pid in enumerate(pids)]
+    assert [str(status) for status in ranks.status()] == [
+        f"rank {rank}: ended (it was process {pid})" for rank, pid in enumerate(pids)
+    ]
     assert eventually(lambda: all(map(gone, pids)))
 
 
@@ -288,7 +343,13 @@ def test_no_rank_outlives_its_caller(start: str, how: str, tmp_path: Path) -> No
         f"import sys\nfrom fsdplab.sessions.staying import StayingRanks\nranks = StayingRanks.start(2, {start!r})\n"
         "print(*(status.pid for status in ranks.status()), flush=True)\nsys.stdin.readline()"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}) as caller:
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as caller:
         pids = [int(word) for word in caller.stdout.readline().split()]
         assert len(pids) == 2 and not any(map(gone, pids))
         caller.kill() if how == "kill" else caller.stdin.write("\n")
@@ -316,22 +377,33 @@ def told(shell: InteractiveShell, capsys: pytest.CaptureFixture[str], cell: str)
     return sorted(capsys.readouterr().out.splitlines(), key=lambda line: line.partition("]")[0])
 
 
-def test_the_course_begins_the_starter_and_says_what_stays(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_course_begins_the_starter_and_says_what_stays(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert sys.platform != "linux" or warm.starter_pid() is not None
     assert told(shell, capsys, "%ranks") == ["No ranks stay. `%ranks 2` starts two."]
     assert told(shell, capsys, "%ranks stop") == ["No ranks stay."]
 
 
 def test_cells_without_a_number_run_on_what_stays(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(shell, capsys, "%%ranks\nx = rank\nworld_size") == ["[rank 0] 2", "[rank 1] 2"], "two fresh ones where none stay"
+    assert told(shell, capsys, "%%ranks\nx = rank\nworld_size") == ["[rank 0] 2", "[rank 1] 2"], (
+        "two fresh ones where none stay"
+    )
     assert "3 ranks stay" in told(shell, capsys, "%ranks 3")[0]
     assert told(shell, capsys, "%%ranks\nx = [rank]") == []
-    assert told(shell, capsys, "%%ranks[0, 2]\nx += [10]\nprint('%%ranks[0]')") == ["[rank 0] %%ranks[0]", "[rank 2] %%ranks[0]"]
+    assert told(shell, capsys, "%%ranks[0, 2]\nx += [10]\nprint('%%ranks[0]')") == [
+        "[rank 0] %%ranks[0]",
+        "[rank 2] %%ranks[0]",
+    ]
     assert told(shell, capsys, "%%ranks --limit 60\nx") == ["[rank 0] [0, 10]", "[rank 1] [1]", "[rank 2] [2, 10]"]
     assert told(shell, capsys, "%%ranks 1\n'x' in globals()") == ["[rank 0] False"], "a number means fresh ranks"
     assert told(shell, capsys, "%%ranks 2\nif rank: print('I')") == ["[rank 0] (printed nothing)", "[rank 1] I"]
-    assert [line.partition(",")[0] for line in told(shell, capsys, "%ranks status")] == [f"rank {rank}: idle" for rank in range(3)]
-    assert told(shell, capsys, "%ranks 3") == ["3 ranks stay already, with what they hold. `%ranks reset` starts fresh ones."]
+    assert [line.partition(",")[0] for line in told(shell, capsys, "%ranks status")] == [
+        f"rank {rank}: idle" for rank in range(3)
+    ]
+    assert told(shell, capsys, "%ranks 3") == [
+        "3 ranks stay already, with what they hold. `%ranks reset` starts fresh ones."
+    ]
     with pytest.raises(UsageError, match=r"%%ranks\[3\]: expected some of the ranks 0, 1, 2, each once"):
         shell.run_cell_magic("ranks", "[3]", "1")
     assert "3 ranks ended, and what they held: x." in told(shell, capsys, "%ranks reset")
@@ -340,19 +412,30 @@ def test_cells_without_a_number_run_on_what_stays(shell: InteractiveShell, capsy
     assert told(shell, capsys, "%ranks stop") == ["3 ranks ended."]
 
 
-def test_a_saved_exercise_is_the_latest_on_ranks_that_stay(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_saved_exercise_is_the_latest_on_ranks_that_stay(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
     told(shell, capsys, "%ranks 1")
     for answer in ("first", "the second"):
         course_state.current().home.save("00.hello_ranks", f"def hello_ranks():\n    return {answer!r}\n")
-        assert told(shell, capsys, "%%ranks\nfrom my_fsdp import hello_ranks\nhello_ranks()") == [f"[rank 0] {answer!r}"]
+        assert told(shell, capsys, "%%ranks\nfrom my_fsdp import hello_ranks\nhello_ranks()") == [
+            f"[rank 0] {answer!r}"
+        ]
     told(shell, capsys, "%ranks stop")
 
 
-def test_ranks_that_have_ended_are_told_and_started_anew(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_have_ended_are_told_and_started_anew(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
     told(shell, capsys, "%ranks 2")
-    with pytest.raises(cell_runs.CellFailed, match="Rank 1 died: it ended with exit code 3.*All ranks were ended. `%ranks reset` starts new ones."):
+    with pytest.raises(
+        cell_runs.CellFailed,
+        match="Rank 1 died: it ended with exit code 3.*All ranks were ended. `%ranks reset` starts new ones.",
+    ):
         shell.run_cell_magic("ranks", "", "import os\nif rank: os._exit(3)")
-    with pytest.raises(UsageError, match="the ranks that stayed have ended: Rank 1 died.*`%ranks reset` starts new ones"):
+    with pytest.raises(
+        UsageError, match="the ranks that stayed have ended: Rank 1 died.*`%ranks reset` starts new ones"
+    ):
         shell.run_cell_magic("ranks", "", "1")
     assert "`%ranks reset` starts new ones" in "".join(told(shell, capsys, "%ranks status"))
     assert "2 ranks stay" in told(shell, capsys, "%ranks reset")[0]
@@ -363,10 +446,16 @@ def test_ranks_that_have_ended_are_told_and_started_anew(shell: InteractiveShell
 @pytest.mark.parametrize(
     ("magic", "line", "says"),
     [
-        *(("%", line, f"from 1 to 16, status, reset or stop, got '{line}'; write %ranks 4") for line in ("0", "x", "99", "-1", "2 3")),
+        *(
+            ("%", line, f"from 1 to 16, status, reset or stop, got '{line}'; write %ranks 4")
+            for line in ("0", "x", "99", "-1", "2 3")
+        ),
         ("%", "reset", "no ranks stay; write for example %ranks 2"),
         *(("%%", line, "from 1 to 16") for line in ("0", "x", "99", "2 3")),
-        *(("%%", line, "no ranks stay; start some with for example %ranks 4") for line in ("[0]", "[]", "[a]", "[0,0]", "[0")),
+        *(
+            ("%%", line, "no ranks stay; start some with for example %ranks 4")
+            for line in ("[0]", "[]", "[a]", "[0,0]", "[0")
+        ),
         *(("%%", f"2 --limit {limit}", "expected seconds above 0") for limit in ("", "0", "-3", "x", "nan", "inf")),
     ],
 )
@@ -384,7 +473,9 @@ def test_ranks_that_do_not_stay_are_refused_in_one_line(monkeypatch: pytest.Monk
 
 
 def test_a_cell_that_is_no_python_shows_its_line() -> None:
-    with pytest.raises(cell_runs.CellFailed, match=r'(?s)^  File "<%%ranks cell>", line 2\n    x = 3 4\n.*SyntaxError: '):
+    with pytest.raises(
+        cell_runs.CellFailed, match=r'(?s)^  File "<%%ranks cell>", line 2\n    x = 3 4\n.*SyntaxError: '
+    ):
         cell_runs.run_ranks("2", "y = 1\nx = 3 4")
 
 
@@ -421,7 +512,9 @@ class Kernel:
 
         def hear(message: dict) -> None:
             content = message["content"]
-            said.append(content.get("text", "") if message["msg_type"] == "stream" else "\n".join(content.get("traceback", [])))
+            said.append(
+                content.get("text", "") if message["msg_type"] == "stream" else "\n".join(content.get("traceback", []))
+            )
             at(said[-1])
 
         self.client.execute_interactive(code, timeout=90, output_hook=hear)
@@ -437,9 +530,17 @@ class Kernel:
 def test_ranks_live_and_end_with_their_kernel(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path)
     try:
-        interrupted = kernel.run(f"%%ranks[0]\n{SLEEP}", at=lambda text: kernel.manager.interrupt_kernel() if "asleep" in text else None)
-        assert "The cell was interrupted" in interrupted and "time.sleep(10_000)" in interrupted and "staying.py" not in interrupted
-        assert sorted(kernel.run("%%ranks\nrank").splitlines()) == ["[rank 0] 0", "[rank 1] 1"], "the kernel and its ranks live on"
+        interrupted = kernel.run(
+            f"%%ranks[0]\n{SLEEP}", at=lambda text: kernel.manager.interrupt_kernel() if "asleep" in text else None
+        )
+        assert (
+            "The cell was interrupted" in interrupted
+            and "time.sleep(10_000)" in interrupted
+            and "staying.py" not in interrupted
+        )
+        assert sorted(kernel.run("%%ranks\nrank").splitlines()) == ["[rank 0] 0", "[rank 1] 1"], (
+            "the kernel and its ranks live on"
+        )
         before = kernel.ranks
         kernel.manager.restart_kernel()
         assert eventually(lambda: all(map(gone, before))), "a restart leaves no rank"

@@ -1,4 +1,6 @@
-"""Notebook 11 in a real JupyterLab: its strategy lab runs, shows the figure, runs again, is cancelled, and can still be used."""
+"""Notebook 11 in a real JupyterLab: its strategy lab runs, shows the figure, runs again, is cancelled, and can still be
+used.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def lab(tmp_path: Path) -> Iterator[str]:
 
 
 def picture(page: Any, path: Path) -> None:
-    """A screenshot, with what was laid out wrongly in it as a failure: something wider than the lab, or a plot of no size."""
+    """A screenshot, with what was laid out wrongly in it as a failure: something wider than the lab, or a plot of no
+    size.
+    """
     page.wait_for_function(DRAWN, timeout=RUN_MS)
     page.wait_for_timeout(500)
     page.screenshot(path=str(path))
@@ -72,7 +76,8 @@ def test_run_shows_the_figure_and_cancel_leaves_the_lab_usable(lab: str, tmp_pat
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": 1280, "height": 1100})
         page.goto(lab.replace("/lab?", f"/doc/tree/{NOTEBOOK_11}?"))
-        page.get_by_text("(ipykernel) | Idle").wait_for(timeout=RUN_MS)  # a kernel that is still starting would not hear it
+        # a kernel that is still starting would not hear it
+        page.get_by_text("(ipykernel) | Idle").wait_for(timeout=RUN_MS)
         page.locator(".jp-Notebook .jp-Cell").first.click(timeout=60_000)
         page.keyboard.press("Escape")
         for _ in range(cell_of_the_lab(tmp_path / "course-learner" / NOTEBOOK_11)):

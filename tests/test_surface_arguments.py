@@ -10,7 +10,20 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 
 from fsdplab.engine import DataParallelMeshDims
 from tests.surface import (
-    Collectives, Net, close, data, error_of, gradients, look, loss_of, mesh_of, on_both, sharded, shown, twin_gradients, whole,
+    Collectives,
+    Net,
+    close,
+    data,
+    error_of,
+    gradients,
+    look,
+    loss_of,
+    mesh_of,
+    on_both,
+    sharded,
+    shown,
+    twin_gradients,
+    whole,
 )  # fmt: skip
 
 # ---- a module, or a list of modules
@@ -238,7 +251,12 @@ def ignored(fsdp: Any) -> Any:
     own.backward()
     for name in ("first.weight", "blocks.1.up.bias"):  # nobody averages these
         torch.testing.assert_close(model.get_parameter(name).grad, twin.get_parameter(name).grad)
-    return own.detach(), seen.seen, shown(model), {n: whole(p.grad) for n, p in model.named_parameters() if p not in kept}
+    return (
+        own.detach(),
+        seen.seen,
+        shown(model),
+        {n: whole(p.grad) for n, p in model.named_parameters() if p not in kept},
+    )
 
 
 def test_offload_policy_and_ignored_parameters(ranks) -> None:

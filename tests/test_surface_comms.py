@@ -1,4 +1,6 @@
-"""Reductions and collectives in the user's hands: divide factors, hooks, own collectives; and the state that others read."""
+"""Reductions and collectives in the user's hands: divide factors, hooks, own collectives; and the state that others
+read.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,20 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.surface import (
-    Collectives, Net, close, data, error_of, gradients, look, loss_of, mesh_of, on_both, quiet, sharded, shown, twin_gradients,
+    Collectives,
+    Net,
+    close,
+    data,
+    error_of,
+    gradients,
+    look,
+    loss_of,
+    mesh_of,
+    on_both,
+    quiet,
+    sharded,
+    shown,
+    twin_gradients,
 )  # fmt: skip
 
 # ---- dividing
@@ -224,10 +239,16 @@ def test_the_same_collectives_in_the_same_order(ranks) -> None:
 
 
 def the_state(fsdp: Any) -> Any:
-    """What `torch.distributed.pipelining` does at the end of its micro-batches, with torch's own `fully_shard.state`."""
+    """What `torch.distributed.pipelining` does at the end of its micro-batches,
+    with torch's own `fully_shard.state`.
+    """
     model, twin = sharded(fsdp), Net()
     with quiet():
-        model.set_is_last_backward(False), model.set_reshard_after_backward(False), model.set_requires_gradient_sync(False)
+        (
+            model.set_is_last_backward(False),
+            model.set_reshard_after_backward(False),
+            model.set_requires_gradient_sync(False),
+        )
         for micro in range(2):
             loss_of(model, micro).backward()
         model.set_is_last_backward(True), model.set_reshard_after_backward(True), model.set_requires_gradient_sync(True)

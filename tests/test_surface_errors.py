@@ -1,4 +1,6 @@
-"""What torch's engine refuses, the lab's refuses too, with the same type of error: arguments, containers, order of calls."""
+"""What torch's engine refuses, the lab's refuses too, with the same type of error: arguments, containers, order of
+calls.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,19 @@ from torch import nn
 
 from fsdplab.engine import DataParallelMeshDims
 from tests.surface import (
-    Net, close, data, error_of, gradients, loss_of, mesh_of, on_both, quiet, sharded, twin_gradients,
+    Net,
+    close,
+    data,
+    error_of,
+    gradients,
+    loss_of,
+    mesh_of,
+    on_both,
+    quiet,
+    sharded,
+    twin_gradients,
 )  # fmt: skip
+
 
 def bad_arguments(fsdp: Any) -> Any:
     scalar = Net()

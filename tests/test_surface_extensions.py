@@ -1,7 +1,8 @@
-"""Tensor subclasses that say themselves how they are gathered (`fsdp_pre_all_gather`, `fsdp_post_all_gather`), on both engines.
+"""Tensor subclasses that say themselves how they are gathered (`fsdp_pre_all_gather`, `fsdp_post_all_gather`), on both
+engines.
 
-Four kinds: a pair of tensors that trains, a tensor that is gathered in bfloat16, and two frozen quantised bases under fp32
-adapters: int8 with a scale a row, and four bits, two to a byte, with a scale a block of columns.
+Four kinds: a pair of tensors that trains, a tensor that is gathered in bfloat16, and two frozen quantised bases under
+fp32 adapters: int8 with a scale a row, and four bits, two to a byte, with a scale a block of columns.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ aten = torch.ops.aten
 
 
 class Parts(torch.Tensor):
-    """A tensor of [rows, ...] made of plain tensors with as many rows; what cuts or copies rows does so to every part."""
+    """A tensor of [rows, ...] made of plain tensors with as many rows;
+    what cuts or copies rows does so to every part.
+    """
 
     parts: tuple[torch.Tensor, ...]
 
@@ -124,7 +127,9 @@ class Int8(Parts):
 
 
 class FourBits(Parts):
-    """Parts: uint8 [rows, columns/2], two values a byte; bfloat16 scales [rows, columns/4]. It stays packed when gathered."""
+    """Parts: uint8 [rows, columns/2], two values a byte; bfloat16 scales [rows, columns/4]. It stays packed when
+    gathered.
+    """
 
     @classmethod
     def of(cls, value: torch.Tensor) -> FourBits:

@@ -1,4 +1,6 @@
-"""What is alive and for how long: gathered units, low-precision slices, two hundred steps, and a model that is let go."""
+"""What is alive and for how long: gathered units, low-precision slices, two hundred steps,
+and a model that is let go.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def train(model: nn.Module, steps: int, optimizer: torch.optim.Optimizer | None 
 
 def bytes_gathered(model: nn.Module) -> int:
     """What the gathered forms of all units but the root hold right now."""
-    gathered = [p.gathered for unit in units_of(model) if unit.name != "root" for p in unit.params if p.gathered is not None]
+    gathered = [
+        p.gathered for unit in units_of(model) if unit.name != "root" for p in unit.params if p.gathered is not None
+    ]
     return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in gathered}.values())
 
 
@@ -110,7 +114,9 @@ def low_slices() -> None:
     loss_of(model).backward()
     stop()
     assert made == {unit.name: 1 for unit in units_of(model)}, made
-    assert held and all(reference.expired() for reference in held) and all(unit._low is None for unit in units_of(model))
+    assert (
+        held and all(reference.expired() for reference in held) and all(unit._low is None for unit in units_of(model))
+    )
     with torch.no_grad():
         model(torch.ones(2, 8))
     assert all(unit._low is None for unit in units_of(model)), "an evaluation leaves no copies either"

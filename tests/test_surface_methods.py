@@ -12,8 +12,21 @@ from torch import nn
 
 import fsdplab.engine as lab_engine
 from tests.surface import (
-    Block, Collectives, Net, close, data, gradients, loss_of, mesh_of, on_both, reference_is_here, sharded, shown,
-    twin_gradients, whole, wholes,
+    Block,
+    Collectives,
+    Net,
+    close,
+    data,
+    gradients,
+    loss_of,
+    mesh_of,
+    on_both,
+    reference_is_here,
+    sharded,
+    shown,
+    twin_gradients,
+    whole,
+    wholes,
 )  # fmt: skip
 
 # ---- what there is
@@ -34,7 +47,9 @@ def test_every_name_and_argument_of_the_reference_exists() -> None:
 
 def arguments_of(function: Any) -> list[tuple]:
     """Name, kind and default of every argument, without the lab's own `transport`."""
-    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values() if p.name != "transport"]
+    return [
+        (p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values() if p.name != "transport"
+    ]
 
 
 # ---- unshard, reshard
@@ -161,7 +176,9 @@ def reduce_in_full_precision(fsdp: Any) -> Any:
 
 def shards_first_replicas_last(fsdp: Any) -> Any:
     """HSDP: a reduce-scatter every micro-batch, one all-reduce at the end."""
-    return steps_with(fsdp, lambda m, last: m.set_requires_all_reduce(last), mesh=mesh_of(2, 2, names=("replicate", "shard")))
+    return steps_with(
+        fsdp, lambda m, last: m.set_requires_all_reduce(last), mesh=mesh_of(2, 2, names=("replicate", "shard"))
+    )
 
 
 def test_micro_batches(ranks) -> None:
@@ -176,7 +193,9 @@ def test_micro_batches_on_replicas_of_shards(ranks) -> None:
 
 
 def switches(fsdp: Any) -> Any:
-    """`set_reshard_after_forward`, with and without the units below; `set_unshard_in_backward` on one that needs none."""
+    """`set_reshard_after_forward`, with and without the units below;
+    `set_unshard_in_backward` on one that needs none.
+    """
     model, answers = sharded(fsdp), []
     for change in (
         lambda: model.set_reshard_after_forward(True),

@@ -15,7 +15,20 @@ from torch import nn
 
 import fsdplab.engine as lab_engine
 from tests.surface import (
-    Block, Collectives, Net, close, data, gradients, loss_of, mesh_of, on_both, quiet, sharded, shown, twin_gradients, wholes,
+    Block,
+    Collectives,
+    Net,
+    close,
+    data,
+    gradients,
+    loss_of,
+    mesh_of,
+    on_both,
+    quiet,
+    sharded,
+    shown,
+    twin_gradients,
+    wholes,
 )  # fmt: skip
 
 # ---- dtypes and sizes

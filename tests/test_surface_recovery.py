@@ -1,4 +1,6 @@
-"""After an exception: `reset_iter_state` on the root, and the next step is as if nothing had happened, on both engines."""
+"""After an exception: `reset_iter_state` on the root, and the next step is as if nothing had happened,
+on both engines.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,19 @@ import torch
 from torch import nn
 
 import fsdplab.engine as lab_engine
-from tests.surface import Collectives, Net, close, data, gradients, loss_of, mesh_of, on_both, sharded, shown, twin_gradients
+from tests.surface import (
+    Collectives,
+    Net,
+    close,
+    data,
+    gradients,
+    loss_of,
+    mesh_of,
+    on_both,
+    sharded,
+    shown,
+    twin_gradients,
+)
 
 
 class Broken(Exception):
@@ -57,7 +71,9 @@ def attempt(model: Fragile, where: str) -> None:
 
 
 def clear_what_torch_leaves(model: nn.Module) -> None:
-    """Torch 2.13 promises to discard the failed step's gradients, but its whole parameters keep theirs for the next step."""
+    """Torch 2.13 promises to discard the failed step's gradients, but its whole parameters keep theirs for the next
+    step.
+    """
     if not isinstance(model, lab_engine.FSDPModule):
         for state in model._get_fsdp_state()._state_ctx.all_states:
             for param in (each for group in state._fsdp_param_groups for each in group.fsdp_params):

@@ -1,4 +1,6 @@
-"""Around the step: gradient scaling, clipping, EMA, accumulation, DDP as a strategy, and a change of strategy halfway."""
+"""Around the step: gradient scaling, clipping, EMA, accumulation, DDP as a strategy,
+and a change of strategy halfway.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,18 @@ from torch.nn.parallel import DistributedDataParallel
 import fsdplab.engine as lab_engine
 from fsdplab.engine import STRATEGIES, MixedPrecisionPolicy, events, fully_shard, shard_model
 from tests.surface import (
-    Collectives, Net, close, data, gradients, loss_of, mesh_of, on_both, quiet, sharded, twin_gradients, wholes,
+    Collectives,
+    Net,
+    close,
+    data,
+    gradients,
+    loss_of,
+    mesh_of,
+    on_both,
+    quiet,
+    sharded,
+    twin_gradients,
+    wholes,
 )  # fmt: skip
 
 ROWS = [name for name in STRATEGIES if name != "hybrid_shard"]
@@ -223,7 +236,9 @@ def handed_on(route: list[str], policy: MixedPrecisionPolicy) -> list[torch.Tens
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         if held is not None:
             with quiet():
-                set_state_dict(model, optimizer, model_state_dict=held[0], optim_state_dict=held[1], options=whole_states)
+                set_state_dict(
+                    model, optimizer, model_state_dict=held[0], optim_state_dict=held[1], options=whole_states
+                )
         loss = loss_of(model, step)
         loss.backward(), optimizer.step(), optimizer.zero_grad()
         losses.append(loss.detach())

@@ -107,10 +107,16 @@ def masters() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loss_of(model).backward()
     optimizer.step()
-    held = [*model.parameters(), *(p.grad for p in model.parameters()), *(s["exp_avg"] for s in optimizer.state.values())]
+    held = [
+        *model.parameters(),
+        *(p.grad for p in model.parameters()),
+        *(s["exp_avg"] for s in optimizer.state.values()),
+    ]
     assert {each.dtype for each in held} == {torch.float32}
     text = said_by(lambda: loss_of(shard_model(Net().bfloat16(), "full_shard", mp_policy=LOW, mesh=mesh_of())))
-    assert "bfloat16" in text and "float32" in text, f"bfloat16 masters under a mixed-precision policy go unmentioned: {text!r}"
+    assert "bfloat16" in text and "float32" in text, (
+        f"bfloat16 masters under a mixed-precision policy go unmentioned: {text!r}"
+    )
 
 
 def test_masters_are_float32_or_it_is_said(ranks) -> None:
@@ -275,7 +281,9 @@ class Turning(Net):
 
 def order_of_transitions(model: nn.Module) -> list[tuple[str, str, str]]:
     order: list[tuple[str, str, str]] = []
-    stop = events.subscribe(lambda e: order.append((e.phase, e.unit, e.after)) if isinstance(e, events.Transition) else None)
+    stop = events.subscribe(
+        lambda e: order.append((e.phase, e.unit, e.after)) if isinstance(e, events.Transition) else None
+    )
     loss_of(model).backward()
     stop()
     return order

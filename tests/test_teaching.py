@@ -1,4 +1,6 @@
-"""The teaching base without ranks: what is saved, how answers are judged, what a failed check says, what a page keeps."""
+"""The teaching base without ranks: what is saved, how answers are judged, what a failed check says,
+what a page keeps.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from fsdplab.records import RunRecord
 from fsdplab.teaching import answers, checking, collectives, display, exercises, exploring, predicting, provenance, tour
 from fsdplab.teaching.cell_runs import ranks_wanted
 from fsdplab.teaching.course_state import CheckFailed, current, open_course
-from fsdplab.teaching.exercise import Choice, Exercise, Question, Slip, edited
+from fsdplab.teaching.exercise import Choice, Exercise, Question, edited
 from fsdplab.teaching.findings import Finding, Verdict, first_difference
 from fsdplab.teaching.home import Home, HomeError, checked_id, load_function
 from fsdplab.teaching.predictions import Prediction, calibration_of
@@ -45,10 +47,15 @@ def a_record(strategy: str, total: int, **split: int) -> RunRecord:
     """A record as a run leaves it, with a peak and its split, and a card of 300 MB."""
     summary = {"peak_memory_bytes": {"total": total, "by_category": split}}
     spec = {"strategy": strategy, "engine": "lab", "world_size": 2, "card": 300_000_000}
-    return RunRecord("unsaved", spec=spec, summary=summary, provenance={"peak_memory_bytes": "measured", "card": "emulated"})
+    return RunRecord(
+        "unsaved", spec=spec, summary=summary, provenance={"peak_memory_bytes": "measured", "card": "emulated"}
+    )
 
 
-RUNS = [a_record("no_shard", 347_000_000, optimizer_state=152_000_000), a_record("full_shard", 203_000_000, optimizer_state=76_000_000)]
+RUNS = [
+    a_record("no_shard", 347_000_000, optimizer_state=152_000_000),
+    a_record("full_shard", 203_000_000, optimizer_state=76_000_000),
+]
 
 
 # --- numbers with units
@@ -56,9 +63,19 @@ RUNS = [a_record("no_shard", 347_000_000, optimizer_state=152_000_000), a_record
 
 @pytest.mark.parametrize(
     "value,unit,expected",
-    [(36, "MB", 36), ("36", "MB", 36), ("36 MB", "kB", 36_000), ("1.5 GiB", "B", 1.5 * 2**30), ("9.6 Gbit/s", "GB/s", 1.2), ("3e6B", "MB", 3),
-     ("1,000 kB", "MB", 1), ("50 %", "x", 0.5), ("20 ms", "s", 0.02), (torch.tensor(2.0), "MB", 2)],
-)  # fmt: skip
+    [
+        (36, "MB", 36),
+        ("36", "MB", 36),
+        ("36 MB", "kB", 36_000),
+        ("1.5 GiB", "B", 1.5 * 2**30),
+        ("9.6 Gbit/s", "GB/s", 1.2),
+        ("3e6B", "MB", 3),
+        ("1,000 kB", "MB", 1),
+        ("50 %", "x", 0.5),
+        ("20 ms", "s", 0.02),
+        (torch.tensor(2.0), "MB", 2),
+    ],
+)
 def test_a_quantity_is_read_in_the_asked_unit(value, unit, expected):
     assert quantity(value, unit) == pytest.approx(expected)
 
@@ -72,14 +89,20 @@ def test_a_quantity_that_measures_something_else_is_refused(value):
 # --- what the learner wrote
 
 
-@pytest.mark.parametrize("wrong", ["ring", "1.ring", "01.Ring", "01.", "01.ring gather", "../01.ring", "01.class", "01.ring.py"])
+@pytest.mark.parametrize(
+    "wrong", ["ring", "1.ring", "01.Ring", "01.", "01.ring gather", "../01.ring", "01.class", "01.ring.py"]
+)
 def test_a_malformed_id_is_refused(wrong):
     with pytest.raises(HomeError, match="not an exercise id"):
         checked_id(wrong)
 
 
 def test_saved_exercises_can_be_imported(course):
-    course.home.save("01.double", "from dataclasses import dataclass\n@dataclass\nclass Two:\n    value: int = 2\n\ndef double(x):\n    return Two().value * x")
+    course.home.save(
+        "01.double",
+        "from dataclasses import dataclass\n@dataclass\nclass Two:\n    value: int = 2\n\ndef double(x):\n    return"
+        " Two().value * x",
+    )
     assert importlib.import_module("my_fsdp").double(4) == 8
     assert load_function(course.home.file_of("01.double"), "double")(4) == 8
     with pytest.raises(AttributeError, match="has not been run"):
@@ -168,7 +191,9 @@ def test_a_right_number_is_accepted_however_it_is_written(course, item):
         assert answers.grade_answer(item.id, value, against=RUNS).passed
 
 
-@pytest.mark.parametrize("item,slip", [(item, slip) for item in QUESTIONS for slip in item.slips], ids=lambda v: getattr(v, "id", None))
+@pytest.mark.parametrize(
+    "item,slip", [(item, slip) for item in QUESTIONS for slip in item.slips], ids=lambda v: getattr(v, "id", None)
+)
 def test_a_known_slip_is_rejected_and_named(course, item, slip):
     wrong = item.right(RUNS) * slip.factor if slip.factor else slip.value(RUNS) if callable(slip.value) else slip.value
     verdict = answers.grade_answer(item.id, wrong, against=RUNS)
@@ -177,15 +202,27 @@ def test_a_known_slip_is_rejected_and_named(course, item, slip):
 
 
 @pytest.mark.parametrize(
-    "factor,cause", [(8, "divide by 8"), (1 / 8, "eight times too small"), (1e6 / 2**20, "counted in MiB"), (2**20 / 1e6, "written as MiB"), (1000, "1000 times"), (1e6, "a million times"),
-                     (1.5, "too large"), (0.01, "more than ten times too small")]
-)  # fmt: skip
+    "factor,cause",
+    [
+        (8, "divide by 8"),
+        (1 / 8, "eight times too small"),
+        (1e6 / 2**20, "counted in MiB"),
+        (2**20 / 1e6, "written as MiB"),
+        (1000, "1000 times"),
+        (1e6, "a million times"),
+        (1.5, "too large"),
+        (0.01, "more than ten times too small"),
+    ],
+)
 def test_slips_that_any_number_of_bytes_invites(factor, cause):
     question = Question("78.bytes", "?", "MB", 31.0, hints=("a", "b", "c"))
     assert cause in answers.slip_behind(question, 31 * factor)
 
 
-@pytest.mark.parametrize("value,says", [(..., "Not answered yet"), ("lots", "cannot be read"), ("3 s", "measures seconds"), (None, "cannot be read")])
+@pytest.mark.parametrize(
+    "value,says",
+    [(..., "Not answered yet"), ("lots", "cannot be read"), ("3 s", "measures seconds"), (None, "cannot be read")],
+)
 def test_what_is_no_answer_is_no_failed_try(course, value, says):
     assert says in str(answers.grade_answer("01.busbw", value))
     assert course.home.failed_tries("01.busbw") == 0
@@ -293,7 +330,10 @@ def test_a_verdict_reads_well_as_text_and_html():
 
 def test_a_prediction_keeps_its_default_until_it_is_changed(course):
     prediction = Prediction("00.peak", "MB", 200, course.home)
-    assert str(prediction.score(100)) == "The stored default predicted 200 MB, measured 100 MB: 2.00 times the measurement (100 % high)."
+    assert (
+        str(prediction.score(100))
+        == "The stored default predicted 200 MB, measured 100 MB: 2.00 times the measurement (100 % high)."
+    )
     assert calibration_of(course.home).scores == ()
     prediction.set("0.12 GB")
     assert "You predicted 120 MB" in str(prediction.score("100 MB"))
@@ -347,7 +387,9 @@ def test_columns_of_numbers_are_set_flush_right():
 def test_what_a_widget_controls_is_an_output_of_its_own():
     from fsdplab.teaching.widget_view import WidgetView
 
-    bundle = WidgetView(exploring.sliders(exploring.Explorer(tour.state_table, {"ranks": [2]}), lambda: None))._repr_mimebundle_()
+    bundle = WidgetView(
+        exploring.sliders(exploring.Explorer(tour.state_table, {"ranks": [2]}), lambda: None)
+    )._repr_mimebundle_()
     assert "application/vnd.jupyter.widget-view+json" in bundle and bundle["text/plain"] == ""
 
 
@@ -378,7 +420,12 @@ def test_sliders_move_the_table_without_a_browser(capsys):
 
 def test_what_was_real_collects_the_origins():
     rows = dict(provenance.origins(RUNS, {"bus_bandwidth": "measured"}))
-    assert rows == {"measured": "peak memory, bus bandwidth", "computed": "nothing", "emulated": "card", "simulated": "nothing"}
+    assert rows == {
+        "measured": "peak memory, bus bandwidth",
+        "computed": "nothing",
+        "emulated": "card",
+        "simulated": "nothing",
+    }
     formula = RunRecord("unsaved", provenance={"ledger": "measured", "formula_bytes_per_step": "simulated"})
     assert dict(provenance.origins([formula], {}))["computed"] == "the formula's bytes"
     with pytest.raises(ValueError, match="'guessed'"):
@@ -397,7 +444,7 @@ def test_state_bytes_follow_the_strategy_table():
 
 
 def test_bytes_and_bandwidths():
-    rows = dict((row[0], row[2]) for row in collectives.moved(48, 4).rows)
+    rows = {row[0]: row[2] for row in collectives.moved(48, 4).rows}
     assert rows["all_reduce"] == "72.00" and rows["one step of full_shard: gather twice + reduce"] == "108.00"
     timing = Timing("all_reduce", 64_000_000, 4, 0.080)
     assert (timing.algbw, timing.busbw) == pytest.approx((0.8e9, 1.2e9))
@@ -428,9 +475,14 @@ def test_an_exercise_cell_is_saved_and_run(shell, course, capsys):
 
 
 @pytest.mark.parametrize(
-    "line,cell,says", [("00.helo", "x = 1", "near: .*00.hello_ranks"), ("hello", "x = 1", "not an exercise id"), ("00.peak", "x = 1", "use answer"),
-                       ("00.hello_ranks", "x = 1", "must define hello_ranks")]
-)  # fmt: skip
+    "line,cell,says",
+    [
+        ("00.helo", "x = 1", "near: .*00.hello_ranks"),
+        ("hello", "x = 1", "not an exercise id"),
+        ("00.peak", "x = 1", "use answer"),
+        ("00.hello_ranks", "x = 1", "must define hello_ranks"),
+    ],
+)
 def test_an_exercise_cell_that_cannot_be_saved_says_why(shell, line, cell, says):
     with pytest.raises(UsageError, match=says):
         shell.run_cell_magic("exercise", line, cell)

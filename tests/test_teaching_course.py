@@ -1,4 +1,6 @@
-"""Editions: what the build keeps and drops, which sources it refuses, and the course's own notebooks, run to their end."""
+"""Editions: what the build keeps and drops, which sources it refuses, and the course's own notebooks,
+run to their end.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,12 @@ def test_the_learner_edition_keeps_stubs_and_drops_solutions(good, tmp_path):
     (good / "conftest.py").write_text("")
     built = build_course(good, tmp_path / "out", "learner")
     assert texts(built.notebooks[0]) == [
-        ("code", START.source.replace("teacher", "learner", 2).replace("import learner", "import teaching").replace("learner.start", "teaching.start")),
+        (
+            "code",
+            START.source.replace("teacher", "learner", 2)
+            .replace("import learner", "import teaching")
+            .replace("learner.start", "teaching.start"),
+        ),
         ("code", f"%%exercise 00.hello_ranks\n{HELLO.stub}"),
         ("code", "print(1)"),
     ]
@@ -68,7 +75,12 @@ def test_the_learner_edition_keeps_stubs_and_drops_solutions(good, tmp_path):
 
 def test_the_teacher_edition_keeps_solutions_and_drops_stubs(good, tmp_path):
     built = build_course(good, tmp_path / "out", "teacher")
-    assert [text for _, text in texts(built.notebooks[0])] == [START.source, f"%%exercise 00.hello_ranks\n{HELLO.reference}", "Ask the room.", "print(1)"]
+    assert [text for _, text in texts(built.notebooks[0])] == [
+        START.source,
+        f"%%exercise 00.hello_ranks\n{HELLO.reference}",
+        "Ask the room.",
+        "print(1)",
+    ]
 
 
 def test_a_build_never_overwrites_a_learners_work(good, tmp_path):
@@ -85,10 +97,16 @@ def test_a_build_never_overwrites_a_learners_work(good, tmp_path):
         ([START, tagged(new_code_cell("1"), "soluton")], r"05_mine.ipynb, cell 2: unknown tag 'soluton'"),
         ([START, tagged(new_code_cell("1"), "solution", "teacher")], "cell 2: has the tags solution, teacher"),
         ([START, exercise_cells()[0]], "cell 2: a stub without its solution"),
-        ([START, exercise_cells()[0], new_markdown_cell("x"), exercise_cells()[1]], "cell 2: a stub without its solution"),
+        (
+            [START, exercise_cells()[0], new_markdown_cell("x"), exercise_cells()[1]],
+            "cell 2: a stub without its solution",
+        ),
         ([START, tagged(new_code_cell("answer(...)"), "stub"), exercise_cells()[1]], "cell 2: a stub is a raw cell"),
         ([START, *exercise_cells(stub="def hello_ranks(): pass")], "cell 2: the stub of 00.hello_ranks differs"),
-        ([START, *exercise_cells(reference="def hello_ranks(): pass")], "cell 3: the solution of 00.hello_ranks differs"),
+        (
+            [START, *exercise_cells(reference="def hello_ranks(): pass")],
+            "cell 3: the solution of 00.hello_ranks differs",
+        ),
         ([START, new_code_cell("%%exercise 00.helo\nx = 1")], "cell 2: there is no exercise '00.helo'"),
         ([START, new_code_cell("%%exercise\nx = 1")], "cell 2: '%%exercise' is not an exercise id"),
         (exercise_cells(), 'expected one start cell with edition="teacher", found 0'),
@@ -108,7 +126,11 @@ def test_what_is_no_course_is_refused(good, tmp_path):
         build_course(tmp_path / "empty", tmp_path / "out")
     with pytest.raises(CourseError, match="unknown edition 'student'"):
         build_course(good, tmp_path / "out", "student")
-    for text in ("not json", "[]", '{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [{"cell_type": "poem"}]}'):
+    for text in (
+        "not json",
+        "[]",
+        '{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [{"cell_type": "poem"}]}',
+    ):
         (good / "06_broken.ipynb").write_text(text)
         with pytest.raises(CourseError, match="06_broken.ipynb is not a valid notebook"):
             build_course(good, tmp_path / "out")
@@ -120,11 +142,15 @@ def test_sources_hold_no_outputs_and_no_widget_state(good):
     notebook.metadata["widgets"] = {}
     notebook.cells[0].source += "\n#" + "x" * course.MOST_BYTES
     nbformat.write(notebook, good / "05_mine.ipynb")
-    assert [word in " ".join(check_sources(good)) for word in ("a source stays under 300,000", "saved widget state")] == [True, True]
+    assert [
+        word in " ".join(check_sources(good)) for word in ("a source stays under 300,000", "saved widget state")
+    ] == [True, True]
 
 
 def test_a_folder_of_notebooks_is_run_to_its_end(tmp_path, capsys):
-    folder = source(tmp_path / "own", new_code_cell("import pathlib\npathlib.Path('seen').write_text('x')"), name="01_fine.ipynb")
+    folder = source(
+        tmp_path / "own", new_code_cell("import pathlib\npathlib.Path('seen').write_text('x')"), name="01_fine.ipynb"
+    )
     source(folder, new_code_cell("1"), new_code_cell("\nx = 1 / 0\n"), new_code_cell("2"), name="02_fails.ipynb")
     fine, fails = course_run.run_course(folder)
     assert (fine.failure, fine.edition, (folder / "seen").exists()) == (None, "as it is", True)
@@ -133,7 +159,10 @@ def test_a_folder_of_notebooks_is_run_to_its_end(tmp_path, capsys):
 
 
 def test_sources_are_run_in_both_editions(tmp_path):
-    answers = [tagged(new_raw_cell('teaching.answer("01.busbw", ...)'), "stub"), tagged(new_code_cell('teaching.answer("01.busbw", 0.8)'), "solution")]
+    answers = [
+        tagged(new_raw_cell('teaching.answer("01.busbw", ...)'), "stub"),
+        tagged(new_code_cell('teaching.answer("01.busbw", 0.8)'), "solution"),
+    ]
     teacher, learner = course_run.run_course(source(tmp_path / "src", START, *answers))
     assert (teacher.edition, learner.edition) == ("teacher", "learner")
     assert "CheckFailed" in teacher.failure and "that is the algbw" in teacher.failure
@@ -171,7 +200,10 @@ def test_cells_are_short_and_say_what_is_taught(path):
     notebook = read(path)
     lengths = sorted(len(cell.source.splitlines()) for cell in notebook.cells if cell.cell_type == "code")
     assert statistics.median(lengths) <= 5 and lengths[int(0.9 * len(lengths)) - 1] <= 12 and lengths[-1] <= 25
-    assert max(len(line) for cell in notebook.cells if cell.cell_type == "code" for line in cell.source.splitlines()) <= 110
+    assert (
+        max(len(line) for cell in notebook.cells if cell.cell_type == "code" for line in cell.source.splitlines())
+        <= 110
+    )
     assert any("What was real here" in cell.source for cell in notebook.cells)
 
 
@@ -181,7 +213,12 @@ def test_a_learner_edition_runs_to_its_end_in_a_kernel_of_its_own(tmp_path):
     notebook = course.edition_of(read(NOTEBOOKS / "05_one_sharded_unit.ipynb"), "learner")
     run = course_run.run_notebook("05_one_sharded_unit.ipynb", "learner", notebook, tmp_path, tmp_path / "my_fsdp")
     assert run.failure is None, run.failure
-    printed = "".join(str(output.get("data", output)) for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs)
+    printed = "".join(
+        str(output.get("data", output))
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+    )
     assert "still the stub" in printed and "Not answered yet" in printed
 
 
@@ -205,24 +242,47 @@ def learner_edition_of(shell, folder: Path, *cells) -> list[str]:
         if cell.cell_type == "code":
             shell.run_cell(cell.source).raise_error()
     own = folder / "learner" / "my_fsdp"
-    shell.run_cell(f"from tests import learner_edition; ran = learner_edition.run_learner_edition({str(path)!r}, {str(own)!r})").raise_error()
+    shell.run_cell(
+        f"from tests import learner_edition; ran = learner_edition.run_learner_edition({str(path)!r}, {str(own)!r})"
+    ).raise_error()
     return shell.user_ns["ran"]
 
 
 UNSOLVED = [*exercise_cells(), new_code_cell('teaching.check("00.hello_ranks")')]
-UNANSWERED = [tagged(new_raw_cell('teaching.answer("01.busbw", ...)'), "stub"), tagged(new_code_cell('right = 0.8 * 1.5\nteaching.answer("01.busbw", right)'), "solution")]
+UNANSWERED = [
+    tagged(new_raw_cell('teaching.answer("01.busbw", ...)'), "stub"),
+    tagged(new_code_cell('right = 0.8 * 1.5\nteaching.answer("01.busbw", right)'), "solution"),
+]
 
 
 def test_cells_run_again_where_the_edition_decides(shell, tmp_path):
-    common = [new_code_cell("runs = ['slow']"), new_code_cell("def double(x):\n    return 2 * x"), new_code_cell("len(runs)")]
-    changed = [new_code_cell("runs += [hello_ranks.__doc__]"), new_code_cell("shown = tuple(runs)"), new_code_cell("assert len(shown) == double(1)")]
+    common = [
+        new_code_cell("runs = ['slow']"),
+        new_code_cell("def double(x):\n    return 2 * x"),
+        new_code_cell("len(runs)"),
+    ]
+    changed = [
+        new_code_cell("runs += [hello_ranks.__doc__]"),
+        new_code_cell("shown = tuple(runs)"),
+        new_code_cell("assert len(shown) == double(1)"),
+    ]
     ran = learner_edition_of(shell, tmp_path, *common, *UNSOLVED, *changed, *UNANSWERED)
-    assert ran[0] == "from fsdplab import teaching" and ran[1:3] == ["%%exercise 00.hello_ranks", 'teaching.check("00.hello_ranks")']
-    assert ran[3:] == ["runs += [hello_ranks.__doc__]", "shown = tuple(runs)", "assert len(shown) == double(1)", 'teaching.answer("01.busbw", ...)']
+    assert ran[0] == "from fsdplab import teaching" and ran[1:3] == [
+        "%%exercise 00.hello_ranks",
+        'teaching.check("00.hello_ranks")',
+    ]
+    assert ran[3:] == [
+        "runs += [hello_ranks.__doc__]",
+        "shown = tuple(runs)",
+        "assert len(shown) == double(1)",
+        'teaching.answer("01.busbw", ...)',
+    ]
 
 
 def test_what_only_a_solution_defines_is_not_there(shell, tmp_path):
-    with pytest.raises(AssertionError, match=r"learner edition, cell 5 \(right \* 2\): NameError: name 'right' is not defined"):
+    with pytest.raises(
+        AssertionError, match=r"learner edition, cell 5 \(right \* 2\): NameError: name 'right' is not defined"
+    ):
         learner_edition_of(shell, tmp_path, *UNSOLVED, *UNANSWERED, new_code_cell("right * 2"))
 
 

@@ -34,7 +34,10 @@ def as_from(device: str, folder: Path, target: Path) -> Path:
 
 def test_where_nothing_was_measured_the_cell_says_so(tmp_path, capsys):
     on_a_gpu(rank_timeline, folder=tmp_path)
-    assert "Not measured on a GPU: no check was made on one yet." in (said := capsys.readouterr().out) and "fsdplab gpu-check --out data/gpu" in said
+    assert (
+        "Not measured on a GPU: no check was made on one yet." in (said := capsys.readouterr().out)
+        and "fsdplab gpu-check --out data/gpu" in said
+    )
 
 
 @pytest.mark.timeout(300)

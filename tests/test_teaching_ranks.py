@@ -22,23 +22,27 @@ EXERCISES = [item for notebook in ("00", "01") for item in exercises.items_of(no
 RIGHT = {  # other right answers than the reference
     "01.ring_all_gather": {
         "the other way round": (
-            "import torch\nimport torch.distributed as dist\n\n\ndef ring_all_gather(mine):\n"
-            "    rank, n = dist.get_rank(), dist.get_world_size()\n    blocks = {rank: mine}\n"
-            "    for step in range(n - 1):\n        incoming = torch.empty_like(mine)\n"
-            "        receiving = dist.irecv(incoming, src=(rank + 1) % n)\n"
-            "        dist.send(blocks[(rank + step) % n], dst=(rank - 1) % n)\n        receiving.wait()\n"
-            "        blocks[(rank + step + 1) % n] = incoming\n    return torch.cat([blocks[owner] for owner in range(n)])\n"
+            "import torch\nimport torch.distributed as dist\n\n\ndef ring_all_gather(mine):\n    rank, n ="
+            " dist.get_rank(), dist.get_world_size()\n    blocks = {rank: mine}\n    for step in range(n - 1):\n       "
+            " incoming = torch.empty_like(mine)\n        receiving = dist.irecv(incoming, src=(rank + 1) % n)\n       "
+            " dist.send(blocks[(rank + step) % n], dst=(rank - 1) % n)\n        receiving.wait()\n        blocks[(rank"
+            " + step + 1) % n] = incoming\n    return torch.cat([blocks[owner] for owner in range(n)])\n"
         ),
         "batched": (
-            "import torch\nimport torch.distributed as dist\nfrom torch.distributed import P2POp, batch_isend_irecv, isend, irecv\n\n\n"
-            "def ring_all_gather(mine):\n    rank, n = dist.get_rank(), dist.get_world_size()\n    have = [mine]\n"
-            "    for _ in range(n - 1):\n        have.append(torch.empty_like(mine))\n"
-            "        pair = [P2POp(isend, have[-2], (rank + 1) % n), P2POp(irecv, have[-1], (rank - 1) % n)]\n"
-            "        for work in batch_isend_irecv(pair):\n            work.wait()\n"
-            "    return torch.cat([have[(rank - owner) % n] for owner in range(n)])\n"
+            "import torch\nimport torch.distributed as dist\nfrom torch.distributed import P2POp, batch_isend_irecv,"
+            " isend, irecv\n\n\ndef ring_all_gather(mine):\n    rank, n = dist.get_rank(), dist.get_world_size()\n   "
+            " have = [mine]\n    for _ in range(n - 1):\n        have.append(torch.empty_like(mine))\n        pair ="
+            " [P2POp(isend, have[-2], (rank + 1) % n), P2POp(irecv, have[-1], (rank - 1) % n)]\n        for work in"
+            " batch_isend_irecv(pair):\n            work.wait()\n    return torch.cat([have[(rank - owner) % n] for"
+            " owner in range(n)])\n"
         ),
     },
-    "00.hello_ranks": {"another import": "from torch.distributed import get_rank, get_world_size\n\n\ndef hello_ranks():\n    return 'rank %d of %d' % (get_rank(), get_world_size())\n"},
+    "00.hello_ranks": {
+        "another import": (
+            "from torch.distributed import get_rank, get_world_size\n\n\ndef hello_ranks():\n    return 'rank %d of %d'"
+            " % (get_rank(), get_world_size())\n"
+        )
+    },
 }
 
 
@@ -60,7 +64,10 @@ def course(home):
 def solutions(exercise: Exercise) -> list[tuple[str, str, str | None]]:
     """(name, source, what the report must say or None where it must pass) of everything that returns."""
     right = {"the reference": exercise.reference, **RIGHT.get(exercise.id, {})}
-    return [*((name, source, None) for name, source in right.items()), *((w.name, w.source, w.says) for w in exercise.wrong if w.ends == "returns")]
+    return [
+        *((name, source, None) for name, source in right.items()),
+        *((w.name, w.source, w.says) for w in exercise.wrong if w.ends == "returns"),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +75,14 @@ def tried(home):
     """(exercise, name) -> the finding of each solution that returns, all tried in one launch on three ranks."""
     todo = [(exercise, name, source) for exercise in EXERCISES for name, source, _ in solutions(exercise)]
     assert {exercise.world_size for exercise in EXERCISES} == {3}
-    paths = [Home(home.path / f"solution{index}").save(exercise.id, source) for index, (exercise, _, source) in enumerate(todo)]
+    paths = [
+        Home(home.path / f"solution{index}").save(exercise.id, source)
+        for index, (exercise, _, source) in enumerate(todo)
+    ]
     outcomes = trials.try_programs([(exercise, path) for (exercise, _, _), path in zip(todo, paths)], home)
-    return {(exercise.id, name): checking.judge(exercise, outcome) for (exercise, name, _), outcome in zip(todo, outcomes)}
+    return {
+        (exercise.id, name): checking.judge(exercise, outcome) for (exercise, name, _), outcome in zip(todo, outcomes)
+    }
 
 
 @pytest.mark.parametrize(
@@ -98,7 +110,13 @@ def test_a_check_that_raises_shows_the_learners_line_and_unlocks_a_hint(course):
     assert "Hint 1 (a nudge)" in report and course.home.failed_tries("01.ring_all_gather") == 1
 
 
-@pytest.mark.parametrize("name,line", [("send before receive", "dist.send(whole[(rank - step) % n]"), ("receive before send", "dist.recv(whole[(rank - step - 1) % n]")])
+@pytest.mark.parametrize(
+    "name,line",
+    [
+        ("send before receive", "dist.send(whole[(rank - step) % n]"),
+        ("receive before send", "dist.recv(whole[(rank - step - 1) % n]"),
+    ],
+)
 def test_a_check_that_hangs_ends_within_its_limit_and_shows_the_line(home, name, line):
     exercise = replace(exercises.find("01.ring_all_gather"), time_limit=3.0)
     known = next(known for known in exercise.wrong if known.name == name)
@@ -120,12 +138,23 @@ def test_a_rank_that_returned_and_still_waits_is_told_apart(monkeypatch):
     "failure,cause",
     [
         (Failure("raised", "Rank 1 raised: StillWaiting: no return after 8 s", 1), "deadlock"),
-        (Failure("raised", "Rank 1 raised: LeftUnfinished: it returned, but 10 s later the ranks could still not meet", 1), "call `.wait()`"),
-        (Failure("raised", "Rank 1 raised.", 1, traceback="...\nNameError: name 'world_size' is not defined"), "in `%%ranks` cells only"),
+        (
+            Failure(
+                "raised", "Rank 1 raised: LeftUnfinished: it returned, but 10 s later the ranks could still not meet", 1
+            ),
+            "call `.wait()`",
+        ),
+        (
+            Failure("raised", "Rank 1 raised.", 1, traceback="...\nNameError: name 'world_size' is not defined"),
+            "in `%%ranks` cells only",
+        ),
         (Failure("hung", "Rank 2 did not start within the time limit.", 2), "too busy"),
         (Failure("timeout", "The ranks still made progress.", 0), "too busy"),
         (Failure("died", "Rank 1 died: it ended with SIGSEGV.", 1), "crash"),
-        (Failure("raised", "Rank 1 raised.", 1, traceback="...\nRuntimeError: Timed out waiting for recv"), "nobody sent"),
+        (
+            Failure("raised", "Rank 1 raised.", 1, traceback="...\nRuntimeError: Timed out waiting for recv"),
+            "nobody sent",
+        ),
         (Failure("raised", "Rank 1 raised.", 1, traceback="...\nIndexError: 3"), "read the last line"),
     ],
 )
@@ -144,7 +173,10 @@ def test_a_passed_check_makes_the_learners_version_the_one_in_use(course, capsys
 
 def test_a_driver_stands_between_the_ranks_and_the_function(home, tmp_path):
     driver = tmp_path / "drive.py"
-    driver.write_text("import torch.distributed as dist\n\ndef drive(function, start):\n    return [function(start), function(start + dist.get_rank())]\n")
+    driver.write_text(
+        "import torch.distributed as dist\n\ndef drive(function, start):\n    return [function(start), function(start +"
+        " dist.get_rank())]\n"
+    )
     exercise = Exercise(
         "78.double", "Double", "Double it.", "", "def double(x):\n    return 2 * x\n", ("a", "b", "c"),
         cases=lambda: [Case("one", ((1,), (1,)), ([2, 2], [2, 4]))], driver=(str(driver), "drive"),
@@ -159,22 +191,41 @@ def test_a_cell_runs_on_fresh_ranks(course, capsys):
     teaching.start(home=course.home.path, shell=shell)
     capsys.readouterr()
     course.home.save("00.hello_ranks", exercises.find("00.hello_ranks").reference)
-    cell = "from my_fsdp import hello_ranks\nprint(hello_ranks())\ntotal = torch.tensor([rank + 1])\ndist.all_reduce(total)\nif rank == 1:\n    print('I am last')\ntotal"
+    cell = (
+        "from my_fsdp import hello_ranks\nprint(hello_ranks())\ntotal = torch.tensor([rank +"
+        " 1])\ndist.all_reduce(total)\nif rank == 1:\n    print('I am last')\ntotal"
+    )
     shell.run_cell_magic("ranks", "2", cell)
-    lines = sorted(capsys.readouterr().out.splitlines(), key=lambda line: line.partition("]")[0])  # as they come; those of a rank in order
-    assert lines == ["[rank 0] rank 0 of 2", "[rank 0] tensor([3])", "[rank 1] rank 1 of 2", "[rank 1] I am last", "[rank 1] tensor([3])"]
+    # as they come; those of a rank in order
+    lines = sorted(capsys.readouterr().out.splitlines(), key=lambda line: line.partition("]")[0])
+    assert lines == [
+        "[rank 0] rank 0 of 2",
+        "[rank 0] tensor([3])",
+        "[rank 1] rank 1 of 2",
+        "[rank 1] I am last",
+        "[rank 1] tensor([3])",
+    ]
 
 
 def test_a_cell_that_fails_on_a_rank_says_which_and_where(course):
-    with pytest.raises(cell_runs.CellFailed, match="(?s)Rank 1 raised.*line 2.*assert rank == 0.*AssertionError") as failed:
+    with pytest.raises(
+        cell_runs.CellFailed, match="(?s)Rank 1 raised.*line 2.*assert rank == 0.*AssertionError"
+    ) as failed:
         cell_runs.run_cell_on_ranks("x = 1\nassert rank == 0, x\ndist.barrier()", 2)
     assert failed.value._render_traceback_() == [str(failed.value)] and "on_ranks.py" not in str(failed.value)
 
 
 def test_the_lesson_on_collectives_measures_what_it_says(course):
     bandwidth = collectives.measure_bandwidth(sizes=(4000, 400_001), world_size=2, repeats=2)
-    assert {timing.kind for timing in bandwidth.timings} == {"all_gather", "reduce_scatter", "gloo's reduce_scatter", "all_reduce"}
-    assert {timing.nbytes for timing in bandwidth.timings} == {4000, 400_000} and all(timing.seconds > 0 for timing in bandwidth.timings)
+    assert {timing.kind for timing in bandwidth.timings} == {
+        "all_gather",
+        "reduce_scatter",
+        "gloo's reduce_scatter",
+        "all_reduce",
+    }
+    assert {timing.nbytes for timing in bandwidth.timings} == {4000, 400_000} and all(
+        timing.seconds > 0 for timing in bandwidth.timings
+    )
 
 
 def test_the_lesson_on_composition(course):
@@ -193,7 +244,9 @@ def test_rules_judge_hand_written_trials():
     exercise = exercises.find("01.ring_all_gather")
     case = exercise.cases()[0]
     sends = (Call("send", 24, 1), Call("recv", 24, 2)) * 2
-    right = [Trial(rank, torch.empty(0), "", tuple(replace(c, peer=(c.peer + rank) % 3) for c in sends)) for rank in range(3)]
+    right = [
+        Trial(rank, torch.empty(0), "", tuple(replace(c, peer=(c.peer + rank) % 3) for c in sends)) for rank in range(3)
+    ]
     assert exercise.rules(case, right) is None
     both_ways = [*right[:2], replace(right[2], calls=(Call("send", 24, 0), Call("send", 24, 1)))]
     assert "to everybody" in exercise.rules(case, both_ways).cause and exercise.rules(case, both_ways).rank == 2

@@ -1,4 +1,6 @@
-"""Traces: tiny hand-written ones for exact arithmetic, broken ones for errors, and real ones of two ranks of every kind of engine."""
+"""Traces: tiny hand-written ones for exact arithmetic, broken ones for errors, and real ones of two ranks of every kind
+of engine.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,16 @@ ENGINES = ("ddp", "fsdp2", "lab-gloo-full_shard", "lab-gloo-zero1", "lab-shm-ful
 
 def event(name, start, end, tid=MAIN, cat="cpu_op", pid=9, **arguments):
     """One event; times in microseconds."""
-    return {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": start, "dur": end - start, "args": arguments}
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "pid": pid,
+        "tid": tid,
+        "ts": start,
+        "dur": end - start,
+        "args": arguments,
+    }
 
 
 def mark(name, start, end):
@@ -73,18 +84,33 @@ def test_two_operators_and_a_gather(tmp_path):
 
 
 def test_dispatch_between_operators_computes_on_the_cpu(tmp_path):
-    step = analysed(tmp_path, [event("aten::mm", 100, 200), event("aten::mm", 219, 300), event("aten::mm", 320, 400), gloo("all_gather", 0, 1000)])
+    step = analysed(
+        tmp_path,
+        [
+            event("aten::mm", 100, 200),
+            event("aten::mm", 219, 300),
+            event("aten::mm", 320, 400),
+            gloo("all_gather", 0, 1000),
+        ],
+    )
     assert parts(step) == [0, 280, 720, 0]
 
 
 def test_what_waits_or_only_encloses_is_no_computing(tmp_path):
-    quiet = ("autograd::engine::evaluate_function: A", "c10d::_allgather_base_", "torch::autograd::AccumulateGrad", "Optimizer.step#SGD.step")
+    quiet = (
+        "autograd::engine::evaluate_function: A",
+        "c10d::_allgather_base_",
+        "torch::autograd::AccumulateGrad",
+        "Optimizer.step#SGD.step",
+    )
     step = analysed(tmp_path, [*(event(name, 100, 300) for name in quiet), gloo("all_gather", 200, 250)])
     assert parts(step) == [0, 0, 50, 950]
 
 
 def test_an_operator_inside_a_c10d_call_does_not_compute(tmp_path):
-    step = analysed(tmp_path, [event("c10d::allreduce_", 100, 300), event("aten::empty", 100, 110), gloo("all_reduce", 150, 250)])
+    step = analysed(
+        tmp_path, [event("c10d::allreduce_", 100, 300), event("aten::empty", 100, 110), gloo("all_reduce", 150, 250)]
+    )
     assert parts(step) == [0, 0, 100, 900]
 
 
@@ -104,25 +130,37 @@ def test_operators_of_gloos_threads_do_not_compute(tmp_path):
 def test_nccl_kernels_belong_to_the_unit_that_launched_them(tmp_path):
     name = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
     events = [
-        mark("FSDP::pre_forward (blocks.0)", 40, 70), mark("FSDP::all_gather (blocks.0)", 45, 60), launch(50, 3), launch(80, 1), launch(90, 2),
+        mark("FSDP::pre_forward (blocks.0)", 40, 70), mark("FSDP::all_gather (blocks.0)", 45, 60), launch(50, 3),
+        launch(80, 1), launch(90, 2),
         mark("FSDP::post_forward (blocks.0)", 95, 99), event("aten::mm", 80, 95),
         kernel(name, 200, 500, 3, stream=20, **{"In msg nelems": 512, "Out msg nelems": 1024, "dtype": "Float"}),
         kernel("sm90_gemm", 100, 300, 1), kernel("sm90_gemm", 500, 700, 2),
-        event("Memcpy HtoD", 700, 900, cat="gpu_memcpy", pid=0, tid=7), event("cudaDeviceSynchronize", 900, 950, cat="cuda_runtime"),
+        event("Memcpy HtoD", 700, 900, cat="gpu_memcpy", pid=0, tid=7),
+        event("cudaDeviceSynchronize", 900, 950, cat="cuda_runtime"),
     ]  # fmt: skip
     step = analysed(tmp_path, events)
     assert parts(step) == [300, 100, 200, 400]
     (collective,) = step.collectives
-    assert (collective["unit"], collective["phase"], collective["kind"], collective["logical_bytes"]) == ("blocks.0", "forward", "all_gather", 4096)
-    assert {(row["unit"], row["start_ns"]) for row in step.timeline if row["lane"] == "compute"} == {("blocks.0", 100_000), ("blocks.0", 500_000)}
+    assert (collective["unit"], collective["phase"], collective["kind"], collective["logical_bytes"]) == (
+        "blocks.0",
+        "forward",
+        "all_gather",
+        4096,
+    )
+    assert {(row["unit"], row["start_ns"]) for row in step.timeline if row["lane"] == "compute"} == {
+        ("blocks.0", 100_000),
+        ("blocks.0", 500_000),
+    }
     assert [row["end_ns"] for row in step.timeline if row["lane"] == "waiting"] == [950_000]
 
 
 @pytest.mark.parametrize(
     "name,kind",
     [
-        ("c10d::_allgather_base_", "all_gather"), ("c10d::_reduce_scatter_base_", "reduce_scatter"), ("c10d::alltoall_base_", "all_to_all"),
-        ("gloo:all_reduce", "all_reduce"), ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x)", "reduce_scatter"), ("c10d::barrier", "barrier"),
+        ("c10d::_allgather_base_", "all_gather"), ("c10d::_reduce_scatter_base_", "reduce_scatter"),
+        ("c10d::alltoall_base_", "all_to_all"),
+        ("gloo:all_reduce", "all_reduce"), ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x)", "reduce_scatter"),
+        ("c10d::barrier", "barrier"),
         ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(x)", "send_recv"), ("_c10d_functional::wait_tensor", ""),
     ],
 )  # fmt: skip
@@ -135,7 +173,9 @@ def test_without_step_ranges_the_whole_trace_is_one_step(tmp_path):
     (step,) = analyse_trace(trace, first_step=7).steps
     assert step.step == 7 and parts(step) == [200, 0, 100, 0]
     assert step.timeline[0]["start_ns"] == 10**18 + 100_000
-    both = write(tmp_path / "b.json", [mark("ProfilerStep#1", 0, 50), mark("ProfilerStep#2", 50, 90), gloo("all_reduce", 20, 60)])
+    both = write(
+        tmp_path / "b.json", [mark("ProfilerStep#1", 0, 50), mark("ProfilerStep#2", 50, 90), gloo("all_reduce", 20, 60)]
+    )
     assert [parts(step)[2] for step in analyse_trace(both).steps] == [30, 10]
     assert [step.step for step in analyse_trace(both, first_step=5).steps] == [5, 6]
     assert parts(analyse_trace(both, whole=True).steps[0]) == [0, 0, 40, 50]
@@ -153,7 +193,8 @@ def fsdp_gather(unit, at, arrived, consumer=None, prefetched_by=None, until=None
     """A gather issued at `at`: by its consumer, or in another unit's range."""
     inside = consumer or prefetched_by
     return [
-        mark(f"FSDP::pre_forward ({inside})", at - 2, until or arrived + 20), mark(f"FSDP::all_gather ({unit})", at, at + 4),
+        mark(f"FSDP::pre_forward ({inside})", at - 2, until or arrived + 20),
+        mark(f"FSDP::all_gather ({unit})", at, at + 4),
         event("c10d::_allgather_base_", at + 1, at + 3), gloo("all_gather", at + 5, arrived, numel=256),
     ]  # fmt: skip
 
@@ -168,17 +209,27 @@ BEFORE = [event("aten::mm", 10, 200)]
 
 def test_causes_of_gathers(tmp_path):
     assert cause(analysed(tmp_path, [*BEFORE, *fsdp_gather("b", 210, 400, consumer="b")])) == "late_start"
-    assert cause(analysed(tmp_path, [*BEFORE, *fsdp_gather("b", 210, 400, prefetched_by="a")])) == "nothing_to_hide_behind"
-    assert cause(analysed(tmp_path, fsdp_gather("b", 10, 200, consumer="b"))) == "nothing_to_hide_behind"  # the first: nothing came before it
+    assert (
+        cause(analysed(tmp_path, [*BEFORE, *fsdp_gather("b", 210, 400, prefetched_by="a")])) == "nothing_to_hide_behind"
+    )
+    # the first: nothing came before it
+    assert cause(analysed(tmp_path, fsdp_gather("b", 10, 200, consumer="b"))) == "nothing_to_hide_behind"
     covered = [event("aten::mm", 100, 900), *fsdp_gather("b", 210, 400, prefetched_by="a")]
     assert cause(analysed(tmp_path, [*covered, event("aten::mm", 0, 990, tid=3)])) == "hidden"
     assert cause(analysed(tmp_path, [*BEFORE, gloo("all_gather", 300, 400)]), unit="") == "unknown"
 
 
 def test_a_call_that_holds_the_host_is_late(tmp_path):
-    held = [mark("FSDP::post_backward_reduce (b)", 300, 500), event("c10d::_reduce_scatter_base_", 305, 310), gloo("all_reduce", 310, 495)]
+    held = [
+        mark("FSDP::post_backward_reduce (b)", 300, 500),
+        event("c10d::_reduce_scatter_base_", 305, 310),
+        gloo("all_reduce", 310, 495),
+    ]
     backward = [event("autograd::engine::evaluate_function: A", 100, 900), event("aten::mm", 110, 290)]
-    assert cause(analysed(tmp_path, [*backward, *held, event("aten::mm", 600, 800)]), kind="reduce_scatter") == "late_start"
+    assert (
+        cause(analysed(tmp_path, [*backward, *held, event("aten::mm", 600, 800)]), kind="reduce_scatter")
+        == "late_start"
+    )
     assert cause(analysed(tmp_path, [*backward, *held]), kind="reduce_scatter") == "nothing_to_hide_behind"
 
 
@@ -193,13 +244,19 @@ def test_queueing_behind_another_kernel_is_a_busy_link(tmp_path):
 
 def ledger(start, end, kind="all_gather", unit="b", rank=0):
     return {
-        "rank": rank, "step": 4, "unit": unit, "phase": "forward", "kind": kind, "logical_bytes": 2048, "wire_bytes": 1024, "padding_bytes": 0,
+        "rank": rank, "step": 4, "unit": unit, "phase": "forward", "kind": kind, "logical_bytes": 2048,
+        "wire_bytes": 1024, "padding_bytes": 0,
         "dtype": "float32", "start_ns": start * 1000, "end_ns": end * 1000, "emulated": True, "waited_ns": 0,
     }  # fmt: skip
 
 
 def test_an_emulated_links_passages_replace_the_transport(tmp_path):
-    events = [*BEFORE, *fsdp_gather("b", 210, 240, prefetched_by="a"), mark("FSDP::link (b)", 260, 520), event("aten::mm", 220, 260)]
+    events = [
+        *BEFORE,
+        *fsdp_gather("b", 210, 240, prefetched_by="a"),
+        mark("FSDP::link (b)", 260, 520),
+        event("aten::mm", 220, 260),
+    ]
     step = analysed(tmp_path, events, ledger=[ledger(230, 500), ledger(1, 9, rank=1)])
     (row,) = [row for row in step.timeline if row["name"] == "all_gather" and row["lane"] == "all_gather"]
     assert row["emulated"] and (row["start_ns"], row["end_ns"]) == (230_000, 500_000)
@@ -217,8 +274,14 @@ def test_a_link_that_knows_no_units_goes_by_the_order_of_issue(tmp_path):
 
 
 def test_shared_memory_under_torchs_engines(tmp_path):
-    """The main thread copies inside `shm:*`, so nothing of it is computing and nothing can hide it; who sleeps there waits for a peer."""
-    inside = [mark("FSDP::all_gather (b)", 300, 500), event("c10d::_allgather_base_", 305, 490), mark("shm:all_gather", 310, 480)]
+    """The main thread copies inside `shm:*`, so nothing of it is computing and nothing can hide it; who sleeps there
+    waits for a peer.
+    """
+    inside = [
+        mark("FSDP::all_gather (b)", 300, 500),
+        event("c10d::_allgather_base_", 305, 490),
+        mark("shm:all_gather", 310, 480),
+    ]
     step = analysed(tmp_path, [*BEFORE, *inside, event("aten::copy_", 310, 480)])
     assert parts(step) == [190, 0, 200, 610] and cause(step) == "nothing_to_hide_behind"
     assert cause(analysed(tmp_path, [*BEFORE, *inside, event("aten::copy_", 310, 330)])) == "waiting_for_peer"
@@ -243,11 +306,22 @@ def test_peers_explain_what_one_rank_cannot(tmp_path):
 
 
 def row(rank, start, end, kind="all_gather", nbytes=8_000_000, unit="a"):
-    return {"rank": rank, "step": 1, "unit": unit, "phase": "forward", "kind": kind, "start_ns": start, "end_ns": end, "logical_bytes": nbytes}
+    return {
+        "rank": rank,
+        "step": 1,
+        "unit": unit,
+        "phase": "forward",
+        "kind": kind,
+        "start_ns": start,
+        "end_ns": end,
+        "logical_bytes": nbytes,
+    }
 
 
 def test_skew_by_hand():
-    late = collective_skews([row(0, 0, 3_000_000), row(1, 2_000_000, 3_000_000), row(0, 5_000_000, 6_000_000), row(1, 5_000_000, 6_500_000)])
+    late = collective_skews(
+        [row(0, 0, 3_000_000), row(1, 2_000_000, 3_000_000), row(0, 5_000_000, 6_000_000), row(1, 5_000_000, 6_500_000)]
+    )
     assert [(one.occurrence, one.spread_ns, one.latency_ns, one.straggler, one.late_by_ns) for one in late] == [
         (1, 2_000_000, 1_000_000, 1, 2_000_000), (2, 0, 1_000_000, 0, 0),
     ]  # fmt: skip
@@ -283,7 +357,10 @@ def test_compute_inflation():
         (b'{"schemaVersion": 1, "trac', "truncated"),
         (b'{"schemaVersion" 1}', "damaged"),
         (b'{"traceEvents": []}', "no event that took time"),
-        (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": "soon"}]}', "profiler does not write"),
+        (
+            b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": "soon"}]}',
+            "profiler does not write",
+        ),
         (b"\x1f\x8b\x08\x00broken", "gzip"),
         (gzip.compress(b'{"traceEvents": [' + b" " * 99_999)[:60], "truncated or damaged gzip"),
         (b'{"mergedRanks": [0, 1], "traceEvents": []}', "merged"),
@@ -293,7 +370,9 @@ def test_what_is_no_trace_gets_one_line_and_a_remedy(tmp_path, content, complain
     (tmp_path / "t.json").write_bytes(content)
     with pytest.raises(TraceError, match=complaint) as caught:
         analyse_trace(tmp_path / "t.json")
-    assert "\n" not in str(caught.value) and ("export" in str(caught.value) or "profile" in str(caught.value) or "analyse" in str(caught.value))
+    assert "\n" not in str(caught.value) and (
+        "export" in str(caught.value) or "profile" in str(caught.value) or "analyse" in str(caught.value)
+    )
 
 
 def test_missing_files_and_folders(tmp_path):
@@ -311,8 +390,13 @@ def test_several_ranks_without_communication_are_an_error_not_a_nan(tmp_path):
 
 
 def test_older_files(tmp_path):
-    """PyTorch 2.1: absolute whole microseconds, no base, no distributedInfo; and the bare list of `torch.autograd.profiler`."""
-    events = [event("aten::mm", 1682725898240951, 1682725898240961), gloo("all_reduce", 1682725898240961, 1682725898240966)]
+    """PyTorch 2.1: absolute whole microseconds, no base, no distributedInfo; and the bare list of
+    `torch.autograd.profiler`.
+    """
+    events = [
+        event("aten::mm", 1682725898240951, 1682725898240961),
+        gloo("all_reduce", 1682725898240961, 1682725898240966),
+    ]
     for content in ({"schemaVersion": 1, "traceEvents": events}, events):
         (tmp_path / "t.json").write_text(json.dumps(content))
         analysis = analyse_trace(tmp_path / "t.json", rank=3)
@@ -330,7 +414,9 @@ def test_traces_that_pytorch_2_1_wrote():
             assert sum(parts) == row["step_ns"] and all(parts)
         reduced = found.steps[-1].collectives
         assert {row["kind"] for row in reduced} == {"all_reduce"} and len(reduced) >= 2
-        assert sum(row["logical_bytes"] for row in reduced) == 4 * 3 * (2 * 256 * 1024 + 1024 + 256), "all gradients, fp32"
+        assert sum(row["logical_bytes"] for row in reduced) == 4 * 3 * (2 * 256 * 1024 + 1024 + 256), (
+            "all gradients, fp32"
+        )
 
 
 def test_times_are_exact():
@@ -414,7 +500,9 @@ def test_real_traces_add_up_and_fit_the_record(real, engine):
         for table in ("breakdown", "timeline", "exposed"):
             rows = analysis.rows(table)
             assert rows and all(row.keys() == TABLES[table].keys() for row in rows)
-            assert all(type(row[name]) is kind for row in rows for name, kind in TABLES[table].items() if kind in (int, str)), table
+            assert all(
+                type(row[name]) is kind for row in rows for name, kind in TABLES[table].items() if kind in (int, str)
+            ), table
         assert {row["lane"] for row in analysis.rows("timeline")} <= set(LANES)
         assert {row["cause"] for row in analysis.rows("exposed")} <= set(CAUSES) - {"unknown"}
         for step in analysis.steps:
@@ -423,7 +511,7 @@ def test_real_traces_add_up_and_fit_the_record(real, engine):
 
 
 def collectives(analysis, kind):
-    (step, *_) = reversed(analysis.steps)
+    step, *_ = reversed(analysis.steps)
     return sorted((row["unit"], row["phase"]) for row in step.collectives if row["kind"] == kind)
 
 
@@ -431,10 +519,16 @@ def collectives(analysis, kind):
 def test_full_shard_gathers_twice_and_reduces_once_a_unit(real, engine):
     blocks = ("blocks.0", "blocks.1")
     for analysis in real(engine):
-        assert collectives(analysis, "all_gather") == sorted([("", "forward"), *((b, p) for b in blocks for p in ("forward", "backward"))])
+        assert collectives(analysis, "all_gather") == sorted(
+            [("", "forward"), *((b, p) for b in blocks for p in ("forward", "backward"))]
+        )
         assert collectives(analysis, "reduce_scatter") == [("", "backward"), *((block, "backward") for block in blocks)]
         assert {row["unit"] for row in analysis.rows("timeline") if row["lane"] == "compute"} == {"", *blocks}
-        assert {row["phase"] for row in analysis.rows("timeline") if row["lane"] == "compute"} == {"forward", "backward", "optimizer"}
+        assert {row["phase"] for row in analysis.rows("timeline") if row["lane"] == "compute"} == {
+            "forward",
+            "backward",
+            "optimizer",
+        }
 
 
 def test_ddps_all_reduce_is_of_no_unit_and_in_backward(real):
@@ -446,9 +540,9 @@ def test_bytes_agree_with_the_models(real):
     from fsdplab.workloads import build_model
 
     expected = sum(parameter.nbytes for parameter in build_model("gpt-tiny").parameters())
-    (step, *_) = reversed(real("ddp")[0].steps)
+    step, *_ = reversed(real("ddp")[0].steps)
     assert sum(row["logical_bytes"] for row in step.collectives if row["kind"] == "all_reduce") == expected
-    (step, *_) = reversed(real("lab-gloo-full_shard")[0].steps)
+    step, *_ = reversed(real("lab-gloo-full_shard")[0].steps)
     reduced = sum(row["logical_bytes"] for row in step.collectives if row["kind"] == "reduce_scatter")
     assert expected <= reduced < 1.02 * expected  # padding
     skews = collective_skews(row for analysis in real("lab-gloo-full_shard") for row in analysis.rows("collectives"))
@@ -456,12 +550,23 @@ def test_bytes_agree_with_the_models(real):
 
 
 def test_without_communication_every_operator_computes(ranks, tmp_path):
-    """And nothing else but the dispatch between them: nine tenths of a step of gpt-tiny where nothing else runs on the machine."""
+    """And nothing else but the dispatch between them: nine tenths of a step of gpt-tiny where nothing else runs on the
+    machine.
+    """
     (path,) = ranks(1, profiled_steps, "alone", str(tmp_path))
     trace = ChromeTrace(path)
-    spans = [(nanoseconds(each["ts"]), nanoseconds(each["dur"])) for each in trace if each["ph"] == "X" and each["name"].startswith("aten::")]
+    spans = [
+        (nanoseconds(each["ts"]), nanoseconds(each["dur"]))
+        for each in trace
+        if each["ph"] == "X" and each["name"].startswith("aten::")
+    ]
     operators = [(start, start + duration) for start, duration in spans]
     for step in analyse_trace(path).steps:
         window = step.timeline[0]["start_ns"] - trace.base_ns, step.timeline[0]["end_ns"] - trace.base_ns
         assert step.overlap is None and not step.exposed and step.breakdown["exposed_ns"] == 0
-        assert step.breakdown["compute_ns"] == length(clip(close_gaps(operators, 20_000), *window)) >= length(clip(operators, *window)) > 0
+        assert (
+            step.breakdown["compute_ns"]
+            == length(clip(close_gaps(operators, 20_000), *window))
+            >= length(clip(operators, *window))
+            > 0
+        )

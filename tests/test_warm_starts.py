@@ -1,4 +1,6 @@
-"""The warm starter: ranks forked from it are as good as fresh processes, and it ends, fails and is replaced without leaving anything."""
+"""The warm starter: ranks forked from it are as good as fresh processes, and it ends, fails and is replaced without
+leaving anything.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,9 @@ def listening(*pids: int) -> set[str]:
     for link in (link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir()):
         with contextlib.suppress(FileNotFoundError):  # closed just now
             sockets.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
-    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    rows = [
+        line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
     return {row[1] for row in rows if row[3] == "0A" and row[9] in sockets}
 
 
@@ -140,7 +144,11 @@ def test_another_interface_chosen_for_gloo_is_not_used_on_one_machine(monkeypatc
 
 def test_the_store_lies_in_a_folder_that_nobody_else_can_open(tmp_path: Path) -> None:
     seen: list[int] = []
-    run(RunSpec(start="warm", **TINY), directory=tmp_path / "run", on_look=lambda: seen.append((tmp_path / "run" / "ranks").stat().st_mode & 0o777))
+    run(
+        RunSpec(start="warm", **TINY),
+        directory=tmp_path / "run",
+        on_look=lambda: seen.append((tmp_path / "run" / "ranks").stat().st_mode & 0o777),
+    )
     assert set(seen) == {0o700}
 
 
@@ -169,7 +177,9 @@ def test_a_forked_rank_is_as_one_that_torchrun_starts() -> None:
 
 
 @pytest.mark.quick
-def test_a_rank_has_the_environment_folder_and_cores_of_its_caller_now(starter: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_has_the_environment_folder_and_cores_of_its_caller_now(
+    starter: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cores = os.sched_getaffinity(0)
     monkeypatch.setenv("SAID_LATER", "yes")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
@@ -201,7 +211,9 @@ def test_what_a_rank_has_started_ends_with_it() -> None:
 # ---- when another is needed
 
 
-def test_a_changed_source_file_gets_a_new_starter(starter: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_source_file_gets_a_new_starter(
+    starter: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "module.py").write_text("value = 1\n")
     monkeypatch.setattr(warm, "_PACKAGE", tmp_path)
     call("look")
@@ -219,7 +231,9 @@ def test_what_a_process_reads_when_it_starts_gets_a_new_starter(starter: int, mo
     assert warm.starter_pid() != starter
 
 
-def test_a_starter_that_is_replaced_finishes_its_runs(working: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_starter_that_is_replaced_finishes_its_runs(
+    working: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     future, pids = working()
     old = warm.starter_pid()
     monkeypatch.setenv("PYTHONHASHSEED", "4")
@@ -264,7 +278,11 @@ def test_a_starter_killed_in_the_middle_of_a_run_is_one_clear_report(working: An
         future.result()
     report = caught.value.report
     assert (report.kind, report.rank) == ("died", None) and "\n" not in report.message
-    assert "warm starter" in report.message and "was killed by SIGKILL" in report.message and "The next run starts a new one." in report.message
+    assert (
+        "warm starter" in report.message
+        and "was killed by SIGKILL" in report.message
+        and "The next run starts a new one." in report.message
+    )
     assert until(lambda: not any(map(alive, pids)))
     assert call("look")[0]["parent"] == warm.starter_pid() != killed
 
@@ -286,12 +304,17 @@ def test_a_starter_that_stands_still_does_not_hold_its_caller_for_ever(starter: 
 BROKEN = {
     "ends": ("import sys; sys.exit('no torch in here')", "ended with exit code 1: no torch in here"),
     "CUDA": (
-        "import torch, sys; torch.cuda.is_initialized = lambda: True; from fsdplab.sessions.starter import main; main(*sys.argv[1:])",
+        (
+            "import torch, sys; torch.cuda.is_initialized = lambda: True; from fsdplab.sessions.starter import main;"
+            " main(*sys.argv[1:])"
+        ),
         "CUDA was initialised while the warm starter imported",
     ),
     "thread": (
-        "import threading, time, sys; threading.Thread(target=time.sleep, args=(1000,), daemon=True).start(); "
-        "from fsdplab.sessions.starter import main; main(*sys.argv[1:])",
+        (
+            "import threading, time, sys; threading.Thread(target=time.sleep, args=(1000,), daemon=True).start(); "
+            "from fsdplab.sessions.starter import main; main(*sys.argv[1:])"
+        ),
         "the warm starter has 2 threads after importing",
     ),
 }
@@ -314,7 +337,12 @@ def test_where_forking_cannot_work_torchrun_does(how: str, monkeypatch: pytest.M
 def test_a_system_that_cannot_fork_uses_torchrun_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm, "why_not", lambda: "ranks are forked on Linux only, and this is darwin")
     assert "TORCHELASTIC_RUN_ID" in call("look", start="auto")[0]["environment"]
-    with pytest.raises(SpecError, match="start is 'warm', but ranks are forked on Linux only, and this is darwin; give start='auto' or 'torchrun'"):
+    with pytest.raises(
+        SpecError,
+        match=(
+            "start is 'warm', but ranks are forked on Linux only, and this is darwin; give start='auto' or 'torchrun'"
+        ),
+    ):
         call("look", start="warm")
 
 
@@ -336,7 +364,8 @@ def what_is_left(starter: int) -> dict[str, Any]:
         "starter's files": len(os.listdir(f"/proc/{starter}/fd")),
         "starter's children": children(starter),
         "zombies": [pid for pid in children(os.getpid()) if not alive(pid)],
-        "segments": sorted(path.name for path in Path("/dev/shm").glob("*") if "chromium" not in path.name),  # another worker may drive a browser
+        # another worker may drive a browser
+        "segments": sorted(path.name for path in Path("/dev/shm").glob("*") if "chromium" not in path.name),
     }
 
 
@@ -368,7 +397,8 @@ def test_ctrl_c_at_any_moment_leaves_nothing(starter: int, tmp_path: Path) -> No
         seconds.append(time.monotonic() - began)
         assert until(lambda: children(starter) == []), f"ranks are left after interrupt {number}"
     assert interrupted == 30
-    assert until(lambda: what_is_left(starter) == before), (what_is_left(starter), before)  # it closes a run's socket just after its last rank
+    # it closes a run's socket just after its last rank
+    assert until(lambda: what_is_left(starter) == before), (what_is_left(starter), before)
     assert alive(starter)
     run(spec, directory=tmp_path / "after")
 
@@ -382,7 +412,8 @@ from fsdplab.sessions import call_on_ranks, warm
 from fsdplab.sessions.launch import begin_starter
 begin_starter()
 open({str(said)!r} + ".starter", "w").write(str(warm.starter_pid()))
-call_on_ranks({str(PROGRAMS)!r}, "work", world_size=2, time_limit=60.0, payload={{"said": {str(said)!r}, "stop": "/never"}})
+payload = {{"said": {str(said)!r}, "stop": "/never"}}
+call_on_ranks({str(PROGRAMS)!r}, "work", world_size=2, time_limit=60.0, payload=payload)
 """
     caller = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     begun, ranks = Path(f"{said}.starter"), []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +33,34 @@ linux = pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc to lo
 
 
 def test_choices_become_one_run_for_each_pair_that_exists() -> None:
-    choices = Choices(model="gpt-tiny", strategies=("zero2", "full_shard"), engines=("lab", "torch-fsdp2"), card="300MB", steps=3)
+    choices = Choices(
+        model="gpt-tiny", strategies=("zero2", "full_shard"), engines=("lab", "torch-fsdp2"), card="300MB", steps=3
+    )
     request = check(choices, FIXED)
-    assert [(spec.strategy, spec.engine) for spec in request.specs] == [("zero2", "lab"), ("full_shard", "lab"), ("full_shard", "torch-fsdp2")]
-    assert {(spec.model, spec.steps, spec.card, spec.sequence_length) for spec in request.specs} == {("gpt-tiny", 3, 300_000_000, 32)}
+    assert [(spec.strategy, spec.engine) for spec in request.specs] == [
+        ("zero2", "lab"),
+        ("full_shard", "lab"),
+        ("full_shard", "torch-fsdp2"),
+    ]
+    assert {(spec.model, spec.steps, spec.card, spec.sequence_length) for spec in request.specs} == {
+        ("gpt-tiny", 3, 300_000_000, 32)
+    }
     assert request.left_out == "left out: torch-fsdp2 does not do zero2" and not request.errors
 
 
 def test_the_twin_runs_once_and_last_with_no_card_and_no_memory() -> None:
-    request = check(Choices(model="gpt-tiny", engines=("twin", "lab"), card="1GB", prefetch=3, checkpoint="full"), FIXED)
+    request = check(
+        Choices(model="gpt-tiny", engines=("twin", "lab"), card="1GB", prefetch=3, checkpoint="full"), FIXED
+    )
     assert [spec.engine for spec in request.specs] == ["lab", "lab", "twin"]
     twin = request.specs[-1]
     assert (twin.card, twin.memory, twin.prefetch, twin.checkpoint) == (None, False, 1, "none")
 
 
 def test_lab_models_are_those_that_read_bytes() -> None:
-    assert "gpt-20m" in MODELS and "llama-20m" in MODELS and "llama-3.1-8b" in TARGETS and not set(MODELS) & set(TARGETS)
+    assert (
+        "gpt-20m" in MODELS and "llama-20m" in MODELS and "llama-3.1-8b" in TARGETS and not set(MODELS) & set(TARGETS)
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +90,9 @@ def test_lab_models_are_those_that_read_bytes() -> None:
 )
 def test_a_wrong_choice_is_answered_in_one_line_beside_its_control(control: str, value: Any, words: str) -> None:
     request = check(Choices(**{**TINY, control: value}), FIXED)
-    assert list(request.errors) == [control] and words in request.errors[control] and "\n" not in request.errors[control]
+    assert (
+        list(request.errors) == [control] and words in request.errors[control] and "\n" not in request.errors[control]
+    )
     assert request.specs == ()
 
 
@@ -99,10 +112,7 @@ def test_what_is_typed_for_a_link_is_judged_where_it_is_used(changes: dict[str, 
     assert len(unused.specs) == 1
 
 
-@pytest.mark.parametrize(
-    "changes,control",
-    [({"checkpoint": "full"}, "checkpoint"), ({"prefetch": 3}, "prefetch")],
-)
+@pytest.mark.parametrize("changes,control", [({"checkpoint": "full"}, "checkpoint"), ({"prefetch": 3}, "prefetch")])
 def test_what_only_the_lab_does_is_blamed_on_the_control_that_was_moved(changes: dict[str, Any], control: str) -> None:
     request = check(Choices(**TINY, engines=("lab", "torch-fsdp2"), **changes), FIXED)
     assert list(request.errors) == [control] and "engine='lab'" in request.errors[control]
@@ -114,16 +124,22 @@ def test_what_no_control_can_mend_is_said_beside_the_engines() -> None:
 
 
 @pytest.mark.parametrize(
-    "text,nbytes", [("", None), ("none", None), ("300MB", 300_000_000), ("1.5 GB", 1_500_000_000), ("2GiB", 2**31), ("4096", 4096)]
+    "text,nbytes",
+    [("", None), ("none", None), ("300MB", 300_000_000), ("1.5 GB", 1_500_000_000), ("2GiB", 2**31), ("4096", 4096)],
 )
 def test_a_card_is_read_as_it_is_written(text: str, nbytes: int | None) -> None:
     assert parse_card(text) == nbytes
 
 
 def test_runs_are_named_as_the_figures_name_them() -> None:
-    names = {engine: label(RunSpec(engine=engine, strategy=able[0], world_size=2)) for engine, able in ENGINES.items() if "deepspeed" not in engine}
+    names = {
+        engine: label(RunSpec(engine=engine, strategy=able[0], world_size=2))
+        for engine, able in ENGINES.items()
+        if "deepspeed" not in engine
+    }
     assert names == {
-        "lab": "full_shard", "torch-ddp": "torch-ddp", "torch-fsdp1": "torch-fsdp1", "torch-fsdp2": "torch-fsdp2", "twin": "twin",
+        "lab": "full_shard", "torch-ddp": "torch-ddp", "torch-fsdp1": "torch-fsdp1", "torch-fsdp2": "torch-fsdp2",
+        "twin": "twin",
     }  # fmt: skip
 
 
@@ -136,7 +152,9 @@ def a_state(**choices: Any) -> LabState:
 
 def a_record(status: str = "finished", engine: str = "lab", message: str = "Rank 1 died.\nmore") -> RunRecord:
     spec = RunSpec(engine=engine, model="gpt-tiny", **FIXED).as_dict()
-    return RunRecord(Path("nowhere"), spec=spec, status=status, failure={"message": message} if status == "failed" else None)
+    return RunRecord(
+        Path("nowhere"), spec=spec, status=status, failure={"message": message} if status == "failed" else None
+    )
 
 
 def test_a_batch_from_begin_to_done() -> None:
@@ -183,7 +201,9 @@ def test_a_failed_run_is_named_and_its_batch_goes_on() -> None:
     state.recorded(a_record("failed"))
     assert state.busy
     state.ended()
-    assert state.status == "failed" and state.message.startswith("failed: full_shard: Rank 1 died; 1 record of 1 run kept")
+    assert state.status == "failed" and state.message.startswith(
+        "failed: full_shard: Rank 1 died; 1 record of 1 run kept"
+    )
 
 
 def test_an_error_of_the_runner_itself_is_said() -> None:
@@ -193,7 +213,9 @@ def test_an_error_of_the_runner_itself_is_said() -> None:
     assert state.status == "failed" and "the disk is full" in state.message
 
 
-@pytest.mark.parametrize("verb,arguments", [("started", (0,)), ("stepped", (1, 2, 3.0)), ("recorded", (None,)), ("ended", ())])
+@pytest.mark.parametrize(
+    "verb,arguments", [("started", (0,)), ("stepped", (1, 2, 3.0)), ("recorded", (None,)), ("ended", ())]
+)
 def test_the_verbs_of_a_run_need_one(verb: str, arguments: tuple[Any, ...]) -> None:
     with pytest.raises(RuntimeError, match=r"no batch is running \(status idle\); call begin\(\) first"):
         getattr(a_state(), verb)(*arguments)
@@ -215,19 +237,33 @@ def test_an_unknown_choice_is_an_error_of_the_caller() -> None:
 
 def test_progress_before_any_run_is_empty_and_shares_never_exceed_one() -> None:
     assert (str(Progress()), Progress().share) == ("", 0.0)
-    assert Progress(run=2, runs=2, step=5, steps=10).share == 0.75 and Progress(run=2, runs=1, step=10, steps=10).share == 1.0
+    assert (
+        Progress(run=2, runs=2, step=5, steps=10).share == 0.75
+        and Progress(run=2, runs=1, step=10, steps=10).share == 1.0
+    )
 
 
 def test_the_twin_is_the_reference_and_no_row_unless_it_is_alone() -> None:
     lab, twin = a_record(), a_record(engine="twin")
     batch = Batch(1, check(Choices(**TINY), FIXED).specs, [lab, twin])
-    assert (batch.rows, batch.reference) == ([lab], twin) and batch.title == "1: gpt-tiny, 2 ranks, fp32, prefetch 1, 1 run"
+    assert (batch.rows, batch.reference) == (
+        [lab],
+        twin,
+    ) and batch.title == "1: gpt-tiny, 2 ranks, fp32, prefetch 1, 1 run"
     assert Batch(1, batch.specs, [twin]).rows == [twin]
 
 
 def test_state_and_runner_need_no_widget_library() -> None:
-    code = "import sys, fsdplab.widgets.running; print({'ipywidgets', 'plotly', 'IPython'} & {name.split('.')[0] for name in sys.modules})"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout.strip() == "set()"
+    code = (
+        "import sys, fsdplab.widgets.running; print({'ipywidgets', 'plotly', 'IPython'} & {name.split('.')[0] for name"
+        " in sys.modules})"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+        ).stdout.strip()
+        == "set()"
+    )
 
 
 # ---- on real ranks
@@ -254,11 +290,15 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> StrategyLab:
 
 def test_a_batch_on_real_ranks_ends_with_its_records(lab: StrategyLab) -> None:
     assert lab.state.message == "done: 2 records of 2 runs kept"
-    assert [step for run, step, _ in lab.seen if run == 1 and step][:6] == [1, 2, 3, 4, 5, 6] and (2, 6) in [entry[:2] for entry in lab.seen]
+    assert [step for run, step, _ in lab.seen if run == 1 and step][:6] == [1, 2, 3, 4, 5, 6] and (2, 6) in [
+        entry[:2] for entry in lab.seen
+    ]
     bar = [share for *_, share in lab.seen]
     assert bar == sorted(bar) and bar[-1] == 1.0
     batch = lab.state.batch
-    assert [record.status for record in batch.records] == ["finished", "finished"] and [row.matches for row in batch.views] == [True]
+    assert [record.status for record in batch.records] == ["finished", "finished"] and [
+        row.matches for row in batch.views
+    ] == [True]
     assert RunRecord.load(batch.records[0].path) == lab.records[0] and batch.records[0].path.parent.name == "batch-1"
 
 
@@ -269,12 +309,23 @@ def test_every_tab_shows_the_batch(lab: StrategyLab, tab: str) -> None:
     assert tab == "Findings" or any(isinstance(piece, Figure) for piece in shown), shown
     lab.tabs.selected_index = list(TABS).index(tab)
     html = [output["data"]["text/html"] for output in lab.outputs[tab].outputs]
-    assert html and "drawing" not in html[0] and pieces(tab, None) == [pieces(tab, Batch(1, ()))[0]] and EMPTY in pieces(tab, None)[0]
+    assert (
+        html
+        and "drawing" not in html[0]
+        and pieces(tab, None) == [pieces(tab, Batch(1, ()))[0]]
+        and EMPTY in pieces(tab, None)[0]
+    )
 
 
 def test_the_table_has_the_verdict_of_the_twin(lab: StrategyLab) -> None:
     table = pieces("Table", lab.state.batch)[0]
-    assert ">full_shard<" in table and ">agree<" in table and "equal" in table and "<b>measured</b>" in table and ">twin<" not in table
+    assert (
+        ">full_shard<" in table
+        and ">agree<" in table
+        and "equal" in table
+        and "<b>measured</b>" in table
+        and ">twin<" not in table
+    )
 
 
 def test_a_figure_with_a_fault_leaves_the_tab_alive(lab: StrategyLab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +348,10 @@ def test_export_writes_the_comparison_and_says_where(lab: StrategyLab, tmp_path:
     said = lab.exported.outputs[0]["data"]["text/html"]
     assert str(path.resolve()) in said and "href" in said
     lab._export_to = tmp_path / "nowhere"
-    assert lab.export() is None and "could not be written (No such file or directory)" in lab.exported.outputs[0]["data"]["text/html"]
+    assert (
+        lab.export() is None
+        and "could not be written (No such file or directory)" in lab.exported.outputs[0]["data"]["text/html"]
+    )
 
 
 def test_all_batches_together_is_offered_from_the_second_on(lab: StrategyLab) -> None:
@@ -308,7 +362,11 @@ def test_all_batches_together_is_offered_from_the_second_on(lab: StrategyLab) ->
     state.batches = [first, Batch(2, first.specs), Batch(3, first.specs, first.records)]
     assert [batch.number for batch in state.offered] == [1, 3, 0]
     together = state.offered[-1]
-    assert together.title == "all batches: 2 runs" and together.reference is None and len({run.label for run in together.views}) == 2
+    assert (
+        together.title == "all batches: 2 runs"
+        and together.reference is None
+        and len({run.label for run in together.views}) == 2
+    )
 
 
 # ---- the view, without a browser
@@ -318,19 +376,35 @@ def test_controls_move_the_state_and_show_its_errors() -> None:
     lab = StrategyLab(FIXED, **TINY)
     lab.controls.widgets["ranks"].value = 4
     lab.controls.chips["strategies"]["zero1"].value = True
-    assert lab.state.choices.ranks == 4 and lab.state.choices.strategies == ("zero1", "full_shard") and "ready: 2 runs" in lab.message.value
+    assert (
+        lab.state.choices.ranks == 4
+        and lab.state.choices.strategies == ("zero1", "full_shard")
+        and "ready: 2 runs" in lab.message.value
+    )
     lab.controls.widgets["card"].value = "much"
     assert "expected a size" in lab.controls._errors["card"].value and "not ready" in lab.message.value
     lab.run_button.click()
-    assert lab.state.status == "idle" and "nothing was started: card is" in lab.message.value and lab.cancel_button.disabled
+    assert (
+        lab.state.status == "idle"
+        and "nothing was started: card is" in lab.message.value
+        and lab.cancel_button.disabled
+    )
     lab.state.choose(card="", model="no-such-model")
-    assert "unknown" not in lab.controls._errors["card"].value and "expected one of gpt-tiny" in lab.controls._errors["model"].value
+    assert (
+        "unknown" not in lab.controls._errors["card"].value
+        and "expected one of gpt-tiny" in lab.controls._errors["model"].value
+    )
 
 
 def test_what_belongs_to_a_choice_appears_with_it() -> None:
     lab = StrategyLab(FIXED, **TINY)
     hidden = {name: cell.layout.display for name, cell in lab.controls._cells.items()}
-    assert [name for name, display in hidden.items() if display == "none"] == ["custom_link", "tunnel", "as_model", "shard_size"]
+    assert [name for name, display in hidden.items() if display == "none"] == [
+        "custom_link",
+        "tunnel",
+        "as_model",
+        "shard_size",
+    ]
     lab.controls.widgets["link"].value = "wind tunnel"
     lab.controls.chips["strategies"]["hybrid_shard"].value = True
     assert {lab.controls._cells[name].layout.display for name in ("tunnel", "as_model", "shard_size")} == {""}
@@ -343,7 +417,11 @@ def test_controls_are_locked_while_a_batch_runs() -> None:
     lab.state.cancel()
     assert lab.cancel_button.disabled
     lab.state.ended()
-    assert not lab.run_button.disabled and not lab.controls.widgets["model"].disabled and "cancelled by you" in lab.message.value
+    assert (
+        not lab.run_button.disabled
+        and not lab.controls.widgets["model"].disabled
+        and "cancelled by you" in lab.message.value
+    )
 
 
 def test_a_lab_of_wrong_choices_is_refused() -> None:
@@ -358,9 +436,16 @@ def test_a_lab_of_wrong_choices_is_refused() -> None:
 @pytest.mark.parametrize("moment", ["start", "step"])
 def test_cancel_ends_the_ranks_and_the_next_batch_runs(tmp_path: Path, moment: str) -> None:
     runner = Runner(a_state(steps=200 if moment == "step" else 2), tmp_path)
-    when(runner.state, lambda state: state.progress.step >= 1 if moment == "step" else state.progress.run == 1, runner.cancel)
+    when(
+        runner.state,
+        lambda state: state.progress.step >= 1 if moment == "step" else state.progress.run == 1,
+        runner.cancel,
+    )
     assert runner.start() and runner.wait(PATIENCE_S)
-    assert runner.state.status == "cancelled" and runner.state.message == "cancelled by you: 0 records of 1 run kept; press Run to start again"
+    assert (
+        runner.state.status == "cancelled"
+        and runner.state.message == "cancelled by you: 0 records of 1 run kept; press Run to start again"
+    )
     assert processes_of(tmp_path) == [] and runner.state.progress.step < 202
     if moment == "start":
         runner.state.choose(card="1MB")

@@ -16,8 +16,22 @@ import torch
 
 import fsdplab.workloads as workloads
 from fsdplab.workloads import (
-    PRESETS, ByteText, ConfigError, GPTBlock, LlamaBlock, RotaryScaling, TextError, block_parameter_count, block_types, build_model,
-    initialise, loss_of, parameter_count, preset, reset_buffers, root_parameter_count,
+    PRESETS,
+    ByteText,
+    ConfigError,
+    GPTBlock,
+    LlamaBlock,
+    RotaryScaling,
+    TextError,
+    block_parameter_count,
+    block_types,
+    build_model,
+    initialise,
+    loss_of,
+    parameter_count,
+    preset,
+    reset_buffers,
+    root_parameter_count,
 )  # fmt: skip
 from fsdplab.workloads.attention import CausalAttention, Rotary, rotary_frequencies
 from fsdplab.workloads.twin import SideBySide, replay_gradients
@@ -99,7 +113,9 @@ def test_impossible_shapes_are_rejected(wrong, message):
         dataclasses.replace(PRESETS["llama-tiny"], **wrong)
 
 
-@pytest.mark.parametrize("wrong", [{"factor": 0.5}, {"original_context": 0}, {"low_frequency": 4.0}, {"low_frequency": 0.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"factor": 0.5}, {"original_context": 0}, {"low_frequency": 4.0}, {"low_frequency": 0.0}]
+)
 def test_impossible_rotary_scalings_are_rejected(wrong):
     with pytest.raises(ConfigError, match="rotary scaling"):
         RotaryScaling(**wrong)
@@ -242,7 +258,9 @@ def test_rotary_turns_bfloat16_in_float32():
 
 
 def test_llama_31_frequencies():
-    """Fast pairs stay, slow ones become 8 times slower, those between lie between; the bounds are wavelengths 8192/4 and 8192/1."""
+    """Fast pairs stay, slow ones become 8 times slower, those between lie between; the bounds are wavelengths 8192/4
+    and 8192/1.
+    """
     config = PRESETS["llama-3.1-8b"]
     plain = rotary_frequencies(config.head_width, config.rotary_base)
     scaled = rotary_frequencies(config.head_width, config.rotary_base, config.rotary_scaling)
@@ -257,7 +275,9 @@ def test_llama_31_frequencies():
 
 def test_llama_2_has_no_scaling():
     assert PRESETS["llama-2-7b"].rotary_scaling is None
-    torch.testing.assert_close(rotary_frequencies(128, 10_000.0)[[0, 32, 63]], torch.tensor([1, 1e-2, 10_000 ** (-126 / 128)]).double())
+    torch.testing.assert_close(
+        rotary_frequencies(128, 10_000.0)[[0, 32, 63]], torch.tensor([1, 1e-2, 10_000 ** (-126 / 128)]).double()
+    )
 
 
 def test_rotary_tables_exist_once_and_are_not_in_a_checkpoint():
@@ -276,7 +296,9 @@ def test_a_seed_gives_the_same_model_and_leaves_the_global_generator_alone(name)
     state = torch.get_rng_state()
     first, second, other = build_model(name, seed=1), build_model(name, seed=1), build_model(name, seed=2)
     assert torch.equal(torch.get_rng_state(), state)
-    for (parameter_name, p), q, r in zip(first.named_parameters(), second.parameters(), other.parameters(), strict=True):
+    for (parameter_name, p), q, r in zip(
+        first.named_parameters(), second.parameters(), other.parameters(), strict=True
+    ):
         assert torch.equal(p, q), parameter_name
         assert p.dim() == 1 or not torch.equal(p, r), parameter_name
 
@@ -348,7 +370,8 @@ for world_size, rank in ((2, 0), (3, 2), (100, 99)):
     sharded = build_model("gpt-tiny", seed=0)
     for module in sharded.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, name, torch.nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)))
+            part = distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)
+            setattr(module, name, torch.nn.Parameter(part))
     initialise(sharded, seed=7)
     for (name, part), full in zip(sharded.named_parameters(), whole.parameters(), strict=True):
         chunks = full.chunk(world_size)
@@ -359,7 +382,8 @@ print("equal")
 
 
 def test_slices_hold_the_values_of_the_whole_model():
-    """Initialising needs no communication, so one rank of the fake backend shows it, also where its slices are uneven or empty.
+    """Initialising needs no communication, so one rank of the fake backend shows it, also where its slices are uneven
+    or empty.
 
     In a process of its own: torch caches what it learnt about a mesh beyond the life of the process group.
     """
@@ -490,7 +514,9 @@ def test_a_device_is_rejected():
         ByteText.from_path("/dev/null")
 
 
-@pytest.mark.skipif(not Path("/proc/self/mem").is_file(), reason="needs a file that exists and cannot be read, even by root")
+@pytest.mark.skipif(
+    not Path("/proc/self/mem").is_file(), reason="needs a file that exists and cannot be read, even by root"
+)
 def test_an_unreadable_file_is_rejected():
     with pytest.raises(TextError, match="cannot read /proc/self/mem.*permissions"):
         ByteText.from_path("/proc/self/mem")

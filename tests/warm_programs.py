@@ -30,7 +30,11 @@ def look(rank, world_size, payload):
         "session": os.getsid(0) == os.getpid(),
         "parent": os.getppid(),
         "cores": sorted(os.sched_getaffinity(0)),
-        "files": sorted(os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{number}")),
+        "files": sorted(
+            os.readlink(f"/proc/self/fd/{number}")
+            for number in os.listdir("/proc/self/fd")
+            if os.path.exists(f"/proc/self/fd/{number}")
+        ),
         "grad": torch.is_grad_enabled(),
     }
 

@@ -1,11 +1,11 @@
 """The sharding engine: `fully_shard`, and `shard_model` for every row of the strategy table.
 
 Read `unit.py` first: it tells one unit's life in time order. A file imports only files above it in this list: policy,
-layout, events, pending, compat, traps, home, lanes, packing, transport, placement, param, reduction, extension, halfway,
-unit, schedule, runtime, hooks, facade, custom, module, recompute, shard. Built on these: gloo, slots, arenas and shared
-(shared memory between the ranks of one machine), shm_group and shm_moves (the same for torch's own engines), timelines,
-watchdog and shared_gpu* (ranks that share one GPU), choose (which transport a group gets), mapped, offload and
-offloaded_optimizer (host memory and files), norms, checkpoint.
+layout, events, pending, compat, traps, home, lanes, packing, transport, placement, param, reduction, extension,
+halfway, unit, schedule, runtime, hooks, facade, custom, module, recompute, shard. Built on these: gloo, slots, arenas
+and shared (shared memory between the ranks of one machine), shm_group and shm_moves (the same for torch's own engines),
+timelines, watchdog and shared_gpu* (ranks that share one GPU), choose (which transport a group gets), mapped, offload
+and offloaded_optimizer (host memory and files), norms, checkpoint.
 """
 
 from .compat import DataParallelMeshDims

@@ -1,9 +1,9 @@
 """Slices at rest that peers on the same machine read where they lie.
 
 A slice that is gathered as it is need not be copied to a slot first: it rests in shared memory, and an all-gather says
-only where. Its owner may write to it again (the optimizer, a loaded checkpoint) once every peer has read it; the ends of
-forwards and backwards wait for that (`Slots.settle`). The memory has no name; a peer maps it when it first reads it and
-lets it go together with its own slice of the same unit.
+only where. Its owner may write to it again (the optimizer, a loaded checkpoint) once every peer has read it; the ends
+of forwards and backwards wait for that (`Slots.settle`). The memory has no name; a peer maps it when it first reads it
+and lets it go together with its own slice of the same unit.
 """
 
 from __future__ import annotations

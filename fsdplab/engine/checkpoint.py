@@ -1,9 +1,9 @@
 """Save, load and gather a training state, as `torch.distributed.checkpoint` (DCP) does it, without its traps.
 
 The files are plain DCP with the keys of PyTorch's own recipe (`model`, `optim`): any number of ranks, any strategy,
-PyTorch's FSDP2 and an unsharded model read each other's. The traps: asking an optimizer that has not stepped for its state
-counts as a step (or leaves the state out, where gradients exist), saving over a checkpoint can lose both, and a "full"
-state dict may be the live parameters, which the next step changes.
+PyTorch's FSDP2 and an unsharded model read each other's. The traps: asking an optimizer that has not stepped for its
+state counts as a step (or leaves the state out, where gradients exist), saving over a checkpoint can lose both, and a
+"full" state dict may be the live parameters, which the next step changes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from torch.distributed.tensor import DTensor
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """Write `model` and `optimizer` to a new `folder`, every rank its own slices; all ranks must call it.
 
-    Raises torch's `CheckpointException` ("Checkpoint already exists") where a checkpoint is: give every save its own folder.
+    Raises torch's `CheckpointException` ("Checkpoint already exists") where a checkpoint is: give every save its own
+    folder.
     """
     dcp.save(_slices(model, optimizer), storage_writer=dcp.FileSystemWriter(str(folder), overwrite=False))
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Read what `save` wrote into `model` and `optimizer`, in place, whatever the number of ranks and the strategy were.
+    """Read what `save` wrote into `model` and `optimizer`, in place, whatever the number of ranks and the strategy
+    were.
 
-    Hyperparameters (the learning rate too) become the saved ones. Before anything is changed, raises `FileNotFoundError`
-    if there is no checkpoint, and `ValueError` with name and shapes if it is of another model or optimizer.
+    Hyperparameters (the learning rate too) become the saved ones. Before anything is changed, raises
+    `FileNotFoundError` if there is no checkpoint, and `ValueError` with name and shapes if it is of another model or
+    optimizer.
     """
     entries = _entries(Path(folder))
     state = _slices(model, optimizer)
@@ -73,8 +76,8 @@ def _entries(folder: Path) -> dict[str, Any]:
     if not (folder / ".metadata").is_file():
         inside = ", ".join(sorted(path.name for path in folder.iterdir())[:3]) if folder.is_dir() else "no such folder"
         raise FileNotFoundError(
-            f"no checkpoint in {folder}: got {inside or 'an empty folder'}, expected a .metadata file (a save that was cut "
-            "short has none); name the folder that was given to `save`"
+            f"no checkpoint in {folder}: got {inside or 'an empty folder'}, expected a .metadata file (a save that was"
+            " cut short has none); name the folder that was given to `save`"
         )
     return dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
 

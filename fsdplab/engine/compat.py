@@ -1,6 +1,7 @@
 """Everything that depends on the torch version (2.11 to 2.15), and nothing else.
 
-Collectives are looked up on `torch.distributed` at call time, so that a patched collective and `CommDebugMode` see them.
+Collectives are looked up on `torch.distributed` at call time, so that a patched collective and `CommDebugMode` see
+them.
 """
 
 from __future__ import annotations

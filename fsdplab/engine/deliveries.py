@@ -1,7 +1,7 @@
 """Completes collectives when an emulated link has delivered them, for engines that wait on c10d's own `Work`.
 
-Torch's DDP and FSDP issue a collective, go on computing, and wait later, in C++. So the work they get is a future that one thread of this
-process completes at the time the link says.
+Torch's DDP and FSDP issue a collective, go on computing, and wait later, in C++. So the work they get is a future that
+one thread of this process completes at the time the link says.
 """
 
 from __future__ import annotations

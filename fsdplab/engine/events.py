@@ -30,8 +30,8 @@ class Collective:
     """One row of the ledger: a collective that one rank took part in.
 
     `logical_bytes` is the whole payload P, padding included; `wire_bytes` is what this rank sends: P(n-1)/n for
-    all_gather and reduce_scatter, 2P(n-1)/n for all_reduce. Times are `time.time_ns()`. `waited_ns` is how long the host
-    was blocked for it, None where it never is (CUDA). Behind an emulated link all three are the link's.
+    all_gather and reduce_scatter, 2P(n-1)/n for all_reduce. Times are `time.time_ns()`. `waited_ns` is how long the
+    host was blocked for it, None where it never is (CUDA). Behind an emulated link all three are the link's.
     """
 
     unit: str
@@ -74,7 +74,9 @@ _subscribers: list[Callable[[Event], None]] = []
 
 
 def subscribe(callback: Callable[[Event], None]) -> Callable[[], None]:
-    """Send every event to `callback` (called on the thread that runs the model) until the returned function is called."""
+    """Send every event to `callback` (called on the thread
+    that runs the model) until the returned function is called.
+    """
     _subscribers.append(callback)
     return lambda: _subscribers.remove(callback)
 

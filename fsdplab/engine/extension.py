@@ -1,4 +1,5 @@
-"""Parameters that travel in a form of their own: tensor subclasses with `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
+"""Parameters that travel in a form of their own: tensor subclasses with `fsdp_pre_all_gather` and
+`fsdp_post_all_gather`.
 
 A quantised weight, say, sends its packed integers and its scales, and is put together after the gather. The protocol is
 PyTorch FSDP2's: the subclass at rest says which plain tensors to send (the same sizes on every rank) and what to
@@ -83,7 +84,8 @@ class ExtendedParam(ShardedParam):
     def assemble(self, layout: Layout, whole: torch.Tensor) -> None:
         """Make the gathered value out of everybody's parts, in the same tensor as the first time."""
         storage, outputs = whole.untyped_storage(), []
-        for slot, part in zip(self.slots(layout), self._parts):  # not views of `whole`: its version changes with every gather
+        # not views of `whole`: its version changes with every gather
+        for slot, part in zip(self.slots(layout), self._parts):
             empty = torch.empty(0, dtype=part.dtype, device=whole.device)
             outputs.append(empty.set_(storage, layout.whole_offset(slot) // part.element_size(), slot.shape))
         inner = self.local

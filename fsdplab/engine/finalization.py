@@ -1,4 +1,6 @@
-"""Ending a step's backwards by hand, as PyTorch's pipelining does from torch 2.15 on: many backwards, then one reduction."""
+"""Ending a step's backwards by hand, as PyTorch's pipelining does from torch 2.15 on: many backwards, then one
+reduction.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class ManualFinalization:
             raise RuntimeError("set_manual_backward_finalization must be called on the root module")
 
     def finalize_backward(self, *, async_op: bool = False) -> Any:
-        """Reduce what the backwards since the last reduction have accumulated, and drop what is gathered, as the settings now say.
+        """Reduce what the backwards since the last reduction have accumulated, and drop what is gathered, as the
+        settings now say.
 
         With `async_op` a handle to wait on. Nothing happens before the first forward.
         """
@@ -39,6 +42,10 @@ class ManualFinalization:
         return GradientReductionHandle() if async_op else None
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Gathered parameters give their memory back when they are dropped: keeping it (for CUDA graphs) is not offered."""
+        """Gathered parameters give their memory back when they are dropped: keeping it (for CUDA graphs) is not
+        offered.
+        """
         if keep:
-            raise NotImplementedError("this engine frees gathered parameters when it drops them; set_keep_unsharded_storage takes False only")
+            raise NotImplementedError(
+                "this engine frees gathered parameters when it drops them; set_keep_unsharded_storage takes False only"
+            )

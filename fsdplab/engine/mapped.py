@@ -1,9 +1,10 @@
 """Files that stand in for memory: mapped, without a name, brought in ahead of use and let go after it.
 
 A mapped file is an ordinary CPU tensor whose pages come and go. Letting go takes three steps, because each alone frees
-nothing: the pages leave this process (its resident memory falls at once), what was changed is written to the disk, and the
-kernel's own copy is dropped. Bringing in asks for a megabyte at a time: the kernel answers one large request with its
-first few megabytes only. Both run on background threads. The files have no name, so none is left behind, also after kill -9.
+nothing: the pages leave this process (its resident memory falls at once), what was changed is written to the disk, and
+the kernel's own copy is dropped. Bringing in asks for a megabyte at a time: the kernel answers one large request with
+its first few megabytes only. Both run on background threads. The files have no name, so none is left behind, also after
+kill -9.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class MappedFile(mmap.mmap):
-    """`nbytes` zeroed bytes of disk, reserved, mapped, and freed with the last tensor over them (two descriptors each)."""
+    """`nbytes` zeroed bytes of disk, reserved, mapped,
+    and freed with the last tensor over them (two descriptors each).
+    """
 
     def __new__(cls, folder: Path, nbytes: int, label: str) -> MappedFile:
         descriptor = _reserved(folder, nbytes, label)
@@ -67,7 +70,8 @@ _files: weakref.WeakValueDictionary[int, MappedFile] = weakref.WeakValueDictiona
 def zeros(folder: Path, nbytes: int, label: str) -> torch.Tensor:
     """`nbytes` zeroed bytes over a new file in `folder`, reserved on the disk.
 
-    Raises the `OSError` of the case (`FileNotFoundError`, `PermissionError`, ENOSPC, ...) with folder, sizes and remedy.
+    Raises the `OSError` of the case (`FileNotFoundError`, `PermissionError`, ENOSPC, ...) with folder, sizes and
+    remedy.
     """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -107,7 +111,9 @@ def wait() -> None:
 
 
 def is_in_memory(folder: Path) -> bool:
-    """Whether `folder` is a file system of memory (tmpfs, ramfs): files there take the memory that they should spare."""
+    """Whether `folder` is a file system of memory (tmpfs, ramfs):
+    files there take the memory that they should spare.
+    """
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -126,7 +132,9 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _reserved(folder: Path, nbytes: int, label: str) -> int:
-    """A descriptor of a new file without a name whose bytes are the file's own: a full disk shows here, not as SIGBUS."""
+    """A descriptor of a new file without a name whose bytes are the file's own:
+    a full disk shows here, not as SIGBUS.
+    """
     descriptor = _unnamed(folder, label)
     found = os.fstatvfs(descriptor)
     free = found.f_bavail * found.f_frsize
@@ -138,8 +146,8 @@ def _reserved(folder: Path, nbytes: int, label: str) -> int:
         os.close(descriptor)
         raise OSError(
             error.errno,
-            f"no room for the {nbytes} bytes of {label} in {folder} ({error.strerror}): {free} bytes are free; free some, "
-            "name a folder on a larger disk in NVMeOffloadPolicy, or use more ranks",
+            f"no room for the {nbytes} bytes of {label} in {folder} ({error.strerror}): {free} bytes are free; free"
+            " some, name a folder on a larger disk in NVMeOffloadPolicy, or use more ranks",
         ) from error
     return descriptor
 
@@ -152,8 +160,8 @@ def _unnamed(folder: Path, label: str) -> int:
     except OSError as error:
         raise OSError(
             error.errno,
-            f"cannot make a file for {label} in {folder} ({error.strerror}): expected an existing folder on a local disk "
-            "that this user may write to; name one in NVMeOffloadPolicy",
+            f"cannot make a file for {label} in {folder} ({error.strerror}): expected an existing folder on a local"
+            " disk that this user may write to; name one in NVMeOffloadPolicy",
         ) from error
 
 
@@ -218,7 +226,12 @@ def _write_back(reference: weakref.ref[MappedFile], start: int, stop: int) -> No
         return
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
     nbytes = -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE - first  # the kernel drops whole pages only
-    call = [ctypes.c_int(file.descriptor), ctypes.c_int64(first), ctypes.c_int64(nbytes), ctypes.c_uint(_WRITE_AND_WAIT)]
+    call = [
+        ctypes.c_int(file.descriptor),
+        ctypes.c_int64(first),
+        ctypes.c_int64(nbytes),
+        ctypes.c_uint(_WRITE_AND_WAIT),
+    ]
     if _libc.sync_file_range(*call) != 0:
         number = ctypes.get_errno()
         what = f"{file.label} could not be written to {file.folder} ({os.strerror(number)})"

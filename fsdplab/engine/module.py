@@ -106,7 +106,9 @@ class FSDPModule(custom.CollectiveSettings, TorchFSDPModule):
         """The old name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None) -> None:
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
+    ) -> None:
         """Call `hook` with the reduced slice of this unit before the optimizer's gradients are made from it."""
         unit = hooks_of(self).unit
         if stream is not None and unit.terms.shard and unit.terms.replicate:
@@ -165,7 +167,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Accepted for compatibility: roots over one group share streams and buffers always; a `ValueError` for other modules."""
+    """Accepted for compatibility: roots over one group share streams and buffers always; a `ValueError` for other
+    modules.
+    """
     _units_in(modules)
 
 

@@ -1,7 +1,9 @@
-"""The total gradient norm of a sharded model: a plain scalar, equal on every rank, whatever meshes its parameters live on.
+"""The total gradient norm of a sharded model: a plain scalar, equal on every rank, whatever meshes its parameters live
+on.
 
 `torch.nn.utils.clip_grad_norm_` on DTensors returns a DTensor that still waits for its sum, and refuses parameters of
-different meshes together. Here every mesh sums its own part (replicas counted once), in one all-reduce a mesh dimension.
+different meshes together. Here every mesh sums its own part (replicas counted once), in one all-reduce a mesh
+dimension.
 """
 
 from __future__ import annotations
@@ -24,15 +26,17 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients in place so that their total norm is at most `max_norm`; returns the norm before, a 0-d tensor.
 
-    `groups` are those whose ranks hold other parameters of the same model (pipeline stages): their parts are added. Every
-    rank must call it. Raises `RuntimeError` for a norm that is not finite, if asked. Example: gradients (3, 4) in all
-    have norm 5; with `max_norm=1` they become (0.6, 0.8).
+    `groups` are those whose ranks hold other parameters of the same model (pipeline stages): their parts are added.
+    Every rank must call it. Raises `RuntimeError` for a norm that is not finite, if asked. Example: gradients (3, 4) in
+    all have norm 5; with `max_norm=1` they become (0.6, 0.8).
     """
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
     total = _total_norm(gradients, float(norm_type), tuple(groups), chosen)
     if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(f"the total norm of {len(gradients)} gradients is {total.item()}; look for the step that made it so")
+        raise RuntimeError(
+            f"the total norm of {len(gradients)} gradients is {total.item()}; look for the step that made it so"
+        )
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     local = [_local(gradient) for gradient in gradients]
     for device, dtype in {(each.device, each.dtype) for each in local}:

@@ -23,10 +23,11 @@ from .policy import Strategy
 
 @dataclass  # not frozen, as PyTorch's policies are not
 class NVMeOffloadPolicy(OffloadPolicy):
-    """Keep slices in files without a name in `folder`, one a unit and rank: a folder of a local drive, the faster the better.
+    """Keep slices in files without a name in `folder`, one a unit and rank: a folder of a local drive, the faster the
+    better.
 
-    With `keep_cached` the kernel may keep what it has room for in its page cache, which is faster while memory is plentiful;
-    without it a slice that nobody uses takes no memory at all.
+    With `keep_cached` the kernel may keep what it has room for in its page cache, which is faster while memory is
+    plentiful; without it a slice that nobody uses takes no memory at all.
     """
 
     folder: str | os.PathLike[str]
@@ -85,8 +86,8 @@ class FileHome(HostHome):
         mapped.zeros(self.folder, 1, "a trial")
         if mapped.is_in_memory(self.folder):
             warnings.warn(
-                f"{self.folder} is a file system of memory (tmpfs): offload there spares none; name a folder on a drive in "
-                "NVMeOffloadPolicy",
+                f"{self.folder} is a file system of memory (tmpfs): offload there spares none; name a folder on a drive"
+                " in NVMeOffloadPolicy",
                 stacklevel=4,
             )
 
@@ -106,7 +107,9 @@ class FileHome(HostHome):
 
 
 class _Order:
-    """Which address was read after which two: a backward passes the same units as the forward, in the opposite order."""
+    """Which address was read after which two: a backward passes the same units as the forward,
+    in the opposite order.
+    """
 
     def __init__(self) -> None:
         self._followed: dict[tuple[int, int], int] = {}
@@ -125,15 +128,15 @@ _order = _Order()  # of all units of this process, also where `fully_shard` gave
 def home_of(policy: OffloadPolicy | None, device: torch.device, row: Strategy | None = None) -> Home:
     """The home that `policy` asks for, for slices that are computed on `device`.
 
-    Raises `ValueError` for a policy that nobody knows, and where `row` keeps parameters whole: then there is nothing at rest
-    to offload.
+    Raises `ValueError` for a policy that nobody knows, and where `row` keeps parameters whole: then there is nothing at
+    rest to offload.
     """
     if policy is None or type(policy) is OffloadPolicy:
         return Home(device)
     if row is not None and not row.shard_parameters:
         raise ValueError(
-            f"offload_policy={policy!r} moves slices that rest, but {row.name} keeps parameters whole; use full_shard or "
-            "shard_grad_op, or offload_optimizer(optimizer, policy) for the optimizer state alone"
+            f"offload_policy={policy!r} moves slices that rest, but {row.name} keeps parameters whole; use full_shard"
+            " or shard_grad_op, or offload_optimizer(optimizer, policy) for the optimizer state alone"
         )
     return away_from(policy)
 

@@ -1,11 +1,12 @@
 """An optimizer whose state rests elsewhere: it steps part by part, with the next part's state on its way.
 
-`offload_optimizer` makes any of PyTorch's elementwise optimizers one, in place, as `fully_shard` does with modules: learning
-rate schedulers, gradient scalers, state dicts and checkpoints see the optimizer that they know. The rest is the order of
-one step, that of DeepSpeed's pipelined swapper (ZeRO-Infinity, section 5.2.2):
+`offload_optimizer` makes any of PyTorch's elementwise optimizers one, in place, as `fully_shard` does with modules:
+learning rate schedulers, gradient scalers, state dicts and checkpoints see the optimizer that they know. The rest is
+the order of one step, that of DeepSpeed's pipelined swapper (ZeRO-Infinity, section 5.2.2):
 
     for each part (parameters of at most `part_bytes` with their state):
-        begin to bring in the part that comes `ahead` parts later -> wait for this part -> step on it -> begin to put it away
+        begin to bring in the part that comes `ahead` parts later -> wait for this part -> step on it -> begin to put it
+        away
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ _ALIGNMENT = 64  # bytes: where a tensor may begin in a part's memory
 _classes: dict[type, type] = {}
 
 
-def offload_optimizer(optimizer: Optimizer, policy: OffloadPolicy, *, ahead: int = 1, part_bytes: int = 64 << 20) -> Optimizer:
+def offload_optimizer(
+    optimizer: Optimizer, policy: OffloadPolicy, *, ahead: int = 1, part_bytes: int = 64 << 20
+) -> Optimizer:
     """Keep the state of `optimizer` where `policy` says, between steps; returns `optimizer`, whose class becomes
     `Offloaded<Name>`. Every result stays equal to the last bit.
 
     `part_bytes` bounds parameters and state that are stepped on at once (one larger parameter is a part of its own);
-    `ahead` parts are brought in before their turn. Call it before a scheduler is built. Raises `ValueError` for optimizers
-    whose parameters do not step independently, and for an optimizer that something has already wrapped.
+    `ahead` parts are brought in before their turn. Call it before a scheduler is built. Raises `ValueError` for
+    optimizers whose parameters do not step independently, and for an optimizer that something has already wrapped.
     """
     _check(optimizer, ahead, part_bytes)
     home = away_from(policy)
@@ -55,9 +58,13 @@ def _check(optimizer: Optimizer, ahead: int, part_bytes: int) -> None:
     if isinstance(optimizer, OffloadedOptimizer):
         raise ValueError(f"{name}: its state is offloaded already; call offload_optimizer once")
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS steps on all parameters together, so its state cannot leave part by part; use AdamW or SGD")
+        raise ValueError(
+            "LBFGS steps on all parameters together, so its state cannot leave part by part; use AdamW or SGD"
+        )
     if "step" in vars(optimizer):
-        raise ValueError(f"{name}.step was replaced (by a scheduler?); call offload_optimizer before you build the scheduler")
+        raise ValueError(
+            f"{name}.step was replaced (by a scheduler?); call offload_optimizer before you build the scheduler"
+        )
     if ahead < 0 or part_bytes < 1:
         raise ValueError(f"ahead must be 0 or more parts and part_bytes 1 or more, got {ahead} and {part_bytes}")
 
@@ -144,7 +151,9 @@ class OffloadedOptimizer(Optimizer):
     def _items(self, params: Sequence[nn.Parameter]) -> list[_Item]:
         """The state of `params` that has rows here; counters stay where they are."""
         found = [_Item(param, key, value) for param in params for key, value in self.state.get(param, {}).items()]
-        return [item for item in found if isinstance(item.value, torch.Tensor) and item.value.dim() and _nbytes(item.value)]
+        return [
+            item for item in found if isinstance(item.value, torch.Tensor) and item.value.dim() and _nbytes(item.value)
+        ]
 
     def _step_on(self, part: _Part) -> None:
         """The original step, which sees `part` and nothing else."""
@@ -161,12 +170,14 @@ class OffloadedOptimizer(Optimizer):
             self.param_groups, part.group["params"] = everything, params
         if changed := [key for key, value in said.items() if part.group[key] is not value]:
             raise RuntimeError(
-                f"{type(self).__name__} changes {changed[0]!r} of its param_groups when it steps, so it cannot step part by "
-                "part; this step is half done: start again without offload_optimizer"
+                f"{type(self).__name__} changes {changed[0]!r} of its param_groups when it steps, so it cannot step"
+                " part by part; this step is half done: start again without offload_optimizer"
             )
 
     def _bring_in(self, part: _Part) -> None:
-        """Begin to read what `part` needs; state that rests on the host, for parameters on a device, begins to be copied."""
+        """Begin to read what `part` needs; state that rests on the host, for parameters on a device, begins to be
+        copied.
+        """
         items, resting = self._items(part.params), self._offloading.resting
         for tensor in (*part.params, *(item.value for item in items)):
             mapped.bring_in(_local(tensor))
@@ -212,8 +223,8 @@ class OffloadedOptimizer(Optimizer):
 class _Lift:
     """Copies between a device and host memory on a stream of its own, ordered by events.
 
-    What leaves is kept until its copy has ended, so its memory is not used again before; the host waits only when more than
-    `ahead` parts are still leaving.
+    What leaves is kept until its copy has ended, so its memory is not used again before; the host waits only when more
+    than `ahead` parts are still leaving.
     """
 
     def __init__(self, device: torch.device, ahead: int) -> None:

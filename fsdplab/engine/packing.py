@@ -1,4 +1,6 @@
-"""Between parameters and what travels: gradients into slices, slices into whole parameters. Copies, and no arithmetic."""
+"""Between parameters and what travels: gradients into slices, slices into whole parameters.
+Copies, and no arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def _pack_uneven(rows: int, chunk: int, gradient: torch.Tensor, columns: torch.T
 def pack_rank(
     layout: Layout, gradients: Sequence[torch.Tensor | None], rank: int, target: torch.Tensor, scale: float
 ) -> None:
-    """Copy the rows of `rank` from whole gradients into its slice, `target`, times `scale`; padding and None become zeros."""
+    """Copy the rows of `rank` from whole gradients into its slice, `target`, times `scale`; padding and None become
+    zeros.
+    """
     size = target.element_size()
     for slot, gradient in zip(layout.slots, gradients, strict=True):
         column = target[slot.offset // size : (slot.offset + slot.chunk_bytes) // size]

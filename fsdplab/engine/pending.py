@@ -20,9 +20,7 @@ class Pending:
 
     __slots__ = ("_buffers", "_finish", "_on_drop")
 
-    def __init__(
-        self, finish: Callable[[], None], *buffers: object, on_drop: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, finish: Callable[[], None], *buffers: object, on_drop: Callable[[], None] | None = None) -> None:
         self._finish: Callable[[], None] | None = finish
         self._buffers = buffers
         self._on_drop = on_drop  # what makes it safe to free the buffers if nobody ever waits

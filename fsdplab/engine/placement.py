@@ -46,7 +46,9 @@ def axes_of(mesh: DeviceMesh, dims: compat.DataParallelMeshDims | None) -> Axes:
         return Axes(mesh)
     names = mesh.mesh_dim_names or ()
     if missing := [name for name in (*dims.shard_names, *dims.replicate_names) if name not in names]:
-        raise ValueError(f"dp_mesh_dims names {', '.join(missing)}, but the dimensions of the mesh are {names or 'unnamed'}")
+        raise ValueError(
+            f"dp_mesh_dims names {', '.join(missing)}, but the dimensions of the mesh are {names or 'unnamed'}"
+        )
     parts = [_flat(mesh, group) for group in (dims.replicate_names, dims.shard_names) if group]
     named = tuple(names.index(name) for name in (*dims.replicate_names, *dims.shard_names))
     cut = tuple(names.index(name) for name in dims.shard_names)
@@ -81,8 +83,9 @@ def spec_at_rest(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> DT
 def _on_full_mesh(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> DTensorSpec:
     if not isinstance(parameter, DTensor) or parameter._spec.mesh != axes.full:
         raise ValueError(
-            f"with dp_mesh_dims every parameter must be a DTensor on the full mesh {axes.full}; parameter {name!r} is "
-            f"{'a plain tensor' if not isinstance(parameter, DTensor) else parameter._spec.mesh}: use distribute_module first"
+            f"with dp_mesh_dims every parameter must be a DTensor on the full mesh {axes.full}; parameter {name!r} is"
+            f" {'a plain tensor' if not isinstance(parameter, DTensor) else parameter._spec.mesh}: use"
+            " distribute_module first"
         )
     placements = list(parameter._spec.placements)
     for position in axes.named:
@@ -94,7 +97,8 @@ def _on_full_mesh(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> D
     cut: dict[int, Shard] = {}
     for position in axes.cut:
         later = [j for j in range(position + 1, axes.full.ndim) if j not in axes.cut]
-        right = [j for j in later if getattr(placements[j], "dim", None) == dim]  # strided or not: `is_shard` differs on that
+        # strided or not: `is_shard` differs on that
+        right = [j for j in later if getattr(placements[j], "dim", None) == dim]
         others = 1
         for j in right:
             others *= axes.full.size(j)

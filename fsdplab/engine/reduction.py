@@ -1,4 +1,5 @@
-"""One unit's gradients on their way: packed, reduce-scattered over the shards, all-reduced over the replicas, handed out.
+"""One unit's gradients on their way: packed, reduce-scattered over the shards, all-reduced over the replicas, handed
+out.
 
 Which of the two collectives happen is read from the unit's terms: `no_shard` has replicas only, `full_shard` shards
 only, `hybrid_shard` both, and then each hides behind the backward of one further unit.
@@ -92,7 +93,9 @@ class Reduction:
             return [lambda: replicate.all_reduce_packed(self._layout, gradients, output, stamp, divide)]
         if shard is None:
             pack(self._layout, gradients, output)
-            return over_replicas or [lambda: Pending(lambda: None if replicate or divide == 1.0 else output.div_(divide))]
+            return over_replicas or [
+                lambda: Pending(lambda: None if replicate or divide == 1.0 else output.div_(divide))
+            ]
         first = 1.0 if replicate else divide
         return [lambda: shard.reduce_scatter(self._layout, gradients, output, stamp, first), *over_replicas]
 

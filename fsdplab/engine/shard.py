@@ -44,13 +44,15 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     transport: str = "auto",
 ) -> Any:
-    """Make `module`, or a list of modules together, a unit that shards its parameters over `mesh`, in place; returns it.
+    """Make `module`, or a list of modules together, a unit that shards its parameters over `mesh`, in place; returns
+    it.
 
     Same arguments and effect as `torch.distributed.fsdp.fully_shard` (default mesh: all ranks): apply it to the blocks
-    first, then to the root; parameters become `Shard(0)` DTensors, the class becomes `FSDP<Name>`. On a 2-D mesh slices are
-    cut over dimension 1 and replicated over dimension 0. `reshard_after_forward=None` drops every unit but the root after
-    its forward, an int keeps slices over that many ranks. Raises `ValueError` for containers without a forward, meshes of
-    more dimensions, and parameters that another unit holds. Example: Linear(4, 5) on 2 ranks leaves 3 and 2 weight rows.
+    first, then to the root; parameters become `Shard(0)` DTensors, the class becomes `FSDP<Name>`. On a 2-D mesh slices
+    are cut over dimension 1 and replicated over dimension 0. `reshard_after_forward=None` drops every unit but the root
+    after its forward, an int keeps slices over that many ranks. Raises `ValueError` for containers without a forward,
+    meshes of more dimensions, and parameters that another unit holds. Example: Linear(4, 5) on 2 ranks leaves 3 and 2
+    weight rows.
     """
     axes = axes_of(mesh or _default_mesh(), dp_mesh_dims)
     after = _after_forward(reshard_after_forward, axes)
@@ -80,14 +82,15 @@ def shard_model(
     prefetch: int = 1,
     transport: str = "auto",
 ) -> FSDPModule:
-    """Shard `model` in place by one row of the table: `no_shard, zero1, zero2, shard_grad_op, full_shard, hybrid_shard`.
+    """Shard `model` in place by one row of the table: `no_shard, zero1, zero2, shard_grad_op, full_shard,
+    hybrid_shard`.
 
     `units` says what travels together: module classes, a predicate (name, module) -> bool, "auto" for every child of
-    a ModuleList, or "root" for none of its own; whatever is left forms the root unit. On a 2-D mesh (replicas x shards) slices are cut within a row of it
-    (`hybrid_shard` needs one). `checkpoint` ("none", "full", "selective") says which activations of the units below the
-    root are computed again in the backward. `prefetch` units are gathered ahead. `transport` is "auto", "gloo", "shm",
-    "nccl" or "shared_gpu". Raises `ValueError` for an unknown strategy or checkpoint, units that match nothing, or a negative prefetch.
-    Build the optimizer afterwards.
+    a ModuleList, or "root" for none of its own; whatever is left forms the root unit. On a 2-D mesh (replicas x shards)
+    slices are cut within a row of it (`hybrid_shard` needs one). `checkpoint` ("none", "full", "selective") says which
+    activations of the units below the root are computed again in the backward. `prefetch` units are gathered ahead.
+    `transport` is "auto", "gloo", "shm", "nccl" or "shared_gpu". Raises `ValueError` for an unknown strategy or
+    checkpoint, units that match nothing, or a negative prefetch. Build the optimizer afterwards.
     """
     row = strategy_named(strategy)
     if prefetch < 0:
@@ -164,7 +167,9 @@ def _check(module: nn.Module) -> None:
 
 
 def _terms(row: Strategy, axes: Axes, policy: MixedPrecisionPolicy, offload: OffloadPolicy, wanted: str) -> Terms:
-    """Slices are cut over the last dimension of the mesh; over the one before it, and for rows that cut nothing, replicas."""
+    """Slices are cut over the last dimension of the mesh; over the one before it, and for rows that cut nothing,
+    replicas.
+    """
     mesh = axes.mesh
     if mesh.ndim == 2 and not row.shard_optimizer:
         raise ValueError(f"{row.name} cuts nothing, so it needs a 1-D mesh; got {mesh}")
@@ -173,7 +178,8 @@ def _terms(row: Strategy, axes: Axes, policy: MixedPrecisionPolicy, offload: Off
     cuda = mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device(mesh.device_type)
     *replicas, slices = [
-        transport_of(group, device, wanted) if group.size() > 1 else None for group in map(mesh.get_group, range(mesh.ndim))
+        transport_of(group, device, wanted) if group.size() > 1 else None
+        for group in map(mesh.get_group, range(mesh.ndim))
     ]
     home = home_of(offload, device, row)
     if slices is not None and type(offload) is OffloadPolicy:
@@ -219,7 +225,9 @@ def _dimension(name: str, original: nn.Parameter, place: PlacementFn | None) -> 
     """Along which dimension to cut `original`: 0, or what `shard_placement_fn` says."""
     local = local_part(original)
     if local.ndim == 0:
-        raise ValueError(f"parameter {name!r} is 0-dimensional and has no rows to shard; make it a tensor of shape (1,)")
+        raise ValueError(
+            f"parameter {name!r} is 0-dimensional and has no rows to shard; make it a tensor of shape (1,)"
+        )
     wanted = None if place is None else place(original)
     if wanted is None:
         return 0

@@ -1,8 +1,9 @@
-"""The few calls of the CUDA driver that let processes share one GPU: memory by IPC, and words that streams write and wait for.
+"""The few calls of the CUDA driver that let processes share one GPU: memory by IPC, and words that streams write and
+wait for.
 
-torch has no interface for these, so they go to `libcuda` itself, which torch has loaded. Arenas come from the driver and
-not from torch's allocator, whose expandable segments other processes cannot open. The words stay in host memory, page-locked
-and mapped into the GPU. The versioned names (`_v2`) are those that the headers of CUDA 12 and 13 stand for.
+torch has no interface for these, so they go to `libcuda` itself, which torch has loaded. Arenas come from the driver
+and not from torch's allocator, whose expandable segments other processes cannot open. The words stay in host memory,
+page-locked and mapped into the GPU. The versioned names (`_v2`) are those that the headers of CUDA 12 and 13 stand for.
 """
 
 from __future__ import annotations
@@ -25,9 +26,18 @@ _ADVICE = {
     1: "one of the arguments is wrong: please report it",
     2: "give a smaller model, or fewer ranks: they share the memory of one GPU",
     201: "no CUDA context: call torch.cuda.set_device first",
-    801: "this system does not offer it (CUDA IPC is missing in some containers and sandboxes): run one rank a GPU with nccl",
+    801: (
+        "this system does not offer it (CUDA IPC is missing in some containers and sandboxes): run one rank a GPU with"
+        " nccl"
+    ),
 }
-_address, _word, _size, _flags, _stream = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_uint, ctypes.c_void_p
+_address, _word, _size, _flags, _stream = (
+    ctypes.c_uint64,
+    ctypes.c_uint32,
+    ctypes.c_size_t,
+    ctypes.c_uint,
+    ctypes.c_void_p,
+)
 
 
 class _Handle(ctypes.Structure):
@@ -52,7 +62,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class Driver:
-    """`libcuda`: `driver("cuMemFree_v2", address)` calls it and raises a `RuntimeError` that names the call if it fails."""
+    """`libcuda`: `driver("cuMemFree_v2", address)` calls it and raises a `RuntimeError` that names the call if it
+    fails.
+    """
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
         self._calls = {}
@@ -67,7 +79,10 @@ class Driver:
             told = ctypes.c_char_p()
             self._calls["cuGetErrorName"](code, ctypes.byref(told))
             word = (told.value or b"unknown").decode()
-            raise RuntimeError(f"{name.removesuffix('_v2')} failed with {word} ({code}); {_ADVICE.get(code, 'look at the kernel log of the GPU driver')}")
+            raise RuntimeError(
+                f"{name.removesuffix('_v2')} failed with {word} ({code});"
+                f" {_ADVICE.get(code, 'look at the kernel log of the GPU driver')}"
+            )
 
 
 class CudaFabric:
@@ -159,8 +174,8 @@ class CudaFabric:
 def probe(device: torch.device, driver: Driver | None = None) -> None:
     """Try on this rank alone what `shared_gpu` needs; a `RuntimeError` says what this machine lacks.
 
-    A stream writes a word in host memory and waits for it, and an arena is made, exported and given back. Whether another
-    process may open it, only another process can try.
+    A stream writes a word in host memory and waits for it, and an arena is made, exported and given back. Whether
+    another process may open it, only another process can try.
     """
     fabric = CudaFabric(device, driver)
     page = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)
@@ -169,7 +184,10 @@ def probe(device: torch.device, driver: Driver | None = None) -> None:
     fabric._await(word, 7)
     fabric.synchronize()
     if (seen := int(page.view(torch.int32)[0])) != 7:
-        raise RuntimeError(f"a stream wrote 7 into host memory, and the host reads {seen}: this machine does not keep them coherent; use nccl, one rank a GPU")
+        raise RuntimeError(
+            f"a stream wrote 7 into host memory, and the host reads {seen}: this machine does not keep them coherent;"
+            " use nccl, one rank a GPU"
+        )
     fabric._driver("cuMemHostUnregister", page.data_ptr())
     arena = fabric.allocate(2 << 20)
     fabric.export(arena)

@@ -1,15 +1,15 @@
 """Operations of one kind among ranks that open each other's memory: slots in turn, and who waits for whom.
 
-Every rank owns an arena of a few equal slots that its peers have opened. Operations are numbered alike on all ranks, and
-number s uses slot s modulo the number of slots:
+Every rank owns an arena of a few equal slots that its peers have opened. Operations are numbered alike on all ranks,
+and number s uses slot s modulo the number of slots:
 
     claim     wait until every peer is done with operation s - slots; the slot may be written
     publish   raise `ready` to s
     read      wait until a peer's `ready` is s; its slot may be read
     done      raise `done` to s
 
-Each line is work in the order of a stream, not of the host: a `Fabric` queues it on the GPU, where the host never waits.
-Only when a larger slot is needed than ever before (the first step) do the hosts meet, to open new arenas.
+Each line is work in the order of a stream, not of the host: a `Fabric` queues it on the GPU, where the host never
+waits. Only when a larger slot is needed than ever before (the first step) do the hosts meet, to open new arenas.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _NOTE = 256  # bytes that are told where an arena lies
 
 
 class Fabric(Protocol):
-    """What operations need of the memory and the streams of a device; all of it happens in the order of the current stream."""
+    """What operations need of the memory and the streams of a device; all of it happens in the order of the current
+    stream.
+    """
 
     unseen: bool  # whether waiters may be freed while the host sleeps elsewhere
 
@@ -41,7 +43,9 @@ class Fabric(Protocol):
         """Raise this rank's words once all that was queued before is complete."""
 
     def wait(self, timelines: Timelines, rank: int, kind: int, number: int, check: Callable[[], None]) -> None:
-        """Let what is queued after this begin when a rank's word is `number`; a host that waits itself calls `check` now and then."""
+        """Let what is queued after this begin when a rank's word is `number`; a host that waits itself calls `check`
+        now and then.
+        """
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """`nbytes` of memory that peers may open; it lives until `free`."""
@@ -75,7 +79,8 @@ class Series:
         fabric.adopt(self._timelines)
 
     def claim(self, nbytes: int, label: str) -> tuple[int, torch.Tensor]:
-        """The next operation's number, and this rank's slot for it (bytes), which may be written; all ranks must claim alike.
+        """The next operation's number, and this rank's slot for it (bytes), which may be written; all ranks must claim
+        alike.
 
         Raises `PeerLost` where a rank is missing, `RuntimeError` where ranks are out of step.
         """
@@ -127,11 +132,14 @@ class Series:
         return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
     def _grow(self, nbytes: int, label: str) -> None:
-        """Open larger arenas. Every rank comes here at the same operation, so all that uses the old ones is queued by now."""
+        """Open larger arenas. Every rank comes here at the same operation, so all that uses the old ones is queued by
+        now.
+        """
         try:
             self._meet(f"before {label}", b"")
         finally:
-            self._timelines.compare()  # all have said what they come for; a rank that came for something else may have left over it
+            # all have said what they come for; a rank that came for something else may have left over it
+            self._timelines.compare()
         self._fabric.synchronize()
         for opened in self._theirs.values():
             self._fabric.close(opened)
@@ -157,7 +165,9 @@ class Series:
 
 
 def moving(kind: str, nbytes: int) -> torch.profiler.record_function:
-    """A range around the launches of an operation of `nbytes` in all: a trace knows by it what the GPU's work is for."""
+    """A range around the launches of an operation of `nbytes` in all:
+    a trace knows by it what the GPU's work is for.
+    """
     return torch.profiler.record_function(f"shared_gpu:{kind} ({nbytes} bytes)")
 
 

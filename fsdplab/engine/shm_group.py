@@ -1,4 +1,5 @@
-"""Shared memory as a c10d process group, so that torch's own DDP, FSDP, DTensor and `CommDebugMode` run on the fabric of our engine.
+"""Shared memory as a c10d process group, so that torch's own DDP, FSDP, DTensor and `CommDebugMode` run on the fabric
+of our engine.
 
 A comparison of engines is fair when they move bytes in the same way. `SharedMemoryGroup` stands over a gloo group and
 carries all-reduce, all-gather, reduce-scatter, broadcast and barrier through shared memory (`shm_moves`); what it does
@@ -44,27 +45,34 @@ def _create(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> Sha
 
 
 def machines_of(group: dist.ProcessGroup) -> set[tuple[str, ...] | None]:
-    """The machines on which the ranks of `group` run; None among them where a rank cannot share memory. All ranks must call it."""
+    """The machines on which the ranks of `group` run; None among them where a rank cannot share memory. All ranks must
+    call it.
+    """
     told: list[tuple[str, ...] | None] = [None] * group.size()
     dist.all_gather_object(told, machine_of_this_rank(), group=group)
     return set(told)
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
-    """Collectives among ranks of one machine through shared memory; `gloo`, the group below, does set-up and all else."""
+    """Collectives among ranks of one machine through shared memory;
+    `gloo`, the group below, does set-up and all else.
+    """
 
     def __init__(self, gloo: dist.ProcessGroup) -> None:
         super().__init__(gloo.rank(), gloo.size())
         machines = machines_of(gloo)
         if None in machines or len(machines) != 1:
             found = "a machine without it" if None in machines else f"{len(machines)} machines"
-            raise ValueError(f"shared memory needs all ranks on one x86-64 Linux machine; got {found}: use a gloo group")
+            raise ValueError(
+                f"shared memory needs all ranks on one x86-64 Linux machine; got {found}: use a gloo group"
+            )
         self.gloo, self._own, self._ranks = gloo, gloo.rank(), gloo.size()
         self._register_backend(_CPU, _GLOO, gloo._get_backend(_CPU))
         self._set_default_backend(_GLOO)
         self._moves, self._deliveries = Moves(gloo), Deliveries()
         self._channel = self._passage = None  # an emulated link, and the operation that has just entered it
-        self._silent = compat.silent_group(gloo.rank(), gloo.size())  # shows what runs here to CommDebugMode and the profiler
+        # shows what runs here to CommDebugMode and the profiler
+        self._silent = compat.silent_group(gloo.rank(), gloo.size())
 
     def getBackendName(self) -> str:
         """What DDP's log and `name()` show."""
@@ -90,10 +98,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Fill a list with every rank's tensor; they may differ in size."""
         output, source = _only("all_gather", outputs), _only("all_gather", inputs)
         if len(output) != self._ranks or _shown(output[self._own]) != _shown(source):
-            raise ValueError(f"all_gather: outputs {_shown(*output)} for this rank's input {_shown(source)}; expected {self._ranks}, its own like its input")
+            raise ValueError(
+                f"all_gather: outputs {_shown(*output)} for this rank's input {_shown(source)}; expected {self._ranks},"
+                " its own like its input"
+            )
         self._silent.allgather([_traces(output)], _traces(inputs))
         with self._moving("all_gather", output) as flats:
-            self._moves.all_gather([flat.view(torch.uint8) for flat in flats], _flat("all_gather", source).view(torch.uint8))
+            self._moves.all_gather(
+                [flat.view(torch.uint8) for flat in flats], _flat("all_gather", source).view(torch.uint8)
+            )
         return self._finished(output)
 
     def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
@@ -101,7 +114,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Gather several tensors, each into one output."""
-        return self._gather_whole(self._silent.allgather_into_tensor_coalesced, outputs, inputs, _traces(outputs), _traces(inputs))
+        return self._gather_whole(
+            self._silent.allgather_into_tensor_coalesced, outputs, inputs, _traces(outputs), _traces(inputs)
+        )
 
     def _gather_whole(self, announce: Any, outputs: Tensors, inputs: Tensors, *traces: Any) -> dist.Work:
         self._check_whole("all_gather", outputs, inputs)
@@ -115,8 +130,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
         """Reduce a list with one tensor a rank and keep this rank's; they may differ in size."""
         output, sources = _only("reduce_scatter", outputs), _only("reduce_scatter", inputs)
-        if len(sources) != self._ranks or _shown(sources[self._own]) != _shown(output) or len({each.dtype for each in sources}) > 1:
-            raise ValueError(f"reduce_scatter: inputs {_shown(*sources)} for the output {_shown(output)}; expected {self._ranks}, its own like the output")
+        if (
+            len(sources) != self._ranks
+            or _shown(sources[self._own]) != _shown(output)
+            or len({each.dtype for each in sources}) > 1
+        ):
+            raise ValueError(
+                f"reduce_scatter: inputs {_shown(*sources)} for the output {_shown(output)}; expected {self._ranks},"
+                " its own like the output"
+            )
         operation = operation_of(opts, output)
         self._silent.reduce_scatter(_traces(outputs), [_traces(sources)])
         with self._moving("reduce_scatter", outputs) as (flat,):
@@ -124,11 +146,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._finished(outputs)
 
     def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
-        return self._scatter_whole(self._silent._reduce_scatter_base, [output], [source], opts, *_traces([output, source]))
+        return self._scatter_whole(
+            self._silent._reduce_scatter_base, [output], [source], opts, *_traces([output, source])
+        )
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Reduce and scatter several tensors."""
-        return self._scatter_whole(self._silent.reduce_scatter_tensor_coalesced, outputs, inputs, opts, _traces(outputs), _traces(inputs))
+        return self._scatter_whole(
+            self._silent.reduce_scatter_tensor_coalesced, outputs, inputs, opts, _traces(outputs), _traces(inputs)
+        )
 
     def _scatter_whole(self, announce: Any, outputs: Tensors, inputs: Tensors, opts: Any, *traces: Any) -> dist.Work:
         self._check_whole("reduce_scatter", inputs, outputs)
@@ -164,7 +190,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     @contextmanager
     def _moving(self, kind: str, outputs: Tensors) -> Iterator[list[torch.Tensor]]:
-        """Outputs in one dimension, to be written inside; a profiler range that names the transport, as gloo's own do."""
+        """Outputs in one dimension, to be written inside;
+        a profiler range that names the transport, as gloo's own do.
+        """
         flats = [_flat(kind, output) for output in outputs]
         if self._channel is not None and kind in _ROUNDS:
             self._passage = self._channel.enter_for_torch(kind, flats)
@@ -198,10 +226,15 @@ def _shown(*tensors: torch.Tensor) -> str:
 def _flat(kind: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in one dimension, without autograd and its version counter: backends write behind autograd's back."""
     if tensor.device != _CPU or tensor.layout != torch.strided:
-        raise ValueError(f"{kind}: shared memory moves dense tensors on the CPU, not {tensor.layout} on {tensor.device}: use a gloo group")
+        raise ValueError(
+            f"{kind}: shared memory moves dense tensors on the CPU, not {tensor.layout} on {tensor.device}: use a gloo"
+            " group"
+        )
     return tensor.data.contiguous().view(-1)
 
 
 def _traces(tensors: Tensors) -> list[torch.Tensor]:
-    """Nothing of the tensors but their storage: the profiler sees which buffers move, and announcing them moves nothing."""
+    """Nothing of the tensors but their storage: the profiler sees which buffers move, and announcing them moves
+    nothing.
+    """
     return [tensor.data.as_strided((0,), (1,)) for tensor in tensors]

@@ -44,7 +44,9 @@ class Moves:
             self._slots.done(number)
 
     def _reduce_and_share(self, number: int, shares: Sequence[torch.Tensor], operation: str) -> None:
-        """Every rank reduces its share, puts it back into its slot (nobody else reads it there before) and copies the others'."""
+        """Every rank reduces its share, puts it back into its slot (nobody else reads it there before) and copies the
+        others'.
+        """
         mine, nbytes = shares[self._rank], sum(share.nbytes for share in shares)
         firsts = [sum(len(share) for share in shares[:peer]) for peer in range(self._ranks)]
         self._reduce(number, nbytes, firsts[self._rank], mine, operation)
@@ -98,7 +100,9 @@ class Moves:
         self._slots.done(number)
 
     def _publish(self, parts: Sequence[torch.Tensor], nbytes: int, label: str) -> int:
-        """Write `parts` at equal distances into this rank's slot; the operation's number. All ranks give equal `nbytes` and `label`."""
+        """Write `parts` at equal distances into this rank's slot; the operation's number. All ranks give equal `nbytes`
+        and `label`.
+        """
         number, slot = self._slots.claim(nbytes, label)
         for part, room in zip(parts, slot.chunk(len(parts) or 1)):
             room[: part.nbytes].copy_(part.view(torch.uint8))

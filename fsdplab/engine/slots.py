@@ -79,7 +79,9 @@ class Slots:
         weakref.finalize(self, _close, descriptors)
 
     def _open(self, told: list[tuple[int, list[int]]], group: dist.ProcessGroup) -> tuple[list[list[int]], list[int]]:
-        """Everybody's files and process handles; all ranks raise `SharingRefused` where one of them may not open them."""
+        """Everybody's files and process handles; all ranks raise `SharingRefused`
+        where one of them may not open them.
+        """
         refused: OSError | None = None
         peers, alive = [], []
         try:
@@ -152,9 +154,9 @@ class Slots:
         theirs, ours = self._counters[peer].described(slot), self._claimed[slot]
         if theirs != (ours[0], _short(ours[1])):
             raise RuntimeError(
-                f"ranks are out of step: as operation {number} rank {self.rank} runs {ours[1] or 'one'} ({ours[0]} bytes), "
-                f"rank {peer} runs {theirs[1] or 'another'} ({theirs[0]} bytes); every rank must run the same units in "
-                "the same order, so look for one that is skipped on some ranks"
+                f"ranks are out of step: as operation {number} rank {self.rank} runs {ours[1] or 'one'} ({ours[0]}"
+                f" bytes), rank {peer} runs {theirs[1] or 'another'} ({theirs[0]} bytes); every rank must run the same"
+                " units in the same order, so look for one that is skipped on some ranks"
             )
 
     def settle(self) -> None:
@@ -171,7 +173,9 @@ class Slots:
         self._counters[self.rank].set(self._counters[self.rank].done, number % self.count, number)
 
     def _view(self, owner: int, slot: int) -> torch.Tensor:
-        """The memory of a slot; a tensor only while somebody holds it, so that a peer's memory is not counted as ours."""
+        """The memory of a slot; a tensor only while somebody holds it,
+        so that a peer's memory is not counted as ours.
+        """
         shared = self._maps[owner][slot]
         if shared is None or len(shared) < self._capacity[slot]:
             shared = self._maps[owner][slot] = mmap.mmap(self._peers[owner][1 + slot], self._capacity[slot])

@@ -1,14 +1,16 @@
 """Timeline semaphores: how far each rank has come, in memory that all ranks and their GPUs see.
 
-A timeline is a word that only grows. A rank raises its `ready` to s when its slot holds operation s, and its `done` to s
-when it has read everybody's; whoever needs that waits until the word is at least s. Nobody resets anything, so a wait that
-is queued before its signal, or long after it, means the same (an event of CUDA that was not recorded yet would not block).
+A timeline is a word that only grows. A rank raises its `ready` to s when its slot holds operation s, and its `done` to
+s when it has read everybody's; whoever needs that waits until the word is at least s. Nobody resets anything, so a wait
+that is queued before its signal, or long after it, means the same (an event of CUDA that was not recorded yet would not
+block).
 
-A rank raises one word for each rank that reads it, so that a reader's watchdog can free its own waiters and nobody else's: who
-is freed must know it before, or would take for complete what is not.
+A rank raises one word for each rank that reads it, so that a reader's watchdog can free its own waiters and nobody
+else's: who is freed must know it before, or would take for complete what is not.
 
-The words lie in host memory without a name, one page a rank, mapped by all ranks. A GPU reads and writes them there too,
-and so can a host whose GPU is stuck: a waiter is freed by an ordinary store, which needs no queue that might be blocked.
+The words lie in host memory without a name, one page a rank, mapped by all ranks. A GPU reads and writes them there
+too, and so can a host whose GPU is stuck: a waiter is freed by an ordinary store, which needs no queue that might be
+blocked.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class Timelines:
 
     @property
     def pages(self) -> Sequence[torch.Tensor]:
-        """Every rank's words and notes (bytes), for a device that wants to map them; each begins at a page of the system."""
+        """Every rank's words and notes (bytes), for a device that wants to map them; each begins at a page of the
+        system.
+        """
         return self._pages
 
     def offset(self, kind: int, reader: int) -> int:
@@ -61,7 +65,9 @@ class Timelines:
             self._word(self.rank, kind, reader).value = number
 
     def reached(self, rank: int, kind: int, number: int) -> bool:
-        """Whether this rank's waiter for `number` may go on, because the word is there or was freed: `(int)(word - number) >= 0`."""
+        """Whether this rank's waiter for `number` may go on, because the word is there or was freed: `(int)(word -
+        number) >= 0`.
+        """
         return (self._word(rank, kind).value - number) % (1 << 32) < 1 << 31
 
     def free(self, rank: int) -> None:
@@ -97,9 +103,9 @@ class Timelines:
             ours, theirs = self.described(self.rank, each), self.described(peer, each)
             if None not in (ours, theirs) and theirs != ours:
                 raise RuntimeError(
-                    f"ranks are out of step: as operation {each} rank {self.rank} runs {ours[1] or 'one'} ({ours[0]} bytes), rank {peer} runs "
-                    f"{theirs[1] or 'another'} ({theirs[0]} bytes); every rank must run the same units in the same order, so look for one that "
-                    "is skipped on some ranks"
+                    f"ranks are out of step: as operation {each} rank {self.rank} runs {ours[1] or 'one'} ({ours[0]}"
+                    f" bytes), rank {peer} runs {theirs[1] or 'another'} ({theirs[0]} bytes); every rank must run the"
+                    " same units in the same order, so look for one that is skipped on some ranks"
                 )
 
     def described(self, rank: int, number: int) -> tuple[int, str] | None:
@@ -126,7 +132,9 @@ class Timelines:
 
     def _word(self, rank: int, kind: int, reader: int | None = None) -> ctypes.c_uint32:
         """A word of `rank`, the one for this rank if nothing else is said."""
-        return ctypes.c_uint32.from_address(self._pages[rank].data_ptr() + self.offset(kind, self.rank if reader is None else reader))
+        return ctypes.c_uint32.from_address(
+            self._pages[rank].data_ptr() + self.offset(kind, self.rank if reader is None else reader)
+        )
 
     def _missing(self, rank: int) -> ctypes.c_uint32:
         return ctypes.c_uint32.from_address(self._pages[rank].data_ptr() + (self._lines - 1) * _LINE)

@@ -33,7 +33,11 @@ class Unit:
 
     def __init__(self, name: str, params: list[ShardedParam], terms: Terms, reshard_after_forward: bool) -> None:
         self.name, self.params, self.terms = name, params, terms
-        self.reshard_after_forward, self.reshard_after_backward, self.unshard_in_backward = reshard_after_forward, True, True
+        self.reshard_after_forward, self.reshard_after_backward, self.unshard_in_backward = (
+            reshard_after_forward,
+            True,
+            True,
+        )
         self.halfway: Halfway | None = None  # where a unit goes after its forward that is resharded to fewer ranks
         self.stays = False  # whether it stays gathered after a forward that no backward follows
         self.ahead: dict[str, list[weakref.ref[Unit]]] = {}  # phase -> what the user wants gathered behind this unit
@@ -60,7 +64,9 @@ class Unit:
         self.layout = layout_of(params, self._compute, ranks, ALIGNMENT if self._extended else 0)
         self._wire = self._compute[0] if len(set(self._compute)) == 1 and not self._extended else torch.uint8
         casts, alone = self._compute != self._dtypes, ranks == 1
-        self.aliased = not casts and not self._extended and (alone and not self.terms.home.away or not row.shard_parameters)
+        self.aliased = (
+            not casts and not self._extended and (alone and not self.terms.home.away or not row.shard_parameters)
+        )
         self.keeps_whole = self.aliased or not (alone or row.shard_parameters)
         self._settled = False
         self._flat: torch.Tensor | None = None  # the slices at rest, end to end (bytes)
@@ -123,8 +129,8 @@ class Unit:
     def begin_forward(self, accumulating: bool) -> None:
         """A root forward begins: what was gathered before is out of date, unless the user gathered it by hand.
 
-        What is gathered still (several forwards before a backward; `reshard_after_backward=False`), or kept whole between
-        micro-batches, need not be gathered again if nobody wrote to the parameters.
+        What is gathered still (several forwards before a backward; `reshard_after_backward=False`), or kept whole
+        between micro-batches, need not be gathered again if nobody wrote to the parameters.
         """
         if self._by_hand:
             self._by_hand = False
@@ -181,7 +187,9 @@ class Unit:
         return Outgoing(nbytes, dtype, self._fill, lambda: self._made().view(dtype))
 
     def _made(self) -> torch.Tensor:
-        """The slice that travels, as a tensor: one low-precision copy from the root forward to the end of the backward."""
+        """The slice that travels, as a tensor: one low-precision copy from the root forward to the end of the
+        backward.
+        """
         if self._low is not None and not self._extended:
             return self._low
         made = torch.empty(self.layout.slice_bytes, dtype=torch.uint8, device=self.terms.device)

@@ -1,10 +1,10 @@
 """A thread that looks after ranks whose GPUs wait for each other: it frees the waiters when a rank is missing.
 
-A GPU that waits for a word in memory waits for ever, and so does the host that then synchronises with it. When a rank has
-ended before it did what others wait for, or has not moved for as long as the group is patient, the watchdog frees what
-waits for it, tells the other ranks who is missing, and keeps the reason: the next call of the transport raises it. What the
-freed GPU computes meanwhile is worthless, and a host that sleeps in a synchronisation makes no such call, so where waiters
-are freed behind the host's back the main thread is interrupted with the same error.
+A GPU that waits for a word in memory waits for ever, and so does the host that then synchronises with it. When a rank
+has ended before it did what others wait for, or has not moved for as long as the group is patient, the watchdog frees
+what waits for it, tells the other ranks who is missing, and keeps the reason: the next call of the transport raises it.
+What the freed GPU computes meanwhile is worthless, and a host that sleeps in a synchronisation makes no such call, so
+where waiters are freed behind the host's back the main thread is interrupted with the same error.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ class PeerLost(RuntimeError):
 
 
 class Watchdog:
-    """Watches `timelines` (with the slots of each: how far an operation's memory may lag) until it is deleted or stopped.
+    """Watches `timelines` (with the slots of each: how far an operation's memory may lag) until it is deleted or
+    stopped.
 
-    `interrupt` says whether the main thread is interrupted when waiters were freed. `handles` are the processes of the other
-    ranks; `failure` is the reason, once there is one.
+    `interrupt` says whether the main thread is interrupted when waiters were freed. `handles` are the processes of the
+    other ranks; `failure` is the reason, once there is one.
     """
 
     def __init__(self, timelines: Sequence[tuple[Timelines, int]], patience_s: float, interrupt: bool) -> None:
@@ -65,7 +66,11 @@ class Watchdog:
         for timelines, _ in self._timelines:
             for rank, missing in timelines.gave_up.items():
                 if rank != self.rank:
-                    self._fail(missing, f"rank {missing} has died or stands still, as rank {rank} noticed; look for its own error in its log")
+                    self._fail(
+                        missing,
+                        f"rank {missing} has died or stands still, as rank {rank} noticed; look for its own error in"
+                        " its log",
+                    )
         for index in range(len(self._timelines)):
             self._look_for_progress(index)
 
@@ -73,7 +78,11 @@ class Watchdog:
         """A rank has ended: that matters if this one waits for what it did not do."""
         for timelines, count in self._timelines:
             if (what := owed(timelines, count, rank)) is not None:
-                self._fail(rank, f"rank {self.rank} waited for rank {rank} to {what}, but rank {rank} has died; look for its own error in its log")
+                self._fail(
+                    rank,
+                    f"rank {self.rank} waited for rank {rank} to {what}, but rank {rank} has died; look for its own"
+                    " error in its log",
+                )
 
     def _look_for_progress(self, index: int) -> None:
         timelines, count = self._timelines[index]
@@ -139,6 +148,8 @@ def _watch(reference: weakref.ref[Watchdog], stop: threading.Event, handles: Seq
 
 def _raise_in_main_thread(why: str) -> None:
     """Raise `PeerLost(why)` in the main thread when it next runs Python; "" takes back what it has not raised yet."""
-    lost = type("PeerLost", (PeerLost,), {"__init__": lambda self: PeerLost.__init__(self, why), "__module__": __name__})
+    lost = type(
+        "PeerLost", (PeerLost,), {"__init__": lambda self: PeerLost.__init__(self, why), "__module__": __name__}
+    )
     target = ctypes.c_ulong(threading.main_thread().ident)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(target, ctypes.py_object(lost) if why else ctypes.py_object())

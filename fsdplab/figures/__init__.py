@@ -1,7 +1,7 @@
 """Record -> figure: pure functions that return a plotly Figure and never show it.
 
-The names load when first used, and plotly when a figure is first drawn, so that everything else works where plotly is not
-installed.
+The names load when first used, and plotly when a figure is first drawn, so that everything else works where plotly is
+not installed.
 """
 
 from __future__ import annotations

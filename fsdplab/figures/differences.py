@@ -1,4 +1,6 @@
-"""Two runs, unit by unit: where the second communicates more or less, where it is exposed more or less, what it keeps gathered."""
+"""Two runs, unit by unit: where the second communicates more or less, where it is exposed more or less, what it keeps
+gathered.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,19 @@ from fsdplab.figures.view import views
 
 MB = 1e6
 _ROOM_FOR_NUMBERS = 24  # units above which numbers no longer fit
-PANELS = {"communication_ns": "communication (ms a step)", "exposed_ns": "exposed time (ms a step)", "gathered": "mean gathered memory (MB)"}
+PANELS = {
+    "communication_ns": "communication (ms a step)",
+    "exposed_ns": "exposed time (ms a step)",
+    "gathered": "mean gathered memory (MB)",
+}
 
 
 def difference(a: object, b: object) -> go.Figure:
-    """Bars of b minus a for every unit and phase: communication and exposed time in ms a step, and mean gathered memory in MB where both tell.
+    """Bars of b minus a for every unit and phase: communication and exposed time in ms a step, and mean gathered memory
+    in MB where both tell.
 
-    Both records need an `exposed` table (ValueError with the remedy). A unit that one of them lacks counts as zero there; 2.0 ms in a and
-    0.5 ms in b is -1.5.
+    Both records need an `exposed` table (ValueError with the remedy). A unit that one of them lacks counts as zero
+    there; 2.0 ms in a and 0.5 ms in b is -1.5.
     """
     runs = (a, b)
     times = [spent(run) for run in runs]
@@ -26,12 +33,19 @@ def difference(a: object, b: object) -> go.Figure:
     panels = [name for name in PANELS if name != "gathered" or all(held)]
     changes = {name: _changes(name, times, held) for name in panels}
     found = {unit for spends in times for unit, _ in spends}
-    units = unit_order(a, foremost({unit: sum(abs(value) for key, value in changes["exposed_ns"].items() if key[0] == unit) for unit in found}))
+    units = unit_order(
+        a,
+        foremost(
+            {unit: sum(abs(value) for key, value in changes["exposed_ns"].items() if key[0] == unit) for unit in found}
+        ),
+    )
     figure = go.Figure([bar for place, name in enumerate(panels) for bar in _bars(changes[name], units, place, name)])
     for place, name in enumerate(panels):
         _axis(figure, place, len(panels), PANELS[name], changes[name])
     figure.update_layout(barmode="group", bargap=0.25, bargroupgap=0.05)
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False, categoryorder="array", categoryarray=units)
+    figure.update_yaxes(
+        autorange="reversed", type="category", showgrid=False, categoryorder="array", categoryarray=units
+    )
     first, second = names_of(a, b)
     title, alt = _finding(first, second, changes)
     title = title if first in [view.label for view in views(runs)] else f"{label(a).split(',')[0]}: {title}"
@@ -47,17 +61,24 @@ def names_of(a: object, b: object) -> tuple[str, str]:
 
 
 def spent(record: object) -> dict[tuple[str, str], dict[str, float]]:
-    """Communication and exposed ns a step of each (unit, phase), on the rank exposed longest, mean over its profiled steps."""
+    """Communication and exposed ns a step of each (unit, phase), on the rank exposed longest, mean over its profiled
+    steps.
+    """
     _, rows = worst_rank(record)
     steps = len({row["step"] for row in rows})
     grouped = group(rows, lambda row: (row["unit"], row["phase"]))
-    return {key: {name: sum(row[name] for row in found) / steps for name in ("communication_ns", "exposed_ns")} for key, found in grouped.items()}
+    return {
+        key: {name: sum(row[name] for row in found) / steps for name in ("communication_ns", "exposed_ns")}
+        for key, found in grouped.items()
+    }
 
 
 def gathered_memory(record: object) -> dict[tuple[str, str], float]:
-    """Mean bytes that each unit's gathered parameters hold over a step, by the phase that gathered them; empty where the record does not tell.
+    """Mean bytes that each unit's gathered parameters hold over a step, by the phase that gathered them; empty where
+    the record does not tell.
 
-    A unit of 8 MB that is unsharded for a quarter of the step holds 2 MB on average. From `life`, the ledger's gathers, and the steps' length.
+    A unit of 8 MB that is unsharded for a quarter of the step holds 2 MB on average. From `life`, the ledger's gathers,
+    and the steps' length.
     """
     life = profiled(named_rows(record, "life"), record)
     nbytes = {row["unit"]: row["logical_bytes"] for row in named_rows(record, "ledger") if row["kind"] == "all_gather"}
@@ -86,7 +107,9 @@ def _changes(name: str, times: list[dict], held: list[dict]) -> dict[tuple[str, 
     if name == "gathered":
         return {key: (held[1].get(key, 0) - held[0].get(key, 0)) / MB for key in held[0] | held[1]}
     nothing = {name: 0.0}
-    return {key: (times[1].get(key, nothing)[name] - times[0].get(key, nothing)[name]) / MS for key in times[0] | times[1]}
+    return {
+        key: (times[1].get(key, nothing)[name] - times[0].get(key, nothing)[name]) / MS for key in times[0] | times[1]
+    }
 
 
 def _bars(changes: dict, units: list[str], place: int, name: str) -> list[go.Bar]:
@@ -117,8 +140,10 @@ def _axis(figure: go.Figure, place: int, panels: int, title: str, changes: dict)
     low, high = min(0, *changes.values(), 0), max(0, *changes.values(), 0)
     room = 0.22 * (high - low) or 1
     layout = {"xaxis" + (str(place + 1) if place else ""): dict(
-        domain=[place / panels + 0.03 * (place > 0), (place + 1) / panels], anchor="y", title_text=title, title_font_size=15,
-        range=[low - room * (low < 0 or not high), high + room * (high > 0 or not low)], zeroline=True, zerolinewidth=2, zerolinecolor="#808488",
+        domain=[place / panels + 0.03 * (place > 0), (place + 1) / panels], anchor="y", title_text=title,
+        title_font_size=15,
+        range=[low - room * (low < 0 or not high), high + room * (high > 0 or not low)], zeroline=True, zerolinewidth=2,
+        zerolinecolor="#808488",
     )}  # fmt: skip
     figure.update_layout(layout)
 

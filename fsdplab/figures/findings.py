@@ -1,4 +1,6 @@
-"""Findings of several runs, each under the name that tells its run from the others: for pages, widgets and the terminal alike."""
+"""Findings of several runs, each under the name that tells its run from the others: for pages, widgets and the terminal
+alike.
+"""
 
 from __future__ import annotations
 

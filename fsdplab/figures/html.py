@@ -1,4 +1,5 @@
-"""A comparison as one standalone page: opens offline, with the table, figures and what was real in it; of records, with tabs.
+"""A comparison as one standalone page: opens offline, with the table, figures and what was real in it; of records, with
+tabs.
 
 plotly.js is inlined once; everything else stays under a megabyte. The page follows the reader's light or dark setting
 and has a switch for lecture rooms.
@@ -20,14 +21,18 @@ from fsdplab.figures.units import MISSING, size
 from fsdplab.figures.view import CATEGORY_NAMES, RunView, provenance, views
 from fsdplab.records import CATEGORIES
 
+
 def comparison_page(
-    comparison: Mapping, runs: Sequence[object] | None = None, findings: Sequence[object] = (), records: Sequence[object] | None = None
+    comparison: Mapping,
+    runs: Sequence[object] | None = None,
+    findings: Sequence[object] = (),
+    records: Sequence[object] | None = None,
 ) -> str:
     """The page of a comparison (the dict that `--json` writes); `runs` adds what only records know, such as statuses.
 
-    With records (as `runs`, or as `records` beside RunViews) the page has tabs: timeline, exposed time, memory, traffic, Pareto, difference, and
-    `findings` (objects or dicts with `title`, `text`, `remedy`).
-    Example: `Path("compare.html").write_text(comparison_page(comparison_json(records, reference), records), encoding="utf-8")`.
+    With records (as `runs`, or as `records` beside RunViews) the page has tabs: timeline, exposed time, memory,
+    traffic, Pareto, difference, and `findings` (objects or dicts with `title`, `text`, `remedy`). Example:
+    `Path("compare.html").write_text(comparison_page(comparison_json(records, reference), records), encoding="utf-8")`.
     """
     records = list(records if records is not None else [run for run in runs or () if hasattr(run, "table")])
     runs = records if len(records) == len(comparison["runs"]) else runs  # records know what tells namesakes apart
@@ -46,7 +51,9 @@ def with_verdicts(runs: Sequence[object], comparison: Mapping) -> list[RunView]:
     """The runs as figures read them; where only the comparison judged their losses, with its verdict."""
     entries = comparison.get("runs") or []
     judged = [entry.get("matches_reference") for entry in entries] if len(entries) == len(runs) else [None] * len(runs)
-    return [run if run.matches is not None else replace(run, matches=matches) for run, matches in zip(views(runs), judged)]
+    return [
+        run if run.matches is not None else replace(run, matches=matches) for run, matches in zip(views(runs), judged)
+    ]
 
 
 def _summary(comparison: Mapping, source: object) -> str:
@@ -69,16 +76,27 @@ def _document(body: str, comparison: Mapping) -> str:
     from plotly.offline import get_plotlyjs
 
     data = json.dumps(comparison, separators=(",", ":")).replace("<", "\\u003c")
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>fsdplab comparison</title><style>{STYLE}</style>'
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>fsdplab'
+        f" comparison</title><style>{STYLE}</style>"
+    )
     return (
-        f'<!doctype html>\n<html lang="en"><head>{head}<script>{get_plotlyjs()}</script></head>\n<body>\n{body}\n'
-        f'<script type="application/json" id="comparison">{data}</script>\n<script>{PLOTS}{PAGE}</script>\n</body></html>\n'
+        "<!doctype html>\n<html"
+        f' lang="en"><head>{head}<script>{get_plotlyjs()}</script></head>\n<body>\n{body}\n<script'
+        f' type="application/json" id="comparison">{data}</script>\n<script>{PLOTS}{PAGE}</script>\n</body></html>\n'
     )
 
 
 def _setting(spec: Mapping) -> str:
     """One sentence on what was trained, of the fields that the spec has."""
-    words = {"model": "model {}", "world_size": "{} ranks", "batch_size": "batch {} a rank", "sequence_length": "{} tokens a sequence", "steps": "{} steps", "seed": "seed {}"}
+    words = {
+        "model": "model {}",
+        "world_size": "{} ranks",
+        "batch_size": "batch {} a rank",
+        "sequence_length": "{} tokens a sequence",
+        "steps": "{} steps",
+        "seed": "seed {}",
+    }
     return ", ".join(form.format(spec[name]) for name, form in words.items() if spec.get(name) is not None)
 
 
@@ -98,7 +116,9 @@ def _categories_table(shown: list[RunView]) -> str:
     """Every category of every run, in full."""
     head = "".join(f"<th>{escape(CATEGORY_NAMES[name])}</th>" for name in CATEGORIES)
     rows = "".join(
-        f"<tr><td>{escape(run.label)}</td>" + "".join(f'<td class="number">{_amount(run, name)}</td>' for name in CATEGORIES) + "</tr>"
+        f"<tr><td>{escape(run.label)}</td>"
+        + "".join(f'<td class="number">{_amount(run, name)}</td>' for name in CATEGORIES)
+        + "</tr>"
         for run in shown
     )
     return f"<table><thead><tr><th>run</th>{head}</tr></thead><tbody>{rows}</tbody></table>"
@@ -109,7 +129,9 @@ def _amount(run: RunView, name: str) -> str:
 
 
 def _flat(values: Mapping, prefix: str = "") -> list[tuple[str, str]]:
-    """Nested settings as (name, text) pairs: `{"a": {"b": 1}}` gives `[("a b", "1")]`; unset ones or empty ones are left out."""
+    """Nested settings as (name, text) pairs: `{"a": {"b": 1}}` gives `[("a b", "1")]`; unset ones or empty ones are
+    left out.
+    """
     pairs = []
     for name, value in values.items():
         label = f"{prefix}{name}".replace("_", " ")

@@ -1,4 +1,6 @@
-"""What every rank did through one step: compute and collectives on one clock, and a red strip where communication was exposed."""
+"""What every rank did through one step: compute and collectives on one clock, and a red strip where communication was
+exposed.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,16 @@ from dataclasses import dataclass
 from fsdplab.figures.marks import LIMIT, Mark, bars, merge_words, thin
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profiled import (
-    COLLECTIVES, MS, Row, breakdown_of, conditions, duration, label, percent, short_unit, timeline_of,
+    COLLECTIVES,
+    MS,
+    Row,
+    breakdown_of,
+    conditions,
+    duration,
+    label,
+    percent,
+    short_unit,
+    timeline_of,
 )  # fmt: skip
 from fsdplab.figures.style import GRID, LANE_COLOURS, titled
 from fsdplab.figures.units import plural
@@ -15,7 +26,12 @@ from fsdplab.figures.units import plural
 SHOWN = ("compute", *COLLECTIVES, "exposed")
 HEIGHTS = {"exposed": 0.5}
 _GAP = 0.5  # lanes between two ranks
-_WORDS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce", "other_communication": "other comm."}
+_WORDS = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "other_communication": "other comm.",
+}
 
 
 @dataclass(frozen=True)
@@ -28,8 +44,11 @@ class Lanes:
     @property
     def ticks(self) -> dict:
         """The axis's ticks: the lane's name, after the rank's where it is the rank's first."""
-        first = {rank: lane for rank, lane in reversed(self.middle)}
-        texts = [(f"<b>rank {rank}</b>  " if first[rank] == lane else "") + _WORDS.get(lane, lane) for rank, lane in self.middle]
+        first = dict(reversed(self.middle))
+        texts = [
+            (f"<b>rank {rank}</b>  " if first[rank] == lane else "") + _WORDS.get(lane, lane)
+            for rank, lane in self.middle
+        ]
         return dict(tickmode="array", tickvals=list(self.middle.values()), ticktext=texts)
 
 
@@ -46,9 +65,11 @@ def lanes_of(rows: list[Row]) -> Lanes:
 
 
 def rank_timeline(record: object, step: int | None = None, limit: int = LIMIT) -> go.Figure:
-    """Ranks stacked on one clock: compute, each collective, and exposed time in red; `step` is the profiled one of median length by default.
+    """Ranks stacked on one clock: compute, each collective, and exposed time in red; `step` is the profiled one of
+    median length by default.
 
-    Needs a `timeline` table (ValueError with the remedy without one). At most `limit` marks are drawn. Hover names the unit.
+    Needs a `timeline` table (ValueError with the remedy without one). At most `limit` marks are drawn. Hover names the
+    unit.
     """
     step, rows = timeline_of(record, step)
     origin = step_start(rows)
@@ -56,7 +77,9 @@ def rank_timeline(record: object, step: int | None = None, limit: int = LIMIT) -
     marks, found, window = step_marks(rows, lanes, origin, limit)
     end = max(row["end_ns"] for row in rows) / MS - origin / MS
     figure = go.Figure(bars(marks, LANE_COLOURS, HEIGHTS, end))
-    figure.update_layout(barmode="overlay", xaxis_title="time since the step began (ms)", uniformtext=dict(minsize=12, mode="hide"))
+    figure.update_layout(
+        barmode="overlay", xaxis_title="time since the step began (ms)", uniformtext=dict(minsize=12, mode="hide")
+    )
     figure.update_xaxes(range=[0, 1.005 * end])
     figure.update_yaxes(range=[lanes.bottom + 0.15, -0.15], showgrid=False, zeroline=False, **lanes.ticks)
     for begin, name in phases(rows, origin):
@@ -110,17 +133,25 @@ def phases(rows: list[Row], origin: int) -> list[tuple[float, str]]:
     """(begin in ms, name) of the phases, as the first rank's compute goes through them."""
     first = min(_ranks(rows))
     found: list[tuple[float, str]] = []
-    for row in sorted((row for row in rows if row["rank"] == first and row["lane"] == "compute" and row["phase"]), key=lambda row: row["start_ns"]):
+    for row in sorted(
+        (row for row in rows if row["rank"] == first and row["lane"] == "compute" and row["phase"]),
+        key=lambda row: row["start_ns"],
+    ):
         if not found or found[-1][1] != row["phase"]:
             found.append(((row["start_ns"] - origin) / MS, row["phase"]))
     return [(0.0, found[0][1]), *found[1:]] if found else []
 
 
 def phase_line(figure: go.Figure, begin: float, name: str, late: bool, bottom: float = 0) -> None:
-    """A line where a phase begins, and its name above the lanes; beside the right edge the name stands before the line."""
-    figure.add_shape(type="line", x0=begin, x1=begin, y0=bottom, y1=1, yref="paper", line=dict(color=GRID, width=2), layer="below")
+    """A line where a phase begins, and its name above the lanes;
+    beside the right edge the name stands before the line.
+    """
+    figure.add_shape(
+        type="line", x0=begin, x1=begin, y0=bottom, y1=1, yref="paper", line=dict(color=GRID, width=2), layer="below"
+    )
     figure.add_annotation(
-        x=begin, y=1, yref="paper", text=f"{name} →", showarrow=False, xanchor="right" if late else "left", yanchor="bottom",
+        x=begin, y=1, yref="paper", text=f"{name} →", showarrow=False, xanchor="right" if late else "left",
+        yanchor="bottom",
         xshift=22 if late else 2, font=dict(size=14),
     )  # fmt: skip
 
@@ -135,5 +166,8 @@ def _finding(record: object, step: int, rows: list[Row]) -> tuple[str, str]:
     communication = split["overlapped_ns"] + split["exposed_ns"]
     title = f"{label(record)}: {percent(split['exposed_ns'], split['step_ns'])} of the step is exposed communication"
     title += f" ({duration(split['exposed_ns'])} of {duration(split['step_ns'])})"
-    hidden = f"{percent(split['overlapped_ns'], communication)} of {duration(communication)} of communication is hidden under compute"
+    hidden = (
+        f"{percent(split['overlapped_ns'], communication)} of {duration(communication)} of communication is hidden"
+        " under compute"
+    )
     return title, f"{title}; on rank {split['rank']}, the most exposed, {hidden}."

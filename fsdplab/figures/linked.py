@@ -1,7 +1,7 @@
 """One time cursor over three views of one step: what each rank did, what its memory held, which units were whole.
 
-All views share one clock axis: hover draws the cursor through all of them, `linked_at` puts it at an instant and adds the map of
-slices there. The step is the one whose memory was measured.
+All views share one clock axis: hover draws the cursor through all of them, `linked_at` puts it at an instant and adds
+the map of slices there. The step is the one whose memory was measured.
 """
 
 from __future__ import annotations
@@ -11,7 +11,17 @@ from fsdplab.figures.marks import Mark, bars, merge_words, thin
 from fsdplab.figures.memory import MB, band, envelope
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profiled import MS, Row, conditions, label, rows_of, short_unit, timeline_of
-from fsdplab.figures.slices import SLICE_COLOURS, Lives, cells, finding, in_words, lives, memory_starts, rank_axis, unit_axis
+from fsdplab.figures.slices import (
+    SLICE_COLOURS,
+    Lives,
+    cells,
+    finding,
+    in_words,
+    lives,
+    memory_starts,
+    rank_axis,
+    unit_axis,
+)
 from fsdplab.figures.style import LANE_COLOURS, titled
 from fsdplab.figures.units import size
 from fsdplab.records import CATEGORIES
@@ -20,13 +30,18 @@ MARKS = 1_800  # of the timeline and of the lives each: with the memory's edges,
 _CURSOR = "#d0105a"
 _LANES = 120  # of lives: above it neighbouring units share a lane
 _GAP = 34  # pixels between two panels
-_STATE_COLOURS = {"unsharding": SLICE_COLOURS["on its way"], "unsharded": SLICE_COLOURS["gathered from the other ranks"]}
+_STATE_COLOURS = {
+    "unsharding": SLICE_COLOURS["on its way"],
+    "unsharded": SLICE_COLOURS["gathered from the other ranks"],
+}
 
 
 def linked_view(record: object) -> go.Figure:
-    """The memory step on one clock: rank timeline, memory of the worst rank by category (MB), and the units' lives on every rank.
+    """The memory step on one clock: rank timeline, memory of the worst rank by category (MB), and the units' lives on
+    every rank.
 
-    Needs `timeline`, `memory` and `life` of that step (ValueError with the remedy). Hover shows the cursor in all three.
+    Needs `timeline`, `memory` and `life` of that step (ValueError with the remedy). Hover shows the cursor in all
+    three.
     """
     return _linked(record, None, with_slices=False)
 
@@ -38,12 +53,17 @@ def linked_at(record: object, at_ns: float) -> go.Figure:
     """
     length = lives(record).length
     if not 0 <= at_ns <= length:
-        raise ValueError(f"at_ns is {at_ns:.0f}; expected 0 to {length}, ns since the memory step began; choose an instant of the step")
+        raise ValueError(
+            f"at_ns is {at_ns:.0f}; expected 0 to {length}, ns since the memory step began; choose an instant of the"
+            " step"
+        )
     return _linked(record, at_ns, with_slices=True)
 
 
 def with_cursor(record: object, at_ns: float, limit: int = MARKS) -> go.Figure:
-    """The linked view with the cursor but without the map of slices, for a page that draws the map itself; the cursor is its last shape."""
+    """The linked view with the cursor but without the map of slices, for a page that draws the map itself; the cursor
+    is its last shape.
+    """
     return _linked(record, at_ns, with_slices=False, limit=limit)
 
 
@@ -75,14 +95,18 @@ def _linked(record: object, at_ns: float | None, with_slices: bool, limit: int =
     title, alt = _finding(record, life, memory, at_ns if with_slices else None)
     where = conditions(record, f"step {life.step}", merge_words(found, len(marks), window))
     titled(figure, title, where, alt, height=sum(heights) + _GAP * (len(heights) - 1) + 254, top=184)
-    return figure.update_layout(margin_b=70, barmode="overlay", uniformtext=dict(minsize=12, mode="hide"), hovermode="closest")
+    return figure.update_layout(
+        margin_b=70, barmode="overlay", uniformtext=dict(minsize=12, mode="hide"), hovermode="closest"
+    )
 
 
 def memory_of_step(record: object, life: Lives) -> list[Row]:
     """The memory rows of the rank with the highest peak, `time_ns` moved to the clock of `life`."""
     rows = [row for row in rows_of(record, "memory") if row["step"] == life.step]
     if not rows:
-        raise ValueError(f"{label(record)} has no memory of step {life.step}; run it again with memory=True and --profile 2")
+        raise ValueError(
+            f"{label(record)} has no memory of step {life.step}; run it again with memory=True and --profile 2"
+        )
     worst = max(rows, key=_total)["rank"]
     shift = memory_starts(record).get(worst, life.begin) - life.begin
     mine = sorted((row for row in rows if row["rank"] == worst), key=lambda row: row["time_ns"])
@@ -136,37 +160,65 @@ def _axes(figure: go.Figure, heights: list[int], life: Lives, lanes: Lanes, end:
     domains = _domains(heights)
     figure.update_layout(
         xaxis=dict(
-            range=[0, 1.005 * end], anchor="y3", title_text="time since the step began (ms)", showspikes=True, spikemode="across", spikesnap="cursor",
-            spikethickness=2, spikedash="solid", spikecolor=_CURSOR,
+            range=[0, 1.005 * end],
+            anchor="y3",
+            title_text="time since the step began (ms)",
+            showspikes=True,
+            spikemode="across",
+            spikesnap="cursor",
+            spikethickness=2,
+            spikedash="solid",
+            spikecolor=_CURSOR,
         ),
-        yaxis=dict(domain=domains[0], range=[lanes.bottom + 0.15, -0.15], showgrid=False, zeroline=False, **lanes.ticks),
+        yaxis=dict(
+            domain=domains[0], range=[lanes.bottom + 0.15, -0.15], showgrid=False, zeroline=False, **lanes.ticks
+        ),
         yaxis2=dict(domain=domains[1], title_text="live memory (MB)", range=[0, top], nticks=5),
         yaxis3=dict(domain=domains[2], **_life_axis(life)),
         spikedistance=-1,
-    )  # fmt: skip
+    )
     if len(heights) == 4:
         ranks = dict(domain=domains[3], anchor="x2", **rank_axis(life))
-        figure.update_layout(xaxis=dict(title=None, ticksuffix=" ms"), xaxis2=dict(domain=[0, 1], anchor="y4", **unit_axis(life)), yaxis4=ranks)
+        figure.update_layout(
+            xaxis=dict(title=None, ticksuffix=" ms"),
+            xaxis2=dict(domain=[0, 1], anchor="y4", **unit_axis(life)),
+            yaxis4=ranks,
+        )
 
 
 def _life_axis(life: Lives) -> dict:
     """Lanes of units, named where there is room: every unit of a few, else every rank."""
     count = len(life.ranks) * len(life.units)
-    named = [(f"<b>rank {rank}</b>  " if not place else "") + short_unit(unit) for rank in life.ranks for place, unit in enumerate(life.units)]
+    named = [
+        (f"<b>rank {rank}</b>  " if not place else "") + short_unit(unit)
+        for rank in life.ranks
+        for place, unit in enumerate(life.units)
+    ]
     shown = range(count) if count <= 20 else range(0, count, len(life.units))
     texts = [named[row] if count <= 20 else f"<b>rank {life.ranks[row // len(life.units)]}</b>" for row in shown]
     every = sharing(life)
     return dict(
-        range=[(count - 1) // every + 1.1, -0.1], tickmode="array", tickvals=[row // every + 0.5 for row in shown], ticktext=texts,
+        range=[(count - 1) // every + 1.1, -0.1], tickmode="array", tickvals=[row // every + 0.5 for row in shown],
+        ticktext=texts,
         showgrid=False, zeroline=False, tickfont=dict(size=11),
     )  # fmt: skip
 
 
 def _cursor(figure: go.Figure, at_ms: float, domains: list[tuple[float, float]]) -> None:
     """The line at the instant, through the panels that share the clock, with the time between the first two."""
-    figure.add_shape(type="line", name="cursor", x0=at_ms, x1=at_ms, y0=domains[2][0], y1=1, yref="paper", line=dict(color=_CURSOR, width=2.5))
+    figure.add_shape(
+        type="line",
+        name="cursor",
+        x0=at_ms,
+        x1=at_ms,
+        y0=domains[2][0],
+        y1=1,
+        yref="paper",
+        line=dict(color=_CURSOR, width=2.5),
+    )
     figure.add_annotation(
-        name="cursor", x=at_ms, y=domains[0][0], yref="paper", text=f"<b>{at_ms:.2f} ms</b>", showarrow=False, xanchor="left", yanchor="top",
+        name="cursor", x=at_ms, y=domains[0][0], yref="paper", text=f"<b>{at_ms:.2f} ms</b>", showarrow=False,
+        xanchor="left", yanchor="top",
         xshift=4, font=dict(color=_CURSOR, size=14),
     )  # fmt: skip
 
@@ -178,6 +230,9 @@ def _finding(record: object, life: Lives, memory: list[Row], at_ns: float | None
     state = life.at(min(max(top["time_ns"], 0), life.length))
     whole = [unit for unit in life.units if state.get((top["rank"], unit)) != "sharded"]
     at = f"{top['time_ns'] / MS:.1f} ms"
-    title = f"{label(record)}: rank {top['rank']} peaks at {size(_total(top))} after {at}, when {len(whole)} of {len(life.units)} units are gathered"
+    title = (
+        f"{label(record)}: rank {top['rank']} peaks at {size(_total(top))} after {at}, when {len(whole)} of"
+        f" {len(life.units)} units are gathered"
+    )
     words = f"Timeline, memory and units' lives of one step on one clock. {title}: {', '.join(whole) or 'none'}."
     return title, words

@@ -1,7 +1,7 @@
 """Bars on a clock: intervals as marks, few enough for a browser, labelled where there is room.
 
-A step of a large model has tens of thousands of intervals; a browser draws about five thousand at ease. Above that, neighbours
-that lie within the same small window become one mark that says how many it holds.
+A step of a large model has tens of thousands of intervals; a browser draws about five thousand at ease. Above that,
+neighbours that lie within the same small window become one mark that says how many it holds.
 """
 
 from __future__ import annotations
@@ -56,11 +56,15 @@ def thin(marks: list[Mark], limit: int = LIMIT) -> tuple[list[Mark], float]:
 def _edges(marks: list[Mark]) -> list[tuple[bool, float, float]]:
     """(begins a lane or group, start, end) of marks in order: what merging asks, as plain tuples."""
     places = [(mark.y, mark.group) for mark in marks]
-    return [(index == 0 or places[index] != places[index - 1], mark.start, mark.end) for index, mark in enumerate(marks)]
+    return [
+        (index == 0 or places[index] != places[index - 1], mark.start, mark.end) for index, mark in enumerate(marks)
+    ]
 
 
 def _begins(edges: list[tuple[bool, float, float]], window: float) -> list[int]:
-    """Where each merged mark begins, if neighbours of one lane and group that together span at most `window` ms are one."""
+    """Where each merged mark begins, if neighbours of one lane and group that together span at most `window` ms are
+    one.
+    """
     begins, since = [], 0.0
     for index, (new, start, end) in enumerate(edges):
         if new or end - since > window:
@@ -80,11 +84,19 @@ def _joined(run: list[Mark]) -> Mark:
 
 def merge_words(found: int, drawn: int, window: float) -> str:
     """What the subtitle says of merged marks; nothing where none was merged."""
-    return f"{found:,} intervals drawn as {drawn:,} marks (neighbours within {seconds(window / 1e3)} are one)" if window else ""
+    return (
+        f"{found:,} intervals drawn as {drawn:,} marks (neighbours within {seconds(window / 1e3)} are one)"
+        if window
+        else ""
+    )
 
 
-def bars(marks: list[Mark], colours: dict[str, str], height: dict[str, float], span: float, yaxis: str = "y") -> list[go.Bar]:
-    """One trace a group, in the order of `colours`; `height` is the bar's thickness in lanes, `span` the clock's length in ms."""
+def bars(
+    marks: list[Mark], colours: dict[str, str], height: dict[str, float], span: float, yaxis: str = "y"
+) -> list[go.Bar]:
+    """One trace a group, in the order of `colours`; `height` is the bar's thickness in lanes, `span` the clock's length
+    in ms.
+    """
     return [
         _trace([mark for mark in marks if mark.group == name], name, colour, height.get(name, 0.84), span, yaxis)
         for name, colour in colours.items()
@@ -94,7 +106,7 @@ def bars(marks: list[Mark], colours: dict[str, str], height: dict[str, float], s
 
 def _trace(marks: list[Mark], name: str, colour: str, height: float, span: float, yaxis: str) -> go.Bar:
     return go.Bar(
-        name=name.replace("_", "-") if name.startswith("all") or name.startswith("reduce") else name.replace("_", " "),
+        name=name.replace("_", "-") if name.startswith(("all", "reduce")) else name.replace("_", " "),
         orientation="h",
         y=[mark.y for mark in marks],
         base=[round(mark.start, 4) for mark in marks],

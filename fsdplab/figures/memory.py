@@ -62,7 +62,9 @@ def _category_bar(shown: list[RunView], name: str) -> go.Bar:
 
 
 def _total_label(figure: go.Figure, run: RunView, room: float) -> None:
-    """The total at the bar's end, in the alarm colour where the card is exceeded; `room` (MB) keeps it off the card line."""
+    """The total at the bar's end, in the alarm colour where the card is exceeded; `room` (MB) keeps it off the card
+    line.
+    """
     end, card = run.peak / MB, (run.card or 0) / MB
     figure.add_annotation(
         x=card if 0 <= card - end < room else end,
@@ -87,7 +89,15 @@ def _far(card: int, shown: list[RunView]) -> bool:
 
 def _card_line(figure: go.Figure, card: int, emulated: bool) -> None:
     """The card's capacity across all bars."""
-    figure.add_shape(type="line", x0=card / MB, x1=card / MB, y0=0, y1=1, yref="paper", line=dict(color=ALARM, width=2.5, dash="dash"))
+    figure.add_shape(
+        type="line",
+        x0=card / MB,
+        x1=card / MB,
+        y0=0,
+        y1=1,
+        yref="paper",
+        line=dict(color=ALARM, width=2.5, dash="dash"),
+    )
     figure.add_annotation(
         x=card / MB, y=1, yref="paper", text=f"card {size(card)}{' (emulated)' if emulated else ''}", showarrow=False,
         xanchor="center", yanchor="bottom", font=dict(color=ALARM, size=14),
@@ -99,11 +109,16 @@ def _finding(shown: list[RunView]) -> str:
     over = [run for run in shown if run.over_card]
     low = min(shown, key=lambda run: run.peak)
     if over and len(over) < len(shown):
-        return f"{_listed(over)} {'exceeds' if len(over) == 1 else 'exceed'} the card; {low.label} peaks at {size(low.peak)}"
+        return (
+            f"{_listed(over)} {'exceeds' if len(over) == 1 else 'exceed'} the card; {low.label} peaks at"
+            f" {size(low.peak)}"
+        )
     if over:
         return "No run fits the card"
     high = max(shown, key=lambda run: run.peak)
-    return f"{low.label} peaks at {size(low.peak)}" + (f", {high.label} at {size(high.peak)}" if high is not low else "")
+    return f"{low.label} peaks at {size(low.peak)}" + (
+        f", {high.label} at {size(high.peak)}" if high is not low else ""
+    )
 
 
 def _listed(runs: list[RunView]) -> str:
@@ -117,7 +132,10 @@ def _listed(runs: list[RunView]) -> str:
 def _conditions(shown: list[RunView]) -> str:
     emulated = "; the card is emulated" if any(run.card and run.card_emulated for run in shown) else ""
     far = [f" and holds {size(card)}, beyond this axis" for card in _cards(shown) if _far(card, shown)]
-    return f"Measured on {ranks_and_device(shown)}, split at the instant of the peak{emulated}{far[0] if far and emulated else ''}"
+    return (
+        f"Measured on {ranks_and_device(shown)}, split at the instant of the"
+        f" peak{emulated}{far[0] if far and emulated else ''}"
+    )
 
 
 def _alt(shown: list[RunView]) -> str:
@@ -140,7 +158,10 @@ def memory_timeline(record: object, rank: int = 0) -> go.Figure:
     rows = [row for row in table if int(row["rank"]) == rank]
     if not rows:
         ranks = sorted({int(row["rank"]) for row in table})
-        raise ValueError(f"no memory timeline of rank {rank}; the record has ranks {ranks}; run with memory=True or choose one of these")
+        raise ValueError(
+            f"no memory timeline of rank {rank}; the record has ranks {ranks}; run with memory=True or choose one of"
+            " these"
+        )
     rows.sort(key=lambda row: float(row["time_ns"]))
     run = views(record)[0]
     drawn = envelope(rows)
@@ -155,7 +176,9 @@ def memory_timeline(record: object, rank: int = 0) -> go.Figure:
     figure.update_xaxes(range=[times[0], times[-1]], showgrid=False)
     figure.update_yaxes(range=[0, 1.18 * max(totals[top], run.card or 0) / MB])
     title = f"{run.label}: rank {rank} peaks at {size(totals[top])} after {times[top]:.0f} ms"
-    where = f"Measured on {ranks_and_device([run])}, one step" + ("; the card is emulated" if run.card and run.card_emulated else "")
+    where = f"Measured on {ranks_and_device([run])}, one step" + (
+        "; the card is emulated" if run.card and run.card_emulated else ""
+    )
     return titled(figure, title, where, f"Stacked area of memory through one step. {title}.", height=520)
 
 
@@ -164,9 +187,11 @@ def _total(row: dict) -> float:
 
 
 def envelope(rows: list[dict], limit: int = 500) -> list[dict]:
-    """At most about twice `limit` of a rank's rows, in order of time: of each equal share of the step, the highest and the last.
+    """At most about twice `limit` of a rank's rows, in order of time: of each equal share of the step, the highest and
+    the last.
 
-    A step has tens of thousands of allocations, a screen about a thousand columns; the peak and the level at the end of every column stay.
+    A step has tens of thousands of allocations, a screen about a thousand columns; the peak and the level at the end of
+    every column stay.
     """
     if len(rows) <= 2 * limit:
         return rows
@@ -207,7 +232,15 @@ def _peak_marker(figure: go.Figure, time_ms: float, total: float) -> None:
 
 
 def _card_level(figure: go.Figure, run: RunView) -> None:
-    figure.add_shape(type="line", x0=0, x1=1, xref="paper", y0=run.card / MB, y1=run.card / MB, line=dict(color=ALARM, width=2.5, dash="dash"))
+    figure.add_shape(
+        type="line",
+        x0=0,
+        x1=1,
+        xref="paper",
+        y0=run.card / MB,
+        y1=run.card / MB,
+        line=dict(color=ALARM, width=2.5, dash="dash"),
+    )
     figure.add_annotation(
         x=0, xref="paper", y=run.card / MB, text=f"card {size(run.card)}{' (emulated)' if run.card_emulated else ''}",
         showarrow=False, xanchor="left", yanchor="bottom", xshift=6, font=dict(color=ALARM, size=14),

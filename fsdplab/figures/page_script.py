@@ -1,4 +1,5 @@
-"""What a page does without a server: draws its figures when they are first seen, switches tabs, follows dark rooms, moves the time cursor.
+"""What a page does without a server: draws its figures when they are first seen, switches tabs, follows dark rooms,
+moves the time cursor.
 
 Figures are kept as JSON and drawn when their tab opens: a page of eight runs opens as fast as a page of one.
 """
@@ -122,8 +123,12 @@ tabs.length ? show(tabs[0].dataset.panel) : drawIn(document);
 
 
 def plot_div(figure: go.Figure) -> str:
-    """A figure as JSON beside an empty place, drawn when it is first seen; without scripts its picture, or its words if it has many marks."""
-    marks = sum(sum(map(len, trace.z)) if isinstance(trace, go.Heatmap) else len(trace.x or ()) for trace in figure.data)
+    """A figure as JSON beside an empty place, drawn when it is first seen; without scripts its picture, or its words if
+    it has many marks.
+    """
+    marks = sum(
+        sum(map(len, trace.z)) if isinstance(trace, go.Heatmap) else len(trace.x or ()) for trace in figure.data
+    )
     still = svg(figure) if marks <= _MOST_STATIC else f"<p>{escape(alt_text(figure))}</p>"
     data = figure.to_json().replace("<", "\\u003c")
     place = f'<div class="plot" style="height:{figure.layout.height or 420}px"></div>'

@@ -30,7 +30,9 @@ def tabbed(summary: str, records: Sequence[object], findings: Sequence[object]) 
     """The row of tabs and their panels, the summary first."""
     panels = {
         "Summary": lambda: summary,
-        "Timeline": lambda: drawn(step_bar, records) + _each(records, lambda record: drawn(rank_timeline, record, limit=MARKS)),
+        "Timeline": (
+            lambda: drawn(step_bar, records) + _each(records, lambda record: drawn(rank_timeline, record, limit=MARKS))
+        ),
         "Exposed": lambda: _each(records, lambda record: drawn(exposed_heatmap, record) + drawn(straggler_map, record)),
         "Memory": lambda: _each(records, _memory),
         "Traffic": lambda: _each(records, lambda record: drawn(ledger_against_formula, record)),
@@ -45,7 +47,10 @@ def tabbed(summary: str, records: Sequence[object], findings: Sequence[object]) 
 
 def _button(name: str) -> str:
     chosen = str(name == "Summary").lower()
-    return f'<button type="button" role="tab" aria-selected="{chosen}" aria-controls="panel-{name}" data-panel="panel-{name}">{name}</button>'
+    return (
+        f'<button type="button" role="tab" aria-selected="{chosen}" aria-controls="panel-{name}"'
+        f' data-panel="panel-{name}">{name}</button>'
+    )
 
 
 def _panel(name: str, body: str) -> str:
@@ -85,19 +90,30 @@ def _memory(record: object) -> str:
 def _pairs(records: Sequence[object]) -> str:
     """Every later run against the first; a single run has nothing to differ from."""
     if len(records) < 2:
-        return note("A difference needs two runs: give two records, such as the same strategy with --prefetch 0 and --prefetch 1.")
-    return "\n".join(drawn(lambda pair: difference(*pair), (records[0], other)) for other in records[1 : 1 + _MOST_PAIRS])
+        return note(
+            "A difference needs two runs: give two records, such as the same strategy with --prefetch 0 and"
+            " --prefetch 1."
+        )
+    return "\n".join(
+        drawn(lambda pair: difference(*pair), (records[0], other)) for other in records[1 : 1 + _MOST_PAIRS]
+    )
 
 
 def _findings(findings: Iterable[object]) -> str:
     """Findings with their remedies, the costliest first as given."""
     shown = [_finding(found) for found in findings]
-    return "\n".join(shown) or note("No findings: nothing in these records stands out, or no step was profiled (run with --profile 2).")
+    return "\n".join(shown) or note(
+        "No findings: nothing in these records stands out, or no step was profiled (run with --profile 2)."
+    )
 
 
 def _finding(found: object) -> str:
     """One finding: an object or a dict with `title`, `text`, `remedy`, and perhaps `seconds` a step."""
-    told = found if isinstance(found, Mapping) else {name: getattr(found, name, None) for name in ("title", "kind", "text", "remedy", "seconds")}
+    told = (
+        found
+        if isinstance(found, Mapping)
+        else {name: getattr(found, name, None) for name in ("title", "kind", "text", "remedy", "seconds")}
+    )
     title = told.get("title") or str(told.get("kind") or "finding").replace("_", " ")
     cost = f" · {seconds(told['seconds'])} a step" if told.get("seconds") and "a step" not in str(title) else ""
     text = f"<p>{escape(str(told['text']))}</p>" if told.get("text") else ""

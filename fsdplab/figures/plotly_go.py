@@ -1,7 +1,7 @@
 """plotly's `graph_objects`, loaded when a figure is first drawn: `from fsdplab.figures.plotly_go import go`.
 
-Lessons and figures then import where plotly is not installed (a GPU machine may have torch and numpy alone); only drawing
-needs it, and says so.
+Lessons and figures then import where plotly is not installed (a GPU machine may have torch and numpy alone); only
+drawing needs it, and says so.
 """
 
 from __future__ import annotations

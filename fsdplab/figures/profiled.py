@@ -1,4 +1,5 @@
-"""What the figures of profiled steps share: which rows of a record they read, in which order, and how they name what is real.
+"""What the figures of profiled steps share: which rows of a record they read, in which order, and how they name what is
+real.
 
 A record made without a profile has these tables empty. Every figure then ends in one line that says what to run.
 """
@@ -31,7 +32,10 @@ def label(record: object) -> str:
 def rows_of(record: object, table: str) -> list[Row]:
     """The rows of a table; ValueError with the remedy when the record has none, TypeError for anything but a record."""
     if not hasattr(record, "table"):
-        raise TypeError(f"this figure draws a run record, got {type(record).__name__}; pass what run() returned or RunRecord.load(folder)")
+        raise TypeError(
+            f"this figure draws a run record, got {type(record).__name__}; pass what run() returned or"
+            " RunRecord.load(folder)"
+        )
     rows = named_rows(record, table)
     if not rows:
         remedy = _REMEDIES.get(table, "run it again with --profile 2 (RunSpec(profile=2))")
@@ -40,7 +44,9 @@ def rows_of(record: object, table: str) -> list[Row]:
 
 
 def named_rows(record: object, table: str) -> list[Row]:
-    """The rows of a table, none or many, with the root under its name: the ledger writes `root`, traces leave it empty."""
+    """The rows of a table, none or many, with the root under its name:
+    the ledger writes `root`, traces leave it empty.
+    """
     return [{**row, "unit": ROOT} if row.get("unit") == "" else row for row in record.table(table)]
 
 
@@ -50,7 +56,9 @@ def listed(records: object) -> list:
 
 
 def profiled(rows: Sequence[Row], record: object) -> list[Row]:
-    """The rows of profiled steps: those of the memory step, which its measurement slows down, are left out if there are others."""
+    """The rows of profiled steps: those of the memory step, which its measurement slows down, are left out if there are
+    others.
+    """
     slowed = {row["step"] for row in record.table("memory")}
     return [row for row in rows if row["step"] not in slowed] or list(rows)
 
@@ -75,21 +83,27 @@ def timeline_of(record: object, step: int | None) -> tuple[int, list[Row]]:
     found = [row for row in rows if row["step"] == chosen]
     if not found:
         steps = sorted({row["step"] for row in rows})
-        raise ValueError(f"{label(record)} has no timeline of step {chosen}; expected one of {steps}; run with --profile for more")
+        raise ValueError(
+            f"{label(record)} has no timeline of step {chosen}; expected one of {steps}; run with --profile for more"
+        )
     return chosen, found
 
 
 def breakdown_of(record: object, step: int | None = None) -> Row | None:
-    """The breakdown of the rank that is exposed longest in a step (on average over the profiled steps by default), in ns.
+    """The breakdown of the rank that is exposed longest in a step (on average over the profiled steps by default), in
+    ns.
 
-    Means of rows keep their sum, so compute_only + overlapped + exposed + other is the step here too. None without the table.
+    Means of rows keep their sum, so compute_only + overlapped + exposed + other is the step here too. None without the
+    table.
     """
     rows = [row for row in record.table("breakdown") if step is None or row["step"] == step]
     if not rows:
         return None
     by_rank = group(profiled(rows, record), lambda row: row["rank"])
     spans = [name for name in rows[0] if name.endswith("_ns")]
-    means = {rank: {name: statistics.fmean(row[name] for row in found) for name in spans} for rank, found in by_rank.items()}
+    means = {
+        rank: {name: statistics.fmean(row[name] for row in found) for name in spans} for rank, found in by_rank.items()
+    }
     worst = max(means, key=lambda rank: (means[rank]["exposed_ns"], -rank))
     return {"rank": worst, "steps": len({row["step"] for row in by_rank[worst]}), **means[worst]}
 
@@ -122,12 +136,20 @@ def short_unit(unit: str) -> str:
 
 
 def conditions(records: object, *more: str) -> str:
-    """What is real, the words of every subtitle: `"Measured on 2 CPU ranks; the link is emulated (25 GbE: 3.12 GB/s, 10.0 µs), step 11"`."""
+    """What is real, the words of every subtitle: `"Measured on 2 CPU ranks; the link is emulated (25 GbE: 3.12 GB/s,
+    10.0 µs), step 11"`.
+    """
     runs = listed(records)
     origins = [run.provenance.get("exposed_s", "measured") for run in runs]
     first = "Simulated for" if "simulated" in origins else "Measured on"
     links = list(dict.fromkeys(link_words(run) for run in runs if run.summary.get("link")))
-    emulated = f"; the link is emulated ({' / '.join(links)})" if links else "; communication is emulated" if "emulated" in origins else ""
+    emulated = (
+        f"; the link is emulated ({' / '.join(links)})"
+        if links
+        else "; communication is emulated"
+        if "emulated" in origins
+        else ""
+    )
     return ", ".join([f"{first} {ranks_and_device(views(runs))}{emulated}", *filter(None, more)])
 
 

@@ -1,4 +1,6 @@
-"""Which slice lives where: every rank keeps 1/n of every unit, and gathers the rest for as long as it computes with it."""
+"""Which slice lives where: every rank keeps 1/n of every unit,
+and gathers the rest for as long as it computes with it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ _MOST_CELLS = 1_500  # above it only the first ranks are drawn
 class Lives:
     """One step's life of every unit on every rank, on a clock in ns from the step's begin.
 
-    `states[rank, unit]` is a list of (since, state), the first at 0: `[(0, "sharded"), (1_000, "unsharding"), (5_000, "unsharded")]`.
+    `states[rank, unit]` is a list of (since, state), the first at 0: `[(0, "sharded"), (1_000, "unsharding"), (5_000,
+    "unsharded")]`.
     """
 
     step: int
@@ -46,7 +49,9 @@ class Lives:
 
 
 def lives(record: object) -> Lives:
-    """The life of the memory step, or of the first step that has one; ValueError with the remedy where the record has none."""
+    """The life of the memory step, or of the first step that has one; ValueError with the remedy where the record has
+    none.
+    """
     rows = rows_of(record, "life")
     measured = {row["step"] for row in record.table("memory")}
     step = min((row["step"] for row in rows if row["step"] in measured), default=min(row["step"] for row in rows))
@@ -69,32 +74,43 @@ def step_begin(record: object, step: int, rows: list[Row]) -> int:
 
 
 def memory_starts(record: object) -> dict[int, int]:
-    """When each rank's memory step began (ns): the summary's `memory_start_ns`, a list by rank or an object by its number."""
+    """When each rank's memory step began (ns): the summary's `memory_start_ns`, a list by rank or an object by its
+    number.
+    """
     starts = record.summary.get("memory_start_ns") or {}
     pairs = starts.items() if hasattr(starts, "items") else enumerate(starts)
     return {int(rank): int(begin) for rank, begin in pairs if begin is not None}
 
 
 def in_words(rank: int, unit: str, state: str) -> str:
-    """What a unit is on a rank, and where in the engine it became so: "rank 0, blocks.3: unsharding (start_unshard, unit.py line 148)"."""
+    """What a unit is on a rank, and where in the engine it became so: "rank 0, blocks.3: unsharding (start_unshard,
+    unit.py line 148)".
+    """
     method = _ENTERED_BY[state]
     return f"rank {rank}, {unit}: {state} ({method.__name__}, unit.py line {method.__code__.co_firstlineno})"
 
 
 def _since(found: list[Row], begin: int) -> list[tuple[int, str]]:
-    """One unit's states on one rank; before its first transition it was sharded, or whole if that transition is a reshard."""
+    """One unit's states on one rank; before its first transition it was sharded, or whole if that transition is a
+    reshard.
+    """
     turns = [(max(0, row["time_ns"] - begin), row["state"]) for row in sorted(found, key=lambda row: row["time_ns"])]
     return [(0, "unsharded" if turns[0][1] == "sharded" else "sharded"), *turns]
 
 
 def slice_map(record: object, at_ns: float) -> go.Figure:
-    """Ranks x units at one instant: each cell is the unit, filled with the rank's own slice, and with the others' where they are gathered.
+    """Ranks x units at one instant: each cell is the unit, filled with the rank's own slice, and with the others' where
+    they are gathered.
 
-    `at_ns`: ns since the memory step began, 0 to its length (ValueError names it). Needs a `life` table: the lab's engine, with a profile.
+    `at_ns`: ns since the memory step began, 0 to its length (ValueError names it). Needs a `life` table: the lab's
+    engine, with a profile.
     """
     life = lives(record)
     if not 0 <= at_ns <= life.length:
-        raise ValueError(f"at_ns is {at_ns:.0f}; expected 0 to {life.length}, ns since step {life.step} began; choose an instant of the step")
+        raise ValueError(
+            f"at_ns is {at_ns:.0f}; expected 0 to {life.length}, ns since step {life.step} began; choose an instant of"
+            " the step"
+        )
     figure = go.Figure(cells(life, at_ns))
     figure.update_layout(barmode="overlay", bargap=0)
     figure.update_xaxes(**unit_axis(life))
@@ -103,7 +119,9 @@ def slice_map(record: object, at_ns: float) -> go.Figure:
     where = conditions(record, f"step {life.step}, {at_ns / MS:.2f} ms after it began")
     few = f"; the first {plural(len(life.shown), 'rank')}" if life.shown != life.ranks else ""
     height = 190 + min(56, 700 // len(life.shown)) * len(life.shown)
-    return titled(figure, title, f"{where}; cell: one unit, 1/{len(life.ranks)} of it a rank{few}", alt, height, top=122)
+    return titled(
+        figure, title, f"{where}; cell: one unit, 1/{len(life.ranks)} of it a rank{few}", alt, height, top=122
+    )
 
 
 def cells(life: Lives, at_ns: float, xaxis: str = "x", yaxis: str = "y") -> list[go.Bar]:
@@ -121,8 +139,10 @@ def _outline(life: Lives, xaxis: str, yaxis: str) -> list[go.Bar]:
     places = [(life.units.index(unit) - 0.45, rank) for rank in life.shown for unit in life.units]
     return [
         go.Bar(
-            orientation="h", base=[left for left, _ in places], x=[0.9] * len(places), y=[life.ranks.index(rank) for _, rank in places], width=0.72,
-            marker=dict(color="rgba(0,0,0,0)", line=dict(color=EDGE, width=1)), showlegend=False, hoverinfo="skip", xaxis=xaxis, yaxis=yaxis,
+            orientation="h", base=[left for left, _ in places], x=[0.9] * len(places),
+            y=[life.ranks.index(rank) for _, rank in places], width=0.72,
+            marker=dict(color="rgba(0,0,0,0)", line=dict(color=EDGE, width=1)), showlegend=False, hoverinfo="skip",
+            xaxis=xaxis, yaxis=yaxis,
         )
     ]  # fmt: skip
 
@@ -135,7 +155,8 @@ def _filling(life: Lives, state: dict, name: str, keys: list[tuple[int, str]], x
         base=[life.units.index(unit) - 0.45 + (share * life.ranks.index(rank) if own else 0) for rank, unit in keys],
         x=[share if own else 0.9 for _ in keys], y=[life.ranks.index(rank) for rank, _ in keys],
         marker=dict(color=SLICE_COLOURS[name], line=dict(color=EDGE, width=1)),
-        hovertext=[in_words(rank, unit, state[rank, unit]) for rank, unit in keys], hovertemplate="%{hovertext}<extra></extra>",
+        hovertext=[in_words(rank, unit, state[rank, unit]) for rank, unit in keys],
+        hovertemplate="%{hovertext}<extra></extra>",
     )  # fmt: skip
 
 
@@ -144,7 +165,8 @@ def unit_axis(life: Lives) -> dict:
     every = -(-len(life.units) // _ROOM_FOR_NAMES)
     shown = [(index, unit) for index, unit in enumerate(life.units) if not index % every]
     return dict(
-        range=[-0.55, len(life.units) - 0.45], tickmode="array", tickvals=[index for index, _ in shown], ticktext=[name for _, name in shown],
+        range=[-0.55, len(life.units) - 0.45], tickmode="array", tickvals=[index for index, _ in shown],
+        ticktext=[name for _, name in shown],
         showgrid=False, zeroline=False, linecolor=GRID,
     )  # fmt: skip
 
@@ -162,9 +184,14 @@ def finding(record: object, life: Lives, at_ns: float) -> tuple[str, str]:
     state, rank = life.at(at_ns), life.ranks[0]
     there = {name: [unit for unit in life.units if state[rank, unit] == name] for name in STATES}
     whole, coming = there["unsharded"], there["unsharding"]
-    title = f"{label(record)}: {len(whole)} of {plural(len(life.units), 'unit')} whole on rank {rank}" + (f" ({_few(whole)})" if whole else "")
+    title = f"{label(record)}: {len(whole)} of {plural(len(life.units), 'unit')} whole on rank {rank}" + (
+        f" ({_few(whole)})" if whole else ""
+    )
     title += f", {_few(coming)} on {'its' if len(coming) == 1 else 'their'} way" if coming else ""
-    return title, f"Map of ranks by units {at_ns / MS:.2f} ms into the step. {title}; the others hold 1/{len(life.ranks)} each."
+    return (
+        title,
+        f"Map of ranks by units {at_ns / MS:.2f} ms into the step. {title}; the others hold 1/{len(life.ranks)} each.",
+    )
 
 
 def _few(names: list[str]) -> str:

@@ -1,7 +1,8 @@
 """A figure as a small SVG, with no browser: the static picture a notebook or README keeps when scripts do not run.
 
-It draws what this package's figures use, from the plotly Figure itself so that the two never disagree: panels of bars (stacked,
-beside each other, on a clock), lines, stacked areas, markers, cells, line shapes, annotations, a legend, and the alternative text.
+It draws what this package's figures use, from the plotly Figure itself so that the two never disagree: panels of bars
+(stacked, beside each other, on a clock), lines, stacked areas, markers, cells, line shapes, annotations, a legend, and
+the alternative text.
 """
 
 from __future__ import annotations
@@ -26,9 +27,23 @@ def svg(figure: go.Figure, width: int = WIDTH) -> str:
     height = int(figure.layout.height or 420)
     plot = _box(figure, width, height)
     rulers = axes(figure, plot)
-    body = [*_frame(figure, rulers), *cells(figure, rulers), *bars(figure, rulers), *areas(figure, rulers), *lines(figure, rulers)]
-    body += [*_shapes(figure, rulers, plot), *_annotations(figure, rulers, plot), *_heading(figure), *_legend(figure, width)]
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img" font-family="{html.escape(FONT)}">'
+    body = [
+        *_frame(figure, rulers),
+        *cells(figure, rulers),
+        *bars(figure, rulers),
+        *areas(figure, rulers),
+        *lines(figure, rulers),
+    ]
+    body += [
+        *_shapes(figure, rulers, plot),
+        *_annotations(figure, rulers, plot),
+        *_heading(figure),
+        *_legend(figure, width),
+    ]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img"'
+        f' font-family="{html.escape(FONT)}">'
+    )
     heading = _plain((figure.layout.title.text or "").replace("<br>", " "))
     label = f"<title>{heading}</title><desc>{html.escape(alt_text(figure))}</desc>"
     return "\n".join([head, label, f'<rect width="{width}" height="{height}" fill="#ffffff"/>', *body, "</svg>"])
@@ -42,12 +57,22 @@ def _plain(words: str | None) -> str:
 def _box(figure: go.Figure, width: int, height: int) -> Box:
     """The plot inside its margins, which the longest labels set."""
     unit = axes(figure, Box(0, 1, 0, 1))
-    beside = [label for name, ruler in unit.items() if name[0] == "y" and (ruler.names or ruler.marked) for _, label in ruler.ticks()]
+    beside = [
+        label
+        for name, ruler in unit.items()
+        if name[0] == "y" and (ruler.names or ruler.marked)
+        for _, label in ruler.ticks()
+    ]
     left = 30 + (max(len(_plain(label)) for label in beside) * 15 * GLYPH if beside else 60)
     tilted = [label for name, ruler in unit.items() if settings(figure, name).tickangle for _, label in ruler.ticks()]
     bottom = BOTTOM + max((len(label) * 14 * GLYPH * _TILT for label in tilted), default=0)
     above = any(settings(figure, name).side == "top" for name in unit if name[0] == "x")
-    return Box(left, width - RIGHT, TOP + _more_lines(figure) + 24 * len(_legend_rows(figure, width)) + 22 + 20 * above, height - bottom)
+    return Box(
+        left,
+        width - RIGHT,
+        TOP + _more_lines(figure) + 24 * len(_legend_rows(figure, width)) + 22 + 20 * above,
+        height - bottom,
+    )
 
 
 def _frame(figure: go.Figure, rulers: dict[str, Axis]) -> list[str]:
@@ -59,7 +84,9 @@ def _frame(figure: go.Figure, rulers: dict[str, Axis]) -> list[str]:
         drawn += [line(x.start, at, x.end, at, GRID) for at, _ in y.ticks() if y.grid and not (y.names or y.marked)]
     for across in dict.fromkeys(pair[0] for pair in panels):
         lowest = max(rulers[up].start for name, up in panels if name == across)
-        drawn += _below(figure, across, rulers[across], lowest, min(rulers[up].end for name, up in panels if name == across))
+        drawn += _below(
+            figure, across, rulers[across], lowest, min(rulers[up].end for name, up in panels if name == across)
+        )
     for up in dict.fromkeys(pair[1] for pair in panels):
         first = min((rulers[across] for across, name in panels if name == up), key=lambda ruler: ruler.start)
         drawn += _aside(figure, up, rulers[up], first)
@@ -75,10 +102,16 @@ def _below(figure: go.Figure, name: str, x: Axis, bottom: float, top: float) -> 
         return [text(at, top - 8, label, anchor="middle") for at, label in ticks]
     if layout.tickangle:
         under = bottom + 16
-        tilted = [text(at, under, label, 13, "end").replace("<text", f'<text transform="rotate(-45 {at:.1f} {under:.1f})"') for at, label in ticks]
+        tilted = [
+            text(at, under, label, 13, "end").replace("<text", f'<text transform="rotate(-45 {at:.1f} {under:.1f})"')
+            for at, label in ticks
+        ]
         longest = max(len(label) for _, label in ticks) * 14 * GLYPH * _TILT
         return [*tilted, text((x.start + x.end) / 2, bottom + 40 + longest, title, 15, "middle")]
-    return [*(text(at, bottom + 20, label, anchor="middle") for at, label in ticks), text((x.start + x.end) / 2, bottom + 48, title, 15, "middle")]
+    return [
+        *(text(at, bottom + 20, label, anchor="middle") for at, label in ticks),
+        text((x.start + x.end) / 2, bottom + 48, title, 15, "middle"),
+    ]
 
 
 def _aside(figure: go.Figure, name: str, y: Axis, x: Axis) -> list[str]:
@@ -103,11 +136,17 @@ def _place(reference: str | None, letter: str, value: object, rulers: dict[str, 
 def _shapes(figure: go.Figure, rulers: dict[str, Axis], plot: Box) -> list[str]:
     return [
         line(
-            *(_place(shape[letter + "ref"], letter, shape[letter + end], rulers, plot) for end in "01" for letter in "xy"),
-            shape.line.color, shape.line.width or 1, bool(shape.line.dash),
+            *(
+                _place(shape[letter + "ref"], letter, shape[letter + end], rulers, plot)
+                for end in "01"
+                for letter in "xy"
+            ),
+            shape.line.color,
+            shape.line.width or 1,
+            bool(shape.line.dash),
         )
         for shape in figure.layout.shapes
-    ]  # fmt: skip
+    ]
 
 
 def _annotations(figure: go.Figure, rulers: dict[str, Axis], plot: Box) -> list[str]:
@@ -118,7 +157,9 @@ def _annotations(figure: go.Figure, rulers: dict[str, Axis], plot: Box) -> list[
         across = _place(note.xref, "x", note.x, rulers, plot) + (note.xshift or 0)
         drop = {"bottom": -6, "top": 14}.get(note.yanchor, 5)
         down = _place(note.yref, "y", note.y, rulers, plot) - (note.yshift or 0) + drop
-        drawn.append(text(across, down, _plain(note.text), 14, anchor, note.font.color or TEXT, "<b>" in (note.text or "")))
+        drawn.append(
+            text(across, down, _plain(note.text), 14, anchor, note.font.color or TEXT, "<b>" in (note.text or ""))
+        )
     return drawn
 
 

@@ -50,7 +50,9 @@ def nice_step(rough: float) -> float:
 
 @dataclass(frozen=True)
 class Box:
-    """The plot's pixels on the picture; `x` and `y` are rulers of plotly's paper: 0 at the left and bottom, 1 at the right and top."""
+    """The plot's pixels on the picture; `x` and `y` are rulers of plotly's paper: 0 at the left and bottom, 1 at the
+    right and top.
+    """
 
     left: float
     right: float
@@ -110,7 +112,11 @@ def _axis(figure: go.Figure, name: str, paper: Axis) -> Axis:
     start, end = (paper(share) for share in layout.domain or (0, 1))
     if layout.autorange == "reversed":
         low, high = high, low
-    marked = tuple(zip(layout.tickvals, layout.ticktext)) if layout.tickvals is not None and layout.ticktext is not None else None
+    marked = (
+        tuple(zip(layout.tickvals, layout.ticktext))
+        if layout.tickvals is not None and layout.ticktext is not None
+        else None
+    )
     return Axis(low, high, start, end, names, marked, layout.showgrid is not False)
 
 

@@ -19,7 +19,13 @@ def step_time(runs: object) -> go.Figure:
         raise ValueError("no run has a timed step to draw: every run ended before its first timed step")
     figure = go.Figure([_bars(shown), _fastest(timed)])
     figure.update_layout(showlegend=False, xaxis_title="seconds per step (bar: median, tick: fastest)")
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False, categoryorder="array", categoryarray=[run.label for run in shown])
+    figure.update_yaxes(
+        autorange="reversed",
+        type="category",
+        showgrid=False,
+        categoryorder="array",
+        categoryarray=[run.label for run in shown],
+    )
     figure.update_xaxes(range=[0, 1.45 * max(run.step_median for run in timed)])
     for run in shown:
         _label(figure, run)
@@ -72,7 +78,10 @@ def _finding(timed: list[RunView]) -> str:
     fast, slow = min(racers, key=lambda run: run.step_median), max(racers, key=lambda run: run.step_median)
     if fast is slow:
         return f"{fast.label}: {seconds(fast.step_median)} a step"
-    return f"{fast.label} is fastest, {seconds(fast.step_median)} a step; {slow.label} takes {slow.step_median / fast.step_median:.2f} times that"
+    return (
+        f"{fast.label} is fastest, {seconds(fast.step_median)} a step; {slow.label} takes"
+        f" {slow.step_median / fast.step_median:.2f} times that"
+    )
 
 
 def _conditions(shown: list[RunView]) -> str:

@@ -1,8 +1,8 @@
 """Who keeps the others waiting: how much later than the first rank each rank issued each collective.
 
-A collective cannot begin before its last rank has issued it, so a late rank is every rank's exposed time. On an emulated link a row of
-the ledger begins when the link takes the collective up, for all ranks at once; there, a gather's issue is read from the units' states
-and a reduction's from the end of the unit's backward.
+A collective cannot begin before its last rank has issued it, so a late rank is every rank's exposed time. On an
+emulated link a row of the ledger begins when the link takes the collective up, for all ranks at once; there, a gather's
+issue is read from the units' states and a reduction's from the end of the unit's backward.
 """
 
 from __future__ import annotations
@@ -11,7 +11,18 @@ import statistics
 from collections import Counter
 
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profiled import COLLECTIVES, MS, Row, breakdown_of, conditions, duration, label, named_rows, profiled, rows_of
+from fsdplab.figures.profiled import (
+    COLLECTIVES,
+    MS,
+    Row,
+    breakdown_of,
+    conditions,
+    duration,
+    label,
+    named_rows,
+    profiled,
+    rows_of,
+)
 from fsdplab.figures.style import DARK_INK, HEAT, titled
 from fsdplab.figures.units import three_digits
 
@@ -22,24 +33,34 @@ Key = tuple[int, str, str, str, int]  # step, unit, phase, kind, which of them
 
 
 def straggler_map(record: object) -> go.Figure:
-    """Ranks (rows) x collectives in time order (columns): ms by which each rank issued later than the first, mean over the profiled steps.
+    """Ranks (rows) x collectives in time order (columns): ms by which each rank issued later than the first, mean over
+    the profiled steps.
 
-    Needs a `timeline` table and two ranks (ValueError without). Issued at 1.0 and 1.4 ms, the second rank is 0.4 ms late.
+    Needs a `timeline` table and two ranks (ValueError without). Issued at 1.0 and 1.4 ms, the second rank is 0.4 ms
+    late.
     """
     rows = profiled(rows_of(record, "timeline"), record)
     issued, how = issues(record, rows)
     columns = _columns(issued)
     ranks = sorted({rank for times in issued.values() for rank in times})
     if len(ranks) < 2 or not columns:
-        raise ValueError(f"{label(record)} has no collective of two ranks to compare; run it with --world-size 2 or more and --profile 2")
+        raise ValueError(
+            f"{label(record)} has no collective of two ranks to compare; run it with --world-size 2 or more and"
+            " --profile 2"
+        )
     late = {rank: [_lateness(keys, issued, rank) for keys in columns.values()] for rank in ranks}
     most = max(*(value for values in late.values() for value in values), 2 * _alike_ms(record)) or 1
     every = -(-len(columns) * len(ranks) // _MOST_CELLS)
-    drawn = {rank: [max(values[place : place + every]) for place in range(0, len(values), every)] for rank, values in late.items()}
+    drawn = {
+        rank: [max(values[place : place + every]) for place in range(0, len(values), every)]
+        for rank, values in late.items()
+    }
     figure = go.Figure(_heat(drawn, list(columns)[::every], most, numbers=len(columns) <= _ROOM_FOR_NUMBERS))
     how = f"{every} collectives a column" if every > 1 else how
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    figure.update_xaxes(type="category", showgrid=False, tickangle=-45, title_text="collectives in the order of the step")
+    figure.update_xaxes(
+        type="category", showgrid=False, tickangle=-45, title_text="collectives in the order of the step"
+    )
     title = _finding(record, late)
     means = ", ".join(f"rank {rank} {duration(statistics.fmean(late[rank]) * MS)}" for rank in ranks)
     alt = f"Heat map of lateness. {title}. Mean lateness: {means}."
@@ -50,7 +71,8 @@ def straggler_map(record: object) -> go.Figure:
 def issues(record: object, rows: list[Row]) -> tuple[dict[Key, dict[int, int]], str]:
     """({collective: {rank: when it issued, ns}}, how that is known)."""
     steps = {row["step"] for row in rows}
-    travel = [row for row in rows if row["lane"] in COLLECTIVES and row["name"] == row["lane"]]  # copies on the host are no collectives
+    # copies on the host are no collectives
+    travel = [row for row in rows if row["lane"] in COLLECTIVES and row["name"] == row["lane"]]
     if not any(row["emulated"] for row in travel):
         ledger = [{**row, "name": row["kind"]} for row in named_rows(record, "ledger") if row["step"] in steps]
         return _numbered([(row, row["start_ns"]) for row in ledger or travel]), ""
@@ -61,13 +83,17 @@ def issues(record: object, rows: list[Row]) -> tuple[dict[Key, dict[int, int]], 
         if row["lane"] == "compute" and row["phase"] == "backward":
             key = row["rank"], row["step"], row["unit"]
             ends[key] = max(ends.get(key, 0), row["end_ns"])
-    found = [(row, ends.get((row["rank"], row["step"], row["unit"]))) for row in travel if row["lane"] == "reduce_scatter"]
+    found = [
+        (row, ends.get((row["rank"], row["step"], row["unit"]))) for row in travel if row["lane"] == "reduce_scatter"
+    ]
     reductions = [(row, end) for row, end in found if end]
     return _numbered(gathers + reductions), "reductions: after backward"
 
 
 def _numbered(found: list[tuple[Row, int]]) -> dict[Key, dict[int, int]]:
-    """Issues by collective; the n-th of a kind on one rank belongs to the n-th on the others. Collectives that one rank lacks are left out."""
+    """Issues by collective; the n-th of a kind on one rank belongs to the n-th on the others. Collectives that one rank
+    lacks are left out.
+    """
     ordinal: Counter = Counter()
     issued: dict[Key, dict[int, int]] = {}
     for row, time_ns in sorted(found, key=lambda pair: pair[1]):
@@ -96,14 +122,16 @@ def _lateness(keys: list[Key], issued: dict[Key, dict[int, int]], rank: int) -> 
 
 def _heat(late: dict[int, list[float]], columns: list[str], most: float, numbers: bool) -> go.Heatmap:
     return go.Heatmap(
-        x=columns, y=[f"rank {rank}" for rank in late], z=[[round(value, 4) for value in values] for values in late.values()],
+        x=columns, y=[f"rank {rank}" for rank in late],
+        z=[[round(value, 4) for value in values] for values in late.values()],
         text=[[three_digits(value) if value else "first" for value in values] for values in late.values()],
         texttemplate="%{text}" if numbers else None, textfont=dict(size=13, color=DARK_INK),
         hovertemplate="%{y}, %{x}<br>%{z:.3f} ms after the first rank<extra></extra>",
         xgap=2, ygap=3, zmin=0, zmax=most, colorscale=HEAT,
         showscale=not numbers,
         colorbar=dict(
-            title=dict(text="later than the<br>first rank (ms)", font=dict(size=14)), thickness=16, tickfont=dict(size=14), outlinewidth=0,
+            title=dict(text="later than the<br>first rank (ms)", font=dict(size=14)), thickness=16,
+            tickfont=dict(size=14), outlinewidth=0,
             lenmode="pixels", len=150, y=1, yanchor="top", nticks=4,
         ),
     )  # fmt: skip
@@ -120,6 +148,12 @@ def _finding(record: object, late: dict[int, list[float]]) -> str:
     mean = {rank: statistics.fmean(values) for rank, values in late.items()}
     slow = max(mean, key=mean.get)
     if mean[slow] <= _alike_ms(record):
-        return f"{label(record)}: no straggler, ranks issue within {duration(max(map(max, late.values())) * MS)} of one another"
+        return (
+            f"{label(record)}: no straggler, ranks issue within {duration(max(map(max, late.values())) * MS)} of one"
+            " another"
+        )
     last = sum(0 < value == max(values[index] for values in late.values()) for index, value in enumerate(late[slow]))
-    return f"{label(record)}: rank {slow} straggles, {duration(mean[slow] * MS)} late on average, last in {last} of {len(late[slow])} collectives"
+    return (
+        f"{label(record)}: rank {slow} straggles, {duration(mean[slow] * MS)} late on average, last in {last} of"
+        f" {len(late[slow])} collectives"
+    )

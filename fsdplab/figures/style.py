@@ -31,7 +31,12 @@ STRATEGY_COLOURS = {
     "hybrid_shard": "#c2366f",
     "twin": "#d9b84a",
 }
-COLLECTIVE_COLOURS = {"all_gather": "#6cc4f0", "all_gather in backward": "#0064c8", "reduce_scatter": "#b84a0a", "all_reduce": "#0aa06c"}
+COLLECTIVE_COLOURS = {
+    "all_gather": "#6cc4f0",
+    "all_gather in backward": "#0064c8",
+    "reduce_scatter": "#b84a0a",
+    "all_reduce": "#0aa06c",
+}
 LANE_COLOURS = {
     "compute in forward": "#b3bac4",
     "compute in backward": "#6b7380",
@@ -42,9 +47,11 @@ LANE_COLOURS = {
     "other_communication": "#8a4a9e",
     "exposed": "#e01f3d",
 }
-STEP_COLOURS = {"compute only": "#6b7380", "overlapped": "#4aa3e0", "exposed": "#e01f3d", "other": "#cfd3d9"}  # the four parts of a step
+# the four parts of a step
+STEP_COLOURS = {"compute only": "#6b7380", "overlapped": "#4aa3e0", "exposed": "#e01f3d", "other": "#cfd3d9"}
 PHASE_COLOURS = {"forward": "#4aa3e0", "backward": "#8a4a9e", "optimizer": "#d9b84a"}
-HEAT = ((0.0, "#fdeee6"), (0.5, "#f6a582"), (1.0, "#e5484b"))  # of exposed time and of lateness; dark text reads on all of it
+# of exposed time and of lateness; dark text reads on all of it
+HEAT = ((0.0, "#fdeee6"), (0.5, "#f6a582"), (1.0, "#e5484b"))
 DARK_INK = "#14171c"  # text on light fills
 ALARM = "#e5383b"  # the card line, what exceeds it, exposed time
 GRID = "rgba(128,132,136,0.28)"
@@ -71,7 +78,15 @@ def template() -> go.layout.Template:
             plot_bgcolor="rgba(0,0,0,0)",
             xaxis=_AXIS,
             yaxis=_AXIS,
-            legend=dict(orientation="h", x=0, xanchor="left", yref="container", yanchor="top", font=dict(size=14), traceorder="normal"),
+            legend=dict(
+                orientation="h",
+                x=0,
+                xanchor="left",
+                yref="container",
+                yanchor="top",
+                font=dict(size=14),
+                traceorder="normal",
+            ),
             bargap=0.32,
             hoverlabel=dict(font=dict(family=FONT, size=14)),
         )
@@ -81,14 +96,22 @@ def template() -> go.layout.Template:
 def titled(figure: go.Figure, title: str, subtitle: str, alt: str, height: int = 420, top: int = 160) -> go.Figure:
     """Give a figure its finding (title), its conditions (subtitle), its alternative text and the house's look.
 
-    Long titles and subtitles take further lines, for which the figure grows; `height` and `top` (the margin above the plot) are without them.
+    Long titles and subtitles take further lines, for which the figure grows; `height` and `top` (the margin above the
+    plot) are without them.
     """
     titles, subtitles = wrapped(title, _TITLE_CHARACTERS), wrapped(subtitle, _SUBTITLE_CHARACTERS)
-    lift = 16 + 14 * titles.count("<br>")  # plotly hangs a title by its last lines: without it, the first would leave the picture
+    # plotly hangs a title by its last lines: without it, the first would leave the picture
+    lift = 16 + 14 * titles.count("<br>")
     more = 25 * titles.count("<br>") + 20 * subtitles.count("<br>")
     figure.update_layout(
         template=template(),
-        title=dict(text=f"<b>{titles}</b>", subtitle=dict(text=subtitles, font=dict(size=15)), y=1, yanchor="top", pad=dict(t=lift)),
+        title=dict(
+            text=f"<b>{titles}</b>",
+            subtitle=dict(text=subtitles, font=dict(size=15)),
+            y=1,
+            yanchor="top",
+            pad=dict(t=lift),
+        ),
         margin=dict(l=16, r=28, t=top + more, b=16),
         legend=dict(y=1 - (82 + more) / (height + more)),
         height=height + more,
@@ -113,7 +136,9 @@ def alt_text(figure: go.Figure) -> str:
 
 def strategy_colour(strategy: str, engine: str) -> str:
     """The strategy's colour; the twin has its own."""
-    return STRATEGY_COLOURS["twin"] if engine == "twin" else STRATEGY_COLOURS.get(strategy, STRATEGY_COLOURS["no_shard"])
+    return (
+        STRATEGY_COLOURS["twin"] if engine == "twin" else STRATEGY_COLOURS.get(strategy, STRATEGY_COLOURS["no_shard"])
+    )
 
 
 def ink_on(colour: str) -> str:

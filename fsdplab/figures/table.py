@@ -5,7 +5,20 @@ from __future__ import annotations
 from fsdplab.figures.units import MISSING, seconds, size, three_digits
 from fsdplab.figures.view import RunView
 
-COLUMNS = ("strategy", "engine", "step", "tokens/s", "peak", "= par + grad + opt + act + rest", "sent", "formula", "exposed", "hidden", "loss", "losses")
+COLUMNS = (
+    "strategy",
+    "engine",
+    "step",
+    "tokens/s",
+    "peak",
+    "= par + grad + opt + act + rest",
+    "sent",
+    "formula",
+    "exposed",
+    "hidden",
+    "loss",
+    "losses",
+)
 GROUPS = {
     "par": ("parameter_slices", "gathered_parameters"),
     "grad": ("gradient_slices", "whole_gradients"),
@@ -13,15 +26,18 @@ GROUPS = {
     "act": ("activations",),
 }
 LEGEND = (
-    "step: median; peak: memory of the worst rank, in MB = parameters (slices and gathered) + gradients (slices and whole) + optimizer state"
-    " + activations + rest (communication buffers, other); sent: by one rank in one step; formula: what the strategy must send;"
-    " exposed: time a step that communication cost beyond computing, hidden: the rest of it; loss: of the last step"
+    "step: median; peak: memory of the worst rank, in MB = parameters (slices and gathered) + gradients (slices and"
+    " whole) + optimizer state + activations + rest (communication buffers, other); sent: by one rank in one step;"
+    " formula: what the strategy must send; exposed: time a step that communication cost beyond computing, hidden: the"
+    " rest of it; loss: of the last step"
 )
 AGREE, DIFFER, EQUAL = "agree", "DIFFER", "equal"
 
 
 def cells(run: RunView, unknown: str = MISSING) -> tuple[str, ...]:
-    """One run's row, in the order of COLUMNS; what was not measured reads as a dash, an unknown verdict as `unknown`."""
+    """One run's row, in the order of COLUMNS; what was not measured reads as a dash,
+    an unknown verdict as `unknown`.
+    """
     return (
         f"{run.strategy}, {run.note}" if run.note else run.strategy,
         run.engine,
@@ -39,7 +55,9 @@ def cells(run: RunView, unknown: str = MISSING) -> tuple[str, ...]:
 
 
 def split_of(run: RunView) -> str:
-    """The peak as a sum of five groups, in MB: `"39 + 39 + 77 + 31 + 15"`; a dash for a group that could not be told apart."""
+    """The peak as a sum of five groups, in MB: `"39 + 39 + 77 + 31 + 15"`; a dash for a group that could not be told
+    apart.
+    """
     if not run.peak or not run.split:
         return MISSING
     known = {group: [run.split[name] for name in names if name in run.split] for group, names in GROUPS.items()}

@@ -20,14 +20,18 @@ _GLYPH, _LINE = 8.2, 20
 
 
 def pareto(runs: object) -> go.Figure:
-    """Bubbles of peak memory (MB, x) against the median step (ms, y), area = exposed time, with the Pareto front and the card as lines.
+    """Bubbles of peak memory (MB, x) against the median step (ms, y), area = exposed time, with the Pareto front and
+    the card as lines.
 
-    `runs`: records, or a comparison dict. ValueError if no run has both numbers. Runs out of memory have no step and are named in the subtitle.
+    `runs`: records, or a comparison dict. ValueError if no run has both numbers. Runs out of memory have no step and
+    are named in the subtitle.
     """
     shown = views(runs)
     drawn = [run for run in shown if run.peak and run.step_median]
     if not drawn:
-        raise ValueError("no run has both a peak and a timed step to draw; run with memory=True, and with steps=1 or more")
+        raise ValueError(
+            "no run has both a peak and a timed step to draw; run with memory=True, and with steps=1 or more"
+        )
     best = front(drawn)
     ranges = _ranges(drawn)
     figure = go.Figure([*_front_line(best, ranges), *[_bubble(run, drawn) for run in drawn]])
@@ -42,7 +46,9 @@ def pareto(runs: object) -> go.Figure:
 
 
 def front(runs: Sequence[RunView]) -> list[RunView]:
-    """The runs that no other beats in memory and time at once, by memory: of (10 MB, 3 s), (20 MB, 2 s), (30 MB, 2 s) the first two."""
+    """The runs that no other beats in memory and time at once, by memory: of (10 MB, 3 s), (20 MB, 2 s), (30 MB, 2 s)
+    the first two.
+    """
     best: list[RunView] = []
     for run in sorted(runs, key=lambda run: (run.peak, run.step_median)):
         if not best or run.step_median < best[-1].step_median:
@@ -67,7 +73,9 @@ def _front_line(best: list[RunView], ranges: tuple) -> list[go.Scatter]:
 
 
 def diameter(run: RunView, drawn: Sequence[RunView]) -> float:
-    """A bubble's diameter in pixels: its area is the exposed time; a quarter of the longest exposed time gives half its diameter."""
+    """A bubble's diameter in pixels: its area is the exposed time; a quarter of the longest exposed time gives half its
+    diameter.
+    """
     longest = max((other.exposed_s or 0 for other in drawn), default=0)
     return max(_SMALLEST, _LARGEST * math.sqrt((run.exposed_s or 0) / longest)) if longest else _SMALLEST + 8
 
@@ -79,7 +87,8 @@ def _bubble(run: RunView, drawn: list[RunView]) -> go.Scatter:
     return go.Scatter(
         x=[run.peak / MB], y=[run.step_median * 1e3], mode="markers", name=run.label,
         marker=dict(
-            size=diameter(run, drawn), opacity=0.85, color=colour if known else "rgba(128,132,136,0.15)", symbol="circle",
+            size=diameter(run, drawn), opacity=0.85, color=colour if known else "rgba(128,132,136,0.15)",
+            symbol="circle",
             line=dict(color=EDGE if known else colour, width=1 if known else 3),
         ),
         hovertemplate=f"{run.label}<br>%{{x:.1f}} MB, %{{y:.1f}} ms<br>exposed {seconds(run.exposed_s)}<extra></extra>",
@@ -87,7 +96,15 @@ def _bubble(run: RunView, drawn: list[RunView]) -> go.Scatter:
 
 
 def _card_line(figure: go.Figure, card: int, emulated: bool) -> None:
-    figure.add_shape(type="line", x0=card / MB, x1=card / MB, y0=0, y1=1, yref="paper", line=dict(color=ALARM, width=2.5, dash="dash"))
+    figure.add_shape(
+        type="line",
+        x0=card / MB,
+        x1=card / MB,
+        y0=0,
+        y1=1,
+        yref="paper",
+        line=dict(color=ALARM, width=2.5, dash="dash"),
+    )
     figure.add_annotation(
         x=card / MB, y=1, yref="paper", text=f"card {size(card)}{' (emulated)' if emulated else ''}", showarrow=False,
         xanchor="center", yanchor="bottom", font=dict(color=ALARM, size=14),
@@ -106,8 +123,17 @@ def _lines(figure: go.Figure, ranges: tuple) -> list[tuple]:
 
 
 def placed(drawn: Sequence[RunView], ranges: tuple, lines: Sequence[tuple] = ()) -> list[tuple[float, float]]:
-    """Pixels from each bubble's middle to its label's: right, left, above or below, farther until it covers no label, bubble or line."""
-    spots = [(run.peak / MB / ranges[0][1] * _WIDTH, run.step_median * 1e3 / ranges[1][1] * _HEIGHT, diameter(run, drawn) / 2) for run in drawn]
+    """Pixels from each bubble's middle to its label's: right, left, above or below, farther until it covers no label,
+    bubble or line.
+    """
+    spots = [
+        (
+            run.peak / MB / ranges[0][1] * _WIDTH,
+            run.step_median * 1e3 / ranges[1][1] * _HEIGHT,
+            diameter(run, drawn) / 2,
+        )
+        for run in drawn
+    ]
     taken = [*lines, *((x - r, y - r, x + r, y + r) for x, y, r in spots)]
     shifts = []
     for run, (x, y, radius) in zip(drawn, spots):
@@ -118,7 +144,9 @@ def placed(drawn: Sequence[RunView], ranges: tuple, lines: Sequence[tuple] = ())
 
 
 def _free_place(x: float, y: float, radius: float, half: float, taken: list) -> tuple[float, float]:
-    """The nearest of the places around a bubble where a label of half width `half` covers nothing and stays on the plot."""
+    """The nearest of the places around a bubble where a label of half width `half` covers nothing and stays on the
+    plot.
+    """
     tries = []
     for step in range(12):
         beside, above = radius + half + 8, radius + 14 + step * _LINE
@@ -143,27 +171,54 @@ def _words(run: RunView) -> str:
 
 def _label(figure: go.Figure, run: RunView, across: float, down: float, best: bool) -> None:
     text = _words(run).replace(run.label, f"<b>{run.label}</b>", 1) if best else _words(run)
-    figure.add_annotation(x=run.peak / MB, y=run.step_median * 1e3, text=text, showarrow=False, xshift=across, yshift=down, font=dict(size=14))
+    figure.add_annotation(
+        x=run.peak / MB,
+        y=run.step_median * 1e3,
+        text=text,
+        showarrow=False,
+        xshift=across,
+        yshift=down,
+        font=dict(size=14),
+    )
 
 
 def _finding(drawn: list[RunView], best: list[RunView]) -> str:
     if len(drawn) == 1:
         return f"{drawn[0].label}: {size(drawn[0].peak)} and {seconds(drawn[0].step_median)} a step"
     if len(best) == 1:
-        return f"{best[0].label} needs least memory, {size(best[0].peak)}, and is fastest, {seconds(best[0].step_median)} a step"
+        return (
+            f"{best[0].label} needs least memory, {size(best[0].peak)}, and is fastest, {seconds(best[0].step_median)}"
+            " a step"
+        )
     small, fast = best[0], best[-1]
-    return f"{small.label} needs least memory, {size(small.peak)}; {fast.label} is fastest, {seconds(fast.step_median)} a step"
+    return (
+        f"{small.label} needs least memory, {size(small.peak)}; {fast.label} is fastest, {seconds(fast.step_median)} a"
+        " step"
+    )
 
 
 def _conditions(shown: list[RunView], drawn: list[RunView]) -> str:
     links = emulated_links(shown)
     longest = max((run.exposed_s or 0 for run in drawn), default=0)
-    area = f"bubble area: exposed time, at most {seconds(longest)}" if longest else "exposed time not measured (--profile 2)"
-    missing = [f"{run.label} {'ran out of memory' if run.over_card else 'has no timed step'}" for run in shown if run not in drawn]
+    area = (
+        f"bubble area: exposed time, at most {seconds(longest)}"
+        if longest
+        else "exposed time not measured (--profile 2)"
+    )
+    missing = [
+        f"{run.label} {'ran out of memory' if run.over_card else 'has no timed step'}"
+        for run in shown
+        if run not in drawn
+    ]
     linked = f"; the link is emulated ({', '.join(links)})" if links else ""
     return "; ".join([f"Measured on {ranks_and_device(shown)}{linked}", area, *missing[:2]])
 
 
 def _alt(drawn: list[RunView], best: list[RunView]) -> str:
-    runs = [f"{run.label} {size(run.peak)}, {seconds(run.step_median)}, exposed {seconds(run.exposed_s)}" for run in drawn]
-    return f"Scatter of peak memory against step time: {'; '.join(runs)}. On the Pareto front: {', '.join(run.label for run in best)}."
+    runs = [
+        f"{run.label} {size(run.peak)}, {seconds(run.step_median)}, exposed {seconds(run.exposed_s)}" for run in drawn
+    ]
+    return (
+        f"Scatter of peak memory against step time: {'; '.join(runs)}. On the Pareto front:"
+        f" {', '.join(run.label for run in best)}."
+    )

@@ -19,7 +19,9 @@ def ledger_against_formula(record: object, rank: int = 0) -> go.Figure:
     """
     rows = [row for row in record.table("ledger") if int(row["rank"]) == rank]
     if not rows:
-        raise ValueError(f"rank {rank} recorded no collective; a run of one rank sends nothing: use world_size=2 or more")
+        raise ValueError(
+            f"rank {rank} recorded no collective; a run of one rank sends nothing: use world_size=2 or more"
+        )
     last = max(int(row["step"]) for row in rows)
     sent = _by_collective([row for row in rows if int(row["step"]) == last])
     run = views(record)[0]
@@ -32,7 +34,9 @@ def ledger_against_formula(record: object, rank: int = 0) -> go.Figure:
     figure.update_xaxes(range=[0, 1.25 * max(total, run.formula_bytes or 0) / MB])
     for bar, nbytes in (("ledger", total), ("formula", run.formula_bytes)):
         if nbytes:
-            figure.add_annotation(x=nbytes / MB, y=bar, text=f"<b>{size(nbytes)}</b>", showarrow=False, xanchor="left", xshift=6)
+            figure.add_annotation(
+                x=nbytes / MB, y=bar, text=f"<b>{size(nbytes)}</b>", showarrow=False, xanchor="left", xshift=6
+            )
     words = "; ".join(f"{name} {size(nbytes)}" for name, nbytes in sent.items())
     alt = f"Two bars. Ledger: {words}. Formula: {size(run.formula_bytes)}."
     return titled(figure, _finding(run, total), _conditions(run, rank, last), alt, height=340)
@@ -73,4 +77,6 @@ def _finding(run: RunView, total: int) -> str:
 
 
 def _conditions(run: RunView, rank: int, step: int) -> str:
-    return f"Rank {rank} of {ranks_and_device([run])}, step {step}: counted at every collective; the formula is computed"
+    return (
+        f"Rank {rank} of {ranks_and_device([run])}, step {step}: counted at every collective; the formula is computed"
+    )

@@ -40,7 +40,9 @@ class RunView:
 
     @property
     def label(self) -> str:
-        """`full_shard` for the lab's own engine, `torch-fsdp2` or `torch-fsdp2 zero2` for others; then what tells it from its namesakes."""
+        """`full_shard` for the lab's own engine, `torch-fsdp2` or `torch-fsdp2 zero2` for others; then what tells it
+        from its namesakes.
+        """
         return f"{self._name}, {self.note}" if self.note else self._name
 
     @property
@@ -73,7 +75,10 @@ def views(runs: object) -> list[RunView]:
         seen = [from_json(run, runs.get("spec") or {}, runs.get("environment") or {}) for run in runs["runs"]]
         return told_apart(seen, [{} for _ in seen])
     if not isinstance(runs, Iterable):
-        raise TypeError(f"a figure draws run records or a comparison dict, got {type(runs).__name__}; pass what run() or compare() returned")
+        raise TypeError(
+            f"a figure draws run records or a comparison dict, got {type(runs).__name__}; pass what run() or compare()"
+            " returned"
+        )
     runs = list(runs)
     return told_apart([view(run) for run in runs], [getattr(run, "spec", {}) for run in runs])
 
@@ -81,7 +86,8 @@ def views(runs: object) -> list[RunView]:
 def told_apart(seen: list[RunView], specs: list[Mapping]) -> list[RunView]:
     """The views with a note wherever several have one name, because bars of one name would be drawn as one.
 
-    Two runs of full_shard become `full_shard, prefetch 0` and `full_shard, prefetch 1`; what nothing tells apart is numbered.
+    Two runs of full_shard become `full_shard, prefetch 0` and `full_shard, prefetch 1`; what nothing tells apart is
+    numbered.
     """
     noted = list(seen)
     for label in {run.label for run in seen}:
@@ -97,7 +103,11 @@ def _notes(seen: list[RunView], specs: list[Mapping]) -> list[str]:
     described = [{"world_size": run.world_size, **spec} for run, spec in zip(seen, specs)]
     differing = [name for name in _TELLING if len({str(fields.get(name)) for fields in described}) > 1]
     notes = [", ".join(_TELLING[name].format(_none(fields.get(name))) for name in differing) for fields in described]
-    return notes if len(set(notes)) == len(notes) else [f"{note}, run {place + 1}".removeprefix(", ") for place, note in enumerate(notes)]
+    return (
+        notes
+        if len(set(notes)) == len(notes)
+        else [f"{note}, run {place + 1}".removeprefix(", ") for place, note in enumerate(notes)]
+    )
 
 
 def _none(value: object) -> object:
@@ -105,9 +115,12 @@ def _none(value: object) -> object:
 
 
 _TELLING = {
-    "model": "{}", "world_size": "{} ranks", "shard_size": "{} ranks a shard group", "emulate": "as {}", "link": "link {}",
-    "link_across": "across {}", "link_queues": "{} queues", "prefetch": "prefetch {}", "units": "units {}", "precision": "{}",
-    "batch_size": "batch {}", "sequence_length": "{} tokens", "micro_batches": "{} micro-batches", "checkpoint": "checkpoint {}",
+    "model": "{}", "world_size": "{} ranks", "shard_size": "{} ranks a shard group", "emulate": "as {}",
+    "link": "link {}",
+    "link_across": "across {}", "link_queues": "{} queues", "prefetch": "prefetch {}", "units": "units {}",
+    "precision": "{}",
+    "batch_size": "batch {}", "sequence_length": "{} tokens", "micro_batches": "{} micro-batches",
+    "checkpoint": "checkpoint {}",
     "offload": "offload {}", "transport": "{}", "optimizer": "{}",
 }  # fmt: skip
 
@@ -124,7 +137,13 @@ def view(run: object) -> RunView:
     if run.status == "failed":
         known = replace(known, comm_bytes=None)  # what its ranks sent before they failed is no step's traffic
     link = (summary.get("link") or {}).get("name") or spec.get("emulate") or spec.get("link")
-    return replace(known, status=run.status, link=link, card_emulated=run.provenance.get("card", "emulated") == "emulated", one_gpu="ranks_on_one_gpu" in run.provenance)
+    return replace(
+        known,
+        status=run.status,
+        link=link,
+        card_emulated=run.provenance.get("card", "emulated") == "emulated",
+        one_gpu="ranks_on_one_gpu" in run.provenance,
+    )
 
 
 def from_json(run: Mapping, spec: Mapping, environment: Mapping) -> RunView:
@@ -163,11 +182,29 @@ def ranks_and_device(runs: list[RunView]) -> str:
 
 def provenance(runs: list[RunView]) -> list[tuple[str, str]]:
     """What of a comparison is measured, computed, emulated and simulated, as (word, what) pairs."""
-    emulated = ["the card: a run whose counted bytes exceed it ends as out of memory"] if any(run.card and run.card_emulated for run in runs) else []
-    emulated += [f"the link ({', '.join(links)}): collectives take the time that it would need"] if (links := emulated_links(runs)) else []
-    emulated += ["several GPUs: ranks take turns on one, so that step times say little of as many"] if any(run.one_gpu for run in runs) else []
+    emulated = (
+        ["the card: a run whose counted bytes exceed it ends as out of memory"]
+        if any(run.card and run.card_emulated for run in runs)
+        else []
+    )
+    emulated += (
+        [f"the link ({', '.join(links)}): collectives take the time that it would need"]
+        if (links := emulated_links(runs))
+        else []
+    )
+    emulated += (
+        ["several GPUs: ranks take turns on one, so that step times say little of as many"]
+        if any(run.one_gpu for run in runs)
+        else []
+    )
     return [
-        ("measured", f"step time, tokens/s, peak memory, bytes sent, losses: on {ranks_and_device(runs)}, real processes of one machine"),
+        (
+            "measured",
+            (
+                f"step time, tokens/s, peak memory, bytes sent, losses: on {ranks_and_device(runs)}, real processes of"
+                " one machine"
+            ),
+        ),
         ("computed", "formula: the bytes that each strategy must send"),
         ("emulated", "; ".join(emulated) or "nothing"),
         ("simulated", "nothing"),

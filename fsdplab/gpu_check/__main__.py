@@ -35,14 +35,26 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The flags of the command."""
-    found = _Parser(prog="fsdplab gpu-check", description="Run and record all that needs a GPU: tests, benchmarks, traces, memory, the course.")
-    found.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run of the same code in tiny sizes")
+    found = _Parser(
+        prog="fsdplab gpu-check",
+        description="Run and record all that needs a GPU: tests, benchmarks, traces, memory, the course.",
+    )
+    found.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run of the same code in tiny sizes"
+    )
     found.add_argument("--out", type=Path, help="folder for the result, new or empty; default: gpu-check-DEVICE")
     found.add_argument("--parts", default="", help=f"comma-separated; default: {','.join(part.name for part in PARTS)}")
     found.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for everything; default: %(default)g")
-    found.add_argument("--notebooks", default="", help="of the part course: numbers such as 01,02; default: all from 01 to 13")
+    found.add_argument(
+        "--notebooks", default="", help="of the part course: numbers such as 01,02; default: all from 01 to 13"
+    )
     found.add_argument("--commit", default="", help="the commit of this code, where git cannot be asked")
-    found.add_argument("--open", type=Path, metavar="FOLDER", help="print the table of a check that was made before, and do nothing else")
+    found.add_argument(
+        "--open",
+        type=Path,
+        metavar="FOLDER",
+        help="print the table of a check that was made before, and do nothing else",
+    )
     return found
 
 
@@ -62,14 +74,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _ended_in_order():
             return run_check(plans, asked.device, out, asked.limit, _said(asked))
     except OSError as error:
-        print(f"fsdplab gpu-check: the result could not be written ({error}); free some space, or give --out another place", file=sys.stderr)
+        print(
+            f"fsdplab gpu-check: the result could not be written ({error}); free some space, or give --out another"
+            " place",
+            file=sys.stderr,
+        )
         return NOT_PASSED
 
 
 def _said(asked: argparse.Namespace) -> str:
     """The command again, without the folder: a record tells nobody's paths."""
-    flags = {"parts": asked.parts, "limit": "" if asked.limit == LIMIT_S else f"{asked.limit:g}", "notebooks": asked.notebooks}
-    return " ".join(["python -m fsdplab.gpu_check", "--device", asked.device, *(f"--{name} {value}" for name, value in flags.items() if value)])
+    flags = {
+        "parts": asked.parts,
+        "limit": "" if asked.limit == LIMIT_S else f"{asked.limit:g}",
+        "notebooks": asked.notebooks,
+    }
+    return " ".join(
+        [
+            "python -m fsdplab.gpu_check",
+            "--device",
+            asked.device,
+            *(f"--{name} {value}" for name, value in flags.items() if value),
+        ]
+    )
 
 
 def planned(asked: argparse.Namespace) -> tuple[PartPlan, ...]:
@@ -84,7 +111,10 @@ def planned(asked: argparse.Namespace) -> tuple[PartPlan, ...]:
 def fresh_folder(folder: Path) -> Path:
     """The folder, made if need be; ValueError where something is in it already."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"--out is {folder}, which is not empty; give a new or an empty folder, so that no earlier result is mixed in")
+        raise ValueError(
+            f"--out is {folder}, which is not empty; give a new or an empty folder, so that no earlier result is"
+            " mixed in"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     return folder.resolve()
 
@@ -103,14 +133,18 @@ def _ended_in_order() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def run_check(plans: Sequence[PartPlan], device: str, out: Path, limit_s: float, command: str, tell: Tell = print) -> int:
+def run_check(
+    plans: Sequence[PartPlan], device: str, out: Path, limit_s: float, command: str, tell: Tell = print
+) -> int:
     """Run the parts in order into `out`, and `tell` how each went; the exit status of the command.
 
-    A part that cannot be started any more within `limit_s` seconds is named as not run. Ctrl-C ends the part that runs and
-    keeps what was there.
+    A part that cannot be started any more within `limit_s` seconds is named as not run. Ctrl-C ends the part that runs
+    and keeps what was there.
     """
     deadline = time.monotonic() + limit_s
-    check = Check({"device": device, "command": command, "began_utc": datetime.now(timezone.utc).isoformat(timespec="seconds")})
+    check = Check(
+        {"device": device, "command": command, "began_utc": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    )
     check.save(out)
     scratch = Path(tempfile.mkdtemp(prefix="fsdplab-check-"))
     try:
@@ -146,7 +180,10 @@ def _run_parts(plans: Sequence[PartPlan], device: str, check: Check, scratch: Pa
         _take_provenance(check, outcome)
         check.save(check.folder)
         check.save_log(scratch)
-        tell(f"{plan.name}: {' '.join(filter(None, [outcome.status, outcome.reason]))} ({outcome.seconds:.1f} s, {len(outcome.failed_checks)} checks failed)")
+        tell(
+            f"{plan.name}: {' '.join(filter(None, [outcome.status, outcome.reason]))} ({outcome.seconds:.1f} s,"
+            f" {len(outcome.failed_checks)} checks failed)"
+        )
         if plan.name == ENVIRONMENT.name and outcome.status == "refused":
             return outcome.reason
     return ""

@@ -1,7 +1,8 @@
-"""Enough of pytest to run the GPU tests where pytest is not installed: fixtures, marks, parameters, `raises`, `monkeypatch`.
+"""Enough of pytest to run the GPU tests where pytest is not installed: fixtures, marks, parameters, `raises`,
+`monkeypatch`.
 
-It is no test framework: what the project's GPU tests use is here, and a test that asks for more fails with the name of what
-is missing.
+It is no test framework: what the project's GPU tests use is here, and a test that asks for more fails with the name of
+what is missing.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class _Param:
 
 
 @contextlib.contextmanager
-def raises(expected: type[BaseException] | tuple[type[BaseException], ...], match: str | None = None) -> Iterator[types.SimpleNamespace]:
+def raises(
+    expected: type[BaseException] | tuple[type[BaseException], ...], match: str | None = None
+) -> Iterator[types.SimpleNamespace]:
     """The block must raise `expected`, with a text in which `match` is found; `.value` is the exception afterwards."""
     caught = types.SimpleNamespace(value=None)
     try:
@@ -83,7 +86,11 @@ class MonkeyPatch:
 
     def setenv(self, name: str, value: str) -> None:
         """Set a variable of the environment."""
-        self._undo.append(lambda before=os.environ.get(name): os.environ.pop(name, None) if before is None else os.environ.update({name: before}))
+        self._undo.append(
+            lambda before=os.environ.get(name): (
+                os.environ.pop(name, None) if before is None else os.environ.update({name: before})
+            )
+        )
         os.environ[name] = value
 
     def delenv(self, name: str, raising: bool = True) -> None:
@@ -126,7 +133,8 @@ def stand_in() -> types.ModuleType:
     """The module that `import pytest` finds."""
     module = types.ModuleType("pytest")
     module.__dict__.update(
-        fixture=_fixture, mark=_Marks(), raises=raises, skip=_skip, fail=_fail, importorskip=_import_or_skip, MonkeyPatch=MonkeyPatch,
+        fixture=_fixture, mark=_Marks(), raises=raises, skip=_skip, fail=_fail, importorskip=_import_or_skip,
+        MonkeyPatch=MonkeyPatch,
         param=lambda *values, id=None, marks=(): _Param(values, id, marks), hookimpl=lambda *_, **__: lambda each: each,
         approx=lambda value, rel=1e-6, abs=1e-12: _Approx(value, rel, abs),
     )  # fmt: skip
@@ -182,9 +190,11 @@ class Fixtures:
 
 
 def run_bare(paths: list[Path], note: Note, begun: set[str], whole: set[str]) -> int:
-    """Run the tests of the files (those marked `gpu`; of a file in `whole`, all) that were not begun before; 0 where none failed, else 1."""
+    """Run the tests of the files (those marked `gpu`; of a file in `whole`, all) that were not begun before; 0 where
+    none failed, else 1.
+    """
     sys.modules["pytest"] = stand_in()
-    return int(any([not _run_file(path, note, begun, path.name in whole) for path in paths]))
+    return int(any([not _run_file(path, note, begun, path.name in whole) for path in paths]))  # noqa: C419 (all of them run)
 
 
 def _run_file(path: Path, note: Note, begun: set[str], whole: bool) -> bool:
@@ -199,9 +209,13 @@ def _run_file(path: Path, note: Note, begun: set[str], whole: bool) -> bool:
         traceback.print_exc()
         note(f"{path.stem}::(collecting)", "failed", 0.0, f"{type(error).__name__}: {error}")
         return False
-    calls = [(f"{path.stem}::{name}", *call) for function in _tests_of(module) for name, *call in _calls(function, _marks(module, function))]
+    calls = [
+        (f"{path.stem}::{name}", *call)
+        for function in _tests_of(module)
+        for name, *call in _calls(function, _marks(module, function))
+    ]
     wanted = [call for call in calls if call[0] not in begun and (whole or any(mark.name == "gpu" for mark in call[3]))]
-    return all([_run(known, note, *call) for call in wanted])
+    return all([_run(known, note, *call) for call in wanted])  # noqa: C419 (all of them run)
 
 
 def _fixtures_of(module: types.ModuleType) -> dict[str, Callable[..., Any]]:
@@ -217,7 +231,9 @@ def _marks(module: types.ModuleType, function: Callable[..., Any]) -> list[BareM
     return [*(own if isinstance(own, list) else [own]), *getattr(function, "bare_marks", [])]
 
 
-def _calls(function: Callable[..., Any], marks: list[BareMark]) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any], list[BareMark]]]:
+def _calls(
+    function: Callable[..., Any], marks: list[BareMark]
+) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any], list[BareMark]]]:
     """(name, function, given arguments, marks) for every combination of its parameters."""
     axes = [_axis(mark) for mark in marks if mark.name == "parametrize"]
     for combination in itertools.product(*axes):
@@ -228,16 +244,29 @@ def _calls(function: Callable[..., Any], marks: list[BareMark]) -> Iterator[tupl
 
 def _axis(mark: BareMark) -> list[tuple[dict[str, Any], str]]:
     names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else list(mark.args[0])
-    rows = [each if isinstance(each, _Param) else _Param(tuple(each) if len(names) > 1 else (each,)) for each in mark.args[1]]
+    rows = [
+        each if isinstance(each, _Param) else _Param(tuple(each) if len(names) > 1 else (each,))
+        for each in mark.args[1]
+    ]
     return [(dict(zip(names, row.values, strict=True)), row.id or "-".join(map(str, row.values))) for row in rows]
 
 
-def _run(known: dict[str, Callable[..., Any]], note: Note, name: str, function: Callable[..., Any], given: dict[str, Any], marks: list[BareMark]) -> bool:
+def _run(
+    known: dict[str, Callable[..., Any]],
+    note: Note,
+    name: str,
+    function: Callable[..., Any],
+    given: dict[str, Any],
+    marks: list[BareMark],
+) -> bool:
     note(name, "began", 0.0, "")
     began, fixtures, outcome, reason = time.monotonic(), Fixtures(known), "passed", ""
     try:
         _skip_if_told(marks)
-        function(**given, **{each: fixtures.value(each) for each in inspect.signature(function).parameters if each not in given})
+        function(
+            **given,
+            **{each: fixtures.value(each) for each in inspect.signature(function).parameters if each not in given},
+        )
     except Skipped as skipped:
         outcome, reason = "skipped", str(skipped)
     except Exception as error:

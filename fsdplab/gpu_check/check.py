@@ -1,9 +1,9 @@
 """A check on disk: a folder of at most seven files, written again after every part and opened with `open_check`.
 
-    check.json       provenance, and every part's outcome with its sheet
-    table.txt, .md   the same for readers
-    log.txt          what the parts printed
-    records.tar.gz   the run records that the parts left (and -2, -3 where one is not enough)
+check.json       provenance, and every part's outcome with its sheet
+table.txt, .md   the same for readers
+log.txt          what the parts printed
+records.tar.gz   the run records that the parts left (and -2, -3 where one is not enough)
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class CheckError(ValueError):
 
 @dataclass
 class Check:
-    """One whole check. `provenance`: GPU, driver, torch, NCCL, commit, command, ...; `outcomes` in the order of the parts.
+    """One whole check. `provenance`: GPU, driver, torch, NCCL, commit, command, ...; `outcomes` in the order of the
+    parts.
 
     >>> check = open_check("data/gpu-check")             # doctest: +SKIP
     >>> print(check)                                     # doctest: +SKIP
@@ -43,7 +44,9 @@ class Check:
     @property
     def passed(self) -> bool:
         """Whether every part ran to its end and every check held."""
-        return bool(self.outcomes) and all(each.status == "finished" and not each.failed_checks for each in self.outcomes)
+        return bool(self.outcomes) and all(
+            each.status == "finished" and not each.failed_checks for each in self.outcomes
+        )
 
     def outcome(self, part: str) -> Outcome:
         """One part's outcome; LookupError where it was not asked for."""
@@ -66,7 +69,13 @@ class Check:
     def save(self, folder: Path) -> None:
         """Write check.json and both tables, each in one move."""
         parts = [each.as_dict() for each in self.outcomes]
-        content = {"format": FORMAT, "passed": self.passed, "provenance": self.provenance, "parts": parts, "notes": self.notes}
+        content = {
+            "format": FORMAT,
+            "passed": self.passed,
+            "provenance": self.provenance,
+            "parts": parts,
+            "notes": self.notes,
+        }
         _replace(folder / "check.json", json.dumps(content, indent=1) + "\n")
         _replace(folder / "table.txt", str(self))
         _replace(folder / "table.md", as_markdown(self.provenance, self.outcomes, self.notes))
@@ -74,7 +83,10 @@ class Check:
 
     def save_log(self, scratch: Path) -> None:
         """Write log.txt from the parts' logs in `scratch`, the middle of long ones left out."""
-        logs = [f"==== {each.name}: {each.status} {each.reason}\n{_shortened(scratch / f'{each.name}.log')}\n" for each in self.outcomes]
+        logs = [
+            f"==== {each.name}: {each.status} {each.reason}\n{_shortened(scratch / f'{each.name}.log')}\n"
+            for each in self.outcomes
+        ]
         _replace(self.folder / "log.txt", "".join(logs))
 
     def save_records(self, scratch: Path) -> None:
@@ -90,18 +102,27 @@ def open_check(folder: Path | str) -> Check:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
-            raise CheckError(f"{path} has the format {content['format']!r}; expected {FORMAT!r}: run the check again with this version")
+            raise CheckError(
+                f"{path} has the format {content['format']!r}; expected {FORMAT!r}: run the check again with this"
+                " version"
+            )
         outcomes = [Outcome(**part) for part in content["parts"]]
         strange = [each.status for each in outcomes if each.status not in STATUSES]
         if strange:
-            raise CheckError(f"{path} has the status {strange[0]!r}; expected one of {', '.join(STATUSES)}: copy the folder again")
+            raise CheckError(
+                f"{path} has the status {strange[0]!r}; expected one of {', '.join(STATUSES)}: copy the folder again"
+            )
         return Check(content["provenance"], outcomes, content["notes"], Path(folder))
     except FileNotFoundError:
-        raise CheckError(f"{folder} holds no check.json, so it is no check; give the folder that `fsdplab gpu-check` wrote") from None
+        raise CheckError(
+            f"{folder} holds no check.json, so it is no check; give the folder that `fsdplab gpu-check` wrote"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, CheckError):
             raise
-        raise CheckError(f"{path} is damaged ({type(error).__name__}: {error}); copy the folder again from where it was made") from error
+        raise CheckError(
+            f"{path} is damaged ({type(error).__name__}: {error}); copy the folder again from where it was made"
+        ) from error
 
 
 def _shortened(log: Path) -> str:

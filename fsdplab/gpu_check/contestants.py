@@ -1,4 +1,5 @@
-"""Engines side by side in one process at world size 1: the same model, weights, optimizer and batches, in bf16 over fp32 masters.
+"""Engines side by side in one process at world size 1: the same model, weights, optimizer and batches, in bf16 over
+fp32 masters.
 
     lab             full_shard of this project; at world size 1 a gather is the cast to bf16
     torch-fsdp2     PyTorch's fully_shard, defaults
@@ -6,8 +7,8 @@
     alone           no engine at all and bf16 parameters without masters: the least that any engine could do
     lab-gathering   the lab made to gather and reduce over the group of one rank (NCCL copies)
 
-Checkpointing recomputes whole blocks; a compiled block is one graph (`workloads.compiled`), inside what is recomputed. Under DDP too: its option
-to cut graphs at its buckets is off.
+Checkpointing recomputes whole blocks; a compiled block is one graph (`workloads.compiled`), inside what is recomputed.
+Under DDP too: its option to cut graphs at its buckets is off.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Case:
-    """What all engines of one comparison train: a preset, `batch` sequences of `sequence` tokens, what is computed again, what is compiled."""
+    """What all engines of one comparison train: a preset, `batch` sequences of `sequence` tokens, what is computed
+    again, what is compiled.
+    """
 
     model: str
     batch: int
@@ -77,10 +80,13 @@ class Contestant:
 
 
 def built(engine: str, case: Case, device: torch.device) -> Contestant:
-    """A contestant with fresh weights; `KeyError` for an engine that is none of the five. Needs a process group of one."""
+    """A contestant with fresh weights; `KeyError` for an engine that is none of the five.
+    Needs a process group of one.
+    """
     model = fresh(case.model, device)
     if case.compiled:
-        compile_blocks(model, "inductor" if device.type == "cuda" else "aot_eager")  # a dry run needs graphs, not machine code
+        # a dry run needs graphs, not machine code
+        compile_blocks(model, "inductor" if device.type == "cuda" else "aot_eager")
     return _BUILDERS[engine](case, device, model)
 
 
@@ -98,19 +104,30 @@ def batches_of(case: Case, device: torch.device) -> Iterator[tuple[Tensor, Tenso
 
 
 def fresh(name: str, device: torch.device) -> nn.Module:
-    """A model whose values are drawn on `device`: fast at any size, equal for all engines of one machine (the lab's own are equal on all)."""
+    """A model whose values are drawn on `device`: fast at any size, equal for all engines of one machine (the lab's own
+    are equal on all).
+    """
     model = build_model(name, device="meta").to_empty(device=device)
     stream = torch.Generator(device).manual_seed(_SEED)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(0.0, 0.02, generator=stream) if parameter.ndim > 1 else parameter.fill_(float(name.endswith("weight")))
+            (
+                parameter.normal_(0.0, 0.02, generator=stream)
+                if parameter.ndim > 1
+                else parameter.fill_(float(name.endswith("weight")))
+            )
     reset_buffers(model)
     return model
 
 
 def _lab(case: Case, device: torch.device, model: nn.Module) -> Contestant:
     mesh = init_device_mesh(device.type, (1,))
-    return Contestant("lab", shard_model(model, "full_shard", units=block_types(model), mesh=mesh, mp_policy=_BF16, checkpoint=case.checkpoint))
+    return Contestant(
+        "lab",
+        shard_model(
+            model, "full_shard", units=block_types(model), mesh=mesh, mp_policy=_BF16, checkpoint=case.checkpoint
+        ),
+    )
 
 
 def _gathering(case: Case, device: torch.device, model: nn.Module) -> Contestant:
@@ -127,7 +144,9 @@ def _fsdp2(case: Case, device: torch.device, model: nn.Module) -> Contestant:
 
 
 def _ddp(case: Case, device: torch.device, model: nn.Module) -> Contestant:
-    replicated = DistributedDataParallel(_recomputing(case, model), device_ids=[device.index] if device.type == "cuda" else None)
+    replicated = DistributedDataParallel(
+        _recomputing(case, model), device_ids=[device.index] if device.type == "cuda" else None
+    )
     return Contestant("torch-ddp", replicated, lambda: torch.autocast(device.type, torch.bfloat16))
 
 

@@ -1,7 +1,8 @@
-"""The course as scripts: the code cells of notebooks 01 to 13 run on this machine, several notebooks at once where cores allow.
+"""The course as scripts: the code cells of notebooks 01 to 13 run on this machine, several notebooks at once where
+cores allow.
 
-On a machine without plotly and Jupyter the figures and sliders are left out and counted; sessions, checks and tables run.
-What the limit did not hold is named.
+On a machine without plotly and Jupyter the figures and sliders are left out and counted; sessions, checks and tables
+run. What the limit did not hold is named.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ _NOTHING: dict[str, Any] = {"cells_in_all": 0, "cells": [], "runs_on": {}, "ende
 
 @dataclass(frozen=True)
 class Attempt:
-    """One notebook to run. `on_the_gpu`: sessions that choose their device themselves take the GPU, which their ranks share."""
+    """One notebook to run. `on_the_gpu`: sessions that choose their device themselves take the GPU, which their ranks
+    share.
+    """
 
     number: str
     notebook: Path
@@ -58,17 +61,26 @@ class Running:
 
 
 def notebooks(folder: Path, wanted: Sequence[str]) -> dict[str, Path]:
-    """Number -> notebook, the heaviest first: those wanted, else all of 01 to 13 that exist. ValueError for one that does not."""
+    """Number -> notebook, the heaviest first: those wanted, else all of 01 to 13 that exist. ValueError for one that
+    does not.
+    """
     found = {path.name[:2]: path for path in sorted(folder.glob("[0-9][0-9]_*.ipynb"))}
     missing = [number for number in wanted if number not in found]
     if missing:
-        raise ValueError(f"--notebooks has {missing[0]!r}; expected some of {', '.join(found) or 'none: there are no notebooks beside this package'}")
+        raise ValueError(
+            f"--notebooks has {missing[0]!r}; expected some of"
+            f" {', '.join(found) or 'none: there are no notebooks beside this package'}"
+        )
     chosen = wanted or [number for number in found if FIRST <= int(number) <= LAST]
-    return {number: found[number] for number in sorted(chosen, key=lambda each: (HEAVY_FIRST.index(each) if each in HEAVY_FIRST else -1, each))}
+    return {
+        number: found[number]
+        for number in sorted(chosen, key=lambda each: (HEAVY_FIRST.index(each) if each in HEAVY_FIRST else -1, each))
+    }
 
 
 def run_all(sheet: Sheet, waiting: list[Attempt], folder: Path, at_once: int) -> None:
-    """Runs the notebooks, at most `at_once` at a time, and writes a row and a check for each as it ends; all are gone at the end.
+    """Runs the notebooks, at most `at_once` at a time, and writes a row and a check for each as it ends; all are gone
+    at the end.
 
     One that fails on the GPU is run once more, last, as it would run for a learner there: with ranks on CPU.
     """
@@ -90,7 +102,12 @@ def run_all(sheet: Sheet, waiting: list[Attempt], folder: Path, at_once: int) ->
     for attempt in waiting:
         sheet.row(**row_of(attempt, "not started", _NOTHING, 0.0))
     late = sorted([*(one.attempt.name for one in going), *(attempt.name for attempt in waiting)])
-    sheet.check("every notebook fitted into the limit", not late, f"not {', '.join(late)}" if late else "all of them", "all of them")
+    sheet.check(
+        "every notebook fitted into the limit",
+        not late,
+        f"not {', '.join(late)}" if late else "all of them",
+        "all of them",
+    )
 
 
 def _started(sheet: Sheet, attempt: Attempt, folder: Path) -> list[Running]:
@@ -103,10 +120,16 @@ def _started(sheet: Sheet, attempt: Attempt, folder: Path) -> list[Running]:
     except NotebookError as error:
         sheet.check(f"notebook {attempt.name} is a script", False, error, "cells and magics that a script can say")
         return []
-    environment = {**os.environ, "FSDPLAB_HOME": str(place / "my_fsdp"), "FSDPLAB_SHARE_A_GPU": "1" if attempt.on_the_gpu else ""}
+    environment = {
+        **os.environ,
+        "FSDPLAB_HOME": str(place / "my_fsdp"),
+        "FSDPLAB_SHARE_A_GPU": "1" if attempt.on_the_gpu else "",
+    }
     with (place / "log.txt").open("wb") as log:
         command = [sys.executable, "-m", "fsdplab.gpu_check.script", str(script), str(result)]
-        process = subprocess.Popen(command, cwd=place, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=place, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        )
     return [Running(attempt, result, process)]
 
 
@@ -129,19 +152,31 @@ def report(sheet: Sheet, one: Running, status: str) -> None:
     cells = found["cells"]
     failed = next((cell for cell in cells if cell["error"]), None) if status != "did not fit" else None
     if status == "failed" and failed is None:
-        failed = {"number": cells[-1]["number"] if cells else 0, "id": "its process", "error": f"ended with code {one.process.returncode}"}
+        failed = {
+            "number": cells[-1]["number"] if cells else 0,
+            "id": "its process",
+            "error": f"ended with code {one.process.returncode}",
+        }
     row = row_of(one.attempt, status, found, time.monotonic() - one.began)
     sheet.row(**row, failed_cell=failed and f"{failed['number']} {failed['id']}", error=failed and failed["error"])
     if failed:
         print(f"==== notebook {one.attempt.name}\n{_tail(one.result.parent / 'log.txt')}", flush=True)
     if status == "did not fit":
         return
-    got = f"{status} at cell {failed['number']} ({failed['id']}): {failed['error']}" if failed else f"{status}, {row['cells_ran']} of {row['cells']} cells"
-    sheet.check(f"notebook {one.attempt.name} runs to its end", status == "ran", got, "every cell, or only packages missing")
+    got = (
+        f"{status} at cell {failed['number']} ({failed['id']}): {failed['error']}"
+        if failed
+        else f"{status}, {row['cells_ran']} of {row['cells']} cells"
+    )
+    sheet.check(
+        f"notebook {one.attempt.name} runs to its end", status == "ran", got, "every cell, or only packages missing"
+    )
 
 
 def row_of(attempt: Attempt, status: str, found: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The figures of one notebook: cells in all, run (wholly or in part), left out as a whole, what they needed, and where its records ran."""
+    """The figures of one notebook: cells in all, run (wholly or in part), left out as a whole, what they needed, and
+    where its records ran.
+    """
     cells = found["cells"]
     whole = [cell for cell in cells if cell["ran"] and not cell["left_out"] and not cell["error"]]
     partly = [cell for cell in cells if cell["ran"] and cell["left_out"] and not cell["error"]]
@@ -150,7 +185,8 @@ def row_of(attempt: Attempt, status: str, found: dict[str, Any], seconds: float)
         "cells": found["cells_in_all"], "cells_ran": len(whole) + len(partly), "of_these_in_part": len(partly),
         "left_out": sum(1 for cell in cells if cell["left_out"] and not cell["ran"]),
         "needs": " ".join(sorted({package for cell in cells for package in cell["needs"]})) or None,
-        "runs_on_cuda": found["runs_on"].get("cuda", 0), "runs_on_cpu": found["runs_on"].get("cpu", 0), "seconds": round(seconds, 1),
+        "runs_on_cuda": found["runs_on"].get("cuda", 0), "runs_on_cpu": found["runs_on"].get("cpu", 0),
+        "seconds": round(seconds, 1),
     }  # fmt: skip
 
 
@@ -168,10 +204,16 @@ def _tail(log: Path, characters: int = 4000) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """The part with its one flag more."""
     parser = part_parser("course")
-    parser.add_argument("--notebooks", default="", help=f"numbers, comma-separated; default: all from 01 to 13 on cuda, {','.join(ON_CPU)} on cpu")
+    parser.add_argument(
+        "--notebooks",
+        default="",
+        help=f"numbers, comma-separated; default: all from 01 to 13 on cuda, {','.join(ON_CPU)} on cpu",
+    )
     parser.add_argument("--folder", type=Path, default=CHECKOUT / "notebooks", help="where the notebooks lie")
     asked = parser.parse_args(arguments)
-    wanted = tuple(each.strip() for each in asked.notebooks.split(",") if each.strip()) or (ON_CPU if asked.device == "cpu" else ())
+    wanted = tuple(each.strip() for each in asked.notebooks.split(",") if each.strip()) or (
+        ON_CPU if asked.device == "cpu" else ()
+    )
     try:
         chosen = notebooks(asked.folder, wanted)
     except ValueError as error:
@@ -182,9 +224,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _work(sheet: Sheet, chosen: dict[str, Path], device: torch.device, folder: Path) -> None:
     if not chosen:
-        return sheet.check("there are notebooks", False, "none beside this package", "run from a checkout of the repository")
+        return sheet.check(
+            "there are notebooks", False, "none beside this package", "run from a checkout of the repository"
+        )
     at_once = max(1, (os.cpu_count() or 1) // _CORES_EACH)
-    sheet.note(f"{len(chosen)} notebooks, {at_once} at once; runs_on_cuda counts their run records that were made on the GPU")
+    sheet.note(
+        f"{len(chosen)} notebooks, {at_once} at once; runs_on_cuda counts their run records that were made on the GPU"
+    )
     run_all(sheet, [Attempt(number, path, device.type == "cuda") for number, path in chosen.items()], folder, at_once)
 
 

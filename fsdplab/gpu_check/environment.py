@@ -1,4 +1,5 @@
-"""The part that says what the check ran on: GPU, driver, torch, NCCL, commit, and a digest of the source where git is silent.
+"""The part that says what the check ran on: GPU, driver, torch, NCCL, commit, and a digest of the source where git is
+silent.
 
 It is a part like the others, so that a driver that crashes or hangs is reported and the runner lives on.
 """
@@ -47,13 +48,17 @@ def flat(environment: dict[str, Any], commit: str) -> dict[str, Any]:
 
 
 def driver_of(file: Path) -> str | None:
-    """The driver's version from the kernel's own file, for machines without nvidia-smi: `... Kernel Module  580.159.03  ...` gives 580.159.03."""
+    """The driver's version from the kernel's own file, for machines without nvidia-smi: `... Kernel Module  580.159.03
+    ...` gives 580.159.03.
+    """
     found = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", file.read_text(errors="replace")) if file.is_file() else None
     return found[1] if found else None
 
 
 def source_digest(package: Path) -> str:
-    """The first 16 hex digits of a hash over names and texts of all Python files: which code this was, even without git."""
+    """The first 16 hex digits of a hash over names and texts of all Python files: which code this was, even without
+    git.
+    """
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
@@ -76,7 +81,12 @@ def driver_at_work(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return dict.fromkeys(names)
     found = torch.cuda.get_device_properties(device)
-    values = (f"{found.major}.{found.minor}", found.multi_processor_count, torch.cuda.mem_get_info(device)[0], getattr(found, "compute_mode", None))
+    values = (
+        f"{found.major}.{found.minor}",
+        found.multi_processor_count,
+        torch.cuda.mem_get_info(device)[0],
+        getattr(found, "compute_mode", None),
+    )
     return {name: value if isinstance(value, (int, str)) else None for name, value in zip(names, values, strict=True)}
 
 

@@ -2,10 +2,11 @@
 
     FLOP of a step = tokens x (6 N + 6 L C T)
 
-N: parameters that multiply: all but the table of token embeddings (and of positions), which is looked up; the output head counts. Each is one
-multiplication and one addition in the forward, twice that in the backward: 6 (Kaplan et al. 2020). L layers of width C, T tokens of a sequence: query
-times key and weights times value are 2 T C FLOP each, a token and layer, of which a causal mask needs half; three times that with the
-backward. What checkpointing computes again is not counted: MFU is about the work that was asked for (Chowdhery et al. 2022, appendix B).
+N: parameters that multiply: all but the table of token embeddings (and of positions), which is looked up; the output
+head counts. Each is one multiplication and one addition in the forward, twice that in the backward: 6 (Kaplan et al.
+2020). L layers of width C, T tokens of a sequence: query times key and weights times value are 2 T C FLOP each, a token
+and layer, of which a causal mask needs half; three times that with the backward. What checkpointing computes again is
+not counted: MFU is about the work that was asked for (Chowdhery et al. 2022, appendix B).
 
 The peak is the data sheet's, dense, in bf16 (`planning/hardware.py`).
 """
@@ -15,7 +16,10 @@ from __future__ import annotations
 from fsdplab.planning.hardware import HardwareError, find_gpu
 from fsdplab.workloads import ModelConfig, parameter_count
 
-FORMULA = "FLOP = tokens x (6 N + 6 L C T), N without the embedding table, causal half of attention, recomputation not counted"
+FORMULA = (
+    "FLOP = tokens x (6 N + 6 L C T), N without the embedding table, causal half of attention, recomputation not"
+    " counted"
+)
 
 
 def multiplying_parameters(config: ModelConfig) -> int:
@@ -40,7 +44,8 @@ def mfu(config: ModelConfig, tokens: int, sequence_length: int, seconds: float, 
 
 
 def peak_of(device_name: str) -> tuple[str, float] | None:
-    """(row of the hardware table, dense bf16 FLOP/s) for the name that CUDA gives a device; None where the table has no certain answer.
+    """(row of the hardware table, dense bf16 FLOP/s) for the name that CUDA gives a device; None where the table has no
+    certain answer.
 
     >>> peak_of("NVIDIA H200")
     ('H200 SXM 141GB', 989000000000000.0)

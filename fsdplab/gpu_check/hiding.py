@@ -1,13 +1,14 @@
 """What communication could be hidden, and what was: the judgement of overlap, from intervals alone.
 
-Units 0, 1, ... run in this order forward and in reverse backward. Full sharding with one unit of prefetch lets communication travel behind
-exactly one piece of computing, its slot:
+Units 0, 1, ... run in this order forward and in reverse backward. Full sharding with one unit of prefetch lets
+communication travel behind exactly one piece of computing, its slot:
 
     forward of i     the all-gather of i + 1
     backward of i    the all-gather of i - 1 and the reduce-scatter of i + 1
 
-In a slot min(communication, computing) can be hidden. The first gather of a forward and of a backward, and the last reduction, have nothing to
-hide behind and do not count. Hidden is the communication during which something was computed, at most what can be hidden, slot by slot.
+In a slot min(communication, computing) can be hidden. The first gather of a forward and of a backward, and the last
+reduction, have nothing to hide behind and do not count. Hidden is the communication during which something was
+computed, at most what can be hidden, slot by slot.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _UNDER = 0.5  # of what fits, to count as lying under
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a unit did in [start_ns, end_ns): `what` is compute, all_gather or reduce_scatter, `phase` forward or backward."""
+    """Something that a unit did in [start_ns, end_ns): `what` is compute, all_gather or reduce_scatter, `phase` forward
+    or backward.
+    """
 
     unit: str
     what: str
@@ -69,8 +72,8 @@ class Hiding:
 def judge(units: Sequence[str], spans: Sequence[Span]) -> Hiding:
     """Judge the spans of one step of `units`, given in forward order. A unit without a span of a kind has none there.
 
-    Two units that compute 10 each forward, the gather of the second (4) from 2 to 6: 4 could be hidden and were. From 8 to 12, with the second's
-    forward from 12 on: 2 of 4.
+    Two units that compute 10 each forward, the gather of the second (4) from 2 to 6: 4 could be hidden and were. From 8
+    to 12, with the second's forward from 12 on: 2 of 4.
     """
     busy = union([(span.start_ns, span.end_ns) for span in spans if span.what == "compute"])
     slots, elsewhere = [], []
@@ -79,7 +82,11 @@ def judge(units: Sequence[str], spans: Sequence[Span]) -> Hiding:
             computing = _of(spans, unit, "compute", phase)
             travelling = {(other, what): _of(spans, other, what, phase) for other, what in behind}
             slots.append(_slot(unit, phase, computing, union(*travelling.values()), busy))
-            elsewhere += [f"{what} of {other} not under {phase} of {unit}" for (other, what), it in travelling.items() if not _lies_under(it, computing)]
+            elsewhere += [
+                f"{what} of {other} not under {phase} of {unit}"
+                for (other, what), it in travelling.items()
+                if not _lies_under(it, computing)
+            ]
     return Hiding(tuple(slots), tuple(elsewhere))
 
 
@@ -93,7 +100,9 @@ def _behind_backward(units: Sequence[str], index: int) -> list[tuple[str, str]]:
 
 
 def _of(spans: Sequence[Span], unit: str, what: str, phase: str) -> object:
-    return union([(span.start_ns, span.end_ns) for span in spans if (span.unit, span.what, span.phase) == (unit, what, phase)])
+    return union(
+        [(span.start_ns, span.end_ns) for span in spans if (span.unit, span.what, span.phase) == (unit, what, phase)]
+    )
 
 
 def _slot(unit: str, phase: str, computing: object, travelling: object, busy: object) -> Slot:

@@ -1,7 +1,8 @@
 """How long a step takes, how long the host is busy with it, and whether the host ever waits inside it.
 
-The host's time ends when the step's last launch has returned, before anybody synchronises: what is left of the step is the GPU's head
-start. Where the GPU is so far behind that its queue of launches is full, the host waits for room, and that counts too. On CPU both times are one.
+The host's time ends when the step's last launch has returned, before anybody synchronises: what is left of the step is
+the GPU's head start. Where the GPU is so far behind that its queue of launches is full, the host waits for room, and
+that counts too. On CPU both times are one.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def timed(call: Callable[[], Any], device: torch.device) -> Timed:
 def host_syncs(call: Callable[[], Any], device: torch.device) -> list[str] | None:
     """Where the host waited for the device while `call` ran, one `file:line` each; None on CPU, which has no streams.
 
-    Counted by torch's own sync debug mode: copies to the host, `.item()`, `nonzero`; what a library does past torch is not seen.
+    Counted by torch's own sync debug mode: copies to the host, `.item()`, `nonzero`; what a library does past torch is
+    not seen.
     """
     if device.type != "cuda":
         return None
@@ -62,7 +64,9 @@ def host_syncs(call: Callable[[], Any], device: torch.device) -> list[str] | Non
 
 
 def synchronisations(heard: Sequence[tuple[str, str, int]]) -> list[str]:
-    """Of warnings (message, file, line) those that tell of a synchronisation, as `file:line` below the last two folders."""
+    """Of warnings (message, file, line) those that tell of a synchronisation, as `file:line` below the last two
+    folders.
+    """
     return [f"{'/'.join(file.split('/')[-2:])}:{line}" for message, file, line in heard if _SYNCHRONISED in message]
 
 

@@ -1,7 +1,8 @@
-"""Memory on CUDA: model state and gathered units by arithmetic against what the allocator counts; the same bytes in every run; categories.
+"""Memory on CUDA: model state and gathered units by arithmetic against what the allocator counts; the same bytes in
+every run; categories.
 
-The lab's full_shard runs in a group of one that gathers and reduces all the same. On CPU, where no allocator counts, the living tensors are asked
-for their storages instead.
+The lab's full_shard runs in a group of one that gathers and reduces all the same. On CPU, where no allocator counts,
+the living tensors are asked for their storages instead.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ SIZES = {
 def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> None:
     """The whole part; each of its three measures may fail alone."""
     size = SIZES[device.type]
-    sheet.note(f"Bytes in use: {'torch.cuda.memory_allocated' if device.type == 'cuda' else 'storages of living tensors'}; slices over one rank, so whole.")
+    sheet.note(
+        f"Bytes in use: {'torch.cuda.memory_allocated' if device.type == 'cuda' else 'storages of living tensors'};"
+        " slices over one rank, so whole."
+    )
     with group_of_one(device):
         text()
         _wake_libraries(device)
@@ -58,7 +62,9 @@ def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> No
 
 
 def by_arithmetic(sheet: Sheet, size: Size, device: torch.device) -> None:
-    """At rest, in the middle of a forward, and with gradients: expected bytes, bytes in use, and how far they are apart."""
+    """At rest, in the middle of a forward, and with gradients: expected bytes, bytes in use, and how far they are
+    apart.
+    """
     case, shape = size.state, StateBytes(preset(size.state.model))
     before = in_use(device)
     contestant, batches = built("lab-gathering", case, device), batches_of(case, device)
@@ -74,8 +80,20 @@ def by_arithmetic(sheet: Sheet, size: Size, device: torch.device) -> None:
         ("gathered units and low-precision slices in a forward", shape.in_forward(middle), seen - rest),
         ("gradient slices after a backward", shape.gradients, reduced - rest),
     ):
-        sheet.row(measure="arithmetic", model=case.model, what=what, expected_bytes=expected, bytes=got, apart=apart(got, expected))
-        sheet.check(f"{case.model}: {what}", apart(got, expected) <= TOLERANCE, f"{got} bytes", f"{expected} bytes within {TOLERANCE:.0%}")
+        sheet.row(
+            measure="arithmetic",
+            model=case.model,
+            what=what,
+            expected_bytes=expected,
+            bytes=got,
+            apart=apart(got, expected),
+        )
+        sheet.check(
+            f"{case.model}: {what}",
+            apart(got, expected) <= TOLERANCE,
+            f"{got} bytes",
+            f"{expected} bytes within {TOLERANCE:.0%}",
+        )
 
 
 def by_category(sheet: Sheet, size: Size, device: torch.device) -> None:
@@ -84,27 +102,60 @@ def by_category(sheet: Sheet, size: Size, device: torch.device) -> None:
         contestant, batches = built("lab-gathering", size.step, device), batches_of(size.step, device)
         contestant.step(*next(batches))
         batch = next(batches)
-        recorder = MemoryRecorder(model=contestant.model, optimizer=contestant.optimizer, engine="lab", device=device, tags=tags, ignore=[text().data])
+        recorder = MemoryRecorder(
+            model=contestant.model,
+            optimizer=contestant.optimizer,
+            engine="lab",
+            device=device,
+            tags=tags,
+            ignore=[text().data],
+        )
         with recorder:
             contestant.step(*batch)
     timeline = recorder.timeline
     for category, held in timeline.peak.items():
-        sheet.row(measure="categories", model=size.step.model, what=category, expected_bytes=None, bytes=held, apart=None)
-    sheet.check(f"{size.step.model}: peak told apart", timeline.other_share <= _OTHER_LIMIT, f"{timeline.other_share:.1%} other", f"at most {_OTHER_LIMIT:.0%}")
+        sheet.row(
+            measure="categories", model=size.step.model, what=category, expected_bytes=None, bytes=held, apart=None
+        )
+    sheet.check(
+        f"{size.step.model}: peak told apart",
+        timeline.other_share <= _OTHER_LIMIT,
+        f"{timeline.other_share:.1%} other",
+        f"at most {_OTHER_LIMIT:.0%}",
+    )
     if timeline.allocated_peak is not None:
         far = apart(timeline.peak_total, timeline.allocated_peak)
-        sheet.check(f"{size.step.model}: categories sum to the allocator's peak", far <= TOLERANCE, f"{far:.2%} apart", f"within {TOLERANCE:.0%}")
+        sheet.check(
+            f"{size.step.model}: categories sum to the allocator's peak",
+            far <= TOLERANCE,
+            f"{far:.2%} apart",
+            f"within {TOLERANCE:.0%}",
+        )
 
 
 def run_after_run(sheet: Sheet, size: Size, device: torch.device) -> None:
-    """Build, train two steps and read the peak, again and again: a peak that differs means that timing decides about memory."""
+    """Build, train two steps and read the peak, again and again: a peak that differs means that timing decides about
+    memory.
+    """
     peaks: list[int] = []
     while len(peaks) < size.runs and sheet.left() > 2:
         peaks.append(_peak_of_a_run(size.step, device))
     for peak in sorted(set(peaks)):
-        sheet.row(measure="runs", model=size.step.model, what=f"peak of {peaks.count(peak)} runs", expected_bytes=peaks[0], bytes=peak, apart=apart(peak, peaks[0]))
+        sheet.row(
+            measure="runs",
+            model=size.step.model,
+            what=f"peak of {peaks.count(peak)} runs",
+            expected_bytes=peaks[0],
+            bytes=peak,
+            apart=apart(peak, peaks[0]),
+        )
     whole = len(peaks) == size.runs and len(set(peaks)) == 1
-    sheet.check(f"{size.step.model}: the same peak in {size.runs} runs", whole, f"{len(set(peaks))} in {len(peaks)} runs", f"1 in {size.runs} runs")
+    sheet.check(
+        f"{size.step.model}: the same peak in {size.runs} runs",
+        whole,
+        f"{len(set(peaks))} in {len(peaks)} runs",
+        f"1 in {size.runs} runs",
+    )
 
 
 def in_use(device: torch.device) -> int:
@@ -117,7 +168,9 @@ def in_use(device: torch.device) -> int:
 
 
 def _settled(read: Callable[[], int]) -> int:
-    """The figure once it stays the same: a thread of gloo lets go of what it carried a moment after the message has arrived."""
+    """The figure once it stays the same: a thread of gloo lets go of what it carried a moment after the message has
+    arrived.
+    """
     before, deadline = read(), time.monotonic() + _SETTLES_WITHIN_S
     while time.monotonic() < deadline:
         time.sleep(_SAME_FOR_S)
@@ -128,7 +181,9 @@ def _settled(read: Callable[[], int]) -> int:
     return before
 
 
-def _during_block(contestant: Contestant, block: int, batch: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> int:
+def _during_block(
+    contestant: Contestant, block: int, batch: tuple[torch.Tensor, torch.Tensor], device: torch.device
+) -> int:
     """Bytes in use while `block` is about to compute, in a forward that keeps no activations."""
     seen: list[int] = []
     hook = contestant.model.blocks[block].register_forward_pre_hook(lambda *_: seen.append(in_use(device)))
@@ -154,7 +209,9 @@ def _peak_of_a_run(case: Case, device: torch.device) -> int:
 
 
 def _wake_libraries(device: torch.device) -> None:
-    """Have the libraries take the workspaces that they keep for good, in the forward's thread and in the backward's, before anything is counted."""
+    """Have the libraries take the workspaces that they keep for good, in the forward's thread and in the backward's,
+    before anything is counted.
+    """
     for dtype in (torch.float32, torch.bfloat16):
         layer = torch.nn.Linear(64, 64, device=device, dtype=dtype)
         layer(torch.ones(64, 64, device=device, dtype=dtype, requires_grad=True)).sum().backward()

@@ -1,8 +1,9 @@
 """One rank, one GPU: the lab's engine against PyTorch's FSDP2 and DDP, and against no engine at all.
 
-The engines share one process and take turns step by step, so that whatever the machine does, it does to all of them. Memory is measured before,
-each engine alone on the device. At world size 1 nothing is communicated: what is compared is what an engine adds to the training itself, casts,
-copies, hooks and the host's time. `lab-gathering` adds the gathers and reductions, as copies.
+The engines share one process and take turns step by step, so that whatever the machine does, it does to all of them.
+Memory is measured before, each engine alone on the device. At world size 1 nothing is communicated: what is compared is
+what an engine adds to the training itself, casts, copies, hooks and the host's time. `lab-gathering` adds the gathers
+and reductions, as copies.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ def plans(device_type: str) -> list[Plan]:
     """What is compared, the most telling first: whatever does not fit into the limit is left out from the end."""
     if device_type == "cpu":
         tiny = [Case("llama-tiny", 2, 64), Case("llama-tiny", 2, 64, checkpoint="full")]
-        return [Plan(tiny[0], (*ALL, "lab-gathering"), 2), Plan(tiny[1], ALL, 2), Plan(Case("llama-tiny", 2, 64, compiled=True), TWO, 2)]
+        return [
+            Plan(tiny[0], (*ALL, "lab-gathering"), 2),
+            Plan(tiny[1], ALL, 2),
+            Plan(Case("llama-tiny", 2, 64, compiled=True), TWO, 2),
+        ]
     one, small, large = ("llama-1b", 8, 2048), ("llama-0.3b", 16, 2048), ("llama-3b", 4, 2048)
     return [
         Plan(Case(*one), ALL, 8),
@@ -64,8 +69,14 @@ def plans(device_type: str) -> list[Plan]:
 def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> None:
     """The whole part; a case that fails is a failed check, and the next one runs."""
     peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    sheet.note(f"{FORMULA}; peak: {f'{peak[1] / 1e12:.0f} TFLOP/s dense bf16 of {peak[0]} (data sheet)' if peak else 'not known for this device'}.")
-    sheet.note("World size 1: nothing is communicated, but by lab-gathering, which copies to itself. Times are medians of steps taken in turn.")
+    known = (
+        f"{peak[1] / 1e12:.0f} TFLOP/s dense bf16 of {peak[0]} (data sheet)" if peak else "not known for this device"
+    )
+    sheet.note(f"{FORMULA}; peak: {known}.")
+    sheet.note(
+        "World size 1: nothing is communicated, but by lab-gathering, which copies to itself. Times are medians of"
+        " steps taken in turn."
+    )
     torch._dynamo.config.recompile_limit = 64  # each engine makes a class of its own, and so a graph of its own
     torch._dynamo.config.optimize_ddp = False  # a block is one graph under DDP too, which would cut it at its buckets
     missing = missing_compiler(device.type) if device.type == "cuda" else None
@@ -86,7 +97,8 @@ def compare(sheet: Sheet, plan: Plan, device: torch.device, peak: float | None) 
     batches = batches_of(plan.case, device)
     memory: dict[str, dict[str, int | None]] = {}
     for engine in plan.engines:
-        with sheet.trying(f"{plan.case.words}: {engine} trains alone"):  # one that cannot is left out, and the others are compared
+        # one that cannot is left out, and the others are compared
+        with sheet.trying(f"{plan.case.words}: {engine} trains alone"):
             memory[engine] = memory_alone(engine, plan.case, device, batches)
     engines = tuple(memory)
     contestants = [built(engine, plan.case, device) for engine in engines]
@@ -97,9 +109,12 @@ def compare(sheet: Sheet, plan: Plan, device: torch.device, peak: float | None) 
     for index, engine in enumerate(engines):
         times = medians(steps[index])
         row = {
-            "model": plan.case.model, "compiled": plan.case.compiled, "checkpoint": plan.case.checkpoint, "engine": engine,
-            "batch": plan.case.batch, "sequence": plan.case.sequence, "rounds": plan.rounds, **times, "tokens_per_s": plan.case.tokens / times["step_s"],
-            "mfu": mfu(preset(plan.case.model), plan.case.tokens, plan.case.sequence, times["step_s"], peak), **memory[engine],
+            "model": plan.case.model, "compiled": plan.case.compiled, "checkpoint": plan.case.checkpoint,
+            "engine": engine,
+            "batch": plan.case.batch, "sequence": plan.case.sequence, "rounds": plan.rounds, **times,
+            "tokens_per_s": plan.case.tokens / times["step_s"],
+            "mfu": mfu(preset(plan.case.model), plan.case.tokens, plan.case.sequence, times["step_s"], peak),
+            **memory[engine],
             "host_syncs": None if waits[index] is None else len(waits[index]), "loss": losses[index],
         }  # fmt: skip
         sheet.row(**row)
@@ -113,7 +128,9 @@ def compare(sheet: Sheet, plan: Plan, device: torch.device, peak: float | None) 
 def take_turns(
     contestants: Sequence[Contestant], rounds: int, device: torch.device, batches: Iterator[tuple[Tensor, Tensor]]
 ) -> tuple[list[list[Timed]], list[float]]:
-    """Timed steps and last loss of each contestant; who goes first changes from round to round, all read the same batch."""
+    """Timed steps and last loss of each contestant; who goes first changes from round to round, all read the same
+    batch.
+    """
     steps: list[list[Timed]] = [[] for _ in contestants]
     losses: list[Tensor] = [torch.zeros(()) for _ in contestants]
     for number in range(_WARMUP + rounds):
@@ -130,8 +147,11 @@ def take_turns(
     return steps, [loss.item() for loss in losses]
 
 
-def memory_alone(engine: str, case: Case, device: torch.device, batches: Iterator[tuple[Tensor, Tensor]]) -> dict[str, int | None]:
-    """Peak bytes, allocated and reserved, of a third step with nothing else on the device; None on CPU, where the allocator counts nothing.
+def memory_alone(
+    engine: str, case: Case, device: torch.device, batches: Iterator[tuple[Tensor, Tensor]]
+) -> dict[str, int | None]:
+    """Peak bytes, allocated and reserved, of a third step with nothing else on the device; None on CPU, where the
+    allocator counts nothing.
 
     Both are what the engine added: what was there before it was built is subtracted.
     """
@@ -140,7 +160,7 @@ def memory_alone(engine: str, case: Case, device: torch.device, batches: Iterato
     _tidy(device)
     before = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     contestant = built(engine, case, device)
-    for step in range(3):
+    for _step in range(3):
         torch.cuda.reset_peak_memory_stats(device)
         contestant.step(*next(batches))
     synchronise(device)
@@ -155,13 +175,22 @@ def judge(rows: Sequence[dict], case: Case, on_gpu: bool) -> list[dict]:
     by = {row["engine"]: row for row in rows}
     lab, peer = by["lab"], by["torch-fsdp2"]
     apart = abs(lab["loss"] - peer["loss"])
-    checks = [_check(f"{case.words}: losses agree", apart <= _LOSS_TOLERANCE * abs(peer["loss"]), f"{lab['loss']:.4f}", f"{peer['loss']:.4f} (torch-fsdp2)")]
+    checks = [
+        _check(
+            f"{case.words}: losses agree",
+            apart <= _LOSS_TOLERANCE * abs(peer["loss"]),
+            f"{lab['loss']:.4f}",
+            f"{peer['loss']:.4f} (torch-fsdp2)",
+        )
+    ]
     if not on_gpu:
         return checks
     ratio, memory = lab["step_s"] / peer["step_s"], lab["allocated_peak"] / peer["allocated_peak"]
     checks += [
         _check(f"{case.words}: no host sync inside a step", lab["host_syncs"] == 0, lab["host_syncs"], 0),
-        _check(f"{case.words}: step time over torch-fsdp2's", ratio <= _AIM_TIME, f"{ratio:.3f}", f"at most {_AIM_TIME}"),
+        _check(
+            f"{case.words}: step time over torch-fsdp2's", ratio <= _AIM_TIME, f"{ratio:.3f}", f"at most {_AIM_TIME}"
+        ),
         _check(f"{case.words}: peak memory over torch-fsdp2's", memory <= 1, f"{memory:.4f}", "at most 1"),
     ]
     if case.model == _AIM_MODEL and case.compiled and case.checkpoint == "none" and lab["mfu"] is not None:

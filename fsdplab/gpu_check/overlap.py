@@ -1,8 +1,9 @@
 """Overlap on CUDA, proven: behind an emulated link the lab's full_shard hides at least 90 % of what can be hidden.
 
-One process gathers and reduces over a group of one that takes as long as eight ranks behind a link. How fast the link must be follows from a
-first measurement without it, so that the picture is the same on every device: a gather takes half of a unit's forward in one row, one and a half
-times as long in the other. When each unit computed is read from CUDA events on the compute stream, when it communicated from the engine's ledger.
+One process gathers and reduces over a group of one that takes as long as eight ranks behind a link. How fast the link
+must be follows from a first measurement without it, so that the picture is the same on every device: a gather takes
+half of a unit's forward in one row, one and a half times as long in the other. When each unit computed is read from
+CUDA events on the compute stream, when it communicated from the engine's ledger.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class Size:
         return 2 * (8 * self.width * self.width + 5 * self.width)
 
 
-SIZES = {"cuda": Size(blocks=8, width=3072, tokens=8192, steps=5), "cpu": Size(blocks=3, width=128, tokens=512, steps=2)}
+SIZES = {
+    "cuda": Size(blocks=8, width=3072, tokens=8192, steps=5),
+    "cpu": Size(blocks=3, width=128, tokens=512, steps=2),
+}
 
 
 class Blocks(nn.Module):
@@ -55,7 +59,9 @@ class Blocks(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         C = size.width
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, C)) for _ in range(size.blocks))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, C)) for _ in range(size.blocks)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -64,7 +70,9 @@ class Blocks(nn.Module):
 
 
 class Marks:
-    """Notes when each block begins and ends to compute, on the device's own clock; register it after the model was sharded."""
+    """Notes when each block begins and ends to compute, on the device's own clock; register it after the model was
+    sharded.
+    """
 
     def __init__(self, model: Blocks, device: torch.device) -> None:
         self._device = device
@@ -97,7 +105,9 @@ class Marks:
 
 
 def now_on(device: torch.device) -> Callable[[], int]:
-    """What tells, once the device is idle, when its current stream came to this point: `time.time_ns()`, as in the ledger."""
+    """What tells, once the device is idle, when its current stream came to this point: `time.time_ns()`, as in the
+    ledger.
+    """
     if device.type != "cuda":
         now = time.time_ns()
         return lambda: now
@@ -116,7 +126,15 @@ class Measured:
 
     def median_ns(self, what: str, phase: str) -> float:
         """Median length of such spans; 0 where there is none."""
-        return statistics.median([span.end_ns - span.start_ns for step in self.spans for span in step if (span.what, span.phase) == (what, phase)] or [0])
+        return statistics.median(
+            [
+                span.end_ns - span.start_ns
+                for step in self.spans
+                for span in step
+                if (span.what, span.phase) == (what, phase)
+            ]
+            or [0]
+        )
 
     def judged(self) -> list[Hiding]:
         """Every step, judged."""
@@ -124,7 +142,9 @@ class Measured:
 
 
 def measure(device: torch.device, size: Size, link: Link | None) -> Measured:
-    """Train `size.steps` steps (after three that are thrown away) in the group of one, behind `link`; needs that group."""
+    """Train `size.steps` steps (after three that are thrown away) in the group of one, behind `link`;
+    needs that group.
+    """
     torch.manual_seed(0)
     with device:
         model = Blocks(size)
@@ -133,14 +153,19 @@ def measure(device: torch.device, size: Size, link: Link | None) -> Measured:
     quiet = events.subscribe(lambda event: collectives.append(event) if isinstance(event, events.Collective) else None)
     x = torch.randn(size.tokens, size.width, device=device, requires_grad=True)
     seconds, spans = [], []
-    for step in range(3 + size.steps):
+    for _step in range(3 + size.steps):
         synchronise(device)
         start = time.perf_counter()
         sharded(x).float().square().mean().backward()
         synchronise(device)
         seconds.append(time.perf_counter() - start)
         events.flush()
-        spans.append((*marks.take(), *(Span(each.unit, each.kind, each.phase, each.start_ns, each.end_ns) for each in collectives)))
+        spans.append(
+            (
+                *marks.take(),
+                *(Span(each.unit, each.kind, each.phase, each.start_ns, each.end_ns) for each in collectives),
+            )
+        )
         collectives.clear()
         sharded.zero_grad()
     quiet()
@@ -148,14 +173,19 @@ def measure(device: torch.device, size: Size, link: Link | None) -> Measured:
 
 
 def link_for(size: Size, forward_ns: float, times: float) -> Link:
-    """The link behind which a gather of one unit takes `times` as long as its forward: 100 MB of 8 ranks in 1 ms are 87.5 GB/s."""
+    """The link behind which a gather of one unit takes `times` as long as its forward: 100 MB of 8 ranks in 1 ms are
+    87.5 GB/s.
+    """
     return Link(size.unit_bytes * (RANKS - 1) / RANKS / (times * forward_ns * 1e-9))
 
 
 def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> None:
     """The whole part: without a link, then behind two."""
     size = SIZES[device.type]
-    sheet.note(f"A group of one rank takes as long as {RANKS} ranks behind an emulated link. Compute: {'CUDA events' if device.type == 'cuda' else 'host clock'}.")
+    sheet.note(
+        f"A group of one rank takes as long as {RANKS} ranks behind an emulated link. Compute:"
+        f" {'CUDA events' if device.type == 'cuda' else 'host clock'}."
+    )
     with group_of_one(device):
         free = measure(device, size, None)
         sheet.row(**_row("none", None, free, free))
@@ -169,13 +199,20 @@ def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> No
 def _row(word: str, link: Link | None, measured: Measured, free: Measured) -> dict[str, object]:
     judged = measured.judged()
     shares = [each.share for each in judged if each.share is not None]
-    computing = [sum(measured.median_ns("compute", phase) for phase in ("forward", "backward")) for measured in (measured, free)]
+    computing = [
+        sum(measured.median_ns("compute", phase) for phase in ("forward", "backward")) for measured in (measured, free)
+    ]
     return {
-        "link": word, "link_bytes_per_s": link and link.bytes_per_s, "as_ranks": RANKS, "step_s": statistics.median(measured.seconds),
-        "forward_ms": measured.median_ns("compute", "forward") / 1e6, "backward_ms": measured.median_ns("compute", "backward") / 1e6,
-        "gather_forward_ms": measured.median_ns("all_gather", "forward") / 1e6, "gather_backward_ms": measured.median_ns("all_gather", "backward") / 1e6,
-        "reduce_ms": measured.median_ns("reduce_scatter", "backward") / 1e6, "hideable_ms": statistics.median(each.hideable_ns for each in judged) / 1e6,
-        "hidden_ms": statistics.median(each.hidden_ns for each in judged) / 1e6, "hidden_share": statistics.median(shares) if shares else None,
+        "link": word, "link_bytes_per_s": link and link.bytes_per_s, "as_ranks": RANKS,
+        "step_s": statistics.median(measured.seconds),
+        "forward_ms": measured.median_ns("compute", "forward") / 1e6,
+        "backward_ms": measured.median_ns("compute", "backward") / 1e6,
+        "gather_forward_ms": measured.median_ns("all_gather", "forward") / 1e6,
+        "gather_backward_ms": measured.median_ns("all_gather", "backward") / 1e6,
+        "reduce_ms": measured.median_ns("reduce_scatter", "backward") / 1e6,
+        "hideable_ms": statistics.median(each.hideable_ns for each in judged) / 1e6,
+        "hidden_ms": statistics.median(each.hidden_ns for each in judged) / 1e6,
+        "hidden_share": statistics.median(shares) if shares else None,
         "compute_inflation": computing[0] / computing[1],
     }  # fmt: skip
 
@@ -183,12 +220,27 @@ def _row(word: str, link: Link | None, measured: Measured, free: Measured) -> di
 def _check(sheet: Sheet, word: str, judged: Sequence[Hiding], on_gpu: bool) -> None:
     shares = [each.share or 0.0 for each in judged]
     if not on_gpu:  # two busy cores say nothing about streams: only that the arithmetic has something to judge
-        sheet.check(f"link {word}: something could be hidden", all(each.hideable_ns > 0 for each in judged), f"{max(shares):.2f} hidden", "more than 0 hideable")
+        sheet.check(
+            f"link {word}: something could be hidden",
+            all(each.hideable_ns > 0 for each in judged),
+            f"{max(shares):.2f} hidden",
+            "more than 0 hideable",
+        )
         return
-    sheet.check(f"link {word}: hidden of what can be hidden", statistics.median(shares) >= LEAST_SHARE, f"{statistics.median(shares):.3f}", f"at least {LEAST_SHARE}")
+    sheet.check(
+        f"link {word}: hidden of what can be hidden",
+        statistics.median(shares) >= LEAST_SHARE,
+        f"{statistics.median(shares):.3f}",
+        f"at least {LEAST_SHARE}",
+    )
     if word == "slow":
         elsewhere = sorted({place for each in judged for place in each.elsewhere})
-        sheet.check("gather of i+1 under forward of i, reduction of i under backward of i-1", not elsewhere, "; ".join(elsewhere[:3]) or "all there", "all there")
+        sheet.check(
+            "gather of i+1 under forward of i, reduction of i under backward of i-1",
+            not elsewhere,
+            "; ".join(elsewhere[:3]) or "all there",
+            "all there",
+        )
 
 
 if __name__ == "__main__":

@@ -36,7 +36,9 @@ def load_of(name: str, folder: Path, traces: bool = True) -> Load:
 
 
 def pack(records: Sequence[tuple[str, Path]], target: Path, most_bytes: int = MOST_BYTES) -> list[str]:
-    """Write `target/records.tar.gz` (and -2, -3) from (name, folder) pairs; returns a sentence for each record not whole in them."""
+    """Write `target/records.tar.gz` (and -2, -3) from (name, folder) pairs; returns a sentence for each record not
+    whole in them.
+    """
     archives: list[list[Load]] = []
     complaints = []
     for name, folder in records:
@@ -70,7 +72,9 @@ def _write(path: Path, loads: Sequence[Load]) -> None:
     with tarfile.open(unfinished, "w:gz", compresslevel=6) as archive:
         for load in loads:
             for file in load.files:
-                archive.add(file, f"{load.name}/{file.relative_to(load.folder).as_posix()}", recursive=False, filter=_anonymous)
+                archive.add(
+                    file, f"{load.name}/{file.relative_to(load.folder).as_posix()}", recursive=False, filter=_anonymous
+                )
     unfinished.replace(path)
 
 
@@ -82,7 +86,9 @@ def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def unpack(folder: Path, target: Path) -> list[Path]:
-    """The record folders of the archives in `folder`, written below `target`; ValueError for an archive that points outside of it."""
+    """The record folders of the archives in `folder`, written below `target`; ValueError for an archive that points
+    outside of it.
+    """
     found = set()
     for path in sorted(folder.glob("records*.tar.gz")):
         with tarfile.open(path) as archive:
@@ -98,5 +104,8 @@ def unpack(folder: Path, target: Path) -> list[Path]:
 def _inside(target: Path, entry: tarfile.TarInfo, archive: Path) -> Path:
     place = (target / entry.name).resolve()
     if not entry.isfile() or not place.is_relative_to(target.resolve()):
-        raise ValueError(f"{archive} holds {entry.name!r}, expected plain files of run records only; copy the archive again from where it was made")
+        raise ValueError(
+            f"{archive} holds {entry.name!r}, expected plain files of run records only; copy the archive again from"
+            " where it was made"
+        )
     return place

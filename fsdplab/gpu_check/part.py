@@ -74,7 +74,10 @@ class Sheet:
     def record(self, folder_name: str) -> None:
         """Names a run record (a folder under the sheet's own, holding `run.json`) that the result should keep."""
         if not (self.folder / folder_name / "run.json").is_file():
-            raise FileNotFoundError(f"no run record at {self.folder / folder_name}: expected a folder with run.json below {self.folder}; save it there first")
+            raise FileNotFoundError(
+                f"no run record at {self.folder / folder_name}: expected a folder with run.json below {self.folder};"
+                " save it there first"
+            )
         self.records.append(folder_name)
         self._save()
 
@@ -89,7 +92,8 @@ class Sheet:
 
     def _save(self) -> None:
         sheet = {
-            "part": self.part, "device": self.device, "rows": self.rows, "checks": self.checks, "notes": self.notes, "records": self.records,
+            "part": self.part, "device": self.device, "rows": self.rows, "checks": self.checks, "notes": self.notes,
+            "records": self.records,
         }  # fmt: skip
         unfinished = self.path.with_suffix(".json.new")
         unfinished.write_text(json.dumps(sheet, indent=1, allow_nan=False))
@@ -100,7 +104,9 @@ def _plain(name: str, value: object) -> object:
     """`value` as JSON keeps it; a number that is not finite becomes its word ("nan", "inf")."""
     value = value.item() if hasattr(value, "item") else value
     if not isinstance(value, (str, int, float, bool, type(None))):
-        raise TypeError(f"figure {name!r} is a {type(value).__name__}: a row is flat; give str, int, float, bool or None")
+        raise TypeError(
+            f"figure {name!r} is a {type(value).__name__}: a row is flat; give str, int, float, bool or None"
+        )
     return str(value) if isinstance(value, float) and value - value != 0.0 else value
 
 
@@ -112,10 +118,16 @@ def first_line(error: BaseException) -> str:
 
 def part_parser(name: str) -> argparse.ArgumentParser:
     """The three flags of every part; a part with one more adds it before `run_part`."""
-    parser = argparse.ArgumentParser(prog=f"python -m fsdplab.gpu_check.{name}", description=f"The part {name!r} of fsdplab gpu-check, alone.")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the same work in tiny sizes, as a dry run")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m fsdplab.gpu_check.{name}", description=f"The part {name!r} of fsdplab gpu-check, alone."
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the same work in tiny sizes, as a dry run"
+    )
     parser.add_argument("--out", type=Path, required=True, help=f"folder for {name}.json and run records")
-    parser.add_argument("--seconds", type=float, default=120.0, help="time limit, which the part may plan by; the runner enforces it")
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="time limit, which the part may plan by; the runner enforces it"
+    )
     return parser
 
 
@@ -124,13 +136,18 @@ def device_of(word: str) -> torch.device:
     if word == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError(f"--device cuda: torch {torch.__version__} finds no CUDA device; run on a machine with a GPU, or pass --device cpu for a dry run")
+        raise ValueError(
+            f"--device cuda: torch {torch.__version__} finds no CUDA device; run on a machine with a GPU, or pass"
+            " --device cpu for a dry run"
+        )
     torch.cuda.set_device(0)
     return torch.device("cuda", 0)
 
 
 def run_part(name: str, work: Work, asked: argparse.Namespace) -> int:
-    """Does the work of a parsed command line; the exit status: 0 done, 1 an exception, 2 it cannot be, 130 interrupted."""
+    """Does the work of a parsed command line; the exit status:
+    0 done, 1 an exception, 2 it cannot be, 130 interrupted.
+    """
     seconds = _tied_to_runner(asked.seconds)
     try:
         device = device_of(asked.device)
@@ -149,7 +166,9 @@ def run_part(name: str, work: Work, asked: argparse.Namespace) -> int:
 
 
 def _tied_to_runner(seconds: float) -> float:
-    """The seconds that are left. If a runner started this process: it ends with it, and says where it stands before the limit, or on a crash."""
+    """The seconds that are left. If a runner started this process: it ends with it, and says where it stands before the
+    limit, or on a crash.
+    """
     runner = os.environ.pop(RUNNER, None)
     if runner is None:
         return seconds

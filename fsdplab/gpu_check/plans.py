@@ -1,6 +1,7 @@
 """Which parts the check has, in their order, and how many seconds each may take.
 
-On CUDA the limits add up to the eight minutes that a borrowed machine grants; what a part leaves over, the last one may use.
+On CUDA the limits add up to the eight minutes that a borrowed machine grants; what a part leaves over, the last one may
+use.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ LEAST_S = 3.0  # a part is not started with less than this
 
 @dataclass(frozen=True)
 class PartPlan:
-    """One part: its name (and module), its limits in seconds, and what it does, in words. `arguments` are flags of its own."""
+    """One part: its name (and module), its limits in seconds, and what it does, in words. `arguments` are flags of its
+    own.
+    """
 
     name: str
     cuda_s: float
@@ -27,7 +30,9 @@ class PartPlan:
     takes_the_rest: bool = False
 
     def seconds(self, device: str, left: float) -> float:
-        """The limit on `device` where `left` seconds remain of the whole: `PartPlan("a", 40, 20, "").seconds("cuda", 25) == 25`."""
+        """The limit on `device` where `left` seconds remain of the whole: `PartPlan("a", 40, 20, "").seconds("cuda",
+        25) == 25`.
+        """
         wanted = self.cuda_s if device == "cuda" else self.cpu_s
         return left if self.takes_the_rest else min(wanted, left)
 
@@ -50,7 +55,9 @@ PARTS = (
 
 
 def chosen(names: Sequence[str]) -> tuple[PartPlan, ...]:
-    """The parts of these names in the check's order; all where none is named. ValueError with the nearest name for an unknown one."""
+    """The parts of these names in the check's order; all where none is named. ValueError with the nearest name for an
+    unknown one.
+    """
     known = [part.name for part in PARTS]
     for name in names:
         if name not in known:

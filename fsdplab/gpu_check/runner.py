@@ -1,6 +1,7 @@
 """Runs one part in a process group of its own, ends it whole at its limit, and says how it went.
 
-Whatever a part does (fail, hang, die, write nonsense), the answer is an `Outcome`; only Ctrl-C passes through, once the part is gone.
+Whatever a part does (fail, hang, die, write nonsense), the answer is an `Outcome`; only Ctrl-C passes through, once the
+part is gone.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from fsdplab.sessions import warm
 
@@ -22,7 +24,8 @@ from .plans import PartPlan
 from .sheets import BadSheet, Sheet, read_sheet
 from .tree import MARK, Process, end_tree
 
-RUNNER = "FSDPLAB_GPU_CHECK_RUNNER"  # "PID DEADLINE": the process with which a part ends, and when it will be ended (monotonic clock)
+# "PID DEADLINE": the process with which a part ends, and when it will be ended (monotonic clock)
+RUNNER = "FSDPLAB_GPU_CHECK_RUNNER"
 REFUSED = 2
 CHECKOUT = Path(__file__).resolve().parents[2]
 STATUSES = ("finished", "failed", "refused", "timed out", "killed", "garbage", "not run")
@@ -30,7 +33,9 @@ STATUSES = ("finished", "failed", "refused", "timed out", "killed", "garbage", "
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one part went: status, reason where it did not finish, seconds taken and allowed, and its sheet (None: nothing readable)."""
+    """How one part went: status, reason where it did not finish, seconds taken and allowed, and its sheet (None:
+    nothing readable).
+    """
 
     name: str
     status: str
@@ -58,7 +63,17 @@ def run_part(plan: PartPlan, device: str, scratch: Path, limit_s: float) -> Outc
     """Run the part; it works in `scratch/<name>`, and what it prints is in `scratch/<name>.log`."""
     folder, mark = scratch / plan.name, uuid.uuid4().hex
     folder.mkdir(parents=True, exist_ok=True)
-    program = ["-m", plan.program, "--device", device, "--out", str(folder), "--seconds", f"{limit_s:.1f}", *plan.arguments]
+    program = [
+        "-m",
+        plan.program,
+        "--device",
+        device,
+        "--out",
+        str(folder),
+        "--seconds",
+        f"{limit_s:.1f}",
+        *plan.arguments,
+    ]
     began = time.monotonic()
     process = _started(program, folder, scratch / f"{plan.name}.log", _environment(scratch, mark), began + limit_s)
     try:
@@ -72,15 +87,21 @@ def run_part(plan: PartPlan, device: str, scratch: Path, limit_s: float) -> Outc
 
 
 def _environment(scratch: Path, mark: str) -> dict[str, str]:
-    """A part finds this very code without an install, prints at once, and keeps its temporary files where they are deleted."""
+    """A part finds this very code without an install, prints at once, and keeps its temporary files where they are
+    deleted.
+    """
     temporary = scratch / "tmp"
     temporary.mkdir(exist_ok=True)
     path = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TMPDIR": str(temporary), MARK: mark}
 
 
-def _started(program: Sequence[str], folder: Path, log: Path, environment: Mapping[str, str], deadline: float) -> Process:
-    """The part's process: forked from this check's warm starter, in which torch is imported, or a new Python where that cannot be."""
+def _started(
+    program: Sequence[str], folder: Path, log: Path, environment: Mapping[str, str], deadline: float
+) -> Process:
+    """The part's process: forked from this check's warm starter, in which torch is imported, or a new Python where that
+    cannot be.
+    """
     if warm.why_not() is None:
         try:
             return ForkedPart(program, log, folder, environment, deadline)
@@ -89,14 +110,22 @@ def _started(program: Sequence[str], folder: Path, log: Path, environment: Mappi
     tied = {**environment, RUNNER: f"{os.getpid()} {deadline}"}
     with log.open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, *program], cwd=folder, env=tied, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, *program],
+            cwd=folder,
+            env=tied,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
 
 class ForkedPart:
     """A part forked from the warm starter, spoken to like a subprocess.Popen."""
 
-    def __init__(self, program: Sequence[str], log: Path, folder: Path, environment: Mapping[str, str], deadline: float) -> None:
+    def __init__(
+        self, program: Sequence[str], log: Path, folder: Path, environment: Mapping[str, str], deadline: float
+    ) -> None:
         warm.begin(environment)
         tied = {**environment, RUNNER: f"{warm.starter_pid()} {deadline}"}  # its parent, which ends with this process
         log.touch()
@@ -162,5 +191,7 @@ def _with_sheet(plan: PartPlan, status: str, reason: str, seconds: float, limit_
     except BadSheet as error:
         status, reason = ("garbage", str(error)) if status == "finished" else (status, reason)
         return Outcome(plan.name, status, reason, round(seconds, 2), limit_s, None)
-    sheet["records"] = [name for name in sheet["records"] if (folder / name / "run.json").is_file() and ".." not in Path(name).parts]
+    sheet["records"] = [
+        name for name in sheet["records"] if (folder / name / "run.json").is_file() and ".." not in Path(name).parts
+    ]
     return Outcome(plan.name, status, reason, round(seconds, 2), limit_s, sheet)

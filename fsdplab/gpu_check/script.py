@@ -1,7 +1,8 @@
-"""Runs a notebook's script cell by cell where not every package is installed: `python -m fsdplab.gpu_check.script FILE RESULT`.
+"""Runs a notebook's script cell by cell where not every package is installed: `python -m fsdplab.gpu_check.script FILE
+RESULT`.
 
-What needs a package that is not there (a figure, a slider) is left out and named; all else must run. A name that a left-out
-statement would have made stands for "not there", so that only what really needs it is left out after it.
+What needs a package that is not there (a figure, a slider) is left out and named; all else must run. A name that a
+left-out statement would have made stands for "not there", so that only what really needs it is left out after it.
 """
 
 from __future__ import annotations
@@ -33,8 +34,12 @@ class NotThere:
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise ModuleNotFoundError(f"needs {self.package}", name=self.package)
 
-    __call__ = __iter__ = __getitem__ = __len__ = __float__ = __int__ = __str__ = __lt__ = __gt__ = __le__ = __ge__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = __contains__ = _refuse
+    __call__ = __iter__ = __getitem__ = __len__ = __float__ = __int__ = __str__ = __lt__ = __gt__ = __le__ = __ge__ = (
+        _refuse
+    )
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = (
+        __contains__
+    ) = _refuse
 
     def __getattr__(self, name: str) -> Any:
         return self._refuse()
@@ -103,7 +108,7 @@ def _by_cell(tree: ast.Module, marks: list[tuple[int, int, str]]) -> list[tuple[
 
 
 def _run_cell(cell: CellRun, statements: list[ast.stmt], names: dict[str, Any], file: str) -> None:
-    for index, statement in enumerate(one for each in statements for one in _apart(each)):
+    for _index, statement in enumerate(one for each in statements for one in _apart(each)):
         try:
             _run_statement(statement, names, file)
             cell.ran += 1

@@ -1,6 +1,7 @@
 """Reading back what a part wrote: a sheet is taken only if it is whole and of the right shape.
 
-The runner loads no torch, so that it starts at once and nothing that breaks torch can break it; this file is its half of part.py.
+The runner loads no torch, so that it starts at once and nothing that breaks torch can break it; this file is its half
+of part.py.
 """
 
 from __future__ import annotations
@@ -39,9 +40,14 @@ def _complaint(content: Any, part: str) -> str | None:
     wrong = [name for name in _LISTS if not isinstance(content.get(name), list)]
     if wrong:
         return f"has no list of {' and '.join(wrong)}"
-    if not all(isinstance(row, dict) and all(isinstance(value, _FLAT) for value in row.values()) for row in content["rows"]):
+    if not all(
+        isinstance(row, dict) and all(isinstance(value, _FLAT) for value in row.values()) for row in content["rows"]
+    ):
         return "has rows that are not flat"
-    if not all(isinstance(check, dict) and all(isinstance(check.get(key), kind) for key, kind in _CHECK.items()) for check in content["checks"]):
+    if not all(
+        isinstance(check, dict) and all(isinstance(check.get(key), kind) for key, kind in _CHECK.items())
+        for check in content["checks"]
+    ):
         return "has checks without name, passed, got and expected"
     if not all(isinstance(text, str) for name in ("notes", "records") for text in content[name]):
         return "has notes or records that are no text"

@@ -1,13 +1,16 @@
-"""Bytes of model state and of gathered units, by arithmetic: what `full_shard` with AdamW in bf16 over fp32 masters must hold on each of n ranks.
+"""Bytes of model state and of gathered units, by arithmetic: what `full_shard` with AdamW in bf16 over fp32 masters
+must hold on each of n ranks.
 
     slices          4 P / n      masters
     optimizer       8 P / n      two moments
     gradients       4 P / n      after a backward, until they are zeroed
     gathered        2 U          U: parameters of the units that are gathered at that instant, whole
-    staging         2 W          W: parameters of the units whose gather is in flight: it lands in a buffer and is copied from there
-    low precision   2 V / n      V: parameters of the units gathered since the forward began: their bf16 slices stay to the backward's end
+    staging         2 W          W: parameters of the units whose gather is in flight: it lands in a buffer and is
+    copied from there low precision   2 V / n      V: parameters of the units gathered since the forward began: their
+    bf16 slices stay to the backward's end
 
-No padding: at n = 1 there is none, and it is below a thousandth where n divides the rows. Activations are not model state.
+No padding: at n = 1 there is none, and it is below a thousandth where n divides the rows. Activations are not model
+state.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ class StateBytes:
     def in_forward(self, block: int, prefetch: int = 1) -> int:
         """What comes on top while `block` (from 0) computes.
 
-        The root, this block and `prefetch` after it are gathered (or in flight); of all units so far there are bf16 slices.
+        The root, this block and `prefetch` after it are gathered (or in flight); of all units so far there are bf16
+        slices.
         """
         root, each = root_parameter_count(self.config), block_parameter_count(self.config)
         ahead = min(prefetch, self.config.layers - 1 - block)

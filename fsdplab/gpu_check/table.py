@@ -11,12 +11,26 @@ from typing import Any
 from .runner import Outcome
 
 Table = tuple[list[str], list[list[str]]]
-_FIRST = ("gpu", "driver", "torch", "cuda", "nccl", "python", "commit", "source_sha256", "device", "command", "began_utc")
+_FIRST = (
+    "gpu",
+    "driver",
+    "torch",
+    "cuda",
+    "nccl",
+    "python",
+    "commit",
+    "source_sha256",
+    "device",
+    "command",
+    "began_utc",
+)
 _MOST_COLUMNS = 16  # a row with more figures stands upright
 
 
 def figure(value: object) -> str:
-    """A figure in at most four digits: `figure(0.123456) == "0.1235"`, `figure(None) == "-"`, `figure(True) == "yes"`."""
+    """A figure in at most four digits: `figure(0.123456) == "0.1235"`, `figure(None) == "-"`,
+    `figure(True) == "yes"`.
+    """
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -39,16 +53,24 @@ def outcomes_table(outcomes: Sequence[Outcome]) -> Table:
 
 def failed_table(outcomes: Sequence[Outcome]) -> Table:
     """One row a check that did not hold."""
-    rows = [[each.name, check["name"], check["got"], check["expected"]] for each in outcomes for check in each.failed_checks]
+    rows = [
+        [each.name, check["name"], check["got"], check["expected"]] for each in outcomes for check in each.failed_checks
+    ]
     return ["part", "check that failed", "got", "expected"], rows
 
 
 def rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """A part's rows, in the order in which columns first appear; wide ones stand upright, a figure a line."""
-    columns = [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) is not None for row in rows)]
+    columns = [
+        name
+        for name in dict.fromkeys(name for row in rows for name in row)
+        if any(row.get(name) is not None for row in rows)
+    ]
     cells = [[figure(row.get(name)) for name in columns] for row in rows]
     if len(columns) > _MOST_COLUMNS and len(rows) <= 8:
-        return ["figure", *(str(number) for number in range(1, len(rows) + 1))], [[name, *each] for name, each in zip(columns, zip(*cells, strict=True), strict=True)]
+        return ["figure", *(str(number) for number in range(1, len(rows) + 1))], [
+            [name, *each] for name, each in zip(columns, zip(*cells, strict=True), strict=True)
+        ]
     return columns, cells
 
 
@@ -69,7 +91,11 @@ def as_text(provenance: Mapping[str, Any], outcomes: Sequence[Outcome], notes: S
 def as_markdown(provenance: Mapping[str, Any], outcomes: Sequence[Outcome], notes: Sequence[str] = ()) -> str:
     """The whole check as Markdown."""
     parts = ["# GPU check", "\n".join(f"- {line}" for line in ran_on(provenance)), _markdown(outcomes_table(outcomes))]
-    parts += ["## Checks that failed", _markdown(failed_table(outcomes))] if any(each.failed_checks for each in outcomes) else []
+    parts += (
+        ["## Checks that failed", _markdown(failed_table(outcomes))]
+        if any(each.failed_checks for each in outcomes)
+        else []
+    )
     parts += [f"## {title}\n\n{body}" for title, body in _sections(outcomes, _markdown)]
     return "\n\n".join([*parts, *(f"Note: {note}" for note in notes)]) + "\n"
 
@@ -79,7 +105,8 @@ def _sections(outcomes: Sequence[Outcome], render: Any) -> list[tuple[str, str]]
     found = []
     for each in outcomes:
         sheet = each.sheet or {"rows": [], "notes": []}
-        body = [render(rows_table(sheet["rows"]))] if sheet["rows"] and each.name != "environment" else []  # its row stands on top
+        # its row stands on top
+        body = [render(rows_table(sheet["rows"]))] if sheet["rows"] and each.name != "environment" else []
         body += [f"note: {note}" for note in sheet["notes"]]
         if body:
             found.append((each.name, "\n\n".join(body) if render is _markdown else "\n".join(body)))
@@ -91,10 +118,15 @@ def _text(table: Table) -> str:
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     rule = ["-" * width for width in widths]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in [header, rule, *rows])
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in [header, rule, *rows]
+    )
 
 
 def _markdown(table: Table) -> str:
     header, rows = table
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
+    )

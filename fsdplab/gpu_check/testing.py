@@ -2,8 +2,9 @@
 
 Of each file the tests marked `gpu` are run; of those named in WHOLE (comma-separated), all.
 
-Each test is written down when it begins and when it ends, so that one that hangs or crashes is known by name, and a second
-process goes on behind it. After an error of CUDA itself nothing in the process can be trusted, so it ends at once.
+Each test is written down when it begins and when it ends, so that one that hangs or crashes is known by name, and a
+second process goes on behind it. After an error of CUDA itself nothing in the process can be trusted, so it ends at
+once.
 """
 
 from __future__ import annotations
@@ -24,11 +25,16 @@ _ONE_TEST_S = 45  # where pytest-timeout is installed
 
 
 def noting(path: Path) -> Note:
-    """A function that appends one event to `path`: test (file::name), outcome (began, passed, failed, skipped), seconds, reason."""
+    """A function that appends one event to `path`: test (file::name), outcome (began, passed, failed, skipped),
+    seconds, reason.
+    """
 
     def note(test: str, outcome: str, seconds: float = 0.0, reason: str = "") -> None:
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"test": test, "outcome": outcome, "seconds": round(seconds, 3), "reason": reason[:300]}) + "\n")
+            file.write(
+                json.dumps({"test": test, "outcome": outcome, "seconds": round(seconds, 3), "reason": reason[:300]})
+                + "\n"
+            )
         if outcome == "failed" and "CUDA error" in reason:
             os._exit(CUDA_BROKE)
 
@@ -70,7 +76,9 @@ class Reporter:
     def pytest_collectreport(self, report: Any) -> None:
         """A file that cannot be imported is a test that failed."""
         if report.failed:
-            self._note(f"{_name(report.nodeid)} (collecting)", "failed", 0.0, str(report.longrepr).strip().splitlines()[-1])
+            self._note(
+                f"{_name(report.nodeid)} (collecting)", "failed", 0.0, str(report.longrepr).strip().splitlines()[-1]
+            )
 
 
 def _name(nodeid: str) -> str:
@@ -81,15 +89,32 @@ def _name(nodeid: str) -> str:
 
 def _reason(report: Any) -> str:
     if report.skipped:
-        return str(report.longrepr[2]).removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        return (
+            str(report.longrepr[2]).removeprefix("Skipped: ")
+            if isinstance(report.longrepr, tuple)
+            else str(report.longrepr)
+        )
     crash = getattr(report.longrepr, "reprcrash", None)
     return "" if report.passed else str(crash.message if crash else report.longrepr).strip().splitlines()[0]
 
 
 def run_with_pytest(paths: list[Path], note: Note, begun: set[str], whole: set[str]) -> int:
-    """Run the files with pytest; 0 where nothing failed. The checkout's own flags need plugins that may not be there."""
+    """Run the files with pytest; 0 where nothing failed.
+    The checkout's own flags need plugins that may not be there.
+    """
     pytest = import_module("pytest")
-    flags = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=", "--tb=short", "-o", f"timeout={_ONE_TEST_S}"]
+    flags = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=",
+        "-o",
+        "filterwarnings=",
+        "--tb=short",
+        "-o",
+        f"timeout={_ONE_TEST_S}",
+    ]
     code = pytest.main([*flags, *map(str, paths)], plugins=[Reporter(note, begun, whole)])
     return 0 if code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) else int(code)
 

@@ -1,8 +1,9 @@
-"""The GPU tests, in a process that is replaced when a test breaks it: a kernel that fails breaks CUDA for its whole process.
+"""The GPU tests, in a process that is replaced when a test breaks it: a kernel that fails breaks CUDA for its whole
+process.
 
-Tests are found by their mark `gpu`. Where pytest is installed it runs them; where it is not, a small stand-in does (bare.py),
-since a borrowed machine may have torch and numpy alone. On CPU the same files are collected and their GPU tests are skipped,
-with the reason that they give; one file of plain tests shows that tests really run.
+Tests are found by their mark `gpu`. Where pytest is installed it runs them; where it is not, a small stand-in does
+(bare.py), since a borrowed machine may have torch and numpy alone. On CPU the same files are collected and their GPU
+tests are skipped, with the reason that they give; one file of plain tests shows that tests really run.
 """
 
 from __future__ import annotations
@@ -31,12 +32,22 @@ Event = dict[str, Any]
 
 
 def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> None:
-    """Runs every GPU test; a row a test, as soon as it ends. A process that dies is followed by another for the tests after."""
+    """Runs every GPU test; a row a test, as soon as it ends. A process that dies is followed by another for the tests
+    after.
+    """
     files = test_files(CHECKOUT / "tests", device.type)
     if not files:
-        return sheet.check("there are GPU tests", False, "no file of tests beside this package", "run from a checkout of the repository")
+        return sheet.check(
+            "there are GPU tests",
+            False,
+            "no file of tests beside this package",
+            "run from a checkout of the repository",
+        )
     runner = "pytest" if importlib.util.find_spec("pytest") else "bare"
-    sheet.note(f"run by {'pytest' if runner == 'pytest' else 'the stand-in for pytest'}: {', '.join(path.name for path in files)}")
+    sheet.note(
+        f"run by {'pytest' if runner == 'pytest' else 'the stand-in for pytest'}:"
+        f" {', '.join(path.name for path in files)}"
+    )
     reader, code, before = Reader(sheet, folder / "events.jsonl"), None, -1
     while code != 0 and reader.begun > before and sheet.left() > _LEAST_S:
         before = reader.begun
@@ -44,20 +55,41 @@ def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> No
         reader.ended(code)
     ran = {outcome: sum(row["outcome"] == outcome for row in sheet.rows) for outcome in ("passed", "failed", "skipped")}
     told = ", ".join(f"{count} {outcome}" for outcome, count in ran.items())
-    sheet.check("all tests were run", code == 0 or code == NOT_ALL_PASSED, "stopped at the limit" if code is None else f"code {code}: {told}", "code 0 or 1")
+    sheet.check(
+        "all tests were run",
+        code == 0 or code == NOT_ALL_PASSED,
+        "stopped at the limit" if code is None else f"code {code}: {told}",
+        "code 0 or 1",
+    )
     sheet.check("some test ran", ran["passed"] + ran["failed"] > 0, told, "at least 1 passed or failed")
 
 
 def test_files(tests: Path, device: str) -> list[Path]:
     """The files that hold a GPU test; on CPU also one of plain tests."""
-    found = [path for path in sorted(tests.glob("test_*.py")) if MARK in path.read_text(encoding="utf-8") and path.name != "test_gpu_check.py"]
+    found = [
+        path
+        for path in sorted(tests.glob("test_*.py"))
+        if MARK in path.read_text(encoding="utf-8") and path.name != "test_gpu_check.py"
+    ]
     return found + ([tests / name for name in ON_CPU_TOO if (tests / name).exists()] if device == "cpu" else [])
 
 
 def run_files(sheet: Sheet, files: list[Path], reader: Reader, runner: str) -> int | None:
-    """The tests that were not begun yet, in one process, ended when the part's time is up; its exit code, None at the limit."""
-    command = [sys.executable, "-m", "fsdplab.gpu_check.testing", str(reader.events), runner, ",".join(ON_CPU_TOO), *map(str, files)]
-    process = subprocess.Popen(command, cwd=CHECKOUT, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}, stdin=subprocess.DEVNULL)
+    """The tests that were not begun yet, in one process, ended when the part's time is up; its exit code, None at the
+    limit.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "fsdplab.gpu_check.testing",
+        str(reader.events),
+        runner,
+        ",".join(ON_CPU_TOO),
+        *map(str, files),
+    ]
+    process = subprocess.Popen(
+        command, cwd=CHECKOUT, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}, stdin=subprocess.DEVNULL
+    )
     try:
         while process.poll() is None and sheet.left() > _CLOSING_S:
             reader.read()
@@ -103,7 +135,12 @@ class Reader:
         """The process has ended: the test that was running, if any, did not."""
         self.read()
         if self._running:
-            self._row(self._running, "failed", None, "was stopped at the limit" if code is None else f"ended its process (code {code})")
+            self._row(
+                self._running,
+                "failed",
+                None,
+                "was stopped at the limit" if code is None else f"ended its process (code {code})",
+            )
             self._running = ""
 
 

@@ -1,7 +1,7 @@
 """Recorded runs: a few strategies under PyTorch's profiler, with their memory timelines, kept as run records.
 
-These are what the notebooks on traces and memory open on a laptop. Several ranks share the one GPU where that transport is
-there; on CPU two ranks run in its place.
+These are what the notebooks on traces and memory open on a laptop. Several ranks share the one GPU where that transport
+is there; on CPU two ranks run in its place.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Job:
 
 
 ON_CUDA = (
-    Job("full_shard", 2, "shared_gpu"), Job("full_shard", 1, "auto"), Job("shard_grad_op", 2, "shared_gpu"), Job("no_shard", 2, "shared_gpu"),
+    Job("full_shard", 2, "shared_gpu"), Job("full_shard", 1, "auto"), Job("shard_grad_op", 2, "shared_gpu"),
+    Job("no_shard", 2, "shared_gpu"),
 )  # fmt: skip
 ON_CPU = (Job("full_shard", 2, "auto"), Job("no_shard", 2, "auto"))
 
@@ -63,7 +64,14 @@ def record_job(sheet: Sheet, job: Job, device: torch.device, folder: Path) -> No
     sizes = LARGE if device.type == "cuda" else TINY
     limit = max(1.0, sheet.left() - _REPORT_S[device.type])
     try:
-        spec = RunSpec(strategy=job.strategy, world_size=job.ranks, transport=job.transport, device=device.type, time_limit=limit, **sizes)
+        spec = RunSpec(
+            strategy=job.strategy,
+            world_size=job.ranks,
+            transport=job.transport,
+            device=device.type,
+            time_limit=limit,
+            **sizes,
+        )
     except SpecError as error:
         return sheet.note(f"{job.name} cannot run here: {first_line(error)}")
     try:
@@ -77,15 +85,19 @@ def record_job(sheet: Sheet, job: Job, device: torch.device, folder: Path) -> No
 
 
 def figures(job: Job, record: RunRecord) -> dict[str, Any]:
-    """The row of one record: times in ms (exposed and overlapped of the rank that exposes most), bytes, and the weight of its traces."""
+    """The row of one record: times in ms (exposed and overlapped of the rank that exposes most), bytes, and the weight
+    of its traces.
+    """
     comm, peak, summary = record.summary["comm"], record.summary["peak_memory_bytes"], record.summary
     median = summary["step_time_s"]["median"]
     return {
-        "record": job.name, "strategy": job.strategy, "ranks": job.ranks, "transport": job.transport, "model": record.spec["model"],
+        "record": job.name, "strategy": job.strategy, "ranks": job.ranks, "transport": job.transport,
+        "model": record.spec["model"],
         "step_ms": None if median is None else 1e3 * median, "tokens_per_s": summary["tokens_per_s"],
         "exposed_ms": None if comm["exposed_s"] is None else 1e3 * comm["exposed_s"], "overlap": comm["overlap"],
         "bytes_sent": comm["bytes_per_step"], "collectives": comm["collectives_per_step"],
-        "peak_bytes": peak["total"], "other_of_peak": other_share(peak), "last_loss": summary["losses"][-1] if summary["losses"] else None,
+        "peak_bytes": peak["total"], "other_of_peak": other_share(peak),
+        "last_loss": summary["losses"][-1] if summary["losses"] else None,
         "memory_rows": len(record.table("memory")), "timeline_rows": len(record.table("timeline")),
         "trace_bytes": sum(path.stat().st_size for path in traces_of(record).values()),
     }  # fmt: skip
@@ -97,17 +109,33 @@ def other_share(peak: dict[str, Any]) -> float | None:
 
 
 def judge(sheet: Sheet, job: Job, record: RunRecord, device: torch.device) -> None:
-    """Every nanosecond of every profiled step is accounted for, the trace is of the device, and memory has its timeline."""
+    """Every nanosecond of every profiled step is accounted for, the trace is of the device, and memory has its
+    timeline.
+    """
     sheet.check(f"{job.name} finished", record.status == "finished", record.status, "finished")
     worst = unaccounted_ns(record.table("breakdown"))
-    sheet.check(f"{job.name}: the parts of a step add up to it", worst == 0, "no profiled step" if worst is None else f"{worst} ns off", "0 ns off")
-    found = analyse_trace(traces_of(record)[0], ledger=[row for row in record.table("ledger") if row["rank"] == 0]).device
+    sheet.check(
+        f"{job.name}: the parts of a step add up to it",
+        worst == 0,
+        "no profiled step" if worst is None else f"{worst} ns off",
+        "0 ns off",
+    )
+    found = analyse_trace(
+        traces_of(record)[0], ledger=[row for row in record.table("ledger") if row["rank"] == 0]
+    ).device
     sheet.check(f"{job.name}: the trace shows the device's work", found == device.type, found, device.type)
-    sheet.check(f"{job.name}: memory has a timeline", len(record.table("memory")) > 1, f"{len(record.table('memory'))} rows", "more than 1")
+    sheet.check(
+        f"{job.name}: memory has a timeline",
+        len(record.table("memory")) > 1,
+        f"{len(record.table('memory'))} rows",
+        "more than 1",
+    )
 
 
 def unaccounted_ns(breakdown: list[dict[str, Any]]) -> int | None:
-    """The largest gap between a step and the sum of its four parts: a step of 10 with parts 4, 3, 2, 1 gives 0; None without rows."""
+    """The largest gap between a step and the sum of its four parts: a step of 10 with parts 4, 3, 2, 1 gives 0; None
+    without rows.
+    """
     return max((abs(row["step_ns"] - sum(row[part] for part in PARTS_OF_A_STEP)) for row in breakdown), default=None)
 
 

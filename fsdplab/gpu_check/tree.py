@@ -1,7 +1,8 @@
 """A part and all that it started, ended for certain: its process group, its descendants, and what carries its mark.
 
-Ranks live in sessions of their own, so killing the part's group does not reach them; they would follow their parent, but only
-once the kernel tells them. Every process of a part inherits one marked variable, and the mark finds those that are left.
+Ranks live in sessions of their own, so killing the part's group does not reach them; they would follow their parent,
+but only once the kernel tells them. Every process of a part inherits one marked variable, and the mark finds those that
+are left.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Process(Protocol):
 
 
 def end_tree(process: Process, mark: str) -> list[int]:
-    """Kill `process` with its group, its descendants and all that carry `mark`; returns those still there after five seconds."""
+    """Kill `process` with its group, its descendants and all that carry `mark`; returns those still there after five
+    seconds.
+    """
     deadline = time.monotonic() + _PATIENCE_S
     left = {process.pid} if process.poll() is None else set()
     left |= descendants(process.pid) | marked(mark)

@@ -1,8 +1,9 @@
 """What GPUs can do, as their makers print it, and how many of them make a cluster.
 
-The figures are data sheets' (dense, without sparsity); `source` says which. Two habits of data sheets to know: the memory on the label is
-in GiB (an "80 GB" H100 has 80 x 2^30 bytes, a little less of it usable), and a GPU whose sheet prints 1,979 TFLOP/s reaches half of that
-without sparsity. Where no figure could be read it is None, and whoever needs it says so instead of guessing.
+The figures are data sheets' (dense, without sparsity); `source` says which. Two habits of data sheets to know: the
+memory on the label is in GiB (an "80 GB" H100 has 80 x 2^30 bytes, a little less of it usable), and a GPU whose sheet
+prints 1,979 TFLOP/s reaches half of that without sparsity. Where no figure could be read it is None, and whoever needs
+it says so instead of guessing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class HardwareError(ValueError):
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU: memory in bytes, dense bf16 FLOP/s, memory traffic and links in bytes per second in one direction.
+    """One kind of GPU: memory in bytes, dense bf16 FLOP/s, memory traffic and links in bytes per second in one
+    direction.
 
     `nic_bytes_per_s` is what the node's network cards give to each GPU of it, typically.
     """
@@ -37,36 +39,91 @@ class Gpu:
     source: str
 
 
-def _gpu(name: str, memory_gib: float, tflops: float | None, hbm_tb: float, link: LinkSpec, nic_gbit: float | None, source: str) -> Gpu:
+def _gpu(
+    name: str,
+    memory_gib: float,
+    tflops: float | None,
+    hbm_tb: float,
+    link: LinkSpec,
+    nic_gbit: float | None,
+    source: str,
+) -> Gpu:
     flops, nic = tflops and tflops * 1e12, nic_gbit and nic_gbit * 1e9 / 8
     return Gpu(name, int(memory_gib * _GIB), flops, hbm_tb * 1e12, link, nic, source)
 
 
-_XGMI = LinkSpec("xgmi", 448e9, PRESETS["nvlink4"].latency_s)  # seven links of 64 GB/s: one peer alone sees one; latency assumed NVLink's
+# seven links of 64 GB/s: one peer alone sees one; latency assumed NVLink's
+_XGMI = LinkSpec("xgmi", 448e9, PRESETS["nvlink4"].latency_s)
 _QUOTED = "stas00/ml-engineering, compute/accelerator and network, quoting the vendor's page"
 
 # Memory: as seen by a program where that is known (MI300X, H200, H100 96GB), else the label.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("H100 SXM 80GB", 80, 989, 3.35, PRESETS["nvlink4"], 400, "nvidia.com/data-center/h100 (prints 1979 with sparsity); DGX H100 user guide"),
-        _gpu("H100 SXM 96GB", 95.04, None, 2.4, PRESETS["nvlink4"], 400, "torchtitan's benchmarks; no public data sheet"),
+        _gpu(
+            "H100 SXM 80GB",
+            80,
+            989,
+            3.35,
+            PRESETS["nvlink4"],
+            400,
+            "nvidia.com/data-center/h100 (prints 1979 with sparsity); DGX H100 user guide",
+        ),
+        _gpu(
+            "H100 SXM 96GB", 95.04, None, 2.4, PRESETS["nvlink4"], 400, "torchtitan's benchmarks; no public data sheet"
+        ),
         _gpu("H200 SXM 141GB", 139, 989, 4.8, PRESETS["nvlink4"], 400, f"nvidia.com/data-center/h200; {_QUOTED}"),
-        _gpu("A100 SXM 40GB", 40, 312, 1.555, PRESETS["nvlink3"], 50, "NVIDIA A100 whitepaper; network of an AWS p4d: 4 x 100 Gb/s for 8 GPUs"),
-        _gpu("A100 SXM 80GB", 80, 312, 2.0, PRESETS["nvlink3"], 200, "nvidia.com/data-center/a100; network of HDR class, varies from 50 to 200 Gb/s"),
+        _gpu(
+            "A100 SXM 40GB",
+            40,
+            312,
+            1.555,
+            PRESETS["nvlink3"],
+            50,
+            "NVIDIA A100 whitepaper; network of an AWS p4d: 4 x 100 Gb/s for 8 GPUs",
+        ),
+        _gpu(
+            "A100 SXM 80GB",
+            80,
+            312,
+            2.0,
+            PRESETS["nvlink3"],
+            200,
+            "nvidia.com/data-center/a100; network of HDR class, varies from 50 to 200 Gb/s",
+        ),
         _gpu("B200 SXM", 180, 2250, 8.0, PRESETS["nvlink5"], 400, f"NVIDIA DGX B200 data sheet; {_QUOTED}"),
-        _gpu("RTX 4090", 24, 165.2, 1.008, PRESETS["pcie4"], None, "NVIDIA Ada whitepaper v2.1, appendix A (BF16 with FP32 accumulate)"),
-        _gpu("RTX 3090", 24, 71, 0.936, PRESETS["pcie4"], None, "NVIDIA GA102 whitepaper v2, half of the FP16 rate; NVLink joins two only"),
+        _gpu(
+            "RTX 4090",
+            24,
+            165.2,
+            1.008,
+            PRESETS["pcie4"],
+            None,
+            "NVIDIA Ada whitepaper v2.1, appendix A (BF16 with FP32 accumulate)",
+        ),
+        _gpu(
+            "RTX 3090",
+            24,
+            71,
+            0.936,
+            PRESETS["pcie4"],
+            None,
+            "NVIDIA GA102 whitepaper v2, half of the FP16 rate; NVLink joins two only",
+        ),
         _gpu("L40S", 48, 362, 0.864, PRESETS["pcie4"], None, "nvidia.com/data-center/l40s (362 dense)"),
-        _gpu("A10G", 24, None, 0.6, PRESETS["pcie4"], None, "AWS G5; sources for bf16 disagree (62.5 to 125): measure it"),
+        _gpu(
+            "A10G", 24, None, 0.6, PRESETS["pcie4"], None, "AWS G5; sources for bf16 disagree (62.5 to 125): measure it"
+        ),
         _gpu("T4", 16, None, 0.32, PRESETS["pcie3"], None, "NVIDIA T4 data sheet: no bf16, 65 TFLOP/s in fp16"),
         _gpu("MI300X", 191.98, 1307.4, 5.3, _XGMI, 400, f"amd.com/instinct/mi300x; {_QUOTED}"),
     )
 }
 # Short names that people use, squeezed, and the row they mean.
 _SHORT = {
-    "h100": "H100 SXM 80GB", "h100sxm": "H100 SXM 80GB", "h10080gb": "H100 SXM 80GB", "h10096gb": "H100 SXM 96GB", "h200": "H200 SXM 141GB",
-    "h200sxm": "H200 SXM 141GB", "h200141gb": "H200 SXM 141GB", "a100": "A100 SXM 80GB", "a100sxm": "A100 SXM 80GB", "a10080gb": "A100 SXM 80GB",
+    "h100": "H100 SXM 80GB", "h100sxm": "H100 SXM 80GB", "h10080gb": "H100 SXM 80GB", "h10096gb": "H100 SXM 96GB",
+    "h200": "H200 SXM 141GB",
+    "h200sxm": "H200 SXM 141GB", "h200141gb": "H200 SXM 141GB", "a100": "A100 SXM 80GB", "a100sxm": "A100 SXM 80GB",
+    "a10080gb": "A100 SXM 80GB",
     "a10040gb": "A100 SXM 40GB", "b200": "B200 SXM", "4090": "RTX 4090", "3090": "RTX 3090",
 }  # fmt: skip
 
@@ -82,7 +139,9 @@ class Cluster:
     @property
     def name(self) -> str:
         """`8xH100 SXM 80GB`, or `8x8xH100 SXM 80GB` for eight nodes."""
-        return f"{self.gpus}x{self.gpu.name}" if self.nodes == 1 else f"{self.nodes}x{self.gpus_per_node}x{self.gpu.name}"
+        return (
+            f"{self.gpus}x{self.gpu.name}" if self.nodes == 1 else f"{self.nodes}x{self.gpus_per_node}x{self.gpu.name}"
+        )
 
     @property
     def nodes(self) -> int:
@@ -91,7 +150,9 @@ class Cluster:
 
     @property
     def network(self) -> LinkSpec | None:
-        """What joins one GPU to its twins in the other nodes: its share of the node's network cards; None on one node."""
+        """What joins one GPU to its twins in the other nodes: its share of the node's network cards;
+        None on one node.
+        """
         if self.nodes == 1:
             return None
         return LinkSpec("network", self.gpu.nic_bytes_per_s, PRESETS["ib400"].latency_s)
@@ -100,9 +161,10 @@ class Cluster:
     def link(self) -> LinkSpec:
         """What a ring over all GPUs runs on, as one of them sees it: the slow axis.
 
-        Over several nodes that is the network, but all network cards of a node carry their part of the same ring's bytes (NCCL runs one
-        ring a card, and each ring enters a node once): 8 GPUs with 50 GB/s each give a rank 400 GB/s, not 50. Latency is the mean over a
-        ring's hops, of which one in `gpus_per_node` leaves its node: (7 x 3.4 + 14) / 8 = 4.7 us.
+        Over several nodes that is the network, but all network cards of a node carry their part of the same ring's
+        bytes (NCCL runs one ring a card, and each ring enters a node once): 8 GPUs with 50 GB/s each give a rank 400
+        GB/s, not 50. Latency is the mean over a ring's hops, of which one in `gpus_per_node` leaves its node: (7 x 3.4
+        + 14) / 8 = 4.7 us.
         """
         inside, network, per_node = self.gpu.link, self.network, self.gpus_per_node
         if network is None:
@@ -114,7 +176,8 @@ class Cluster:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The row of the table that `name` means, by its name or a short form of it; raises HardwareError with near matches.
+    """The row of the table that `name` means, by its name or a short form of it; raises HardwareError with near
+    matches.
 
     >>> find_gpu("a100-40gb").memory_bytes == 40 * 2**30
     True
@@ -122,7 +185,9 @@ def find_gpu(name: str) -> Gpu:
     known = {**{_squeezed(full): full for full in GPUS}, **_SHORT}
     full = known.get(_squeezed(name))
     if full is None:
-        near = list(dict.fromkeys(known[each] for each in difflib.get_close_matches(_squeezed(name), known, n=3, cutoff=0.6)))
+        near = list(
+            dict.fromkeys(known[each] for each in difflib.get_close_matches(_squeezed(name), known, n=3, cutoff=0.6))
+        )
         meant = f" (did you mean {' or '.join(near)}?)" if near else ""
         raise HardwareError(f"unknown GPU {name.strip()!r}{meant}; expected one of {', '.join(GPUS)}")
     return GPUS[full]
@@ -136,16 +201,24 @@ def parse_cluster(text: str) -> Cluster:
     >>> parse_cluster("64xH100").nodes, parse_cluster("4xRTX 4090").gpus_per_node
     (8, 4)
     """
-    match = re.fullmatch(r"\s*(\d+)\s*[x*×]\s*(?:(\d+)\s*[x*×]\s*)?(\S.*?)\s*", text, re.IGNORECASE) if isinstance(text, str) else None
+    match = (
+        re.fullmatch(r"\s*(\d+)\s*[x*×]\s*(?:(\d+)\s*[x*×]\s*)?(\S.*?)\s*", text, re.IGNORECASE)
+        if isinstance(text, str)
+        else None
+    )
     if match is None:
-        raise HardwareError(f"a cluster is {text!r}; expected a number of GPUs and their name, such as 8xH100, 64xH100 or 2x8xA100-80GB")
+        raise HardwareError(
+            f"a cluster is {text!r}; expected a number of GPUs and their name, such as 8xH100, 64xH100 or 2x8xA100-80GB"
+        )
     gpu, first, second = find_gpu(match[3]), int(match[1]), match[2] and int(match[2])
     gpus = first * (second or 1) if second is None or second else 0
     if not gpus:
         raise HardwareError(f"the cluster {text!r} has no GPUs; expected at least 1, such as 8xH100")
     per_node = second or min(gpus, _NODE)
     if gpus % per_node:
-        raise HardwareError(f"{gpus} GPUs do not fill nodes of {_NODE}; give a multiple of {_NODE}, or name the nodes: 2x4x{gpu.name}")
+        raise HardwareError(
+            f"{gpus} GPUs do not fill nodes of {_NODE}; give a multiple of {_NODE}, or name the nodes: 2x4x{gpu.name}"
+        )
     if gpus > per_node and gpu.nic_bytes_per_s is None:
         raise HardwareError(f"no network between nodes is known for {gpu.name}; give one node: {per_node}x{gpu.name}")
     return Cluster(gpu, gpus, per_node)

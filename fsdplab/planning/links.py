@@ -1,9 +1,11 @@
-"""What a link is, in two numbers: bandwidth and latency. Presets for those that are sold, and a reader for those that are typed.
+"""What a link is, in two numbers: bandwidth and latency. Presets for those that are sold, and a reader for those that
+are typed.
 
-Bandwidths are the data sheets' nominal bytes per second in one direction (shared with hardware.py's table). Latencies are seconds per
-step of a ring collective. For NVLink, PCIe and InfiniBand they are the constants of NCCL's own cost model (tuning.cc, `hwLat`, Ring,
-Simple: NVLINK 3.4, PCI 5.7, NET 14.0 us). For Ethernet they are assumptions, not measured here: TCP without RDMA costs some ten
-microseconds a message in each host's kernel, more at slower rates, where a packet itself takes longer (1,500 bytes at 1 Gb/s: 12 us).
+Bandwidths are the data sheets' nominal bytes per second in one direction (shared with hardware.py's table). Latencies
+are seconds per step of a ring collective. For NVLink, PCIe and InfiniBand they are the constants of NCCL's own cost
+model (tuning.cc, `hwLat`, Ring, Simple: NVLINK 3.4, PCI 5.7, NET 14.0 us). For Ethernet they are assumptions, not
+measured here: TCP without RDMA costs some ten microseconds a message in each host's kernel, more at slower rates, where
+a packet itself takes longer (1,500 bytes at 1 Gb/s: 12 us).
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ class LinkSpec:
     @property
     def words(self) -> str:
         """Bandwidth and latency, to be read: `450 GB/s, 3.4 us a step`."""
-        unit, size = next((pair for pair in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)) if self.bytes_per_s >= pair[1]), ("B/s", 1.0))
+        unit, size = next(
+            (pair for pair in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)) if self.bytes_per_s >= pair[1]),
+            ("B/s", 1.0),
+        )
         latency = f", {self.latency_s * 1e6:.4g} us a step" if self.latency_s else ""
         return f"{self.bytes_per_s / size:.4g} {unit}{latency}"
 
@@ -77,12 +82,15 @@ _ALIASES = (
     (r"(?:eth|ethernet)(1|10|25|100)(?:g|gb/?s|gbps|gbit)?", "eth{}"),
     (r"(1|10|25|100)(?:gbe|gige|g?ethernet)", "eth{}"),
 )
-_GENERATIONS = {"ndr": "ib400", "hdr": "ib200", "ibndr": "ib400", "ibhdr": "ib200"}  # InfiniBand's own names for its rates
+# InfiniBand's own names for its rates
+_GENERATIONS = {"ndr": "ib400", "hdr": "ib200", "ibndr": "ib400", "ibhdr": "ib200"}
 _RATE = re.compile(r"([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?)(bits?/s|bits?|bytes?/s|b/s|bps)", re.IGNORECASE)
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _LATENCY = re.compile(r"([0-9.]+(?:e-?[0-9]+)?)\s*(ns|us|µs|ms|s)?", re.IGNORECASE)
 _PER_SECOND = {"ns": 1e9, "us": 1e6, "µs": 1e6, "ms": 1e3, "s": 1.0}
-_EXPECTED = f"one of {', '.join(PRESETS)}, or a rate like 200mbit, 1.5gbit or 800MB/s, with a latency if wanted: 10gbit,50us"
+_EXPECTED = (
+    f"one of {', '.join(PRESETS)}, or a rate like 200mbit, 1.5gbit or 800MB/s, with a latency if wanted: 10gbit,50us"
+)
 
 
 def parse_link(text: str) -> LinkSpec:
@@ -147,7 +155,9 @@ def _rate(text: str) -> LinkSpec | None:
     elif match[2].isupper() or unit.lower() == "bps":
         bits = 8.0  # Gb/s, Mbps: where the prefix is a capital, the small b was meant
     else:
-        raise LinkError(f"link {text!r} could mean bits or bytes; write {match[1]}{match[2]}bit or {match[1]}{match[2].upper()}B/s")
+        raise LinkError(
+            f"link {text!r} could mean bits or bytes; write {match[1]}{match[2]}bit or {match[1]}{match[2].upper()}B/s"
+        )
     return LinkSpec(text, value * _PREFIX[match[2].lower()] / bits, 0.0)
 
 
@@ -155,7 +165,9 @@ def _latency(text: str, behind: str) -> float:
     match = _LATENCY.fullmatch(behind)
     value = _number(match[1]) if match else None
     if value is None or match[2] is None and value:
-        raise LinkError(f"link {text!r} has the latency {behind!r}; expected a number with ns, us, ms or s, such as 50us")
+        raise LinkError(
+            f"link {text!r} has the latency {behind!r}; expected a number with ns, us, ms or s, such as 50us"
+        )
     return value / _PER_SECOND[(match[2] or "s").lower()]
 
 

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from ..engine.layout import Layout
 
 # strategy -> (gathers of a unit, gathers of the root), each per micro-batch; zero1 and zero2 gather once a step
-_GATHERS = {"no_shard": (0, 0), "zero1": (1, 1), "zero2": (1, 1), "shard_grad_op": (1, 1), "full_shard": (2, 1), "hybrid_shard": (2, 1)}
+_GATHERS = {
+    "no_shard": (0, 0),
+    "zero1": (1, 1),
+    "zero2": (1, 1),
+    "shard_grad_op": (1, 1),
+    "full_shard": (2, 1),
+    "hybrid_shard": (2, 1),
+}
 _GATHERS_ONCE_A_STEP = ("zero1", "zero2")
 _REDUCES_ONCE_A_STEP = ("no_shard", "zero1")
 
@@ -63,7 +70,10 @@ def step_traffic(
     if strategy not in _GATHERS:
         raise ValueError(f"no traffic formula for strategy {strategy!r}; expected one of {', '.join(_GATHERS)}")
     if ranks % replicas or replicas > 1 and strategy != "hybrid_shard":
-        raise ValueError(f"{replicas} replicas of {strategy} on {ranks} ranks: only hybrid_shard replicates, over a divisor of the ranks")
+        raise ValueError(
+            f"{replicas} replicas of {strategy} on {ranks} ranks: only hybrid_shard replicates, over a divisor of the"
+            " ranks"
+        )
     if ranks == 1:
         return []
     shards = ranks // replicas
@@ -84,7 +94,9 @@ def step_traffic(
 
 
 def _slice_traffic(unit: UnitShapes, count: int, shards: int, replicas: int, itemsize: int) -> Traffic:
-    """The all-reduce of one slice over the replicas; its padding differs from rank to rank: rank 0's, which has least."""
+    """The all-reduce of one slice over the replicas; its padding differs from rank to rank:
+    rank 0's, which has least.
+    """
     layout = Layout.of([(name, shape, itemsize) for name, shape in unit.parameters], shards)
     held = sum((slot.span(0)[1] - slot.span(0)[0]) * slot.row_bytes for slot in layout.slots)
     wire = 2 * layout.slice_bytes * (replicas - 1) // replicas

@@ -1,24 +1,30 @@
 """The wind tunnel: a link and a card for this machine under which a toy model shows the picture of a real job.
 
-An aeroplane's model flies truly in a wind tunnel when one number, Reynolds', is that of the real flight. Here the number is
+An aeroplane's model flies truly in a wind tunnel when one number, Reynolds', is that of the real flight. Here the
+number is
 
     ratio = communication time / compute time of one step, with no overlap counted on either side.
 
 On the target it follows from data sheets, with P parameters, T tokens a GPU and n GPUs:
 
-    compute       = 6 P T / (MFU x FLOP/s)                (Kaplan et al. 2020: 2 P T forward, 4 P T backward; attention's own part,
+    compute       = 6 P T / (MFU x FLOP/s)                (Kaplan et al. 2020: 2 P T forward, 4 P T backward;
+    attention's own part,
                                                           12 x layers x width x context more a token, is left out)
-    communication = sum over collectives of latency x steps + wire bytes / bandwidth       (traffic.py's counts, links.py's formula)
+    communication = sum over collectives of latency x steps + wire bytes / bandwidth       (traffic.py's counts,
+    links.py's formula)
 
-Here compute is measured, and the link is chosen so that communication / compute comes out equal. MFU is an assumption (0.4: runs of dense
-models on A100 and H100 publish 0.3 to 0.55), and where it is too low the ratio is too low by the same factor.
+Here compute is measured, and the link is chosen so that communication / compute comes out equal. MFU is an assumption
+(0.4: runs of dense models on A100 and H100 publish 0.3 to 0.55), and where it is too low the ratio is too low by the
+same factor.
 
-Worked by hand: Llama 3.1 8B (8.03e9 parameters, 32 layers) on 8xH100, full_shard, 8,192 tokens a GPU, gathers in bf16, gradients in fp32.
+Worked by hand: Llama 3.1 8B (8.03e9 parameters, 32 layers) on 8xH100, full_shard, 8,192 tokens a GPU, gathers in bf16,
+gradients in fp32.
     compute        6 x 8.03e9 x 8192 / (0.4 x 989e12)                       = 0.998 s
     bytes          8.03e9 x (2 gathers x 2 B + 4 B) x 7/8                   = 56.2 GB;  / 450 GB/s = 0.1249 s
     latency        32 layers x 3 collectives x 7 steps x 3.4 us             = 0.0023 s
     ratio          0.1272 / 0.998                                           = 0.127
-A toy that computes 0.5 s a step and sends 100 MB in 30 collectives of 4 ranks then gets 62.5 ms for them, and so about 1.6 GB/s.
+A toy that computes 0.5 s a step and sends 100 MB in 30 collectives of 4 ranks then gets 62.5 ms for them, and so about
+1.6 GB/s.
 """
 
 from __future__ import annotations
@@ -41,9 +47,11 @@ class WindTunnelError(ValueError):
 
 @dataclass(frozen=True)
 class Target:
-    """One step of the real job: seconds of compute and of communication as if nothing overlapped, and the bytes of one GPU.
+    """One step of the real job: seconds of compute and of communication as if nothing overlapped, and the bytes of one
+    GPU.
 
-    `latency_s` is the part of the communication that no bandwidth shortens; `shards` the GPUs over which states are cut.
+    `latency_s` is the part of the communication that no bandwidth shortens; `shards` the GPUs over which states are
+    cut.
     """
 
     compute_s: float
@@ -73,32 +81,56 @@ def wind_tunnel(
     The example of this module's docstring:
 
     >>> from .hardware import parse_cluster
-    >>> target = wind_tunnel(parse_cluster("8xH100"), target_parameters=8_030_261_248, target_layers=32, tokens_per_gpu=8192)
+    >>> llama = dict(target_parameters=8_030_261_248, target_layers=32)
+    >>> target = wind_tunnel(parse_cluster("8xH100"), **llama, tokens_per_gpu=8192)
     >>> round(target.compute_s, 3), round(target.communication_s, 3), round(target.ratio, 3)
     (0.998, 0.127, 0.127)
     """
-    _check(cluster, strategy, mfu, target_parameters=target_parameters, target_layers=target_layers, tokens_per_gpu=tokens_per_gpu)
+    _check(
+        cluster,
+        strategy,
+        mfu,
+        target_parameters=target_parameters,
+        target_layers=target_layers,
+        tokens_per_gpu=tokens_per_gpu,
+    )
     compute_s = 6 * target_parameters * tokens_per_gpu / (mfu * cluster.gpu.bf16_flops)
     hybrid = strategy == "hybrid_shard"
     layer = UnitShapes("layer", (("weight", (math.ceil(target_parameters / target_layers),)),))
     rows = step_traffic(
-        [layer], strategy, cluster.gpus, param_itemsize=param_bytes, reduce_itemsize=reduce_bytes, replicas=cluster.nodes if hybrid else 1
+        [layer],
+        strategy,
+        cluster.gpus,
+        param_itemsize=param_bytes,
+        reduce_itemsize=reduce_bytes,
+        replicas=cluster.nodes if hybrid else 1,
     )
     times = [_row_s(cluster, row, hybrid) for row in rows]
     communication_s, latency_s = (target_layers * sum(each) for each in zip(*times))
     shards = cluster.gpus_per_node if hybrid else cluster.gpus
     name = f"{target_parameters / 1e9:.3g}B on {cluster.name}"
-    return Target(compute_s, communication_s, communication_s / compute_s, cluster.gpu.memory_bytes, latency_s, shards, strategy, name)
+    return Target(
+        compute_s,
+        communication_s,
+        communication_s / compute_s,
+        cluster.gpu.memory_bytes,
+        latency_s,
+        shards,
+        strategy,
+        name,
+    )
 
 
 def link_for(target: Target, *, compute_s: float, wire_bytes: int, collectives: int, ranks: int) -> LinkSpec:
     """The link that gives a run here the target's ratio; raises WindTunnelError.
 
-    Of this run: seconds of compute a step (without communication), bytes that a rank sends in a step and the collectives it takes part in
-    (an all-reduce counts twice), and the ranks of its ring. With C = ratio x compute_s seconds to spend and the target's share of latency
-    q = latency / communication: bandwidth = wire_bytes / ((1 - q) C), latency = q C / (collectives x (ranks - 1)).
+    Of this run: seconds of compute a step (without communication), bytes that a rank sends in a step and the
+    collectives it takes part in (an all-reduce counts twice), and the ranks of its ring. With C = ratio x compute_s
+    seconds to spend and the target's share of latency q = latency / communication: bandwidth = wire_bytes / ((1 - q)
+    C), latency = q C / (collectives x (ranks - 1)).
 
-    >>> link_for(Target(1.0, 0.125, 0.125, 80), compute_s=0.5, wire_bytes=100_000_000, collectives=30, ranks=4).bytes_per_s
+    >>> target = Target(1.0, 0.125, 0.125, 80)
+    >>> link_for(target, compute_s=0.5, wire_bytes=100_000_000, collectives=30, ranks=4).bytes_per_s
     1600000000.0
     """
     _positive(compute_s=compute_s, wire_bytes=wire_bytes, collectives=collectives, ranks=ranks)
@@ -106,16 +138,22 @@ def link_for(target: Target, *, compute_s: float, wire_bytes: int, collectives: 
         raise WindTunnelError("the wind tunnel's run has 1 rank, between which nothing travels; give at least 2 ranks")
     spent_s, share = target.ratio * compute_s, target.latency_s / target.communication_s
     latency_s = share * spent_s / (collectives * (ranks - 1))
-    return LinkSpec(f"wind tunnel of {target.name}" if target.name else "wind tunnel", wire_bytes / ((1 - share) * spent_s), latency_s)
+    return LinkSpec(
+        f"wind tunnel of {target.name}" if target.name else "wind tunnel",
+        wire_bytes / ((1 - share) * spent_s),
+        latency_s,
+    )
 
 
 def card_for(target: Target, *, parameters_here: int, target_parameters: int, ranks: int | None = None) -> int:
     """Bytes of the emulated card: the GPU's memory x (bytes of model state a rank holds here / that a GPU holds there).
 
-    So the same part of the card is full of model state. With `ranks`, states are cut over them here and over the target's GPUs there; without,
-    over equally many. Activations do not shrink by the same factor: give a batch that suits.
+    So the same part of the card is full of model state. With `ranks`, states are cut over them here and over the
+    target's GPUs there; without, over equally many. Activations do not shrink by the same factor: give a batch that
+    suits.
 
-    1 million parameters for 8 billion on 80 GB: 80 GB x 1/8000 = 10 MB on as many ranks; on 2 ranks for 8 GPUs four times that:
+    1 million parameters for 8 billion on 80 GB: 80 GB x 1/8000 = 10 MB on as many ranks; on 2 ranks for 8 GPUs four
+    times that:
 
     >>> target = Target(1.0, 0.125, 0.125, 80_000_000_000, shards=8)
     >>> card_for(target, parameters_here=10**6, target_parameters=8 * 10**9)
@@ -123,7 +161,11 @@ def card_for(target: Target, *, parameters_here: int, target_parameters: int, ra
     >>> card_for(target, parameters_here=10**6, target_parameters=8 * 10**9, ranks=2)
     40000000
     """
-    _positive(parameters_here=parameters_here, target_parameters=target_parameters, **({} if ranks is None else {"ranks": ranks}))
+    _positive(
+        parameters_here=parameters_here,
+        target_parameters=target_parameters,
+        **({} if ranks is None else {"ranks": ranks}),
+    )
     here = state_bytes(parameters_here, target.strategy, ranks or target.shards)
     return int(target.memory_bytes * here / state_bytes(target_parameters, target.strategy, target.shards))
 
@@ -151,11 +193,17 @@ def _check(cluster: Cluster, strategy: str, mfu: float, **counts: int) -> None:
     if strategy not in _SHARDED_PARTS:
         raise WindTunnelError(f"no wind tunnel for strategy {strategy!r}; expected one of {', '.join(_SHARDED_PARTS)}")
     if cluster.gpus < 2:
-        raise WindTunnelError(f"{cluster.name} is one GPU, which sends nothing; give at least 2 GPUs, such as 8x{cluster.gpu.name}")
+        raise WindTunnelError(
+            f"{cluster.name} is one GPU, which sends nothing; give at least 2 GPUs, such as 8x{cluster.gpu.name}"
+        )
     if cluster.gpu.bf16_flops is None:
-        raise WindTunnelError(f"no bf16 FLOP/s are known for {cluster.gpu.name} ({cluster.gpu.source}); give another GPU")
+        raise WindTunnelError(
+            f"no bf16 FLOP/s are known for {cluster.gpu.name} ({cluster.gpu.source}); give another GPU"
+        )
     if not _is_above_0(mfu) or mfu > 1:
-        raise WindTunnelError(f"mfu is {mfu!r}; expected the part of the FLOP/s that is reached, above 0 and at most 1, such as 0.4")
+        raise WindTunnelError(
+            f"mfu is {mfu!r}; expected the part of the FLOP/s that is reached, above 0 and at most 1, such as 0.4"
+        )
     _positive(**counts)
 
 

@@ -1,4 +1,6 @@
-"""Profiling: what one step did with memory and with time, measured; overlap, skew and exports from the traces of any engine."""
+"""Profiling: what one step did with memory and with time, measured; overlap, skew and exports from the traces of any
+engine.
+"""
 
 from .chrome import TraceError
 from .exports import export_csv, export_perfetto, export_snapshots, export_tensorboard

@@ -1,8 +1,10 @@
-"""Chrome traces as PyTorch's profiler writes them, event by event, so that a file of a gigabyte needs no gigabyte of memory.
+"""Chrome traces as PyTorch's profiler writes them, event by event, so that a file of a gigabyte needs no gigabyte of
+memory.
 
-`json.load` of a 100 MB trace takes ten times its size. Here a window of text slides over the file and one event at a time is decoded from it;
-what is around the events (ranks, devices, the clock's base) is kept as `metadata`. PyTorch 2.1 and newer; plain or gzipped; an object with
-`traceEvents`, or the bare list of events of older exporters. Every way in which a file can be wrong is one `TraceError` with its remedy.
+`json.load` of a 100 MB trace takes ten times its size. Here a window of text slides over the file and one event at a
+time is decoded from it; what is around the events (ranks, devices, the clock's base) is kept as `metadata`. PyTorch 2.1
+and newer; plain or gzipped; an object with `traceEvents`, or the bare list of events of older exporters. Every way in
+which a file can be wrong is one `TraceError` with its remedy.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ _AGAIN = "export it again with prof.export_chrome_trace(...), or copy it again f
 
 
 class TraceError(RuntimeError):
-    """A trace file is missing, truncated, empty, foreign, or holds nothing that can be analysed; one line, with the remedy."""
+    """A trace file is missing, truncated, empty, foreign, or holds nothing that can be analysed; one line, with the
+    remedy.
+    """
 
 
 class ChromeTrace:
-    """One trace file: iterate over it for its events (dicts as in the file); `metadata` is whole once the iteration has ended.
+    """One trace file: iterate over it for its events (dicts as in the file); `metadata` is whole once the iteration has
+    ended.
 
     >>> sum(event["name"] == "aten::mm" for event in ChromeTrace("rank0.pt.trace.json.gz"))      # doctest: +SKIP
     48
@@ -46,16 +51,22 @@ class ChromeTrace:
             raise TraceError(f"{self.path} is a truncated or damaged gzip file ({error}); {_AGAIN}.") from None
         except OSError as error:
             why = error.strerror or error
-            raise TraceError(f"{self.path} cannot be read ({why}); give the path of a *.pt.trace.json or .json.gz file.") from None
+            raise TraceError(
+                f"{self.path} cannot be read ({why}); give the path of a *.pt.trace.json or .json.gz file."
+            ) from None
 
     @property
     def base_ns(self) -> int:
-        """Added to every event's time to get `time.time_ns()`; 0 for files whose times are absolute (before PyTorch 2.3)."""
+        """Added to every event's time to get `time.time_ns()`; 0 for files whose times are absolute (before PyTorch
+        2.3).
+        """
         return int(self.metadata.get("baseTimeNanoseconds") or 0)
 
 
 def nanoseconds(microseconds: float | int) -> int:
-    """Microseconds as written in a trace to whole nanoseconds: 4441797835578.61 -> 4441797835578610, exact as far as the file is."""
+    """Microseconds as written in a trace to whole nanoseconds: 4441797835578.61 -> 4441797835578610, exact as far as
+    the file is.
+    """
     if type(microseconds) is int:
         return microseconds * 1000
     whole = int(microseconds)
@@ -86,7 +97,10 @@ class _Reader:
         elif first == "{":
             yield from self._object()
         else:
-            raise TraceError(f"{self._path} is no Chrome trace: it begins with {self._text[:20]!r}, a trace begins with '{{' or '['; {_AGAIN}.")
+            raise TraceError(
+                f"{self._path} is no Chrome trace: it begins with {self._text[:20]!r}, a trace begins with '{{' or '[';"
+                f" {_AGAIN}."
+            )
 
     def _object(self) -> Iterator[dict[str, Any]]:
         found, self._at = False, self._at + 1
@@ -102,7 +116,10 @@ class _Reader:
                 self._metadata[key] = self._value()
         if not found:
             names = ", ".join(list(self._metadata)[:5]) or "nothing"
-            raise TraceError(f"{self._path} is JSON without a list `traceEvents` (it holds {names}), so no profiler wrote it as a trace; {_AGAIN}.")
+            raise TraceError(
+                f"{self._path} is JSON without a list `traceEvents` (it holds {names}), so no profiler wrote it as a"
+                f" trace; {_AGAIN}."
+            )
 
     def _key(self, mark: str) -> str:
         if mark != '"':
@@ -167,8 +184,14 @@ class _Reader:
         return bool(piece)
 
     def _truncated(self) -> TraceError:
-        return TraceError(f"{self._path} ends in the middle of a value: it is truncated, or its process was stopped while it wrote; {_AGAIN}.")
+        return TraceError(
+            f"{self._path} ends in the middle of a value: it is truncated, or its process was stopped while it wrote;"
+            f" {_AGAIN}."
+        )
 
     def _damaged(self) -> TraceError:
         position = self._passed + self._at
-        return TraceError(f"{self._path} is damaged at character {position}: {self._text[self._at : self._at + 20]!r} is no JSON; {_AGAIN}.")
+        return TraceError(
+            f"{self._path} is damaged at character {position}: {self._text[self._at : self._at + 20]!r} is no JSON;"
+            f" {_AGAIN}."
+        )

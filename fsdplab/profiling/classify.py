@@ -1,10 +1,11 @@
 """What each event of a trace is: computing, moving bytes, issuing, a range of the engine, or nothing that counts.
 
-The policy, in one place. On the CPU, computing is every operator (`aten::mm`, custom ones too) on a thread that is no transport's; `c10d::*` only
-enqueues or waits, and autograd's own ranges hold Python hooks and waiting, so neither computes. On a GPU, computing is every kernel that is
-not NCCL's; copies and memsets by the copy engines are neither computing nor communication (they show as `other`). Communication is `gloo:*` on gloo's
-threads, `shm:*` and the engine's marked ranges on the thread that runs them, and NCCL's kernels.
-Only what these need is kept, in compact arrays: names of operators are judged once each and forgotten.
+The policy, in one place. On the CPU, computing is every operator (`aten::mm`, custom ones too) on a thread that is no
+transport's; `c10d::*` only enqueues or waits, and autograd's own ranges hold Python hooks and waiting, so neither
+computes. On a GPU, computing is every kernel that is not NCCL's; copies and memsets by the copy engines are neither
+computing nor communication (they show as `other`). Communication is `gloo:*` on gloo's threads, `shm:*` and the
+engine's marked ranges on the thread that runs them, and NCCL's kernels. Only what these need is kept, in compact
+arrays: names of operators are judged once each and forgotten.
 """
 
 from __future__ import annotations
@@ -27,9 +28,20 @@ Thread = tuple[Any, Any]
 _ENGINE_RANGE = re.compile(r"^FSDP::(\w+?)(?: \((.*)\))?$")
 _PREFETCH_RANGE = re.compile(r"^FSDP::backward_prefetch (?:for (.+)|\((.*) for .*\))$")
 _STEP = re.compile(r"^ProfilerStep#(\d+)$")
-_NO_COMPUTING = ("c10d::", "_c10d_functional::", "c10d_functional::", "autograd::engine::", "torch::autograd::", "gloo:", "nccl:", "shm:", "FSDP::")
+_NO_COMPUTING = (
+    "c10d::",
+    "_c10d_functional::",
+    "c10d_functional::",
+    "autograd::engine::",
+    "torch::autograd::",
+    "gloo:",
+    "nccl:",
+    "shm:",
+    "FSDP::",
+)
 KINDS = {  # in a name, letters only -> what the collective is; the order matters
-    "reducescatter": "reduce_scatter", "allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all", "broadcast": "broadcast",
+    "reducescatter": "reduce_scatter", "allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all",
+    "broadcast": "broadcast",
     "sendrecv": "send_recv", "send": "send_recv", "recv": "send_recv", "barrier": "barrier",
     "gather": "gather", "scatter": "scatter", "reduce": "reduce",
 }  # fmt: skip
@@ -37,7 +49,9 @@ KINDS = {  # in a name, letters only -> what the collective is; the order matter
 
 @dataclass(frozen=True)
 class Range:
-    """A named range on one thread. `label` of `FSDP::all_gather (blocks.3)` is `all_gather`, `unit` is `blocks.3`; the root's unit is ""."""
+    """A named range on one thread. `label` of `FSDP::all_gather (blocks.3)` is `all_gather`, `unit` is `blocks.3`; the
+    root's unit is "".
+    """
 
     label: str
     unit: str
@@ -48,7 +62,9 @@ class Range:
 
 @dataclass(frozen=True)
 class Passage:
-    """Bytes on their way: a gloo worker's or a main-thread transport's range, or an NCCL kernel; `launch` finds who launched a kernel."""
+    """Bytes on their way: a gloo worker's or a main-thread transport's range, or an NCCL kernel; `launch` finds who
+    launched a kernel.
+    """
 
     kind: str
     start: int
@@ -70,12 +86,18 @@ class Spans:
         self.end.append(end)
 
     def pairs(self) -> Intervals:
-        return np.stack([np.array(self.start, dtype=np.int64), np.array(self.end, dtype=np.int64)], axis=1) if self.start else EMPTY
+        return (
+            np.stack([np.array(self.start, dtype=np.int64), np.array(self.end, dtype=np.int64)], axis=1)
+            if self.start
+            else EMPTY
+        )
 
 
 @dataclass
 class TraceEvents:
-    """A trace, sorted into what the analysis needs; all times in ns of `time.time_ns()` (or of the trace's own clock where it has no base)."""
+    """A trace, sorted into what the analysis needs; all times in ns of `time.time_ns()` (or of the trace's own clock
+    where it has no base).
+    """
 
     path: Path
     metadata: dict[str, Any]
@@ -87,7 +109,9 @@ class TraceEvents:
     copies: Spans = field(default_factory=Spans)
     copy_launches: array = field(default_factory=lambda: array("q"))
     shared: list[Range] = field(default_factory=list)  # ranges of ranks that share a GPU; label = the whole name
-    launches: dict[Thread, tuple[array, Spans]] = field(default_factory=lambda: defaultdict(lambda: (array("q"), Spans())))
+    launches: dict[Thread, tuple[array, Spans]] = field(
+        default_factory=lambda: defaultdict(lambda: (array("q"), Spans()))
+    )
     ranges: list[Range] = field(default_factory=list)
     issues: list[Range] = field(default_factory=list)  # c10d:: operators; label = kind, unit = "asynchronous" or ""
     passages: list[Passage] = field(default_factory=list)
@@ -108,10 +132,16 @@ class TraceEvents:
         return found if isinstance(found, dict) else {}
 
     def compute_threads(self) -> list[Thread]:
-        """Threads whose operators compute: all but gloo's own (a thread that runs the engine's ranges, or most operators, is never gloo's)."""
+        """Threads whose operators compute: all but gloo's own (a thread that runs the engine's ranges, or most
+        operators, is never gloo's).
+        """
         gloo = {passage.thread[1:] for passage in self.passages if passage.thread[0] == "gloo"}
         busiest = max(self.operators, key=lambda thread: len(self.operators[thread].start), default=None)
-        return [thread for thread in self.operators if thread not in gloo - {each.thread for each in self.ranges} - {busiest}]
+        return [
+            thread
+            for thread in self.operators
+            if thread not in gloo - {each.thread for each in self.ranges} - {busiest}
+        ]
 
 
 def read_events(path: str | Path) -> TraceEvents:
@@ -121,13 +151,20 @@ def read_events(path: str | Path) -> TraceEvents:
     try:
         sorter.take(trace)
     except (KeyError, TypeError, ValueError) as error:
-        raise TraceError(f"{path} holds an event that PyTorch's profiler does not write ({error!r}); export the trace again.") from None
+        raise TraceError(
+            f"{path} holds an event that PyTorch's profiler does not write ({error!r}); export the trace again."
+        ) from None
     found = sorter.found
     if "mergedRanks" in found.metadata:
         ranks = found.metadata["mergedRanks"]
-        raise TraceError(f"{path} holds the ranks {ranks} merged into one file, which is for looking; analyse each rank's own trace.")
+        raise TraceError(
+            f"{path} holds the ranks {ranks} merged into one file, which is for looking; analyse each rank's own trace."
+        )
     if found.first is None:
-        raise TraceError(f"{path} holds no event that took time: nothing ran while the profiler did; profile at least one whole training step.")
+        raise TraceError(
+            f"{path} holds no event that took time: nothing ran while the profiler did; profile at least one whole"
+            " training step."
+        )
     return _on_one_clock(found, trace.base_ns)
 
 
@@ -188,7 +225,9 @@ class _Sorter:
         elif verdict == "issue":
             found.issues.append(Range(kind_of(name), "", start, end, thread))
         else:
-            found.passages.append(Passage(kind_of(name), start, end, (verdict, *thread), details=event.get("args") or {}))
+            found.passages.append(
+                Passage(kind_of(name), start, end, (verdict, *thread), details=event.get("args") or {})
+            )
 
     def _kernel(self, event: dict[str, Any], start: int, end: int) -> None:
         arguments = event.get("args") or {}
@@ -196,7 +235,9 @@ class _Sorter:
         correlation = correlation if isinstance(correlation, int) else -1
         if "nccl" in event["name"].lower():
             kind = kind_of(str(arguments.get("Collective name") or event["name"]))
-            self.found.passages.append(Passage(kind, start, end, ("nccl", event["pid"], event["tid"]), correlation, arguments))
+            self.found.passages.append(
+                Passage(kind, start, end, ("nccl", event["pid"], event["tid"]), correlation, arguments)
+            )
         else:
             self.found.kernels.add(start, end)
             self.found.kernel_launches.append(correlation)
@@ -237,7 +278,9 @@ def _judge(name: str, category: str) -> str:
 
 
 def kind_of(name: str) -> str:
-    """The collective a name speaks of: `c10d::_allgather_base_`, `gloo:all_gather`, `ncclDevKernel_AllGather_RING_LL` -> all_gather; else ""."""
+    """The collective a name speaks of: `c10d::_allgather_base_`, `gloo:all_gather`, `ncclDevKernel_AllGather_RING_LL`
+    -> all_gather; else "".
+    """
     letters = "".join(each for each in name.split("::")[-1].lower() if each.isalpha())
     return next((kind for part, kind in KINDS.items() if part in letters), "")
 

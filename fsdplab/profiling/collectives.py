@@ -1,8 +1,9 @@
 """The collectives of a trace: each one's transport, the host's copies for it, who issued it, and when.
 
-A collective leaves scattered traces: a range on the thread that issued it, a `c10d::` operator, a range on one of gloo's threads or a kernel, and
-a copy-out later. Nothing in the file joins them, so the order does: gloo takes up work in the order of its issue, and a kernel carries the number
-of its launch. The ranges around the issue name the unit. Engines without ranges (DDP, DeepSpeed) leave the unit empty.
+A collective leaves scattered traces: a range on the thread that issued it, a `c10d::` operator, a range on one of
+gloo's threads or a kernel, and a copy-out later. Nothing in the file joins them, so the order does: gloo takes up work
+in the order of its issue, and a kernel carries the number of its launch. The ranges around the issue name the unit.
+Engines without ranges (DDP, DeepSpeed) leave the unit empty.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from .classify import Passage, Range, Thread, TraceEvents, unit_name
-from .segments import Nest, nests
+from .segments import nests
 
 _FAMILY = {"all_gather": "gather", "reduce_scatter": "reduction", "all_reduce": "reduction", "all_to_all": "reduction"}
 _OPENS = {"all_gather": "all_gather", "post_backward_reduce": "reduce_scatter", "all_reduce": "all_reduce"}
@@ -24,14 +25,17 @@ _CLOSES = {"all_gather_copy_out": "all_gather", "reduce_scatter": "reduce_scatte
 MARKED = {*_OPENS, *_CLOSES, "link"}
 _CONSUMERS = {"pre_forward", "pre_backward"}
 _ITEM = {
-    "float": 4, "double": 8, "int": 4, "long": 8, "bfloat16": 2, "half": 2, "c10::bfloat16": 2, "c10::half": 2, "float16": 2, "float32": 4,
+    "float": 4, "double": 8, "int": 4, "long": 8, "bfloat16": 2, "half": 2, "c10::bfloat16": 2, "c10::half": 2,
+    "float16": 2, "float32": 4,
     "signed char": 1, "unsigned char": 1, "char": 1, "byte": 1, "bool": 1, "short": 2,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One interval in which a collective moved bytes; `role` is "" for the transport itself, else copy-in, copy-out or blocked."""
+    """One interval in which a collective moved bytes; `role` is "" for the transport itself, else copy-in, copy-out or
+    blocked.
+    """
 
     start: int
     end: int
@@ -40,10 +44,11 @@ class Piece:
 
 @dataclass
 class Collective:
-    """One collective of one rank. Times are the trace's own ns; `nbytes` is its whole payload where the trace tells, else None.
+    """One collective of one rank. Times are the trace's own ns; `nbytes` is its whole payload where the trace tells,
+    else None.
 
-    `held`: the call that issued it kept the host until the bytes had arrived. `own`: its consumer issued it (no prefetch).
-    `by_host`: the host itself copies the bytes (shared memory). `issued`: the trace shows who issued it.
+    `held`: the call that issued it kept the host until the bytes had arrived. `own`: its consumer issued it (no
+    prefetch). `by_host`: the host itself copies the bytes (shared memory). `issued`: the trace shows who issued it.
     """
 
     kind: str
@@ -85,7 +90,9 @@ class Collective:
 def find_collectives(
     found: TraceEvents, ledger: Sequence[dict[str, Any]] = (), life: Sequence[dict[str, Any]] = ()
 ) -> list[Collective]:
-    """All collectives in order of issue. `ledger`: the emulated link's passages of this rank (absolute ns), which replace the trace's transports."""
+    """All collectives in order of issue. `ledger`: the emulated link's passages of this rank (absolute ns), which
+    replace the trace's transports.
+    """
     if found.on_gpu:
         return sorted(_launched(found), key=lambda each: each.issue)
     book = _Book(found)
@@ -163,13 +170,22 @@ class _Book:
             self._complete(self._owner(queue.popleft()) if known else self._oldest(family, passage), passage)
 
     def _owner(self, call: Range) -> Collective:
-        """The draft that a call belongs to: of the engine's range around it, or the newest of the unit around it that still lacks a transport."""
+        """The draft that a call belongs to: of the engine's range around it, or the newest of the unit around it that
+        still lacks a transport.
+        """
         around = self._around(call.thread, call.start)
         family = _FAMILY.get(call.label, call.label)
         draft = next((self._of_mark[id(each)] for each in around if id(each) in self._of_mark), None)
         unit = around[0].unit if around else ""
         if draft is None and around:
-            draft = next((each for each in reversed(self.drafts) if self._awaits(each, family, call.start) and each.unit == unit), None)
+            draft = next(
+                (
+                    each
+                    for each in reversed(self.drafts)
+                    if self._awaits(each, family, call.start) and each.unit == unit
+                ),
+                None,
+            )
         if draft is None or not self._awaits(draft, family, call.start):
             draft = self._open(call.label, draft.unit if draft else unit, call.start, None)
             draft.own = _issued_by_consumer(around, draft.unit)
@@ -188,7 +204,9 @@ class _Book:
         return draft.transport is None and _FAMILY.get(draft.kind, draft.kind) == family and draft.issue <= until
 
     def emulated(self, ledger: Sequence[dict[str, Any]], life: Sequence[dict[str, Any]]) -> None:
-        """The link's passages in order, each with the oldest draft of its kind and unit; what blocked the host goes to the passage it waited for."""
+        """The link's passages in order, each with the oldest draft of its kind and unit; what blocked the host goes to
+        the passage it waited for.
+        """
         base = self.found.base_ns
         for row in sorted(ledger, key=lambda each: each["start_ns"]):
             start, end, kind, unit = row["start_ns"] - base, row["end_ns"] - base, row["kind"], unit_name(row["unit"])
@@ -203,20 +221,30 @@ class _Book:
             draft.pieces.append(Piece(start, end))
             draft.phase, draft.emulated, draft.nbytes, draft.by_host = row["phase"], True, row["logical_bytes"], False
         for wait in (each for each in self.found.ranges if each.label == "link"):
-            fitting = [each for each in self.drafts if each.unit == wait.unit and each.transport and each.issue <= wait.end]
+            fitting = [
+                each for each in self.drafts if each.unit == wait.unit and each.transport and each.issue <= wait.end
+            ]
             if fitting:
                 awaited = min(fitting, key=lambda each: abs(each.end - wait.end))
                 awaited.pieces.append(Piece(wait.start, wait.end, "blocked"))
 
 
 def _issue(row: dict[str, Any], life: Sequence[dict[str, Any]], base: int) -> int:
-    """When a passage without a range was issued: for a gather the last time its unit began to unshard, else as it began."""
-    began = [each["time_ns"] for each in life if each["unit"] == row["unit"] and each["state"] == "unsharding" and each["time_ns"] <= row["start_ns"]]
+    """When a passage without a range was issued: for a gather the last time its unit began to unshard, else as it
+    began.
+    """
+    began = [
+        each["time_ns"]
+        for each in life
+        if each["unit"] == row["unit"] and each["state"] == "unsharding" and each["time_ns"] <= row["start_ns"]
+    ]
     return (max(began) if began and row["kind"] == "all_gather" else row["start_ns"]) - base
 
 
 def _issued_by_consumer(around: Iterable[Range], unit: str) -> bool:
-    """Whether the unit that needs the result issued it, as it needed it: inside its own pre_forward or pre_backward, not in a prefetch."""
+    """Whether the unit that needs the result issued it, as it needed it: inside its own pre_forward or pre_backward,
+    not in a prefetch.
+    """
     for each in around:
         if each.label == "backward_prefetch":
             return False
@@ -236,7 +264,9 @@ def _outermost(calls: Sequence[Range]) -> list[Range]:
 
 
 def _launched(found: TraceEvents) -> Iterable[Collective]:
-    """NCCL's kernels, and the passages of ranks that share a GPU, each with the instant and the ranges of its launch."""
+    """NCCL's kernels, and the passages of ranks that share a GPU,
+    each with the instant and the ranges of its launch.
+    """
     at = Launches(found)
     by_thread = nests(found.ranges)
     for passage in (each for each in found.passages if each.launch is not None):
@@ -256,9 +286,13 @@ class Launches:
     def __init__(self, found: TraceEvents) -> None:
         threads = list(found.launches)
         logged = enumerate(found.launches.values())
-        parts = [(np.array(numbers), spans.pairs()[:, 0], np.full(len(numbers), index)) for index, (numbers, spans) in logged]
+        parts = [
+            (np.array(numbers), spans.pairs()[:, 0], np.full(len(numbers), index)) for index, (numbers, spans) in logged
+        ]
         empty = np.empty(0, dtype=np.int64)
-        numbers, starts, owners = (np.concatenate([empty, *column]) for column in zip(*parts)) if parts else (empty,) * 3
+        numbers, starts, owners = (
+            (np.concatenate([empty, *column]) for column in zip(*parts)) if parts else (empty,) * 3
+        )
         order = np.argsort(numbers, kind="stable")
         self._numbers, self._starts, self._owners, self._threads = numbers[order], starts[order], owners[order], threads
 
@@ -278,7 +312,9 @@ class Launches:
 
 
 def _payload(passage: Passage, kind: str, world_size: int) -> int | None:
-    """The whole payload in bytes: what all ranks' slices make together; from NCCL's own figures or from the shapes that gloo was given."""
+    """The whole payload in bytes: what all ranks' slices make together; from NCCL's own figures or from the shapes that
+    gloo was given.
+    """
     details = passage.details
     if "bytes" in details:
         return details["bytes"]
@@ -287,7 +323,11 @@ def _payload(passage: Passage, kind: str, world_size: int) -> int | None:
         size = _ITEM.get(str(details.get("dtype")).lower())
         return elements * size if size else None
     shapes, types = details.get("Input Dims") or [], details.get("Input type") or []
-    sizes = [math.prod(shape) * _ITEM[kind_.lower()] for shape, kind_ in zip(shapes, types) if shape and _flat(shape) and kind_.lower() in _ITEM]
+    sizes = [
+        math.prod(shape) * _ITEM[kind_.lower()]
+        for shape, kind_ in zip(shapes, types)
+        if shape and _flat(shape) and kind_.lower() in _ITEM
+    ]
     if not sizes:
         return None
     return sum(sizes) * (world_size if kind == "all_gather" else 1)

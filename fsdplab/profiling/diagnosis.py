@@ -1,8 +1,10 @@
-"""Why a step was slower than its computing, in words: at most five findings, the costliest first, each with its figure and a remedy.
+"""Why a step was slower than its computing, in words: at most five findings, the costliest first, each with its figure
+and a remedy.
 
-An engineer who opens a trace looks for one of a few causes. Each rule below looks for one in the record's tables and says how many seconds
-of a step it costs. What no schedule could hide (more communication than computing) is the link's; what the schedule left exposed beyond
-that is blamed on the gather that set out too late, the queue it stood in, the unit that had nothing beside it, or the rank that came late.
+An engineer who opens a trace looks for one of a few causes. Each rule below looks for one in the record's tables and
+says how many seconds of a step it costs. What no schedule could hide (more communication than computing) is the link's;
+what the schedule left exposed beyond that is blamed on the gather that set out too late, the queue it stood in, the
+unit that had nothing beside it, or the rank that came late.
 
 Figures are of the worst rank, medians over the profiled steps.
 """
@@ -59,7 +61,8 @@ class Scene:
     def excess_s(self) -> float:
         """Communication that even a perfect schedule leaves exposed; waiting for a late rank is not the link's.
 
-        On an emulated link with one queue, gathers and reductions could travel side by side: then the longer of the two counts.
+        On an emulated link with one queue, gathers and reductions could travel side by side: then the longer of the two
+        counts.
         """
         link = self.record.summary.get("link")
         moving = max(self.by_kind().values(), default=0.0) if link and link["queues"] == 1 else self.communication_s
@@ -69,24 +72,33 @@ class Scene:
         """Seconds a step of gathers, and of reductions."""
         sums: dict[str, float] = defaultdict(float)
         for row in self.exposed:
-            sums["gathers" if row["kind"] == "all_gather" else "reductions"] += row["communication_ns"] / 1e9 / self.profiled
+            sums["gathers" if row["kind"] == "all_gather" else "reductions"] += (
+                row["communication_ns"] / 1e9 / self.profiled
+            )
         return sums
 
     def by_cause(self, *causes: str, kind: str | None = None, phase: str | None = None) -> float:
         """Exposed seconds a step for the given causes."""
-        rows = [row for row in self.exposed if row["cause"] in causes and kind in (None, row["kind"]) and phase in (None, row["phase"])]
+        rows = [
+            row
+            for row in self.exposed
+            if row["cause"] in causes and kind in (None, row["kind"]) and phase in (None, row["phase"])
+        ]
         return sum(row["exposed_ns"] for row in rows) / 1e9 / self.profiled
 
     def worst(self, *causes: str, kind: str | None = None) -> Row | None:
         """The exposed row of these causes that costs most."""
-        rows = [row for row in self.exposed if row["cause"] in causes and kind in (None, row["kind"]) and row["exposed_ns"]]
+        rows = [
+            row for row in self.exposed if row["cause"] in causes and kind in (None, row["kind"]) and row["exposed_ns"]
+        ]
         return max(rows, key=lambda row: row["exposed_ns"], default=None)
 
 
 def findings(record: RunRecord) -> list[Finding]:
     """At most five findings on a profiled run, costliest first; ValueError when the run was not profiled.
 
-    A full_shard run with prefetch=0 on a slow link gives first `Finding("no_prefetch", 0.21, "the gathers set out too late: ...", ...)`.
+    A full_shard run with prefetch=0 on a slow link gives first `Finding("no_prefetch", 0.21, "the gathers set out too
+    late: ...", ...)`.
     """
     scene = _scene(record)
     found = [finding for rule in _RULES if (finding := rule(scene)) is not None]
@@ -101,7 +113,9 @@ def findings(record: RunRecord) -> list[Finding]:
 def _scene(record: RunRecord) -> Scene:
     breakdown = record.table("breakdown")
     if not breakdown:
-        raise ValueError("findings need a profiled run, and this record has no profiled step; run it again with --profile 2")
+        raise ValueError(
+            "findings need a profiled run, and this record has no profiled step; run it again with --profile 2"
+        )
     by_rank: dict[int, list[Row]] = defaultdict(list)
     for row in breakdown:
         by_rank[row["rank"]].append(row)
@@ -128,11 +142,15 @@ def _slow_link(scene: Scene) -> Finding | None:
     if seconds <= 0:
         return None
     factor = scene.communication_s / scene.busy_s
-    title = f"the link is too slow for this work: {_ms(scene.communication_s)} of communication beside {_ms(scene.busy_s)} of computing"
+    title = (
+        f"the link is too slow for this work: {_ms(scene.communication_s)} of communication beside {_ms(scene.busy_s)}"
+        " of computing"
+    )
     text = f"Even a perfect schedule would leave {_ms(seconds)} a step exposed ({_link(scene.record)})."
     remedy = (
-        f"About {factor:.1f} times the tokens a rank and step would hide it (larger batch, or more micro-batches where the strategy reduces once); or send "
-        "less: bf16, shard_grad_op instead of full_shard, hybrid_shard with the shard group on a fast axis."
+        f"About {factor:.1f} times the tokens a rank and step would hide it (larger batch, or more micro-batches where"
+        " the strategy reduces once); or send less: bf16, shard_grad_op instead of full_shard, hybrid_shard with the"
+        " shard group on a fast axis."
     )
     return Finding("slow_link", seconds, title, text, remedy)
 
@@ -143,9 +161,15 @@ def _no_prefetch(scene: Scene) -> Finding | None:
     if worst is None:
         return None
     depth = scene.record.spec.get("prefetch") if scene.record.spec.get("engine") == "lab" else None
-    title = f"gathers set out too late: {_ms(seconds)} a step exposed, {_row(worst)} alone {_ms(worst['exposed_ns'] / 1e9)}"
-    text = "They are issued when their unit is needed, so nothing runs while they travel" + (f" (prefetch={depth})." if depth == 0 else ".")
-    remedy = "Gather a unit ahead: prefetch=1 (or set_modules_to_forward_prefetch and set_modules_to_backward_prefetch)."
+    title = (
+        f"gathers set out too late: {_ms(seconds)} a step exposed, {_row(worst)} alone {_ms(worst['exposed_ns'] / 1e9)}"
+    )
+    text = "They are issued when their unit is needed, so nothing runs while they travel" + (
+        f" (prefetch={depth})." if depth == 0 else "."
+    )
+    remedy = (
+        "Gather a unit ahead: prefetch=1 (or set_modules_to_forward_prefetch and set_modules_to_backward_prefetch)."
+    )
     return Finding("no_prefetch", min(seconds, _beyond(scene)), title, text, remedy)
 
 
@@ -153,11 +177,21 @@ def _one_communicator(scene: Scene) -> Finding | None:
     worst, link = scene.worst("link_busy"), scene.record.summary.get("link")
     if worst is None or link and link["queues"] == 2:
         return None
-    saved = scene.communication_s - max(scene.by_kind().values())  # side by side, the shorter of the two kinds is all that can be saved
+    # side by side, the shorter of the two kinds is all that can be saved
+    saved = scene.communication_s - max(scene.by_kind().values())
     seconds = min(scene.by_cause("link_busy"), saved, _beyond(scene))
-    title = f"gathers and reductions queue behind each other: {_ms(seconds)} a step exposed, {_row(worst)} alone {_ms(worst['exposed_ns'] / 1e9)}"
-    text = "The link was carrying another unit's collective when this one was issued: one communicator runs them one after the other."
-    remedy = "Give reductions a communicator of their own (set_separate_reduce_scatter_group, --link-queues 2), or gather two units ahead (prefetch=2)."
+    title = (
+        f"gathers and reductions queue behind each other: {_ms(seconds)} a step exposed, {_row(worst)} alone"
+        f" {_ms(worst['exposed_ns'] / 1e9)}"
+    )
+    text = (
+        "The link was carrying another unit's collective when this one was issued: one communicator runs them one after"
+        " the other."
+    )
+    remedy = (
+        "Give reductions a communicator of their own (set_separate_reduce_scatter_group, --link-queues 2), or gather"
+        " two units ahead (prefetch=2)."
+    )
     return Finding("one_communicator", seconds, title, text, remedy)
 
 
@@ -167,22 +201,46 @@ def _tiny_units(scene: Scene) -> Finding | None:
         return None
     rows = _last_step(scene.record)
     size = statistics.mean(row["logical_bytes"] for row in rows)
-    title = f"units are too small: {len(rows)} collectives a step of {size / 1e3:.3g} kB each spend {_ms(latency)} on latency"
+    title = (
+        f"units are too small: {len(rows)} collectives a step of {size / 1e3:.3g} kB each spend {_ms(latency)} on"
+        " latency"
+    )
     text = f"Latency is {latency / scene.communication_s:.0%} of all communication; it does not shrink with the bytes."
     seconds = latency * min(1.0, scene.exposed_s / scene.communication_s)
-    return Finding("tiny_units", seconds, title, text, "Make whole blocks units (units=\"auto\"), or several blocks one unit: fewer, larger collectives.")
+    return Finding(
+        "tiny_units",
+        seconds,
+        title,
+        text,
+        'Make whole blocks units (units="auto"), or several blocks one unit: fewer, larger collectives.',
+    )
 
 
 def _one_big_unit(scene: Scene) -> Finding | None:
-    held = Counter({row["unit"]: row["logical_bytes"] for row in _last_step(scene.record) if row["kind"] in ("all_gather", "reduce_scatter")})
+    held = Counter(
+        {
+            row["unit"]: row["logical_bytes"]
+            for row in _last_step(scene.record)
+            if row["kind"] in ("all_gather", "reduce_scatter")
+        }
+    )
     total = sum(held.values())
     if not total or (biggest := held.most_common(1)[0])[1] < BIG_UNIT * total:
         return None
     name, share = _named(biggest[0]), biggest[1] / total
     seconds = sum(row["exposed_ns"] for row in scene.exposed if _named(row["unit"]) == name) / 1e9 / scene.profiled
     title = f"one unit holds {share:.0%} of the parameters: {name} is exposed {_ms(seconds)} a step"
-    text = "Its gather has nothing to hide behind before it, its reduction nothing after it, and all of it is in memory at once."
-    return Finding("one_big_unit", seconds, title, text, "Cut it: make each block a unit (units=\"auto\"), so that a unit travels while its neighbour computes.")
+    text = (
+        "Its gather has nothing to hide behind before it, its reduction nothing after it, and all of it is in memory at"
+        " once."
+    )
+    return Finding(
+        "one_big_unit",
+        seconds,
+        title,
+        text,
+        'Cut it: make each block a unit (units="auto"), so that a unit travels while its neighbour computes.',
+    )
 
 
 def _slow_rank(scene: Scene) -> Finding | None:
@@ -195,7 +253,10 @@ def _slow_rank(scene: Scene) -> Finding | None:
         return _skew(scene)
     title = f"rank {slow} is slow: it is busy for {_ms(scene.own_s[slow])} a step, the others for {_ms(others)}"
     text = f"At every collective the others wait for it, {_ms(seconds)} a step in all."
-    remedy = f"Look at rank {slow}'s machine (another job, a hot or throttled card, fewer cores) and at its data (longer sequences than the others')."
+    remedy = (
+        f"Look at rank {slow}'s machine (another job, a hot or throttled card, fewer cores) and at its data (longer"
+        " sequences than the others')."
+    )
     return Finding("slow_rank", seconds, title, text, remedy)
 
 
@@ -207,7 +268,13 @@ def _skew(scene: Scene) -> Finding | None:
     seconds = scene.by_cause("waiting_for_peer")
     title = f"ranks wait for each other: {_ms(seconds)} a step, at {_row(worst)} alone {_ms(worst['exposed_ns'] / 1e9)}"
     text = "No rank is slow on the whole; each is late now and then, and at a collective all wait for the last."
-    return Finding("skew", seconds, title, text, "Give each rank cores of its own, balance the lengths of sequences, and keep other work off the machine.")
+    return Finding(
+        "skew",
+        seconds,
+        title,
+        text,
+        "Give each rank cores of its own, balance the lengths of sequences, and keep other work off the machine.",
+    )
 
 
 def _nothing_beside(scene: Scene) -> Finding | None:
@@ -215,9 +282,18 @@ def _nothing_beside(scene: Scene) -> Finding | None:
     if worst is None:
         return None
     seconds = min(scene.by_cause("nothing_to_hide_behind"), _beyond(scene))
-    title = f"communication with nothing to hide behind: {_ms(seconds)} a step, {_row(worst)} alone {_ms(worst['exposed_ns'] / 1e9)}"
-    text = "The first gather of a step and the last reduction have no computing beside them, and a large unit outlasts its small neighbour."
-    remedy = "Make units alike in size, keep the root small (embedding and head in units of their own), or give each step more work."
+    title = (
+        f"communication with nothing to hide behind: {_ms(seconds)} a step, {_row(worst)} alone"
+        f" {_ms(worst['exposed_ns'] / 1e9)}"
+    )
+    text = (
+        "The first gather of a step and the last reduction have no computing beside them, and a large unit outlasts its"
+        " small neighbour."
+    )
+    remedy = (
+        "Make units alike in size, keep the root small (embedding and head in units of their own), or give each step"
+        " more work."
+    )
     return Finding("nothing_to_hide_behind", seconds, title, text, remedy)
 
 
@@ -230,7 +306,7 @@ _EXPLAINS = {  # what follows from a cause, and is no cause of its own
     "tiny_units": ("no_prefetch", "nothing_to_hide_behind", "one_communicator"),
 }
 _REMEDIES = {
-    "activations": "recompute them (checkpoint=\"full\" or \"selective\"), or take a smaller micro-batch",
+    "activations": 'recompute them (checkpoint="full" or "selective"), or take a smaller micro-batch',
     "optimizer_state": "cut it over more ranks, or offload it",
     "whole_gradients": "shard them: zero2, shard_grad_op or full_shard",
     "gathered_parameters": "drop units after their forward (full_shard), make units smaller, gather fewer ahead",
@@ -270,13 +346,21 @@ def _last_step(record: RunRecord) -> list[Row]:
 
 
 def _latency_s(scene: Scene) -> float:
-    """Seconds a step that collectives spend on latency: the emulated link's, or as long as the quickest collective of the step took."""
+    """Seconds a step that collectives spend on latency: the emulated link's, or as long as the quickest collective of
+    the step took.
+    """
     rows, link = _last_step(scene.record), scene.record.summary.get("link")
     if not rows:
         return 0.0
     if link and link["bytes_per_s"]:
-        return sum((row["end_ns"] - row["start_ns"]) / 1e9 - row["wire_bytes"] / link["bytes_per_s"] for row in rows if row["emulated"])
-    timed = [row for row in scene.record.table("timeline") if row["lane"] in ("all_gather", "reduce_scatter", "all_reduce")]
+        return sum(
+            (row["end_ns"] - row["start_ns"]) / 1e9 - row["wire_bytes"] / link["bytes_per_s"]
+            for row in rows
+            if row["emulated"]
+        )
+    timed = [
+        row for row in scene.record.table("timeline") if row["lane"] in ("all_gather", "reduce_scatter", "all_reduce")
+    ]
     quickest = min((row["end_ns"] - row["start_ns"] for row in timed), default=0) / 1e9
     return quickest * len(rows) if statistics.mean(row["logical_bytes"] for row in rows) < 100_000 else 0.0
 

@@ -1,7 +1,8 @@
 """Timeline rows: a step as a figure can draw it, few hundred marks a rank instead of the trace's hundred thousand.
 
-Rows are for looking: neighbours of the same unit and phase are joined over gaps below 20 us, and over longer ones while a lane has too many rows,
-and across an exposed or a blocked stretch only in the last resort. The figures (`breakdown`, `exposed`) are computed before anything is joined.
+Rows are for looking: neighbours of the same unit and phase are joined over gaps below 20 us, and over longer ones while
+a lane has too many rows, and across an exposed or a blocked stretch only in the last resort. The figures (`breakdown`,
+`exposed`) are computed before anything is joined.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 from .classify import TraceEvents
 from .collectives import Collective, Launches
-from .intervals import EMPTY, Intervals, clip, close_gaps, intersect, length, split, subtract, union
+from .intervals import EMPTY, Intervals, clip, close_gaps, split, subtract, union
 from .segments import Segments
 
 Row = dict[str, Any]
@@ -22,7 +23,14 @@ _BLOCKED_NS = 50_000  # a host without an operator for this long, while bytes ar
 _APART_NS = 1_000_000  # a lane that is still too full is joined over everything from here on
 _MOST = {"compute": 240, "exposed": 120, "waiting": 80}
 _LANES = ("all_gather", "reduce_scatter", "all_reduce")
-_LIFECYCLE = ("pre_forward", "pre_backward", "post_backward", "root_post_backward_callback", "link", "backward_prefetch")
+_LIFECYCLE = (
+    "pre_forward",
+    "pre_backward",
+    "post_backward",
+    "root_post_backward_callback",
+    "link",
+    "backward_prefetch",
+)
 
 
 class Drawing:
@@ -44,7 +52,9 @@ class Drawing:
         collectives: Sequence[Collective],
         shares: Sequence[Intervals],
     ) -> list[Row]:
-        """All lanes of one step, in order of time within a lane; `shares` are the exposed instants of each collective."""
+        """All lanes of one step, in order of time within a lane;
+        `shares` are the exposed instants of each collective.
+        """
         waiting = self._waiting(start, end, host_busy, collectives)
         barriers = np.sort(union(*shares, waiting)[:, 0])
         lanes = [
@@ -71,7 +81,10 @@ class Drawing:
         else:
             pieces = split(computing, self._segments.changes)
             labels = list(zip(self._segments.units_at(pieces[:, 0]), self._segments.phases_at(pieces[:, 0])))
-        return [("compute", *label, "compute", *span, False) for label, span in joined(pieces, labels, barriers, _MOST["compute"])]
+        return [
+            ("compute", *label, "compute", *span, False)
+            for label, span in joined(pieces, labels, barriers, _MOST["compute"])
+        ]
 
     def _launched(self) -> tuple[Intervals, list[tuple[str, str]]]:
         """Kernels in order of time, each with the unit and phase that launched it."""
@@ -82,10 +95,16 @@ class Drawing:
         return kernels[order], list(zip(self._segments.units_at(launches), self._segments.phases_at(launches)))
 
     def _exposed(self, collectives: Sequence[Collective], shares: Sequence[Intervals]) -> list[tuple]:
-        marked = sorted(((*span, each) for each, share in zip(collectives, shares) for span in share.tolist()), key=lambda one: one[:2])
+        marked = sorted(
+            ((*span, each) for each, share in zip(collectives, shares) for span in share.tolist()),
+            key=lambda one: one[:2],
+        )
         labels = [(each.unit, each.phase, each.kind, each.emulated) for _, _, each in marked]
         pieces = np.array([one[:2] for one in marked], dtype=np.int64).reshape(-1, 2)
-        return [("exposed", *label[:3], *span, label[3]) for label, span in joined(pieces, labels, EMPTY[:, 0], _MOST["exposed"])]
+        return [
+            ("exposed", *label[:3], *span, label[3])
+            for label, span in joined(pieces, labels, EMPTY[:, 0], _MOST["exposed"])
+        ]
 
     def _waiting(self, start: int, end: int, host_busy: Intervals, collectives: Sequence[Collective]) -> Intervals:
         if self._found.on_gpu:
@@ -103,7 +122,9 @@ class Drawing:
             held = lambda each: sum(max(0, min(end, piece.end) - max(start, piece.start)) for piece in each.pieces)  # noqa: E731
             best = max(collectives, key=held, default=None)
             known = best is not None and held(best) > 0
-            unit, phase, name = (best.unit, best.phase, best.kind) if known else ("", self._segments.phases_at([start])[0], "host")
+            unit, phase, name = (
+                (best.unit, best.phase, best.kind) if known else ("", self._segments.phases_at([start])[0], "host")
+            )
             rows.append(("waiting", unit, phase, name, start, end, bool(known and best.emulated)))
         return rows
 
@@ -121,8 +142,11 @@ def _communication(each: Collective, start: int, end: int) -> list[tuple]:
     return rows + [(lane, each.unit, each.phase, each.kind, *span, each.emulated) for span in moved.tolist()]
 
 
-def joined(pieces: Intervals, labels: Sequence[Any], barriers: np.ndarray, most: int) -> list[tuple[Any, tuple[int, int]]]:
-    """Neighbours with the same label made one over gaps below 20 us, doubled until at most `most` rows are left; never across a barrier below 1 ms.
+def joined(
+    pieces: Intervals, labels: Sequence[Any], barriers: np.ndarray, most: int
+) -> list[tuple[Any, tuple[int, int]]]:
+    """Neighbours with the same label made one over gaps below 20 us, doubled until at most `most` rows are left; never
+    across a barrier below 1 ms.
 
     >>> joined(np.array([[0, 5], [9, 12], [90_000, 95_000]]), ["a", "a", "a"], np.array([]), most=9)
     [('a', (0, 12)), ('a', (90000, 95000))]
@@ -135,7 +159,9 @@ def joined(pieces: Intervals, labels: Sequence[Any], barriers: np.ndarray, most:
         gap *= 2
 
 
-def _join(pieces: Intervals, labels: Sequence[Any], barriers: np.ndarray, gap: int) -> list[tuple[Any, tuple[int, int]]]:
+def _join(
+    pieces: Intervals, labels: Sequence[Any], barriers: np.ndarray, gap: int
+) -> list[tuple[Any, tuple[int, int]]]:
     rows: list[list[Any]] = []
     before = np.searchsorted(barriers, pieces[:, 0], side="right")
     since = -1

@@ -1,9 +1,11 @@
-"""What rests in host memory under offload, where the host is also the device that computes: it is left out of the measurement.
+"""What rests in host memory under offload, where the host is also the device that computes: it is left out of the
+measurement.
 
-On a GPU the allocator of the device never sees host memory. On CPU ranks there is one memory for both, so the split is emulated:
-parameters at rest and optimizer state are left out from the beginning, and a reduced gradient leaves at the moment it is handed to its
-parameter. What is on its way (gathered parameters, low-precision copies, messages, whole gradients) counts, as it would on a card.
-The one thing missing is a card's staging copy of the slice that is being gathered in its own dtype: one unit's, at most.
+On a GPU the allocator of the device never sees host memory. On CPU ranks there is one memory for both, so the split is
+emulated: parameters at rest and optimizer state are left out from the beginning, and a reduced gradient leaves at the
+moment it is handed to its parameter. What is on its way (gathered parameters, low-precision copies, messages, whole
+gradients) counts, as it would on a card. The one thing missing is a card's staging copy of the slice that is being
+gathered in its own dtype: one unit's, at most.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from .residents import address
 
 
 class Elsewhere:
-    """Names the tensors that rest elsewhere, and notes when gradients join them: `departures` are frees for the timeline."""
+    """Names the tensors that rest elsewhere, and notes when gradients join them: `departures` are frees for the
+    timeline.
+    """
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, device: torch.device) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device

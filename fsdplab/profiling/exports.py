@@ -1,7 +1,9 @@
-"""A record in the formats of other tools: a TensorBoard log folder, a merged trace for Perfetto, snapshots for the memory viewer, tables as CSV.
+"""A record in the formats of other tools: a TensorBoard log folder, a merged trace for Perfetto, snapshots for the
+memory viewer, tables as CSV.
 
-The record stays what it is; exports are copies. torch-tb-profiler finds a run by the names of its files: `<worker>.<time>.pt.trace.json.gz`
-in one folder a run, the same time for all workers, so that it shows them as one distributed step.
+The record stays what it is; exports are copies. torch-tb-profiler finds a run by the names of its files:
+`<worker>.<time>.pt.trace.json.gz` in one folder a run, the same time for all workers, so that it shows them as one
+distributed step.
 """
 
 from __future__ import annotations
@@ -24,14 +26,18 @@ def traces_of(record: RunRecord) -> dict[int, Path]:
     files = sorted((record.path / "traces").glob("rank*.pt.trace.json*"))
     found = {int(name.group(1)): file for file in files if (name := _RANK.match(file.name))}
     if not found:
-        raise RecordError(f"{record.path} holds no traces: the run was not profiled. Record it again: fsdplab run --profile 3 ...")
+        raise RecordError(
+            f"{record.path} holds no traces: the run was not profiled. Record it again: fsdplab run --profile 3 ..."
+        )
     return found
 
 
 def export_tensorboard(record: RunRecord, folder: str | Path) -> Path:
-    """Write a log folder for `tensorboard --logdir FOLDER` (with torch-tb-profiler installed); returns the run's folder in it.
+    """Write a log folder for `tensorboard --logdir FOLDER` (with torch-tb-profiler installed); returns the run's folder
+    in it.
 
-    A record `full_shard-lab-2-ranks` of two ranks gives `FOLDER/full_shard-lab-2-ranks/rank0.<time>.pt.trace.json.gz` and `rank1...`.
+    A record `full_shard-lab-2-ranks` of two ranks gives `FOLDER/full_shard-lab-2-ranks/rank0.<time>.pt.trace.json.gz`
+    and `rank1...`.
     """
     traces = traces_of(record)
     run = Path(folder) / record.path.name
@@ -43,15 +49,22 @@ def export_tensorboard(record: RunRecord, folder: str | Path) -> Path:
 
 
 def export_perfetto(record: RunRecord, file: str | Path) -> Path:
-    """Write all ranks into one trace for ui.perfetto.dev or chrome://tracing: a process a rank, named `rank k`, on one clock."""
+    """Write all ranks into one trace for ui.perfetto.dev or chrome://tracing: a process a rank, named `rank k`, on one
+    clock.
+    """
     return merge_traces(traces_of(record), file)
 
 
 def export_snapshots(record: RunRecord, folder: str | Path) -> list[Path]:
-    """Write each rank's CUDA memory snapshot as `rank<N>.pickle`, which pytorch.org/memory_viz opens; RecordError where the record has none."""
+    """Write each rank's CUDA memory snapshot as `rank<N>.pickle`, which pytorch.org/memory_viz opens; RecordError where
+    the record has none.
+    """
     found = sorted((record.path / "snapshots").glob("rank*.snapshot.pickle.gz"))
     if not found:
-        raise RecordError(f"{record.path} holds no memory snapshots: they are made on CUDA only. Record it on a machine with GPUs: fsdplab run --profile 3 ...")
+        raise RecordError(
+            f"{record.path} holds no memory snapshots: they are made on CUDA only. Record it on a machine with GPUs:"
+            " fsdplab run --profile 3 ..."
+        )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -63,7 +76,9 @@ def export_snapshots(record: RunRecord, folder: str | Path) -> list[Path]:
 
 
 def export_csv(record: RunRecord, folder: str | Path) -> list[Path]:
-    """Write every table of the record that has rows as plain `<table>.csv`, columns as in the record; returns the files."""
+    """Write every table of the record that has rows as plain `<table>.csv`, columns as in the record; returns the
+    files.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = []

@@ -1,7 +1,9 @@
-"""A record of traces that somebody hands in: what PyTorch's profiler wrote on any machine, read as if the run had been made here.
+"""A record of traces that somebody hands in: what PyTorch's profiler wrote on any machine, read as if the run had been
+made here.
 
-A trace says less than a run: no losses, no memory by category, no ledger. What it does say (steps, overlap, exposed communication and its
-causes) becomes the same tables, so every figure and finding that needs no more than those works on it.
+A trace says less than a run: no losses, no memory by category, no ledger. What it does say (steps, overlap, exposed
+communication and its causes) becomes the same tables, so every figure and finding that needs no more than those works
+on it.
 """
 
 from __future__ import annotations
@@ -24,15 +26,22 @@ ENGINE = "trace"
 def record_of_traces(paths: Sequence[str | Path]) -> RunRecord:
     """One record of the traces of one run's ranks, each a .json or .json.gz; nothing is written.
 
-    Raises TraceError for files that cannot be read, and for two of the same rank. `record_of_traces(["rank0.json.gz", "rank1.json.gz"])`.
+    Raises TraceError for files that cannot be read, and for two of the same rank. `record_of_traces(["rank0.json.gz",
+    "rank1.json.gz"])`.
     """
     analyses = [analyse_trace(path) for path in paths]
     _check_ranks(analyses)
     analyses = with_peers(analyses)
-    tables = {name: [row for each in analyses for row in each.rows(name)] for name in ("timeline", "breakdown", "exposed")}
+    tables = {
+        name: [row for each in analyses for row in each.rows(name)] for name in ("timeline", "breakdown", "exposed")
+    }
     return RunRecord(
         Path(paths[0]).parent,
-        spec={"strategy": Path(paths[0]).name.partition(".")[0], "engine": ENGINE, "world_size": analyses[0].world_size or len(analyses)},
+        spec={
+            "strategy": Path(paths[0]).name.partition(".")[0],
+            "engine": ENGINE,
+            "world_size": analyses[0].world_size or len(analyses),
+        },
         environment={"device": analyses[0].device},
         summary=_summary(tables["breakdown"]),
         provenance={"step_time_s": "measured", "exposed_s": "measured"},
@@ -44,7 +53,10 @@ def _check_ranks(analyses: Sequence[TraceAnalysis]) -> None:
     seen: dict[int, Path] = {}
     for each in analyses:
         if each.rank in seen:
-            raise TraceError(f"{seen[each.rank]} and {each.path} are both of rank {each.rank}; give the traces of one run, one a rank.")
+            raise TraceError(
+                f"{seen[each.rank]} and {each.path} are both of rank {each.rank}; give the traces of one run, one a"
+                " rank."
+            )
         seen[each.rank] = each.path
 
 
@@ -58,6 +70,11 @@ def _summary(breakdown: Sequence[dict[str, Any]]) -> dict[str, Any]:
     exposed, hidden = (statistics.median(row[name] for row in worst) / 1e9 for name in ("exposed_ns", "overlapped_ns"))
     return {
         "step_time_s": {"median": statistics.median(by_step.values()) / 1e9, "min": min(by_step.values()) / 1e9},
-        "comm": {"bytes_per_step": None, "collectives_per_step": None, "exposed_s": exposed, "overlap": hidden / (hidden + exposed) if hidden + exposed else None},
+        "comm": {
+            "bytes_per_step": None,
+            "collectives_per_step": None,
+            "exposed_s": exposed,
+            "overlap": hidden / (hidden + exposed) if hidden + exposed else None,
+        },
         "profile": {"steps": len(by_step), "overhead": None, "source": "trace"},
     }

@@ -1,7 +1,9 @@
-"""Sets of instants as sorted, disjoint, half-open intervals of integer nanoseconds: the arithmetic under every overlap figure.
+"""Sets of instants as sorted, disjoint, half-open intervals of integer nanoseconds: the arithmetic under every overlap
+figure.
 
-Integers, because an identity that holds "up to rounding" proves nothing; numpy, because a trace has a million intervals. A set is an
-int64 array of shape [k, 2]; touching intervals are one, empty ones are dropped. All functions are pure and take anything `union` takes.
+Integers, because an identity that holds "up to rounding" proves nothing; numpy, because a trace has a million
+intervals. A set is an int64 array of shape [k, 2]; touching intervals are one, empty ones are dropped. All functions
+are pure and take anything `union` takes.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def clip(a: Any, start: int, end: int) -> Intervals:
 
 
 def close_gaps(a: Any, below: int) -> Intervals:
-    """The set with every gap shorter than `below` filled: `close_gaps([(0, 3), (4, 5), (9, 10)], 2)` is `[[0, 5], [9, 10]]`."""
+    """The set with every gap shorter than `below` filled: `close_gaps([(0, 3), (4, 5), (9, 10)], 2)` is `[[0, 5], [9,
+    10]]`.
+    """
     whole = union(a)
     if len(whole) < 2:
         return whole
@@ -77,7 +81,9 @@ def split(a: Any, cuts: Sequence[int] | np.ndarray) -> Intervals:
 
 
 def covered(a: Any, instants: Sequence[int] | np.ndarray) -> np.ndarray:
-    """For each instant, whether the set holds it (starts count, ends do not): `covered([(2, 4)], [1, 2, 4])` is `[F, T, F]`."""
+    """For each instant, whether the set holds it (starts count, ends do not): `covered([(2, 4)], [1, 2, 4])` is `[F, T,
+    F]`.
+    """
     whole, instants = union(a), np.asarray(instants, dtype=np.int64)
     if not len(whole):
         return np.zeros(len(instants), dtype=bool)

@@ -1,7 +1,8 @@
 """Who lived at which address, and from when to when: allocator events made into blocks with a birth and a death.
 
-Pure bookkeeping over hand-writable lists, because an allocator's log is never complete. Addresses are reused; storages that were
-there before profiling began die without a size; a few are freed on threads that the profiler does not see. The rules are few:
+Pure bookkeeping over hand-writable lists, because an allocator's log is never complete. Addresses are reused; storages
+that were there before profiling began die without a size; a few are freed on threads that the profiler does not see.
+The rules are few:
 
 - a storage that lies inside another one is the same memory, and is counted once;
 - a new block over the address of a live one proves that the old one is gone (an unseen free, counted);
@@ -31,7 +32,9 @@ class Storage:
 
 @dataclass(frozen=True)
 class AllocatorEvent:
-    """One event of an allocator: `nbytes` is positive for an allocation and negative for a free. "" = not told apart."""
+    """One event of an allocator: `nbytes` is positive for an allocation and negative for a free.
+    "" = not told apart.
+    """
 
     time_ns: int
     pointer: int

@@ -1,16 +1,19 @@
 """Measured memory: the bytes live at every instant of one training step, by category, on CPU and CUDA, for any engine.
 
-`MemoryRecorder` is put around one step. The total is what was alive when it began plus every allocator event since; each shared arena
-counts once. Categories come from the engine's own tags (`TagLog`, `fsdplab.engine.events`), from the objects that own the memory (parameters,
-gradients, optimizer state), from the profiler's ranges and from what collectives were given, so other people's engines can be read too:
-FSDP2 fully, DDP and FSDP1 but for unit names, DeepSpeed but for the gradients that ZeRO-1 keeps between backward and step (`other`).
+`MemoryRecorder` is put around one step. The total is what was alive when it began plus every allocator event since;
+each shared arena counts once. Categories come from the engine's own tags (`TagLog`, `fsdplab.engine.events`), from the
+objects that own the memory (parameters, gradients, optimizer state), from the profiler's ranges and from what
+collectives were given, so other people's engines can be read too: FSDP2 fully, DDP and FSDP1 but for unit names,
+DeepSpeed but for the gradients that ZeRO-1 keeps between backward and step (`other`).
 
-Not seen: the sockets' buffers inside gloo, memory of plain Python threads, numpy's memory, and on CUDA what libraries take past torch's allocator.
-Temporaries of the optimizer's step are `other`: a fused optimizer has none, a looped one up to three times its largest parameter, a
-foreach one as much as all its parameters. A graph that is still alive when the step begins is `other` too.
+Not seen: the sockets' buffers inside gloo, memory of plain Python threads, numpy's memory, and on CUDA what libraries
+take past torch's allocator. Temporaries of the optimizer's step are `other`: a fused optimizer has none, a looped one
+up to three times its largest parameter, a foreach one as much as all its parameters. A graph that is still alive when
+the step begins is `other` too.
 
-Overhead, measured on a GPT of 19 M parameters (2 x 64 tokens, one thread): profiling makes the step 4 % longer, and around it half a second
-goes into finding the living tensors and reading the trace. The step's own time is therefore not to be used.
+Overhead, measured on a GPT of 19 M parameters (2 x 64 tokens, one thread): profiling makes the step 4 % longer, and
+around it half a second goes into finding the living tensors and reading the trace. The step's own time is therefore not
+to be used.
 """
 
 from __future__ import annotations
@@ -73,13 +76,15 @@ class TagLog:
 class MemoryRecorder:
     """Measures the memory of the one step inside its `with`: forward, backward, optimizer step, zero_grad.
 
-    `tags` is the log that was started before the model was built (lab engine); `ignore` lists tensors that are no part of training, such as the
-    text that batches are cut from. With `offloaded`, what rests in host memory is left out, also where the host computes (`elsewhere`).
-    With `save_trace` the profiler's trace of the step is written there. An exception inside the step passes through and leaves no timeline. No other `torch.profiler` may run.
+    `tags` is the log that was started before the model was built (lab engine); `ignore` lists tensors that are no part
+    of training, such as the text that batches are cut from. With `offloaded`, what rests in host memory is left out,
+    also where the host computes (`elsewhere`). With `save_trace` the profiler's trace of the step is written there. An
+    exception inside the step passes through and leaves no timeline. No other `torch.profiler` may run.
 
     >>> model = torch.nn.Linear(1000, 10, bias=False)
     >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    >>> with MemoryRecorder(model=model, optimizer=optimizer, engine="torch-ddp", device=torch.device("cpu")) as recorder:
+    >>> cpu = torch.device("cpu")
+    >>> with MemoryRecorder(model=model, optimizer=optimizer, engine="torch-ddp", device=cpu) as recorder:
     ...     model(torch.ones(1, 1000)).sum().backward()
     ...     optimizer.step()
     >>> recorder.timeline.peak["parameter_slices"]
@@ -111,7 +116,10 @@ class MemoryRecorder:
     def timeline(self) -> MemoryTimeline:
         """The measured timeline; `RuntimeError` before the step has ended."""
         if self._timeline is None:
-            raise RuntimeError("no timeline yet: read recorder.timeline after its `with` block, and only if the step inside did not fail")
+            raise RuntimeError(
+                "no timeline yet: read recorder.timeline after its `with` block, and only if the step inside did not"
+                " fail"
+            )
         return self._timeline
 
     def __enter__(self) -> MemoryRecorder:
@@ -123,12 +131,18 @@ class MemoryRecorder:
         self._settle_device()
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True)
         self._profile.start()
-        self._undo = [subscribe(self._hear), *self._watch_optimizer(), *(self._elsewhere.watch() if self._elsewhere else [])]
+        self._undo = [
+            subscribe(self._hear),
+            *self._watch_optimizer(),
+            *(self._elsewhere.watch() if self._elsewhere else []),
+        ]
         self._growth = ResidentGrowth()
         self._start_ns = time.time_ns()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         measured = {"resident_growth": self._growth.stop(), **self._allocator_peaks()}
         self._note_gradients()
         self._residents.stop()
@@ -183,7 +197,10 @@ class MemoryRecorder:
         if self._device.type != "cuda":
             return {}
         torch.cuda.synchronize(self._device)
-        allocated, reserved = torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
+        allocated, reserved = (
+            torch.cuda.max_memory_allocated(self._device),
+            torch.cuda.max_memory_reserved(self._device),
+        )
         return {"allocated_peak": allocated, "reserved_peak": reserved}
 
     def _build(self, tags: list[Tag], measured: dict[str, int | None]) -> MemoryTimeline:
@@ -197,7 +214,8 @@ class MemoryRecorder:
         timeline = build_timeline(
             self._residents.storages(),
             [*trace.events, *(self._elsewhere.departures if self._elsewhere else ())],
-            tags=[*trace.gradients, *self._gradients, *tags],  # what the engine and the optimizer say outranks what was inferred
+            # what the engine and the optimizer say outranks what was inferred
+            tags=[*trace.gradients, *self._gradients, *tags],
             hints=trace.hints,
             start_ns=self._start_ns,
             work_end_ns=trace.work_end_ns,
@@ -209,7 +227,9 @@ class MemoryRecorder:
 
 def _indexed(device: torch.device) -> torch.device:
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"memory is measured on cpu and cuda, got device {str(device)!r}; run on one of these, or with memory=False")
+        raise ValueError(
+            f"memory is measured on cpu and cuda, got device {str(device)!r}; run on one of these, or with memory=False"
+        )
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -1,11 +1,13 @@
 """Overlap: what one rank's trace says about computing and communicating, step by step.
 
-C is the union of computing, M the union of communication (`classify` says what counts). Exposed is M without C: the time that communication costs.
-compute only + overlapped + exposed + other = the step is asserted to the nanosecond for every step, so a figure cannot quietly lose time.
-On the CPU a gap below 20 us between two operators of a thread is the dispatch of the next one and counts as computing; on a GPU kernels count as
-they are. A step is a `ProfilerStep#k` range of the host, or the whole trace where there is none.
+C is the union of computing, M the union of communication (`classify` says what counts). Exposed is M without C: the
+time that communication costs. compute only + overlapped + exposed + other = the step is asserted to the nanosecond for
+every step, so a figure cannot quietly lose time. On the CPU a gap below 20 us between two operators of a thread is the
+dispatch of the next one and counts as computing; on a GPU kernels count as they are. A step is a `ProfilerStep#k` range
+of the host, or the whole trace where there is none.
 
-An emulated link: the ledger's passages are M in place of the trace's transports, with the host's copies and its waits for the link.
+An emulated link: the ledger's passages are M in place of the trace's transports, with the host's copies and its waits
+for the link.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ _PARTS = ("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")
 
 @dataclass(frozen=True)
 class StepAnalysis:
-    """One step of one rank: a `breakdown` row, `timeline` and `exposed` rows as in the record's tables, and the collectives behind them."""
+    """One step of one rank: a `breakdown` row, `timeline` and `exposed` rows as in the record's tables, and the
+    collectives behind them.
+    """
 
     step: int
     breakdown: Row
@@ -74,10 +78,11 @@ def analyse_trace(
     """Read one rank's trace and account for every nanosecond of its steps.
 
     `ledger`: this rank's ledger rows; those of an emulated link replace the trace's transports. `life`: the units'
-    transitions; they tell when a gather was issued whose range the trace lacks. `rank`: where the file does not say. `first_step`
-    numbers the steps from there, else they keep the profiler's numbers. `whole`: the whole trace as one step. Raises TraceError for files that
-    cannot be read, or of several ranks without any communication; AccountingError if a step did not add up.
-    A step of 100 ms with 80 computing, 50 communicating and 40 of that at once: overlapped 40, exposed 10, compute only 40, other 10 ms.
+    transitions; they tell when a gather was issued whose range the trace lacks. `rank`: where the file does not say.
+    `first_step` numbers the steps from there, else they keep the profiler's numbers. `whole`: the whole trace as one
+    step. Raises TraceError for files that cannot be read, or of several ranks without any communication;
+    AccountingError if a step did not add up. A step of 100 ms with 80 computing, 50 communicating and 40 of that at
+    once: overlapped 40, exposed 10, compute only 40, other 10 ms.
     """
     found = take_shared(read_events(path))
     steps = [] if whole else found.steps
@@ -89,7 +94,9 @@ def analyse_trace(
     transitions = [row for row in life or () if row["rank"] == own_rank]
     account = _Account(found, int(own_rank), find_collectives(found, passages, transitions), steps)
     world_size = found.distributed.get("world_size")
-    analysis = TraceAnalysis(Path(path), int(own_rank), world_size, "cuda" if found.on_gpu else "cpu", tuple(map(account.step, steps)))
+    analysis = TraceAnalysis(
+        Path(path), int(own_rank), world_size, "cuda" if found.on_gpu else "cpu", tuple(map(account.step, steps))
+    )
     _require_communication(analysis)
     return analysis
 
@@ -97,15 +104,18 @@ def analyse_trace(
 def _require_communication(analysis: TraceAnalysis) -> None:
     if (analysis.world_size or 1) > 1 and not any(step.collectives for step in analysis.steps):
         raise TraceError(
-            f"{analysis.path} is of rank {analysis.rank} of {analysis.world_size} and shows no communication in its steps, so there is no overlap: "
-            "the profiler did not see the transport; use gloo, NCCL, or an engine whose ranges (FSDP::all_gather ...) mark it."
+            f"{analysis.path} is of rank {analysis.rank} of {analysis.world_size} and shows no communication in its"
+            " steps, so there is no overlap: the profiler did not see the transport; use gloo, NCCL, or an engine"
+            " whose ranges (FSDP::all_gather ...) mark it."
         )
 
 
 class _Account:
     """One rank's sets of instants, cut into steps. All times are the trace's own until rows are made."""
 
-    def __init__(self, found: TraceEvents, rank: int, collectives: list[Collective], steps: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(
+        self, found: TraceEvents, rank: int, collectives: list[Collective], steps: Sequence[tuple[int, int, int]]
+    ) -> None:
         self._found, self._rank, self._collectives = found, rank, collectives
         threads = _host_threads(found)
         self._host_busy = union(*threads.values())
@@ -121,10 +131,15 @@ class _Account:
         computing, communication = clip(self._computing, start, end), clip(self._communication, start, end)
         exposed = subtract(communication, computing)
         breakdown = _breakdown(self._rank, number, end - start, computing, communication, exposed)
-        mine = [each for each in self._collectives if any(piece.start < end and piece.end > start for piece in each.pieces)]
+        mine = [
+            each for each in self._collectives if any(piece.start < end and piece.end > start for piece in each.pieces)
+        ]
         shares = attribute(exposed, mine)
         if (attributed := sum(map(length, shares))) != breakdown["exposed_ns"]:
-            raise AccountingError(f"step {number}: {breakdown['exposed_ns']} ns were exposed, {attributed} attributed; report this with the trace")
+            raise AccountingError(
+                f"step {number}: {breakdown['exposed_ns']} ns were exposed, {attributed} attributed; report this with"
+                " the trace"
+            )
         context = Context(start, end, computing, self._host_busy, self._phase_ends(start, end), self._found.on_gpu)
         causes = causes_of(mine, shares, context)
         return StepAnalysis(
@@ -142,8 +157,10 @@ class _Account:
     def _described(self, step: int, each: Collective, share: Intervals, cause: str) -> Row:
         base = self._found.base_ns
         return {
-            "rank": self._rank, "step": step, "unit": each.unit, "phase": each.phase, "kind": each.kind, "issue_ns": base + each.issue,
-            "start_ns": base + each.start, "end_ns": base + each.end, "logical_bytes": each.nbytes, "exposed_ns": length(share), "cause": cause,
+            "rank": self._rank, "step": step, "unit": each.unit, "phase": each.phase, "kind": each.kind,
+            "issue_ns": base + each.issue,
+            "start_ns": base + each.start, "end_ns": base + each.end, "logical_bytes": each.nbytes,
+            "exposed_ns": length(share), "cause": cause,
             "emulated": each.emulated,
         }  # fmt: skip
 
@@ -172,21 +189,34 @@ def _host_computing(found: TraceEvents, threads: dict[Thread, Intervals]) -> Int
     return union(*parts)
 
 
-def _breakdown(rank: int, step: int, whole: int, computing: Intervals, communication: Intervals, exposed: Intervals) -> Row:
+def _breakdown(
+    rank: int, step: int, whole: int, computing: Intervals, communication: Intervals, exposed: Intervals
+) -> Row:
     overlapped = length(intersect(computing, communication))
     row = {
-        "rank": rank, "step": step, "step_ns": whole, "compute_ns": length(computing), "compute_only_ns": length(subtract(computing, communication)),
-        "overlapped_ns": overlapped, "exposed_ns": length(exposed), "other_ns": whole - length(union(computing, communication)),
+        "rank": rank, "step": step, "step_ns": whole, "compute_ns": length(computing),
+        "compute_only_ns": length(subtract(computing, communication)),
+        "overlapped_ns": overlapped, "exposed_ns": length(exposed),
+        "other_ns": whole - length(union(computing, communication)),
     }  # fmt: skip
     parts = [row[name] for name in _PARTS]
     if sum(parts) != whole or min(parts) < 0 or row["compute_only_ns"] + overlapped != row["compute_ns"]:
         named = dict(zip(_PARTS, parts))
-        raise AccountingError(f"step {step} of rank {rank} took {whole} ns, its parts {named} sum to {sum(parts)}; report this with the trace")
+        raise AccountingError(
+            f"step {step} of rank {rank} took {whole} ns, its parts {named} sum to {sum(parts)}; report this with the"
+            " trace"
+        )
     return row
 
 
 def _exposed_rows(
-    rank: int, step: int, start: int, end: int, collectives: Sequence[Collective], shares: Sequence[Intervals], causes: Sequence[str]
+    rank: int,
+    step: int,
+    start: int,
+    end: int,
+    collectives: Sequence[Collective],
+    shares: Sequence[Intervals],
+    causes: Sequence[str],
 ) -> list[Row]:
     """One row a unit, phase and kind; of several collectives the most exposed one gives the cause."""
     groups: dict[tuple[str, str, str], list[int]] = {}
@@ -196,7 +226,9 @@ def _exposed_rows(
     for (unit, phase, kind), members in groups.items():
         pieces = union(*([(piece.start, piece.end) for piece in collectives[index].pieces] for index in members))
         rows.append({
-            "rank": rank, "step": step, "unit": unit, "phase": phase, "kind": kind, "communication_ns": length(clip(pieces, start, end)),
-            "exposed_ns": sum(length(shares[index]) for index in members), "cause": causes[max(members, key=lambda index: length(shares[index]))],
+            "rank": rank, "step": step, "unit": unit, "phase": phase, "kind": kind,
+            "communication_ns": length(clip(pieces, start, end)),
+            "exposed_ns": sum(length(shares[index]) for index in members),
+            "cause": causes[max(members, key=lambda index: length(shares[index]))],
         })  # fmt: skip
     return rows

@@ -1,9 +1,10 @@
 """How far a process's resident memory rose: the operating system's own figure, to cross-check the allocator's.
 
-Both can be right and differ. Freed memory that glibc keeps is resident still: it serves blocks of up to 32 MB from heaps, one for each thread, that
-fragment (an FSDP2 step on gloo: 86 MB by the allocator, 390 MB resident). `malloc_trim` returns what it can before the measurement; a process
-started with `MALLOC_MMAP_THRESHOLD_=65536` maps such blocks for themselves, and then the two agree within 5 MB (gloo's sockets, the
-profiler's notes), at the price of slower steps. The other way round, memory that was allocated but never written to is not resident.
+Both can be right and differ. Freed memory that glibc keeps is resident still: it serves blocks of up to 32 MB from
+heaps, one for each thread, that fragment (an FSDP2 step on gloo: 86 MB by the allocator, 390 MB resident).
+`malloc_trim` returns what it can before the measurement; a process started with `MALLOC_MMAP_THRESHOLD_=65536` maps
+such blocks for themselves, and then the two agree within 5 MB (gloo's sockets, the profiler's notes), at the price of
+slower steps. The other way round, memory that was allocated but never written to is not resident.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What was already there when profiling began, and whose it is.
 
-On CUDA the allocator lists its own blocks. The CPU's allocator keeps no list, so the living tensors are asked for their storages (`gc`), and
-each storage is watched until it dies, because the CPU profiler does not report the free of what it did not see allocated. Memory that
-only C++ holds (DDP's buckets) shows up later, when a collective uses it.
+On CUDA the allocator lists its own blocks. The CPU's allocator keeps no list, so the living tensors are asked for their
+storages (`gc`), and each storage is watched until it dies, because the CPU profiler does not report the free of what it
+did not see allocated. Memory that only C++ holds (DDP's buckets) shows up later, when a collective uses it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def address(tensor: torch.Tensor, device: torch.device) -> int:
 
 
 def _storage(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage | None:
-    if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):  # wrappers own nothing: what they wrap is found itself
+    # wrappers own nothing: what they wrap is found itself
+    if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
         return None
     storage = tensor.untyped_storage()
     here = storage.device
@@ -47,7 +48,9 @@ def _storage(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage
 
 
 def living_storages(device: torch.device) -> dict[int, torch.UntypedStorage]:
-    """The storage at every address where a tensor that Python can reach lives; a larger one wins over a view of its beginning."""
+    """The storage at every address where a tensor that Python can reach lives; a larger one wins over a view of its
+    beginning.
+    """
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in _living_tensors():
         storage = _storage(tensor, device)
@@ -72,7 +75,9 @@ def _living_tensors() -> Iterator[torch.Tensor]:
 
 
 def named_storages(model: torch.nn.Module, optimizer: Any, engine: str, device: torch.device) -> Named:
-    """The category of every storage that the model and its optimizer own now: parameters at rest, gradients, state, buffers."""
+    """The category of every storage that the model and its optimizer own now: parameters at rest, gradients, state,
+    buffers.
+    """
     owned, optimizer = _engine_buffers(optimizer), inner_optimizer(optimizer)
     owned += [(buffer, "other") for buffer in model.buffers()]
     for parameter in model.parameters():
@@ -93,11 +98,15 @@ def _engine_buffers(optimizer: Any) -> list[tuple[torch.Tensor, str]]:
     slices = getattr(optimizer, "grad_partitions_flat_buffer", None)
     buckets = getattr(optimizer, "ipg_buckets", {}).values()
     owned = [] if slices is None else [(slices, "gradient_slices")]
-    return owned + [(b.buffer, "communication_buffers") for b in buckets if isinstance(getattr(b, "buffer", None), torch.Tensor)]
+    return owned + [
+        (b.buffer, "communication_buffers") for b in buckets if isinstance(getattr(b, "buffer", None), torch.Tensor)
+    ]
 
 
 def _flat_handles(model: torch.nn.Module) -> list[Any]:
-    """FSDP1's handles: a flat parameter each, whose gradient outlives `zero_grad` where the original parameters are shown."""
+    """FSDP1's handles: a flat parameter each, whose gradient outlives `zero_grad` where the original parameters are
+    shown.
+    """
     return [handle for module in model.modules() if hasattr(handle := getattr(module, "_handle", None), "flat_param")]
 
 
@@ -116,8 +125,12 @@ def state_addresses(optimizer: torch.optim.Optimizer | None, device: torch.devic
     return {address(value, device) for value in values if isinstance(value, torch.Tensor)} - {0}
 
 
-def gradient_tags(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, engine: str, device: torch.device) -> list[Tag]:
-    """A tag for every gradient held now: slices where the engine shards what the optimizer sees, whole ones elsewhere."""
+def gradient_tags(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, engine: str, device: torch.device
+) -> list[Tag]:
+    """A tag for every gradient held now: slices where the engine shards what the optimizer sees,
+    whole ones elsewhere.
+    """
     handles, optimized = _flat_handles(model), _optimized(optimizer)
     flat_slices = any(handle.uses_sharded_strategy for handle in handles)
     masters = {id(parameter) for parameter in optimized} if engine.startswith("deepspeed") else set()
@@ -126,7 +139,13 @@ def gradient_tags(model: torch.nn.Module, optimizer: torch.optim.Optimizer | Non
         grad = getattr(parameter.grad, "_local_tensor", parameter.grad)
         if grad is not None and (at := address(grad, device)):
             sliced = flat_slices or grad is not parameter.grad or id(parameter) in masters
-            tags[at] = Tag("gradient_slices" if sliced else "whole_gradients", at, grad.untyped_storage().nbytes(), time.time_ns(), "")
+            tags[at] = Tag(
+                "gradient_slices" if sliced else "whole_gradients",
+                at,
+                grad.untyped_storage().nbytes(),
+                time.time_ns(),
+                "",
+            )
     return list(tags.values())
 
 
@@ -150,11 +169,15 @@ class Residents:
             self._sizes = cuda_blocks(torch.cuda.memory_snapshot(), device.index)
             self._watched: dict[int, tuple[weakref.ref[torch.UntypedStorage], weakref.finalize]] = {}
         else:
-            living = {pointer: storage for pointer, storage in living_storages(device).items() if pointer not in ignored}
+            living = {
+                pointer: storage for pointer, storage in living_storages(device).items() if pointer not in ignored
+            }
             self._sizes = {pointer: storage.nbytes() for pointer, storage in living.items()}
             self._watched = {pointer: self._watch(pointer, storage) for pointer, storage in living.items()}
 
-    def _watch(self, pointer: int, storage: torch.UntypedStorage) -> tuple[weakref.ref[torch.UntypedStorage], weakref.finalize]:
+    def _watch(
+        self, pointer: int, storage: torch.UntypedStorage
+    ) -> tuple[weakref.ref[torch.UntypedStorage], weakref.finalize]:
         end = weakref.finalize(storage, self._leave, pointer)
         end.atexit = False
         return weakref.ref(storage), end
@@ -163,7 +186,9 @@ class Residents:
         self._gone.setdefault(pointer, time.time_ns())
 
     def look(self) -> None:
-        """Note the storages that were resized away; nothing announces that, so call this whenever an instant matters."""
+        """Note the storages that were resized away; nothing announces that,
+        so call this whenever an instant matters.
+        """
         for pointer, (reference, _) in self._watched.items():
             storage = reference()
             if storage is not None and (not storage.nbytes() or storage.data_ptr() != pointer):
@@ -178,7 +203,10 @@ class Residents:
 
     def storages(self) -> list[Storage]:
         """What was there at the beginning, whose it was, and when it went."""
-        return [Storage(at, nbytes, self._named.get(at, ""), gone_ns=self._gone.get(at)) for at, nbytes in self._sizes.items()]
+        return [
+            Storage(at, nbytes, self._named.get(at, ""), gone_ns=self._gone.get(at))
+            for at, nbytes in self._sizes.items()
+        ]
 
 
 def cuda_blocks(snapshot: Iterable[dict[str, Any]], index: int | None) -> dict[int, int]:

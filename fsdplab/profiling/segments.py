@@ -1,8 +1,9 @@
 """Whose turn it was: for any instant of a trace, the unit that the host worked on and the phase of the step.
 
-Engines mark where a unit's forward and backward begin and end; between these marks the innermost unit has the turn. The phase needs no marks:
-autograd's own ranges say when a backward ran, what follows the last backward of a step is the optimizer's, everything else is forward.
-On a GPU both are asked with the time of the launch, so a kernel belongs to the unit that launched it.
+Engines mark where a unit's forward and backward begin and end; between these marks the innermost unit has the turn. The
+phase needs no marks: autograd's own ranges say when a backward ran, what follows the last backward of a step is the
+optimizer's, everything else is forward. On a GPU both are asked with the time of the launch, so a kernel belongs to the
+unit that launched it.
 """
 
 from __future__ import annotations
@@ -21,13 +22,20 @@ _LEAVE = {"post_forward", "post_backward", "post_backward_accumulate", "post_bac
 
 
 class Segments:
-    """Answers `units_at` and `phases_at` for arrays of instants (on the trace's own clock), and gives the instants where an answer changes."""
+    """Answers `units_at` and `phases_at` for arrays of instants (on the trace's own clock), and gives the instants
+    where an answer changes.
+    """
 
-    def __init__(self, found: TraceEvents, computing: Iterable[Intervals], steps: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(
+        self, found: TraceEvents, computing: Iterable[Intervals], steps: Sequence[tuple[int, int, int]]
+    ) -> None:
         self._unit_times, self._units = _unit_changes(found.ranges)
         starts = np.sort(np.concatenate([np.empty(0, dtype=np.int64), *(each[:, 0] for each in computing)]))
         self._backward = _backward(found, starts)
-        self._optimizer = union(*([(each.start, each.end)] for each in found.ranges if each.label == "optimizer"), _after(self._backward, steps))
+        self._optimizer = union(
+            *([(each.start, each.end)] for each in found.ranges if each.label == "optimizer"),
+            _after(self._backward, steps),
+        )
 
     @property
     def changes(self) -> np.ndarray:
@@ -60,12 +68,17 @@ def _unit_changes(ranges: Sequence[Range]) -> tuple[np.ndarray, list[str]]:
 
 
 def _backward(found: TraceEvents, compute_starts: np.ndarray) -> Intervals:
-    """Autograd's ranges, joined where nothing computed between them; each reaches to the next computing (the host waits for reductions there)."""
+    """Autograd's ranges, joined where nothing computed between them; each reaches to the next computing (the host waits
+    for reductions there).
+    """
     marked = [(each.start, each.end) for each in found.ranges if each.label.startswith(_OF_BACKWARD)]
     pieces = union(found.autograd.pairs(), marked)
     if not len(pieces):
         return pieces
-    optimizer = np.array([each.start for each in found.ranges if each.label == "optimizer"] + [end for _, _, end in found.steps], dtype=np.int64)
+    optimizer = np.array(
+        [each.start for each in found.ranges if each.label == "optimizer"] + [end for _, _, end in found.steps],
+        dtype=np.int64,
+    )
     marks = np.sort(np.concatenate([compute_starts, optimizer]))
     following = np.searchsorted(marks, pieces[:, 1], side="left")
     limit = np.append(marks, max(found.last, pieces[-1, 1]))[following]
@@ -74,7 +87,10 @@ def _backward(found: TraceEvents, compute_starts: np.ndarray) -> Intervals:
 
 def _after(backward: Intervals, steps: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
     """From the end of each step's last backward to the end of the step."""
-    ends = [(max((end for _, end in backward.tolist() if first < end <= last), default=last), last) for _, first, last in steps]
+    ends = [
+        (max((end for _, end in backward.tolist() if first < end <= last), default=last), last)
+        for _, first, last in steps
+    ]
     return [pair for pair in ends if pair[0] < pair[1]]
 
 

@@ -1,8 +1,8 @@
 """What the transport `shared_gpu` moves, as passages: the GPU's work that was launched inside its ranges.
 
-NCCL moves bytes with kernels of its own, which are known by their names. Ranks that share a GPU move them with ordinary copies
-and sums, on streams of their own, and only the range around their launches tells what they are for. Such work is no computing;
-from the first to the last of it, and the waits for peers in between, it is one passage.
+NCCL moves bytes with kernels of its own, which are known by their names. Ranks that share a GPU move them with ordinary
+copies and sums, on streams of their own, and only the range around their launches tells what they are for. Such work is
+no computing; from the first to the last of it, and the waits for peers in between, it is one passage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def take_shared(found: TraceEvents) -> TraceEvents:
     if not found.shared:
         return found
     kernels, copies = found.kernels.pairs(), found.copies.pairs()
-    numbers = np.concatenate([np.array(found.kernel_launches, dtype=np.int64), np.array(found.copy_launches, dtype=np.int64)])
+    numbers = np.concatenate(
+        [np.array(found.kernel_launches, dtype=np.int64), np.array(found.copy_launches, dtype=np.int64)]
+    )
     works = np.concatenate([kernels, copies])
     owner = _owners(found, numbers)
     for index, call in enumerate(found.shared):
@@ -54,7 +56,14 @@ def _owners(found: TraceEvents, numbers: np.ndarray) -> np.ndarray:
 def _passage(call: Range, works: np.ndarray, launch: int) -> Passage:
     told = _BYTES.search(call.label)
     details = {"bytes": int(told.group(1))} if told else {}
-    return Passage(kind_of(call.label), int(works[:, 0].min()), int(works[:, 1].max()), ("shared_gpu", *call.thread), launch, details)
+    return Passage(
+        kind_of(call.label),
+        int(works[:, 0].min()),
+        int(works[:, 1].max()),
+        ("shared_gpu", *call.thread),
+        launch,
+        details,
+    )
 
 
 def _keep_kernels(found: TraceEvents, kept: np.ndarray) -> None:

@@ -1,8 +1,8 @@
 """The same collective on several ranks: how far apart they began, how fast it was, and who kept the others waiting.
 
-A rank alone cannot tell a slow network from a late peer: both look like a long collective. Over all ranks they come apart. The latency is the
-shortest time any rank saw, because the last to arrive waited for nobody; what the others saw beyond it is skew. Clocks of the ranks must agree:
-those of one machine do.
+A rank alone cannot tell a slow network from a late peer: both look like a long collective. Over all ranks they come
+apart. The latency is the shortest time any rank saw, because the last to arrive waited for nobody; what the others saw
+beyond it is skew. Clocks of the ranks must agree: those of one machine do.
 
 Pure: rows go in (the record's `ledger`, or `TraceAnalysis.rows("collectives")`), values come out.
 """
@@ -24,7 +24,9 @@ _MAY_BE_A_PEER = ("nothing_to_hide_behind", "late_start", "unknown")
 
 @dataclass(frozen=True)
 class CollectiveSkew:
-    """One collective over its ranks. Times in ns, bandwidths in bytes/s (None where no rank knows the bytes); `straggler` began last."""
+    """One collective over its ranks. Times in ns, bandwidths in bytes/s (None where no rank knows the bytes);
+    `straggler` began last.
+    """
 
     step: int
     unit: str
@@ -42,13 +44,17 @@ class CollectiveSkew:
 
 
 def bus_factor(kind: str, ranks: int) -> float:
-    """What turns bytes/t into the bandwidth of the busiest link: `bus_factor("all_gather", 4)` is 0.75, all_reduce 1.5; 1 for the others."""
+    """What turns bytes/t into the bandwidth of the busiest link: `bus_factor("all_gather", 4)` is 0.75, all_reduce 1.5;
+    1 for the others.
+    """
     share = (ranks - 1) / ranks
     return {"all_gather": share, "reduce_scatter": share, "all_to_all": share, "all_reduce": 2 * share}.get(kind, 1.0)
 
 
 def bandwidths(kind: str, nbytes: int | None, ns: int, ranks: int) -> tuple[float | None, float | None]:
-    """(algbw, busbw) in bytes/s: 8 MB all-gathered over 2 ranks in 1 ms are 8e9 and 4e9; (None, None) without bytes or time."""
+    """(algbw, busbw) in bytes/s: 8 MB all-gathered over 2 ranks in 1 ms are 8e9 and 4e9; (None, None) without bytes or
+    time.
+    """
     if not nbytes or ns <= 0:
         return None, None
     algbw = nbytes / (ns * 1e-9)
@@ -69,8 +75,8 @@ def matched(rows: Iterable[Row]) -> dict[Key, list[Row]]:
     groups: dict[Key, list[Row]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row["start_ns"]):
         name = (row["step"], row["unit"], row["phase"], row["kind"])
-        counts[row["rank"], *name] += 1
-        groups[*name, counts[row["rank"], *name]].append(row)
+        counts[(row["rank"], *name)] += 1
+        groups[(*name, counts[(row["rank"], *name)])].append(row)
     return groups
 
 
@@ -86,7 +92,9 @@ def _skew(key: Key, members: Sequence[Row]) -> CollectiveSkew:
 
 
 def straggling(skews: Iterable[CollectiveSkew]) -> dict[int, int]:
-    """By how many ns in total each rank began after the middle of the others, where it began last: `{1: 3_000_000}` says rank 1 is slow."""
+    """By how many ns in total each rank began after the middle of the others, where it began last: `{1: 3_000_000}`
+    says rank 1 is slow.
+    """
     total: dict[int, int] = defaultdict(int)
     for skew in skews:
         total[skew.straggler] += skew.late_by_ns
@@ -94,7 +102,8 @@ def straggling(skews: Iterable[CollectiveSkew]) -> dict[int, int]:
 
 
 def compute_inflation(with_: Iterable[Row], without: Iterable[Row]) -> float | None:
-    """Median compute time of steps with communication over that of the same work without: 1.3 says that communicating cost 30 % of computing speed.
+    """Median compute time of steps with communication over that of the same work without: 1.3 says that communicating
+    cost 30 % of computing speed.
 
     Rows of `breakdown`; None where either side has none, or computed nothing.
     """
@@ -103,12 +112,18 @@ def compute_inflation(with_: Iterable[Row], without: Iterable[Row]) -> float | N
 
 
 def with_peers(analyses: Sequence[TraceAnalysis]) -> list[TraceAnalysis]:
-    """The same analyses with `waiting_for_peer` where the other ranks tell: a peer issued later by at least half of what was exposed.
+    """The same analyses with `waiting_for_peer` where the other ranks tell: a peer issued later by at least half of
+    what was exposed.
 
-    All analyses of one run; ranks on clocks of their own (several machines) cannot be compared and must not be given together.
+    All analyses of one run; ranks on clocks of their own (several machines) cannot be compared and must not be given
+    together.
     """
     groups = matched(row for analysis in analyses for row in analysis.rows("collectives"))
-    late = {id(row): max(each["issue_ns"] for each in members) - row["issue_ns"] for members in groups.values() for row in members}
+    late = {
+        id(row): max(each["issue_ns"] for each in members) - row["issue_ns"]
+        for members in groups.values()
+        for row in members
+    }
     return [replace(analysis, steps=tuple(_explained(step, late) for step in analysis.steps)) for analysis in analyses]
 
 

@@ -1,6 +1,8 @@
-"""The snapshot that PyTorch's own memory viewer opens (pytorch.org/memory_viz): every allocation of a step with the lines that made it.
+"""The snapshot that PyTorch's own memory viewer opens (pytorch.org/memory_viz): every allocation of a step with the
+lines that made it.
 
-Only the CUDA allocator keeps such a history. A snapshot is a pickle; gzipped in the record, where a step's is a few hundred kilobytes.
+Only the CUDA allocator keeps such a history. A snapshot is a pickle; gzipped in the record, where a step's is a few
+hundred kilobytes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _KEPT_PARTS = 3  # of a frame's file name
 
 @contextmanager
 def memory_snapshot(path: Path | None, device: torch.device) -> Iterator[None]:
-    """Record the block's allocations on `device` and write them to `path` (.pickle.gz); does nothing on CPU, or where `path` is None.
+    """Record the block's allocations on `device` and write them to `path` (.pickle.gz); does nothing on CPU, or where
+    `path` is None.
 
     What was allocated before is in the snapshot too, without its lines. A block that raises leaves no file.
     """
@@ -37,14 +40,18 @@ def memory_snapshot(path: Path | None, device: torch.device) -> Iterator[None]:
 
 
 def write_snapshot(snapshot: Any, path: Path) -> None:
-    """Write what `torch.cuda.memory._snapshot()` returned, gzipped; of file names their last parts only, since a path tells whose machine it was."""
+    """Write what `torch.cuda.memory._snapshot()` returned, gzipped; of file names their last parts only, since a path
+    tells whose machine it was.
+    """
     shorten_names(snapshot)
     with gzip.open(path, "wb") as file:
         pickle.dump(snapshot, file)
 
 
 def shorten_names(snapshot: Any) -> None:
-    """Leave of every frame's `filename`, in place, the last parts: `/home/me/lab/fsdplab/engine/unit.py` is `fsdplab/engine/unit.py`."""
+    """Leave of every frame's `filename`, in place, the last parts: `/home/me/lab/fsdplab/engine/unit.py` is
+    `fsdplab/engine/unit.py`.
+    """
     waiting = [snapshot]
     while waiting:
         thing = waiting.pop()

@@ -1,11 +1,13 @@
 """A memory timeline: what lived when, split by category, with the peak taken at its own instant.
 
-Pure: a list of storages that were there at the beginning, a list of allocator events and a list of tags go in, a `MemoryTimeline`
-comes out. Capture is elsewhere (`trace`, `residents`, `memory`), so tiny hand-written traces test the accounting exactly.
+Pure: a list of storages that were there at the beginning, a list of allocator events and a list of tags go in, a
+`MemoryTimeline` comes out. Capture is elsewhere (`trace`, `residents`, `memory`), so tiny hand-written traces test the
+accounting exactly.
 
-What a block is, in falling order of authority: a tag (its owner said so), the category its own record carries (the profiler range it
-was allocated in, or the object that owns it), a hint (a collective was seen to use it). What remains is `activations` when it was allocated
-before the last backward ended, and `other` when it was there from the beginning or came later.
+What a block is, in falling order of authority: a tag (its owner said so), the category its own record carries (the
+profiler range it was allocated in, or the object that owns it), a hint (a collective was seen to use it). What remains
+is `activations` when it was allocated before the last backward ended, and `other` when it was there from the beginning
+or came later.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from fsdplab.engine.events import CATEGORIES, Tag
 from .lives import LONG_AGO, NEVER, AllocatorEvent, Block, Lives, Storage, live
 
 MAX_POINTS = 500
-TOLERANCE_NS = 200_000  # profiler and clock agree within microseconds; a busy machine may stop a thread between the two readings
+# profiler and clock agree within microseconds; a busy machine may stop a thread between the two readings
+TOLERANCE_NS = 200_000
 
 
 class AccountingError(AssertionError):
@@ -31,9 +34,10 @@ class AccountingError(AssertionError):
 class MemoryTimeline:
     """The bytes of one step, in time order. Measured, except where the engine that was measured emulates.
 
-    `points` are rows `{"time_ns": since the beginning, <category>: bytes, ...}`, at most 500 and always with the peak among them; `totals`
-    are their sums, counted apart. `resident_growth` is how far the process's resident memory rose above its value at the
-    beginning (bytes; None where the system does not tell). `allocated_peak` and `reserved_peak` are the CUDA allocator's own figures.
+    `points` are rows `{"time_ns": since the beginning, <category>: bytes, ...}`, at most 500 and always with the peak
+    among them; `totals` are their sums, counted apart. `resident_growth` is how far the process's resident memory rose
+    above its value at the beginning (bytes; None where the system does not tell). `allocated_peak` and `reserved_peak`
+    are the CUDA allocator's own figures.
     """
 
     points: list[dict[str, int]]
@@ -68,11 +72,14 @@ class MemoryTimeline:
             parts = {category: row[category] for category in CATEGORIES}
             if sum(parts.values()) != total or min(parts.values()) < 0:
                 raise AccountingError(
-                    f"memory at {row['time_ns']} ns does not add up: the categories {parts} sum to {sum(parts.values())}, "
-                    f"the allocator's running total is {total}; report this with the trace, the timeline cannot be used"
+                    f"memory at {row['time_ns']} ns does not add up: the categories {parts} sum to"
+                    f" {sum(parts.values())}, the allocator's running total is {total}; report this with the trace, the"
+                    " timeline cannot be used"
                 )
         if rows[-1] not in rows[:-1] or self.peak_total != max(self.totals):
-            raise AccountingError(f"the peak of {self.peak_total} bytes is not the highest point of the timeline ({max(self.totals)})")
+            raise AccountingError(
+                f"the peak of {self.peak_total} bytes is not the highest point of the timeline ({max(self.totals)})"
+            )
 
 
 def build_timeline(
@@ -87,11 +94,13 @@ def build_timeline(
 ) -> MemoryTimeline:
     """The timeline of a step whose last backward ended at `work_end_ns`; `measured` fills the fields of the same name.
 
-    Tags from before `start_ns` apply to baseline storages of exactly their size (an older tenant of the address differs in that).
-    A later tag that fits nothing names memory the profiler cannot see (a shared arena, a buffer made in C++): it is counted from the beginning.
+    Tags from before `start_ns` apply to baseline storages of exactly their size (an older tenant of the address differs
+    in that). A later tag that fits nothing names memory the profiler cannot see (a shared arena, a buffer made in C++):
+    it is counted from the beginning.
 
     >>> events = [AllocatorEvent(5, 900, 40), AllocatorEvent(7, 900, -40)]
-    >>> build_timeline([Storage(8, 100, "parameter_slices")], events, tags=[Tag("whole_gradients", 900, 40, 6, "a")]).peak_total
+    >>> tags = [Tag("whole_gradients", 900, 40, 6, "a")]
+    >>> build_timeline([Storage(8, 100, "parameter_slices")], events, tags=tags).peak_total
     140
     """
     baseline, events = list(baseline), list(events)
@@ -100,7 +109,8 @@ def build_timeline(
     _name(lives, tags, hints, start_ns, work_end_ns)
     held = _by_category(lives)
     peak = int(np.argmax(lives.totals))
-    kept = [i for i in thin(lives.totals) if i == peak or lives.times[i] != lives.times[peak]]  # one row at the time of the peak
+    # one row at the time of the peak
+    kept = [i for i in thin(lives.totals) if i == peak or lives.times[i] != lives.times[peak]]
     return MemoryTimeline(
         points=[_row(lives.times[i] - start_ns, held[i]) for i in kept],
         totals=[lives.totals[i] for i in kept],
@@ -118,7 +128,9 @@ def build_timeline(
 
 
 def thin(totals: Sequence[int], limit: int = MAX_POINTS) -> list[int]:
-    """At most `limit` indices in order: first, last, the (first) peak, and the lowest and highest of each of equal windows."""
+    """At most `limit` indices in order: first, last, the (first) peak, and the lowest and highest of each of equal
+    windows.
+    """
     if len(totals) <= limit:
         return list(range(len(totals)))
     values = np.asarray(totals)
@@ -147,7 +159,9 @@ class _Directory:
         return min(near, key=lambda block: (_distance(block, tag.time_ns), -block.born_ns), default=None)
 
     def _around(self, tag: Tag) -> list[Block]:
-        return [b for b in self._resident if b.pointer < tag.pointer < b.pointer + b.nbytes and tag.time_ns <= b.died_ns]
+        return [
+            b for b in self._resident if b.pointer < tag.pointer < b.pointer + b.nbytes and tag.time_ns <= b.died_ns
+        ]
 
 
 def _distance(block: Block, time_ns: int) -> int:

@@ -1,13 +1,17 @@
-"""What the profiler knows of memory: its event tree, read into allocator events and into what those addresses were used for.
+"""What the profiler knows of memory: its event tree, read into allocator events and into what those addresses were used
+for.
 
-The tree (`kineto_results.experimental_event_tree()`) is the one route that carries an allocation's address, the ranges it happened in, and the
-addresses that operators were given. It is a private API of torch and this file is its only reader. What was found by experiment (torch 2.13, CPU):
+The tree (`kineto_results.experimental_event_tree()`) is the one route that carries an allocation's address, the ranges
+it happened in, and the addresses that operators were given. It is a private API of torch and this file is its only
+reader. What was found by experiment (torch 2.13, CPU):
 
-- allocations of the calling thread, of autograd's threads and of gloo's worker threads are in it; those of plain Python threads are not, nor
-  is what gloo allocates itself for its sockets;
+- allocations of the calling thread, of autograd's threads and of gloo's worker threads are in it; those of plain Python
+  threads are not, nor is what gloo allocates itself for its sockets;
 - the free of a block that was allocated before profiling began is not reported (CPU; the CUDA allocator reports it);
-- what a collective used is sometimes freed by a thread that the profiler does not see: if it is not alive at the end, it ends with its last use;
-- `torch::autograd::AccumulateGrad` names every whole gradient, a `c10d::` operator every buffer it moves, also those made in C++ (DDP's buckets).
+- what a collective used is sometimes freed by a thread that the profiler does not see: if it is not alive at the end,
+  it ends with its last use;
+- `torch::autograd::AccumulateGrad` names every whole gradient, a `c10d::` operator every buffer it moves, also those
+  made in C++ (DDP's buckets).
 """
 
 from __future__ import annotations
@@ -29,14 +33,16 @@ _BACKWARD = "autograd::engine::evaluate_function"
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _COLLECTIVES = ("c10d::", "gloo:", "nccl:")
 _MAKES_BUCKETS = "DistributedDataParallel.forward"  # DDP makes its buckets anew in its second forward, in C++
-# An allocation directly in one of these ranges is the gathered parameters' own storage. (FSDP2 and the lab, then FSDP1.)
+# An allocation directly in one of these ranges is the gathered parameters' own storage. (FSDP2 and the lab, then
+# FSDP1.)
 _GATHERED_IN = (
     "FSDP::all_gather_copy_out",
     "FullyShardedDataParallel._pre_forward",
     "FullyShardedDataParallel._pre_backward_prefetch",
     "FullyShardedDataParallel._pre_backward_hook",
 )
-# The innermost of these ranges around an allocation decides. What autograd's accumulation allocates and keeps is an engine's bucket.
+# The innermost of these ranges around an allocation decides. What autograd's accumulation allocates and keeps is an
+# engine's bucket.
 _CATEGORY_IN = (
     *((name, "communication_buffers") for name in _COLLECTIVES),
     ("FSDP::all_gather", "communication_buffers"),
@@ -49,7 +55,9 @@ _CATEGORY_IN = (
 
 @dataclass(frozen=True)
 class Trace:
-    """Allocator events in order of time; whole gradients as tags; uses by collectives as hints; when the last backward ended."""
+    """Allocator events in order of time; whole gradients as tags; uses by collectives as hints; when the last backward
+    ended.
+    """
 
     events: list[AllocatorEvent]
     gradients: list[Tag]
@@ -67,9 +75,9 @@ def read_trace(
 ) -> Trace:
     """The memory of one device in a finished profile (made with `profile_memory` and `record_shapes`).
 
-    `buffers` are addresses that their engine announced as communication buffers; `alive()` gives those that live on after the profile (it is
-    asked only where it matters). `gathers_into_parameters`: the outputs of all-gathers, and what is concatenated from them, are the
-    parameters themselves (DeepSpeed).
+    `buffers` are addresses that their engine announced as communication buffers; `alive()` gives those that live on
+    after the profile (it is asked only where it matters). `gathers_into_parameters`: the outputs of all-gathers, and
+    what is concatenated from them, are the parameters themselves (DeepSpeed).
     """
     results = profile.profiler.kineto_results if profile.profiler else None
     if not hasattr(results, "experimental_event_tree"):
@@ -83,7 +91,12 @@ def read_trace(
     for node in nodes:
         uses.see(node)
     ends = [node.end_time_ns for node in nodes if node.name.startswith(_BACKWARD)]
-    return Trace(events + _unseen_frees(nodes, events, device, buffers, alive), uses.gradients, uses.hints, max(ends, default=NEVER))
+    return Trace(
+        events + _unseen_frees(nodes, events, device, buffers, alive),
+        uses.gradients,
+        uses.hints,
+        max(ends, default=NEVER),
+    )
 
 
 def _walk(roots: Iterable[Any]) -> Iterator[Any]:
@@ -145,7 +158,11 @@ def _pointers(node: Any, device: torch.device) -> list[int]:
     kind, fields = node.typed
     if kind != _EventType.TorchOp:
         return []
-    return [t.storage_data_ptr for t in _flat(fields.inputs) if isinstance(t, _TensorMetadata) and t.storage_data_ptr and _same(t.device, device)]
+    return [
+        t.storage_data_ptr
+        for t in _flat(fields.inputs)
+        if isinstance(t, _TensorMetadata) and t.storage_data_ptr and _same(t.device, device)
+    ]
 
 
 def _flat(inputs: Iterable[Any]) -> Iterator[Any]:
@@ -181,7 +198,9 @@ class _Uses:
     def _concatenation(self, node: Any) -> None:
         sources = {pointer for pointer, _ in _storages(node, self._device)}
         if sources and sources <= self._gathered:
-            made = (event for child in node.children if (event := _allocation(child, self._device)) and event.nbytes > 0)
+            made = (
+                event for child in node.children if (event := _allocation(child, self._device)) and event.nbytes > 0
+            )
             self.hints += [Tag("gathered_parameters", event.pointer, event.nbytes, event.time_ns, "") for event in made]
 
     def _tags(self, node: Any, category: str) -> list[Tag]:
@@ -193,7 +212,9 @@ class _Uses:
 
 @dataclass
 class _Unfreed:
-    """An allocation without a free, and what is known of its end: before `until`, after the last operator that was given it."""
+    """An allocation without a free, and what is known of its end: before `until`, after the last operator that was
+    given it.
+    """
 
     born_ns: int
     pointer: int
@@ -205,9 +226,15 @@ class _Unfreed:
 
 
 def _unseen_frees(
-    nodes: list[Any], events: list[AllocatorEvent], device: torch.device, buffers: Set[int], alive: Callable[[], Set[int]]
+    nodes: list[Any],
+    events: list[AllocatorEvent],
+    device: torch.device,
+    buffers: Set[int],
+    alive: Callable[[], Set[int]],
 ) -> list[AllocatorEvent]:
-    """The frees that are missing: of memory that travelled, and that is neither alive at the end nor at its address any more."""
+    """The frees that are missing: of memory that travelled, and that is neither alive at the end nor at its address any
+    more.
+    """
     waiting = _unfreed(nodes, events)
     _follow(waiting, nodes, device)
     blocks = [block for same in waiting.values() for block in same]
@@ -228,7 +255,11 @@ def _follow(waiting: dict[int, list[_Unfreed]], nodes: list[Any], device: torch.
 
 
 def _unfreed(nodes: list[Any], events: list[AllocatorEvent]) -> dict[int, list[_Unfreed]]:
-    ranges = {(node.start_time_ns, node.typed[1].ptr): tuple(_ancestors(node)) for node in nodes if node.typed[0] == _EventType.Allocation}
+    ranges = {
+        (node.start_time_ns, node.typed[1].ptr): tuple(_ancestors(node))
+        for node in nodes
+        if node.typed[0] == _EventType.Allocation
+    }
     unfreed: dict[int, list[_Unfreed]] = {}
     for event in events:
         earlier = unfreed.setdefault(event.pointer, [])
@@ -239,5 +270,7 @@ def _unfreed(nodes: list[Any], events: list[AllocatorEvent]) -> dict[int, list[_
             earlier[-1].until = event.time_ns
         around = ranges[event.time_ns, event.pointer]
         travelled = any(name.startswith(_COLLECTIVES) for name in around)
-        earlier.append(_Unfreed(event.time_ns, event.pointer, event.nbytes, travelled, _MAKES_BUCKETS in around, event.time_ns))
+        earlier.append(
+            _Unfreed(event.time_ns, event.pointer, event.nbytes, travelled, _MAKES_BUCKETS in around, event.time_ns)
+        )
     return unfreed

@@ -1,11 +1,21 @@
 """The run record: the one contract between running a model and looking at what happened.
 
-Sessions write records; figures, widgets, reports and notebooks read them and nothing else, so a run recorded on another machine
-opens here exactly as a fresh one does.
+Sessions write records; figures, widgets, reports and notebooks read them and nothing else, so a run recorded on another
+machine opens here exactly as a fresh one does.
 """
 
 from .comparison import comparison_json, losses_of, matches_reference
 from .record import RunRecord
 from .tables import CATEGORIES, CAUSES, LANES, TABLES, RecordError
 
-__all__ = ["CATEGORIES", "CAUSES", "LANES", "TABLES", "RecordError", "RunRecord", "comparison_json", "losses_of", "matches_reference"]
+__all__ = [
+    "CATEGORIES",
+    "CAUSES",
+    "LANES",
+    "TABLES",
+    "RecordError",
+    "RunRecord",
+    "comparison_json",
+    "losses_of",
+    "matches_reference",
+]

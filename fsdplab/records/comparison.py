@@ -7,13 +7,15 @@ Two runs agree when their losses do, step by step, within what their arithmetic 
 from __future__ import annotations
 
 import math
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from .record import RunRecord
 
-# Relative difference of the loss at any step that rounding alone explains over some tens of steps. fp32: a sum of gradients in another
-# order changes the seventh digit of a gradient, and Adam amplifies it where gradients are near zero. bf16 keeps 8 bits, and engines that cast
-# in different places (autocast, parameters) differed by 4e-4 in ten steps.
+# Relative difference of the loss at any step that rounding alone explains over some tens of steps. fp32: a sum of
+# gradients in another order changes the seventh digit of a gradient, and Adam amplifies it where gradients are near
+# zero. bf16 keeps 8 bits, and engines that cast in different places (autocast, parameters) differed by 4e-4 in ten
+# steps.
 TOLERANCE = {"fp32": 2e-5, "bf16": 5e-3}
 
 
@@ -23,7 +25,8 @@ def losses_of(record: RunRecord) -> list[float]:
 
 
 def matches_reference(losses: Sequence[float], reference: Sequence[float], precision: str) -> bool:
-    """Whether two runs' losses agree at every step: same length, and within 2e-5 (fp32) or 5e-3 (bf16) of the reference, relatively.
+    """Whether two runs' losses agree at every step: same length, and within 2e-5 (fp32) or 5e-3 (bf16) of the
+    reference, relatively.
 
     >>> matches_reference([5.0, 4.0], [5.0, 4.00001], "fp32"), matches_reference([5.0, 4.0], [5.0, 4.001], "fp32")
     (True, False)

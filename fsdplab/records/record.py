@@ -7,8 +7,9 @@
     timeline, breakdown, exposed, life   what profiled steps did (empty when none was)
     traces/          each rank's own trace, as PyTorch's profiler wrote it (profiled runs)
 
-The tables are written before run.json, and run.json is renamed into place last: a folder with a run.json is a complete record.
-`provenance` says for each quantity whether it was measured, emulated or simulated; nothing that shows a record may leave that out.
+The tables are written before run.json, and run.json is renamed into place last: a folder with a run.json is a complete
+record. `provenance` says for each quantity whether it was measured, emulated or simulated; nothing that shows a record
+may leave that out.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class RunRecord:
         try:
             import pandas
         except ImportError:
-            raise RecordError('record.frame() needs pandas, which is not installed. Run: pip install "fsdplab[lab]"') from None
+            raise RecordError(
+                'record.frame() needs pandas, which is not installed. Run: pip install "fsdplab[lab]"'
+            ) from None
         return pandas.DataFrame(self.table(name), columns=list(TABLES[name]))
 
     def save(self) -> RunRecord:
@@ -101,13 +104,21 @@ def _read_run_json(folder: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         if not folder.exists():
-            raise RecordError(f"{folder} does not exist. Give the folder that `fsdplab run` printed, or the file of a trace.") from None
-        raise RecordError(f"{folder} holds no run.json, so it is no run record. Give the folder that `fsdplab run` printed.") from None
+            raise RecordError(
+                f"{folder} does not exist. Give the folder that `fsdplab run` printed, or the file of a trace."
+            ) from None
+        raise RecordError(
+            f"{folder} holds no run.json, so it is no run record. Give the folder that `fsdplab run` printed."
+        ) from None
     except (OSError, ValueError) as error:
-        raise RecordError(f"{path} cannot be read ({error}). Copy it again from where it was recorded, or record the run again.") from error
+        raise RecordError(
+            f"{path} cannot be read ({error}). Copy it again from where it was recorded, or record the run again."
+        ) from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
-        raise RecordError(f"{path} has the format {found!r}; expected {FORMAT!r}. Record the run again with this version of fsdplab.")
+        raise RecordError(
+            f"{path} has the format {found!r}; expected {FORMAT!r}. Record the run again with this version of fsdplab."
+        )
     missing = [name for name in (*_FIELDS, "rows") if name not in content]
     if missing:
         raise RecordError(f"{path} lacks {', '.join(missing)}: it is damaged. Record the run again.")
@@ -124,5 +135,6 @@ def _check_shapes(path: Path, content: dict[str, Any]) -> None:
 def _check_rows(folder: Path, table: str, found: int, expected: Any) -> None:
     if found != expected:
         raise RecordError(
-            f"{folder / table}.csv.gz has {found} rows; run.json says {expected}. The files are of two runs: copy the whole folder again."
+            f"{folder / table}.csv.gz has {found} rows; run.json says {expected}. The files are of two runs: copy the"
+            " whole folder again."
         )

@@ -1,8 +1,9 @@
 """The three tables of a record, as compressed CSV with a declared type for every column.
 
-CSV because every tool of every learner opens it, and because a diff of two records can be read. CSV has no types, so the schema lives
-here, once: a file whose header or cells disagree with it is refused, instead of turning a damaged record into a wrong figure.
-An empty cell means "not measured" and reads as None (in a column of names it is the empty name: the root's, for one).
+CSV because every tool of every learner opens it, and because a diff of two records can be read. CSV has no types, so
+the schema lives here, once: a file whose header or cells disagree with it is refused, instead of turning a damaged
+record into a wrong figure. An empty cell means "not measured" and reads as None (in a column of names it is the empty
+name: the root's, for one).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import gzip
 import io
 import os
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 CATEGORIES = (
     "parameter_slices",
@@ -56,25 +58,44 @@ TABLES: dict[str, Schema] = {
         "emulated": _flag,
         "waited_ns": int,
     },
-    "memory": {
+    "memory": {"rank": int, "step": int, "time_ns": int, **dict.fromkeys(CATEGORIES, int), "is_peak": _flag},
+    # what a profiled step did: one row an interval, on the lanes that a figure draws
+    "timeline": {
         "rank": int,
         "step": int,
-        "time_ns": int,
-        **dict.fromkeys(CATEGORIES, int),
-        "is_peak": _flag,
+        "lane": str,
+        "unit": str,
+        "phase": str,
+        "name": str,
+        "start_ns": int,
+        "end_ns": int,
+        "emulated": _flag,
     },
-    # what a profiled step did: one row an interval, on the lanes that a figure draws
-    "timeline": {"rank": int, "step": int, "lane": str, "unit": str, "phase": str, "name": str, "start_ns": int, "end_ns": int, "emulated": _flag},
     # one row a rank and profiled step; compute only + overlapped + exposed + other = the step, to the nanosecond
     "breakdown": {
-        "rank": int, "step": int, "step_ns": int, "compute_ns": int,
-        "compute_only_ns": int, "overlapped_ns": int, "exposed_ns": int, "other_ns": int,
+        "rank": int,
+        "step": int,
+        "step_ns": int,
+        "compute_ns": int,
+        "compute_only_ns": int,
+        "overlapped_ns": int,
+        "exposed_ns": int,
+        "other_ns": int,
     },
     # where communication was exposed, and why
-    "exposed": {"rank": int, "step": int, "unit": str, "phase": str, "kind": str, "communication_ns": int, "exposed_ns": int, "cause": str},
+    "exposed": {
+        "rank": int,
+        "step": int,
+        "unit": str,
+        "phase": str,
+        "kind": str,
+        "communication_ns": int,
+        "exposed_ns": int,
+        "cause": str,
+    },
     # when a unit was gathered and dropped
     "life": {"rank": int, "step": int, "unit": str, "state": str, "phase": str, "time_ns": int},
-}  # fmt: skip
+}
 LANES = ("step", "compute", "all_gather", "reduce_scatter", "all_reduce", "other_communication", "exposed", "waiting")
 CAUSES = ("hidden", "late_start", "link_busy", "nothing_to_hide_behind", "waiting_for_peer", "unknown")
 
@@ -92,14 +113,19 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def write_table(folder: Path, table: str, rows: list[Row]) -> None:
-    """Write one table; a row with missing or unknown columns is a ValueError (`{"rank": 0, "step": 1}` lacks `loss`)."""
+    """Write one table; a row with missing or unknown columns is a ValueError (`{"rank": 0, "step":
+    1}` lacks `loss`).
+    """
     columns = list(TABLES[table])
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
     for row in rows:
         if row.keys() != TABLES[table].keys():
-            raise ValueError(f"A row of `{table}` has columns {sorted(row)}; expected {sorted(columns)}. Give every column, and no other.")
+            raise ValueError(
+                f"A row of `{table}` has columns {sorted(row)}; expected {sorted(columns)}. Give every column, and no"
+                " other."
+            )
         writer.writerow(["" if row[name] is None else row[name] for name in columns])
     # mtime=0: the same rows give the same bytes, so that records kept in version control do not change by themselves
     replace_file(folder / file_name(table), gzip.compress(text.getvalue().encode(), mtime=0))
@@ -111,7 +137,10 @@ def read_table(folder: Path, table: str) -> list[Row]:
     lines = csv.reader(io.StringIO(_unpack(path)))
     header = next(lines, [])
     if header != list(TABLES[table]):
-        raise RecordError(f"{path} has columns {header}; expected {list(TABLES[table])}. Record the run again with this version of fsdplab.")
+        raise RecordError(
+            f"{path} has columns {header}; expected {list(TABLES[table])}. Record the run again with this version of"
+            " fsdplab."
+        )
     return [_typed_row(path, table, number, cells) for number, cells in enumerate(lines, start=2)]
 
 
@@ -119,9 +148,13 @@ def _unpack(path: Path) -> str:
     try:
         return gzip.decompress(path.read_bytes()).decode()
     except FileNotFoundError:
-        raise RecordError(f"{path} is missing: the record is incomplete. Copy the whole record folder, or record the run again.") from None
+        raise RecordError(
+            f"{path} is missing: the record is incomplete. Copy the whole record folder, or record the run again."
+        ) from None
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise RecordError(f"{path} is damaged ({error}). Copy it again from where it was recorded, or record the run again.") from error
+        raise RecordError(
+            f"{path} is damaged ({error}). Copy it again from where it was recorded, or record the run again."
+        ) from error
 
 
 def _value(cell: str, convert: Callable[[str], Any]) -> Any:
@@ -131,8 +164,12 @@ def _value(cell: str, convert: Callable[[str], Any]) -> Any:
 def _typed_row(path: Path, table: str, number: int, cells: list[str]) -> Row:
     schema = TABLES[table]
     if len(cells) != len(schema):
-        raise RecordError(f"{path}, line {number}, has {len(cells)} cells; expected {len(schema)}. Record the run again.")
+        raise RecordError(
+            f"{path}, line {number}, has {len(cells)} cells; expected {len(schema)}. Record the run again."
+        )
     try:
         return {name: _value(cell, convert) for (name, convert), cell in zip(schema.items(), cells)}
     except (ValueError, KeyError) as error:
-        raise RecordError(f"{path}, line {number}, holds a value of the wrong type ({error}). Record the run again.") from error
+        raise RecordError(
+            f"{path}, line {number}, holds a value of the wrong type ({error}). Record the run again."
+        ) from error

@@ -2,8 +2,9 @@
 
     caller  ->  python -m fsdplab.sessions.agent CALLER_PID FOLDER [arguments of torchrun]  ->  ranks
 
-torchrun starts the ranks, gives them their addresses, and ends all when one ends badly. It knows which rank ended with which exit code
-and tells it only in a printed banner, so the agent writes that down in FOLDER/exits.json for the report.
+torchrun starts the ranks, gives them their addresses, and ends all when one ends badly. It knows which rank ended with
+which exit code and tells it only in a printed banner, so the agent writes that down in FOLDER/exits.json for the
+report.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from .mailbox import AGENT_PID, Mailbox
 def main(caller: str, folder: str, *arguments: str, when_orphaned: signal.Signals = signal.SIGTERM) -> None:
     """Run torchrun until the ranks end; exit code 1 when a rank failed.
 
-    `when_orphaned` comes when the caller is gone: SIGTERM, because torchrun answers it by ending the ranks' whole process groups.
+    `when_orphaned` comes when the caller is gone: SIGTERM, because torchrun answers it by ending the ranks' whole
+    process groups.
     """
     end_with_parent(int(caller), when_orphaned)
     os.environ[AGENT_PID] = str(os.getpid())

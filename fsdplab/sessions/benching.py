@@ -1,8 +1,10 @@
-"""`bench`: several engines side by side in one run, step by step in turn, so that whatever the machine does, it does to all of them.
+"""`bench`: several engines side by side in one run, step by step in turn, so that whatever the machine does, it does to
+all of them.
 
-An absolute time says more about the machine than about an engine. So the engines share their ranks and take turns; what is reported is
-the median of each and ratios between medians. Two limits stand beside them: `alone`, the same training with no communication at all, and
-the floor, which is what a perfect sharded engine could reach: forward + backward + one nth of the optimizer's step.
+An absolute time says more about the machine than about an engine. So the engines share their ranks and take turns; what
+is reported is the median of each and ratios between medians. Two limits stand beside them: `alone`, the same training
+with no communication at all, and the floor, which is what a perfect sharded engine could reach: forward + backward +
+one nth of the optimizer's step.
 
     python -m fsdplab.sessions.benching FOLDER      what each rank runs
 """
@@ -15,9 +17,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -42,8 +44,9 @@ WARMUP_ROUNDS = 2
 class Timing:
     """One engine's steps, in seconds: the slowest rank's time of each timed round.
 
-    `exposed` is how long the host was blocked for collectives in each of them (the emulated clock's, behind a link), `communicating` how long
-    those took: both of the rank that was blocked longest, by the ledger; empty for engines that keep none.
+    `exposed` is how long the host was blocked for collectives in each of them (the emulated clock's, behind a link),
+    `communicating` how long those took: both of the rank that was blocked longest, by the ledger; empty for engines
+    that keep none.
     """
 
     engine: str
@@ -81,7 +84,9 @@ class Bench:
 
 
 def bench(specs: Sequence[RunSpec], *, rounds: int = 10, on_round: Callable[[int, int], None] | None = None) -> Bench:
-    """Time `specs` (same model, data and ranks) in turn for `rounds` rounds; raises SpecError, or RanksFailed as `run` does."""
+    """Time `specs` (same model, data and ranks) in turn for `rounds` rounds; raises SpecError, or RanksFailed as `run`
+    does.
+    """
     _check(specs, rounds)
     folder = Path(tempfile.mkdtemp(prefix="fsdplab-bench-"))
     mailbox = Mailbox(folder)
@@ -97,7 +102,14 @@ def bench(specs: Sequence[RunSpec], *, rounds: int = 10, on_round: Callable[[int
 
     try:
         program = ["-m", "fsdplab.sessions.benching", str(folder)]
-        run_ranks(program, mailbox, world_size=specs[0].world_size, time_limit=specs[0].time_limit, start=specs[0].start, on_look=look)
+        run_ranks(
+            program,
+            mailbox,
+            world_size=specs[0].world_size,
+            time_limit=specs[0].time_limit,
+            start=specs[0].start,
+            on_look=look,
+        )
         results = [read_lines(mailbox.of(rank, "result"))[0] for rank in range(specs[0].world_size)]
     finally:
         shutil.rmtree(folder)
@@ -109,14 +121,18 @@ def _check(specs: Sequence[RunSpec], rounds: int) -> None:
         raise SpecError(f"a bench needs at least one engine and one round; got {len(specs)} and {rounds}")
     work = {replace(spec, engine="lab", strategy="full_shard", transport="auto", prefetch=1) for spec in specs}
     if len(work) > 1:
-        raise SpecError("engines of a bench must train the same thing; give all specs the same model, data, ranks and precision")
+        raise SpecError(
+            "engines of a bench must train the same thing; give all specs the same model, data, ranks and precision"
+        )
     if len({spec.backend for spec in specs if spec.engine != "lab"}) > 1:
         raise SpecError("engines of a bench share one process group; give all but the lab's own the same transport")
     if any(spec.emulate for spec in specs):
         raise SpecError("a bench has no wind tunnel, whose link depends on the run; give a link")
     for spec in specs:
         if spec.engine == "twin":
-            raise SpecError("the twin replays all ranks in one process and cannot take turns with engines; leave it out")
+            raise SpecError(
+                "the twin replays all ranks in one process and cannot take turns with engines; leave it out"
+            )
 
 
 def _joined(specs: Sequence[RunSpec], results: Sequence[dict]) -> Bench:
@@ -142,7 +158,7 @@ class Alone:
 
     def train_step(self, batches_by_rank: Sequence[Sequence[Batch]]) -> float:
         """One step of this rank's own training; notes how long computing and stepping took."""
-        ((batches,), start, total) = batches_by_rank, time.perf_counter(), 0.0
+        (batches,), start, total = batches_by_rank, time.perf_counter(), 0.0
         for tokens, targets in batches:
             loss = loss_of(self.model, tokens, targets) / len(batches)
             loss.backward()
@@ -165,7 +181,8 @@ def main(folder: str) -> None:
     told = json.loads(Path(folder, "bench.json").read_text())
     specs = [RunSpec(**each) for each in told["specs"]]
     wanted = {spec.backend for spec in specs}
-    with rank_process(folder, "shm" if "shm" in wanted else specs[0].backend, device_of_ranks(specs[0])) as place:  # the lab's engine works on either
+    # the lab's engine works on either
+    with rank_process(folder, "shm" if "shm" in wanted else specs[0].backend, device_of_ranks(specs[0])) as place:
         place.heart.enter("build")
         text = ByteText.from_path(specs[0].text) if specs[0].text else ByteText.from_standard_library()
         alone = Alone(specs[0], place)
@@ -222,7 +239,9 @@ def _take_turns(
 
 def _batches(spec: RunSpec, place: Place, text: ByteText, step: int) -> list[Batch]:
     shape = (spec.world_size, spec.batch_size, spec.sequence_length)
-    drawn = [text.batch(step, place.rank, *shape, micro_batch=micro, seed=spec.seed) for micro in range(spec.micro_batches)]
+    drawn = [
+        text.batch(step, place.rank, *shape, micro_batch=micro, seed=spec.seed) for micro in range(spec.micro_batches)
+    ]
     return [(tokens.to(place.device), targets.to(place.device)) for tokens, targets in drawn]
 
 

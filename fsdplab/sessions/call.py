@@ -1,7 +1,8 @@
 """Call a function from a saved file on real ranks: what an exercise's check does with a learner's solution.
 
-The function is read from its file in fresh processes, so it may block, crash or call os._exit without harm to the caller. Values travel
-through files written by torch.save and read with `weights_only=True`: numbers, text, tensors, and lists, tuples and dicts of them.
+The function is read from its file in fresh processes, so it may block, crash or call os._exit without harm to the
+caller. Values travel through files written by torch.save and read with `weights_only=True`: numbers, text, tensors, and
+lists, tuples and dicts of them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class IssuedCollective(NamedTuple):
 
 
 class RankValues(list[Any]):
-    """What a function returned, one value a rank; `output` and `collectives` hold what each rank printed and which collectives it called."""
+    """What a function returned, one value a rank; `output` and `collectives` hold what each rank printed and which
+    collectives it called.
+    """
 
     def __init__(self, values: list[Any], output: list[str], collectives: list[list[IssuedCollective]]) -> None:
         super().__init__(values)
@@ -46,9 +49,10 @@ def call_on_ranks(
 ) -> RankValues:
     """Call `function(payload)`, or `function(rank, world_size, payload)`, on gloo ranks; the values in order of rank.
 
-    With `def double(rank, world_size, payload): return 2 * payload` in double.py, `call_on_ranks("double.py", "double", world_size=2,
-    payload=4)` is `[8, 8]`. `on_output(rank, line)` gets what the ranks print while they run. RanksFailed when a rank raises, dies or does
-    not end within `time_limit` seconds; ValueError when the file or the payload cannot be sent to the ranks.
+    With `def double(rank, world_size, payload): return 2 * payload` in double.py, `call_on_ranks("double.py", "double",
+    world_size=2, payload=4)` is `[8, 8]`. `on_output(rank, line)` gets what the ranks print while they run. RanksFailed
+    when a rank raises, dies or does not end within `time_limit` seconds; ValueError when the file or the payload cannot
+    be sent to the ranks.
     """
     source = Path(source_path).resolve()
     if not source.is_file():
@@ -56,7 +60,9 @@ def call_on_ranks(
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}; expected at least 1.")
     if (foreign := foreign_type(payload)) is not None:
-        raise ValueError(f"The payload holds something of type {foreign}, which cannot be sent to the ranks; give {VALUES}.")
+        raise ValueError(
+            f"The payload holds something of type {foreign}, which cannot be sent to the ranks; give {VALUES}."
+        )
     with tempfile.TemporaryDirectory(prefix="fsdplab-call-") as folder:
         mailbox = Mailbox(Path(folder))
         torch.save(payload, mailbox.folder / "payload")
@@ -80,4 +86,3 @@ def _collect(mailbox: Mailbox, world_size: int) -> RankValues:
         [mailbox.of(rank, "out").read_text(errors="replace") for rank in range(world_size)],
         [[IssuedCollective(*call) for call in result["collectives"]] for result in handed_over],
     )
-

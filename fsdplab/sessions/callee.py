@@ -1,6 +1,6 @@
 """The rank's side of `call_on_ranks`: read the function from its file, call it, hand over the value.
 
-    python -m fsdplab.sessions.callee FOLDER SOURCE FUNCTION
+python -m fsdplab.sessions.callee FOLDER SOURCE FUNCTION
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
@@ -27,7 +28,9 @@ def main(folder: str, source: str, function_name: str) -> None:
         value = _call(function, place, payload)
         foreign = foreign_type(value)
         if foreign is not None:
-            raise TypeError(f"{function_name} returned something of type {foreign}, which cannot be handed over; return {VALUES}")
+            raise TypeError(
+                f"{function_name} returned something of type {foreign}, which cannot be handed over; return {VALUES}"
+            )
         torch.save({"value": value, "collectives": place.issued}, place.mailbox.of(place.rank, "result"))
 
 

@@ -1,8 +1,8 @@
 """Rank side of a profile: PyTorch's profiler around the steps after the timed ones, one gzipped trace a rank.
 
-Timed steps are never profiled, so a profile costs nothing but its own steps; how much slower those were is stated in the record. The
-profiler's schedule gives it one step to warm up. The engine's ranges carry FSDP2's names, so whatever reads traces of PyTorch's FSDP2
-reads these.
+Timed steps are never profiled, so a profile costs nothing but its own steps; how much slower those were is stated in
+the record. The profiler's schedule gives it one step to warm up. The engine's ranges carry FSDP2's names, so whatever
+reads traces of PyTorch's FSDP2 reads these.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ class Capture:
     def __init__(self, steps: int, device: torch.device) -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         self._profile = profile(
-            activities=activities, schedule=schedule(wait=0, warmup=WARMUP, active=steps, repeat=1), record_shapes=True, profile_memory=True
+            activities=activities,
+            schedule=schedule(wait=0, warmup=WARMUP, active=steps, repeat=1),
+            record_shapes=True,
+            profile_memory=True,
         )
         self.seconds: list[float] = []
 

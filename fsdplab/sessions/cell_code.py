@@ -1,4 +1,6 @@
-"""A cell's source: where it lies for ranks that stay, what tracebacks call it, and which names it finds, and how a rank runs it."""
+"""A cell's source: where it lies for ranks that stay, what tracebacks call it, and which names it finds, and how a rank
+runs it.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def given_names() -> dict[str, Any]:
 
 
 def run_source(source: str, names: dict[str, Any], name: str) -> None:
-    """Run the statements, and print the value of a last expression as a notebook would; what goes to stderr goes where the output goes."""
+    """Run the statements, and print the value of a last expression as a notebook would; what goes to stderr goes where
+    the output goes.
+    """
     show_source(source, name)
     tree = ast.parse(source, name)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None

@@ -1,4 +1,5 @@
-"""The rank's side of ranks that stay (staying.py): wait for a cell, run it where the last one ran, say how it ended, wait again.
+"""The rank's side of ranks that stay (staying.py): wait for a cell, run it where the last one ran, say how it ended,
+wait again.
 
     python -m fsdplab.sessions.cell_loop FOLDER
 
@@ -68,7 +69,10 @@ class _Cells:
 
     def _execute(self, number: int) -> None:
         before = self.place.mailbox.folder / "before.py"
-        exec(compile(before.read_text(encoding="utf-8"), str(before), "exec", dont_inherit=True), {"__name__": "__before__"})
+        exec(
+            compile(before.read_text(encoding="utf-8"), str(before), "exec", dont_inherit=True),
+            {"__name__": "__before__"},
+        )
         self.names.update(given_names())  # `for rank in ...` in one cell is no trap for the next
         run_source(source_of(self.place.mailbox, number).read_text(encoding="utf-8"), self.names, title(number))
 

@@ -1,11 +1,14 @@
-"""What is told of a cell on ranks that stay when it does not end well: one message, and the traceback or stack of each rank, labelled.
+"""What is told of a cell on ranks that stay when it does not end well: one message, and the traceback or stack of each
+rank, labelled.
 
-Pure functions, as those in faults.py: `said` is what each rank wrote when it ended the cell, `stacks` where the others stood.
+Pure functions, as those in faults.py: `said` is what each rank wrote when it ended the cell, `stacks` where the others
+stood.
 """
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .faults import NO_ANSWER, Failure, named
 from .mailbox import Beat
@@ -37,37 +40,63 @@ def raised(said: Said) -> Failure | None:
     failed = {rank: each for rank, each in said.items() if each["error"]}
     if not failed:
         return None
-    return Failure("raised", f"{_what_was_raised(failed)}. {_STAY}", min(failed), traceback=_labelled(_tracebacks(failed)))
+    return Failure(
+        "raised", f"{_what_was_raised(failed)}. {_STAY}", min(failed), traceback=_labelled(_tracebacks(failed))
+    )
 
 
-def interrupted(why: str, beats: Mapping[int, Beat], stacks: Mapping[int, str], said: Said, deaf: Sequence[int]) -> Failure:
-    """The report of a cell that was interrupted while the ranks of `beats` ran it; the `deaf` did not let themselves be interrupted."""
+def interrupted(
+    why: str, beats: Mapping[int, Beat], stacks: Mapping[int, str], said: Said, deaf: Sequence[int]
+) -> Failure:
+    """The report of a cell that was interrupted while the ranks of `beats` ran it; the `deaf` did not let themselves be
+    interrupted.
+    """
     blocks = _tracebacks({rank: each for rank, each in said.items() if each["error"]}) | _stood(beats, stacks)
-    became = f"{named(deaf)} could not be interrupted. {_LOST}" if deaf else f"{named(sorted(beats))} {_was(beats)} interrupted. {_STAY}"
+    became = (
+        f"{named(deaf)} could not be interrupted. {_LOST}"
+        if deaf
+        else f"{named(sorted(beats))} {_was(beats)} interrupted. {_STAY}"
+    )
     rank = min(deaf or beats)
-    return Failure("hung", f"{why}. {became}", rank, phase=beats[rank].phase, collective=beats[rank].collective, traceback=_labelled(blocks))
+    return Failure(
+        "hung",
+        f"{why}. {became}",
+        rank,
+        phase=beats[rank].phase,
+        collective=beats[rank].collective,
+        traceback=_labelled(blocks),
+    )
 
 
 def waiting_for_ever(beats: Mapping[int, Beat], stacks: Mapping[int, str], said: Said, world_size: int) -> Failure:
-    """The report of a cell whose last ranks, those of `beats`, wait in a collective to which the others will not come."""
+    """The report of a cell whose last ranks, those of `beats`,
+    wait in a collective to which the others will not come.
+    """
     failed = {rank: each for rank, each in said.items() if each["error"]}
     absent = sorted(failed or set(range(world_size)) - set(beats))
     first, alone = beats[min(beats)], len(beats) == 1
     waiting, where = f"{named(sorted(beats))} {'waits' if alone else 'wait'} in", first.collective or "a collective"
     if failed:
-        message = f"{_what_was_raised(failed)}, and {waiting[0].lower()}{waiting[1:]} {where}, which cannot be interrupted. {_LOST}"
+        message = (
+            f"{_what_was_raised(failed)}, and {waiting[0].lower()}{waiting[1:]} {where}, which cannot be interrupted."
+            f" {_LOST}"
+        )
     else:
         come = f"{named(absent).lower()} {'does' if len(absent) == 1 else 'do'} not come"
         message = f"{waiting} {where}, to which {come}, and cannot be interrupted. {_LOST}"
     blocks = _tracebacks(failed) | _stood(beats, stacks)
-    return Failure("raised" if failed else "hung", message, absent[0], collective=first.collective, traceback=_labelled(blocks))
+    return Failure(
+        "raised" if failed else "hung", message, absent[0], collective=first.collective, traceback=_labelled(blocks)
+    )
 
 
 def _what_was_raised(failed: Said) -> str:
     errors = {each["error"].rstrip(".") for each in failed.values()}
     if len(errors) == 1:
         return f"{named(sorted(failed))} raised {errors.pop()}"
-    return "; ".join(f"rank {rank} raised {failed[rank]['error'].rstrip('.')}" for rank in sorted(failed)).replace("rank", "Rank", 1)
+    return "; ".join(f"rank {rank} raised {failed[rank]['error'].rstrip('.')}" for rank in sorted(failed)).replace(
+        "rank", "Rank", 1
+    )
 
 
 def _was(ranks: Mapping[int, Any]) -> str:
@@ -79,7 +108,10 @@ def _tracebacks(failed: Said) -> dict[int, str]:
 
 
 def _stood(beats: Mapping[int, Beat], stacks: Mapping[int, str]) -> dict[int, str]:
-    last = {rank: f"last collective: {beat.collective or 'none'}; stood in (innermost call first):" for rank, beat in beats.items()}
+    last = {
+        rank: f"last collective: {beat.collective or 'none'}; stood in (innermost call first):"
+        for rank, beat in beats.items()
+    }
     return {rank: f"{last[rank]}\n{stacks.get(rank) or NO_ANSWER}" for rank in sorted(beats)}
 
 
@@ -88,4 +120,6 @@ def _labelled(blocks: Mapping[int, str]) -> str:
     who: dict[str, list[int]] = {}
     for rank in blocks:
         who.setdefault(blocks[rank], []).append(rank)
-    return "\n\n".join("\n".join(f"[{named(ranks).lower()}] {line}" for line in text.splitlines()) for text, ranks in who.items())
+    return "\n\n".join(
+        "\n".join(f"[{named(ranks).lower()}] {line}" for line in text.splitlines()) for text, ranks in who.items()
+    )

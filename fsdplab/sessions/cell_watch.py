@@ -1,4 +1,6 @@
-"""One cell on ranks that stay, from its sending to its end: all ranks ended it, or one died, or it hung and was interrupted."""
+"""One cell on ranks that stay, from its sending to its end: all ranks ended it, or one died, or it hung and was
+interrupted.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,9 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Sequence
+from typing import Any
 
 from .cell_code import show_source, source_of, title
 from .cell_reports import interrupted, raised, waiting_for_ever
@@ -20,10 +23,12 @@ from .processes import Agent, gone, send
 from .stacks import waits_for_others
 
 _LOOK_EVERY_S = 0.02
-# A rank that ended badly ends the others (starter.py, torchrun), and then the exit codes are told; one that left with exit code 0 does not.
+# A rank that ended badly ends the others (starter.py, torchrun), and then the exit codes are told; one that left with
+# exit code 0 does not.
 _OTHERS_FOLLOW_S, _OTHERS_GONE_S = 3.0, 15.0
 _ANSWER_WITHIN_S = 2.0
-# Ranks that wait in a collective, so long without a move, while another has raised; and while another has only no part in it any more.
+# Ranks that wait in a collective, so long without a move, while another has raised; and while another has only no part
+# in it any more.
 _PATIENCE_S, _LONG_PATIENCE_S = 2.0, 5.0
 
 
@@ -52,7 +57,11 @@ class Living:
         self.output.flush()
         if self.agent.poll() is not None:
             return how_it_ended(self.agent, self.mailbox, self.world_size)
-        return failed_first(Remains(beats={rank: beat for rank, beat in read_beats(self.mailbox, self.world_size).items() if rank == first}))
+        return failed_first(
+            Remains(
+                beats={rank: beat for rank, beat in read_beats(self.mailbox, self.world_size).items() if rank == first}
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,9 @@ class CellWatch:
                 return Outcome(stuck, lost=True)
 
     def interrupt(self, why: str) -> Outcome:
-        """Ask the ranks that still run the cell where they stand, interrupt them, and wait a moment for their end of it."""
+        """Ask the ranks that still run the cell where they stand, interrupt them, and wait a moment for their end of
+        it.
+        """
         self._look()
         beats, before = self._beats(), dict(self.said)
         if not beats:
@@ -140,7 +151,9 @@ class CellWatch:
         return {rank: beats[rank] for rank in self.unfinished()}
 
     def _stuck(self) -> Failure | None:
-        """The report of a cell in which all that still run wait in a collective to which another will not come; None as long as they move."""
+        """The report of a cell in which all that still run wait in a collective to which another will not come; None as
+        long as they move.
+        """
         patience = _PATIENCE_S if any(said["error"] for said in self.said.values()) else _LONG_PATIENCE_S
         beats = self._beats()
         if len(beats) == self.living.world_size or self.progress.idle < patience or time.monotonic() < self._ask_again:

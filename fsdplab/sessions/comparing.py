@@ -1,13 +1,14 @@
-"""`compare`: several specs one after the other, each on fresh ranks, so that no run inherits memory or caches of another.
+"""`compare`: several specs one after the other, each on fresh ranks, so that no run inherits memory or caches of
+another.
 
 A run that fails is a result too: its record says so, and the next run starts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Callable, Sequence
 
 from fsdplab.records import RunRecord
 
@@ -32,9 +33,10 @@ def compare(
 ) -> list[RunRecord]:
     """Run several specs of the same model and data; `on_record(record)` is called as each ends, failed ones included.
 
-    Records are written below `directory`, one folder each: `0-no_shard-lab`, `1-full_shard-lab`, ... `on_progress(spec, step, total, loss)`
-    follows rank 0 of the run that is going on; `on_look()` is called about twenty times a second, and what it raises ends the comparison.
-    Specs that would train different things raise SpecError before anything runs.
+    Records are written below `directory`, one folder each: `0-no_shard-lab`, `1-full_shard-lab`, ... `on_progress(spec,
+    step, total, loss)` follows rank 0 of the run that is going on; `on_look()` is called about twenty times a second,
+    and what it raises ends the comparison. Specs that would train different things raise SpecError before anything
+    runs.
     """
     _check_same(specs)
     specs = _on_one_network(specs, on_look)
@@ -58,7 +60,9 @@ def _on_one_network(specs: Sequence[RunSpec], on_look: Callable[[], None] | None
     return [replace(spec, link=link) if spec in open_ended else spec for spec in specs]
 
 
-def _recorded(spec: RunSpec, folder: Path | None, on_progress: OnProgress | None, on_look: Callable[[], None] | None) -> RunRecord:
+def _recorded(
+    spec: RunSpec, folder: Path | None, on_progress: OnProgress | None, on_look: Callable[[], None] | None
+) -> RunRecord:
     follow = None if on_progress is None else lambda step, total, loss: on_progress(spec, step, total, loss)
     try:
         return run(spec, directory=folder, on_progress=follow, on_look=on_look)
@@ -72,4 +76,7 @@ def _check_same(specs: Sequence[RunSpec]) -> None:
     for name in SAME:
         values = sorted({str(getattr(spec, name)) for spec in specs})
         if len(values) > 1:
-            raise SpecError(f"runs to compare must train the same thing, but {name} is {' and '.join(values)}; give all of them the same {name}")
+            raise SpecError(
+                f"runs to compare must train the same thing, but {name} is {' and '.join(values)}; give all of them the"
+                f" same {name}"
+            )

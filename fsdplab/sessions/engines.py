@@ -1,20 +1,23 @@
 """One small builder an engine: from a RunSpec to a model, an optimizer and one step of training.
 
-All engines train the same model from the same weights with the same optimizer. AdamW is the fused one everywhere: it makes no temporaries
-(a looped one holds three times its largest parameter, a foreach one a copy of all), works on DTensors, and on the CPU takes a third of the
-time. What differs between engines is in this file and nowhere else; each is used as its own documentation says, with its defaults.
+All engines train the same model from the same weights with the same optimizer. AdamW is the fused one everywhere: it
+makes no temporaries (a looped one holds three times its largest parameter, a foreach one a copy of all), works on
+DTensors, and on the CPU takes a third of the time. What differs between engines is in this file and nowhere else; each
+is used as its own documentation says, with its defaults.
 
-bf16 means computing in bfloat16 with float32 masters and float32 reduction. DDP and the twin have no masters of their own: DDP runs under
-autocast, its usual form; the twin casts its parameters inside the forward, which is what sharding engines do.
+bf16 means computing in bfloat16 with float32 masters and float32 reduction. DDP and the twin have no masters of their
+own: DDP runs under autocast, its usual form; the twin casts its parameters inside the forward, which is what sharding
+engines do.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,8 +38,9 @@ TrainStep = Callable[[Sequence[Sequence[Batch]]], float]
 
 @dataclass(frozen=True)
 class Rig:
-    """A model ready to train. `train_step(batches)` does one whole step and returns its mean loss; `batches[i]` are the micro-batches of
-    the i-th rank that this process plays: one for every engine but the twin, which plays all."""
+    """A model ready to train. `train_step(batches)` does one whole step and returns its mean loss; `batches[i]` are the
+    micro-batches of the i-th rank that this process plays: one for every engine but the twin, which plays all.
+    """
 
     model: nn.Module
     optimizer: Any
@@ -85,10 +89,15 @@ def _trained(spec: RunSpec, place: Place, model: nn.Module, accumulate: Accumula
 def _lab(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
     from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, shard_model
 
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if spec.precision == "bf16" else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if spec.precision == "bf16"
+        else MixedPrecisionPolicy()
+    )
     offload = CPUOffloadPolicy(pin_memory=place.device.type == "cuda") if spec.offload == "cpu" else OffloadPolicy()
     sharded = shard_model(
-        model, spec.strategy, units=units_of(spec, model), mesh=_mesh(spec, place), mp_policy=policy, offload_policy=offload,
+        model, spec.strategy, units=units_of(spec, model), mesh=_mesh(spec, place), mp_policy=policy,
+        offload_policy=offload,
         checkpoint=spec.checkpoint, prefetch=spec.prefetch, transport=spec.transport,
     )  # fmt: skip
 
@@ -127,7 +136,11 @@ def _fsdp1(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    rows = {"full_shard": ShardingStrategy.FULL_SHARD, "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP, "no_shard": ShardingStrategy.NO_SHARD}
+    rows = {
+        "full_shard": ShardingStrategy.FULL_SHARD,
+        "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
+        "no_shard": ShardingStrategy.NO_SHARD,
+    }
     mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if spec.precision == "bf16" else None
     sharded = FullyShardedDataParallel(
         model,
@@ -145,7 +158,11 @@ def _fsdp2(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
 
     from fsdplab.engine.shared_gpu_peers import put_on_shared_gpu
 
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if spec.precision == "bf16" else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if spec.precision == "bf16"
+        else MixedPrecisionPolicy()
+    )
     shard = partial(
         fully_shard,
         mesh=_mesh(spec, place),
@@ -163,7 +180,8 @@ def _fsdp2(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
 
 def _twin(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
     seen = _CastParameters(model) if spec.precision == "bf16" else model
-    # a twin whose memory is measured computes on one thread: the profiler sees no other, and one set of gradients is what it needs
+    # a twin whose memory is measured computes on one thread: the profiler sees no other, and one set of gradients is
+    # what it needs
     spread = place.device.type == "cpu" and not spec.memory and hasattr(os, "sched_getaffinity")
     replay = SideBySide(seen, min(spec.world_size, len(os.sched_getaffinity(0))) if spread else 1)
     optimizer = adamw(spec, model)

@@ -1,7 +1,7 @@
 """What a run ran on, so that two records can be compared and a result repeated.
 
-Recorded: versions, processor, accelerators, and the variables that change speed or communication. Never recorded: names of users and
-hosts, and paths; a record is made to be handed on.
+Recorded: versions, processor, accelerators, and the variables that change speed or communication. Never recorded: names
+of users and hosts, and paths; a record is made to be handed on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from fsdplab import __version__
 
 _VARIABLES = (
-    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES",
+    "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
 )  # fmt: skip
 _PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 
@@ -27,9 +28,19 @@ _PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 def capture_environment(device: str) -> dict[str, Any]:
     """The environment of this process, JSON-able; `device` is where its ranks run: `"cpu"` or `"cuda"`."""
     return {
-        "versions": {"fsdplab": __version__, "torch": torch.__version__, "numpy": numpy.__version__, "python": platform.python_version()},
+        "versions": {
+            "fsdplab": __version__,
+            "torch": torch.__version__,
+            "numpy": numpy.__version__,
+            "python": platform.python_version(),
+        },
         "platform": platform.platform(),
-        "cpu": {"model": _cpu_model(), "count": os.cpu_count(), "threads_per_rank": torch.get_num_threads(), "memory_bytes": _memory_bytes()},
+        "cpu": {
+            "model": _cpu_model(),
+            "count": os.cpu_count(),
+            "threads_per_rank": torch.get_num_threads(),
+            "memory_bytes": _memory_bytes(),
+        },
         "device": device,
         "gpus": _gpus() if device == "cuda" else [],
         "backend": _backend(device),
@@ -55,7 +66,9 @@ def _memory_bytes() -> int:
 def _gpus() -> list[dict[str, Any]]:
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[:1]
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [{"name": gpu.name, "memory_bytes": gpu.total_memory, "driver": "".join(driver) or None} for gpu in properties]
+    return [
+        {"name": gpu.name, "memory_bytes": gpu.total_memory, "driver": "".join(driver) or None} for gpu in properties
+    ]
 
 
 def _backend(device: str) -> str:

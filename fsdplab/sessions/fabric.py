@@ -1,14 +1,15 @@
 """Puts the network that a spec asks for between the ranks: a link that was named, or the wind tunnel's.
 
-The wind tunnel asks how fast a link must be for communication to take the same part of a step as on another machine. That depends on how
-fast this machine computes, so it is measured on the run itself, in its warm-up, without a link.
+The wind tunnel asks how fast a link must be for communication to take the same part of a step as on another machine.
+That depends on how fast this machine computes, so it is measured on the run itself, in its warm-up, without a link.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,18 +28,28 @@ TARGET_TOKENS = 8192  # tokens that a GPU of the target reads in one step: a seq
 
 
 def target_of(spec: RunSpec) -> Target:
-    """One step of `spec.as_model` on `spec.emulate`, full sharding's own: all strategies of a comparison meet the same network."""
+    """One step of `spec.as_model` on `spec.emulate`, full sharding's own: all strategies of a comparison meet the same
+    network.
+    """
     shape = preset(spec.as_model)
     return wind_tunnel(
-        parse_cluster(spec.emulate), target_parameters=parameter_count(shape), target_layers=shape.layers, tokens_per_gpu=TARGET_TOKENS
+        parse_cluster(spec.emulate),
+        target_parameters=parameter_count(shape),
+        target_layers=shape.layers,
+        tokens_per_gpu=TARGET_TOKENS,
     )
 
 
 def scaled_card(spec: RunSpec) -> int:
-    """The emulated card of a wind tunnel: as full of this model's state as the target's is of the model that it stands for."""
+    """The emulated card of a wind tunnel: as full of this model's state as the target's is of the model that it stands
+    for.
+    """
     shape = preset(spec.as_model)
     return card_for(
-        target_of(spec), parameters_here=parameter_count(preset(spec.model)), target_parameters=parameter_count(shape), ranks=spec.world_size
+        target_of(spec),
+        parameters_here=parameter_count(preset(spec.model)),
+        target_parameters=parameter_count(shape),
+        ranks=spec.world_size,
     )
 
 
@@ -49,7 +60,8 @@ class Fabric:
     spec: RunSpec
     place: Place
     chosen: LinkSpec | None = None
-    computing: list[float] = field(default_factory=list)  # seconds of each step of calibration, without its communication
+    # seconds of each step of calibration, without its communication
+    computing: list[float] = field(default_factory=list)
 
     def begin(self, model: torch.nn.Module) -> None:
         """Put a link that was named in place."""
@@ -65,7 +77,11 @@ class Fabric:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         wire, collectives = full_shard_traffic(self.spec)
         self.chosen = link_for(
-            target_of(self.spec), compute_s=slowest.item(), wire_bytes=wire, collectives=collectives, ranks=self.place.world_size
+            target_of(self.spec),
+            compute_s=slowest.item(),
+            wire_bytes=wire,
+            collectives=collectives,
+            ranks=self.place.world_size,
         )
         self._place(model)
 

@@ -1,15 +1,16 @@
 """From what is left of a failed run to one report: which rank, which step, which collective, and why.
 
-When one rank fails the others fail after it: their connections close, or they wait for ever and are ended. The report is about the
-first. Pure functions over what the mailbox holds: exit codes, notes, beats, stacks.
+When one rank fails the others fail after it: their connections close, or they wait for ever and are ended. The report
+is about the first. Pure functions over what the mailbox holds: exit codes, notes, beats, stacks.
 """
 
 from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from .mailbox import Beat
 from .stacks import waits_for_others
@@ -36,7 +37,9 @@ class Failure:
 
 
 class RanksFailed(RuntimeError):
-    """A run ended early; `.report` is the Failure, `str()` the whole report, `.record` the record of the run if there is one."""
+    """A run ended early; `.report` is the Failure, `str()` the whole report, `.record` the record of the run if there
+    is one.
+    """
 
     def __init__(self, report: Failure, record: Any = None) -> None:
         super().__init__(report.message + (f"\n\n{report.traceback.rstrip()}" if report.traceback else ""))
@@ -46,7 +49,9 @@ class RanksFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Remains:
-    """What a run left behind: by rank, the exit code, the note of an exception, the last beat, the stack; and what torchrun printed."""
+    """What a run left behind: by rank, the exit code, the note of an exception, the last beat, the stack; and what
+    torchrun printed.
+    """
 
     exits: Mapping[int, int] = field(default_factory=dict)
     notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -57,7 +62,9 @@ class Remains:
 
 # What gloo, nccl and the engine's shared memory say when a peer is gone: the failure of another rank, seen from here.
 _PEER_IS_GONE = re.compile(
-    r"gloo/transport|rank \d+ has died|connection (was )?(closed|reset|refused)|broken pipe|remote process exited|ncclRemoteError|ncclSystemError", re.IGNORECASE
+    r"gloo/transport|rank \d+ has died|connection (was )?(closed|reset|refused)|broken pipe|remote process"
+    r" exited|ncclRemoteError|ncclSystemError",
+    re.IGNORECASE,
 )
 _ENDED = " All ranks were ended."
 _OWN_FAULT_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -67,7 +74,9 @@ def failed_first(remains: Remains) -> Failure:
     """The report of a run in which a rank raised or died."""
     suspects = sorted(set(remains.exits) | set(remains.notes), key=lambda rank: _blame(rank, remains))
     if not suspects:
-        return _left_early(remains) or Failure("died", f"The ranks ended without a result and without an error.{_tail(remains.printed)}")
+        return _left_early(remains) or Failure(
+            "died", f"The ranks ended without a result and without an error.{_tail(remains.printed)}"
+        )
     rank = suspects[0]
     if _blame(rank, remains)[0] >= _FOLLOWS and (left := _left_early(remains)) is not None:
         return left
@@ -78,7 +87,9 @@ _FOLLOWS = 4  # from here on, failures that only follow from another
 
 
 def _blame(rank: int, remains: Remains) -> tuple[int, float, int]:
-    """Lower is guiltier: a crash, then an exception of its own, then an exit, and last what only follows when another rank is gone."""
+    """Lower is guiltier: a crash, then an exception of its own, then an exit, and last what only follows when another
+    rank is gone.
+    """
     note, code = remains.notes.get(rank), remains.exits.get(rank, 0)
     if note is not None:
         return (_FOLLOWS if _PEER_IS_GONE.search(note["error"]) else 1, note["time"], rank)
@@ -102,7 +113,10 @@ def _left_early(remains: Remains) -> Failure | None:
 
 def _raised(rank: int, remains: Remains) -> Failure:
     note = remains.notes[rank]
-    message = f"Rank {rank} {note['kind']}{_where(note['step'], note['phase'])}: {note['error'].rstrip('.')}.{_after(note)}{_ENDED}"
+    message = (
+        f"Rank {rank} {note['kind']}{_where(note['step'], note['phase'])}:"
+        f" {note['error'].rstrip('.')}.{_after(note)}{_ENDED}"
+    )
     done = [other for other, beat in remains.beats.items() if beat.phase == "finished" and other != rank]
     if done and _PEER_IS_GONE.search(note["error"]):
         message += f" {named(done)} had already finished, so rank {rank} waited for something that nobody sends."
@@ -112,9 +126,14 @@ def _raised(rank: int, remains: Remains) -> Failure:
 def _died(rank: int, remains: Remains) -> Failure:
     code, beat = remains.exits[rank], remains.beats.get(rank)
     if beat is None:
-        return Failure("died", f"Rank {rank} ended with {_exit(code)} before it could start.{_tail(remains.printed)}", rank)
+        return Failure(
+            "died", f"Rank {rank} ended with {_exit(code)} before it could start.{_tail(remains.printed)}", rank
+        )
     hint = " The system ends a process so when memory runs out." if code == -signal.SIGKILL else ""
-    message = f"Rank {rank} died{_where(beat.step, beat.phase)}: it ended with {_exit(code)}.{hint}{_after(asdict(beat))}{_ENDED}"
+    message = (
+        f"Rank {rank} died{_where(beat.step, beat.phase)}: it ended with"
+        f" {_exit(code)}.{hint}{_after(asdict(beat))}{_ENDED}"
+    )
     return Failure("died", message, rank, beat.step, beat.phase, beat.collective)
 
 
@@ -123,13 +142,24 @@ def lost_agent(how: str, remains: Remains) -> Failure:
     beat = min(remains.beats.values(), key=_progress, default=None)
     if beat is None:
         return Failure("died", how)
-    return Failure("died", f"{how} The run was{_where(beat.step, beat.phase) or ' starting'}.", None, beat.step, beat.phase, beat.collective)
+    return Failure(
+        "died",
+        f"{how} The run was{_where(beat.step, beat.phase) or ' starting'}.",
+        None,
+        beat.step,
+        beat.phase,
+        beat.collective,
+    )
 
 
 def not_started(remains: Remains, time_limit: float, world_size: int) -> Failure:
     """The report of a run some of whose ranks had not even started when its time was up."""
     silent = sorted(set(range(world_size)) - set(remains.beats))
-    return Failure("timeout", f"{named(silent)} did not start within the time limit of {time_limit:g} s.{_tail(remains.printed)}", silent[0])
+    return Failure(
+        "timeout",
+        f"{named(silent)} did not start within the time limit of {time_limit:g} s.{_tail(remains.printed)}",
+        silent[0],
+    )
 
 
 def hung(remains: Remains, idle_s: float) -> Failure:
@@ -138,8 +168,13 @@ def hung(remains: Remains, idle_s: float) -> Failure:
     beat = remains.beats[ranks[0] if rank is None else rank]
     subject = "All ranks wait for each other" if rank is None else f"Rank {rank} hung"
     waited = ", and the other ranks waited for it" if rank is not None and len(ranks) > 1 else ""
-    message = f"{subject}{_where(beat.step, beat.phase)}: no progress for {idle_s:.0f} s{waited}.{_after(asdict(beat))}{_ENDED}"
-    stood = "\n\n".join(f"rank {each} stood in (innermost call first):\n{remains.stacks.get(each) or NO_ANSWER}" for each in ranks)
+    message = (
+        f"{subject}{_where(beat.step, beat.phase)}: no progress for {idle_s:.0f}"
+        f" s{waited}.{_after(asdict(beat))}{_ENDED}"
+    )
+    stood = "\n\n".join(
+        f"rank {each} stood in (innermost call first):\n{remains.stacks.get(each) or NO_ANSWER}" for each in ranks
+    )
     return Failure("hung", message, rank, beat.step, beat.phase, beat.collective, stood)
 
 
@@ -150,7 +185,10 @@ def too_slow(remains: Remains, time_limit: float) -> Failure:
     """The report of a run that was still working when its time was up."""
     beat = min(remains.beats.values(), key=_progress)
     where = _where(beat.step, beat.phase)
-    message = f"The time limit of {time_limit:g} s ended the run{where} while its ranks still made progress; give a longer time limit or fewer steps."
+    message = (
+        f"The time limit of {time_limit:g} s ended the run{where} while its ranks still made progress; give a longer"
+        " time limit or fewer steps."
+    )
     return Failure("timeout", message, beat.rank, beat.step, beat.phase, beat.collective)
 
 

@@ -1,4 +1,6 @@
-"""What ranks have left in their mailbox when they end badly, and where they stand when they do not end: what a report is made of (faults.py)."""
+"""What ranks have left in their mailbox when they end badly, and where they stand when they do not end: what a report
+is made of (faults.py).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import json
 import os
 import signal
 import time
-from typing import Mapping
+from collections.abc import Mapping
 
 from .faults import Remains
 from .mailbox import Beat, Mailbox, read_beats, read_lines
@@ -44,7 +46,8 @@ def ask_for_stacks(mailbox: Mailbox, beats: Mapping[int, Beat]) -> dict[int, str
     for beat in beats.values():
         send(beat.pid, signal.SIGUSR1)
     deadline, seen = time.monotonic() + _ANSWER_WITHIN_S, [0]
-    while time.monotonic() < deadline and not (all(seen) and seen == _sizes(asked)):  # an answer is written in several pieces
+    # an answer is written in several pieces
+    while time.monotonic() < deadline and not (all(seen) and seen == _sizes(asked)):
         seen = _sizes(asked)
         time.sleep(_LOOK_EVERY_S)
     return {rank: stack for rank, path in asked.items() if (stack := readable(path.read_text(errors="replace")))}

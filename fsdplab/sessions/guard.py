@@ -1,7 +1,8 @@
 """Nothing outlives its parent: not after an error, not after Ctrl-C, not after `kill -9` of the notebook's kernel.
 
-The kernel of Linux can send a signal to a child at the moment its parent dies. Where it cannot (macOS), a thread looks at the parent's
-id, which changes when the parent dies. Both begin only after the child has started, so a parent that died before is looked for once.
+The kernel of Linux can send a signal to a child at the moment its parent dies. Where it cannot (macOS), a thread looks
+at the parent's id, which changes when the parent dies. Both begin only after the child has started, so a parent that
+died before is looked for once.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ _LOOK_EVERY_S = 0.5
 
 
 def end_with_parent(parent: int, with_signal: signal.Signals = signal.SIGKILL) -> None:
-    """End this process with `with_signal` when the process `parent`, which started it, is gone; at once if it already is."""
+    """End this process with `with_signal` when the process `parent`, which started it, is gone; at once if it already
+    is.
+    """
     if sys.platform == "linux":
         if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(with_signal), 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed, so this process could outlive the one that started it")
+            raise OSError(
+                ctypes.get_errno(),
+                "prctl(PR_SET_PDEATHSIG) failed, so this process could outlive the one that started it",
+            )
     else:
         threading.Thread(target=_look_for_parent, args=(parent, with_signal), daemon=True, name="fsdplab-guard").start()
     _end_if_orphaned(parent, with_signal)

@@ -1,8 +1,8 @@
 """Starts the ranks, watches them, and ends them: when this module returns or raises, no process of the run is left.
 
-Ranks of this machine are forked by the warm starter (warm.py), in a tenth of a second and with nothing that listens. Where forking cannot
-work, and where `start="torchrun"` asks for it, torch.distributed.run starts them in a process of its own (agent.py): no fixed port, so
-runs can stand side by side.
+Ranks of this machine are forked by the warm starter (warm.py), in a tenth of a second and with nothing that listens.
+Where forking cannot work, and where `start="torchrun"` asks for it, torch.distributed.run starts them in a process of
+its own (agent.py): no fixed port, so runs can stand side by side.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import sys
 import time
 import uuid
 import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Callable, Iterator, Sequence
 
 from . import warm
 from .faults import Failure, RanksFailed, failed_first, hung, lost_agent, not_started, too_slow
@@ -29,11 +29,13 @@ from .mailbox import RANKS_STORE, Beat, Mailbox, read_beats
 from .processes import Agent, end, gone
 from .refusing import SpecError
 
-STARTS = ("auto", "warm", "torchrun")  # forked by the warm starter, by torch.distributed.run, or forked wherever that can be
+# forked by the warm starter, by torch.distributed.run, or forked wherever that can be
+STARTS = ("auto", "warm", "torchrun")
 _LOOK_EVERY_S = 0.05
 # After the first step, a pause this many times as long as the longest before it, and at least this long, is a hang.
 _STALL_FACTOR, _STALL_LEAST_S = 20.0, 20.0
-# At the time limit, ranks that move within the grace were slow, not hung; so were ranks that pause no longer than they did before.
+# At the time limit, ranks that move within the grace were slow, not hung; so were ranks that pause no longer than they
+# did before.
 _GRACE_S = 5.0
 _STILL_MOVING_S = 2.0
 
@@ -87,8 +89,8 @@ def run_ranks(
 ) -> None:
     """Run `python *program` as `world_size` ranks that speak into `mailbox`; RanksFailed when one fails or time is up.
 
-    `start` is "warm" (forked; SpecError where that cannot be), "torchrun", or "auto" (warm where it can be). `on_look` is called about
-    twenty times a second while the ranks run. An exception in it, Ctrl-C included, ends the ranks too.
+    `start` is "warm" (forked; SpecError where that cannot be), "torchrun", or "auto" (warm where it can be). `on_look`
+    is called about twenty times a second while the ranks run. An exception in it, Ctrl-C included, ends the ranks too.
     """
     agent = start_agent(program, mailbox, world_size, start, on_look)
     progress = Progress()
@@ -106,7 +108,9 @@ _elsewhere: ContextVar[Start | None] = ContextVar("elsewhere", default=None)
 
 @contextmanager
 def ranks_started_by(start: Start) -> Iterator[None]:
-    """Inside, `start(program, mailbox, world_size)` starts every run's agent (a session of its own), for ranks in other places than here."""
+    """Inside, `start(program, mailbox, world_size)` starts every run's agent (a session of its own), for ranks in other
+    places than here.
+    """
     token = _elsewhere.set(start)
     try:
         yield
@@ -114,7 +118,9 @@ def ranks_started_by(start: Start) -> Iterator[None]:
         _elsewhere.reset(token)
 
 
-def start_agent(program: Sequence[str], mailbox: Mailbox, world_size: int, start: str, on_look: Callable[[], None] = lambda: None) -> Agent:
+def start_agent(
+    program: Sequence[str], mailbox: Mailbox, world_size: int, start: str, on_look: Callable[[], None] = lambda: None
+) -> Agent:
     """Start ranks and return at once: whoever asks watches them, and ends them (processes.py)."""
     mailbox.folder.mkdir(parents=True, exist_ok=True)
     mailbox.folder.chmod(0o700)  # the ranks meet in a file of it
@@ -137,7 +143,9 @@ def _starter(start: str, on_look: Callable[[], None]) -> Start:
     return start_torchrun if refused else partial(_start_warm, on_look, start == "auto")
 
 
-def _start_warm(on_look: Callable[[], None], may_fall_back: bool, program: Sequence[str], mailbox: Mailbox, world_size: int) -> Agent:
+def _start_warm(
+    on_look: Callable[[], None], may_fall_back: bool, program: Sequence[str], mailbox: Mailbox, world_size: int
+) -> Agent:
     environment = _warm_environment() | {RANKS_STORE: str(mailbox.store)}
     try:
         return warm.start(program, mailbox, world_size, environment, on_look)
@@ -158,18 +166,30 @@ class Process(subprocess.Popen):  # type: ignore[type-arg]
         """How the agent was killed; None where it ended by itself."""
         if self.returncode is None or self.returncode >= 0:
             return None
-        return f"The launcher of the ranks was killed by {signal.Signals(-self.returncode).name}, and all ranks ended with it."
+        return (
+            f"The launcher of the ranks was killed by {signal.Signals(-self.returncode).name}, and all ranks ended"
+            " with it."
+        )
 
 
 def start_torchrun(program: Sequence[str], mailbox: Mailbox, world_size: int) -> Process:
     """Start the ranks with torch.distributed.run."""
     arguments = [
         "--nnodes=1", f"--nproc-per-node={world_size}", "--max-restarts=0", "--monitor-interval=0.1",
-        f"--log-dir={os.devnull}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1",
+        f"--log-dir={os.devnull}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id={uuid.uuid4()}",
+        "--local-addr=127.0.0.1",
     ]  # fmt: skip
     with mailbox.agent_log.open("wb") as log:
         return Process(
-            [sys.executable, "-m", "fsdplab.sessions.agent", str(os.getpid()), str(mailbox.folder), *arguments, *program],
+            [
+                sys.executable,
+                "-m",
+                "fsdplab.sessions.agent",
+                str(os.getpid()),
+                str(mailbox.folder),
+                *arguments,
+                *program,
+            ],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -179,7 +199,9 @@ def start_torchrun(program: Sequence[str], mailbox: Mailbox, world_size: int) ->
 
 
 def rank_environment() -> dict[str, str]:
-    """The caller's environment, so that a checkout works without being installed, each rank computes on one thread, and gloo finds loopback."""
+    """The caller's environment, so that a checkout works without being installed, each rank computes on one thread, and
+    gloo finds loopback.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     checkout = str(Path(__file__).resolve().parents[2])
     inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [checkout, inherited.get("PYTHONPATH")]))
@@ -193,7 +215,9 @@ def rank_environment() -> dict[str, str]:
 
 
 def _warm_environment() -> dict[str, str]:
-    """The same for ranks that are all on this machine: gloo speaks over loopback, whatever interface was chosen for several machines."""
+    """The same for ranks that are all on this machine: gloo speaks over loopback, whatever interface was chosen for
+    several machines.
+    """
     inherited = rank_environment()
     if loopback := _loopback():
         inherited["GLOO_SOCKET_IFNAME"] = loopback
@@ -220,7 +244,9 @@ def _watch(
 
 
 def _ended(agent: Agent, mailbox: Mailbox, world_size: int, progress: Progress) -> Failure | None:
-    """What the agent's own end means: it ends when all ranks have, or when one ended badly and it has ended the others."""
+    """What the agent's own end means: it ends when all ranks have,
+    or when one ended badly and it has ended the others.
+    """
     progress.look(read_beats(mailbox, world_size))
     return None if progress.finished(world_size) else how_it_ended(agent, mailbox, world_size)
 

@@ -1,4 +1,5 @@
-"""The folder through which ranks and their caller speak: plain files, so that a rank that died has still said what it said.
+"""The folder through which ranks and their caller speak: plain files, so that a rank that died has still said what it
+said.
 
     rank0.beat          one line of JSON, rewritten in place: where the rank is now
     rank0.steps         one line of JSON a finished step
@@ -53,9 +54,11 @@ class Mailbox:
 
 @dataclass(frozen=True)
 class Beat:
-    """Where a rank is: the phase and the collective it entered last, how many of each it has entered so far, and its process id.
+    """Where a rank is: the phase and the collective it entered last, how many of each it has entered so far, and its
+    process id.
 
-    `completed` is the last collective that the engine's ledger says is done; engines without a ledger leave it None. Ranks run the same program, so the rank with the lowest (`phases`, `collectives`) is the one the others wait for.
+    `completed` is the last collective that the engine's ledger says is done; engines without a ledger leave it None.
+    Ranks run the same program, so the rank with the lowest (`phases`, `collectives`) is the one the others wait for.
     """
 
     rank: int
@@ -123,7 +126,9 @@ def read_beat(path: Path) -> Beat | None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a file of JSON lines; none when there is no file. A line that is still being written is left for later."""
+    """The complete lines of a file of JSON lines; none when there is no file. A line that is still being written is
+    left for later.
+    """
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -1,10 +1,11 @@
-"""Runs on several nodes of one machine, with a really slow network between them: nothing emulated, gloo's own packets wait in the kernel.
+"""Runs on several nodes of one machine, with a really slow network between them: nothing emulated, gloo's own packets
+wait in the kernel.
 
     with shaped_nodes(2, 2, parse_link("200mbit")):
         run(RunSpec(world_size=4))              # ranks 0 and 1 are node 0, ranks 2 and 3 node 1
 
-Ranks of one node may share memory; between nodes there is the network alone (shaping.py). Bandwidth is shaped and latency is not: what the
-kernel's own way through two cables takes (about 0.1 ms) is what a step costs.
+Ranks of one node may share memory; between nodes there is the network alone (shaping.py). Bandwidth is shaped and
+latency is not: what the kernel's own way through two cables takes (about 0.1 ms) is what a step costs.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator, Sequence
 
 from fsdplab.planning.links import LinkSpec
 from fsdplab.records import RunRecord
@@ -31,7 +32,8 @@ from .spec import RunSpec, SpecError
 
 MOST_NODES = 8
 _LEAST_BYTES_PER_S = 125e3  # 1 Mbit/s; below, not even the rendezvous comes through in time
-# A cable through the kernel has about this latency by itself: links with no more are let through, none can be given more.
+# A cable through the kernel has about this latency by itself: links with no more are let through, none can be given
+# more.
 _OWN_LATENCY_S = 100e-6
 _GONE_WITHIN_S = 5.0
 
@@ -50,10 +52,12 @@ def run_nodes(
     on_progress: OnProgress | None = None,
     program: Sequence[str] = WORKER,
 ) -> RunRecord:
-    """Run one spec on `nodes` x `ranks_per_node` ranks with `link` between the nodes, and return its record, as `run` does.
+    """Run one spec on `nodes` x `ranks_per_node` ranks with `link` between the nodes, and return its record, as `run`
+    does.
 
-    Rank r is on node r // ranks_per_node. The record says `link: measured`. SpecError when the numbers do not fit the spec, ShapingRefused
-    where the system allows no shaping (give the spec an emulated `link` instead), RanksFailed as `run`. `link=None` leaves the network unshaped.
+    Rank r is on node r // ranks_per_node. The record says `link: measured`. SpecError when the numbers do not fit the
+    spec, ShapingRefused where the system allows no shaping (give the spec an emulated `link` instead), RanksFailed as
+    `run`. `link=None` leaves the network unshaped.
     """
     check_nodes(spec, nodes, ranks_per_node, link)
     with shaped_nodes(nodes, ranks_per_node, link):
@@ -78,7 +82,10 @@ def shaped_nodes(nodes: int, ranks_per_node: int, link: LinkSpec | None) -> Iter
 
     def start(program: Sequence[str], mailbox: Mailbox, world_size: int) -> Process:
         if world_size != nodes * ranks_per_node:
-            raise SpecError(f"{world_size} ranks on {nodes} nodes with {ranks_per_node} ranks each; expected {nodes * ranks_per_node} ranks")
+            raise SpecError(
+                f"{world_size} ranks on {nodes} nodes with {ranks_per_node} ranks each; expected"
+                f" {nodes * ranks_per_node} ranks"
+            )
         switches.append(_Switch(program, mailbox, nodes, ranks_per_node, link))
         return switches[-1].process
 
@@ -91,7 +98,9 @@ def shaped_nodes(nodes: int, ranks_per_node: int, link: LinkSpec | None) -> Iter
 
 
 def shaping_refused() -> str | None:
-    """Why this system does not let us make nodes, in one line; None where it does. Tries it once, which takes a fifth of a second."""
+    """Why this system does not let us make nodes, in one line; None where it does. Tries it once, which takes a fifth
+    of a second.
+    """
     if sys.platform != "linux":
         return f"network namespaces are Linux's, and this is {sys.platform}"
     missing = [command for command in ("ip", "tc") if shutil.which(command) is None]
@@ -99,7 +108,9 @@ def shaping_refused() -> str | None:
         return f"the command {' and '.join(missing)} is not installed (package iproute2)"
     words = [sys.executable, "-m", "fsdplab.sessions.shaping"]
     try:
-        tried = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=rank_environment(), timeout=20)
+        tried = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=rank_environment(), timeout=20
+        )
     except subprocess.TimeoutExpired:
         return "trying it did not end within 20 s"
     said = (tried.stdout or tried.stderr).strip().splitlines()
@@ -114,15 +125,23 @@ def check_nodes(spec: RunSpec, nodes: int, ranks_per_node: int, link: LinkSpec |
     if nodes > MOST_NODES:
         raise SpecError(f"nodes is {nodes}; expected at most {MOST_NODES}, since all of them share this machine")
     if spec.world_size != nodes * ranks_per_node:
-        raise SpecError(f"world_size is {spec.world_size}, but {nodes} nodes x {ranks_per_node} ranks are {nodes * ranks_per_node}; give that")
+        raise SpecError(
+            f"world_size is {spec.world_size}, but {nodes} nodes x {ranks_per_node} ranks are {nodes * ranks_per_node};"
+            " give that"
+        )
     if spec.engine == "twin":
         raise SpecError("the twin is one process, which has no nodes; give another engine")
     if spec.place != "cpu":
-        raise SpecError("nodes are made for CPU ranks, whose gloo packets can be shaped, but this run is on cuda; give device='cpu'")
+        raise SpecError(
+            "nodes are made for CPU ranks, whose gloo packets can be shaped, but this run is on cuda; give device='cpu'"
+        )
     if spec.transport == "shm":
         raise SpecError("transport is shm, which does not reach from node to node; leave transport='auto'")
     if spec.linked:
-        raise SpecError("the spec has an emulated link as well as nodes with a real one; give the link to the nodes and leave the spec's out")
+        raise SpecError(
+            "the spec has an emulated link as well as nodes with a real one; give the link to the nodes and leave the"
+            " spec's out"
+        )
     _check_link(link)
 
 
@@ -133,8 +152,8 @@ def _check_link(link: LinkSpec | None) -> None:
         raise SpecError(f"link {link.name} carries {link.words}; nodes need at least 1mbit to find each other")
     if link.latency_s > _OWN_LATENCY_S:
         raise SpecError(
-            f"link {link.name} has a latency of {link.latency_s * 1e6:g} us, but between nodes only bandwidth is shaped; "
-            f"give the bandwidth alone, or an emulated link"
+            f"link {link.name} has a latency of {link.latency_s * 1e6:g} us, but between nodes only bandwidth is"
+            " shaped; give the bandwidth alone, or an emulated link"
         )
 
 
@@ -142,7 +161,8 @@ def _on_nodes(record: RunRecord, nodes: int, ranks_per_node: int, link: LinkSpec
     """The record, saved again, with where its ranks were; the latency is unknown, because nobody set it."""
     if link is not None:
         record.summary["link"] = {
-            "name": link.name, "bytes_per_s": link.bytes_per_s, "latency_s": None, "queues": None, "across": None, "as": None,
+            "name": link.name, "bytes_per_s": link.bytes_per_s, "latency_s": None, "queues": None, "across": None,
+            "as": None,
         }  # fmt: skip
         record.provenance["link"] = "measured"
     record.summary["nodes"] = {"nodes": nodes, "ranks_per_node": ranks_per_node}
@@ -152,7 +172,9 @@ def _on_nodes(record: RunRecord, nodes: int, ranks_per_node: int, link: LinkSpec
 class _Switch:
     """The process that holds the nodes (switch.py), and the pipe that tells when it and all agents are gone."""
 
-    def __init__(self, program: Sequence[str], mailbox: Mailbox, nodes: int, ranks_per_node: int, link: LinkSpec | None) -> None:
+    def __init__(
+        self, program: Sequence[str], mailbox: Mailbox, nodes: int, ranks_per_node: int, link: LinkSpec | None
+    ) -> None:
         self._notes = tempfile.mkdtemp(prefix="fsdplab-nodes-")  # not in the mailbox, which is part of the record
         self._gone, alive = os.pipe()
         words = [os.getpid(), mailbox.folder, self._notes, nodes, ranks_per_node, link and link.bytes_per_s, alive]

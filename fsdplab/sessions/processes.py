@@ -1,7 +1,8 @@
 """Ends the processes of a run, for certain and in bounded time.
 
-The agent is what started the ranks: torchrun or the warm starter. torchrun answers SIGTERM by ending the ranks' process groups. If it does not within its time, or no rank is left, it is killed, which
-kills the ranks (see guard.py); what is still there after that is killed by id.
+The agent is what started the ranks: torchrun or the warm starter. torchrun answers SIGTERM by ending the ranks' process
+groups. If it does not within its time, or no rank is left, it is killed, which kills the ranks (see guard.py); what is
+still there after that is killed by id.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, Sequence
+from typing import Protocol
 
 _PATIENCE_S = 3.0
 _LOOK_EVERY_S = 0.02
 
 
 class Agent(Protocol):
-    """What starts the ranks of one run and has ended when they have. `lost` says how it came to its end itself, where it did; `left` holds
-    the exit codes of ranks that ended before the others, where it knows them so early."""
+    """What starts the ranks of one run and has ended when they have. `lost` says how it came to its end itself, where
+    it did; `left` holds the exit codes of ranks that ended before the others, where it knows them so early.
+    """
 
     lost: str | None
     left: dict[int, int]

@@ -1,7 +1,8 @@
 """What every rank process does before and after its work, whatever the work is.
 
-It ties itself to its parent, speaks into the mailbox, can be asked where it stands, joins the process group, and leaves a note when it
-fails. A rank never cleans up after a failure: its peers may be gone, and waiting for them is how runs hang.
+It ties itself to its parent, speaks into the mailbox, can be asked where it stands, joins the process group, and leaves
+a note when it fails. A rank never cleans up after a failure: its peers may be gone, and waiting for them is how runs
+hang.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,18 +69,27 @@ class Place:
 
 @contextmanager
 def rank_process(folder: str, backend: str = "gloo", device: str | None = None) -> Iterator[Place]:
-    """The frame of a rank's work: everything inside runs as one rank of a process group (gloo or shm on the CPU, nccl on CUDA).
+    """The frame of a rank's work: everything inside runs as one rank of a process group (gloo or shm on the CPU, nccl
+    on CUDA).
 
-    The process ends with the frame. `device` is "cuda" where the ranks of a gloo group compute on GPUs, "cuda:0" where all
-    share that one.
+    The process ends with the frame. `device` is "cuda" where the ranks of a gloo group compute on GPUs, "cuda:0" where
+    all share that one.
     """
     end_with_parent(int(os.environ[AGENT_PID]))
     mailbox, rank, world_size = Mailbox(Path(folder)), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _print_into(mailbox, rank)
     _answer_when_asked(mailbox, rank)
-    place = Place(rank, world_size, _own_device(device or ("cuda" if backend == "nccl" else "cpu")), mailbox, Heart(mailbox.of(rank, "beat"), rank))
+    place = Place(
+        rank,
+        world_size,
+        _own_device(device or ("cuda" if backend == "nccl" else "cpu")),
+        mailbox,
+        Heart(mailbox.of(rank, "beat"), rank),
+    )
     sys.excepthook = lambda kind, error, trace: _leave_note_and_end(place, error)
-    dist.init_process_group(register_backend() if backend == "shm" else backend, timeout=_GROUP_PATIENCE, **_meeting_place(rank, world_size))
+    dist.init_process_group(
+        register_backend() if backend == "shm" else backend, timeout=_GROUP_PATIENCE, **_meeting_place(rank, world_size)
+    )
     with watch_collectives(place.note_collective):
         yield place
     place.heart.enter("finished")
@@ -87,7 +98,9 @@ def rank_process(folder: str, backend: str = "gloo", device: str | None = None) 
 
 
 def _meeting_place(rank: int, world_size: int) -> dict[str, Any]:
-    """Forked ranks meet in a file of the run's folder, so that nothing listens; torchrun's meet at the address in their environment."""
+    """Forked ranks meet in a file of the run's folder, so that nothing listens; torchrun's meet at the address in their
+    environment.
+    """
     path = os.environ.get(RANKS_STORE)
     return {"store": dist.FileStore(path, world_size), "rank": rank, "world_size": world_size} if path else {}
 
@@ -112,7 +125,8 @@ def _print_into(mailbox: Mailbox, rank: int) -> None:
 
 def _answer_when_asked(mailbox: Mailbox, rank: int) -> None:
     faulthandler.enable()
-    # faulthandler writes from the signal handler itself, so a rank that waits inside C++ answers too; the file stays open for it
+    # faulthandler writes from the signal handler itself, so a rank that waits inside C++ answers too; the file stays
+    # open for it
     faulthandler.register(signal.SIGUSR1, file=mailbox.of(rank, "stack").open("a"), all_threads=True)
 
 
@@ -131,8 +145,9 @@ def _headline(error: BaseException) -> str:
 
 
 def _end(code: int) -> None:
-    """End this process at once: after a failure a destructor may wait for peers that wait for this rank, and after a success taking torch
-    apart costs half a second."""
+    """End this process at once: after a failure a destructor may wait for peers that wait for this rank, and after a
+    success taking torch apart costs half a second.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,7 +1,7 @@
 """`run`: start the ranks of one spec, follow them, and write down what they did.
 
-Whatever happens a record is written: of a finished run, of one that an emulated card stopped, and of a failed one, with its report and
-the steps it did.
+Whatever happens a record is written: of a finished run, of one that an emulated card stopped, and of a failed one, with
+its report and the steps it did.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import atexit
 import json
 import shutil
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any
 
 from fsdplab.records import RunRecord
 
@@ -37,10 +38,11 @@ def run(
 ) -> RunRecord:
     """Run one spec on real ranks and return its record, written into `directory`.
 
-    Without a directory the record lives in a temporary folder that is deleted when Python ends. `on_progress(step, total, loss)` is called
-    from here after each of rank 0's steps: `on_progress(1, 10, 5.71)` first; `on_look()` about twenty times a second. What they raise ends the ranks. A rank that dies, raises, hangs or diverges, or a run longer
-    than `spec.time_limit`, raises RanksFailed; its `.record` is the record of the failed run. `program` is what each rank executes, for
-    workers other than the lab's own.
+    Without a directory the record lives in a temporary folder that is deleted when Python ends. `on_progress(step,
+    total, loss)` is called from here after each of rank 0's steps: `on_progress(1, 10, 5.71)` first; `on_look()` about
+    twenty times a second. What they raise ends the ranks. A rank that dies, raises, hangs or diverges, or a run longer
+    than `spec.time_limit`, raises RanksFailed; its `.record` is the record of the failed run. `program` is what each
+    rank executes, for workers other than the lab's own.
     """
     folder = _fresh(Path(directory) if directory is not None else _temporary())
     mailbox = Mailbox(folder / "ranks")
@@ -48,7 +50,14 @@ def run(
     (mailbox.folder / "spec.json").write_text(json.dumps(_reachable(spec)))
     follower = _Follower(mailbox, spec.total_steps, on_progress, on_look)
     try:
-        run_ranks([*program, str(mailbox.folder)], mailbox, world_size=spec.processes, time_limit=spec.time_limit, start=spec.start, on_look=follower.look)
+        run_ranks(
+            [*program, str(mailbox.folder)],
+            mailbox,
+            world_size=spec.processes,
+            time_limit=spec.time_limit,
+            start=spec.start,
+            on_look=follower.look,
+        )
     except RanksFailed as failed:
         failed.record = _record(folder, spec, mailbox, failed).save()
         raise
@@ -60,7 +69,9 @@ def run(
 class _Follower:
     """Reports rank 0's steps as they appear in its file, and that it looked."""
 
-    def __init__(self, mailbox: Mailbox, total: int, on_progress: OnProgress | None, on_look: Callable[[], None] | None) -> None:
+    def __init__(
+        self, mailbox: Mailbox, total: int, on_progress: OnProgress | None, on_look: Callable[[], None] | None
+    ) -> None:
         self._path, self._total, self._tell, self._looked = mailbox.of(0, "steps"), total, on_progress, on_look
         self._told = 0
 
@@ -81,7 +92,9 @@ def _temporary() -> Path:
 
 
 def _fresh(folder: Path) -> Path:
-    """The folder without what an earlier run left there, run.json first: half a record must not look like a whole one."""
+    """The folder without what an earlier run left there, run.json first:
+    half a record must not look like a whole one.
+    """
     (folder / "run.json").unlink(missing_ok=True)
     if (folder / "ranks").exists():
         shutil.rmtree(folder / "ranks")
@@ -105,8 +118,12 @@ def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed |
     memory = {rank: result["memory"] for rank, result in results.items() if result["memory"]}
     ledger = [row for result in results.values() for row in result["ledger"]]
     traced = tables_of(spec, mailbox, ledger, folder) if spec.profile else {}
-    summary = summarise(spec, steps, ledger, memory) | {"link": next((result["link"] for result in results.values()), None)}
-    summary["profile"] = profile_summary(spec, summary, [result["profiled_s"] for result in results.values()], ledger, traced.get("breakdown", []))
+    summary = summarise(spec, steps, ledger, memory) | {
+        "link": next((result["link"] for result in results.values()), None)
+    }
+    summary["profile"] = profile_summary(
+        spec, summary, [result["profiled_s"] for result in results.values()], ledger, traced.get("breakdown", [])
+    )
     summary["comm"] |= {name: summary["profile"].pop(name) for name in ("exposed_s", "overlap")}
     return RunRecord(
         folder,

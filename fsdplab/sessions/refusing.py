@@ -1,9 +1,11 @@
-"""How a request that cannot be is refused: one line that says what was wrong, what was got, what is possible and what to do."""
+"""How a request that cannot be is refused: one line that says what was wrong, what was got, what is possible and what
+to do.
+"""
 
 from __future__ import annotations
 
 import difflib
-from typing import Sequence
+from collections.abc import Sequence
 
 
 class SpecError(ValueError):

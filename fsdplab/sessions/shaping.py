@@ -1,12 +1,14 @@
 """Network namespaces and shaped cables: several nodes, with a slow network between them, on one machine.
 
-A network namespace is a network stack of its own: ranks in two of them reach each other through the cable between them and through
-nothing else (shared memory aside, which the engine refuses across namespaces). Each node has one, and so has the switch in the middle:
+A network namespace is a network stack of its own: ranks in two of them reach each other through the cable between them
+and through nothing else (shared memory aside, which the engine refuses across namespaces). Each node has one, and so
+has the switch in the middle:
 
     [ node 0: cable ]====port0[ switch: bridge ]port1====[ node 1: cable ]         ==== is a veth pair
 
-Both ends of a cable send at the link's rate (`tc`, token bucket), so a node is as slow to receive as to send. The namespaces have no names:
-they live as long as a process is in them, and take bridge, cables and shaping with them. Nothing can be left behind, whoever is killed.
+Both ends of a cable send at the link's rate (`tc`, token bucket), so a node is as slow to receive as to send. The
+namespaces have no names: they live as long as a process is in them, and take bridge, cables and shaping with them.
+Nothing can be left behind, whoever is killed.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from pathlib import Path
 
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000  # linux/sched.h
 CABLE = "cable"  # the node's end, and so the name of its interface
-# Jumbo frames: at 1,500 bytes headers are 4.4 % of what is sent, and every packet costs processor time that the ranks need.
+# Jumbo frames: at 1,500 bytes headers are 4.4 % of what is sent, and every packet costs processor time that the ranks
+# need.
 _FRAME = 9000
-_QUEUE_S, _QUEUE_LEAST = 0.2, 4_000_000  # room for what TCP has under way: a full queue drops packets, and TCP halves its speed
+# room for what TCP has under way: a full queue drops packets, and TCP halves its speed
+_QUEUE_S, _QUEUE_LEAST = 0.2, 4_000_000
 
 
 class ShapingError(RuntimeError):
@@ -40,7 +44,9 @@ def enter_new_network() -> None:
         return
     user, group = os.geteuid(), os.getegid()
     if (code := _unshare(_NEW_USER | _NEW_NETWORK)) != 0:
-        raise ShapingError(f"the system allows no network namespaces, neither to root nor to users ({os.strerror(code)})")
+        raise ShapingError(
+            f"the system allows no network namespaces, neither to root nor to users ({os.strerror(code)})"
+        )
     own = Path("/proc/self")
     (own / "setgroups").write_text("deny")  # the kernel wants it before the groups
     (own / "uid_map").write_text(f"0 {user} 1")
@@ -90,7 +96,8 @@ def shape(interface: str, bytes_per_s: float | None) -> None:
 def bucket(bytes_per_s: float) -> list[str]:
     """tc's token bucket for a rate: `rate 200000000bit burst 25000 limit 5025000` for 25 MB/s.
 
-    The burst leaves at once after a pause, so it is kept small: what the link carries in a millisecond, and at least two frames.
+    The burst leaves at once after a pause, so it is kept small: what the link carries in a millisecond, and at least
+    two frames.
     """
     burst = max(2 * _FRAME, int(bytes_per_s * 1e-3))
     limit = burst + max(_QUEUE_LEAST, int(bytes_per_s * _QUEUE_S))

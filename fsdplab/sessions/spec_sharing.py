@@ -1,12 +1,13 @@
 """Several ranks on one GPU: which ways there are, and whether a spec may take them.
 
-A learner with a single GPU has two. The transport `shared_gpu` moves bytes inside the GPU itself; and NCCL from 2.30 on takes
-several ranks a GPU, once it is told to. In both the processes take turns, so such runs are labelled emulated.
+A learner with a single GPU has two. The transport `shared_gpu` moves bytes inside the GPU itself; and NCCL from 2.30 on
+takes several ranks a GPU, once it is told to. In both the processes take turns, so such runs are labelled emulated.
 """
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -34,26 +35,42 @@ def check_sharing(spec: Any, on_shared_gpu: Sequence[str]) -> None:
         _check_transport(spec, on_shared_gpu)
     elif spec.transport == "nccl" and spec.shares_a_gpu and (found := nccl_version()) < MULTI_RANK_NCCL:
         raise SpecError(
-            f"transport is nccl with {spec.processes} ranks on {torch.cuda.device_count()} GPU, which NCCL does from 2.30 on, but torch brings "
-            f"{'.'.join(map(str, found))}; give transport='shared_gpu'"
+            f"transport is nccl with {spec.processes} ranks on {torch.cuda.device_count()} GPU, which NCCL does from"
+            f" 2.30 on, but torch brings {'.'.join(map(str, found))}; give transport='shared_gpu'"
         )
 
 
 def _check_transport(spec: Any, on_shared_gpu: Sequence[str]) -> None:
     if spec.engine not in (*on_shared_gpu, "twin"):
         able = " or ".join(repr(engine) for engine in on_shared_gpu)
-        raise SpecError(f"transport is shared_gpu, but engine {spec.engine} brings its own; leave transport='auto', or give engine={able}")
+        raise SpecError(
+            f"transport is shared_gpu, but engine {spec.engine} brings its own; leave transport='auto', or give"
+            f" engine={able}"
+        )
     if spec.profile and spec.place == "cpu" and spec.engine != "twin":
-        raise SpecError("on the CPU shared_gpu is a rehearsal, whose traces show nothing of a GPU; give transport='shm', or profile=0")
+        raise SpecError(
+            "on the CPU shared_gpu is a rehearsal, whose traces show nothing of a GPU; give transport='shm', or"
+            " profile=0"
+        )
     if spec.engine == "torch-fsdp2" and spec.linked:
-        raise SpecError("on shared_gpu only the lab's engine meets an emulated link, got torch-fsdp2; leave link and emulate out, or give engine='lab'")
+        raise SpecError(
+            "on shared_gpu only the lab's engine meets an emulated link, got torch-fsdp2; leave link and emulate out,"
+            " or give engine='lab'"
+        )
     if spec.engine == "torch-fsdp2" and spec.strategy == "hybrid_shard":
-        raise SpecError("torch-fsdp2 reduces over replicas with the process group, which shared_gpu is not; give strategy='full_shard', or engine='lab'")
+        raise SpecError(
+            "torch-fsdp2 reduces over replicas with the process group, which shared_gpu is not; give"
+            " strategy='full_shard', or engine='lab'"
+        )
 
 
 def nccl_version() -> tuple[int, ...]:
     """The version of NCCL that torch runs with; (0,) without one."""
-    return tuple(torch.cuda.nccl.version()) if torch.cuda.is_available() and torch.distributed.is_nccl_available() else (0,)
+    return (
+        tuple(torch.cuda.nccl.version())
+        if torch.cuda.is_available() and torch.distributed.is_nccl_available()
+        else (0,)
+    )
 
 
 def device_of_ranks(spec: Any) -> str:
@@ -71,11 +88,16 @@ def carrier(spec: Any) -> dict[str, str]:
 
 
 def nccl_variables(spec: Any) -> dict[str, str]:
-    """What NCCL must find in the environment before it starts, so that several ranks may share a GPU; {} for other runs.
+    """What NCCL must find in the environment before it starts, so that several ranks may share a GPU; {} for other
+    runs.
 
-    Each rank gets its part of the eight blocks that one would take: all ranks' kernels must fit on the GPU at once, or they wait for each
-    other for ever.
+    Each rank gets its part of the eight blocks that one would take: all ranks' kernels must fit on the GPU at once, or
+    they wait for each other for ever.
     """
     if spec.transport != "nccl" or not spec.shares_a_gpu:
         return {}
-    return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": str(max(1, 8 // spec.processes))}
+    return {
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_MAX_CTAS": str(max(1, 8 // spec.processes)),
+    }

@@ -1,7 +1,8 @@
 """Stacks that a reader can use: of an exception, and of a rank that was asked where it stands.
 
-Both lose the frames of the lab's own scaffolding. The second comes from faulthandler and is cut to the main thread and given its source
-lines back, for faulthandler writes from inside a signal handler and so can afford file names and line numbers only:
+Both lose the frames of the lab's own scaffolding. The second comes from faulthandler and is cut to the main thread and
+given its source lines back, for faulthandler writes from inside a signal handler and so can afford file names and line
+numbers only:
 
     Thread 0x00007f2c (most recent call first):
       File "/tmp/my_fsdp.py", line 12 in shard
@@ -16,7 +17,15 @@ import traceback
 _FRAME = re.compile(r'^\s+File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _MOST_FRAMES = 8
 # Frames that belong to the lab's own scaffolding, or to PyTorch's logging, and tell nothing.
-_SCAFFOLDING = ("/fsdplab/sessions/tap.py", "/fsdplab/sessions/callee.py", "/fsdplab/sessions/cell_loop.py", "/fsdplab/sessions/cell_code.py", "/fsdplab/sessions/starter.py", "/c10d_logger.py", "<frozen runpy>")
+_SCAFFOLDING = (
+    "/fsdplab/sessions/tap.py",
+    "/fsdplab/sessions/callee.py",
+    "/fsdplab/sessions/cell_loop.py",
+    "/fsdplab/sessions/cell_code.py",
+    "/fsdplab/sessions/starter.py",
+    "/c10d_logger.py",
+    "<frozen runpy>",
+)
 
 
 def of_exception(error: BaseException) -> str:
@@ -33,7 +42,9 @@ def of_exception(error: BaseException) -> str:
 
 def readable(dump: str, frames: int = _MOST_FRAMES) -> str:
     """The innermost frames of the main thread, each with its source line; empty for an empty dump."""
-    found = [match for match in map(_FRAME.match, _main_thread(dump)) if match and not match["file"].endswith(_SCAFFOLDING)]
+    found = [
+        match for match in map(_FRAME.match, _main_thread(dump)) if match and not match["file"].endswith(_SCAFFOLDING)
+    ]
     if found and found[-1]["file"] == "<string>":  # the outermost: how the warm starter was begun (python -c)
         found.pop()
     return "\n".join(_with_source(match) for match in found[:frames])
@@ -48,10 +59,14 @@ def _main_thread(dump: str) -> list[str]:
 
 def _with_source(frame: re.Match[str]) -> str:
     source = linecache.getline(frame["file"], int(frame["line"])).strip()
-    return f'  File "{frame["file"]}", line {frame["line"]}, in {frame["function"]}' + (f"\n    {source}" if source else "")
+    return f'  File "{frame["file"]}", line {frame["line"]}, in {frame["function"]}' + (
+        f"\n    {source}" if source else ""
+    )
 
 
 def waits_for_others(stack: str) -> bool:
-    """Whether the innermost call of a readable stack is a collective's: inside torch.distributed or the engine, or a line with `.wait(`."""
+    """Whether the innermost call of a readable stack is a collective's: inside torch.distributed or the engine, or a
+    line with `.wait(`.
+    """
     innermost = "\n".join(stack.splitlines()[:2])
     return any(sign in innermost for sign in ("torch/distributed/", "fsdplab/engine/", ".wait("))

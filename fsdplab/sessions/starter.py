@@ -1,15 +1,18 @@
 """The warm starter: a process that has imported what ranks need, and forks the ranks of one run after another.
 
-    caller  ->  starter (one a caller)  ->  ranks (forked: 0.1 s for a formed group instead of 4 to 6 s for a cold start)
+    caller  ->  starter (one a caller)  ->  ranks (forked: 0.1 s for a formed group instead of 4 to 6 s for a cold
+    start)
 
-The starter imports torch and the rank side of fsdplab and does nothing else: no process group, no CUDA context, no thread. So a fork
-is as good as a fresh process, and nothing of one run can be seen by the next. It speaks with its caller (warm.py) over socket pairs that
-no other process can open: one to receive requests, and one a run, on which it tells process ids and exit codes. The end of a run's socket
-ends the run's ranks; the end of the caller, however it ends, ends everything.
+The starter imports torch and the rank side of fsdplab and does nothing else: no process group, no CUDA context, no
+thread. So a fork is as good as a fresh process, and nothing of one run can be seen by the next. It speaks with its
+caller (warm.py) over socket pairs that no other process can open: one to receive requests, and one a run, on which it
+tells process ids and exit codes. The end of a run's socket ends the run's ranks; the end of the caller, however it
+ends, ends everything.
 
-Python's own means were judged first. multiprocessing's forkserver is one a process, shared with the user's own use of it; its children
-hold its life line, so ranks that hang would keep it and themselves alive after `kill -9` of the caller; its environment is that of its
-start; and it cannot be asked to start anew. torch.distributed.elastic forks from the process that it runs in, with threads and a TCP store.
+Python's own means were judged first. multiprocessing's forkserver is one a process, shared with the user's own use of
+it; its children hold its life line, so ranks that hang would keep it and themselves alive after `kill -9` of the
+caller; its environment is that of its start; and it cannot be asked to start anew. torch.distributed.elastic forks from
+the process that it runs in, with threads and a TCP store.
 """
 
 from __future__ import annotations
@@ -26,16 +29,19 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Mapping, NoReturn, Sequence
+from typing import Any, NoReturn
 
 from .guard import end_with_parent
 from .mailbox import AGENT_PID
 
 # What ranks use, each on its way or lazily: whatever is missing here, every rank of every run imports again.
 RANK_SIDE = (
-    "numpy.ma", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.profiler",
-    "fsdplab.engine", "fsdplab.sessions.worker", "fsdplab.sessions.callee", "fsdplab.sessions.cell_loop", "fsdplab.sessions.benching",
+    "numpy.ma", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "torch.distributed.checkpoint", "torch.profiler",
+    "fsdplab.engine", "fsdplab.sessions.worker", "fsdplab.sessions.callee", "fsdplab.sessions.cell_loop",
+    "fsdplab.sessions.benching",
 )  # fmt: skip
 _OTHERS_FOLLOW_S = 0.2  # after one rank ended badly, the others may still leave a note of what they saw
 _TERM_S = 2.0  # then they are asked to end, and this much later killed
@@ -88,7 +94,10 @@ def _why_not() -> str | None:
         return "CUDA was initialised while the warm starter imported, and a process with CUDA cannot be forked"
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
-        return f"the warm starter has {threads} threads after importing (look at sitecustomize.py and at what it loads), and only one survives a fork"
+        return (
+            f"the warm starter has {threads} threads after importing (look at sitecustomize.py and at what it loads),"
+            " and only one survives a fork"
+        )
     return None
 
 
@@ -224,7 +233,8 @@ def _leave(*_: object) -> NoReturn:
 
 
 def be_rank(request: Mapping[str, Any], rank: int) -> None:
-    """Be rank `rank` of the request, in a process that was forked for it: a session, environment, folder and program of its own.
+    """Be rank `rank` of the request, in a process that was forked for it: a session, environment, folder and program of
+    its own.
 
     A world size of 0 asks for one process that is no rank.
     """
@@ -232,7 +242,14 @@ def be_rank(request: Mapping[str, Any], rank: int) -> None:
     starter, world_size = os.getppid(), request["world_size"]
     _print_into(request["log"])
     end_with_parent(starter)
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "GROUP_RANK": 0, AGENT_PID: starter}
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "GROUP_RANK": 0,
+        AGENT_PID: starter,
+    }
     os.environ.clear()
     os.environ.update(request["environment"])
     if world_size:
@@ -259,7 +276,8 @@ def _inherit(request: Mapping[str, Any]) -> None:
     if request["folder"] is not None:
         os.chdir(request["folder"])
     os.sched_setaffinity(0, request["cores"])
-    os.setpriority(os.PRIO_PROCESS, 0, max(request["nice"], os.getpriority(os.PRIO_PROCESS, 0)))  # only root may lower it
+    # only root may lower it
+    os.setpriority(os.PRIO_PROCESS, 0, max(request["nice"], os.getpriority(os.PRIO_PROCESS, 0)))
     for name, limits in request["limits"].items():
         resource.setrlimit(getattr(resource, name), limits)
 
@@ -272,7 +290,9 @@ def _print_into(log: str) -> None:
 
 
 def _as_if_fresh() -> None:
-    """What a new interpreter would have chosen for itself: threads by its environment, and a random state of its own."""
+    """What a new interpreter would have chosen for itself:
+    threads by its environment, and a random state of its own.
+    """
     import numpy
     import torch
 

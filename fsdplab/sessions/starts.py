@@ -1,8 +1,9 @@
-"""What starting costs: the same things asked for cold (new Pythons, by torch.distributed.run) and warm (forked), in one run.
+"""What starting costs: the same things asked for cold (new Pythons, by torch.distributed.run) and warm (forked), in one
+run.
 
-A quantity is a name and two callables; each is called once unmeasured where it is warm (the starter has then imported what it forks), and
-then a few times, cold and warm in turn, so that a machine that slows down slows both. Commands are timed as whole processes: their
-time is what a user waits for.
+A quantity is a name and two callables; each is called once unmeasured where it is warm (the starter has then imported
+what it forks), and then a few times, cold and warm in turn, so that a machine that slows down slows both. Commands are
+timed as whole processes: their time is what a user waits for.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ from .spec import RunSpec
 
 COLD, WARM = "torchrun", "warm"
 _ANSWER = "def answer(rank, world_size, payload):\n    return rank\n"
-_COMMANDS = {"import fsdplab": ("-c", "import fsdplab"), "fsdplab --help": ("-m", "fsdplab.cli", "--help"), "fsdplab doctor": ("-m", "fsdplab.cli", "doctor")}
+_COMMANDS = {
+    "import fsdplab": ("-c", "import fsdplab"),
+    "fsdplab --help": ("-m", "fsdplab.cli", "--help"),
+    "fsdplab doctor": ("-m", "fsdplab.cli", "doctor"),
+}
 FIRST_ROW, WHOLE = "fsdplab compare: first row", "fsdplab compare: all of it"
 OnRow = Callable[["Row"], None]
 
@@ -73,8 +78,18 @@ def of_ranks(repetitions: int, on_row: OnRow) -> None:
     with tempfile.TemporaryDirectory(prefix="fsdplab-starts-") as folder:
         source = Path(folder) / "answer.py"
         source.write_text(_ANSWER)
-        on_row(in_turn("ranks that answer", lambda start: call_on_ranks(source, "answer", world_size=2, start=start, time_limit=90.0), repetitions))
-    on_row(in_turn("run, gpt-tiny, 2 steps", lambda start: run(RunSpec(model="gpt-tiny", steps=2, start=start)), repetitions))
+        on_row(
+            in_turn(
+                "ranks that answer",
+                lambda start: call_on_ranks(source, "answer", world_size=2, start=start, time_limit=90.0),
+                repetitions,
+            )
+        )
+    on_row(
+        in_turn(
+            "run, gpt-tiny, 2 steps", lambda start: run(RunSpec(model="gpt-tiny", steps=2, start=start)), repetitions
+        )
+    )
 
 
 def of_commands(repetitions: int, on_row: OnRow) -> None:
@@ -95,20 +110,31 @@ def _rows_of_compare(settings: Sequence[str]) -> tuple[float, float]:
     """Seconds until the first row (the line after the headline), and until the end."""
     began, first, lines = time.perf_counter(), None, []
     command = [sys.executable, "-u", "-m", "fsdplab.cli", "compare", *settings]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment()) as process:
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=_environment(),
+    ) as process:
         for line in process.stdout:
             lines.append(line)
             if len(lines) == 2:
                 first = time.perf_counter() - began
     if process.returncode or first is None:
-        raise StartsFailed(f"`fsdplab compare {' '.join(settings)}` ended with exit code {process.returncode}: {_last(''.join(lines))}")
+        raise StartsFailed(
+            f"`fsdplab compare {' '.join(settings)}` ended with exit code {process.returncode}: {_last(''.join(lines))}"
+        )
     return first, time.perf_counter() - began
 
 
 def _succeed(command: Sequence[str]) -> None:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=_environment())
     if done.returncode:
-        raise StartsFailed(f"`{' '.join(command)}` ended with exit code {done.returncode}: {_last(done.stderr or done.stdout)}")
+        raise StartsFailed(
+            f"`{' '.join(command)}` ended with exit code {done.returncode}: {_last(done.stderr or done.stdout)}"
+        )
 
 
 def _environment() -> dict[str, str]:

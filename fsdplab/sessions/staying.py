@@ -1,15 +1,17 @@
-"""Ranks that stay: started once, they run one piece of source after another, and its names live on (the rank's side: cell_loop.py).
+"""Ranks that stay: started once, they run one piece of source after another, and its names live on (the rank's side:
+cell_loop.py).
 
     ranks = StayingRanks.start(2)
     ranks.run("x = torch.tensor([rank])")
     ranks.run("dist.all_reduce(x); print(x)")     # prints [rank 0] tensor([1]) and [rank 1] tensor([1]), while it runs
     ranks.stop()
 
-The warm starter (or torchrun) starts them as it does the ranks of every run, so they are watched and ended in the one way, no port listens
-and none outlives its caller; ipyparallel would bring a broker and engines with a life of their own for no more.
+The warm starter (or torchrun) starts them as it does the ranks of every run, so they are watched and ended in the one
+way, no port listens and none outlives its caller; ipyparallel would bring a broker and engines with a life of their own
+for no more.
 
-A rank that stands in Python can be interrupted and keeps its names. One that waits in a collective cannot, and a group that has lost a
-rank is of no use, so then all ranks end, and the report says so.
+A rank that stands in Python can be interrupted and keeps its names. One that waits in a collective cannot, and a group
+that has lost a rank is of no use, so then all ranks end, and the report says so.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any
 
 from .cell_code import IDLE
 from .cell_reports import CellInterrupted
@@ -66,7 +69,10 @@ class RankStatus:
             return f"rank {self.rank}: ended (it was process {self.pid})"
         more = f" and {self.held - len(self.names)} more" if self.held > len(self.names) else ""
         names = f"holds {', '.join(self.names)}{more}" if self.names else "holds no names yet"
-        return f"rank {self.rank}: {'busy' if self.busy else 'idle'}, process {self.pid}, {names}; last collective: {self.collective or 'none'}"
+        return (
+            f"rank {self.rank}: {'busy' if self.busy else 'idle'}, process {self.pid}, {names}; last collective:"
+            f" {self.collective or 'none'}"
+        )
 
 
 class StayingRanks:
@@ -81,8 +87,11 @@ class StayingRanks:
         self._end_all = weakref.finalize(self, _end, os.getpid(), living)
 
     @classmethod
-    def start(cls, world_size: int, start: str = "auto", *, before: str = "", time_limit: float = _START_LIMIT_S) -> StayingRanks:
-        """Start ranks and return when they form a group; `start` as in run_ranks. RanksFailed when that fails or takes too long.
+    def start(
+        cls, world_size: int, start: str = "auto", *, before: str = "", time_limit: float = _START_LIMIT_S
+    ) -> StayingRanks:
+        """Start ranks and return when they form a group; `start` as in run_ranks. RanksFailed when that fails or takes
+        too long.
 
         `before` is source that every rank runs before each cell, with names of its own.
         """
@@ -98,13 +107,24 @@ class StayingRanks:
             _clear(agent, mailbox, world_size, requests)
             raise
         ends = [Tail(mailbox.of(rank, "cells")) for rank in range(world_size)]
-        return cls(Living(agent, mailbox, world_size, pids, requests, ends, LiveOutput(mailbox, world_size, print_labelled)))
+        return cls(
+            Living(agent, mailbox, world_size, pids, requests, ends, LiveOutput(mailbox, world_size, print_labelled))
+        )
 
-    def run(self, source: str, ranks: Sequence[int] | None = None, *, time_limit: float = CELL_LIMIT_S, on_output: OnOutput = print_labelled) -> None:
-        """Run source on all ranks, or some, and return when all have ended it; `on_output(rank, line)` gets what they print, as they print it.
+    def run(
+        self,
+        source: str,
+        ranks: Sequence[int] | None = None,
+        *,
+        time_limit: float = CELL_LIMIT_S,
+        on_output: OnOutput = print_labelled,
+    ) -> None:
+        """Run source on all ranks, or some, and return when all have ended it; `on_output(rank, line)` gets what they
+        print, as they print it.
 
-        RanksFailed when it raises, a rank dies, or the limit is over; CellInterrupted when the caller is interrupted. `alive` tells whether
-        the ranks stay. On some ranks only, a collective of the whole group would wait for the others: give it to groups of these ranks.
+        RanksFailed when it raises, a rank dies, or the limit is over; CellInterrupted when the caller is interrupted.
+        `alive` tells whether the ranks stay. On some ranks only, a collective of the whole group would wait for the
+        others: give it to groups of these ranks.
         """
         chosen = self._checked(ranks)
         with self._alone():
@@ -129,7 +149,9 @@ class StayingRanks:
         for rank, pid in self._living.pids.items():
             told, beat = self._told.get(rank, {}), beats.get(rank)
             busy, collective = (beat.phase != IDLE, beat.collective) if beat else (False, None)
-            found.append(RankStatus(rank, pid, alive, busy, tuple(told.get("names", ())), told.get("held", 0), collective))
+            found.append(
+                RankStatus(rank, pid, alive, busy, tuple(told.get("names", ())), told.get("held", 0), collective)
+            )
         return found
 
     def stop(self) -> None:
@@ -143,7 +165,9 @@ class StayingRanks:
                 outcome = cell.wait(time_limit)
             except KeyboardInterrupt:
                 outcome = self._settle(cell, cell.interrupt("The cell was interrupted"))
-                raise CellInterrupted(outcome.failure or Failure("hung", "Interrupted when the cell had just ended. All ranks stay.")) from None
+                raise CellInterrupted(
+                    outcome.failure or Failure("hung", "Interrupted when the cell had just ended. All ranks stay.")
+                ) from None
             return self._settle(cell, outcome).failure
         except CellInterrupted:
             raise

@@ -1,7 +1,7 @@
 """From rows to the few numbers that a comparison shows. Pure: rows in, numbers out.
 
-A step is as slow as its slowest rank, and a job needs cards as large as its largest rank, so times and memory are the worst rank's. Losses
-are means over ranks, because each rank reads other text.
+A step is as slow as its slowest rank, and a job needs cards as large as its largest rank, so times and memory are the
+worst rank's. Losses are means over ranks, because each rank reads other text.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -22,15 +23,20 @@ from .spec import RunSpec
 Row = Mapping[str, Any]
 
 
-def summarise(spec: RunSpec, steps: Sequence[Row], ledger: Sequence[Row], memory: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+def summarise(
+    spec: RunSpec, steps: Sequence[Row], ledger: Sequence[Row], memory: Mapping[int, Mapping[str, Any]]
+) -> dict[str, Any]:
     """The summary of a record. `memory[rank]` holds `total`, `by_category` and `resident_growth` in bytes.
 
-    What was not measured is None: times of a run that ended before its timed steps, bytes sent by an engine without a ledger.
+    What was not measured is None: times of a run that ended before its timed steps, bytes sent by an engine without a
+    ledger.
     """
     seconds = step_seconds(steps)
     worst = max(memory.values(), key=lambda peak: peak["total"], default=None)
     return {
-        "step_time_s": {"median": statistics.median(seconds), "min": min(seconds)} if seconds else {"median": None, "min": None},
+        "step_time_s": (
+            {"median": statistics.median(seconds), "min": min(seconds)} if seconds else {"median": None, "min": None}
+        ),
         "tokens_per_s": spec.tokens_per_rank * spec.world_size / statistics.median(seconds) if seconds else None,
         "peak_memory_bytes": {name: worst[name] if worst else None for name in ("total", "by_category")},
         "memory_start_ns": {str(rank): memory[rank]["start_ns"] for rank in sorted(memory)},
@@ -39,7 +45,9 @@ def summarise(spec: RunSpec, steps: Sequence[Row], ledger: Sequence[Row], memory
         "comm": sent_per_step(spec, ledger),
         "formula_bytes_per_step": formula_bytes(spec),
         "losses": mean_losses(steps),
-        "card": None if spec.card is None else {"bytes": spec.card, "exceeded": bool(worst and worst["total"] > spec.card)},
+        "card": (
+            None if spec.card is None else {"bytes": spec.card, "exceeded": bool(worst and worst["total"] > spec.card)}
+        ),
     }
 
 
@@ -53,7 +61,9 @@ def step_seconds(steps: Sequence[Row]) -> list[float]:
 
 
 def mean_losses(steps: Sequence[Row]) -> list[float | None]:
-    """The loss of each step that all ranks finished, averaged over them in rank order; None for one that is no number."""
+    """The loss of each step that all ranks finished, averaged over them in rank order;
+    None for one that is no number.
+    """
     by_step: dict[int, dict[int, float]] = defaultdict(dict)
     for row in steps:
         by_step[row["step"]][row["rank"]] = row["loss"]
@@ -64,7 +74,9 @@ def mean_losses(steps: Sequence[Row]) -> list[float | None]:
 
 
 def sent_per_step(spec: RunSpec, ledger: Sequence[Row]) -> dict[str, int | None]:
-    """Bytes that one rank sends in one step, and its collectives: of the last step, which the first ones may exceed (they set up)."""
+    """Bytes that one rank sends in one step, and its collectives: of the last step, which the first ones may exceed
+    (they set up).
+    """
     if spec.engine != "lab":
         return {"bytes_per_step": None, "collectives_per_step": None}
     if not ledger and spec.world_size > 1:  # the run ended before a rank handed its ledger over
@@ -75,11 +87,16 @@ def sent_per_step(spec: RunSpec, ledger: Sequence[Row]) -> dict[str, int | None]
         if row["step"] == last:
             bytes_of[row["rank"]] += row["wire_bytes"]
             count_of[row["rank"]] += 1
-    return {"bytes_per_step": max(bytes_of.values(), default=0), "collectives_per_step": max(count_of.values(), default=0)}
+    return {
+        "bytes_per_step": max(bytes_of.values(), default=0),
+        "collectives_per_step": max(count_of.values(), default=0),
+    }
 
 
 def formula_bytes(spec: RunSpec) -> int | None:
-    """Bytes that one rank should send in one step, by the textbook's formula for the strategy; None for the twin, which sends nothing."""
+    """Bytes that one rank should send in one step, by the textbook's formula for the strategy; None for the twin, which
+    sends nothing.
+    """
     if spec.engine == "twin":
         return None
     return sum(entry.step_bytes for entry in traffic_of(spec, spec.strategy))

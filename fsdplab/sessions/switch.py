@@ -1,11 +1,13 @@
-"""The process between the caller and the agents of several nodes: the switch of their network, tied to the life of the caller.
+"""The process between the caller and the agents of several nodes: the switch of their network, tied to the life of the
+caller.
 
     caller  ->  python -m fsdplab.sessions.switch CALLER_PID FOLDER NOTES NODES RANKS_PER_NODE RATE ALIVE PROGRAM...
-                  ->  one a node, in a namespace of its own: python -m fsdplab.sessions.switch node SWITCH_PID ...  ->  ranks
+                  ->  one a node, in a namespace of its own: python -m fsdplab.sessions.switch node SWITCH_PID ...  ->
+                  ranks
 
-For launch.py it is what the single agent is otherwise: it ends when the ranks have ended, badly when one did, and SIGTERM ends all.
-FOLDER is the mailbox, NOTES a folder of its own, RATE in bytes per second or None. ALIVE is a pipe that switch and
-agents hold open and never use: its reader sees when all are gone.
+For launch.py it is what the single agent is otherwise: it ends when the ranks have ended, badly when one did, and
+SIGTERM ends all. FOLDER is the mailbox, NOTES a folder of its own, RATE in bytes per second or None. ALIVE is a pipe
+that switch and agents hold open and never use: its reader sees when all are gone.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 from .guard import end_with_parent
 from .mailbox import Mailbox
@@ -25,7 +27,8 @@ from .shaping import CABLE, ShapingError, address, build_switch, enter_new_netwo
 
 _PORT = 29500  # fixed, since nobody else is in the first node's namespace
 _LOOK_EVERY_S = 0.05
-# When one node's agent has failed, the others' ranks fail after it: their agents get this long to write down who ended how.
+# When one node's agent has failed, the others' ranks fail after it: their agents get this long to write down who ended
+# how.
 _OTHERS_FOLLOW_S = 2.0
 _PATIENCE_S = 2.0  # for agents that were asked to end; less than launch.py has for the switch
 _GO = "go\n"
@@ -64,13 +67,17 @@ def node_main(switch: str, notes: str, node: str, nodes: str, per_node: str, rat
     from . import agent  # torch takes seconds, and nothing above needs it
 
     agent.main(
-        switch, notes, f"--nnodes={nodes}", f"--node-rank={node}", f"--nproc-per-node={per_node}", "--max-restarts=0", "--monitor-interval=0.1",
-        f"--log-dir={os.devnull}", f"--master-addr={address(0)}", f"--master-port={_PORT}", f"--local-addr={address(int(node))}", *program,
+        switch, notes, f"--nnodes={nodes}", f"--node-rank={node}", f"--nproc-per-node={per_node}", "--max-restarts=0",
+        "--monitor-interval=0.1",
+        f"--log-dir={os.devnull}", f"--master-addr={address(0)}", f"--master-port={_PORT}",
+        f"--local-addr={address(int(node))}", *program,
         when_orphaned=signal.SIGKILL,  # the switch has asked politely before it ended (see _end)
     )  # fmt: skip
 
 
-def _start_node(node: int, notes: str, nodes: str, per_node: str, rate: str, alive: str, program: Sequence[str]) -> subprocess.Popen[str]:
+def _start_node(
+    node: int, notes: str, nodes: str, per_node: str, rate: str, alive: str, program: Sequence[str]
+) -> subprocess.Popen[str]:
     own = Path(notes) / f"node{node}"  # each agent writes the exit codes of its own ranks
     own.mkdir()
     words = [str(os.getpid()), str(own), str(node), nodes, per_node, rate, *program]

@@ -1,16 +1,17 @@
 """Sees every collective at the moment it is issued, by standing in front of `torch.distributed`.
 
-The engine's ledger is written when a collective is complete; a rank that hangs never completes it. So the report of a hang, and the
-count of what a learner's function does, need the moment before. Code that says `dist.all_reduce(...)` passes here: the lab's engine,
-PyTorch's FSDP, a learner's function. DDP does not, as its reducer is C++.
+The engine's ledger is written when a collective is complete; a rank that hangs never completes it. So the report of a
+hang, and the count of what a learner's function does, need the moment before. Code that says `dist.all_reduce(...)`
+passes here: the lab's engine, PyTorch's FSDP, a learner's function. DDP does not, as its reducer is C++.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,10 @@ from torch.distributed import distributed_c10d
 
 # Not in the list: batch_isend_irecv and the collectives on objects, which call these.
 COLLECTIVES = (
-    "all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast", "gather",
-    "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "scatter", "send", "recv", "isend", "irecv",
+    "all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "gather",
+    "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "scatter", "send", "recv", "isend",
+    "irecv",
 )  # fmt: skip
 # P2POp accepts only the very functions that distributed_c10d holds, so these are replaced there as well.
 _ALSO_INSIDE = ("isend", "irecv")
@@ -30,7 +33,8 @@ _inside = threading.local()  # recv calls irecv: only the outermost is announced
 
 @contextmanager
 def watch_collectives(on_issue: OnIssue) -> Iterator[None]:
-    """Call `on_issue(name, nbytes)` before every collective; nbytes is its payload: the larger of what goes in and what comes out.
+    """Call `on_issue(name, nbytes)` before every collective; nbytes is its payload: the larger of what goes in and what
+    comes out.
 
     An all-gather of 4 floats on 2 ranks is `("all_gather_into_tensor", 32)`, a barrier `("barrier", 0)`.
     """

@@ -1,6 +1,7 @@
 """From the traces that ranks left behind to the rows and numbers of their record.
 
-The traces themselves move into the record's folder, so that TensorBoard, Perfetto or a later version of the analysis can read them again.
+The traces themselves move into the record's folder, so that TensorBoard, Perfetto or a later version of the analysis
+can read them again.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import shutil
 import statistics
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from .mailbox import Mailbox
 from .spec import RunSpec
@@ -22,7 +24,9 @@ TABLES = ("timeline", "breakdown", "exposed")
 
 
 def tables_of(spec: RunSpec, mailbox: Mailbox, ledger: Sequence[Row], folder: Path) -> dict[str, list[Row]]:
-    """Rows of `timeline`, `breakdown` and `exposed` of all profiled steps, and the timeline of the step whose memory was measured."""
+    """Rows of `timeline`, `breakdown` and `exposed` of all profiled steps, and the timeline of the step whose memory
+    was measured.
+    """
     from fsdplab.profiling.skew import with_peers
 
     from .analysed import MEMORY_TRACE, TRACE, analysis_of
@@ -63,28 +67,46 @@ def _add(tables: dict[str, list[Row]], analysis: TraceAnalysis, names: Sequence[
 
 
 def _root(row: Row, analysis: TraceAnalysis) -> Row:
-    """The ranges of the root carry no name; where other units have one, a collective without one is its own, as in the ledger."""
+    """The ranges of the root carry no name; where other units have one, a collective without one is its own, as in the
+    ledger.
+    """
     has_units = any(each["unit"] for step in analysis.steps for each in step.exposed)
-    return {"unit": "root"} if has_units and row.get("unit") == "" and row.get("lane") not in ("step", "compute", "waiting") else {}
+    return (
+        {"unit": "root"}
+        if has_units and row.get("unit") == "" and row.get("lane") not in ("step", "compute", "waiting")
+        else {}
+    )
 
 
 def profile_summary(
-    spec: RunSpec, summary: Mapping[str, Any], profiled_s: Sequence[Sequence[float]], ledger: Sequence[Row], breakdown: Sequence[Row]
+    spec: RunSpec,
+    summary: Mapping[str, Any],
+    profiled_s: Sequence[Sequence[float]],
+    ledger: Sequence[Row],
+    breakdown: Sequence[Row],
 ) -> dict[str, Any]:
     """How much communication was exposed, who says so (`trace`, `ledger` or nobody), and what profiling cost."""
     on_the_link = waited(ledger, spec.untimed, spec.untimed + spec.steps)
     known, source = exposure(breakdown), "trace"
-    if known is None or spec.linked and on_the_link is not None:  # an emulated link's own clock says it without the profiler's overhead
+    # an emulated link's own clock says it without the profiler's overhead
+    if known is None or spec.linked and on_the_link is not None:
         known, source = on_the_link, "ledger"
     if spec.world_size == 1 and spec.engine != "twin":
         known, source = (0.0, None), "ledger"  # nothing travels
     exposed, overlap = known or (None, None)
     cost = overhead(profiled_s, summary["step_time_s"]["median"])
-    return {"steps": spec.profile, "overhead": cost, "source": source if known else None, "exposed_s": exposed, "overlap": overlap}
+    return {
+        "steps": spec.profile,
+        "overhead": cost,
+        "source": source if known else None,
+        "exposed_s": exposed,
+        "overlap": overlap,
+    }
 
 
 def exposure(breakdown: Sequence[Row]) -> tuple[float, float | None] | None:
-    """(exposed seconds, overlapped part of communication) of the rank whose median profiled step exposes most; None without rows.
+    """(exposed seconds, overlapped part of communication) of the rank whose median profiled step exposes most; None
+    without rows.
 
     A rank whose step has 6 ms of communication, 2 of them exposed: (0.002, 0.667).
     """
@@ -100,7 +122,9 @@ def exposure(breakdown: Sequence[Row]) -> tuple[float, float | None] | None:
 
 
 def waited(ledger: Sequence[Row], first: int, last: int) -> tuple[float, float | None] | None:
-    """The same from the ledger alone, of steps `first` to `last` - 1: how long the host was blocked; None where nobody knows."""
+    """The same from the ledger alone, of steps `first` to `last` - 1: how long the host was blocked; None where nobody
+    knows.
+    """
     blocked: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
     for row in ledger:
         if first <= row["step"] < last:
@@ -114,11 +138,15 @@ def waited(ledger: Sequence[Row], first: int, last: int) -> tuple[float, float |
     by_rank: dict[int, list[list[int]]] = defaultdict(list)
     for (rank, _), sums in blocked.items():
         by_rank[rank].append(sums)
-    exposed, moving = max(([statistics.median(column) for column in zip(*steps)] for steps in by_rank.values()), key=lambda pair: pair[0])
+    exposed, moving = max(
+        ([statistics.median(column) for column in zip(*steps)] for steps in by_rank.values()), key=lambda pair: pair[0]
+    )
     return exposed / 1e9, max(0.0, 1 - exposed / moving) if moving else None
 
 
 def overhead(profiled_s: Sequence[Sequence[float]], timed_median: float | None) -> float | None:
-    """How much longer profiled steps took than timed ones, as a part (0.08 = 8 %): slowest rank's median against the run's."""
+    """How much longer profiled steps took than timed ones, as a part (0.08 = 8 %): slowest rank's median against the
+    run's.
+    """
     medians = [statistics.median(seconds) for seconds in profiled_s if seconds]
     return max(medians) / timed_median - 1 if medians and timed_median else None

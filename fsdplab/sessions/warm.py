@@ -1,11 +1,12 @@
-"""The caller's side of the warm starter: one process a caller, begun before it is needed, begun anew where it no longer fits.
+"""The caller's side of the warm starter: one process a caller, begun before it is needed, begun anew where it no longer
+fits.
 
     begin()                      in the background: importing torch takes it two seconds
     start(program, ...)          forks the ranks of one run; waits for the starter where it is still importing
     why_not()                    why no ranks can be forked here; torchrun starts them then
 
-A starter that was begun with other start-up variables (LD_PRELOAD, PYTHONPATH, ...), before a source file of fsdplab changed, or that was
-killed, is left to its running ranks and a new one takes its place.
+A starter that was begun with other start-up variables (LD_PRELOAD, PYTHONPATH, ...), before a source file of fsdplab
+changed, or that was killed, is left to its running ranks and a new one takes its place.
 """
 
 from __future__ import annotations
@@ -23,20 +24,40 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Callable, Mapping, Sequence
+from typing import IO
 
 from .mailbox import Mailbox
 from .starter import receive
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # What a process reads once, when it starts or loads a library. Everything else a rank finds as the caller has it.
-_READ_AT_START = ("LD_", "PYTHON", "TORCH_", "TORCHDYNAMO_", "PYTORCH_", "KINETO_", "MALLOC_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "ATEN_", "DNNL_", "ONEDNN_", "GLIBC_")
+_READ_AT_START = (
+    "LD_",
+    "PYTHON",
+    "TORCH_",
+    "TORCHDYNAMO_",
+    "PYTORCH_",
+    "KINETO_",
+    "MALLOC_",
+    "MKL_",
+    "KMP_",
+    "GOMP_",
+    "OPENBLAS_",
+    "ATEN_",
+    "DNNL_",
+    "ONEDNN_",
+    "GLIBC_",
+)
 _READY_WITHIN_S = 120.0
 _GONE_WITHIN_S = 3.0
 _LOOK_EVERY_S = 0.05
 # safe: the caller's folder, which -c puts first, may hold a random.py
-_BOOT = "import sys; sys.path[:] = [each for each in sys.path if each]; from fsdplab.sessions.starter import main; main(*sys.argv[1:])"
+_BOOT = (
+    "import sys; sys.path[:] = [each for each in sys.path if each]; from fsdplab.sessions.starter import main;"
+    " main(*sys.argv[1:])"
+)
 
 
 class StarterFailed(RuntimeError):
@@ -92,7 +113,8 @@ class WarmRanks:
             pass
         self._read(_GONE_WITHIN_S)
         if not self._ended:
-            self._starter.end()  # a stopped starter, say; its end is the end of its ranks, and the next run begins another
+            # a stopped starter, say; its end is the end of its ranks, and the next run begins another
+            self._starter.end()
             self._finish()
 
     def _read(self, timeout: float) -> None:
@@ -129,7 +151,10 @@ class WarmRanks:
             self._exits_file.write_text(json.dumps(bad))
 
     def _lose(self) -> None:
-        self.lost = f"The warm starter, the process that forks the ranks, {self._starter.how_it_ended()}, and all ranks ended with it. The next run starts a new one."
+        self.lost = (
+            f"The warm starter, the process that forks the ranks, {self._starter.how_it_ended()}, and all ranks ended"
+            " with it. The next run starts a new one."
+        )
         self._finish()
 
     def _finish(self) -> None:
@@ -142,13 +167,14 @@ class _Starter:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.owner, self.key = os.getpid(), _key(environment)
-        self._log: IO[bytes] = tempfile.TemporaryFile()
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the starter)
         self._control, theirs = socket.socketpair()
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, pass_fds=(theirs.fileno(),),
-                env={**environment, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # numpy would start threads, which no fork may have
+                # numpy would start threads, which no fork may have
+                env={**environment, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C in a terminal reaches the caller only
             )  # fmt: skip
         finally:
@@ -249,7 +275,13 @@ def begin(environment: Mapping[str, str]) -> None:
             _fitting(environment)
 
 
-def start(program: Sequence[str], mailbox: Mailbox, world_size: int, environment: Mapping[str, str], on_look: Callable[[], None]) -> WarmRanks:
+def start(
+    program: Sequence[str],
+    mailbox: Mailbox,
+    world_size: int,
+    environment: Mapping[str, str],
+    on_look: Callable[[], None],
+) -> WarmRanks:
     """Fork the ranks of one run, each as `python *program` would be; StarterFailed where that cannot be done.
 
     Where the starter still imports, `on_look()` is called about twenty times a second until it is ready.
@@ -259,17 +291,34 @@ def start(program: Sequence[str], mailbox: Mailbox, world_size: int, environment
 
 
 def start_process(program: Sequence[str], log: Path, folder: Path, environment: Mapping[str, str]) -> WarmRanks:
-    """Fork one process that is no rank of a run, in a folder of its own; what it prints goes to `log`. StarterFailed where that cannot be done."""
+    """Fork one process that is no rank of a run, in a folder of its own; what it prints goes to `log`. StarterFailed
+    where that cannot be done.
+    """
     return _fork(program, 0, log, {**_inherited(), "folder": str(folder)}, environment, lambda: None, None)
 
 
 def _fork(
-    program: Sequence[str], world_size: int, log: Path, inherited: Mapping[str, object], environment: Mapping[str, str], on_look: Callable[[], None], exits: Path | None,
-) -> WarmRanks:  # fmt: skip
+    program: Sequence[str],
+    world_size: int,
+    log: Path,
+    inherited: Mapping[str, object],
+    environment: Mapping[str, str],
+    on_look: Callable[[], None],
+    exits: Path | None,
+) -> WarmRanks:
     with _lock:
         starter = _fitting(environment)
     starter.wait_until_ready(on_look)
-    return starter.fork({"program": list(program), "world_size": world_size, "log": str(log), "environment": dict(environment), **inherited}, exits)
+    return starter.fork(
+        {
+            "program": list(program),
+            "world_size": world_size,
+            "log": str(log),
+            "environment": dict(environment),
+            **inherited,
+        },
+        exits,
+    )
 
 
 def _inherited() -> dict[str, object]:
@@ -277,7 +326,9 @@ def _inherited() -> dict[str, object]:
     return {
         "folder": _folder(),
         "cores": sorted(os.sched_getaffinity(0)),
-        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")},
+        "limits": {
+            name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")
+        },
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
     }
 
@@ -306,7 +357,9 @@ def _fitting(environment: Mapping[str, str]) -> _Starter:
 
 
 def _key(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """What must be equal for a starter to be used again: its interpreter, what it read when it started, and fsdplab's own source files."""
+    """What must be equal for a starter to be used again: its interpreter, what it read when it started, and fsdplab's
+    own source files.
+    """
     read = tuple(sorted((name, value) for name, value in environment.items() if name.startswith(_READ_AT_START)))
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
     relative = _folder() if any(path and not os.path.isabs(path) for path in paths) else None

@@ -2,9 +2,9 @@
 
     python -m fsdplab.sessions.worker FOLDER
 
-The steps, in order: one that makes the optimizer's state, one whose memory is measured, further warm-up, the timed ones, and those
-under the profiler. Nothing is added between ranks: no barrier, and on CUDA one synchronisation a step, at its end, where reading the loss
-needs it anyway.
+The steps, in order: one that makes the optimizer's state, one whose memory is measured, further warm-up, the timed
+ones, and those under the profiler. Nothing is added between ranks: no barrier, and on CUDA one synchronisation a step,
+at its end, where reading the loss needs it anyway.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,7 +82,13 @@ class Training:
             profiled = []
         for unsubscribe in quiet:
             unsubscribe()
-        result = {"ledger": self.ledger, "life": self.lives.rows, "memory": self._memory(timeline), "profiled_s": profiled, "link": self.fabric.told()}
+        result = {
+            "ledger": self.ledger,
+            "life": self.lives.rows,
+            "memory": self._memory(timeline),
+            "profiled_s": profiled,
+            "link": self.fabric.told(),
+        }
         self.place.write("result", result)
         for kind in (TRACE, MEMORY_TRACE) if profiled else ():
             leave_analysis(self.place, kind, self.ledger)
@@ -100,7 +107,9 @@ class Training:
         return timeline
 
     def _profiled_steps(self) -> list[float]:
-        """Train under the profiler and save its trace; the seconds of the steps in it. The twin only trains: its losses are compared."""
+        """Train under the profiler and save its trace; the seconds of the steps in it. The twin only trains: its losses
+        are compared.
+        """
         first = self.spec.untimed + self.spec.steps
         if self.capture is None:
             for step in range(first, self.spec.total_steps):
@@ -122,7 +131,13 @@ class Training:
             seconds = time.perf_counter() - start
         events.flush()
         tokens = self.spec.tokens_per_rank * len(batches)
-        row = {"rank": self.place.rank, "step": step, "loss": loss, "step_time_s": seconds if timed else None, "tokens": tokens}
+        row = {
+            "rank": self.place.rank,
+            "step": step,
+            "loss": loss,
+            "step_time_s": seconds if timed else None,
+            "tokens": tokens,
+        }
         self.place.append("steps", row)
         if not math.isfinite(loss):
             raise Diverged(f"the loss is {loss}; give a smaller learning_rate than {self.spec.learning_rate:g}")
@@ -152,7 +167,9 @@ class Training:
 
     def _batch(self, step: int, rank: int, micro: int) -> Batch:
         spec = self.spec
-        tokens, targets = self.text.batch(step, rank, spec.world_size, spec.batch_size, spec.sequence_length, micro_batch=micro, seed=spec.seed)
+        tokens, targets = self.text.batch(
+            step, rank, spec.world_size, spec.batch_size, spec.sequence_length, micro_batch=micro, seed=spec.seed
+        )
         return tokens.to(self.place.device), targets.to(self.place.device)
 
     def _card_is_full(self, timeline: MemoryTimeline) -> bool:
@@ -174,7 +191,13 @@ class Training:
             return None
         where = {"rank": self.place.rank, "step": MEMORY_STEP}
         rows = [{**where, **point, "is_peak": point["time_ns"] == timeline.peak_time_ns} for point in timeline.points]
-        return {"start_ns": timeline.start_ns, "rows": rows, "total": timeline.peak_total, "by_category": timeline.peak, "resident_growth": timeline.resident_growth}
+        return {
+            "start_ns": timeline.start_ns,
+            "rows": rows,
+            "total": timeline.peak_total,
+            "by_category": timeline.peak,
+            "resident_growth": timeline.resident_growth,
+        }
 
 
 if __name__ == "__main__":

@@ -46,7 +46,9 @@ def grade_answer(question: str, value: Any, against: Any = None, hints: int = 0)
     if not isinstance(item, (Question, Choice)):
         item = find(question, Question)
     if value is ...:
-        return Verdict(question, Finding("Not answered yet.", _form(item), "...", "replace the three dots by your answer"))
+        return Verdict(
+            question, Finding("Not answered yet.", _form(item), "...", "replace the three dots by your answer")
+        )
     if isinstance(item, Choice):
         return _grade_choice(item, value)
     return _grade_number(item, value, against, hints)
@@ -61,7 +63,9 @@ def _form(item: Question | Choice) -> str:
 def _grade_choice(item: Choice, value: Any) -> Verdict:
     letter = str(value).strip().lower()
     if letter not in item.options:
-        return Verdict(item.id, Finding("That is not one of the letters.", _form(item), repr(value), "answer with one letter"))
+        return Verdict(
+            item.id, Finding("That is not one of the letters.", _form(item), repr(value), "answer with one letter")
+        )
     if letter == item.right:
         return Verdict(item.id, None, item.because[letter])
     return Verdict(item.id, Finding(f"Not {letter}.", "another letter", item.options[letter], item.because[letter]))
@@ -76,7 +80,12 @@ def _grade_number(item: Question, value: Any, against: Any, hints: int) -> Verdi
     if close(given, right, item.tolerance):
         exactly = "" if shown(given, item.unit) == shown(right, item.unit) else f" (exactly: {shown(right, item.unit)})"
         return Verdict(item.id, None, f"{shown(given, item.unit)}{exactly}. {item.explanation}".strip())
-    finding = Finding(item.statement, f"another number (right within {item.tolerance:.0%})", shown(given, item.unit), slip_behind(item, given, against))
+    finding = Finding(
+        item.statement,
+        f"another number (right within {item.tolerance:.0%})",
+        shown(given, item.unit),
+        slip_behind(item, given, against),
+    )
     return failed(item, finding, current().home, hints)
 
 
@@ -113,15 +122,21 @@ class Asked:
 
     def __str__(self) -> str:
         options = getattr(self.item, "options", {})
-        return "\n".join([f"{self.item.id}  {self.item.statement}", *(f"   {letter}) {text}" for letter, text in options.items())])
+        return "\n".join(
+            [f"{self.item.id}  {self.item.statement}", *(f"   {letter}) {text}" for letter, text in options.items())]
+        )
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         options = getattr(self.item, "options", {})
-        listed = "".join(f"<div style='margin-left:1.5em'><b>{letter}</b>&ensp;{with_code(text)}</div>" for letter, text in options.items())
-        return f"<div style='margin:6px 0'><code>{self.item.id}</code>&ensp;{with_code(self.item.statement)}{listed}</div>"
-
+        listed = "".join(
+            f"<div style='margin-left:1.5em'><b>{letter}</b>&ensp;{with_code(text)}</div>"
+            for letter, text in options.items()
+        )
+        return (
+            f"<div style='margin:6px 0'><code>{self.item.id}</code>&ensp;{with_code(self.item.statement)}{listed}</div>"
+        )
 
 
 def ask(*questions: str) -> None:

@@ -1,7 +1,8 @@
-"""Lessons 03 and 04, the part in the notebook's process: train a small GPT with the learner's functions, beside the twin.
+"""Lessons 03 and 04, the part in the notebook's process: train a small GPT with the learner's functions, beside the
+twin.
 
-Each call starts ranks once and trains every way on them, one after the other: from the same weights, on the same bundled
-text, with the same optimizer. P is the bytes of all parameters and n the number of ranks.
+Each call starts ranks once and trains every way on them, one after the other: from the same weights, on the same
+bundled text, with the same optimizer. P is the bytes of all parameters and n the number of ranks.
 """
 
 from __future__ import annotations
@@ -34,15 +35,23 @@ def drift(steps: int = 6, world_size: int = 2) -> Table:
     """Train without any message between ranks: how far apart are the ranks' parameters after 1 step, and after all?"""
     found = _train([_way("alone", "1 step", steps=1), _way("alone", f"{steps} steps")], steps, world_size)
     rows = [[run.name, *(f"{losses[-1]:.4f}" for losses in run.losses_by_rank), f"{run.apart:.4f}"] for run in found]
-    header = ["after", *(f"loss on rank {rank}" for rank in range(world_size)), "largest difference of a parameter between ranks"]
+    header = [
+        "after",
+        *(f"loss on rank {rank}" for rank in range(world_size)),
+        "largest difference of a parameter between ranks",
+    ]
     return table(header, rows, f"Measured on {world_size} real ranks: {MODEL}, AdamW, nothing is sent.")
 
 
 def faulty(exercise: str = "03.small_together", steps: int = 12, world_size: int = 2) -> Faulty:
-    """The exercise's faulty version as it was given, beside the twin: losses under AdamW and SGD, and its first gradients."""
+    """The exercise's faulty version as it was given, beside the twin: losses under AdamW and SGD, and its first
+    gradients.
+    """
     found = find(exercise, Exercise)
     path = Home(current().home.path / "reference" / "faulty").save(exercise, found.stub)
-    ways = [_way("finish", name, name, path=str(path), function=found.function, arguments=[]) for name in ("adamw", "sgd")]
+    ways = [
+        _way("finish", name, name, path=str(path), function=found.function, arguments=[]) for name in ("adamw", "sgd")
+    ]
     return Faulty(tuple(_train(ways, steps, world_size)))
 
 

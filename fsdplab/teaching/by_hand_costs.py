@@ -1,4 +1,6 @@
-"""What a bucket's size costs, computed: small messages pay for their starts, one large one waits for the end of backward."""
+"""What a bucket's size costs, computed: small messages pay for their starts, one large one waits for the end of
+backward.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,21 @@ def buckets(sizes: tuple[int, ...], bucket_bytes: float) -> list[int]:
 
 
 def bucket_table(model: str, bucket_MB: float, start_us: float, GB_per_s: float, ranks: int = 8) -> Table:
-    """One step's messages under a simple model of a network: every message costs its start, then its bytes at full speed."""
+    """One step's messages under a simple model of a network: every message costs its start, then its bytes at full
+    speed.
+    """
     sizes = gradient_sizes(model)
     rows = []
-    for name, limit in (("one a gradient", 0), (f"buckets of {bucket_MB:g} MB", bucket_MB * 1e6), ("one for all", sum(sizes))):
+    for name, limit in (
+        ("one a gradient", 0),
+        (f"buckets of {bucket_MB:g} MB", bucket_MB * 1e6),
+        ("one for all", sum(sizes)),
+    ):
         sent = buckets(sizes, limit)
         moved = [2 * nbytes * (ranks - 1) / ranks / (GB_per_s * 1e9) for nbytes in sent]
         starts = len(sent) * start_us * 1e-6
         rows.append([name, len(sent), seconds(starts), seconds(sum(moved)), seconds(start_us * 1e-6 + moved[-1])])
     caption = f"Computed for {model} ({size(sum(sizes))} of gradients) on {ranks} ranks; nothing was run."
-    return table(["messages", "how many", "their starts", "their bytes", "the last message (nothing hides it)"], rows, caption)
+    return table(
+        ["messages", "how many", "their starts", "their bytes", "the last message (nothing hides it)"], rows, caption
+    )

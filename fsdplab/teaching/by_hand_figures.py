@@ -1,4 +1,6 @@
-"""Backward seen gradient by gradient: what is ready and what was sent (03), and how many bytes of gradients are held (04)."""
+"""Backward seen gradient by gradient: what is ready and what was sent (03), and how many bytes of gradients are held
+(04).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def bucket_figure(runs: Sequence[Run]) -> go.Figure:
     one, many = runs[0], [run for run in runs if run.sent]
     sent = [_steps(f"sent: {run.name}", (*run.sent, run.payload), colour) for run, colour in zip(many, (HOOK, BUCKETS))]
     figure = go.Figure([_area("ready", (*one.ready, one.ready[-1])), *sent])
-    figure.add_annotation(x=len(one.ready) + 1, y=0, text="after backward", showarrow=False, xanchor="right", yanchor="bottom", xshift=-4)
+    figure.add_annotation(
+        x=len(one.ready) + 1, y=0, text="after backward", showarrow=False, xanchor="right", yanchor="bottom", xshift=-4
+    )
     figure.update_xaxes(title="gradients ready so far, from the head to the embeddings", range=[0, len(one.ready) + 2])
     figure.update_yaxes(title="kB", range=[0, 1.12 * one.ready[-1] / KB])
     words = "; ".join(f"{run.name} {plural(run.collectives, 'message')}" for run in many)
@@ -40,8 +44,12 @@ def gradient_figure(runs: Sequence[Run]) -> go.Figure:
     level, line = whole / KB, dict(color=HELD[0], width=2, dash="dash")
     figure.add_shape(type="line", x0=0, x1=1, xref="paper", y0=level, y1=level, line=line)
     text = f"all gradients whole: {size(whole)}"
-    figure.add_annotation(x=0, xref="paper", y=level, text=text, showarrow=False, xanchor="left", yanchor="bottom", xshift=6)
-    figure.update_xaxes(title="gradients ready so far, from the head to the embeddings", range=[0, len(runs[0].held) / 2 + 0.5])
+    figure.add_annotation(
+        x=0, xref="paper", y=level, text=text, showarrow=False, xanchor="left", yanchor="bottom", xshift=6
+    )
+    figure.update_xaxes(
+        title="gradients ready so far, from the head to the embeddings", range=[0, len(runs[0].held) / 2 + 0.5]
+    )
     figure.update_yaxes(title="gradients held by one rank (kB)", range=[0, 1.18 * whole / KB])
     peaks = [f"{run.name} {size(max(run.held))}" for run in runs]
     title = f"Most gradients held: {', '.join(peaks)}"

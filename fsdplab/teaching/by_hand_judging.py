@@ -24,12 +24,14 @@ from .findings import Difference, Finding, first_difference
 DRIVERS = str(Path(__file__).with_name("by_hand_on_ranks.py"))
 TOLERANCE = 1e-4  # of a tensor's largest value: three ranks may add in another order
 SLACK = 1.01  # for padding to whole blocks
-_SENT = {"all_reduce": 2.0, "send": 0.0, "recv": 0.0, "barrier": 0.0}  # times nbytes (n-1)/n; whatever is not here counts once
+# times nbytes (n-1)/n; whatever is not here counts once
+_SENT = {"all_reduce": 2.0, "send": 0.0, "recv": 0.0, "barrier": 0.0}
 _NAME = re.compile(r"step (\d+), gradient of ([\w.]+)")
 
 
 def wire_bytes(calls: Iterable[Call], ranks: int) -> float:
-    """Bytes that one rank must send for these calls: 2 b (n-1)/n for an all_reduce of b bytes, b (n-1)/n for other collectives.
+    """Bytes that one rank must send for these calls: 2 b (n-1)/n for an all_reduce of b bytes, b (n-1)/n for other
+    collectives.
 
     A reduce_scatter is counted by its output, one block of n: `wire_bytes([Call("reduce_scatter", 8)], 2) == 8.0`.
     """
@@ -94,7 +96,10 @@ def explain_gradient(case: Case, trial: Trial, difference: Difference) -> tuple[
     if difference.problem == "type":
         return step, "this parameter has no gradient any more: write the average into its `.grad`"
     if difference.problem != "value":
-        return step, "a gradient keeps its parameter's shape and dtype: write each piece back with `view_as(parameter.grad)`"
+        return (
+            step,
+            "a gradient keeps its parameter's shape and dtype: write each piece back with `view_as(parameter.grad)`",
+        )
     ranks, steps = len(case.expected), 1 + max(int(_NAME.search(name)[1]) for name in case.expected[0])
     cause = _cause(trial.returned[key], case.expected[0][key], own_gradients(ranks, steps), trial.rank, key)
     if int(found[1]) > 0:
@@ -109,13 +114,19 @@ def _cause(got: Tensor, average: Tensor, own: Sequence[dict[str, Tensor]], rank:
         (average / n, "divided twice by the number of ranks"),
         (average * n / 2, f"divided by 2, but there are {n} ranks: ask `dist.get_world_size()`"),
         (own[rank][key], _OWN),
-        (own[rank][key] / n, "this is the rank's own gradient divided by the number of ranks: the others' shares were never added"),
+        (
+            own[rank][key] / n,
+            "this is the rank's own gradient divided by the number of ranks: the others' shares were never added",
+        ),
         (torch.zeros_like(average), "the gradient is zero: average it, do not clear it"),
     )
     return next((cause for wrong, cause in suspects if _close(wrong, got)), _OTHERWISE)
 
 
-_OWN = "this is the rank's own gradient: nothing came from the other ranks, or the average was not written back into `.grad`"
+_OWN = (
+    "this is the rank's own gradient: nothing came from the other ranks, or the average was not written back into"
+    " `.grad`"
+)
 _OTHERWISE = (
     "these are other numbers: perhaps pieces were written back to the wrong parameters; "
     "cut the bucket in the order in which it was joined"
@@ -135,7 +146,9 @@ def _how_many(case: Case, trial: Trial, step: str) -> str:
     return f"{len(off)} of {len(names)} gradients differ in this step{kind}"
 
 
-def too_many_bytes(trial: Trial, calls: Sequence[Call], ranks: int, formula: str, allowed: float, cause: str) -> Finding | None:
+def too_many_bytes(
+    trial: Trial, calls: Sequence[Call], ranks: int, formula: str, allowed: float, cause: str
+) -> Finding | None:
     """A finding where these calls need more than `allowed` bytes to be sent by a rank."""
     calls = [call for call in calls if not is_mark(call)]
     sent = wire_bytes(calls, ranks)

@@ -1,8 +1,9 @@
 """The half of lessons 03 and 04 that runs on the ranks: drive a learner's function, train a GPT in several ways.
 
 A driver takes the learner's function and puts it where it belongs (on a model's parameters, after a backward); what it
-returns is compared with the unsharded twin. `train` takes real text and a real GPT through several ways of training, one
-after the other on the same ranks, from the same weights. Imports torch and the workloads only, so that ranks start quickly.
+returns is compared with the unsharded twin. `train` takes real text and a real GPT through several ways of training,
+one after the other on the same ranks, from the same weights. Imports torch and the workloads only, so that ranks start
+quickly.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def mark() -> None:
 
 
 def compared_gradients(model: nn.Module, step: int) -> dict[str, Tensor | None]:
-    """Every gradient by a name that says the step; a key's bias has only rounding noise (softmax ignores it) and is left out."""
+    """Every gradient by a name that says the step; a key's bias has only rounding noise (softmax ignores it) and is
+    left out.
+    """
     named = ((name, parameter.grad) for name, parameter in model.named_parameters() if not name.endswith("key.bias"))
     return {f"step {step}, gradient of {name}": None if grad is None else grad.clone() for name, grad in named}
 
@@ -96,8 +99,12 @@ def reduced(function: Callable[[nn.Parameter, nn.Parameter], Any], gradient: Ten
     return {"mine.grad": mine.grad, "parameter.grad": parameter.grad}
 
 
-def stepped(function: Callable[..., Any], wholes: list[Tensor], gradients: list[Tensor], steps: int) -> dict[str, Tensor]:
-    """The parameters after `steps` calls of `function(pairs, optimizer)` with plain SGD (rate 1) on this rank's rows."""
+def stepped(
+    function: Callable[..., Any], wholes: list[Tensor], gradients: list[Tensor], steps: int
+) -> dict[str, Tensor]:
+    """The parameters after `steps` calls of `function(pairs,
+    optimizer)` with plain SGD (rate 1) on this rank's rows.
+    """
     parameters = [nn.Parameter(whole.clone()) for whole in wholes]
     pairs = [(parameter, window(parameter, dist.get_rank(), dist.get_world_size())) for parameter in parameters]
     optimizer = torch.optim.SGD([mine for _, mine in pairs], lr=1.0)
@@ -106,19 +113,24 @@ def stepped(function: Callable[..., Any], wholes: list[Tensor], gradients: list[
         for (_, mine), gradient in zip(pairs, gradients, strict=True):
             mine.grad = gradient.clone()
         function(pairs, optimizer)
-        after |= {f"step {step}, parameter {index}": parameter.detach().clone() for index, parameter in enumerate(parameters)}
+        after |= {
+            f"step {step}, parameter {index}": parameter.detach().clone() for index, parameter in enumerate(parameters)
+        }
     return after
 
 
 def train(payload: dict[str, Any]) -> list[dict[str, Any]]:
-    """Train `payload["model"]` once in each of `payload["ways"]`, and beside the twin; what happened on this rank, by way.
+    """Train `payload["model"]` once in each of `payload["ways"]`, and beside the twin; what happened on this rank, by
+    way.
 
-    A way is a dict with `kind` (a name in WAYS), `optimizer`, `steps` (fewer than the twin's, or None) and what the kind
-    needs: the files of the learner's functions.
+    A way is a dict with `kind` (a name in WAYS), `optimizer`, `steps` (fewer than the twin's, or None) and what the
+    kind needs: the files of the learner's functions.
     """
     Home(Path(payload["home"])).make_importable()
     text, steps, model = ByteText.from_standard_library(), payload["steps"], payload["model"]
-    twins = {name: _twin(model, text, steps, name) for name in dict.fromkeys(way["optimizer"] for way in payload["ways"])}
+    twins = {
+        name: _twin(model, text, steps, name) for name in dict.fromkeys(way["optimizer"] for way in payload["ways"])
+    }
     found = []
     for way in payload["ways"]:
         trainer = WAYS[way["kind"]](build_model(model), way)

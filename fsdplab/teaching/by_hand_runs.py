@@ -97,16 +97,32 @@ class Runs:
         return self.runs[0].moment_bytes
 
     def table(self) -> Table:
-        """Losses of the first and last step, parameters beside the twin's, and one step's messages beside the formula."""
+        """Losses of the first and last step, parameters beside the twin's,
+        and one step's messages beside the formula.
+        """
         twin, first = self.runs[0].twin_losses, self.runs[0]
         expected = 2 * first.payload * (first.ranks - 1) // first.ranks
-        rows = [["the unsharded twin", f"{twin[0]:.6f}", f"{twin[-1]:.6f}", "", "", "", f"{2 * FLOAT * first.elements:,}"]]
+        rows = [
+            ["the unsharded twin", f"{twin[0]:.6f}", f"{twin[-1]:.6f}", "", "", "", f"{2 * FLOAT * first.elements:,}"]
+        ]
         for run in self.runs:
             counts = [f"{run.collectives}", f"{run.bytes_sent:,}"] if run.is_counted else [MISSING, MISSING]
-            rows.append([run.name, f"{run.losses[0]:.6f}", f"{run.losses[-1]:.6f}", run.verdict, *counts, f"{run.moment_bytes:,}"])
+            rows.append(
+                [
+                    run.name,
+                    f"{run.losses[0]:.6f}",
+                    f"{run.losses[-1]:.6f}",
+                    run.verdict,
+                    *counts,
+                    f"{run.moment_bytes:,}",
+                ]
+            )
         losses = ["loss, step 1", f"loss, step {len(twin)}"]
         header = ["", *losses, "parameters beside the twin's", "messages a step", "bytes sent", "moment bytes"]
-        caption = f"Measured on {first.ranks} real ranks, bytes on one of them. Formula of the bytes sent: {self.formula} = {expected:,}."
+        caption = (
+            f"Measured on {first.ranks} real ranks, bytes on one of them. Formula of the bytes sent: {self.formula} ="
+            f" {expected:,}."
+        )
         return table(header, rows, caption)
 
     def __repr__(self) -> str:
@@ -144,5 +160,7 @@ class Faulty:
 
 def _some(names: list[str], most: int = 9) -> str:
     """Names of the model's outside and of block 0; the other blocks repeat them."""
-    shown = [name.removeprefix("blocks.") for name in names if not name.startswith("blocks.") or name.startswith("blocks.0.")]
+    shown = [
+        name.removeprefix("blocks.") for name in names if not name.startswith("blocks.") or name.startswith("blocks.0.")
+    ]
     return ", ".join(shown[:most]) + (" ..." if len(names) > most else "")

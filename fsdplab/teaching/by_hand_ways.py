@@ -1,7 +1,7 @@
 """The ways to train that lessons 03 and 04 compare: each is a model, its optimizer, and what happens after backward.
 
-`alone` sends nothing, `hook` and `finish` are data parallelism with the learner's functions, `zero1` and `zero2` shard with
-them; `ddp` and `lab` are torch's DistributedDataParallel and this package's engine, as their users call them.
+`alone` sends nothing, `hook` and `finish` are data parallelism with the learner's functions, `zero1` and `zero2` shard
+with them; `ddp` and `lab` are torch's DistributedDataParallel and this package's engine, as their users call them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class Watched:
 
 @dataclass
 class Trainer:
-    """A model in training: `reduce()` is called after backward, `step()` after that; `pairs` where the optimizer is sharded."""
+    """A model in training: `reduce()` is called after backward, `step()` after that; `pairs` where the optimizer is
+    sharded.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -92,7 +94,9 @@ class Trainer:
     def moment_bytes(self) -> int:
         """Bytes of the optimizer's moments on this rank; its step counters, a number a tensor, are left out."""
         kept = (value for state in self.optimizer.state.values() for name, value in state.items() if name != "step")
-        local = (value.to_local() if isinstance(value, DTensor) else value for value in kept if isinstance(value, Tensor))
+        local = (
+            value.to_local() if isinstance(value, DTensor) else value for value in kept if isinstance(value, Tensor)
+        )
         return sum(value.numel() * value.element_size() for value in local)
 
     def gradient_bytes(self) -> int:

@@ -1,4 +1,6 @@
-"""The course's magics as IPython takes them: a name each for the functions of cell_runs.py. Loaded in a notebook only."""
+"""The course's magics as IPython takes them: a name each for the functions of cell_runs.py.
+Loaded in a notebook only.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ class CourseMagics(Magics):
     def ranks(self, line: str, cell: str | None = None) -> None:
         """Run the cell on ranks, and show what they print, labelled, while they run.
 
-        `%%ranks 3`: on three fresh ranks, which end with the cell. `%%ranks`: on all ranks that stay, or two fresh ones where none do.
-        `%%ranks[0,2]`: on two of those that stay; a collective of the whole group would wait for the others there. `--limit 5` gives a
-        cell five seconds instead of ninety.
+        `%%ranks 3`: on three fresh ranks, which end with the cell. `%%ranks`: on all ranks that stay, or two fresh ones
+        where none do. `%%ranks[0,2]`: on two of those that stay; a collective of the whole group would wait for the
+        others there. `--limit 5` gives a cell five seconds instead of ninety.
 
-        `%ranks 4` starts four ranks that stay: what a cell defines on them is there for the next. `%ranks status` says what they hold,
-        `%ranks reset` starts fresh ones of the same number, `%ranks stop` ends them.
+        `%ranks 4` starts four ranks that stay: what a cell defines on them is there for the next. `%ranks status` says
+        what they hold, `%ranks reset` starts fresh ones of the same number, `%ranks stop` ends them.
         """
         manage_ranks(line) if cell is None else run_ranks(line, cell)
 

@@ -1,4 +1,5 @@
-"""What `%%exercise`, `%%ranks` and `%ranks` do, as plain functions: a script says with them what a cell says, also where there is no IPython.
+"""What `%%exercise`, `%%ranks` and `%ranks` do, as plain functions: a script says with them what a cell says, also
+where there is no IPython.
 
     run_ranks("3", "print(rank)")         %%ranks 3         three fresh ranks, which end with the cell
     manage_ranks("4")                     %ranks 4          four ranks that stay until `%ranks stop`
@@ -31,7 +32,8 @@ RANKS_TIME_LIMIT = 90.0
 _MANAGE = "%ranks 4, %ranks status, %ranks reset or %ranks stop"
 _NEW_ONES = " `%ranks reset` starts new ones."
 _LIMIT = re.compile(r"--limit(?:[= ]\s*(\S+))?")
-_OWN_FRAMES = re.compile(rf'  File "[^"]*{re.escape(ON_RANKS.name)}", line .*\n(?:    .*\n)*')  # the learner's frames follow
+# the learner's frames follow
+_OWN_FRAMES = re.compile(rf'  File "[^"]*{re.escape(ON_RANKS.name)}", line .*\n(?:    .*\n)*')
 
 
 class CellFailed(RuntimeError):
@@ -43,7 +45,9 @@ class CellFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class CellLine:
-    """What follows `%%ranks`: a number of fresh ranks, some of those that stay, or neither; and the cell's limit in seconds."""
+    """What follows `%%ranks`: a number of fresh ranks, some of those that stay, or neither; and the cell's limit in
+    seconds.
+    """
 
     fresh: int | None
     chosen: tuple[int, ...] | None
@@ -80,7 +84,9 @@ def run_ranks(line: str, cell: str) -> None:
 
 
 def manage_ranks(line: str) -> None:
-    """`%ranks 4` starts ranks that stay; `%ranks status`, `%ranks reset` (fresh ones, of the same number) and `%ranks stop`."""
+    """`%ranks 4` starts ranks that stay; `%ranks status`, `%ranks reset` (fresh ones, of the same number) and `%ranks
+    stop`.
+    """
     word = line.strip() or "status"
     if word == "status":
         print("\n".join(map(str, _staying[0].status())) if _staying else "No ranks stay. `%ranks 2` starts two.")
@@ -93,7 +99,10 @@ def manage_ranks(line: str) -> None:
             raise usage_error("%ranks reset: no ranks stay; write for example %ranks 2")
         _start(_staying[0].world_size)
     elif not word.isdecimal() or not 1 <= int(word) <= MOST_RANKS:
-        raise usage_error(f"%ranks: expected a number of ranks from 1 to {MOST_RANKS}, status, reset or stop, got {word!r}; write {_MANAGE}")
+        raise usage_error(
+            f"%ranks: expected a number of ranks from 1 to {MOST_RANKS}, status, reset or stop, got {word!r}; write"
+            f" {_MANAGE}"
+        )
     elif _staying and _staying[0].alive and _staying[0].world_size == int(word):
         print(f"{word} ranks stay already, with what they hold. `%ranks reset` starts fresh ones.")
     else:
@@ -110,7 +119,9 @@ def _start(world_size: int) -> None:
     except RanksFailed as failure:
         raise CellFailed(str(failure)) from None
     except KeyboardInterrupt:
-        raise CellInterrupted(Failure("hung", f"Interrupted while {world_size} ranks started; they were ended.")) from None
+        raise CellInterrupted(
+            Failure("hung", f"Interrupted while {world_size} ranks started; they were ended.")
+        ) from None
     stay = f"{world_size} {'rank stays' if world_size == 1 else 'ranks stay'}"
     print(f"{stay}: what a `%%ranks` cell defines is there for the next. `%ranks stop` ends them.")
 
@@ -124,7 +135,9 @@ def _stop() -> str:
         return ""
     held = sorted({name for status in ranks.status() for name in status.names})
     ranks.stop()
-    return f"{ranks.world_size} {'rank' if ranks.world_size == 1 else 'ranks'} ended" + (f", and what they held: {', '.join(held)}." if held else ".")
+    return f"{ranks.world_size} {'rank' if ranks.world_size == 1 else 'ranks'} ended" + (
+        f", and what they held: {', '.join(held)}." if held else "."
+    )
 
 
 def cell_line(line: str) -> CellLine:
@@ -142,7 +155,9 @@ def ranks_wanted(line: str) -> int:
     """The number in `%%ranks 3`; 2 where none is given."""
     text = line.strip() or "2"
     if not text.isdecimal() or not 1 <= int(text) <= MOST_RANKS:
-        raise usage_error(f"%%ranks: expected a number of ranks from 1 to {MOST_RANKS}, got {text!r}; write for example %%ranks 3")
+        raise usage_error(
+            f"%%ranks: expected a number of ranks from 1 to {MOST_RANKS}, got {text!r}; write for example %%ranks 3"
+        )
     return int(text)
 
 
@@ -153,7 +168,10 @@ def _chosen(text: str) -> tuple[int, ...]:
     there = range(_staying[0].world_size)
     inside = [each.strip() for each in text[1:-1].split(",")] if text.endswith("]") else [""]
     if not all(each.isdecimal() and int(each) in there for each in inside) or len(set(map(int, inside))) < len(inside):
-        raise usage_error(f"%%ranks{text}: expected some of the ranks {', '.join(map(str, there))}, each once; write for example %%ranks[0]")
+        raise usage_error(
+            f"%%ranks{text}: expected some of the ranks {', '.join(map(str, there))}, each once; write for example"
+            " %%ranks[0]"
+        )
     return tuple(map(int, inside))
 
 
@@ -163,7 +181,9 @@ def _seconds(text: str | None) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise usage_error(f"%%ranks --limit: expected seconds above 0, got {text or 'nothing'!r}; write for example %%ranks --limit 5")
+        raise usage_error(
+            f"%%ranks --limit: expected seconds above 0, got {text or 'nothing'!r}; write for example %%ranks --limit 5"
+        )
     return seconds
 
 
@@ -195,16 +215,24 @@ def _with_advice(failure: RanksFailed, ranks: StayingRanks) -> str:
     return str(failure) if ranks.alive else str(failure).replace(report.message, report.message + _NEW_ONES, 1)
 
 
-def run_cell_on_ranks(source: str, world_size: int, *, limit: float = RANKS_TIME_LIMIT, show: bool = False) -> list[str]:
-    """What every fresh rank printed, by rank; CellFailed with the launcher's report when one raises, dies or does not end."""
+def run_cell_on_ranks(
+    source: str, world_size: int, *, limit: float = RANKS_TIME_LIMIT, show: bool = False
+) -> list[str]:
+    """What every fresh rank printed, by rank; CellFailed with the launcher's report when one raises, dies or does not
+    end.
+    """
     payload = {"source": source, "home": str(current().home.path)}
     on_output = print_labelled if show else None
     try:
-        return call_on_ranks(ON_RANKS, "run_cell", world_size=world_size, payload=payload, time_limit=limit, on_output=on_output).output
+        return call_on_ranks(
+            ON_RANKS, "run_cell", world_size=world_size, payload=payload, time_limit=limit, on_output=on_output
+        ).output
     except RanksFailed as failure:
         raise CellFailed(_OWN_FRAMES.sub("", str(failure))) from None
     except KeyboardInterrupt:
-        raise CellInterrupted(Failure("hung", f"The cell was interrupted, and its {world_size} fresh ranks were ended.")) from None
+        raise CellInterrupted(
+            Failure("hung", f"The cell was interrupted, and its {world_size} fresh ranks were ended.")
+        ) from None
 
 
 def usage_error(message: str) -> Exception:

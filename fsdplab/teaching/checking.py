@@ -71,7 +71,10 @@ def hint(exercise: str) -> None:
     elif not unlocked:
         told = [f"{exercise}: no hint yet; every failed try unlocks one, so try first"]
     else:
-        told = [f"Hint {n} of {len(item.hints)} ({GRADES[n - 1]}): {text}" for n, text in enumerate(item.hints[:unlocked], 1)]
+        told = [
+            f"Hint {n} of {len(item.hints)} ({GRADES[n - 1]}): {text}"
+            for n, text in enumerate(item.hints[:unlocked], 1)
+        ]
     present(Note(tuple(told)))
 
 
@@ -98,9 +101,16 @@ def _unwritten(exercise: Exercise, source: str | None) -> Finding | None:
     """A finding where there is nothing to run yet: no cell was run, or the stub is untouched."""
     expected = f"a cell that begins with %%exercise {exercise.id} and defines {exercise.function}"
     if source is None:
-        return Finding("There is nothing to check yet.", expected, "no such cell was run", "run the exercise's cell, then this one")
+        return Finding(
+            "There is nothing to check yet.", expected, "no such cell was run", "run the exercise's cell, then this one"
+        )
     if fingerprint(source) == fingerprint(exercise.stub):
-        return Finding("This is still the stub; it was not run.", expected, "the stub as it was given", "write the missing lines first")
+        return Finding(
+            "This is still the stub; it was not run.",
+            expected,
+            "the stub as it was given",
+            "write the missing lines first",
+        )
     return None
 
 
@@ -136,17 +146,45 @@ def _finding_of_failure(exercise: Exercise, report: Any) -> Finding:
     step = None if report.step is None else str(report.step)
     if StillWaiting.__name__ in got:
         headline = f"{exercise.function} did not return within {exercise.time_limit:g} s."
-        return Finding(headline, expected, got.partition(f"{StillWaiting.__name__}: ")[2], exercise.hung, report.rank, step)
+        return Finding(
+            headline, expected, got.partition(f"{StillWaiting.__name__}: ")[2], exercise.hung, report.rank, step
+        )
     if LeftUnfinished.__name__ in got:
-        cause = "a message was begun and never waited for: call `.wait()` on what isend and irecv return, before you return; or the ranks "
+        cause = (
+            "a message was begun and never waited for: call `.wait()` on what isend and irecv return, before you"
+            " return; or the ranks "
+        )
         cause += "called different collectives (an `if rank == 0` around one, say)"
-        return Finding(f"{exercise.function} left messages unfinished.", "every message that is begun arrives", got.partition(f"{LeftUnfinished.__name__}: ")[2], cause, report.rank, step)
+        return Finding(
+            f"{exercise.function} left messages unfinished.",
+            "every message that is begun arrives",
+            got.partition(f"{LeftUnfinished.__name__}: ")[2],
+            cause,
+            report.rank,
+            step,
+        )
     if report.kind == "raised":
-        return Finding(f"{exercise.function} raised an error.", expected, _last_frames(report), _why_raised(report), report.rank, step)
+        return Finding(
+            f"{exercise.function} raised an error.",
+            expected,
+            _last_frames(report),
+            _why_raised(report),
+            report.rank,
+            step,
+        )
     if report.kind in ("hung", "timeout"):
-        cause = "this machine is too busy to start ranks in time, or the code never lets go of the interpreter: check again"
+        cause = (
+            "this machine is too busy to start ranks in time, or the code never lets go of the interpreter: check again"
+        )
         return Finding(f"{exercise.function} did not end.", expected, got, cause, report.rank, step)
-    return Finding(f"{exercise.function} ended the run.", expected, got, "a rank process ended: look for exit() or a crash (reading a tensor without memory is one)", report.rank, step)
+    return Finding(
+        f"{exercise.function} ended the run.",
+        expected,
+        got,
+        "a rank process ended: look for exit() or a crash (reading a tensor without memory is one)",
+        report.rank,
+        step,
+    )
 
 
 def _last_frames(report: Any) -> str:
@@ -161,9 +199,14 @@ def _last_frames(report: Any) -> str:
 def _why_raised(report: Any) -> str:
     error = (report.traceback or report.message).strip().splitlines()[-1]
     if "NameError" in error and re.search("'(rank|world_size)'", error):
-        return "`rank` and `world_size` are there in `%%ranks` cells only: ask `dist.get_rank()` and `dist.get_world_size()`"
+        return (
+            "`rank` and `world_size` are there in `%%ranks` cells only: ask `dist.get_rank()` and"
+            " `dist.get_world_size()`"
+        )
     if "NameError" in error:
-        return "the cell is saved as a file of its own and runs on other processes: it needs its own imports and helpers"
+        return (
+            "the cell is saved as a file of its own and runs on other processes: it needs its own imports and helpers"
+        )
     if "Timed out" in error or "timeout" in error.lower():
         return "a rank waited for a message that nobody sent"
     return "read the last line first: it names the error; the line above is yours"

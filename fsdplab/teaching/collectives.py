@@ -31,7 +31,9 @@ TIME_LIMIT = 150.0
 
 
 def moved(megabytes: float, ranks: int) -> Table:
-    """What one rank sends in each collective on a payload of P = `megabytes` MB, and in one step of three strategies."""
+    """What one rank sends in each collective on a payload of P = `megabytes` MB,
+    and in one step of three strategies.
+    """
     one = megabytes * (ranks - 1) / ranks
     rows = [
         ["all_gather, reduce_scatter", "P (n-1)/n", f"{one:,.2f}"],
@@ -40,24 +42,44 @@ def moved(megabytes: float, ranks: int) -> Table:
         ["one step of shard_grad_op: gather + reduce", "2 P (n-1)/n", f"{2 * one:,.2f}"],
         ["one step of full_shard: gather twice + reduce", "3 P (n-1)/n", f"{3 * one:,.2f}"],
     ]
-    return table(["what", "formula", "MB sent by a rank"], rows, f"Computed for P = {megabytes:g} MB, n = {ranks} ranks.")
+    return table(
+        ["what", "formula", "MB sent by a rank"], rows, f"Computed for P = {megabytes:g} MB, n = {ranks} ranks."
+    )
 
 
 def watch(world_size: int = 3, block: int = 2) -> Table:
-    """What every rank holds before and after each collective, on real ranks: whole numbers small enough to add in the head."""
-    by_rank = call_on_ranks(ON_THE_RANKS, "watch", world_size=world_size, payload={"block": block}, time_limit=TIME_LIMIT)
+    """What every rank holds before and after each collective, on real ranks: whole numbers small enough to add in the
+    head.
+    """
+    by_rank = call_on_ranks(
+        ON_THE_RANKS, "watch", world_size=world_size, payload={"block": block}, time_limit=TIME_LIMIT
+    )
     columns = ("start", "reduce_scatter", "all_gather", "all_reduce")
-    rows = [[f"rank {rank}", *(" ".join(f"{value:.0f}" for value in held[name]) for name in columns)] for rank, held in enumerate(by_rank)]
+    rows = [
+        [f"rank {rank}", *(" ".join(f"{value:.0f}" for value in held[name]) for name in columns)]
+        for rank, held in enumerate(by_rank)
+    ]
     header = ["", "starts with", "1. after reduce_scatter", "2. then all_gather", "or at once: all_reduce"]
     return table(header, rows, f"Measured: {world_size} real ranks, {world_size * block} numbers each.")
 
 
 def compose(world_size: int = 2, elements: int = 1_000_000) -> Table:
-    """Reduce-scatter then all-gather beside all-reduce on random floats (as many as divide evenly among the ranks): in how many does a bit differ?"""
+    """Reduce-scatter then all-gather beside all-reduce on random floats (as many as divide evenly among the ranks): in
+    how many does a bit differ?
+    """
     elements -= elements % world_size
-    by_rank = call_on_ranks(ON_THE_RANKS, "compose", world_size=world_size, payload={"elements": elements}, time_limit=TIME_LIMIT)
-    rows = [[f"rank {rank}", f"{elements:,}", f"{seen['differing_bits_in']:,}", f"{seen['largest']:.1e}"] for rank, seen in enumerate(by_rank)]
-    return table(["", "floats compared", "floats with a differing bit", "largest difference"], rows, f"Measured on {world_size} real ranks.")
+    by_rank = call_on_ranks(
+        ON_THE_RANKS, "compose", world_size=world_size, payload={"elements": elements}, time_limit=TIME_LIMIT
+    )
+    rows = [
+        [f"rank {rank}", f"{elements:,}", f"{seen['differing_bits_in']:,}", f"{seen['largest']:.1e}"]
+        for rank, seen in enumerate(by_rank)
+    ]
+    return table(
+        ["", "floats compared", "floats with a differing bit", "largest difference"],
+        rows,
+        f"Measured on {world_size} real ranks.",
+    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,7 +99,10 @@ class RingCount:
     def table(self) -> Table:
         """Ranks, their sends and bytes, and P (n-1)/n."""
         formula = f"{self.payload * (len(self.sent) - 1) // len(self.sent):,}"
-        rows = [[f"rank {rank}", count, f"{nbytes:,}", formula] for rank, (count, nbytes) in enumerate(zip(self.sends, self.sent, strict=True))]
+        rows = [
+            [f"rank {rank}", count, f"{nbytes:,}", formula]
+            for rank, (count, nbytes) in enumerate(zip(self.sends, self.sent, strict=True))
+        ]
         caption = f"Counted while {self.whose} gathered P = {self.payload:,} bytes on {len(self.sent)} real ranks."
         return table(["", "sends", "bytes sent", "P (n-1)/n"], rows, caption)
 

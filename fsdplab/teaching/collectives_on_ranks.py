@@ -1,7 +1,7 @@
 """The half of lesson 01 that runs on the ranks: compose collectives, compare bits, time them.
 
-`reduce_scatter` here is the lab's own: an all-to-all, then each rank sums its block in rank order. gloo's own moves twice the
-bytes (it is a whole all-reduce inside), which `timed` shows.
+`reduce_scatter` here is the lab's own: an all-to-all, then each rank sums its block in rank order. gloo's own moves
+twice the bytes (it is a whole all-reduce inside), which `timed` shows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from fsdplab.engine import compat
 
 
 def watch(payload: dict[str, Any]) -> dict[str, list[float]]:
-    """What this rank holds before and after each collective: `payload["block"]` elements a rank, small whole numbers."""
+    """What this rank holds before and after each collective:
+    `payload["block"]` elements a rank, small whole numbers.
+    """
     rank, n = dist.get_rank(), dist.get_world_size()
     start = 10.0**rank * torch.arange(1, n * payload["block"] + 1)
     mine = reduce_scatter(start)
@@ -35,7 +37,11 @@ def compose(payload: dict[str, Any]) -> dict[str, Any]:
     in_two, at_once = all_gather(reduce_scatter(start)), start.clone()
     dist.all_reduce(at_once)
     differing = int((in_two.view(torch.int32) != at_once.view(torch.int32)).sum())
-    return {"differing_bits_in": differing, "largest": float((in_two - at_once).abs().max()), "sample": at_once[:3].tolist()}
+    return {
+        "differing_bits_in": differing,
+        "largest": float((in_two - at_once).abs().max()),
+        "sample": at_once[:3].tolist(),
+    }
 
 
 def reduce_scatter(whole: torch.Tensor) -> torch.Tensor:

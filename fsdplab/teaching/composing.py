@@ -1,4 +1,6 @@
-"""Lesson 16, the part in the notebook's process: meshes, and models composed of several parallelisms beside their twins."""
+"""Lesson 16, the part in the notebook's process: meshes, and models composed of several parallelisms beside their
+twins.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Composed:
 
     def at_rest(self) -> Table:
         """Which part of a parameter lies where between two steps."""
-        return table(["parameter of block 0", "at rest", "rank 0 holds"], self.seen["at rest"], f"Measured: {self.what}.")
+        return table(
+            ["parameter of block 0", "at rest", "rank 0 holds"], self.seen["at rest"], f"Measured: {self.what}."
+        )
 
     def beside_twin(self) -> Table:
         """Loss of each step, and how far the parameters are from the twin's in the end."""
@@ -64,7 +68,9 @@ class Composed:
 
 
 def tensor() -> Composed:
-    """GPT-tiny on a 2 x 2 mesh (dp, tp), as the learner's `compose` does it where its check passed, else the reference."""
+    """GPT-tiny on a 2 x 2 mesh (dp, tp), as the learner's `compose` does it where its check passed,
+    else the reference.
+    """
     payload = {"home": str(current().home.path), "compose": str(solution_file("16.compose"))}
     return Composed("gpt-tiny, dp = 2 x tp = 2", _call("tensor", payload))
 

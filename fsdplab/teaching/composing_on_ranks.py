@@ -1,4 +1,5 @@
-"""The half of lesson 16 that runs on the ranks: drive the learner's functions, train composed models beside their twins.
+"""The half of lesson 16 that runs on the ranks: drive the learner's functions, train composed models beside their
+twins.
 
 Bytes are counted per mesh axis: what the engine sends, by its own events, and what tensor and expert parallelism send,
 under Python's dispatcher. Imports torch, the engine and the workloads only, so that ranks start quickly.
@@ -26,7 +27,8 @@ from fsdplab.workloads.moe import MoE, build_moe, moe_loss_of, spread_experts
 from fsdplab.workloads.twin import replay_gradients
 
 NEAR = 2e-5  # how far AdamW lets rounding drift in a few steps of 1e-3
-SENT = {"all_reduce": 2.0, "all_gather_into_tensor": 1.0, "reduce_scatter_tensor": 1.0}  # times (n-1)/n of the whole payload
+# times (n-1)/n of the whole payload
+SENT = {"all_reduce": 2.0, "all_gather_into_tensor": 1.0, "reduce_scatter_tensor": 1.0}
 
 
 def tokens_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -94,9 +96,11 @@ def beside_twin(
     model: nn.Module, twin: nn.Module, loss: Callable[..., Tensor], rank: int, ranks: int,
     axes: tuple[str, dict[str, str]] = ("dp", {}),
 ) -> dict[str, Any]:  # fmt: skip
-    """Three AdamW steps of both: the largest difference of a parameter, the first gradients' ratios, losses, bytes per axis."""
+    """Three AdamW steps of both: the largest difference of a parameter, the first gradients' ratios, losses, bytes per
+    axis.
+    """
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (model, twin)]
-    losses, ratios, sent = [], {}, Counter()
+    losses, ratios = [], {}
     for step in range(3):
         with counted(*axes) as sent:
             value = loss(model, *tokens_of(step, rank))

@@ -2,8 +2,8 @@
 
 The sources in `notebooks/` are the teacher edition as they stand: CI and teachers run them unchanged. Tags say what
 differs. `solution` cells are for the teacher only; so are `teacher` cells (remarks, extra checks). A `stub` is what the
-learner gets in place of the solution that follows it; in the source it is a *raw* cell, which no runner executes, and the
-learner edition turns it into code. The start cell says `edition="teacher"`, and the build rewrites that one word.
+learner gets in place of the solution that follows it; in the source it is a *raw* cell, which no runner executes, and
+the learner edition turns it into code. The start cell says `edition="teacher"`, and the build rewrites that one word.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def build_course(source_dir: Path | str, out_dir: Path | str, edition: str = "le
         raise CourseError("\n".join(complaints))
     present = [path.name for path in sources if (target / path.name).exists()]
     if present:
-        raise CourseError(f"{target} already holds {', '.join(present)}, perhaps with somebody's work; give an empty folder")
+        raise CourseError(
+            f"{target} already holds {', '.join(present)}, perhaps with somebody's work; give an empty folder"
+        )
     target.mkdir(parents=True, exist_ok=True)
     for path in sources:
         nbformat.write(edition_of(read(path), edition), target / path.name)
@@ -77,7 +79,11 @@ def notebooks_in(directory: Path | str) -> list[Path]:
 def _copy_helpers(source: Path, target: Path) -> None:
     """Small files that a teacher put beside the notebooks (a text, a picture) go along."""
     for path in source.iterdir():
-        if path.is_file() and path.name not in AUTHORS_ONLY and path.suffix in (".txt", ".csv", ".json", ".png", ".svg", ".py", ".md"):
+        if (
+            path.is_file()
+            and path.name not in AUTHORS_ONLY
+            and path.suffix in (".txt", ".csv", ".json", ".png", ".svg", ".py", ".md")
+        ):
             shutil.copy2(path, target / path.name)
 
 
@@ -104,7 +110,9 @@ def is_tagged(notebook: NotebookNode) -> bool:
 def edition_of(notebook: NotebookNode, edition: str) -> NotebookNode:
     """One edition of a source notebook: the cells that stay, stubs as code, outputs and widget state gone."""
     built = nbformat.from_dict(notebook)
-    built.cells = [_in_edition(cell, edition) for cell in notebook.cells if not set(tags_of(cell)) & set(DROPPED[edition])]
+    built.cells = [
+        _in_edition(cell, edition) for cell in notebook.cells if not set(tags_of(cell)) & set(DROPPED[edition])
+    ]
     built.metadata = nbformat.from_dict({key: value for key, value in notebook.metadata.items() if key != "widgets"})
     built.metadata["fsdplab"] = {"edition": edition}
     return built
@@ -124,7 +132,9 @@ def structure_complaints(name: str, notebook: NotebookNode) -> list[str]:
     complaints = [f"{name}, cell {number}: {line}" for number, line in _cell_complaints(notebook.cells)]
     starts = sum(cell.source.count(STARTS) for cell in notebook.cells if cell.cell_type == "code")
     if is_tagged(notebook) and starts != 1:
-        complaints.append(f"{name}: expected one start cell with {STARTS}, found {starts}; the build rewrites it for learners")
+        complaints.append(
+            f"{name}: expected one start cell with {STARTS}, found {starts}; the build rewrites it for learners"
+        )
     return complaints
 
 
@@ -138,7 +148,10 @@ def _cell_complaints(cells: Sequence[NotebookNode]) -> Iterator[tuple[int, str]]
         if len(set(tags) & set(EDITION_TAGS)) > 1:
             yield number, f"has the tags {', '.join(tags)}; a cell has at most one of: {', '.join(EDITION_TAGS)}"
         if "stub" in tags and cell.cell_type != "raw":
-            yield number, f"a stub is a raw cell, so that the source runs as the teacher edition; this one is {cell.cell_type}"
+            yield (
+                number,
+                f"a stub is a raw cell, so that the source runs as the teacher edition; this one is {cell.cell_type}",
+            )
         if "stub" in tags and (after is None or "solution" not in tags_of(after)):
             yield number, "a stub without its solution; put the cell tagged solution right after it"
         yield from ((number, line) for line in _exercise_complaints(cell))

@@ -43,7 +43,11 @@ def run_course(directory: Path | str, on_run: Callable[[NotebookRun], None] = la
     with tempfile.TemporaryDirectory(prefix="fsdplab-course-") as scratch:
         for name, edition, notebook, complaint in _editions(Path(directory)):
             home = Path(scratch) / edition.replace(" ", "-") / "my_fsdp"
-            runs.append(NotebookRun(name, edition, 0.0, complaint) if complaint else run_notebook(name, edition, notebook, directory, home))
+            runs.append(
+                NotebookRun(name, edition, 0.0, complaint)
+                if complaint
+                else run_notebook(name, edition, notebook, directory, home)
+            )
             on_run(runs[-1])
     return runs
 

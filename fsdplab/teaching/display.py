@@ -56,22 +56,30 @@ class Table:
     def __str__(self) -> str:
         lines = [self.header, *self.rows]
         widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
-        texts = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-        return "\n".join([texts[0], "  ".join("-" * width for width in widths), *texts[1:], *filter(None, [self.caption])])
+        texts = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        ]
+        return "\n".join(
+            [texts[0], "  ".join("-" * width for width in widths), *texts[1:], *filter(None, [self.caption])]
+        )
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         sides = ["right" if self._is_numeric(column) else "left" for column in range(len(self.header))]
         lines = [("th", self.header), *(("td", row) for row in self.rows)]
-        head, *body = ("".join(_cell(tag, text, side) for text, side in zip(line, sides, strict=True)) for tag, line in lines)
+        head, *body = (
+            "".join(_cell(tag, text, side) for text, side in zip(line, sides, strict=True)) for tag, line in lines
+        )
         rows = "".join(f"<tr>{row}</tr>" for row in body)
         caption = f"<div style='font-size:90%;opacity:.75'>{html.escape(self.caption)}</div>" if self.caption else ""
         return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{caption}"
 
     def _is_numeric(self, column: int) -> bool:
         """Whether every cell of a column begins like a number; such columns are set flush right."""
-        return bool(self.rows) and all(row[column][:1].isdigit() or row[column][:1] in "-+" for row in self.rows if row[column])
+        return bool(self.rows) and all(
+            row[column][:1].isdigit() or row[column][:1] in "-+" for row in self.rows if row[column]
+        )
 
 
 def _cell(tag: str, text: str, side: str) -> str:

@@ -73,9 +73,10 @@ class Exercise:
     """A function that the learner writes and that is checked on `world_size` real ranks.
 
     `explain(case, trial, difference)` turns the first difference into (step, likely cause). `rules(case, trials)`
-    judges what values cannot show (the calls counted), once all values are right. `time_limit` is for one case, in seconds
-    from a common start of the ranks; `hung` is the likely cause where it passes. `driver` names a file and a function in it, `driver(function, *arguments)`, for exercises whose
-    function is not simply called (a hook that must be attached to a model first).
+    judges what values cannot show (the calls counted), once all values are right. `time_limit` is for one case, in
+    seconds from a common start of the ranks; `hung` is the likely cause where it passes. `driver` names a file and a
+    function in it, `driver(function, *arguments)`, for exercises whose function is not simply called (a hook that must
+    be attached to a model first).
     """
 
     id: str
@@ -157,7 +158,9 @@ class Choice:
 
 def _three_hints(exercise: str, hints: Sequence[str]) -> None:
     if len(hints) != 3:
-        raise ValueError(f"{exercise}: expected three hints (a nudge, a pointer, nearly the solution), got {len(hints)}")
+        raise ValueError(
+            f"{exercise}: expected three hints (a nudge, a pointer, nearly the solution), got {len(hints)}"
+        )
 
 
 def edited(source: str, *changes: tuple[str, str]) -> str:

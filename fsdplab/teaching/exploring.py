@@ -35,7 +35,9 @@ class Explorer:
     def set(self, name: str, value: Any) -> None:
         """Move one slider; ValueError where the axis has no such value."""
         if value not in self.axes.get(name, ()):
-            raise ValueError(f"{name} can be {', '.join(map(str, self.axes.get(name, ['nothing: no such slider'])))}; got {value!r}")
+            raise ValueError(
+                f"{name} can be {', '.join(map(str, self.axes.get(name, ['nothing: no such slider'])))}; got {value!r}"
+            )
         self.values[name] = value
 
     def render(self) -> Any:
@@ -46,7 +48,8 @@ class Explorer:
 def explore(view: Callable[..., Any], start: Mapping[str, Any] | None = None, **axes: Axis) -> None:
     """Show sliders and what `view` gives: `explore(moved, ranks=[2, 4, 8], megabytes=[1, 10, 100])`.
 
-    `view` returns something with `_repr_html_` (a `Table`); `start` sets where the sliders begin, else the first values.
+    `view` returns something with `_repr_html_` (a `Table`); `start` sets where the sliders begin, else the first
+    values.
     """
     explorer = Explorer(view, axes, dict(start or {}))
     present_widget(lambda: sliders(explorer, lambda: update(explorer.render())))

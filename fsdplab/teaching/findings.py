@@ -75,7 +75,9 @@ class Verdict:
         parts = [f"<b style='color:{colour}'>{self.exercise}: {word}.</b> {with_code(headline)}"]
         if self.finding is not None:
             parts.append(_html_rows(self.finding))
-            parts += [f"<div style='margin-top:4px'>{with_code(line)}</div>" for line in (*self.hints, self.note) if line]
+            parts += [
+                f"<div style='margin-top:4px'>{with_code(line)}</div>" for line in (*self.hints, self.note) if line
+            ]
         return f"<div style='border-left:4px solid {colour};padding:4px 12px'>{''.join(parts)}</div>"
 
 
@@ -91,13 +93,16 @@ def with_code(text: str) -> str:
 def _html_rows(finding: Finding) -> str:
     cell = "style='text-align:left;vertical-align:top;padding:1px 12px 1px 0'"
     rows = [
-        f"<tr><td {cell}><i>{label}</i></td><td {cell}><span style='white-space:pre-wrap'>{with_code(text)}</span></td></tr>"
+        f"<tr><td {cell}><i>{label}</i></td><td {cell}><span"
+        f" style='white-space:pre-wrap'>{with_code(text)}</span></td></tr>"
         for label, text in finding.rows()
     ]
     return f"<table>{''.join(rows)}</table>"
 
 
-def first_difference(expected: Any, got: Any, tolerance: float = 0.0, name: str = "the returned value") -> Difference | None:
+def first_difference(
+    expected: Any, got: Any, tolerance: float = 0.0, name: str = "the returned value"
+) -> Difference | None:
     """The first difference between two values (tensors, numbers, texts, and lists, tuples, dicts of them), or None.
 
     Numbers and floating tensors may differ by `tolerance`, relative to the largest expected magnitude:
@@ -153,7 +158,9 @@ def _sequence_difference(expected: Any, got: Any, tolerance: float, name: str) -
         return Difference(name, "type", _described(expected), _described(got))
     if len(expected) != len(got):
         return Difference(name, "length", f"{len(expected)} items", f"{len(got)} items")
-    pairs = (first_difference(e, g, tolerance, f"{name}[{i}]") for i, (e, g) in enumerate(zip(expected, got, strict=True)))
+    pairs = (
+        first_difference(e, g, tolerance, f"{name}[{i}]") for i, (e, g) in enumerate(zip(expected, got, strict=True))
+    )
     return next((found for found in pairs if found), None)
 
 

@@ -45,7 +45,10 @@ def _greeting(course: Course) -> str:
         folder = course.home.path.relative_to(Path.cwd().resolve())
     except ValueError:
         folder = course.home.path
-    return f"{course.edition.capitalize()} edition: a failed check {consequence}. Your exercises are kept in {folder}{os.sep}."
+    return (
+        f"{course.edition.capitalize()} edition: a failed check {consequence}. Your exercises are kept in"
+        f" {folder}{os.sep}."
+    )
 
 
 def _prefer_this_environments_commands() -> None:

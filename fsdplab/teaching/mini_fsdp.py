@@ -1,4 +1,5 @@
-"""Lessons 05 and 06 in the notebook's process: whose functions are in use, one layer's life, and training under three engines.
+"""Lessons 05 and 06 in the notebook's process: whose functions are in use, one layer's life, and training under three
+engines.
 
 The functions are the learner's wherever their checks passed, else the references, and every run says which.
 """
@@ -38,7 +39,13 @@ def take_parts() -> None:
     """Say whose functions of notebook 05 are in use, and let ranks say `from my_fsdp.in_use import shard, ...`."""
     home, lines = (
         current().home,
-        ['"""The functions in use, yours where their checks passed. Written by the course; edit the exercises instead."""', ""],
+        [
+            (
+                '"""The functions in use, yours where their checks passed. Written by the course; edit the exercises'
+                ' instead."""'
+            ),
+            "",
+        ],
     )
     lines += [
         "from pathlib import Path",
@@ -137,7 +144,12 @@ def _code(source: str) -> Any:
     return Code(source, language="python")
 
 
-_ORIGINS = {"losses": "measured", "ledger": "measured", "gathered bytes": "measured", "formula_bytes_per_step": "computed"}
+_ORIGINS = {
+    "losses": "measured",
+    "ledger": "measured",
+    "gathered bytes": "measured",
+    "formula_bytes_per_step": "computed",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -164,7 +176,10 @@ class Training:
 
     def table(self) -> Table:
         """Losses, distance from the twin, collectives, bytes and gathered bytes, an engine a row."""
-        rows = [[name, *_losses(losses), *self._distance(name), *self._traffic(name)] for name, losses in self.losses.items()]
+        rows = [
+            [name, *_losses(losses), *self._distance(name), *self._traffic(name)]
+            for name, losses in self.losses.items()
+        ]
         formula = [
             "formula",
             "",
@@ -226,7 +241,8 @@ def train(
     prefetch: int = 1,
     world_size: int = 2,
 ) -> Training:
-    """Train a preset on the course's text under the learner's engine, and under the lab's and as the unsharded twin beside it.
+    """Train a preset on the course's text under the learner's engine, and under the lab's and as the unsharded twin
+    beside it.
 
     Blocks are units, or what the function of exercise `units` chooses. `prefetch` is the lab's: units gathered ahead.
     """
@@ -261,7 +277,9 @@ def _training(by_rank: list[dict[str, Any]], work: dict[str, Any], computed: Any
         for named, runs in ran.items()
         if "differs" in runs[0]
     }
-    return Training(_whose(parts), records, losses, differs, {named: runs[0]["rows"] for named, runs in ran.items()}, computed)
+    return Training(
+        _whose(parts), records, losses, differs, {named: runs[0]["rows"] for named, runs in ran.items()}, computed
+    )
 
 
 def _mean(by_rank: Sequence[Sequence[float]]) -> list[float]:

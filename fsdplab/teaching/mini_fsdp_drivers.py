@@ -64,12 +64,17 @@ def drive_guarded(guarded: Callable[..., Any], whole: torch.Tensor, name: str, d
     try:
         got = guarded(whole, name)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        return {"raised": type(error).__name__, "names it": name in str(error), "says what to call": "unshard" in str(error)}
+        return {
+            "raised": type(error).__name__,
+            "names it": name in str(error),
+            "says what to call": "unshard" in str(error),
+        }
     return {"returned": readable(got) if isinstance(got, torch.Tensor) else got}
 
 
 def drive_hooks(hooks: Callable[..., Any], parts: dict[str, str], work: dict[str, Any]) -> dict[str, Any]:
-    """Train a small GPT under the learner's engine with these hooks, and the twin beside it: what differs, what one step did.
+    """Train a small GPT under the learner's engine with these hooks, and the twin beside it: what differs, what one
+    step did.
 
     The twin runs here and not in the notebook's process: another number of threads sums in another order.
     """
@@ -84,7 +89,9 @@ def drive_hooks(hooks: Callable[..., Any], parts: dict[str, str], work: dict[str
         "reductions in a step": counted["reduce"],
         "bytes gathered after a step": kept,
         "bytes gathered at the peak": largest_gathered(last),
-        PARAMETERS: {name: beyond_rounding(ours[name] - value) for name, value in twin["parameters"].items() if compared(name)},
+        PARAMETERS: {
+            name: beyond_rounding(ours[name] - value) for name, value in twin["parameters"].items() if compared(name)
+        },
     }
 
 
@@ -94,7 +101,9 @@ def beyond_rounding(apart: torch.Tensor) -> torch.Tensor:
 
 
 def compared(name: str) -> bool:
-    """Whether a parameter is compared: a key's bias moves all scores of a query alike, so its gradient is mere rounding."""
+    """Whether a parameter is compared: a key's bias moves all scores of a query alike, so its gradient is mere
+    rounding.
+    """
     return not name.endswith("key.bias")
 
 

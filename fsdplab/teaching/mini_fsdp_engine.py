@@ -1,8 +1,8 @@
 """The glue of lessons 05 and 06: it calls the learner's functions around the forward and the backward of every unit.
 
-Nothing here gathers, drops or reduces: that is done by the six functions in `Parts`. A unit's parameters become views of one
-flat tensor, `whole`, so that one message carries them all and one storage comes and goes. Units take and give one tensor
-each, as the blocks of a GPT do.
+Nothing here gathers, drops or reduces: that is done by the six functions in `Parts`. A unit's parameters become views
+of one flat tensor, `whole`, so that one message carries them all and one storage comes and goes. Units take and give
+one tensor each, as the blocks of a GPT do.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Log:
 
 
 class MiniUnit:
-    """Parameters that travel together: `mine`, the slice that the optimizer updates, and `whole`, with memory or without."""
+    """Parameters that travel together: `mine`, the slice that the optimizer updates, and `whole`, with memory or
+    without.
+    """
 
     def __init__(self, name: str, parameters: list[nn.Parameter], parts: Parts) -> None:
         self.name, self.is_root = name, name == "root"
@@ -111,7 +113,9 @@ class MiniFSDP:
         module.register_forward_hook(forward_ends)
 
     def finish_backward(self) -> None:
-        """Call `after_backward` of the units whose inputs carry no gradient, the root above all; after `loss.backward()`."""
+        """Call `after_backward` of the units whose inputs carry no gradient, the root above all; after
+        `loss.backward()`.
+        """
         for backward_ends in list(self._unfinished.values()):
             backward_ends()
 
@@ -138,7 +142,9 @@ class MiniFSDP:
             gathered = {each.name: each.gathered_bytes for each in self.units}
             sent = [(call.kind, call.nbytes) for call in wire.calls]
             where = {"step": self.log.step, "phase": self.log.phase, "unit": unit.name}
-            self.log.rows.append({**where, "what": name, "calls": sent, "bytes": unit.mine.nbytes, "gathered": gathered})
+            self.log.rows.append(
+                {**where, "what": name, "calls": sent, "bytes": unit.mine.nbytes, "gathered": gathered}
+            )
             return returned
 
         return called
@@ -169,7 +175,9 @@ class EndOfBackward(torch.autograd.Function):
 
 
 def chosen(model: nn.Module, is_unit: Wanted) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
-    """(name, module, parameters that no unit below holds) of every unit, the root last; units without parameters are none."""
+    """(name, module, parameters that no unit below holds) of every unit, the root last; units without parameters are
+    none.
+    """
     modules = [(name, module) for name, module in model.named_modules() if name and is_unit(name, module)]
     taken: set[nn.Parameter] = set()
     for name, module in [*reversed(modules), ("root", model)]:
@@ -190,7 +198,8 @@ def four(functions: Any) -> tuple[Callable[[], Any], ...]:
         return tuple(functions)
     got = f"{len(functions)} things" if isinstance(functions, (list, tuple)) else type(functions).__name__
     raise TypeError(
-        f"hooks returned {got}; return before_forward, after_forward, before_backward, after_backward (without calling them)"
+        f"hooks returned {got}; return before_forward, after_forward, before_backward, after_backward (without calling"
+        " them)"
     )
 
 
@@ -204,7 +213,10 @@ def require_arguments(unit: MiniUnit, name: str, arguments: tuple[Any, ...]) -> 
     wanted = {"unshard": ("mine", "whole"), "reshard": ("whole",)}.get(name)
     if wanted is None:
         return
-    if len(arguments) != len(wanted) or any(got is not getattr(unit, attribute) for got, attribute in zip(arguments, wanted)):
+    if len(arguments) != len(wanted) or any(
+        got is not getattr(unit, attribute) for got, attribute in zip(arguments, wanted)
+    ):
         raise TypeError(
-            f"{name} was called with other arguments; write {name}({', '.join(f'unit.{attribute}' for attribute in wanted)})"
+            f"{name} was called with other arguments; write"
+            f" {name}({', '.join(f'unit.{attribute}' for attribute in wanted)})"
         )

@@ -16,12 +16,15 @@ ROOT_COLOUR = "#0064c8"
 
 
 def layer_figure(life: Any) -> go.Figure:
-    """Bytes of one layer's weight and gradient after each moment of its life, stacked by kind, in time order from the top."""
+    """Bytes of one layer's weight and gradient after each moment of its life, stacked by kind, in time order from the
+    top.
+    """
     kinds = [name for name in life.moments[0] if name != "moment"]
     names = [moment["moment"] for moment in life.moments]
     totals = [sum(moment[kind] for kind in kinds) for moment in life.moments]
     bars = [
-        _bar(kind.replace("_", " "), CATEGORY_COLOURS[kind], names, [moment[kind] for moment in life.moments]) for kind in kinds
+        _bar(kind.replace("_", " "), CATEGORY_COLOURS[kind], names, [moment[kind] for moment in life.moments])
+        for kind in kinds
     ]
     whole = 2 * life.weight_bytes
     figure = _stacked(bars, "bytes held by one rank (MB)", names, totals, extra=whole)
@@ -29,7 +32,10 @@ def layer_figure(life: Any) -> go.Figure:
     rest, peak = totals[-1], max(totals)
     title = f"A weight of {size(life.weight_bytes)} and its gradient: {size(rest)} at rest, {size(peak)} at the peak"
     told = "; ".join(f"{name} {size(total)}" for name, total in zip(names, totals))
-    subtitle = f"Measured on rank 0 of {life.ranks} CPU ranks: storages after each call; the messages' own buffers are left out"
+    subtitle = (
+        f"Measured on rank 0 of {life.ranks} CPU ranks: storages after each call; the messages' own buffers are"
+        " left out"
+    )
     return titled(
         figure,
         title,
@@ -46,35 +52,50 @@ def gathered_figure(training: Any, engine: str = "my_fsdp") -> go.Figure:
     names = [f"{number}  {_spoken(row)}" for number, row in enumerate(rows, 1)]
     units = [name for name, _ in reversed(training.plan.units)]
     totals = [sum(row["gathered"].values()) for row in rows]
-    bars = [_bar(unit, _unit_colour(units, unit), names, [row["gathered"].get(unit, 0) for row in rows]) for unit in units]
+    bars = [
+        _bar(unit, _unit_colour(units, unit), names, [row["gathered"].get(unit, 0) for row in rows]) for unit in units
+    ]
     whole = sum(nbytes for _, nbytes in training.plan.units)
     figure = _stacked(bars, "gathered parameters on one rank (MB)", names, totals, extra=whole)
     _level(figure, whole, f"whole model: {size(whole)}")
     told = "; ".join(f"{name} {size(total)}" for name, total in zip(names, totals))
-    spec, how = training.records[engine].spec, "storages after each call" if engine == "my_fsdp" else "as its events announce"
+    spec, how = (
+        training.records[engine].spec,
+        ("storages after each call" if engine == "my_fsdp" else "as its events announce"),
+    )
     subtitle = f"Measured on rank 0 of {spec['world_size']} CPU ranks, {spec['model']}, last step: {how}"
     title = f"{engine}: at most {size(max(totals))} of {size(whole)} gathered at once"
-    return titled(figure, title, subtitle, f"Bars from top to bottom in time order: {told}.", height=300 + 30 * len(names))
+    return titled(
+        figure, title, subtitle, f"Bars from top to bottom in time order: {told}.", height=300 + 30 * len(names)
+    )
 
 
 def choices_figure(
     model: str = "gpt-20m", target: int | None = None, measured: dict[str, float] | None = None, **more: Any
 ) -> go.Figure:
-    """Root and largest unit of each choice of units (the whole model left out), with a target line and measured peaks (MB)."""
+    """Root and largest unit of each choice of units (the whole model left out), with a target line and measured peaks
+    (MB).
+    """
     asked = {name: is_unit for name, is_unit in {**CHOICES, **more}.items() if name != "the whole model"}
     plans = {name.replace("_", " "): plan(model, is_unit) for name, is_unit in asked.items()}
     names, totals = list(plans), [each.peak for each in plans.values()]
     bars = [_bar("root", ROOT_COLOUR, names, [each.root for each in plans.values()])]
-    bars.append(_bar("largest unit, with units around it", UNIT_COLOURS[0], names, [each.chain for each in plans.values()]))
+    bars.append(
+        _bar("largest unit, with units around it", UNIT_COLOURS[0], names, [each.chain for each in plans.values()])
+    )
     marks = [f"{size(each.peak)} · {each.collectives} collectives" for each in plans.values()]
-    figure = _stacked(bars, "gathered parameters at the peak (MB)", names, totals, extra=target or 0, labels=marks, room=1.6)
+    figure = _stacked(
+        bars, "gathered parameters at the peak (MB)", names, totals, extra=target or 0, labels=marks, room=1.6
+    )
     _clear(figure, target or 0, 0.3 * 1.6 * max(totals))
     if target:
         _level(figure, target, f"target {size(target)}")
     if measured:
         figure.add_trace(_ticks(measured))
     title = _chosen(plans, target) if more else _extremes(plans)
-    return titled(figure, title, _conditions(model, measured), _spoken_choices(plans, target), height=300 + 52 * len(names))
+    return titled(
+        figure, title, _conditions(model, measured), _spoken_choices(plans, target), height=300 + 52 * len(names)
+    )
 
 
 def _clear(figure: go.Figure, target: int, width: float) -> None:
@@ -85,7 +106,9 @@ def _clear(figure: go.Figure, target: int, width: float) -> None:
 
 
 def _conditions(model: str, measured: dict[str, float] | None) -> str:
-    return f"Computed for {model} in fp32, nothing gathered ahead" + ("; ticks are measured on CPU ranks" if measured else "")
+    return f"Computed for {model} in fp32, nothing gathered ahead" + (
+        "; ticks are measured on CPU ranks" if measured else ""
+    )
 
 
 def _chosen(plans: dict[str, Plan], target: int | None) -> str:
@@ -143,7 +166,13 @@ def _stacked(
 
 def _level(figure: go.Figure, nbytes: int, text: str) -> None:
     figure.add_shape(
-        type="line", x0=nbytes / MB, x1=nbytes / MB, y0=0, y1=1, yref="paper", line=dict(color=ALARM, width=2.5, dash="dash")
+        type="line",
+        x0=nbytes / MB,
+        x1=nbytes / MB,
+        y0=0,
+        y1=1,
+        yref="paper",
+        line=dict(color=ALARM, width=2.5, dash="dash"),
     )
     figure.add_annotation(
         x=nbytes / MB,

@@ -25,7 +25,9 @@ Work = dict[str, Any]
 
 def loaded(paths: dict[str, str], **given: Callable[..., Any]) -> Parts:
     """The learner's functions from their files, `{"shard": path, ...}`; those in `given` as they are."""
-    return Parts(**{name: load_function(Path(path), name) for name, path in paths.items() if name not in given}, **given)
+    return Parts(
+        **{name: load_function(Path(path), name) for name, path in paths.items() if name not in given}, **given
+    )
 
 
 def read_dropped(payload: dict[str, Any]) -> float:
@@ -147,7 +149,9 @@ def largest_gathered(rows: list[dict[str, Any]]) -> int:
 
 
 def train_all(payload: dict[str, Any]) -> dict[str, Any]:
-    """Train under every engine of `payload["engines"]` in turn: losses, rows of the log, and differences from the twin."""
+    """Train under every engine of `payload["engines"]` in turn:
+    losses, rows of the log, and differences from the twin.
+    """
     Home(Path(payload["home"])).make_importable()
     work, units = payload["work"], payload["units"]
     is_unit = load_function(Path(units), "choose_units") if units else None
@@ -204,7 +208,9 @@ class Listener:
     def __call__(self, event: events.Event) -> None:
         if isinstance(event, events.Collective):
             bytes_of = {"logical_bytes": event.logical_bytes, "wire_bytes": event.wire_bytes}
-            self.ledger.append({"step": self.step, "unit": event.unit, "phase": event.phase, "kind": event.kind, **bytes_of})
+            self.ledger.append(
+                {"step": self.step, "unit": event.unit, "phase": event.phase, "kind": event.kind, **bytes_of}
+            )
         elif isinstance(event, events.Tag) and event.category == "gathered_parameters":
             self._held[event.unit] = event.nbytes
             self._row(event.unit, "unshard", "")

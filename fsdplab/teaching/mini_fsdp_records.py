@@ -1,4 +1,6 @@
-"""A run of the learner's engine, or of the lab's beside it, as a record: the figures of the course read nothing else."""
+"""A run of the learner's engine, or of the lab's beside it, as a record:
+the figures of the course read nothing else.
+"""
 
 from __future__ import annotations
 
@@ -50,4 +52,6 @@ def record_of(engine: str, run: dict[str, Any], losses: list[float], work: dict[
     }
     spec = {"strategy": "full_shard", "engine": engine, "world_size": ranks, "model": work["model"]}
     steps = [{"rank": 0, "step": index, "loss": loss} for index, loss in enumerate(run["losses"])]
-    return RunRecord("unsaved", spec=spec, summary=summary, provenance=_PROVENANCE, tables={"ledger": rows, "steps": steps})
+    return RunRecord(
+        "unsaved", spec=spec, summary=summary, provenance=_PROVENANCE, tables={"ledger": rows, "steps": steps}
+    )

@@ -1,7 +1,7 @@
 """Which modules are units, and what follows from it by arithmetic: bytes gathered at once, and collectives a step.
 
-A unit is gathered while it runs, and with it the root and every unit around it. So the peak of the gathered bytes is the
-largest chain of units, and a step has three collectives a unit (the root has two: it is gathered once).
+A unit is gathered while it runs, and with it the root and every unit around it. So the peak of the gathered bytes is
+the largest chain of units, and a step has three collectives a unit (the root has two: it is gathered once).
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ CHOICES: dict[str, Wanted] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """One choice of units: (name, bytes) of each, root last; the bytes of the largest chain without the root; collectives."""
+    """One choice of units: (name, bytes) of each, root last; the bytes of the largest chain without the root;
+    collectives.
+    """
 
     units: tuple[tuple[str, int], ...]
     chain: int
@@ -53,14 +55,18 @@ class Plan:
 
 
 def plan(model_name: str, is_unit: Wanted) -> Plan:
-    """The arithmetic of one choice, without a tensor: `plan("gpt-tiny", lambda name, module: False).collectives == 2`."""
+    """The arithmetic of one choice, without a tensor: `plan("gpt-tiny", lambda name, module:
+    False).collectives == 2`.
+    """
     shapes = {
         name: [(str(index), tuple(parameter.shape)) for index, parameter in enumerate(own)]
         for name, _, own in chosen(build_model(model_name, device="meta"), is_unit)
     }
     held = {name: FLOAT * sum(_product(shape) for _, shape in own) for name, own in shapes.items()}
     below = [name for name in held if name != "root"]
-    chain = max((sum(held[other] for other in below if f"{name}.".startswith(f"{other}.")) for name in below), default=0)
+    chain = max(
+        (sum(held[other] for other in below if f"{name}.".startswith(f"{other}.")) for name in below), default=0
+    )
     units = tuple(UnitShapes(name, tuple(own)) for name, own in shapes.items())
     return Plan(tuple(held.items()), chain, 3 * len(below) + 2 * ("root" in held), units)
 
@@ -87,7 +93,15 @@ def choices_table(model: str = "gpt-20m", **more: Callable[..., bool]) -> Table:
         ]
         for name, each in plans.items()
     ]
-    header = ["units", "how many", "root", "largest unit", "gathered at most", "collectives a step", "sent by each, on average"]
+    header = [
+        "units",
+        "how many",
+        "root",
+        "largest unit",
+        "gathered at most",
+        "collectives a step",
+        "sent by each, on average",
+    ]
     return table(header, rows, f"Computed for {model} in fp32 on 2 ranks, with nothing gathered ahead.")
 
 

@@ -1,4 +1,5 @@
-"""The lesson's figure once more, from a real GPU: a check that `fsdplab gpu-check` made is kept in data/gpu, and opens on any machine.
+"""The lesson's figure once more, from a real GPU: a check that `fsdplab gpu-check` made is kept in data/gpu, and opens
+on any machine.
 
 Where none was measured yet, the cell says so and how to make one; nothing else stands in for it.
 """
@@ -19,7 +20,8 @@ KEPT = Path(__file__).resolve().parents[2] / "data" / "gpu"
 
 
 def on_a_gpu(draw: Callable[[RunRecord], Any], strategy: str = "full_shard", folder: Path = KEPT) -> None:
-    """Show `draw(record)` of the run with most ranks that was recorded on a GPU under `strategy`; without one, a line that says so.
+    """Show `draw(record)` of the run with most ranks that was recorded on a GPU under `strategy`; without one, a line
+    that says so.
 
     `on_a_gpu(rank_timeline)` in lesson 07. Raises `CheckError` where the folder holds a damaged check.
     """
@@ -28,11 +30,19 @@ def on_a_gpu(draw: Callable[[RunRecord], Any], strategy: str = "full_shard", fol
         return
     check = open_check(folder)
     if check.provenance.get("device") != "cuda":
-        present(_none(f"the check that is kept ran on {check.provenance.get('device', 'an unnamed device')}, as a rehearsal"))
+        present(
+            _none(
+                f"the check that is kept ran on {check.provenance.get('device', 'an unnamed device')}, as a rehearsal"
+            )
+        )
         return
     with tempfile.TemporaryDirectory(prefix="fsdplab-gpu-") as scratch:
         runs = [RunRecord.load(place) for place in check.unpack_records(Path(scratch))]
-        chosen = max((run for run in runs if run.spec["strategy"] == strategy), key=lambda run: run.spec["world_size"], default=None)
+        chosen = max(
+            (run for run in runs if run.spec["strategy"] == strategy),
+            key=lambda run: run.spec["world_size"],
+            default=None,
+        )
         if chosen is None:
             present(_none(f"the check that is kept has no {strategy} run"))
             return
@@ -41,11 +51,22 @@ def on_a_gpu(draw: Callable[[RunRecord], Any], strategy: str = "full_shard", fol
 
 
 def _none(why: str) -> Note:
-    return Note((f"Not measured on a GPU: {why}.", "On a machine with one, `fsdplab gpu-check --out data/gpu` measures it, and this cell then shows the figure."))
+    return Note(
+        (
+            f"Not measured on a GPU: {why}.",
+            (
+                "On a machine with one, `fsdplab gpu-check --out data/gpu` measures it, and this cell then shows the"
+                " figure."
+            ),
+        )
+    )
 
 
 def _where(provenance: dict[str, Any], run: RunRecord) -> str:
     """What it was measured on: "Measured on NVIDIA H200, torch 2.11.0, ... ; ranks on one gpu: emulated"."""
-    told = [f"Measured on {provenance.get('gpu', 'a GPU')}", *(f"{name} {provenance[name]}" for name in ("torch", "driver", "commit") if provenance.get(name))]
+    told = [
+        f"Measured on {provenance.get('gpu', 'a GPU')}",
+        *(f"{name} {provenance[name]}" for name in ("torch", "driver", "commit") if provenance.get(name)),
+    ]
     emulated = [name.replace("_", " ") for name, word in run.provenance.items() if word == "emulated"]
     return ", ".join(told) + (f"; emulated: {', '.join(emulated)}" if emulated else "") + "."

@@ -23,7 +23,6 @@ from fsdplab.sessions.cell_code import FRESH_TITLE, cell_namespace, run_source
 from fsdplab.teaching.home import Home, load_function
 from fsdplab.teaching.wire import WireLog
 
-
 GRACE = 2.0  # seconds longer than the function's own: a rank that stands in it reports first, it knows the line
 
 
@@ -32,7 +31,9 @@ class StillWaiting(RuntimeError):
 
 
 class LeftUnfinished(RuntimeError):
-    """A function that returned on this rank, after which its ranks could not meet: a message was begun and not waited for."""
+    """A function that returned on this rank, after which its ranks could not meet: a message was begun and not waited
+    for.
+    """
 
 
 def call_recorded(payload: dict[str, Any]) -> list[list[dict[str, Any]]]:
@@ -90,7 +91,9 @@ def _give_up(seconds: float, path: str) -> None:
 
 
 def _portable(value: Any) -> Any:
-    """The value as something that travels between processes: tensors without views, unknown objects by their type's name."""
+    """The value as something that travels between processes: tensors without views, unknown objects by their type's
+    name.
+    """
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
 """Lesson 07 in the notebook's process: one job behind an emulated link, and how much of its communication shows.
 
-M are the instants in which a message is on its way, C those in which the rank computes: what is exposed is M without C. Every sentence
-under a figure is made here, from the record, so that it says what this machine did.
+M are the instants in which a message is on its way, C those in which the rank computes: what is exposed is M without C.
+Every sentence under a figure is made here, from the record, so that it says what this machine did.
 """
 
 from __future__ import annotations
@@ -24,12 +24,35 @@ from .display import Note, Table, table
 from .overlapping_figures import communication_bars
 from .overlapping_on_ranks import TARGET_MS, complaint
 
-__all__ = ["LINK", "TARGET_MS", "banner", "by_hand", "floor_of", "inflation", "job", "moving", "on_the_card", "raw", "seen", "sweep_figure", "swept", "worst_place"]
+__all__ = [
+    "LINK",
+    "TARGET_MS",
+    "banner",
+    "by_hand",
+    "floor_of",
+    "inflation",
+    "job",
+    "moving",
+    "on_the_card",
+    "raw",
+    "seen",
+    "sweep_figure",
+    "swept",
+    "worst_place",
+]
 
 ON_THE_RANKS = Path(__file__).with_name("overlapping_on_ranks.py")
 TIME_LIMIT = 150.0
 LINK = "400MB/s"
-JOB = {"model": "gpt-20m", "batch_size": 2, "sequence_length": 64, "steps": 1, "warmup": 1, "memory": False, "profile": 1}
+JOB = {
+    "model": "gpt-20m",
+    "batch_size": 2,
+    "sequence_length": 64,
+    "steps": 1,
+    "warmup": 1,
+    "memory": False,
+    "profile": 1,
+}
 MS, MB = 1e6, 1e6  # nanoseconds, bytes
 
 
@@ -46,10 +69,15 @@ def raw(**choices: Any) -> RunSpec:
 def banner(link: str = LINK) -> Note:
     """Which network the notebook's runs meet; to be shown before the first of them."""
     words = parse_link(link).words
-    return Note((
-        f"Network of this notebook: an emulated link of {words} between the ranks.",
-        "Ranks, bytes and computing are real. How long a message takes is the link's: latency + bytes / bandwidth, one after the other.",
-    ))  # fmt: skip
+    return Note(
+        (
+            f"Network of this notebook: an emulated link of {words} between the ranks.",
+            (
+                "Ranks, bytes and computing are real. How long a message takes is the link's: latency + bytes /"
+                " bandwidth, one after the other."
+            ),
+        )
+    )
 
 
 # ---- what a figure showed, in a sentence
@@ -59,20 +87,40 @@ def seen(record: Any) -> Note:
     """How much of the profiled step was exposed, and how much of the communication was hidden."""
     split = breakdown_of(record)
     exposed = split["exposed_ns"]
-    first = f"Seen here, on rank {split['rank']} with prefetch={record.spec['prefetch']}: {duration(exposed)} of a step of {duration(split['step_ns'])} were exposed "
+    first = (
+        f"Seen here, on rank {split['rank']} with prefetch={record.spec['prefetch']}: {duration(exposed)} of a step of"
+        f" {duration(split['step_ns'])} were exposed "
+    )
     shown, link = (1e9 * part for part in moving(record))
-    return Note((f"{first}({percent(exposed, split['step_ns'])}, copies included). Of {duration(link)} on the link {percent(link - shown, link)} was hidden, {duration(shown)} was not.",))
+    return Note(
+        (
+            (
+                f"{first}({percent(exposed, split['step_ns'])}, copies included). Of {duration(link)} on the link"
+                f" {percent(link - shown, link)} was hidden, {duration(shown)} was not."
+            ),
+        )
+    )
 
 
 def worst_place(record: Any) -> Note:
     """The unit and collective that are exposed longest, and the usual cause of all exposed time."""
     _, rows = worst_rank(record)
-    by_place, by_cause = (sums(rows, key) for key in (lambda row: (row["kind"], row["unit"] or "the root", row["phase"]), lambda row: row["cause"]))
+    by_place, by_cause = (
+        sums(rows, key)
+        for key in (lambda row: (row["kind"], row["unit"] or "the root", row["phase"]), lambda row: row["cause"])
+    )
     place, cause = (max(found, key=found.get) for found in (by_place, by_cause))
     share = percent(by_cause[cause], sum(by_cause.values()))
     steps = len({row["step"] for row in rows})
     where = f"{place[0]} of {place[1]} in {place[2]}"
-    return Note((f"Seen here: the longest is the {where}, {duration(by_place[place] / steps)} a step. Most frequent cause: {cause.replace('_', ' ')}, {share} of the exposed time.",))
+    return Note(
+        (
+            (
+                f"Seen here: the longest is the {where}, {duration(by_place[place] / steps)} a step. Most frequent"
+                f" cause: {cause.replace('_', ' ')}, {share} of the exposed time."
+            ),
+        )
+    )
 
 
 def sums(rows: list[dict], key: Callable[[dict], Any]) -> dict[Any, int]:
@@ -81,13 +129,23 @@ def sums(rows: list[dict], key: Callable[[dict], Any]) -> dict[Any, int]:
 
 
 def by_hand(exposed: Callable[[list, list], float], record: Any) -> Table:
-    """The learner's `exposed(M, C)` on the intervals of the record's usual step, beside the record's own number; in ms."""
+    """The learner's `exposed(M, C)` on the intervals of the record's usual step, beside the record's own number;
+    in ms.
+    """
     step, rows = timeline_of(record, None)
     lines = []
     for rank in sorted({row["rank"] for row in rows}):
         moved, computed = (_intervals(rows, rank, lanes) for lanes in (COLLECTIVES, ("compute",)))
         own = next(row for row in record.table("breakdown") if (row["rank"], row["step"]) == (rank, step))
-        lines.append([f"rank {rank}", len(moved), len(computed), f"{exposed(moved, computed) / MS:.1f}", f"{own['exposed_ns'] / MS:.1f}"])
+        lines.append(
+            [
+                f"rank {rank}",
+                len(moved),
+                len(computed),
+                f"{exposed(moved, computed) / MS:.1f}",
+                f"{own['exposed_ns'] / MS:.1f}",
+            ]
+        )
     header = ["", "messages", "pieces of compute", "exposed by your function, ms", "in the record, ms"]
     return table(header, lines, f"Step {step}, from the profiler's trace and the emulated link's clock.")
 
@@ -110,22 +168,37 @@ def computing_ms(record: Any) -> float:
 
 
 def inflation(runs: Mapping[str, Any]) -> Table:
-    """Forward and backward of each run beside the first one's, which sends nothing; with the step and what was hidden."""
+    """Forward and backward of each run beside the first one's, which sends nothing;
+    with the step and what was hidden.
+    """
     base = computing_ms(next(iter(runs.values())))
     rows = []
     for name, record in runs.items():
         exposed, whole = moving(record)
         hidden = percent(whole - exposed, whole) if whole else "nothing sent"
         computed = computing_ms(record)
-        rows.append([name, f"{computed:.0f}", f"{computed / base:.2f}", hidden, f"{1e3 * record.summary['step_time_s']['median']:.0f}"])
+        rows.append(
+            [
+                name,
+                f"{computed:.0f}",
+                f"{computed / base:.2f}",
+                hidden,
+                f"{1e3 * record.summary['step_time_s']['median']:.0f}",
+            ]
+        )
     header = ["run", "forward + backward, ms", "compute inflation", "communication hidden", "step, ms"]
-    return table(header, rows, "Measured on this machine, computing under the profiler; the link of the emulated row is emulated.")
+    return table(
+        header,
+        rows,
+        "Measured on this machine, computing under the profiler; the link of the emulated row is emulated.",
+    )
 
 
 def moving(record: Any) -> tuple[float, float]:
     """(exposed, communication) in seconds of the profiled step, on the rank that is exposed longest.
 
-    Behind an emulated link M are the passages on the link alone, so that neither copies nor a late peer, which a busy machine stretches, count.
+    Behind an emulated link M are the passages on the link alone, so that neither copies nor a late peer, which a busy
+    machine stretches, count.
     """
     if not record.summary.get("link"):
         split = breakdown_of(record)
@@ -140,7 +213,9 @@ def moving(record: Any) -> tuple[float, float]:
 
 def sweep_figure(runs: Mapping[str, Any]) -> go.Figure:
     """Communication of each run, hidden and exposed; `runs` are records by the name of their network."""
-    return communication_bars({name: (*moving(record), breakdown_of(record)["step_ns"] / 1e9) for name, record in runs.items()})
+    return communication_bars(
+        {name: (*moving(record), breakdown_of(record)["step_ns"] / 1e9) for name, record in runs.items()}
+    )
 
 
 def swept(runs: Mapping[str, Any]) -> Note:
@@ -148,7 +223,10 @@ def swept(runs: Mapping[str, Any]) -> Note:
     parts = []
     for name, record in runs.items():
         exposed, whole = moving(record)
-        parts.append(f"{name}: {duration(1e9 * exposed)} of {duration(1e9 * whole)} exposed, step {duration(breakdown_of(record)['step_ns'])}")
+        parts.append(
+            f"{name}: {duration(1e9 * exposed)} of {duration(1e9 * whole)} exposed, step"
+            f" {duration(breakdown_of(record)['step_ns'])}"
+        )
     return Note((f"Seen here: {'; '.join(parts)}.",))
 
 
@@ -161,15 +239,24 @@ def least_exposed_ms(compute_ms: float, communication_ms: float) -> float:
 
 
 def floor_of(record: Any) -> Callable[..., Table]:
-    """A function for sliders: compute, communication and the least exposed time for a link and a number of tokens, from this record's rates."""
+    """A function for sliders: compute, communication and the least exposed time for a link and a number of tokens, from
+    this record's rates.
+    """
     tokens_here = record.spec["batch_size"] * record.spec["sequence_length"] * record.spec["micro_batches"]
     rate, sent = computing_ms(record) / tokens_here, record.summary["comm"]["bytes_per_step"]
 
     def floor(megabytes_per_second: float, tokens: int) -> Table:
         compute, communication = rate * tokens, 1e3 * sent / (megabytes_per_second * MB)
         least = least_exposed_ms(compute, communication)
-        rows = [["compute, C", f"{compute:,.0f}"], ["communication, M", f"{communication:,.0f}"], ["exposed at least, max(0, M - C)", f"{least:,.0f}"]]
-        caption = f"Computed: {sent / MB:.0f} MB a step; {rate:.2f} ms a token was measured above, at {tokens_here} tokens, and is taken as constant."
+        rows = [
+            ["compute, C", f"{compute:,.0f}"],
+            ["communication, M", f"{communication:,.0f}"],
+            ["exposed at least, max(0, M - C)", f"{least:,.0f}"],
+        ]
+        caption = (
+            f"Computed: {sent / MB:.0f} MB a step; {rate:.2f} ms a token was measured above, at {tokens_here} tokens,"
+            " and is taken as constant."
+        )
         return table(["in one step", "ms"], rows, caption)
 
     return floor
@@ -185,7 +272,9 @@ class OnTheCard:
     settings: dict[str, Any]
     exposed: dict[str, float]
     communication_ms: float
-    provenance: dict[str, str] = field(default_factory=lambda: {"compute_of_the_card": "emulated", "exposed_s": "emulated"})
+    provenance: dict[str, str] = field(
+        default_factory=lambda: {"compute_of_the_card": "emulated", "exposed_s": "emulated"}
+    )
 
     @property
     def exposed_ms(self) -> float:
@@ -196,7 +285,10 @@ class OnTheCard:
         """One row a collective and phase, and the sum."""
         rows = [[name, f"{value:.0f}"] for name, value in self.exposed.items()]
         chosen = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
-        caption = f"{chosen}: {self.exposed_ms:.0f} of {self.communication_ms:.0f} ms are exposed (target {TARGET_MS}). Link and compute emulated, engine and ranks real."
+        caption = (
+            f"{chosen}: {self.exposed_ms:.0f} of {self.communication_ms:.0f} ms are exposed (target {TARGET_MS}). Link"
+            " and compute emulated, engine and ranks real."
+        )
         return table(["exposed in one step", "ms"], [*rows, ["sum", f"{self.exposed_ms:.0f}"]], caption)
 
     def __repr__(self) -> str:
@@ -207,7 +299,9 @@ class OnTheCard:
 
 
 def on_the_card(settings: dict[str, Any]) -> OnTheCard:
-    """Train a few steps on the steady card with these settings, on two real ranks; ValueError for settings that are none."""
+    """Train a few steps on the steady card with these settings, on two real ranks; ValueError for settings that are
+    none.
+    """
     refused = complaint(settings)
     if refused:
         raise ValueError(refused)

@@ -1,7 +1,8 @@
-"""The half of lesson 12 that runs on the ranks: train on the mesh that the learner chose, behind the links of the nodes it lies on.
+"""The half of lesson 12 that runs on the ranks: train on the mesh that the learner chose, behind the links of the nodes
+it lies on.
 
-Which link an axis of the mesh gets follows from where its ranks are: fast if every group of the axis is on one node, else slow. The time on the
-links is the emulated clock's: bytes over bandwidth, equal on every machine.
+Which link an axis of the mesh gets follows from where its ranks are: fast if every group of the axis is on one node,
+else slow. The time on the links is the emulated clock's: bytes over bandwidth, equal on every machine.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def best_ms(ranks: int, per_node: int, state: float, card: float) -> float:
 
 
 def drive_mesh(mesh_for: Callable[..., Any], ranks: int, per_node: int, state: int, card: int) -> dict[str, Any]:
-    """What the learner's mesh costs: MB over the card, and ms on the links over the best mesh's (0 where within 2 %)."""
+    """What the learner's mesh costs: MB over the card,
+    and ms on the links over the best mesh's (0 where within 2 %).
+    """
     rows = mesh_for(ranks, per_node, state, card)
     refused = complaint(rows, ranks)
     if refused:

@@ -1,4 +1,6 @@
-"""Lesson 07's own figure: the same step on links of several speeds, how much of its communication is hidden and how much shows."""
+"""Lesson 07's own figure: the same step on links of several speeds, how much of its communication is hidden and how
+much shows.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ Split = Mapping[str, tuple[float, float, float]]
 def communication_bars(split: Split) -> go.Figure:
     """Communication of a step on each network, hidden and exposed, stacked, in ms.
 
-    `split` holds (exposed, communication, step) in seconds by the network's name: `{"1 GB/s": (0.02, 0.1, 0.3)}` is 80 % hidden.
+    `split` holds (exposed, communication, step) in seconds by the network's name: `{"1 GB/s": (0.02, 0.1, 0.3)}` is 80
+    % hidden.
     """
     longest = max(moved for _, moved, _ in split.values())
     figure = go.Figure([_segment(part, split, longest) for part in ("overlapped", "exposed")])
@@ -25,9 +28,14 @@ def communication_bars(split: Split) -> go.Figure:
     for name, (exposed, moved, step) in split.items():
         words = f"<b>{percent(moved - exposed, moved)} hidden</b> · step {seconds(step)}"
         figure.add_annotation(x=1e3 * moved, y=name, text=words, showarrow=False, xanchor="left", xshift=6)
-    told = "; ".join(f"{name}: {seconds(exposed)} of {seconds(moved)} exposed, step {seconds(step)}" for name, (exposed, moved, step) in split.items())
+    told = "; ".join(
+        f"{name}: {seconds(exposed)} of {seconds(moved)} exposed, step {seconds(step)}"
+        for name, (exposed, moved, step) in split.items()
+    )
     where = "Measured on 2 CPU ranks; all links are emulated, the raw transport is not"
-    return titled(figure, finding(split), where, f"Stacked bars of communication: {told}.", height=180 + 70 * len(split), top=130)
+    return titled(
+        figure, finding(split), where, f"Stacked bars of communication: {told}.", height=180 + 70 * len(split), top=130
+    )
 
 
 def finding(split: Split) -> str:
@@ -41,7 +49,8 @@ def finding(split: Split) -> str:
 def _segment(part: str, split: Split, longest: float) -> go.Bar:
     spans = [exposed if part == "exposed" else moved - exposed for exposed, moved, _ in split.values()]
     return go.Bar(
-        name="hidden under compute" if part == "overlapped" else part, orientation="h", y=list(split), x=[1e3 * span for span in spans],
+        name="hidden under compute" if part == "overlapped" else part, orientation="h", y=list(split),
+        x=[1e3 * span for span in spans],
         marker=dict(color=STEP_COLOURS[part], line=dict(color=EDGE, width=1)),
         text=[seconds(span) if span > 0.1 * longest else "" for span in spans],
         textposition="inside", insidetextanchor="middle", textangle=0, constraintext="none",

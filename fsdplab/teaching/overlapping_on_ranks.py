@@ -1,13 +1,16 @@
 """The half of lesson 07 that runs on the ranks: a steady card, on which only the settings decide what is exposed.
 
-How fast a machine computes, and who else uses it, would decide whether communication is hidden. So the exercise is judged on an emulated
-card: a block's forward and backward take a fixed time (the rank sleeps), messages take the emulated link's. Engine, units, order of
-messages and ranks are the real ones.
+How fast a machine computes, and who else uses it, would decide whether communication is hidden. So the exercise is
+judged on an emulated card: a block's forward and backward take a fixed time (the rank sleeps), messages take the
+emulated link's. Engine, units, order of messages and ranks are the real ones.
 
-Why the reference passes and each single mistake fails, in ms a block with two sequences (gathers in bf16, reductions in fp32):
+Why the reference passes and each single mistake fails, in ms a block with two sequences (gathers in bf16, reductions in
+fp32):
     forward 80, backward 120; gather 60, reduction 100
-    forward hides its gather (60 < 80); backward hides gather and reduction side by side (100 < 120), not one after the other (160 > 120)
-Tens of milliseconds, because a busy machine wakes a sleeper late; the card's own clock (`Card`) keeps such delays out of the count.
+    forward hides its gather (60 < 80); backward hides gather and reduction side by side (100 < 120), not one after the
+    other (160 > 120)
+Tens of milliseconds, because a busy machine wakes a sleeper late; the card's own clock (`Card`) keeps such delays out
+of the count.
 """
 
 from __future__ import annotations
@@ -25,17 +28,28 @@ from fsdplab.profiling.intervals import length, subtract, union
 
 BLOCKS, PARTS, WIDTH = 8, 8, 32
 FORWARD_MS, BACKWARD_MS = 40.0, 60.0  # of one block, for one sequence
-GATHER_MS, LATENCY_MS = 40.0, 20.0  # a block's bytes in bf16 on the link, and the latency of each message, between two ranks
+# a block's bytes in bf16 on the link, and the latency of each message, between two ranks
+GATHER_MS, LATENCY_MS = 40.0, 20.0
 BYTES_PER_S = PARTS * WIDTH * WIDTH * 2 / 2 / (GATHER_MS / 1e3)
 TARGET_MS = 300
 MOST_SEQUENCES = 2  # that the card's memory holds
 STEPS = 2  # that are looked at, after one in which the engine learns the order of the units
-SETTINGS: dict[str, tuple] = {"units": ("linear", "block", "model"), "prefetch": (0, 1, 2), "link_queues": (1, 2), "batch_size": (1, 2)}
-PLACES = {("all_gather", "forward"): "gathers in forward", ("all_gather", "backward"): "gathers in backward", ("reduce_scatter", "backward"): "reductions"}
+SETTINGS: dict[str, tuple] = {
+    "units": ("linear", "block", "model"),
+    "prefetch": (0, 1, 2),
+    "link_queues": (1, 2),
+    "batch_size": (1, 2),
+}
+PLACES = {
+    ("all_gather", "forward"): "gathers in forward",
+    ("all_gather", "backward"): "gathers in backward",
+    ("reduce_scatter", "backward"): "reductions",
+}
 
 
 class Card:
-    """The clock of an emulated card: computing takes what it is said to take, and begins when the message it needs is there.
+    """The clock of an emulated card: computing takes what it is said to take, and begins when the message it needs is
+    there.
 
     The host sleeps along, and catches up when it woke late, as a queue of kernels would. Intervals are in ns.
     """
@@ -104,7 +118,9 @@ class Part(nn.Linear):
 
 
 class Block(nn.Sequential):
-    """A unit's worth of linear layers; `evenly` gives each its own time, else the last has that of all (fewer wake-ups)."""
+    """A unit's worth of linear layers; `evenly` gives each its own time, else the last has that of all (fewer
+    wake-ups).
+    """
 
     def __init__(self, card: Card, evenly: bool, sequences: int) -> None:
         shares = [1 / PARTS] * PARTS if evenly else [0.0] * (PARTS - 1) + [1.0]

@@ -32,7 +32,8 @@ class Predicted:
 
 
 def predict(name: str, unit: str, default: float, measured: float | str | None = None) -> Predicted:
-    """Show a field for a number to predict and return it for scoring: `peak = predict("00.peak", unit="MB", default=500)`.
+    """Show a field for a number to predict and return it for scoring: `peak = predict("00.peak", unit="MB",
+    default=500)`.
 
     With `measured`, the prediction is scored at once. A number entered earlier under this name comes back.
     """
@@ -75,5 +76,7 @@ def calibration_table(found: Calibration) -> Table | Note:
     rows = [[s.name, shown(s.predicted, s.unit), shown(s.measured, s.unit), f"{s.ratio:.2f}"] for s in found.scores]
     if not rows:
         return Note(("No prediction of your own yet: change a number field, then run on.",))
-    caption = f"{found.within_two} of {len(rows)} within a factor of two; on average {found.bias:.2f} times the measurement."
+    caption = (
+        f"{found.within_two} of {len(rows)} within a factor of two; on average {found.bias:.2f} times the measurement."
+    )
     return table(["prediction", "predicted", "measured", "ratio"], rows, caption)

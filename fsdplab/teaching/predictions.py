@@ -1,7 +1,8 @@
 """Predictions without a widget: a number with a stored default, its score, and the learner's calibration.
 
 Predicting before measuring is half of the course, so the record is kept: over many predictions a learner sees whether
-they guess high or low, and how far. Only predictions that the learner changed count; a stored default is nobody's guess.
+they guess high or low, and how far. Only predictions that the learner changed count; a stored default is nobody's
+guess.
 """
 
 from __future__ import annotations
@@ -48,7 +49,12 @@ class Prediction:
 
     def _store(self, measured: float | None) -> None:
         kept = self.home.read(FILE)
-        kept[self.name] = {"unit": self.unit, "predicted": self.value, "measured": measured, "by_learner": self.by_learner}
+        kept[self.name] = {
+            "unit": self.unit,
+            "predicted": self.value,
+            "measured": measured,
+            "by_learner": self.by_learner,
+        }
         self.home.write(FILE, kept)
 
 
@@ -69,7 +75,10 @@ class Score:
 
     def __str__(self) -> str:
         whose = "You predicted" if self.by_learner else "The stored default predicted"
-        return f"{whose} {shown(self.predicted, self.unit)}, measured {shown(self.measured, self.unit)}: {compared(self.ratio)}."
+        return (
+            f"{whose} {shown(self.predicted, self.unit)}, measured {shown(self.measured, self.unit)}:"
+            f" {compared(self.ratio)}."
+        )
 
     __repr__ = __str__
 
@@ -79,12 +88,18 @@ def compared(ratio: float) -> str:
     if abs(ratio - 1) < 0.01:
         return "right within 1 %"
     side = "high" if ratio > 1 else "low"
-    return f"{ratio:.2f} times the measurement ({abs(ratio - 1) * 100:.0f} % {side})" if 0.5 <= ratio <= 2 else f"{ratio:.3g} times the measurement"
+    return (
+        f"{ratio:.2f} times the measurement ({abs(ratio - 1) * 100:.0f} % {side})"
+        if 0.5 <= ratio <= 2
+        else f"{ratio:.3g} times the measurement"
+    )
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """How the learner predicts: scores so far, their mean ratio (geometric), and how many lie within a factor of two."""
+    """How the learner predicts: scores so far, their mean ratio (geometric),
+    and how many lie within a factor of two.
+    """
 
     scores: tuple[Score, ...]
 

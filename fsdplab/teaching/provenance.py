@@ -11,7 +11,8 @@ from typing import Any
 from .display import present, table
 
 _ORIGINS = ("measured", "computed", "emulated", "simulated")
-_COMPUTED = ("formula_bytes_per_step",)  # arithmetic: a record knows no such origin, but a reader must not take it for a simulation
+# arithmetic: a record knows no such origin, but a reader must not take it for a simulation
+_COMPUTED = ("formula_bytes_per_step",)
 _WORDS = {
     "step_time_s": "step time",
     "peak_memory_bytes": "peak memory",
@@ -21,12 +22,16 @@ _WORDS = {
 
 
 def what_was_real(*records: Any, **others: str) -> None:
-    """Show each quantity with its origin, from records and from `name="measured"` pairs: `what_was_real(*runs, busbw="measured")`."""
+    """Show each quantity with its origin, from records and from `name="measured"` pairs: `what_was_real(*runs,
+    busbw="measured")`.
+    """
     present(table(["origin", "what"], origins(records, others)))
 
 
 def origins(records: Iterable[Any], others: dict[str, str]) -> list[tuple[str, str]]:
-    """(origin, quantities) rows in the order measured, computed, emulated, simulated; an unknown origin is a ValueError."""
+    """(origin, quantities) rows in the order measured, computed, emulated, simulated; an unknown origin is a
+    ValueError.
+    """
     found: dict[str, dict[str, None]] = {origin: {} for origin in _ORIGINS}
     for source in (*(record.provenance for record in records), others):
         for quantity, origin in source.items():

@@ -46,7 +46,7 @@ def quantity(value: float | str, unit: str) -> float:
     if isinstance(value, str):
         return _written(value, unit)
     if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise QuantityError(f"expected a number or a text such as \"12 {unit}\", got {value!r} ({type(value).__name__})")
+        raise QuantityError(f'expected a number or a text such as "12 {unit}", got {value!r} ({type(value).__name__})')
     return float(value)
 
 

@@ -1,13 +1,14 @@
 """Lesson 08 in the notebook's process: one recorded trace, and the tables that it is read with.
 
-Everybody reads the same trace, so that there is one answer to each question: it was recorded once and lies in the checkout's `data/`.
-Times in tables are ms since the step began on the rank that is read.
+Everybody reads the same trace, so that there is one answer to each question: it was recorded once and lies in the
+checkout's `data/`. Times in tables are ms since the step began on the rank that is read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from fsdplab.profiling.chrome import ChromeTrace, nanoseconds
 from fsdplab.profiling.diagnosis import findings
@@ -21,7 +22,8 @@ from .course_state import current
 from .display import Note, Table, table
 
 __all__ = [
-    "account_table", "at", "breakdown", "clock_table", "diagnosis", "exports", "gaps", "job", "key", "passages", "ranges", "recorded",
+    "account_table", "at", "breakdown", "clock_table", "diagnosis", "exports", "gaps", "job", "key", "passages",
+    "ranges", "recorded",
     "saved_percent", "seen", "sets", "trace_of", "worst",
 ]  # fmt: skip
 
@@ -34,13 +36,24 @@ Row = dict[str, Any]
 
 def job(prefetch: int = 0) -> RunSpec:
     """The lesson's run: two blocks behind a slow, emulated link; the recorded one gathers nothing ahead."""
-    return RunSpec(model="gpt-tiny", batch_size=16, sequence_length=128, steps=4, link="150mbit", prefetch=prefetch, profile=1, device="cpu")
+    return RunSpec(
+        model="gpt-tiny",
+        batch_size=16,
+        sequence_length=128,
+        steps=4,
+        link="150mbit",
+        prefetch=prefetch,
+        profile=1,
+        device="cpu",
+    )
 
 
 def recorded() -> RunRecord:
     """The record of lesson 08; RecordError says what to do where the checkout is not there."""
     if not RECORDED.exists():
-        raise RecordError(f"the recorded trace of lesson 08 is not in {RECORDED}; run the notebook in a clone of the repository")
+        raise RecordError(
+            f"the recorded trace of lesson 08 is not in {RECORDED}; run the notebook in a clone of the repository"
+        )
     return RunRecord.load(RECORDED)
 
 
@@ -64,7 +77,10 @@ def ranges(trace: Path, first: int = 12) -> Table:
     complete = [event for event in ChromeTrace(trace) if event.get("ph") == "X"]
     named = sorted((event for event in complete if event["name"].startswith("FSDP::")), key=lambda event: event["ts"])
     begin = next(nanoseconds(event["ts"]) for event in complete if event["name"].startswith("ProfilerStep#"))
-    rows = [[event["name"], _ms(nanoseconds(event["ts"]) - begin), _ms(nanoseconds(event["dur"]))] for event in named[:first]]
+    rows = [
+        [event["name"], _ms(nanoseconds(event["ts"]) - begin), _ms(nanoseconds(event["dur"]))]
+        for event in named[:first]
+    ]
     operators = sum(event["name"].startswith("aten::") for event in complete)
     caption = f"Measured: the first {len(rows)} of {len(named)} ranges of the engine; "
     caption += f"the file holds {len(complete):,} events, {operators:,} of them operators."
@@ -75,7 +91,9 @@ def ranges(trace: Path, first: int = 12) -> Table:
 
 
 def sets(record: RunRecord, rank: int = 0) -> tuple[int, list[tuple[int, int]], list[tuple[int, int]]]:
-    """(length of the step, computing, communicating) of a rank's profiled step, in ns since the step began; intervals may overlap."""
+    """(length of the step, computing, communicating) of a rank's profiled step, in ns since the step began; intervals
+    may overlap.
+    """
     rows = timeline(record, rank)
     begin, end = next((row["start_ns"], row["end_ns"]) for row in rows if row["lane"] == "step")
 
@@ -110,10 +128,15 @@ def seen(record: RunRecord, rank: int = 0) -> Note:
     """What the step bar shows, with its numbers."""
     row = breakdown(record, rank)
     talk = row["overlapped_ns"] + row["exposed_ns"]
-    return Note((
-        f"Rank {rank}: the step took {_ms(row['step_ns'])} ms and computed for {_ms(row['compute_ns'])} of them. Of {_ms(talk)} ms of communication "
-        f"{row['overlapped_ns'] / talk:.0%} ran under computing; {_ms(row['exposed_ns'])} ms ({row['exposed_ns'] / row['step_ns']:.0%} of the step) are exposed.",
-    ))  # fmt: skip
+    return Note(
+        (
+            (
+                f"Rank {rank}: the step took {_ms(row['step_ns'])} ms and computed for {_ms(row['compute_ns'])} of"
+                f" them. Of {_ms(talk)} ms of communication {row['overlapped_ns'] / talk:.0%} ran under computing;"
+                f" {_ms(row['exposed_ns'])} ms ({row['exposed_ns'] / row['step_ns']:.0%} of the step) are exposed."
+            ),
+        )
+    )
 
 
 # ---- gaps and causes
@@ -132,13 +155,30 @@ def worst(record: RunRecord, rank: int = 0) -> Row:
 
 
 def passages(record: RunRecord, rank: int = 0) -> Table:
-    """When each collective was issued, taken up by the link and delivered; the causes are left for the reader to find."""
+    """When each collective was issued, taken up by the link and delivered;
+    the causes are left for the reader to find.
+    """
     analysis = _analysed(record, rank)
     begin = next(row["start_ns"] for row in analysis.rows("timeline") if row["lane"] == "step")
     computing = [(row["start_ns"], row["end_ns"]) for row in analysis.rows("timeline") if row["lane"] == "compute"]
-    rows = [_passage(row, begin, computing) for row in sorted(analysis.rows("collectives"), key=lambda row: row["issue_ns"])]
-    header = ["unit", "phase", "collective", "issued", "link takes it", "delivered", "exposed, ms", "computing before, ms"]
-    return table(header, rows, f"Rank {rank}, ms since the step began. Issued and computing: measured; the link's times: emulated.")
+    rows = [
+        _passage(row, begin, computing) for row in sorted(analysis.rows("collectives"), key=lambda row: row["issue_ns"])
+    ]
+    header = [
+        "unit",
+        "phase",
+        "collective",
+        "issued",
+        "link takes it",
+        "delivered",
+        "exposed, ms",
+        "computing before, ms",
+    ]
+    return table(
+        header,
+        rows,
+        f"Rank {rank}, ms since the step began. Issued and computing: measured; the link's times: emulated.",
+    )
 
 
 def _passage(row: Row, begin: int, computing: Sequence[tuple[int, int]]) -> list[str]:
@@ -157,14 +197,21 @@ def at(record: RunRecord, percent_of_step: int) -> Table:
     begin = min(row["start_ns"] for rank in ranks for row in timeline(record, rank) if row["lane"] == "step")
     instant = begin + round(percent_of_step / 100 * breakdown(record)["step_ns"])
     rows = [[str(rank), *_doing(timeline(record, rank), instant)] for rank in ranks]
-    return table(["rank", "computing", "communicating", "so this instant is"], rows, f"{_ms(instant - begin)} ms into the step.")
+    return table(
+        ["rank", "computing", "communicating", "so this instant is"], rows, f"{_ms(instant - begin)} ms into the step."
+    )
 
 
 def _doing(rows: Sequence[Row], instant: int) -> list[str]:
     now = [row for row in rows if row["start_ns"] <= instant < row["end_ns"]]
     work = [f"{row['unit'] or 'root'} {row['phase']}".strip() for row in now if row["lane"] == "compute"]
     talk = sorted({f"{row['lane']} of {row['unit'] or 'root'}" for row in now if row["lane"] in COLLECTIVES})
-    kind = {(True, True): "overlapped", (True, False): "compute only", (False, True): "exposed", (False, False): "other"}[bool(work), bool(talk)]
+    kind = {
+        (True, True): "overlapped",
+        (True, False): "compute only",
+        (False, True): "exposed",
+        (False, False): "other",
+    }[bool(work), bool(talk)]
     return [", ".join(work) or "-", ", ".join(talk) or "-", kind]
 
 
@@ -180,7 +227,9 @@ def key(record: RunRecord, rank: int = 0) -> Table:
 
 def diagnosis(record: RunRecord) -> Note:
     """The findings in words, the costliest first."""
-    return Note(tuple(f"{number}. {each.title}. {each.text} {each.remedy}" for number, each in enumerate(findings(record), 1)))
+    return Note(
+        tuple(f"{number}. {each.title}. {each.text} {each.remedy}" for number, each in enumerate(findings(record), 1))
+    )
 
 
 # ---- the remedy
@@ -191,7 +240,14 @@ def clock_table(runs: Sequence[RunRecord]) -> Table:
     rows = []
     for run in runs:
         comm = run.summary["comm"]
-        rows.append([str(run.spec["prefetch"]), f"{comm['bytes_per_step'] / 1e3:.0f}", f"{1e3 * comm['exposed_s']:.1f}", f"{comm['overlap']:.0%}"])
+        rows.append(
+            [
+                str(run.spec["prefetch"]),
+                f"{comm['bytes_per_step'] / 1e3:.0f}",
+                f"{1e3 * comm['exposed_s']:.1f}",
+                f"{comm['overlap']:.0%}",
+            ]
+        )
     caption = "Bytes measured; exposed time on the emulated link's clock, of the worst rank, median of the timed steps."
     return table(["prefetch", "kB sent a step", "exposed, ms", "hidden"], rows, caption)
 
@@ -202,7 +258,9 @@ def saved_percent(before: RunRecord, after: RunRecord) -> float:
     return 100 * (1 - now / was)
 
 
-def reference_account(step: int, computing: Sequence[tuple[int, int]], communicating: Sequence[tuple[int, int]]) -> dict[str, int]:
+def reference_account(
+    step: int, computing: Sequence[tuple[int, int]], communicating: Sequence[tuple[int, int]]
+) -> dict[str, int]:
     """The four parts by the lab's interval algebra: `reference_account(20, [(0, 10)], [(5, 15)])["exposed"] == 5`."""
     work, talk, both = length(computing), length(communicating), length(union(computing, communicating))
     return {"compute_only": both - talk, "overlapped": work + talk - both, "exposed": both - work, "other": step - both}

@@ -11,7 +11,17 @@ from fsdplab.sessions import RunSpec
 from .display import Note, Table, table
 from .reading_on_ranks import CARD, LINK_SECONDS, SHOOT_OUT_JOB
 
-__all__ = ["CARD", "LINK_SECONDS", "cost_table", "exposed_ratio", "front_of", "job", "on_the_link", "seen", "traffic_table"]
+__all__ = [
+    "CARD",
+    "LINK_SECONDS",
+    "cost_table",
+    "exposed_ratio",
+    "front_of",
+    "job",
+    "on_the_link",
+    "seen",
+    "traffic_table",
+]
 
 MB = 1e6
 
@@ -66,7 +76,11 @@ def cost_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def _name(run: RunRecord) -> str:
-    said = [f"{name}={run.spec[name]}" for name, usual in (("prefetch", 1), ("link_queues", 1), ("units", "auto")) if run.spec[name] != usual]
+    said = [
+        f"{name}={run.spec[name]}"
+        for name, usual in (("prefetch", 1), ("link_queues", 1), ("units", "auto"))
+        if run.spec[name] != usual
+    ]
     return ", ".join([run.spec["strategy"], *said])
 
 
@@ -88,10 +102,15 @@ def seen(runs: Sequence[RunRecord]) -> Note:
     """What the Pareto figure shows, with its numbers."""
     low, high = (pick(runs, key=peak) for pick in (min, max))
     least = min(runs, key=exposed)
-    return Note((
-        f"{_name(low)} needs least memory, {peak(low) / MB:.0f} MB, {_name(high)} most, {peak(high) / MB:.0f} MB. {_name(least)} exposes least, "
-        f"{1e3 * exposed(least):.0f} ms a step. By peak and exposed time nobody beats: {', '.join(front_of(runs))}.",
-    ))  # fmt: skip
+    return Note(
+        (
+            (
+                f"{_name(low)} needs least memory, {peak(low) / MB:.0f} MB, {_name(high)} most, {peak(high) / MB:.0f}"
+                f" MB. {_name(least)} exposes least, {1e3 * exposed(least):.0f} ms a step. By peak and exposed time"
+                f" nobody beats: {', '.join(front_of(runs))}."
+            ),
+        )
+    )
 
 
 def fits(choices: Mapping[str, Any]) -> RunSpec:

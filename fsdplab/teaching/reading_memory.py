@@ -1,6 +1,7 @@
 """Lesson 09 in the notebook's process: one step's memory, its peak, and the units that are whole at that instant.
 
-A job of a few seconds, and tables over its record's `memory`, `life` and `ledger`. Instants are ns since the memory step began.
+A job of a few seconds, and tables over its record's `memory`, `life` and `ledger`. Instants are ns since the memory
+step began.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from .display import Note, Table, table
 from .reading_on_ranks import MEMORY_JOB
 
 __all__ = [
-    "by_category", "compared", "gathered", "gathered_table", "instant", "job", "life_of", "memory_figure", "more_sequences", "peak_row", "peak_table",
+    "by_category", "compared", "gathered", "gathered_table", "instant", "job", "life_of", "memory_figure",
+    "more_sequences", "peak_row", "peak_table",
     "phase_at", "seen", "state_at", "unit_bytes",
 ]  # fmt: skip
 
@@ -75,10 +77,15 @@ def seen(record: RunRecord) -> Note:
     """What the memory timeline shows, with its numbers."""
     row, rows = peak_row(record), record.table("memory")
     rest = min(total(each) for each in rows if each["rank"] == row["rank"])
-    return Note((
-        f"Rank {row['rank']} holds {rest / MB:.0f} MB when it holds least and {total(row) / MB:.0f} MB at its peak, in the {phase_at(record, row['time_ns'])}; "
-        f"{row['gathered_parameters'] / MB:.1f} MB of the peak are gathered parameters.",
-    ))  # fmt: skip
+    return Note(
+        (
+            (
+                f"Rank {row['rank']} holds {rest / MB:.0f} MB when it holds least and {total(row) / MB:.0f} MB at its"
+                f" peak, in the {phase_at(record, row['time_ns'])}; {row['gathered_parameters'] / MB:.1f} MB of the"
+                " peak are gathered parameters."
+            ),
+        )
+    )
 
 
 def phase_at(record: RunRecord, at: int) -> str:
@@ -94,11 +101,16 @@ def phase_at(record: RunRecord, at: int) -> str:
 
 
 def life_of(record: RunRecord, rank: int = 0) -> list[Row]:
-    """Rows `unit`, `state`, `phase`, `time_ns` of one rank's memory step, in order of time, in ns since that step began."""
+    """Rows `unit`, `state`, `phase`, `time_ns` of one rank's memory step, in order of time, in ns since that step
+    began.
+    """
     begin = int(record.summary["memory_start_ns"][str(rank)])
     steps = {row["step"] for row in record.table("memory")}
     rows = [row for row in record.table("life") if row["rank"] == rank and row["step"] in steps]
-    named = [{"unit": row["unit"] or "root", "state": row["state"], "phase": row["phase"], "time_ns": row["time_ns"] - begin} for row in rows]
+    named = [
+        {"unit": row["unit"] or "root", "state": row["state"], "phase": row["phase"], "time_ns": row["time_ns"] - begin}
+        for row in rows
+    ]
     return sorted(named, key=lambda row: row["time_ns"])
 
 
@@ -109,16 +121,26 @@ def state_at(life: Sequence[Row], at: int) -> dict[str, str]:
 
 def unit_bytes(record: RunRecord) -> dict[str, int]:
     """Bytes of each unit's whole parameters, as gathers carried them."""
-    return {row["unit"] or "root": row["logical_bytes"] for row in record.table("ledger") if row["kind"] == "all_gather"}
+    return {
+        row["unit"] or "root": row["logical_bytes"] for row in record.table("ledger") if row["kind"] == "all_gather"
+    }
 
 
 def gathered_table(record: RunRecord, holding: Callable[[list[Row], int], Any]) -> Table:
-    """The units that hold memory at the peak, by the learner's function, and whether their bytes are those of the memory table."""
+    """The units that hold memory at the peak, by the learner's function, and whether their bytes are those of the
+    memory table.
+    """
     row, sizes = peak_row(record), unit_bytes(record)
     names = sorted(holding(life_of(record, row["rank"]), row["time_ns"]))
-    rows = [[name, state_at(life_of(record, row["rank"]), row["time_ns"]).get(name, "-"), f"{sizes[name] / MB:.2f}"] for name in names]
+    rows = [
+        [name, state_at(life_of(record, row["rank"]), row["time_ns"]).get(name, "-"), f"{sizes[name] / MB:.2f}"]
+        for name in names
+    ]
     rows.append(["together", "", f"{sum(sizes[name] for name in names) / MB:.2f}"])
-    caption = f"Measured on rank {row['rank']}; the memory table has {row['gathered_parameters'] / MB:.2f} MB of gathered parameters at that instant."
+    caption = (
+        f"Measured on rank {row['rank']}; the memory table has {row['gathered_parameters'] / MB:.2f} MB of gathered"
+        " parameters at that instant."
+    )
     return table(["unit", "state at the peak", "MB"], rows, caption)
 
 
@@ -142,7 +164,11 @@ def compared(runs: Mapping[str, RunRecord]) -> Table:
     for name, run in runs.items():
         row = peak_row(run)
         whole = sum(state != "sharded" for state in state_at(life_of(run, row["rank"]), row["time_ns"]).values())
-        sizes = [f"{total(row) / MB:.1f}", f"{(total(row) - first) / MB:+.1f}", f"{row['gathered_parameters'] / MB:.1f}"]
+        sizes = [
+            f"{total(row) / MB:.1f}",
+            f"{(total(row) - first) / MB:+.1f}",
+            f"{row['gathered_parameters'] / MB:.1f}",
+        ]
         rows.append([name, *sizes, str(whole), phase_at(run, row["time_ns"])])
     header = ["run", "peak, MB", "against the first", "gathered, MB", "units whole", "peak in the"]
     return table(header, rows, "Measured on the worst rank, at its peak.")

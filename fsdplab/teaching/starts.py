@@ -1,4 +1,5 @@
-"""What a learner waits for, cold beside warm: a `%%ranks` cell, and a check of notebook 05. `fsdplab bench --starts` runs this.
+"""What a learner waits for, cold beside warm: a `%%ranks` cell, and a check of notebook 05. `fsdplab bench --starts`
+runs this.
 
     python -m fsdplab.teaching.starts REPETITIONS      one line of JSON a row
 

@@ -1,7 +1,7 @@
 """algbw and busbw: two bandwidths of one timing, and why both are quoted.
 
-algbw = P / t says what the caller gets. busbw = algbw (n-1)/n, twice that for an all_reduce, says what each rank's link carried:
-it is the one to compare across collectives, numbers of ranks, and with a link's data sheet.
+algbw = P / t says what the caller gets. busbw = algbw (n-1)/n, twice that for an all_reduce, says what each rank's link
+carried: it is the one to compare across collectives, numbers of ranks, and with a link's data sheet.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class Bandwidth:
         for timing in self.timings:
             if (timing.kind, timing.nbytes) == (kind, nbytes):
                 return timing
-        raise LookupError(f"{kind} of {nbytes} bytes was not measured; measured: {sorted({t.nbytes for t in self.timings})}")
+        raise LookupError(
+            f"{kind} of {nbytes} bytes was not measured; measured: {sorted({t.nbytes for t in self.timings})}"
+        )
 
     @property
     def largest(self) -> int:

@@ -33,5 +33,8 @@ def state_table(million_parameters: float, ranks: int) -> Table:
             continue
         states = [nbytes / 1e6 for nbytes in state_bytes(strategy, int(million_parameters * 1e6), ranks)]
         rows.append([name, *(f"{state:,.0f}" for state in states), f"{sum(states):,.0f}"])
-    caption = f"Computed, in MB on each of {ranks} ranks: {million_parameters:g} million parameters, fp32, Adam. Gathered units and activations come on top."
+    caption = (
+        f"Computed, in MB on each of {ranks} ranks: {million_parameters:g} million parameters, fp32, Adam. Gathered"
+        " units and activations come on top."
+    )
     return table(["strategy", "parameters", "gradients", "optimizer state", "sum"], rows, caption)

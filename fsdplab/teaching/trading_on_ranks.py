@@ -1,7 +1,8 @@
-"""The half of lesson 13 that runs on the ranks: drivers that train with what the learner wrote, and look at what it held and sent.
+"""The half of lesson 13 that runs on the ranks: drivers that train with what the learner wrote, and look at what it
+held and sent.
 
-A driver returns names and numbers that can be judged: which parameters moved, how many bytes were reduced, which gradient a
-tied weight got, how far a measured peak exceeds the card. Time is measured nowhere.
+A driver returns names and numbers that can be judged: which parameters moved, how many bytes were reduced, which
+gradient a tied weight got, how far a measured peak exceeds the card. Time is measured nowhere.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def adapters_of(model: nn.Module) -> list[str]:
 
 
 class Ledger:
-    """Bytes of the collectives of the newest step, by kind: `logical` are whole payloads, `wire` what this rank sends."""
+    """Bytes of the collectives of the newest step, by kind:
+    `logical` are whole payloads, `wire` what this rank sends.
+    """
 
     def __init__(self) -> None:
         self.logical: dict[str, int] = {}
@@ -92,7 +95,9 @@ def shard(model: nn.Module) -> nn.Module:
 
 
 def drive_fine_tune(fine_tune: Callable[..., Any]) -> dict[str, Any]:
-    """Train two steps with the optimizer that the function returns: what moved, what was reduced, what the optimizer keeps."""
+    """Train two steps with the optimizer that the function returns: what moved, what was reduced, what the optimizer
+    keeps.
+    """
     model = adapted_model()
     names, before = adapters_of(model), _whole(model)
     optimizer = fine_tune(model, shard)
@@ -134,12 +139,19 @@ def _whole(model: nn.Module) -> dict[str, Tensor]:
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of an optimizer's state on this rank, step counters left out."""
-    values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor) and value.dim()]
+    values = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim()
+    ]
     return sum(_local(value).nbytes for value in values)
 
 
 def drive_tied(shard_tied: Callable[..., Any]) -> dict[str, Any]:
-    """One backward of a GPT with tied embeddings, sharded by the function: which gradient the tied weight has in the end."""
+    """One backward of a GPT with tied embeddings, sharded by the function: which gradient the tied weight has in the
+    end.
+    """
     model, ledger = build_model(TIED), Ledger()
     shard_tied(model)
     units = sum(isinstance(block, FSDPModule) for block in model.blocks)
@@ -191,7 +203,9 @@ def complaint(choices: Any) -> str:
 
 
 def measured(spec: RunSpec) -> MemoryTimeline:
-    """The memory of the second step on this rank, as a run's record has it; the first, which makes the optimizer's state, needs few tokens."""
+    """The memory of the second step on this rank, as a run's record has it; the first, which makes the optimizer's
+    state, needs few tokens.
+    """
     device, rank, ranks = torch.device("cpu"), dist.get_rank(), dist.get_world_size()
     tags, text = TagLog(), ByteText.from_standard_library()
     place = SimpleNamespace(device=device, rank=rank, world_size=ranks, heart=SimpleNamespace(enter=lambda *_: None))
@@ -203,7 +217,13 @@ def measured(spec: RunSpec) -> MemoryTimeline:
     step(0, 1, 8)
     offloaded = spec.offload != "none"
     with MemoryRecorder(
-        model=rig.model, optimizer=rig.optimizer, engine=spec.engine, device=device, tags=tags, ignore=[text.data], offloaded=offloaded
+        model=rig.model,
+        optimizer=rig.optimizer,
+        engine=spec.engine,
+        device=device,
+        tags=tags,
+        ignore=[text.data],
+        offloaded=offloaded,
     ) as recorder:
         step(1, spec.batch_size, spec.sequence_length)
     tags.close()
@@ -211,7 +231,9 @@ def measured(spec: RunSpec) -> MemoryTimeline:
 
 
 def frozen_costs(payload: Any) -> dict[str, dict[str, int]]:
-    """One model trained whole and through adapters only: what each gathers, reduces and keeps on this rank, in bytes."""
+    """One model trained whole and through adapters only:
+    what each gathers, reduces and keeps on this rank, in bytes.
+    """
     found = {}
     for which in ("everything", "adapters only"):
         model = adapted_model(LARGER)
@@ -222,5 +244,9 @@ def frozen_costs(payload: Any) -> dict[str, dict[str, int]]:
         optimizer = torch.optim.AdamW(trained)
         ledger = train(model, optimizer)
         parts = {"gathered": ledger.wire.get("all_gather", 0), "reduced": ledger.wire.get("reduce_scatter", 0)}
-        found[which] = {**parts, "gradients": sum(_local(p).nbytes for p in trained), "optimizer state": state_bytes(optimizer)}
+        found[which] = {
+            **parts,
+            "gradients": sum(_local(p).nbytes for p in trained),
+            "optimizer state": state_bytes(optimizer),
+        }
     return found

@@ -28,7 +28,9 @@ class Tried:
 
 
 def try_programs(programs: Sequence[tuple[Exercise, Path]], home: Home) -> list[Tried]:
-    """Run saved solutions of exercises with one number of ranks, in one launch; RanksFailed when a rank raises or hangs."""
+    """Run saved solutions of exercises with one number of ranks, in one launch; RanksFailed when a rank raises or
+    hangs.
+    """
     world_size = programs[0][0].world_size
     cases = [tuple(exercise.cases()) for exercise, _ in programs]
     payload = {

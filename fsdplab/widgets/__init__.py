@@ -1,6 +1,7 @@
 """The strategy lab: choose, run, look. State in plain objects; widgets only in front of them.
 
-The names load when first used, so that choices, state and runner work (and are tested) where ipywidgets is not installed.
+The names load when first used, so that choices, state and runner work (and are tested) where ipywidgets is not
+installed.
 """
 
 from __future__ import annotations
@@ -29,4 +30,6 @@ def __getattr__(name: str) -> object:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("ipywidgets", "plotly", "IPython"):
             raise
-        raise ModuleNotFoundError('the strategy lab needs ipywidgets and plotly: pip install "fsdplab[lab]"', name=error.name) from error
+        raise ModuleNotFoundError(
+            'the strategy lab needs ipywidgets and plotly: pip install "fsdplab[lab]"', name=error.name
+        ) from error

@@ -1,7 +1,7 @@
 """What the strategy lab can be asked for, and from a set of choices to the runs it means.
 
-A wrong choice is answered in one line that belongs to one control. `RunSpec` knows best what can be run, but not which control to
-blame: the blamed one is the first whose default would have made the run possible.
+A wrong choice is answered in one line that belongs to one control. `RunSpec` knows best what can be run, but not which
+control to blame: the blamed one is the first whose default would have made the run possible.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Choices:
 
 @dataclass(frozen=True)
 class Request:
-    """What choices mean: the runs, or one line for each control that prevents them; `left_out` names pairs that no engine does."""
+    """What choices mean: the runs, or one line for each control that prevents them; `left_out` names pairs that no
+    engine does.
+    """
 
     specs: tuple[RunSpec, ...] = ()
     errors: Mapping[str, str] = field(default_factory=dict)
@@ -65,7 +67,8 @@ class Request:
 
 
 def check(choices: Choices, fixed: Mapping[str, Any] | None = None) -> Request:
-    """The runs that choices ask for, or why not, control by control; `fixed` are further fields of each RunSpec (`device="cpu"`).
+    """The runs that choices ask for, or why not, control by control; `fixed` are further fields of each RunSpec
+    (`device="cpu"`).
 
     >>> check(Choices(ranks=9)).errors
     {'ranks': 'ranks is 9; expected one of 1, 2, 3, 4'}
@@ -127,10 +130,19 @@ def _some_of(name: str, expected: tuple[str, ...]) -> Any:
 def _judge_engines(choices: Choices) -> str | None:
     if words := _some_of("engines", tuple(ENGINES))(choices):
         return words
-    idle = [engine for engine in choices.engines if engine != "twin" and not set(ENGINES[engine]) & set(choices.strategies)]
+    idle = [
+        engine for engine in choices.engines if engine != "twin" and not set(ENGINES[engine]) & set(choices.strategies)
+    ]
     if idle and _some_of("strategies", STRATEGIES)(choices) is None:
-        return f"{idle[0]} does {' and '.join(ENGINES[idle[0]])}, none of the chosen strategies; choose one of them, or leave the engine out"
-    return None if choices.engines != ("twin",) else "the twin alone has nothing to be compared with; choose another engine too"
+        return (
+            f"{idle[0]} does {' and '.join(ENGINES[idle[0]])}, none of the chosen strategies; choose one of them, or"
+            " leave the engine out"
+        )
+    return (
+        None
+        if choices.engines != ("twin",)
+        else "the twin alone has nothing to be compared with; choose another engine too"
+    )
 
 
 def _judge_steps(choices: Choices) -> str | None:
@@ -160,7 +172,10 @@ def _judge_card(choices: Choices) -> str | None:
 def _judge_tunnel(choices: Choices) -> str | None:
     if choices.link != TUNNEL or re.fullmatch(r"\s*[1-9]\d*\s*x\s*\S+.*", choices.tunnel):
         return None
-    return f"wind tunnel is {choices.tunnel!r}; expected a number of cards and their name, such as {' or '.join(TUNNELS[:2])}"
+    return (
+        f"wind tunnel is {choices.tunnel!r}; expected a number of cards and their name, such as"
+        f" {' or '.join(TUNNELS[:2])}"
+    )
 
 
 def _judge_target(choices: Choices) -> str | None:
@@ -211,8 +226,10 @@ def _spec(choices: Choices, strategy: str, engine: str, fixed: Mapping[str, Any]
     tunnel = choices.link == TUNNEL
     links = {NO_LINK: None, TUNNEL: None, CUSTOM: choices.custom_link.strip()}
     wanted = {
-        "profile": 1, **fixed, "strategy": strategy, "engine": engine, "world_size": choices.ranks, "model": choices.model, "units": choices.units,
-        "precision": choices.precision, "checkpoint": choices.checkpoint, "prefetch": choices.prefetch, "steps": choices.steps,
+        "profile": 1, **fixed, "strategy": strategy, "engine": engine, "world_size": choices.ranks,
+        "model": choices.model, "units": choices.units,
+        "precision": choices.precision, "checkpoint": choices.checkpoint, "prefetch": choices.prefetch,
+        "steps": choices.steps,
         "card": parse_card(choices.card), "link": links.get(choices.link, choices.link),
         "shard_size": choices.shard_size if strategy == "hybrid_shard" else None,
         "emulate": choices.tunnel.strip() if tunnel else None, "as_model": choices.as_model if tunnel else None,
@@ -224,7 +241,19 @@ def _spec(choices: Choices, strategy: str, engine: str, fixed: Mapping[str, Any]
 
 def _to_blame(choices: Choices, strategy: str, engine: str, fixed: Mapping[str, Any]) -> str:
     """The control whose default would have made this run possible; the engines where none would."""
-    for name in ("shard_size", "checkpoint", "prefetch", "units", "precision", "link", "tunnel", "as_model", "card", "ranks", "model"):
+    for name in (
+        "shard_size",
+        "checkpoint",
+        "prefetch",
+        "units",
+        "precision",
+        "link",
+        "tunnel",
+        "as_model",
+        "card",
+        "ranks",
+        "model",
+    ):
         default = getattr(Choices(), name)
         try:
             if getattr(choices, name) != default:

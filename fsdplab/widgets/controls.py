@@ -46,9 +46,14 @@ class Controls:
         self._cells: dict[str, ipywidgets.VBox] = {}
         self.widgets: dict[str, ipywidgets.Widget] = {}
         self.chips: dict[str, dict[str, ipywidgets.ToggleButton]] = {}
-        menus = [self._cell(name, _menu(title, [(str(value), value) for value in values])) for name, title, values in _MENUS]
+        menus = [
+            self._cell(name, _menu(title, [(str(value), value) for value in values])) for name, title, values in _MENUS
+        ]
         steps = self._cell("steps", ipywidgets.IntText(description="Timed steps"))
-        card = self._cell("card", ipywidgets.Text(description="Card (emulated)", placeholder="none, or 300MB", continuous_update=False))
+        card = self._cell(
+            "card",
+            ipywidgets.Text(description="Card (emulated)", placeholder="none, or 300MB", continuous_update=False),
+        )
         chips = [self._chips("strategies", "Strategies", STRATEGIES), self._chips("engines", "Engines", _engines())]
         self.box = ipywidgets.VBox([_grid([*menus, steps, card, *self._network()]), *chips])
         self.refresh()
@@ -70,11 +75,21 @@ class Controls:
             self._cells[name].layout.display = "" if needed(choices) else "none"
 
     def _network(self) -> list[ipywidgets.Widget]:
-        links = [(_LINK_WORDS.get(name) or f"{name}: {LINKS[name].words.partition(',')[0]}", name) for name in LINK_CHOICES]
+        links = [
+            (_LINK_WORDS.get(name) or f"{name}: {LINKS[name].words.partition(',')[0]}", name) for name in LINK_CHOICES
+        ]
         return [
             self._cell("link", _menu("Link (emulated)", links)),
-            self._cell("custom_link", ipywidgets.Text(description="Bandwidth[, latency]", placeholder="10gbit,50us", continuous_update=False)),
-            self._cell("tunnel", ipywidgets.Combobox(description="Tunnel: cards", options=TUNNELS, ensure_option=False, continuous_update=False)),
+            self._cell(
+                "custom_link",
+                ipywidgets.Text(description="Bandwidth[, latency]", placeholder="10gbit,50us", continuous_update=False),
+            ),
+            self._cell(
+                "tunnel",
+                ipywidgets.Combobox(
+                    description="Tunnel: cards", options=TUNNELS, ensure_option=False, continuous_update=False
+                ),
+            ),
             self._cell("as_model", _menu("Tunnel: their model", [(name, name) for name in TARGETS])),
             self._cell("shard_size", _menu("Ranks a shard group", [(str(size), size) for size in SHARD_SIZES])),
         ]

@@ -4,8 +4,9 @@
                |
                +-> cancelling -> cancelled          and from any of the four that stand still -> running again
 
-The view calls the verbs of its buttons (`choose`, `begin`, `cancel`), the runner's thread those of the run (`started`, `stepped`,
-`recorded`, `ended`). After each, everybody who subscribed is told; nothing else is promised about who draws what.
+The view calls the verbs of its buttons (`choose`, `begin`, `cancel`), the runner's thread those of the run (`started`,
+`stepped`, `recorded`, `ended`). After each, everybody who subscribed is told; nothing else is promised about who draws
+what.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fsdplab.figures.view import RunView, view, views
 from fsdplab.records import RunRecord, comparison_json
 from fsdplab.sessions.spec import RunSpec
 
-from .choices import Choices, Request, check, label
+from .choices import Choices, check, label
 
 RESTING = ("idle", "done", "failed", "cancelled")
 BUSY = ("running", "cancelling")
@@ -28,7 +29,9 @@ BUSY = ("running", "cancelling")
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a batch of runs is: run `run` of `runs` (from 1), step `step` of `steps`; before its first step a run is starting."""
+    """Where a batch of runs is: run `run` of `runs` (from 1), step `step` of `steps`; before its first step a run is
+    starting.
+    """
 
     run: int = 0
     runs: int = 0
@@ -53,7 +56,8 @@ class Progress:
 
 @dataclass
 class Batch:
-    """What one press of Run asked for and the records it has so far; a finished twin among them is the reference of the others.
+    """What one press of Run asked for and the records it has so far; a finished twin among them is the reference of the
+    others.
 
     Number 0 is all batches together; it has no reference, for they may have trained different things.
     """
@@ -90,13 +94,27 @@ class Batch:
         if not self.number:
             return f"all batches: {plural(len(self.rows), 'run')}"
         first = self.specs[0]
-        link = [f"link {first.link}"] if first.link else [f"as {first.as_model} on {first.emulate}"] if first.emulate else []
-        parts = [first.model, plural(first.world_size, "rank"), first.precision, f"prefetch {first.prefetch}", *link, plural(len(self.specs), "run")]
+        link = (
+            [f"link {first.link}"]
+            if first.link
+            else [f"as {first.as_model} on {first.emulate}"]
+            if first.emulate
+            else []
+        )
+        parts = [
+            first.model,
+            plural(first.world_size, "rank"),
+            first.precision,
+            f"prefetch {first.prefetch}",
+            *link,
+            plural(len(self.specs), "run"),
+        ]
         return f"{self.number}: {', '.join(parts)}"
 
 
 class LabState:
-    """Choices, status, progress, batches of records, last error; `subscribe` to hear of every change. Safe to use from two threads.
+    """Choices, status, progress, batches of records, last error; `subscribe` to hear of every change. Safe to use from
+    two threads.
 
     >>> state = LabState(ranks=9)
     >>> state.begin(), state.status, state.request.errors
@@ -148,20 +166,26 @@ class LabState:
         if self.status == "idle":
             return self._outlook()
         kept = f"{plural(len(self.batches[-1].records), 'record')} of {plural(len(self.batches[-1].specs), 'run')} kept"
-        return {"done": f"done: {kept}", "cancelled": f"cancelled by you: {kept}; press Run to start again"}.get(self.status) or (
-            f"failed: {self.last_error}; {kept}, and the lab can be used on"
-        )
+        return {"done": f"done: {kept}", "cancelled": f"cancelled by you: {kept}; press Run to start again"}.get(
+            self.status
+        ) or (f"failed: {self.last_error}; {kept}, and the lab can be used on")
 
     def _outlook(self) -> str:
         if self.last_error:
             return self.last_error
         left_out = f" ({self.request.left_out})" if self.request.left_out else ""
-        return f"ready: {plural(len(self.request.specs), 'run')}{left_out}" if self.request.specs else "not ready: see the choices marked in red"
+        return (
+            f"ready: {plural(len(self.request.specs), 'run')}{left_out}"
+            if self.request.specs
+            else "not ready: see the choices marked in red"
+        )
 
     # ---- verbs of the controls and buttons
 
     def choose(self, **changes: Any) -> None:
-        """Change choices; what does not fit is in `request.errors`. A batch that is running keeps what it was started with."""
+        """Change choices; what does not fit is in `request.errors`. A batch that is running keeps what it was started
+        with.
+        """
         with self._told():
             self.choices = replace(self.choices, **changes)
             self.request = check(self.choices, self.fixed)
@@ -169,7 +193,9 @@ class LabState:
                 self.status, self.last_error = "idle", None
 
     def begin(self) -> tuple[RunSpec, ...]:
-        """Start a batch: its specs, which the caller now runs; none while another batch is running or where a choice is wrong."""
+        """Start a batch: its specs, which the caller now runs; none while another batch is running or where a choice is
+        wrong.
+        """
         with self._told():
             if self.busy:
                 return ()

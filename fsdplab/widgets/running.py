@@ -1,8 +1,8 @@
 """Runs a batch on a thread of its own, so that the page stays alive and Cancel is heard.
 
-Cancel is an exception raised where the session looks after its ranks: `run_ranks` ends all of them before it lets an exception pass,
-so when the batch has ended no process of it is left, whatever ended it. The look happens about twenty times a second, also while the
-ranks start.
+Cancel is an exception raised where the session looks after its ranks: `run_ranks` ends all of them before it lets an
+exception pass, so when the batch has ended no process of it is left, whatever ended it. The look happens about twenty
+times a second, also while the ranks start.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import shutil
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
 
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, compare
@@ -25,7 +24,8 @@ class Cancelled(Exception):
 
 
 class Runner:
-    """Starts and cancels the batches of one LabState; records go below `directory`, or into a folder that Python deletes when it ends.
+    """Starts and cancels the batches of one LabState; records go below `directory`, or into a folder that Python
+    deletes when it ends.
 
     >>> runner = Runner(LabState(model="gpt-tiny", steps=2))                     # doctest: +SKIP
     >>> runner.start(), runner.wait(60), runner.state.status                     # doctest: +SKIP
@@ -49,7 +49,9 @@ class Runner:
         return True
 
     def cancel(self) -> bool:
-        """End the ranks of the running batch, within a few tenths of a second on the lab's side; False when nothing runs."""
+        """End the ranks of the running batch, within a few tenths of a second on the lab's side; False when nothing
+        runs.
+        """
         if not self.state.cancel():
             return False
         self._cancel.set()
@@ -67,7 +69,8 @@ class Runner:
             self._compare(specs)
         except Cancelled:
             pass
-        except Exception as raised:  # whatever it was, the lab says it and can be used on; there is nobody above on this thread
+        # whatever it was, the lab says it and can be used on; there is nobody above on this thread
+        except Exception as raised:
             error = _one_line(raised)
         self.state.ended(error)
 

@@ -1,7 +1,7 @@
 """What stays of the lab on a page without widgets or scripts: a picture of each figure, and its words.
 
-Live figures go out in plotly's own form with these beside them; the whole batch is left once more below the lab, folded, as an ordinary
-output, because the widgets' state is not saved in the notebook.
+Live figures go out in plotly's own form with these beside them; the whole batch is left once more below the lab,
+folded, as an ordinary output, because the widgets' state is not saved in the notebook.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ from .tabs import EMPTY, Piece, note, pieces
 
 
 def outputs(piece: Piece) -> list[dict[str, Any]]:
-    """One piece as outputs of a notebook: a figure in three forms, and its words for those who do not see it; HTML as it is."""
+    """One piece as outputs of a notebook: a figure in three forms, and its words for those who do not see it; HTML as
+    it is.
+    """
     if isinstance(piece, str):
         return [_output({"text/html": piece})]
     words = alt_text(piece)
     figure = {
-        "application/vnd.plotly.v1+json": json.loads(piece.to_json()) | {"config": {"displaylogo": False, "responsive": True}},
+        "application/vnd.plotly.v1+json": (
+            json.loads(piece.to_json()) | {"config": {"displaylogo": False, "responsive": True}}
+        ),
         "text/html": picture(piece),
         "text/plain": f"[figure] {words}",
     }
@@ -48,7 +52,9 @@ _UNSEEN = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inse
 
 @dataclass(frozen=True, repr=False)
 class Still:
-    """A batch as it stays in the saved notebook: one line, and folded below it the table with its figure, and memory."""
+    """A batch as it stays in the saved notebook:
+    one line, and folded below it the table with its figure, and memory.
+    """
 
     batch: Batch | None = None
 
@@ -67,4 +73,6 @@ class Still:
         if not self.batch:
             return note(self._headline)
         inside = "".join(piece if isinstance(piece, str) else picture(piece) for piece in self._pieces)
-        return f"<details><summary style='opacity:.75;cursor:pointer'>{escape(self._headline)}</summary>{inside}</details>"
+        return (
+            f"<details><summary style='opacity:.75;cursor:pointer'>{escape(self._headline)}</summary>{inside}</details>"
+        )

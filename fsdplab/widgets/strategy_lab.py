@@ -1,8 +1,8 @@
 """The view of the strategy lab: controls, Run and Cancel, and the tabs with what came out.
 
-Everything it knows is in `state`, everything it starts is in `runner`; this file only lays out and redraws. A tab is filled when it is
-looked at and emptied when it is left: plotly measures the place that it draws into, and what is hidden has no size, now or when it
-comes back.
+Everything it knows is in `state`, everything it starts is in `runner`; this file only lays out and redraws. A tab is
+filled when it is looked at and emptied when it is left: plotly measures the place that it draws into, and what is
+hidden has no size, now or when it comes back.
 """
 
 from __future__ import annotations
@@ -42,14 +42,21 @@ _BAR = {"running": "info", "cancelling": "warning", "cancelled": "warning", "fai
 
 
 class StrategyLab:
-    """Controls, Run, Cancel and tabs over a LabState: `StrategyLab(model="gpt-tiny", ranks=2)`; display it in a notebook.
+    """Controls, Run, Cancel and tabs over a LabState: `StrategyLab(model="gpt-tiny", ranks=2)`; display it in a
+    notebook.
 
-    Choices are the fields of `Choices`; `fixed` are further fields of each RunSpec (`{"sequence_length": 32}`). Records go below
-    `directory` (None: a temporary folder), pages of Export into `export_to`. ValueError says which choice is wrong.
+    Choices are the fields of `Choices`; `fixed` are further fields of each RunSpec (`{"sequence_length": 32}`). Records
+    go below `directory` (None: a temporary folder), pages of Export into `export_to`. ValueError says which choice is
+    wrong.
     """
 
     def __init__(
-        self, fixed: Mapping[str, Any] | None = None, *, directory: str | Path | None = None, export_to: str | Path = ".", **choices: Any
+        self,
+        fixed: Mapping[str, Any] | None = None,
+        *,
+        directory: str | Path | None = None,
+        export_to: str | Path = ".",
+        **choices: Any,
     ) -> None:
         self.state = LabState(fixed, **choices)
         if self.state.request.errors:
@@ -73,7 +80,9 @@ class StrategyLab:
         return batch.rows if batch else []
 
     def run(self, timeout: float | None = None) -> list[Any]:
-        """Press Run and wait, as a notebook that nobody watches does; the records. RuntimeError says why there are none."""
+        """Press Run and wait, as a notebook that nobody watches does; the records. RuntimeError says why there are
+        none.
+        """
         if not self.runner.start() or not self.runner.wait(timeout) or self.state.status == "failed":
             raise RuntimeError(self.state.message)
         return self.records
@@ -91,8 +100,12 @@ class StrategyLab:
         self.bar = ipywidgets.FloatProgress(min=0, max=1, layout={"width": "220px"})
         self.message = ipywidgets.HTML()
         self.exported = ipywidgets.Output()
-        self.batch_menu = ipywidgets.Dropdown(description="Batch", layout={"width": "520px"}, style={"description_width": "60px"})
-        self.run_menu = ipywidgets.Dropdown(description="Run", layout={"width": "360px"}, style={"description_width": "40px"})
+        self.batch_menu = ipywidgets.Dropdown(
+            description="Batch", layout={"width": "520px"}, style={"description_width": "60px"}
+        )
+        self.run_menu = ipywidgets.Dropdown(
+            description="Run", layout={"width": "360px"}, style={"description_width": "40px"}
+        )
         self.outputs = {name: ipywidgets.Output(layout={"min_height": "120px"}) for name in TABS}
         self.tabs = ipywidgets.Tab([*self.outputs.values()], titles=tuple(TABS))
         for menu in (self.batch_menu, self.run_menu):
@@ -103,9 +116,15 @@ class StrategyLab:
 
     def _layout(self) -> ipywidgets.VBox:
         row = {"align_items": "center", "flex_flow": "row wrap"}
-        buttons = ipywidgets.HBox([self.run_button, self.cancel_button, self.bar, self.message], layout={**row, "margin": "8px 0 0 0"})
-        self.menus = ipywidgets.HBox([self.batch_menu, self.run_menu, self.export_button], layout={**row, "margin": "4px 0"})
-        box = ipywidgets.VBox([ipywidgets.HTML(_STYLE), self.controls.box, buttons, self.menus, self.exported, self.tabs])
+        buttons = ipywidgets.HBox(
+            [self.run_button, self.cancel_button, self.bar, self.message], layout={**row, "margin": "8px 0 0 0"}
+        )
+        self.menus = ipywidgets.HBox(
+            [self.batch_menu, self.run_menu, self.export_button], layout={**row, "margin": "4px 0"}
+        )
+        box = ipywidgets.VBox(
+            [ipywidgets.HTML(_STYLE), self.controls.box, buttons, self.menus, self.exported, self.tabs]
+        )
         box.add_class("fsdplab-lab")
         return box
 
@@ -118,7 +137,11 @@ class StrategyLab:
         self.cancel_button.disabled = state.status != "running"
         self.bar.value = 1.0 if state.status == "done" else state.progress.share
         self.bar.bar_style = _BAR.get(state.status, "")
-        alarm = " style='color:#c01f25'" if state.status == "failed" or (state.status == "idle" and state.last_error) else ""
+        alarm = (
+            " style='color:#c01f25'"
+            if state.status == "failed" or (state.status == "idle" and state.last_error)
+            else ""
+        )
         self.message.value = f"<div class='fsdplab-message' role='status'{alarm}>{escape(state.message)}</div>"
         self._list_batches()
         self._draw()
@@ -126,7 +149,10 @@ class StrategyLab:
     @property
     def _batch(self) -> Batch | None:
         """The batch that the menu names, else the latest."""
-        return next((batch for batch in self.state.offered if batch.number == self.batch_menu.value), None) or self.state.batch
+        return (
+            next((batch for batch in self.state.offered if batch.number == self.batch_menu.value), None)
+            or self.state.batch
+        )
 
     def _list_batches(self) -> None:
         """Offer the batches that have records; when one gets a record, show it."""
@@ -136,7 +162,11 @@ class StrategyLab:
         if listed == self._listed:
             return
         self._listed = listed
-        self._offer(self.batch_menu, [(batch.title, batch.number) for batch in offered], self.state.batch.number if offered else None)
+        self._offer(
+            self.batch_menu,
+            [(batch.title, batch.number) for batch in offered],
+            self.state.batch.number if offered else None,
+        )
 
     def _list_runs(self, batch: Batch | None) -> None:
         options = [(run.label, place) for place, run in enumerate(batch.views)] if batch else []
@@ -191,7 +221,12 @@ class StrategyLab:
             path.write_text(comparison_page(batch.comparison, batch.rows, findings_of(batch.rows)), encoding="utf-8")
             words = f"written: <a href='{escape(str(path))}' target='_blank'>{escape(str(path.resolve()))}</a>"
         except OSError as error:
-            path, words = None, escape(f"{path} could not be written ({error.strerror}); give StrategyLab(export_to=...) a folder that can")
+            path, words = (
+                None,
+                escape(
+                    f"{path} could not be written ({error.strerror}); give StrategyLab(export_to=...) a folder that can"
+                ),
+            )
         self.exported.outputs = tuple(outputs(f"<div style='font-size:15px'>{words}</div>"))
         return path
 

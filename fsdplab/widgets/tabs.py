@@ -41,11 +41,16 @@ def note(words: str) -> str:
 def table(runs: Sequence[RunView]) -> str:
     """The comparison as HTML: one row a run, verdicts in colour, and under it what was real."""
     head = "".join(f"<th style='text-align:{_side(name)};padding:5px 6px'>{escape(name)}</th>" for name in COLUMNS)
-    rows = "".join(f"<tr>{''.join(_cell(name, text) for name, text in zip(COLUMNS, cells(run), strict=True))}</tr>" for run in runs)
+    rows = "".join(
+        f"<tr>{''.join(_cell(name, text) for name, text in zip(COLUMNS, cells(run), strict=True))}</tr>" for run in runs
+    )
     real = "<br>".join(f"<b>{word}</b>: {escape(what)}" for word, what in provenance(list(runs)))
     small = f"<p style='font-size:13px;opacity:.8;margin:6px 10px'>{escape(LEGEND)}.<br>{real}</p>"
     frame = "border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums"
-    return f"<div style='overflow-x:auto'><table style='{frame}'><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{small}"
+    return (
+        "<div style='overflow-x:auto'><table"
+        f" style='{frame}'><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{small}"
+    )
 
 
 def _side(column: str) -> str:
@@ -61,8 +66,14 @@ def _cell(column: str, text: str) -> str:
 def _failures(batch: Batch) -> list[Piece]:
     """The report of each run that failed, in full."""
     failed = [record for record in batch.rows if record.status == "failed"]
-    reports = [f"{record.spec['strategy']} ({record.spec['engine']}): {(record.failure or {}).get('message', '')}" for record in failed]
-    return [f"<pre style='white-space:pre-wrap;color:{_COLOURS['failed']};margin:8px 10px'>{escape(report)}</pre>" for report in reports]
+    reports = [
+        f"{record.spec['strategy']} ({record.spec['engine']}): {(record.failure or {}).get('message', '')}"
+        for record in failed
+    ]
+    return [
+        f"<pre style='white-space:pre-wrap;color:{_COLOURS['failed']};margin:8px 10px'>{escape(report)}</pre>"
+        for report in reports
+    ]
 
 
 def _drawn(name: str, data: object) -> Piece:
@@ -100,9 +111,18 @@ def _findings(batch: Batch, record: RunRecord) -> list[Piece]:
         found = findings(record)
     except ValueError as reason:
         return [note(str(reason))]
-    words = [f"<b>{escape(each.title)}</b><br>{escape(each.text)}<br><i>What to do:</i> {escape(each.remedy)}" for each in found]
+    words = [
+        f"<b>{escape(each.title)}</b><br>{escape(each.text)}<br><i>What to do:</i> {escape(each.remedy)}"
+        for each in found
+    ]
     lines = "".join(f"<li style='margin:10px 0'>{line}</li>" for line in words)
-    return [f"<ol style='font-size:16px;line-height:1.5;max-width:1000px'>{lines}</ol>" if found else note("nothing stands out in this run")]
+    return [
+        (
+            f"<ol style='font-size:16px;line-height:1.5;max-width:1000px'>{lines}</ol>"
+            if found
+            else note("nothing stands out in this run")
+        )
+    ]
 
 
 TABS: dict[str, Callable[[Batch, RunRecord], list[Piece]]] = {

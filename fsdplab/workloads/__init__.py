@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from .config import ConfigError, ModelConfig, RotaryScaling, block_parameter_count, parameter_count, root_parameter_count
+from .config import (
+    ConfigError,
+    ModelConfig,
+    RotaryScaling,
+    block_parameter_count,
+    parameter_count,
+    root_parameter_count,
+)
 from .gpt import GPT, GPTBlock
 from .llama import Llama, LlamaBlock
 from .models import block_types, build_model, initialise, loss_of, reset_buffers, tie_embeddings
@@ -12,7 +19,8 @@ from .presets import BYTE_VOCABULARY, PRESETS, preset
 from .text import ByteText, TextError
 
 __all__ = [
-    "BYTE_VOCABULARY", "GPT", "MOE_PRESETS", "PRESETS", "ByteText", "ConfigError", "GPTBlock", "GPTStage", "Llama", "LlamaBlock",
+    "BYTE_VOCABULARY", "GPT", "MOE_PRESETS", "PRESETS", "ByteText", "ConfigError", "GPTBlock", "GPTStage", "Llama",
+    "LlamaBlock",
     "ModelConfig", "MoE", "MoEBlock", "MoEConfig", "RotaryScaling",
     "TextError", "block_parameter_count", "block_types", "build_model", "build_moe", "build_stage",
     "initialise", "loss_of", "moe_loss_of", "moe_parameter_count", "parallelize", "parameter_count", "preset",

@@ -38,14 +38,16 @@ class CausalAttention(nn.Module):
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
-        y = y.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H * D), which under tensor parallelism is a share of C
+        # (B, H, T, D) -> (B, T, H * D), which under tensor parallelism is a share of C
+        y = y.transpose(1, 2).flatten(2)
         return self.output(y)
 
 
 class Rotary(nn.Module):
     """Turns each pair of channels (i, i + D/2) of a query or key by an angle that grows with the token's position.
 
-    The dot product of a turned query and a turned key then depends on the distance between them only. [B, *, T, D] -> same.
+    The dot product of a turned query and a turned key then depends on the distance between them only. [B, *, T, D] ->
+    same.
 
     One instance serves all blocks, so the tables exist once and a block stays a function of x alone. Were they passed
     to the blocks as arguments, a sharding engine that casts a unit's inputs to bfloat16 would round them.
@@ -58,7 +60,8 @@ class Rotary(nn.Module):
         super().__init__()
         self.config = config
         shape = (config.context, config.head_width // 2)
-        # Not persistent: a checkpoint need not carry what a formula gives. So `to_empty` leaves garbage here until `reset_buffers`.
+        # Not persistent: a checkpoint need not carry what a formula gives. So `to_empty` leaves garbage here until
+        # `reset_buffers`.
         self.register_buffer("cos", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.register_buffer("sin", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.reset_buffers()

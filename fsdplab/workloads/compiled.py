@@ -1,8 +1,8 @@
 """Compiled blocks: each transformer block's forward becomes one graph, whoever shards the block afterwards.
 
-The class of a block is exchanged for a subclass whose `forward` is compiled. Engines hang their hooks on the module, so gathering, dropping
-and recomputing stay outside of the graph, and parameters keep their names (`torch.compile(block)` puts `_orig_mod.` into them). One compiled
-function serves all blocks of a class: parameters are inputs of the graph.
+The class of a block is exchanged for a subclass whose `forward` is compiled. Engines hang their hooks on the module, so
+gathering, dropping and recomputing stay outside of the graph, and parameters keep their names (`torch.compile(block)`
+puts `_orig_mod.` into them). One compiled function serves all blocks of a class: parameters are inputs of the graph.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib.util
 import os
 import shutil
 import sysconfig
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -23,19 +23,24 @@ COMPILES = ("none", "blocks")
 
 
 def compile_blocks(model: nn.Module, backend: str = "inductor") -> nn.Module:
-    """Have every module of `model.blocks` compiled at its first forward; returns `model`. Call it before the model is sharded.
+    """Have every module of `model.blocks` compiled at its first forward; returns `model`. Call it before the model is
+    sharded.
 
-    Raises `ConfigError` for a model without blocks. A graph break is an error at that first forward: a block is one graph.
+    Raises `ConfigError` for a model without blocks. A graph break is an error at that first forward: a block is one
+    graph.
     """
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.ModuleList) or not len(blocks):
-        raise ConfigError(f"{type(model).__name__} has no blocks to compile; expected a ModuleList called blocks with at least one module")
+        raise ConfigError(
+            f"{type(model).__name__} has no blocks to compile; expected a ModuleList called blocks with at least one"
+            " module"
+        )
     for block in blocks:
         block.__class__ = _compiled(type(block), backend)
     return model
 
 
-@lru_cache(maxsize=None)
+@cache
 def _compiled(kind: type[nn.Module], backend: str) -> type[nn.Module]:
     """A subclass of `kind`, one a class and backend, so that all its instances share one cache of graphs."""
     forward = torch.compile(kind.forward, backend=backend, fullgraph=True)
@@ -43,7 +48,9 @@ def _compiled(kind: type[nn.Module], backend: str) -> type[nn.Module]:
 
 
 def missing_compiler(device_type: str) -> str | None:
-    """What `torch.compile` lacks here to make machine code for `device_type`, in words; None where nothing is known to be missing."""
+    """What `torch.compile` lacks here to make machine code for `device_type`, in words; None where nothing is known to
+    be missing.
+    """
     if device_type == "cpu":
         found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
         return None if found else "a C++ compiler (g++)"

@@ -34,7 +34,8 @@ class RotaryScaling:
     def __post_init__(self) -> None:
         if not (self.factor >= 1 and self.original_context >= 1):
             raise ConfigError(
-                f"rotary scaling: got factor {self.factor!r} and original_context {self.original_context!r}; both must be at least 1"
+                f"rotary scaling: got factor {self.factor!r} and original_context {self.original_context!r}; both must"
+                " be at least 1"
             )
         if not 0 < self.low_frequency < self.high_frequency:
             raise ConfigError(
@@ -47,7 +48,8 @@ class RotaryScaling:
 class ModelConfig:
     """The shape of a GPT or a Llama-style model, checked once, here; a wrong one raises `ConfigError`.
 
-    >>> ModelConfig(family="gpt", layers=2, width=64, heads=4, kv_heads=4, ffn=256, vocabulary=256, context=128).head_width
+    >>> shape = dict(layers=2, width=64, heads=4, kv_heads=4, ffn=256, vocabulary=256, context=128)
+    >>> ModelConfig(family="gpt", **shape).head_width
     16
     """
 
@@ -74,10 +76,13 @@ class ModelConfig:
         self._check_heads()
         if not self.norm_epsilon > 0 or not self.rotary_base > 1:
             raise ConfigError(
-                f"norm_epsilon must be above 0 and rotary_base above 1, got {self.norm_epsilon!r} and {self.rotary_base!r}"
+                f"norm_epsilon must be above 0 and rotary_base above 1, got {self.norm_epsilon!r} and"
+                f" {self.rotary_base!r}"
             )
         if self.family == "gpt" and self.rotary_scaling is not None:
-            raise ConfigError("a gpt has learned positions, so rotary_scaling must be None; use family='llama' for rotary positions")
+            raise ConfigError(
+                "a gpt has learned positions, so rotary_scaling must be None; use family='llama' for rotary positions"
+            )
 
     def _check_heads(self) -> None:
         if self.width % self.heads:
@@ -96,7 +101,10 @@ class ModelConfig:
     def require_length(self, tokens: int) -> None:
         """Raise `ConfigError` for a sequence of more tokens than the model has positions for."""
         if tokens > self.context:
-            raise ConfigError(f"a sequence of {tokens} tokens is longer than the model's context of {self.context}; give shorter sequences")
+            raise ConfigError(
+                f"a sequence of {tokens} tokens is longer than the model's context of {self.context}; give shorter"
+                " sequences"
+            )
 
     @property
     def head_width(self) -> int:
@@ -118,7 +126,9 @@ def block_parameter_count(config: ModelConfig) -> int:
 
 
 def root_parameter_count(config: ModelConfig) -> int:
-    """Parameters outside the blocks: embeddings, final norm and output head (counted once with the embedding when tied)."""
+    """Parameters outside the blocks: embeddings, final norm and output head (counted once with the embedding when
+    tied).
+    """
     C = config.width
     tables = (1 if config.tie_embeddings else 2) * config.vocabulary * C
     if config.family == "llama":

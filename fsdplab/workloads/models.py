@@ -27,10 +27,11 @@ _RESIDUAL = ("attention.output.weight", "feed_forward.down.weight")
 
 
 def build_model(model: str | ModelConfig, device: torch.device | str | None = None, seed: int = 0) -> GPT | Llama:
-    """A model by preset name or shape, in torch's default dtype (float32), with values set by `seed` alone; torch's global generators stay as they were.
+    """A model by preset name or shape, in torch's default dtype (float32), with values set by `seed` alone; torch's
+    global generators stay as they were.
 
-    On `device="meta"` it has shapes and no memory; `to_empty(device=...)` and `initialise(model, seed)` then give the same values.
-    An unknown name raises `ConfigError`.
+    On `device="meta"` it has shapes and no memory; `to_empty(device=...)` and `initialise(model, seed)` then give the
+    same values. An unknown name raises `ConfigError`.
 
     >>> sum(p.numel() for p in build_model("gpt-20m", device="meta").parameters())
     21589248
@@ -46,15 +47,18 @@ def build_model(model: str | ModelConfig, device: torch.device | str | None = No
 
 
 def initialise(model: GPT | Llama, seed: int = 0) -> GPT | Llama:
-    """Set every parameter and buffer in place, as a function of `seed` and the parameter's name, whole or sharded; returns `model`.
+    """Set every parameter and buffer in place, as a function of `seed` and the parameter's name, whole or sharded;
+    returns `model`.
 
-    Weights are normal with deviation 0.02, the projections into the residual stream 0.02 / sqrt(2 layers), as in GPT-2; biases 0, norms 1.
+    Weights are normal with deviation 0.02, the projections into the residual stream 0.02 / sqrt(2 layers), as in GPT-2;
+    biases 0, norms 1.
     """
     tie_embeddings(model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ConfigError(
-                f"cannot initialise {name}: it is on the meta device and has no memory; call model.to_empty(device=...) first"
+                f"cannot initialise {name}: it is on the meta device and has no memory; call model.to_empty(device=...)"
+                " first"
             )
         _fill(parameter, _initial_value(name, parameter.shape, model.config.layers, seed))
     reset_buffers(model)
@@ -62,14 +66,18 @@ def initialise(model: GPT | Llama, seed: int = 0) -> GPT | Llama:
 
 
 def reset_buffers(model: nn.Module) -> None:
-    """Make anew what no checkpoint carries (the rotary tables): needed after `to_empty` when `initialise` is not called."""
+    """Make anew what no checkpoint carries (the rotary tables): needed after `to_empty` when `initialise` is not
+    called.
+    """
     for module in model.modules():
         if hasattr(module, "reset_buffers"):
             module.reset_buffers()
 
 
 def tie_embeddings(model: GPT | Llama) -> None:
-    """Make the head's weight the token embedding itself where the shape says so: `to_empty` makes two of a shared one."""
+    """Make the head's weight the token embedding itself where the shape says so:
+    `to_empty` makes two of a shared one.
+    """
     if model.config.tie_embeddings and model.head.weight is not model.token_embedding.weight:
         model.head.weight = model.token_embedding.weight
 
@@ -77,7 +85,8 @@ def tie_embeddings(model: GPT | Llama) -> None:
 def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy of the next token, in nats: a float32 scalar, whatever dtype the model computes in.
 
-    tokens, targets: int64 [B, T]. The forward goes through `model(...)`, so hooks run. A fresh byte model gives about ln 256 = 5.55.
+    tokens, targets: int64 [B, T]. The forward goes through `model(...)`, so hooks run. A fresh byte model gives about
+    ln 256 = 5.55.
     """
     logits = model(tokens)  # (B, T, V)
     return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())  # (B*T, V), (B*T)

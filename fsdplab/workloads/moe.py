@@ -1,8 +1,9 @@
 """A GPT whose feed-forward parts are mixtures of experts: each token is worked on by a few of many experts.
 
-Two forms of one model. Dense: every rank holds all experts (the unsharded twin). Expert-parallel, after `spread_experts`:
-each rank of a mesh holds some of them, and tokens travel to their experts and back, in two all-to-alls a layer.
-Nothing is dropped and nothing is drawn at random, so both forms compute the same numbers up to the order of sums.
+Two forms of one model. Dense: every rank holds all experts (the unsharded twin). Expert-parallel, after
+`spread_experts`: each rank of a mesh holds some of them, and tokens travel to their experts and back, in two
+all-to-alls a layer. Nothing is dropped and nothing is drawn at random, so both forms compute the same numbers up to the
+order of sums.
 
 Letters: B batch, T tokens, N = B T, C width, E experts, K experts per token, F inner width of an expert.
 """
@@ -21,13 +22,14 @@ from torch.nn import functional
 from .attention import CausalAttention
 from .config import ConfigError, ModelConfig, root_parameter_count
 from .models import initialise
-from .presets import PRESETS
 from .routing import Routing, dispatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(ModelConfig):
-    """The shape of a mixture-of-experts GPT; `ffn` is the inner width of one expert. A wrong one raises `ConfigError`."""
+    """The shape of a mixture-of-experts GPT; `ffn` is the inner width of one expert.
+    A wrong one raises `ConfigError`.
+    """
 
     experts: int = 4
     experts_per_token: int = 2
@@ -50,7 +52,7 @@ class MoEConfig(ModelConfig):
 
 
 MOE_PRESETS: dict[str, MoEConfig] = {
-    "moe-tiny": MoEConfig(family="gpt", layers=2, width=64, heads=4, kv_heads=4, ffn=128, vocabulary=256, context=128),
+    "moe-tiny": MoEConfig(family="gpt", layers=2, width=64, heads=4, kv_heads=4, ffn=128, vocabulary=256, context=128)
 }
 
 
@@ -65,7 +67,8 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         up, down = _own(self.up), _own(self.down)
-        work = zip(rows.split(counts), up, down, strict=True)  # an expert without rows still takes part: its gradient is 0
+        # an expert without rows still takes part: its gradient is 0
+        work = zip(rows.split(counts), up, down, strict=True)
         return torch.cat([functional.gelu(part @ widen, approximate="tanh") @ narrow for part, widen, narrow in work])
 
 
@@ -168,10 +171,14 @@ def moe_loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def moe_parameter_count(config: MoEConfig) -> int:
-    """Parameters of the whole model, in closed form: a layer has 2 E C F in experts, C E in the router, and a GPT's rest."""
+    """Parameters of the whole model, in closed form: a layer has 2 E C F in experts, C E in the router, and a GPT's
+    rest.
+    """
     C = config.width
     attention, norms = 4 * C * C + 4 * C, 4 * C
-    return config.layers * (attention + norms + config.experts * (2 * C * config.ffn + C)) + root_parameter_count(config)
+    return config.layers * (attention + norms + config.experts * (2 * C * config.ffn + C)) + root_parameter_count(
+        config
+    )
 
 
 def _own(parameter: Tensor) -> Tensor:

@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module,
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
 )  # fmt: skip
 
 from .config import ConfigError, ModelConfig
@@ -33,14 +38,17 @@ _NORMS = ("attention_norm", "feed_forward_norm")
 def parallelize(model: GPT | Llama | GPTStage, mesh: DeviceMesh, sequence_parallel: bool = False) -> nn.Module:
     """Cut `model`, whole or one pipeline stage, over the 1-D `mesh`, in place; shard it over another mesh afterwards.
 
-    With `sequence_parallel`, what flows between the projections (norms, residual stream) is cut along T as well, which T
-    must allow. Raises `ConfigError` where the ranks do not divide the key/value heads, or head and embedding are tied.
+    With `sequence_parallel`, what flows between the projections (norms, residual stream) is cut along T as well, which
+    T must allow. Raises `ConfigError` where the ranks do not divide the key/value heads, or head and embedding are
+    tied.
     """
     _check(model.config, mesh.size())
     for block in (each for each in model.modules() if isinstance(each, model.block_type)):
         parallelize_module(block, mesh, block_plan(block, sequence_parallel))
     parts = dict(model.named_children())  # a stage lacks some
-    parallelize_module(model, mesh, {name: style for name, style in _root_plan(sequence_parallel).items() if name in parts})
+    parallelize_module(
+        model, mesh, {name: style for name, style in _root_plan(sequence_parallel).items() if name in parts}
+    )
     return model
 
 
@@ -74,7 +82,8 @@ def _check(config: ModelConfig, ranks: int) -> None:
         )
     if config.tie_embeddings:
         raise ConfigError(
-            "tied embeddings cannot be cut here: head and token embedding would be cut differently; use tie_embeddings=False"
+            "tied embeddings cannot be cut here: head and token embedding would be cut differently; use"
+            " tie_embeddings=False"
         )
 
 
@@ -132,7 +141,9 @@ def build_stage(
     """Stage `stage` of `stages` of a GPT, with the values that `build_model(model, seed=seed)` has; on "meta", none."""
     config = model if isinstance(model, ModelConfig) else preset(model)
     if config.family != "gpt" or config.tie_embeddings:
-        raise ConfigError("pipeline stages are cut from a gpt whose head is its own: family='gpt', tie_embeddings=False")
+        raise ConfigError(
+            "pipeline stages are cut from a gpt whose head is its own: family='gpt', tie_embeddings=False"
+        )
     with torch.device("meta"):
         built = GPTStage(config, *stage_span(config.layers, stage, stages))
     return built if torch.device(device).type == "meta" else initialise(built.to_empty(device=device), seed)

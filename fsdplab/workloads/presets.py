@@ -1,9 +1,9 @@
 """Named model shapes: small ones to train here, middling ones for one GPU, published ones to plan with.
 
-The lab presets read bytes (vocabulary 256), so model state dominates their memory as it does in the large ones. Those for one GPU
-(0.3 to 3 billion parameters, heads 128 wide, vocabulary of Llama 2) are no published models, but have their proportions. The
-published presets have exactly the parameter counts of their papers and checkpoints; nobody trains them here: they are
-built on the meta device, where a tensor has a shape and no memory.
+The lab presets read bytes (vocabulary 256), so model state dominates their memory as it does in the large ones. Those
+for one GPU (0.3 to 3 billion parameters, heads 128 wide, vocabulary of Llama 2) are no published models, but have their
+proportions. The published presets have exactly the parameter counts of their papers and checkpoints; nobody trains them
+here: they are built on the meta device, where a tensor has a shape and no memory.
 """
 
 from __future__ import annotations
@@ -17,13 +17,27 @@ BYTE_VOCABULARY = 256
 
 def _gpt_lab(layers: int, width: int, heads: int, context: int) -> ModelConfig:
     return ModelConfig(
-        family="gpt", layers=layers, width=width, heads=heads, kv_heads=heads, ffn=4 * width, vocabulary=BYTE_VOCABULARY, context=context
+        family="gpt",
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        ffn=4 * width,
+        vocabulary=BYTE_VOCABULARY,
+        context=context,
     )
 
 
 def _llama_lab(layers: int, width: int, heads: int, kv_heads: int, ffn: int, context: int) -> ModelConfig:
     return ModelConfig(
-        family="llama", layers=layers, width=width, heads=heads, kv_heads=kv_heads, ffn=ffn, vocabulary=BYTE_VOCABULARY, context=context
+        family="llama",
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        vocabulary=BYTE_VOCABULARY,
+        context=context,
     )
 
 
@@ -36,7 +50,14 @@ def _gpt2(layers: int, width: int, heads: int) -> ModelConfig:
 
 def _llama2(layers: int, width: int, heads: int, kv_heads: int, ffn: int) -> ModelConfig:
     return ModelConfig(
-        family="llama", layers=layers, width=width, heads=heads, kv_heads=kv_heads, ffn=ffn, vocabulary=32_000, context=4096
+        family="llama",
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        vocabulary=32_000,
+        context=4096,
     )
 
 

@@ -43,7 +43,9 @@ class Routing:
         return rows[self.order.argsort()]
 
     def balance(self, probabilities: Tensor) -> Tensor:
-        """E times the sum over experts of (share of the rows) x (mean probability): 1 when even (Switch Transformer, eq. 4)."""
+        """E times the sum over experts of (share of the rows) x (mean probability): 1 when even (Switch Transformer,
+        eq. 4).
+        """
         share = self.counts / self.counts.sum()
         return len(self.counts) * (share * probabilities.mean(dim=0)).sum()
 
@@ -52,7 +54,9 @@ Experts = Callable[[Tensor, list[int]], Tensor]
 
 
 def dispatch(rows: Tensor, routing: Routing, experts: Experts, group: dist.ProcessGroup | None) -> Tensor:
-    """Have `rows` [N K, C], sorted by expert, worked on where their experts are; the answers come back in the same order."""
+    """Have `rows` [N K, C], sorted by expert, worked on where their experts are; the answers come back in the same
+    order.
+    """
     if group is None:
         return experts(rows, routing.counts.tolist())
     ranks = group.size()

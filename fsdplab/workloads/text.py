@@ -40,12 +40,16 @@ class ByteText:
 
     @classmethod
     def from_standard_library(cls) -> ByteText:
-        """The running interpreter's own top-level modules, in order of name; the same text on every machine with this Python."""
+        """The running interpreter's own top-level modules, in order of name; the same text on every machine with this
+        Python.
+        """
         return _library_in(Path(sysconfig.get_path("stdlib")))
 
     @classmethod
     def from_path(cls, path: str | os.PathLike[str]) -> ByteText:
-        """The bytes of a file, or of all .md, .py and .txt files under a folder in order of path; `TextError` if there are none."""
+        """The bytes of a file, or of all .md, .py and .txt files under a folder in order of path; `TextError` if there
+        are none.
+        """
         if not os.fspath(path):
             raise TextError("the path of the text is empty; give a file or a folder")
         return cls.from_bytes(_join(_files_of(Path(path).expanduser())), str(path))
@@ -80,21 +84,25 @@ class ByteText:
         return hashlib.blake2b(self.data.numpy(), digest_size=8).hexdigest()
 
     def require(self, sequence_length: int, split: str = "train") -> None:
-        """Raise `TextError` unless the split holds one sequence and the byte after it; call it before ranks are started."""
+        """Raise `TextError` unless the split holds one sequence and the byte after it; call it before ranks are
+        started.
+        """
         if sequence_length < 1:
             raise TextError(f"sequence_length must be at least 1, got {sequence_length}")
         there, needed = self._split(split).numel(), sequence_length + 1
         if there < needed:
             raise TextError(
-                f"the text {self.source} is too short: its {split} part has {there} bytes (of {len(self)}), and a sequence_length of "
-                f"{sequence_length} needs at least {needed}; give a longer text or a shorter sequence_length"
+                f"the text {self.source} is too short: its {split} part has {there} bytes (of {len(self)}), and a"
+                f" sequence_length of {sequence_length} needs at least {needed}; give a longer text or a shorter"
+                " sequence_length"
             )
 
     def batch(
         self, step: int, rank: int, world_size: int, batch_size: int, sequence_length: int,
         micro_batch: int = 0, seed: int = 0, split: str = "train",
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """What `rank` reads at `step`: (tokens, targets), int64 [batch_size, sequence_length], targets one byte further on.
+        """What `rank` reads at `step`: (tokens, targets), int64 [batch_size, sequence_length], targets one byte further
+        on.
 
         The world size is checked against the rank and changes nothing else: rank 1 of 2 reads what rank 1 of 4 reads.
         A text too short for one sequence raises `TextError`.
@@ -126,7 +134,8 @@ def _library_in(folder: Path) -> ByteText:
     files = [file for file in files if file.is_file()]
     if not files:
         raise TextError(
-            f"this Python's standard library has no sources to read in {folder}; give a text with ByteText.from_path (or --text PATH)"
+            f"this Python's standard library has no sources to read in {folder}; give a text with ByteText.from_path"
+            " (or --text PATH)"
         )
     return ByteText.from_bytes(_join(files), f"standard library of Python {platform.python_version()}")
 
@@ -144,7 +153,8 @@ def _files_of(path: Path) -> list[Path]:
         raise TextError(f"cannot look for text at {path}: {error}; check the path and its permissions") from error
     if not files:
         raise TextError(
-            f"the folder {path} holds no text: expected files ending in {', '.join(TEXT_SUFFIXES)}; name a file or another folder"
+            f"the folder {path} holds no text: expected files ending in {', '.join(TEXT_SUFFIXES)}; name a file or"
+            " another folder"
         )
     return files
 

@@ -21,8 +21,8 @@ Gradients = list["torch.Tensor | None"]
 def replay_gradients(model: nn.Module, batches_by_rank: Sequence[Sequence[Batch]], loss_of: LossOf) -> float:
     """Leave the averaged gradients on `model.parameters()` and return the mean loss.
 
-    `batches_by_rank[r]` holds rank r's (tokens, targets) micro-batches. The loss of each is divided by their number, as a
-    training loop with accumulation does. Gradients must be None or zero before the call.
+    `batches_by_rank[r]` holds rank r's (tokens, targets) micro-batches. The loss of each is divided by their number, as
+    a training loop with accumulation does. Gradients must be None or zero before the call.
     """
     return _averaged(model, (_replay(model, batches, loss_of) for batches in batches_by_rank), len(batches_by_rank))
 
@@ -30,8 +30,9 @@ def replay_gradients(model: nn.Module, batches_by_rank: Sequence[Sequence[Batch]
 class SideBySide:
     """`replay_gradients` with several ranks' batches at a time, a thread each: the same bits in less time.
 
-    Each thread computes with modules of its own over the same parameters; gradients are still summed in rank order. For models on the CPU
-    that draw no random numbers in their forward (threads would draw them in any order). `at_once` gradients of the whole model live at a time.
+    Each thread computes with modules of its own over the same parameters; gradients are still summed in rank order. For
+    models on the CPU that draw no random numbers in their forward (threads would draw them in any order). `at_once`
+    gradients of the whole model live at a time.
     """
 
     def __init__(self, model: nn.Module, at_once: int) -> None:
@@ -42,7 +43,9 @@ class SideBySide:
         """As the function above, on the model that was given."""
         return _averaged(self._model, self._replayed(batches_by_rank, loss_of), len(batches_by_rank))
 
-    def _replayed(self, batches_by_rank: Sequence[Sequence[Batch]], loss_of: LossOf) -> Iterator[tuple[float, Gradients]]:
+    def _replayed(
+        self, batches_by_rank: Sequence[Sequence[Batch]], loss_of: LossOf
+    ) -> Iterator[tuple[float, Gradients]]:
         models = [self._model, *self._others]
         for first in range(0, len(batches_by_rank), len(models)):
             some = batches_by_rank[first : first + len(models)]
@@ -50,7 +53,10 @@ class SideBySide:
 
 
 def _over_same_parameters(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model, {id(parameter): nn.Parameter(parameter.detach(), parameter.requires_grad) for parameter in model.parameters()})
+    return copy.deepcopy(
+        model,
+        {id(parameter): nn.Parameter(parameter.detach(), parameter.requires_grad) for parameter in model.parameters()},
+    )
 
 
 def _replay(model: nn.Module, batches: Sequence[Batch], loss_of: LossOf) -> tuple[float, Gradients]:

@@ -1,4 +1,6 @@
-"""The registry: every exercise of the course by its id. One module a notebook, loaded when its first id is asked for."""
+"""The registry: every exercise of the course by its id.
+One module a notebook, loaded when its first id is asked for.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def items_of(notebook: str) -> tuple[Item, ...]:
 
 
 def find(exercise: str, kind: type | None = None) -> Item:
-    """The item of an id; KeyError's message lists the near ones. With `kind`, an item of another kind is an error too."""
+    """The item of an id; KeyError's message lists the near ones.
+    With `kind`, an item of another kind is an error too.
+    """
     known = {item.id: item for item in items_of(checked_id(exercise)[:2])}
     if exercise not in known:
         near = difflib.get_close_matches(exercise, known, n=3, cutoff=0) or ["none in this notebook"]

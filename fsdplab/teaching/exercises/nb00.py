@@ -42,7 +42,13 @@ def _explain(case: Case, trial: Trial, difference: Difference) -> tuple[None, st
     if got == f"rank {_RANKS} of {rank}":
         return None, "the two numbers are swapped: `get_rank()` says who, `get_world_size()` says how many"
     if isinstance(got, str) and got.startswith(f"rank {rank} of "):
-        return None, f"the number of ranks is written down as a constant; this check starts {_RANKS}: ask `dist.get_world_size()`"
+        return (
+            None,
+            (
+                f"the number of ranks is written down as a constant; this check starts {_RANKS}: ask"
+                " `dist.get_world_size()`"
+            ),
+        )
     if got in case.expected:
         return None, "the rank is written down as a constant, but every rank runs this same code: ask `dist.get_rank()`"
     return None, 'the text must read exactly like "rank 0 of 2": a word, a number, a word, a number'
@@ -66,14 +72,37 @@ hello_ranks = Exercise(
         Wrong("counts from one", edited(_REFERENCE, ("dist.get_rank()", "dist.get_rank() + 1")), "count from 0"),
         Wrong("two ranks for ever", edited(_REFERENCE, ("{dist.get_world_size()}", "2")), "constant"),
         Wrong("always rank 0", edited(_REFERENCE, ("{dist.get_rank()}", "0")), "every rank runs this same code"),
-        Wrong("swapped", edited(_REFERENCE, ("get_rank", "RANK"), ("get_world_size", "get_rank"), ("RANK", "get_world_size")), "swapped"),
-        Wrong("prints", edited(_REFERENCE, ('return f"rank {dist.get_rank()} of {dist.get_world_size()}"', 'print("rank", dist.get_rank())')), "returns nothing"),
-        Wrong("the numbers only", edited(_REFERENCE, ('f"rank {dist.get_rank()} of {dist.get_world_size()}"', "dist.get_rank(), dist.get_world_size()")), "one text"),
-        Wrong("the cell's names", edited(_REFERENCE, ("{dist.get_rank()}", "{rank}")), "in `%%ranks` cells only", ends="raises"),
+        Wrong(
+            "swapped",
+            edited(_REFERENCE, ("get_rank", "RANK"), ("get_world_size", "get_rank"), ("RANK", "get_world_size")),
+            "swapped",
+        ),
+        Wrong(
+            "prints",
+            edited(
+                _REFERENCE,
+                ('return f"rank {dist.get_rank()} of {dist.get_world_size()}"', 'print("rank", dist.get_rank())'),
+            ),
+            "returns nothing",
+        ),
+        Wrong(
+            "the numbers only",
+            edited(
+                _REFERENCE,
+                ('f"rank {dist.get_rank()} of {dist.get_world_size()}"', "dist.get_rank(), dist.get_world_size()"),
+            ),
+            "one text",
+        ),
+        Wrong(
+            "the cell's names",
+            edited(_REFERENCE, ("{dist.get_rank()}", "{rank}")),
+            "in `%%ranks` cells only",
+            ends="raises",
+        ),
         Wrong("other words", edited(_REFERENCE, ('f"rank ', 'f"I am ')), "exactly like"),
         Wrong("no import", edited(_REFERENCE, ("import torch.distributed as dist", "")), "imports", ends="raises"),
     ),
-)  # fmt: skip
+)
 
 
 def _run(records: Any, strategy: str) -> Any:
@@ -96,8 +125,13 @@ peak = Question(
     expected=lambda records: _peak(records, "full_shard"),
     tolerance=0.03,
     slips=(
-        Slip("that is the bar of no_shard; full_shard has its own bar", value=lambda records: _peak(records, "no_shard")),
-        Slip("that is the card's capacity, the dashed line", value=lambda records: _run(records, "full_shard").spec["card"] / 1e6),
+        Slip(
+            "that is the bar of no_shard; full_shard has its own bar", value=lambda records: _peak(records, "no_shard")
+        ),
+        Slip(
+            "that is the card's capacity, the dashed line",
+            value=lambda records: _run(records, "full_shard").spec["card"] / 1e6,
+        ),
         Slip("that is one segment, the optimizer state; the peak is the whole bar", value=_optimizer),
         Slip("that is the sum over both ranks; the figure and the card are about one rank", factor=2.0),
     ),
@@ -111,7 +145,10 @@ peak = Question(
 
 loop = Choice(
     id="00.loop",
-    statement="A training loop calls `loss.backward()` and `optimizer.step()`, but never `optimizer.zero_grad()`. What happens?",
+    statement=(
+        "A training loop calls `loss.backward()` and `optimizer.step()`, but never `optimizer.zero_grad()`. What"
+        " happens?"
+    ),
     options={
         "a": "nothing: `backward()` overwrites `.grad`",
         "b": "every step uses the sum of all gradients since the start",
@@ -137,7 +174,10 @@ hook = Choice(
     because={
         "a": "that is a forward hook, `register_forward_hook` on the module.",
         "b": "it runs inside `backward()`, one weight at a time; that is what lets communication begin early.",
-        "c": "gradients become ready from the last layer to the first, and the hook runs inside `backward()`: DDP sends buckets from there.",
+        "c": (
+            "gradients become ready from the last layer to the first, and the hook runs inside `backward()`: DDP sends"
+            " buckets from there."
+        ),
     },
 )
 

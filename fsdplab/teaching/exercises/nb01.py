@@ -85,13 +85,24 @@ def _cause(held: list[int | None], rank: int) -> str:
     left = (rank - 1) % _RANKS
     elsewhere = any(owner not in (None, place) for place, owner in enumerate(held))
     if held.count(None) == _RANKS - 1 and not elsewhere:
-        return "no block has arrived: the loop neither sends nor receives, or receives into something that is not returned"
+        return (
+            "no block has arrived: the loop neither sends nor receives, or receives into something that is not returned"
+        )
     if None in held and not elsewhere:
-        return "a block never arrived: count your steps, n - 1 of them, and see that each brings another block: pass on what you have just received"
+        return (
+            "a block never arrived: count your steps, n - 1 of them, and see that each brings another block: pass on"
+            " what you have just received"
+        )
     if held.count(left) > 1:
-        return "the same block arrives at every step: after the first, forward the block that you have just received, not your own"
+        return (
+            "the same block arrives at every step: after the first, forward the block that you have just received, not"
+            " your own"
+        )
     if held.count((rank - 2) % _RANKS) > 1:
-        return "one receive buffer was used for all steps, and the last block overwrote the others: receive into a fresh buffer"
+        return (
+            "one receive buffer was used for all steps, and the last block overwrote the others: receive into a fresh"
+            " buffer"
+        )
     if held == [(rank - step) % _RANKS for step in range(_RANKS)]:
         return "blocks lie in the order of their arrival, the own one first; the result wants them in rank order"
     return "blocks lie in the wrong places: what arrives at step s is owned by rank `(r - s - 1) % n`"
@@ -115,7 +126,9 @@ def _collective_used(trial: Trial) -> Finding | None:
     if not others:
         return None
     cause = f"{others[0]} does the whole work; the exercise is to do it with isend and recv"
-    return Finding("The values are right, but a collective was used.", "send and recv only", others[0], cause, trial.rank)
+    return Finding(
+        "The values are right, but a collective was used.", "send and recv only", others[0], cause, trial.rank
+    )
 
 
 def _not_one_neighbour(trial: Trial) -> Finding | None:
@@ -124,7 +137,9 @@ def _not_one_neighbour(trial: Trial) -> Finding | None:
         return None
     got = f"sends to {' and '.join(f'rank {peer}' for peer in peers)}"
     cause = "every rank sends its block to everybody; in a ring it talks to one neighbour and forwards what it received"
-    return Finding("The values are right, but this is no ring.", "every rank sends to one neighbour", got, cause, trial.rank)
+    return Finding(
+        "The values are right, but this is no ring.", "every rank sends to one neighbour", got, cause, trial.rank
+    )
 
 
 def _too_many_bytes(case: Case, trial: Trial) -> Finding | None:
@@ -136,13 +151,21 @@ def _too_many_bytes(case: Case, trial: Trial) -> Finding | None:
     cause = "more bytes than needed: everything gathered so far is sent again; send only the block that arrived last"
     if len(_sends(trial)) > _RANKS - 1:
         cause = "more messages than needed: after n - 1 steps everybody has every block"
-    return Finding("The values are right, but too much was sent.", f"P (n-1)/n = {allowed} bytes", f"{sent} bytes", cause, trial.rank)
+    return Finding(
+        "The values are right, but too much was sent.",
+        f"P (n-1)/n = {allowed} bytes",
+        f"{sent} bytes",
+        cause,
+        trial.rank,
+    )
 
 
 def _looped(*lines: str, before: str = "", after: str = "return whole.flatten(0, 1)") -> str:
     """The reference with another loop: every line of `lines` stands in the loop's body."""
     loop = "".join(f"        {line}\n" for line in lines)
-    return edited(_REFERENCE, (_BODY, f"{before}    for step in range(n - 1):\n{loop}"), ("return whole.flatten(0, 1)", after))
+    return edited(
+        _REFERENCE, (_BODY, f"{before}    for step in range(n - 1):\n{loop}"), ("return whole.flatten(0, 1)", after)
+    )
 
 
 _NEIGHBOURS = ("out = dist.isend({}, dst=(rank + 1) % n)", "dist.recv(incoming, src=(rank - 1) % n)", "out.wait()")
@@ -150,43 +173,136 @@ _NEIGHBOURS = ("out = dist.isend({}, dst=(rank + 1) % n)", "dist.recv(incoming, 
 ring_all_gather = Exercise(
     id="01.ring_all_gather",
     title="A ring all-gather",
-    statement="Write ring_all_gather(mine) with isend and recv: every rank talks to its neighbours only, in n - 1 steps.",
+    statement=(
+        "Write ring_all_gather(mine) with isend and recv: every rank talks to its neighbours only, in n - 1 steps."
+    ),
     stub=_STUB,
     reference=_REFERENCE,
     hints=(
-        "Draw three ranks in a circle. After the first step, which block does each rank own that its right neighbour lacks?",
-        "At step s, rank r sends the block of rank `(r - s) % n`, which it has just received, and receives that of `(r - s - 1) % n`. "
-        "If everybody sends first and waits, nobody receives: start the send, receive, then wait for the send.",
-        "In the loop: `sending = dist.isend(whole[(rank - step) % n], dst=(rank + 1) % n)`, then `dist.recv` into "
-        "`whole[(rank - step - 1) % n]` from `(rank - 1) % n`, then `sending.wait()`.",
+        (
+            "Draw three ranks in a circle. After the first step, which block does each rank own that its right"
+            " neighbour lacks?"
+        ),
+        (
+            "At step s, rank r sends the block of rank `(r - s) % n`, which it has just received, and receives that of"
+            " `(r - s - 1) % n`. If everybody sends first and waits, nobody receives: start the send, receive, then"
+            " wait for the send."
+        ),
+        (
+            "In the loop: `sending = dist.isend(whole[(rank - step) % n], dst=(rank + 1) % n)`, then `dist.recv` into "
+            "`whole[(rank - step - 1) % n]` from `(rank - 1) % n`, then `sending.wait()`."
+        ),
     ),
     cases=_cases,
     explain=_explain,
     rules=_rules,
-    hung="deadlock: a rank waits for a message, or for a receiver, that never comes. Begin the send with isend, receive, "
-    "then wait for the send; `dst` is rank + 1 and `src` is rank - 1, both modulo n",
+    hung=(
+        "deadlock: a rank waits for a message, or for a receiver, that never comes. Begin the send with isend, receive,"
+        " then wait for the send; `dst` is rank + 1 and `src` is rank - 1, both modulo n"
+    ),
     world_size=_RANKS,
     wrong=(
-        Wrong("own block every time", edited(_REFERENCE, (_SEND, "sending = dist.isend(mine, dst=(rank + 1) % n)")), "forward"),
+        Wrong(
+            "own block every time",
+            edited(_REFERENCE, (_SEND, "sending = dist.isend(mine, dst=(rank + 1) % n)")),
+            "forward",
+        ),
         Wrong("one step short", edited(_REFERENCE, ("range(n - 1)", "range(n - 2)")), "count your steps"),
         Wrong("empty loop", _looped("pass"), "neither sends nor receives"),
         Wrong("one step more", edited(_REFERENCE, ("range(n - 1)", "range(n)")), "more messages than needed"),
-        Wrong("received over one's own", edited(_REFERENCE, (_RECEIVE, _RECEIVE.replace("step - 1", "step + 1"))), "wrong places"),
-        Wrong("mirrored owners", edited(_REFERENCE, ("return whole.flatten(0, 1)", "return whole.flip(0).flatten(0, 1)")), "wrong places"),
-        Wrong("order of arrival", edited(_REFERENCE, ("return whole.flatten(0, 1)", "return torch.cat([whole[(rank - step) % n] for step in range(n)])")), "in rank order"),
-        Wrong("one receive buffer", _looped(_NEIGHBOURS[0].format("blocks[-1].clone()"), *_NEIGHBOURS[1:], "blocks.append(incoming)", before="    blocks, incoming = [mine], torch.empty_like(mine)\n", after="return torch.cat([blocks[(rank - owner) % n] for owner in range(n)])"), "receive buffer"),
+        Wrong(
+            "received over one's own",
+            edited(_REFERENCE, (_RECEIVE, _RECEIVE.replace("step - 1", "step + 1"))),
+            "wrong places",
+        ),
+        Wrong(
+            "mirrored owners",
+            edited(_REFERENCE, ("return whole.flatten(0, 1)", "return whole.flip(0).flatten(0, 1)")),
+            "wrong places",
+        ),
+        Wrong(
+            "order of arrival",
+            edited(
+                _REFERENCE,
+                ("return whole.flatten(0, 1)", "return torch.cat([whole[(rank - step) % n] for step in range(n)])"),
+            ),
+            "in rank order",
+        ),
+        Wrong(
+            "one receive buffer",
+            _looped(
+                _NEIGHBOURS[0].format("blocks[-1].clone()"),
+                *_NEIGHBOURS[1:],
+                "blocks.append(incoming)",
+                before="    blocks, incoming = [mine], torch.empty_like(mine)\n",
+                after="return torch.cat([blocks[(rank - owner) % n] for owner in range(n)])",
+            ),
+            "receive buffer",
+        ),
         Wrong("stacked", edited(_REFERENCE, ("return whole.flatten(0, 1)", "return whole")), "stacked"),
         Wrong("a list", edited(_REFERENCE, ("return whole.flatten(0, 1)", "return list(whole)")), "torch.cat"),
-        Wrong("returns nothing", edited(_REFERENCE, ("    return whole.flatten(0, 1)\n", "    print(whole)\n")), "returns nothing"),
-        Wrong("default dtype", edited(_REFERENCE, ("mine.new_zeros((n, *mine.shape))", "torch.zeros((n, *mine.shape))")), "dtype"),
-        Wrong("the library's collective", _looped("pass", after="blocks = list(whole)\n    dist.all_gather(blocks, mine)\n    return torch.cat(blocks)"), "does the whole work"),
-        Wrong("to everybody", _looped("peer, source = (rank + step + 1) % n, (rank - step - 1) % n", "out = dist.isend(mine, dst=peer)", "dist.recv(whole[source], src=source)", "out.wait()"), "to everybody"),
-        Wrong("everything each time", _looped(_NEIGHBOURS[0].format("whole"), *_NEIGHBOURS[1:], "whole = torch.maximum(whole, incoming)", before="    incoming = torch.empty_like(whole)\n"), "more bytes than needed"),
-        Wrong("send before receive", edited(_REFERENCE, (_SEND, "dist.send(whole[(rank - step) % n], dst=(rank + 1) % n)"), ("        sending.wait()\n", "")), "deadlock", ends="hangs"),
-        Wrong("receive before send", edited(_REFERENCE, (_BODY, f"    for step in range(n - 1):\n        {_RECEIVE}\n        {_SEND}\n        sending.wait()\n")), "never comes", ends="hangs"),
+        Wrong(
+            "returns nothing",
+            edited(_REFERENCE, ("    return whole.flatten(0, 1)\n", "    print(whole)\n")),
+            "returns nothing",
+        ),
+        Wrong(
+            "default dtype",
+            edited(_REFERENCE, ("mine.new_zeros((n, *mine.shape))", "torch.zeros((n, *mine.shape))")),
+            "dtype",
+        ),
+        Wrong(
+            "the library's collective",
+            _looped(
+                "pass", after="blocks = list(whole)\n    dist.all_gather(blocks, mine)\n    return torch.cat(blocks)"
+            ),
+            "does the whole work",
+        ),
+        Wrong(
+            "to everybody",
+            _looped(
+                "peer, source = (rank + step + 1) % n, (rank - step - 1) % n",
+                "out = dist.isend(mine, dst=peer)",
+                "dist.recv(whole[source], src=source)",
+                "out.wait()",
+            ),
+            "to everybody",
+        ),
+        Wrong(
+            "everything each time",
+            _looped(
+                _NEIGHBOURS[0].format("whole"),
+                *_NEIGHBOURS[1:],
+                "whole = torch.maximum(whole, incoming)",
+                before="    incoming = torch.empty_like(whole)\n",
+            ),
+            "more bytes than needed",
+        ),
+        Wrong(
+            "send before receive",
+            edited(
+                _REFERENCE,
+                (_SEND, "dist.send(whole[(rank - step) % n], dst=(rank + 1) % n)"),
+                ("        sending.wait()\n", ""),
+            ),
+            "deadlock",
+            ends="hangs",
+        ),
+        Wrong(
+            "receive before send",
+            edited(
+                _REFERENCE,
+                (
+                    _BODY,
+                    f"    for step in range(n - 1):\n        {_RECEIVE}\n        {_SEND}\n        sending.wait()\n",
+                ),
+            ),
+            "never comes",
+            ends="hangs",
+        ),
         Wrong("no import", edited(_REFERENCE, ("import torch.distributed as dist", "")), "imports", ends="raises"),
     ),
-)  # fmt: skip
+)
 
 gather_bytes = Question(
     id="01.gather_bytes",

@@ -1,4 +1,6 @@
-"""Notebook 04: who owns which rows, reduce-scatter into them, a local step and an all-gather: ZeRO-1 and ZeRO-2 by hand."""
+"""Notebook 04: who owns which rows, reduce-scatter into them, a local step and an all-gather: ZeRO-1 and ZeRO-2 by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from fsdplab.teaching.findings import Difference, Finding, first_difference
 
 _RANKS = 3
 _DRIVERS = judging.DRIVERS
-_HUNG = "deadlock: a rank waits in a collective that another rank never calls; every rank must make the same calls in the same order"
+_HUNG = (
+    "deadlock: a rank waits in a collective that another rank never calls; every rank must make the same calls in the"
+    " same order"
+)
 
 # --- reduce-scatter
 
@@ -63,7 +68,10 @@ def _explain_reduce(case: Case, trial: Trial, difference: Difference) -> tuple[N
         return None, "the whole gradient is still there; set `parameter.grad = None`: that is the memory to be saved"
     got, whole = trial.returned["mine.grad"], case.arguments[trial.rank][0]
     if difference.problem == "type":
-        return None, "`mine` has no gradient: make one like `mine` (torch.empty_like) and let the reduce_scatter write into it"
+        return (
+            None,
+            "`mine` has no gradient: make one like `mine` (torch.empty_like) and let the reduce_scatter write into it",
+        )
     if difference.problem != "value":
         return None, "`mine.grad` holds this rank's rows only: it has the shape of `mine`"
     return None, _whose(got, whole, trial.rank)
@@ -79,9 +87,16 @@ def _whose(got: Tensor, whole: Tensor, rank: int) -> str:
         (average[rank] * _RANKS / 2, f"divided by 2, but there are {_RANKS} ranks: ask `dist.get_world_size()`"),
         (own[rank], "these are the rank's own rows: nothing came from the other ranks"),
         (own[rank] / _RANKS, "these are the rank's own rows, divided: nothing came from the other ranks"),
-        *((average[other], f"these are rank {other}'s rows; this is rank {rank}") for other in range(_RANKS) if other != rank),
+        *(
+            (average[other], f"these are rank {other}'s rows; this is rank {rank}")
+            for other in range(_RANKS)
+            if other != rank
+        ),
     )
-    return next((cause for wrong, cause in suspects if first_difference(wrong, got) is None), "these are other numbers: was the buffer filled by the reduce_scatter?")
+    return next(
+        (cause for wrong, cause in suspects if first_difference(wrong, got) is None),
+        "these are other numbers: was the buffer filled by the reduce_scatter?",
+    )
 
 
 def _within(half: str, cause: str) -> Any:
@@ -90,7 +105,9 @@ def _within(half: str, cause: str) -> Any:
     def rule(case: Case, trials: Sequence[Trial]) -> Finding | None:
         for trial in trials:
             allowed = _payload(case, trial.rank) * (_RANKS - 1) / _RANKS
-            broken = judging.too_many_bytes(trial, trial.calls, _RANKS, f"P (n-1)/n, P the bytes of {half}", allowed, cause)
+            broken = judging.too_many_bytes(
+                trial, trial.calls, _RANKS, f"P (n-1)/n, P the bytes of {half}", allowed, cause
+            )
             if broken:
                 return broken
         return None
@@ -108,17 +125,29 @@ def _payload(case: Case, rank: int) -> int:
 reduce_rows = Exercise(
     id="04.reduce_rows",
     title="Reduce into the owner's rows",
-    statement="Write reduce_rows(parameter, mine): mine.grad becomes this rank's rows of the averaged gradient, parameter.grad becomes None.",
+    statement=(
+        "Write reduce_rows(parameter, mine): mine.grad becomes this rank's rows of the averaged gradient,"
+        " parameter.grad becomes None."
+    ),
     stub=_REDUCE.format("...  # a gradient for mine, reduce_scatter into it, average, drop the whole"),
     reference=_REDUCE_REFERENCE,
     hints=(
         "Which of the three collectives of notebook 01 gives each rank one block of the sum?",
-        "dist.reduce_scatter(output, blocks) writes this rank's block of the sum into `output`, so `mine.grad` must exist first. Then average, and drop the whole gradient.",
-        "`mine.grad = torch.empty_like(mine)`, `dist.reduce_scatter(mine.grad, blocks)`, `mine.grad /= dist.get_world_size()`, `parameter.grad = None`.",
+        (
+            "dist.reduce_scatter(output, blocks) writes this rank's block of the sum into `output`, so `mine.grad` must"
+            " exist first. Then average, and drop the whole gradient."
+        ),
+        (
+            "`mine.grad = torch.empty_like(mine)`, `dist.reduce_scatter(mine.grad, blocks)`, `mine.grad /="
+            " dist.get_world_size()`, `parameter.grad = None`."
+        ),
     ),
     cases=_reduce_cases,
     explain=_explain_reduce,
-    rules=_within("the gradient", "an all_reduce brings every rank the whole sum, and it then keeps a third: a reduce_scatter sends half as much"),
+    rules=_within(
+        "the gradient",
+        "an all_reduce brings every rank the whole sum, and it then keeps a third: a reduce_scatter sends half as much",
+    ),
     hung=_HUNG,
     world_size=_RANKS,
     tolerance=1e-6,
@@ -129,15 +158,59 @@ reduce_rows = Exercise(
         Wrong("divided twice", edited(_REDUCE_REFERENCE, (_DIVIDE, f"{_DIVIDE}\n    {_DIVIDE}")), "divided twice"),
         Wrong("whole kept", edited(_REDUCE_REFERENCE, (f"    {_DROP}\n", "")), "the memory to be saved"),
         Wrong("whole cleared", edited(_REDUCE_REFERENCE, (_DROP, "parameter.grad.zero_()")), "the memory to be saved"),
-        Wrong("nothing received", edited(_REDUCE_REFERENCE, (_SCATTER, "mine.grad.copy_(blocks[dist.get_rank()])")), "the rank's own rows"),
-        Wrong("the next rank's rows", edited(_REDUCE_REFERENCE, (_SCATTER, "dist.reduce_scatter(mine.grad, blocks[1:] + blocks[:1])")), "'s rows; this is rank"),
-        Wrong("the first rows", edited(_REDUCE_REFERENCE, (_MAKE, "dist.all_reduce(parameter.grad)"), (_SCATTER, "mine.grad = parameter.grad[: len(mine)].clone()")), "rank 0's rows"),
-        Wrong("the whole gradient", edited(_REDUCE_REFERENCE, (_MAKE, "dist.all_reduce(parameter.grad)"), (_SCATTER, "mine.__dict__['grads'] = parameter.grad"), (_DIVIDE, "pass")), "has no gradient"),
-        Wrong("a local buffer", edited(_REDUCE_REFERENCE, (_MAKE, "own = torch.empty_like(mine)"), (_SCATTER, "dist.reduce_scatter(own, blocks)"), (_DIVIDE, "own /= len(blocks)")), "has no gradient"),
-        Wrong("all_reduce and cut", edited(_REDUCE_REFERENCE, (_MAKE, f"{_SLICED}dist.all_reduce(parameter.grad)"), (_SCATTER, "mine.grad = parameter.grad[start : start + len(mine)].clone()")), "half as much"),
-        Wrong("no gradient made", edited(_REDUCE_REFERENCE, (f"    {_MAKE}\n", "")), "read the last line", ends="raises"),
+        Wrong(
+            "nothing received",
+            edited(_REDUCE_REFERENCE, (_SCATTER, "mine.grad.copy_(blocks[dist.get_rank()])")),
+            "the rank's own rows",
+        ),
+        Wrong(
+            "the next rank's rows",
+            edited(_REDUCE_REFERENCE, (_SCATTER, "dist.reduce_scatter(mine.grad, blocks[1:] + blocks[:1])")),
+            "'s rows; this is rank",
+        ),
+        Wrong(
+            "the first rows",
+            edited(
+                _REDUCE_REFERENCE,
+                (_MAKE, "dist.all_reduce(parameter.grad)"),
+                (_SCATTER, "mine.grad = parameter.grad[: len(mine)].clone()"),
+            ),
+            "rank 0's rows",
+        ),
+        Wrong(
+            "the whole gradient",
+            edited(
+                _REDUCE_REFERENCE,
+                (_MAKE, "dist.all_reduce(parameter.grad)"),
+                (_SCATTER, "mine.__dict__['grads'] = parameter.grad"),
+                (_DIVIDE, "pass"),
+            ),
+            "has no gradient",
+        ),
+        Wrong(
+            "a local buffer",
+            edited(
+                _REDUCE_REFERENCE,
+                (_MAKE, "own = torch.empty_like(mine)"),
+                (_SCATTER, "dist.reduce_scatter(own, blocks)"),
+                (_DIVIDE, "own /= len(blocks)"),
+            ),
+            "has no gradient",
+        ),
+        Wrong(
+            "all_reduce and cut",
+            edited(
+                _REDUCE_REFERENCE,
+                (_MAKE, f"{_SLICED}dist.all_reduce(parameter.grad)"),
+                (_SCATTER, "mine.grad = parameter.grad[start : start + len(mine)].clone()"),
+            ),
+            "half as much",
+        ),
+        Wrong(
+            "no gradient made", edited(_REDUCE_REFERENCE, (f"    {_MAKE}\n", "")), "read the last line", ends="raises"
+        ),
     ),
-)  # fmt: skip
+)
 
 # --- local step, all-gather
 
@@ -187,7 +260,10 @@ def _step_cause(got: Tensor, right: Tensor, old: Tensor, part: slice, owner: int
     if torch.equal(got, old):
         return "nothing has changed: the optimizer was not asked to step"
     if torch.equal(got[part], old[part]) and owner != rank:
-        return "another rank's rows are still the old ones: gather after the step, and into the parameter itself (a chunk of `parameter.detach()` is a window on it)"
+        return (
+            "another rank's rows are still the old ones: gather after the step, and into the parameter itself (a chunk"
+            " of `parameter.detach()` is a window on it)"
+        )
     if torch.equal(got[part], old[part]):
         return "this rank's own rows are the old ones: step before you gather"
     if torch.equal(got[part], old[part] - 2 * (old[part] - right[part])):
@@ -200,32 +276,81 @@ def _step_cause(got: Tensor, right: Tensor, old: Tensor, part: slice, owner: int
 step_and_gather = Exercise(
     id="04.step_and_gather",
     title="A local step, then an all-gather",
-    statement="Write step_and_gather(pairs, optimizer): the optimizer updates this rank's rows, then every parameter is whole and new on every rank.",
+    statement=(
+        "Write step_and_gather(pairs, optimizer): the optimizer updates this rank's rows, then every parameter is whole"
+        " and new on every rank."
+    ),
     stub=_STEP.format("...  # one step, then an all_gather into every parameter"),
     reference=_STEP_REFERENCE,
     hints=(
         "After the optimizer's step, which rows of a parameter are new on this rank, and who has the others?",
-        "`parameter.detach().chunk(n)` is a list of windows on the parameter's memory, block r for rank r: an all_gather into that list needs no copying afterwards.",
-        "`optimizer.step()` once; then for every pair `dist.all_gather(list(parameter.detach().chunk(dist.get_world_size())), mine.detach())`.",
+        (
+            "`parameter.detach().chunk(n)` is a list of windows on the parameter's memory, block r for rank r: an"
+            " all_gather into that list needs no copying afterwards."
+        ),
+        (
+            "`optimizer.step()` once; then for every pair"
+            " `dist.all_gather(list(parameter.detach().chunk(dist.get_world_size())), mine.detach())`."
+        ),
     ),
     cases=_step_case,
     explain=_explain_step,
-    rules=_within("the parameters", "an all_gather brings every rank the others' rows once; adding up zero-filled wholes, or gathering twice, sends more"),
+    rules=_within(
+        "the parameters",
+        "an all_gather brings every rank the others' rows once; adding up zero-filled wholes, or gathering twice, sends"
+        " more",
+    ),
     hung=_HUNG,
     world_size=_RANKS,
     driver=(_DRIVERS, "stepped"),
     wrong=(
         Wrong("no gather", edited(_STEP_REFERENCE, (_GATHER, "pass")), "still the old ones"),
         Wrong("no step", edited(_STEP_REFERENCE, ("    optimizer.step()\n", "")), "not asked to step"),
-        Wrong("gather, then step", _STEP.format(f"{_LOOP}\n        {_BLOCKS}\n        {_GATHER}\n    optimizer.step()"), "gather after the step"),
-        Wrong("a step a pair", _STEP.format(f"{_LOOP}\n        optimizer.step()\n        {_BLOCKS}\n        {_GATHER}"), "stepped twice"),
-        Wrong("into a copy", edited(_STEP_REFERENCE, ("parameter.detach().chunk", "parameter.detach().clone().chunk")), "still the old ones"),
-        Wrong("in another order", edited(_STEP_REFERENCE, (_GATHER, "dist.all_gather(blocks[1:] + blocks[:1], mine.detach().clone())")), "another rank's rows"),
+        Wrong(
+            "gather, then step",
+            _STEP.format(f"{_LOOP}\n        {_BLOCKS}\n        {_GATHER}\n    optimizer.step()"),
+            "gather after the step",
+        ),
+        Wrong(
+            "a step a pair",
+            _STEP.format(f"{_LOOP}\n        optimizer.step()\n        {_BLOCKS}\n        {_GATHER}"),
+            "stepped twice",
+        ),
+        Wrong(
+            "into a copy",
+            edited(_STEP_REFERENCE, ("parameter.detach().chunk", "parameter.detach().clone().chunk")),
+            "still the old ones",
+        ),
+        Wrong(
+            "in another order",
+            edited(_STEP_REFERENCE, (_GATHER, "dist.all_gather(blocks[1:] + blocks[:1], mine.detach().clone())")),
+            "another rank's rows",
+        ),
         Wrong("the first pair only", edited(_STEP_REFERENCE, ("in pairs:", "in pairs[:1]:")), "still the old ones"),
-        Wrong("a sum of wholes", edited(_STEP_REFERENCE, (_GATHER, "[block.zero_() for rank, block in enumerate(blocks) if rank != dist.get_rank()]\n        dist.all_reduce(parameter.detach())")), "sends more"),
+        Wrong(
+            "a sum of wholes",
+            edited(
+                _STEP_REFERENCE,
+                (
+                    _GATHER,
+                    (
+                        "[block.zero_() for rank, block in enumerate(blocks) if rank != dist.get_rank()]\n       "
+                        " dist.all_reduce(parameter.detach())"
+                    ),
+                ),
+            ),
+            "sends more",
+        ),
         Wrong("gathered twice", edited(_STEP_REFERENCE, (_GATHER, f"{_GATHER}\n        {_GATHER}")), "sends more"),
-        Wrong("averaged wholes", edited(_STEP_REFERENCE, (_GATHER, "dist.all_reduce(parameter.detach())\n        parameter.detach().div_(len(blocks))")), "other numbers"),
+        Wrong(
+            "averaged wholes",
+            edited(
+                _STEP_REFERENCE,
+                (_GATHER, "dist.all_reduce(parameter.detach())\n        parameter.detach().div_(len(blocks))"),
+            ),
+            "other numbers",
+        ),
     ),
-)  # fmt: skip
+)
 
 ITEMS = (rows_of, reduce_rows, step_and_gather, state_bytes, zero1_total, zero2_total)

@@ -13,7 +13,9 @@ def _moments(run: Any) -> float:
 
 state_bytes = Question(
     id="04.state_bytes",
-    statement="How many kB of Adam's moments does one rank hold in your ZeRO-1 run (2 ranks, 141,056 parameters in fp32)?",
+    statement=(
+        "How many kB of Adam's moments does one rank hold in your ZeRO-1 run (2 ranks, 141,056 parameters in fp32)?"
+    ),
     unit="kB",
     expected=_moments,
     slips=(
@@ -31,7 +33,10 @@ state_bytes = Question(
 
 zero1_total = Question(
     id="04.zero1_total",
-    statement="A model of 1 billion parameters, fp32 with Adam, on 8 ranks: how many GB of model state (parameters, gradients, moments) rest on each rank with ZeRO-1?",
+    statement=(
+        "A model of 1 billion parameters, fp32 with Adam, on 8 ranks: how many GB of model state (parameters,"
+        " gradients, moments) rest on each rank with ZeRO-1?"
+    ),
     unit="GB",
     expected=9.0,
     slips=(

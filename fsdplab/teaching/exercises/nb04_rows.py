@@ -1,4 +1,6 @@
-"""Notebook 04, first exercise: who owns which rows. A wrong partition is told by the first row with no owner, or with two."""
+"""Notebook 04, first exercise: who owns which rows. A wrong partition is told by the first row with no owner, or with
+two.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ def rows_of(rows, rank, n):
     """The rows [start, stop) that `rank` owns: blocks of ceil(rows / n), the last ones short or empty."""
     {}
 '''
-_ROWS_REFERENCE = _ROWS.format("size = -(-rows // n)  # rounded up\n    return min(rank * size, rows), min((rank + 1) * size, rows)")
+_ROWS_REFERENCE = _ROWS.format(
+    "size = -(-rows // n)  # rounded up\n    return min(rank * size, rows), min((rank + 1) * size, rows)"
+)
 _QUESTIONS = [(6, 3), (8, 2), (10, 3), (4, 3), (2, 4), (1, 3), (257, 8)]
 
 
@@ -47,14 +51,20 @@ def _fault(given: list[list[int]], right: list[tuple[int, int]], rows: int) -> s
     owners = [sum(start <= row < stop for start, stop in given) for row in range(rows)]
     if 0 in owners:
         missing = owners.index(0)
-        return f"row {missing} has no owner, so nobody would ever update it (rounded down? `stop` is not included, as in a slice)"
+        return (
+            f"row {missing} has no owner, so nobody would ever update it (rounded down? `stop` is not included, as in a"
+            " slice)"
+        )
     if max(owners) > 1:
         return f"row {owners.index(max(owners))} has two owners (`stop` is not included, as in a slice)"
     sizes = [stop - start for start, stop in given]
     if sizes == sorted(sizes) and sizes != sorted(sizes, reverse=True):
         return "every row has one owner, but the short block comes first; here the first ranks have full blocks"
     if max(sizes) == right[0][1]:
-        return "balanced, and every row has one owner; but then a block does not begin at rank * ceil(rows / n), where an all_gather puts it. Full blocks first, the rest is short"
+        return (
+            "balanced, and every row has one owner; but then a block does not begin at rank * ceil(rows / n), where an"
+            " all_gather puts it. Full blocks first, the rest is short"
+        )
     return "every row has one owner, but a full block has ceil(rows / n) rows"
 
 
@@ -66,7 +76,10 @@ rows_of = Exercise(
     reference=_ROWS_REFERENCE,
     hints=(
         "How large is a full block? Where would block number `rank` begin if there were rows without end?",
-        "A block has -(-rows // n) rows (rounded up). It runs from rank * size to (rank + 1) * size, unless the rows end before.",
+        (
+            "A block has -(-rows // n) rows (rounded up). It runs from rank * size to (rank + 1) * size, unless the"
+            " rows end before."
+        ),
         "`size = -(-rows // n)`, then `return min(rank * size, rows), min((rank + 1) * size, rows)`.",
     ),
     cases=_row_cases,
@@ -76,14 +89,41 @@ rows_of = Exercise(
     wrong=(
         Wrong("rounded down", edited(_ROWS_REFERENCE, ("-(-rows // n)", "rows // n")), "has no owner"),
         Wrong("start not clamped", edited(_ROWS_REFERENCE, ("min(rank * size, rows)", "rank * size")), "start == stop"),
-        Wrong("nothing clamped", edited(_ROWS_REFERENCE, ("min(rank * size, rows)", "rank * size"), ("min((rank + 1) * size, rows)", "(rank + 1) * size")), "clamp the ends"),
-        Wrong("stop included", edited(_ROWS_REFERENCE, ("min((rank + 1) * size, rows)", "min((rank + 1) * size, rows) - 1")), "`stop` is not included"),
-        Wrong("balanced", _ROWS.format("whole, rest = divmod(rows, n)\n    start = rank * whole + min(rank, rest)\n    return start, start + whole + (rank < rest)"), "Full blocks first"),
-        Wrong("the last takes the rest", _ROWS.format("size = rows // n\n    return rank * size, rows if rank == n - 1 else (rank + 1) * size"), "short block comes first"),
+        Wrong(
+            "nothing clamped",
+            edited(
+                _ROWS_REFERENCE,
+                ("min(rank * size, rows)", "rank * size"),
+                ("min((rank + 1) * size, rows)", "(rank + 1) * size"),
+            ),
+            "clamp the ends",
+        ),
+        Wrong(
+            "stop included",
+            edited(_ROWS_REFERENCE, ("min((rank + 1) * size, rows)", "min((rank + 1) * size, rows) - 1")),
+            "`stop` is not included",
+        ),
+        Wrong(
+            "balanced",
+            _ROWS.format(
+                "whole, rest = divmod(rows, n)\n    start = rank * whole + min(rank, rest)\n    return start, start +"
+                " whole + (rank < rest)"
+            ),
+            "Full blocks first",
+        ),
+        Wrong(
+            "the last takes the rest",
+            _ROWS.format("size = rows // n\n    return rank * size, rows if rank == n - 1 else (rank + 1) * size"),
+            "short block comes first",
+        ),
         Wrong("a fraction", edited(_ROWS_REFERENCE, ("-(-rows // n)", "rows / n")), "whole"),
-        Wrong("overlapping", edited(_ROWS_REFERENCE, ("min((rank + 1) * size, rows)", "min((rank + 1) * size + 1, rows)")), "two owners"),
+        Wrong(
+            "overlapping",
+            edited(_ROWS_REFERENCE, ("min((rank + 1) * size, rows)", "min((rank + 1) * size + 1, rows)")),
+            "two owners",
+        ),
         Wrong("start and length", edited(_ROWS_REFERENCE, ("min((rank + 1) * size, rows)", "size")), "start == stop"),
         Wrong("only the start", edited(_ROWS_REFERENCE, (", min((rank + 1) * size, rows)", "")), "two whole numbers"),
         Wrong("nothing", _ROWS.format("size = -(-rows // n)"), "two whole numbers"),
     ),
-)  # fmt: skip
+)

@@ -66,7 +66,10 @@ def _explain_shard(case: Case, trial: Trial, difference: Difference) -> tuple[No
     if "bytes" in difference.tensor:
         return (
             None,
-            "this is a view: the whole tensor stays in memory behind it, and nothing is saved; copy the rows into memory of their own",
+            (
+                "this is a view: the whole tensor stays in memory behind it, and nothing is saved; copy the rows into"
+                " memory of their own"
+            ),
         )
     if not isinstance(mine, torch.Tensor):
         return None, "return the slice, a tensor"
@@ -74,7 +77,10 @@ def _explain_shard(case: Case, trial: Trial, difference: Difference) -> tuple[No
         return None, _wrong_shape(whole, mine)
     rows = whole[trial.rank * len(mine) : (trial.rank + 1) * len(mine)]
     if torch.equal(mine[len(mine) - len(rows) :], rows) and len(rows) < len(mine):
-        return None, "the padding stands before the rows; it belongs after them, so that the slices joined end in padding"
+        return (
+            None,
+            "the padding stands before the rows; it belongs after them, so that the slices joined end in padding",
+        )
     if trial.rank and torch.equal(mine, padded_slices(whole, _RANKS)[0]):
         return None, "every rank keeps the first rows; rank r begins at row r * c"
     if torch.equal(mine[: len(whole[trial.rank :: _RANKS])], whole[trial.rank :: _RANKS]):
@@ -86,7 +92,10 @@ def _wrong_shape(whole: torch.Tensor, mine: torch.Tensor) -> str:
     if mine.shape[1:] != whole.shape[1:]:
         return "only dimension 0 is cut; the others stay as they are"
     if len(mine) < -(-len(whole) // _RANKS):
-        return "a slice is shorter than c: all ranks send equally many rows, so the short slices are padded with zero rows (c rounds up)"
+        return (
+            "a slice is shorter than c: all ranks send equally many rows, so the short slices are padded with zero rows"
+            " (c rounds up)"
+        )
     return "a slice is longer than c = ceil(rows / n) rows"
 
 
@@ -97,15 +106,20 @@ shard = Exercise(
     id="05.shard",
     title="Keep one slice",
     statement=(
-        "Write shard(whole, rank, n): the rows that torch.chunk would give to `rank`, padded with zero rows to c = ceil(rows "
-        "/ n)."
+        "Write shard(whole, rank, n): the rows that torch.chunk would give to `rank`, padded with zero rows to c ="
+        " ceil(rows / n)."
     ),
     stub=_SHARD_STUB,
     reference=_SHARD,
     hints=(
-        "All slices are equally long, or the ranks could not exchange them in one call. So what does the last rank do, which has fewer rows?",
-        "Make c zero rows like `whole` (`whole.new_zeros(c, *whole.shape[1:])`) and write this rank's rows into the first of them. "
-        "A slice that goes past the end is just shorter, or empty.",
+        (
+            "All slices are equally long, or the ranks could not exchange them in one call. So what does the last rank"
+            " do, which has fewer rows?"
+        ),
+        (
+            "Make c zero rows like `whole` (`whole.new_zeros(c, *whole.shape[1:])`) and write this rank's rows into the"
+            " first of them. A slice that goes past the end is just shorter, or empty."
+        ),
         "`rows = whole[rank * c : (rank + 1) * c]`, then `mine[: len(rows)] = rows`, and return `mine`.",
     ),
     cases=_shard_cases,
@@ -114,20 +128,48 @@ shard = Exercise(
     time_limit=30.0,
     driver=(DRIVERS, "drive_shard"),
     wrong=(
-        Wrong("a view", edited(_SHARD, (_BODY, "    padded = torch.cat([whole, whole.new_zeros(n * c - len(whole), *whole.shape[1:])])\n    return padded[rank * c : (rank + 1) * c]\n")), "a view"),
+        Wrong(
+            "a view",
+            edited(
+                _SHARD,
+                (
+                    _BODY,
+                    (
+                        "    padded = torch.cat([whole, whole.new_zeros(n * c - len(whole), *whole.shape[1:])])\n   "
+                        " return padded[rank * c : (rank + 1) * c]\n"
+                    ),
+                ),
+            ),
+            "a view",
+        ),
         Wrong("rounds down", edited(_SHARD, ("-(-len(whole) // n)", "len(whole) // n")), "shorter than c"),
-        Wrong("no padding", edited(_SHARD, (_BODY, "    return whole[rank * c : (rank + 1) * c].clone()\n")), "padded with zero rows"),
-        Wrong("balanced", edited(_SHARD, (_BODY, "    return torch.tensor_split(whole, n)[rank].clone()\n")), "padded with zero rows"),
-        Wrong("padding first", edited(_SHARD, ("mine[: len(rows)]", "mine[c - len(rows) :]")), "stands before the rows"),
+        Wrong(
+            "no padding",
+            edited(_SHARD, (_BODY, "    return whole[rank * c : (rank + 1) * c].clone()\n")),
+            "padded with zero rows",
+        ),
+        Wrong(
+            "balanced",
+            edited(_SHARD, (_BODY, "    return torch.tensor_split(whole, n)[rank].clone()\n")),
+            "padded with zero rows",
+        ),
+        Wrong(
+            "padding first", edited(_SHARD, ("mine[: len(rows)]", "mine[c - len(rows) :]")), "stands before the rows"
+        ),
         Wrong("always the first rows", edited(_SHARD, (_ROWS, "rows = whole[:c]")), "every rank keeps the first rows"),
         Wrong("dealt out", edited(_SHARD, (_ROWS, "rows = whole[rank::n]")), "like cards"),
         Wrong("the whole", edited(_SHARD, (_BODY, "    return whole.clone()\n")), "longer than c"),
         Wrong("flattened", edited(_SHARD, ("return mine", "return mine.flatten()[:c]")), "only dimension 0"),
         Wrong("default dtype", edited(_SHARD, ("whole.new_zeros(c,", "torch.zeros(c,")), "default dtype"),
         Wrong("returns nothing", edited(_SHARD, ("    return mine\n", "")), "return the slice"),
-        Wrong("chunk and index", edited(_SHARD, (_BODY, "    return torch.chunk(whole, n)[rank].clone()\n")), "read the last line", ends="raises"),
+        Wrong(
+            "chunk and index",
+            edited(_SHARD, (_BODY, "    return torch.chunk(whole, n)[rank].clone()\n")),
+            "read the last line",
+            ends="raises",
+        ),
     ),
-)  # fmt: skip
+)
 
 
 _UNSHARD_STUB = '''\
@@ -174,21 +216,33 @@ def _explain_unshard(case: Case, trial: Trial, difference: Difference) -> tuple[
     if isinstance(whole, str):
         return (
             None,
-            "`whole` itself is still empty: fill the tensor that was handed in (`whole.copy_(...)`); `whole = ...` only gives the name to another one",
+            (
+                "`whole` itself is still empty: fill the tensor that was handed in (`whole.copy_(...)`); `whole = ...`"
+                " only gives the name to another one"
+            ),
         )
     if isinstance(alias, str):
         return (
             None,
-            "`whole` looks at new memory now, while what autograd kept looks at the old, empty storage: resize that storage and copy into it",
+            (
+                "`whole` looks at new memory now, while what autograd kept looks at the old, empty storage: resize that"
+                " storage and copy into it"
+            ),
         )
     if torch.equal(whole, torch.zeros_like(whole)) or not whole.any():
-        return None, "`whole` has memory, but nothing was copied into it after the resize: what is copied before is lost"
+        return (
+            None,
+            "`whole` has memory, but nothing was copied into it after the resize: what is copied before is lost",
+        )
     own = case.arguments[trial.rank][0]
     if not torch.equal(whole[: len(own)], case.expected[0]["whole"][: len(own)]):
         return None, "the first rows are not those of rank 0: join the slices in rank order, 0 first"
     return (
         None,
-        "rows are missing or misplaced: join n slices of c rows in rank order, then take the first `len(whole)` rows, which leaves the padding out",
+        (
+            "rows are missing or misplaced: join n slices of c rows in rank order, then take the first `len(whole)`"
+            " rows, which leaves the padding out"
+        ),
     )
 
 
@@ -232,10 +286,15 @@ unshard = Exercise(
     reference=_UNSHARD,
     hints=(
         "The ranks hold the rows in order, rank 0 the first ones. Which rows of the joined slices are padding?",
-        "Gather into a tensor of n * c rows: `dist.all_gather(pieces, mine)` fills a list of n tensors, and `list(padded.chunk(n))` is such a "
-        "list, of views. Then copy its first `len(whole)` rows into `whole`, in place.",
-        "`padded = mine.new_empty(n * len(mine), *mine.shape[1:])`, `dist.all_gather(list(padded.chunk(n)), mine)`, and at the end "
-        "`whole.copy_(padded[: len(whole)])`.",
+        (
+            "Gather into a tensor of n * c rows: `dist.all_gather(pieces, mine)` fills a list of n tensors, and"
+            " `list(padded.chunk(n))` is such a list, of views. Then copy its first `len(whole)` rows into `whole`, in"
+            " place."
+        ),
+        (
+            "`padded = mine.new_empty(n * len(mine), *mine.shape[1:])`, `dist.all_gather(list(padded.chunk(n)), mine)`,"
+            " and at the end `whole.copy_(padded[: len(whole)])`."
+        ),
     ),
     cases=_unshard_cases,
     explain=_explain_unshard,
@@ -245,17 +304,49 @@ unshard = Exercise(
     time_limit=30.0,
     driver=(DRIVERS, "drive_unshard"),
     wrong=(
-        Wrong("another name", edited(_UNSHARD, (_RESIZE, ""), (_COPY, "whole = padded[: len(whole)].clone()\n    return whole")), "gives the name to another"),
-        Wrong("new storage", edited(_UNSHARD, (_RESIZE, ""), (_COPY, "whole.data = padded[: len(whole)].clone()")), "the old, empty storage"),
-        Wrong("no gather", edited(_UNSHARD, (f"    {_GATHER}\n", "    padded[: len(mine)] = mine\n")), "missing or misplaced"),
-        Wrong("backwards", edited(_UNSHARD, ("list(padded.chunk(n))", "list(padded.chunk(n))[::-1]")), "rank order, 0 first"),
+        Wrong(
+            "another name",
+            edited(_UNSHARD, (_RESIZE, ""), (_COPY, "whole = padded[: len(whole)].clone()\n    return whole")),
+            "gives the name to another",
+        ),
+        Wrong(
+            "new storage",
+            edited(_UNSHARD, (_RESIZE, ""), (_COPY, "whole.data = padded[: len(whole)].clone()")),
+            "the old, empty storage",
+        ),
+        Wrong(
+            "no gather",
+            edited(_UNSHARD, (f"    {_GATHER}\n", "    padded[: len(mine)] = mine\n")),
+            "missing or misplaced",
+        ),
+        Wrong(
+            "backwards",
+            edited(_UNSHARD, ("list(padded.chunk(n))", "list(padded.chunk(n))[::-1]")),
+            "rank order, 0 first",
+        ),
         Wrong("last rows", edited(_UNSHARD, ("padded[: len(whole)]", "padded[len(padded) - len(whole) :]")), "0 first"),
-        Wrong("half a copy", edited(_UNSHARD, (_COPY, "whole.zero_()\n    whole[: len(mine)] = padded[: len(mine)]")), "missing or misplaced"),
+        Wrong(
+            "half a copy",
+            edited(_UNSHARD, (_COPY, "whole.zero_()\n    whole[: len(mine)] = padded[: len(mine)]")),
+            "missing or misplaced",
+        ),
         Wrong("nothing copied", edited(_UNSHARD, (_COPY, "whole.zero_()")), "nothing was copied into it"),
-        Wrong("a sum", edited(_UNSHARD, (_GATHER, "padded.zero_()\n    padded.chunk(n)[dist.get_rank()].copy_(mine)\n    dist.all_reduce(padded)")), "not needed to collect rows"),
+        Wrong(
+            "a sum",
+            edited(
+                _UNSHARD,
+                (
+                    _GATHER,
+                    "padded.zero_()\n    padded.chunk(n)[dist.get_rank()].copy_(mine)\n    dist.all_reduce(padded)",
+                ),
+            ),
+            "not needed to collect rows",
+        ),
         Wrong("twice", edited(_UNSHARD, (_GATHER, f"{_GATHER}\n    {_GATHER}")), "more than once"),
-        Wrong("shorter than padded", edited(_UNSHARD, (_COPY, "whole.copy_(padded)")), "read the last line", ends="raises"),
+        Wrong(
+            "shorter than padded", edited(_UNSHARD, (_COPY, "whole.copy_(padded)")), "read the last line", ends="raises"
+        ),
     ),
-)  # fmt: skip
+)
 
 ITEMS = (shard, unshard, *MEMORY_ITEMS, *REDUCE_ITEMS)

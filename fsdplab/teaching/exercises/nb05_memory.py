@@ -33,7 +33,11 @@ def reshard(whole):
 def _reshard_cases() -> list[Case]:
     wholes = {"floats [7, 2]": torch.arange(14.0).reshape(7, 2), "doubles [5]": torch.arange(5.0, dtype=torch.float64)}
     return [
-        Case(name, ((whole,),) * 2, ({"bytes behind whole": 0, "bytes behind the alias": 0, "shape": list(whole.shape)},) * 2)
+        Case(
+            name,
+            ((whole,),) * 2,
+            ({"bytes behind whole": 0, "bytes behind the alias": 0, "shape": list(whole.shape)},) * 2,
+        )
         for name, whole in wholes.items()
     ]
 
@@ -43,18 +47,27 @@ def _explain_reshard(case: Case, trial: Trial, difference: Difference) -> tuple[
     if not left and held:
         return (
             None,
-            "`whole` got another storage; the old one lives on behind what autograd kept, so nothing is freed: empty the storage itself",
+            (
+                "`whole` got another storage; the old one lives on behind what autograd kept, so nothing is freed:"
+                " empty the storage itself"
+            ),
         )
     if not left:
         return None, "the shape is gone: `whole` must keep it, only the storage behind it is emptied"
     if trial.returned["shape"] != list(case.arguments[0][0].shape):
         return (
             None,
-            "`whole.resize_` changes the tensor's shape and frees nothing; it is the storage that must shrink: `whole.untyped_storage()`",
+            (
+                "`whole.resize_` changes the tensor's shape and frees nothing; it is the storage that must shrink:"
+                " `whole.untyped_storage()`"
+            ),
         )
     return (
         None,
-        "all bytes are still there: `del` and `whole = ...` concern the name only, zeros need as much memory as other numbers",
+        (
+            "all bytes are still there: `del` and `whole = ...` concern the name only, zeros need as much memory as"
+            " other numbers"
+        ),
     )
 
 
@@ -81,7 +94,9 @@ reshard = Exercise(
         Wrong("zeros", edited(_RESHARD, (_LINE, "whole.zero_()")), "zeros need as much"),
         Wrong("another name", edited(_RESHARD, (_LINE, "whole = torch.empty(0)")), "concern the name only"),
         Wrong("resize the tensor", edited(_RESHARD, (_LINE, "whole.resize_(0)")), "frees nothing"),
-        Wrong("empty data", edited(_RESHARD, (_LINE, "whole.data = torch.empty(0, dtype=whole.dtype)")), "another storage"),
+        Wrong(
+            "empty data", edited(_RESHARD, (_LINE, "whole.data = torch.empty(0, dtype=whole.dtype)")), "another storage"
+        ),
         Wrong(
             "shape gone too",
             edited(_RESHARD, (_LINE, "whole.untyped_storage().resize_(0)\n    whole.resize_(0)")),
@@ -128,17 +143,26 @@ def _explain_guarded(case: Case, trial: Trial, difference: Difference) -> tuple[
     if case.arguments[0][2] and "raised" not in got:
         return (
             None,
-            "a tensor without memory passed the guard: its shape is unchanged, so numel, shape and nbytes say nothing; ask its storage",
+            (
+                "a tensor without memory passed the guard: its shape is unchanged, so numel, shape and nbytes say"
+                " nothing; ask its storage"
+            ),
         )
     if "raised" in got and not case.arguments[0][2]:
         return (
             None,
-            "the guard raised although the memory is there: what counts are the bytes of the storage, not what is in them",
+            (
+                "the guard raised although the memory is there: what counts are the bytes of the storage, not what is"
+                " in them"
+            ),
         )
     if got.get("raised") not in (None, "RuntimeError"):
         return None, f"{got['raised']} was raised; the statement asks for a RuntimeError"
     if "raised" in got:
-        return None, "the message must help whoever reads it at three in the morning: it holds `name`, and the word unshard"
+        return (
+            None,
+            "the message must help whoever reads it at three in the morning: it holds `name`, and the word unshard",
+        )
     return None, "where the memory is there, return `whole` itself"
 
 
@@ -149,15 +173,15 @@ guarded = Exercise(
     id="05.guarded",
     title="Use after reshard must raise",
     statement=(
-        "Write guarded(whole, name): it returns `whole` where its memory is there, and raises a helpful RuntimeError where it "
-        "is not."
+        "Write guarded(whole, name): it returns `whole` where its memory is there, and raises a helpful RuntimeError"
+        " where it is not."
     ),
     stub=_GUARDED_STUB,
     reference=_GUARDED,
     hints=(
         "What differs between a gathered and a dropped tensor? Not its shape.",
         "`whole.untyped_storage().nbytes()` counts the bytes behind it. Do not read the tensor, and do not print it.",
-        "If that is 0, `raise RuntimeError(f\"{name} ... unshard ...\")`; else return `whole`.",
+        'If that is 0, `raise RuntimeError(f"{name} ... unshard ...")`; else return `whole`.',
     ),
     cases=_guarded_cases,
     explain=_explain_guarded,
@@ -165,7 +189,11 @@ guarded = Exercise(
     time_limit=30.0,
     driver=(DRIVERS, "drive_guarded"),
     wrong=(
-        Wrong("no guard", edited(_GUARDED, (f"    if {_TEST}:\n        raise RuntimeError({_MESSAGE})\n", "")), "passed the guard"),
+        Wrong(
+            "no guard",
+            edited(_GUARDED, (f"    if {_TEST}:\n        raise RuntimeError({_MESSAGE})\n", "")),
+            "passed the guard",
+        ),
         Wrong("numel", edited(_GUARDED, (_TEST, "whole.numel() == 0")), "passed the guard"),
         Wrong("nbytes of the tensor", edited(_GUARDED, (_TEST, "whole.nbytes == 0")), "passed the guard"),
         Wrong("zeros", edited(_GUARDED, (_TEST, f"{_TEST} or not whole.any()")), "although the memory is there"),
@@ -175,6 +203,6 @@ guarded = Exercise(
         Wrong("another error", edited(_GUARDED, ("raise RuntimeError", "raise ValueError")), "asks for a RuntimeError"),
         Wrong("returns nothing", edited(_GUARDED, ("    return whole\n", "")), "return `whole` itself"),
     ),
-)  # fmt: skip
+)
 
 MEMORY_ITEMS = (reshard, guarded)

@@ -76,7 +76,10 @@ def _explain_reduce(case: Case, trial: Trial, difference: Difference) -> tuple[N
         return None, "this is a slice of the rank's own gradient: nothing came from the other ranks"
     if any(torch.allclose(got, slice_of_another) for slice_of_another in case.expected):
         return None, "this is the slice of another rank: rank r gets piece r"
-    return None, "compare with the mean of all gradients, rows r * c to (r + 1) * c, then zeros; what does the padding hold?"
+    return (
+        None,
+        "compare with the mean of all gradients, rows r * c to (r + 1) * c, then zeros; what does the padding hold?",
+    )
 
 
 def _reduce_rules(case: Case, trials: Sequence[Trial]) -> Finding | None:
@@ -117,10 +120,19 @@ reduce = Exercise(
     stub=_REDUCE_STUB,
     reference=_REDUCE,
     hints=(
-        "It is the mirror of unshard: there n slices become a whole, here n wholes become a slice, and they are added on the way.",
-        "Zero rows up to n * c first. `dist.reduce_scatter(mine, pieces)` adds up piece r of all ranks and leaves the sum with rank r; then divide.",
-        "`padded = gradient.new_zeros(n * c, *gradient.shape[1:])`, copy the gradient into its first rows, `mine = gradient.new_empty(c, "
-        "*gradient.shape[1:])`, `dist.reduce_scatter(mine, list(padded.chunk(n)))`, and return `mine / n`.",
+        (
+            "It is the mirror of unshard: there n slices become a whole, here n wholes become a slice, and they are"
+            " added on the way."
+        ),
+        (
+            "Zero rows up to n * c first. `dist.reduce_scatter(mine, pieces)` adds up piece r of all ranks and leaves"
+            " the sum with rank r; then divide."
+        ),
+        (
+            "`padded = gradient.new_zeros(n * c, *gradient.shape[1:])`, copy the gradient into its first rows, `mine ="
+            " gradient.new_empty(c, *gradient.shape[1:])`, `dist.reduce_scatter(mine, list(padded.chunk(n)))`, and"
+            " return `mine / n`."
+        ),
     ),
     cases=_reduce_cases,
     explain=_explain_reduce,
@@ -132,24 +144,63 @@ reduce = Exercise(
     wrong=(
         Wrong("a sum", edited(_REDUCE, ("return mine / n", "return mine")), "this is the sum"),
         Wrong("divided twice", edited(_REDUCE, ("return mine / n", "return mine / n / n")), "divided twice"),
-        Wrong("own slice", edited(_REDUCE, (_SCATTER, "mine = padded.chunk(n)[dist.get_rank()] * n")), "nothing came from the other ranks"),
+        Wrong(
+            "own slice",
+            edited(_REDUCE, (_SCATTER, "mine = padded.chunk(n)[dist.get_rank()] * n")),
+            "nothing came from the other ranks",
+        ),
         Wrong("backwards", edited(_REDUCE, ("list(padded.chunk(n))", "list(padded.chunk(n))[::-1]")), "another rank"),
-        Wrong("padding not cleared", edited(_REDUCE, ("gradient.new_zeros", "99 + gradient.new_zeros")), "what does the padding hold"),
-        Wrong("the whole mean", edited(_REDUCE, ("return mine / n", "dist.all_reduce(gradient)\n    return gradient / n")), "as `shard` cuts them"),
-        Wrong("all_reduce and cut", edited(_REDUCE, (_SCATTER, "dist.all_reduce(padded)\n    mine = padded.chunk(n)[dist.get_rank()]")), "twice the bytes"),
-        Wrong("gather and add", edited(_REDUCE, (_SCATTER, "every = [torch.empty_like(padded) for _ in range(n)]\n    dist.all_gather(every, padded)\n    mine = sum(every).chunk(n)[dist.get_rank()]")), "n times the memory"),
+        Wrong(
+            "padding not cleared",
+            edited(_REDUCE, ("gradient.new_zeros", "99 + gradient.new_zeros")),
+            "what does the padding hold",
+        ),
+        Wrong(
+            "the whole mean",
+            edited(_REDUCE, ("return mine / n", "dist.all_reduce(gradient)\n    return gradient / n")),
+            "as `shard` cuts them",
+        ),
+        Wrong(
+            "all_reduce and cut",
+            edited(_REDUCE, (_SCATTER, "dist.all_reduce(padded)\n    mine = padded.chunk(n)[dist.get_rank()]")),
+            "twice the bytes",
+        ),
+        Wrong(
+            "gather and add",
+            edited(
+                _REDUCE,
+                (
+                    _SCATTER,
+                    (
+                        "every = [torch.empty_like(padded) for _ in range(n)]\n    dist.all_gather(every, padded)\n   "
+                        " mine = sum(every).chunk(n)[dist.get_rank()]"
+                    ),
+                ),
+            ),
+            "n times the memory",
+        ),
         Wrong("default dtype", edited(_REDUCE, ("return mine / n", "return (mine / n).float()")), "default dtype"),
         Wrong("returns nothing", edited(_REDUCE, ("return mine / n", "mine / n")), "returns nothing"),
-        Wrong("no padding", edited(_REDUCE, ("padded = gradient.new_zeros(n * c, *gradient.shape[1:])\n    padded[: len(gradient)] = gradient", "padded = gradient")), "read the last line", ends="raises"),
+        Wrong(
+            "no padding",
+            edited(
+                _REDUCE,
+                (
+                    "padded = gradient.new_zeros(n * c, *gradient.shape[1:])\n    padded[: len(gradient)] = gradient",
+                    "padded = gradient",
+                ),
+            ),
+            "read the last line",
+            ends="raises",
+        ),
     ),
-)  # fmt: skip
+)
 
 peak = Question(
     id="05.peak",
     statement=(
-        "A weight of 100 MB is cut over 8 ranks. Its backward has just ended: the weight is still gathered and its gradient "
-        "is not reduced yet. "
-        "How many MB do the weight and its gradient take on one rank (slices included)?"
+        "A weight of 100 MB is cut over 8 ranks. Its backward has just ended: the weight is still gathered and its"
+        " gradient is not reduced yet. How many MB do the weight and its gradient take on one rank (slices included)?"
     ),
     unit="MB",
     expected=212.5,
@@ -170,17 +221,24 @@ peak = Question(
 alias = Choice(
     id="05.alias",
     statement=(
-        "Why does `reshard` empty the storage, and not simply let go of the tensor (`del whole`, or `weight.data = mine`)?"
+        "Why does `reshard` empty the storage, and not simply let go of the tensor (`del whole`, or `weight.data ="
+        " mine`)?"
     ),
     options={
         "a": "`del` is slower",
-        "b": "autograd keeps a view of the weight for backward: it would keep the memory alive, and would not see what is gathered later",
+        "b": (
+            "autograd keeps a view of the weight for backward: it would keep the memory alive, and would not see what"
+            " is gathered later"
+        ),
         "c": "the optimizer needs the whole tensor's shape",
     },
     right="b",
     because={
         "a": "time is not the point: the memory would not be freed.",
-        "b": "the view that forward left with autograd looks at the same storage, so it is empty between forward and backward and full again when backward reads it.",
+        "b": (
+            "the view that forward left with autograd looks at the same storage, so it is empty between forward and"
+            " backward and full again when backward reads it."
+        ),
         "c": "the optimizer sees the slice only, as a parameter of its own.",
     },
 )

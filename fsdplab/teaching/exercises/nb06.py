@@ -87,7 +87,9 @@ def _hooks_cases() -> Sequence[Case]:
         "bytes gathered at the peak": plan(_WORK["model"], CHOICES["every block"]).peak,
         PARAMETERS: _zeros(),
     }
-    return [Case(f"{_WORK['model']}, {_WORK['steps']} steps", ((parts_in_use(), _WORK),) * _RANKS, (expected,) * _RANKS)]
+    return [
+        Case(f"{_WORK['model']}, {_WORK['steps']} steps", ((parts_in_use(), _WORK),) * _RANKS, (expected,) * _RANKS)
+    ]
 
 
 @lru_cache
@@ -104,12 +106,18 @@ def _explain_hooks(case: Case, trial: Trial, difference: Difference) -> tuple[st
     if "gathers" in what and got["gathers in a step"] > right["gathers in a step"]:
         return (
             None,
-            "one gather too many: after its forward the root stays, because its backward begins at once; so it is neither dropped there nor gathered again",
+            (
+                "one gather too many: after its forward the root stays, because its backward begins at once; so it is"
+                " neither dropped there nor gathered again"
+            ),
         )
     if "gathers" in what or "peak" in what:
         return (
             None,
-            "blocks stay gathered from forward to backward, so the whole model is in memory: drop every unit but the root in after_forward",
+            (
+                "blocks stay gathered from forward to backward, so the whole model is in memory: drop every unit but"
+                " the root in after_forward"
+            ),
         )
     if "reductions" in what:
         return None, "every unit reduces once a step, in after_backward"
@@ -117,62 +125,148 @@ def _explain_hooks(case: Case, trial: Trial, difference: Difference) -> tuple[st
         return None, "something stays gathered after the step: after_backward drops the unit as well, the root too"
     return (
         None,
-        "losses agree and parameters do not: what after_backward leaves in `unit.mine.grad` is not this rank's slice of the mean gradient",
+        (
+            "losses agree and parameters do not: what after_backward leaves in `unit.mine.grad` is not this rank's"
+            " slice of the mean gradient"
+        ),
     )
 
 
 def _wrong_loss(step: int, got: dict[str, Any]) -> str:
     if step == 0:
         return (
-            "already the first forward is wrong, before any update: parameters changed, or were read before they were gathered"
+            "already the first forward is wrong, before any update: parameters changed, or were read before they were"
+            " gathered"
         )
     if not got["reductions in a step"]:
-        return "the first loss is right and no gradient was reduced: the optimizer reads `unit.mine.grad`, so after_backward must set it"
-    return "the first loss is right, the first update is not: the optimizer reads `unit.mine.grad`; set it to what `reduce` returns"
+        return (
+            "the first loss is right and no gradient was reduced: the optimizer reads `unit.mine.grad`, so"
+            " after_backward must set it"
+        )
+    return (
+        "the first loss is right, the first update is not: the optimizer reads `unit.mine.grad`; set it to what"
+        " `reduce` returns"
+    )
 
 
 _DROP = "        if not unit.is_root:\n            reshard(unit.whole)\n"
-_AGAIN = "    def before_backward():  # autograd is about to read them again\n        if not unit.is_root:\n            unshard(unit.mine, unit.whole)\n"
+_AGAIN = (
+    "    def before_backward():  # autograd is about to read them again\n        if not unit.is_root:\n           "
+    " unshard(unit.mine, unit.whole)\n"
+)
 _SET = "unit.mine.grad = reduce(unit.take_gradient())"
-_FIRST = "    def before_forward():  # the module is about to read its parameters\n        unshard(unit.mine, unit.whole)\n"
+_FIRST = (
+    "    def before_forward():  # the module is about to read its parameters\n        unshard(unit.mine, unit.whole)\n"
+)
 _LAST = f"        reshard(unit.whole)\n        {_SET}\n"
 
 hooks = Exercise(
     id="06.hooks",
     title="Four hooks make an engine",
-    statement="Write the bodies of the four hooks. With your five functions they train a GPT as the unsharded twin does.",
+    statement=(
+        "Write the bodies of the four hooks. With your five functions they train a GPT as the unsharded twin does."
+    ),
     stub=_HOOKS_STUB,
     reference=_HOOKS,
     hints=(
-        "Follow one block through a step in the figure of 05: at which of the four moments is it gathered, and at which dropped?",
-        "Before each use `unshard(unit.mine, unit.whole)`, after it `reshard(unit.whole)`. The optimizer updates `unit.mine` and reads "
-        "`unit.mine.grad`. The root (`unit.is_root`) stays from forward to backward.",
-        "after_backward is two lines: `reshard(unit.whole)` and `unit.mine.grad = reduce(unit.take_gradient())`; the other three have one "
-        "call each, two of them under `if not unit.is_root:`.",
+        (
+            "Follow one block through a step in the figure of 05: at which of the four moments is it gathered, and at"
+            " which dropped?"
+        ),
+        (
+            "Before each use `unshard(unit.mine, unit.whole)`, after it `reshard(unit.whole)`. The optimizer updates"
+            " `unit.mine` and reads `unit.mine.grad`. The root (`unit.is_root`) stays from forward to backward."
+        ),
+        (
+            "after_backward is two lines: `reshard(unit.whole)` and `unit.mine.grad = reduce(unit.take_gradient())`;"
+            " the other three have one call each, two of them under `if not unit.is_root:`."
+        ),
     ),
     cases=_hooks_cases,
     explain=_explain_hooks,
-    hung="the ranks gather or reduce different units at the same time: call the same functions in the same order on every rank",
+    hung=(
+        "the ranks gather or reduce different units at the same time: call the same functions in the same order on"
+        " every rank"
+    ),
     world_size=_RANKS,
     time_limit=60.0,
     driver=(DRIVERS, "drive_hooks"),
     wrong=(
         Wrong("never dropped in between", edited(_HOOKS, (_DROP, "        pass\n")), "the whole model is in memory"),
-        Wrong("kept until backward", edited(_HOOKS, (_DROP, "        pass\n"), (_AGAIN, _AGAIN.replace("if not unit.is_root:\n            unshard(unit.mine, unit.whole)", "pass"))), "the whole model is in memory"),
-        Wrong("the root dropped too", edited(_HOOKS, (_DROP, "        reshard(unit.whole)\n"), (_AGAIN, _AGAIN.replace("if not unit.is_root:\n            unshard", "unshard"))), "one gather too many"),
-        Wrong("the root gathered twice", edited(_HOOKS, (_AGAIN, _AGAIN.replace("if not unit.is_root:\n            unshard", "unshard"))), "one gather too many"),
+        Wrong(
+            "kept until backward",
+            edited(
+                _HOOKS,
+                (_DROP, "        pass\n"),
+                (_AGAIN, _AGAIN.replace("if not unit.is_root:\n            unshard(unit.mine, unit.whole)", "pass")),
+            ),
+            "the whole model is in memory",
+        ),
+        Wrong(
+            "the root dropped too",
+            edited(
+                _HOOKS,
+                (_DROP, "        reshard(unit.whole)\n"),
+                (_AGAIN, _AGAIN.replace("if not unit.is_root:\n            unshard", "unshard")),
+            ),
+            "one gather too many",
+        ),
+        Wrong(
+            "the root gathered twice",
+            edited(_HOOKS, (_AGAIN, _AGAIN.replace("if not unit.is_root:\n            unshard", "unshard"))),
+            "one gather too many",
+        ),
         Wrong("kept after the step", edited(_HOOKS, (_LAST, f"        {_SET}\n")), "stays gathered after the step"),
-        Wrong("the root kept after the step", edited(_HOOKS, (_LAST, f"{_DROP}        {_SET}\n")), "stays gathered after the step"),
+        Wrong(
+            "the root kept after the step",
+            edited(_HOOKS, (_LAST, f"{_DROP}        {_SET}\n")),
+            "stays gathered after the step",
+        ),
         Wrong("no reduction", edited(_HOOKS, (f"        {_SET}\n", "")), "no gradient was reduced"),
-        Wrong("not handed over", edited(_HOOKS, (_SET, "reduce(unit.take_gradient())")), "set it to what `reduce` returns"),
+        Wrong(
+            "not handed over", edited(_HOOKS, (_SET, "reduce(unit.take_gradient())")), "set it to what `reduce` returns"
+        ),
         Wrong("twice the gradient", edited(_HOOKS, (_SET, f"{_SET} * 2 - 1e-3")), "what `reduce` returns"),
-        Wrong("into the parameter", edited(_HOOKS, (_SET, "unit.mine.data = reduce(unit.take_gradient())")), "what `reduce` returns"),
-        Wrong("not gathered again", edited(_HOOKS, (_AGAIN, _AGAIN.replace("if not unit.is_root:\n            unshard(unit.mine, unit.whole)", "pass"))), "after before_backward: unit blocks.1", ends="raises"),
-        Wrong("not gathered at all", edited(_HOOKS, (_FIRST, _FIRST.replace("unshard(unit.mine, unit.whole)", "pass"))), "after before_forward: unit root", ends="raises"),
-        Wrong("swapped", edited(_HOOKS, (_FIRST, _FIRST.replace("unit.mine, unit.whole", "unit.whole, unit.mine"))), "write unshard(unit.mine, unit.whole)", ends="raises"),
-        Wrong("called, not returned", edited(_HOOKS, ("return before_forward, after_forward, before_backward, after_backward", "return before_forward, after_forward")), "hooks returned 2 things", ends="raises"),
+        Wrong(
+            "into the parameter",
+            edited(_HOOKS, (_SET, "unit.mine.data = reduce(unit.take_gradient())")),
+            "what `reduce` returns",
+        ),
+        Wrong(
+            "not gathered again",
+            edited(
+                _HOOKS,
+                (_AGAIN, _AGAIN.replace("if not unit.is_root:\n            unshard(unit.mine, unit.whole)", "pass")),
+            ),
+            "after before_backward: unit blocks.1",
+            ends="raises",
+        ),
+        Wrong(
+            "not gathered at all",
+            edited(_HOOKS, (_FIRST, _FIRST.replace("unshard(unit.mine, unit.whole)", "pass"))),
+            "after before_forward: unit root",
+            ends="raises",
+        ),
+        Wrong(
+            "swapped",
+            edited(_HOOKS, (_FIRST, _FIRST.replace("unit.mine, unit.whole", "unit.whole, unit.mine"))),
+            "write unshard(unit.mine, unit.whole)",
+            ends="raises",
+        ),
+        Wrong(
+            "called, not returned",
+            edited(
+                _HOOKS,
+                (
+                    "return before_forward, after_forward, before_backward, after_backward",
+                    "return before_forward, after_forward",
+                ),
+            ),
+            "hooks returned 2 things",
+            ends="raises",
+        ),
     ),
-)  # fmt: skip
+)
 
 
 _UNITS_STUB = '''\
@@ -199,13 +293,22 @@ def _explain_units(case: Case, trial: Trial, difference: Difference) -> tuple[st
     if "collectives" in difference.tensor:
         return (
             seen,
-            f"at most {LIMIT} collectives a step: units this small send many small messages; join what is used together",
+            (
+                f"at most {LIMIT} collectives a step: units this small send many small messages; join what is used"
+                " together"
+            ),
         )
     if seen.startswith("1 units"):
-        return seen, "everything is one unit, the root: the whole model is gathered at once. Return True for some modules"
-    return seen, (
-        f"at most {TARGET:,} bytes gathered: a unit is gathered while it runs, and with it the root and every unit around it; "
-        "what no unit claims belongs to the root. The largest unit must be smaller"
+        return (
+            seen,
+            "everything is one unit, the root: the whole model is gathered at once. Return True for some modules",
+        )
+    return (
+        seen,
+        (
+            f"at most {TARGET:,} bytes gathered: a unit is gathered while it runs, and with it the root and every unit"
+            " around it; what no unit claims belongs to the root. The largest unit must be smaller"
+        ),
     )
 
 
@@ -215,13 +318,16 @@ choose_units = Exercise(
     id="06.choose_units",
     title="Meet a memory target",
     statement=(
-        f"Choose units for gpt-20m so that at most {TARGET / 1e6:g} MB are gathered at any moment, with at most {LIMIT} "
-        "collectives a step."
+        f"Choose units for gpt-20m so that at most {TARGET / 1e6:g} MB are gathered at any moment, with at most {LIMIT}"
+        " collectives a step."
     ),
     stub=_UNITS_STUB,
     reference=_UNITS,
     hints=(
-        "Two forces: large units hold much memory at once, small ones need many messages. The figure shows where the blocks stand.",
+        (
+            "Two forces: large units hold much memory at once, small ones need many messages. The figure shows where"
+            " the blocks stand."
+        ),
         "A block has two halves that run one after the other. Look at the names in the table above.",
         'Units named "...attention" and "...feed_forward": test `name.endswith(...)`, which takes a tuple of endings.',
     ),
@@ -232,26 +338,44 @@ choose_units = Exercise(
     driver=(DRIVERS, "drive_units"),
     wrong=(
         Wrong("one unit", edited(_UNITS, (_RETURN, "False")), "everything is one unit"),
-        Wrong("blocks", edited(_UNITS, (_RETURN, 'type(module).__name__ == "GPTBlock"')), "The largest unit must be smaller"),
-        Wrong("one inside the other", edited(_UNITS, (_RETURN, 'type(module).__name__ == "GPTBlock" or name.endswith(".feed_forward")')), "every unit around it"),
-        Wrong("half of the model", edited(_UNITS, ('(".attention", ".feed_forward")', '".feed_forward"')), "belongs to the root"),
-        Wrong("every linear layer", edited(_UNITS, (_RETURN, 'type(module).__name__ == "Linear"')), "many small messages"),
+        Wrong(
+            "blocks",
+            edited(_UNITS, (_RETURN, 'type(module).__name__ == "GPTBlock"')),
+            "The largest unit must be smaller",
+        ),
+        Wrong(
+            "one inside the other",
+            edited(_UNITS, (_RETURN, 'type(module).__name__ == "GPTBlock" or name.endswith(".feed_forward")')),
+            "every unit around it",
+        ),
+        Wrong(
+            "half of the model",
+            edited(_UNITS, ('(".attention", ".feed_forward")', '".feed_forward"')),
+            "belongs to the root",
+        ),
+        Wrong(
+            "every linear layer", edited(_UNITS, (_RETURN, 'type(module).__name__ == "Linear"')), "many small messages"
+        ),
         Wrong("a list of blocks", edited(_UNITS, (_RETURN, 'name == "blocks"')), "never called", ends="raises"),
     ),
-)  # fmt: skip
+)
 
 _LLAMA = preset("llama-2-7b")
 _BLOCK, _ROOT, _LAYERS = (
     2e-6 * count
-    for count in (block_parameter_count(_LLAMA), root_parameter_count(_LLAMA), _LLAMA.layers * block_parameter_count(_LLAMA))
+    for count in (
+        block_parameter_count(_LLAMA),
+        root_parameter_count(_LLAMA),
+        _LLAMA.layers * block_parameter_count(_LLAMA),
+    )
 )
 
 llama = Question(
     id="06.llama",
     statement=(
-        f"Llama 2 7B: {_LLAMA.layers} blocks of 202.4 million parameters each, and a root of 262.1 million, gathered in bf16 "
-        "(2 bytes). Blocks are units, and nothing is "
-        "gathered ahead. How many MB of gathered parameters does a rank hold at most?"
+        f"Llama 2 7B: {_LLAMA.layers} blocks of 202.4 million parameters each, and a root of 262.1 million, gathered in"
+        " bf16 (2 bytes). Blocks are units, and nothing is gathered ahead. How many MB of gathered parameters does a"
+        " rank hold at most?"
     ),
     unit="MB",
     expected=_BLOCK + _ROOT,
@@ -268,7 +392,9 @@ llama = Question(
         "The root, from the beginning to the end, and one block.",
         "(202.4 + 262.1) million parameters, 2 bytes each.",
     ),
-    explanation="One block and the root, 929 MB, however many ranks there are: this part of the peak does not shrink with n.",
+    explanation=(
+        "One block and the root, 929 MB, however many ranks there are: this part of the peak does not shrink with n."
+    ),
 )
 
 ITEMS = (hooks, choose_units, llama)

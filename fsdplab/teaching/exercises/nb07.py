@@ -41,7 +41,10 @@ _EXPOSED_CASES: dict[str, tuple[Intervals, Intervals, int]] = {
 
 
 def _exposed_cases() -> list[Case]:
-    return [Case(name, ((list(moved), list(computed)),) * _RANKS, (value,) * _RANKS) for name, (moved, computed, value) in _EXPOSED_CASES.items()]
+    return [
+        Case(name, ((list(moved), list(computed)),) * _RANKS, (value,) * _RANKS)
+        for name, (moved, computed, value) in _EXPOSED_CASES.items()
+    ]
 
 
 def _held(intervals: Intervals) -> set[int]:
@@ -60,15 +63,42 @@ def _explain_exposed(case: Case, trial: Trial, difference: Difference) -> tuple[
         return None, "one number is expected: a duration"
     pairwise = sum(_sum(moved) and len(_held([one]) & _held([other])) for one in moved for other in computed)
     suspects = (
-        (_sum(moved) - _sum(computed), "durations were subtracted; what counts is when: compute hides only the message that is on its way at that instant"),
-        (max(0, _sum(moved) - _sum(computed)), "durations were subtracted; what counts is when: compute hides only the message that is on its way at that instant"),
+        (
+            _sum(moved) - _sum(computed),
+            (
+                "durations were subtracted; what counts is when: compute hides only the message that is on its way at"
+                " that instant"
+            ),
+        ),
+        (
+            max(0, _sum(moved) - _sum(computed)),
+            (
+                "durations were subtracted; what counts is when: compute hides only the message that is on its way at"
+                " that instant"
+            ),
+        ),
         (len(m & c), "this is the hidden part (M and C); exposed is M without C"),
         (len(c - m), "this is compute without communication; exposed is the other way round: M without C"),
         (len(m), "this is all communication: take out the instants in which something is computed"),
-        (_sum(moved) - pairwise, "an instant was counted twice: intervals of one list may overlap each other (two messages, two streams); take their union first"),
-        (len(m) - pairwise, "an instant of compute was taken away twice: intervals of one list may overlap each other; take their union first"),
-        (_sum(moved) - len(m & c), "an instant was counted twice where two messages travel at once: take the union of the messages first"),
-    )  # fmt: skip
+        (
+            _sum(moved) - pairwise,
+            (
+                "an instant was counted twice: intervals of one list may overlap each other (two messages, two"
+                " streams); take their union first"
+            ),
+        ),
+        (
+            len(m) - pairwise,
+            (
+                "an instant of compute was taken away twice: intervals of one list may overlap each other; take their"
+                " union first"
+            ),
+        ),
+        (
+            _sum(moved) - len(m & c),
+            "an instant was counted twice where two messages travel at once: take the union of the messages first",
+        ),
+    )
     cause = next((words for wrong, words in suspects if got == wrong != right), None)
     if cause is None and len(computed) > 1:
         cause = "several intervals of compute lie under the messages, in any order: is each of them looked at?"
@@ -97,45 +127,93 @@ def exposed(communication, compute):
 exposed = Exercise(
     id="07.exposed",
     title="Exposed time",
-    statement="Write exposed(communication, compute): how long a message is on its way while nothing is computed, |M without C|.",
+    statement=(
+        "Write exposed(communication, compute): how long a message is on its way while nothing is computed, |M"
+        " without C|."
+    ),
     stub=_EXPOSED_STUB,
     reference=_EXPOSED,
     hints=(
-        "Between two neighbouring edges (starts and ends of any interval) nothing changes. What must hold of such a piece, so that it counts?",
-        "Sort all edges. A piece between two of them counts if it lies in some interval of communication and in none of compute.",
-        "`for start, end in zip(edges, edges[1:])`: add end - start if any(a <= start and end <= b for a, b in communication) and not the same for compute.",
+        (
+            "Between two neighbouring edges (starts and ends of any interval) nothing changes. What must hold of such a"
+            " piece, so that it counts?"
+        ),
+        (
+            "Sort all edges. A piece between two of them counts if it lies in some interval of communication and in"
+            " none of compute."
+        ),
+        (
+            "`for start, end in zip(edges, edges[1:])`: add end - start if any(a <= start and end <= b for a, b in"
+            " communication) and not the same for compute."
+        ),
     ),
     cases=_exposed_cases,
     explain=_explain_exposed,
     world_size=_RANKS,
     tolerance=1e-9,
     wrong=(
-        Wrong("durations", "def exposed(communication, compute):\n    return sum(b - a for a, b in communication) - sum(b - a for a, b in compute)\n", "what counts is when"),
-        Wrong("durations, at least 0", "def exposed(communication, compute):\n    return max(0, sum(b - a for a, b in communication) - sum(b - a for a, b in compute))\n", "what counts is when"),
-        Wrong("hidden", edited(_EXPOSED, ("moving and not computing", "moving and computing")), "this is the hidden part"),
-        Wrong("the other way round", edited(_EXPOSED, ("moving and not computing", "computing and not moving")), "the other way round"),
-        Wrong("all communication", edited(_EXPOSED, ("(moving and not computing)", "moving")), "this is all communication"),
+        Wrong(
+            "durations",
+            "def exposed(communication, compute):\n    return sum(b - a for a, b in communication) - sum(b - a for a, b"
+            " in compute)\n",
+            "what counts is when",
+        ),
+        Wrong(
+            "durations, at least 0",
+            "def exposed(communication, compute):\n    return max(0, sum(b - a for a, b in communication) - sum(b - a"
+            " for a, b in compute))\n",
+            "what counts is when",
+        ),
+        Wrong(
+            "hidden", edited(_EXPOSED, ("moving and not computing", "moving and computing")), "this is the hidden part"
+        ),
+        Wrong(
+            "the other way round",
+            edited(_EXPOSED, ("moving and not computing", "computing and not moving")),
+            "the other way round",
+        ),
+        Wrong(
+            "all communication", edited(_EXPOSED, ("(moving and not computing)", "moving")), "this is all communication"
+        ),
         Wrong("pair by pair", _MARKED, "take their union first"),
         Wrong("the first compute only", _FIRST, "is each of them looked at"),
         Wrong("a list", edited(_EXPOSED, ("return total", "return [total]")), "one number is expected"),
         Wrong("nothing", edited(_EXPOSED, ("    return total\n", "")), "returns nothing"),
-        Wrong("no edges", edited(_EXPOSED, ("edges = sorted(", "edges = sorted({min(edge for interval in compute for edge in interval)} | ")), "read the last line", ends="raises"),
+        Wrong(
+            "no edges",
+            edited(
+                _EXPOSED,
+                ("edges = sorted(", "edges = sorted({min(edge for interval in compute for edge in interval)} | "),
+            ),
+            "read the last line",
+            ends="raises",
+        ),
     ),
-)  # fmt: skip
+)
 
 # --- questions
 
 least = Question(
     id="07.least",
-    statement="A step computes for 300 ms and sends 150 MB over a link of 250 MB/s. Even the best order of messages leaves some communication exposed. How many ms at least?",
+    statement=(
+        "A step computes for 300 ms and sends 150 MB over a link of 250 MB/s. Even the best order of messages leaves"
+        " some communication exposed. How many ms at least?"
+    ),
     unit="ms",
     expected=least_exposed_ms(300, 600),
     slips=(
-        Slip("150 MB at 250 MB/s take 600 ms: this is all of the communication, but 300 ms of it can be hidden", value=600.0),
+        Slip(
+            "150 MB at 250 MB/s take 600 ms: this is all of the communication, but 300 ms of it can be hidden",
+            value=600.0,
+        ),
         Slip("this is the length of the step at best (300 ms of compute and 300 exposed)", factor=3.0),
         Slip("there is more communication than compute, so some must show", value=0.0),
     ),
-    hints=("How long is the communication?", "600 ms of messages. How much of that can lie under 300 ms of compute?", "600 - 300."),
+    hints=(
+        "How long is the communication?",
+        "600 ms of messages. How much of that can lie under 300 ms of compute?",
+        "600 - 300.",
+    ),
     explanation="max(0, M - C). No prefetch helps against it: send less, or compute more per byte (a larger batch).",
 )
 
@@ -149,15 +227,24 @@ price = Choice(
     },
     right="a",
     because={
-        "a": "two gathered blocks instead of one. With small units that is little; with one big unit it would be the model.",
+        "a": (
+            "two gathered blocks instead of one. With small units that is little; with one big unit it would be the"
+            " model."
+        ),
         "b": "the same messages are sent, only earlier: compare bytes_per_step of the two runs.",
-        "c": "the gathers of a step begin after the optimizer's step before it; the losses of both runs are equal to the last bit.",
+        "c": (
+            "the gathers of a step begin after the optimizer's step before it; the losses of both runs are equal to the"
+            " last bit."
+        ),
     },
 )
 
 inflated = Choice(
     id="07.inflated",
-    statement="A colleague hides 95 % of the communication, and the step is no faster than before. Compute inflation went from 1.0 to 1.4. What happened?",
+    statement=(
+        "A colleague hides 95 % of the communication, and the step is no faster than before. Compute inflation went"
+        " from 1.0 to 1.4. What happened?"
+    ),
     options={
         "a": "the profiler is wrong: what is hidden costs no time",
         "b": "moving the bytes takes cores (or memory bandwidth, or SMs of a GPU) away from computing",

@@ -72,7 +72,8 @@ def _long() -> tuple[str, int, Pairs, Pairs]:
 
 def _cases() -> list[Case]:
     return [
-        Case(name, ((step, work, talk),) * _RANKS, (reference_account(step, work, talk),) * _RANKS) for name, step, work, talk in (*_SMALL, _long())
+        Case(name, ((step, work, talk),) * _RANKS, (reference_account(step, work, talk),) * _RANKS)
+        for name, step, work, talk in (*_SMALL, _long())
     ]
 
 
@@ -96,32 +97,64 @@ def _wrong(step: int, work: Pairs, talk: Pairs, got: dict[str, Any], right: dict
     busy = [reference_account(step, pairs, [])["compute_only"] for pairs in (work, talk)]
     twice = [name for name, plain, once in zip(("computing", "communication"), raw, busy) if plain != once]
     if min(got[name] for name in PARTS) < 0:
-        return "a part is below zero: an interval inside of another must not shorten it. When you merge, keep the later end"
+        return (
+            "a part is below zero: an interval inside of another must not shorten it. When you merge, keep the"
+            " later end"
+        )
     if right["overlapped"] and not got["overlapped"] and sum(got[name] for name in PARTS) == step:
-        return "nothing is overlapped, though the two lists meet: in both together an instant counts once, so merge before you add up lengths"
+        return (
+            "nothing is overlapped, though the two lists meet: in both together an instant counts once, so merge before"
+            " you add up lengths"
+        )
     if got["compute_only"] == right["compute_only"] + right["overlapped"] and right["overlapped"]:
-        return "that is all computing; compute_only is computing while nothing is under way, without the overlapped part"
+        return (
+            "that is all computing; compute_only is computing while nothing is under way, without the overlapped part"
+        )
     if got["exposed"] == busy[1] and right["overlapped"]:
         return "that is all communication; exposed is what of it no computing hides: subtract the overlapped part"
     if twice and sum(got[name] for name in PARTS) != step:
-        return f"pairs of {' and of '.join(twice)} overlap here, and an instant counts once: merge a list before you add up lengths"
+        return (
+            f"pairs of {' and of '.join(twice)} overlap here, and an instant counts once: merge a list before you add"
+            " up lengths"
+        )
     if sum(got[name] for name in PARTS) != step:
-        return f"the four parts sum to {sum(got[name] for name in PARTS):,}, the step has {step:,}: every instant belongs to exactly one part"
+        return (
+            f"the four parts sum to {sum(got[name] for name in PARTS):,}, the step has {step:,}: every instant belongs"
+            " to exactly one part"
+        )
     if twice:
-        return f"pairs of {' and of '.join(twice)} overlap here, and an instant counts once: merge a list before you add up lengths"
-    return "the parts sum to the step, but instants are in the wrong part: overlapped is where both lists have an interval, at the same time"
+        return (
+            f"pairs of {' and of '.join(twice)} overlap here, and an instant counts once: merge a list before you add"
+            " up lengths"
+        )
+    return (
+        "the parts sum to the step, but instants are in the wrong part: overlapped is where both lists have an"
+        " interval, at the same time"
+    )
 
 
 account = Exercise(
     id="08.account",
     title="The account of a step",
-    statement="Write account(step, computing, communicating): how many ns of a step were compute only, overlapped, exposed and other.",
+    statement=(
+        "Write account(step, computing, communicating): how many ns of a step were compute only, overlapped, exposed"
+        " and other."
+    ),
     stub=_STUB,
     reference=_REFERENCE,
     hints=(
-        "If you can measure the length of a set of intervals, each instant once, you have three lengths: of the first list, of the second, and of both together.",
-        "Overlapped is what is counted twice when the first two lengths are added: work + talk - either. To measure a length, sort the pairs and merge those that touch.",
-        "compute_only = either - talk, overlapped = work + talk - either, exposed = either - work, other = step - either; `either` is the merged length of [*computing, *communicating].",
+        (
+            "If you can measure the length of a set of intervals, each instant once, you have three lengths: of the"
+            " first list, of the second, and of both together."
+        ),
+        (
+            "Overlapped is what is counted twice when the first two lengths are added: work + talk - either. To measure"
+            " a length, sort the pairs and merge those that touch."
+        ),
+        (
+            "compute_only = either - talk, overlapped = work + talk - either, exposed = either - work, other = step -"
+            " either; `either` is the merged length of [*computing, *communicating]."
+        ),
     ),
     cases=_cases,
     explain=_explain,
@@ -129,15 +162,49 @@ account = Exercise(
     driver=(str(Path(on_ranks.__file__)), "drive_account"),
     wrong=(
         Wrong("not merged", edited(_REFERENCE, ("in merged(pairs))", "in pairs)")), "an instant counts once"),
-        Wrong("merged without sorting", edited(_REFERENCE, ("in sorted(pairs):", "in pairs:")), "an instant counts once"),
+        Wrong(
+            "merged without sorting", edited(_REFERENCE, ("in sorted(pairs):", "in pairs:")), "an instant counts once"
+        ),
         Wrong("the last end wins", edited(_REFERENCE, ("max(end, joined[-1][1])", "end")), "keep the later end"),
-        Wrong("all computing", edited(_REFERENCE, ('"compute_only": either - talk', '"compute_only": work')), "that is all computing"),
-        Wrong("all communication", edited(_REFERENCE, ('"exposed": either - work', '"exposed": talk')), "that is all communication"),
-        Wrong("exchanged", edited(_REFERENCE, ("either - talk", "EITHER"), ("either - work", "either - talk"), ("EITHER", "either - work")), "in the wrong part"),
-        Wrong("other left out", edited(_REFERENCE, ('"other": step - either', '"other": 0')), "every instant belongs to exactly one part"),
-        Wrong("pair by pair", edited(_REFERENCE, ("work + talk - either", "sum(max(0, min(b, d) - max(a, c)) for a, b in computing for c, d in communicating)")), "an instant counts once"),
-        Wrong("a tuple", edited(_REFERENCE, ("return {", "return tuple({"), ("step - either}", "step - either}.values())")), "a dict with the four names"),
+        Wrong(
+            "all computing",
+            edited(_REFERENCE, ('"compute_only": either - talk', '"compute_only": work')),
+            "that is all computing",
+        ),
+        Wrong(
+            "all communication",
+            edited(_REFERENCE, ('"exposed": either - work', '"exposed": talk')),
+            "that is all communication",
+        ),
+        Wrong(
+            "exchanged",
+            edited(
+                _REFERENCE, ("either - talk", "EITHER"), ("either - work", "either - talk"), ("EITHER", "either - work")
+            ),
+            "in the wrong part",
+        ),
+        Wrong(
+            "other left out",
+            edited(_REFERENCE, ('"other": step - either', '"other": 0')),
+            "every instant belongs to exactly one part",
+        ),
+        Wrong(
+            "pair by pair",
+            edited(
+                _REFERENCE,
+                (
+                    "work + talk - either",
+                    "sum(max(0, min(b, d) - max(a, c)) for a, b in computing for c, d in communicating)",
+                ),
+            ),
+            "an instant counts once",
+        ),
+        Wrong(
+            "a tuple",
+            edited(_REFERENCE, ("return {", "return tuple({"), ("step - either}", "step - either}.values())")),
+            "a dict with the four names",
+        ),
     ),
-)  # fmt: skip
+)
 
 ITEMS = (account, *QUESTIONS)

@@ -1,4 +1,6 @@
-"""The questions of notebook 09: numbers off a memory timeline, and what fills the peak of a small and of a large batch."""
+"""The questions of notebook 09: numbers off a memory timeline,
+and what fills the peak of a small and of a large batch.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,14 @@ gathered_at_peak = Question(
     expected=gathered,
     tolerance=0.02,
     slips=(
-        Slip("those are the slices, which rest; gathered parameters are a category of their own", value=lambda record: by_category(record)["parameter_slices"] / MB),
-        Slip("that is the whole peak; the question is about one category", value=lambda record: total(peak_row(record)) / MB),
+        Slip(
+            "those are the slices, which rest; gathered parameters are a category of their own",
+            value=lambda record: by_category(record)["parameter_slices"] / MB,
+        ),
+        Slip(
+            "that is the whole peak; the question is about one category",
+            value=lambda record: total(peak_row(record)) / MB,
+        ),
         Slip("that is the whole model in fp32; it is never there at once", value=_whole_model),
         Slip("that is one block; look how many are there", value=lambda record: max(unit_bytes(record).values()) / MB),
     ),
@@ -44,7 +52,10 @@ fills = Choice(
     right="b",
     because={
         "a": "with 2 sequences activations are small beside 8 bytes of moments for every second parameter.",
-        "b": "model states do not know the batch; activations grow with it. So the remedy depends on the batch: shard or offload for one, recompute for the other.",
+        "b": (
+            "model states do not know the batch; activations grow with it. So the remedy depends on the batch: shard or"
+            " offload for one, recompute for the other."
+        ),
         "c": "gathered parameters are a block or two, whatever the batch: look at the bars.",
         "d": "activations grow in proportion to the batch, and moments not at all: look at the second bar.",
     },
@@ -52,14 +63,20 @@ fills = Choice(
 
 crossover = Question(
     id="09.crossover",
-    statement="From how many sequences a rank on would activations at the peak exceed the optimizer state, if they grow in proportion to the batch?",
+    statement=(
+        "From how many sequences a rank on would activations at the peak exceed the optimizer state, if they grow in"
+        " proportion to the batch?"
+    ),
     unit="",
     expected=more_sequences,
     tolerance=0.08,
     slips=(
         Slip("the optimizer state of the whole model was taken; a rank holds half of it", factor=2.0),
         Slip("that is the batch of the run", value=lambda record: float(record.spec["batch_size"])),
-        Slip("upside down: activations were divided by the optimizer state", value=lambda record: 1 / more_sequences(record)),
+        Slip(
+            "upside down: activations were divided by the optimizer state",
+            value=lambda record: 1 / more_sequences(record),
+        ),
     ),
     hints=(
         "How many MB of activations does one sequence bring? The second bar has 8.",
@@ -79,7 +96,10 @@ moved = Choice(
     },
     right="a",
     because={
-        "a": "gradient slices grow through the backward while activations shrink. Where activations are many, their mountain is higher than the end.",
+        "a": (
+            "gradient slices grow through the backward while activations shrink. Where activations are many, their"
+            " mountain is higher than the end."
+        ),
         "b": "moments are two numbers a parameter, whatever the batch.",
         "c": "a gather moves weights; it does not depend on the batch.",
     },

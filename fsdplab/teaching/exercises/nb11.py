@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from fsdplab.teaching import reading_on_ranks as on_ranks
 from fsdplab.teaching.exercise import Case, Choice, Exercise, Question, Slip, Trial, Wrong, edited
@@ -36,10 +35,28 @@ def _explain(case: Case, trial: Trial, difference: Difference) -> tuple[str | No
     if got["choices"]:
         return None, got["choices"]
     if got["bytes over the card"]:
-        return where, f"{got['bytes over the card'] / MB:.0f} MB beyond the card: a run that does not fit is no choice, however fast. Shard more"
+        return (
+            where,
+            (
+                f"{got['bytes over the card'] / MB:.0f} MB beyond the card: a run that does not fit is no choice,"
+                " however fast. Shard more"
+            ),
+        )
     if got["ms on the link too many"]:
-        return where, f"it fits, but the link is busy for {got['ms on the link too many']} ms a step more than need be: parameters are sent twice, because they are dropped in between. The card has room to keep something"
-    return where, "it fits and sends little, but no gather passes under computing: each is issued when its unit is needed (prefetch)"
+        return (
+            where,
+            (
+                f"it fits, but the link is busy for {got['ms on the link too many']} ms a step more than need be:"
+                " parameters are sent twice, because they are dropped in between. The card has room to keep something"
+            ),
+        )
+    return (
+        where,
+        (
+            "it fits and sends little, but no gather passes under computing: each is issued when its unit is needed"
+            " (prefetch)"
+        ),
+    )
 
 
 def _set(**choices: str) -> str:
@@ -53,12 +70,18 @@ def _set(**choices: str) -> str:
 choose = Exercise(
     id="11.choose",
     title="Defend a choice",
-    statement=f"Write choose(): a strategy and settings that fit a card of {on_ranks.CARD / MB:g} MB and expose as little as this link allows.",
+    statement=(
+        f"Write choose(): a strategy and settings that fit a card of {on_ranks.CARD / MB:g} MB and expose as little as"
+        " this link allows."
+    ),
     stub=_STUB,
     reference=_REFERENCE,
     hints=(
         "Begin with the card: which strategies lie left of its line? Then ask which of those sends least.",
-        "full_shard fits with room to spare, and keeps the link busy for half as long again. Others fit as well: look at the Pareto figure. Then let gathers set out ahead.",
+        (
+            "full_shard fits with room to spare, and keeps the link busy for half as long again. Others fit as well:"
+            " look at the Pareto figure. Then let gathers set out ahead."
+        ),
         '"strategy": "shard_grad_op" with "prefetch": 1, or "zero1" or "zero2".',
     ),
     cases=_cases,
@@ -72,12 +95,16 @@ choose = Exercise(
         Wrong("shards nothing", _set(strategy='"no_shard"'), "beyond the card"),
         Wrong("nothing ahead", _set(prefetch="0"), "no gather passes under computing"),
         Wrong("one big unit", _set(units='"model"'), "beyond the card"),
-        Wrong("a card of its own", edited(_REFERENCE, ('"units": "auto",', '"card": 10**12,')), "card belongs to the job"),
-        Wrong("a faster link", edited(_REFERENCE, ('"units": "auto",', '"link": "nvlink4",')), "link belongs to the job"),
+        Wrong(
+            "a card of its own", edited(_REFERENCE, ('"units": "auto",', '"card": 10**12,')), "card belongs to the job"
+        ),
+        Wrong(
+            "a faster link", edited(_REFERENCE, ('"units": "auto",', '"link": "nvlink4",')), "link belongs to the job"
+        ),
         Wrong("a word that is none", _set(strategy='"zero3"'), "unknown strategy"),
         Wrong("a text", edited(_REFERENCE, ("return {", "return str({"), ("    }\n", "    })\n")), "expected a dict"),
     ),
-)  # fmt: skip
+)
 
 order = Choice(
     id="11.order",
@@ -92,8 +119,14 @@ order = Choice(
     because={
         "a": "what is kept and what is sent are different things: a rank that drops its copy must be sent it again.",
         "b": "full_shard drops parameters after the forward, and gathers them a second time for the backward.",
-        "c": "an all-reduce is a reduce-scatter and an all-gather (01): once each is 2(n-1)/n of the parameters. Only full_shard gathers twice: 3(n-1)/n.",
-        "d": "ZeRO-1 and ZeRO-2 split the all-reduce into its halves, and put the optimizer between them: not a byte more.",
+        "c": (
+            "an all-reduce is a reduce-scatter and an all-gather (01): once each is 2(n-1)/n of the parameters. Only"
+            " full_shard gathers twice: 3(n-1)/n."
+        ),
+        "d": (
+            "ZeRO-1 and ZeRO-2 split the all-reduce into its halves, and put the optimizer between them: not a byte"
+            " more."
+        ),
     },
 )
 
@@ -104,9 +137,18 @@ busy = Question(
     expected=lambda runs: 1e3 * on_the_link(of(runs, "full_shard")),
     tolerance=0.03,
     slips=(
-        Slip("that is what the others need: full_shard gathers twice", value=lambda runs: 1e3 * on_the_link(of(runs, "no_shard"))),
-        Slip("the whole parameters three times; on two ranks half of each collective comes from oneself, (n-1)/n", factor=2.0),
-        Slip("that is the number of MB; divide by the link's 400 MB/s", value=lambda runs: of(runs, "full_shard").summary["comm"]["bytes_per_step"] / MB),
+        Slip(
+            "that is what the others need: full_shard gathers twice",
+            value=lambda runs: 1e3 * on_the_link(of(runs, "no_shard")),
+        ),
+        Slip(
+            "the whole parameters three times; on two ranks half of each collective comes from oneself, (n-1)/n",
+            factor=2.0,
+        ),
+        Slip(
+            "that is the number of MB; divide by the link's 400 MB/s",
+            value=lambda runs: of(runs, "full_shard").summary["comm"]["bytes_per_step"] / MB,
+        ),
     ),
     hints=(
         "Bytes sent, divided by the link's bandwidth.",
@@ -122,7 +164,10 @@ defend = Choice(
     options={
         "a": "`no_shard`, because it exposes least",
         "b": "`full_shard`, because sharding everything is the modern way",
-        "c": "`full_shard`, because it is the only one whose peak fits; its price is half as many bytes again, of which most can be hidden",
+        "c": (
+            "`full_shard`, because it is the only one whose peak fits; its price is half as many bytes again, of which"
+            " most can be hidden"
+        ),
         "d": "`zero2`, because it lies nearest to the corner of the figure",
     },
     right="c",
@@ -142,9 +187,16 @@ tight = Question(
     tolerance=0.04,
     slips=(
         Slip("that is shard_grad_op's whole peak", value=lambda runs: peak(of(runs, "shard_grad_op")) / MB),
-        Slip("that is what no_shard needs more", value=lambda runs: (peak(of(runs, "no_shard")) - peak(of(runs, "full_shard"))) / MB),
+        Slip(
+            "that is what no_shard needs more",
+            value=lambda runs: (peak(of(runs, "no_shard")) - peak(of(runs, "full_shard"))) / MB,
+        ),
     ),
-    hints=("Two peaks, one difference.", "The column `peak, MB`, rows shard_grad_op and full_shard.", "266 - 199, about."),
+    hints=(
+        "Two peaks, one difference.",
+        "The column `peak, MB`, rows shard_grad_op and full_shard.",
+        "266 - 199, about.",
+    ),
     explanation="The parameters that stay whole from forward to backward, less what full_shard holds at its own peak.",
 )
 

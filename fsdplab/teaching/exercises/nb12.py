@@ -25,7 +25,13 @@ def traffic(P, s, r):
 _WITHIN, _ACROSS = "3 * P * (s - 1) / s", "2 * (P / s) * (r - 1) / r"
 _TRAFFIC_STUB = _TRAFFIC.format(within="...", across="...")
 _REFERENCE = _TRAFFIC.format(within=_WITHIN, across=_ACROSS)
-_MESHES = {"four groups of eight": (9600, 8, 4), "two groups of two": (1200, 2, 2), "eight groups of four": (4800, 4, 8), "one group of four: full_shard": (1200, 4, 1), "four groups of one: no_shard": (1200, 1, 4)}
+_MESHES = {
+    "four groups of eight": (9600, 8, 4),
+    "two groups of two": (1200, 2, 2),
+    "eight groups of four": (4800, 4, 8),
+    "one group of four: full_shard": (1200, 4, 1),
+    "four groups of one: no_shard": (1200, 1, 4),
+}
 
 
 def traffic_reference(P: float, s: int, r: int) -> dict[str, float]:
@@ -34,7 +40,9 @@ def traffic_reference(P: float, s: int, r: int) -> dict[str, float]:
 
 
 def _traffic_cases() -> list[Case]:
-    return [Case(name, (arguments,) * _TWO, (traffic_reference(*arguments),) * _TWO) for name, arguments in _MESHES.items()]
+    return [
+        Case(name, (arguments,) * _TWO, (traffic_reference(*arguments),) * _TWO) for name, arguments in _MESHES.items()
+    ]
 
 
 def _explain_traffic(case: Case, trial: Trial, difference: Difference) -> tuple[None, str]:
@@ -47,36 +55,60 @@ def _explain_traffic(case: Case, trial: Trial, difference: Difference) -> tuple[
     n = s * r
     suspects = {
         "within": (
-            (2 * P * (s - 1) / s, "two of the three: forward gathers, backward gathers again, then the gradient is reduced"),
+            (
+                2 * P * (s - 1) / s,
+                "two of the three: forward gathers, backward gathers again, then the gradient is reduced",
+            ),
             (3 * P * (n - 1) / n, "the ring has the s ranks of one group, not all of them: (s-1)/s"),
             (3 * P / s, "P/s is a rank's slice; in a ring it sends s-1 of them, its own and those that it passes on"),
             (3 * P, "a rank need not send what its neighbours have: (s-1)/s of P"),
             (3 * P * (r - 1) / r, "the ring within a group has s ranks; r counts the groups"),
         ),
         "across": (
-            (2 * P * (r - 1) / r, "after the reduce-scatter a rank has 1/s of the gradient, and only that slice is all-reduced"),
+            (
+                2 * P * (r - 1) / r,
+                "after the reduce-scatter a rank has 1/s of the gradient, and only that slice is all-reduced",
+            ),
             ((P / s) * (r - 1) / r, "an all-reduce is a reduce-scatter and an all-gather: it counts twice"),
             (P * (r - 1) / r, "an all-reduce counts twice, and only the slice P/s is all-reduced"),
             (2 * (P / s) * (s - 1) / s, "the ring across has r ranks, one of each group"),
             (2 * (P / s) * (n - 1) / n, "the ring across has r ranks, one of each group, not all n"),
             (2 * P / s, "a ring of r ranks sends (r-1)/r of its payload; with one group nothing travels"),
-            (3 * (P / s) * (r - 1) / r, "parameters never travel across: each group gathers its own. Only gradients do, in an all-reduce"),
+            (
+                3 * (P / s) * (r - 1) / r,
+                "parameters never travel across: each group gathers its own. Only gradients do, in an all-reduce",
+            ),
         ),
-    }[axis]  # fmt: skip
+    }[axis]
     right = case.expected[0][axis]
-    cause = next((words for wrong, words in suspects if abs(got - wrong) <= 1e-9 * abs(wrong) and abs(wrong - right) > 1e-9 * right), None)
-    return None, f"{axis}: {cause or 'payload x (members of the ring - 1) / members, once for each gather or reduce-scatter, twice for an all-reduce'}"
+    cause = next(
+        (
+            words
+            for wrong, words in suspects
+            if abs(got - wrong) <= 1e-9 * abs(wrong) and abs(wrong - right) > 1e-9 * right
+        ),
+        None,
+    )
+    rule = (
+        "payload x (members of the ring - 1) / members, once for each gather or reduce-scatter, twice for an all-reduce"
+    )
+    return None, f"{axis}: {cause or rule}"
 
 
 traffic = Exercise(
     id="12.traffic",
     title="Bytes within and across",
-    statement="Write traffic(P, s, r): the bytes that a rank sends in a step within its shard group, and across the groups.",
+    statement=(
+        "Write traffic(P, s, r): the bytes that a rank sends in a step within its shard group, and across the groups."
+    ),
     stub=_TRAFFIC_STUB,
     reference=_REFERENCE,
     hints=(
         "Two rings. How many ranks are in each, and what is the payload that goes round it?",
-        "Within: s ranks, payload P, three times. Across: r ranks, and the payload is what a rank has after the reduce-scatter.",
+        (
+            "Within: s ranks, payload P, three times. Across: r ranks, and the payload is what a rank has after the"
+            " reduce-scatter."
+        ),
         "3 P (s-1)/s within; across an all-reduce of P/s over r ranks: 2 (P/s) (r-1)/r.",
     ),
     cases=_traffic_cases,
@@ -97,9 +129,13 @@ traffic = Exercise(
         Wrong("no (r-1)/r", edited(_REFERENCE, (_ACROSS, "2 * P / s")), "nothing travels"),
         Wrong("parameters across", edited(_REFERENCE, (_ACROSS, "3 * (P / s) * (r - 1) / r")), "never travel across"),
         Wrong("dots left", edited(_REFERENCE, (_ACROSS, "...")), "in place of the dots"),
-        Wrong("a sum", edited(_REFERENCE, ("return {", "return sum({"), ("    }\n", "    }.values())\n")), "`within` and `across`"),
+        Wrong(
+            "a sum",
+            edited(_REFERENCE, ("return {", "return sum({"), ("    }\n", "    }.values())\n")),
+            "`within` and `across`",
+        ),
     ),
-)  # fmt: skip
+)
 
 # --- questions
 
@@ -107,8 +143,11 @@ _FULL, _HYBRID = leaving_a_node(8, 16, 8)
 
 node = Question(
     id="12.node",
-    statement="16 nodes of 8 GPUs. Under full_shard a ring of all 128 GPUs leaves a node once, in each of three collectives of P bytes. Under hybrid_shard (a group a node) "
-    "all 8 GPUs of a node all-reduce their slices, P/8 each, over 16 nodes. How many times as many bytes leave a node under full_shard?",
+    statement=(
+        "16 nodes of 8 GPUs. Under full_shard a ring of all 128 GPUs leaves a node once, in each of three collectives"
+        " of P bytes. Under hybrid_shard (a group a node) all 8 GPUs of a node all-reduce their slices, P/8 each, over"
+        " 16 nodes. How many times as many bytes leave a node under full_shard?"
+    ),
     unit="x",
     expected=_FULL / _HYBRID,
     tolerance=0.01,
@@ -118,18 +157,38 @@ node = Question(
         Slip("the all-reduce counts twice", factor=2.0),
         Slip("under full_shard there are three collectives: two gathers and a reduce-scatter", factor=2 / 3),
     ),
-    hints=("Full: 3 P (n-1)/n with n = 128.", "Hybrid: 8 GPUs x 2 (P/8) (r-1)/r with r = 16. The 8 cancels.", "3 x 127/128 over 2 x 15/16."),
-    explanation="Per node the gain tends to 3/2, not to 8. The rest of the gain: no gather waits for the slow network, and its rings are short.",
+    hints=(
+        "Full: 3 P (n-1)/n with n = 128.",
+        "Hybrid: 8 GPUs x 2 (P/8) (r-1)/r with r = 16. The 8 cancels.",
+        "3 x 127/128 over 2 x 15/16.",
+    ),
+    explanation=(
+        "Per node the gain tends to 3/2, not to 8. The rest of the gain: no gather waits for the slow network, and its"
+        " rings are short."
+    ),
 )
 
 grow = Choice(
     id="12.grow",
-    statement="A job runs under hybrid_shard with a shard group a node. You double the number of nodes. What happens to the model state that a GPU keeps?",
-    options={"a": "it halves, as under full_shard", "b": "it stays as it is", "c": "it doubles, for there are twice as many replicas"},
+    statement=(
+        "A job runs under hybrid_shard with a shard group a node. You double the number of nodes. What happens to the"
+        " model state that a GPU keeps?"
+    ),
+    options={
+        "a": "it halves, as under full_shard",
+        "b": "it stays as it is",
+        "c": "it doubles, for there are twice as many replicas",
+    },
     right="b",
     because={
-        "a": "under full_shard the slices get smaller with every node; here a slice is 1/s of the model, and s is still one node.",
-        "b": "a slice is 1/s, and s is one node. What no longer fits 8 GPUs does not fit 800 either: then the group must span nodes.",
+        "a": (
+            "under full_shard the slices get smaller with every node; here a slice is 1/s of the model, and s is still"
+            " one node."
+        ),
+        "b": (
+            "a slice is 1/s, and s is one node. What no longer fits 8 GPUs does not fit 800 either: then the group must"
+            " span nodes."
+        ),
         "c": "more replicas in the cluster, but on a GPU there is one slice of one.",
     },
 )
@@ -143,9 +202,15 @@ def mesh_for(ranks, per_node, state, card):
     state: MB of model state to cut over the ranks of a row. card: MB that a rank has for its slice.
     """
 '''
-_MESH_STUB = _MESH_HEAD + "    group = ...  # ranks in a row\n    return [list(range(first, first + group)) for first in range(0, ranks, group)]\n"
-_MESH = _MESH_HEAD + (
-    "    group = per_node\n    while state / group > card:\n        group *= 2\n    return [list(range(first, first + group)) for first in range(0, ranks, group)]\n"
+_MESH_STUB = (
+    _MESH_HEAD
+    + "    group = ...  # ranks in a row\n    return [list(range(first, first + group)) for first in range(0, ranks,"
+    " group)]\n"
+)
+_MESH = (
+    _MESH_HEAD
+    + "    group = per_node\n    while state / group > card:\n        group *= 2\n    return [list(range(first, first +"
+    " group)) for first in range(0, ranks, group)]\n"
 )
 _ROWS = "[list(range(first, first + group)) for first in range(0, ranks, group)]"
 _NETWORKS = {
@@ -171,28 +236,52 @@ def _explain_mesh(case: Case, trial: Trial, difference: Difference) -> tuple[str
     rows = ast.literal_eval(told)
     step = f"the mesh {rows}: {times}"
     if got["MB over the card"]:
-        return step, f"a rank keeps {state}/{len(rows[0])} = {state / len(rows[0]):g} MB of state, and its card has {card}: longer rows"
+        return (
+            step,
+            (
+                f"a rank keeps {state}/{len(rows[0])} = {state / len(rows[0]):g} MB of state, and its card has {card}:"
+                " longer rows"
+            ),
+        )
     return step, _slow_because(rows, per_node)
 
 
 def _slow_because(rows: list[list[int]], per_node: int) -> str:
     s = len(rows[0])
     if s > 1 and s <= per_node and not on_ranks.on_one_node(rows, per_node):
-        return "a row has ranks of different nodes, so gathers and reductions cross the slow link: the ranks of one node belong in one row"
+        return (
+            "a row has ranks of different nodes, so gathers and reductions cross the slow link: the ranks of one node"
+            " belong in one row"
+        )
     if s > per_node:
-        return "a row spans nodes, so gathers and reductions go at the slow link's pace, and the card does not ask for it: shorter rows"
-    return "rows are shorter than a node: then more of the gradient, P/s a rank, is all-reduced over the slow link. Shard over the whole node, even where it would fit without"
+        return (
+            "a row spans nodes, so gathers and reductions go at the slow link's pace, and the card does not ask for it:"
+            " shorter rows"
+        )
+    return (
+        "rows are shorter than a node: then more of the gradient, P/s a rank, is all-reduced over the slow link. Shard"
+        " over the whole node, even where it would fit without"
+    )
 
 
 mesh_for = Exercise(
     id="12.mesh_for",
     title="The mesh for a network",
-    statement="Write mesh_for(ranks, per_node, state, card): rows of ranks whose slices fit the card, with the least time on the links.",
+    statement=(
+        "Write mesh_for(ranks, per_node, state, card): rows of ranks whose slices fit the card, with the least time on"
+        " the links."
+    ),
     stub=_MESH_STUB,
     reference=_MESH,
     hints=(
-        "Which of the two rings carries more bytes a step? It should find the fast link. And what, if the slices are then still too large?",
-        "A row is one node: gathers stay on the fast link, and across goes P/s. Only where state / per_node exceeds the card must a row span nodes.",
+        (
+            "Which of the two rings carries more bytes a step? It should find the fast link. And what, if the slices"
+            " are then still too large?"
+        ),
+        (
+            "A row is one node: gathers stay on the fast link, and across goes P/s. Only where state / per_node exceeds"
+            " the card must a row span nodes."
+        ),
         "Begin with group = per_node, and double it while state / group > card.",
     ),
     cases=_mesh_cases,
@@ -202,15 +291,21 @@ mesh_for = Exercise(
     time_limit=30.0,
     driver=(str(on_ranks.__file__), "drive_mesh"),
     wrong=(
-        Wrong("across the nodes", edited(_MESH, (_ROWS, "[list(range(first, ranks, ranks // group)) for first in range(ranks // group)]")), "belong in one row"),
+        Wrong(
+            "across the nodes",
+            edited(_MESH, (_ROWS, "[list(range(first, ranks, ranks // group)) for first in range(ranks // group)]")),
+            "belong in one row",
+        ),
         Wrong("full sharding", edited(_MESH, ("group = per_node", "group = ranks")), "shorter rows"),
         Wrong("as little as fits", edited(_MESH, ("group = per_node", "group = 1")), "Shard over the whole node"),
-        Wrong("always a node", edited(_MESH, ("    while state / group > card:\n        group *= 2\n", "")), "longer rows"),
+        Wrong(
+            "always a node", edited(_MESH, ("    while state / group > card:\n        group *= 2\n", "")), "longer rows"
+        ),
         Wrong("always two", edited(_MESH, ("group = per_node", "group = 2")), "shorter rows"),
         Wrong("ranks left out", edited(_MESH, (_ROWS, "[list(range(group))]")), "exactly one row"),
         Wrong("uneven rows", edited(_MESH, (_ROWS, "[list(range(1)), list(range(1, ranks))]")), "equally long"),
         Wrong("a number", edited(_MESH, (_ROWS, "group")), "expected a list of rows"),
     ),
-)  # fmt: skip
+)
 
 ITEMS: tuple[Any, ...] = (traffic, node, grow, mesh_for)

@@ -1,10 +1,11 @@
-"""Notebook 13, the exercises that train a model: tied weights in one unit, adapters beside frozen weights, and a job that must fit."""
+"""Notebook 13, the exercises that train a model: tied weights in one unit, adapters beside frozen weights, and a job
+that must fit.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -73,11 +74,24 @@ def _explain_tied(case: Case, trial: Trial, difference: Difference) -> tuple[Non
     if "the model" in what:
         return None, "call fully_shard(model) last: it holds what no unit below it holds"
     if "one parameter" in what:
-        return None, "head and embedding have weights of their own now: they began equal, and from the first update on they differ. Keep the one parameter, in one unit"
+        return (
+            None,
+            (
+                "head and embedding have weights of their own now: they began equal, and from the first update on they"
+                " differ. Keep the one parameter, in one unit"
+            ),
+        )
     if "gathered" in what:
         less = got["bytes gathered in the forward"] < right["bytes gathered in the forward"]
-        return None, "a parameter is in no unit: nobody averages its gradient over the ranks" if less else "the weight is gathered twice: one unit holds it for both uses"
-    return None, "the tied weight's gradient is the sum of two, from the embedding and from the head, averaged over the ranks"
+        return None, (
+            "a parameter is in no unit: nobody averages its gradient over the ranks"
+            if less
+            else "the weight is gathered twice: one unit holds it for both uses"
+        )
+    return (
+        None,
+        "the tied weight's gradient is the sum of two, from the embedding and from the head, averaged over the ranks",
+    )
 
 
 _PAIR = "fully_shard([model.token_embedding, model.head])"
@@ -90,7 +104,10 @@ shard_tied = Exercise(
     reference=_TIED,
     hints=(
         "The error message names two remedies. Both are a matter of one line.",
-        "`fully_shard` takes a list of modules: they become one unit. And what no unit claims is left to the last call, fully_shard(model).",
+        (
+            "`fully_shard` takes a list of modules: they become one unit. And what no unit claims is left to the last"
+            " call, fully_shard(model)."
+        ),
         "Replace the two lines by `fully_shard([model.token_embedding, model.head])`, or delete both.",
     ),
     cases=_tied_cases,
@@ -101,13 +118,41 @@ shard_tied = Exercise(
     time_limit=20.0,
     driver=(_DRIVERS, "drive_tied"),
     wrong=(
-        Wrong("untied", edited(_TIED, (_PAIR, "model.head.weight = type(model.head.weight)(model.head.weight.detach().clone())\n    fully_shard(model.token_embedding)\n    fully_shard(model.head)")), "weights of their own"),
-        Wrong("left out", edited(_TIED, (_PAIR + "\n    fully_shard(model)", "fully_shard(model, ignored_params={model.head.weight})")), "in no unit"),
-        Wrong("no blocks", edited(_TIED, ("    for block in model.blocks:\n        fully_shard(block)\n", "")), "every block stays a unit"),
+        Wrong(
+            "untied",
+            edited(
+                _TIED,
+                (
+                    _PAIR,
+                    (
+                        "model.head.weight = type(model.head.weight)(model.head.weight.detach().clone())\n   "
+                        " fully_shard(model.token_embedding)\n    fully_shard(model.head)"
+                    ),
+                ),
+            ),
+            "weights of their own",
+        ),
+        Wrong(
+            "left out",
+            edited(
+                _TIED, (_PAIR + "\n    fully_shard(model)", "fully_shard(model, ignored_params={model.head.weight})")
+            ),
+            "in no unit",
+        ),
+        Wrong(
+            "no blocks",
+            edited(_TIED, ("    for block in model.blocks:\n        fully_shard(block)\n", "")),
+            "every block stays a unit",
+        ),
         Wrong("no root", edited(_TIED, ("    fully_shard(model)\n", "")), "call fully_shard(model) last"),
-        Wrong("embedding alone", edited(_TIED, (_PAIR, "fully_shard(model.token_embedding)")), "tied to one that another unit holds", ends="raises"),
+        Wrong(
+            "embedding alone",
+            edited(_TIED, (_PAIR, "fully_shard(model.token_embedding)")),
+            "tied to one that another unit holds",
+            ends="raises",
+        ),
     ),
-)  # fmt: skip
+)
 
 # --- frozen parameters
 
@@ -165,23 +210,42 @@ def _explain_tune(case: Case, trial: Trial, difference: Difference) -> tuple[Non
     if "moved" in what:
         return None, "weights outside the adapters are trained too: set requires_grad_(False) on them"
     if got["bytes reduced in a step"] > right["bytes reduced in a step"]:
-        return None, (
-            f"right weights move, but gradients of the others are computed, held and reduced for nothing ({got['bytes reduced in a step']:,} bytes): "
-            "leaving a parameter out of the optimizer does not freeze it, requires_grad_(False) does"
+        return (
+            None,
+            (
+                "right weights move, but gradients of the others are computed, held and reduced for nothing"
+                f" ({got['bytes reduced in a step']:,} bytes): leaving a parameter out of the optimizer does not freeze"
+                " it, requires_grad_(False) does"
+            ),
         )
-    return None, "fewer bytes are reduced, or more are kept, than the adapters have: train all of them with AdamW, and nothing else"
+    return (
+        None,
+        (
+            "fewer bytes are reduced, or more are kept, than the adapters have: train all of them with AdamW, and"
+            " nothing else"
+        ),
+    )
 
 
 fine_tune = Exercise(
     id="13.fine_tune",
     title="Train the adapters only",
-    statement="Write fine_tune(model, shard): freeze all but the adapters, shard the model with shard(model), return an AdamW over what is trained.",
+    statement=(
+        "Write fine_tune(model, shard): freeze all but the adapters, shard the model with shard(model), return an AdamW"
+        " over what is trained."
+    ),
     stub=_TUNE_STUB,
     reference=_TUNE,
     hints=(
         "Three lines of work: freeze, shard, build the optimizer. Two orders are wrong: which, and why?",
-        "Freezing is `parameter.requires_grad_(False)`. shard(model) replaces the parameters by slices, so an optimizer that was built before it holds the old ones.",
-        'In a loop over model.named_parameters(): `parameter.requires_grad_("adapter" in name)`. Then shard(model). Then AdamW over the parameters with requires_grad.',
+        (
+            "Freezing is `parameter.requires_grad_(False)`. shard(model) replaces the parameters by slices, so an"
+            " optimizer that was built before it holds the old ones."
+        ),
+        (
+            'In a loop over model.named_parameters(): `parameter.requires_grad_("adapter" in name)`. Then shard(model).'
+            " Then AdamW over the parameters with requires_grad."
+        ),
     ),
     cases=_tune_cases,
     explain=_explain_tune,
@@ -190,18 +254,53 @@ fine_tune = Exercise(
     time_limit=20.0,
     driver=(_DRIVERS, "drive_fine_tune"),
     wrong=(
-        Wrong("optimizer first", edited(_TUNE, ("    shard(model)\n", ""), ("    return", "    optimizer ="), ("lr=1e-2)\n", "lr=1e-2)\n    shard(model)\n    return optimizer\n")), "built before the model was sharded", ends="raises"),
+        Wrong(
+            "optimizer first",
+            edited(
+                _TUNE,
+                ("    shard(model)\n", ""),
+                ("    return", "    optimizer ="),
+                ("lr=1e-2)\n", "lr=1e-2)\n    shard(model)\n    return optimizer\n"),
+            ),
+            "built before the model was sharded",
+            ends="raises",
+        ),
         Wrong("not frozen", edited(_TUNE, (_FREEZE, "")), "trained too"),
-        Wrong("only left out", edited(_TUNE, (_FREEZE, ""), (_TRAINED, '[parameter for name, parameter in model.named_parameters() if "adapter" in name]')), "does not freeze it"),
-        Wrong("the other way round", edited(_TUNE, ('"adapter" in name', '"adapter" not in name')), "they are what shall be trained"),
-        Wrong("one of the pair", edited(_TUNE, ('"adapter" in name', '"adapter_up" in name')), "they are what shall be trained"),
-        Wrong("biases too", edited(_TUNE, ('"adapter" in name', '"adapter" in name or name.endswith("bias")')), "trained too"),
+        Wrong(
+            "only left out",
+            edited(
+                _TUNE,
+                (_FREEZE, ""),
+                (_TRAINED, '[parameter for name, parameter in model.named_parameters() if "adapter" in name]'),
+            ),
+            "does not freeze it",
+        ),
+        Wrong(
+            "the other way round",
+            edited(_TUNE, ('"adapter" in name', '"adapter" not in name')),
+            "they are what shall be trained",
+        ),
+        Wrong(
+            "one of the pair",
+            edited(_TUNE, ('"adapter" in name', '"adapter_up" in name')),
+            "they are what shall be trained",
+        ),
+        Wrong(
+            "biases too",
+            edited(_TUNE, ('"adapter" in name', '"adapter" in name or name.endswith("bias")')),
+            "trained too",
+        ),
         Wrong("not sharded", edited(_TUNE, ("    shard(model)\n", "")), "was not called"),
         Wrong("no optimizer", edited(_TUNE, ("    return torch", "    torch")), "return the optimizer"),
         Wrong("no moments", edited(_TUNE, ("AdamW(", "SGD(")), "with AdamW"),
-        Wrong("nothing trained", edited(_TUNE, ('"adapter" in name', "False"), (_TRAINED, "list(model.parameters())")), "read the last line", ends="raises"),
+        Wrong(
+            "nothing trained",
+            edited(_TUNE, ('"adapter" in name', "False"), (_TRAINED, "list(model.parameters())")),
+            "read the last line",
+            ends="raises",
+        ),
     ),
-)  # fmt: skip
+)
 
 # --- the job that must fit
 
@@ -227,7 +326,13 @@ def fit():
 
 
 def _fit_cases() -> list[Case]:
-    return [Case(f"two steps of {on_ranks.JOB['model']} on a card of {on_ranks.CARD / 1e6:g} MB", ((),) * _RANKS, ({"choices": "", "bytes over the card": 0},) * _RANKS)]
+    return [
+        Case(
+            f"two steps of {on_ranks.JOB['model']} on a card of {on_ranks.CARD / 1e6:g} MB",
+            ((),) * _RANKS,
+            ({"choices": "", "bytes over the card": 0},) * _RANKS,
+        )
+    ]
 
 
 def _explain_fit(case: Case, trial: Trial, difference: Difference) -> tuple[str | None, str]:
@@ -237,7 +342,10 @@ def _explain_fit(case: Case, trial: Trial, difference: Difference) -> tuple[str 
     largest = held.split(" MB")[0].rsplit(" ", 1)[0]
     remedy = {
         "activations": "activations are the largest part: compute them again, or in fewer bits",
-        "optimizer state": "the optimizer state is the largest part: neither bf16 nor checkpointing touches what rests, so it must go elsewhere",
+        "optimizer state": (
+            "the optimizer state is the largest part: neither bf16 nor checkpointing touches what rests, so it must go"
+            " elsewhere"
+        ),
     }.get(largest, "look at the largest part: which of the three choices touches it?")
     return f"the peak on this rank: {held}", f"{over / 1e6:.0f} MB too many. {remedy}"
 
@@ -252,12 +360,21 @@ def _chosen(**choices: str) -> str:
 fit = Exercise(
     id="13.fit",
     title="Fit a model that did not fit",
-    statement=f"Write fit(): a precision, a checkpoint and an offload with which the job fits a card of {on_ranks.CARD / 1e6:g} MB.",
+    statement=(
+        "Write fit(): a precision, a checkpoint and an offload with which the job fits a card of"
+        f" {on_ranks.CARD / 1e6:g} MB."
+    ),
     stub=_FIT_STUB,
     reference=_FIT,
     hints=(
-        "Read the bars: which segments rest between steps, and how many MB are they together? Can bf16 or recomputation touch them?",
-        "Parameters, moments and gradients at rest are 173 MB, more than the card. They must go elsewhere; then the activations are too many.",
+        (
+            "Read the bars: which segments rest between steps, and how many MB are they together? Can bf16 or"
+            " recomputation touch them?"
+        ),
+        (
+            "Parameters, moments and gradients at rest are 173 MB, more than the card. They must go elsewhere; then the"
+            " activations are too many."
+        ),
         '"offload": "cpu", and with it either "precision": "bf16" or some checkpointing.',
     ),
     cases=_fit_cases,
@@ -268,10 +385,18 @@ fit = Exercise(
     driver=(_DRIVERS, "drive_fit"),
     wrong=(
         Wrong("only bf16", _chosen(precision="bf16"), "MB too many"),
-        Wrong("bf16 and recomputation", _chosen(precision="bf16", checkpoint="full"), "the optimizer state is the largest part"),
+        Wrong(
+            "bf16 and recomputation",
+            _chosen(precision="bf16", checkpoint="full"),
+            "the optimizer state is the largest part",
+        ),
         Wrong("only offload", _chosen(offload="cpu"), "activations are the largest part"),
-        Wrong("a smaller batch", edited(_FIT, ('"offload": "cpu",', '"batch_size": 1,')), "batch_size belongs to the job"),
-        Wrong("a word that is none", edited(_FIT, ('"checkpoint": "none"', '"checkpoint": "all"')), "unknown checkpoint"),
+        Wrong(
+            "a smaller batch", edited(_FIT, ('"offload": "cpu",', '"batch_size": 1,')), "batch_size belongs to the job"
+        ),
+        Wrong(
+            "a word that is none", edited(_FIT, ('"checkpoint": "none"', '"checkpoint": "all"')), "unknown checkpoint"
+        ),
         Wrong("a text", edited(_FIT, ("return {", "return str({"), ("    }\n", "    })\n")), "expected a dict"),
     ),
-)  # fmt: skip
+)

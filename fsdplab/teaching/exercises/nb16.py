@@ -1,4 +1,6 @@
-"""Notebook 16: groups of a mesh, a model that is tensor-parallel and sharded, and what expert gradients are divided by."""
+"""Notebook 16: groups of a mesh, a model that is tensor-parallel and sharded,
+and what expert gradients are divided by.
+"""
 
 from __future__ import annotations
 
@@ -77,24 +79,36 @@ def _explain_groups(case: Case, trial: Trial, difference: Difference) -> tuple[s
 
 def _cause_of_group(group: list[int], right: list[list[int]], axis: int, rank: int) -> str:
     if rank not in group:
-        return f"rank {rank} is not in its own group: go back from it to the group's first rank, `rank // stride % size` strides"
+        return (
+            f"rank {rank} is not in its own group: go back from it to the group's first rank, `rank // stride % size`"
+            " strides"
+        )
     if sorted(group) == right[axis]:
         return "the right ranks in another order: a group counts upwards along its axis"
     if len(group) != len(right[axis]):
         return f"the group has {len(group)} ranks, the axis {len(right[axis])} places"
-    return "the wrong stride: in a row-major mesh the last axis holds neighbours, so a step on an axis is as long as all later axes together"
+    return (
+        "the wrong stride: in a row-major mesh the last axis holds neighbours, so a step on an axis is as long as all"
+        " later axes together"
+    )
 
 
 groups_of = Exercise(
     id="16.groups_of",
     title="The groups around a rank",
-    statement="Write groups_of(rank, shape): for each axis of the mesh, the ranks that a collective over that axis joins with `rank`.",
+    statement=(
+        "Write groups_of(rank, shape): for each axis of the mesh, the ranks that a collective over that axis joins with"
+        " `rank`."
+    ),
     stub=_GROUPS_STUB,
     reference=_GROUPS,
     hints=(
         "Draw 2 x 2: the ranks 0 1 above 2 3. Who differs from rank 3 in the row only? In the column only?",
         "A step along an axis moves on by the product of all later sizes; on the last axis that is 1.",
-        "`stride = prod(shape[axis + 1 :])`; the place on the axis is `rank // stride % size`; go back so many strides and list `size` ranks.",
+        (
+            "`stride = prod(shape[axis + 1 :])`; the place on the axis is `rank // stride % size`; go back so many"
+            " strides and list `size` ranks."
+        ),
     ),
     cases=_mesh_cases,
     explain=_explain_groups,
@@ -102,15 +116,27 @@ groups_of = Exercise(
     wrong=(
         Wrong("first axis fastest", edited(_GROUPS, (_STRIDE, "stride = prod(shape[:axis])")), "the wrong stride"),
         Wrong("neighbours on every axis", edited(_GROUPS, (_STRIDE, "stride = 1")), "the wrong stride"),
-        Wrong("from the rank on", edited(_GROUPS, (_APPEND, "groups.append([rank + step * stride for step in range(size)])")), "the wrong stride"),
+        Wrong(
+            "from the rank on",
+            edited(_GROUPS, (_APPEND, "groups.append([rank + step * stride for step in range(size)])")),
+            "the wrong stride",
+        ),
         Wrong("from rank 0", edited(_GROUPS, (_FIRST, "first = 0")), "not in its own group"),
-        Wrong("no place within the axis", edited(_GROUPS, (_FIRST, "first = rank - rank // stride * stride")), "not in its own group"),
+        Wrong(
+            "no place within the axis",
+            edited(_GROUPS, (_FIRST, "first = rank - rank // stride * stride")),
+            "not in its own group",
+        ),
         Wrong("backwards", edited(_GROUPS, ("range(size)", "reversed(range(size))")), "counts upwards"),
         Wrong("one too many", edited(_GROUPS, ("range(size)", "range(size + 1)")), "the axis 2 places"),
-        Wrong("the last axis only", edited(_GROUPS, ("    return groups", "    return groups[-1:]")), "append one an axis"),
-        Wrong("the stride only", edited(_GROUPS, (_APPEND, "groups.append(stride)")), "one list of ranks for each axis"),
+        Wrong(
+            "the last axis only", edited(_GROUPS, ("    return groups", "    return groups[-1:]")), "append one an axis"
+        ),
+        Wrong(
+            "the stride only", edited(_GROUPS, (_APPEND, "groups.append(stride)")), "one list of ranks for each axis"
+        ),
     ),
-)  # fmt: skip
+)
 
 # ---- 16.compose
 
@@ -151,13 +177,19 @@ def _explain_compose(case: Case, trial: Trial, difference: Difference) -> tuple[
         return None, "compose returns nothing: end it with `return fully_shard(model, ...)` or `return model`"
     rest = got[_AT_REST]
     if "tp" not in rest:
-        return None, "no tensor parallelism: `parallelize(model, mesh[\"tp\"])` comes first"
+        return None, 'no tensor parallelism: `parallelize(model, mesh["tp"])` comes first'
     if "dp" not in rest:
-        return None, "nothing is sharded over dp: call `fully_shard(..., mesh=mesh[\"dp\"])` on the blocks, then on the model"
+        return (
+            None,
+            'nothing is sharded over dp: call `fully_shard(..., mesh=mesh["dp"])` on the blocks, then on the model',
+        )
     if rest != _EXPECTED[_AT_REST]:
         return None, "the axes are exchanged: tensor parallelism belongs on `tp`, whose ranks read the same text"
     if not got["units"]:
-        return None, "no unit of the lab's engine: import `fully_shard` from `fsdplab.engine`, whose bytes this lesson counts"
+        return (
+            None,
+            "no unit of the lab's engine: import `fully_shard` from `fsdplab.engine`, whose bytes this lesson counts",
+        )
     if got["units"] != 3:
         return None, f"{got['units']} unit(s): one for each of the two blocks and one for the rest, the blocks first"
     return None, "it trains, but not as the twin does: see which ranks read the same text, and which sum gradients"
@@ -175,8 +207,14 @@ compose = Exercise(
     reference=_COMPOSE,
     hints=(
         "Which of the two must see whole parameters to cut them: tensor parallelism, or sharding?",
-        "`parallelize` first, on the tp part of the mesh. Then, as always: each block a unit, and the model itself last.",
-        "`parallelize(model, mesh[\"tp\"])`; `for block in model.blocks: fully_shard(block, mesh=mesh[\"dp\"])`; `return fully_shard(model, mesh=mesh[\"dp\"])`.",
+        (
+            "`parallelize` first, on the tp part of the mesh. Then, as always: each block a unit, and the model itself"
+            " last."
+        ),
+        (
+            '`parallelize(model, mesh["tp"])`; `for block in model.blocks: fully_shard(block, mesh=mesh["dp"])`;'
+            ' `return fully_shard(model, mesh=mesh["dp"])`.'
+        ),
     ),
     cases=_compose_cases,
     explain=_explain_compose,
@@ -186,14 +224,27 @@ compose = Exercise(
     wrong=(
         Wrong("no tensor parallelism", edited(_COMPOSE, (_CUT, "")), "no tensor parallelism"),
         Wrong("not sharded", edited(_COMPOSE, (_LOOP, ""), (_LAST, "    return model")), "nothing is sharded over dp"),
-        Wrong("axes exchanged", _COMPOSE.replace("tp", "xx").replace('"dp"', '"tp"').replace("xx", "dp"), "the axes are exchanged"),
+        Wrong(
+            "axes exchanged",
+            _COMPOSE.replace("tp", "xx").replace('"dp"', '"tp"').replace("xx", "dp"),
+            "the axes are exchanged",
+        ),
         Wrong("one unit", edited(_COMPOSE, (_LOOP, "")), "1 unit(s)"),
         Wrong("blocks only", edited(_COMPOSE, (_LAST, "    return model")), "2 unit(s)"),
-        Wrong("torch's engine", edited(_COMPOSE, ("fsdplab.engine import", "torch.distributed.fsdp import")), "no unit of the lab's engine"),
+        Wrong(
+            "torch's engine",
+            edited(_COMPOSE, ("fsdplab.engine import", "torch.distributed.fsdp import")),
+            "no unit of the lab's engine",
+        ),
         Wrong("returns nothing", edited(_COMPOSE, ("    return fully", "    fully")), "returns nothing"),
-        Wrong("sharded first", edited(_COMPOSE, (_CUT, ""), (_LAST, f"    fully_shard(model, mesh=mesh[\"dp\"])\n{_CUT}    return model")), "", ends="raises"),
+        Wrong(
+            "sharded first",
+            edited(_COMPOSE, (_CUT, ""), (_LAST, f'    fully_shard(model, mesh=mesh["dp"])\n{_CUT}    return model')),
+            "",
+            ends="raises",
+        ),
     ),
-)  # fmt: skip
+)
 
 # ---- 16.average_expert
 
@@ -223,7 +274,13 @@ _SUM, _DIVIDE = "dist.all_reduce(gradient, group=efsdp)", "return gradient / dis
 def _expert_cases() -> list[Case]:
     """Rank r and rank r + 2 hold the same experts."""
     given = [torch.arange(6.0).reshape(2, 3) + 10.0**rank for rank in range(_RANKS)]
-    return [Case("four ranks as 2 x 2", tuple((each,) for each in given), tuple((each + given[(rank + 2) % 4]) / 4 for rank, each in enumerate(given)))]
+    return [
+        Case(
+            "four ranks as 2 x 2",
+            tuple((each,) for each in given),
+            tuple((each + given[(rank + 2) % 4]) / 4 for rank, each in enumerate(given)),
+        )
+    ]
 
 
 def _explain_average(case: Case, trial: Trial, difference: Difference) -> tuple[str | None, str]:
@@ -235,7 +292,10 @@ def _explain_average(case: Case, trial: Trial, difference: Difference) -> tuple[
     factors = {1: "nothing is divided", 2: "divided by the size of the group that holds the same experts"}
     for factor, cause in factors.items():
         if torch.allclose(got * factor, right * 4):
-            return None, f"{4 // factor} times too large: {cause}, but the loss is a mean over all {_RANKS} ranks' tokens"
+            return (
+                None,
+                f"{4 // factor} times too large: {cause}, but the loss is a mean over all {_RANKS} ranks' tokens",
+            )
     if any(torch.allclose(got * factor, everybody) for factor in (1, 2, 4)):
         return None, "gradients of different experts were added: sum over `group=efsdp` only"
     if any(torch.allclose(got * factor, given[trial.rank]) for factor in (1, 2, 4)):
@@ -246,12 +306,18 @@ def _explain_average(case: Case, trial: Trial, difference: Difference) -> tuple[
 average_expert = Exercise(
     id="16.average_expert",
     title="The divide factor of expert gradients",
-    statement="Write average_expert(gradient, efsdp): sum an expert's gradient over the right ranks and divide by the right number.",
+    statement=(
+        "Write average_expert(gradient, efsdp): sum an expert's gradient over the right ranks and divide by the right"
+        " number."
+    ),
     stub=_AVERAGE_STUB,
     reference=_AVERAGE,
     hints=(
         "All ranks' tokens come to an expert. How many ranks' tokens does the mean loss count?",
-        "Sum over the ranks that hold the same experts; the tokens of the others have come to you already, by all-to-all.",
+        (
+            "Sum over the ranks that hold the same experts; the tokens of the others have come to you already, by"
+            " all-to-all."
+        ),
         "`dist.all_reduce(gradient, group=efsdp)`, then divide by `dist.get_world_size()`.",
     ),
     cases=_expert_cases,
@@ -260,13 +326,21 @@ average_expert = Exercise(
     tolerance=1e-6,
     driver=(ON_THE_RANKS, "averaged"),
     wrong=(
-        Wrong("by the group", edited(_AVERAGE, (_DIVIDE, "return gradient / dist.get_world_size(efsdp)")), "2 times too large"),
+        Wrong(
+            "by the group",
+            edited(_AVERAGE, (_DIVIDE, "return gradient / dist.get_world_size(efsdp)")),
+            "2 times too large",
+        ),
         Wrong("not divided", edited(_AVERAGE, (_DIVIDE, "return gradient")), "4 times too large"),
         Wrong("everybody", edited(_AVERAGE, (_SUM, "dist.all_reduce(gradient)")), "gradients of different experts"),
         Wrong("nobody", edited(_AVERAGE, (f"    {_SUM}\n", "")), "is left out"),
-        Wrong("divided twice", edited(_AVERAGE, (_SUM, f"{_SUM}\n    gradient /= 2")), "then divide by the number of all ranks"),
+        Wrong(
+            "divided twice",
+            edited(_AVERAGE, (_SUM, f"{_SUM}\n    gradient /= 2")),
+            "then divide by the number of all ranks",
+        ),
         Wrong("returns nothing", edited(_AVERAGE, ("return gradient /", "gradient /")), "returns nothing"),
     ),
-)  # fmt: skip
+)
 
 ITEMS = (groups_of, compose, tp_bytes, average_expert, divide_factor, bubble, fast_axis)
