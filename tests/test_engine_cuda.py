@@ -1,7 +1,7 @@
 """What only a GPU can show: streams, no host synchronisation inside a step, the same bits and bytes in every run.
 
-With one GPU a group of one rank is made to gather and reduce all the same (NCCL copies), so that the side streams, their
-events and the lifetimes of buffers are those of many ranks.
+With one GPU a group of one rank is made to gather and reduce all the same (NCCL copies), so that the side streams,
+their events and the lifetimes of buffers are those of many ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdplab.engine import MixedPrecisionPolicy, compat, events, shard_model
-from fsdplab.engine.shard import units_of
 from fsdplab.engine.link import Link, behind
-from fsdplab.engine.transport import Transport
+from fsdplab.engine.shard import units_of
+from fsdplab.engine.staged import StagedTransport
 from fsdplab.gpu_check.host_time import host_syncs
 from fsdplab.gpu_check.overlap import LEAST_SHARE, SIZES, link_for, measure
 from fsdplab.profiling.snapshot import memory_snapshot
@@ -44,7 +44,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(6))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(6)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -55,7 +57,7 @@ class Net(nn.Module):
 def gathering(group: dist.ProcessGroup, strategy: str = "full_shard") -> nn.Module:
     """A model on one GPU whose units gather and reduce over a group of one rank."""
     model = shard_model(Net().cuda(), strategy, mp_policy=BF16)
-    transport = Transport(group, torch.device("cuda", 0))
+    transport = StagedTransport(group, torch.device("cuda", 0))
     for unit in units_of(model):
         unit.terms = replace(unit.terms, shard=transport)
     return model
@@ -143,7 +145,7 @@ def test_memory_is_the_same_in_every_run(group) -> None:
 def test_a_link_delays_a_collective_by_the_formula_and_no_multiprocessor_waits(group) -> None:
     link, device = Link(1e9, 1e-4), torch.device("cuda", 0)
     model = shard_model(Net().cuda(), "full_shard", mp_policy=BF16)
-    transport = behind(Transport(group, device), link, ranks=4)
+    transport = behind(StagedTransport(group, device), link, ranks=4)
     for unit in units_of(model):
         unit.terms = replace(unit.terms, shard=transport)
     rows: list[events.Collective] = []
@@ -175,11 +177,15 @@ def test_the_counter_of_host_syncs_sees_one() -> None:
 
 
 def test_full_shard_hides_what_a_slow_link_lets_it_hide(group) -> None:
-    """The judgement is on CUDA events: gather of i+1 under forward of i, reduction of i under backward of i-1, at least 90 % hidden."""
+    """The judgement is on CUDA events: gather of i+1 under forward of i, reduction of i under backward of i-1, at least
+    90 % hidden.
+    """
     device, size = torch.device("cuda", 0), SIZES["cuda"]
     free = measure(device, size, None)
     linked = measure(device, size, link_for(size, free.median_ns("compute", "forward"), 0.5))
-    assert linked.median_ns("all_gather", "forward") >= 0.4 * free.median_ns("compute", "forward"), "the link is slow enough to hide something"
+    assert linked.median_ns("all_gather", "forward") >= 0.4 * free.median_ns("compute", "forward"), (
+        "the link is slow enough to hide something"
+    )
     for step in linked.judged():
         assert step.share >= LEAST_SHARE, [vars(slot) for slot in step.slots]
         assert step.elsewhere == ()
@@ -191,7 +197,9 @@ def test_the_memory_viewers_snapshot_holds_the_allocations_of_a_step(group, tmp_
         train(model, steps=1)
     with gzip.open(tmp_path / "rank0.snapshot.pickle.gz") as file:
         snapshot = pickle.load(file)
-    assert snapshot["segments"] and any(entry["action"] == "alloc" for trace in snapshot["device_traces"] for entry in trace)
+    assert snapshot["segments"] and any(
+        entry["action"] == "alloc" for trace in snapshot["device_traces"] for entry in trace
+    )
 
 
 def test_a_model_deleted_with_a_gather_in_flight_frees_its_memory_safely(group) -> None:

@@ -1,4 +1,5 @@
-"""The house of DESIGN section 1: imports run downwards only, outer libraries stay on the outer floors, chapters stay short.
+"""The house of DESIGN section 1: imports run downwards only, outer libraries stay on the outer floors, chapters stay
+short.
 
 `arrows` reads every import of a source tree with `ast` (also those inside functions); `broken_rules` judges them.
 The last tests feed the judge small bad houses that it must reject.
@@ -32,17 +33,21 @@ NARROW = {  # a room on floor 1 may use these modules of the engine and no other
 }
 FLOORS_3_AND_4 = {"plotly", "ipywidgets", "IPython", "anywidget", "nbformat", "nbclient", "ipykernel"}
 CLI_ONLY = {"typer", "rich", "click", "tqdm"}
-LAZY_ONLY = {"pandas", "deepspeed", "transformers", "safetensors"}  # extras: imported inside the function that needs them
+# extras: imported inside the function that needs them
+LAZY_ONLY = {"pandas", "deepspeed", "transformers", "safetensors"}
 INNER = {"torch", "numpy"}  # with the standard library, all that floors 0 to 2 may import
 MAX_FILE_LINES = 600
 MAX_ENGINE_LINES = 1500  # lines of code
 NOT_THE_CORE = {
-    "lanes", "gloo", "slots", "shared", "arenas", "choose",  # who waits where, transports between CPUs, and the choice of one
+    "lanes", "staged", "gloo", "slots", "shared", "arenas", "choose",
+    # who waits where, transports between CPUs, and the choice of one
     "shm_group", "shm_moves",  # shared memory as a process group, for torch's own engines
-    "shared_gpu", "shared_gpu_series", "shared_gpu_cuda", "shared_gpu_host", "shared_gpu_peers", "timelines", "watchdog",  # several ranks on one GPU
+    "shared_gpu", "shared_gpu_series", "shared_gpu_cuda", "shared_gpu_host", "shared_gpu_peers", "timelines",
+    "watchdog",  # several ranks on one GPU
     "checkpoint",  # training states to files and back; nothing imports it
     "offload", "offloaded_optimizer", "mapped",  # slices and optimizer state in host memory or files
-    "extension", "halfway", "recompute", "norms", "traps",  # one each: subclasses, fewer ranks, checkpointing, clipping, warnings
+    "extension", "halfway", "recompute", "norms", "traps",
+    # one each: subclasses, fewer ranks, checkpointing, clipping, warnings
     "link", "deliveries", "stream_link",  # an emulated network
     "custom", "facade", "finalization",  # what users of PyTorch's FSDP2 may bring along, and what torch itself asks for
     "compat", "__init__",  # what depends on torch's version; the table of contents
@@ -52,7 +57,9 @@ MAX_MEDIAN_FUNCTION_LINES = 12
 
 @dataclass(frozen=True)
 class Arrow:
-    """Module `source` (dotted, below the package) imports `target` at `line`; lazy = in a function or for type checkers only."""
+    """Module `source` (dotted, below the package) imports `target` at `line`; lazy = in a function or for type checkers
+    only.
+    """
 
     source: str
     target: str
@@ -208,7 +215,9 @@ def test_imports_run_downwards_only():
     assert broken_rules(ROOT / "fsdplab") == []
 
 
-@pytest.mark.parametrize("name,path", modules(ROOT / "fsdplab").items(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    "name,path", modules(ROOT / "fsdplab").items(), ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_a_module_is_a_chapter(name, path):
     text = path.read_text(encoding="utf-8")
     assert ast.get_docstring(ast.parse(text)), f"{path}: a module opens with a docstring that says why it exists"
@@ -216,7 +225,9 @@ def test_a_module_is_a_chapter(name, path):
 
 
 def test_functions_are_short():
-    lengths = [n for path in modules(ROOT / "fsdplab").values() for n in functions(ast.parse(path.read_text(encoding="utf-8")))]
+    lengths = [
+        n for path in modules(ROOT / "fsdplab").values() for n in functions(ast.parse(path.read_text(encoding="utf-8")))
+    ]
     assert statistics.median(lengths) <= MAX_MEDIAN_FUNCTION_LINES
 
 
@@ -233,7 +244,12 @@ def code_lines(text: str) -> int:
 
 
 def test_code_lines_leave_out_what_explains():
-    assert code_lines('"""Why."""\n\nx = (\n    1,  # reason\n)\n\n\ndef f():\n    """One."""\n    # reason\n    return x\n') == 5
+    assert (
+        code_lines(
+            '"""Why."""\n\nx = (\n    1,  # reason\n)\n\n\ndef f():\n    """One."""\n    # reason\n    return x\n'
+        )
+        == 5
+    )
 
 
 def test_engine_core_stays_small():
@@ -244,11 +260,22 @@ def test_engine_core_stays_small():
 
 
 def test_plain_import_is_light():
-    assert not loaded_after("import fsdplab") & {"torch", "numpy", "pandas", "plotly", "IPython", "ipywidgets", "typer", "rich"}
+    assert not loaded_after("import fsdplab") & {
+        "torch",
+        "numpy",
+        "pandas",
+        "plotly",
+        "IPython",
+        "ipywidgets",
+        "typer",
+        "rich",
+    }
 
 
 def test_inner_floors_run_without_outer_libraries():
-    inner = [name for name in modules(ROOT / "fsdplab") if FLOOR.get(room(name), 9) <= 2 and not name.endswith("__main__")]
+    inner = [
+        name for name in modules(ROOT / "fsdplab") if FLOOR.get(room(name), 9) <= 2 and not name.endswith("__main__")
+    ]
     loaded = loaded_after("\n".join(f"import fsdplab.{name}" for name in inner))
     of_torch_itself = loaded_after("import torch, torch.distributed.run, torch.distributed.tensor")
     assert not (loaded - of_torch_itself) & (FLOORS_3_AND_4 | CLI_ONLY | LAZY_ONLY)
@@ -301,7 +328,9 @@ def test_the_judge_accepts_a_good_house(tmp_path):
         "engine/layout.py": "import math\nimport torch",
         "planning/traffic.py": "from fsdplab.engine.layout import rows",
         "records/run.py": "if TYPE_CHECKING:\n    import pandas\ndef frame():\n    import pandas",
-        "figures/memory.py": "import plotly.graph_objects as go\nfrom fsdplab import __version__\nfrom fsdplab.records import run",
+        "figures/memory.py": (
+            "import plotly.graph_objects as go\nfrom fsdplab import __version__\nfrom fsdplab.records import run"
+        ),
         "cli.py": "import typer\nfrom fsdplab import cli_compare\nfrom fsdplab.sessions import x",
         "cli_compare.py": "from fsdplab.figures import memory",
         "sessions/__init__.py": "",

@@ -14,6 +14,7 @@ from .shared import SharedTransport
 from .shared_gpu import made_for
 from .shm_group import SharedMemoryGroup, machines_of
 from .slots import SharingRefused
+from .staged import StagedTransport
 from .transport import Transport
 
 TRANSPORTS = ("auto", "gloo", "shm", "nccl", "shared_gpu")
@@ -47,10 +48,15 @@ def forget_destroyed() -> None:
 
 
 def _make(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transport:
-    if wanted == "shared_gpu" or device.type == "cuda" and wanted == "auto" and group._get_backend(device).name() == "gloo":
+    if (
+        wanted == "shared_gpu"
+        or device.type == "cuda"
+        and wanted == "auto"
+        and group._get_backend(device).name() == "gloo"
+    ):
         return made_for(group, device)
     if device.type == "cuda":
-        return Transport(group, device)
+        return StagedTransport(group, device)
     if wanted == "gloo" or group._get_backend(device).name() != "gloo":
         return GlooTransport(group, device)
     machines = machines_of(group)

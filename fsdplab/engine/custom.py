@@ -1,4 +1,6 @@
-"""Collectives and staging memory that the user supplies: PyTorch's `AllGather` and `ReduceScatter` objects, and allocators."""
+"""Collectives and staging memory that the user supplies: PyTorch's `AllGather` and `ReduceScatter` objects, and
+allocators.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,12 @@ import torch.distributed as dist
 from . import compat, events
 from .finalization import ManualFinalization
 from .hooks import hooks_of, units_under
-from .transport import Reduction, Transport
+from .staged import Reduction, StagedTransport
+from .transport import Transport
 from .unit import Unit
 
 
-class CustomTransport(Transport):
+class CustomTransport(StagedTransport):
     """Staged collectives in which the all-gather, the reduce-scatter, or the memory for them is somebody else's."""
 
     def __init__(self, below: Transport, device: torch.device, gather: Any = None, scatter: Any = None) -> None:
@@ -55,7 +58,9 @@ class GroupMemory:
         """Memory of the group."""
         return self._backend.allocate_tensor(*size, dtype=dtype, device=device)
 
-    def __call__(self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
+    def __call__(
+        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
         return compat.all_gather_single(output, source, group=group, async_op=async_op)
 
 
@@ -74,7 +79,9 @@ class SymmetricMemory(GroupMemory):
         with torch.cuda.use_mem_pool(self._memory.get_mem_pool(device)):
             return torch.empty(size, dtype=dtype, device=device)
 
-    def __call__(self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
+    def __call__(
+        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
         self._memory.rendezvous(output, group=group.group_name)
         return super().__call__(output, source, group, async_op)
 
@@ -91,7 +98,9 @@ def use(unit: Unit, gather: Any = None, scatter: Any = None) -> None:
 
 
 def allocate_from_group(unit: Unit, enable: bool) -> None:
-    """Stage this unit's gathers in memory of its process group, or no longer; nothing changes where it allocates none."""
+    """Stage this unit's gathers in memory of its process group, or no longer;
+    nothing changes where it allocates none.
+    """
     now, device = unit.terms.shard, unit.terms.device
     if enable and now is not None and now.group._get_backend(device).supports_tensor_alloc(device):
         use(unit, gather=GroupMemory(now.group, device))
@@ -154,7 +163,9 @@ class CollectiveSettings(ManualFinalization):
             unit.in_flight = max_input_buffers
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce on a communicator of its own, so that NCCL runs reductions beside gathers; collective over the shards."""
+        """Reduce on a communicator of its own, so that NCCL runs reductions beside gathers;
+        collective over the shards.
+        """
         for unit in units_under(self, recurse):
             if unit.terms.shard is not None:
                 unit.terms.shard.separate_reductions(enable)

@@ -1,7 +1,7 @@
 """Gloo, with a reduce-scatter of its own, and what every transport between CPUs needs.
 
-Gloo's own reduce-scatter is a whole all-reduce, twice the bytes. An all-to-all and a local sum in float32, in rank order,
-moves the textbook's bytes and gives the same bits in every run. Whatever algorithm runs below, a trace and
+Gloo's own reduce-scatter is a whole all-reduce, twice the bytes. An all-to-all and a local sum in float32, in rank
+order, moves the textbook's bytes and gives the same bits in every run. Whatever algorithm runs below, a trace and
 `CommDebugMode` see the collective it stands for (`announce`).
 """
 
@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from . import compat, events
-from .transport import Reduction, Transport
+from .staged import Reduction, StagedTransport
 
 
-class GlooTransport(Transport):
+class GlooTransport(StagedTransport):
     """Gloo, with a reduce-scatter that moves P(n-1)/n bytes."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

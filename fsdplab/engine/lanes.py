@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 
 from . import events
 from .pending import Pending
-
-Note = Callable[[int, int, int | None], events.Event | None]  # start, end, how long the host was blocked
+from .transport import Note
 
 
 class HostLane:
@@ -71,16 +70,18 @@ class StreamLane:
         return begun, begun + int(start.elapsed_time(end) * 1e6)  # exact also hours after `zero`
 
 
-@lru_cache(maxsize=None)
+@cache
 def stream_lane(device: torch.device, role: str) -> StreamLane:
     """One high-priority stream per device and role (gather, reduce), shared by all units."""
     with torch.cuda.device(device):
         return StreamLane(torch.cuda.Stream(device, priority=-1), device_clock(device))
 
 
-@lru_cache(maxsize=None)
+@cache
 def device_clock(device: torch.device) -> tuple[torch.cuda.Event, int]:
-    """An event of the past and when it happened (`time.time_ns()`): the one zero from which all lanes of a device count."""
+    """An event of the past and when it happened (`time.time_ns()`): the one zero from which all lanes of a device
+    count.
+    """
     with torch.cuda.device(device):
         zero = torch.cuda.Event(enable_timing=True)
         zero.record()

@@ -4,12 +4,12 @@ On one machine bytes move at memory speed, so sharding looks free. Behind a link
 
     max(link free, last rank's issue) + latency x steps + wire bytes / bandwidth        (ring: Patarasuk and Yuan 2009)
 
-and whoever needs it sooner sleeps. Waiting costs no CPU, so overlap becomes visible, and repeatable, on two cores. A link carries its
-collectives one after the other, as one communicator does; with two queues gathers and reductions travel independently, each at full
-bandwidth (two communicators on a network that one of them does not fill).
+and whoever needs it sooner sleeps. Waiting costs no CPU, so overlap becomes visible, and repeatable, on two cores. A
+link carries its collectives one after the other, as one communicator does; with two queues gathers and reductions
+travel independently, each at full bandwidth (two communicators on a network that one of them does not fill).
 
-All ranks compute the same times: each writes when it issued its k-th collective to a board in shared memory that its peers read. On
-CUDA streams wait, not hosts, and there is one queue (`stream_link.py`).
+All ranks compute the same times: each writes when it issued its k-th collective to a board in shared memory that its
+peers read. On CUDA streams wait, not hosts, and there is one queue (`stream_link.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,8 +55,8 @@ class Link:
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0 or not self.latency_s >= 0 or self.queues not in (1, 2):
             raise ValueError(
-                f"a link needs a bandwidth above 0, a latency of at least 0 and 1 or 2 queues; got {self.bytes_per_s} bytes/s, "
-                f"{self.latency_s} s and {self.queues}"
+                f"a link needs a bandwidth above 0, a latency of at least 0 and 1 or 2 queues; got {self.bytes_per_s}"
+                f" bytes/s, {self.latency_s} s and {self.queues}"
             )
 
     def passage_ns(self, wire_bytes: int, steps: int) -> int:
@@ -75,7 +75,9 @@ class Link:
 
 
 class Board:
-    """When each rank issued its k-th collective. Without shared memory a rank knows its own issues only, and takes them for all."""
+    """When each rank issued its k-th collective. Without shared memory a rank knows its own issues only, and takes them
+    for all.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks = group.size()
@@ -110,7 +112,10 @@ class Board:
         place, deadline = 2 * (number % _RING), time.monotonic() + 60
         while (seen := int(notes[place])) != number:
             if seen > number or time.monotonic() > deadline:
-                raise RuntimeError(f"the emulated link lost collective {number}: a peer is at {seen}; ranks must run the same collectives in the same order")
+                raise RuntimeError(
+                    f"the emulated link lost collective {number}: a peer is at {seen}; ranks must run the same"
+                    " collectives in the same order"
+                )
             time.sleep(_SYNC_S)
         return int(notes[place + 1])
 
@@ -132,7 +137,9 @@ class Queue:
         return self._issued
 
     def times(self, number: int) -> tuple[int, int, int]:
-        """When the last rank issued collective `number`, the link took it up, and delivered it (ns); all ranks must have issued it."""
+        """When the last rank issued collective `number`, the link took it up, and delivered it (ns); all ranks must
+        have issued it.
+        """
         while self._resolved < number:
             self._resolved += 1
             issued = self._board.last_issue(self._resolved)
@@ -143,7 +150,9 @@ class Queue:
 
 
 class Channel:
-    """A rank's end of one emulated link: its queues. `ranks`: how many the group is taken to have, if not those that it has."""
+    """A rank's end of one emulated link: its queues. `ranks`: how many the group is taken to have, if not those that it
+    has.
+    """
 
     def __init__(self, link: Link, group: dist.ProcessGroup, ranks: int | None = None) -> None:
         self.link, self.ranks = link, ranks or group.size()
@@ -183,24 +192,25 @@ class Passage:
             waited = max(0, end - max(issued, awaited_ns))  # until then the host waited for a peer, not for the link
             events.emit(replace(self.event, start_ns=start, end_ns=end, emulated=True, waited_ns=waited))
 
-
     def announce(self) -> int:
-        """Write the ledger now that all ranks have issued, and return when the link delivers (ns); how long anybody waits is not known."""
+        """Write the ledger now that all ranks have issued, and return when the link delivers (ns); how long anybody
+        waits is not known.
+        """
         _, start, end = self.queue.times(self.number)
         if self.event is not None and events.listening():
             events.emit(replace(self.event, start_ns=start, end_ns=end, emulated=True))
         return end
 
 
-class _Behind:
+class _Behind(Transport):
     """What a transport does differently behind a link; mixed into the transport's own class."""
 
     _channel: Channel
     _passage: Passage | None = None
 
-    def _note(self, stamp: Stamp, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Any:
+    def note(self, stamp: Stamp, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Any:
         """The transport asks for its note right before it issues: the collective joins the queue."""
-        self._passage = self._channel.enter(super()._note(stamp, kind, logical, padding, dtype)(0, 0, None))
+        self._passage = self._channel.enter(super().note(stamp, kind, logical, padding, dtype)(0, 0, None))
         return lambda start, end, waited: None  # `arrive` writes it
 
     def _carried(self, pending: Pending, unit: str) -> Pending:
@@ -218,31 +228,39 @@ class _Behind:
     def all_gather(self, layout: Layout, outgoing: Outgoing, whole: torch.Tensor, stamp: Stamp) -> Pending:
         return self._carried(super().all_gather(layout, outgoing, whole, stamp), stamp.unit)
 
-    def reduce_scatter(self, layout: Layout, gradients: Any, output: torch.Tensor, stamp: Stamp, divide: float) -> Pending:
+    def reduce_scatter(
+        self, layout: Layout, gradients: Any, output: torch.Tensor, stamp: Stamp, divide: float
+    ) -> Pending:
         return self._carried(super().reduce_scatter(layout, gradients, output, stamp, divide), stamp.unit)
 
     def all_reduce(self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0) -> Pending:
         return self._carried(super().all_reduce(buffer, stamp, divide, padding), stamp.unit)
 
-    def all_reduce_packed(self, layout: Layout, gradients: Any, output: torch.Tensor, stamp: Stamp, divide: float) -> Pending:
+    def all_reduce_packed(
+        self, layout: Layout, gradients: Any, output: torch.Tensor, stamp: Stamp, divide: float
+    ) -> Pending:
         return self._carried(super().all_reduce_packed(layout, gradients, output, stamp, divide), stamp.unit)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _behind(kind: type[Transport]) -> type[Transport]:
     return type(f"{kind.__name__}BehindLink", (_Behind, kind), {})
 
 
 def behind(transport: Transport, link: Link, ranks: int | None = None) -> Transport:
-    """`transport` with `link` in front of it, in place of one that was there; its other users are not slowed. Collective over its group.
+    """`transport` with `link` in front of it, in place of one that was there; its other users are not slowed.
+    Collective over its group.
 
-    With `ranks`, collectives take as long as those of so many ranks do: a group of one can imitate a larger one. Raises `ValueError` for two
-    queues on CUDA.
+    With `ranks`, collectives take as long as those of so many ranks do: a group of one can imitate a larger one. Raises
+    `ValueError` for two queues on CUDA.
     """
     transport = getattr(transport, "_plain", transport)
     if runs_on_streams(transport):
         if link.queues != 1:
-            raise ValueError(f"a link between CUDA ranks has one queue (the driver runs its waits one after the other), got {link.queues}; give queues=1")
+            raise ValueError(
+                "a link between CUDA ranks has one queue (the driver runs its waits one after the other), got"
+                f" {link.queues}; give queues=1"
+            )
         count = ranks or transport.ranks
         made = on_streams(transport, lambda kind, logical: link.collective(kind, logical, count))
     else:
@@ -254,10 +272,11 @@ def behind(transport: Transport, link: Link, ranks: int | None = None) -> Transp
 
 
 def emulate(model: nn.Module, *, shard: Link | None = None, replicate: Link | None = None) -> None:
-    """Put links between the ranks of a sharded model: `shard` where slices are gathered and reduced, `replicate` between replicas.
+    """Put links between the ranks of a sharded model: `shard` where slices are gathered and reduced, `replicate`
+    between replicas.
 
-    None takes a link away. Call it between steps, on all ranks. Under no_shard the ranks are replicas of each other, and `shard` is the link
-    between them. Raises `ValueError` on devices other than CPU and CUDA.
+    None takes a link away. Call it between steps, on all ranks. Under no_shard the ranks are replicas of each other,
+    and `shard` is the link between them. Raises `ValueError` on devices other than CPU and CUDA.
     """
     made: dict[int, Transport] = {}
 
@@ -270,15 +289,22 @@ def emulate(model: nn.Module, *, shard: Link | None = None, replicate: Link | No
 
     for unit in units_under(model, True):
         if unit.terms.device.type not in ("cpu", "cuda"):
-            raise ValueError(f"an emulated link works between CPU or CUDA ranks, got {unit.terms.device}; run on one of these, or without a link")
+            raise ValueError(
+                f"an emulated link works between CPU or CUDA ranks, got {unit.terms.device}; run on one of these, or"
+                " without a link"
+            )
         alone = unit.terms.shard is None
         unit.terms = replace(
-            unit.terms, shard=moved(unit.terms.shard, shard), replicate=moved(unit.terms.replicate, shard if alone else replicate)
+            unit.terms,
+            shard=moved(unit.terms.shard, shard),
+            replicate=moved(unit.terms.replicate, shard if alone else replicate),
         )
 
 
 def emulate_group(group: SharedMemoryGroup, link: Link | None) -> None:
-    """Put a link between the ranks of a shared-memory process group, for torch's own engines; None takes it away. Collective."""
+    """Put a link between the ranks of a shared-memory process group, for torch's own engines; None takes it away.
+    Collective.
+    """
     group.put_behind(None if link is None else Channel(link, group.gloo))
 
 

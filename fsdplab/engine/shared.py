@@ -2,8 +2,8 @@
 
 No sockets and no staging: a gather copies each peer's slice from where it rests (or, where it is cast or cut out on the
 way, from the peer's slot) into the place where the forward reads it; a reduction packs what peers need into this rank's
-slot once, and every rank sums its own slice out of all slots, in rank order, in float32, so results carry the same bits in
-every run and at every number of ranks.
+slot once, and every rank sums its own slice out of all slots, in rank order, in float32, so results carry the same bits
+in every run and at every number of ranks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from . import compat, events
 from .arenas import SharedHome
 from .gloo import announce
 from .home import Home
-from .lanes import Note
 from .layout import Layout
 from .packing import halves, pack_range, pack_rank, scaled_copy, unpack_from
 from .pending import Pending
 from .slots import Slots
-from .transport import Outgoing, Stamp, Transport
+from .transport import Gradients, Note, Outgoing, Stamp, Transport
 
 _GATHERS, _REDUCTIONS = 2, 2  # slots: the next operation may begin while peers still read the last
 _PLACES = 8  # gathers of slices that are read in place: they take no memory, so more may be in flight
@@ -39,10 +38,12 @@ class Sent:
 
 
 class SharedTransport(Transport):
-    """Gathers and reduces among ranks of one machine through shared memory; the group itself is used for set-up only."""
+    """Gathers and reduces among ranks of one machine through shared memory;
+    the group itself is used for set-up only.
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(group, device)
+        super().__init__(group)
         self._gathers, self._reductions = Slots(group, _GATHERS), Slots(group, _REDUCTIONS)
         self._places, self._home = Slots(group, _PLACES), SharedHome()
         self._announced = compat.silent_group(self.rank, self.ranks)
@@ -62,7 +63,7 @@ class SharedTransport(Transport):
 
     def all_gather(self, layout: Layout, outgoing: Outgoing, whole: torch.Tensor, stamp: Stamp) -> Pending:
         """Publish this rank's slice, or where it rests; on waiting, copy every rank's slice into `whole`."""
-        note = self._note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, outgoing.dtype)
+        note = self.note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, outgoing.dtype)
         start, label, nbytes = time.time_ns(), f"all_gather of {stamp.unit}", outgoing.nbytes
         resident = outgoing.resident
         arena = self._home.arena_under(resident)
@@ -87,10 +88,10 @@ class SharedTransport(Transport):
         return self._publish(slots, number, finish, resident, whole)
 
     def reduce_scatter(
-        self, layout: Layout, gradients: Sequence[torch.Tensor | None], output: torch.Tensor, stamp: Stamp, divide: float
+        self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
     ) -> Pending:
         """Publish what peers need of the gradients; on waiting, sum this rank's slice over the ranks and divide."""
-        note = self._note(stamp, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
+        note = self.note(stamp, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
         start, (before, after) = time.time_ns(), halves(divide)
 
         def write(peer: int, target: torch.Tensor) -> None:
@@ -119,7 +120,7 @@ class SharedTransport(Transport):
         return self._all_reduce(write, buffer, stamp, after, padding)
 
     def all_reduce_packed(
-        self, layout: Layout, gradients: Sequence[torch.Tensor | None], output: torch.Tensor, stamp: Stamp, divide: float
+        self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
     ) -> Pending:
         """As `pack` and `all_reduce`, in one pass over the gradients."""
         pieces = output.tensor_split(self.ranks)
@@ -132,9 +133,14 @@ class SharedTransport(Transport):
         return self._all_reduce(write, output, stamp, after, layout.padding_bytes)
 
     def _all_reduce(
-        self, write: Callable[[int, torch.Tensor], None], buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int
+        self,
+        write: Callable[[int, torch.Tensor], None],
+        buffer: torch.Tensor,
+        stamp: Stamp,
+        divide: float,
+        padding: int,
     ) -> Pending:
-        note = self._note(stamp, "all_reduce", buffer.nbytes, padding, buffer.dtype)
+        note = self.note(stamp, "all_reduce", buffer.nbytes, padding, buffer.dtype)
         start, pieces = time.time_ns(), buffer.tensor_split(self.ranks)
         with events.span("all_reduce", stamp.unit):
             sent = self._send(write, pieces, f"all_reduce of {stamp.unit}")
@@ -176,7 +182,9 @@ class SharedTransport(Transport):
             if peer == self.rank:
                 part = output
             else:
-                part = self._part(self._reductions.read(peer, sent.number, nbytes), peer, self.rank, sent.stride, output)
+                part = self._part(
+                    self._reductions.read(peer, sent.number, nbytes), peer, self.rank, sent.stride, output
+                )
             if total is None:
                 total = part.to(wide)
             else:  # `output` may be overwritten once its own part is in the sum

@@ -1,9 +1,11 @@
-"""`shared_gpu`: several ranks on one GPU, which NCCL refuses; a learner with a single GPU sees real streams and real overlap.
+"""`shared_gpu`: several ranks on one GPU, which NCCL refuses; a learner with a single GPU sees real streams and real
+overlap.
 
-Every rank opens its peers' arenas (CUDA IPC), and slices and gradients move from arena to arena inside the GPU: a gather
-copies each rank's slice from its slot to where the forward reads it, a reduction sums the parts of all slots in rank
-order in float32, so results carry the same bits in every run. Gathers and reductions have a stream each. Without MPS the
-processes take turns on the GPU: streams, memory and overlap are real, the step time of n ranks is not that of n GPUs.
+Every rank opens its peers' arenas (CUDA IPC), and slices and gradients move from arena to arena inside the GPU: a
+gather copies each rank's slice from its slot to where the forward reads it, a reduction sums the parts of all slots in
+rank order in float32, so results carry the same bits in every run. Gathers and reductions have a stream each. Without
+MPS the processes take turns on the GPU: streams, memory and overlap are real, the step time of n ranks is not that of n
+GPUs.
 
 The group (gloo) is used for set-up only. On CPU ranks the same operations run in host memory, as a rehearsal.
 """
@@ -17,6 +19,7 @@ import torch.distributed as dist
 
 from . import compat, events
 from .gloo import announce, sum_in_rank_order
+from .lanes import stream_lane
 from .layout import Layout
 from .packing import pack, unpack_from
 from .pending import Pending
@@ -24,7 +27,7 @@ from .shared_gpu_host import HostFabric, ThreadLane
 from .shared_gpu_series import Fabric, Series, moving, watched
 from .shm_group import machines_of
 from .slots import SharingRefused
-from .transport import Outgoing, Stamp, Transport
+from .transport import Gradients, Outgoing, Stamp, Transport
 
 _SLOTS = 2  # the next operation may begin while peers still read the last
 
@@ -33,12 +36,13 @@ class SharedGpuTransport(Transport):
     """Gathers and reduces among ranks that share one GPU, or rehearses it among CPU ranks of one machine."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(group, device)
+        super().__init__(group)
         self.fabric = fabric_for(group, device)
         self.gathers, self.reductions = (Series(group, self.fabric, _SLOTS) for _ in range(2))
         self.watchdog = watched(group, self.fabric, [self.gathers, self.reductions])
-        if device.type == "cpu":
-            self._gather_lane, self._reduce_lane = ThreadLane("gathers"), ThreadLane("reduces")
+        host = device.type == "cpu"
+        self._gather_lane = ThreadLane("gathers") if host else stream_lane(device, "gather")
+        self._reduce_lane = ThreadLane("reduces") if host else stream_lane(device, "reduce")
         self._announced = compat.silent_group(self.rank, self.ranks)
 
     @property
@@ -55,9 +59,6 @@ class SharedGpuTransport(Transport):
         self.gathers.announce()
         self.reductions.announce()
 
-    def separate_reductions(self, enable: bool) -> None:
-        """Reductions never queue behind gathers here."""
-
     def all_gather(self, layout: Layout, outgoing: Outgoing, whole: torch.Tensor, stamp: Stamp) -> Pending:
         """Publish this rank's slice, and fill `whole` from every rank's."""
         send, line = outgoing.tensor(), self.gathers
@@ -71,14 +72,16 @@ class SharedGpuTransport(Transport):
                     unpack_from(layout, peer, line.read(peer, number, outgoing.nbytes), whole)
                 line.done(number)
 
-        note = self._note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, outgoing.dtype)
+        note = self.note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, outgoing.dtype)
         announce("all_gather", self._announced)
         return self._gather_lane.run(issue, _nothing, note, send, whole)
 
     def reduce_scatter(
-        self, layout: Layout, gradients: Sequence[torch.Tensor | None], output: torch.Tensor, stamp: Stamp, divide: float
+        self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
     ) -> Pending:
-        """Publish all slices of this rank's gradients, and sum this rank's slice over all ranks; `gradients` are held until then."""
+        """Publish all slices of this rank's gradients, and sum this rank's slice over all ranks; `gradients` are held
+        until then.
+        """
         gradients, line = list(gradients), self.reductions
 
         def issue(asynchronous: bool) -> None:
@@ -87,10 +90,12 @@ class SharedGpuTransport(Transport):
                 pack(layout, gradients, slot.view(output.dtype))
                 line.publish(number)
                 wholes = (line.read(peer, number, layout.total_bytes) for peer in range(self.ranks))
-                sum_in_rank_order((whole.view(output.dtype).view(self.ranks, -1)[self.rank] for whole in wholes), output, divide)
+                sum_in_rank_order(
+                    (whole.view(output.dtype).view(self.ranks, -1)[self.rank] for whole in wholes), output, divide
+                )
                 line.done(number)
 
-        note = self._note(stamp, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
+        note = self.note(stamp, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
         announce("reduce_scatter", self._announced)
         return self._reduce_lane.run(issue, _nothing, note, gradients, output)
 
@@ -109,7 +114,7 @@ class SharedGpuTransport(Transport):
                 line.done(number)
                 self._share(pieces, stamp)
 
-        note = self._note(stamp, "all_reduce", buffer.nbytes, padding, buffer.dtype)
+        note = self.note(stamp, "all_reduce", buffer.nbytes, padding, buffer.dtype)
         announce("all_reduce", self._announced)
         return self._reduce_lane.run(issue, _nothing, note, buffer)
 
@@ -128,11 +133,16 @@ class SharedGpuTransport(Transport):
 
 
 def fabric_for(group: dist.ProcessGroup, device: torch.device) -> Fabric:
-    """The memory and streams that the ranks of `group` share; ValueError unless they are on one machine and on one GPU of it."""
+    """The memory and streams that the ranks of `group` share; ValueError unless they are on one machine and on one GPU
+    of it.
+    """
     machines = machines_of(group)
     if None in machines or len(machines) != 1:
         found = "one where that is impossible" if None in machines else f"{len(machines)} machines"
-        raise ValueError(f"transport 'shared_gpu' needs all ranks on one x86-64 Linux machine that lets them share memory; got {found}: use 'nccl'")
+        raise ValueError(
+            "transport 'shared_gpu' needs all ranks on one x86-64 Linux machine that lets them share memory; got"
+            f" {found}: use 'nccl'"
+        )
     if device.type != "cuda":
         return HostFabric()
     from .shared_gpu_cuda import CudaFabric
@@ -140,7 +150,10 @@ def fabric_for(group: dist.ProcessGroup, device: torch.device) -> Fabric:
     told: list[str] = [""] * group.size()
     dist.all_gather_object(told, str(torch.cuda.get_device_properties(device).uuid), group=group)
     if len(set(told)) != 1:
-        raise ValueError(f"transport 'shared_gpu' needs all ranks on one GPU; got {len(set(told))} GPUs for {len(told)} ranks: use 'nccl', one rank a GPU")
+        raise ValueError(
+            f"transport 'shared_gpu' needs all ranks on one GPU; got {len(set(told))} GPUs for {len(told)} ranks: use"
+            " 'nccl', one rank a GPU"
+        )
     return CudaFabric(device)
 
 
@@ -149,7 +162,9 @@ def made_for(group: dist.ProcessGroup, device: torch.device) -> SharedGpuTranspo
     try:
         return SharedGpuTransport(group, device)
     except SharingRefused as error:
-        raise ValueError(f"transport 'shared_gpu' needs a system that lets ranks open each other's memory; {error}") from error
+        raise ValueError(
+            f"transport 'shared_gpu' needs a system that lets ranks open each other's memory; {error}"
+        ) from error
 
 
 def _nothing() -> None:

@@ -1,7 +1,7 @@
 """The rehearsal of `shared_gpu` on CPU ranks: host memory in place of a GPU's, a thread in place of a stream.
 
-The same operations, the same slots and words, the same watchdog, with real processes that may really die: what a machine
-without a GPU can try of the transport, it tries here. For training on CPUs `shm` is the faster one.
+The same operations, the same slots and words, the same watchdog, with real processes that may really die: what a
+machine without a GPU can try of the transport, it tries here. For training on CPUs `shm` is the faster one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 
 from . import events
 from .arenas import Arena
-from .lanes import Note
 from .pending import Pending
 from .timelines import Timelines
+from .transport import Note
 
 _SPINS, _NAP_S = 200, 50e-6  # looks at a word before the first nap, and the nap
 

@@ -1,14 +1,16 @@
 """An emulated link between CUDA ranks: a collective's stream waits first, as long as the link would have carried it.
 
-On the host whoever needs a result sleeps (`link.py`). A stream cannot sleep, and a kernel that spins would take the multiprocessor that is
-to be hidden behind. So the driver calls libc's `usleep` for the stream (`cuLaunchHostFunc`): no multiprocessor is busy, the host goes on,
-and no Python runs, which might wait for a lock whose owner waits for the GPU.
+On the host whoever needs a result sleeps (`link.py`). A stream cannot sleep, and a kernel that spins would take the
+multiprocessor that is to be hidden behind. So the driver calls libc's `usleep` for the stream (`cuLaunchHostFunc`): no
+multiprocessor is busy, the host goes on, and no Python runs, which might wait for a lock whose owner waits for the GPU.
 
-The wait comes before the collective, and a collective ends when its last rank has begun: so on every rank it is done no earlier than
+The wait comes before the collective, and a collective ends when its last rank has begun: so on every rank it is done no
+earlier than
 
     max(link free, last rank ready) + latency x steps + wire bytes / bandwidth
 
-The real transfer comes on top. One link has one queue: all its waits are on one stream of their own, in the order of issue.
+The real transfer comes on top. One link has one queue: all its waits are on one stream of their own, in the order of
+issue.
 """
 
 from __future__ import annotations
@@ -17,30 +19,35 @@ import copy
 import ctypes
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 
 from . import events
-from .lanes import Note, StreamLane
+from .lanes import StreamLane
 from .pending import Pending
-from .transport import Transport
+from .transport import Note, Transport
 
 Passage = Callable[[str, int], tuple[int, int]]  # kind, logical bytes -> wire bytes, nanoseconds on the free link
 Hold = Callable[[int], None]  # have the current stream wait for that many nanoseconds; the host does not
 
 
 class HostFunctionHold:
-    """Has the current stream of `device` wait, through a stream of the link's own, which carries one passage after the other."""
+    """Has the current stream of `device` wait, through a stream of the link's own, which carries one passage after the
+    other.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Of the lanes' priority: streams of other priorities have other hardware queues, so a sleep never stands before the computing.
+        # Of the lanes' priority: streams of other priorities have other hardware queues, so a sleep never stands before
+        # the computing.
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     def __call__(self, nanoseconds: int) -> None:
-        """Work enqueued on the current stream from here on starts `nanoseconds` (rounded up to a microsecond) later, or later still."""
+        """Work enqueued on the current stream from here on starts `nanoseconds` (rounded up to a microsecond) later, or
+        later still.
+        """
         if nanoseconds <= 0:
             return
         current = torch.cuda.current_stream(self._device)
@@ -50,13 +57,15 @@ class HostFunctionHold:
 
 
 def launch_sleep(stream: int, microseconds: int) -> None:
-    """Enqueue a sleep on a CUDA stream, given by its handle; raises RuntimeError with the driver's code where it refuses."""
+    """Enqueue a sleep on a CUDA stream, given by its handle; raises RuntimeError with the driver's code where it
+    refuses.
+    """
     code = _driver().cuLaunchHostFunc(stream, sleep_function(), microseconds)
     if code:
         raise RuntimeError(f"cuLaunchHostFunc failed with CUDA driver error {code}; run without an emulated link")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _driver(library: str = "libcuda.so.1") -> Any:
     driver = ctypes.CDLL(library)
     driver.cuLaunchHostFunc.argtypes = [ctypes.c_void_p] * 3  # stream, function, its argument
@@ -64,7 +73,7 @@ def _driver(library: str = "libcuda.so.1") -> Any:
     return driver
 
 
-@lru_cache(maxsize=None)
+@cache
 def sleep_function() -> int:
     """The address of libc's `usleep`: its one argument, a number, fits where a host function gets its pointer."""
     return ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
@@ -96,7 +105,8 @@ class Wire:
         self._free_ns = 0
 
     def noted(self, note: Note, wire_bytes: int, nanoseconds: int) -> Note:
-        """`note` with the time at which the link took the collective up, which is later than its issue while another one passes.
+        """`note` with the time at which the link took the collective up, which is later than its issue while another
+        one passes.
 
         A passage of 5 ns that was ready at 3, behind one that was taken up at 0 and took 4: from 4 on.
         """
@@ -123,4 +133,4 @@ def on_streams(transport: Transport, passage: Passage, hold: Hold | None = None)
 
 def runs_on_streams(transport: Transport) -> bool:
     """Whether the transport's collectives run on CUDA streams, so that a stream can wait for the link."""
-    return isinstance(transport._reduce_lane, StreamLane)
+    return isinstance(getattr(transport, "_reduce_lane", None), StreamLane)

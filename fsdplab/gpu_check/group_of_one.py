@@ -1,7 +1,8 @@
 """One process as a whole process group, and an engine that gathers and reduces in it all the same.
 
-At world size 1 no engine communicates. To see streams, buffers and overlap on a single GPU, the lab's units are given a transport over the
-group of one rank: NCCL then copies where it would send, and everything around it is as with many ranks.
+At world size 1 no engine communicates. To see streams, buffers and overlap on a single GPU, the lab's units are given a
+transport over the group of one rank: NCCL then copies where it would send, and everything around it is as with many
+ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import nn
 from fsdplab.engine.gloo import GlooTransport
 from fsdplab.engine.link import Link, behind
 from fsdplab.engine.shard import units_of
-from fsdplab.engine.transport import Transport
+from fsdplab.engine.staged import StagedTransport
 
 
 @contextmanager
@@ -30,12 +31,15 @@ def group_of_one(device: torch.device) -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-def made_to_gather(model: nn.Module, device: torch.device, link: Link | None = None, ranks: int | None = None) -> nn.Module:
-    """Have the units of `model`, sharded over the group of one, gather and reduce; with `link` as slowly as `ranks` ranks behind it.
+def made_to_gather(
+    model: nn.Module, device: torch.device, link: Link | None = None, ranks: int | None = None
+) -> nn.Module:
+    """Have the units of `model`, sharded over the group of one, gather and reduce; with `link` as slowly as `ranks`
+    ranks behind it.
 
     Call it before the first forward.
     """
-    transport = (Transport if device.type == "cuda" else GlooTransport)(dist.group.WORLD, device)
+    transport = (StagedTransport if device.type == "cuda" else GlooTransport)(dist.group.WORLD, device)
     if link is not None:
         transport = behind(transport, link, ranks)
     for unit in units_of(model):
