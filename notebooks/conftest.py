@@ -12,7 +12,6 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import nbformat
 import pytest
@@ -20,9 +19,7 @@ from nbformat.v4 import new_code_cell
 from nbval.plugin import IPyNbCell, IPyNbFile
 
 from fsdplab.teaching.home import Home
-
-if TYPE_CHECKING:
-    from xdist.scheduler import LoadFileScheduling
+from tests.spread import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401 (hooks)
 
 NOTEBOOKS = Path(__file__).resolve().parent
 SCRATCH = tempfile.TemporaryDirectory(prefix="fsdplab-notebooks-")
@@ -84,13 +81,3 @@ def pytest_collect_file(
     """Where nbval is asked to run a notebook, it runs in both editions."""
     found = yield
     return [BothEditions.from_parent(parent, path=file_path) if isinstance(each, IPyNbFile) else each for each in found]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling:
-    """Under `pytest -n 2 notebooks` the cells of a notebook stay on one worker, whatever --dist says; tests/conftest.py
-    says so for the tests.
-    """
-    from xdist.scheduler import LoadFileScheduling
-
-    return LoadFileScheduling(config, log)

@@ -5,6 +5,7 @@ What only the course, or only xdist, needs is imported where it is used, since G
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.ranks import RankPool
+from tests.spread import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401 (hooks)
 
 if TYPE_CHECKING:
-    from xdist.scheduler import LoadFileScheduling
-
     from fsdplab.teaching.course_state import Course
     from fsdplab.teaching.findings import Finding
     from fsdplab.teaching.home import Home
@@ -25,16 +25,6 @@ if TYPE_CHECKING:
 # A shell makes what it starts in the background deaf to Ctrl-C, and so would be all processes that tests start and
 # interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling:
-    """Under `pytest -n 2` a file stays on one worker, whatever --dist says: a notebook's cells follow each other, a
-    module's runs are made once.
-    """
-    from xdist.scheduler import LoadFileScheduling
-
-    return LoadFileScheduling(config, log)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -46,6 +36,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     ):
         return True
     return None
+
+
+def pytest_collection_finish() -> None:
+    """What the tests have imported stays: a collection that looked at all of it would take a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -80,7 +80,7 @@ def beside_twin(engine: str, name: str, shape: dict[str, int], sequence: bool) -
         second.zero_grad()
 
     second = adamw(twin)
-    train(model, 5, both)
+    train(model, 3, both)
     assert_near(model, twin)
 
 

@@ -165,7 +165,7 @@ def test_a_span_wanted_again_is_not_dropped(drive: Path) -> None:
     mapped.bring_in(flat)
     gate.set()
     mapped.wait()
-    assert cached_bytes(flat) == 8 * MB
+    assert cached_bytes(flat) > 7 * MB, "the kernel may take back a page of its own accord"
 
 
 def test_tensors_in_memory_are_left_alone(drive: Path) -> None:

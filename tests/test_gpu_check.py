@@ -57,7 +57,7 @@ def checked(tmp_path_factory) -> tuple[Path, int, list[str]]:
     """A check of parts that go wrong in every way, between two good ones: its folder, exit status, what it told."""
     folder, told = tmp_path_factory.mktemp("check"), []
     plans = [behaving(name) for name in ("keeps_a_record", "fails", "dies", "writes_garbage", "does_not_hold")]
-    plans += [behaving("hangs", 15.0), PartPlan("absent", 60, 60, "", "tests.no_such_part"), behaving("is_good")]
+    plans += [behaving("hangs", 8.0), PartPlan("absent", 60, 60, "", "tests.no_such_part"), behaving("is_good")]
     return folder, run_check(plans, "cpu", folder, 300.0, "the command", told.append), told
 
 
@@ -74,7 +74,7 @@ def test_every_part_is_reported_with_its_reason_and_the_last_one_still_runs(chec
     assert reasons["fails"] == "RuntimeError: the third row cannot be" and reasons["dies"] == "by SIGKILL"
     assert (
         "is no JSON" in reasons["writes_garbage"]
-        and reasons["hangs"] == "ended at its limit of 15 s"
+        and reasons["hangs"] == "ended at its limit of 8 s"
         and "no_such_part" in reasons["absent"]
     )
     assert len(told) == 9 and told[1].startswith("fails: failed RuntimeError")
@@ -93,7 +93,7 @@ def test_the_table_names_what_failed(checked):
     text, markdown = (checked[0] / "table.txt").read_text(), (checked[0] / "table.md").read_text()
     for words in (
         "the third row cannot be",
-        "ended at its limit of 15 s",
+        "ended at its limit of 8 s",
         "peak within 3 %",
         "at most 3 %",
         "0 of 1",

@@ -46,6 +46,15 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 _of_other_tests: list[torch.Tensor] = []  # what modules loaded by earlier tests in this process keep for themselves
 
 
+@pytest.fixture(autouse=True, scope="module")
+def look_at_new_objects_only():
+    """The recorder asks the collector for every object: after a thousand tests a worker has millions."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def leave_out_other_tests():
     gc.collect()

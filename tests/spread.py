@@ -1,0 +1,39 @@
+"""How `pytest -n 2` spreads tests over its workers: whole files, those that take longest first.
+
+A file stays on one worker, whatever --dist says: a notebook's cells follow each other, and a module's runs are made
+once. A long file that came last would keep one worker busy while the other one has nothing left.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from xdist.scheduler import LoadFileScheduling
+
+# Files of more than half a minute, the longest first.
+LONGEST = (
+    "test_warm_starts", "test_gpu_check", "test_compose_tensor", "test_diagnosis", "test_engine_numbers",
+    "test_engine_shared_gpu", "07_overlap", "test_sessions_runs", "test_course_11", "test_engine_offload",
+    "test_staying_ranks", "09_memory_timelines", "test_gpu_check_course", "test_course_13", "test_engine_shm_group",
+    "11_strategy_shoot_out", "13_precision_checkpointing_offload", "test_sessions_call", "test_engine_state",
+    "test_strategy_lab_browser", "test_lab_browser", "test_compose_pipeline", "test_sessions_nodes",
+    "test_course_03_04", "test_engine_zoo", "test_engine_contract", "12_hybrid_and_slow_links", "test_figures_profiled",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The order of LONGEST, then that of collection; the tests of a file keep theirs."""
+    place = {name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling:
+    """Whole files in the order above."""
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
