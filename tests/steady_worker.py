@@ -19,7 +19,7 @@ from fsdplab.sessions.engines import Rig, build
 from fsdplab.sessions.rankside import Place
 from fsdplab.sessions.spec import RunSpec
 
-FORWARD_S, BACKWARD_S = 0.010, 0.020
+FORWARD_S, BACKWARD_S = 0.015, 0.030
 
 
 @torch.library.custom_op("steady::work", mutates_args=())

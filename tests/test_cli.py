@@ -14,8 +14,8 @@ from rich.console import Console
 
 import fsdplab
 from fsdplab import cli
-from fsdplab.cli_compare import Progress
-from fsdplab.cli_parse import names, parse_size
+from fsdplab.cli.parse import names, parse_size
+from fsdplab.cli.progress import Progress
 from fsdplab.records import CATEGORIES, RunRecord
 from fsdplab.sessions import RunSpec
 
@@ -120,14 +120,14 @@ def test_version_help_and_the_installed_script(capsys):
     code, out, _ = ended([], capsys)
     assert code == 0 and all(name in out for name in ("compare", "run", "report", "doctor", "lab", "course"))
     done = subprocess.run(
-        [sys.executable, "-m", "fsdplab.cli", "compare", "--nope"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "fsdplab", "compare", "--nope"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1
 
 
 def test_course_is_handed_on():
     done = subprocess.run(
-        [sys.executable, "-m", "fsdplab.cli", "course", "--help"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "fsdplab", "course", "--help"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0 and "build" in done.stdout
 
@@ -135,7 +135,7 @@ def test_course_is_handed_on():
 def test_doctor_says_what_is_here(capsys):
     code, out, _ = ended(["doctor", "--json"], capsys)
     found = json.loads(out)
-    assert code == 0 and set(found) == {"findings", "real", "emulated", "simulated"}
+    assert code == 0 and set(found) == {"format", "findings", "real", "emulated", "simulated"}
     by_name = {item["name"]: item for item in found["findings"]}
     assert by_name["gloo"]["present"] and by_name["torch"]["value"].startswith("2.")
     carries = by_name["CPU transport"]["value"]
@@ -150,7 +150,7 @@ def comparison(tmp_path_factory):
     """One small comparison through the real command: what it printed, and the folder that it wrote into."""
     folder = tmp_path_factory.mktemp("comparison")
     command = [
-        sys.executable, "-m", "fsdplab.cli", "compare", "--strategies", "no_shard,full_shard", *TINY, "--card", "1GB",
+        sys.executable, "-m", "fsdplab", "compare", "--strategies", "no_shard,full_shard", *TINY, "--card", "1GB",
         "--json", str(folder / "c.json"), "--html", str(folder / "c.html"), "--keep", str(folder / "records"),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, stdin=subprocess.DEVNULL)
@@ -160,7 +160,7 @@ def comparison(tmp_path_factory):
 
 def test_json_has_exactly_the_promised_fields(comparison):
     written = json.loads((comparison[1] / "c.json").read_text())
-    assert set(written) == {"spec", "environment", "runs"}
+    assert set(written) == {"format", "spec", "environment", "runs"} and written["format"] == 1
     assert [run["strategy"] for run in written["runs"]] == ["no_shard", "full_shard"]
     for run in written["runs"]:
         assert list(run) == list(FIELDS)

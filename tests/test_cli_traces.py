@@ -16,7 +16,7 @@ from fsdplab.records import RunRecord
 
 
 def fsdplab(*arguments: str, timeout: float = 170) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fsdplab.cli", *arguments]
+    command = [sys.executable, "-m", "fsdplab", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
 
 

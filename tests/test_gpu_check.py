@@ -327,7 +327,7 @@ def test_what_cannot_be_is_said_in_one_line(tmp_path, flags, words):
 
 def test_the_command_line_has_the_command(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "fsdplab.cli", "gpu-check", "--open", str(tmp_path)],
+        [sys.executable, "-m", "fsdplab", "gpu-check", "--open", str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=60,

@@ -37,7 +37,7 @@ def address_of(server: subprocess.Popen[str], within_s: float) -> str:
 def lab(tmp_path: Path) -> Iterator[str]:
     """A running `fsdplab lab`, ended with everything it started."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "fsdplab.cli", "lab", "--no-browser", "--port", "0"],
+        [sys.executable, "-m", "fsdplab", "lab", "--no-browser", "--port", "0"],
         cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         start_new_session=True, env={**os.environ, "JUPYTER_CONFIG_DIR": str(tmp_path / "config")},
     )  # fmt: skip

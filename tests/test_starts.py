@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdplab import cli_starts
-from fsdplab.cli import main
+from fsdplab.cli import bench_starts, main
 from fsdplab.profiling import analyse_trace, with_peers
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, run, starts, warm
@@ -50,7 +49,7 @@ def test_what_must_answer_at_once_imports_nothing_heavy(program: str) -> None:
 
 def test_the_doctor_says_of_shared_memory_what_the_engine_does() -> None:
     """It does not ask the engine, whose import would be half of its time."""
-    from fsdplab.cli_doctor import _transport
+    from fsdplab.cli.doctor import _transport
     from fsdplab.engine.slots import machine_of_this_rank
 
     assert (_transport().value == "shared memory") == (machine_of_this_rank() is not None)
@@ -63,8 +62,8 @@ def test_a_row_has_medians_and_their_ratio() -> None:
         "name": "ranks that answer", "cold_s": [6.0, 5.0, 4.0], "warm_s": [0.1, 0.05, 0.2], "cold_median_s": 5.0,
         "warm_median_s": 0.1, "ratio": 50.0,
     }  # fmt: skip
-    assert cli_starts.cells(row) == ("ranks that answer", "5.00 s", "0.10 s", "50.0")
-    assert cli_starts.cells(Row("fsdplab doctor", (), (12.34,))) == ("fsdplab doctor", "–", "12.3 s", "–")
+    assert bench_starts.cells(row) == ("ranks that answer", "5.00 s", "0.10 s", "50.0")
+    assert bench_starts.cells(Row("fsdplab doctor", (), (12.34,))) == ("fsdplab doctor", "–", "12.3 s", "–")
 
 
 def test_cold_and_warm_are_asked_in_turn_after_one_that_is_not_counted() -> None:
@@ -93,7 +92,7 @@ def test_the_command_prints_a_table_and_writes_json(
     )
     monkeypatch.setattr(starts, "of_compare", lambda on_row: on_row(Row(starts.WHOLE, (80.0,), (30.0,))))
     monkeypatch.setattr(
-        cli_starts, "_of_the_course", lambda repetitions: [Row("%%ranks cell", (5.0,), (0.25,)).as_dict()]
+        bench_starts, "_of_the_course", lambda repetitions: [Row("%%ranks cell", (5.0,), (0.25,)).as_dict()]
     )
     file = tmp_path / "starts.json"
     with pytest.raises(SystemExit) as left:

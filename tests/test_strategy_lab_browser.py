@@ -45,7 +45,7 @@ def cell_of_the_lab(notebook: Path) -> int:
 def lab(tmp_path: Path) -> Iterator[str]:
     """JupyterLab on the learner edition of the course, ended with everything it started."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "fsdplab.cli", "lab", "--no-browser", "--port", "0"],
+        [sys.executable, "-m", "fsdplab", "lab", "--no-browser", "--port", "0"],
         cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         start_new_session=True, env={**os.environ, "JUPYTER_CONFIG_DIR": str(tmp_path / "config")},
     )  # fmt: skip

@@ -23,12 +23,14 @@ _numbers = count(1)
 class Arena(mmap.mmap):
     """Anonymous shared memory of this rank, and its peers' memory for the same slices as far as it was read."""
 
+    place: tuple[int, int]  # what peers are told: the descriptor, and a number that tells a reused one
+    theirs: dict[int, tuple[tuple[int, int], mmap.mmap]]
+
     def __new__(cls, nbytes: int) -> Arena:
         descriptor = os.memfd_create("fsdplab-slices")
         os.ftruncate(descriptor, nbytes)
         self = super().__new__(cls, descriptor, nbytes)
-        self.place = descriptor, next(_numbers)  # what peers are told: the number tells a reused descriptor
-        self.theirs: dict[int, tuple[tuple[int, int], mmap.mmap]] = {}
+        self.place, self.theirs = (descriptor, next(_numbers)), {}
         weakref.finalize(self, os.close, descriptor)
         return self
 
@@ -61,5 +63,7 @@ class SharedHome(Home):
 
     def arena_under(self, flat: torch.Tensor | None) -> Arena | None:
         """The arena whose bytes are exactly those of `flat`."""
-        arena = None if flat is None else self._arenas.get(flat.data_ptr())
+        if flat is None:
+            return None
+        arena = self._arenas.get(flat.data_ptr())
         return arena if arena is not None and len(arena) == flat.nbytes else None

@@ -26,7 +26,7 @@ try:
 except ImportError:  # before torch 2.13
 
     @dataclass
-    class DataParallelMeshDims:
+    class DataParallelMeshDims:  # type: ignore[no-redef]  # the stand-in for an import that failed bears its name
         """Which named dimensions of a full mesh are data parallel: those that shard and those that replicate."""
 
         shard: str | tuple[str, ...] | None = None

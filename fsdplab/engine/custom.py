@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from . import compat, events
 from .finalization import ManualFinalization
-from .hooks import hooks_of, units_under
+from .hooks import units_under
 from .staged import Reduction, StagedTransport
 from .transport import Transport
 from .unit import Unit
@@ -133,19 +133,19 @@ class CollectiveSettings(ManualFinalization):
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather this unit with `comm` (PyTorch's `AllGather`: `allocate` and `__call__`)."""
-        use(hooks_of(self).unit, gather=comm)
+        use(self._unit_hooks.unit, gather=comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce this unit with `comm` (PyTorch's `ReduceScatter`: `allocate` and `__call__`)."""
-        use(hooks_of(self).unit, scatter=comm)
+        use(self._unit_hooks.unit, scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take staging buffers of gathers from the process group's own allocator, where it has one (NCCL)."""
-        allocate_from_group(hooks_of(self).unit, enable)
+        allocate_from_group(self._unit_hooks.unit, enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Take staging buffers of gathers from symmetric memory; a `RuntimeError` where that does not exist."""
-        allocate_symmetric(hooks_of(self).unit, backend)
+        allocate_symmetric(self._unit_hooks.unit, backend)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted for compatibility: this engine always sums, then divides."""

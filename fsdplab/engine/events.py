@@ -88,14 +88,15 @@ def listening() -> bool:
 
 def emit(event: Event | None) -> None:
     """Hand one event to every subscriber; None is no event."""
-    for callback in tuple(_subscribers) if event is not None else ():
-        callback(event)
+    if event is not None:
+        for callback in tuple(_subscribers):
+            callback(event)
 
 
-_deferred: list[Callable[[], Event]] = []
+_deferred: list[Callable[[], Event | None]] = []
 
 
-def defer(resolve: Callable[[], Event]) -> None:
+def defer(resolve: Callable[[], Event | None]) -> None:
     """Queue an event whose times are known only once the device is done (CUDA); `flush` makes and emits it."""
     _deferred.append(resolve)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .hooks import bind_root, hooks_of
+from .hooks import UnitHooks, bind_root
 
 
 class GradientReductionHandle:
@@ -19,12 +19,14 @@ class GradientReductionHandle:
 class ManualFinalization:
     """The methods of a sharded module about when a step's backwards are over."""
 
+    _unit_hooks: UnitHooks
+
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Announce that `finalize_backward` will end the step's backwards. Accepted on the root only.
 
         A backward that synchronises gradients still ends by itself, and what is left to finalise is then nothing.
         """
-        hooks = hooks_of(self)
+        hooks = self._unit_hooks
         if hooks.runtime is not None and hooks.runtime.root is not hooks.unit:
             raise RuntimeError("set_manual_backward_finalization must be called on the root module")
 
@@ -34,7 +36,7 @@ class ManualFinalization:
 
         With `async_op` a handle to wait on. Nothing happens before the first forward.
         """
-        runtime = hooks_of(self).runtime or bind_root(self)
+        runtime = self._unit_hooks.runtime or bind_root(self)
         if runtime.passes:
             for unit in reversed(runtime.units.values()):
                 runtime.after_backward(unit)

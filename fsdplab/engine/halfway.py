@@ -42,7 +42,7 @@ class Halfway:
             raise NotImplementedError("reshard_after_forward as a number of ranks does not go with DTensor parameters")
         self.kept = False
         self._params, self._mesh, self._transport = params, mesh, transport
-        self._layout: Layout | None = None
+        self._layout = Layout.of([], transport.ranks)
         self._slice: torch.Tensor | None = None
 
     def keep(self, layout: Layout, whole: torch.Tensor) -> None:
@@ -56,20 +56,22 @@ class Halfway:
             nbytes = (stop - start) * part.row_bytes
             first = layout.whole_offset(full) + start * part.row_bytes
             rows = self._slice[part.offset : part.offset + nbytes].copy_(whole[first : first + nbytes])
-            self._show(param, rows.view(param.gathered.dtype).view(stop - start, *param.shape[1:]))
+            self._show(param, rows.view(_gathered(param).dtype).view(stop - start, *param.shape[1:]))
         self.kept = True
 
     def _show(self, param: ShardedParam, rows: torch.Tensor) -> None:
-        spec = spec_at_rest(param.name, param.gathered, Axes(self._mesh), param.dim)
+        spec = spec_at_rest(param.name, _gathered(param), Axes(self._mesh), param.dim)
         shown = nn.Parameter(compat.dtensor_of(param.natural(rows), spec), requires_grad=param.at_rest.requires_grad)
         param.show(shown)
 
     def gather(self, layout: Layout, whole: torch.Tensor, stamp: Stamp) -> Pending:
         """Fill `whole`, laid out for all ranks, from the slices of the few."""
+        kept = self._slice
+        assert kept is not None, "no forward has kept anything"
         near = torch.empty(self._layout.total_bytes, dtype=torch.uint8, device=whole.device)
         events.tag("communication_buffers", near, stamp.unit)
-        dtypes = {param.gathered.dtype for param in self._params}
-        sent = self._slice.view(*dtypes) if len(dtypes) == 1 else self._slice
+        dtypes = {_gathered(param).dtype for param in self._params}
+        sent = kept.view(*dtypes) if len(dtypes) == 1 else kept
         pending = self._transport.all_gather(self._layout, Outgoing.of(sent), near, stamp)
 
         def finish() -> None:
@@ -83,3 +85,8 @@ class Halfway:
     def forget(self) -> None:
         """Let the slices go: a new forward begins, or the backward is over."""
         self._slice, self.kept = None, False
+
+
+def _gathered(param: ShardedParam) -> nn.Parameter:
+    assert param.gathered is not None, f"{param.name} was not gathered"
+    return param.gathered

@@ -46,38 +46,42 @@ class UnitHooks:
             module.register_state_dict_pre_hook(self._before_state_dict)
             module.register_load_state_dict_pre_hook(self._before_state_dict)
 
+    @property
+    def _bound(self) -> Runtime:
+        assert self.runtime is not None, "no forward has begun"
+        return self.runtime
+
     @compat.not_compiled
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Gather, cast the inputs, and plant the end of this unit's backward on them."""
-        if self.runtime is None:
-            bind_root(module)
+        runtime = self.runtime or bind_root(module)
         if self.unwritten:
             warn_of_unwritten(self.unwritten, module.modules())
             self.unwritten = []
         if self.policy.cast_forward_inputs and self.policy.param_dtype:
             args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
-        if self.runtime.recomputes(self.unit):
-            self.runtime.gather_again(self.unit)
+        if runtime.recomputes(self.unit):
+            runtime.gather_again(self.unit)
             return args, kwargs
-        first = len(self._all) == 1 or id(module) not in self._to_run or self._pass != self.runtime.passes
+        first = len(self._all) == 1 or id(module) not in self._to_run or self._pass != runtime.passes
         if first:
-            self.runtime.before_forward(self.unit)
-            self._to_run, self._pass = set(self._all), self.runtime.passes
+            runtime.before_forward(self.unit)
+            self._to_run, self._pass = set(self._all), runtime.passes
         device = self.unit.terms.device
-        if self.unit is self.runtime.root and device.type != "cpu":
+        if self.unit is runtime.root and device.type != "cpu":
             args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
         return self._plant(args, kwargs) if first and torch.is_grad_enabled() else (args, kwargs)
 
     @compat.not_compiled
     def after_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Drop the unit once all its modules ran, and ask to be called before its backward."""
-        if not self.runtime.recomputes(self.unit):
+        if not self._bound.recomputes(self.unit):
             for tensor in _tensors_in(output):
                 if tensor.requires_grad:
                     self._ask(tensor)
             self._to_run.discard(id(module))
             if not self._to_run:
-                self.runtime.after_forward(self.unit, will_backward=torch.is_grad_enabled())
+                self._bound.after_forward(self.unit, will_backward=torch.is_grad_enabled())
         return _cast(output, self.policy.output_dtype) if self.policy.output_dtype else output
 
     def _ask(self, output: torch.Tensor) -> None:
@@ -89,16 +93,16 @@ class UnitHooks:
 
     @compat.not_compiled
     def _before_backward_of_base(self, gradients: tuple[torch.Tensor, ...]) -> None:
-        self.runtime.before_backward(self.unit, again=False)
+        self._bound.before_backward(self.unit, again=False)
 
     @compat.not_compiled
     def _before_backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        self.runtime.before_backward(self.unit)
+        self._bound.before_backward(self.unit)
         return gradient
 
     def after_backward(self) -> None:
         """The gradients of the unit's inputs are complete."""
-        self.runtime.after_backward(self.unit)
+        self._bound.after_backward(self.unit)
 
     def _before_state_dict(self, *_: Any) -> None:
         """A state dict reads and writes slices, also when a forward has left the unit gathered."""
@@ -147,7 +151,7 @@ def bind_root(root: nn.Module) -> Runtime:
                 "so that it becomes the root of all units"
             )
         hooks.unit.name = "+".join(names) or ("(root)" if ["root"] in found.values() else "root")
-    top = hooks_of(root)
+    top: UnitHooks = root._unit_hooks
     runtime = Runtime({hooks.unit.name: hooks.unit for hooks in found}, top.prefetch)
     runtime.is_last_backward = top.is_last_backward
     for hooks in found:

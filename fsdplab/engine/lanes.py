@@ -5,13 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from . import events
 from .pending import Pending
-from .transport import Note
+from .transport import Note, Transport
+
+
+class Lane(Protocol):
+    """Where collectives run one after the other, and who waits for them."""
+
+    def run(self, issue: Callable[[bool], Any], complete: Callable[[], None], note: Note, *buffers: object) -> Pending:
+        """Issue a collective and `complete` it; `buffers` live until somebody has waited."""
+
+
+class OnLanes(Transport):
+    """A transport that has a lane for its gathers and one for its reductions."""
+
+    _gather_lane: Lane
+    _reduce_lane: Lane
 
 
 class HostLane:

@@ -32,7 +32,7 @@ from .pending import Pending
 from .shm_group import SharedMemoryGroup
 from .slots import SharingRefused, Slots, machine_of_this_rank
 from .stream_link import on_streams, runs_on_streams
-from .transport import Outgoing, Stamp, Transport
+from .transport import Gradients, Note, Outgoing, Stamp, Transport
 
 _RING = 1024  # issues that the board remembers: far more than can be in flight
 _SYNC_S = 20e-6  # how long to sleep while a peer's note has not arrived
@@ -205,12 +205,15 @@ class Passage:
 class _Behind(Transport):
     """What a transport does differently behind a link; mixed into the transport's own class."""
 
+    _kind: type[Transport]  # that class
     _channel: Channel
     _passage: Passage | None = None
 
-    def note(self, stamp: Stamp, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Any:
+    def note(self, stamp: Stamp, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Note:
         """The transport asks for its note right before it issues: the collective joins the queue."""
-        self._passage = self._channel.enter(super().note(stamp, kind, logical, padding, dtype)(0, 0, None))
+        event = super().note(stamp, kind, logical, padding, dtype)(0, 0, None)
+        assert event is not None, "a link in front of a link"
+        self._passage = self._channel.enter(event)
         return lambda start, end, waited: None  # `arrive` writes it
 
     def _carried(self, pending: Pending, unit: str) -> Pending:
@@ -226,25 +229,25 @@ class _Behind(Transport):
         return Pending(finish, pending)
 
     def all_gather(self, layout: Layout, outgoing: Outgoing, whole: torch.Tensor, stamp: Stamp) -> Pending:
-        return self._carried(super().all_gather(layout, outgoing, whole, stamp), stamp.unit)
+        return self._carried(self._kind.all_gather(self, layout, outgoing, whole, stamp), stamp.unit)
 
     def reduce_scatter(
-        self, layout: Layout, gradients: Any, output: torch.Tensor, stamp: Stamp, divide: float
+        self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
     ) -> Pending:
-        return self._carried(super().reduce_scatter(layout, gradients, output, stamp, divide), stamp.unit)
+        return self._carried(self._kind.reduce_scatter(self, layout, gradients, output, stamp, divide), stamp.unit)
 
     def all_reduce(self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0) -> Pending:
-        return self._carried(super().all_reduce(buffer, stamp, divide, padding), stamp.unit)
+        return self._carried(self._kind.all_reduce(self, buffer, stamp, divide, padding), stamp.unit)
 
     def all_reduce_packed(
-        self, layout: Layout, gradients: Any, output: torch.Tensor, stamp: Stamp, divide: float
+        self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
     ) -> Pending:
         return self._carried(super().all_reduce_packed(layout, gradients, output, stamp, divide), stamp.unit)
 
 
 @cache
 def _behind(kind: type[Transport]) -> type[Transport]:
-    return type(f"{kind.__name__}BehindLink", (_Behind, kind), {})
+    return type(f"{kind.__name__}BehindLink", (_Behind, kind), {"_kind": kind})
 
 
 def behind(transport: Transport, link: Link, ranks: int | None = None) -> Transport:
@@ -254,20 +257,22 @@ def behind(transport: Transport, link: Link, ranks: int | None = None) -> Transp
     With `ranks`, collectives take as long as those of so many ranks do: a group of one can imitate a larger one. Raises
     `ValueError` for two queues on CUDA.
     """
-    transport = getattr(transport, "_plain", transport)
-    if runs_on_streams(transport):
+    plain: Transport = getattr(transport, "_plain", transport)
+    made: Transport
+    if runs_on_streams(plain):
         if link.queues != 1:
             raise ValueError(
                 "a link between CUDA ranks has one queue (the driver runs its waits one after the other), got"
                 f" {link.queues}; give queues=1"
             )
-        count = ranks or transport.ranks
-        made = on_streams(transport, lambda kind, logical: link.collective(kind, logical, count))
+        count = ranks or plain.ranks
+        made = on_streams(plain, lambda kind, logical: link.collective(kind, logical, count))
     else:
-        made = copy.copy(transport)
-        made.__class__ = _behind(type(transport))
-        made._channel = Channel(link, transport.group, ranks)
-    made._plain = transport
+        made = copy.copy(plain)
+        made.__class__ = _behind(type(plain))
+        assert isinstance(made, _Behind)
+        made._channel = Channel(link, plain.group, ranks)
+    made._plain = plain
     return made
 
 

@@ -35,6 +35,11 @@ class MappedFile(mmap.mmap):
     and freed with the last tensor over them (two descriptors each).
     """
 
+    descriptor: int
+    label: str
+    folder: Path
+    _wanted: set[int]  # starts of spans that were brought in again: their pages stay
+
     def __new__(cls, folder: Path, nbytes: int, label: str) -> MappedFile:
         descriptor = _reserved(folder, nbytes, label)
         try:
@@ -43,7 +48,7 @@ class MappedFile(mmap.mmap):
             os.close(descriptor)
             raise
         self.descriptor, self.label, self.folder = descriptor, label, folder
-        self._wanted: set[int] = set()  # starts of spans that were brought in again: their pages stay
+        self._wanted = set()
         weakref.finalize(self, os.close, descriptor)
         return self
 
@@ -183,7 +188,8 @@ class _Thread:
     """A daemon thread that runs jobs in order; the error of one is raised to whoever comes next."""
 
     def __init__(self, name: str, waiting: int) -> None:
-        self._name, self._jobs = name, queue.Queue(waiting)
+        self._name = name
+        self._jobs: queue.Queue[Callable[[], object]] = queue.Queue(waiting)
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
 
@@ -216,7 +222,9 @@ _reader, _writer = _Thread("fsdplab reads ahead", 0), _Thread("fsdplab writes ba
 
 def _read_ahead(reference: weakref.ref[MappedFile], start: int, stop: int) -> None:
     file = reference()
-    for at in range(start, stop, _ASK_AT_ONCE) if file is not None else ():
+    if file is None:
+        return
+    for at in range(start, stop, _ASK_AT_ONCE):
         os.posix_fadvise(file.descriptor, at, min(_ASK_AT_ONCE, stop - at), os.POSIX_FADV_WILLNEED)
 
 

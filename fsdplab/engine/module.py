@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import wraps
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from . import custom, facade
 from .hooks import UnitHooks, bind_root, hooks_of, units_under
+from .runtime import Runtime
 from .traps import left_empty, meta_buffers
 from .unit import UNSHARDED, Unit
 
@@ -39,20 +41,22 @@ class FSDPModule(custom.CollectiveSettings, TorchFSDPModule):
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters; with `async_op`, returns a handle to wait on."""
-        unit = hooks_of(self).unit
+        unit = self._unit_hooks.unit
         unit.unshard_by_hand()
-        return UnshardHandle(unit) if async_op else unit.finish_unshard("forward")
+        if not async_op:
+            unit.finish_unshard("forward")
+        return UnshardHandle(unit) if async_op else None
 
     def reshard(self) -> None:
         """Drop this unit's gathered parameters and show the slices."""
-        hooks_of(self).unit.reshard_by_hand()
+        self._unit_hooks.unit.reshard_by_hand()
 
     def reset_iter_state(self) -> None:
         """Make the root ready for the next forward after one or a backward raised; accumulated gradients are lost."""
-        hooks = bound(self)
-        if hooks.unit is not hooks.runtime.root:
-            raise RuntimeError(f"reset_iter_state belongs to the root; unit {hooks.unit.name!r} is below another")
-        hooks.runtime.reset()
+        runtime, unit = bound(self), self._unit_hooks.unit
+        if unit is not runtime.root:
+            raise RuntimeError(f"reset_iter_state belongs to the root; unit {unit.name!r} is below another")
+        runtime.reset()
 
     # ---- what the next steps do
 
@@ -69,7 +73,7 @@ class FSDPModule(custom.CollectiveSettings, TorchFSDPModule):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False announces that another backward comes before the optimizer steps."""
-        hooks = hooks_of(self)
+        hooks = self._unit_hooks
         (hooks.runtime or hooks).is_last_backward = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -87,19 +91,19 @@ class FSDPModule(custom.CollectiveSettings, TorchFSDPModule):
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False where the backward of this unit reads no parameter (an embedding's, say)."""
-        hooks_of(self).unit.unshard_in_backward = unshard_in_backward
+        self._unit_hooks.unit.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Gather exactly these behind this module's forward; an empty list restores the default."""
-        hooks_of(self).unit.ahead["forward"] = _units_in(modules)
+        self._unit_hooks.unit.ahead["forward"] = _units_in(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Gather exactly these behind this module's backward; an empty list restores the default."""
-        hooks_of(self).unit.ahead["backward"] = _units_in(modules)
+        self._unit_hooks.unit.ahead["backward"] = _units_in(modules)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by `factor` instead of by the number of ranks."""
-        unit = hooks_of(self).unit
+        unit = self._unit_hooks.unit
         unit.wish = replace(unit.wish, divide=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -110,18 +114,18 @@ class FSDPModule(custom.CollectiveSettings, TorchFSDPModule):
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
     ) -> None:
         """Call `hook` with the reduced slice of this unit before the optimizer's gradients are made from it."""
-        unit = hooks_of(self).unit
+        unit = self._unit_hooks.unit
         if stream is not None and unit.terms.shard and unit.terms.replicate:
             raise ValueError("stream cannot be set where the engine itself all-reduces over replicas")
         unit.wish = replace(unit.wish, hook=hook if stream is None else custom.on_stream(hook, stream))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The next root forward waits for `event` before it gathers; give a new one each step."""
-        bound(self).runtime.post_optimizer_event = event
+        bound(self).post_optimizer_event = event
 
     # ---- what torch looks for
 
-    def _get_fsdp_state(self) -> facade.State:
+    def _get_fsdp_state(self) -> facade.State | None:
         return facade.state_of(self)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -134,7 +138,7 @@ class FSDPModule(custom.CollectiveSettings, TorchFSDPModule):
         module = super(TorchFSDPModule, self)._apply(*args, **kwargs)
         for unit in units_under(self, recurse=True):
             unit.settle()
-        hooks_of(self).unwritten += left_empty(were_meta)
+        self._unit_hooks.unwritten += left_empty(were_meta)
         return module
 
 
@@ -159,11 +163,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @wraps(original)
     def hooked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        hooks = hooks_of(self)
+        hooks: UnitHooks = self._unit_hooks
         args, kwargs = hooks.before_forward(self, args, kwargs)
         return hooks.after_forward(self, args, original(*args, **kwargs))
 
-    setattr(module, method_name, hooked.__get__(module, type(module)))
+    setattr(module, method_name, MethodType(hooked, module))
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
@@ -176,7 +180,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """`FSDP<Name>`; its `forward`, called directly, runs the hooks that `__call__` runs."""
     if cls not in _classes:
-        body = {"__module__": cls.__module__}
+        body: dict[str, str | Callable[..., Any]] = {"__module__": cls.__module__}
         if cls.forward is not nn.Module.forward:
             body["forward"] = _guarded(cls.forward)
         _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), body)
@@ -196,12 +200,9 @@ def _guarded(forward: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def bound(module: nn.Module) -> UnitHooks:
-    """The hooks of `module`, which becomes the root if it has none."""
-    hooks = hooks_of(module)
-    if hooks.runtime is None:
-        bind_root(module)
-    return hooks
+def bound(module: nn.Module) -> Runtime:
+    """The runtime of `module`, which becomes the root if it has none."""
+    return module._unit_hooks.runtime or bind_root(module)
 
 
 def below(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -216,4 +217,4 @@ def _units_in(modules: Sequence[nn.Module]) -> list[weakref.ref[Unit]]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"expected sharded modules (fully_shard them first), got {type(module).__name__}")
-    return [weakref.ref(unit) for unit in dict.fromkeys(hooks_of(module).unit for module in modules)]
+    return [weakref.ref(unit) for unit in dict.fromkeys(module._unit_hooks.unit for module in modules)]

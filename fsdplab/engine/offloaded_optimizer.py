@@ -102,6 +102,7 @@ class OffloadedOptimizer(Optimizer):
     """What an optimizer becomes when its state is offloaded: itself, plus this way to step."""
 
     _offloading: _Offloading
+    param_groups: list[dict[str, Any]]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the original optimizer, part by part; returns what `closure` returned."""
@@ -134,7 +135,8 @@ class OffloadedOptimizer(Optimizer):
     def _parts(self, all_of_them: bool = False) -> Iterator[_Part]:
         """The parameters that have a gradient, or all, in runs of bounded size."""
         for group in self.param_groups:
-            run, nbytes = [], 0
+            run: list[nn.Parameter] = []
+            nbytes = 0
             for param in group["params"]:
                 if param.grad is None and not all_of_them:
                     continue

@@ -114,10 +114,10 @@ class ShardedParam:
 
     def take_gradient(self, accumulate_in: torch.dtype | None) -> None:
         """Move the gradient that autograd left on the gathered form to `whole_gradient`, adding to what is there."""
-        gradient = None if self.gathered is None else self.gathered.grad
-        if gradient is None:
+        gathered = self.gathered
+        if gathered is None or (gradient := gathered.grad) is None:
             return
-        self.gathered.grad = None
+        gathered.grad = None
         gradient = self.rows_first(local_gradient(gradient, self.whole_spec, self.axes))
         if self.whole_gradient is None:
             self.whole_gradient = gradient if accumulate_in is None else gradient.to(accumulate_in)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+Step = Callable[[], object]  # what it returns is not used
+
 
 class Pending:
     """Holds `buffers` until `wait` has run `finish`, exactly once.
@@ -20,8 +22,8 @@ class Pending:
 
     __slots__ = ("_buffers", "_finish", "_on_drop")
 
-    def __init__(self, finish: Callable[[], None], *buffers: object, on_drop: Callable[[], None] | None = None) -> None:
-        self._finish: Callable[[], None] | None = finish
+    def __init__(self, finish: Step, *buffers: object, on_drop: Step | None = None) -> None:
+        self._finish: Step | None = finish
         self._buffers = buffers
         self._on_drop = on_drop  # what makes it safe to free the buffers if nobody ever waits
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from . import compat
@@ -103,18 +103,20 @@ def _on_full_mesh(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> D
         for j in right:
             others *= axes.full.size(j)
         cut[position] = compat.strided_shard(dim, others) if others > 1 else Shard(dim)
-    return _joined_spec(parameter._spec, placements, axes, cut)
+    return _joined_spec(parameter._spec, placements, axes, axes.full, cut)
 
 
-def _joined_spec(spec: DTensorSpec, placements: list, axes: Axes, cut: dict[int, Shard]) -> DTensorSpec:
+def _joined_spec(
+    spec: DTensorSpec, placements: list[Placement], axes: Axes, full: DeviceMesh, cut: dict[int, Shard]
+) -> DTensorSpec:
     """The spec on the full mesh; several data-parallel dimensions that cut count as one, flattened."""
     if len(axes.cut) <= 1:
-        placed = tuple(cut.get(position, placement) for position, placement in enumerate(placements))
-        return DTensorSpec(axes.full, placed, tensor_meta=spec.tensor_meta)
+        placed = [cut.get(position, placement) for position, placement in enumerate(placements)]
+        return DTensorSpec(full, tuple(placed), tensor_meta=spec.tensor_meta)
     meshes, placed = [axes.mesh], [*[Replicate()] * (axes.mesh.ndim - 1), cut[axes.cut[0]]]
-    for position, name in enumerate(axes.full.mesh_dim_names):
+    for position, name in enumerate(full.mesh_dim_names):
         if position not in axes.named:
-            meshes.append(axes.full[name])
+            meshes.append(full[name])
             placed.append(placements[position])
     return DTensorSpec(compat.concatenated(meshes), tuple(placed), tensor_meta=spec.tensor_meta)
 

@@ -88,8 +88,8 @@ class Reduction:
 
     def _stages(self, stamp: Stamp, gradients: Sequence[torch.Tensor | None]) -> list[Callable[[], Pending]]:
         shard, replicate, divide, output = self._terms.shard, self._terms.replicate, self._wish.divide, self._output
-        over_replicas = [lambda: self._over_replicas(stamp)] if replicate and self._wish.all_reduce else []
-        if shard is None and over_replicas and self._earlier is None:
+        over_replicas = [lambda: self._over_replicas(replicate, stamp)] if replicate and self._wish.all_reduce else []
+        if shard is None and replicate and over_replicas and self._earlier is None:
             return [lambda: replicate.all_reduce_packed(self._layout, gradients, output, stamp, divide)]
         if shard is None:
             pack(self._layout, gradients, output)
@@ -99,14 +99,14 @@ class Reduction:
         first = 1.0 if replicate else divide
         return [lambda: shard.reduce_scatter(self._layout, gradients, output, stamp, first), *over_replicas]
 
-    def _over_replicas(self, stamp: Stamp) -> Pending:
+    def _over_replicas(self, replicate: Transport, stamp: Stamp) -> Pending:
         if self._earlier is not None:
             self._output.add_(self._earlier)
         slots = self._layout.slots if self._terms.shard else ()
         spans = [(slot, *slot.span(self._terms.rank)) for slot in slots]
         real = sum((stop - start) * slot.row_bytes for slot, start, stop in spans)
         padding = self._layout.slice_bytes - real if slots else self._layout.padding_bytes
-        return self._terms.replicate.all_reduce(self._output, stamp, self._wish.divide, padding)
+        return replicate.all_reduce(self._output, stamp, self._wish.divide, padding)
 
     def advance(self) -> bool:
         """Wait for the stage in flight and start the next; True once the parameters have their gradients."""

@@ -66,7 +66,7 @@ def fully_shard(
     return module
 
 
-fully_shard.state = facade.state_of
+fully_shard.__dict__["state"] = facade.state_of  # `fully_shard.state(module)`, as torch's own has it
 
 
 def shard_model(
@@ -100,15 +100,15 @@ def shard_model(
     terms = _terms(row, axes, mp_policy, offload_policy, transport)
     for module in [*reversed(_select(model, units)), model]:
         _make_unit([module], terms, row.reshard_after_forward, None, ignored_params or ())
-        hooks_of(module).recompute = None if module is model else recompute
-    hooks_of(model).prefetch = prefetch
+        module._unit_hooks.recompute = None if module is model else recompute
+    model._unit_hooks.prefetch = prefetch
     bind_root(model)
     return model
 
 
 def units_of(model: nn.Module) -> list[Unit]:
     """The units of a sharded model in the order of the module tree, the root first."""
-    return list(bound(model).runtime.units.values())
+    return list(bound(model).units.values())
 
 
 def _after_forward(wanted: bool | int | None, axes: Axes) -> bool | int | None:
@@ -127,7 +127,8 @@ def _select(model: nn.Module, units: Units) -> list[nn.Module]:
         return []
     if units == "auto":
         return [child for each in model.modules() if isinstance(each, nn.ModuleList) for child in each]
-    chosen = units if callable(units) else lambda _, module: isinstance(module, tuple(units))
+    classes = () if isinstance(units, str) or callable(units) else tuple(units)
+    chosen = units if callable(units) else lambda _, module: isinstance(module, classes)
     found = [module for name, module in model.named_modules() if module is not model and chosen(name, module)]
     if not found:
         raise ValueError(f"units={units!r} matches no submodule of {type(model).__name__}; name its block classes")

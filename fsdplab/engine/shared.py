@@ -176,7 +176,7 @@ class SharedTransport(Transport):
 
     def _sum(self, sent: Sent, output: torch.Tensor, divide: float) -> None:
         """`output`, which holds this rank's own part, becomes the sum over all ranks, in rank order, divided."""
-        nbytes, total = (self.ranks - 1) * sent.stride, None
+        nbytes, total = (self.ranks - 1) * sent.stride, output
         wide = torch.promote_types(output.dtype, torch.float32)
         for peer in range(self.ranks):
             if peer == self.rank:
@@ -185,7 +185,7 @@ class SharedTransport(Transport):
                 part = self._part(
                     self._reductions.read(peer, sent.number, nbytes), peer, self.rank, sent.stride, output
                 )
-            if total is None:
+            if peer == 0:
                 total = part.to(wide)
             else:  # `output` may be overwritten once its own part is in the sum
                 total = torch.add(total, part, out=output if peer >= self.rank and wide == output.dtype else None)

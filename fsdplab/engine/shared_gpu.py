@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from . import compat, events
 from .gloo import announce, sum_in_rank_order
-from .lanes import stream_lane
+from .lanes import OnLanes, stream_lane
 from .layout import Layout
 from .packing import pack, unpack_from
 from .pending import Pending
@@ -27,12 +27,12 @@ from .shared_gpu_host import HostFabric, ThreadLane
 from .shared_gpu_series import Fabric, Series, moving, watched
 from .shm_group import machines_of
 from .slots import SharingRefused
-from .transport import Gradients, Outgoing, Stamp, Transport
+from .transport import Gradients, Outgoing, Stamp
 
 _SLOTS = 2  # the next operation may begin while peers still read the last
 
 
-class SharedGpuTransport(Transport):
+class SharedGpuTransport(OnLanes):
     """Gathers and reduces among ranks that share one GPU, or rehearses it among CPU ranks of one machine."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

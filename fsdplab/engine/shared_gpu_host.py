@@ -93,7 +93,12 @@ class ThreadLane:
     def run(self, issue: Callable[[bool], Any], complete: Callable[[], None], note: Note, *buffers: object) -> Pending:
         """Queue the work; waiting for it raises what it raised."""
         start, done = time.time_ns(), Future[int]()
-        self._jobs.put((lambda: (issue(False), complete()), done))
+
+        def work() -> None:
+            issue(False)
+            complete()
+
+        self._jobs.put((work, done))
 
         def finish() -> None:
             awaited = time.time_ns()

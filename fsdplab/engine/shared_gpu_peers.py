@@ -95,7 +95,6 @@ def put_on_shared_gpu(model: nn.Module, group: dist.ProcessGroup, device: torch.
         )
     fabric = fabric_for(group, device)
     gathers, reductions = Series(group, fabric, _SLOTS), Series(group, fabric, _SLOTS)
-    # it lives as long as they do
     gathers.watchdog = reductions.watchdog = watched(group, fabric, [gathers, reductions])
     for module in modules:
         module.set_custom_all_gather(SharedGpuAllGather(gathers))

@@ -69,6 +69,8 @@ class Fabric(Protocol):
 class Series:
     """Numbered operations over `count` slots of every rank of `group`; every member must make it."""
 
+    watchdog: Watchdog | None = None  # one that is to live as long as this
+
     def __init__(self, group: dist.ProcessGroup, fabric: Fabric, count: int) -> None:
         self._fabric, self.count, self._capacity = fabric, count, 0
         self._timelines, self._meetings = Timelines(group), Slots(group, 2)

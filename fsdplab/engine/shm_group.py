@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
 
 from . import compat
 from .deliveries import Deliveries
@@ -26,8 +25,23 @@ from .slots import machine_of_this_rank
 
 NAME = "fsdplab_shm"
 _CPU, _GLOO = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
+_create_work_from_future = torch._C._distributed_c10d._create_work_from_future
 Tensors = Sequence[torch.Tensor]
 _ROUNDS = ("all_gather", "reduce_scatter", "all_reduce")  # what an emulated link carries: a barrier is no traffic
+
+
+class Crossing(Protocol):
+    """One operation on its way over an emulated link."""
+
+    def announce(self) -> int:
+        """Write the ledger, and return when the link delivers (ns)."""
+
+
+class Channel(Protocol):
+    """An emulated link, as `link.Channel` is one."""
+
+    def enter_for_torch(self, kind: str, outputs: Sequence[torch.Tensor]) -> Crossing:
+        """An operation sets out."""
 
 
 def register_backend() -> str:
@@ -70,7 +84,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._register_backend(_CPU, _GLOO, gloo._get_backend(_CPU))
         self._set_default_backend(_GLOO)
         self._moves, self._deliveries = Moves(gloo), Deliveries()
-        self._channel = self._passage = None  # an emulated link, and the operation that has just entered it
+        self._channel: Channel | None = None  # an emulated link
+        self._passage: Crossing | None = None  # the operation that has just entered it
         # shows what runs here to CommDebugMode and the profiler
         self._silent = compat.silent_group(gloo.rank(), gloo.size())
 
@@ -184,8 +199,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
             self._moves.meet()
         return self._finished([torch.empty(0)])
 
-    def put_behind(self, channel: Any) -> None:
-        """Have the operations of all tensors pass an emulated link (`link.Channel`; None takes it away)."""
+    def put_behind(self, channel: Channel | None) -> None:
+        """Have the operations of all tensors pass an emulated link; None takes it away."""
         self._channel = channel
 
     @contextmanager

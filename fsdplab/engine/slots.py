@@ -67,7 +67,7 @@ class Slots:
         self._capacity = [0] * count
         self._files = [os.memfd_create(f"fsdplab-{kind}") for kind in ("counters", *map(str, range(count)))]
         os.ftruncate(self._files[0], max(mmap.PAGESIZE, 2 * count * _ENTRY))
-        told: list[tuple[int, list[int]]] = [None] * self.ranks
+        told: list[tuple[int, list[int]]] = [(0, [])] * self.ranks
         dist.all_gather_object(told, (os.getpid(), self._files), group=group)
         self.processes = [process for process, _ in told]
         self._peers, self._alive = self._open(told, group)

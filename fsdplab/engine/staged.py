@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 from . import compat, events
-from .lanes import HostLane, stream_lane
+from .lanes import HostLane, OnLanes, stream_lane
 from .layout import Layout
 from .packing import half, pack, unpack
 from .pending import Pending
-from .transport import Gradients, Outgoing, Stamp, Transport
+from .transport import Gradients, Outgoing, Stamp
 
 Reduction = tuple[Callable[[bool], Any], Callable[[], object], torch.Tensor]  # issue, complete, buffer to keep
 
 
-class StagedTransport(Transport):
+class StagedTransport(OnLanes):
     """Gathers and reduces through flat buffers, over one process group, for tensors on one device."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -20,12 +20,12 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from . import events
-from .lanes import StreamLane
+from .lanes import Lane, OnLanes, StreamLane
 from .pending import Pending
 from .transport import Note, Transport
 
@@ -76,18 +76,19 @@ def _driver(library: str = "libcuda.so.1") -> Any:
 @cache
 def sleep_function() -> int:
     """The address of libc's `usleep`: its one argument, a number, fits where a host function gets its pointer."""
-    return ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
+    return ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value or 0
 
 
 class LinkedLane:
     """`lane`, on which a collective first passes the link."""
 
-    def __init__(self, lane: Any, wire: Wire) -> None:
+    def __init__(self, lane: Lane, wire: Wire) -> None:
         self._lane, self._wire = lane, wire
 
     def run(self, issue: Callable[[bool], Any], complete: Callable[[], None], note: Note, *buffers: object) -> Pending:
         """As the lane below, but that its stream waits before `issue`."""
         event = note(0, 0, None)
+        assert event is not None, "a link in front of a link"
         wire_bytes, nanoseconds = self._wire.passage(event.kind, event.logical_bytes)
 
         def carried(asynchronous: bool) -> Any:
@@ -111,26 +112,30 @@ class Wire:
         A passage of 5 ns that was ready at 3, behind one that was taken up at 0 and took 4: from 4 on.
         """
 
-        def emulated(start: int, end: int, waited: int | None) -> events.Event:
+        def emulated(start: int, end: int, waited: int | None) -> events.Collective | None:
             taken = max(start, self._free_ns)
             self._free_ns = taken + nanoseconds
-            return replace(note(taken, end, waited), wire_bytes=wire_bytes, emulated=True)
+            event = note(taken, end, waited)
+            return event and replace(event, wire_bytes=wire_bytes, emulated=True)
 
         return emulated
 
 
-def on_streams(transport: Transport, passage: Passage, hold: Hold | None = None) -> Transport:
+def on_streams(transport: OnLanes, passage: Passage, hold: Hold | None = None) -> OnLanes:
     """`transport` whose gathers and reductions pass one link; the other users of `transport` are not slowed.
 
     `hold` says how a stream waits, if not by a host function of the driver.
     """
     linked = copy.copy(transport)
-    wire = Wire(passage, hold or HostFunctionHold(transport._reduce_lane._stream.device))
+    if hold is None:
+        assert isinstance(transport._reduce_lane, StreamLane), "no stream to hold"
+        hold = HostFunctionHold(transport._reduce_lane._stream.device)
+    wire = Wire(passage, hold)
     linked._gather_lane = LinkedLane(transport._gather_lane, wire)
     linked._reduce_lane = LinkedLane(transport._reduce_lane, wire)
     return linked
 
 
-def runs_on_streams(transport: Transport) -> bool:
+def runs_on_streams(transport: Transport) -> TypeGuard[OnLanes]:
     """Whether the transport's collectives run on CUDA streams, so that a stream can wait for the link."""
     return isinstance(getattr(transport, "_reduce_lane", None), StreamLane)

@@ -101,7 +101,7 @@ class Timelines:
                 return
             self._compared[peer] = each
             ours, theirs = self.described(self.rank, each), self.described(peer, each)
-            if None not in (ours, theirs) and theirs != ours:
+            if ours is not None and theirs is not None and theirs != ours:
                 raise RuntimeError(
                     f"ranks are out of step: as operation {each} rank {self.rank} runs {ours[1] or 'one'} ({ours[0]}"
                     f" bytes), rank {peer} runs {theirs[1] or 'another'} ({theirs[0]} bytes); every rank must run the"

@@ -20,7 +20,7 @@ from .layout import Layout
 from .packing import pack
 from .pending import Pending
 
-Note = Callable[[int, int, "int | None"], "events.Event | None"]  # start, end, how long the host was blocked
+Note = Callable[[int, int, "int | None"], "events.Collective | None"]  # start, end, how long the host was blocked
 Gradients = Sequence["torch.Tensor | None"]  # whole ones; None counts as zeros
 
 
@@ -55,6 +55,8 @@ class Outgoing:
 
 class Transport(ABC):
     """Gathers and reduces over one process group."""
+
+    _plain: Transport  # behind an emulated link: the same without it
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.ranks = group, group.rank(), group.size()

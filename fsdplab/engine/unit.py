@@ -31,7 +31,7 @@ _NEXT = {SHARDED: (UNSHARDING,), UNSHARDING: (UNSHARDED,), UNSHARDED: (SHARDED,)
 class Unit:
     """The parameters that are gathered, dropped and reduced together."""
 
-    def __init__(self, name: str, params: list[ShardedParam], terms: Terms, reshard_after_forward: bool) -> None:
+    def __init__(self, name: str, params: list[ShardedParam], terms: Terms, reshard_after_forward: int | None) -> None:
         self.name, self.params, self.terms = name, params, terms
         self.reshard_after_forward, self.reshard_after_backward, self.unshard_in_backward = (
             reshard_after_forward,
@@ -173,9 +173,11 @@ class Unit:
     def _gather(self, whole: torch.Tensor, phase: str) -> Pending | None:
         if self.halfway is not None and self.halfway.kept:
             return self.halfway.gather(self.layout, whole, Stamp(self.name, phase))
-        if self.terms.shard is None:
-            return None if self.aliased else self._fill(whole)
-        return self.terms.shard.all_gather(self.layout, self._outgoing(), whole, Stamp(self.name, phase))
+        if self.terms.shard is not None:
+            return self.terms.shard.all_gather(self.layout, self._outgoing(), whole, Stamp(self.name, phase))
+        if not self.aliased:
+            self._fill(whole)
+        return None
 
     def _outgoing(self) -> Outgoing:
         """This rank's slice in the dtype that travels: the slices at rest themselves, or made from them."""
@@ -217,11 +219,13 @@ class Unit:
             self._gathering = None
         if self._flat is not None:
             self.terms.home.done_reading(self._flat)
-        for param in self._extended:
-            param.assemble(self.layout, self._whole)
+        for extended in self._extended:
+            extended.assemble(self.layout, self._whole)
         for param in self.params:
-            param.gathered.requires_grad_(param.at_rest.requires_grad)
-            param.show(param.gathered)
+            gathered = param.gathered
+            assert gathered is not None, f"{param.name} was not gathered"
+            gathered.requires_grad_(param.at_rest.requires_grad)
+            param.show(gathered)
         self._versions = [param.version for param in self.params]
         self._move(UNSHARDED, phase)
 
@@ -244,7 +248,7 @@ class Unit:
             self.halfway.keep(self.layout, self._whole)
         for param in self._extended:
             param.release()
-        if not self.keeps_whole:
+        if not self.keeps_whole and self._whole is not None:
             self._whole.untyped_storage().resize_(0)
         self._move(SHARDED, phase)
 
@@ -255,7 +259,8 @@ class Unit:
             self.terms.shard.settle()
 
     def _show_slices(self) -> None:
-        [param.show(param.at_rest) for param in self.params]
+        for param in self.params:
+            param.show(param.at_rest)
 
     def forget_low_precision(self) -> None:
         """Free the low-precision slice: the optimizer is about to change the masters."""

@@ -151,5 +151,5 @@ def _raise_in_main_thread(why: str) -> None:
     lost = type(
         "PeerLost", (PeerLost,), {"__init__": lambda self: PeerLost.__init__(self, why), "__module__": __name__}
     )
-    target = ctypes.c_ulong(threading.main_thread().ident)
+    target = ctypes.c_ulong(threading.main_thread().ident or 0)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(target, ctypes.py_object(lost) if why else ctypes.py_object())

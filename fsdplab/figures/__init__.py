@@ -7,6 +7,29 @@ not installed.
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fsdplab.figures.breakdown import step_bar as step_bar
+    from fsdplab.figures.differences import difference as difference
+    from fsdplab.figures.exposed import exposed_heatmap as exposed_heatmap
+    from fsdplab.figures.findings import findings_of as findings_of
+    from fsdplab.figures.html import comparison_page as comparison_page
+    from fsdplab.figures.lanes import rank_timeline as rank_timeline
+    from fsdplab.figures.linked import linked_at as linked_at
+    from fsdplab.figures.linked import linked_view as linked_view
+    from fsdplab.figures.linked_page import linked_html as linked_html
+    from fsdplab.figures.memory import memory_by_category as memory_by_category
+    from fsdplab.figures.memory import memory_timeline as memory_timeline
+    from fsdplab.figures.slices import slice_map as slice_map
+    from fsdplab.figures.static import svg as svg
+    from fsdplab.figures.steps import step_time as step_time
+    from fsdplab.figures.stragglers import straggler_map as straggler_map
+    from fsdplab.figures.style import CATEGORY_COLOURS as CATEGORY_COLOURS
+    from fsdplab.figures.style import STRATEGY_COLOURS as STRATEGY_COLOURS
+    from fsdplab.figures.style import alt_text as alt_text
+    from fsdplab.figures.tradeoff import pareto as pareto
+    from fsdplab.figures.traffic import ledger_against_formula as ledger_against_formula
 
 _HOME = {
     "memory_by_category": "memory",

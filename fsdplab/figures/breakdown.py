@@ -7,10 +7,14 @@ so compute inflation stands beside it wherever a run of the same work without co
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profiled import MS, breakdown_of, conditions, duration, listed, percent, rows_of
+from fsdplab.figures.profiled import MS, Row, breakdown_of, conditions, duration, listed, percent, rows_of
 from fsdplab.figures.style import EDGE, STEP_COLOURS, ink_on, titled
 from fsdplab.figures.view import views
+from fsdplab.records import RunRecord
 
 COLUMN = {name: f"{name.replace(' ', '_')}_ns" for name in STEP_COLOURS}
 _SAME_WORK = (
@@ -25,7 +29,7 @@ _SAME_WORK = (
 )
 
 
-def step_bar(records: object) -> go.Figure:
+def step_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
     """Stacked bars, one a run: compute only, overlapped, exposed, other, in ms; they sum to the step of the rank that
     is exposed longest.
 
@@ -36,7 +40,7 @@ def step_bar(records: object) -> go.Figure:
     shown = {view.label: run for view, run in zip(views(runs), runs) if run.table("breakdown")}
     if not shown:
         rows_of(runs[0], "breakdown")
-    parts = {name: breakdown_of(run) for name, run in shown.items()}
+    parts = _splits(shown)
     figure = go.Figure([_segment(part, parts) for part in STEP_COLOURS])
     figure.update_layout(
         barmode="stack", xaxis_title="time of one step (ms)", uniformtext=dict(minsize=13, mode="hide")
@@ -53,13 +57,13 @@ def step_bar(records: object) -> go.Figure:
     return titled(figure, _finding(parts), where, _alt(parts), height=200 + 60 * len(shown), top=122)
 
 
-def compute_inflation(shown: dict[str, object]) -> dict[str, float]:
+def compute_inflation(shown: dict[str, RunRecord]) -> dict[str, float]:
     """Compute time of each run over that of the same work without communication; runs that have no such partner are
     left out.
 
     `{"full_shard": 1.25}` says that its compute took a quarter longer than on a rank that sends nothing.
     """
-    splits = {name: breakdown_of(run) for name, run in shown.items()}
+    splits = _splits(shown)
     quiet = [name for name, split in splits.items() if not split["overlapped_ns"] + split["exposed_ns"]]
     partner = {
         name: next((other for other in quiet if other != name and _work(shown[other]) == _work(run)), None)
@@ -72,11 +76,16 @@ def compute_inflation(shown: dict[str, object]) -> dict[str, float]:
     }
 
 
-def _work(run: object) -> list:
+def _splits(shown: dict[str, RunRecord]) -> dict[str, Row]:
+    """The breakdown of each run; all of them have one."""
+    return {name: split for name, run in shown.items() if (split := breakdown_of(run)) is not None}
+
+
+def _work(run: RunRecord) -> list[Any]:
     return [run.spec.get(name) for name in _SAME_WORK]
 
 
-def _segment(part: str, parts: dict[str, dict]) -> go.Bar:
+def _segment(part: str, parts: dict[str, Row]) -> go.Bar:
     """One part of every run's step, with its number where there is room."""
     widest = max(split["step_ns"] for split in parts.values())
     spans = [split[COLUMN[part]] for split in parts.values()]
@@ -90,7 +99,7 @@ def _segment(part: str, parts: dict[str, dict]) -> go.Bar:
     )  # fmt: skip
 
 
-def _total(figure: go.Figure, name: str, split: dict, inflation: float | None) -> None:
+def _total(figure: go.Figure, name: str, split: Row, inflation: float | None) -> None:
     """At the bar's end: the step, the overlap, and what compute paid for it."""
     communication = split["overlapped_ns"] + split["exposed_ns"]
     words = f"{percent(split['overlapped_ns'], communication)} hidden" if communication else "no communication"
@@ -105,7 +114,7 @@ def _total(figure: go.Figure, name: str, split: dict, inflation: float | None) -
     )
 
 
-def _finding(parts: dict[str, dict]) -> str:
+def _finding(parts: dict[str, Row]) -> str:
     talking = [name for name, split in parts.items() if split["overlapped_ns"] + split["exposed_ns"]]
     if not talking:
         return "No run sends anything: there is nothing to hide"
@@ -119,7 +128,7 @@ def _finding(parts: dict[str, dict]) -> str:
     )
 
 
-def _alt(parts: dict[str, dict]) -> str:
+def _alt(parts: dict[str, Row]) -> str:
     runs = []
     for name, split in parts.items():
         inside = ", ".join(f"{part} {duration(split[column])}" for part, column in COLUMN.items())

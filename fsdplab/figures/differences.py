@@ -10,8 +10,10 @@ from fsdplab.figures.profiled import MS, Row, conditions, duration, group, label
 from fsdplab.figures.style import EDGE, PHASE_COLOURS, titled
 from fsdplab.figures.units import three_digits
 from fsdplab.figures.view import views
+from fsdplab.records import RunRecord
 
 MB = 1e6
+UnitPhase = tuple[str, str]
 _ROOM_FOR_NUMBERS = 24  # units above which numbers no longer fit
 PANELS = {
     "communication_ns": "communication (ms a step)",
@@ -20,7 +22,7 @@ PANELS = {
 }
 
 
-def difference(a: object, b: object) -> go.Figure:
+def difference(a: RunRecord, b: RunRecord) -> go.Figure:
     """Bars of b minus a for every unit and phase: communication and exposed time in ms a step, and mean gathered memory
     in MB where both tell.
 
@@ -53,14 +55,14 @@ def difference(a: object, b: object) -> go.Figure:
     return titled(figure, title, where, alt, height=230 + max(18, min(58, 1200 // len(units))) * len(units), top=122)
 
 
-def names_of(a: object, b: object) -> tuple[str, str]:
+def names_of(a: RunRecord, b: RunRecord) -> tuple[str, str]:
     """The runs' labels, or only what tells them apart where they have one name: `("prefetch 0", "prefetch 1")`."""
-    seen = views([a, b])
-    namesakes = all(view.note for view in seen)
-    return tuple(view.note if namesakes else view.label for view in seen)
+    first, second = views([a, b])
+    namesakes = first.note and second.note
+    return (first.note, second.note) if namesakes else (first.label, second.label)
 
 
-def spent(record: object) -> dict[tuple[str, str], dict[str, float]]:
+def spent(record: RunRecord) -> dict[UnitPhase, dict[str, float]]:
     """Communication and exposed ns a step of each (unit, phase), on the rank exposed longest, mean over its profiled
     steps.
     """
@@ -73,7 +75,7 @@ def spent(record: object) -> dict[tuple[str, str], dict[str, float]]:
     }
 
 
-def gathered_memory(record: object) -> dict[tuple[str, str], float]:
+def gathered_memory(record: RunRecord) -> dict[UnitPhase, float]:
     """Mean bytes that each unit's gathered parameters hold over a step, by the phase that gathered them; empty where
     the record does not tell.
 
@@ -84,7 +86,7 @@ def gathered_memory(record: object) -> dict[tuple[str, str], float]:
     nbytes = {row["unit"]: row["logical_bytes"] for row in named_rows(record, "ledger") if row["kind"] == "all_gather"}
     lengths = {row["step"]: row["step_ns"] for row in record.table("breakdown") if row["rank"] == 0}
     mine = [row for row in life if row["rank"] == 0 and row["step"] in lengths]
-    held: dict[tuple[str, str], float] = {}
+    held: dict[UnitPhase, float] = {}
     for (step, unit), found in group(mine, lambda row: (row["step"], row["unit"])).items():
         for phase, kept in _stays(found):
             share = kept / lengths[step] / len({row["step"] for row in mine})
@@ -102,7 +104,9 @@ def _stays(found: list[Row]) -> list[tuple[str, int]]:
     return stays
 
 
-def _changes(name: str, times: list[dict], held: list[dict]) -> dict[tuple[str, str], float]:
+def _changes(
+    name: str, times: list[dict[UnitPhase, dict[str, float]]], held: list[dict[UnitPhase, float]]
+) -> dict[UnitPhase, float]:
     """b minus a in ms or MB, by (unit, phase)."""
     if name == "gathered":
         return {key: (held[1].get(key, 0) - held[0].get(key, 0)) / MB for key in held[0] | held[1]}
@@ -112,7 +116,7 @@ def _changes(name: str, times: list[dict], held: list[dict]) -> dict[tuple[str, 
     }
 
 
-def _bars(changes: dict, units: list[str], place: int, name: str) -> list[go.Bar]:
+def _bars(changes: dict[UnitPhase, float], units: list[str], place: int, name: str) -> list[go.Bar]:
     """One panel's bars, a colour a phase."""
     suffix = str(place + 1) if place else ""
     phases = [phase for phase in PHASE_COLOURS if any(key[1] == phase for key in changes)]
@@ -135,7 +139,7 @@ def _signed(value: float) -> str:
     return "" if abs(value) < 0.005 else f"{'+' if value > 0 else '-'}{three_digits(abs(value))}"
 
 
-def _axis(figure: go.Figure, place: int, panels: int, title: str, changes: dict) -> None:
+def _axis(figure: go.Figure, place: int, panels: int, title: str, changes: dict[UnitPhase, float]) -> None:
     """A panel's axis: its third or half of the width, with room for the numbers at the bars' ends."""
     low, high = min(0, *changes.values(), 0), max(0, *changes.values(), 0)
     room = 0.22 * (high - low) or 1
@@ -148,7 +152,7 @@ def _axis(figure: go.Figure, place: int, panels: int, title: str, changes: dict)
     figure.update_layout(layout)
 
 
-def _finding(first: str, second: str, changes: dict) -> tuple[str, str]:
+def _finding(first: str, second: str, changes: dict[str, dict[UnitPhase, float]]) -> tuple[str, str]:
     """(title, alternative text): the change of exposed time in all, and the largest of one unit in one phase."""
     exposed = changes["exposed_ns"]
     total = sum(exposed.values())

@@ -20,13 +20,16 @@ from fsdplab.figures.profiled import (
 )
 from fsdplab.figures.style import DARK_INK, HEAT, titled
 from fsdplab.figures.units import plural, three_digits
+from fsdplab.records import RunRecord
 
 _PHASES = ("forward", "backward", "optimizer", "")
 _CAUSES = {"hidden": "", "unknown": ""}
 MOST_ROWS = 90  # units that a page has room for; of more, those that matter most are drawn
 
+Cell = tuple[float, float, str]  # exposed and communication in ms a step, and the usual cause
 
-def exposed_heatmap(record: object) -> go.Figure:
+
+def exposed_heatmap(record: RunRecord) -> go.Figure:
     """Units (rows, in the forward's order) x collectives of each phase (columns): exposed ms a step, and the cause.
 
     Means over the profiled steps of the rank that is exposed longest, so that the cells sum to that rank's exposed
@@ -68,7 +71,7 @@ def few_words(drawn: list[str], found: set[str]) -> str:
     return f"the {len(drawn)} foremost of {len(found)} units" if len(drawn) < len(found) else ""
 
 
-def worst_rank(record: object) -> tuple[int, list[Row]]:
+def worst_rank(record: RunRecord) -> tuple[int, list[Row]]:
     """(the rank exposed longest over the profiled steps, its rows of `exposed`)."""
     by_rank = group(profiled(rows_of(record, "exposed"), record), lambda row: row["rank"])
     split = breakdown_of(record)
@@ -80,7 +83,7 @@ def worst_rank(record: object) -> tuple[int, list[Row]]:
     return worst, by_rank[worst]
 
 
-def _cell(found: list[Row]) -> tuple[float, float, str]:
+def _cell(found: list[Row]) -> Cell:
     """(exposed, communication) in ms a step and the usual cause, of one unit's collective in one phase."""
     steps = len({row["step"] for row in found})
     exposed, communication = (
@@ -90,7 +93,7 @@ def _cell(found: list[Row]) -> tuple[float, float, str]:
     return exposed, communication, statistics.mode(causes) if causes else "hidden"
 
 
-def _heat(grid: list[list], units: list[str], columns: list[tuple[str, str]]) -> go.Heatmap:
+def _heat(grid: list[list[Cell | None]], units: list[str], columns: list[tuple[str, str]]) -> go.Heatmap:
     return go.Heatmap(
         x=[f"{phase} {kind}".strip() for phase, kind in columns],
         y=units,
@@ -117,14 +120,14 @@ def _heat(grid: list[list], units: list[str], columns: list[tuple[str, str]]) ->
     )
 
 
-def _words(cell: tuple[float, float, str] | None) -> str:
+def _words(cell: Cell | None) -> str:
     if cell is None:
         return ""
     cause = _CAUSES.get(cell[2], cell[2].replace("_", " "))
     return f"{three_digits(cell[0])} ms{' · ' if cause else ''}{cause}" if cell[0] else "hidden"
 
 
-def _finding(record: object, cells: dict, total: float) -> tuple[str, str]:
+def _finding(record: RunRecord, cells: dict[tuple[str, str, str], Cell], total: float) -> tuple[str, str]:
     """(title, alternative text): the cell with most exposed time, and its share."""
     if not total:
         return (

@@ -11,22 +11,27 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import escape
+from typing import TYPE_CHECKING, Any
 
 from fsdplab.figures.memory import memory_by_category
 from fsdplab.figures.page_script import PAGE, PLOTS, STYLE
 from fsdplab.figures.page_tabs import drawn, tabbed
+from fsdplab.figures.profiled import is_record
 from fsdplab.figures.steps import step_time
 from fsdplab.figures.table import AGREE, COLUMNS, DIFFER, EQUAL, LEGEND, cells, verdict
 from fsdplab.figures.units import MISSING, size
-from fsdplab.figures.view import CATEGORY_NAMES, RunView, provenance, views
-from fsdplab.records import CATEGORIES
+from fsdplab.figures.view import CATEGORY_NAMES, Runs, RunView, provenance, views
+from fsdplab.records import CATEGORIES, RunRecord
+
+if TYPE_CHECKING:
+    from fsdplab.profiling.diagnosis import Finding
 
 
 def comparison_page(
-    comparison: Mapping,
-    runs: Sequence[object] | None = None,
-    findings: Sequence[object] = (),
-    records: Sequence[object] | None = None,
+    comparison: Mapping[str, Any],
+    runs: Sequence[RunRecord | RunView] | None = None,
+    findings: Sequence[Finding | Mapping[str, Any]] = (),
+    records: Sequence[RunRecord] | None = None,
 ) -> str:
     """The page of a comparison (the dict that `--json` writes); `runs` adds what only records know, such as statuses.
 
@@ -34,7 +39,7 @@ def comparison_page(
     traffic, Pareto, difference, and `findings` (objects or dicts with `title`, `text`, `remedy`). Example:
     `Path("compare.html").write_text(comparison_page(comparison_json(records, reference), records), encoding="utf-8")`.
     """
-    records = list(records if records is not None else [run for run in runs or () if hasattr(run, "table")])
+    records = list(records if records is not None else [run for run in runs or () if is_record(run)])
     runs = records if len(records) == len(comparison["runs"]) else runs  # records know what tells namesakes apart
     source = comparison if runs is None else with_verdicts(runs, comparison)
     summary = _summary(comparison, source)
@@ -47,7 +52,7 @@ def comparison_page(
     return _document("\n".join(body), comparison)
 
 
-def with_verdicts(runs: Sequence[object], comparison: Mapping) -> list[RunView]:
+def with_verdicts(runs: Sequence[RunRecord | RunView], comparison: Mapping[str, Any]) -> list[RunView]:
     """The runs as figures read them; where only the comparison judged their losses, with its verdict."""
     entries = comparison.get("runs") or []
     judged = [entry.get("matches_reference") for entry in entries] if len(entries) == len(runs) else [None] * len(runs)
@@ -56,7 +61,7 @@ def with_verdicts(runs: Sequence[object], comparison: Mapping) -> list[RunView]:
     ]
 
 
-def _summary(comparison: Mapping, source: object) -> str:
+def _summary(comparison: Mapping[str, Any], source: Runs) -> str:
     """The table, the figures that every run has, what was real, what was run and where."""
     shown = views(source)
     return "\n".join([
@@ -71,7 +76,7 @@ def _summary(comparison: Mapping, source: object) -> str:
     ])  # fmt: skip
 
 
-def _document(body: str, comparison: Mapping) -> str:
+def _document(body: str, comparison: Mapping[str, Any]) -> str:
     """The whole HTML document; the comparison itself is embedded as JSON so that the page carries its data."""
     from plotly.offline import get_plotlyjs
 
@@ -87,7 +92,7 @@ def _document(body: str, comparison: Mapping) -> str:
     )
 
 
-def _setting(spec: Mapping) -> str:
+def _setting(spec: Mapping[str, Any]) -> str:
     """One sentence on what was trained, of the fields that the spec has."""
     words = {
         "model": "model {}",
@@ -128,7 +133,7 @@ def _amount(run: RunView, name: str) -> str:
     return size(run.split[name]) if name in run.split else MISSING
 
 
-def _flat(values: Mapping, prefix: str = "") -> list[tuple[str, str]]:
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Nested settings as (name, text) pairs: `{"a": {"b": 1}}` gives `[("a b", "1")]`; unset ones or empty ones are
     left out.
     """

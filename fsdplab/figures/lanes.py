@@ -5,6 +5,7 @@ exposed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fsdplab.figures.marks import LIMIT, Mark, bars, merge_words, thin
 from fsdplab.figures.plotly_go import go
@@ -22,6 +23,7 @@ from fsdplab.figures.profiled import (
 )  # fmt: skip
 from fsdplab.figures.style import GRID, LANE_COLOURS, titled
 from fsdplab.figures.units import plural
+from fsdplab.records import RunRecord
 
 SHOWN = ("compute", *COLLECTIVES, "exposed")
 HEIGHTS = {"exposed": 0.5}
@@ -42,7 +44,7 @@ class Lanes:
     bottom: float
 
     @property
-    def ticks(self) -> dict:
+    def ticks(self) -> dict[str, Any]:
         """The axis's ticks: the lane's name, after the rank's where it is the rank's first."""
         first = dict(reversed(self.middle))
         texts = [
@@ -64,7 +66,7 @@ def lanes_of(rows: list[Row]) -> Lanes:
     return Lanes(middle, max(0.0, at - _GAP))
 
 
-def rank_timeline(record: object, step: int | None = None, limit: int = LIMIT) -> go.Figure:
+def rank_timeline(record: RunRecord, step: int | None = None, limit: int = LIMIT) -> go.Figure:
     """Ranks stacked on one clock: compute, each collective, and exposed time in red; `step` is the profiled one of
     median length by default.
 
@@ -156,7 +158,7 @@ def phase_line(figure: go.Figure, begin: float, name: str, late: bool, bottom: f
     )  # fmt: skip
 
 
-def _finding(record: object, step: int, rows: list[Row]) -> tuple[str, str]:
+def _finding(record: RunRecord, step: int, rows: list[Row]) -> tuple[str, str]:
     """(title, the same in words for the alternative text): how much of the step is exposed, and where most."""
     split = breakdown_of(record, step)
     if split is None:

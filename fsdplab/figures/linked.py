@@ -6,6 +6,8 @@ the map of slices there. The step is the one whose memory was measured.
 
 from __future__ import annotations
 
+from typing import Any
+
 from fsdplab.figures.lanes import HEIGHTS, Lanes, lanes_of, phase_line, phases, step_marks, step_start
 from fsdplab.figures.marks import Mark, bars, merge_words, thin
 from fsdplab.figures.memory import MB, band, envelope
@@ -24,7 +26,7 @@ from fsdplab.figures.slices import (
 )
 from fsdplab.figures.style import LANE_COLOURS, titled
 from fsdplab.figures.units import size
-from fsdplab.records import CATEGORIES
+from fsdplab.records import CATEGORIES, RunRecord
 
 MARKS = 1_800  # of the timeline and of the lives each: with the memory's edges, at most about 5,000
 _CURSOR = "#d0105a"
@@ -36,7 +38,7 @@ _STATE_COLOURS = {
 }
 
 
-def linked_view(record: object) -> go.Figure:
+def linked_view(record: RunRecord) -> go.Figure:
     """The memory step on one clock: rank timeline, memory of the worst rank by category (MB), and the units' lives on
     every rank.
 
@@ -46,7 +48,7 @@ def linked_view(record: object) -> go.Figure:
     return _linked(record, None, with_slices=False)
 
 
-def linked_at(record: object, at_ns: float) -> go.Figure:
+def linked_at(record: RunRecord, at_ns: float) -> go.Figure:
     """The linked view with the cursor `at_ns` after the step began, and under it the map of slices at that instant.
 
     ValueError outside of the step. `linked_at(record, 3_000_000)` is 3 ms into the step.
@@ -60,20 +62,20 @@ def linked_at(record: object, at_ns: float) -> go.Figure:
     return _linked(record, at_ns, with_slices=True)
 
 
-def with_cursor(record: object, at_ns: float, limit: int = MARKS) -> go.Figure:
+def with_cursor(record: RunRecord, at_ns: float, limit: int = MARKS) -> go.Figure:
     """The linked view with the cursor but without the map of slices, for a page that draws the map itself; the cursor
     is its last shape.
     """
     return _linked(record, at_ns, with_slices=False, limit=limit)
 
 
-def peak_instant(record: object) -> int:
+def peak_instant(record: RunRecord) -> int:
     """When the worst rank's memory peaks, in ns since the step began: where a cursor starts."""
     life = lives(record)
     return min(max(0, max(memory_of_step(record, life), key=_total)["time_ns"]), life.length)
 
 
-def _linked(record: object, at_ns: float | None, with_slices: bool, limit: int = MARKS) -> go.Figure:
+def _linked(record: RunRecord, at_ns: float | None, with_slices: bool, limit: int = MARKS) -> go.Figure:
     life = lives(record)
     memory = memory_of_step(record, life)
     _, rows = timeline_of(record, life.step)
@@ -84,7 +86,7 @@ def _linked(record: object, at_ns: float | None, with_slices: bool, limit: int =
     figure = go.Figure(bars(marks, LANE_COLOURS, HEIGHTS, end))
     figure.add_traces(_memory_bands(memory, life))
     figure.add_traces(_life_bars(life, end, limit))
-    if with_slices:
+    if with_slices and at_ns is not None:
         figure.add_traces([trace.update(showlegend=False) for trace in cells(life, at_ns, "x2", "y4")])
     _axes(figure, heights, life, lanes, end, top=1.08 * max(map(_total, memory)) / MB)
     domains = _domains(heights)
@@ -100,7 +102,7 @@ def _linked(record: object, at_ns: float | None, with_slices: bool, limit: int =
     )
 
 
-def memory_of_step(record: object, life: Lives) -> list[Row]:
+def memory_of_step(record: RunRecord, life: Lives) -> list[Row]:
     """The memory rows of the rank with the highest peak, `time_ns` moved to the clock of `life`."""
     rows = [row for row in rows_of(record, "memory") if row["step"] == life.step]
     if not rows:
@@ -186,7 +188,7 @@ def _axes(figure: go.Figure, heights: list[int], life: Lives, lanes: Lanes, end:
         )
 
 
-def _life_axis(life: Lives) -> dict:
+def _life_axis(life: Lives) -> dict[str, Any]:
     """Lanes of units, named where there is room: every unit of a few, else every rank."""
     count = len(life.ranks) * len(life.units)
     named = [
@@ -223,7 +225,7 @@ def _cursor(figure: go.Figure, at_ms: float, domains: list[tuple[float, float]])
     )  # fmt: skip
 
 
-def _finding(record: object, life: Lives, memory: list[Row], at_ns: float | None) -> tuple[str, str]:
+def _finding(record: RunRecord, life: Lives, memory: list[Row], at_ns: float | None) -> tuple[str, str]:
     if at_ns is not None:
         return finding(record, life, at_ns)
     top = max(memory, key=_total)

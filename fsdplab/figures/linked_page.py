@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from html import escape
+from typing import Any
 
 from fsdplab.figures.linked import peak_instant, with_cursor
 from fsdplab.figures.page_script import PLOTS, plot_div
 from fsdplab.figures.profiled import MS
 from fsdplab.figures.slices import SLICE_COLOURS, STATES, Lives, lives
 from fsdplab.figures.style import FONT
+from fsdplab.records import RunRecord
 
 MARKS = 900  # of the timeline and of the lives each
 # the page's rules for the fragment alone: a notebook's own type and colours stay
@@ -26,7 +28,7 @@ _ALONE = (
 )
 
 
-def linked_html(record: object, standalone: bool = False) -> str:
+def linked_html(record: RunRecord, standalone: bool = False) -> str:
     """The linked view with a slider as an HTML fragment; `standalone` adds plotly and the script, for a page or a cell
     of its own.
 
@@ -50,7 +52,7 @@ def linked_html(record: object, standalone: bool = False) -> str:
     return _alone(fragment) if standalone else fragment
 
 
-def states_json(life: Lives) -> dict:
+def states_json(life: Lives) -> dict[str, Any]:
     """Ranks, units and every unit's changes: `[[0, 0], [1.2, 1], [3.4, 2]]` is sharded, from 1.2 ms unsharding, from
     3.4 ms unsharded.
     """

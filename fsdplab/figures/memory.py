@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from fsdplab.figures.plotly_go import go
+from fsdplab.figures.profiled import Row
 from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, EDGE, titled
 from fsdplab.figures.units import size
-from fsdplab.figures.view import CATEGORY_NAMES, UNSPLIT, RunView, ranks_and_device, views
-from fsdplab.records import CATEGORIES
+from fsdplab.figures.view import CATEGORY_NAMES, UNSPLIT, Runs, RunView, ranks_and_device, views
+from fsdplab.records import CATEGORIES, RunRecord
 
 MB = 1e6
 
 
-def memory_by_category(runs: object) -> go.Figure:
+def memory_by_category(runs: Runs) -> go.Figure:
     """Stacked bars of each run's peak memory on its worst rank, with the card as a line.
 
     `runs`: records, or a comparison dict. Example: `memory_by_category(compare(specs))`.
@@ -23,7 +24,7 @@ def memory_by_category(runs: object) -> go.Figure:
     figure.update_layout(barmode="stack", xaxis_title="peak memory of the worst rank (MB)")
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     cards = [card for card in _cards(shown) if not _far(card, shown)]
-    widest = max(*(run.peak for run in shown), *cards, 0) / MB
+    widest = max(*(run.known_peak for run in shown), *cards, 0) / MB
     figure.update_xaxes(range=[0, 1.3 * widest])
     for run in shown:
         _total_label(figure, run, room=0.1 * widest)
@@ -40,7 +41,7 @@ def _present(shown: list[RunView]) -> list[str]:
 
 def _unsplit(run: RunView) -> int:
     """Bytes of the peak that no category accounts for: all of a peer engine's that cannot be told apart."""
-    return max(0, run.peak - sum(run.split.values()))
+    return max(0, run.known_peak - sum(run.split.values()))
 
 
 def _bytes_of(run: RunView, name: str) -> int:
@@ -65,7 +66,7 @@ def _total_label(figure: go.Figure, run: RunView, room: float) -> None:
     """The total at the bar's end, in the alarm colour where the card is exceeded; `room` (MB) keeps it off the card
     line.
     """
-    end, card = run.peak / MB, (run.card or 0) / MB
+    end, card = run.known_peak / MB, (run.card or 0) / MB
     figure.add_annotation(
         x=card if 0 <= card - end < room else end,
         y=run.label,
@@ -84,7 +85,7 @@ def _cards(shown: list[RunView]) -> list[int]:
 
 def _far(card: int, shown: list[RunView]) -> bool:
     """Whether a card is so large beside the runs that drawing it would squeeze the bars into the margin."""
-    return card > 2.5 * max(run.peak for run in shown)
+    return card > 2.5 * max(run.known_peak for run in shown)
 
 
 def _card_line(figure: go.Figure, card: int, emulated: bool) -> None:
@@ -107,7 +108,7 @@ def _card_line(figure: go.Figure, card: int, emulated: bool) -> None:
 def _finding(shown: list[RunView]) -> str:
     """The title: who exceeds the card, who fits."""
     over = [run for run in shown if run.over_card]
-    low = min(shown, key=lambda run: run.peak)
+    low = min(shown, key=lambda run: run.known_peak)
     if over and len(over) < len(shown):
         return (
             f"{_listed(over)} {'exceeds' if len(over) == 1 else 'exceed'} the card; {low.label} peaks at"
@@ -115,7 +116,7 @@ def _finding(shown: list[RunView]) -> str:
         )
     if over:
         return "No run fits the card"
-    high = max(shown, key=lambda run: run.peak)
+    high = max(shown, key=lambda run: run.known_peak)
     return f"{low.label} peaks at {size(low.peak)}" + (
         f", {high.label} at {size(high.peak)}" if high is not low else ""
     )
@@ -142,14 +143,14 @@ def _alt(shown: list[RunView]) -> str:
     """The bars in words: each run's total and its largest category."""
     parts = []
     for run in shown:
-        largest = max(run.split, key=run.split.get) if any(run.split.values()) else None
+        largest = max(run.split, key=lambda name: run.split[name]) if any(run.split.values()) else None
         inside = f", mostly {CATEGORY_NAMES.get(largest, largest)} ({size(run.split[largest])})" if largest else ""
         parts.append(f"{run.label} {size(run.peak)}{inside}{', out of memory' if run.over_card else ''}")
     card = next((f" The card holds {size(run.card)}." for run in shown if run.card), "")
     return f"Bars of peak memory per rank: {'; '.join(parts)}.{card}"
 
 
-def memory_timeline(record: object, rank: int = 0) -> go.Figure:
+def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
     """One rank's live bytes through one step, stacked by category, with the peak marked and the card as a line.
 
     `record`: a run record with a `memory` table. ValueError names the ranks there are if `rank` has no rows.
@@ -171,7 +172,7 @@ def memory_timeline(record: object, rank: int = 0) -> go.Figure:
     top = max(range(len(drawn)), key=totals.__getitem__)
     _peak_marker(figure, times[top], totals[top])
     if run.card:
-        _card_level(figure, run)
+        _card_level(figure, run.card, run.card_emulated)
     figure.update_layout(xaxis_title="time since the step began (ms)", yaxis_title="live memory (MB)")
     figure.update_xaxes(range=[times[0], times[-1]], showgrid=False)
     figure.update_yaxes(range=[0, 1.18 * max(totals[top], run.card or 0) / MB])
@@ -182,11 +183,11 @@ def memory_timeline(record: object, rank: int = 0) -> go.Figure:
     return titled(figure, title, where, f"Stacked area of memory through one step. {title}.", height=520)
 
 
-def _total(row: dict) -> float:
+def _total(row: Row) -> float:
     return sum(float(row[name]) for name in CATEGORIES)
 
 
-def envelope(rows: list[dict], limit: int = 500) -> list[dict]:
+def envelope(rows: list[Row], limit: int = 500) -> list[Row]:
     """At most about twice `limit` of a rank's rows, in order of time: of each equal share of the step, the highest and
     the last.
 
@@ -196,14 +197,14 @@ def envelope(rows: list[dict], limit: int = 500) -> list[dict]:
     if len(rows) <= 2 * limit:
         return rows
     begin, length = float(rows[0]["time_ns"]), max(1.0, float(rows[-1]["time_ns"]) - float(rows[0]["time_ns"]))
-    shares: dict[int, list[dict]] = {}
+    shares: dict[int, list[Row]] = {}
     for row in rows:
         shares.setdefault(int((float(row["time_ns"]) - begin) / length * (limit - 1)), []).append(row)
     kept = [place for share in shares.values() for place in (max(share, key=_total), share[-1])]
     return list({id(row): row for row in [rows[0], *kept]}.values())
 
 
-def band(rows: list[dict], times: list[float], name: str) -> go.Scatter:
+def band(rows: list[Row], times: list[float], name: str) -> go.Scatter:
     """One category's band; memory holds its level until the next event, so the edge is a step."""
     return go.Scatter(
         name=CATEGORY_NAMES[name],
@@ -231,17 +232,17 @@ def _peak_marker(figure: go.Figure, time_ms: float, total: float) -> None:
     )
 
 
-def _card_level(figure: go.Figure, run: RunView) -> None:
+def _card_level(figure: go.Figure, card: int, emulated: bool) -> None:
     figure.add_shape(
         type="line",
         x0=0,
         x1=1,
         xref="paper",
-        y0=run.card / MB,
-        y1=run.card / MB,
+        y0=card / MB,
+        y1=card / MB,
         line=dict(color=ALARM, width=2.5, dash="dash"),
     )
     figure.add_annotation(
-        x=0, xref="paper", y=run.card / MB, text=f"card {size(run.card)}{' (emulated)' if run.card_emulated else ''}",
+        x=0, xref="paper", y=card / MB, text=f"card {size(card)}{' (emulated)' if emulated else ''}",
         showarrow=False, xanchor="left", yanchor="bottom", xshift=6, font=dict(color=ALARM, size=14),
     )  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from fsdplab.figures.breakdown import step_bar
 from fsdplab.figures.differences import difference
@@ -21,12 +22,17 @@ from fsdplab.figures.tradeoff import pareto
 from fsdplab.figures.traffic import ledger_against_formula
 from fsdplab.figures.units import seconds
 from fsdplab.figures.view import views
+from fsdplab.records import RunRecord
 
+if TYPE_CHECKING:
+    from fsdplab.profiling.diagnosis import Finding
+
+What = ParamSpec("What")
 MARKS = 1_500  # of each timeline on a page, to stay under a megabyte a record
 _MOST_PAIRS = 5
 
 
-def tabbed(summary: str, records: Sequence[object], findings: Sequence[object]) -> str:
+def tabbed(summary: str, records: Sequence[RunRecord], findings: Sequence[Finding | Mapping[str, Any]]) -> str:
     """The row of tabs and their panels, the summary first."""
     panels = {
         "Summary": lambda: summary,
@@ -58,10 +64,10 @@ def _panel(name: str, body: str) -> str:
     return f'<section class="panel{opened}" id="panel-{name}" role="tabpanel" aria-label="{name}">\n{body}\n</section>'
 
 
-def drawn(draw: Callable[..., go.Figure], what: object, **how: object) -> str:
+def drawn(draw: Callable[What, go.Figure], *what: What.args, **how: What.kwargs) -> str:
     """A figure for the page, or the one line that says why there is none and what to do."""
     try:
-        return plot_div(draw(what, **how))
+        return plot_div(draw(*what, **how))
     except ValueError as reason:
         return note(str(reason))
 
@@ -70,36 +76,34 @@ def note(text: str) -> str:
     return f"<figure><p>{escape(text)}</p></figure>"
 
 
-def _each(records: Sequence[object], fill: Callable[[object], str]) -> str:
+def _each(records: Sequence[RunRecord], fill: Callable[[RunRecord], str]) -> str:
     """Every run under its name; a single run needs none."""
     if len(records) == 1:
         return fill(records[0])
     return "\n".join(f"<h2>{escape(view.label)}</h2>\n{fill(record)}" for view, record in zip(views(records), records))
 
 
-def _memory(record: object) -> str:
+def _memory(record: RunRecord) -> str:
     """The linked view where the record tells of its units' lives, else the memory of the worst rank."""
     try:
         return linked_html(record)
     except ValueError as reason:
         peaks = record.summary.get("peak_by_rank") or [0]
         worst = max(range(len(peaks)), key=lambda rank: peaks[rank] or 0)
-        return drawn(lambda run: memory_timeline(run, rank=worst), record) + note(str(reason))
+        return drawn(memory_timeline, record, rank=worst) + note(str(reason))
 
 
-def _pairs(records: Sequence[object]) -> str:
+def _pairs(records: Sequence[RunRecord]) -> str:
     """Every later run against the first; a single run has nothing to differ from."""
     if len(records) < 2:
         return note(
             "A difference needs two runs: give two records, such as the same strategy with --prefetch 0 and"
             " --prefetch 1."
         )
-    return "\n".join(
-        drawn(lambda pair: difference(*pair), (records[0], other)) for other in records[1 : 1 + _MOST_PAIRS]
-    )
+    return "\n".join(drawn(difference, records[0], other) for other in records[1 : 1 + _MOST_PAIRS])
 
 
-def _findings(findings: Iterable[object]) -> str:
+def _findings(findings: Iterable[Finding | Mapping[str, Any]]) -> str:
     """Findings with their remedies, the costliest first as given."""
     shown = [_finding(found) for found in findings]
     return "\n".join(shown) or note(
@@ -107,7 +111,7 @@ def _findings(findings: Iterable[object]) -> str:
     )
 
 
-def _finding(found: object) -> str:
+def _finding(found: Finding | Mapping[str, Any]) -> str:
     """One finding: an object or a dict with `title`, `text`, `remedy`, and perhaps `seconds` a step."""
     told = (
         found

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+__all__ = ["go"]
+
 
 class _WhenUsed:
     """Stands for the module until a name of it is asked for."""
@@ -21,6 +23,6 @@ class _WhenUsed:
 
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
+    from plotly import graph_objects as go
 else:
     go = _WhenUsed()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeGuard, TypeVar
 
 from fsdplab.figures.units import seconds, size
 from fsdplab.figures.view import ranks_and_device, views
+from fsdplab.records import RunRecord
 
-Row = dict
+Row = dict[str, Any]
+Key = TypeVar("Key", bound=Hashable)
 MS = 1e6  # nanoseconds
 ROOT = "root"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "other_communication")
@@ -24,14 +27,14 @@ _REMEDIES = {
 }
 
 
-def label(record: object) -> str:
+def label(record: RunRecord) -> str:
     """The run's name in titles: `full_shard`, `torch-fsdp2`."""
     return views(record)[0].label
 
 
-def rows_of(record: object, table: str) -> list[Row]:
+def rows_of(record: RunRecord, table: str) -> list[Row]:
     """The rows of a table; ValueError with the remedy when the record has none, TypeError for anything but a record."""
-    if not hasattr(record, "table"):
+    if not is_record(record):
         raise TypeError(
             f"this figure draws a run record, got {type(record).__name__}; pass what run() returned or"
             " RunRecord.load(folder)"
@@ -43,19 +46,24 @@ def rows_of(record: object, table: str) -> list[Row]:
     return rows
 
 
-def named_rows(record: object, table: str) -> list[Row]:
+def is_record(found: object) -> TypeGuard[RunRecord]:
+    """Whether this is a record: anything with tables."""
+    return hasattr(found, "table")
+
+
+def named_rows(record: RunRecord, table: str) -> list[Row]:
     """The rows of a table, none or many, with the root under its name:
     the ledger writes `root`, traces leave it empty.
     """
     return [{**row, "unit": ROOT} if row.get("unit") == "" else row for row in record.table(table)]
 
 
-def listed(records: object) -> list:
+def listed(records: RunRecord | Iterable[RunRecord]) -> list[RunRecord]:
     """One record or several, as a list."""
-    return [records] if hasattr(records, "table") else list(records)
+    return [records] if isinstance(records, RunRecord) or is_record(records) else list(records)
 
 
-def profiled(rows: Sequence[Row], record: object) -> list[Row]:
+def profiled(rows: Sequence[Row], record: RunRecord) -> list[Row]:
     """The rows of profiled steps: those of the memory step, which its measurement slows down, are left out if there are
     others.
     """
@@ -63,7 +71,7 @@ def profiled(rows: Sequence[Row], record: object) -> list[Row]:
     return [row for row in rows if row["step"] not in slowed] or list(rows)
 
 
-def usual_step(record: object) -> int:
+def usual_step(record: RunRecord) -> int:
     """The profiled step of median length (its slowest rank's), whose timeline stands for the others."""
     rows = profiled(rows_of(record, "timeline"), record)
     lengths: dict[int, int] = {}
@@ -76,7 +84,7 @@ def usual_step(record: object) -> int:
     return next(step for step, length in lengths.items() if length == middle)
 
 
-def timeline_of(record: object, step: int | None) -> tuple[int, list[Row]]:
+def timeline_of(record: RunRecord, step: int | None) -> tuple[int, list[Row]]:
     """(step, its timeline rows); the usual step by default. ValueError names the steps there are."""
     rows = rows_of(record, "timeline")
     chosen = usual_step(record) if step is None else step
@@ -89,7 +97,7 @@ def timeline_of(record: object, step: int | None) -> tuple[int, list[Row]]:
     return chosen, found
 
 
-def breakdown_of(record: object, step: int | None = None) -> Row | None:
+def breakdown_of(record: RunRecord, step: int | None = None) -> Row | None:
     """The breakdown of the rank that is exposed longest in a step (on average over the profiled steps by default), in
     ns.
 
@@ -108,20 +116,20 @@ def breakdown_of(record: object, step: int | None = None) -> Row | None:
     return {"rank": worst, "steps": len({row["step"] for row in by_rank[worst]}), **means[worst]}
 
 
-def group(rows: Iterable[Row], key) -> dict:
+def group(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
     """Rows by a key, in order of first appearance."""
-    groups: dict = {}
+    groups: dict[Key, list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return groups
 
 
-def natural(name: str) -> list:
+def natural(name: str) -> list[tuple[int, int, str]]:
     """Sort key with numbers as numbers: `blocks.2` before `blocks.10`, the root first."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
 
 
-def unit_order(record: object, units: Iterable[str]) -> list[str]:
+def unit_order(record: RunRecord, units: Iterable[str]) -> list[str]:
     """Units in the order in which the forward reaches them; those it never tells of follow by name."""
     first: dict[str, int] = {}
     for row in named_rows(record, "timeline"):
@@ -135,7 +143,7 @@ def short_unit(unit: str) -> str:
     return unit.rsplit(".", 1)[-1]
 
 
-def conditions(records: object, *more: str) -> str:
+def conditions(records: RunRecord | Iterable[RunRecord], *more: str) -> str:
     """What is real, the words of every subtitle: `"Measured on 2 CPU ranks; the link is emulated (25 GbE: 3.12 GB/s,
     10.0 µs), step 11"`.
     """
@@ -153,7 +161,7 @@ def conditions(records: object, *more: str) -> str:
     return ", ".join([f"{first} {ranks_and_device(views(runs))}{emulated}", *filter(None, more)])
 
 
-def link_words(record: object) -> str:
+def link_words(record: RunRecord) -> str:
     """The emulated link: `"25 GbE: 3.12 GB/s, 10.0 µs"`."""
     link = record.summary.get("link") or {}
     name = str(link.get("name", "a link"))

@@ -5,12 +5,14 @@ and gathers the rest for as long as it computes with it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fsdplab.engine.unit import Unit
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profiled import MS, Row, conditions, group, label, rows_of, unit_order
 from fsdplab.figures.style import CATEGORY_COLOURS, EDGE, GRID, titled
 from fsdplab.figures.units import plural
+from fsdplab.records import RunRecord
 
 STATES = ("sharded", "unsharding", "unsharded")
 SLICE_COLOURS = {
@@ -48,7 +50,7 @@ class Lives:
         return {key: [state for since, state in states if since <= at_ns][-1] for key, states in self.states.items()}
 
 
-def lives(record: object) -> Lives:
+def lives(record: RunRecord) -> Lives:
     """The life of the memory step, or of the first step that has one; ValueError with the remedy where the record has
     none.
     """
@@ -65,7 +67,7 @@ def lives(record: object) -> Lives:
     return Lives(step, begin, max(ends) - begin, ranks, units, states)
 
 
-def step_begin(record: object, step: int, rows: list[Row]) -> int:
+def step_begin(record: RunRecord, step: int, rows: list[Row]) -> int:
     """When the first rank began the step: by its timeline, else by the memory's clock, else by the first row."""
     begins = [row["start_ns"] for row in record.table("timeline") if row["step"] == step and row["lane"] == "step"]
     if not begins and any(row["step"] == step for row in record.table("memory")):
@@ -73,7 +75,7 @@ def step_begin(record: object, step: int, rows: list[Row]) -> int:
     return min(begins or [row["time_ns"] for row in rows])
 
 
-def memory_starts(record: object) -> dict[int, int]:
+def memory_starts(record: RunRecord) -> dict[int, int]:
     """When each rank's memory step began (ns): the summary's `memory_start_ns`, a list by rank or an object by its
     number.
     """
@@ -98,7 +100,7 @@ def _since(found: list[Row], begin: int) -> list[tuple[int, str]]:
     return [(0, "unsharded" if turns[0][1] == "sharded" else "sharded"), *turns]
 
 
-def slice_map(record: object, at_ns: float) -> go.Figure:
+def slice_map(record: RunRecord, at_ns: float) -> go.Figure:
     """Ranks x units at one instant: each cell is the unit, filled with the rank's own slice, and with the others' where
     they are gathered.
 
@@ -147,7 +149,9 @@ def _outline(life: Lives, xaxis: str, yaxis: str) -> list[go.Bar]:
     ]  # fmt: skip
 
 
-def _filling(life: Lives, state: dict, name: str, keys: list[tuple[int, str]], xaxis: str, yaxis: str) -> go.Bar:
+def _filling(
+    life: Lives, state: dict[tuple[int, str], str], name: str, keys: list[tuple[int, str]], xaxis: str, yaxis: str
+) -> go.Bar:
     share = 0.9 / len(life.ranks)
     own = name == "own slice"
     return go.Bar(
@@ -160,7 +164,7 @@ def _filling(life: Lives, state: dict, name: str, keys: list[tuple[int, str]], x
     )  # fmt: skip
 
 
-def unit_axis(life: Lives) -> dict:
+def unit_axis(life: Lives) -> dict[str, Any]:
     """The axis of the cells' columns."""
     every = -(-len(life.units) // _ROOM_FOR_NAMES)
     shown = [(index, unit) for index, unit in enumerate(life.units) if not index % every]
@@ -171,7 +175,7 @@ def unit_axis(life: Lives) -> dict:
     )  # fmt: skip
 
 
-def rank_axis(life: Lives) -> dict:
+def rank_axis(life: Lives) -> dict[str, Any]:
     """The axis of the cells' rows, the first rank on top."""
     return dict(
         range=[len(life.shown) - 0.45, -0.55], tickmode="array", tickvals=list(range(len(life.shown))),
@@ -179,7 +183,7 @@ def rank_axis(life: Lives) -> dict:
     )  # fmt: skip
 
 
-def finding(record: object, life: Lives, at_ns: float) -> tuple[str, str]:
+def finding(record: RunRecord, life: Lives, at_ns: float) -> tuple[str, str]:
     """(title, alternative text): which units are whole at the instant, on the first rank."""
     state, rank = life.at(at_ns), life.ranks[0]
     there = {name: [unit for unit in life.units if state[rank, unit] == name] for name in STATES}

@@ -123,30 +123,24 @@ def _aside(figure: go.Figure, name: str, y: Axis, x: Axis) -> list[str]:
     return [*labels, upright.replace("<text", f'<text transform="rotate(-90 20 {middle:.1f})"')]
 
 
-def _text_of(layout: object) -> str:
+def _text_of(layout: go.layout.XAxis | go.layout.YAxis) -> str:
     return _plain(layout.title.text)
 
 
-def _place(reference: str | None, letter: str, value: object, rulers: dict[str, Axis], plot: Box) -> float:
+def _place(reference: str | None, letter: str, value: float | str, rulers: dict[str, Axis], plot: Box) -> float:
     """Pixel of an annotation's or shape's coordinate: data of an axis, or `paper`."""
     paper = plot.x if letter == "x" else plot.y
     return paper(value) if reference == "paper" else rulers[reference or letter](value)
 
 
 def _shapes(figure: go.Figure, rulers: dict[str, Axis], plot: Box) -> list[str]:
-    return [
-        line(
-            *(
-                _place(shape[letter + "ref"], letter, shape[letter + end], rulers, plot)
-                for end in "01"
-                for letter in "xy"
-            ),
-            shape.line.color,
-            shape.line.width or 1,
-            bool(shape.line.dash),
+    drawn = []
+    for shape in figure.layout.shapes:
+        x0, y0, x1, y1 = (
+            _place(shape[letter + "ref"], letter, shape[letter + end], rulers, plot) for end in "01" for letter in "xy"
         )
-        for shape in figure.layout.shapes
-    ]
+        drawn.append(line(x0, y0, x1, y1, shape.line.color, shape.line.width or 1, bool(shape.line.dash)))
+    return drawn
 
 
 def _annotations(figure: go.Figure, rulers: dict[str, Axis], plot: Box) -> list[str]:
@@ -183,7 +177,8 @@ def _legend_rows(figure: go.Figure, width: int) -> list[list[tuple[str, str]]]:
     """(name, colour) of the traces shown in the legend, broken into rows that fit the width."""
     if figure.layout.showlegend is False or len(figure.data) < 2:
         return []
-    rows, used = [[]], 0.0
+    rows: list[list[tuple[str, str]]] = [[]]
+    used = 0.0
     for trace in (trace for trace in figure.data if trace.showlegend is not False and trace.name):
         needed = 40 + len(trace.name) * 14 * GLYPH
         if used + needed > width - 32:

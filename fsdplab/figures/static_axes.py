@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from fsdplab.figures.plotly_go import go
+
+Trace: TypeAlias = "go.Bar | go.Scatter | go.Heatmap"
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Axis:
     marked: tuple[tuple[float, str], ...] | None = None
     grid: bool = True
 
-    def __call__(self, value: object) -> float:
+    def __call__(self, value: float | str) -> float:
         """Pixel of a number or of a category's middle: `Axis(0, 10, 0, 100)(2) == 20`."""
         number = self.names.index(str(value)) if self.names else float(value)
         return self.start + (number - self.low) / (self.high - self.low) * (self.end - self.start)
@@ -68,12 +71,12 @@ class Box:
         return Axis(0, 1, self.bottom, self.top)
 
 
-def axis_of(trace: object, letter: str) -> str:
+def axis_of(trace: Trace, letter: str) -> str:
     """The name of a trace's axis: `x`, `y2`."""
     return trace[letter + "axis"] or letter
 
 
-def settings(figure: go.Figure, name: str) -> object:
+def settings(figure: go.Figure, name: str) -> go.layout.XAxis | go.layout.YAxis:
     """The layout of an axis by its name: `y2` is kept as `yaxis2`."""
     return figure.layout[f"{name[0]}axis{name[1:]}"]
 
@@ -96,7 +99,7 @@ def categories(figure: go.Figure, name: str) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(names)) if any(isinstance(value, str) for value in values) else None
 
 
-def _values(trace: object, letter: str) -> tuple:
+def _values(trace: Trace, letter: str) -> tuple[float | str, ...]:
     return trace[letter] if trace[letter] is not None else ()
 
 
@@ -123,7 +126,7 @@ def _axis(figure: go.Figure, name: str, paper: Axis) -> Axis:
 def _extent(figure: go.Figure, name: str) -> tuple[float, float]:
     """From zero (or the smallest value, if negative) to a little beyond the largest value or stack."""
     letter = name[0]
-    stacks: dict[object, float] = {}
+    stacks: dict[float | str, float] = {}
     other = "y" if letter == "x" else "x"
     for trace in figure.data:
         if axis_of(trace, letter) != name:

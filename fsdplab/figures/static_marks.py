@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.static_axes import Axis, axis_of
+from fsdplab.figures.static_axes import Axis, Trace, axis_of
 from fsdplab.figures.style import TEXT, ink_on
 
 GLYPH = 0.56  # mean width of a character, in units of its size
@@ -37,13 +38,13 @@ def box(x: float, y: float, width: float, height: float, colour: str) -> str:
     )
 
 
-def colour_of(trace: object, index: int) -> str:
+def colour_of(trace: Trace, index: int) -> str:
     """The fill of a bar or marker: one for the trace, or one for each point."""
     colour = trace.marker.color
     return colour if isinstance(colour, str) else colour[index] if colour is not None else "#808488"
 
 
-def _rulers(trace: object, axes: dict[str, Axis]) -> tuple[Axis, Axis]:
+def _rulers(trace: Trace, axes: dict[str, Axis]) -> tuple[Axis, Axis]:
     return axes[axis_of(trace, "x")], axes[axis_of(trace, "y")]
 
 
@@ -51,7 +52,8 @@ def bars(figure: go.Figure, axes: dict[str, Axis]) -> list[str]:
     """Bars in trace order, horizontal or vertical: stacked, beside each other (barmode `group`), or from a base of
     their own.
     """
-    drawn, reached = [], {}
+    drawn: list[str] = []
+    reached: dict[tuple[int, int, float | str], float] = {}  # how far each stack has come
     traces = [trace for trace in figure.data if isinstance(trace, go.Bar)]
     for trace in traces:
         flat = trace.orientation == "h"
@@ -80,7 +82,7 @@ def bars(figure: go.Figure, axes: dict[str, Axis]) -> list[str]:
     return drawn
 
 
-def _beside(figure: go.Figure, traces: list, trace: go.Bar, place: Axis) -> tuple[float, float]:
+def _beside(figure: go.Figure, traces: list[go.Bar], trace: go.Bar, place: Axis) -> tuple[float, float]:
     """(shift from the place's middle, thickness) of a trace's bars, in pixels."""
     if isinstance(trace.width, (int, float)):
         return 0.0, trace.width * place.band
@@ -204,7 +206,7 @@ def cells(figure: go.Figure, axes: dict[str, Axis]) -> list[str]:
     return drawn
 
 
-def shade(scale: tuple, share: float) -> str:
+def shade(scale: Sequence[tuple[float, str]], share: float) -> str:
     """The colour at a share of a scale: `shade(((0, "#000000"), (1, "#ffffff")), 0.5) == "#808080"`."""
     low, high = next(((a, b) for a, b in zip(scale, scale[1:]) if share <= b[0]), (scale[-2], scale[-1]))
     part = min(1.0, max(0.0, (share - low[0]) / (high[0] - low[0])))

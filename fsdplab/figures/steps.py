@@ -5,10 +5,10 @@ from __future__ import annotations
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, EDGE, strategy_colour, titled
 from fsdplab.figures.units import seconds, three_digits
-from fsdplab.figures.view import RunView, emulated_links, ranks_and_device, views
+from fsdplab.figures.view import Runs, RunView, emulated_links, ranks_and_device, views
 
 
-def step_time(runs: object) -> go.Figure:
+def step_time(runs: Runs) -> go.Figure:
     """Bars of the median step, a tick at the fastest one; runs that ran out of memory say so.
 
     `runs`: records, or a comparison dict. Example: `step_time(compare(specs))`.
@@ -26,7 +26,7 @@ def step_time(runs: object) -> go.Figure:
         categoryorder="array",
         categoryarray=[run.label for run in shown],
     )
-    figure.update_xaxes(range=[0, 1.45 * max(run.step_median for run in timed)])
+    figure.update_xaxes(range=[0, 1.45 * max(run.known_step for run in timed)])
     for run in shown:
         _label(figure, run)
     return titled(figure, _finding(timed), _conditions(shown), _alt(shown), height=190 + 52 * len(shown), top=100)
@@ -75,12 +75,12 @@ def _why_untimed(run: RunView) -> str:
 def _finding(timed: list[RunView]) -> str:
     """The title: the fastest run, and how many times longer the slowest takes."""
     racers = [run for run in timed if run.engine != "twin"] or timed
-    fast, slow = min(racers, key=lambda run: run.step_median), max(racers, key=lambda run: run.step_median)
+    fast, slow = min(racers, key=lambda run: run.known_step), max(racers, key=lambda run: run.known_step)
     if fast is slow:
         return f"{fast.label}: {seconds(fast.step_median)} a step"
     return (
         f"{fast.label} is fastest, {seconds(fast.step_median)} a step; {slow.label} takes"
-        f" {slow.step_median / fast.step_median:.2f} times that"
+        f" {slow.known_step / fast.known_step:.2f} times that"
     )
 
 

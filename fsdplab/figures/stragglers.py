@@ -25,6 +25,7 @@ from fsdplab.figures.profiled import (
 )
 from fsdplab.figures.style import DARK_INK, HEAT, titled
 from fsdplab.figures.units import three_digits
+from fsdplab.records import RunRecord
 
 _ALIKE = 0.01  # of the step: lateness below it is no straggler, and not red
 _MOST_CELLS = 2_000  # above it neighbouring collectives share a column, which shows the latest of them
@@ -32,7 +33,7 @@ _ROOM_FOR_NUMBERS = 24  # columns of cells above which numbers no longer fit
 Key = tuple[int, str, str, str, int]  # step, unit, phase, kind, which of them
 
 
-def straggler_map(record: object) -> go.Figure:
+def straggler_map(record: RunRecord) -> go.Figure:
     """Ranks (rows) x collectives in time order (columns): ms by which each rank issued later than the first, mean over
     the profiled steps.
 
@@ -68,7 +69,7 @@ def straggler_map(record: object) -> go.Figure:
     return titled(figure, title, conditions(record, "cells: ms after the first rank", how), alt, height, top=92)
 
 
-def issues(record: object, rows: list[Row]) -> tuple[dict[Key, dict[int, int]], str]:
+def issues(record: RunRecord, rows: list[Row]) -> tuple[dict[Key, dict[int, int]], str]:
     """({collective: {rank: when it issued, ns}}, how that is known)."""
     steps = {row["step"] for row in rows}
     # copies on the host are no collectives
@@ -78,7 +79,7 @@ def issues(record: object, rows: list[Row]) -> tuple[dict[Key, dict[int, int]], 
         return _numbered([(row, row["start_ns"]) for row in ledger or travel]), ""
     life = [row for row in named_rows(record, "life") if row["state"] == "unsharding" and row["step"] in steps]
     gathers = [({**row, "name": "all_gather"}, row["time_ns"]) for row in life]
-    ends: dict[tuple, int] = {}
+    ends: dict[tuple[int, int, str], int] = {}
     for row in rows:
         if row["lane"] == "compute" and row["phase"] == "backward":
             key = row["rank"], row["step"], row["unit"]
@@ -94,7 +95,7 @@ def _numbered(found: list[tuple[Row, int]]) -> dict[Key, dict[int, int]]:
     """Issues by collective; the n-th of a kind on one rank belongs to the n-th on the others. Collectives that one rank
     lacks are left out.
     """
-    ordinal: Counter = Counter()
+    ordinal: Counter[tuple[int, tuple[int, str, str, str]]] = Counter()
     issued: dict[Key, dict[int, int]] = {}
     for row, time_ns in sorted(found, key=lambda pair: pair[1]):
         which = row["step"], row["unit"], row["phase"], row["name"]
@@ -137,16 +138,16 @@ def _heat(late: dict[int, list[float]], columns: list[str], most: float, numbers
     )  # fmt: skip
 
 
-def _alike_ms(record: object) -> float:
+def _alike_ms(record: RunRecord) -> float:
     """Lateness in ms that is none."""
     split = breakdown_of(record)
     return _ALIKE * split["step_ns"] / MS if split else 0.0
 
 
-def _finding(record: object, late: dict[int, list[float]]) -> str:
+def _finding(record: RunRecord, late: dict[int, list[float]]) -> str:
     """The title: who is late, by how much and how often; or that nobody is."""
     mean = {rank: statistics.fmean(values) for rank, values in late.items()}
-    slow = max(mean, key=mean.get)
+    slow = max(mean, key=lambda rank: mean[rank])
     if mean[slow] <= _alike_ms(record):
         return (
             f"{label(record)}: no straggler, ranks issue within {duration(max(map(max, late.values())) * MS)} of one"

@@ -11,15 +11,18 @@ from collections.abc import Sequence
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, EDGE, strategy_colour, titled
 from fsdplab.figures.units import seconds, size
-from fsdplab.figures.view import RunView, emulated_links, ranks_and_device, views
+from fsdplab.figures.view import Runs, RunView, emulated_links, ranks_and_device, views
 
 MB = 1e6
 _LARGEST, _SMALLEST = 64, 12  # bubbles' diameters in pixels
 _WIDTH, _HEIGHT = 1080, 380  # the plot's pixels on a page of 1280, by which labels are placed
 _GLYPH, _LINE = 8.2, 20
 
+Ranges = tuple[list[float], list[float]]  # of x and of y, each from its low to its high end
+Sides = tuple[float, float, float, float]  # of a box, in pixels: left, below, right, above
 
-def pareto(runs: object) -> go.Figure:
+
+def pareto(runs: Runs) -> go.Figure:
     """Bubbles of peak memory (MB, x) against the median step (ms, y), area = exposed time, with the Pareto front and
     the card as lines.
 
@@ -50,20 +53,20 @@ def front(runs: Sequence[RunView]) -> list[RunView]:
     the first two.
     """
     best: list[RunView] = []
-    for run in sorted(runs, key=lambda run: (run.peak, run.step_median)):
-        if not best or run.step_median < best[-1].step_median:
+    for run in sorted(runs, key=lambda run: (run.known_peak, run.known_step)):
+        if not best or run.known_step < best[-1].known_step:
             best.append(run)
     return best
 
 
-def _ranges(drawn: list[RunView]) -> tuple[list[float], list[float]]:
+def _ranges(drawn: list[RunView]) -> Ranges:
     """Both axes from zero, with room for the bubbles and their labels."""
-    return [0, 1.3 * max(run.peak for run in drawn) / MB], [0, 1.3e3 * max(run.step_median for run in drawn)]
+    return [0, 1.3 * max(run.known_peak for run in drawn) / MB], [0, 1.3e3 * max(run.known_step for run in drawn)]
 
 
-def _front_line(best: list[RunView], ranges: tuple) -> list[go.Scatter]:
+def _front_line(best: list[RunView], ranges: Ranges) -> list[go.Scatter]:
     """The front as a staircase: left of it and below it there is nothing to choose."""
-    xs, ys = [run.peak / MB for run in best], [run.step_median * 1e3 for run in best]
+    xs, ys = [run.known_peak / MB for run in best], [run.known_step * 1e3 for run in best]
     return [
         go.Scatter(
             x=[xs[0], *xs, ranges[0][1]], y=[ranges[1][1], *ys, ys[-1]], mode="lines", name="Pareto front",
@@ -85,7 +88,7 @@ def _bubble(run: RunView, drawn: list[RunView]) -> go.Scatter:
     colour = strategy_colour(run.strategy, run.engine)
     known = run.exposed_s is not None
     return go.Scatter(
-        x=[run.peak / MB], y=[run.step_median * 1e3], mode="markers", name=run.label,
+        x=[run.known_peak / MB], y=[run.known_step * 1e3], mode="markers", name=run.label,
         marker=dict(
             size=diameter(run, drawn), opacity=0.85, color=colour if known else "rgba(128,132,136,0.15)",
             symbol="circle",
@@ -111,7 +114,7 @@ def _card_line(figure: go.Figure, card: int, emulated: bool) -> None:
     )  # fmt: skip
 
 
-def _lines(figure: go.Figure, ranges: tuple) -> list[tuple]:
+def _lines(figure: go.Figure, ranges: Ranges) -> list[Sides]:
     """The boxes in pixels that the front's and the cards' lines fill, which labels keep off."""
     stairs = figure.data[0]
     corners = [point for a, b, c in zip(stairs.x, stairs.y, stairs.x[1:]) for point in ((a, b), (c, b))]
@@ -122,14 +125,14 @@ def _lines(figure: go.Figure, ranges: tuple) -> list[tuple]:
     return [(min(a[0], b[0]) - 1, min(a[1], b[1]) - 1, max(a[0], b[0]) + 1, max(a[1], b[1]) + 1) for a, b in pixels]
 
 
-def placed(drawn: Sequence[RunView], ranges: tuple, lines: Sequence[tuple] = ()) -> list[tuple[float, float]]:
+def placed(drawn: Sequence[RunView], ranges: Ranges, lines: Sequence[Sides] = ()) -> list[tuple[float, float]]:
     """Pixels from each bubble's middle to its label's: right, left, above or below, farther until it covers no label,
     bubble or line.
     """
     spots = [
         (
-            run.peak / MB / ranges[0][1] * _WIDTH,
-            run.step_median * 1e3 / ranges[1][1] * _HEIGHT,
+            run.known_peak / MB / ranges[0][1] * _WIDTH,
+            run.known_step * 1e3 / ranges[1][1] * _HEIGHT,
             diameter(run, drawn) / 2,
         )
         for run in drawn
@@ -143,7 +146,7 @@ def placed(drawn: Sequence[RunView], ranges: tuple, lines: Sequence[tuple] = ())
     return shifts
 
 
-def _free_place(x: float, y: float, radius: float, half: float, taken: list) -> tuple[float, float]:
+def _free_place(x: float, y: float, radius: float, half: float, taken: list[Sides]) -> tuple[float, float]:
     """The nearest of the places around a bubble where a label of half width `half` covers nothing and stays on the
     plot.
     """
@@ -156,11 +159,11 @@ def _free_place(x: float, y: float, radius: float, half: float, taken: list) -> 
     return next(fits, tries[0])
 
 
-def _box(x: float, y: float, half: float) -> tuple[float, float, float, float]:
+def _box(x: float, y: float, half: float) -> Sides:
     return x - half, y - _LINE / 2, x + half, y + _LINE / 2
 
 
-def _is_free(box: tuple, taken: list) -> bool:
+def _is_free(box: Sides, taken: list[Sides]) -> bool:
     inside = box[0] >= 0 and box[2] <= _WIDTH and box[1] >= 0 and box[3] <= _HEIGHT
     return inside and all(box[2] <= a or c <= box[0] or box[3] <= b or d <= box[1] for a, b, c, d in taken)
 
@@ -172,8 +175,8 @@ def _words(run: RunView) -> str:
 def _label(figure: go.Figure, run: RunView, across: float, down: float, best: bool) -> None:
     text = _words(run).replace(run.label, f"<b>{run.label}</b>", 1) if best else _words(run)
     figure.add_annotation(
-        x=run.peak / MB,
-        y=run.step_median * 1e3,
+        x=run.known_peak / MB,
+        y=run.known_step * 1e3,
         text=text,
         showarrow=False,
         xshift=across,

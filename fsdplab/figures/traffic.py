@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 
 from fsdplab.figures.plotly_go import go
+from fsdplab.figures.profiled import Row
 from fsdplab.figures.style import COLLECTIVE_COLOURS, EDGE, STRATEGY_COLOURS, titled
 from fsdplab.figures.units import size
 from fsdplab.figures.view import RunView, ranks_and_device, views
+from fsdplab.records import RunRecord
 
 MB = 1e6
 
 
-def ledger_against_formula(record: object, rank: int = 0) -> go.Figure:
+def ledger_against_formula(record: RunRecord, rank: int = 0) -> go.Figure:
     """Bytes that one rank sent in its last recorded step, stacked by collective and phase, beside the formula's total.
 
     `record`: a run record with a `ledger` table. ValueError if the rank recorded no collective.
@@ -42,7 +44,7 @@ def ledger_against_formula(record: object, rank: int = 0) -> go.Figure:
     return titled(figure, _finding(run, total), _conditions(run, rank, last), alt, height=340)
 
 
-def _by_collective(rows: list[dict]) -> dict[str, int]:
+def _by_collective(rows: list[Row]) -> dict[str, int]:
     """Wire bytes per `"kind in phase"`, in order of first appearance."""
     sent: dict[str, int] = defaultdict(int)
     for row in rows:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, TypeGuard
 
 from fsdplab.figures.units import plural
-from fsdplab.records import CATEGORIES
+from fsdplab.records import CATEGORIES, RunRecord
 
 CATEGORY_NAMES = {name: name.replace("_", " ") for name in CATEGORIES}
 UNSPLIT = "not told apart"  # a peer's memory that could not be attributed to a category
@@ -52,10 +53,25 @@ class RunView:
         return self.engine if self.strategy in _IMPLIED.get(self.engine, ()) else f"{self.engine} {self.strategy}"
 
     @property
+    def known_peak(self) -> int:
+        """The peak of a run whose memory was measured."""
+        assert self.peak is not None, f"{self.label} has no peak"
+        return self.peak
+
+    @property
+    def known_step(self) -> float:
+        """The median step of a run that has one."""
+        assert self.step_median is not None, f"{self.label} has no timed step"
+        return self.step_median
+
+    @property
     def over_card(self) -> bool:
         """Whether this run's memory did not fit the card."""
         return self.status == "out_of_memory" or bool(self.card and self.peak and self.peak > self.card)
 
+
+# what a figure of several runs takes: records, views of them, or the dict of a comparison
+Runs: TypeAlias = RunRecord | RunView | Mapping[str, Any] | Iterable[RunRecord | RunView]
 
 _IMPLIED = {
     "torch-ddp": ("no_shard",),
@@ -67,9 +83,9 @@ _IMPLIED = {
 }
 
 
-def views(runs: object) -> list[RunView]:
+def views(runs: Runs) -> list[RunView]:
     """RunViews of one record, of several records, or of a comparison dict (`{"runs": [...], "spec": ...}`)."""
-    if isinstance(runs, RunView) or hasattr(runs, "summary"):
+    if isinstance(runs, (RunView, RunRecord)) or _is_one(runs):
         return [view(runs)]
     if isinstance(runs, Mapping):
         seen = [from_json(run, runs.get("spec") or {}, runs.get("environment") or {}) for run in runs["runs"]]
@@ -83,7 +99,12 @@ def views(runs: object) -> list[RunView]:
     return told_apart([view(run) for run in runs], [getattr(run, "spec", {}) for run in runs])
 
 
-def told_apart(seen: list[RunView], specs: list[Mapping]) -> list[RunView]:
+def _is_one(runs: Runs) -> TypeGuard[RunRecord]:
+    """Whether this is one run: anything with a summary."""
+    return hasattr(runs, "summary")
+
+
+def told_apart(seen: list[RunView], specs: Sequence[Mapping[str, Any]]) -> list[RunView]:
     """The views with a note wherever several have one name, because bars of one name would be drawn as one.
 
     Two runs of full_shard become `full_shard, prefetch 0` and `full_shard, prefetch 1`; what nothing tells apart is
@@ -98,7 +119,7 @@ def told_apart(seen: list[RunView], specs: list[Mapping]) -> list[RunView]:
     return noted
 
 
-def _notes(seen: list[RunView], specs: list[Mapping]) -> list[str]:
+def _notes(seen: list[RunView], specs: Sequence[Mapping[str, Any]]) -> list[str]:
     """What differs between runs of one name: their ranks, else fields of their specs, else nothing."""
     described = [{"world_size": run.world_size, **spec} for run, spec in zip(seen, specs)]
     differing = [name for name in _TELLING if len({str(fields.get(name)) for fields in described}) > 1]
@@ -125,7 +146,7 @@ _TELLING = {
 }  # fmt: skip
 
 
-def view(run: object) -> RunView:
+def view(run: RunRecord | RunView) -> RunView:
     """The RunView of one record (anything with `.spec`, `.summary`, `.status`); a RunView passes through."""
     if isinstance(run, RunView):
         return run
@@ -146,7 +167,7 @@ def view(run: object) -> RunView:
     )
 
 
-def from_json(run: Mapping, spec: Mapping, environment: Mapping) -> RunView:
+def from_json(run: Mapping[str, Any], spec: Mapping[str, Any], environment: Mapping[str, Any]) -> RunView:
     """The RunView of one entry of a comparison's `runs` (fields of DESIGN section 6)."""
     step, peak, comm = (run.get(key) or {} for key in ("step_time_s", "peak_memory_bytes", "comm"))
     device = environment.get("device") or spec.get("device") or "cpu"

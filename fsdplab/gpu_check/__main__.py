@@ -178,7 +178,7 @@ def _run_parts(plans: Sequence[PartPlan], device: str, check: Check, scratch: Pa
         outcome = _one(plan, device, scratch, deadline - time.monotonic())
         check.outcomes.append(outcome)
         _take_provenance(check, outcome)
-        check.save(check.folder)
+        check.save(check.place)
         check.save_log(scratch)
         tell(
             f"{plan.name}: {' '.join(filter(None, [outcome.status, outcome.reason]))} ({outcome.seconds:.1f} s,"

@@ -48,6 +48,12 @@ class Check:
             each.status == "finished" and not each.failed_checks for each in self.outcomes
         )
 
+    @property
+    def place(self) -> Path:
+        """The folder of a check that was saved."""
+        assert self.folder is not None, "this check was not saved yet"
+        return self.folder
+
     def outcome(self, part: str) -> Outcome:
         """One part's outcome; LookupError where it was not asked for."""
         for each in self.outcomes:
@@ -87,13 +93,13 @@ class Check:
             f"==== {each.name}: {each.status} {each.reason}\n{_shortened(scratch / f'{each.name}.log')}\n"
             for each in self.outcomes
         ]
-        _replace(self.folder / "log.txt", "".join(logs))
+        _replace(self.place / "log.txt", "".join(logs))
 
     def save_records(self, scratch: Path) -> None:
         """Pack the records that the parts named; what did not fit becomes a note."""
         named = [(each.name, record) for each in self.outcomes for record in (each.sheet or {}).get("records", [])]
-        self.notes += pack([(f"{part}/{record}", scratch / part / record) for part, record in named], self.folder)
-        self.save(self.folder)
+        self.notes += pack([(f"{part}/{record}", scratch / part / record) for part, record in named], self.place)
+        self.save(self.place)
 
 
 def open_check(folder: Path | str) -> Check:

@@ -84,7 +84,8 @@ def run_all(sheet: Sheet, waiting: list[Attempt], folder: Path, at_once: int) ->
 
     One that fails on the GPU is run once more, last, as it would run for a learner there: with ranks on CPU.
     """
-    waiting, going = list(waiting), []
+    waiting = list(waiting)
+    going: list[Running] = []
     try:
         while (waiting or going) and sheet.left() > _CLOSING_S:
             while waiting and len(going) < at_once:

@@ -19,6 +19,7 @@ from fsdplab.engine.gloo import GlooTransport
 from fsdplab.engine.link import Link, behind
 from fsdplab.engine.shard import units_of
 from fsdplab.engine.staged import StagedTransport
+from fsdplab.engine.transport import Transport
 
 
 @contextmanager
@@ -39,7 +40,7 @@ def made_to_gather(
 
     Call it before the first forward.
     """
-    transport = (StagedTransport if device.type == "cuda" else GlooTransport)(dist.group.WORLD, device)
+    transport: Transport = (StagedTransport if device.type == "cuda" else GlooTransport)(dist.group.WORLD, device)
     if link is not None:
         transport = behind(transport, link, ranks)
     for unit in units_of(model):

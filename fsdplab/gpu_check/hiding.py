@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdplab.profiling.intervals import intersect, length, union
+from fsdplab.profiling.intervals import Intervals, intersect, length, union
 
 _UNDER = 0.5  # of what fits, to count as lying under
 
@@ -99,18 +99,18 @@ def _behind_backward(units: Sequence[str], index: int) -> list[tuple[str, str]]:
     return before + [(other, "reduce_scatter") for other in units[index + 1 : index + 2]]
 
 
-def _of(spans: Sequence[Span], unit: str, what: str, phase: str) -> object:
+def _of(spans: Sequence[Span], unit: str, what: str, phase: str) -> Intervals:
     return union(
         [(span.start_ns, span.end_ns) for span in spans if (span.unit, span.what, span.phase) == (unit, what, phase)]
     )
 
 
-def _slot(unit: str, phase: str, computing: object, travelling: object, busy: object) -> Slot:
+def _slot(unit: str, phase: str, computing: Intervals, travelling: Intervals, busy: Intervals) -> Slot:
     hideable = min(length(computing), length(travelling))
     hidden = min(length(intersect(travelling, busy)), hideable)
     return Slot(unit, phase, length(computing), length(travelling), hideable, hidden)
 
 
-def _lies_under(travelling: object, computing: object) -> bool:
+def _lies_under(travelling: Intervals, computing: Intervals) -> bool:
     fits = min(length(travelling), length(computing))
     return length(intersect(travelling, computing)) >= _UNDER * fits

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,7 +108,7 @@ def compare(sheet: Sheet, plan: Plan, device: torch.device, peak: float | None) 
     waits = [host_syncs(lambda: each.step(*batch), device) for each in contestants]
     rows = []
     for index, engine in enumerate(engines):
-        times = medians(steps[index])
+        times, waited = medians(steps[index]), waits[index]
         row = {
             "model": plan.case.model, "compiled": plan.case.compiled, "checkpoint": plan.case.checkpoint,
             "engine": engine,
@@ -115,11 +116,11 @@ def compare(sheet: Sheet, plan: Plan, device: torch.device, peak: float | None) 
             "tokens_per_s": plan.case.tokens / times["step_s"],
             "mfu": mfu(preset(plan.case.model), plan.case.tokens, plan.case.sequence, times["step_s"], peak),
             **memory[engine],
-            "host_syncs": None if waits[index] is None else len(waits[index]), "loss": losses[index],
+            "host_syncs": None if waited is None else len(waited), "loss": losses[index],
         }  # fmt: skip
         sheet.row(**row)
         rows.append(row)
-        for place in sorted(set(waits[index] or ())):
+        for place in sorted(set(waited or ())):
             sheet.note(f"{plan.case.words}: {engine} waits on the host at {place}")
     for judged in judge(rows, plan.case, on_gpu=device.type == "cuda"):
         sheet.check(**judged)
@@ -170,7 +171,7 @@ def memory_alone(
     return {"allocated_peak": peaks[0] - before[0], "reserved_peak": peaks[1] - before[1]}
 
 
-def judge(rows: Sequence[dict], case: Case, on_gpu: bool) -> list[dict]:
+def judge(rows: Sequence[dict[str, Any]], case: Case, on_gpu: bool) -> list[dict[str, Any]]:
     """What the rows of one case must show; speed and memory are judged on a GPU only. Pure: rows in, checks out."""
     by = {row["engine"]: row for row in rows}
     lab, peer = by["lab"], by["torch-fsdp2"]
@@ -198,7 +199,7 @@ def judge(rows: Sequence[dict], case: Case, on_gpu: bool) -> list[dict]:
     return checks
 
 
-def _check(name: str, passed: bool, got: object, expected: object) -> dict:
+def _check(name: str, passed: bool, got: object, expected: object) -> dict[str, Any]:
     return {"name": name, "passed": passed, "got": got, "expected": expected}
 
 

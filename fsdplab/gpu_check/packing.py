@@ -95,7 +95,9 @@ def unpack(folder: Path, target: Path) -> list[Path]:
             for entry in archive.getmembers():
                 place = _inside(target, entry, path)
                 place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_bytes(archive.extractfile(entry).read())
+                content = archive.extractfile(entry)
+                assert content is not None  # a plain file, by _inside
+                place.write_bytes(content.read())
                 if place.name == "run.json":
                     found.add(place.parent)
     return sorted(found)

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -24,6 +25,7 @@ from fsdplab.sessions.guard import end_with_parent
 from .runner import RUNNER
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+Plain: TypeAlias = str | int | float | bool | None
 Work = Callable[["Sheet", torch.device, Path, float], None]
 
 
@@ -39,8 +41,8 @@ class Sheet:
 
     def __init__(self, part: str, device: str, folder: Path, seconds: float) -> None:
         self.part, self.device, self.folder, self.seconds = part, device, folder, seconds
-        self.rows: list[dict[str, object]] = []
-        self.checks: list[dict[str, object]] = []
+        self.rows: list[dict[str, Plain]] = []
+        self.checks: list[dict[str, str | bool]] = []
         self.notes: list[str] = []
         self.records: list[str] = []
         self._began = time.monotonic()
@@ -100,7 +102,7 @@ class Sheet:
         os.replace(unfinished, self.path)
 
 
-def _plain(name: str, value: object) -> object:
+def _plain(name: str, value: object) -> Plain:
     """`value` as JSON keeps it; a number that is not finite becomes its word ("nan", "inf")."""
     value = value.item() if hasattr(value, "item") else value
     if not isinstance(value, (str, int, float, bool, type(None))):

@@ -22,8 +22,8 @@ from fsdplab.sessions.spec_sharing import MULTI_RANK_NCCL, nccl_version
 
 from .part import Sheet, first_line, part_main
 
-LARGE = dict(model="gpt-20m", batch_size=4, sequence_length=64, steps=4)
-TINY = dict(model="gpt-tiny", batch_size=2, sequence_length=32, steps=2)
+LARGE: dict[str, Any] = dict(model="gpt-20m", batch_size=4, sequence_length=64, steps=4)
+TINY: dict[str, Any] = dict(model="gpt-tiny", batch_size=2, sequence_length=32, steps=2)
 _LEAST_S = {"cuda": 18.0, "cpu": 8.0}  # a run is not begun with less than this
 _MOST_S = {"cuda": 30.0, "cpu": 120.0}  # ranks that wait for each other for ever leave time for the next run
 _REPORT_S = {"cuda": 8.0, "cpu": 2.0}  # kept of the limit, to find out where ranks hang (`sessions/launch.py`)
@@ -141,9 +141,10 @@ def furthest(losses: list[float | None], expected: list[float]) -> float:
     >>> furthest([2.0, 1.0], [2.0, 1.25])
     0.2
     """
-    if len(losses) != len(expected) or None in losses:
+    numbers = [loss for loss in losses if loss is not None]
+    if len(losses) != len(expected) or len(numbers) < len(losses):
         return float("inf")
-    return max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(losses, expected))
+    return max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(numbers, expected))
 
 
 if __name__ == "__main__":

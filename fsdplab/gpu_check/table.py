@@ -5,7 +5,7 @@ Pure: from outcomes to text. A column that no row fills is left out, so a dry ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .runner import Outcome
@@ -100,7 +100,7 @@ def as_markdown(provenance: Mapping[str, Any], outcomes: Sequence[Outcome], note
     return "\n\n".join([*parts, *(f"Note: {note}" for note in notes)]) + "\n"
 
 
-def _sections(outcomes: Sequence[Outcome], render: Any) -> list[tuple[str, str]]:
+def _sections(outcomes: Sequence[Outcome], render: Callable[[Table], str]) -> list[tuple[str, str]]:
     """(part, its rows and notes) of every part that left any."""
     found = []
     for each in outcomes:

@@ -12,7 +12,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
-from .links import PRESETS, LinkSpec
+from .links import PRESETS, LinkError, LinkSpec
 
 _GIB = 2**30
 _NODE = 8  # GPUs of a node unless the text says otherwise: HGX, DGX and the clouds' machines
@@ -155,6 +155,8 @@ class Cluster:
         """
         if self.nodes == 1:
             return None
+        if self.gpu.nic_bytes_per_s is None:
+            raise LinkError(f"no network between nodes is known for {self.gpu.name}; give one node")
         return LinkSpec("network", self.gpu.nic_bytes_per_s, PRESETS["ib400"].latency_s)
 
     @property
@@ -210,7 +212,7 @@ def parse_cluster(text: str) -> Cluster:
         raise HardwareError(
             f"a cluster is {text!r}; expected a number of GPUs and their name, such as 8xH100, 64xH100 or 2x8xA100-80GB"
         )
-    gpu, first, second = find_gpu(match[3]), int(match[1]), match[2] and int(match[2])
+    gpu, first, second = find_gpu(match[3]), int(match[1]), int(match[2]) if match[2] else None
     gpus = first * (second or 1) if second is None or second else 0
     if not gpus:
         raise HardwareError(f"the cluster {text!r} has no GPUs; expected at least 1, such as 8xH100")

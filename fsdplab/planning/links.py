@@ -163,8 +163,7 @@ def _rate(text: str) -> LinkSpec | None:
 
 def _latency(text: str, behind: str) -> float:
     match = _LATENCY.fullmatch(behind)
-    value = _number(match[1]) if match else None
-    if value is None or match[2] is None and value:
+    if match is None or (value := _number(match[1])) is None or match[2] is None and value:
         raise LinkError(
             f"link {text!r} has the latency {behind!r}; expected a number with ns, us, ms or s, such as 50us"
         )

@@ -86,7 +86,7 @@ def wind_tunnel(
     >>> round(target.compute_s, 3), round(target.communication_s, 3), round(target.ratio, 3)
     (0.998, 0.127, 0.127)
     """
-    _check(
+    flops = _check(
         cluster,
         strategy,
         mfu,
@@ -94,7 +94,7 @@ def wind_tunnel(
         target_layers=target_layers,
         tokens_per_gpu=tokens_per_gpu,
     )
-    compute_s = 6 * target_parameters * tokens_per_gpu / (mfu * cluster.gpu.bf16_flops)
+    compute_s = 6 * target_parameters * tokens_per_gpu / (mfu * flops)
     hybrid = strategy == "hybrid_shard"
     layer = UnitShapes("layer", (("weight", (math.ceil(target_parameters / target_layers),)),))
     rows = step_traffic(
@@ -182,14 +182,15 @@ def state_bytes(parameters: int, strategy: str, shards: int) -> float:
 
 def _row_s(cluster: Cluster, row: Traffic, hybrid: bool) -> tuple[float, float]:
     """Seconds of all collectives of one kind of one unit, and how many of them are latency."""
-    across = hybrid and row.kind == "all_reduce"
-    ranks = cluster.nodes if across else cluster.gpus_per_node if hybrid else cluster.gpus
-    link = cluster.network if across else cluster.gpu.link if hybrid else cluster.link
+    network = cluster.network if hybrid and row.kind == "all_reduce" else None
+    ranks = cluster.nodes if network else cluster.gpus_per_node if hybrid else cluster.gpus
+    link = network or (cluster.gpu.link if hybrid else cluster.link)
     steps = ring_steps(row.kind, ranks)
     return row.count * transfer_s(link, row.wire_bytes, steps), row.count * transfer_s(link, 0, steps)
 
 
-def _check(cluster: Cluster, strategy: str, mfu: float, **counts: int) -> None:
+def _check(cluster: Cluster, strategy: str, mfu: float, **counts: int) -> float:
+    """The FLOP/s of the GPU, once all is checked."""
     if strategy not in _SHARDED_PARTS:
         raise WindTunnelError(f"no wind tunnel for strategy {strategy!r}; expected one of {', '.join(_SHARDED_PARTS)}")
     if cluster.gpus < 2:
@@ -205,6 +206,7 @@ def _check(cluster: Cluster, strategy: str, mfu: float, **counts: int) -> None:
             f"mfu is {mfu!r}; expected the part of the FLOP/s that is reached, above 0 and at most 1, such as 0.4"
         )
     _positive(**counts)
+    return cluster.gpu.bf16_flops
 
 
 def _positive(**values: float) -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import io
 import json
 import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 _WINDOW = 1 << 20
 _LONGEST = 64 << 20  # no single value of a trace is larger; what does not decode within this is damaged
@@ -73,7 +74,7 @@ def nanoseconds(microseconds: float | int) -> int:
     return whole * 1000 + round((microseconds - whole) * 1000)
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: Path) -> io.BufferedIOBase:
     with path.open("rb") as file:
         zipped = file.read(2) == b"\x1f\x8b"
     return gzip.open(path) if zipped else path.open("rb")
@@ -82,7 +83,7 @@ def _open(path: Path) -> IO[bytes]:
 class _Reader:
     """The window of text, and where in it the next value begins."""
 
-    def __init__(self, path: Path, file: IO[bytes], metadata: dict[str, Any]) -> None:
+    def __init__(self, path: Path, file: io.BufferedIOBase, metadata: dict[str, Any]) -> None:
         self._path, self._file, self._metadata = path, file, metadata
         self._text, self._at, self._passed = "", 0, 0
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
@@ -138,7 +139,8 @@ class _Reader:
             text, at = self._text, self._at
             try:
                 while True:
-                    at = between(text, at).end()
+                    if gap := between(text, at):  # always: it may be empty
+                        at = gap.end()
                     event, at = decode(text, at)
                     if type(event) is dict:
                         yield event
@@ -152,7 +154,8 @@ class _Reader:
     def _next(self) -> str:
         """The next character that is not space, not taken; "" at the end of the file."""
         while True:
-            self._at = _SPACE.match(self._text, self._at).end()
+            if space := _SPACE.match(self._text, self._at):  # always: it may be empty
+                self._at = space.end()
             if self._at < len(self._text):
                 return self._text[self._at]
             if not self._fill():

@@ -23,7 +23,8 @@ import numpy as np
 from .chrome import ChromeTrace, TraceError, nanoseconds
 from .intervals import EMPTY, Intervals
 
-Thread = tuple[Any, Any]
+Thread = tuple[int | str, int | str]  # process and thread, as the trace names them
+Carrier = tuple[str, int | str, int | str]  # gloo, shm, shared_gpu or nccl, and its thread
 
 _ENGINE_RANGE = re.compile(r"^FSDP::(\w+?)(?: \((.*)\))?$")
 _PREFETCH_RANGE = re.compile(r"^FSDP::backward_prefetch (?:for (.+)|\((.*) for .*\))$")
@@ -69,7 +70,7 @@ class Passage:
     kind: str
     start: int
     end: int
-    thread: Thread
+    thread: Carrier
     launch: int | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
@@ -183,7 +184,7 @@ class _Sorter:
         for event in events:
             if event.get("ph") != "X":
                 continue
-            category = event.get("cat")
+            category = event.get("cat", "")
             handler = handlers.get(category)
             if handler is None:
                 continue
@@ -217,7 +218,7 @@ class _Sorter:
         name, found = event["name"], self.found
         thread = (event["pid"], event["tid"])
         if verdict == "step":
-            found.steps.append((int(_STEP.match(name).group(1)), start, end))
+            found.steps.append((int(name.partition("#")[2]), start, end))
         elif verdict == "range":
             found.ranges.append(Range(*_label(name), start, end, thread))
         elif verdict == "shared_gpu":

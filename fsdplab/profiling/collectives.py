@@ -109,7 +109,8 @@ class _Book:
     """Drafts of collectives, opened by the engine's ranges and completed by transports."""
 
     def __init__(self, found: TraceEvents) -> None:
-        self.found, self.drafts = found, []
+        self.found = found
+        self.drafts: list[Collective] = []
         self._nests = nests(found.ranges)
         self._of_mark: dict[int, Collective] = {}
         self._silent = not any(passage.thread[0] == "gloo" for passage in found.passages)
@@ -221,11 +222,11 @@ class _Book:
             draft.pieces.append(Piece(start, end))
             draft.phase, draft.emulated, draft.nbytes, draft.by_host = row["phase"], True, row["logical_bytes"], False
         for wait in (each for each in self.found.ranges if each.label == "link"):
-            fitting = [
+            passing = [
                 each for each in self.drafts if each.unit == wait.unit and each.transport and each.issue <= wait.end
             ]
-            if fitting:
-                awaited = min(fitting, key=lambda each: abs(each.end - wait.end))
+            if passing:
+                awaited = min(passing, key=lambda each: abs(each.end - wait.end))
                 awaited.pieces.append(Piece(wait.start, wait.end, "blocked"))
 
 
@@ -255,7 +256,8 @@ def _issued_by_consumer(around: Iterable[Range], unit: str) -> bool:
 
 def _outermost(calls: Sequence[Range]) -> list[Range]:
     """Calls that are not made by another call of the list: functional collectives call the plain ones."""
-    kept, until = [], {}
+    kept: list[Range] = []
+    until: dict[Thread, int] = {}
     for call in calls:
         if call.start >= until.get(call.thread, call.start):
             kept.append(call)
@@ -269,9 +271,11 @@ def _launched(found: TraceEvents) -> Iterable[Collective]:
     """
     at = Launches(found)
     by_thread = nests(found.ranges)
-    for passage in (each for each in found.passages if each.launch is not None):
+    for passage in found.passages:
+        if passage.launch is None:
+            continue
         launch, thread = at.of(passage.launch)
-        around = by_thread[thread].around(launch) if thread in by_thread else []
+        around = by_thread[thread].around(launch) if launch is not None and thread in by_thread else []
         unit = next((each.unit for each in around if each.label not in ("backward_prefetch", "optimizer")), "")
         collective = Collective(passage.kind or "other", unit, passage.start if launch is None else launch)
         collective.own, collective.issued = _issued_by_consumer(around, unit), launch is not None
@@ -289,7 +293,7 @@ class Launches:
         parts = [
             (np.array(numbers), spans.pairs()[:, 0], np.full(len(numbers), index)) for index, (numbers, spans) in logged
         ]
-        empty = np.empty(0, dtype=np.int64)
+        empty: np.ndarray = np.empty(0, dtype=np.int64)
         numbers, starts, owners = (
             (np.concatenate([empty, *column]) for column in zip(*parts)) if parts else (empty,) * 3
         )

@@ -121,11 +121,10 @@ class Drawing:
         for start, end in longest.tolist():
             held = lambda each: sum(max(0, min(end, piece.end) - max(start, piece.start)) for piece in each.pieces)  # noqa: E731
             best = max(collectives, key=held, default=None)
-            known = best is not None and held(best) > 0
-            unit, phase, name = (
-                (best.unit, best.phase, best.kind) if known else ("", self._segments.phases_at([start])[0], "host")
-            )
-            rows.append(("waiting", unit, phase, name, start, end, bool(known and best.emulated)))
+            if best is not None and held(best) > 0:
+                rows.append(("waiting", best.unit, best.phase, best.kind, start, end, best.emulated))
+            else:
+                rows.append(("waiting", "", self._segments.phases_at([start])[0], "host", start, end, False))
         return rows
 
 
@@ -163,7 +162,7 @@ def _join(
     pieces: Intervals, labels: Sequence[Any], barriers: np.ndarray, gap: int
 ) -> list[tuple[Any, tuple[int, int]]]:
     rows: list[list[Any]] = []
-    before = np.searchsorted(barriers, pieces[:, 0], side="right")
+    before = np.asarray(np.searchsorted(barriers, pieces[:, 0], side="right"))
     since = -1
     for index, (start, end) in enumerate(pieces.tolist()):
         last = rows[-1] if rows else None

@@ -97,7 +97,7 @@ def _where(a: Any, b: Any, wanted: int) -> Intervals:
     edges = np.concatenate([a[:, 0], a[:, 1], b[:, 0], b[:, 1]])
     if not len(edges):
         return EMPTY
-    weights = np.repeat([1, -1, 2, -2], [len(a), len(a), len(b), len(b)])
+    weights: np.ndarray = np.repeat([1, -1, 2, -2], [len(a), len(a), len(b), len(b)])
     order = np.argsort(edges, kind="stable")
     edges, state = edges[order], np.cumsum(weights[order])
     held = state[:-1] == wanted

@@ -86,7 +86,7 @@ def analyse_trace(
     """
     found = take_shared(read_events(path))
     steps = [] if whole else found.steps
-    steps = steps or [(0 if first_step is None else first_step, found.first, found.last)]
+    steps = steps or [(0 if first_step is None else first_step, found.first or 0, found.last)]
     if first_step is not None:
         steps = [(first_step + index, start, end) for index, (_, start, end) in enumerate(steps)]
     own_rank = found.distributed.get("rank", 0) if rank is None else rank
@@ -176,9 +176,9 @@ def _host_computing(found: TraceEvents, threads: dict[Thread, Intervals]) -> Int
     for each in found.ranges:
         if each.label in MARKED:
             marked.setdefault(each.thread, []).append((each.start, each.end))
-    for each in found.passages:
-        if each.thread[0] == "shm":
-            marked.setdefault(each.thread[1:], []).append((each.start, each.end))
+    for passage in found.passages:
+        if passage.thread[0] == "shm":
+            marked.setdefault(passage.thread[1:], []).append((passage.start, passage.end))
     calls: dict[Thread, list[tuple[int, int]]] = {}
     for each in found.issues:  # inside a c10d call a thread enqueues or waits
         calls.setdefault(each.thread, []).append((each.start, each.end))

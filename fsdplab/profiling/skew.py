@@ -75,8 +75,10 @@ def matched(rows: Iterable[Row]) -> dict[Key, list[Row]]:
     groups: dict[Key, list[Row]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row["start_ns"]):
         name = (row["step"], row["unit"], row["phase"], row["kind"])
-        counts[(row["rank"], *name)] += 1
-        groups[(*name, counts[(row["rank"], *name)])].append(row)
+        own = (row["rank"], *name)
+        counts[own] += 1
+        key = (*name, counts[own])
+        groups[key].append(row)
     return groups
 
 

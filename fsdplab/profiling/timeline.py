@@ -194,7 +194,7 @@ def _name(lives: Lives, tags: Sequence[Tag], hints: Sequence[Tag], start_ns: int
 
 
 def _by_category(lives: Lives) -> np.ndarray:
-    changes = np.zeros((len(lives.times), len(CATEGORIES)), dtype=np.int64)
+    changes: np.ndarray = np.zeros((len(lives.times), len(CATEGORIES)), dtype=np.int64)
     for block in lives.blocks:
         column = CATEGORIES.index(block.category)
         changes[block.born, column] += block.nbytes

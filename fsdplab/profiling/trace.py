@@ -80,7 +80,7 @@ def read_trace(
     what is concatenated from them, are the parameters themselves (DeepSpeed).
     """
     results = profile.profiler.kineto_results if profile.profiler else None
-    if not hasattr(results, "experimental_event_tree"):
+    if results is None or not hasattr(results, "experimental_event_tree"):
         raise RuntimeError(
             f"torch {torch.__version__} gave a profile without an event tree, so its memory cannot be measured; "
             "fsdplab reads torch 2.11 to 2.15: install one of these, or run with memory=False"

@@ -4,13 +4,14 @@ Sessions write records; figures, widgets, reports and notebooks read them and no
 machine opens here exactly as a fresh one does.
 """
 
-from .comparison import comparison_json, losses_of, matches_reference
+from .comparison import FORMAT, comparison_json, losses_of, matches_reference
 from .record import RunRecord
 from .tables import CATEGORIES, CAUSES, LANES, TABLES, RecordError
 
 __all__ = [
     "CATEGORIES",
     "CAUSES",
+    "FORMAT",
     "LANES",
     "TABLES",
     "RecordError",

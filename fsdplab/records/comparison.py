@@ -19,6 +19,9 @@ from .record import RunRecord
 TOLERANCE = {"fp32": 2e-5, "bf16": 5e-3}
 
 
+FORMAT = 1  # of the JSON that commands write
+
+
 def losses_of(record: RunRecord) -> list[float]:
     """The mean loss over ranks, step by step: `[5.71, 5.62, ...]`; empty when the run ended before its first step."""
     return record.summary.get("losses") or []
@@ -38,12 +41,15 @@ def matches_reference(losses: Sequence[float], reference: Sequence[float], preci
 
 
 def comparison_json(records: Sequence[RunRecord], reference: RunRecord | None = None) -> dict[str, Any]:
-    """The comparison of several runs as one JSON-able dict: `{"spec": ..., "environment": ..., "runs": [...]}`.
+    """The comparison of several runs as one JSON-able dict: `{"format": 1, "spec": ..., "environment": ..., "runs":
+    [...]}`.
 
-    `spec` holds what all runs have in common (strategy, engine and world size differ and stand with each run).
+    `format` is raised when a field changes its meaning or goes; a new field leaves it. `spec` holds what all runs have
+    in common (strategy, engine and world size differ and stand with each run).
     `matches_reference` is null without a reference and for runs that did not finish.
     """
     return {
+        "format": FORMAT,
         "spec": _common_spec(records),
         "environment": records[0].environment if records else {},
         "runs": [_run_entry(record, reference) for record in records],

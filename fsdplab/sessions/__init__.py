@@ -7,6 +7,21 @@ file: what it imports, each of them pays for before its work begins.
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .benching import Bench as Bench
+    from .benching import bench as bench
+    from .call import IssuedCollective as IssuedCollective
+    from .call import RankValues as RankValues
+    from .call import call_on_ranks as call_on_ranks
+    from .comparing import compare as compare
+    from .faults import Failure as Failure
+    from .faults import RanksFailed as RanksFailed
+    from .recording import run as run
+    from .spec import ENGINES as ENGINES
+    from .spec import RunSpec as RunSpec
+    from .spec import SpecError as SpecError
 
 _HOME = {
     "ENGINES": "spec",

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -135,7 +136,7 @@ def _check(specs: Sequence[RunSpec], rounds: int) -> None:
             )
 
 
-def _joined(specs: Sequence[RunSpec], results: Sequence[dict]) -> Bench:
+def _joined(specs: Sequence[RunSpec], results: Sequence[dict[str, Any]]) -> Bench:
     names = [(ALONE, ALONE, 1), *((spec.engine, spec.strategy, spec.prefetch) for spec in specs)]
     timings = []
     for index, (engine, strategy, prefetch) in enumerate(names):
@@ -207,9 +208,10 @@ class _Waits:
     def take(self) -> tuple[float, float] | None:
         """None where no ledger says it."""
         rows, self._rows = self._rows, []
-        if not rows or any(waited is None for waited, _ in rows):
+        waits = [waited for waited, _ in rows if waited is not None]
+        if not rows or len(waits) < len(rows):
             return None
-        return sum(waited for waited, _ in rows) / 1e9, sum(lasted for _, lasted in rows) / 1e9
+        return sum(waits) / 1e9, sum(lasted for _, lasted in rows) / 1e9
 
 
 def _take_turns(

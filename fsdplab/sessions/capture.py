@@ -56,7 +56,8 @@ class Lives:
     """Hears when units are gathered and dropped: rows of the record's `life` table, of the steps where it is wanted."""
 
     def __init__(self, rank: int) -> None:
-        self._rank, self.rows = rank, []
+        self._rank = rank
+        self.rows: list[dict[str, Any]] = []
         self.step: int | None = None  # the step to note, None for no step
 
     def hear(self, event: events.Event) -> None:

@@ -54,7 +54,10 @@ def run_source(source: str, names: dict[str, Any], name: str) -> None:
     """
     show_source(source, name)
     tree = ast.parse(source, name)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    final = tree.body[-1] if tree.body else None
+    last = final if isinstance(final, ast.Expr) else None
+    if last is not None:
+        tree.body.pop()
     with contextlib.redirect_stderr(sys.stdout):
         exec(compile(tree, name, "exec", dont_inherit=True), names)
         if last is not None:

@@ -99,7 +99,7 @@ def _what_was_raised(failed: Said) -> str:
     )
 
 
-def _was(ranks: Mapping[int, Any]) -> str:
+def _was(ranks: Mapping[int, Beat]) -> str:
     return "was" if len(ranks) == 1 else "were"
 
 

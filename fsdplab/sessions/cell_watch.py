@@ -51,7 +51,7 @@ class Living:
     def death(self) -> Failure:
         """The report after a rank died: waits a moment for its exit code, and shows what was still printed."""
         first, began = next(iter(self.missing()), None), time.monotonic()
-        while still_running(self.agent, _LOOK_EVERY_S) and self.agent.left.get(first) != 0:
+        while still_running(self.agent, _LOOK_EVERY_S) and (first is None or self.agent.left.get(first) != 0):
             if time.monotonic() - began > (_OTHERS_GONE_S if len(self.missing()) > 1 else _OTHERS_FOLLOW_S):
                 break
         self.output.flush()

@@ -54,8 +54,10 @@ def _on_one_network(specs: Sequence[RunSpec], on_look: Callable[[], None] | None
     open_ended = [spec for spec in specs if spec.emulate and not spec.link and spec.world_size > 1]
     if not open_ended:
         return list(specs)
-    plain = dict(engine="lab", strategy="full_shard", card=None, shard_size=None, link_across=None, prefetch=1)
-    trial = replace(open_ended[0], steps=1, profile=0, memory=False, **plain)
+    trial = replace(
+        open_ended[0], steps=1, profile=0, memory=False,
+        engine="lab", strategy="full_shard", card=None, shard_size=None, link_across=None, prefetch=1,
+    )  # fmt: skip
     link = in_words(run(trial, on_look=on_look).summary["link"])
     return [replace(spec, link=link) if spec in open_ended else spec for spec in specs]
 
@@ -67,6 +69,7 @@ def _recorded(
     try:
         return run(spec, directory=folder, on_progress=follow, on_look=on_look)
     except RanksFailed as failed:
+        assert failed.record is not None  # run() adds it
         return failed.record
 
 

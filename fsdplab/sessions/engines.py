@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -110,7 +110,7 @@ def _lab(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
     return _trained(spec, place, sharded, announce)
 
 
-def units_of(spec: RunSpec, model: nn.Module) -> Any:
+def units_of(spec: RunSpec, model: nn.Module) -> Literal["root"] | tuple[type[nn.Module], ...]:
     """What travels together, in the words of `shard_model`."""
     if spec.units == "model":
         return "root"

@@ -31,9 +31,10 @@ def target_of(spec: RunSpec) -> Target:
     """One step of `spec.as_model` on `spec.emulate`, full sharding's own: all strategies of a comparison meet the same
     network.
     """
-    shape = preset(spec.as_model)
+    machine, model = _imitated(spec)
+    shape = preset(model)
     return wind_tunnel(
-        parse_cluster(spec.emulate),
+        parse_cluster(machine),
         target_parameters=parameter_count(shape),
         target_layers=shape.layers,
         tokens_per_gpu=TARGET_TOKENS,
@@ -44,13 +45,19 @@ def scaled_card(spec: RunSpec) -> int:
     """The emulated card of a wind tunnel: as full of this model's state as the target's is of the model that it stands
     for.
     """
-    shape = preset(spec.as_model)
+    shape = preset(_imitated(spec)[1])
     return card_for(
         target_of(spec),
         parameters_here=parameter_count(preset(spec.model)),
         target_parameters=parameter_count(shape),
         ranks=spec.world_size,
     )
+
+
+def _imitated(spec: RunSpec) -> tuple[str, str]:
+    """The machine and the model that a wind tunnel stands for."""
+    assert spec.emulate is not None and spec.as_model is not None, "the spec has no wind tunnel"
+    return spec.emulate, spec.as_model
 
 
 @dataclass

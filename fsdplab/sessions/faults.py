@@ -10,10 +10,13 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .mailbox import Beat
 from .stacks import waits_for_others
+
+if TYPE_CHECKING:
+    from fsdplab.records import RunRecord
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class RanksFailed(RuntimeError):
     is one.
     """
 
-    def __init__(self, report: Failure, record: Any = None) -> None:
+    def __init__(self, report: Failure, record: RunRecord | None = None) -> None:
         super().__init__(report.message + (f"\n\n{report.traceback.rstrip()}" if report.traceback else ""))
         self.report = report
         self.record = record

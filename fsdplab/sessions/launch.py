@@ -156,7 +156,7 @@ def _start_warm(
     return start_torchrun(program, mailbox, world_size)
 
 
-class Process(subprocess.Popen):  # type: ignore[type-arg]
+class Process(subprocess.Popen[bytes]):
     """An agent in a process of its own, which tells exit codes at its end."""
 
     left: dict[int, int] = {}

@@ -64,6 +64,7 @@ def run_nodes(
         try:
             record = run(spec, directory=directory, on_progress=on_progress, program=program)
         except RanksFailed as failed:
+            assert failed.record is not None  # run() adds it
             failed.record = _on_nodes(failed.record, nodes, ranks_per_node, link)
             raise
     return _on_nodes(record, nodes, ranks_per_node, link)

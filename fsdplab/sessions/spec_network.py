@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from fsdplab.planning.hardware import HardwareError, parse_cluster
 from fsdplab.planning.links import LinkError, parse_link
 from fsdplab.workloads import ConfigError, preset
 
 from .refusing import SpecError, check_whole
+from .spec_asked import Asked
 
 
-def check_network(spec: Any, on_shared_memory: Sequence[str]) -> None:
+def check_network(spec: Asked, on_shared_memory: Sequence[str]) -> None:
     """Links and the mesh that they belong to: SpecError unless they go together."""
     _check_shard_group(spec)
     if spec.engine == "twin":
@@ -45,14 +45,14 @@ def check_network(spec: Any, on_shared_memory: Sequence[str]) -> None:
     try:
         for text in filter(None, (spec.link, spec.link_across)):
             parse_link(text)
-        if spec.emulate:
+        if spec.emulate and spec.as_model:
             parse_cluster(spec.emulate)
             preset(spec.as_model)
     except (LinkError, HardwareError, ConfigError) as error:
         raise SpecError(str(error)) from error
 
 
-def _check_shard_group(spec: Any) -> None:
+def _check_shard_group(spec: Asked) -> None:
     if spec.strategy == "hybrid_shard" and spec.shard_size is None:
         raise SpecError(
             f"hybrid_shard needs shard_size, the ranks of one shard group: a divisor of world_size={spec.world_size}"

@@ -7,16 +7,16 @@ takes several ranks a GPU, once it is told to. In both the processes take turns,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from .refusing import SpecError
+from .spec_asked import Asked
 
 MULTI_RANK_NCCL = (2, 30)  # the first version that takes several ranks on one GPU
 
 
-def shares_a_gpu(spec: Any, on_shared_gpu: Sequence[str]) -> bool:
+def shares_a_gpu(spec: Asked, on_shared_gpu: Sequence[str]) -> bool:
     """Whether ranks of `spec` share a GPU, or rehearse it on the CPU.
 
     Whoever asks for CUDA and for more ranks than there are GPUs gets `shared_gpu` by itself, where the engine can.
@@ -29,7 +29,7 @@ def shares_a_gpu(spec: Any, on_shared_gpu: Sequence[str]) -> bool:
     return able and spec.place == "cuda" and 0 < torch.cuda.device_count() < spec.processes
 
 
-def check_sharing(spec: Any, on_shared_gpu: Sequence[str]) -> None:
+def check_sharing(spec: Asked, on_shared_gpu: Sequence[str]) -> None:
     """SpecError where a spec asks for shared GPUs and cannot have them."""
     if spec.transport == "shared_gpu":
         _check_transport(spec, on_shared_gpu)
@@ -40,7 +40,7 @@ def check_sharing(spec: Any, on_shared_gpu: Sequence[str]) -> None:
         )
 
 
-def _check_transport(spec: Any, on_shared_gpu: Sequence[str]) -> None:
+def _check_transport(spec: Asked, on_shared_gpu: Sequence[str]) -> None:
     if spec.engine not in (*on_shared_gpu, "twin"):
         able = " or ".join(repr(engine) for engine in on_shared_gpu)
         raise SpecError(
@@ -73,12 +73,12 @@ def nccl_version() -> tuple[int, ...]:
     )
 
 
-def device_of_ranks(spec: Any) -> str:
+def device_of_ranks(spec: Asked) -> str:
     """Where ranks compute: `cpu`, `cuda` (each takes a GPU in turn), or `cuda:0` for all of them."""
     return "cuda:0" if spec.place == "cuda" and spec.shares_a_gpu and spec.transport != "nccl" else spec.place
 
 
-def carrier(spec: Any) -> dict[str, str]:
+def carrier(spec: Asked) -> dict[str, str]:
     """What a record's environment says instead of the device's usual backend, where ranks share a GPU."""
     if not spec.shares_a_gpu:
         return {}
@@ -87,7 +87,7 @@ def carrier(spec: Any) -> dict[str, str]:
     return {"backend": "shared_gpu" if spec.place == "cuda" else "shared_gpu, rehearsed on the CPU"}
 
 
-def nccl_variables(spec: Any) -> dict[str, str]:
+def nccl_variables(spec: Asked) -> dict[str, str]:
     """What NCCL must find in the environment before it starts, so that several ranks may share a GPU; {} for other
     runs.
 

@@ -103,7 +103,8 @@ def _why_not() -> str | None:
 
 class _Starter:
     def __init__(self, control: socket.socket, caller: int) -> None:
-        self.control, self.runs = control, []  # type: socket.socket, list[_Run]
+        self.control = control
+        self.runs: list[_Run] = []
         self.selector = selectors.DefaultSelector()
         self.selector.register(control, selectors.EVENT_READ, None)
         self.wake, self.woken = socket.socketpair()

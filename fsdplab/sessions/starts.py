@@ -27,8 +27,8 @@ COLD, WARM = "torchrun", "warm"
 _ANSWER = "def answer(rank, world_size, payload):\n    return rank\n"
 _COMMANDS = {
     "import fsdplab": ("-c", "import fsdplab"),
-    "fsdplab --help": ("-m", "fsdplab.cli", "--help"),
-    "fsdplab doctor": ("-m", "fsdplab.cli", "doctor"),
+    "fsdplab --help": ("-m", "fsdplab", "--help"),
+    "fsdplab doctor": ("-m", "fsdplab", "doctor"),
 }
 FIRST_ROW, WHOLE = "fsdplab compare: first row", "fsdplab compare: all of it"
 OnRow = Callable[["Row"], None]
@@ -109,7 +109,7 @@ def of_compare(on_row: OnRow, settings: Sequence[str] = ()) -> None:
 def _rows_of_compare(settings: Sequence[str]) -> tuple[float, float]:
     """Seconds until the first row (the line after the headline), and until the end."""
     began, first, lines = time.perf_counter(), None, []
-    command = [sys.executable, "-u", "-m", "fsdplab.cli", "compare", *settings]
+    command = [sys.executable, "-u", "-m", "fsdplab", "compare", *settings]
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -118,6 +118,7 @@ def _rows_of_compare(settings: Sequence[str]) -> tuple[float, float]:
         text=True,
         env=_environment(),
     ) as process:
+        assert process.stdout is not None  # a pipe
         for line in process.stdout:
             lines.append(line)
             if len(lines) == 2:

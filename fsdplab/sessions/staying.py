@@ -80,7 +80,8 @@ class StayingRanks:
 
     def __init__(self, living: Living) -> None:
         """Use `StayingRanks.start`."""
-        self.world_size, self.failure = living.world_size, None  # type: int, Failure | None
+        self.world_size = living.world_size
+        self.failure: Failure | None = None
         self._living = living
         self._told: dict[int, dict[str, Any]] = {}  # by rank: what it said after its last cell
         self._one_cell = threading.Lock()
@@ -128,7 +129,7 @@ class StayingRanks:
         """
         chosen = self._checked(ranks)
         with self._alone():
-            if not self.alive:
+            if not self.alive and self.failure is not None:
                 raise RanksFailed(self.failure)
             self._living.output.on_output = on_output
             failure = self._run(CellWatch(self._living, next(_numbers), chosen), source, time_limit)

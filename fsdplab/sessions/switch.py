@@ -48,6 +48,7 @@ def main(caller: str, folder: str, notes: str, nodes: str, per_node: str, rate: 
             agents.append(_start_node(node, notes, nodes, per_node, rate, alive, program))
             plug(node, agents[-1].pid, _bytes_per_s(rate))
         for agent in agents:
+            assert agent.stdin is not None  # a pipe, by _start_node
             agent.stdin.write(_GO)
             agent.stdin.flush()
         failed = _wait(agents)

@@ -20,8 +20,8 @@ def foreign_type(value: object) -> str | None:
         return None
     if type(value) is dict:
         return _first(*value.keys(), *value.values())
-    if type(value) in (list, tuple):
-        return _first(*value)  # type: ignore[misc]
+    if type(value) is list or type(value) is tuple:
+        return _first(*value)
     return type(value).__name__
 
 

@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from .mailbox import Mailbox
 from .starter import receive
@@ -179,7 +179,7 @@ class _Starter:
             )  # fmt: skip
         finally:
             theirs.close()
-        self._ready: dict[str, object] | None = {}
+        self._ready: dict[str, Any] = {}
         self._hearing = threading.Lock()
 
     def fits(self, environment: Mapping[str, str]) -> bool:
@@ -199,9 +199,10 @@ class _Starter:
     def _hear_ready(self) -> bool:
         with self._hearing:
             if not self._ready and select.select([self._control], [], [], _LOOK_EVERY_S)[0]:
-                self._ready = receive(self._control)
-                if self._ready is None:
+                said = receive(self._control)
+                if said is None:
                     raise StarterFailed(f"the warm starter {self.how_it_ended()}{self._said()}")
+                self._ready = said
         return bool(self._ready)
 
     def fork(self, request: Mapping[str, object], exits_file: Path | None) -> WarmRanks:

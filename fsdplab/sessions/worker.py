@@ -157,7 +157,8 @@ class Training:
         self.lives.step = step
         self._step(step, timed=False, around=around)
         self.lives.step = None
-        self.tags.close()
+        if self.tags is not None:
+            self.tags.close()
         return recorder.timeline
 
     def _batches(self, step: int) -> Sequence[Sequence[Batch]]:
@@ -201,4 +202,4 @@ class Training:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

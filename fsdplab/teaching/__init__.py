@@ -7,7 +7,10 @@ They load when they are first used, so that a rank process may import `fsdplab.t
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
 
 _HOME = {
     "start": "magics",
@@ -37,7 +40,7 @@ _HOME = {
 __all__ = [*_HOME, "load_ipython_extension"]
 
 
-def load_ipython_extension(shell: Any) -> None:
+def load_ipython_extension(shell: InteractiveShell) -> None:
     """`%load_ext fsdplab.teaching`: register `%%exercise` and `%%ranks`, and open the course in this folder."""
     import_module("fsdplab.teaching.magics").start(shell=shell)
 

@@ -14,7 +14,7 @@ from .checking import deliver, failed
 from .course_state import current
 from .display import present
 from .exercise import Choice, Question, Slip
-from .exercises import find
+from .exercises import Item, find
 from .findings import Finding, Verdict, with_code
 from .quantities import QuantityError, quantity, shown
 
@@ -118,7 +118,7 @@ def _wrong_numbers(item: Question, right: float, against: Any) -> Iterator[tuple
 class Asked:
     """A question on the page: its statement and, for a choice, its lettered options."""
 
-    item: Question | Choice
+    item: Item
 
     def __str__(self) -> str:
         options = getattr(self.item, "options", {})

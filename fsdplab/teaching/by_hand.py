@@ -52,16 +52,17 @@ def faulty(exercise: str = "03.small_together", steps: int = 12, world_size: int
     ways = [
         _way("finish", name, name, path=str(path), function=found.function, arguments=[]) for name in ("adamw", "sgd")
     ]
-    return Faulty(tuple(_train(ways, steps, world_size)))
+    adamw, sgd = _train(ways, steps, world_size)
+    return Faulty((adamw, sgd))
 
 
 def data_parallel(steps: int = 6, bucket_bytes: int = 100_000, world_size: int = 2) -> Runs:
     """The learner's hook and buckets (or the references), torch's DDP and the lab's no_shard, each beside the twin."""
     hook, buckets = solution_file("03.average_in_hook"), solution_file("03.in_buckets")
-    in_buckets = {"path": str(buckets), "function": "in_buckets", "arguments": [bucket_bytes]}
+    cut = f"{_whose(buckets)} buckets of {size(bucket_bytes)}"
     ways = [
         _way("hook", f"{_whose(hook)} hook", path=str(hook), function="average_in_hook"),
-        _way("finish", f"{_whose(buckets)} buckets of {size(bucket_bytes)}", **in_buckets),
+        _way("finish", cut, path=str(buckets), function="in_buckets", arguments=[bucket_bytes]),
         _way("ddp", "torch's DDP"),
         _way("lab", "the lab's no_shard", strategy="no_shard"),
     ]
@@ -73,7 +74,7 @@ def zero(stage: int, steps: int = 6, world_size: int = 2) -> Runs:
     files = {name: solution_file(f"04.{name}") for name in ("rows_of", "reduce_rows", "step_and_gather")}
     whose = "your" if all(_whose(path) == "your" for path in files.values()) else "the reference"
     ways = [
-        _way(f"zero{stage}", f"{whose} ZeRO-{stage}", **{name: str(path) for name, path in files.items()}),
+        _way(f"zero{stage}", f"{whose} ZeRO-{stage}") | {name: str(path) for name, path in files.items()},
         _way("lab", f"the lab's zero{stage}", strategy=f"zero{stage}"),
     ]
     return Runs(tuple(_train(ways, steps, world_size)), "2 P (n-1)/n")

@@ -20,7 +20,8 @@ def gradient_sizes(model: str) -> tuple[int, ...]:
 
 def buckets(sizes: tuple[int, ...], bucket_bytes: float) -> list[int]:
     """Bytes of every bucket when each leaves as soon as it holds `bucket_bytes`: `buckets((3, 3, 3), 5) == [6, 3]`."""
-    full, filled = [], 0
+    full: list[int] = []
+    filled = 0
     for nbytes in sizes:
         filled += nbytes
         if filled >= bucket_bytes:

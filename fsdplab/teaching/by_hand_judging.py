@@ -100,7 +100,7 @@ def explain_gradient(case: Case, trial: Trial, difference: Difference) -> tuple[
             step,
             "a gradient keeps its parameter's shape and dtype: write each piece back with `view_as(parameter.grad)`",
         )
-    ranks, steps = len(case.expected), 1 + max(int(_NAME.search(name)[1]) for name in case.expected[0])
+    ranks, steps = len(case.expected), 1 + max(int(named[1]) for named in map(_NAME.search, case.expected[0]) if named)
     cause = _cause(trial.returned[key], case.expected[0][key], own_gradients(ranks, steps), trial.rank, key)
     if int(found[1]) > 0:
         cause = f"step 0 was right, so something is left over from it (a list that was not emptied?); here: {cause}"

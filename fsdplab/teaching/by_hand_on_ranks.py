@@ -70,7 +70,8 @@ def finished(function: Callable[..., Any], steps: int, *arguments: Any) -> dict[
 
 
 def _gradients(model: nn.Module, steps: int, after_backward: Callable[[], None]) -> dict[str, Tensor | None]:
-    text, optimizer, seen = ByteText.from_standard_library(), torch.optim.SGD(model.parameters(), lr=RATE), {}
+    text, optimizer = ByteText.from_standard_library(), torch.optim.SGD(model.parameters(), lr=RATE)
+    seen: dict[str, Tensor | None] = {}
     for step in range(steps):
         loss_of(model, *batch(text, step, dist.get_rank(), dist.get_world_size())).backward()
         after_backward()
@@ -108,7 +109,7 @@ def stepped(
     parameters = [nn.Parameter(whole.clone()) for whole in wholes]
     pairs = [(parameter, window(parameter, dist.get_rank(), dist.get_world_size())) for parameter in parameters]
     optimizer = torch.optim.SGD([mine for _, mine in pairs], lr=1.0)
-    after = {}
+    after: dict[str, Tensor] = {}
     for step in range(steps):
         for (_, mine), gradient in zip(pairs, gradients, strict=True):
             mine.grad = gradient.clone()
@@ -148,7 +149,8 @@ class Twin(NamedTuple):
 
 def _train(trainer: Trainer, text: ByteText, steps: int, twin: Twin) -> dict[str, Any]:
     """One way, and how far it is from the twin; collectives and gradient bytes are those of the last step."""
-    losses, first = [], {}
+    losses: list[float] = []
+    first: dict[str, float] = {}
     with WireLog() as log:
         for step in range(steps):
             log.calls.clear()
@@ -190,7 +192,9 @@ def _spread(own: Tensor) -> Tensor:
 
 
 def _twin(model: str, text: ByteText, steps: int, optimizer: str) -> Twin:
-    twin, losses, norms = build_model(model), [], {}
+    twin = build_model(model)
+    losses: list[float] = []
+    norms: dict[str, float] = {}
     update = make_optimizer(optimizer, list(twin.parameters()))
     for step in range(steps):
         played = [[batch(text, step, rank, dist.get_world_size())] for rank in range(dist.get_world_size())]

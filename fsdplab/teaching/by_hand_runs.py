@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -85,7 +85,7 @@ class Runs:
     runs: tuple[Run, ...]
     formula: str
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Run]:
         return iter(self.runs)
 
     def __getitem__(self, index: int) -> Run:

@@ -131,6 +131,7 @@ class Trainer:
 
     def _note_after(self, parameter: Tensor) -> None:
         self.watched.held.append(self.gradient_bytes())
+        assert self.log is not None, "a step is watched"
         self.watched.sent.append(sum(call.nbytes for call in self.log.calls))
 
 

@@ -4,11 +4,14 @@ Loaded in a notebook only.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 
 from .cell_runs import manage_ranks, run_exercise, run_ranks
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
 
 _CHOSEN = "%%ranks["
 
@@ -36,7 +39,7 @@ class CourseMagics(Magics):
         manage_ranks(line) if cell is None else run_ranks(line, cell)
 
 
-def register(shell: Any) -> None:
+def register(shell: InteractiveShell) -> None:
     """Give the shell the magics, and teach it that `%%ranks[0,2]` is one of them."""
     shell.register_magics(CourseMagics(shell))
     if chosen_ranks not in shell.input_transformers_cleanup:

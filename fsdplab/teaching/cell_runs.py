@@ -201,6 +201,7 @@ def _check_syntax(cell: str) -> None:
 def _run_on_staying(cell: str, wanted: CellLine) -> None:
     ranks = _staying[0]
     if not ranks.alive:
+        assert ranks.failure is not None, "ranks that have ended say how"
         raise usage_error(f"%%ranks: the ranks that stayed have ended: {ranks.failure.message}{_NEW_ONES}")
     try:
         ranks.run(cell, wanted.chosen, time_limit=wanted.limit)

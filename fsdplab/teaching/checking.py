@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fsdplab.sessions import RanksFailed
+from fsdplab.sessions import Failure, RanksFailed
 
 from .course_state import CheckFailed, current
 from .display import Note, present
@@ -141,7 +141,7 @@ def _finding_of_difference(exercise: Exercise, case: Case, trial: Trial, differe
     return Finding(headline, difference.expected, difference.got, cause, trial.rank, step, tensor, difference.index)
 
 
-def _finding_of_failure(exercise: Exercise, report: Any) -> Finding:
+def _finding_of_failure(exercise: Exercise, report: Failure) -> Finding:
     expected, got = f"every rank returns from {exercise.function}", report.message.splitlines()[0]
     step = None if report.step is None else str(report.step)
     if StillWaiting.__name__ in got:
@@ -187,7 +187,7 @@ def _finding_of_failure(exercise: Exercise, report: Any) -> Finding:
     )
 
 
-def _last_frames(report: Any) -> str:
+def _last_frames(report: Failure) -> str:
     """The error itself, under the last line of the learner's own file that led to it."""
     text = re.sub(r'"[^"]*/(my_fsdp/[^"]*)"', r'"\1"', report.traceback or report.message)
     lines = [line.strip() for line in text.strip().splitlines()]
@@ -196,7 +196,7 @@ def _last_frames(report: Any) -> str:
     return "\n".join([*there, lines[-1]])
 
 
-def _why_raised(report: Any) -> str:
+def _why_raised(report: Failure) -> str:
     error = (report.traceback or report.message).strip().splitlines()[-1]
     if "NameError" in error and re.search("'(rank|world_size)'", error):
         return (

@@ -127,12 +127,13 @@ def count_ring(exercise: str = "01.ring_all_gather", megabytes: float = 12, worl
 
 def measure_bandwidth(sizes: Sequence[int] = SIZES, world_size: int = 2, repeats: int = 7) -> Bandwidth:
     """Time all_gather, reduce_scatter and all_reduce for each payload size (bytes) on real ranks."""
-    payload = {"sizes": [nbytes - nbytes % (4 * world_size) for nbytes in sizes], "repeats": repeats}
+    divided = [nbytes - nbytes % (4 * world_size) for nbytes in sizes]
+    payload = {"sizes": divided, "repeats": repeats}
     by_rank = call_on_ranks(ON_THE_RANKS, "timed", world_size=world_size, payload=payload, time_limit=TIME_LIMIT)
     return Bandwidth(
         tuple(
             Timing(kind, nbytes, world_size, median(map(min, *(ranks[kind][nbytes] for ranks in by_rank))))
             for kind in by_rank[0]
-            for nbytes in payload["sizes"]
+            for nbytes in divided
         )
     )

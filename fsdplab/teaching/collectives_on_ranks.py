@@ -72,7 +72,7 @@ def timed(payload: dict[str, Any]) -> dict[str, dict[int, list[float]]]:
     }
 
 
-def _repeats(call: Callable[[], Any], repeats: int) -> list[float]:
+def _repeats(call: Callable[[], object], repeats: int) -> list[float]:
     call()  # the first call also opens connections
     took = []
     for _ in range(repeats):
@@ -83,22 +83,22 @@ def _repeats(call: Callable[[], Any], repeats: int) -> list[float]:
     return took
 
 
-def _all_gather_of(elements: int) -> Callable[[], Any]:
+def _all_gather_of(elements: int) -> Callable[[], object]:
     whole, mine = torch.zeros(elements), torch.ones(elements // dist.get_world_size())
     return lambda: compat.all_gather_single(whole, mine)
 
 
-def _reduce_scatter_of(elements: int) -> Callable[[], Any]:
+def _reduce_scatter_of(elements: int) -> Callable[[], object]:
     whole, received, mine = torch.ones(elements), torch.zeros(elements), torch.zeros(elements // dist.get_world_size())
     return lambda: _exchange_and_sum(whole, received, mine)
 
 
-def _gloos_reduce_scatter_of(elements: int) -> Callable[[], Any]:
+def _gloos_reduce_scatter_of(elements: int) -> Callable[[], object]:
     whole, mine = torch.ones(elements), torch.zeros(elements // dist.get_world_size())
     return lambda: compat.reduce_scatter_single(mine, whole)
 
 
-def _all_reduce_of(elements: int) -> Callable[[], Any]:
+def _all_reduce_of(elements: int) -> Callable[[], object]:
     buffer = torch.zeros(elements)
     return lambda: dist.all_reduce(buffer)
 

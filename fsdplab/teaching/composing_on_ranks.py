@@ -8,7 +8,7 @@ under Python's dispatcher. Imports torch, the engine and the workloads only, so 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def composed(compose: Callable[[nn.Module, DeviceMesh], nn.Module]) -> dict[str,
     return {"a query weight at rest": rest, "units": units, "trains as the twin": drift < NEAR}
 
 
-def averaged(average_expert: Callable[[Tensor, Any], Tensor], gradient: Tensor) -> Tensor:
+def averaged(average_expert: Callable[[Tensor, dist.ProcessGroup], Tensor], gradient: Tensor) -> Tensor:
     """The learner's average of an expert's gradient; the group holds the ranks that share its experts."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     return average_expert(gradient.clone(), mesh["efsdp"].get_group())
@@ -100,7 +100,8 @@ def beside_twin(
     axis.
     """
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (model, twin)]
-    losses, ratios = [], {}
+    losses: list[list[float]] = []
+    ratios: dict[str, float] = {}
     for step in range(3):
         with counted(*axes) as sent:
             value = loss(model, *tokens_of(step, rank))
@@ -149,7 +150,7 @@ def _words(placement: Any) -> str:
 
 
 @contextmanager
-def counted(engine_axis: str, groups: dict[str, str]) -> Any:
+def counted(engine_axis: str, groups: dict[str, str]) -> Iterator[Counter[str]]:
     """`with counted("dp", {group name: "tp"}) as sent`: bytes that this rank sends in the body, by axis."""
     sent: Counter[str] = Counter()
 

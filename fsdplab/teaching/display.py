@@ -30,12 +30,12 @@ def notebook_display() -> Callable[..., Any] | None:
     return display
 
 
-def present(thing: Any) -> None:
+def present(thing: object) -> None:
     """Show an object with a `_repr_html_` in a notebook, as text everywhere else."""
     (notebook_display() or print)(thing)
 
 
-def present_live(thing: Any) -> Callable[[Any], None]:
+def present_live(thing: object) -> Callable[[object], None]:
     """Like `present`, and returns a function that puts something else in the same place later.
 
     The output is an ordinary one that stays in the saved notebook, so what a widget controls outlives the widget.

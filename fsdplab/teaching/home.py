@@ -60,6 +60,7 @@ def function_name(exercise: str) -> str:
 def load_function(path: Path, name: str) -> Callable[..., Any]:
     """The function `name` of the file at `path`; HomeError where the file defines no such function."""
     spec = importlib.util.spec_from_file_location(f"exercise_{name}", path)
+    assert spec is not None and spec.loader is not None, f"{path} is no Python file"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
     spec.loader.exec_module(module)

@@ -10,14 +10,17 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fsdplab.sessions.launch import begin_starter
 
 from .course_state import Course, open_course
 
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
 
-def start(edition: str | None = None, home: Path | str | None = None, shell: Any = None) -> None:
+
+def start(edition: str | None = None, home: Path | str | None = None, shell: InteractiveShell | None = None) -> None:
     """Open the course in this notebook: its edition, the learner's folder `my_fsdp` beside it, and the cell magics.
 
     `edition` is "learner" (a failed check prints) or "teacher" (it raises); by default FSDPLAB_EDITION, else learner.
@@ -33,7 +36,7 @@ def start(edition: str | None = None, home: Path | str | None = None, shell: Any
         print(_greeting(course))
 
 
-def _running_shell() -> Any:
+def _running_shell() -> InteractiveShell | None:
     """The notebook's shell; None in a script, also where IPython is not installed."""
     loaded = sys.modules.get("IPython")
     return loaded.get_ipython() if loaded else None

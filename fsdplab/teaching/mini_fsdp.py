@@ -19,10 +19,10 @@ from .checking import solution, solution_file
 from .course_state import current
 from .display import Note, Table, notebook_display, present, table
 from .exercises.nb06 import STEPS, parts_in_use
-from .mini_fsdp_engine import MiniFSDP
+from .mini_fsdp_engine import MiniFSDP, Wanted
 from .mini_fsdp_figures import choices_figure, gathered_figure, layer_figure
 from .mini_fsdp_records import record_of
-from .mini_fsdp_units import CHOICES, choices_table, largest_modules, plan
+from .mini_fsdp_units import CHOICES, Plan, choices_table, largest_modules, plan
 
 __all__ = [
     "choices_figure", "choices_table", "gathered_figure", "largest_modules", "layer_figure", "life_of_a_layer", "plan",
@@ -135,7 +135,7 @@ def show_glue() -> None:
     present(_code(inspect.getsource(MiniFSDP._attach)))
 
 
-def _code(source: str) -> Any:
+def _code(source: str) -> object:
     """The source as a notebook colours it, as plain text everywhere else."""
     if notebook_display() is None:
         return source
@@ -161,7 +161,7 @@ class Training:
     losses: dict[str, list[float]]
     differs: dict[str, dict[str, Any]]
     rows: dict[str, list[dict[str, Any]]]
-    plan: Any
+    plan: Plan
     provenance: dict[str, str] = field(default_factory=lambda: dict(_ORIGINS))
 
     @property
@@ -261,11 +261,11 @@ def train(
     return _training(by_rank, work, plan(model, _predicate(units)), parts)
 
 
-def _predicate(units: str | None) -> Any:
+def _predicate(units: str | None) -> Wanted:
     return CHOICES["every block"] if units is None else solution(units)
 
 
-def _training(by_rank: list[dict[str, Any]], work: dict[str, Any], computed: Any, parts: dict[str, str]) -> Training:
+def _training(by_rank: list[dict[str, Any]], work: dict[str, Any], computed: Plan, parts: dict[str, str]) -> Training:
     names = {"mine": "my_fsdp", "lab": "lab"}
     ran = {named: [each[engine] for each in by_rank] for engine, named in names.items() if engine in by_rank[0]}
     losses = {named: _mean([run["losses"] for run in runs]) for named, runs in ran.items()}

@@ -18,7 +18,7 @@ LOSSES, PARAMETERS = "loss minus the twin's, by step", "parameter minus the twin
 ROUNDING = 1e-6
 
 
-def storage_bytes(tensor: Any) -> int:
+def storage_bytes(tensor: object) -> int:
     """Bytes of memory behind a tensor, whatever part of it the tensor shows; 0 for what is no tensor."""
     return tensor.untyped_storage().nbytes() if isinstance(tensor, torch.Tensor) else 0
 

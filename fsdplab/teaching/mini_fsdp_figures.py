@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, EDGE, titled
 from fsdplab.figures.units import size
+from fsdplab.records import RunRecord
 
+from .mini_fsdp_engine import Wanted
 from .mini_fsdp_units import CHOICES, Plan, plan
 
 MB = 1e6
@@ -15,7 +18,29 @@ UNIT_COLOURS = ("#6cc4f0", "#f09a1a", "#0aa06c", "#cc7fa8", "#ebdf6a", "#b84a0a"
 ROOT_COLOUR = "#0064c8"
 
 
-def layer_figure(life: Any) -> go.Figure:
+class LayersLife(Protocol):
+    """What `life_of_a_layer` returns, as far as its figure reads it."""
+
+    @property
+    def moments(self) -> Sequence[Mapping[str, Any]]: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+
+
+class Trained(Protocol):
+    """What `train` returns, as far as its figure reads it."""
+
+    @property
+    def rows(self) -> Mapping[str, Sequence[Mapping[str, Any]]]: ...
+    @property
+    def records(self) -> Mapping[str, RunRecord]: ...
+    @property
+    def plan(self) -> Plan: ...
+
+
+def layer_figure(life: LayersLife) -> go.Figure:
     """Bytes of one layer's weight and gradient after each moment of its life, stacked by kind, in time order from the
     top.
     """
@@ -45,7 +70,7 @@ def layer_figure(life: Any) -> go.Figure:
     )
 
 
-def gathered_figure(training: Any, engine: str = "my_fsdp") -> go.Figure:
+def gathered_figure(training: Trained, engine: str = "my_fsdp") -> go.Figure:
     """Gathered bytes after every unshard and reshard of the last step, stacked by unit, in time order from the top."""
     rows = training.rows[engine]
     rows = [row for row in rows if row["step"] == rows[-1]["step"] and row["what"] != "reduce"]
@@ -71,7 +96,7 @@ def gathered_figure(training: Any, engine: str = "my_fsdp") -> go.Figure:
 
 
 def choices_figure(
-    model: str = "gpt-20m", target: int | None = None, measured: dict[str, float] | None = None, **more: Any
+    model: str = "gpt-20m", target: int | None = None, measured: dict[str, float] | None = None, **more: Wanted
 ) -> go.Figure:
     """Root and largest unit of each choice of units (the whole model left out), with a target line and measured peaks
     (MB).
@@ -128,7 +153,7 @@ def _spoken_choices(plans: dict[str, Plan], target: int | None) -> str:
     return f"Bars of gathered bytes: {told}." + (f" Target {size(target)}." if target else "")
 
 
-def _spoken(row: dict[str, Any]) -> str:
+def _spoken(row: Mapping[str, Any]) -> str:
     return f"{'gather' if row['what'] == 'unshard' else 'drop'} {row['unit']}"
 
 

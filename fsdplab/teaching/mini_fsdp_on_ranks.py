@@ -30,7 +30,12 @@ def loaded(paths: dict[str, str], **given: Callable[..., Any]) -> Parts:
     )
 
 
-def read_dropped(payload: dict[str, Any]) -> float:
+def _no_hooks(*arguments: object) -> tuple[()]:
+    """Stands for `hooks` where nothing calls them."""
+    return ()
+
+
+def read_dropped(payload: None) -> float:
     """Read a tensor whose memory was given back. This ends the process."""
     whole = torch.ones(1000, 1000)
     whole.untyped_storage().resize_(0)
@@ -46,7 +51,7 @@ def layer_life(payload: dict[str, Any]) -> dict[str, Any]:
     `payload`: home, parts, rows, columns. Returns the bytes held after each moment, and the largest differences.
     """
     Home(Path(payload["home"])).make_importable()
-    parts = loaded(payload["parts"], hooks=None)
+    parts = loaded(payload["parts"], hooks=_no_hooks)
     layer, twin, inputs = _layer_and_twin(payload["rows"], payload["columns"])
     moments, outputs, gradients = _life(layer, inputs[dist.get_rank()], parts)
     expected, whole_gradient = _of_the_twin(twin, inputs)
@@ -64,8 +69,9 @@ def _layer_and_twin(rows: int, columns: int) -> tuple[nn.Linear, nn.Linear, list
 
 def _life(layer: nn.Linear, x: torch.Tensor, parts: Parts) -> tuple[list[dict[str, Any]], torch.Tensor, torch.Tensor]:
     """The life in time order, (moments, output, this rank's slice of the mean gradient)."""
-    weight, moments = layer.weight, []
-    whole, reduced = weight.data, None
+    weight, whole = layer.weight, layer.weight.data
+    moments: list[dict[str, Any]] = []
+    reduced: torch.Tensor | None = None
 
     def note(moment: str) -> None:
         gradient = 0 if weight.grad is None else weight.grad.nbytes
@@ -202,7 +208,9 @@ class Listener:
     """The lab's events as rows like those of the learner's log, and its ledger."""
 
     def __init__(self) -> None:
-        self.step, self.rows, self.ledger = 0, [], []
+        self.step = 0
+        self.rows: list[dict[str, Any]] = []
+        self.ledger: list[dict[str, Any]] = []
         self._held: dict[str, int] = {}
 
     def __call__(self, event: events.Event) -> None:

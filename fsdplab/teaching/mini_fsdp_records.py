@@ -4,6 +4,7 @@ the figures of the course read nothing else.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from fsdplab.records import RunRecord
@@ -53,5 +54,5 @@ def record_of(engine: str, run: dict[str, Any], losses: list[float], work: dict[
     spec = {"strategy": "full_shard", "engine": engine, "world_size": ranks, "model": work["model"]}
     steps = [{"rank": 0, "step": index, "loss": loss} for index, loss in enumerate(run["losses"])]
     return RunRecord(
-        "unsaved", spec=spec, summary=summary, provenance=_PROVENANCE, tables={"ledger": rows, "steps": steps}
+        Path("unsaved"), spec=spec, summary=summary, provenance=_PROVENANCE, tables={"ledger": rows, "steps": steps}
     )

@@ -6,7 +6,6 @@ the largest chain of units, and a step has three collectives a unit (the root ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
@@ -78,7 +77,7 @@ def _product(shape: tuple[int, ...]) -> int:
     return count
 
 
-def choices_table(model: str = "gpt-20m", **more: Callable[..., bool]) -> Table:
+def choices_table(model: str = "gpt-20m", **more: Wanted) -> Table:
     """Ready-made choices of units (and `more`) beside each other, computed."""
     plans = {name: plan(model, is_unit) for name, is_unit in {**CHOICES, **more}.items()}
     rows = [

@@ -9,17 +9,20 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdplab.gpu_check.check import open_check
 from fsdplab.records import RunRecord
 
 from .display import Note, present, show
 
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
 KEPT = Path(__file__).resolve().parents[2] / "data" / "gpu"
 
 
-def on_a_gpu(draw: Callable[[RunRecord], Any], strategy: str = "full_shard", folder: Path = KEPT) -> None:
+def on_a_gpu(draw: Callable[[RunRecord], go.Figure], strategy: str = "full_shard", folder: Path = KEPT) -> None:
     """Show `draw(record)` of the run with most ranks that was recorded on a GPU under `strategy`; without one, a line
     that says so.
 

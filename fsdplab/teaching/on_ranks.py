@@ -81,8 +81,11 @@ def _given_up_after(seconds: float, path: str) -> Iterator[None]:
 
 def _give_up(seconds: float, path: str) -> None:
     """Report the main thread's place as this process's uncaught error, which ends the rank."""
-    stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+    main = threading.main_thread().ident
+    assert main is not None, "the main thread has started"
+    stack = traceback.extract_stack(sys._current_frames()[main])
     own = [f"{Path(path).name}, line {frame.lineno}: {frame.line}" for frame in stack if frame.filename == path]
+    error: StillWaiting | LeftUnfinished
     if own:
         error = StillWaiting(f"no return after {seconds:g} s; it stood in {own[-1]}")
     else:
@@ -110,6 +113,7 @@ def run_cell(payload: dict[str, Any]) -> None:
     The cell finds `rank`, `world_size`, `torch` and `dist`; nothing else of the notebook is here.
     """
     Home(Path(payload["home"])).make_importable()
+    assert isinstance(sys.stdout, io.TextIOWrapper), "a rank prints into its own file"
     sys.stdout.reconfigure(line_buffering=True)
     run_source(payload["source"], cell_namespace(), FRESH_TITLE)
     dist.barrier()

@@ -18,6 +18,7 @@ from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profiled import COLLECTIVES, breakdown_of, duration, group, percent, timeline_of
 from fsdplab.planning.links import parse_link
 from fsdplab.profiling.intervals import length, subtract
+from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, call_on_ranks
 
 from .display import Note, Table, table
@@ -54,6 +55,8 @@ JOB = {
     "profile": 1,
 }
 MS, MB = 1e6, 1e6  # nanoseconds, bytes
+Row = dict[str, Any]
+Intervals = list[tuple[int, int]]
 
 
 def job(**choices: Any) -> RunSpec:
@@ -83,9 +86,16 @@ def banner(link: str = LINK) -> Note:
 # ---- what a figure showed, in a sentence
 
 
-def seen(record: Any) -> Note:
-    """How much of the profiled step was exposed, and how much of the communication was hidden."""
+def _split(record: RunRecord) -> Row:
+    """The breakdown of a run that was profiled."""
     split = breakdown_of(record)
+    assert split is not None, "the lesson's runs are profiled"
+    return split
+
+
+def seen(record: RunRecord) -> Note:
+    """How much of the profiled step was exposed, and how much of the communication was hidden."""
+    split = _split(record)
     exposed = split["exposed_ns"]
     first = (
         f"Seen here, on rank {split['rank']} with prefetch={record.spec['prefetch']}: {duration(exposed)} of a step of"
@@ -102,14 +112,14 @@ def seen(record: Any) -> Note:
     )
 
 
-def worst_place(record: Any) -> Note:
+def worst_place(record: RunRecord) -> Note:
     """The unit and collective that are exposed longest, and the usual cause of all exposed time."""
     _, rows = worst_rank(record)
     by_place, by_cause = (
         sums(rows, key)
         for key in (lambda row: (row["kind"], row["unit"] or "the root", row["phase"]), lambda row: row["cause"])
     )
-    place, cause = (max(found, key=found.get) for found in (by_place, by_cause))
+    place, cause = (max(found, key=found.__getitem__) for found in (by_place, by_cause))
     share = percent(by_cause[cause], sum(by_cause.values()))
     steps = len({row["step"] for row in rows})
     where = f"{place[0]} of {place[1]} in {place[2]}"
@@ -123,12 +133,12 @@ def worst_place(record: Any) -> Note:
     )
 
 
-def sums(rows: list[dict], key: Callable[[dict], Any]) -> dict[Any, int]:
+def sums(rows: list[Row], key: Callable[[Row], Any]) -> dict[Any, int]:
     """Exposed ns by a key of the rows."""
     return {name: sum(row["exposed_ns"] for row in found) for name, found in group(rows, key).items()}
 
 
-def by_hand(exposed: Callable[[list, list], float], record: Any) -> Table:
+def by_hand(exposed: Callable[[Intervals, Intervals], float], record: RunRecord) -> Table:
     """The learner's `exposed(M, C)` on the intervals of the record's usual step, beside the record's own number;
     in ms.
     """
@@ -150,14 +160,14 @@ def by_hand(exposed: Callable[[list, list], float], record: Any) -> Table:
     return table(header, lines, f"Step {step}, from the profiler's trace and the emulated link's clock.")
 
 
-def _intervals(rows: list[dict], rank: int, lanes: tuple[str, ...]) -> list[tuple[int, int]]:
+def _intervals(rows: list[Row], rank: int, lanes: tuple[str, ...]) -> Intervals:
     return [(row["start_ns"], row["end_ns"]) for row in rows if row["rank"] == rank and row["lane"] in lanes]
 
 
 # ---- compute inflation
 
 
-def computing_ms(record: Any) -> float:
+def computing_ms(record: RunRecord) -> float:
     """Milliseconds of forward and backward in the usual step, mean over the ranks; the optimizer's step is left out."""
     _, rows = timeline_of(record, None)
     spent: dict[int, int] = defaultdict(int)
@@ -167,7 +177,7 @@ def computing_ms(record: Any) -> float:
     return statistics.fmean(spent.values()) / MS
 
 
-def inflation(runs: Mapping[str, Any]) -> Table:
+def inflation(runs: Mapping[str, RunRecord]) -> Table:
     """Forward and backward of each run beside the first one's, which sends nothing;
     with the step and what was hidden.
     """
@@ -194,14 +204,14 @@ def inflation(runs: Mapping[str, Any]) -> Table:
     )
 
 
-def moving(record: Any) -> tuple[float, float]:
+def moving(record: RunRecord) -> tuple[float, float]:
     """(exposed, communication) in seconds of the profiled step, on the rank that is exposed longest.
 
     Behind an emulated link M are the passages on the link alone, so that neither copies nor a late peer, which a busy
     machine stretches, count.
     """
     if not record.summary.get("link"):
-        split = breakdown_of(record)
+        split = _split(record)
         return split["exposed_ns"] / 1e9, (split["exposed_ns"] + split["overlapped_ns"]) / 1e9
     _, rows = timeline_of(record, None)
     by_rank = []
@@ -211,21 +221,21 @@ def moving(record: Any) -> tuple[float, float]:
     return max(by_rank)
 
 
-def sweep_figure(runs: Mapping[str, Any]) -> go.Figure:
+def sweep_figure(runs: Mapping[str, RunRecord]) -> go.Figure:
     """Communication of each run, hidden and exposed; `runs` are records by the name of their network."""
     return communication_bars(
-        {name: (*moving(record), breakdown_of(record)["step_ns"] / 1e9) for name, record in runs.items()}
+        {name: (*moving(record), _split(record)["step_ns"] / 1e9) for name, record in runs.items()}
     )
 
 
-def swept(runs: Mapping[str, Any]) -> Note:
+def swept(runs: Mapping[str, RunRecord]) -> Note:
     """How much of the communication each network left exposed, and the step beside it, in one sentence."""
     parts = []
     for name, record in runs.items():
         exposed, whole = moving(record)
         parts.append(
             f"{name}: {duration(1e9 * exposed)} of {duration(1e9 * whole)} exposed, step"
-            f" {duration(breakdown_of(record)['step_ns'])}"
+            f" {duration(_split(record)['step_ns'])}"
         )
     return Note((f"Seen here: {'; '.join(parts)}.",))
 
@@ -238,7 +248,7 @@ def least_exposed_ms(compute_ms: float, communication_ms: float) -> float:
     return max(0.0, communication_ms - compute_ms)
 
 
-def floor_of(record: Any) -> Callable[..., Table]:
+def floor_of(record: RunRecord) -> Callable[..., Table]:
     """A function for sliders: compute, communication and the least exposed time for a link and a number of tokens, from
     this record's rates.
     """

@@ -17,6 +17,7 @@ from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import COLLECTIVE_COLOURS, EDGE, ink_on, titled
 from fsdplab.figures.units import seconds, size
 from fsdplab.planning.links import parse_link
+from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec
 from fsdplab.workloads import parameter_count, preset
 
@@ -67,18 +68,18 @@ def banner() -> Note:
     )
 
 
-def parameter_bytes(record: Any) -> int:
+def parameter_bytes(record: RunRecord) -> int:
     """P of a run: the bytes of all parameters in fp32."""
     return 4 * parameter_count(preset(record.spec["model"]))
 
 
-def groups_of(record: Any) -> tuple[int, int]:
+def groups_of(record: RunRecord) -> tuple[int, int]:
     """(s, r) of a run: under full_shard all ranks are one group."""
     s = record.spec["shard_size"] or record.spec["world_size"]
     return s, record.spec["world_size"] // s
 
 
-def by_collective(record: Any, rank: int = 0) -> dict[str, tuple[int, float]]:
+def by_collective(record: RunRecord, rank: int = 0) -> dict[str, tuple[int, float]]:
     """(bytes sent, seconds on the link) by kind of collective, of one rank's last timed step."""
     last = max(row["step"] for row in record.table("steps") if row["step_time_s"] is not None)
     found: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
@@ -89,7 +90,7 @@ def by_collective(record: Any, rank: int = 0) -> dict[str, tuple[int, float]]:
     return dict(found)
 
 
-def sent(record: Any) -> dict[str, int]:
+def sent(record: RunRecord) -> dict[str, int]:
     """Bytes that a rank sends in a step: `within` its shard group (gathers, reductions) and `across` the groups
     (all-reduces).
     """
@@ -98,7 +99,7 @@ def sent(record: Any) -> dict[str, int]:
     return {"within": sum(nbytes for nbytes, _ in kinds.values()) - across, "across": across}
 
 
-def beside_the_formula(traffic: Callable[[float, int, int], dict[str, float]], runs: Sequence[Any]) -> Table:
+def beside_the_formula(traffic: Callable[[float, int, int], dict[str, float]], runs: Sequence[RunRecord]) -> Table:
     """The learner's `traffic(P, s, r)` beside the ledger's bytes of each run, in MB."""
     rows = []
     for record in runs:
@@ -118,7 +119,7 @@ def beside_the_formula(traffic: Callable[[float, int, int], dict[str, float]], r
 # ---- figures
 
 
-def link_figure(runs: Sequence[Any]) -> go.Figure:
+def link_figure(runs: Sequence[RunRecord]) -> go.Figure:
     """Time that each run's collectives take on the emulated links, stacked, in ms of one rank's step; bytes and link in
     the bars' names.
     """
@@ -159,7 +160,7 @@ def _total(found: dict[str, tuple[int, float]]) -> float:
     return sum(spent for _, spent in found.values())
 
 
-def _slow(record: Any) -> int:
+def _slow(record: RunRecord) -> int:
     """Bytes that a rank sends at the slow link's pace: a group over both nodes sends everything at it."""
     moved = sent(record)
     return moved["across"] if groups_of(record)[1] > 1 else moved["within"]
@@ -177,7 +178,7 @@ def _segment(kind: str, split: dict[str, dict[str, tuple[int, float]]], longest:
     )  # fmt: skip
 
 
-def memory_figure(runs: Sequence[Any]) -> go.Figure:
+def memory_figure(runs: Sequence[RunRecord]) -> go.Figure:
     """The peak of each run by category."""
     return memory_by_category(list(runs))
 
@@ -185,12 +186,12 @@ def memory_figure(runs: Sequence[Any]) -> go.Figure:
 # ---- what the figures showed, in a sentence
 
 
-def exposed_factor(full: Any, hybrid: Any) -> float:
+def exposed_factor(full: RunRecord, hybrid: RunRecord) -> float:
     """How many times as long `full` is exposed as `hybrid`, on the emulated clock."""
     return full.summary["comm"]["exposed_s"] / hybrid.summary["comm"]["exposed_s"]
 
 
-def seen(full: Any, hybrid: Any) -> Note:
+def seen(full: RunRecord, hybrid: RunRecord) -> Note:
     """Bytes at the slow link's pace and exposed time of both runs."""
     first, second = ((_slow(record), record.summary["comm"]["exposed_s"]) for record in (full, hybrid))
     words = (
@@ -206,7 +207,7 @@ def seen(full: Any, hybrid: Any) -> Note:
     )
 
 
-def waits(*runs: Any) -> Table:
+def waits(*runs: RunRecord) -> Table:
     """Time on the links and the part of it for which a rank was blocked, by collective; medians over the timed steps of
     the worst rank.
     """
@@ -221,7 +222,7 @@ def waits(*runs: Any) -> Table:
     )
 
 
-def blocked_s(record: Any, kind: str) -> float:
+def blocked_s(record: RunRecord, kind: str) -> float:
     """Seconds of a step that a rank was blocked for one kind of collective: the worst rank's median over the timed
     steps.
     """
@@ -233,7 +234,7 @@ def blocked_s(record: Any, kind: str) -> float:
     return max((median(by_step.values()) / 1e9 for by_step in found.values()), default=0.0)
 
 
-def weighed(full: Any, hybrid: Any) -> Note:
+def weighed(full: RunRecord, hybrid: RunRecord) -> Note:
     """The peaks of both runs, and the model state that a rank keeps under each."""
     peaks = [record.summary["peak_memory_bytes"]["total"] for record in (full, hybrid)]
     states = [16 * parameter_bytes(record) / 4 / groups_of(record)[0] for record in (full, hybrid)]
@@ -247,7 +248,7 @@ def weighed(full: Any, hybrid: Any) -> Note:
     )
 
 
-def steps(runs: dict[str, Any]) -> Table:
+def steps(runs: dict[str, RunRecord]) -> Table:
     """Step, exposed time and communication of each run by its name."""
     rows = []
     for name, record in runs.items():

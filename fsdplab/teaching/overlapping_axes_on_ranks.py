@@ -45,7 +45,8 @@ def on_one_node(groups: Sequence[Sequence[int]], per_node: int) -> bool:
 
 def axes(rows: Rows, per_node: int) -> tuple[Link, Link]:
     """The links of the shard axis (rows) and of the replica axis (columns)."""
-    return tuple(FAST if on_one_node(groups, per_node) else SLOW for groups in (rows, list(zip(*rows))))
+    within, across = (FAST if on_one_node(groups, per_node) else SLOW for groups in (rows, list(zip(*rows))))
+    return within, across
 
 
 def expected_ms(rows: Rows, per_node: int) -> float:

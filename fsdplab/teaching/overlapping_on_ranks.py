@@ -16,7 +16,7 @@ of the count.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ BYTES_PER_S = PARTS * WIDTH * WIDTH * 2 / 2 / (GATHER_MS / 1e3)
 TARGET_MS = 300
 MOST_SEQUENCES = 2  # that the card's memory holds
 STEPS = 2  # that are looked at, after one in which the engine learns the order of the units
-SETTINGS: dict[str, tuple] = {
+SETTINGS: dict[str, tuple[str, ...] | tuple[int, ...]] = {
     "units": ("linear", "block", "model"),
     "prefetch": (0, 1, 2),
     "link_queues": (1, 2),
@@ -175,7 +175,8 @@ def on_this_rank(payload: Mapping[str, Any]) -> dict[str, Any]:
 def _sharded(settings: Mapping[str, Any], card: Card) -> nn.Module:
     linear = settings["units"] == "linear"
     blocks = nn.Sequential(*(Block(card, linear, settings["batch_size"]) for _ in range(BLOCKS)))
-    units = {"linear": (Part,), "block": (Block,), "model": "root"}[settings["units"]]
+    named: dict[str, Sequence[type[nn.Module]] | str] = {"linear": (Part,), "block": (Block,), "model": "root"}
+    units = named[settings["units"]]
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = shard_model(blocks, "full_shard", units=units, mp_policy=policy, prefetch=settings["prefetch"])
     emulate(model, shard=Link(BYTES_PER_S, LATENCY_MS / 1e3, settings["link_queues"]))

@@ -5,8 +5,8 @@ Records carry the origin of each quantity; this collects them, so that no lesson
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from .display import present, table
 
@@ -21,14 +21,21 @@ _WORDS = {
 }
 
 
-def what_was_real(*records: Any, **others: str) -> None:
+class HasProvenance(Protocol):
+    """A record, or anything else that was measured and says of what kind its quantities are."""
+
+    @property
+    def provenance(self) -> Mapping[str, str]: ...
+
+
+def what_was_real(*records: HasProvenance, **others: str) -> None:
     """Show each quantity with its origin, from records and from `name="measured"` pairs: `what_was_real(*runs,
     busbw="measured")`.
     """
     present(table(["origin", "what"], origins(records, others)))
 
 
-def origins(records: Iterable[Any], others: dict[str, str]) -> list[tuple[str, str]]:
+def origins(records: Iterable[HasProvenance], others: dict[str, str]) -> list[tuple[str, str]]:
     """(origin, quantities) rows in the order measured, computed, emulated, simulated; an unknown origin is a
     ValueError.
     """

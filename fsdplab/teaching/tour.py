@@ -20,9 +20,10 @@ def state_bytes(strategy: Strategy, parameters: int, ranks: int) -> tuple[float,
     `state_bytes(STRATEGIES["full_shard"], 1_000_000, 4) == (1e6, 1e6, 2e6)`.
     """
     sharded = (strategy.shard_parameters, strategy.shard_gradients, strategy.shard_optimizer)
-    return tuple(
+    weights, gradients, moments = (
         each * parameters / (ranks if cut else 1) for each, cut in zip((FLOAT, FLOAT, ADAM), sharded, strict=True)
     )
+    return weights, gradients, moments
 
 
 def state_table(million_parameters: float, ranks: int) -> Table:

@@ -7,7 +7,7 @@ number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from fsdplab.figures import memory_by_category
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import CATEGORY_COLOURS, EDGE, titled
 from fsdplab.figures.view import RunView, view
+from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, call_on_ranks
 from fsdplab.workloads import parameter_count, preset
 
@@ -47,7 +48,7 @@ def job(card: int | None = None, **choices: Any) -> RunSpec:
     return RunSpec(**JOB, card=card, **choices)
 
 
-def named(runs: Sequence[Any]) -> list[RunView]:
+def named(runs: Sequence[RunRecord]) -> list[RunView]:
     """The runs as figures read them, each under the name of its choices: `fp32`, `bf16, full checkpoint`, `fp32,
     offload`.
     """
@@ -56,7 +57,7 @@ def named(runs: Sequence[Any]) -> list[RunView]:
     return [replace(view(run), strategy=name + again * " (again)") for run, name, again in zip(runs, names, repeated)]
 
 
-def choices_of(run: Any) -> str:
+def choices_of(run: RunRecord) -> str:
     """The choices of a record in words."""
     words = [run.spec["precision"]]
     words += [] if run.spec["checkpoint"] == "none" else [f"{run.spec['checkpoint']} checkpoint"]
@@ -64,7 +65,7 @@ def choices_of(run: Any) -> str:
     return ", ".join(words)
 
 
-def memory_figure(runs: Sequence[Any]) -> go.Figure:
+def memory_figure(runs: Sequence[RunRecord]) -> go.Figure:
     """The peak of each run split by category, under the name of its choices; the subtitle says where offload is
     emulated.
     """
@@ -93,7 +94,7 @@ def cut_by(strategy: str) -> list[str]:
     ]
 
 
-def kept_figure(bytes_each: Any, ranks: int = 8) -> go.Figure:
+def kept_figure(bytes_each: Callable[[Sequence[str], int], dict[str, float]], ranks: int = 8) -> go.Figure:
     """What `bytes_each(cut, n)` says of every strategy, stacked: bytes a parameter on one rank."""
     names = [name for name in STRATEGIES if name not in ("hybrid_shard", "shard_grad_op")]
     by_name = {name: bytes_each(cut_by(name), ranks) for name in names}
@@ -127,7 +128,7 @@ def _kept_bar(kept: str, by_name: dict[str, dict[str, float]]) -> go.Bar:
 # ---- prices
 
 
-def prices(runs: Sequence[Any]) -> Table:
+def prices(runs: Sequence[RunRecord]) -> Table:
     """Peak and price of each run: forwards computed, MB sent, MB over the bus (computed), and the last loss."""
     rows = [[choices_of(run), f"{run.summary['peak_memory_bytes']['total'] / MB:.0f}", *_price(run)] for run in runs]
     header = ["choices", "peak MB", "forwards", "MB sent", "MB over the bus", "loss, step 2"]
@@ -136,7 +137,7 @@ def prices(runs: Sequence[Any]) -> Table:
     )
 
 
-def _price(run: Any) -> list[str]:
+def _price(run: RunRecord) -> list[str]:
     losses, sent = run.summary["losses"], run.summary["comm"]["bytes_per_step"]
     loss = f"{losses[1]:.6f}" if len(losses) > 1 and losses[1] is not None else "-"
     return [

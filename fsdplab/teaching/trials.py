@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fsdplab.sessions import RanksFailed, call_on_ranks
 
@@ -57,12 +58,12 @@ def as_program(exercise: Exercise, path: Path, cases: Sequence[Case]) -> dict[st
     return {"path": str(path), "function": function, "driver": driver, "arguments": arguments, "time_limit": limit}
 
 
-def _trials(by_rank: list, program: int, cases: int) -> tuple[tuple[Trial, ...], ...]:
+def _trials(by_rank: Sequence[list[list[dict[str, Any]]]], program: int, cases: int) -> tuple[tuple[Trial, ...], ...]:
     """`[rank][program][case]` dicts -> `[case][rank]` trials of one program."""
     return tuple(
         tuple(_trial(rank, results[program][case]) for rank, results in enumerate(by_rank)) for case in range(cases)
     )
 
 
-def _trial(rank: int, result: dict) -> Trial:
+def _trial(rank: int, result: dict[str, Any]) -> Trial:
     return Trial(rank, result["returned"], result["printed"], tuple(Call(*call) for call in result["calls"]))

@@ -52,11 +52,11 @@ class WireLog(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _bytes_of(argument: Any) -> int:
+def _bytes_of(argument: object) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(argument))
 
 
-def _tensors(argument: Any) -> Iterator[torch.Tensor]:
+def _tensors(argument: object) -> Iterator[torch.Tensor]:
     if isinstance(argument, torch.Tensor):
         yield argument
     elif isinstance(argument, (list, tuple)):

@@ -7,6 +7,16 @@ installed.
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .choices import Choices as Choices
+    from .choices import Request as Request
+    from .choices import check as check
+    from .lab_state import Batch as Batch
+    from .lab_state import LabState as LabState
+    from .running import Runner as Runner
+    from .strategy_lab import StrategyLab as StrategyLab
 
 _HOME = {
     "Choices": "choices",

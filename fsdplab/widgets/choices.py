@@ -7,7 +7,7 @@ control to blame: the blamed one is the first whose default would have made the 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -104,8 +104,10 @@ def label(spec: RunSpec) -> str:
 
 # ---- one control alone
 
+Judge = Callable[[Choices], str | None]  # what is wrong with a choice, in one line
 
-def _one_of(name: str, expected: tuple[Any, ...]) -> Any:
+
+def _one_of(name: str, expected: Sequence[str | int]) -> Judge:
     def judge(choices: Choices) -> str | None:
         got = getattr(choices, name)
         if got in expected and not isinstance(got, bool):
@@ -116,7 +118,7 @@ def _one_of(name: str, expected: tuple[Any, ...]) -> Any:
     return judge
 
 
-def _some_of(name: str, expected: tuple[str, ...]) -> Any:
+def _some_of(name: str, expected: tuple[str, ...]) -> Judge:
     def judge(choices: Choices) -> str | None:
         got = getattr(choices, name)
         unknown = [each for each in got if each not in expected]
@@ -182,7 +184,7 @@ def _judge_target(choices: Choices) -> str | None:
     return _one_of("as_model", TARGETS)(choices) if choices.link == TUNNEL else None
 
 
-_JUDGES = {
+_JUDGES: dict[str, Judge] = {
     "model": _one_of("model", MODELS),
     "ranks": _one_of("ranks", RANKS),
     "steps": _judge_steps,

@@ -6,20 +6,31 @@ They only translate: a move becomes `state.choose(...)`, and `refresh` writes ba
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
-from typing import Any
 
 import ipywidgets
 
 from fsdplab.planning.links import PRESETS as LINKS
 from fsdplab.sessions.spec import CHECKPOINTS, ENGINES, PRECISIONS, STRATEGIES, UNITS
 
-from .choices import CUSTOM, LINK_CHOICES, MODELS, NO_LINK, PREFETCH, RANKS, SHARD_SIZES, TARGETS, TUNNEL, TUNNELS
+from .choices import (
+    CUSTOM,
+    LINK_CHOICES,
+    MODELS,
+    NO_LINK,
+    PREFETCH,
+    RANKS,
+    SHARD_SIZES,
+    TARGETS,
+    TUNNEL,
+    TUNNELS,
+    Choices,
+)
 from .lab_state import LabState
 
 # (choice, label, values): dropdowns; the texts and the chips are built below
-_MENUS = (
+_MENUS: tuple[tuple[str, str, Sequence[str | int]], ...] = (
     ("model", "Model", MODELS),
     ("ranks", "Ranks", RANKS),
     ("precision", "Precision", PRECISIONS),
@@ -29,7 +40,7 @@ _MENUS = (
 )
 _LINK_WORDS = {NO_LINK: "none", CUSTOM: "custom …", TUNNEL: "wind tunnel …"}
 # A choice that means something only beside another: the control is hidden until then.
-_ONLY_WITH = {
+_ONLY_WITH: dict[str, Callable[[Choices], bool]] = {
     "custom_link": lambda choices: choices.link == CUSTOM,
     "tunnel": lambda choices: choices.link == TUNNEL,
     "as_model": lambda choices: choices.link == TUNNEL,
@@ -121,11 +132,11 @@ class Controls:
             self._state.choose(**{name: pressed})
 
 
-def _menu(title: str, options: Sequence[tuple[str, Any]]) -> ipywidgets.Dropdown:
+def _menu(title: str, options: Sequence[tuple[str, str | int]]) -> ipywidgets.Dropdown:
     return ipywidgets.Dropdown(description=title, options=options)
 
 
-def _offers(widget: ipywidgets.Widget, value: Any) -> bool:
+def _offers(widget: ipywidgets.Widget, value: str | int) -> bool:
     """Whether a control can show a value; what a program chose wrongly is only in the line below the control."""
     if isinstance(widget, ipywidgets.Dropdown):
         return value in [offered for _, offered in widget.options]

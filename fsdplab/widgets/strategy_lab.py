@@ -8,15 +8,17 @@ hidden has no size, now or when it comes back.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import ipywidgets
-from IPython.display import display
+from IPython.display import DisplayHandle, display
 
 from fsdplab.figures import comparison_page, findings_of
+from fsdplab.records import RunRecord
 
 from .controls import Controls
 from .lab_state import Batch, LabState
@@ -39,6 +41,17 @@ _STYLE = """<style>
 .fsdplab-lab .lm-TabBar-tabLabel { font-size: 15px; }
 </style>"""
 _BAR = {"running": "info", "cancelling": "warning", "cancelled": "warning", "failed": "danger", "done": "success"}
+
+Wanted = tuple[tuple[int, int] | None, int | None]  # a batch's number and count of records, and the run picked
+
+
+@dataclass
+class _Shown:
+    """What the page shows of which runs: the tab that is filled, and what was drawn for it and for others before."""
+
+    runs: tuple[int, int] | None = None
+    filled: tuple[str, Wanted] | None = None
+    drawn: dict[tuple[str, Wanted], tuple[dict[str, Any], ...]] = field(default_factory=dict)
 
 
 class StrategyLab:
@@ -63,9 +76,9 @@ class StrategyLab:
             raise ValueError("; ".join(self.state.request.errors.values()))
         self.runner = Runner(self.state, directory)
         self._export_to = Path(export_to)
-        self._stills: list[Any] = []
-        self._drawn: dict[Any, Any] = {}
-        self._listed: object = None
+        self._stills: list[DisplayHandle] = []
+        self._shown = _Shown()
+        self._listed: list[tuple[int, int]] | None = None
         self._drawing = threading.RLock()
         self._offering = False
         self.controls = Controls(self.state)
@@ -74,12 +87,12 @@ class StrategyLab:
         self._refresh()
 
     @property
-    def records(self) -> list[Any]:
+    def records(self) -> list[RunRecord]:
         """The records of the batch that is shown, for the cells that follow."""
         batch = self._batch
         return batch.rows if batch else []
 
-    def run(self, timeout: float | None = None) -> list[Any]:
+    def run(self, timeout: float | None = None) -> list[RunRecord]:
         """Press Run and wait, as a notebook that nobody watches does; the records. RuntimeError says why there are
         none.
         """
@@ -162,10 +175,11 @@ class StrategyLab:
         if listed == self._listed:
             return
         self._listed = listed
+        latest = self.state.batch
         self._offer(
             self.batch_menu,
             [(batch.title, batch.number) for batch in offered],
-            self.state.batch.number if offered else None,
+            latest.number if offered and latest else None,
         )
 
     def _list_runs(self, batch: Batch | None) -> None:
@@ -180,7 +194,7 @@ class StrategyLab:
         menu.value = value
         self._offering = False
 
-    def _picked(self, _: Any) -> None:
+    def _picked(self, _: Mapping[str, Any]) -> None:
         if not self._offering:
             self._draw()
 
@@ -189,25 +203,25 @@ class StrategyLab:
         with self._drawing:
             tab, batch = list(TABS)[self.tabs.selected_index or 0], self._batch
             shown = (batch.number, len(batch.records)) if batch else None
-            if self._drawn.get("runs") != shown:
-                self._drawn = {"runs": shown}
+            if self._shown.runs != shown:
+                self._shown = _Shown(shown)
                 self._list_runs(batch)
                 for still in self._stills:
                     still.update(Still(batch))
             self.run_menu.layout.visibility = "visible" if tab in OF_ONE_RUN else "hidden"
             self._fill(tab, (shown, self.run_menu.value if tab in OF_ONE_RUN else None))
 
-    def _fill(self, tab: str, wanted: object) -> None:
+    def _fill(self, tab: str, wanted: Wanted) -> None:
         """Put what is wanted into the tab, drawn before or now, and nothing into the others."""
-        if self._drawn.get("filled") == (tab, wanted):
+        if self._shown.filled == (tab, wanted):
             return
         for name, place in self.outputs.items():
             place.outputs = tuple(outputs(note("drawing …"))) if name == tab else ()
-        if (tab, wanted) not in self._drawn:
+        if (tab, wanted) not in self._shown.drawn:
             shown = pieces(tab, self._batch, self.run_menu.value or 0)
-            self._drawn[tab, wanted] = tuple(output for piece in shown for output in outputs(piece))
-        self.outputs[tab].outputs = self._drawn[tab, wanted]
-        self._drawn["filled"] = (tab, wanted)
+            self._shown.drawn[tab, wanted] = tuple(output for piece in shown for output in outputs(piece))
+        self.outputs[tab].outputs = self._shown.drawn[tab, wanted]
+        self._shown.filled = (tab, wanted)
 
     # ---- export
 
@@ -217,21 +231,20 @@ class StrategyLab:
         if batch is None:
             return None
         path = self._export_to / f"strategy-lab-{batch.number}.html"
+        written = None
         try:
             path.write_text(comparison_page(batch.comparison, batch.rows, findings_of(batch.rows)), encoding="utf-8")
             words = f"written: <a href='{escape(str(path))}' target='_blank'>{escape(str(path.resolve()))}</a>"
+            written = path
         except OSError as error:
-            path, words = (
-                None,
-                escape(
-                    f"{path} could not be written ({error.strerror}); give StrategyLab(export_to=...) a folder that can"
-                ),
+            words = escape(
+                f"{path} could not be written ({error.strerror}); give StrategyLab(export_to=...) a folder that can"
             )
         self.exported.outputs = tuple(outputs(f"<div style='font-size:15px'>{words}</div>"))
-        return path
+        return written
 
 
-def _button(words: str, style: str, pressed: Any) -> ipywidgets.Button:
+def _button(words: str, style: str, pressed: Callable[[ipywidgets.Button], object]) -> ipywidgets.Button:
     button = ipywidgets.Button(description=words, button_style=style, layout={"width": "auto", "min_width": "110px"})
     button.on_click(pressed)
     return button

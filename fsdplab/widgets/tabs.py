@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
+from typing import TypeAlias
 
 from plotly.graph_objects import Figure
 
@@ -18,7 +19,7 @@ from fsdplab.records import RunRecord
 
 from .lab_state import Batch
 
-Piece = Figure | str
+Piece: TypeAlias = Figure | str
 
 _COLOURS = {AGREE: "#00704f", EQUAL: "#00704f", DIFFER: "#c01f25", "out of memory": "#c01f25", "failed": "#c01f25"}
 _NUMBERS = ("step", "tokens/s", "peak", "sent", "loss")
@@ -76,7 +77,7 @@ def _failures(batch: Batch) -> list[Piece]:
     ]
 
 
-def _drawn(name: str, data: object) -> Piece:
+def _drawn(name: str, data: RunRecord | list[RunRecord]) -> Piece:
     """A figure of `fsdplab.figures`, or the line that says why it has nothing to draw."""
     try:
         return getattr(figures, name)(data)

@@ -36,7 +36,7 @@ def compile_blocks(model: nn.Module, backend: str = "inductor") -> nn.Module:
             " module"
         )
     for block in blocks:
-        block.__class__ = _compiled(type(block), backend)
+        block.__class__ = _compiled(block.__class__, backend)
     return model
 
 

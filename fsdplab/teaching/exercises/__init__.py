@@ -7,11 +7,13 @@ from __future__ import annotations
 import difflib
 from importlib import import_module
 from importlib.util import find_spec
+from typing import TypeVar, overload
 
 from fsdplab.teaching.exercise import Choice, Exercise, Question
 from fsdplab.teaching.home import checked_id
 
 Item = Exercise | Question | Choice
+Kind = TypeVar("Kind", bound=Item)
 _registered: dict[str, Item] = {}
 
 
@@ -30,6 +32,10 @@ def items_of(notebook: str) -> tuple[Item, ...]:
     return tuple(item for item in _registered.values() if item.id.startswith(f"{notebook}."))
 
 
+@overload
+def find(exercise: str) -> Item: ...
+@overload
+def find(exercise: str, kind: type[Kind]) -> Kind: ...
 def find(exercise: str, kind: type | None = None) -> Item:
     """The item of an id; KeyError's message lists the near ones.
     With `kind`, an item of another kind is an error too.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
+from fsdplab.records import RunRecord
 from fsdplab.teaching.exercise import Case, Choice, Exercise, Question, Slip, Trial, Wrong, edited
 from fsdplab.teaching.findings import Difference
 
@@ -105,16 +106,16 @@ hello_ranks = Exercise(
 )
 
 
-def _run(records: Any, strategy: str) -> Any:
+def _run(records: Iterable[RunRecord], strategy: str) -> RunRecord:
     """The record of a strategy among those that the notebook compared."""
     return next(record for record in records if record.spec["strategy"] == strategy)
 
 
-def _peak(records: Any, strategy: str) -> float:
+def _peak(records: Iterable[RunRecord], strategy: str) -> float:
     return _run(records, strategy).summary["peak_memory_bytes"]["total"] / 1e6
 
 
-def _optimizer(records: Any) -> float:
+def _optimizer(records: Iterable[RunRecord]) -> float:
     return _run(records, "full_shard").summary["peak_memory_bytes"]["by_category"]["optimizer_state"] / 1e6
 
 

@@ -64,7 +64,7 @@ def _explain(case: Case, trial: Trial, difference: Difference) -> tuple[str | No
         return None, "the blocks are stacked or one is missing: join them along the first dimension, [n * k, ...]"
     if difference.problem == "type":
         return None, "a list of blocks is not yet the result: join them with torch.cat"
-    if difference.problem != "value":
+    if difference.problem != "value" or difference.index is None:
         return None, "compare with what torch.cat of all slices gives"
     slices = [arguments[0] for arguments in case.arguments]
     rows = len(slices[0])
@@ -132,7 +132,7 @@ def _collective_used(trial: Trial) -> Finding | None:
 
 
 def _not_one_neighbour(trial: Trial) -> Finding | None:
-    peers = sorted({call.peer for call in _sends(trial)})
+    peers = sorted({call.peer for call in _sends(trial) if call.peer is not None})
     if len(peers) == 1 and peers[0] in ((trial.rank + 1) % _RANKS, (trial.rank - 1) % _RANKS):
         return None
     got = f"sends to {' and '.join(f'rank {peer}' for peer in peers)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdplab.teaching import by_hand_judging as judging
-from fsdplab.teaching.exercise import Case, Exercise, Trial, Wrong, edited
+from fsdplab.teaching.exercise import Call, Case, Exercise, Trial, Wrong, edited
 from fsdplab.teaching.exercises.nb03_questions import accumulate, message_count, order
 from fsdplab.teaching.findings import Finding
 
@@ -18,7 +18,7 @@ _HUNG = (
 )
 
 
-def _cases(*arguments: tuple) -> list[Case]:
+def _cases(*arguments: tuple[int, ...]) -> list[Case]:
     """One case for each tuple of further arguments: all ranks must hold the twin's gradients after every step."""
     expected = (judging.twin_gradients(_RANKS, _STEPS),) * _RANKS
     named = [(f", called with {', '.join(f'{value:,}' for value in more)}" if more else "", more) for more in arguments]
@@ -297,7 +297,7 @@ def _bucket_rules(case: Case, trials: Sequence[Trial]) -> Finding | None:
     return None
 
 
-def _bucket_step(trial: Trial, step: int, backward: list, after: list, limit: int) -> Finding | None:
+def _bucket_step(trial: Trial, step: int, backward: list[Call], after: list[Call], limit: int) -> Finding | None:
     calls, most = [*backward, *after], judging.most_buckets(limit) + 1
     largest = max((call.nbytes for call in calls), default=0)
     twice = "a gradient travels twice in a step: empty the bucket once it is sent"

@@ -5,13 +5,12 @@ hand.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdplab.teaching import by_hand_judging as judging
-from fsdplab.teaching.exercise import Case, Exercise, Trial, Wrong, edited
+from fsdplab.teaching.exercise import Case, Exercise, Rules, Trial, Wrong, edited
 from fsdplab.teaching.exercises.nb04_questions import state_bytes, zero1_total, zero2_total
 from fsdplab.teaching.exercises.nb04_rows import rows_of
 from fsdplab.teaching.findings import Difference, Finding, first_difference
@@ -99,7 +98,7 @@ def _whose(got: Tensor, whole: Tensor, rank: int) -> str:
     )
 
 
-def _within(half: str, cause: str) -> Any:
+def _within(half: str, cause: str) -> Rules:
     """A rule: at most P (n-1)/n bytes, where P is what `half` names."""
 
     def rule(case: Case, trials: Sequence[Trial]) -> Finding | None:
@@ -244,7 +243,7 @@ def _step_case() -> list[Case]:
 def _explain_step(case: Case, trial: Trial, difference: Difference) -> tuple[str | None, str]:
     """Whose rows are wrong, and whether they are old, foreign or stepped twice."""
     key = next((name for name in case.expected[0] if name in difference.tensor), None)
-    if key is None or difference.problem != "value":
+    if key is None or difference.problem != "value" or difference.index is None:
         return None, "write into the parameter's own memory; it keeps its shape"
     step, index = int(key.split()[1].rstrip(",")), int(key.split()[-1])
     right, got, start = case.expected[0][key], trial.returned[key], case.arguments[0][0][index]

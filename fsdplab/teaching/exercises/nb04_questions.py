@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fsdplab.teaching.exercise import Question, Slip
 
+if TYPE_CHECKING:
+    from fsdplab.teaching.by_hand_runs import Runs
 
-def _moments(run: Any) -> float:
+
+def _moments(run: Runs) -> float:
     return run.moment_bytes / 1e3
 
 

@@ -35,8 +35,11 @@ def _explain_rows(case: Case, trial: Trial, difference: Difference) -> tuple[Non
     """What is wrong with the first partition that differs: rows with no owner, with two, or owned in another way."""
     question = next((name for name in case.expected[0] if f"'{name}'" in difference.tensor), None)
     given = None if question is None else trial.returned.get(question)
-    pairs = isinstance(given, list) and all(isinstance(span, list) and len(span) == 2 for span in given)
-    if question is None or not pairs:
+    if (
+        question is None
+        or not isinstance(given, list)
+        or not all(isinstance(span, list) and len(span) == 2 for span in given)
+    ):
         return None, "return two whole numbers, `start, stop`; the rows are those of `tensor[start:stop]`"
     if not all(isinstance(edge, int) for span in given for edge in span):
         return None, "row numbers are whole: `//` divides without a fraction, and -(-rows // n) rounds up"

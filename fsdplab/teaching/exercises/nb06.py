@@ -19,10 +19,11 @@ from fsdplab.workloads import block_parameter_count, build_model, preset, root_p
 DRIVERS = str(Path(__file__).parents[1] / "mini_fsdp_drivers.py")
 STEPS = ("shard", "unshard", "reshard", "guarded", "reduce")
 _RANKS = 2
+_MODEL, _TRAIN_STEPS = "gpt-tiny", 3
 _WORK = {
     "ranks": _RANKS,
-    "model": "gpt-tiny",
-    "steps": 3,
+    "model": _MODEL,
+    "steps": _TRAIN_STEPS,
     "batch_size": 2,
     "sequence_length": 32,
     "learning_rate": 3e-3,
@@ -78,23 +79,21 @@ def parts_in_use(*names: str) -> dict[str, str]:
 
 
 def _hooks_cases() -> Sequence[Case]:
-    blocks = preset(_WORK["model"]).layers
+    blocks = preset(_MODEL).layers
     expected = {
-        LOSSES: [0.0] * _WORK["steps"],
+        LOSSES: [0.0] * _TRAIN_STEPS,
         "gathers in a step": 2 * blocks + 1,
         "reductions in a step": blocks + 1,
         "bytes gathered after a step": 0,
-        "bytes gathered at the peak": plan(_WORK["model"], CHOICES["every block"]).peak,
+        "bytes gathered at the peak": plan(_MODEL, CHOICES["every block"]).peak,
         PARAMETERS: _zeros(),
     }
-    return [
-        Case(f"{_WORK['model']}, {_WORK['steps']} steps", ((parts_in_use(), _WORK),) * _RANKS, (expected,) * _RANKS)
-    ]
+    return [Case(f"{_MODEL}, {_TRAIN_STEPS} steps", ((parts_in_use(), _WORK),) * _RANKS, (expected,) * _RANKS)]
 
 
 @lru_cache
 def _zeros() -> dict[str, torch.Tensor]:
-    parameters = build_model(_WORK["model"], device="meta").named_parameters()
+    parameters = build_model(_MODEL, device="meta").named_parameters()
     return {name: torch.zeros(parameter.shape) for name, parameter in parameters if compared(name)}
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from fsdplab.records import RunRecord
 from fsdplab.teaching.exercise import Choice, Question, Slip
 from fsdplab.teaching.reading import MS, breakdown, gaps, worst
 
 
-def _part(record: Any, name: str, rank: int = 0) -> float:
+def _part(record: RunRecord, name: str, rank: int = 0) -> float:
     return breakdown(record, rank)[f"{name}_ns"] / MS
 
 
-def _carried(record: Any) -> float:
+def _carried(record: RunRecord) -> float:
     """How long the link carried the most exposed collective, in ms."""
     most = worst(record)
     rows = [

@@ -4,13 +4,12 @@ and what fills the peak of a small and of a large batch.
 
 from __future__ import annotations
 
-from typing import Any
-
+from fsdplab.records import RunRecord
 from fsdplab.teaching.exercise import Choice, Question, Slip
 from fsdplab.teaching.reading_memory import MB, by_category, gathered, more_sequences, peak_row, total, unit_bytes
 
 
-def _whole_model(record: Any) -> float:
+def _whole_model(record: RunRecord) -> float:
     return sum(unit_bytes(record).values()) / MB
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from typing import Any
 
 from fsdplab.teaching import overlapping_axes_on_ranks as on_ranks
 from fsdplab.teaching.exercise import Case, Choice, Exercise, Question, Slip, Trial, Wrong, edited
@@ -308,4 +307,4 @@ mesh_for = Exercise(
     ),
 )
 
-ITEMS: tuple[Any, ...] = (traffic, node, grow, mesh_for)
+ITEMS = (traffic, node, grow, mesh_for)

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from fsdplab.teaching.exercise import Case, Choice, Exercise, Question, Slip, Trial, Wrong, edited
-from fsdplab.teaching.exercises.nb13_models import fine_tune, fit, shard_tied
+from fsdplab.teaching.exercises.nb13_models import DRIVERS, fine_tune, fit, shard_tied
 from fsdplab.teaching.findings import Difference, Finding
 from fsdplab.teaching.trading import KEPT, bytes_each_reference, moved_over_the_bus
 
 _RANKS = 2
-_DRIVERS = fine_tune.driver[0]
 
 # --- bytes per parameter
 
@@ -165,7 +164,7 @@ _SUM = "    for gradient in gradients:\n        total += gradient.float().square
 def _norm_cases() -> list[Case]:
     """Norms of 13 and 5, and 10,000 small bf16 values whose squares a bf16 sum would lose."""
     two = ([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])], [torch.tensor([12.0])])
-    one_empty = ([torch.tensor([-3.0, 4.0])], [])
+    one_empty: tuple[list[torch.Tensor], list[torch.Tensor]] = ([torch.tensor([-3.0, 4.0])], [])
     low = [torch.full((5000,), 0.0123).bfloat16()]
     value = 10_000**0.5 * float(low[0][0])
     return [
@@ -254,7 +253,7 @@ global_norm = Exercise(
     ),
     world_size=_RANKS,
     tolerance=1e-5,
-    driver=(_DRIVERS, "drive_norm"),
+    driver=(DRIVERS, "drive_norm"),
     wrong=(
         Wrong("own slices only", edited(_NORM, ("    dist.all_reduce(total)\n", "")), "this rank's slices alone"),
         Wrong("no root", edited(_NORM, ("total.sqrt()", "total")), "take the root in the end"),

@@ -16,7 +16,7 @@ from fsdplab.workloads import build_model, loss_of
 from fsdplab.workloads.twin import replay_gradients
 
 _RANKS = 2
-_DRIVERS = str(Path(on_ranks.__file__))
+DRIVERS = str(Path(on_ranks.__file__))
 _HUNG = "the ranks make different calls: shard the same modules in the same order on every rank"
 
 # --- tied weights
@@ -116,7 +116,7 @@ shard_tied = Exercise(
     world_size=_RANKS,
     tolerance=1e-5,
     time_limit=20.0,
-    driver=(_DRIVERS, "drive_tied"),
+    driver=(DRIVERS, "drive_tied"),
     wrong=(
         Wrong(
             "untied",
@@ -252,7 +252,7 @@ fine_tune = Exercise(
     hung=_HUNG,
     world_size=_RANKS,
     time_limit=20.0,
-    driver=(_DRIVERS, "drive_fine_tune"),
+    driver=(DRIVERS, "drive_fine_tune"),
     wrong=(
         Wrong(
             "optimizer first",
@@ -382,7 +382,7 @@ fit = Exercise(
     hung=_HUNG,
     world_size=_RANKS,
     time_limit=90.0,
-    driver=(_DRIVERS, "drive_fit"),
+    driver=(DRIVERS, "drive_fit"),
     wrong=(
         Wrong("only bf16", _chosen(precision="bf16"), "MB too many"),
         Wrong(

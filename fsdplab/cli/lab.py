@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 
-from fsdplab.cli_errors import refuse
+from fsdplab.cli.errors import refuse
+from fsdplab.cli.processes import run_module
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def find_notebooks(folder: Path | None) -> Path:
@@ -34,12 +33,12 @@ def open_lab(folder: Path | None, browser: bool, port: int | None, edition: str)
         refuse('JupyterLab is not installed; run: pip install -e ".[lab]"')
     if folder is None and edition == "learner":
         place = learner_edition(place)
-    command = [sys.executable, "-m", "jupyterlab", str(place)]
+    command = [str(place)]
     command += [] if browser else ["--no-browser"]
     # containers: Jupyter refuses root
     command += ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
     command += [] if port is None else [f"--port={port}"]
-    return subprocess.call(command)
+    return run_module("jupyterlab", command)
 
 
 def learner_edition(sources: Path) -> Path:
@@ -56,4 +55,4 @@ def run_course(arguments: list[str]) -> int:
     """Hand `fsdplab course ...` to the teaching room, a neighbour on this floor and so a process of its own."""
     if importlib.util.find_spec("IPython") is None:
         refuse('the course needs the notebook tools; run: pip install -e ".[lab]"')
-    return subprocess.call([sys.executable, "-m", "fsdplab.teaching", *arguments])
+    return run_module("fsdplab.teaching", arguments)

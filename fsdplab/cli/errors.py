@@ -7,13 +7,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
 # The base of all of typer's usage errors. Newer versions of typer carry their own copy of click, so it is not imported
 # by name.
-USAGE_ERROR = typer.BadParameter.__mro__[2]
+_base: Any = typer.BadParameter.__mro__[2]
+USAGE_ERROR: type[Exception] = _base
 
 
 def refuse(message: str) -> NoReturn:
@@ -34,7 +35,7 @@ def interrupted() -> NoReturn:
     raise SystemExit(130)
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: Any) -> str:
     """A usage error with the command it belongs to and where its flags are listed."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "fsdplab"

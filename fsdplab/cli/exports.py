@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fsdplab.cli_errors import refusals, refuse
+from fsdplab.cli.errors import refusals, refuse
 from fsdplab.figures.view import view
 from fsdplab.records import RunRecord
 

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from types import ModuleType
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from fsdplab import __version__
 from fsdplab.figures.units import size
+from fsdplab.records import FORMAT
 
 PACKAGES = ("numpy", "plotly", "pandas", "jupyterlab", "ipywidgets", "transformers", "deepspeed", "tensorboard")
 EXTRA = {
@@ -110,7 +112,7 @@ def _transport() -> Finding:
     return Finding("CPU transport", True, "shared memory", "between ranks of this machine; gloo between machines")
 
 
-def _gpus(torch: object) -> Finding:
+def _gpus(torch: ModuleType) -> Finding:
     if not torch.cuda.is_available():
         return Finding("GPUs", False, "none", "CPU ranks run everything; GPU figures come from recorded runs")
     kinds = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -119,13 +121,13 @@ def _gpus(torch: object) -> Finding:
     return Finding("GPUs", True, f"{len(kinds)}: {', '.join(sorted(set(kinds)))}", warning)
 
 
-def _nccl(torch: object) -> Finding:
+def _nccl(torch: ModuleType) -> Finding:
     if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
         return Finding("NCCL", False, "none", "needs a GPU and a CUDA build of torch")
     return Finding("NCCL", True, ".".join(map(str, torch.cuda.nccl.version())), "one rank a GPU")
 
 
-def _several(torch: object) -> Finding:
+def _several(torch: ModuleType) -> Finding:
     """How several ranks run on one GPU here: the driver's part of `shared_gpu` is tried, NCCL's version looked up."""
     if not torch.cuda.is_available():  # before the imports, which take as long as all other findings together
         return Finding(SEVERAL, False, "none", "needs a GPU; transport shared_gpu rehearses it on CPU ranks")
@@ -145,7 +147,7 @@ def _several(torch: object) -> Finding:
     )
 
 
-def _lacking(torch: object) -> str:
+def _lacking(torch: ModuleType) -> str:
     """What the driver lacks for `shared_gpu`; "" where it has all."""
     from fsdplab.engine.shared_gpu_cuda import probe
 
@@ -190,12 +192,12 @@ def reality(found: list[Finding]) -> Mapping[str, str]:
 
 
 def show_findings(as_json: bool) -> None:
-    """Print the findings as a table, or as JSON: `{"findings": [...], "real": ..., "emulated": ..., "simulated":
-    ...}`.
+    """Print the findings as a table, or as JSON: `{"format": 1, "findings": [...], "real": ..., "emulated": ...,
+    "simulated": ...}`.
     """
     found = findings()
     if as_json:
-        print(json.dumps({"findings": [asdict(item) for item in found], **reality(found)}, indent=1))
+        print(json.dumps({"format": FORMAT, "findings": [asdict(item) for item in found], **reality(found)}, indent=1))
         return
     table = Table("", "there", "found", "note", box=None, pad_edge=False)
     for item in found:

@@ -12,8 +12,9 @@ from typing import Any
 from rich.progress import Progress
 from rich.table import Table
 
-from fsdplab.cli_errors import refusals, refuse
-from fsdplab.cli_report import Outputs
+from fsdplab.cli.errors import refusals, refuse
+from fsdplab.cli.outputs import Outputs
+from fsdplab.records import FORMAT
 
 BESIDE = ("alone", "torch-ddp", "torch-fsdp2")  # whose medians the ratios are taken to, where they took part
 
@@ -105,4 +106,4 @@ def _as_dict(result: Any) -> dict[str, Any]:
         }
         for timing in result.timings
     ]
-    return {"spec": result.spec.as_dict(), "floor_s": result.floor, "rows": rows}
+    return {"format": FORMAT, "spec": result.spec.as_dict(), "floor_s": result.floor, "rows": rows}

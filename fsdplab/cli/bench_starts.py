@@ -7,11 +7,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from fsdplab.cli_errors import refusals, refuse
-from fsdplab.cli_report import Outputs
+from fsdplab.cli.errors import refusals, refuse
+from fsdplab.cli.outputs import Outputs
+from fsdplab.records import FORMAT
+
+if TYPE_CHECKING:
+    from fsdplab.sessions.starts import Row
 
 
 def bench_starts(repetitions: int, quick: bool, json_file: Path | None) -> None:
@@ -46,11 +51,14 @@ def bench_starts(repetitions: int, quick: bool, json_file: Path | None) -> None:
     )
     if json_file is not None:
         json_file.write_text(
-            json.dumps({"repetitions": repetitions, "rows": [row.as_dict() for row in rows]}, indent=1) + "\n"
+            json.dumps(
+                {"format": FORMAT, "repetitions": repetitions, "rows": [row.as_dict() for row in rows]}, indent=1
+            )
+            + "\n"
         )
 
 
-def _of_the_course(repetitions: int) -> list[dict]:
+def _of_the_course(repetitions: int) -> list[dict[str, Any]]:
     """The rows of the teaching room, a neighbour on this floor and so a process of its own; none where the notebook
     tools are missing.
     """
@@ -70,7 +78,7 @@ def _of_the_course(repetitions: int) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def cells(row: object) -> tuple[str, str, str, str]:
+def cells(row: Row) -> tuple[str, str, str, str]:
     """The row as the table shows it: name, cold, warm, ratio."""
     cold, warm, ratio = row.median("cold"), row.median("warm"), row.ratio
     return row.name, _seconds(cold), _seconds(warm), "–" if ratio is None else f"{ratio:.1f}"
@@ -80,7 +88,7 @@ def _seconds(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
 
 
-def _table(rows: list) -> Table:
+def _table(rows: list[Row]) -> Table:
     table = Table(box=None, header_style="bold")
     for name in ("what", "cold", "warm", "cold / warm"):
         table.add_column(name, justify="left" if name == "what" else "right", no_wrap=True)

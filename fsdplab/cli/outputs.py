@@ -1,4 +1,4 @@
-"""Showing finished runs: the table with its footer in the terminal, the page and the JSON as files."""
+"""Finished runs: the table with its legend in the terminal, the page and the JSON as files."""
 
 from __future__ import annotations
 
@@ -8,33 +8,49 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from fsdplab.cli_errors import refuse
-from fsdplab.cli_exports import Exports
-from fsdplab.cli_findings import print_findings
+from fsdplab.cli.errors import refuse
 from fsdplab.figures.table import AGREE, COLUMNS, DIFFER, EQUAL, LEGEND, cells, verdict
 from fsdplab.figures.units import MISSING
 from fsdplab.figures.view import RunView, provenance, view
-from fsdplab.records import RecordError, RunRecord, comparison_json
+from fsdplab.records import RunRecord
 
 WIDTH = 146  # columns of the table where no terminal says how wide it is
 STYLES = {AGREE: "bold green", EQUAL: "green", DIFFER: "bold red", "out of memory": "bold red", "failed": "bold red"}
 NUMBERS = ("step", "tokens/s", "peak", "sent", "loss")
 
 
+class Detail(Enum):
+    """How much is printed: the result (-q), also progress, what the words mean and findings, or also every step and
+    what the ranks printed (-v).
+    """
+
+    QUIET, NORMAL, VERBOSE = range(3)
+
+    @classmethod
+    def of(cls, quiet: bool, verbose: bool) -> Detail:
+        """The level of the two flags; both together are refused."""
+        if quiet and verbose:
+            refuse("--quiet and --verbose were given; expected one of them, or none")
+        return cls.QUIET if quiet else cls.VERBOSE if verbose else cls.NORMAL
+
+
 @dataclass(frozen=True)
 class Outputs:
-    """Where results go besides the terminal: JSON (a file, or `-` for stdout), a page, a folder of records."""
+    """Where results go: how much to the terminal; JSON (a file, or `-` for stdout), a page, a folder of records."""
 
     json_file: str | None = None
     html_file: Path | None = None
     keep: Path | None = None
+    detail: Detail = Detail.NORMAL
 
     def check(self) -> Outputs:
         """Refuse, before anything runs, a place that cannot be written and a page that cannot be drawn."""
@@ -52,7 +68,7 @@ class Outputs:
         console = Console(stderr=self.json_file == "-")
         return console if console.is_terminal else Console(stderr=self.json_file == "-", width=WIDTH)
 
-    def write(self, comparison: dict, shown: Sequence[RunView], records: Sequence[RunRecord]) -> None:
+    def write(self, comparison: dict[str, Any], shown: Sequence[RunView], records: Sequence[RunRecord]) -> None:
         """Write what was asked for."""
         text = json.dumps(comparison, indent=1)
         if self.json_file == "-":
@@ -95,7 +111,7 @@ def _table(columns: Sequence[str], rows: list[dict[str, str]]) -> Table:
     return table
 
 
-def with_verdicts(records: Sequence[RunRecord], comparison: dict) -> list[RunView]:
+def with_verdicts(records: Sequence[RunRecord], comparison: dict[str, Any]) -> list[RunView]:
     """The records as a table shows them, each with the comparison's verdict on its losses."""
     return [
         replace(view(record), matches=entry["matches_reference"])
@@ -103,16 +119,11 @@ def with_verdicts(records: Sequence[RunRecord], comparison: dict) -> list[RunVie
     ]
 
 
-def show(console: Console, shown: Sequence[RunView], reference: RunRecord | None) -> None:
-    """Print the table, what its words mean, and what of it is real."""
+def show(console: Console, shown: Sequence[RunView], reference: RunRecord | None, detail: Detail) -> None:
+    """Print the table; unless quiet also what its words mean, and what of it is real."""
     console.print(board(shown, console.width))
-    console.print(f"[dim]{LEGEND}[/]", highlight=False)
-    for word, what in provenance(list(shown)):
-        console.print(f"[bold]{word}[/]: {what}", highlight=False)
-    if reference is not None:
-        console.print(
-            "[bold]losses[/]: beside the unsharded twin, one process that replays every rank's batches", highlight=False
-        )
+    if detail is not Detail.QUIET:
+        _explain(console, shown, reference)
     for run in shown:
         if run.matches is False:
             console.print(
@@ -120,29 +131,25 @@ def show(console: Console, shown: Sequence[RunView], reference: RunRecord | None
             )
 
 
-def report_records(paths: Sequence[Path], outputs: Outputs, exports: Exports = Exports()) -> None:
-    """Load recorded runs, show them, write what was asked for; a finished record of the twin is the reference."""
-    outputs.check()
-    loaded = load_all(paths)
-    twins = [record for record in loaded if record.spec.get("engine") == "twin"]
-    records = [record for record in loaded if record not in twins] or loaded
-    reference = twins[0] if twins else None
-    comparison = comparison_json(records, reference)
-    shown = with_verdicts(records, comparison)
-    show(outputs.console(), shown, reference)
-    print_findings(outputs.console(), records)
-    outputs.write(comparison, shown, records)
-    exports.write(records, outputs.console())
+def _explain(console: Console, shown: Sequence[RunView], reference: RunRecord | None) -> None:
+    console.print(f"[dim]{LEGEND}[/]", highlight=False)
+    for word, what in provenance(list(shown)):
+        console.print(f"[bold]{word}[/]: {what}", highlight=False)
+    if reference is not None:
+        console.print(
+            "[bold]losses[/]: beside the unsharded twin, one process that replays every rank's batches", highlight=False
+        )
 
 
-def load_all(paths: Sequence[Path]) -> list[RunRecord]:
-    """Folders are records; files are traces, all of one run."""
-    from fsdplab.profiling.chrome import TraceError
-    from fsdplab.profiling.foreign import record_of_traces
+def report_of(record: RunRecord) -> str:
+    """The report of a failed run as its ranks left it: the message, then the traceback."""
+    failure = record.failure or {}
+    return "\n".join(text for text in (failure.get("message"), failure.get("traceback")) if text)
 
-    traces = [path for path in paths if path.is_file()]
-    try:
-        loaded = [RunRecord.load(path) for path in paths if path not in traces]
-        return loaded + ([record_of_traces(traces)] if traces else [])
-    except (RecordError, TraceError) as error:
-        refuse(str(error))
+
+def print_output_of_ranks(console: Console, records: Sequence[RunRecord]) -> None:
+    """What the ranks of these runs printed, each line with the run and the rank it came from."""
+    for record in records:
+        for path in sorted((record.path / "ranks").glob("rank*.*")):
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                console.print(f"{view(record).label}, {path.stem}: {line}", highlight=False, markup=False)

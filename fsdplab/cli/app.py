@@ -13,12 +13,25 @@ from typing import Annotated
 import typer
 
 from fsdplab import __version__
-from fsdplab.cli_errors import USAGE_ERROR, interrupted, one_line, refuse
-from fsdplab.cli_parse import names
+from fsdplab.cli.errors import USAGE_ERROR, interrupted, one_line, refuse
+from fsdplab.cli.parse import names
+
+NAMES = ("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard", "hybrid_shard")
+STRATEGIES = "no_shard (DDP), zero1, zero2, shard_grad_op, full_shard (ZeRO-3), hybrid_shard"
+
+
+def examples(*lines: str) -> str:
+    """What stands below a command's flags."""
+    return "Examples:\n\n" + "\n\n".join(lines)
+
+
+def flag(name: str, value: object) -> list[str]:
+    """A flag for another process; nothing where it was not given: `flag("--out", Path("a")) == ["--out", "a"]`."""
+    return [] if value in (None, "") else [name, str(value)]
+
 
 app = typer.Typer(
     help="A laboratory for Fully Sharded Data Parallel training.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
@@ -69,6 +82,8 @@ Start = Annotated[
         help="How ranks are started: warm (forked), torchrun (new Pythons), or auto (warm where that can be)."
     ),
 ]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only: no progress, legend or findings.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print also every step, and what the ranks printed.")]
 TimeLimit = Annotated[float, typer.Option(help="Seconds after which one run is ended with a report.")]
 Html = Annotated[Path | None, typer.Option("--html", help="Write a standalone page: table, figures, what was real.")]
 Json = Annotated[
@@ -94,10 +109,20 @@ def top(
         print(context.get_help())
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "fsdplab compare",
+        "fsdplab compare --strategies zero2,full_shard --engines torch-fsdp2 --link eth10",
+        "fsdplab compare --world-size 4 --strategies full_shard,hybrid_shard --shard-size 2 --html page.html",
+    )
+)
 def compare(
     strategies: Annotated[
-        str, typer.Option(help="Strategies of the lab's own engine, comma-separated.", show_default="all five")
+        str,
+        typer.Option(
+            help=f"Strategies of the lab's own engine, comma-separated: {STRATEGIES}.",
+            show_default="all but hybrid_shard",
+        ),
     ] = "no_shard,zero1,zero2,shard_grad_op,full_shard",
     engines: Annotated[
         str,
@@ -131,12 +156,14 @@ def compare(
     json_file: Json = None,
     html_file: Html = None,
     keep: Annotated[Path | None, typer.Option(help="Keep the run records in this folder.")] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Train one model on one text under several strategies, and compare time, memory, traffic and losses."""
     begin_warm(start)
-    from fsdplab.cli_compare import compare_runs
-    from fsdplab.cli_fabric import card_of
-    from fsdplab.cli_report import Outputs
+    from fsdplab.cli.card import card_of
+    from fsdplab.cli.compare import compare_runs
+    from fsdplab.cli.outputs import Detail, Outputs
 
     common = dict(
         world_size=world_size, model=model, steps=steps, batch_size=batch_size, sequence_length=sequence_length,
@@ -147,14 +174,19 @@ def compare(
         emulate=emulate, as_model=as_model, start=start,
     )  # fmt: skip
     common["card"] = card_of(card, common, "330MB")
-    compare_runs(names(strategies), names(engines), common, Outputs(json_file, html_file, keep))
+    outputs = Outputs(json_file, html_file, keep, Detail.of(quiet, verbose))
+    compare_runs(names(strategies), names(engines), common, outputs)
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "fsdplab run full_shard",
+        "fsdplab run hybrid_shard -n 4 --shard-size 2 --link nvlink4 --link-across eth10",
+        "fsdplab run zero2 --nodes 2 --ranks-per-node 2 --link 200mbit --out runs/two-nodes",
+    )
+)
 def run(
-    strategy: Annotated[
-        str, typer.Argument(help="no_shard, zero1, zero2, shard_grad_op or full_shard.")
-    ] = "full_shard",
+    strategy: Annotated[str, typer.Argument(help=f"{STRATEGIES}.", autocompletion=lambda: list(NAMES))] = "full_shard",
     engine: Annotated[
         str, typer.Option(help="lab, torch-ddp, torch-fsdp1, torch-fsdp2, deepspeed-1/2/3 or twin.")
     ] = "lab",
@@ -195,11 +227,14 @@ def run(
     start: Start = "auto",
     time_limit: TimeLimit = 120.0,
     out: Annotated[Path | None, typer.Option(help="Folder of the record; default: runs/<strategy>-<engine>.")] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Run one strategy and record it in a folder, for `fsdplab report` and the notebooks."""
     begin_warm(start)
-    from fsdplab.cli_compare import record_run
-    from fsdplab.cli_fabric import card_of, record_on_nodes
+    from fsdplab.cli.card import card_of
+    from fsdplab.cli.outputs import Detail
+    from fsdplab.cli.run import record_on_nodes, record_run
 
     common = dict(
         world_size=world_size, model=model, steps=steps, batch_size=batch_size, sequence_length=sequence_length,
@@ -211,14 +246,20 @@ def run(
         as_model=as_model, strategy=strategy, engine=engine, start=start,
     )  # fmt: skip
     common["card"] = card_of(card, common, "none")
-    folder = out or Path("runs") / f"{strategy}-{engine}"
+    folder, detail = out or Path("runs") / f"{strategy}-{engine}", Detail.of(quiet, verbose)
     if nodes > 1 or ranks_per_node is not None:
-        record_on_nodes(common, nodes, ranks_per_node, folder)
+        record_on_nodes(common, nodes, ranks_per_node, folder, detail)
     else:
-        record_run(common, folder)
+        record_run(common, folder, detail)
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "fsdplab report runs/full_shard-lab --html page.html",
+        "fsdplab report rank0.json rank1.json",
+        "fsdplab report runs/full_shard-lab --perfetto trace.json.gz",
+    )
+)
 def report(
     records: Annotated[
         list[Path],
@@ -238,20 +279,28 @@ def report(
     snapshot: Annotated[
         Path | None, typer.Option(help="Write CUDA memory snapshots for PyTorch's memory viewer into this folder.")
     ] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Show recorded runs, or traces, as a table with findings, a standalone page or JSON; a record of the twin serves
     as the reference.
     """
-    from fsdplab.cli_exports import Exports
-    from fsdplab.cli_report import Outputs, report_records
+    from fsdplab.cli.exports import Exports
+    from fsdplab.cli.outputs import Detail, Outputs
+    from fsdplab.cli.report import report_records
 
-    report_records(records, Outputs(json_file, html_file), Exports(tensorboard, perfetto, csv, snapshot))
+    outputs = Outputs(json_file, html_file, detail=Detail.of(quiet, verbose))
+    report_records(records, outputs, Exports(tensorboard, perfetto, csv, snapshot))
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "fsdplab bench", "fsdplab bench --link 400MB/s --prefetch 0,1", "fsdplab bench --starts --repetitions 3"
+    )
+)
 def bench(
     strategies: Annotated[
-        str, typer.Option(help="Strategies of the lab's own engine, comma-separated.")
+        str, typer.Option(help=f"Strategies of the lab's own engine, comma-separated: {STRATEGIES}.")
     ] = "full_shard,shard_grad_op,zero2,zero1,no_shard",
     engines: Annotated[str, typer.Option(help="Other engines in the same run.")] = "torch-ddp,torch-fsdp2",
     world_size: WorldSize = 2,
@@ -284,12 +333,12 @@ def bench(
 ) -> None:
     """Time engines in turn in one run, and report ratios of medians; with --starts, time starting."""
     if starts:
-        from fsdplab.cli_starts import bench_starts
+        from fsdplab.cli.bench_starts import bench_starts
 
         bench_starts(repetitions, quick, json_file)
         return
     begin_warm(start)
-    from fsdplab.cli_bench import bench_engines
+    from fsdplab.cli.bench import bench_engines
 
     common = dict(
         world_size=world_size, model=model, batch_size=batch_size, sequence_length=sequence_length, precision=precision,
@@ -299,15 +348,15 @@ def bench(
     bench_engines(names(strategies), names(engines), common, rounds, json_file, peer_transport, names(prefetch))
 
 
-@app.command()
+@app.command(epilog=examples("fsdplab doctor", "fsdplab doctor --json"))
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
     """Say what this machine can do, and what is real, emulated or simulated on it."""
-    from fsdplab.cli_doctor import show_findings
+    from fsdplab.cli.doctor import show_findings
 
     show_findings(as_json)
 
 
-@app.command()
+@app.command(epilog=examples("fsdplab lab", "fsdplab lab --edition teacher --no-browser --port 8899"))
 def lab(
     notebooks: Annotated[
         Path | None, typer.Option(help="Open this folder of notebooks as it is, instead of an edition.")
@@ -321,32 +370,67 @@ def lab(
     port: Annotated[int | None, typer.Option(help="Port of the server; default: JupyterLab's choice.")] = None,
 ) -> None:
     """Open JupyterLab on the course's notebooks."""
-    from fsdplab.cli_lab import open_lab
+    from fsdplab.cli.lab import open_lab
 
     raise typer.Exit(open_lab(notebooks, browser, port, edition))
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    add_help_option=False,
-)
-def course(context: typer.Context) -> None:
-    """Build and test the course's editions: `fsdplab course --help` lists what there is."""
-    from fsdplab.cli_lab import run_course
+course = typer.Typer(help="Build and test the course's editions, for teachers and for CI.", no_args_is_help=True)
+app.add_typer(course, name="course")
 
-    raise typer.Exit(run_course(context.args))
+Source = Annotated[Path | None, typer.Option(help="Folder of the sources; default: notebooks, here or in the clone.")]
+
+
+@course.command("build", epilog=examples("fsdplab course build", "fsdplab course build --edition teacher --out print"))
+def course_build(
+    edition: Annotated[str, typer.Option(help="learner (exercises to solve) or teacher (with solutions).")] = "learner",
+    out: Annotated[Path | None, typer.Option(help="Folder to write to; default: course-<edition>.")] = None,
+    source: Source = None,
+) -> None:
+    """Write one edition of the notebooks to a folder."""
+    from fsdplab.cli.lab import run_course
+
+    raise typer.Exit(run_course(["build", "--edition", edition, *flag("--out", out), *flag("--source", source)]))
+
+
+@course.command("test", epilog=examples("fsdplab course test", "fsdplab course test course-learner"))
+def course_test(
+    directory: Annotated[Path | None, typer.Argument(help="Folder of notebooks; default: notebooks.")] = None,
+) -> None:
+    """Run a folder of notebooks; sources run as teacher and as learner edition."""
+    from fsdplab.cli.lab import run_course
+
+    raise typer.Exit(run_course(["test", *([str(directory)] if directory else [])]))
 
 
 @app.command(
     "gpu-check",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    add_help_option=False,
+    epilog=examples(
+        "fsdplab gpu-check", "fsdplab gpu-check --device cpu --parts tests,memory", "fsdplab gpu-check --open DIR"
+    ),
 )
-def gpu_check(context: typer.Context) -> None:
-    """Run and record all that needs a GPU, or a dry run on CPU: `fsdplab gpu-check --help` lists what there is."""
-    from fsdplab.cli_gpu import check_gpu
+def gpu_check(
+    device: Annotated[str, typer.Option(help="cuda, or cpu: a dry run of the same code in tiny sizes.")] = "cuda",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the result, new or empty; default: gpu-check-DEVICE.")
+    ] = None,
+    parts: Annotated[str, typer.Option(help="Comma-separated parts.", show_default="all")] = "",
+    limit: Annotated[float | None, typer.Option(help="Seconds for everything.", show_default="480")] = None,
+    notebooks: Annotated[str, typer.Option(help="Of the part course: numbers such as 01,02.", show_default="all")] = "",
+    commit: Annotated[str, typer.Option(help="The commit of this code, where git cannot be asked.")] = "",
+    open_folder: Annotated[
+        Path | None, typer.Option("--open", help="Print the table of an earlier check, and do nothing else.")
+    ] = None,
+) -> None:
+    """Run and record all that needs a GPU: tests, benchmarks, traces, memory, the course; or a dry run on the CPU."""
+    from fsdplab.cli.processes import run_module
 
-    raise typer.Exit(check_gpu(context.args))
+    given = {
+        "--out": out, "--parts": parts, "--limit": limit, "--notebooks": notebooks, "--commit": commit,
+        "--open": open_folder,
+    }  # fmt: skip
+    flags = [word for name, value in given.items() for word in flag(name, value)]
+    raise typer.Exit(run_module("fsdplab.gpu_check", ["--device", device, *flags]))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -358,7 +442,3 @@ def main(arguments: list[str] | None = None) -> None:
     except (KeyboardInterrupt, typer.Abort):
         interrupted()
     sys.exit(status or 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,91 @@
+"""`fsdplab compare`: rows that appear as runs finish, then the whole comparison."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from fsdplab.cli.errors import failed, refusals, refuse
+from fsdplab.cli.findings import print_findings
+from fsdplab.cli.outputs import Detail, Outputs, print_output_of_ranks, report_of, show, with_verdicts
+from fsdplab.cli.progress import Progress, headline
+from fsdplab.figures.view import view
+from fsdplab.records import RunRecord, comparison_json
+
+if TYPE_CHECKING:
+    from fsdplab.sessions import RunSpec
+
+
+def compare_runs(strategies: list[str], engines: list[str], common: dict[str, Any], outputs: Outputs) -> None:
+    """Run every strategy on the lab's engine and every other engine, then the twin;
+    show, write, exit 1 if one failed.
+    """
+    from fsdplab.sessions import RunSpec, compare
+
+    outputs.check()
+    with refusals():
+        specs = [RunSpec(**own(name, common)) for name in strategies] + [_peer(name, common) for name in engines]
+        twin = RunSpec(engine="twin", **own("full_shard", dict(common, card=None, prefetch=1)) | dict(memory=False))
+        if not specs:
+            refuse("nothing to compare; expected strategies or engines, such as --strategies no_shard,full_shard")
+    console = outputs.console()
+    console.print(headline(twin, common["card"]), highlight=False)
+    with refusals(), _folder(outputs.keep) as folder:
+        with Progress(console, len(specs), outputs.detail) as progress:
+            records = compare([*specs, twin], directory=folder, on_record=progress.finished, on_progress=progress.step)
+        _conclude(records[:-1], records[-1], console, outputs)
+
+
+def _peer(engine: str, common: dict[str, Any]) -> RunSpec:
+    """The spec of another engine under the strategy that it is best known for."""
+    from fsdplab.sessions import ENGINES, RunSpec
+
+    if engine not in ENGINES or engine in ("lab", "twin"):
+        peers = [name for name in ENGINES if name not in ("lab", "twin")]
+        refuse(
+            f"--engines has {engine!r}; expected some of {', '.join(peers)} (the lab's own engine runs --strategies)"
+        )
+    return RunSpec(
+        engine=engine,
+        **own(
+            ENGINES[engine][0], dict(common, prefetch=1, units=common["units"] if engine == "torch-fsdp2" else "auto")
+        ),
+    )
+
+
+def own(strategy: str, common: dict[str, Any]) -> dict[str, Any]:
+    """What of the common settings concerns a strategy: only hybrid_shard has shard groups."""
+    groups = {} if strategy == "hybrid_shard" else dict(shard_size=None, link_across=None)
+    return {**common, "strategy": strategy, **groups}
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    """Where the records of a comparison live: the folder to keep, or one that is gone afterwards."""
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(prefix="fsdplab-compare-") as folder:
+        yield Path(folder)
+
+
+def _conclude(records: list[RunRecord], twin: RunRecord, console: Console, outputs: Outputs) -> None:
+    """Show and write the whole comparison; a run that failed ends the command with its report and exit code 1."""
+    reference = twin if twin.status == "finished" else None
+    comparison = comparison_json(records, reference)
+    shown = with_verdicts(records, comparison)
+    show(console, shown, reference, outputs.detail)
+    if outputs.detail is not Detail.QUIET:
+        print_findings(console, records)
+    if outputs.detail is Detail.VERBOSE:
+        print_output_of_ranks(console, records)
+    outputs.write(comparison, shown, records)
+    reports = [f"{view(record).label}: {report_of(record)}" for record in [*records, twin] if record.status == "failed"]
+    if reports:
+        failed("\n\n".join(reports))

@@ -1,0 +1,80 @@
+"""`fsdplab run`: one run, recorded in a folder; on this machine, or on several nodes with a real link between them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fsdplab.cli.errors import refusals, refuse
+from fsdplab.cli.findings import print_findings
+from fsdplab.cli.outputs import Detail, Outputs, print_output_of_ranks, show
+from fsdplab.cli.progress import Progress, headline
+from fsdplab.figures.view import view
+from fsdplab.records import RunRecord
+
+
+def record_run(
+    settings: dict[str, Any], folder: Path, detail: Detail, runner: Callable[..., RunRecord] | None = None
+) -> None:
+    """Run one spec into a folder that `fsdplab report` reads, and show its row; `runner` is `sessions.run` unless
+    given.
+    """
+    from fsdplab.sessions import RunSpec, run
+
+    console = Outputs().console()
+    with refusals():
+        spec = RunSpec(**settings)
+        if folder.exists() and not folder.is_dir():
+            refuse(f"--out {folder} is a file; expected a folder")
+        if (
+            folder.exists()
+            and any(folder.iterdir())
+            and not any((folder / name).exists() for name in ("run.json", "ranks"))
+        ):
+            refuse(f"--out {folder} holds other files; expected a new folder, or that of an earlier run")
+        console.print(headline(spec, spec.card), highlight=False)
+        with Progress(console, 1, detail) as progress:
+            record = (runner or run)(spec, directory=folder, on_progress=lambda *where: progress.step(spec, *where))
+    show(console, [view(record)], None, detail)
+    if detail is not Detail.QUIET:
+        print_findings(console, [record])
+    if detail is Detail.VERBOSE:
+        print_output_of_ranks(console, [record])
+    console.print(f"recorded in {folder}; show it again with: fsdplab report {folder}", highlight=False)
+
+
+def record_on_nodes(
+    common: dict[str, Any], nodes: int, ranks_per_node: int | None, folder: Path, detail: Detail
+) -> None:
+    """Record one run on `nodes` network namespaces;
+    behind an emulated link where the system does not let us make them.
+    """
+    from fsdplab.planning.links import LinkError, parse_link
+    from fsdplab.sessions import RunSpec
+    from fsdplab.sessions.nodes import run_nodes, shaping_refused
+
+    if nodes < 1 or common["world_size"] % nodes and ranks_per_node is None:
+        refuse(
+            f"--nodes {nodes} with --world-size {common['world_size']}; expected a divisor of the ranks, or give"
+            " --ranks-per-node"
+        )
+    each = ranks_per_node or common["world_size"] // nodes
+    settings = dict(common, world_size=nodes * each)
+    if (why := shaping_refused()) is not None:
+        print(
+            f"fsdplab: no nodes can be made here ({why}); the link between all ranks is emulated instead",
+            file=sys.stderr,
+        )
+        record_run(settings, folder, detail)
+        return
+    try:
+        link = parse_link(common["link"]) if common["link"] else None
+    except LinkError as error:
+        refuse(str(error))
+
+    def on_nodes(spec: RunSpec, **how: Any) -> RunRecord:
+        return run_nodes(spec, nodes, each, link, **how)
+
+    record_run(dict(settings, link=None), folder, detail, on_nodes)

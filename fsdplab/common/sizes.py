@@ -1,0 +1,56 @@
+"""How quantities read and are read: one way to write bytes and seconds, in figures, tables, pages and flags alike.
+
+MB is 1e6 bytes, GB 1e9, as on a card's box; MiB is 2**20.
+"""
+
+from __future__ import annotations
+
+import re
+
+from .words import MISSING
+
+BYTES = {
+    "": 1.0, "B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
+    "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", re.ASCII)
+
+
+def size(nbytes: float | None) -> str:
+    """Bytes as a reader sees them, three digits: `size(300_000_000) == "300 MB"`, `size(1536) == "1.54 kB"`."""
+    if nbytes is None:
+        return MISSING
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(nbytes) >= 0.9995 * scale:
+            return f"{three_digits(nbytes / scale)} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def parse_size(text: str) -> int:
+    """Whole bytes of `300MB`, `1.5 GB`, `2GiB` or a plain number, units in any case; ValueError for anything else.
+
+    >>> parse_size("2GiB"), parse_size("1_000")
+    (2147483648, 1000)
+    """
+    scales = {unit.lower(): scale for unit, scale in BYTES.items()}
+    found = _SIZE.fullmatch(text.replace("_", ""))
+    scale = scales.get(found[2].lower()) if found else None
+    if found is None or scale is None or len(found[1]) > 30 or float(found[1]) * scale < 1:
+        raise ValueError(f"{text!r} is no size; expected one such as 300MB, 1.5GB or 2GiB")
+    return int(float(found[1]) * scale)
+
+
+def seconds(value: float | None) -> str:
+    """A duration, three digits: `seconds(0.0153) == "15.3 ms"`, `seconds(1.4) == "1.40 s"`."""
+    if value is None:
+        return MISSING
+    if value >= 0.9995:
+        return f"{three_digits(value)} s"
+    return f"{three_digits(value * 1e3)} ms" if value >= 0.9995e-3 else f"{three_digits(value * 1e6)} µs"
+
+
+def three_digits(value: float) -> str:
+    """A number with three significant digits and no exponent: `three_digits(12.345) == "12.3"`."""
+    magnitude = abs(value)
+    decimals = 2 if magnitude < 9.995 else 1 if magnitude < 99.95 else 0
+    return f"{value:,.{decimals}f}"

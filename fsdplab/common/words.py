@@ -1,0 +1,38 @@
+"""Words for messages: what was probably meant, and how many there are of a thing."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+
+MISSING = "–"  # what a table shows where nothing was measured
+
+
+def near(got: object, known: Iterable[str], most: int = 2) -> list[str]:
+    """The known words that `got` resembles, whatever its case, blanks, dashes and dots: at most `most`.
+
+    >>> near("Full-Shard", ["full_shard", "no_shard"])
+    ['full_shard', 'no_shard']
+    """
+    squeezed: Mapping[str, str] = {_squeezed(word): word for word in known}
+    return [squeezed[word] for word in difflib.get_close_matches(_squeezed(str(got)), squeezed, n=most, cutoff=0.55)]
+
+
+def did_you_mean(got: object, known: Iterable[str]) -> str:
+    """What to put behind an unknown word in a message; empty where nothing is near.
+
+    >>> did_you_mean("fulshard", ["full_shard", "zero1"])
+    ' (did you mean full_shard?)'
+    """
+    found = near(got, known)
+    return f" (did you mean {' or '.join(found)}?)" if found else ""
+
+
+def plural(count: int, noun: str) -> str:
+    """`plural(2, "rank") == "2 ranks"`, `plural(1, "rank") == "1 rank"`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r"[\s_.-]", "", text.lower())

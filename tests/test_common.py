@@ -1,0 +1,107 @@
+"""What several folders share: whole files, near words, sizes, endings of processes, names that load when used."""
+
+from __future__ import annotations
+
+import doctest
+import errno
+import os
+import signal
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from fsdplab.common.files import write_whole
+from fsdplab.common.processes import gone, send, send_group, state
+from fsdplab.common.sizes import parse_size, seconds, size
+from fsdplab.common.words import did_you_mean, near
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize("name", ["files", "words", "sizes", "processes", "lazy"])
+def test_examples_in_docstrings_hold(name):
+    assert doctest.testmod(import_module(f"fsdplab.common.{name}")).failed == 0
+
+
+def test_it_imports_the_standard_library_only():
+    modules = "files, lazy, processes, sizes, words"
+    code = f"import sys; before = set(sys.modules); from fsdplab.common import {modules}; print(*sys.modules - before)"
+    code = code.replace("sys.modules - before", "(set(sys.modules) - before)")
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {name.partition(".")[0] for name in loaded} <= {*sys.stdlib_module_names, "fsdplab"}
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path):
+    path = tmp_path / "run.json"
+    write_whole(path, "one\n")
+    write_whole(path, b"\xff two")
+    assert path.read_bytes() == b"\xff two" and os.listdir(tmp_path) == ["run.json"]
+
+
+def test_what_could_not_be_written_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch):
+    path = tmp_path / "run.json"
+    write_whole(path, "one")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(path, "two")
+    assert path.read_text() == "one" and os.listdir(tmp_path) == ["run.json"]
+
+
+@pytest.mark.parametrize(
+    "got,expected",
+    [
+        ("Full-Shard", "full_shard"),
+        ("fullshard", "full_shard"),
+        ("gpt 20m", "gpt-20m"),
+        ("nvlnk4", "nvlink4"),
+        ("ZERO1", "zero1"),
+    ],
+)
+def test_near_words(got, expected):
+    assert near(got, ["full_shard", "no_shard", "zero1", "gpt-20m", "nvlink4"])[0] == expected
+    assert expected in did_you_mean(got, [expected, "something else"])
+
+
+@pytest.mark.parametrize("got", ["", "xyzzy", None, 7])
+def test_nothing_near_says_nothing(got):
+    assert did_you_mean(got, ["full_shard", "zero1"]) == ""
+
+
+@pytest.mark.parametrize(
+    "text,nbytes", [("300MB", 300e6), ("1.5 gb", 1.5e9), ("2GiB", 2**31), ("7", 7), ("1_000kB", 1e6), (".5kb", 500)]
+)
+def test_sizes_are_read(text, nbytes):
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "MB", "-1MB", "0", "0.2", "1e3", "nan", "inf", "3 parsecs", "1,5GB", "²", "9" * 400, "300MB."]
+)
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError, match="is no size; expected one such as 300MB"):
+        parse_size(text)
+
+
+def test_sizes_and_durations_are_written():
+    assert [size(each) for each in (None, 0, 999, 1536, 300_000_000, 2.5e9)] == [
+        "–", "0 B", "999 B", "1.54 kB", "300 MB", "2.50 GB"
+    ]  # fmt: skip
+    assert [seconds(each) for each in (None, 2.5e-5, 0.0153, 1.4)] == ["–", "25.0 µs", "15.3 ms", "1.40 s"]
+
+
+def test_a_process_that_ended_is_gone_before_it_is_collected():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    assert not gone(child.pid) and state(child.pid)[1] == os.getpid()
+    send_group(child.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert gone(child.pid)
+    child.wait()
+    assert gone(child.pid) and state(child.pid) == ("", 0)
+    send(child.pid, signal.SIGTERM), send_group(child.pid, signal.SIGTERM)  # nobody is there: nothing happens
