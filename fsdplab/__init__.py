@@ -6,11 +6,11 @@ command line can print its help at once and a GPU machine needs no plotting libr
 
 from __future__ import annotations
 
-from importlib import import_module
+from fsdplab.common.lazy import names_of
 
 __version__ = "0.1.0"
 
-_HOME = {
+_MODULES = {
     "shard_model": "fsdplab.engine",
     "fully_shard": "fsdplab.engine",
     "Strategy": "fsdplab.engine",
@@ -23,17 +23,6 @@ _HOME = {
     "RunRecord": "fsdplab.records",
 }
 
-__all__ = ["__version__", *_HOME]
+__all__ = ["__version__", *_MODULES]
 
-
-def __getattr__(name: str) -> object:
-    """Load the room that a public name lives in, the first time the name is used."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'fsdplab' has no attribute {name!r}; public names: {', '.join(_HOME)}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = names_of(__name__, _MODULES)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import fsdplab
 from fsdplab import cli
-from fsdplab.cli.parse import names, parse_size
+from fsdplab.cli.parse import names, parse_card
 from fsdplab.cli.progress import Progress
 from fsdplab.records import CATEGORIES, RunRecord
 from fsdplab.sessions import RunSpec
@@ -224,7 +224,7 @@ def test_progress_in_a_terminal_shows_finished_rows_and_the_step_of_the_next(com
 
 def test_sizes_and_names():
     texts = ["300MB", "1.5GB", " 2 GiB ", "300_000_000", "64kb", "none", "None"]
-    assert [parse_size(text) for text in texts] == [
+    assert [parse_card(text) for text in texts] == [
         300_000_000,
         1_500_000_000,
         2 * 2**30,
@@ -236,7 +236,7 @@ def test_sizes_and_names():
     assert names(" a, b,,c ") == ["a", "b", "c"]
     for wrong in ("", "MB", "3 apples", "-1MB", "0"):
         with pytest.raises(SystemExit):
-            parse_size(wrong)
+            parse_card(wrong)
 
 
 def test_a_folder_that_cannot_be_written_is_one_line_and_exit_code_2(capsys):

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from fsdplab import figures
+from fsdplab.common.sizes import seconds, size, three_digits
+from fsdplab.common.words import plural
 from fsdplab.figures import style
 from fsdplab.figures.static import nice_step
 from fsdplab.figures.table import COLUMNS, cells
-from fsdplab.figures.units import plural, seconds, size, three_digits
 from fsdplab.figures.view import view, views
 from fsdplab.records import CATEGORIES, RunRecord, comparison_json
 

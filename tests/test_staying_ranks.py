@@ -25,10 +25,10 @@ from IPython.core.interactiveshell import InteractiveShell
 from jupyter_client import KernelManager
 
 from fsdplab import teaching
+from fsdplab.common.processes import gone, send
 from fsdplab.sessions import RanksFailed, SpecError, warm
 from fsdplab.sessions.cell_reports import CellInterrupted
 from fsdplab.sessions.live_output import Tail
-from fsdplab.sessions.processes import gone, send
 from fsdplab.sessions.staying import StayingRanks
 from fsdplab.teaching import cell_runs, course_state
 from fsdplab.teaching.cell_magics import chosen_ranks

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from fsdplab.cli.errors import refusals
-from fsdplab.cli.parse import parse_size
+from fsdplab.cli.parse import parse_card
 
 
 def card_of(text: str, common: dict[str, Any], otherwise: str) -> int | None:
     """Bytes of the emulated card; `auto` is the wind tunnel's card where there is one, else `otherwise`."""
     if text != "auto":
-        return parse_size(text)
+        return parse_card(text)
     if not (common["emulate"] and common["as_model"]):
-        return parse_size(otherwise)
+        return parse_card(otherwise)
     from fsdplab.sessions import RunSpec
     from fsdplab.sessions.fabric import scaled_card
 

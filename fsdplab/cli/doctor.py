@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fsdplab import __version__
-from fsdplab.figures.units import size
+from fsdplab.common.sizes import size
 from fsdplab.records import FORMAT
 
 PACKAGES = ("numpy", "plotly", "pandas", "jupyterlab", "ipywidgets", "transformers", "deepspeed", "tensorboard")

@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdplab.cli.errors import refuse
+from fsdplab.common.words import MISSING
 from fsdplab.figures.table import AGREE, COLUMNS, DIFFER, EQUAL, LEGEND, cells, verdict
-from fsdplab.figures.units import MISSING
 from fsdplab.figures.view import RunView, provenance, view
 from fsdplab.records import RunRecord
 

@@ -10,8 +10,9 @@ from rich.live import Live
 from rich.text import Text
 
 from fsdplab.cli.outputs import Detail, board
+from fsdplab.common.sizes import size
+from fsdplab.common.words import MISSING, plural
 from fsdplab.figures.table import cells
-from fsdplab.figures.units import MISSING, plural, size
 from fsdplab.figures.view import RunView, view
 from fsdplab.records import RunRecord
 

@@ -6,8 +6,9 @@ not installed.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from fsdplab.common.lazy import names_of
 
 if TYPE_CHECKING:
     from fsdplab.figures.breakdown import step_bar as step_bar
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from fsdplab.figures.tradeoff import pareto as pareto
     from fsdplab.figures.traffic import ledger_against_formula as ledger_against_formula
 
-_HOME = {
+_MODULES = {
     "memory_by_category": "memory",
     "memory_timeline": "memory",
     "step_time": "steps",
@@ -54,11 +55,6 @@ _HOME = {
     "STRATEGY_COLOURS": "style",
 }
 
-__all__ = sorted(_HOME)
+__all__ = sorted(_MODULES)
 
-
-def __getattr__(name: str) -> object:
-    """Load the figure's module the first time its name is used."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'fsdplab.figures' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"fsdplab.figures.{_HOME[name]}"), name)
+__getattr__, __dir__ = names_of(__name__, {name: f"fsdplab.figures.{module}" for name, module in _MODULES.items()})

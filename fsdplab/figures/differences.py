@@ -4,11 +4,11 @@ gathered.
 
 from __future__ import annotations
 
+from fsdplab.common.sizes import three_digits
 from fsdplab.figures.exposed import few_words, foremost, worst_rank
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profiled import MS, Row, conditions, duration, group, label, named_rows, profiled, unit_order
 from fsdplab.figures.style import EDGE, PHASE_COLOURS, titled
-from fsdplab.figures.units import three_digits
 from fsdplab.figures.view import views
 from fsdplab.records import RunRecord
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 
+from fsdplab.common.sizes import three_digits
+from fsdplab.common.words import plural
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profiled import (
     MS,
@@ -19,7 +21,6 @@ from fsdplab.figures.profiled import (
     unit_order,
 )
 from fsdplab.figures.style import DARK_INK, HEAT, titled
-from fsdplab.figures.units import plural, three_digits
 from fsdplab.records import RunRecord
 
 _PHASES = ("forward", "backward", "optimizer", "")

@@ -13,13 +13,14 @@ from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from fsdplab.common.sizes import size
+from fsdplab.common.words import MISSING
 from fsdplab.figures.memory import memory_by_category
 from fsdplab.figures.page_script import PAGE, PLOTS, STYLE
 from fsdplab.figures.page_tabs import drawn, tabbed
 from fsdplab.figures.profiled import is_record
 from fsdplab.figures.steps import step_time
 from fsdplab.figures.table import AGREE, COLUMNS, DIFFER, EQUAL, LEGEND, cells, verdict
-from fsdplab.figures.units import MISSING, size
 from fsdplab.figures.view import CATEGORY_NAMES, Runs, RunView, provenance, views
 from fsdplab.records import CATEGORIES, RunRecord
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fsdplab.common.words import plural
 from fsdplab.figures.marks import LIMIT, Mark, bars, merge_words, thin
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profiled import (
@@ -22,7 +23,6 @@ from fsdplab.figures.profiled import (
     timeline_of,
 )  # fmt: skip
 from fsdplab.figures.style import GRID, LANE_COLOURS, titled
-from fsdplab.figures.units import plural
 from fsdplab.records import RunRecord
 
 SHOWN = ("compute", *COLLECTIVES, "exposed")

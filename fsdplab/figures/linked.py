@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsdplab.common.sizes import size
 from fsdplab.figures.lanes import HEIGHTS, Lanes, lanes_of, phase_line, phases, step_marks, step_start
 from fsdplab.figures.marks import Mark, bars, merge_words, thin
 from fsdplab.figures.memory import MB, band, envelope
@@ -25,7 +26,6 @@ from fsdplab.figures.slices import (
     unit_axis,
 )
 from fsdplab.figures.style import LANE_COLOURS, titled
-from fsdplab.figures.units import size
 from fsdplab.records import CATEGORIES, RunRecord
 
 MARKS = 1_800  # of the timeline and of the lives each: with the memory's edges, at most about 5,000

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fsdplab.common.sizes import seconds
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import EDGE, ink_on
-from fsdplab.figures.units import seconds
 
 LIMIT = 5_000
 _PIXELS = 1000  # width of a clock on a page of 1280 pixels

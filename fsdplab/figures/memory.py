@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from fsdplab.common.sizes import size
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profiled import Row
 from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, EDGE, titled
-from fsdplab.figures.units import size
 from fsdplab.figures.view import CATEGORY_NAMES, UNSPLIT, Runs, RunView, ranks_and_device, views
 from fsdplab.records import CATEGORIES, RunRecord
 

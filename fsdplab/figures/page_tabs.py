@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, ParamSpec
 
+from fsdplab.common.sizes import seconds
 from fsdplab.figures.breakdown import step_bar
 from fsdplab.figures.differences import difference
 from fsdplab.figures.exposed import exposed_heatmap
@@ -20,7 +21,6 @@ from fsdplab.figures.plotly_go import go
 from fsdplab.figures.stragglers import straggler_map
 from fsdplab.figures.tradeoff import pareto
 from fsdplab.figures.traffic import ledger_against_formula
-from fsdplab.figures.units import seconds
 from fsdplab.figures.view import views
 from fsdplab.records import RunRecord
 

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeGuard, TypeVar
 
-from fsdplab.figures.units import seconds, size
+from fsdplab.common.sizes import seconds, size
 from fsdplab.figures.view import ranks_and_device, views
 from fsdplab.records import RunRecord
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fsdplab.common.words import plural
 from fsdplab.engine.unit import Unit
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profiled import MS, Row, conditions, group, label, rows_of, unit_order
 from fsdplab.figures.style import CATEGORY_COLOURS, EDGE, GRID, titled
-from fsdplab.figures.units import plural
 from fsdplab.records import RunRecord
 
 STATES = ("sharded", "unsharding", "unsharded")

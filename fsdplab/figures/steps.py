@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from fsdplab.common.sizes import seconds, three_digits
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, EDGE, strategy_colour, titled
-from fsdplab.figures.units import seconds, three_digits
 from fsdplab.figures.view import Runs, RunView, emulated_links, ranks_and_device, views
 
 

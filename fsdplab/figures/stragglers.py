@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 
+from fsdplab.common.sizes import three_digits
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profiled import (
     COLLECTIVES,
@@ -24,7 +25,6 @@ from fsdplab.figures.profiled import (
     rows_of,
 )
 from fsdplab.figures.style import DARK_INK, HEAT, titled
-from fsdplab.figures.units import three_digits
 from fsdplab.records import RunRecord
 
 _ALIKE = 0.01  # of the step: lateness below it is no straggler, and not red

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fsdplab.figures.units import MISSING, seconds, size, three_digits
+from fsdplab.common.sizes import seconds, size, three_digits
+from fsdplab.common.words import MISSING
 from fsdplab.figures.view import RunView
 
 COLUMNS = (

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from fsdplab.common.sizes import seconds, size
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, EDGE, strategy_colour, titled
-from fsdplab.figures.units import seconds, size
 from fsdplab.figures.view import Runs, RunView, emulated_links, ranks_and_device, views
 
 MB = 1e6

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from fsdplab.common.sizes import size
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profiled import Row
 from fsdplab.figures.style import COLLECTIVE_COLOURS, EDGE, STRATEGY_COLOURS, titled
-from fsdplab.figures.units import size
 from fsdplab.figures.view import RunView, ranks_and_device, views
 from fsdplab.records import RunRecord
 

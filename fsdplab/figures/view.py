@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeGuard
 
-from fsdplab.figures.units import plural
+from fsdplab.common.words import plural
 from fsdplab.records import CATEGORIES, RunRecord
 
 CATEGORY_NAMES = {name: name.replace("_", " ") for name in CATEGORIES}

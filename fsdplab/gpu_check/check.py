@@ -9,10 +9,11 @@ records.tar.gz   the run records that the parts left (and -2, -3 where one is no
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from fsdplab.common.files import write_whole
 
 from .packing import pack, unpack
 from .runner import STATUSES, Outcome, without_paths
@@ -82,9 +83,9 @@ class Check:
             "parts": parts,
             "notes": self.notes,
         }
-        _replace(folder / "check.json", json.dumps(content, indent=1) + "\n")
-        _replace(folder / "table.txt", str(self))
-        _replace(folder / "table.md", as_markdown(self.provenance, self.outcomes, self.notes))
+        write_whole(folder / "check.json", json.dumps(content, indent=1) + "\n")
+        write_whole(folder / "table.txt", str(self))
+        write_whole(folder / "table.md", as_markdown(self.provenance, self.outcomes, self.notes))
         self.folder = folder
 
     def save_log(self, scratch: Path) -> None:
@@ -93,7 +94,7 @@ class Check:
             f"==== {each.name}: {each.status} {each.reason}\n{_shortened(scratch / f'{each.name}.log')}\n"
             for each in self.outcomes
         ]
-        _replace(self.place / "log.txt", "".join(logs))
+        write_whole(self.place / "log.txt", "".join(logs))
 
     def save_records(self, scratch: Path) -> None:
         """Pack the records that the parts named; what did not fit becomes a note."""
@@ -139,9 +140,3 @@ def _shortened(log: Path) -> str:
         left_out = f"\n... {len(text) - _LOG_HEAD - _LOG_TAIL} bytes left out ...\n".encode()
         text = text[:_LOG_HEAD] + left_out + text[-_LOG_TAIL:]
     return without_paths(text.decode(errors="replace"), log.parent)
-
-
-def _replace(path: Path, text: str) -> None:
-    unfinished = path.with_name(path.name + ".new")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, path)

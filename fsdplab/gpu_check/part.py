@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 import torch
 
+from fsdplab.common.files import write_whole
 from fsdplab.sessions.guard import end_with_parent
 
 from .runner import RUNNER
@@ -97,9 +98,7 @@ class Sheet:
             "part": self.part, "device": self.device, "rows": self.rows, "checks": self.checks, "notes": self.notes,
             "records": self.records,
         }  # fmt: skip
-        unfinished = self.path.with_suffix(".json.new")
-        unfinished.write_text(json.dumps(sheet, indent=1, allow_nan=False))
-        os.replace(unfinished, self.path)
+        write_whole(self.path, json.dumps(sheet, indent=1, allow_nan=False))
 
 
 def _plain(name: str, value: object) -> Plain:

@@ -6,9 +6,10 @@ use.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from fsdplab.common.words import did_you_mean
 
 LIMIT_S = 480.0
 CLOSING_S = 8.0  # kept of the whole limit, to pack records and write the table
@@ -61,7 +62,5 @@ def chosen(names: Sequence[str]) -> tuple[PartPlan, ...]:
     known = [part.name for part in PARTS]
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise ValueError(f"--parts has {name!r}{hint}; expected some of {', '.join(known)}")
+            raise ValueError(f"--parts has {name!r}{did_you_mean(name, known)}; expected some of {', '.join(known)}")
     return tuple(part for part in PARTS if not names or part.name in names)

@@ -11,7 +11,6 @@ import ast
 import importlib.util
 import json
 import linecache
-import os
 import sys
 import traceback
 import types
@@ -19,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from fsdplab.common.files import write_whole
 
 from .cells import marked_cells
 
@@ -68,9 +69,7 @@ class ScriptRun:
 
     def save(self, path: Path) -> None:
         """Write it in one move: whoever watches never reads half of it."""
-        unfinished = path.with_suffix(".new")
-        unfinished.write_text(json.dumps(asdict(self)))
-        os.replace(unfinished, path)
+        write_whole(path, json.dumps(asdict(self)))
 
 
 def run_script(path: Path, result: Path) -> ScriptRun:

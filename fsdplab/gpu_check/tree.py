@@ -14,6 +14,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Protocol
 
+from fsdplab.common.processes import send, send_group, state
+
 MARK = "FSDPLAB_GPU_CHECK_MARK"
 _PATIENCE_S = 5.0
 _LOOK_EVERY_S = 0.02
@@ -36,9 +38,9 @@ def end_tree(process: Process, mark: str) -> list[int]:
     left = {process.pid} if process.poll() is None else set()
     left |= descendants(process.pid) | marked(mark)
     while left and time.monotonic() < deadline:
-        _kill_group(process)
+        send_group(process.pid, signal.SIGKILL)
         for pid in left:
-            _kill(pid)
+            send(pid, signal.SIGKILL)
         process.poll()
         time.sleep(_LOOK_EVERY_S)
         left = {pid for pid in left if running(pid)} | marked(mark)
@@ -46,30 +48,16 @@ def end_tree(process: Process, mark: str) -> list[int]:
     return sorted(left)
 
 
-def _kill_group(process: Process) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # the group is gone; macOS says "not permitted" of a zombie's
-        pass
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
-
-
 def running(pid: int) -> bool:
     """Whether the process does anything still; a zombie, which only waits to be collected, does not."""
-    return _state(pid)[0] not in ("", "Z", "X")
+    return state(pid)[0] not in ("", "Z", "X")
 
 
 def descendants(pid: int) -> set[int]:
     """Processes that stem from `pid` right now (Linux; elsewhere none are known)."""
     children: dict[int, list[int]] = defaultdict(list)
     for each in _all():
-        children[_state(each)[1]].append(each)
+        children[state(each)[1]].append(each)
     found, todo = set(), [pid]
     while todo:
         fresh = [child for child in children[todo.pop()] if child not in found]
@@ -93,12 +81,3 @@ def _environ(pid: int) -> list[bytes]:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:  # gone, or another user's
         return []
-
-
-def _state(pid: int) -> tuple[str, int]:
-    """(state letter, parent) of a process; ("", 0) where there is none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return "", 0
-    return fields[0], int(fields[1])

@@ -8,9 +8,10 @@ it says so instead of guessing.
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
+
+from fsdplab.common.words import near
 
 from .links import PRESETS, LinkError, LinkSpec
 
@@ -187,10 +188,8 @@ def find_gpu(name: str) -> Gpu:
     known = {**{_squeezed(full): full for full in GPUS}, **_SHORT}
     full = known.get(_squeezed(name))
     if full is None:
-        near = list(
-            dict.fromkeys(known[each] for each in difflib.get_close_matches(_squeezed(name), known, n=3, cutoff=0.6))
-        )
-        meant = f" (did you mean {' or '.join(near)}?)" if near else ""
+        found = dict.fromkeys(known[each] for each in near(name, known, 3))
+        meant = f" (did you mean {' or '.join(found)}?)" if found else ""
         raise HardwareError(f"unknown GPU {name.strip()!r}{meant}; expected one of {', '.join(GPUS)}")
     return GPUS[full]
 

@@ -10,10 +10,11 @@ a packet itself takes longer (1,500 bytes at 1 Gb/s: 12 us).
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from dataclasses import dataclass, replace
+
+from fsdplab.common.words import did_you_mean
 
 _NVLINK_S, _PCIE_S, _NETWORK_S = 3.4e-6, 5.7e-6, 14.0e-6
 
@@ -108,7 +109,7 @@ def parse_link(text: str) -> LinkSpec:
     first, comma, behind = (part.strip() for part in text.partition(","))
     link = _preset(first) or _rate(first)
     if link is None:
-        raise LinkError(f"unknown link {text!r}{_near(first)}; expected {_EXPECTED}")
+        raise LinkError(f"unknown link {text!r}{did_you_mean(first, PRESETS)}; expected {_EXPECTED}")
     return replace(link, name=f"{link.name},{behind}", latency_s=_latency(text, behind)) if comma else link
 
 
@@ -176,8 +177,3 @@ def _number(digits: str) -> float | None:
     except ValueError:  # 1.2.3
         return None
     return value if math.isfinite(value) else None
-
-
-def _near(text: str) -> str:
-    near = difflib.get_close_matches(re.sub(r"[\s_.-]", "", text.lower()), PRESETS, n=2, cutoff=0.6)
-    return f" (did you mean {' or '.join(near)}?)" if near else ""

@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .tables import TABLES, RecordError, Row, read_table, replace_file, write_table
+from fsdplab.common.files import write_whole
+
+from .tables import TABLES, RecordError, Row, read_table, write_table
 
 if TYPE_CHECKING:
     import pandas
@@ -80,7 +82,7 @@ class RunRecord:
             write_table(self.path, name, self.table(name))
         content = {"format": FORMAT, **{name: getattr(self, name) for name in _FIELDS}}
         content["rows"] = {name: len(self.table(name)) for name in TABLES}
-        replace_file(self.path / "run.json", (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+        write_whole(self.path / "run.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
         return self
 
     @classmethod

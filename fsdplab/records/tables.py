@@ -11,11 +11,12 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from fsdplab.common.files import write_whole
 
 CATEGORIES = (
     "parameter_slices",
@@ -105,13 +106,6 @@ def file_name(table: str) -> str:
     return f"{table}.csv.gz"
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: beside it first, then renamed over it."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_bytes(content)
-    os.replace(unfinished, path)
-
-
 def write_table(folder: Path, table: str, rows: list[Row]) -> None:
     """Write one table; a row with missing or unknown columns is a ValueError (`{"rank": 0, "step":
     1}` lacks `loss`).
@@ -128,7 +122,7 @@ def write_table(folder: Path, table: str, rows: list[Row]) -> None:
             )
         writer.writerow(["" if row[name] is None else row[name] for name in columns])
     # mtime=0: the same rows give the same bytes, so that records kept in version control do not change by themselves
-    replace_file(folder / file_name(table), gzip.compress(text.getvalue().encode(), mtime=0))
+    write_whole(folder / file_name(table), gzip.compress(text.getvalue().encode(), mtime=0))
 
 
 def read_table(folder: Path, table: str) -> list[Row]:

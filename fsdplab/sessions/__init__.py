@@ -6,8 +6,9 @@ file: what it imports, each of them pays for before its work begins.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from fsdplab.common.lazy import names_of
 
 if TYPE_CHECKING:
     from .benching import Bench as Bench
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from .spec import RunSpec as RunSpec
     from .spec import SpecError as SpecError
 
-_HOME = {
+_MODULES = {
     "ENGINES": "spec",
     "RunSpec": "spec",
     "SpecError": "spec",
@@ -38,17 +39,6 @@ _HOME = {
     "RanksFailed": "faults",
 }
 
-__all__ = [*_HOME]
+__all__ = [*_MODULES]
 
-
-def __getattr__(name: str) -> object:
-    """Load the chapter that a public name lives in, the first time the name is used."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'fsdplab.sessions' has no attribute {name!r}; public names: {', '.join(_HOME)}")
-    value = getattr(import_module(f"fsdplab.sessions.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = names_of(__name__, {name: f"fsdplab.sessions.{module}" for name, module in _MODULES.items()})

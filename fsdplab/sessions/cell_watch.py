@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdplab.common.processes import gone, send
+
 from .cell_code import show_source, source_of, title
 from .cell_reports import interrupted, raised, waiting_for_ever
 from .faults import Failure, Remains, failed_first
@@ -19,7 +21,7 @@ from .gathering import ask_for_stacks
 from .launch import Progress, how_it_ended, still_running
 from .live_output import LiveOutput, Tail
 from .mailbox import Beat, Mailbox, read_beats
-from .processes import Agent, gone, send
+from .processes import Agent
 from .stacks import waits_for_others
 
 _LOOK_EVERY_S = 0.02

@@ -10,9 +10,10 @@ import signal
 import time
 from collections.abc import Mapping
 
+from fsdplab.common.processes import send
+
 from .faults import Remains
 from .mailbox import Beat, Mailbox, read_beats, read_lines
-from .processes import send
 from .stacks import readable
 
 _LOOK_EVERY_S = 0.05

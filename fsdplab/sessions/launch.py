@@ -22,11 +22,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from fsdplab.common.processes import gone
+
 from . import warm
 from .faults import Failure, RanksFailed, failed_first, hung, lost_agent, not_started, too_slow
 from .gathering import ask_for_stacks, gather
 from .mailbox import RANKS_STORE, Beat, Mailbox, read_beats
-from .processes import Agent, end, gone
+from .processes import Agent, end
 from .refusing import SpecError
 
 # forked by the warm starter, by torch.distributed.run, or forked wherever that can be

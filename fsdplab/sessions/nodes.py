@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from fsdplab.common.processes import send_group
 from fsdplab.planning.links import LinkSpec
 from fsdplab.records import RunRecord
 
@@ -191,10 +192,7 @@ class _Switch:
 
     def close(self) -> None:
         """Return when nothing of it is left; the ranks were ended before (launch.py)."""
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        send_group(self.process.pid, signal.SIGKILL)
         select.select([self._gone], [], [], _GONE_WITHIN_S)
         os.close(self._gone)
         shutil.rmtree(self._notes, ignore_errors=True)

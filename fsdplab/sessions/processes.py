@@ -7,13 +7,13 @@ still there after that is killed by id.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
+
+from fsdplab.common.processes import gone, send
 
 _PATIENCE_S = 3.0
 _LOOK_EVERY_S = 0.02
@@ -46,33 +46,6 @@ def end(agent: Agent, ranks: Sequence[int]) -> None:
         for rank in ranks:
             send(rank, signal.SIGKILL)
         _all_gone(ranks)
-
-
-def send(pid: int, which: signal.Signals) -> None:
-    """Send a signal to a process, which may have ended meanwhile."""
-    try:
-        os.kill(pid, which)
-    except ProcessLookupError:
-        pass
-
-
-def gone(pid: int) -> bool:
-    """Whether no such process runs any more; a zombie, which only waits to be collected, is gone."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, PermissionError):  # a process of another user has inherited the number
-        return True
-    return _is_zombie(pid)
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except ProcessLookupError:  # collected while we read
-        return True
-    except FileNotFoundError:  # collected just now, or a system without /proc
-        return Path("/proc/self/stat").exists()
-    return status.rpartition(")")[2].split()[0] == "Z"
 
 
 def _wait(agent: Agent) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdplab.common.files import write_whole
 from fsdplab.engine.shm_group import register_backend
 
 from .guard import end_with_parent
@@ -56,10 +57,7 @@ class Place:
 
     def write(self, kind: str, content: dict[str, Any]) -> None:
         """Leave a JSON file for the caller, whole or not at all."""
-        path = self.mailbox.of(self.rank, kind)
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(content) + "\n")
-        os.replace(unfinished, path)
+        write_whole(self.mailbox.of(self.rank, kind), json.dumps(content) + "\n")
 
     def append(self, kind: str, row: dict[str, Any]) -> None:
         """Add one line to a file of JSON lines."""

@@ -4,8 +4,9 @@ to do.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
+
+from fsdplab.common.words import did_you_mean
 
 
 class SpecError(ValueError):
@@ -16,9 +17,7 @@ def near_matches(got: object, expected: Sequence[str]) -> str:
     """`" (did you mean full_shard?)"` for `fullshard`; empty when nothing is near."""
     if str(got).lower().replace("-", "").replace("_", "") == "zero3" and "full_shard" in expected:
         return " (ZeRO-3 is full_shard here)"
-    near = difflib.get_close_matches(str(got).lower().replace("-", "_"), expected, n=2, cutoff=0.5)
-    near = near or difflib.get_close_matches(str(got).lower(), expected, n=2, cutoff=0.5)
-    return f" (did you mean {' or '.join(near)}?)" if near else ""
+    return did_you_mean(got, expected)
 
 
 def check_whole(name: str, got: object, least: int, remark: str = "") -> None:

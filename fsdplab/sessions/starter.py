@@ -33,6 +33,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from fsdplab.common.processes import send_group
+
 from .guard import end_with_parent
 from .mailbox import AGENT_PID
 
@@ -60,7 +62,7 @@ class _Run:
 
     def signal_all(self, which: signal.Signals) -> None:
         for pid in self.living:
-            _signal_group(pid, which)
+            send_group(pid, which)
 
     def end_soon(self, wait_s: float) -> None:
         if self.ask_at is None:
@@ -211,7 +213,7 @@ class _Starter:
     def _reap(self, run: _Run, pid: int) -> None:
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
-        _signal_group(pid, signal.SIGKILL)  # while its number is still taken: what the rank itself has started
+        send_group(pid, signal.SIGKILL)  # while its number is still taken: what the rank itself has started
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)
         run.exits[run.living.pop(pid)] = code
@@ -318,16 +320,6 @@ def run_program(program: Sequence[str]) -> None:
         module.main(*program[2:])
     else:
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-
-
-def _signal_group(pid: int, which: signal.Signals) -> None:
-    try:
-        os.killpg(pid, which)
-    except (ProcessLookupError, PermissionError):
-        try:
-            os.kill(pid, which)  # forked just now, and not yet in a session of its own
-        except ProcessLookupError:
-            pass
 
 
 def _send(to: socket.socket, message: Mapping[str, Any]) -> None:

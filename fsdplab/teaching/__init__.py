@@ -9,10 +9,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from fsdplab.common.lazy import names_of
+
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-_HOME = {
+_MODULES = {
     "start": "magics",
     "check": "checking",
     "hint": "checking",
@@ -37,7 +39,7 @@ _HOME = {
     "run_course": "course_run",
 }
 
-__all__ = [*_HOME, "load_ipython_extension"]
+__all__ = [*_MODULES, "load_ipython_extension"]
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
@@ -45,14 +47,4 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     import_module("fsdplab.teaching.magics").start(shell=shell)
 
 
-def __getattr__(name: str) -> object:
-    """Load the chapter that a public name lives in, the first time the name is used."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'fsdplab.teaching' has no attribute {name!r}; public names: {', '.join(_HOME)}")
-    value = getattr(import_module(f"fsdplab.teaching.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = names_of(__name__, {name: f"fsdplab.teaching.{module}" for name, module in _MODULES.items()})

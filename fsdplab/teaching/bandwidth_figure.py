@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from fsdplab.common.sizes import size, three_digits
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import COLLECTIVE_COLOURS, STRATEGY_COLOURS, titled
-from fsdplab.figures.units import size, three_digits
 
 from .timings import Bandwidth, Timing
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdplab.figures.units import size
+from fsdplab.common.sizes import size
 from fsdplab.sessions import call_on_ranks
 
 from .by_hand_costs import bucket_table

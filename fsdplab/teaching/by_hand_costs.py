@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from fsdplab.figures.units import seconds, size
+from fsdplab.common.sizes import seconds, size
 from fsdplab.workloads import build_model
 
 from .display import Table, table

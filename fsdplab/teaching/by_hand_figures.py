@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fsdplab.common.sizes import size
+from fsdplab.common.words import plural
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import STRATEGY_COLOURS, titled
-from fsdplab.figures.units import plural, size
 
 from .by_hand_runs import Run
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from fsdplab.figures.units import MISSING
+from fsdplab.common.words import MISSING
 
 from .by_hand_judging import wire_bytes
 from .display import Table, table

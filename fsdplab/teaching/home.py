@@ -11,13 +11,14 @@ import hashlib
 import importlib.util
 import json
 import keyword
-import os
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from fsdplab.common.files import write_whole
 
 _ID = re.compile(r"\d\d\.[a-z][a-z0-9_]*\Z")
 _INIT = '''\
@@ -95,14 +96,14 @@ class Home:
         """Write the learner's source and return its file."""
         path = self.file_of(exercise)
         self.open()
-        _write(path, source.strip("\n") + "\n")
+        write_whole(path, source.strip("\n") + "\n")
         return path
 
     def open(self) -> None:
         """Make the folder."""
         self.path.mkdir(parents=True, exist_ok=True)
         if not (self.path / "__init__.py").exists():
-            _write(self.path / "__init__.py", _INIT)
+            write_whole(self.path / "__init__.py", _INIT)
 
     def make_importable(self) -> None:
         """Let `from my_fsdp import ...` find this folder in this process, before any other of that name."""
@@ -147,11 +148,4 @@ class Home:
     def write(self, name: str, content: dict[str, Any]) -> None:
         """Replace one of the folder's JSON files as a whole."""
         self.open()
-        _write(self.path / name, json.dumps(content, indent=1, sort_keys=True) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a file in one move, so that a rank never imports half of it."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(path)
+        write_whole(self.path / name, json.dumps(content, indent=1, sort_keys=True) + "\n")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from fsdplab.common.sizes import size
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, EDGE, titled
-from fsdplab.figures.units import size
 from fsdplab.records import RunRecord
 
 from .mini_fsdp_engine import Wanted

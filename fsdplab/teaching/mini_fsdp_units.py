@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fsdplab.figures.units import size
+from fsdplab.common.sizes import size
 from fsdplab.planning import UnitShapes, step_traffic
 from fsdplab.teaching.display import Table, table
 from fsdplab.teaching.mini_fsdp_engine import Wanted, chosen

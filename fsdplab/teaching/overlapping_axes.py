@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+from fsdplab.common.sizes import seconds, size
 from fsdplab.figures import memory_by_category
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import COLLECTIVE_COLOURS, EDGE, ink_on, titled
-from fsdplab.figures.units import seconds, size
 from fsdplab.planning.links import parse_link
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fsdplab.common.sizes import seconds
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profiled import percent
 from fsdplab.figures.style import EDGE, STEP_COLOURS, ink_on, titled
-from fsdplab.figures.units import seconds
 
 Split = Mapping[str, tuple[float, float, float]]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdplab.figures.units import size
+from fsdplab.common.sizes import size
 
 from .display import Table, table
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .running import Runner as Runner
     from .strategy_lab import StrategyLab as StrategyLab
 
-_HOME = {
+_MODULES = {
     "Choices": "choices",
     "Request": "choices",
     "check": "choices",
@@ -28,15 +28,15 @@ _HOME = {
     "StrategyLab": "strategy_lab",
 }
 
-__all__ = [*_HOME]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> object:
     """Load the chapter that a public name lives in, the first time the name is used."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'fsdplab.widgets' has no attribute {name!r}; public names: {', '.join(_HOME)}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'fsdplab.widgets' has no attribute {name!r}; public names: {', '.join(_MODULES)}")
     try:
-        return getattr(import_module(f"fsdplab.widgets.{_HOME[name]}"), name)
+        return getattr(import_module(f"fsdplab.widgets.{_MODULES[name]}"), name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("ipywidgets", "plotly", "IPython"):
             raise

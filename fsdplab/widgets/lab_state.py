@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fsdplab.figures.units import plural
+from fsdplab.common.words import plural
 from fsdplab.figures.view import RunView, view, views
 from fsdplab.records import RunRecord, comparison_json
 from fsdplab.sessions.spec import RunSpec

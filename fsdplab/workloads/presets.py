@@ -8,7 +8,7 @@ here: they are built on the meta device, where a tensor has a shape and no memor
 
 from __future__ import annotations
 
-import difflib
+from fsdplab.common.words import near
 
 from .config import ConfigError, ModelConfig, RotaryScaling
 
@@ -98,6 +98,6 @@ def preset(name: str) -> ModelConfig:
     """
     if isinstance(name, str) and name in PRESETS:
         return PRESETS[name]
-    near = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.5) if isinstance(name, str) else []
-    advice = f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(PRESETS)}"
+    found = near(name, PRESETS, 3) if isinstance(name, str) else []
+    advice = f"did you mean {' or '.join(found)}?" if found else f"expected one of {', '.join(PRESETS)}"
     raise ConfigError(f"unknown model {name!r}: {advice}")
