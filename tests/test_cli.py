@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -18,6 +20,7 @@ from fsdplab.cli.parse import names, parse_card
 from fsdplab.cli.progress import Progress
 from fsdplab.records import CATEGORIES, RunRecord
 from fsdplab.sessions import RunSpec
+from fsdplab.sessions.spec import STRATEGIES
 
 TINY = ["--model", "gpt-tiny", "--steps", "2", "--sequence-length", "16"]
 FIELDS = {  # DESIGN section 6, to the letter
@@ -125,11 +128,83 @@ def test_version_help_and_the_installed_script(capsys):
     assert done.returncode == 2 and done.stderr.count("\n") == 1
 
 
-def test_course_is_handed_on():
+@pytest.mark.parametrize(
+    "command,words",
+    [
+        (["compare"], [*STRATEGIES, "fsdplab compare --world-size 4"]),
+        (["run"], [*STRATEGIES, "--offload", "fsdplab run hybrid_shard"]),
+        (["bench"], [*STRATEGIES, "fsdplab bench --starts"]),
+        (["report"], ["fsdplab report rank0.json rank1.json"]),
+        (["course"], ["build", "test"]),
+        (["course", "build"], ["--edition", "fsdplab course build"]),
+        (["course", "test"], ["fsdplab course test"]),
+        (["gpu-check"], ["--parts", "fsdplab gpu-check --device cpu"]),
+        (["lab"], ["fsdplab lab --edition teacher"]),
+        (["doctor"], ["fsdplab doctor --json"]),
+    ],
+    ids=" ".join,
+)
+def test_help_names_every_strategy_and_has_examples(command, words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = ended([*command, "--help"], capsys)
+    assert code == 0 and all(word in out for word in ["Examples:", *words][command == ["course"] :]), out
+
+
+@pytest.mark.parametrize(
+    "typed,completed", [("fsdplab comp", ["compare"]), ("fsdplab run zero", ["zero1", "zero2"]), ("fsdplab x", [])]
+)
+def test_a_shell_completes_commands_and_strategies(typed, completed):
+    asked = {"_FSDPLAB_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
     done = subprocess.run(
-        [sys.executable, "-m", "fsdplab", "course", "--help"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "fsdplab"], env={**os.environ, **asked}, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 0 and "build" in done.stdout
+    assert done.stdout.split() == completed, done.stderr
+
+
+def test_course_and_gpu_check_say_no_in_one_line(capfd):
+    for arguments, words in (
+        (["course", "test", "/no/such/folder"], "/no/such/folder"),
+        (["course", "build", "--edition", "pupil"], "pupil"),
+        (["gpu-check", "--device", "mars"], "mars"),
+        (["gpu-check", "--device", "cpu", "--parts", "memry"], "did you mean memory"),
+        (["gpu-check", "--limit", "0"], "--limit is 0"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(arguments)
+        said = capfd.readouterr().err
+        assert stop.value.code == 2 and words in said and said.count("\n") == 1, said
+
+
+CHILD = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("sent,code", [(signal.SIGTERM, 7), (signal.SIGHUP, 128 + signal.SIGHUP)])
+def test_a_signal_is_handed_on_and_the_exit_code_comes_back(tmp_path, sent, code):
+    (tmp_path / "waits.py").write_text(CHILD)
+    run = "from fsdplab.cli.processes import run_module; import sys; sys.exit(run_module('waits', []))"
+    process = subprocess.Popen([sys.executable, "-c", run], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(sent)
+    assert process.wait(30) == code
+
+
+def test_quiet_prints_the_table_only_and_verbose_every_step(tmp_path, capsys):
+    out = ["--out", str(tmp_path / "run")]
+    code, quiet, _ = ended(["run", "zero1", *TINY, *out, "-q"], capsys)
+    assert code == 0 and "zero1" in quiet and not any(word in quiet for word in ("measured", "step 1", "loses", "->"))
+    (tmp_path / "run" / "ranks").mkdir(exist_ok=True)
+    (tmp_path / "run" / "ranks" / "rank1.out").write_text("hello\n")
+    code, verbose, _ = ended(["report", str(tmp_path / "run"), "-v"], capsys)
+    assert code == 0 and "zero1, rank1: hello" in verbose and "measured" in verbose
+    code, verbose, _ = ended(["run", "zero1", *TINY, *out, "-v"], capsys)
+    assert code == 0 and "zero1 (lab): step 1 of " in verbose
+    code, _, err = ended(["run", "zero1", *TINY, "-q", "-v"], capsys)
+    assert code == 2 and "--quiet and --verbose" in err
 
 
 def test_doctor_says_what_is_here(capsys):

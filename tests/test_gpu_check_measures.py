@@ -293,7 +293,7 @@ def test_a_spec_says_whether_blocks_are_compiled(monkeypatch) -> None:
     assert RunSpec().compile == "none"
     with pytest.raises(SpecError, match="unknown compile 'all'.*none, blocks"):
         RunSpec(compile="all")
-    monkeypatch.setattr("fsdplab.sessions.spec.missing_compiler", lambda device: "a C++ compiler (g++)")
+    monkeypatch.setattr("fsdplab.workloads.compiled.missing_compiler", lambda device: "a C++ compiler (g++)")
     with pytest.raises(SpecError, match=r"needs a C\+\+ compiler.*compile='none'"):
         RunSpec(compile="blocks", device="cpu")
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fsdplab import __version__
 from fsdplab.cli.errors import USAGE_ERROR, interrupted, one_line, refuse
+from fsdplab.cli.options import OF_A_RUN, SETTINGS, settings_of
 from fsdplab.cli.parse import names
+from fsdplab.sessions.spec import ENGINES, STRATEGIES
 
-NAMES = ("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard", "hybrid_shard")
-STRATEGIES = "no_shard (DDP), zero1, zero2, shard_grad_op, full_shard (ZeRO-3), hybrid_shard"
+IN_WORDS = "no_shard (DDP), zero1, zero2, shard_grad_op, full_shard (ZeRO-3), hybrid_shard"
 
 
 def examples(*lines: str) -> str:
@@ -36,59 +37,19 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 
-WorldSize = Annotated[int, typer.Option("--world-size", "-n", help="Ranks: real processes on this machine.")]
-Model = Annotated[str, typer.Option(help="Preset: gpt-tiny, gpt-20m, gpt-25m, llama-tiny, llama-20m, gpt2, ...")]
-Steps = Annotated[int, typer.Option(help="Timed steps, after two that warm up.")]
-BatchSize = Annotated[int, typer.Option(help="Sequences that each rank reads in a micro-batch.")]
-SequenceLength = Annotated[int, typer.Option(help="Tokens in a sequence.")]
-MicroBatches = Annotated[int, typer.Option(help="Micro-batches a step (gradient accumulation).")]
-Precision = Annotated[str, typer.Option(help="fp32, or bf16 (compute in bf16, float32 masters).")]
-Text = Annotated[str | None, typer.Option(help="Train on this file or folder; default: Python's own library sources.")]
 Card = Annotated[
     str,
     typer.Option(
-        help=(
-            "Memory of an emulated card: 300MB, 1.5GB, none, or auto (the wind tunnel's; else 330MB to compare, none to"
-            " run)."
-        )
+        help="Memory of an emulated card: 300MB, 1.5GB, none, or auto (the wind tunnel's; else 330MB to compare, none"
+        " to run)."
     ),
 ]
-Compile = Annotated[str, typer.Option(help="none, or blocks (torch.compile makes one graph of each block's forward).")]
-Prefetch = Annotated[int, typer.Option(help="Units that the lab's engine gathers ahead; 0: none.")]
-Units = Annotated[
-    str, typer.Option(help="What travels together: auto (a block), linear (each linear layer), model (everything).")
-]
-ShardSize = Annotated[int | None, typer.Option(help="Ranks of one shard group of hybrid_shard.")]
-Profile = Annotated[int, typer.Option(help="Steps under PyTorch's profiler, after the timed ones; 0: no trace.")]
-Link = Annotated[
-    str | None, typer.Option(help="Emulated network between ranks: eth10, nvlink4, ib400, ..., or 200mbit, 1GB/s,50us.")
-]
-LinkAcross = Annotated[str | None, typer.Option(help="Emulated network between the shard groups of hybrid_shard.")]
-LinkQueues = Annotated[int, typer.Option(help="1: gathers and reductions share a communicator; 2: each has its own.")]
-Emulate = Annotated[
-    str | None,
-    typer.Option(
-        help="Wind tunnel: a machine such as 8xH100, whose network is slow or fast in proportion (with --as)."
-    ),
-]
-AsModel = Annotated[
-    str | None, typer.Option("--as", help="The model whose training on --emulate is imitated, such as llama-3.1-8b.")
-]
-Seed = Annotated[int, typer.Option(help="Seed of weights and data.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Start = Annotated[
-    str,
-    typer.Option(
-        help="How ranks are started: warm (forked), torchrun (new Pythons), or auto (warm where that can be)."
-    ),
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only: no progress, legend or findings.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print also every step, and what the ranks printed.")]
-TimeLimit = Annotated[float, typer.Option(help="Seconds after which one run is ended with a report.")]
 Html = Annotated[Path | None, typer.Option("--html", help="Write a standalone page: table, figures, what was real.")]
 Json = Annotated[
     str | None, typer.Option("--json", help="Write the comparison as JSON to a file, or to stdout with -.")
 ]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only: no progress, legend or findings.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print also every step, and what the ranks printed.")]
 
 
 def begin_warm(start: str) -> None:
@@ -116,11 +77,12 @@ def top(
         "fsdplab compare --world-size 4 --strategies full_shard,hybrid_shard --shard-size 2 --html page.html",
     )
 )
+@settings_of(*OF_A_RUN, profile=2)
 def compare(
     strategies: Annotated[
         str,
         typer.Option(
-            help=f"Strategies of the lab's own engine, comma-separated: {STRATEGIES}.",
+            help=f"Strategies of the lab's own engine, comma-separated: {IN_WORDS}.",
             show_default="all but hybrid_shard",
         ),
     ] = "no_shard,zero1,zero2,shard_grad_op,full_shard",
@@ -130,29 +92,8 @@ def compare(
             help="Other engines beside them, comma-separated: torch-ddp, torch-fsdp1, torch-fsdp2, deepspeed-1/2/3."
         ),
     ] = "",
-    world_size: WorldSize = 2,
-    model: Model = "gpt-20m",
-    steps: Steps = 8,
-    batch_size: BatchSize = 2,
-    sequence_length: SequenceLength = 64,
-    micro_batches: MicroBatches = 1,
-    precision: Precision = "fp32",
-    compile: Compile = "none",
-    prefetch: Prefetch = 1,
-    units: Units = "auto",
-    shard_size: ShardSize = None,
-    profile: Profile = 2,
-    link: Link = None,
-    link_across: LinkAcross = None,
-    link_queues: LinkQueues = 1,
-    emulate: Emulate = None,
-    as_model: AsModel = None,
-    text: Text = None,
+    settings: dict[str, Any] = SETTINGS,
     card: Card = "auto",
-    seed: Seed = 0,
-    device: Device = "auto",
-    start: Start = "auto",
-    time_limit: TimeLimit = 120.0,
     json_file: Json = None,
     html_file: Html = None,
     keep: Annotated[Path | None, typer.Option(help="Keep the run records in this folder.")] = None,
@@ -160,22 +101,14 @@ def compare(
     verbose: Verbose = False,
 ) -> None:
     """Train one model on one text under several strategies, and compare time, memory, traffic and losses."""
-    begin_warm(start)
+    begin_warm(settings["start"])
     from fsdplab.cli.card import card_of
     from fsdplab.cli.compare import compare_runs
     from fsdplab.cli.outputs import Detail, Outputs
 
-    common = dict(
-        world_size=world_size, model=model, steps=steps, batch_size=batch_size, sequence_length=sequence_length,
-        micro_batches=micro_batches,
-        precision=precision, compile=compile, text=text, seed=seed, device=device, time_limit=time_limit,
-        prefetch=prefetch, units=units,
-        shard_size=shard_size, profile=profile, link=link, link_across=link_across, link_queues=link_queues,
-        emulate=emulate, as_model=as_model, start=start,
-    )  # fmt: skip
-    common["card"] = card_of(card, common, "330MB")
+    settings["card"] = card_of(card, settings, "330MB")
     outputs = Outputs(json_file, html_file, keep, Detail.of(quiet, verbose))
-    compare_runs(names(strategies), names(engines), common, outputs)
+    compare_runs(names(strategies), names(engines), settings, outputs)
 
 
 @app.command(
@@ -185,72 +118,40 @@ def compare(
         "fsdplab run zero2 --nodes 2 --ranks-per-node 2 --link 200mbit --out runs/two-nodes",
     )
 )
+@settings_of(*OF_A_RUN, "checkpoint", "offload", "transport", profile=2)
 def run(
-    strategy: Annotated[str, typer.Argument(help=f"{STRATEGIES}.", autocompletion=lambda: list(NAMES))] = "full_shard",
+    strategy: Annotated[
+        str, typer.Argument(help=f"{IN_WORDS}.", autocompletion=lambda: list(STRATEGIES))
+    ] = "full_shard",
     engine: Annotated[
-        str, typer.Option(help="lab, torch-ddp, torch-fsdp1, torch-fsdp2, deepspeed-1/2/3 or twin.")
+        str,
+        typer.Option(
+            help="lab, torch-ddp, torch-fsdp1, torch-fsdp2, deepspeed-1/2/3 or twin.",
+            autocompletion=lambda: list(ENGINES),
+        ),
     ] = "lab",
-    world_size: WorldSize = 2,
-    model: Model = "gpt-20m",
-    steps: Steps = 8,
-    batch_size: BatchSize = 2,
-    sequence_length: SequenceLength = 64,
-    micro_batches: MicroBatches = 1,
-    precision: Precision = "fp32",
-    checkpoint: Annotated[
-        str, typer.Option(help="Activations that the lab computes again: none, selective or full.")
-    ] = "none",
-    offload: Annotated[
-        str, typer.Option(help="Where the lab's slices and optimizer state rest: none (the device) or cpu.")
-    ] = "none",
-    compile: Compile = "none",
-    transport: Annotated[
-        str, typer.Option(help="How bytes move: auto, shm, gloo, nccl, or shared_gpu (several ranks on one GPU).")
-    ] = "auto",
-    prefetch: Prefetch = 1,
-    units: Units = "auto",
-    shard_size: ShardSize = None,
-    profile: Profile = 2,
-    link: Link = None,
-    link_across: LinkAcross = None,
-    link_queues: LinkQueues = 1,
-    emulate: Emulate = None,
-    as_model: AsModel = None,
+    settings: dict[str, Any] = SETTINGS,
     nodes: Annotated[
         int, typer.Option(help="Nodes: more than one are network namespaces with a real, shaped link between them.")
     ] = 1,
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of each node; default: world size / nodes.")] = None,
-    text: Text = None,
     card: Card = "auto",
-    seed: Seed = 0,
-    device: Device = "auto",
-    start: Start = "auto",
-    time_limit: TimeLimit = 120.0,
     out: Annotated[Path | None, typer.Option(help="Folder of the record; default: runs/<strategy>-<engine>.")] = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Run one strategy and record it in a folder, for `fsdplab report` and the notebooks."""
-    begin_warm(start)
+    begin_warm(settings["start"])
     from fsdplab.cli.card import card_of
     from fsdplab.cli.outputs import Detail
     from fsdplab.cli.run import record_on_nodes, record_run
 
-    common = dict(
-        world_size=world_size, model=model, steps=steps, batch_size=batch_size, sequence_length=sequence_length,
-        micro_batches=micro_batches,
-        precision=precision, text=text, seed=seed, device=device, time_limit=time_limit, checkpoint=checkpoint,
-        offload=offload, prefetch=prefetch,
-        compile=compile, transport=transport, units=units, shard_size=shard_size, profile=profile, link=link,
-        link_across=link_across, link_queues=link_queues, emulate=emulate,
-        as_model=as_model, strategy=strategy, engine=engine, start=start,
-    )  # fmt: skip
-    common["card"] = card_of(card, common, "none")
+    settings |= {"strategy": strategy, "engine": engine, "card": card_of(card, settings, "none")}
     folder, detail = out or Path("runs") / f"{strategy}-{engine}", Detail.of(quiet, verbose)
     if nodes > 1 or ranks_per_node is not None:
-        record_on_nodes(common, nodes, ranks_per_node, folder, detail)
+        record_on_nodes(settings, nodes, ranks_per_node, folder, detail)
     else:
-        record_run(common, folder, detail)
+        record_run(settings, folder, detail)
 
 
 @app.command(
@@ -298,27 +199,21 @@ def report(
         "fsdplab bench", "fsdplab bench --link 400MB/s --prefetch 0,1", "fsdplab bench --starts --repetitions 3"
     )
 )
+@settings_of(
+    "world_size", "model", "batch_size", "sequence_length", "precision", "optimizer", "transport", "link", "device",
+    "start", "time_limit", model="gpt-25m", batch_size=4, sequence_length=256, time_limit=900.0,
+)  # fmt: skip
 def bench(
     strategies: Annotated[
-        str, typer.Option(help=f"Strategies of the lab's own engine, comma-separated: {STRATEGIES}.")
+        str, typer.Option(help=f"Strategies of the lab's own engine, comma-separated: {IN_WORDS}.")
     ] = "full_shard,shard_grad_op,zero2,zero1,no_shard",
     engines: Annotated[str, typer.Option(help="Other engines in the same run.")] = "torch-ddp,torch-fsdp2",
-    world_size: WorldSize = 2,
-    model: Model = "gpt-25m",
+    settings: dict[str, Any] = SETTINGS,
     rounds: Annotated[int, typer.Option(help="Timed rounds: in each, every engine does one step.")] = 10,
-    batch_size: BatchSize = 4,
-    sequence_length: SequenceLength = 256,
-    precision: Precision = "fp32",
-    optimizer: Annotated[str, typer.Option(help="adamw (fused) or adamw-foreach.")] = "adamw",
-    transport: Annotated[str, typer.Option(help="Of the lab's engine: auto, shm, gloo, nccl or shared_gpu.")] = "auto",
     peer_transport: Annotated[
         str, typer.Option(help="Of the other engines: auto (gloo or nccl), or shm for torch's own.")
     ] = "auto",
     prefetch: Annotated[str, typer.Option(help="Units gathered ahead; several numbers give a row each: 0,1.")] = "1",
-    link: Link = None,
-    device: Device = "auto",
-    start: Start = "auto",
-    time_limit: TimeLimit = 900.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write medians and ratios to this file.")] = None,
     starts: Annotated[
         bool,
@@ -337,15 +232,11 @@ def bench(
 
         bench_starts(repetitions, quick, json_file)
         return
-    begin_warm(start)
+    begin_warm(settings["start"])
     from fsdplab.cli.bench import bench_engines
 
-    common = dict(
-        world_size=world_size, model=model, batch_size=batch_size, sequence_length=sequence_length, precision=precision,
-        optimizer=optimizer, transport=transport, device=device, time_limit=time_limit, memory=False, link=link,
-        start=start,
-    )  # fmt: skip
-    bench_engines(names(strategies), names(engines), common, rounds, json_file, peer_transport, names(prefetch))
+    settings["memory"] = False
+    bench_engines(names(strategies), names(engines), settings, rounds, json_file, peer_transport, names(prefetch))
 
 
 @app.command(epilog=examples("fsdplab doctor", "fsdplab doctor --json"))

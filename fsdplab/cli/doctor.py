@@ -132,7 +132,7 @@ def _several(torch: ModuleType) -> Finding:
     if not torch.cuda.is_available():  # before the imports, which take as long as all other findings together
         return Finding(SEVERAL, False, "none", "needs a GPU; transport shared_gpu rehearses it on CPU ranks")
     from fsdplab.engine.slots import machine_of_this_rank
-    from fsdplab.sessions.spec_sharing import MULTI_RANK_NCCL, nccl_version
+    from fsdplab.sessions.spec.run_spec import MULTI_RANK_NCCL, nccl_version
 
     ways = ["NCCL (transport nccl)"] if nccl_version() >= MULTI_RANK_NCCL else []
     lacking = "ranks cannot share memory here" if machine_of_this_rank() is None else _lacking(torch)

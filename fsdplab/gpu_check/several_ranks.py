@@ -18,7 +18,7 @@ import torch
 
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RanksFailed, RunSpec, SpecError, run
-from fsdplab.sessions.spec_sharing import MULTI_RANK_NCCL, nccl_version
+from fsdplab.sessions.spec.run_spec import MULTI_RANK_NCCL, nccl_version
 
 from .part import Sheet, first_line, part_main
 

@@ -35,7 +35,7 @@ from .launch import run_ranks
 from .mailbox import Mailbox, read_lines
 from .rankside import Place, rank_process
 from .spec import RunSpec, SpecError
-from .spec_sharing import device_of_ranks
+from .spec.sharing import device_of_ranks
 
 ALONE = "alone"
 WARMUP_ROUNDS = 2

@@ -29,10 +29,8 @@ from .faults import Failure, RanksFailed, failed_first, hung, lost_agent, not_st
 from .gathering import ask_for_stacks, gather
 from .mailbox import RANKS_STORE, Beat, Mailbox, read_beats
 from .processes import Agent, end
-from .refusing import SpecError
+from .spec import STARTS, SpecError
 
-# forked by the warm starter, by torch.distributed.run, or forked wherever that can be
-STARTS = ("auto", "warm", "torchrun")
 _LOOK_EVERY_S = 0.05
 # After the first step, a pause this many times as long as the longest before it, and at least this long, is a hang.
 _STALL_FACTOR, _STALL_LEAST_S = 20.0, 20.0

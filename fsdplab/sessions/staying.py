@@ -38,7 +38,7 @@ from .launch import how_it_ended, start_agent, still_running
 from .live_output import LiveOutput, OnOutput, Tail
 from .mailbox import Mailbox, read_beats
 from .processes import Agent, end
-from .refusing import SpecError, check_whole
+from .spec import SpecError, check_whole
 
 CELL_LIMIT_S = 90.0
 _START_LIMIT_S = 90.0

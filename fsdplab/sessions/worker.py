@@ -34,7 +34,7 @@ from .fabric import Fabric
 from .mailbox import RANKS_STORE
 from .rankside import Diverged, Place, rank_process
 from .spec import MEMORY_STEP, RunSpec
-from .spec_sharing import carrier, device_of_ranks, nccl_variables
+from .spec.sharing import carrier, device_of_ranks, nccl_variables
 
 Build = Callable[[RunSpec, Place], Rig]
 

@@ -18,7 +18,7 @@ from typing import Any
 from fsdplab.sessions import Failure, RanksFailed, call_on_ranks
 from fsdplab.sessions.cell_code import FRESH_TITLE, show_source
 from fsdplab.sessions.cell_reports import CellInterrupted
-from fsdplab.sessions.refusing import SpecError
+from fsdplab.sessions.spec import SpecError
 from fsdplab.sessions.staying import StayingRanks, print_labelled
 
 from .course_state import current

@@ -19,8 +19,6 @@ from torch import nn
 
 from .config import ConfigError
 
-COMPILES = ("none", "blocks")
-
 
 def compile_blocks(model: nn.Module, backend: str = "inductor") -> nn.Module:
     """Have every module of `model.blocks` compiled at its first forward; returns `model`. Call it before the model is

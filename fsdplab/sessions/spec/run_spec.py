@@ -1,25 +1,21 @@
 """What to run, said once and checked once.
 
 Ranks cost seconds to start, so a request that cannot work is refused here, before any process exists, in one line that
-says what was wrong, what was got, what is possible and what to do. A `RunSpec` that exists can be run.
+says what was wrong, what was got, what is possible and what to do. A `RunSpec` that exists can be run. Its fields are
+the command line's flags too, and what is said of them here is their help; so this file imports torch when it is needed.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
+from fsdplab.common.words import did_you_mean
 
-from fsdplab.workloads import PRESETS, ByteText, ConfigError, TextError, parameter_count, preset
-from fsdplab.workloads.compiled import COMPILES, missing_compiler
-
-from .launch import STARTS
-from .refusing import SpecError, check_whole, near_matches
-from .spec_network import check_network
-from .spec_sharing import check_sharing, shares_a_gpu
+from .errors import SpecError, check_whole
 
 STRATEGIES = ("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard", "hybrid_shard")
 
@@ -34,6 +30,8 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "deepspeed-3": ("full_shard",),
     "twin": STRATEGIES,
 }
+STARTS = ("auto", "warm", "torchrun")  # how ranks are started: warm ones are forked, and auto is warm where that can be
+COMPILES = ("none", "blocks")
 PRECISIONS = ("fp32", "bf16")
 CHECKPOINTS = ("none", "selective", "full")  # which activations the lab computes again in the backward
 OFFLOADS = ("none", "cpu")  # where the lab's slices and optimizer state rest: the device, or host memory
@@ -49,8 +47,14 @@ ON_SHARED_MEMORY = ("torch-ddp", "torch-fsdp1", "torch-fsdp2")
 # Step whose memory is measured: the first has made the optimizer's state and recorded the order of the units, so the
 # second is typical.
 MEMORY_STEP = 1
+MULTI_RANK_NCCL = (2, 30)  # the first version that takes several ranks on one GPU
 CALIBRATION = 3  # steps without a link that a wind tunnel measures
 _BYTES_OF_A_PROCESS = 250_000_000  # Python and torch before any model, measured
+
+
+def said(default: Any, help_text: str) -> Any:
+    """A field with its default and what it means, in the words of a flag's help."""
+    return field(default=default, metadata={"help": help_text})
 
 
 @dataclass(frozen=True)
@@ -72,46 +76,52 @@ class RunSpec:
     10
     """
 
-    strategy: str = "full_shard"
-    engine: str = "lab"
-    world_size: int = 2
-    model: str = "gpt-20m"
-    text: str | None = None
-    batch_size: int = 2
-    sequence_length: int = 64
-    steps: int = 8
-    warmup: int = 2
-    micro_batches: int = 1
-    precision: str = "fp32"
-    units: str = "auto"
-    prefetch: int = 1
-    learning_rate: float = 3e-4
-    optimizer: str = "adamw"
-    transport: str = "auto"
-    checkpoint: str = "none"
-    offload: str = "none"
-    compile: str = "none"
-    profile: int = 0
-    link: str | None = None
-    link_across: str | None = None
-    link_queues: int = 1
-    emulate: str | None = None
-    as_model: str | None = None
-    shard_size: int | None = None
-    seed: int = 0
-    card: int | None = None
-    device: str = "auto"
-    memory: bool = True
-    time_limit: float = 120.0
-    start: str = "auto"
+    strategy: str = said(
+        "full_shard", "no_shard (DDP), zero1, zero2, shard_grad_op, full_shard (ZeRO-3) or hybrid_shard."
+    )
+    engine: str = said("lab", "lab, torch-ddp, torch-fsdp1, torch-fsdp2, deepspeed-1/2/3 or twin.")
+    world_size: int = said(2, "Ranks: real processes on this machine.")
+    model: str = said("gpt-20m", "Preset: gpt-tiny, gpt-20m, gpt-25m, llama-tiny, llama-20m, gpt2, ...")
+    text: str | None = said(None, "Train on this file or folder; default: Python's own library sources.")
+    batch_size: int = said(2, "Sequences that each rank reads in a micro-batch.")
+    sequence_length: int = said(64, "Tokens in a sequence.")
+    steps: int = said(8, "Timed steps, after two that warm up.")
+    warmup: int = said(2, "Steps before the timed ones; the memory of the second is measured.")
+    micro_batches: int = said(1, "Micro-batches a step (gradient accumulation).")
+    precision: str = said("fp32", "fp32, or bf16 (compute in bf16, float32 masters).")
+    units: str = said("auto", "What travels together: auto (a block), linear (each linear layer), model (everything).")
+    prefetch: int = said(1, "Units that the lab's engine gathers ahead; 0: none.")
+    learning_rate: float = said(3e-4, "AdamW's learning rate.")
+    optimizer: str = said("adamw", "adamw (fused) or adamw-foreach.")
+    transport: str = said("auto", "How bytes move: auto, shm, gloo, nccl, or shared_gpu (several ranks on one GPU).")
+    checkpoint: str = said("none", "Activations that the lab computes again: none, selective or full.")
+    offload: str = said("none", "Where the lab's slices and optimizer state rest: none (the device) or cpu.")
+    compile: str = said("none", "none, or blocks (torch.compile makes one graph of each block's forward).")
+    profile: int = said(0, "Steps under PyTorch's profiler, after the timed ones; 0: no trace.")
+    link: str | None = said(None, "Emulated network between ranks: eth10, nvlink4, ib400, ..., or 200mbit, 1GB/s,50us.")
+    link_across: str | None = said(None, "Emulated network between the shard groups of hybrid_shard.")
+    link_queues: int = said(1, "1: gathers and reductions share a communicator; 2: each has its own.")
+    emulate: str | None = said(
+        None, "Wind tunnel: a machine such as 8xH100, whose network is slow or fast in proportion (with --as)."
+    )
+    as_model: str | None = said(None, "The model whose training on --emulate is imitated, such as llama-3.1-8b.")
+    shard_size: int | None = said(None, "Ranks of one shard group of hybrid_shard.")
+    seed: int = said(0, "Seed of weights and data.")
+    card: int | None = said(None, "Bytes of an emulated card: a run that needs more ends as out of memory.")
+    device: str = said("auto", "auto, cpu or cuda.")
+    memory: bool = said(True, "Whether memory is measured.")
+    time_limit: float = said(120.0, "Seconds after which one run is ended with a report.")
+    start: str = said(
+        "auto", "How ranks are started: warm (forked), torchrun (new Pythons), or auto (warm where that can be)."
+    )
 
     def __post_init__(self) -> None:
         _check_choices(self)
         _check_numbers(self)
         _check_pairs(self)
         _check_workload(self)
-        check_sharing(self, ON_SHARED_GPU)
-        check_network(self, ON_SHARED_MEMORY)
+        _check_sharing(self)
+        _check_network(self)
         _check_machine(self)
 
     @property
@@ -158,14 +168,20 @@ class RunSpec:
         )
         # of the twin too: it is compared with ranks
         enough = 1 if self.transport == "shared_gpu" or may_share else self.world_size
-        return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= enough else "cpu"
+        return "cuda" if _gpus() >= enough else "cpu"
 
     @property
     def shares_a_gpu(self) -> bool:
         """Whether ranks share a GPU, or rehearse it on the CPU: what such a run's times say of several GPUs is
         emulated.
         """
-        return shares_a_gpu(self, ON_SHARED_GPU)
+        if self.engine == "twin" or self.world_size == 1:
+            return False
+        if self.transport == "shared_gpu":
+            return True
+        # whoever asks for CUDA and for more ranks than there are GPUs gets shared_gpu by itself, where the engine can
+        able = self.transport == "nccl" or self.transport == "auto" and self.engine in ON_SHARED_GPU
+        return able and self.place == "cuda" and 0 < _gpus() < self.processes
 
     @property
     def backend(self) -> str:
@@ -279,6 +295,8 @@ def _check_pairs(spec: RunSpec) -> None:
 
 
 def _check_workload(spec: RunSpec) -> None:
+    from fsdplab.workloads import ByteText, ConfigError, TextError, preset
+
     try:
         preset(spec.model).require_length(spec.sequence_length)
         if spec.text is not None:
@@ -287,14 +305,112 @@ def _check_workload(spec: RunSpec) -> None:
         raise SpecError(str(error)) from error
 
 
+def _check_network(spec: RunSpec) -> None:
+    """Links and the mesh that they belong to: SpecError unless they go together."""
+    from fsdplab.planning.hardware import HardwareError, parse_cluster
+    from fsdplab.planning.links import LinkError, parse_link
+    from fsdplab.workloads import ConfigError, preset
+
+    _check_shard_group(spec)
+    if spec.engine == "twin":
+        return  # the twin has no network: what is said of one is for the runs that it is compared with
+    if bool(spec.emulate) != bool(spec.as_model):
+        raise SpecError(
+            f"emulate={spec.emulate!r}, as_model={spec.as_model!r}: give both, such as emulate='8xH100',"
+            " as_model='llama-3.1-8b', or none of them"
+        )
+    if spec.linked and spec.engine not in ("lab", *ON_SHARED_MEMORY):
+        raise SpecError(
+            f"engine {spec.engine} cannot be put behind an emulated link; leave link and emulate out, or give"
+            f" engine='lab' or {ON_SHARED_MEMORY[0]!r}"
+        )
+    if spec.linked and spec.place == "cuda" and spec.engine != "lab":
+        raise SpecError(
+            f"between CUDA ranks only the lab's engine meets an emulated link, got {spec.engine}; give engine='lab' or"
+            " device='cpu'"
+        )
+    if spec.linked and spec.place == "cuda" and spec.link_queues != 1:
+        raise SpecError(
+            f"an emulated link between CUDA ranks has one queue, got link_queues={spec.link_queues}; leave"
+            " link_queues=1"
+        )
+    if spec.link_across and (spec.strategy != "hybrid_shard" or spec.engine != "lab"):
+        raise SpecError(
+            f"link_across is between the shard groups of the lab's hybrid_shard, not of {spec.engine} {spec.strategy};"
+            " leave it out"
+        )
+    try:
+        for text in filter(None, (spec.link, spec.link_across)):
+            parse_link(text)
+        if spec.emulate and spec.as_model:
+            parse_cluster(spec.emulate)
+            preset(spec.as_model)
+    except (LinkError, HardwareError, ConfigError) as error:
+        raise SpecError(str(error)) from error
+
+
+def _check_shard_group(spec: RunSpec) -> None:
+    if spec.strategy == "hybrid_shard" and spec.shard_size is None:
+        raise SpecError(
+            f"hybrid_shard needs shard_size, the ranks of one shard group: a divisor of world_size={spec.world_size}"
+        )
+    if spec.shard_size is None:
+        return
+    check_whole("shard_size", spec.shard_size, 1)
+    if spec.strategy != "hybrid_shard":
+        raise SpecError(
+            f"shard_size is for hybrid_shard, not {spec.strategy}; leave it out, or give strategy='hybrid_shard'"
+        )
+    if spec.world_size % spec.shard_size:
+        raise SpecError(f"shard_size is {spec.shard_size}, which does not divide world_size={spec.world_size}")
+
+
+def _check_sharing(spec: RunSpec) -> None:
+    """SpecError where a spec asks for shared GPUs and cannot have them."""
+    if spec.transport == "shared_gpu":
+        _check_shared_gpu(spec)
+    elif spec.transport == "nccl" and spec.shares_a_gpu and (found := nccl_version()) < MULTI_RANK_NCCL:
+        raise SpecError(
+            f"transport is nccl with {spec.processes} ranks on {_gpus()} GPU, which NCCL does from"
+            f" 2.30 on, but torch brings {'.'.join(map(str, found))}; give transport='shared_gpu'"
+        )
+
+
+def _check_shared_gpu(spec: RunSpec) -> None:
+    if spec.engine not in (*ON_SHARED_GPU, "twin"):
+        able = " or ".join(repr(engine) for engine in ON_SHARED_GPU)
+        raise SpecError(
+            f"transport is shared_gpu, but engine {spec.engine} brings its own; leave transport='auto', or give"
+            f" engine={able}"
+        )
+    if spec.profile and spec.place == "cpu" and spec.engine != "twin":
+        raise SpecError(
+            "on the CPU shared_gpu is a rehearsal, whose traces show nothing of a GPU; give transport='shm', or"
+            " profile=0"
+        )
+    if spec.engine == "torch-fsdp2" and spec.linked:
+        raise SpecError(
+            "on shared_gpu only the lab's engine meets an emulated link, got torch-fsdp2; leave link and emulate out,"
+            " or give engine='lab'"
+        )
+    if spec.engine == "torch-fsdp2" and spec.strategy == "hybrid_shard":
+        raise SpecError(
+            "torch-fsdp2 reduces over replicas with the process group, which shared_gpu is not; give"
+            " strategy='full_shard', or engine='lab'"
+        )
+
+
 def _check_machine(spec: RunSpec) -> None:
+    from fsdplab.workloads import PRESETS
+    from fsdplab.workloads.compiled import missing_compiler
+
     if spec.compile != "none" and (missing := missing_compiler(spec.place)):
         raise SpecError(
             f"compile is {spec.compile!r}, which needs {missing}, but this machine has none; install it, or leave"
             " compile='none'"
         )
     if spec.place == "cuda":
-        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        found = _gpus()
         if found < spec.processes and not (found and spec.shares_a_gpu):  # these share one
             raise SpecError(
                 f"device is cuda with {spec.processes} ranks, but {found} GPUs were found; give"
@@ -317,6 +433,32 @@ def least_bytes(spec: RunSpec) -> int:
     Every rank builds the whole model before it shards it, and what a strategy shards is held once by all ranks
     together.
     """
+    from fsdplab.workloads import parameter_count, preset
+
     model = 4 * parameter_count(preset(spec.model))
     copies = spec.processes if spec.strategy == "no_shard" else 1
     return spec.processes * (_BYTES_OF_A_PROCESS + model) + 3 * model * copies
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def nccl_version() -> tuple[int, ...]:
+    """The version of NCCL that torch runs with; (0,) without one."""
+    import torch
+
+    return (
+        tuple(torch.cuda.nccl.version())
+        if torch.cuda.is_available() and torch.distributed.is_nccl_available()
+        else (0,)
+    )
+
+
+def near_matches(got: object, expected: Sequence[str]) -> str:
+    """What was probably meant, in brackets; empty where nothing is near. Who writes zero3 means full_shard."""
+    if str(got).lower().replace("-", "").replace("_", "") == "zero3" and "full_shard" in expected:
+        return " (ZeRO-3 is full_shard here)"
+    return did_you_mean(got, expected)

@@ -4,20 +4,9 @@ to do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from fsdplab.common.words import did_you_mean
-
 
 class SpecError(ValueError):
     """A run that cannot be; the message is one line: what, got, expected, what to do."""
-
-
-def near_matches(got: object, expected: Sequence[str]) -> str:
-    """`" (did you mean full_shard?)"` for `fullshard`; empty when nothing is near."""
-    if str(got).lower().replace("-", "").replace("_", "") == "zero3" and "full_shard" in expected:
-        return " (ZeRO-3 is full_shard here)"
-    return did_you_mean(got, expected)
 
 
 def check_whole(name: str, got: object, least: int, remark: str = "") -> None:

@@ -1,0 +1,21 @@
+"""What to run: `RunSpec`, with the help of each of its fields and every check; begin in run_spec.py."""
+
+from .errors import SpecError, check_whole
+from .run_spec import (
+    CHECKPOINTS,
+    COMPILES,
+    ENGINES,
+    MEMORY_STEP,
+    OPTIMIZERS,
+    PRECISIONS,
+    STARTS,
+    STRATEGIES,
+    UNITS,
+    RunSpec,
+    near_matches,
+)  # fmt: skip
+
+__all__ = [
+    "CHECKPOINTS", "COMPILES", "ENGINES", "MEMORY_STEP", "OPTIMIZERS", "PRECISIONS", "STARTS", "STRATEGIES", "UNITS",
+    "RunSpec", "SpecError", "check_whole", "near_matches",
+]  # fmt: skip
