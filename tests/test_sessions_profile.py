@@ -177,9 +177,12 @@ def test_what_cannot_be_is_refused_in_one_line(wrong: dict, why: str) -> None:
 
 def test_exposure_is_of_the_rank_that_exposes_most() -> None:
     rows = [
-        {"rank": rank, "exposed_ns": exposed, "overlapped_ns": hidden}
+        {
+            "rank": rank, "exposed_ns": exposed, "overlapped_ns": hidden, "step_ns": 200, "compute_ns": hidden,
+            "compute_only_ns": 0, "other_ns": 100,
+        }
         for rank, exposed, hidden in ((0, 10, 90), (0, 12, 88), (1, 40, 60), (1, 40, 60))
-    ]
+    ]  # fmt: skip
     assert exposure(rows) == (40 / 1e9, 0.6)
     assert exposure([]) is None
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import asdict
 from typing import Any, TypeGuard, TypeVar
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures.view import ranks_and_device, views
+from fsdplab.profiling.step_summary import step_summary
 from fsdplab.records import RunRecord
 
 Row = dict[str, Any]
@@ -107,13 +109,8 @@ def breakdown_of(record: RunRecord, step: int | None = None) -> Row | None:
     rows = [row for row in record.table("breakdown") if step is None or row["step"] == step]
     if not rows:
         return None
-    by_rank = group(profiled(rows, record), lambda row: row["rank"])
-    spans = [name for name in rows[0] if name.endswith("_ns")]
-    means = {
-        rank: {name: statistics.fmean(row[name] for row in found) for name in spans} for rank, found in by_rank.items()
-    }
-    worst = max(means, key=lambda rank: (means[rank]["exposed_ns"], -rank))
-    return {"rank": worst, "steps": len({row["step"] for row in by_rank[worst]}), **means[worst]}
+    worst = step_summary(profiled(rows, record))
+    return None if worst is None else asdict(worst)
 
 
 def group(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:

@@ -6,18 +6,20 @@ says how many seconds of a step it costs. What no schedule could hide (more comm
 what the schedule left exposed beyond that is blamed on the gather that set out too late, the queue it stood in, the
 unit that had nothing beside it, or the rank that came late.
 
-Figures are of the worst rank, medians over the profiled steps.
+Figures are of the rank that is exposed longest, means over the profiled steps (step_summary.py).
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fsdplab.records import RunRecord
+
+from .step_summary import step_summary, summaries
 
 MOST = 5
 WORTH_SAYING = 0.02  # part of a step below which a cause is not mentioned
@@ -87,11 +89,15 @@ class Scene:
         return sum(row["exposed_ns"] for row in rows) / 1e9 / self.profiled
 
     def worst(self, *causes: str, kind: str | None = None) -> Row | None:
-        """The exposed row of these causes that costs most."""
-        rows = [
-            row for row in self.exposed if row["cause"] in causes and kind in (None, row["kind"]) and row["exposed_ns"]
-        ]
-        return max(rows, key=lambda row: row["exposed_ns"], default=None)
+        """The collective of these causes that costs most, with its exposed time a step."""
+        sums: dict[tuple[str, str, str], float] = defaultdict(float)
+        for row in self.exposed:
+            if row["cause"] in causes and kind in (None, row["kind"]):
+                sums[row["unit"], row["phase"], row["kind"]] += row["exposed_ns"] / self.profiled
+        costly = max(sums, key=lambda each: sums[each], default=None)
+        if costly is None or not sums[costly]:
+            return None
+        return {**dict(zip(("unit", "phase", "kind"), costly)), "exposed_ns": sums[costly]}
 
 
 def findings(record: RunRecord) -> list[Finding]:
@@ -116,22 +122,19 @@ def _scene(record: RunRecord) -> Scene:
         raise ValueError(
             "findings need a profiled run, and this record has no profiled step; run it again with --profile 2"
         )
-    by_rank: dict[int, list[Row]] = defaultdict(list)
-    for row in breakdown:
-        by_rank[row["rank"]].append(row)
-    compute = {rank: _median(rows, "compute_ns") for rank, rows in by_rank.items()}
-    own = {rank: _median(rows, "step_ns") - _median(rows, "exposed_ns") for rank, rows in by_rank.items()}
-    worst = max(by_rank, key=lambda rank: _median(by_rank[rank], "exposed_ns"))
-    rows = by_rank[worst]
-    exposed_s = _median(rows, "exposed_ns")
+    ranks = summaries(breakdown)
+    worst = step_summary(breakdown)
+    assert worst is not None  # there are rows
     return Scene(
-        record, _median(rows, "step_ns"), compute, own, exposed_s + _median(rows, "overlapped_ns"), exposed_s,
-        [row for row in record.table("exposed") if row["rank"] == worst], len(rows),
-    )  # fmt: skip
-
-
-def _median(rows: Iterable[Row], column: str) -> float:
-    return statistics.median(row[column] for row in rows) / 1e9
+        record,
+        step_s=worst.step_ns / 1e9,
+        compute_s={rank: each.compute_ns / 1e9 for rank, each in ranks.items()},
+        own_s={rank: (each.step_ns - each.exposed_ns) / 1e9 for rank, each in ranks.items()},
+        communication_s=worst.communication_ns / 1e9,
+        exposed_s=worst.exposed_ns / 1e9,
+        exposed=[row for row in record.table("exposed") if row["rank"] == worst.rank],
+        profiled=worst.steps,
+    )
 
 
 # ---- the rules

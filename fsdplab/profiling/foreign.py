@@ -19,6 +19,7 @@ from fsdplab.records import RunRecord
 from .chrome import TraceError
 from .overlap import TraceAnalysis, analyse_trace
 from .skew import with_peers
+from .step_summary import step_summary
 
 ENGINE = "trace"
 
@@ -62,19 +63,16 @@ def _check_ranks(analyses: Sequence[TraceAnalysis]) -> None:
 
 def _summary(breakdown: Sequence[dict[str, Any]]) -> dict[str, Any]:
     by_step: dict[int, int] = defaultdict(int)
-    by_rank: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in breakdown:
         by_step[row["step"]] = max(by_step[row["step"]], row["step_ns"])
-        by_rank[row["rank"]].append(row)
-    worst = max(by_rank.values(), key=lambda rows: statistics.median(row["exposed_ns"] for row in rows))
-    exposed, hidden = (statistics.median(row[name] for row in worst) / 1e9 for name in ("exposed_ns", "overlapped_ns"))
+    worst = step_summary(breakdown)
     return {
         "step_time_s": {"median": statistics.median(by_step.values()) / 1e9, "min": min(by_step.values()) / 1e9},
         "comm": {
             "bytes_per_step": None,
             "collectives_per_step": None,
-            "exposed_s": exposed,
-            "overlap": hidden / (hidden + exposed) if hidden + exposed else None,
+            "exposed_s": worst.exposed_ns / 1e9 if worst else None,
+            "overlap": worst.hidden if worst else None,
         },
         "profile": {"steps": len(by_step), "overhead": None, "source": "trace"},
     }

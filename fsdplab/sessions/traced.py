@@ -105,20 +105,14 @@ def profile_summary(
 
 
 def exposure(breakdown: Sequence[Row]) -> tuple[float, float | None] | None:
-    """(exposed seconds, overlapped part of communication) of the rank whose median profiled step exposes most; None
-    without rows.
+    """(exposed seconds, overlapped part of communication) of the rank that is exposed longest; None without rows.
 
     A rank whose step has 6 ms of communication, 2 of them exposed: (0.002, 0.667).
     """
-    by_rank: Mapping[int, list[Row]] = defaultdict(list)
-    for row in breakdown:
-        by_rank[row["rank"]].append(row)
-    if not by_rank:
-        return None
-    worst = max(by_rank.values(), key=lambda rows: statistics.median(row["exposed_ns"] for row in rows))
-    exposed = statistics.median(row["exposed_ns"] for row in worst)
-    overlapped = statistics.median(row["overlapped_ns"] for row in worst)
-    return exposed / 1e9, overlapped / (overlapped + exposed) if overlapped + exposed else None
+    from fsdplab.profiling.step_summary import step_summary
+
+    worst = step_summary(breakdown)
+    return None if worst is None else (worst.exposed_ns / 1e9, worst.hidden)
 
 
 def waited(ledger: Sequence[Row], first: int, last: int) -> tuple[float, float | None] | None:
