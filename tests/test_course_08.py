@@ -16,7 +16,7 @@ from fsdplab.records import RecordError
 from fsdplab.teaching import reading
 from fsdplab.teaching.core import answers, registry
 from fsdplab.teaching.core.exercise import Choice, Exercise, Question
-from fsdplab.teaching.core.training_on_ranks import drive_account
+from fsdplab.teaching.lessons.nb08_reading_traces.on_ranks import drive_account
 from tests.solutions import must_be_complete, solutions_of
 
 ITEMS = registry.items_of("08")

@@ -9,9 +9,11 @@ import pytest
 from fsdplab.figures import alt_text
 from fsdplab.sessions import RunSpec, run
 from fsdplab.teaching import reading_memory
-from fsdplab.teaching.core import answers, registry, training_on_ranks
+from fsdplab.teaching.core import answers, registry
 from fsdplab.teaching.core.exercise import Choice, Exercise, Question
-from fsdplab.teaching.core.training_on_ranks import BLOCK_BYTES, ROOT_BYTES, complaint
+from fsdplab.teaching.core.training_on_ranks import complaint
+from fsdplab.teaching.lessons.nb09_memory import on_ranks
+from fsdplab.teaching.lessons.nb09_memory.on_ranks import BLOCK_BYTES, ROOT_BYTES
 from tests.solutions import must_be_complete, solutions_of
 
 ITEMS = registry.items_of("09")
@@ -70,8 +72,8 @@ def test_choices_accept_the_right_letter_only(course, item):
     ],
 )
 def test_choices_outside_the_job_are_refused(choices, says):
-    assert says in complaint(choices, training_on_ranks.MEMORY_JOB, training_on_ranks.MEMORY_CHOICES)
-    assert complaint({"prefetch": 1}, training_on_ranks.MEMORY_JOB, training_on_ranks.MEMORY_CHOICES) == ""
+    assert says in complaint(choices, on_ranks.JOB, on_ranks.CHOICES)
+    assert complaint({"prefetch": 1}, on_ranks.JOB, on_ranks.CHOICES) == ""
 
 
 # --- the records that the notebook reads
@@ -124,7 +126,7 @@ def test_questions_accept_the_right_number_and_name_each_slip(course, base, larg
 
 
 def test_the_limits_lie_between_the_runs():
-    job = training_on_ranks
     assert (
-        job.GATHERED_LIMIT == 2 * BLOCK_BYTES + ROOT_BYTES and replace(reading_memory.job(), prefetch=2).prefetch == 2
+        on_ranks.GATHERED_LIMIT == 2 * BLOCK_BYTES + ROOT_BYTES
+        and replace(reading_memory.job(), prefetch=2).prefetch == 2
     )

@@ -13,6 +13,7 @@ from fsdplab.sessions import RunSpec, compare
 from fsdplab.teaching import reading_choices
 from fsdplab.teaching.core import answers, registry, training_on_ranks
 from fsdplab.teaching.core.exercise import Choice, Exercise, Question
+from fsdplab.teaching.lessons.nb11_shoot_out import on_ranks
 from tests.solutions import must_be_complete, solutions_of
 
 ITEMS = registry.items_of("11")
@@ -109,9 +110,7 @@ def test_tables_and_front():
     ],
 )
 def test_choices_outside_the_job_are_refused(choices, says):
-    assert says in training_on_ranks.complaint(
-        choices, training_on_ranks.SHOOT_OUT_JOB, training_on_ranks.SHOOT_OUT_CHOICES
-    )
+    assert says in training_on_ranks.complaint(choices, on_ranks.JOB, on_ranks.CHOICES)
 
 
 def test_hidden_is_a_part_of_the_passage():

@@ -16,8 +16,8 @@ from fsdplab.sessions import RunSpec, SpecError, run
 from fsdplab.teaching import trading
 from fsdplab.teaching.core import answers, registry
 from fsdplab.teaching.core.exercise import Call, Choice, Exercise, Question, Trial
-from fsdplab.teaching.lessons.nb13_trading import exercises, exercises_that_train
-from fsdplab.teaching.lessons.nb13_trading.on_ranks import complaint
+from fsdplab.teaching.core.training_on_ranks import complaint
+from fsdplab.teaching.lessons.nb13_trading import exercises, exercises_that_train, on_ranks
 from tests.solutions import ended_of, must_be_complete, solutions_of, try_ended
 
 ITEMS = registry.items_of("13")
@@ -132,8 +132,8 @@ def test_the_norm_may_not_cost_more_than_one_number():
     ],
 )
 def test_choices_outside_the_job_are_refused(choices, says):
-    assert says in complaint(choices)
-    assert complaint({"checkpoint": "full"}) == ""
+    assert says in complaint(choices, on_ranks.JOB, on_ranks.CHOICES)
+    assert complaint({"checkpoint": "full"}, on_ranks.JOB, on_ranks.CHOICES) == ""
 
 
 def test_accounts_and_prices():

@@ -6,10 +6,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-from fsdplab.teaching.core import training_on_ranks as on_ranks
 from fsdplab.teaching.core.exercise import Case, Exercise, Trial, Wrong, edited
 from fsdplab.teaching.core.findings import Difference
 
+from . import on_ranks
 from .questions import QUESTIONS
 from .reading import PARTS, reference_account
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fsdplab.teaching.core import training_on_ranks as on_ranks
 from fsdplab.teaching.core.exercise import Case, Exercise, Trial, Wrong, edited
 from fsdplab.teaching.core.findings import Difference
 
+from . import on_ranks
 from .questions import QUESTIONS
 
 _RANKS = 2

@@ -16,7 +16,8 @@ from fsdplab.figures.view import RunView, view
 from fsdplab.records import CATEGORIES, RunRecord
 from fsdplab.sessions import RunSpec
 from fsdplab.teaching.core.display import Note, Table, table
-from fsdplab.teaching.core.training_on_ranks import MEMORY_JOB
+
+from .on_ranks import JOB
 
 __all__ = [
     "by_category", "compared", "gathered", "gathered_table", "instant", "job", "life_of", "memory_figure",
@@ -30,7 +31,7 @@ Row = dict[str, Any]
 
 def job(**choices: Any) -> RunSpec:
     """The lesson's run, with what `choices` say: `job(prefetch=0)`."""
-    return RunSpec(**{**MEMORY_JOB, **choices})
+    return RunSpec(**{**JOB, **choices})
 
 
 # ---- the peak

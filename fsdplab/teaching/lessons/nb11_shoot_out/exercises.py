@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsdplab.teaching.core import training_on_ranks as on_ranks
 from fsdplab.teaching.core.exercise import Case, Choice, Exercise, Question, Slip, Trial, Wrong, edited
 from fsdplab.teaching.core.findings import Difference
 
+from . import on_ranks
 from .reading_choices import MB, of, on_the_link, peak
 
 _RANKS = 2
@@ -26,7 +26,7 @@ _REFERENCE = edited(_STUB, ('"full_shard",', '"shard_grad_op",'), ('"prefetch": 
 
 def _cases() -> list[Case]:
     right = {"choices": "", "bytes over the card": 0, "ms on the link too many": 0, "gathers are hidden": True}
-    name = f"five steps of gpt-20m on a card of {on_ranks.CARD / MB:g} MB behind {on_ranks.SHOOT_OUT_JOB['link']}"
+    name = f"five steps of gpt-20m on a card of {on_ranks.CARD / MB:g} MB behind {on_ranks.JOB['link']}"
     return [Case(name, ((),) * _RANKS, (right,) * _RANKS)]
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec
 from fsdplab.teaching.core.display import Note, Table, table
-from fsdplab.teaching.core.training_on_ranks import CARD, LINK_SECONDS, SHOOT_OUT_JOB
+
+from .on_ranks import CARD, JOB, LINK_SECONDS
 
 __all__ = [
     "CARD",
@@ -27,7 +28,7 @@ MB = 1e6
 
 def job(**choices: Any) -> RunSpec:
     """The lesson's run behind its link, with what `choices` say: `job(strategy="zero2")`."""
-    return RunSpec(**{**SHOOT_OUT_JOB, **choices})
+    return RunSpec(**{**JOB, **choices})
 
 
 def of(runs: Sequence[RunRecord], strategy: str) -> RunRecord:

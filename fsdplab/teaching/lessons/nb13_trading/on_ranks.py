@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from fsdplab.engine import FSDPModule, events, shard_model
 from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
-from fsdplab.sessions import RunSpec, SpecError
+from fsdplab.sessions import RunSpec
 from fsdplab.sessions.engines import build
+from fsdplab.teaching.core.training_on_ranks import complaint
 from fsdplab.workloads import ByteText, ModelConfig, block_types, build_model, loss_of
 
 SMALL = ModelConfig(family="gpt", layers=2, width=32, heads=2, kv_heads=2, ffn=128, vocabulary=256, context=32)
@@ -179,27 +180,13 @@ def drive_norm(global_norm: Callable[..., Any], gradients: Sequence[Tensor]) -> 
 def drive_fit(fit: Callable[..., Any]) -> dict[str, Any]:
     """Two steps of the job with the chosen means: by how much the measured peak exceeds the card."""
     choices = fit()
-    refused = complaint(choices)
+    refused = complaint(choices, JOB, CHOICES)
     if refused:
         return {"choices": refused, "bytes over the card": None}
     timeline = measured(RunSpec(**JOB, **choices, device="cpu"))
     held = sorted(((nbytes, name) for name, nbytes in timeline.peak.items() if nbytes > 1e6), reverse=True)
     print(", ".join(f"{name.replace('_', ' ')} {nbytes / 1e6:.0f} MB" for nbytes, name in held))
     return {"choices": "", "bytes over the card": max(0, timeline.peak_total - CARD)}
-
-
-def complaint(choices: Any) -> str:
-    """Why these choices cannot be run, or nothing."""
-    if not isinstance(choices, dict):
-        return f"expected a dict, got {type(choices).__name__}"
-    foreign = [str(name) for name in choices if name not in CHOICES]
-    if foreign:
-        return f"{', '.join(foreign)} belongs to the job; you choose {', '.join(CHOICES)}"
-    try:
-        RunSpec(**JOB, **choices)
-    except SpecError as error:
-        return str(error)
-    return ""
 
 
 def measured(spec: RunSpec) -> MemoryTimeline:
