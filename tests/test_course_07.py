@@ -17,7 +17,7 @@ from fsdplab.sessions import RunSpec, call_on_ranks, run
 from fsdplab.teaching import overlapping
 from fsdplab.teaching.core import answers, registry
 from fsdplab.teaching.core.exercise import Choice, Exercise, Question, Trial
-from fsdplab.teaching.lessons.nb07_overlap import exercises, hide, on_ranks
+from fsdplab.teaching.lessons.nb07_overlap import exercises, on_ranks
 from fsdplab.teaching.lessons.nb07_overlap.figures import communication_bars
 from tests.solutions import ended_of, must_be_complete, solutions_of, try_ended, try_side_by_side
 
@@ -42,7 +42,7 @@ RIGHT = {  # other right answers than the references
         ),
     },
     "07.hide": {
-        "two ahead": hide._hide(prefetch=2),
+        "two ahead": exercises._hide(prefetch=2),
         "by keyword": (
             "def hide():\n    settings = dict(prefetch=1, link_queues=2)\n    return dict(settings, batch_size=2,"
             " units='block')\n"
@@ -123,7 +123,7 @@ def test_settings_that_are_none_are_refused(settings, says):
 def test_one_step_covers_up_the_others_in_a_fixed_order():
     stub = {"units": "linear", "prefetch": 0, "link_queues": 1, "batch_size": 1}
     causes = [
-        hide._remedy(settings)
+        exercises._remedy(settings)
         for settings in (
             stub,
             {**stub, "prefetch": 1},
@@ -140,13 +140,15 @@ def test_one_step_covers_up_the_others_in_a_fixed_order():
 
 
 def test_the_finding_says_by_how_much_and_where():
-    case = hide.hide.cases()[0]
+    case = exercises.hide.cases()[0]
     printed = (
         "{'units': 'block', 'prefetch': 0, 'link_queues': 2, 'batch_size': 2}\n1020 of 1760 ms exposed: gathers in"
         " forward 480"
     )
     trial = Trial(0, {"settings": "", "milliseconds over the target": 720}, printed, ())
-    step, cause = hide.hide.explain(case, trial, replace(_difference(), tensor="x['milliseconds over the target']"))
+    step, cause = exercises.hide.explain(
+        case, trial, replace(_difference(), tensor="x['milliseconds over the target']")
+    )
     assert step.startswith("1020 of 1760") and cause.startswith("720 ms too many")
 
 

@@ -5,16 +5,18 @@ hand.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fsdplab.teaching.core.exercise import Case, Exercise, Rules, Trial, Wrong, edited
+from fsdplab.teaching.core.exercise import Case, Exercise, Question, Rules, Slip, Trial, Wrong, edited
 from fsdplab.teaching.core.findings import Difference, Finding, first_difference
 
 from . import grading
-from .questions_04 import state_bytes, zero1_total, zero2_total
-from .rows_04 import rows_of
+
+if TYPE_CHECKING:
+    from .runs import Runs
 
 _RANKS = 3
 _DRIVERS = grading.DRIVERS
@@ -22,6 +24,131 @@ _HUNG = (
     "deadlock: a rank waits in a collective that another rank never calls; every rank must make the same calls in the"
     " same order"
 )
+
+# --- who owns which rows
+
+_ROWS = '''\
+def rows_of(rows, rank, n):
+    """The rows [start, stop) that `rank` owns: blocks of ceil(rows / n), the last ones short or empty."""
+    {}
+'''
+_ROWS_REFERENCE = _ROWS.format(
+    "size = -(-rows // n)  # rounded up\n    return min(rank * size, rows), min((rank + 1) * size, rows)"
+)
+_QUESTIONS = [(6, 3), (8, 2), (10, 3), (4, 3), (2, 4), (1, 3), (257, 8)]
+
+
+def _spans(rows: int, n: int) -> list[tuple[int, int]]:
+    """The partition that torch's FSDP2 and this package use: `_spans(10, 3) == [(0, 4), (4, 8), (8, 10)]`."""
+    size = -(-rows // n)
+    return [(min(rank * size, rows), min((rank + 1) * size, rows)) for rank in range(n)]
+
+
+def _row_cases() -> list[Case]:
+    expected = {f"{rows} rows on {n} ranks": _spans(rows, n) for rows, n in _QUESTIONS}
+    return [Case("who owns which rows", ((_QUESTIONS,),) * _RANKS, (expected,) * _RANKS)]
+
+
+def _explain_rows(case: Case, trial: Trial, difference: Difference) -> tuple[None, str]:
+    """What is wrong with the first partition that differs: rows with no owner, with two, or owned in another way."""
+    question = next((name for name in case.expected[0] if f"'{name}'" in difference.tensor), None)
+    given = None if question is None else trial.returned.get(question)
+    if (
+        question is None
+        or not isinstance(given, list)
+        or not all(isinstance(span, list) and len(span) == 2 for span in given)
+    ):
+        return None, "return two whole numbers, `start, stop`; the rows are those of `tensor[start:stop]`"
+    if not all(isinstance(edge, int) for span in given for edge in span):
+        return None, "row numbers are whole: `//` divides without a fraction, and -(-rows // n) rounds up"
+    return None, f"{question} gives {given}: {_fault(given, case.expected[0][question], int(question.split()[0]))}"
+
+
+def _fault(given: list[list[int]], right: list[tuple[int, int]], rows: int) -> str:
+    if any(start > stop for start, stop in given):
+        return "a rank with no rows must get start == stop: clamp both ends to `rows`"
+    if any(stop > rows or start > rows for start, stop in given):
+        return f"there are only {rows} rows: clamp the ends with min(..., rows)"
+    owners = [sum(start <= row < stop for start, stop in given) for row in range(rows)]
+    if 0 in owners:
+        missing = owners.index(0)
+        return (
+            f"row {missing} has no owner, so nobody would ever update it (rounded down? `stop` is not included, as in a"
+            " slice)"
+        )
+    if max(owners) > 1:
+        return f"row {owners.index(max(owners))} has two owners (`stop` is not included, as in a slice)"
+    sizes = [stop - start for start, stop in given]
+    if sizes == sorted(sizes) and sizes != sorted(sizes, reverse=True):
+        return "every row has one owner, but the short block comes first; here the first ranks have full blocks"
+    if max(sizes) == right[0][1]:
+        return (
+            "balanced, and every row has one owner; but then a block does not begin at rank * ceil(rows / n), where an"
+            " all_gather puts it. Full blocks first, the rest is short"
+        )
+    return "every row has one owner, but a full block has ceil(rows / n) rows"
+
+
+rows_of = Exercise(
+    id="04.rows_of",
+    title="Who owns which rows?",
+    statement="Write rows_of(rows, rank, n): the rows [start, stop) that a rank owns, in blocks of ceil(rows / n).",
+    stub=_ROWS.format("..."),
+    reference=_ROWS_REFERENCE,
+    hints=(
+        "How large is a full block? Where would block number `rank` begin if there were rows without end?",
+        (
+            "A block has -(-rows // n) rows (rounded up). It runs from rank * size to (rank + 1) * size, unless the"
+            " rows end before."
+        ),
+        "`size = -(-rows // n)`, then `return min(rank * size, rows), min((rank + 1) * size, rows)`.",
+    ),
+    cases=_row_cases,
+    explain=_explain_rows,
+    world_size=_RANKS,
+    driver=(grading.DRIVERS, "spans"),
+    wrong=(
+        Wrong("rounded down", edited(_ROWS_REFERENCE, ("-(-rows // n)", "rows // n")), "has no owner"),
+        Wrong("start not clamped", edited(_ROWS_REFERENCE, ("min(rank * size, rows)", "rank * size")), "start == stop"),
+        Wrong(
+            "nothing clamped",
+            edited(
+                _ROWS_REFERENCE,
+                ("min(rank * size, rows)", "rank * size"),
+                ("min((rank + 1) * size, rows)", "(rank + 1) * size"),
+            ),
+            "clamp the ends",
+        ),
+        Wrong(
+            "stop included",
+            edited(_ROWS_REFERENCE, ("min((rank + 1) * size, rows)", "min((rank + 1) * size, rows) - 1")),
+            "`stop` is not included",
+        ),
+        Wrong(
+            "balanced",
+            _ROWS.format(
+                "whole, rest = divmod(rows, n)\n    start = rank * whole + min(rank, rest)\n    return start, start +"
+                " whole + (rank < rest)"
+            ),
+            "Full blocks first",
+        ),
+        Wrong(
+            "the last takes the rest",
+            _ROWS.format("size = rows // n\n    return rank * size, rows if rank == n - 1 else (rank + 1) * size"),
+            "short block comes first",
+        ),
+        Wrong("a fraction", edited(_ROWS_REFERENCE, ("-(-rows // n)", "rows / n")), "whole"),
+        Wrong(
+            "overlapping",
+            edited(_ROWS_REFERENCE, ("min((rank + 1) * size, rows)", "min((rank + 1) * size + 1, rows)")),
+            "two owners",
+        ),
+        Wrong("start and length", edited(_ROWS_REFERENCE, ("min((rank + 1) * size, rows)", "size")), "start == stop"),
+        Wrong("only the start", edited(_ROWS_REFERENCE, (", min((rank + 1) * size, rows)", "")), "two whole numbers"),
+        Wrong("nothing", _ROWS.format("size = -(-rows // n)"), "two whole numbers"),
+    ),
+)
+
 
 # --- reduce-scatter
 
@@ -351,6 +478,70 @@ step_and_gather = Exercise(
             "other numbers",
         ),
     ),
+)
+
+# --- questions
+
+
+def _moments(run: Runs) -> float:
+    return run.moment_bytes / 1e3
+
+
+state_bytes = Question(
+    id="04.state_bytes",
+    statement=(
+        "How many kB of Adam's moments does one rank hold in your ZeRO-1 run (2 ranks, 141,056 parameters in fp32)?"
+    ),
+    unit="kB",
+    expected=_moments,
+    slips=(
+        Slip("that is what DDP holds on every rank: here each rank has 1/n of it", factor=2.0),
+        Slip("Adam keeps two moments for every parameter, a mean and a mean of squares", factor=0.5),
+        Slip("that is the number of moments in thousands; each is 4 bytes", factor=0.25),
+    ),
+    hints=(
+        "Two numbers of 4 bytes for every parameter that this rank owns.",
+        "Of 141,056 parameters a rank owns half.",
+        "141,056 / 2 parameters, 8 bytes each, in kB.",
+    ),
+    explanation="8 bytes for each of the 70,528 parameters that this rank owns: 1/n of DDP's.",
+)
+
+zero1_total = Question(
+    id="04.zero1_total",
+    statement=(
+        "A model of 1 billion parameters, fp32 with Adam, on 8 ranks: how many GB of model state (parameters,"
+        " gradients, moments) rest on each rank with ZeRO-1?"
+    ),
+    unit="GB",
+    expected=9.0,
+    slips=(
+        Slip("that is DDP: with ZeRO-1 the 8 GB of moments are cut into 8", value=16.0),
+        Slip("the moments' slice was left out: it is cut into 8, but it is not nothing", value=8.0),
+        Slip("that is full sharding, everything cut into 8", value=2.0),
+        Slip("that is ZeRO-2: ZeRO-1 keeps whole gradients", value=5.5),
+    ),
+    hints=(
+        "Three states: which of them does ZeRO-1 cut?",
+        "4 GB of parameters and 4 GB of gradients are whole; 8 GB of moments are cut into 8.",
+        "4 + 4 + 8 / 8.",
+    ),
+    explanation="4 + 4 + 8/8.",
+)
+
+zero2_total = Question(
+    id="04.zero2_total",
+    statement="The same model and ranks with ZeRO-2?",
+    unit="GB",
+    expected=5.5,
+    slips=(
+        Slip("that is ZeRO-1: ZeRO-2 cuts the gradients too", value=9.0),
+        Slip("that is full sharding; ZeRO-2 keeps the parameters whole", value=2.0),
+        Slip("the gradients' own slice, 0.5 GB, was forgotten", value=5.0),
+        Slip("the moments' slice, 1 GB, was forgotten", value=4.5),
+    ),
+    hints=("One more state is cut.", "4 GB of gradients are cut into 8 as well.", "4 + 4 / 8 + 8 / 8."),
+    explanation="4 + 4/8 + 8/8: what is left to cut is the parameters (05).",
 )
 
 ITEMS = (rows_of, reduce_rows, step_and_gather, state_bytes, zero1_total, zero2_total)
