@@ -17,7 +17,7 @@ from fsdplab import teaching
 from fsdplab.figures import memory_by_category
 from fsdplab.records import RunRecord
 from fsdplab.teaching import collectives, tour
-from fsdplab.teaching.core import answers, checking, display, exploring, predicting, provenance, registry
+from fsdplab.teaching.core import answers, checking, display, exploring, predictions, provenance, registry
 from fsdplab.teaching.core.cell_runs import ranks_wanted
 from fsdplab.teaching.core.course_state import CheckFailed, current, open_course
 from fsdplab.teaching.core.exercise import Choice, Exercise, Question, edited
@@ -351,12 +351,12 @@ def test_calibration_counts_the_learners_own_predictions(course):
     found = calibration_of(course.home)
     assert (len(found.scores), found.within_two) == (3, 2)
     assert found.bias == pytest.approx((4 * 1 / 1.5) ** (1 / 3))
-    assert "2 of 3 within a factor of two" in str(predicting.calibration_table(found))
+    assert "2 of 3 within a factor of two" in str(predictions.calibration_table(found))
 
 
 def test_the_field_hands_its_number_to_the_prediction(course):
     prediction, changes = Prediction("00.peak", "MB", 200, course.home), []
-    box = predicting.number_field(prediction, lambda: changes.append(str(predicting.standing(prediction))))
+    box = predictions.number_field(prediction, lambda: changes.append(str(predictions.standing(prediction))))
     box.children[1].value = 321.0
     assert (prediction.value, prediction.by_learner) == (321, True)
     assert changes == ["Prediction 00.peak: 321 MB (your own number: run on)"]
@@ -386,9 +386,7 @@ def test_columns_of_numbers_are_set_flush_right():
 
 
 def test_what_a_widget_controls_is_an_output_of_its_own():
-    from fsdplab.teaching.core.widget_view import WidgetView
-
-    bundle = WidgetView(
+    bundle = display.WidgetView(
         exploring.sliders(exploring.Explorer(tour.state_table, {"ranks": [2]}), lambda: None)
     )._repr_mimebundle_()
     assert "application/vnd.jupyter.widget-view+json" in bundle and bundle["text/plain"] == ""

@@ -1,4 +1,4 @@
-"""What a cell leaves on the page: tables, and figures that still show where no script runs.
+"""What a cell leaves on the page: tables, figures that still show where no script runs, widgets where they can live.
 
 A figure goes out in three forms at once: plotly's own (interactive in JupyterLab), an SVG with alternative text (static
 pages, printed notebooks), and the alternative text itself (terminals, screen readers). The reader's page picks.
@@ -12,12 +12,15 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdplab.figures import alt_text, svg
 from fsdplab.figures.plotly_go import go
 
 from .findings import with_code
+
+if TYPE_CHECKING:
+    import ipywidgets
 
 
 def notebook_display() -> Callable[..., Any] | None:
@@ -139,3 +142,20 @@ def show(figure: go.Figure, alt: str | None = None) -> None:
     if not words:
         raise ValueError("a figure needs alternative text: show(figure, alt='what a reader should see in it')")
     present(Shown(figure, words))
+
+
+@dataclass(frozen=True)
+class WidgetView:
+    """A widget without the text that would stand for it on static pages (`FloatText(value=200.0, ...)`)."""
+
+    widget: ipywidgets.Widget
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return {**self.widget._repr_mimebundle_(), "text/plain": ""}
+
+
+def present_widget(make: Callable[[], ipywidgets.Widget]) -> None:
+    """Make a widget and show it in a notebook; elsewhere there is nobody to move it, and it is not made."""
+    display = notebook_display()
+    if display:
+        display(WidgetView(make()))

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .display import present_live
-from .widget_view import present_widget
+from .display import present_live, present_widget
 
 if TYPE_CHECKING:
     import ipywidgets

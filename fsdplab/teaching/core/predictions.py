@@ -1,4 +1,5 @@
-"""Predictions without a widget: a number with a stored default, its score, and the learner's calibration.
+"""Predictions: a number with a stored default, its score, and the learner's calibration. With the default a notebook
+also runs where nobody answers.
 
 Predicting before measuring is half of the course, so the record is kept: over many predictions a learner sees whether
 they guess high or low, and how far. Only predictions that the learner changed count; a stored default is nobody's
@@ -8,11 +9,18 @@ guess.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
+from .course_state import current
+from .display import Note, Table, present, present_live, present_widget, table
 from .quantities import kind_of, quantity, shown
 from .workspace import Home
+
+if TYPE_CHECKING:
+    import ipywidgets
 
 FILE = "predictions.json"
 
@@ -120,3 +128,73 @@ def calibration_of(home: Home) -> Calibration:
     kept = sorted(home.read(FILE).items())
     scored = [(name, row) for name, row in kept if row["by_learner"] and row["measured"] is not None]
     return Calibration(tuple(Score(name, row["unit"], row["predicted"], row["measured"], True) for name, row in scored))
+
+
+# ---- on the page
+
+
+class Predicted:
+    """What `predict` returns: call `.score(measured)` once the measurement is there."""
+
+    def __init__(self, prediction: Prediction) -> None:
+        self.prediction = prediction
+
+    @property
+    def value(self) -> float:
+        """The number in the field, in the prediction's unit."""
+        return self.prediction.value
+
+    def score(self, measured: float | str) -> None:
+        """Print the prediction beside the measurement (a number in the prediction's unit, or a text with its own)."""
+        print(self.prediction.score(measured))
+
+
+def predict(name: str, unit: str, default: float, measured: float | str | None = None) -> Predicted:
+    """Show a field for a number to predict and return it for scoring: `peak = predict("00.peak", unit="MB",
+    default=500)`.
+
+    With `measured`, the prediction is scored at once. A number entered earlier under this name comes back.
+    """
+    prediction = Prediction(name, unit, default, current().home)
+    present_widget(lambda: number_field(prediction, lambda: update(standing(prediction))))
+    update = present_live(standing(prediction))
+    predicted = Predicted(prediction)
+    if measured is not None:
+        predicted.score(measured)
+    return predicted
+
+
+def number_field(prediction: Prediction, changed: Callable[[], None]) -> ipywidgets.HBox:
+    """The field and its unit; a change goes to the prediction at once, then `changed` is called."""
+    import ipywidgets
+
+    entry = ipywidgets.FloatText(value=prediction.value, layout={"width": "9em"})
+
+    def take(change: Any) -> None:
+        prediction.set(change["new"])
+        changed()
+
+    entry.observe(take, names="value")
+    return ipywidgets.HBox([ipywidgets.Label("Your prediction:"), entry, ipywidgets.Label(prediction.unit)])
+
+
+def standing(prediction: Prediction) -> Note:
+    """How a prediction stands, in one line that stays on the page where the field cannot."""
+    told = "your own number: run on" if prediction.by_learner else "a stored default: put your own number first"
+    return Note((f"Prediction {prediction.name}: {shown(prediction.value, prediction.unit)} ({told})",))
+
+
+def calibration() -> None:
+    """Show every scored prediction of this learner, and whether they tend high or low."""
+    present(calibration_table(calibration_of(current().home)))
+
+
+def calibration_table(found: Calibration) -> Table | Note:
+    """The calibration as a table whose caption is the summary; a note where there is nothing to show yet."""
+    rows = [[s.name, shown(s.predicted, s.unit), shown(s.measured, s.unit), f"{s.ratio:.2f}"] for s in found.scores]
+    if not rows:
+        return Note(("No prediction of your own yet: change a number field, then run on.",))
+    caption = (
+        f"{found.within_two} of {len(rows)} within a factor of two; on average {found.bias:.2f} times the measurement."
+    )
+    return table(["prediction", "predicted", "measured", "ratio"], rows, caption)
