@@ -17,7 +17,7 @@ from fsdplab.teaching import trading
 from fsdplab.teaching.core import answers, registry
 from fsdplab.teaching.core.exercise import Call, Choice, Exercise, Question, Trial
 from fsdplab.teaching.core.training_on_ranks import complaint
-from fsdplab.teaching.lessons.nb13_trading import exercises, exercises_that_train, on_ranks
+from fsdplab.teaching.lessons.nb13_trading import exercises, exercises_that_train, figures, on_ranks
 from tests.solutions import ended_of, must_be_complete, solutions_of, try_ended
 
 ITEMS = registry.items_of("13")
@@ -138,8 +138,8 @@ def test_choices_outside_the_job_are_refused(choices, says):
 
 def test_accounts_and_prices():
     assert sum(trading.bytes_each_reference((), 8).values()) == 18
-    assert trading.cut_by("zero1") == ["optimizer"] and trading.cut_by("no_shard") == []
-    assert sum(trading.bytes_each_reference(trading.cut_by("full_shard"), 8).values()) == 18 / 8
+    assert figures.cut_by("zero1") == ["optimizer"] and figures.cut_by("no_shard") == []
+    assert sum(trading.bytes_each_reference(figures.cut_by("full_shard"), 8).values()) == 18 / 8
     spec = {"offload": "cpu", "precision": "fp32", "model": "gpt-20m", "world_size": 2}
     assert trading.bus_bytes(spec) == 12 * 21_589_248 / 2
     assert (
@@ -160,7 +160,7 @@ def test_the_kept_figure_says_its_numbers():
 
 def test_runs_are_named_by_their_choices():
     fake = SimpleNamespace(spec={"precision": "bf16", "checkpoint": "full", "offload": "cpu"})
-    assert trading.choices_of(fake) == "bf16, full checkpoint, offload"
+    assert figures.choices_of(fake) == "bf16, full checkpoint, offload"
 
 
 @pytest.mark.timeout(300)
@@ -219,7 +219,7 @@ def test_offload_is_emulated_on_cpu_ranks_and_said_so(small_runs):
     assert (
         "fp32, full checkpoint" in alt_text(figure) and "a host memory beside it" in figure.layout.title.subtitle.text
     )
-    twice = [view.label for view in trading.named([small_runs["plain"]] * 2)]
+    twice = [view.label for view in figures.named([small_runs["plain"]] * 2)]
     assert twice == ["fp32", "fp32 (again)"], "bars of one name would be drawn as one"
 
 

@@ -13,15 +13,13 @@ from statistics import median
 from typing import Any
 
 from fsdplab.common.sizes import seconds, size
-from fsdplab.figures import memory_by_category
-from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import COLLECTIVE_COLOURS, EDGE, ink_on, titled
 from fsdplab.planning.links import parse_link
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec
 from fsdplab.teaching.core.display import Note, Table, table
-from fsdplab.workloads import parameter_count, preset
 
+from .figures import link_figure, memory_figure
+from .network import ACROSS, WITHIN, by_collective, groups_of, parameter_bytes, sent, slow
 from .on_ranks import complaint, expected_ms
 
 __all__ = [
@@ -42,7 +40,6 @@ __all__ = [
     "weighed",
 ]
 
-WITHIN, ACROSS = "4GB/s", "400MB/s"
 JOB = {"model": "gpt-20m", "world_size": 4, "batch_size": 1, "sequence_length": 32, "steps": 3, "time_limit": 300.0}
 MB = 1e6
 
@@ -68,37 +65,6 @@ def banner() -> Note:
     )
 
 
-def parameter_bytes(record: RunRecord) -> int:
-    """P of a run: the bytes of all parameters in fp32."""
-    return 4 * parameter_count(preset(record.spec["model"]))
-
-
-def groups_of(record: RunRecord) -> tuple[int, int]:
-    """(s, r) of a run: under full_shard all ranks are one group."""
-    s = record.spec["shard_size"] or record.spec["world_size"]
-    return s, record.spec["world_size"] // s
-
-
-def by_collective(record: RunRecord, rank: int = 0) -> dict[str, tuple[int, float]]:
-    """(bytes sent, seconds on the link) by kind of collective, of one rank's last timed step."""
-    last = max(row["step"] for row in record.table("steps") if row["step_time_s"] is not None)
-    found: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
-    for row in record.table("ledger"):
-        if (row["rank"], row["step"]) == (rank, last):
-            nbytes, spent = found[row["kind"]]
-            found[row["kind"]] = nbytes + row["wire_bytes"], spent + (row["end_ns"] - row["start_ns"]) / 1e9
-    return dict(found)
-
-
-def sent(record: RunRecord) -> dict[str, int]:
-    """Bytes that a rank sends in a step: `within` its shard group (gathers, reductions) and `across` the groups
-    (all-reduces).
-    """
-    kinds = by_collective(record)
-    across = kinds.get("all_reduce", (0, 0.0))[0]
-    return {"within": sum(nbytes for nbytes, _ in kinds.values()) - across, "across": across}
-
-
 def beside_the_formula(traffic: Callable[[float, int, int], dict[str, float]], runs: Sequence[RunRecord]) -> Table:
     """The learner's `traffic(P, s, r)` beside the ledger's bytes of each run, in MB."""
     rows = []
@@ -116,73 +82,6 @@ def beside_the_formula(traffic: Callable[[float, int, int], dict[str, float]], r
     )
 
 
-# ---- figures
-
-
-def link_figure(runs: Sequence[RunRecord]) -> go.Figure:
-    """Time that each run's collectives take on the emulated links, stacked, in ms of one rank's step; bytes and link in
-    the bars' names.
-    """
-    split = {record.spec["strategy"]: by_collective(record) for record in runs}
-    kinds = [kind for kind in COLLECTIVE_COLOURS if any(kind in found for found in split.values())]
-    longest = max(sum(spent for _, spent in found.values()) for found in split.values())
-    figure = go.Figure([_segment(kind, split, longest) for kind in kinds])
-    figure.update_layout(barmode="stack", xaxis_title="time on the links in one step (ms)")
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    figure.update_xaxes(range=[0, 1.8e3 * longest])
-    for record in runs:
-        name, s = record.spec["strategy"], sent(record)
-        words = f"<b>{seconds(_total(split[name]))}</b> · {size(_slow(record))} at the slow link's pace"
-        words += f", {size(s['within'])} at the fast one's" if s["across"] else ""
-        figure.add_annotation(
-            x=1e3 * _total(split[name]), y=name, text=words, showarrow=False, xanchor="left", xshift=6
-        )
-    told = "; ".join(
-        f"{name}: " + ", ".join(f"{kind} {size(nbytes)} in {seconds(spent)}" for kind, (nbytes, spent) in found.items())
-        for name, found in split.items()
-    )
-    first, last = runs[0].spec["strategy"], runs[-1].spec["strategy"]
-    title = (
-        f"{first} keeps the links busy for {seconds(_total(split[first]))} a step, {last} for"
-        f" {seconds(_total(split[last]))}"
-    )
-    return titled(
-        figure,
-        title,
-        f"Counted on 4 CPU ranks; both links are emulated ({WITHIN} within a node, {ACROSS} between)",
-        f"Stacked bars: {told}.",
-        height=320,
-        top=130,
-    )
-
-
-def _total(found: dict[str, tuple[int, float]]) -> float:
-    return sum(spent for _, spent in found.values())
-
-
-def _slow(record: RunRecord) -> int:
-    """Bytes that a rank sends at the slow link's pace: a group over both nodes sends everything at it."""
-    moved = sent(record)
-    return moved["across"] if groups_of(record)[1] > 1 else moved["within"]
-
-
-def _segment(kind: str, split: dict[str, dict[str, tuple[int, float]]], longest: float) -> go.Bar:
-    spans = [found.get(kind, (0, 0.0))[1] for found in split.values()]
-    return go.Bar(
-        name=kind.replace("_", "-"), orientation="h", y=list(split), x=[1e3 * span for span in spans],
-        marker=dict(color=COLLECTIVE_COLOURS[kind], line=dict(color=EDGE, width=1)),
-        text=[seconds(span) if span > 0.08 * longest else "" for span in spans],
-        textposition="inside", insidetextanchor="middle", textangle=0, constraintext="none",
-        textfont=dict(size=13, color=ink_on(COLLECTIVE_COLOURS[kind])),
-        hovertemplate="%{y}<br>" + kind + ": %{x:.1f} ms<extra></extra>",
-    )  # fmt: skip
-
-
-def memory_figure(runs: Sequence[RunRecord]) -> go.Figure:
-    """The peak of each run by category."""
-    return memory_by_category(list(runs))
-
-
 # ---- what the figures showed, in a sentence
 
 
@@ -193,7 +92,7 @@ def exposed_factor(full: RunRecord, hybrid: RunRecord) -> float:
 
 def seen(full: RunRecord, hybrid: RunRecord) -> Note:
     """Bytes at the slow link's pace and exposed time of both runs."""
-    first, second = ((_slow(record), record.summary["comm"]["exposed_s"]) for record in (full, hybrid))
+    first, second = ((slow(record), record.summary["comm"]["exposed_s"]) for record in (full, hybrid))
     words = (
         f"Seen here: {size(first[0])} against {size(second[0])} a rank at the slow link's pace"
         f" ({first[0] / second[0]:.2f} times as much); "

@@ -13,7 +13,8 @@ from fsdplab.teaching.core.exercise import Case, Choice, Exercise, Question, Sli
 from fsdplab.teaching.core.findings import Difference, Finding
 
 from .exercises_that_train import DRIVERS, fine_tune, fit, shard_tied
-from .trading import KEPT, bytes_each_reference, moved_over_the_bus
+from .figures import KEPT
+from .trading import bytes_each_reference, moved_over_the_bus
 
 _RANKS = 2
 
