@@ -18,7 +18,7 @@ import pytest
 from nbformat.v4 import new_code_cell
 from nbval.plugin import IPyNbCell, IPyNbFile
 
-from fsdplab.teaching.home import Home
+from fsdplab.teaching.core.workspace import Home
 from tests.spread import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401 (hooks)
 
 NOTEBOOKS = Path(__file__).resolve().parent

@@ -17,9 +17,9 @@ from tests.ranks import RankPool
 from tests.spread import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401 (hooks)
 
 if TYPE_CHECKING:
-    from fsdplab.teaching.course_state import Course
-    from fsdplab.teaching.findings import Finding
-    from fsdplab.teaching.home import Home
+    from fsdplab.teaching.core.course_state import Course
+    from fsdplab.teaching.core.findings import Finding
+    from fsdplab.teaching.core.workspace import Home
 
 
 # A shell makes what it starts in the background deaf to Ctrl-C, and so would be all processes that tests start and
@@ -55,7 +55,7 @@ def ranks() -> Iterator[RankPool]:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
     """One learner's folder for a module's tests."""
-    from fsdplab.teaching.home import Home
+    from fsdplab.teaching.core.workspace import Home
 
     return Home(tmp_path_factory.mktemp("learner") / "my_fsdp")
 
@@ -63,7 +63,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 @pytest.fixture(scope="module")
 def course(home: Home) -> Iterator[Course]:
     """That learner's course, open; after the module no course is."""
-    from fsdplab.teaching import course_state
+    from fsdplab.teaching.core import course_state
 
     yield course_state.open_course("learner", home.path)
     course_state._open.clear()

@@ -29,7 +29,7 @@ from typing import Any
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import CapturedIO, capture_output
 
-from fsdplab.teaching.home import Home
+from fsdplab.teaching.core.workspace import Home
 
 Names = dict[str, Any]
 _ON_RANKS = re.compile(r"^%%?ranks\b", re.MULTILINE)
@@ -130,7 +130,7 @@ def pair_up(notebook: Path, cells: list[Seen]) -> list[tuple[str, Seen, Names]]:
     were before that.
     """
     # not before the last cell of the notebook has run, which must import for itself what it needs
-    from fsdplab.teaching import course
+    from fsdplab.teaching.authoring import course
 
     source = course.read(notebook)
     learners, teachers = (
@@ -205,7 +205,7 @@ def _take_a_new_folder(home: Path) -> None:
 
 def _forget(shell: InteractiveShell, watched: Watched) -> None:
     """The names, and the ranks that stay with theirs."""
-    from fsdplab.teaching.cell_runs import manage_ranks
+    from fsdplab.teaching.core.cell_runs import manage_ranks
 
     for name in watched.names():
         del shell.user_ns[name]

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from fsdplab.teaching import checking, trials
-from fsdplab.teaching.exercise import Exercise, Wrong
-from fsdplab.teaching.findings import Finding
-from fsdplab.teaching.home import Home
+from fsdplab.teaching.core import checking, run_submission
+from fsdplab.teaching.core.exercise import Exercise, Wrong
+from fsdplab.teaching.core.findings import Finding
+from fsdplab.teaching.core.workspace import Home
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def try_side_by_side(solutions: Sequence[Solution], home: Home, launches: int) -
 
 def _try_together(todo: Sequence[Solution], home: Home, folder: Path) -> Findings:
     paths = [Home(folder / f"solution-{index}").save(each.exercise.id, each.source) for index, each in enumerate(todo)]
-    outcomes = trials.try_programs([(each.exercise, path) for each, path in zip(todo, paths)], home)
+    outcomes = run_submission.try_programs([(each.exercise, path) for each, path in zip(todo, paths)], home)
     return {each.key: checking.judge(each.exercise, outcome) for each, outcome in zip(todo, outcomes, strict=True)}
 
 
@@ -97,7 +97,7 @@ def try_ended(exercise: Exercise, known: Wrong, home: Home, hangs_for: float = 4
     """
     path = Home(home.path / "ends").save(exercise.id, known.source)
     limited = replace(exercise, time_limit=hangs_for) if known.ends == "hangs" else exercise
-    finding = checking.judge(exercise, trials.try_one(limited, path, home))
+    finding = checking.judge(exercise, run_submission.try_one(limited, path, home))
     assert finding is not None, f"{exercise.id}, {known.name}: is wrong, and passed"
     return finding
 

@@ -26,7 +26,7 @@ from torch.distributed.pipelining import (
 from torch.nn import functional
 
 from fsdplab.engine import checkpoint
-from fsdplab.teaching.wire import WireLog
+from fsdplab.teaching.core.comm_log import WireLog
 from fsdplab.workloads import ConfigError, build_model, loss_of, preset
 from fsdplab.workloads.parallel import build_stage, parallelize, stage_span
 from fsdplab.workloads.twin import replay_gradients

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import pytest
 
-from fsdplab.teaching import answers, by_hand, by_hand_costs, display, exercises
-from fsdplab.teaching import by_hand_judging as judging
-from fsdplab.teaching.exercise import Call, Choice, Exercise, Question, Trial
+from fsdplab.teaching import by_hand
+from fsdplab.teaching.core import answers, display, registry
+from fsdplab.teaching.core.exercise import Call, Choice, Exercise, Question, Trial
+from fsdplab.teaching.lessons.nb03_04_by_hand import costs, grading
 from tests.solutions import ended_of, must_be_complete, solutions_of, try_ended
 
-ITEMS = [item for notebook in ("03", "04") for item in exercises.items_of(notebook)]
+ITEMS = [item for notebook in ("03", "04") for item in registry.items_of(notebook)]
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
 QUESTIONS = [item for item in ITEMS if isinstance(item, Question)]
 CHOICES = [item for item in ITEMS if isinstance(item, Choice)]
@@ -30,9 +31,9 @@ RIGHT = {  # other right answers than the references
         ),
     },
     "03.small_together": {
-        "divides the pieces": exercises.find("03.small_together").stub.replace("copy_(piece)", "copy_(piece / n)"),
+        "divides the pieces": registry.find("03.small_together").stub.replace("copy_(piece)", "copy_(piece / n)"),
         "divides first": (
-            exercises.find("03.small_together").stub.replace(
+            registry.find("03.small_together").stub.replace(
                 "for parameter in small])\n        dist", "for parameter in small]) / n\n        dist"
             )
         ),
@@ -62,7 +63,7 @@ RIGHT = {  # other right answers than the references
             " model.parameters():\n        parameter.register_post_accumulate_grad_hook(ready)\n    return finish\n"
         ),
         "scatter and gather": (
-            exercises.find("03.in_buckets").reference.replace(
+            registry.find("03.in_buckets").reference.replace(
                 "            dist.all_reduce(joined)\n",
                 "            n = dist.get_world_size()\n            joined = torch.cat([joined,"
                 " joined.new_zeros(-len(joined) % n)])\n            blocks, own = list(joined.chunk(n)),"
@@ -191,16 +192,16 @@ def test_bytes_on_the_wire():
         Call("recv", 10),
         Call("barrier", 1),
     ]
-    assert judging.wire_bytes(calls, 3) == 1200 + 600 + 600 + 10
-    assert judging.parts_of([calls[0], Call("broadcast", judging.MARK), calls[1], Call("broadcast", judging.MARK)]) == [
+    assert grading.wire_bytes(calls, 3) == 1200 + 600 + 600 + 10
+    assert grading.parts_of([calls[0], Call("broadcast", grading.MARK), calls[1], Call("broadcast", grading.MARK)]) == [
         [calls[0]],
         [calls[1]],
     ]
 
 
 def test_rules_judge_hand_written_trials():
-    exercise = exercises.find("03.in_buckets")
-    case, mark, nbytes = exercise.cases()[0], Call("broadcast", judging.MARK), sum(judging.gradient_sizes())
+    exercise = registry.find("03.in_buckets")
+    case, mark, nbytes = exercise.cases()[0], Call("broadcast", grading.MARK), sum(grading.gradient_sizes())
 
     def judged(backward, after):
         return exercise.rules(case, [Trial(0, {}, "", (*backward, mark, *after, mark) * 2)])
@@ -214,12 +215,8 @@ def test_rules_judge_hand_written_trials():
 
 
 def test_buckets_and_their_costs():
-    assert (
-        by_hand_costs.buckets((3, 3, 3), 5) == [6, 3]
-        and by_hand_costs.buckets((3, 3), 3) == [3, 3]
-        and by_hand_costs.buckets((), 3) == []
-    )
-    rows = by_hand_costs.bucket_table("gpt-tiny", 0.08, 50, 10, ranks=2).rows
+    assert costs.buckets((3, 3, 3), 5) == [6, 3] and costs.buckets((3, 3), 3) == [3, 3] and costs.buckets((), 3) == []
+    rows = costs.bucket_table("gpt-tiny", 0.08, 50, 10, ranks=2).rows
     assert [row[1] for row in rows] == ["37", "6", "1"]
 
 

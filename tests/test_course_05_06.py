@@ -11,15 +11,16 @@ import torch
 
 from fsdplab.figures import alt_text, ledger_against_formula, svg
 from fsdplab.sessions import RanksFailed
-from fsdplab.teaching import answers, checking, exercises, mini_fsdp
-from fsdplab.teaching.course_state import open_course
-from fsdplab.teaching.exercise import Call, Choice, Exercise, Question, Trial
-from fsdplab.teaching.exercises import nb05, nb05_reduce, nb06
-from fsdplab.teaching.mini_fsdp_records import ledger, sent
-from fsdplab.teaching.mini_fsdp_units import CHOICES, LIMIT, TARGET, plan
+from fsdplab.teaching import mini_fsdp
+from fsdplab.teaching.core import answers, checking, registry
+from fsdplab.teaching.core.course_state import open_course
+from fsdplab.teaching.core.exercise import Call, Choice, Exercise, Question, Trial
+from fsdplab.teaching.lessons.nb05_06_mini_fsdp import exercises_05, exercises_05_reduce, exercises_06
+from fsdplab.teaching.lessons.nb05_06_mini_fsdp.records import ledger, sent
+from fsdplab.teaching.lessons.nb05_06_mini_fsdp.units import CHOICES, LIMIT, TARGET, plan
 from tests.solutions import ended_of, must_be_complete, solutions_of, try_ended
 
-ITEMS = [item for notebook in ("05", "06") for item in exercises.items_of(notebook)]
+ITEMS = [item for notebook in ("05", "06") for item in registry.items_of(notebook)]
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
 QUESTIONS = [item for item in ITEMS if isinstance(item, Question)]
 CHOICES_ASKED = [item for item in ITEMS if isinstance(item, Choice)]
@@ -138,20 +139,20 @@ def test_choices_accept_the_right_letter_only(course, item):
 
 
 def test_rules_judge_hand_written_trials():
-    case = nb05.unshard.cases()[0]
+    case = exercises_05.unshard.cases()[0]
     mine = case.arguments[0][0]
     right = [Trial(rank, {}, "", (Call("all_gather", 3 * mine.nbytes),)) for rank in range(3)]
-    assert nb05.unshard.rules(case, right) is None
+    assert exercises_05.unshard.rules(case, right) is None
     assert (
         "use all_gather"
-        in nb05.unshard.rules(case, [*right[:2], replace(right[2], calls=(Call("all_reduce", 4),))]).cause
+        in exercises_05.unshard.rules(case, [*right[:2], replace(right[2], calls=(Call("all_reduce", 4),))]).cause
     )
-    assert nb05.unshard.rules(case, [replace(right[0], calls=right[0].calls * 2)]).rank == 0
+    assert exercises_05.unshard.rules(case, [replace(right[0], calls=right[0].calls * 2)]).rank == 0
     scattered = Trial(1, torch.empty(0), "", (Call("reduce_scatter", 8),))
-    assert nb05_reduce.reduce.rules(case, [scattered]) is None
+    assert exercises_05_reduce.reduce.rules(case, [scattered]) is None
     assert (
         "reduced more than once"
-        in nb05_reduce.reduce.rules(case, [replace(scattered, calls=scattered.calls * 2)]).headline
+        in exercises_05_reduce.reduce.rules(case, [replace(scattered, calls=scattered.calls * 2)]).headline
     )
 
 
@@ -164,9 +165,9 @@ def test_reading_a_dropped_tensor_ends_a_process_not_the_notebook(course, capsys
 
 
 def test_the_parts_in_use_follow_the_checks(course, capsys):
-    own = nb05.shard.reference + "\n# mine\n"
+    own = exercises_05.shard.reference + "\n# mine\n"
     course.home.save("05.shard", own)
-    assert "/reference/" in nb06.parts_in_use()["shard"], "saved, but its check has not passed"
+    assert "/reference/" in exercises_06.parts_in_use()["shard"], "saved, but its check has not passed"
     course.home.note_pass("05.shard", own)
     mini_fsdp.take_parts()
     said = capsys.readouterr().out
@@ -300,5 +301,5 @@ def test_rows_held():
 def test_a_crash_of_the_ranks_is_still_a_finding(course):
     from fsdplab.sessions import Failure
 
-    finding = checking.judge(nb06.hooks, RanksFailed(Failure("died", "Rank 0 died: it ended with SIGSEGV.", 0)))
+    finding = checking.judge(exercises_06.hooks, RanksFailed(Failure("died", "Rank 0 died: it ended with SIGSEGV.", 0)))
     assert "crash" in finding.cause

@@ -14,14 +14,14 @@ import pytest
 
 from fsdplab.figures import alt_text, svg
 from fsdplab.sessions import RunSpec, call_on_ranks, run
-from fsdplab.teaching import answers, exercises, overlapping
-from fsdplab.teaching import overlapping_on_ranks as on_ranks
-from fsdplab.teaching.exercise import Choice, Exercise, Question, Trial
-from fsdplab.teaching.exercises import nb07, nb07_hide
-from fsdplab.teaching.overlapping_figures import communication_bars
+from fsdplab.teaching import overlapping
+from fsdplab.teaching.core import answers, registry
+from fsdplab.teaching.core.exercise import Choice, Exercise, Question, Trial
+from fsdplab.teaching.lessons.nb07_overlap import exercises, on_ranks
+from fsdplab.teaching.lessons.nb07_overlap.figures import communication_bars
 from tests.solutions import ended_of, must_be_complete, solutions_of, try_ended, try_side_by_side
 
-ITEMS = exercises.items_of("07")
+ITEMS = registry.items_of("07")
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
 RIGHT = {  # other right answers than the references
     "07.exposed": {
@@ -42,7 +42,7 @@ RIGHT = {  # other right answers than the references
         ),
     },
     "07.hide": {
-        "two ahead": nb07_hide._hide(prefetch=2),
+        "two ahead": exercises._hide(prefetch=2),
         "by keyword": (
             "def hide():\n    settings = dict(prefetch=1, link_queues=2)\n    return dict(settings, batch_size=2,"
             " units='block')\n"
@@ -82,8 +82,8 @@ def test_every_item_is_complete(item):
 
 def test_the_question_accepts_the_right_number_and_names_each_slip(course):
     assert answers.grade_answer("07.least", 300).passed and answers.grade_answer("07.least", "0.3 s").passed
-    for slip in nb07.least.slips:
-        verdict = answers.grade_answer("07.least", nb07.least.right() * slip.factor if slip.factor else slip.value)
+    for slip in exercises.least.slips:
+        verdict = answers.grade_answer("07.least", exercises.least.right() * slip.factor if slip.factor else slip.value)
         assert not verdict.passed and slip.cause in str(verdict)
 
 
@@ -94,10 +94,10 @@ def test_choices_accept_the_right_letter_only(course, item):
     ]
 
 
-@pytest.mark.parametrize("name", list(nb07._EXPOSED_CASES))
+@pytest.mark.parametrize("name", list(exercises._EXPOSED_CASES))
 def test_the_cases_of_exposed_time_are_right(name):
-    moved, computed, value = nb07._EXPOSED_CASES[name]
-    assert len(nb07._held(moved) - nb07._held(computed)) == value
+    moved, computed, value = exercises._EXPOSED_CASES[name]
+    assert len(exercises._held(moved) - exercises._held(computed)) == value
 
 
 # --- the steady card
@@ -123,7 +123,7 @@ def test_settings_that_are_none_are_refused(settings, says):
 def test_one_step_covers_up_the_others_in_a_fixed_order():
     stub = {"units": "linear", "prefetch": 0, "link_queues": 1, "batch_size": 1}
     causes = [
-        nb07_hide._remedy(settings)
+        exercises._remedy(settings)
         for settings in (
             stub,
             {**stub, "prefetch": 1},
@@ -140,20 +140,20 @@ def test_one_step_covers_up_the_others_in_a_fixed_order():
 
 
 def test_the_finding_says_by_how_much_and_where():
-    case = nb07_hide.hide.cases()[0]
+    case = exercises.hide.cases()[0]
     printed = (
         "{'units': 'block', 'prefetch': 0, 'link_queues': 2, 'batch_size': 2}\n1020 of 1760 ms exposed: gathers in"
         " forward 480"
     )
     trial = Trial(0, {"settings": "", "milliseconds over the target": 720}, printed, ())
-    step, cause = nb07_hide.hide.explain(
+    step, cause = exercises.hide.explain(
         case, trial, replace(_difference(), tensor="x['milliseconds over the target']")
     )
     assert step.startswith("1020 of 1760") and cause.startswith("720 ms too many")
 
 
 def _difference():
-    from fsdplab.teaching.findings import Difference
+    from fsdplab.teaching.core.findings import Difference
 
     return Difference("", "value", "0", "720")
 
@@ -194,7 +194,7 @@ def test_sentences_and_tables_come_from_the_record(small):
 @pytest.mark.timeout(300)
 def test_the_references_exposed_time_is_the_records(small):
     space: dict = {}
-    exec(nb07.exposed.reference, space)
+    exec(exercises.exposed.reference, space)
     rows = overlapping.by_hand(space["exposed"], small["linked"]).rows
     assert [row[0] for row in rows] == ["rank 0", "rank 1"]
     for row in rows:

@@ -13,13 +13,14 @@ from fsdplab.profiling.diagnosis import findings
 from fsdplab.profiling.exports import export_perfetto, export_tensorboard
 from fsdplab.profiling.overlap import analyse_trace
 from fsdplab.records import RecordError
-from fsdplab.teaching import answers, exercises, reading
-from fsdplab.teaching.exercise import Choice, Exercise, Question
-from fsdplab.teaching.reading_on_ranks import drive_account
+from fsdplab.teaching import reading
+from fsdplab.teaching.core import answers, registry
+from fsdplab.teaching.core.exercise import Choice, Exercise, Question
+from fsdplab.teaching.lessons.nb08_reading_traces.on_ranks import drive_account
 from tests.solutions import must_be_complete, solutions_of
 
-ITEMS = exercises.items_of("08")
-ACCOUNT = exercises.find("08.account", Exercise)
+ITEMS = registry.items_of("08")
+ACCOUNT = registry.find("08.account", Exercise)
 QUESTIONS = [item for item in ITEMS if isinstance(item, Question)]
 CHOICES = [item for item in ITEMS if isinstance(item, Choice)]
 RIGHT = {

@@ -8,12 +8,15 @@ import pytest
 
 from fsdplab.figures import alt_text
 from fsdplab.sessions import RunSpec, run
-from fsdplab.teaching import answers, exercises, reading_memory, reading_on_ranks
-from fsdplab.teaching.exercise import Choice, Exercise, Question
-from fsdplab.teaching.reading_on_ranks import BLOCK_BYTES, ROOT_BYTES, complaint
+from fsdplab.teaching import reading_memory
+from fsdplab.teaching.core import answers, registry
+from fsdplab.teaching.core.exercise import Choice, Exercise, Question
+from fsdplab.teaching.core.training_on_ranks import complaint
+from fsdplab.teaching.lessons.nb09_memory import on_ranks
+from fsdplab.teaching.lessons.nb09_memory.on_ranks import BLOCK_BYTES, ROOT_BYTES
 from tests.solutions import must_be_complete, solutions_of
 
-ITEMS = exercises.items_of("09")
+ITEMS = registry.items_of("09")
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
 QUESTIONS = [item for item in ITEMS if isinstance(item, Question)]
 CHOICES = [item for item in ITEMS if isinstance(item, Choice)]
@@ -69,8 +72,8 @@ def test_choices_accept_the_right_letter_only(course, item):
     ],
 )
 def test_choices_outside_the_job_are_refused(choices, says):
-    assert says in complaint(choices, reading_on_ranks.MEMORY_JOB, reading_on_ranks.MEMORY_CHOICES)
-    assert complaint({"prefetch": 1}, reading_on_ranks.MEMORY_JOB, reading_on_ranks.MEMORY_CHOICES) == ""
+    assert says in complaint(choices, on_ranks.JOB, on_ranks.CHOICES)
+    assert complaint({"prefetch": 1}, on_ranks.JOB, on_ranks.CHOICES) == ""
 
 
 # --- the records that the notebook reads
@@ -90,7 +93,7 @@ def large():
 @pytest.mark.timeout(300)
 def test_the_gathered_bytes_at_the_peak_have_names(base):
     namespace: dict = {}
-    exec(exercises.find("09.holding").reference, namespace)
+    exec(registry.find("09.holding").reference, namespace)
     row, sizes = reading_memory.peak_row(base), reading_memory.unit_bytes(base)
     held = namespace["holding"](reading_memory.life_of(base, row["rank"]), row["time_ns"])
     assert len(held) == 3 and "root" in held and row["gathered_parameters"] == sum(sizes[unit] for unit in held)
@@ -123,7 +126,7 @@ def test_questions_accept_the_right_number_and_name_each_slip(course, base, larg
 
 
 def test_the_limits_lie_between_the_runs():
-    job = reading_on_ranks
     assert (
-        job.GATHERED_LIMIT == 2 * BLOCK_BYTES + ROOT_BYTES and replace(reading_memory.job(), prefetch=2).prefetch == 2
+        on_ranks.GATHERED_LIMIT == 2 * BLOCK_BYTES + ROOT_BYTES
+        and replace(reading_memory.job(), prefetch=2).prefetch == 2
     )

@@ -10,12 +10,14 @@ import pytest
 
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, compare
-from fsdplab.teaching import answers, exercises, reading_choices, reading_on_ranks
-from fsdplab.teaching.exercise import Choice, Exercise, Question
+from fsdplab.teaching import reading_choices
+from fsdplab.teaching.core import answers, registry, training_on_ranks
+from fsdplab.teaching.core.exercise import Choice, Exercise, Question
+from fsdplab.teaching.lessons.nb11_shoot_out import on_ranks
 from tests.solutions import must_be_complete, solutions_of
 
-ITEMS = exercises.items_of("11")
-CHOOSE = exercises.find("11.choose", Exercise)
+ITEMS = registry.items_of("11")
+CHOOSE = registry.find("11.choose", Exercise)
 QUESTIONS = [item for item in ITEMS if isinstance(item, Question)]
 CHOICES = [item for item in ITEMS if isinstance(item, Choice)]
 NOTEBOOK = next((Path(__file__).resolve().parents[1] / "notebooks").glob("11_*.ipynb"))
@@ -108,14 +110,12 @@ def test_tables_and_front():
     ],
 )
 def test_choices_outside_the_job_are_refused(choices, says):
-    assert says in reading_on_ranks.complaint(
-        choices, reading_on_ranks.SHOOT_OUT_JOB, reading_on_ranks.SHOOT_OUT_CHOICES
-    )
+    assert says in training_on_ranks.complaint(choices, on_ranks.JOB, on_ranks.CHOICES)
 
 
 def test_hidden_is_a_part_of_the_passage():
     waited = [
-        reading_on_ranks.hidden_part(SimpleNamespace(start_ns=10, end_ns=20, waited_ns=waited))
+        training_on_ranks.hidden_part(SimpleNamespace(start_ns=10, end_ns=20, waited_ns=waited))
         for waited in (4, None, 12)
     ]
     assert waited == [0.6, 1.0, 0.0]

@@ -10,14 +10,13 @@ import pytest
 
 from fsdplab.figures import alt_text, svg
 from fsdplab.sessions import RunSpec, run
-from fsdplab.teaching import answers, exercises
 from fsdplab.teaching import overlapping_axes as axes
-from fsdplab.teaching import overlapping_axes_on_ranks as on_ranks
-from fsdplab.teaching.exercise import Exercise
-from fsdplab.teaching.exercises import nb12
+from fsdplab.teaching.core import answers, registry
+from fsdplab.teaching.core.exercise import Exercise
+from fsdplab.teaching.lessons.nb12_hybrid import exercises, on_ranks
 from tests.solutions import must_be_complete, solutions_of
 
-ITEMS = exercises.items_of("12")
+ITEMS = registry.items_of("12")
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
 RIGHT = {  # other right answers than the references
     "12.traffic": {
@@ -62,8 +61,8 @@ def test_every_item_is_complete(item):
 
 def test_the_question_accepts_the_right_number_and_names_each_slip(course):
     assert answers.grade_answer("12.node", 1.5875).passed and answers.grade_answer("12.node", "1.6x").passed
-    for slip in nb12.node.slips:
-        verdict = answers.grade_answer("12.node", nb12.node.right() * slip.factor if slip.factor else slip.value)
+    for slip in exercises.node.slips:
+        verdict = answers.grade_answer("12.node", exercises.node.right() * slip.factor if slip.factor else slip.value)
         assert not verdict.passed and slip.cause in str(verdict)
 
 
@@ -96,11 +95,11 @@ def test_an_axis_gets_the_link_of_its_ranks():
     )
 
 
-@pytest.mark.parametrize("name", list(nb12._NETWORKS))
+@pytest.mark.parametrize("name", list(exercises._NETWORKS))
 def test_the_reference_is_the_best_of_all_meshes(name):
-    ranks, per_node, state, card = nb12._NETWORKS[name]
+    ranks, per_node, state, card = exercises._NETWORKS[name]
     space: dict = {}
-    exec(nb12.mesh_for.reference, space)
+    exec(exercises.mesh_for.reference, space)
     rows = space["mesh_for"](ranks, per_node, state, card)
     assert state / len(rows[0]) <= card and on_ranks.expected_ms(rows, per_node) == on_ranks.best_ms(
         ranks, per_node, state, card
@@ -108,7 +107,7 @@ def test_the_reference_is_the_best_of_all_meshes(name):
 
 
 def test_the_best_mesh_is_far_from_the_second_best():
-    for ranks, per_node, state, card in nb12._NETWORKS.values():
+    for ranks, per_node, state, card in exercises._NETWORKS.values():
         sizes = [s for s in (1, 2, 4) if state / s <= card]
         costs = sorted(
             on_ranks.expected_ms([list(range(first, first + s)) for first in range(0, ranks, s)], per_node)
@@ -132,7 +131,7 @@ def small():
 def test_the_ledger_follows_the_formula_but_for_the_root(small):
     for record in small:
         P = axes.parameter_bytes(record)
-        formula, sent = nb12.traffic_reference(P, *axes.groups_of(record)), axes.sent(record)
+        formula, sent = exercises.traffic_reference(P, *axes.groups_of(record)), axes.sent(record)
         root = P - 4 * 2 * 12 * 64 * 64  # everything but the blocks' matrices; their norms and biases are the rest
         assert sent["across"] == pytest.approx(formula["across"], rel=0.01)
         assert formula["within"] - root <= sent["within"] < formula["within"]
@@ -151,7 +150,7 @@ def test_figures_and_sentences_come_from_the_records(small):
     assert [row[1] for row in rows] == ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter", "all_reduce"]
     assert all(float(row[3]) <= float(row[2]) + 1 for row in rows) and axes.blocked_s(full, "all_reduce") == 0.0
     assert "a rank" in str(axes.weighed(full, hybrid))
-    table = axes.beside_the_formula(nb12.traffic_reference, [full, hybrid])
+    table = axes.beside_the_formula(exercises.traffic_reference, [full, hybrid])
     assert [row[1:3] for row in table.rows] == [("4", "1"), ("2", "2")]
     assert axes.steps({"full": full}).rows[0][3] == "emulated" and axes.memory_figure([full, hybrid]).data
 

@@ -13,18 +13,19 @@ import torch
 from fsdplab.figures import alt_text, svg
 from fsdplab.profiling import MemoryRecorder
 from fsdplab.sessions import RunSpec, SpecError, run
-from fsdplab.teaching import answers, exercises, trading
-from fsdplab.teaching.exercise import Call, Choice, Exercise, Question, Trial
-from fsdplab.teaching.exercises import nb13, nb13_models
-from fsdplab.teaching.trading_on_ranks import complaint
+from fsdplab.teaching import trading
+from fsdplab.teaching.core import answers, registry
+from fsdplab.teaching.core.exercise import Call, Choice, Exercise, Question, Trial
+from fsdplab.teaching.core.training_on_ranks import complaint
+from fsdplab.teaching.lessons.nb13_trading import exercises, exercises_that_train, figures, on_ranks
 from tests.solutions import ended_of, must_be_complete, solutions_of, try_ended
 
-ITEMS = exercises.items_of("13")
+ITEMS = registry.items_of("13")
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
 QUESTIONS = [item for item in ITEMS if isinstance(item, Question)]
 CHOICES = [item for item in ITEMS if isinstance(item, Choice)]
 HEAD = "import torch\nimport torch.distributed as dist\n\n\n"
-_FIT = exercises.find("13.fit").stub
+_FIT = registry.find("13.fit").stub
 RIGHT = {  # other right answers than the references
     "13.bytes_each": {
         "by hand": (
@@ -114,11 +115,11 @@ def test_choices_accept_the_right_letter_only(course, item):
 
 
 def test_the_norm_may_not_cost_more_than_one_number():
-    case = nb13.global_norm.cases()[0]
+    case = exercises.global_norm.cases()[0]
     right = [Trial(rank, 13.0, "", (Call("all_reduce", 4),)) for rank in range(2)]
-    assert nb13.global_norm.rules(case, right) is None
+    assert exercises.global_norm.rules(case, right) is None
     for calls in ((Call("all_reduce", 4),) * 2, (Call("all_gather", 4096),)):
-        assert "one number only" in nb13.global_norm.rules(case, [right[0], replace(right[1], calls=calls)]).cause
+        assert "one number only" in exercises.global_norm.rules(case, [right[0], replace(right[1], calls=calls)]).cause
 
 
 @pytest.mark.parametrize(
@@ -131,14 +132,14 @@ def test_the_norm_may_not_cost_more_than_one_number():
     ],
 )
 def test_choices_outside_the_job_are_refused(choices, says):
-    assert says in complaint(choices)
-    assert complaint({"checkpoint": "full"}) == ""
+    assert says in complaint(choices, on_ranks.JOB, on_ranks.CHOICES)
+    assert complaint({"checkpoint": "full"}, on_ranks.JOB, on_ranks.CHOICES) == ""
 
 
 def test_accounts_and_prices():
     assert sum(trading.bytes_each_reference((), 8).values()) == 18
-    assert trading.cut_by("zero1") == ["optimizer"] and trading.cut_by("no_shard") == []
-    assert sum(trading.bytes_each_reference(trading.cut_by("full_shard"), 8).values()) == 18 / 8
+    assert figures.cut_by("zero1") == ["optimizer"] and figures.cut_by("no_shard") == []
+    assert sum(trading.bytes_each_reference(figures.cut_by("full_shard"), 8).values()) == 18 / 8
     spec = {"offload": "cpu", "precision": "fp32", "model": "gpt-20m", "world_size": 2}
     assert trading.bus_bytes(spec) == 12 * 21_589_248 / 2
     assert (
@@ -159,7 +160,7 @@ def test_the_kept_figure_says_its_numbers():
 
 def test_runs_are_named_by_their_choices():
     fake = SimpleNamespace(spec={"precision": "bf16", "checkpoint": "full", "offload": "cpu"})
-    assert trading.choices_of(fake) == "bf16, full checkpoint, offload"
+    assert figures.choices_of(fake) == "bf16, full checkpoint, offload"
 
 
 @pytest.mark.timeout(300)
@@ -218,7 +219,7 @@ def test_offload_is_emulated_on_cpu_ranks_and_said_so(small_runs):
     assert (
         "fp32, full checkpoint" in alt_text(figure) and "a host memory beside it" in figure.layout.title.subtitle.text
     )
-    twice = [view.label for view in trading.named([small_runs["plain"]] * 2)]
+    twice = [view.label for view in figures.named([small_runs["plain"]] * 2)]
     assert twice == ["fp32", "fp32 (again)"], "bars of one name would be drawn as one"
 
 
@@ -246,4 +247,4 @@ def test_what_rests_elsewhere_is_left_out_of_a_measurement():
 
 
 def test_references_are_the_modules_own():
-    assert nb13_models.adapter_bytes() > 0 and ITEMS[-1].id == "13.fit"
+    assert exercises_that_train.adapter_bytes() > 0 and ITEMS[-1].id == "13.fit"

@@ -12,12 +12,14 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdplab.teaching import answers, composing, composing_on_ranks, exercises
-from fsdplab.teaching.exercise import Choice, Exercise, Question
+from fsdplab.teaching import composing
+from fsdplab.teaching.core import answers, registry
+from fsdplab.teaching.core.exercise import Choice, Exercise, Question
+from fsdplab.teaching.lessons.nb16_composition import on_ranks
 from tests.composed import mesh_of
 from tests.solutions import ended_of, solutions_of, try_ended
 
-ITEMS = exercises.items_of("16")
+ITEMS = registry.items_of("16")
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
 RIGHT = {  # other right answers than the references
     "16.groups_of": {
@@ -85,7 +87,7 @@ def test_composed_models_are_shown_beside_their_twins(course) -> None:
     run = composing.tensor()
     assert run.at_rest().rows[0] == ("attention.query.weight", "dp: rows of each share; tp: rows", "[16, 64]")
     assert run.at_rest().rows[2] == ("attention_norm.weight", "dp: rows", "[32]")
-    assert run.seen["drift"] < composing_on_ranks.NEAR and len(run.beside_twin().rows) == 3
+    assert run.seen["drift"] < on_ranks.NEAR and len(run.beside_twin().rows) == 3
     # [2, 16, 64] float32 are 8,192 bytes: four sums a block, two for embeddings (positions half), logits out, their
     # input's gradient
     assert run.seen["bytes"]["tp"] == 2 * 4 * 8192 + 8192 + 4096 + 16384 + 8192
@@ -131,7 +133,7 @@ def test_places_and_bubbles_are_computed() -> None:
     ],
 )
 def test_placements_in_words(placement, words: str) -> None:
-    assert composing_on_ranks._words(placement) == words
+    assert on_ranks._words(placement) == words
 
 
 def sent_over_axes() -> dict[str, int]:
@@ -140,7 +142,7 @@ def sent_over_axes() -> dict[str, int]:
     group, rank = mesh["b"].get_group(), mesh["b"].get_local_rank()
     rows = torch.zeros(4, 8)
     other = torch.distributed.new_group([0, 1])
-    with composing_on_ranks.counted("dp", {group.group_name: "b"}) as sent:
+    with on_ranks.counted("dp", {group.group_name: "b"}) as sent:
         splits = [1, 3] if rank == 0 else [3, 1]
         torch.distributed.all_to_all_single(rows.new_empty(4, 8), rows, splits, splits, group=group)
         torch.distributed.all_to_all_single(rows.new_empty(4, 8), rows, group=other)

@@ -98,7 +98,7 @@ def test_magics_become_calls(tmp_path):
     )
     assert (
         "subprocess.run('ls -l', shell=True, check=True)" in script
-        and "from fsdplab.teaching.cell_runs import manage_ranks, run_ranks" in script
+        and "from fsdplab.teaching.core.cell_runs import manage_ranks, run_ranks" in script
     )
 
 

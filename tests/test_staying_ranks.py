@@ -30,8 +30,8 @@ from fsdplab.sessions import RanksFailed, SpecError, warm
 from fsdplab.sessions.cell_reports import CellInterrupted
 from fsdplab.sessions.live_output import Tail
 from fsdplab.sessions.staying import StayingRanks
-from fsdplab.teaching import cell_runs, course_state
-from fsdplab.teaching.cell_magics import chosen_ranks
+from fsdplab.teaching.core import cell_runs, course_state
+from fsdplab.teaching.core.cell_magics import chosen_ranks
 
 STARTS = ("warm", "torchrun")
 SLEEP = "import time\nprint('asleep')\ntime.sleep(10_000)"

@@ -16,17 +16,18 @@ from IPython.core.interactiveshell import InteractiveShell
 from fsdplab import teaching
 from fsdplab.figures import memory_by_category
 from fsdplab.records import RunRecord
-from fsdplab.teaching import answers, checking, collectives, display, exercises, exploring, predicting, provenance, tour
-from fsdplab.teaching.cell_runs import ranks_wanted
-from fsdplab.teaching.course_state import CheckFailed, current, open_course
-from fsdplab.teaching.exercise import Choice, Exercise, Question, edited
-from fsdplab.teaching.findings import Finding, Verdict, first_difference
-from fsdplab.teaching.home import Home, HomeError, checked_id, load_function
-from fsdplab.teaching.predictions import Prediction, calibration_of
-from fsdplab.teaching.quantities import QuantityError, quantity
-from fsdplab.teaching.timings import Timing
+from fsdplab.teaching import collectives, tour
+from fsdplab.teaching.core import answers, checking, display, exploring, predictions, provenance, registry
+from fsdplab.teaching.core.cell_runs import ranks_wanted
+from fsdplab.teaching.core.course_state import CheckFailed, current, open_course
+from fsdplab.teaching.core.exercise import Choice, Exercise, Question, edited
+from fsdplab.teaching.core.findings import Finding, Verdict, first_difference
+from fsdplab.teaching.core.predictions import Prediction, calibration_of
+from fsdplab.teaching.core.quantities import QuantityError, quantity
+from fsdplab.teaching.core.workspace import Home, HomeError, checked_id, load_function
+from fsdplab.teaching.lessons.nb01_collectives.timings import Timing
 
-ALL = [item for notebook in ("00", "01") for item in exercises.items_of(notebook)]
+ALL = [item for notebook in ("00", "01") for item in registry.items_of(notebook)]
 QUESTIONS = [item for item in ALL if isinstance(item, Question)]
 CHOICES = [item for item in ALL if isinstance(item, Choice)]
 
@@ -34,7 +35,7 @@ CHOICES = [item for item in ALL if isinstance(item, Choice)]
 @pytest.fixture
 def course(tmp_path):
     """A learner's course in an empty folder; afterwards no course is open."""
-    from fsdplab.teaching import course_state
+    from fsdplab.teaching.core import course_state
 
     path_before = list(sys.path)
     yield open_course("learner", tmp_path / "my_fsdp")
@@ -146,9 +147,9 @@ def test_solution_says_whose_it_takes(course, capsys):
 
 def test_unknown_ids_and_wrong_verbs_are_explained():
     with pytest.raises(LookupError, match="near: 01.ring_all_gather"):
-        exercises.find("01.ring_all_gathr")
+        registry.find("01.ring_all_gathr")
     with pytest.raises(LookupError, match="none in this notebook"):
-        exercises.find("77.nothing")
+        registry.find("77.nothing")
     with pytest.raises(LookupError, match="use answer"):
         teaching.check("01.busbw")
     with pytest.raises(LookupError, match="use check"):
@@ -158,7 +159,7 @@ def test_unknown_ids_and_wrong_verbs_are_explained():
 def test_a_teacher_registers_an_id_once():
     own = Question("78.own", "two?", "", 2.0, hints=("a", "b", "c"))
     teaching.register(own, own)
-    assert exercises.find("78.own") is own
+    assert registry.find("78.own") is own
     with pytest.raises(ValueError, match="registered already"):
         teaching.register(Question("78.own", "three?", "", 3.0, hints=("a", "b", "c")))
 
@@ -238,7 +239,7 @@ def test_choices_accept_the_right_letter_and_explain_the_others(course, item):
 
 
 def test_a_failed_try_unlocks_the_next_hint(course, capsys):
-    item = exercises.find("01.busbw")
+    item = registry.find("01.busbw")
     teaching.hint("01.busbw")
     assert "no hint yet" in capsys.readouterr().out
     for unlocked in (1, 2, 3, 3):
@@ -272,7 +273,7 @@ def test_the_edition_comes_from_the_argument_else_the_environment(tmp_path, monk
 
 
 def test_an_untouched_stub_is_not_run(course):
-    exercise = exercises.find("01.ring_all_gather")
+    exercise = registry.find("01.ring_all_gather")
     course.home.save(exercise.id, exercise.stub)
     verdict = checking.grade(exercise.id)
     assert "still the stub" in str(verdict) and course.home.failed_tries(exercise.id) == 0
@@ -350,12 +351,12 @@ def test_calibration_counts_the_learners_own_predictions(course):
     found = calibration_of(course.home)
     assert (len(found.scores), found.within_two) == (3, 2)
     assert found.bias == pytest.approx((4 * 1 / 1.5) ** (1 / 3))
-    assert "2 of 3 within a factor of two" in str(predicting.calibration_table(found))
+    assert "2 of 3 within a factor of two" in str(predictions.calibration_table(found))
 
 
 def test_the_field_hands_its_number_to_the_prediction(course):
     prediction, changes = Prediction("00.peak", "MB", 200, course.home), []
-    box = predicting.number_field(prediction, lambda: changes.append(str(predicting.standing(prediction))))
+    box = predictions.number_field(prediction, lambda: changes.append(str(predictions.standing(prediction))))
     box.children[1].value = 321.0
     assert (prediction.value, prediction.by_learner) == (321, True)
     assert changes == ["Prediction 00.peak: 321 MB (your own number: run on)"]
@@ -385,9 +386,7 @@ def test_columns_of_numbers_are_set_flush_right():
 
 
 def test_what_a_widget_controls_is_an_output_of_its_own():
-    from fsdplab.teaching.widget_view import WidgetView
-
-    bundle = WidgetView(
+    bundle = display.WidgetView(
         exploring.sliders(exploring.Explorer(tour.state_table, {"ranks": [2]}), lambda: None)
     )._repr_mimebundle_()
     assert "application/vnd.jupyter.widget-view+json" in bundle and bundle["text/plain"] == ""

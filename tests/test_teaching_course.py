@@ -12,10 +12,11 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output, new_raw_cell
 
-from fsdplab.teaching import course, course_run, course_state
 from fsdplab.teaching.__main__ import main
-from fsdplab.teaching.course import CourseError, build_course, check_sources, read
-from fsdplab.teaching.exercises import find
+from fsdplab.teaching.authoring import course, course_run
+from fsdplab.teaching.authoring.course import CourseError, build_course, check_sources, read
+from fsdplab.teaching.core import course_state
+from fsdplab.teaching.core.registry import find
 from tests import learner_edition
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"

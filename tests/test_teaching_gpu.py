@@ -11,7 +11,7 @@ from fsdplab.figures import rank_timeline
 from fsdplab.gpu_check.__main__ import run_check
 from fsdplab.gpu_check.check import CheckError
 from fsdplab.gpu_check.plans import chosen
-from fsdplab.teaching.on_a_gpu import KEPT, on_a_gpu
+from fsdplab.teaching.core.on_a_gpu import KEPT, on_a_gpu
 
 
 @pytest.fixture(scope="module")

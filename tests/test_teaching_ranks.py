@@ -13,12 +13,13 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from fsdplab import teaching
 from fsdplab.sessions import Failure, RanksFailed
-from fsdplab.teaching import cell_runs, checking, collectives, exercises, on_ranks, trials
-from fsdplab.teaching.course_state import open_course
-from fsdplab.teaching.exercise import Call, Case, Exercise, Trial, Wrong
-from fsdplab.teaching.home import Home
+from fsdplab.teaching import collectives
+from fsdplab.teaching.core import cell_runs, checking, on_ranks, registry, run_submission
+from fsdplab.teaching.core.course_state import open_course
+from fsdplab.teaching.core.exercise import Call, Case, Exercise, Trial, Wrong
+from fsdplab.teaching.core.workspace import Home
 
-EXERCISES = [item for notebook in ("00", "01") for item in exercises.items_of(notebook) if isinstance(item, Exercise)]
+EXERCISES = [item for notebook in ("00", "01") for item in registry.items_of(notebook) if isinstance(item, Exercise)]
 RIGHT = {  # other right answers than the reference
     "01.ring_all_gather": {
         "the other way round": (
@@ -55,7 +56,7 @@ def home(tmp_path_factory) -> Home:
 @pytest.fixture
 def course(home):
     """That learner's course, open."""
-    from fsdplab.teaching import course_state
+    from fsdplab.teaching.core import course_state
 
     yield open_course("learner", home.path)
     course_state._open.clear()
@@ -79,7 +80,7 @@ def tried(home):
         Home(home.path / f"solution{index}").save(exercise.id, source)
         for index, (exercise, _, source) in enumerate(todo)
     ]
-    outcomes = trials.try_programs([(exercise, path) for (exercise, _, _), path in zip(todo, paths)], home)
+    outcomes = run_submission.try_programs([(exercise, path) for (exercise, _, _), path in zip(todo, paths)], home)
     return {
         (exercise.id, name): checking.judge(exercise, outcome) for (exercise, name, _), outcome in zip(todo, outcomes)
     }
@@ -98,7 +99,7 @@ def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, exercise, name
 
 
 def wrong(exercise: str, ends: str) -> Wrong:
-    return next(known for known in exercises.find(exercise).wrong if known.ends == ends)
+    return next(known for known in registry.find(exercise).wrong if known.ends == ends)
 
 
 def test_a_check_that_raises_shows_the_learners_line_and_unlocks_a_hint(course):
@@ -118,10 +119,10 @@ def test_a_check_that_raises_shows_the_learners_line_and_unlocks_a_hint(course):
     ],
 )
 def test_a_check_that_hangs_ends_within_its_limit_and_shows_the_line(home, name, line):
-    exercise = replace(exercises.find("01.ring_all_gather"), time_limit=3.0)
+    exercise = replace(registry.find("01.ring_all_gather"), time_limit=3.0)
     known = next(known for known in exercise.wrong if known.name == name)
     path = Home(home.path / "hangs").save(exercise.id, known.source)
-    finding = checking.judge(exercise, trials.try_one(exercise, path, home))
+    finding = checking.judge(exercise, run_submission.try_one(exercise, path, home))
     assert known.says in finding.cause and "did not return within 3 s" in finding.headline
     assert "01.ring_all_gather.py" in finding.got and f"line 11: {line}" in finding.got
 
@@ -159,12 +160,12 @@ def test_a_rank_that_returned_and_still_waits_is_told_apart(monkeypatch):
     ],
 )
 def test_every_way_to_fail_has_a_cause(failure, cause):
-    finding = checking.judge(exercises.find("01.ring_all_gather"), RanksFailed(failure))
+    finding = checking.judge(registry.find("01.ring_all_gather"), RanksFailed(failure))
     assert cause in finding.cause and finding.rank == failure.rank
 
 
 def test_a_passed_check_makes_the_learners_version_the_one_in_use(course, capsys):
-    exercise = exercises.find("00.hello_ranks")
+    exercise = registry.find("00.hello_ranks")
     course.home.save(exercise.id, exercise.reference)
     teaching.check(exercise.id)
     assert "00.hello_ranks: passed." in capsys.readouterr().out
@@ -181,7 +182,7 @@ def test_a_driver_stands_between_the_ranks_and_the_function(home, tmp_path):
         "78.double", "Double", "Double it.", "", "def double(x):\n    return 2 * x\n", ("a", "b", "c"),
         cases=lambda: [Case("one", ((1,), (1,)), ([2, 2], [2, 4]))], driver=(str(driver), "drive"),
     )  # fmt: skip
-    right = trials.try_one(exercise, home.save(exercise.id, exercise.reference), home)
+    right = run_submission.try_one(exercise, home.save(exercise.id, exercise.reference), home)
     assert checking.judge(exercise, right) is None
     assert right.trials[0][1] == Trial(1, [2, 4], "", ())
 
@@ -190,7 +191,7 @@ def test_a_cell_runs_on_fresh_ranks(course, capsys):
     shell = InteractiveShell()
     teaching.start(home=course.home.path, shell=shell)
     capsys.readouterr()
-    course.home.save("00.hello_ranks", exercises.find("00.hello_ranks").reference)
+    course.home.save("00.hello_ranks", registry.find("00.hello_ranks").reference)
     cell = (
         "from my_fsdp import hello_ranks\nprint(hello_ranks())\ntotal = torch.tensor([rank +"
         " 1])\ndist.all_reduce(total)\nif rank == 1:\n    print('I am last')\ntotal"
@@ -241,7 +242,7 @@ def test_the_ring_is_counted(course):
 
 
 def test_rules_judge_hand_written_trials():
-    exercise = exercises.find("01.ring_all_gather")
+    exercise = registry.find("01.ring_all_gather")
     case = exercise.cases()[0]
     sends = (Call("send", 24, 1), Call("recv", 24, 2)) * 2
     right = [

@@ -65,7 +65,7 @@ def _of_the_course(repetitions: int) -> list[dict[str, Any]]:
     if importlib.util.find_spec("IPython") is None:
         return []
     done = subprocess.run(
-        [sys.executable, "-m", "fsdplab.teaching.starts", str(repetitions)],
+        [sys.executable, "-m", "fsdplab.teaching.authoring.starts", str(repetitions)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -16,8 +16,8 @@ _MARKED = re.compile(rf"{MARKER} (\d+) (\S+)$")
 _MAGIC = re.compile(r"%%(\w+)(.*)")
 _CALLS = {"exercise": "run_exercise({line!r}, {cell!r}, globals())", "ranks": "run_ranks({line!r}, {cell!r})"}
 _HEADER = {
-    "exercise": "from fsdplab.teaching.cell_runs import run_exercise",
-    "ranks": "from fsdplab.teaching.cell_runs import manage_ranks, run_ranks",
+    "exercise": "from fsdplab.teaching.core.cell_runs import run_exercise",
+    "ranks": "from fsdplab.teaching.core.cell_runs import manage_ranks, run_ranks",
     "!": "import subprocess",
 }
 

@@ -1,7 +1,10 @@
 """The course: exercises that are saved and checked on real ranks, predictions, figures that leave a picture, editions.
 
 A notebook starts with `from fsdplab import teaching; teaching.start(edition="learner")` and then uses the names below.
-They load when they are first used, so that a rank process may import `fsdplab.teaching.on_ranks` with torch alone.
+They load when they are first used, so that a rank process may import `fsdplab.teaching.core.on_ranks` with torch alone.
+
+`core` is what every lesson uses, `lessons` has a package a notebook, `authoring` makes editions of notebooks and runs
+them.
 """
 
 from __future__ import annotations
@@ -14,37 +17,54 @@ from fsdplab.common.lazy import names_of
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-_MODULES = {
-    "start": "magics",
-    "check": "checking",
-    "hint": "checking",
-    "answer": "answers",
-    "ask": "answers",
-    "solution": "checking",
-    "solution_file": "checking",
-    "CheckFailed": "course_state",
-    "predict": "predicting",
-    "calibration": "predicting",
-    "show": "display",
-    "table": "display",
-    "explore": "exploring",
-    "what_was_real": "provenance",
-    "on_a_gpu": "on_a_gpu",
-    "Exercise": "exercise",
-    "Question": "exercise",
-    "Choice": "exercise",
-    "register": "exercises",
-    "build_course": "course",
-    "check_sources": "course",
-    "run_course": "course_run",
+_SOURCES = {
+    "start": "core.magics",
+    "check": "core.checking",
+    "hint": "core.checking",
+    "answer": "core.answers",
+    "ask": "core.answers",
+    "solution": "core.checking",
+    "solution_file": "core.checking",
+    "CheckFailed": "core.course_state",
+    "predict": "core.predictions",
+    "calibration": "core.predictions",
+    "show": "core.display",
+    "table": "core.display",
+    "explore": "core.exploring",
+    "what_was_real": "core.provenance",
+    "on_a_gpu": "core.on_a_gpu",
+    "Exercise": "core.exercise",
+    "Question": "core.exercise",
+    "Choice": "core.exercise",
+    "register": "core.registry",
+    "build_course": "authoring.course",
+    "check_sources": "authoring.course",
+    "run_course": "authoring.course_run",
+}
+_LESSONS = {  # the module that a notebook imports -> the lesson that holds it
+    "tour": "nb00_tour",
+    "collectives": "nb01_collectives",
+    "by_hand": "nb03_04_by_hand",
+    "mini_fsdp": "nb05_06_mini_fsdp",
+    "overlapping": "nb07_overlap",
+    "reading": "nb08_reading_traces",
+    "reading_memory": "nb09_memory",
+    "reading_choices": "nb11_shoot_out",
+    "overlapping_axes": "nb12_hybrid",
+    "trading": "nb13_trading",
+    "composing": "nb16_composition",
 }
 
-__all__ = [*_MODULES, "load_ipython_extension"]
+__all__ = [*_SOURCES, *_LESSONS, "load_ipython_extension"]
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """`%load_ext fsdplab.teaching`: register `%%exercise` and `%%ranks`, and open the course in this folder."""
-    import_module("fsdplab.teaching.magics").start(shell=shell)
+    import_module("fsdplab.teaching.core.magics").start(shell=shell)
 
 
-__getattr__, __dir__ = names_of(__name__, {name: f"fsdplab.teaching.{module}" for name, module in _MODULES.items()})
+__getattr__, __dir__ = names_of(
+    __name__,
+    {name: f"{__name__}.{module}" for name, module in _SOURCES.items()},
+    {name: f"{__name__}.lessons.{lesson}.{name}" for name, lesson in _LESSONS.items()},
+)

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from .course import CourseError, build_course
-from .course_run import run_course
-from .course_state import EDITIONS
+from .authoring.course import CourseError, build_course
+from .authoring.course_run import run_course
+from .core.course_state import EDITIONS
 
 CHECKOUT = Path(__file__).resolve().parents[2] / "notebooks"
 

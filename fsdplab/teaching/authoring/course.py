@@ -1,0 +1,191 @@
+"""Editions: one tagged source notebook gives a teacher and a learner edition.
+
+The sources in `notebooks/` are the teacher edition as they stand: CI and teachers run them unchanged. Tags say what
+differs. `solution` cells are for the teacher only; so are `teacher` cells (remarks, extra checks). A `stub` is what the
+learner gets in place of the solution that follows it; in the source it is a *raw* cell, which no runner executes, and
+the learner edition turns it into code. The start cell says `edition="teacher"`, and the build rewrites that one word.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+from nbformat import NotebookNode
+
+from fsdplab.teaching.core.course_state import EDITIONS
+from fsdplab.teaching.core.exercise import Exercise
+from fsdplab.teaching.core.registry import find
+from fsdplab.teaching.core.workspace import HomeError, fingerprint
+
+DROPPED = {"learner": ("solution", "teacher"), "teacher": ("stub",)}
+EDITION_TAGS = ("solution", "stub", "teacher")
+OTHER_TAGS = (
+    "raises-exception", "hide-input", "hide-output", "hide-cell", "remove-input", "remove-output", "remove-cell",
+    "nbval-skip", "nbval-ignore-output", "nbval-check-output", "nbval-raises-exception", "nbval-test-listed",
+)  # fmt: skip
+STARTS = 'edition="teacher"'
+MOST_BYTES = 300_000
+AUTHORS_ONLY = ("conftest.py", "README.md")
+
+
+class CourseError(ValueError):
+    """The sources cannot be built as asked; the message names notebooks and cells."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build made: the edition and its notebooks, in order."""
+
+    edition: str
+    notebooks: tuple[Path, ...]
+
+
+def build_course(source_dir: Path | str, out_dir: Path | str, edition: str = "learner") -> Built:
+    """Write one edition of every notebook in `source_dir` to `out_dir`, outputs stripped.
+
+    CourseError lists every wrong tag by notebook and cell, and is raised too where a file would be overwritten: a
+    learner's work may be in it.
+    """
+    if edition not in EDITIONS:
+        raise CourseError(f"unknown edition {edition!r}; expected one of: {', '.join(EDITIONS)}")
+    sources, target = notebooks_in(source_dir), Path(out_dir)
+    complaints = [line for path in sources for line in structure_complaints(path.name, read(path))]
+    if complaints:
+        raise CourseError("\n".join(complaints))
+    present = [path.name for path in sources if (target / path.name).exists()]
+    if present:
+        raise CourseError(
+            f"{target} already holds {', '.join(present)}, perhaps with somebody's work; give an empty folder"
+        )
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sources:
+        nbformat.write(edition_of(read(path), edition), target / path.name)
+    _copy_helpers(Path(source_dir), target)
+    return Built(edition, tuple(target / path.name for path in sources))
+
+
+def notebooks_in(directory: Path | str) -> list[Path]:
+    """The notebooks of a folder in order of name; CourseError where there are none."""
+    found = sorted(path for path in Path(directory).glob("*.ipynb") if not path.name.startswith("."))
+    if not found:
+        raise CourseError(f"{directory} holds no notebook (*.ipynb); give the folder of the course's sources")
+    return found
+
+
+def _copy_helpers(source: Path, target: Path) -> None:
+    """Small files that a teacher put beside the notebooks (a text, a picture) go along."""
+    for path in source.iterdir():
+        if (
+            path.is_file()
+            and path.name not in AUTHORS_ONLY
+            and path.suffix in (".txt", ".csv", ".json", ".png", ".svg", ".py", ".md")
+        ):
+            shutil.copy2(path, target / path.name)
+
+
+def read(path: Path) -> NotebookNode:
+    """A notebook in the present format; CourseError where the file is no notebook."""
+    try:
+        notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook)
+    except (nbformat.ValidationError, nbformat.reader.NotJSONError, OSError, AttributeError) as error:
+        raise CourseError(f"{path.name} is not a valid notebook: {str(error).splitlines()[0]}") from error
+    return notebook
+
+
+def tags_of(cell: NotebookNode) -> tuple[str, ...]:
+    """A cell's tags."""
+    return tuple(cell.metadata.get("tags", ()))
+
+
+def is_tagged(notebook: NotebookNode) -> bool:
+    """Whether this is a source: some cell carries an edition's tag."""
+    return any(set(EDITION_TAGS) & set(tags_of(cell)) for cell in notebook.cells)
+
+
+def edition_of(notebook: NotebookNode, edition: str) -> NotebookNode:
+    """One edition of a source notebook: the cells that stay, stubs as code, outputs and widget state gone."""
+    built = nbformat.from_dict(notebook)
+    built.cells = [
+        _in_edition(cell, edition) for cell in notebook.cells if not set(tags_of(cell)) & set(DROPPED[edition])
+    ]
+    built.metadata = nbformat.from_dict({key: value for key, value in notebook.metadata.items() if key != "widgets"})
+    built.metadata["fsdplab"] = {"edition": edition}
+    return built
+
+
+def _in_edition(cell: NotebookNode, edition: str) -> NotebookNode:
+    kept = nbformat.from_dict(cell)
+    if "stub" in tags_of(cell) and cell.cell_type == "raw":
+        kept.cell_type = "code"
+    if kept.cell_type == "code":
+        kept.update(outputs=[], execution_count=None, source=kept.source.replace(STARTS, f'edition="{edition}"'))
+    return kept
+
+
+def structure_complaints(name: str, notebook: NotebookNode) -> list[str]:
+    """What is wrong with a source's tags and exercises, one line each: empty where it can be built."""
+    complaints = [f"{name}, cell {number}: {line}" for number, line in _cell_complaints(notebook.cells)]
+    starts = sum(cell.source.count(STARTS) for cell in notebook.cells if cell.cell_type == "code")
+    if is_tagged(notebook) and starts != 1:
+        complaints.append(
+            f"{name}: expected one start cell with {STARTS}, found {starts}; the build rewrites it for learners"
+        )
+    return complaints
+
+
+def _cell_complaints(cells: Sequence[NotebookNode]) -> Iterator[tuple[int, str]]:
+    following = [*cells[1:], None]
+    for number, (cell, after) in enumerate(zip(cells, following, strict=True), 1):
+        tags = tags_of(cell)
+        for tag in tags:
+            if tag not in (*EDITION_TAGS, *OTHER_TAGS):
+                yield number, f"unknown tag {tag!r}; expected one of: {', '.join((*EDITION_TAGS, *OTHER_TAGS))}"
+        if len(set(tags) & set(EDITION_TAGS)) > 1:
+            yield number, f"has the tags {', '.join(tags)}; a cell has at most one of: {', '.join(EDITION_TAGS)}"
+        if "stub" in tags and cell.cell_type != "raw":
+            yield (
+                number,
+                f"a stub is a raw cell, so that the source runs as the teacher edition; this one is {cell.cell_type}",
+            )
+        if "stub" in tags and (after is None or "solution" not in tags_of(after)):
+            yield number, "a stub without its solution; put the cell tagged solution right after it"
+        yield from ((number, line) for line in _exercise_complaints(cell))
+
+
+def _exercise_complaints(cell: NotebookNode) -> Iterator[str]:
+    """An exercise's cell holds what the registry holds: the two would drift apart otherwise."""
+    first, _, body = cell.source.partition("\n")
+    if cell.cell_type == "markdown" or not first.startswith("%%exercise"):
+        return
+    try:
+        exercise = find(first.split(maxsplit=1)[-1].strip(), Exercise)
+    except (HomeError, LookupError) as error:
+        yield str(error)
+        return
+    for tag, text in (("stub", exercise.stub), ("solution", exercise.reference)):
+        if tag in tags_of(cell) and fingerprint(body) != fingerprint(text):
+            yield f"the {tag} of {exercise.id} differs from the one in the exercise's module; make them equal"
+
+
+def check_sources(source_dir: Path | str) -> list[str]:
+    """Every complaint about a folder of sources: tags and exercises, and what must not be kept in them."""
+    complaints = []
+    for path in notebooks_in(source_dir):
+        notebook = read(path)
+        complaints += [*structure_complaints(path.name, notebook), *_weight_complaints(path, notebook)]
+    return complaints
+
+
+def _weight_complaints(path: Path, notebook: NotebookNode) -> Iterator[str]:
+    if path.stat().st_size > MOST_BYTES:
+        yield f"{path.name}: {path.stat().st_size:,} bytes; a source stays under {MOST_BYTES:,}"
+    if "widgets" in notebook.metadata:
+        yield f"{path.name}: holds saved widget state; clear it (Settings, Save Widget State Automatically: off)"
+    for number, cell in enumerate(notebook.cells, 1):
+        if cell.cell_type == "code" and (cell.outputs or cell.execution_count):
+            yield f"{path.name}, cell {number}: holds outputs; clear all outputs before saving a source"

@@ -1,0 +1,145 @@
+"""`ask` and `answer`: numbers with units and lettered questions, with a diagnosis of the slip behind a wrong one.
+
+A wrong number is compared with the numbers that known slips lead to (bits for bytes, MiB for MB, a forgotten
+(n-1)/n), so the learner is told which step went wrong and not only that one did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .checking import deliver, failed
+from .course_state import current
+from .display import present
+from .exercise import Choice, Question, Slip
+from .findings import Finding, Verdict, with_code
+from .quantities import QuantityError, quantity, shown
+from .registry import Item, find
+
+_BYTE_SLIPS = (
+    Slip("bits, not bytes: divide by 8", factor=8.0),
+    Slip("this is eight times too small: bytes were divided by 8 as if they were bits", factor=1 / 8),
+    Slip("counted in MiB (2**20 bytes) but written as MB (10**6 bytes)", factor=1e6 / 2**20),
+    Slip("counted in MB (10**6 bytes) but written as MiB (2**20 bytes)", factor=2**20 / 1e6),
+)
+_SCALE_SLIPS = (
+    Slip("the prefix: 1000 times too large", factor=1e3),
+    Slip("the prefix: 1000 times too small", factor=1e-3),
+    Slip("the prefix: a million times too large (bytes where MB are asked for?)", factor=1e6),
+    Slip("the prefix: a million times too small", factor=1e-6),
+)
+
+
+def answer(question: str, value: Any, against: Any = None, hints: int = 0) -> None:
+    """Judge an answer: a number in the question's unit, a text with a unit (`"36 MB"`), or a letter.
+
+    `against` is what the question is about where that is only known at run time (a record, a measurement).
+    """
+    deliver(grade_answer(question, value, against, hints))
+
+
+def grade_answer(question: str, value: Any, against: Any = None, hints: int = 0) -> Verdict:
+    """The verdict of one answer; `answer` shows it."""
+    item = find(question)
+    if not isinstance(item, (Question, Choice)):
+        item = find(question, Question)
+    if value is ...:
+        return Verdict(
+            question, Finding("Not answered yet.", _form(item), "...", "replace the three dots by your answer")
+        )
+    if isinstance(item, Choice):
+        return _grade_choice(item, value)
+    return _grade_number(item, value, against, hints)
+
+
+def _form(item: Question | Choice) -> str:
+    if isinstance(item, Choice):
+        return "a letter: " + ", ".join(item.options)
+    return f'a number in {item.unit}, or a text with a unit such as "12 {item.unit}"' if item.unit else "a number"
+
+
+def _grade_choice(item: Choice, value: Any) -> Verdict:
+    letter = str(value).strip().lower()
+    if letter not in item.options:
+        return Verdict(
+            item.id, Finding("That is not one of the letters.", _form(item), repr(value), "answer with one letter")
+        )
+    if letter == item.right:
+        return Verdict(item.id, None, item.because[letter])
+    return Verdict(item.id, Finding(f"Not {letter}.", "another letter", item.options[letter], item.because[letter]))
+
+
+def _grade_number(item: Question, value: Any, against: Any, hints: int) -> Verdict:
+    try:
+        given = quantity(value, item.unit)
+    except QuantityError as error:
+        return Verdict(item.id, Finding("That cannot be read as an answer.", _form(item), repr(value), str(error)))
+    right = item.right(against)
+    if close(given, right, item.tolerance):
+        exactly = "" if shown(given, item.unit) == shown(right, item.unit) else f" (exactly: {shown(right, item.unit)})"
+        return Verdict(item.id, None, f"{shown(given, item.unit)}{exactly}. {item.explanation}".strip())
+    finding = Finding(
+        item.statement,
+        f"another number (right within {item.tolerance:.0%})",
+        shown(given, item.unit),
+        slip_behind(item, given, against),
+    )
+    return failed(item, finding, current().home, hints)
+
+
+def close(given: float, right: float, tolerance: float) -> bool:
+    """Whether two numbers agree within a relative tolerance: `close(101, 100, 0.01)`."""
+    return abs(given - right) <= tolerance * abs(right)
+
+
+def slip_behind(item: Question, given: float, against: Any = None) -> str:
+    """The cause of the known slip whose number is the one given; a rough comparison of size where none is."""
+    right = item.right(against)
+    for slip, wrong in _wrong_numbers(item, right, against):
+        if close(given, wrong, item.tolerance):
+            return slip.cause
+    far = "more than ten times " if not right / 10 <= given <= right * 10 else ""
+    return f"it is {far}too {'large' if given > right else 'small'}, and no slip known to the course leads to it"
+
+
+def _wrong_numbers(item: Question, right: float, against: Any) -> Iterator[tuple[Slip, float]]:
+    """The question's own slips first, then those that any number of bytes invites."""
+    general = (*_BYTE_SLIPS, *_SCALE_SLIPS) if "B" in item.unit else _SCALE_SLIPS
+    for slip in (*item.slips, *general):
+        if slip.factor is not None:
+            yield slip, right * slip.factor
+        else:
+            yield slip, float(slip.value(against) if callable(slip.value) else slip.value)
+
+
+@dataclass(frozen=True, repr=False)
+class Asked:
+    """A question on the page: its statement and, for a choice, its lettered options."""
+
+    item: Item
+
+    def __str__(self) -> str:
+        options = getattr(self.item, "options", {})
+        return "\n".join(
+            [f"{self.item.id}  {self.item.statement}", *(f"   {letter}) {text}" for letter, text in options.items())]
+        )
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        options = getattr(self.item, "options", {})
+        listed = "".join(
+            f"<div style='margin-left:1.5em'><b>{letter}</b>&ensp;{with_code(text)}</div>"
+            for letter, text in options.items()
+        )
+        return (
+            f"<div style='margin:6px 0'><code>{self.item.id}</code>&ensp;{with_code(self.item.statement)}{listed}</div>"
+        )
+
+
+def ask(*questions: str) -> None:
+    """Show the statements of one or more questions."""
+    for question in questions:
+        present(Asked(find(question)))

@@ -1,0 +1,245 @@
+"""What `%%exercise`, `%%ranks` and `%ranks` do, as plain functions: a script says with them what a cell says, also
+where there is no IPython.
+
+    run_ranks("3", "print(rank)")         %%ranks 3         three fresh ranks, which end with the cell
+    manage_ranks("4")                     %ranks 4          four ranks that stay until `%ranks stop`
+    run_ranks("", "x = rank")             %%ranks           all that stay; two fresh ones where none do
+    run_ranks("[0,2]", "print(x)")        %%ranks[0,2]      two of those that stay
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from fsdplab.sessions import Failure, RanksFailed, call_on_ranks
+from fsdplab.sessions.cell_code import FRESH_TITLE, show_source
+from fsdplab.sessions.cell_reports import CellInterrupted
+from fsdplab.sessions.spec import SpecError
+from fsdplab.sessions.staying import StayingRanks, print_labelled
+
+from .course_state import current
+from .exercise import Exercise
+from .registry import find
+from .run_submission import ON_RANKS
+from .workspace import HomeError
+
+MOST_RANKS = 16
+RANKS_TIME_LIMIT = 90.0
+_MANAGE = "%ranks 4, %ranks status, %ranks reset or %ranks stop"
+_NEW_ONES = " `%ranks reset` starts new ones."
+_LIMIT = re.compile(r"--limit(?:[= ]\s*(\S+))?")
+# the learner's frames follow
+_OWN_FRAMES = re.compile(rf'  File "[^"]*{re.escape(ON_RANKS.name)}", line .*\n(?:    .*\n)*')
+
+
+class CellFailed(RuntimeError):
+    """A `%%ranks` cell that did not end well; its text is the one report."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
+
+
+@dataclass(frozen=True)
+class CellLine:
+    """What follows `%%ranks`: a number of fresh ranks, some of those that stay, or neither; and the cell's limit in
+    seconds.
+    """
+
+    fresh: int | None
+    chosen: tuple[int, ...] | None
+    limit: float
+
+
+_staying: list[StayingRanks] = []  # one or none
+
+
+def run_exercise(line: str, cell: str, namespace: dict[str, Any]) -> None:
+    """`%%exercise ID`: save the cell as `my_fsdp/<id>.py`, where ranks can import it, and run it in `namespace` too."""
+    try:
+        found = find(line.strip(), Exercise)
+    except (HomeError, LookupError) as error:
+        raise usage_error(f"%%exercise: {error}") from error
+    path = current().home.save(found.id, cell)
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
+    if found.function not in namespace:
+        raise usage_error(f"%%exercise {found.id}: the cell must define {found.function}(...)")
+    print(f"Saved as {path.parent.name}/{path.name}. Next: check({found.id!r})")
+
+
+def run_ranks(line: str, cell: str) -> None:
+    """`%%ranks`: run the cell on ranks, and print what they print, labelled, while they run."""
+    wanted = cell_line(line)
+    _check_syntax(cell)
+    if wanted.fresh is None and (wanted.chosen is not None or _staying):
+        _run_on_staying(cell, wanted)
+        return
+    printed = run_cell_on_ranks(cell, wanted.fresh or 2, limit=wanted.limit, show=True)
+    for rank, text in enumerate(printed):
+        if not text:
+            print_labelled(rank, "(printed nothing)")
+
+
+def manage_ranks(line: str) -> None:
+    """`%ranks 4` starts ranks that stay; `%ranks status`, `%ranks reset` (fresh ones, of the same number) and `%ranks
+    stop`.
+    """
+    word = line.strip() or "status"
+    if word == "status":
+        print("\n".join(map(str, _staying[0].status())) if _staying else "No ranks stay. `%ranks 2` starts two.")
+        if _staying and _staying[0].failure is not None:
+            print(_staying[0].failure.message + _NEW_ONES)
+    elif word == "stop":
+        print(_stop() or "No ranks stay.")
+    elif word == "reset":
+        if not _staying:
+            raise usage_error("%ranks reset: no ranks stay; write for example %ranks 2")
+        _start(_staying[0].world_size)
+    elif not word.isdecimal() or not 1 <= int(word) <= MOST_RANKS:
+        raise usage_error(
+            f"%ranks: expected a number of ranks from 1 to {MOST_RANKS}, status, reset or stop, got {word!r}; write"
+            f" {_MANAGE}"
+        )
+    elif _staying and _staying[0].alive and _staying[0].world_size == int(word):
+        print(f"{word} ranks stay already, with what they hold. `%ranks reset` starts fresh ones.")
+    else:
+        _start(int(word))
+
+
+def _start(world_size: int) -> None:
+    ended = _stop()
+    if ended:
+        print(ended)
+    before = f"from fsdplab.teaching.core.on_ranks import import_latest\nimport_latest({str(current().home.path)!r})\n"
+    try:
+        _staying[:] = [StayingRanks.start(world_size, before=before)]
+    except RanksFailed as failure:
+        raise CellFailed(str(failure)) from None
+    except KeyboardInterrupt:
+        raise CellInterrupted(
+            Failure("hung", f"Interrupted while {world_size} ranks started; they were ended.")
+        ) from None
+    stay = f"{world_size} {'rank stays' if world_size == 1 else 'ranks stay'}"
+    print(f"{stay}: what a `%%ranks` cell defines is there for the next. `%ranks stop` ends them.")
+
+
+def _stop() -> str:
+    """End the ranks that stay, and say what is lost; empty where there were none."""
+    if not _staying:
+        return ""
+    ranks = _staying.pop()
+    if not ranks.alive:
+        return ""
+    held = sorted({name for status in ranks.status() for name in status.names})
+    ranks.stop()
+    return f"{ranks.world_size} {'rank' if ranks.world_size == 1 else 'ranks'} ended" + (
+        f", and what they held: {', '.join(held)}." if held else "."
+    )
+
+
+def cell_line(line: str) -> CellLine:
+    """`""`, `"3"`, `"[0,2]"`, each also with `--limit 5`; a usage error for anything else."""
+    limit = RANKS_TIME_LIMIT
+    if (given := _LIMIT.search(line)) is not None:
+        limit, line = _seconds(given[1]), line[: given.start()] + line[given.end() :]
+    text = line.strip()
+    if text.startswith("["):
+        return CellLine(None, _chosen(text), limit)
+    return CellLine(ranks_wanted(text) if text else None, None, limit)
+
+
+def ranks_wanted(line: str) -> int:
+    """The number in `%%ranks 3`; 2 where none is given."""
+    text = line.strip() or "2"
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_RANKS:
+        raise usage_error(
+            f"%%ranks: expected a number of ranks from 1 to {MOST_RANKS}, got {text!r}; write for example %%ranks 3"
+        )
+    return int(text)
+
+
+def _chosen(text: str) -> tuple[int, ...]:
+    """The ranks in `[0,2]`, which must stay."""
+    if not _staying:
+        raise usage_error(f"%%ranks{text}: no ranks stay; start some with for example %ranks 4")
+    there = range(_staying[0].world_size)
+    inside = [each.strip() for each in text[1:-1].split(",")] if text.endswith("]") else [""]
+    if not all(each.isdecimal() and int(each) in there for each in inside) or len(set(map(int, inside))) < len(inside):
+        raise usage_error(
+            f"%%ranks{text}: expected some of the ranks {', '.join(map(str, there))}, each once; write for example"
+            " %%ranks[0]"
+        )
+    return tuple(map(int, inside))
+
+
+def _seconds(text: str | None) -> float:
+    try:
+        seconds = float(text or "")
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise usage_error(
+            f"%%ranks --limit: expected seconds above 0, got {text or 'nothing'!r}; write for example %%ranks --limit 5"
+        )
+    return seconds
+
+
+def _check_syntax(cell: str) -> None:
+    """CellFailed with the learner's line, before any rank is asked."""
+    show_source(cell, FRESH_TITLE)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the ranks warn
+            compile(cell, FRESH_TITLE, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
+        raise CellFailed("".join(traceback.format_exception_only(error)).rstrip()) from None
+
+
+def _run_on_staying(cell: str, wanted: CellLine) -> None:
+    ranks = _staying[0]
+    if not ranks.alive:
+        assert ranks.failure is not None, "ranks that have ended say how"
+        raise usage_error(f"%%ranks: the ranks that stayed have ended: {ranks.failure.message}{_NEW_ONES}")
+    try:
+        ranks.run(cell, wanted.chosen, time_limit=wanted.limit)
+    except RanksFailed as failure:
+        raise CellFailed(_with_advice(failure, ranks)) from None
+    except SpecError as refused:
+        raise usage_error(f"%%ranks: {refused}") from None
+
+
+def _with_advice(failure: RanksFailed, ranks: StayingRanks) -> str:
+    report = failure.report
+    return str(failure) if ranks.alive else str(failure).replace(report.message, report.message + _NEW_ONES, 1)
+
+
+def run_cell_on_ranks(
+    source: str, world_size: int, *, limit: float = RANKS_TIME_LIMIT, show: bool = False
+) -> list[str]:
+    """What every fresh rank printed, by rank; CellFailed with the launcher's report when one raises, dies or does not
+    end.
+    """
+    payload = {"source": source, "home": str(current().home.path)}
+    on_output = print_labelled if show else None
+    try:
+        return call_on_ranks(
+            ON_RANKS, "run_cell", world_size=world_size, payload=payload, time_limit=limit, on_output=on_output
+        ).output
+    except RanksFailed as failure:
+        raise CellFailed(_OWN_FRAMES.sub("", str(failure))) from None
+    except KeyboardInterrupt:
+        raise CellInterrupted(
+            Failure("hung", f"The cell was interrupted, and its {world_size} fresh ranks were ended.")
+        ) from None
+
+
+def usage_error(message: str) -> Exception:
+    """What IPython shows in one line, without a traceback; a ValueError where there is no IPython."""
+    try:
+        from IPython.core.error import UsageError
+    except ModuleNotFoundError:
+        return ValueError(message)
+    return UsageError(message)

@@ -1,0 +1,52 @@
+"""Which edition of the course is open in this process, and where the learner's folder is.
+
+One value per process, set by `teaching.start`. The editions differ in one thing only: what a failed check does. In the
+teacher edition it raises, so that a broken course stops CI; in the learner edition it prints, so that the rest of the
+notebook can still be read and run.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .workspace import Home
+
+EDITIONS = ("learner", "teacher")
+
+
+class CheckFailed(AssertionError):
+    """A failed check in the teacher edition; its text is the whole report."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows instead of a traceback through the library."""
+        return [f"CheckFailed: {self}"]
+
+
+@dataclass(frozen=True)
+class Course:
+    """The open course: its edition and the learner's folder."""
+
+    edition: str
+    home: Home
+
+
+_open: list[Course] = []
+
+
+def open_course(edition: str | None = None, home: Path | str | None = None) -> Course:
+    """Open the course: what is not given comes from FSDPLAB_EDITION and FSDPLAB_HOME, else learner and ./my_fsdp."""
+    chosen = edition or os.environ.get("FSDPLAB_EDITION") or "learner"
+    if chosen not in EDITIONS:
+        raise ValueError(f"unknown edition {chosen!r}; expected one of: {', '.join(EDITIONS)}")
+    folder = Path(home or os.environ.get("FSDPLAB_HOME") or Path.cwd() / "my_fsdp").resolve()
+    course = Course(chosen, Home(folder))
+    course.home.make_importable()
+    _open[:] = [course]
+    return course
+
+
+def current() -> Course:
+    """The open course; the learner edition in the working folder where nobody called `start`."""
+    return _open[0] if _open else open_course()

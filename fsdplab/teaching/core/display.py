@@ -1,0 +1,161 @@
+"""What a cell leaves on the page: tables, figures that still show where no script runs, widgets where they can live.
+
+A figure goes out in three forms at once: plotly's own (interactive in JupyterLab), an SVG with alternative text (static
+pages, printed notebooks), and the alternative text itself (terminals, screen readers). The reader's page picks.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fsdplab.figures import alt_text, svg
+from fsdplab.figures.plotly_go import go
+
+from .findings import with_code
+
+if TYPE_CHECKING:
+    import ipywidgets
+
+
+def notebook_display() -> Callable[..., Any] | None:
+    """IPython's `display` in a notebook; None everywhere else, also where IPython is not installed."""
+    shell = sys.modules.get("IPython")
+    if shell is None or shell.get_ipython() is None:
+        return None
+    from IPython.display import display
+
+    return display
+
+
+def present(thing: object) -> None:
+    """Show an object with a `_repr_html_` in a notebook, as text everywhere else."""
+    (notebook_display() or print)(thing)
+
+
+def present_live(thing: object) -> Callable[[object], None]:
+    """Like `present`, and returns a function that puts something else in the same place later.
+
+    The output is an ordinary one that stays in the saved notebook, so what a widget controls outlives the widget.
+    """
+    display = notebook_display()
+    present_first = display(thing, display_id=True) if display else print(thing)
+    return present_first.update if present_first else lambda other: None
+
+
+@dataclass(frozen=True, repr=False)
+class Table:
+    """Rows of cells under a header, with a caption that says what was measured, emulated or simulated."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    caption: str = ""
+
+    def __str__(self) -> str:
+        lines = [self.header, *self.rows]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
+        texts = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        ]
+        return "\n".join(
+            [texts[0], "  ".join("-" * width for width in widths), *texts[1:], *filter(None, [self.caption])]
+        )
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        sides = ["right" if self._is_numeric(column) else "left" for column in range(len(self.header))]
+        lines = [("th", self.header), *(("td", row) for row in self.rows)]
+        head, *body = (
+            "".join(_cell(tag, text, side) for text, side in zip(line, sides, strict=True)) for tag, line in lines
+        )
+        rows = "".join(f"<tr>{row}</tr>" for row in body)
+        caption = f"<div style='font-size:90%;opacity:.75'>{html.escape(self.caption)}</div>" if self.caption else ""
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{caption}"
+
+    def _is_numeric(self, column: int) -> bool:
+        """Whether every cell of a column begins like a number; such columns are set flush right."""
+        return bool(self.rows) and all(
+            row[column][:1].isdigit() or row[column][:1] in "-+" for row in self.rows if row[column]
+        )
+
+
+def _cell(tag: str, text: str, side: str) -> str:
+    return f"<{tag} style='text-align:{side};padding:2px 14px 2px 0'>{html.escape(text)}</{tag}>"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> Table:
+    """A table of anything: `table(["rank", "bytes"], [[0, 36], [1, 36]])`; every cell becomes a text."""
+    return Table(tuple(header), tuple(tuple(str(cell) for cell in row) for row in rows), caption)
+
+
+@dataclass(frozen=True, repr=False)
+class Note:
+    """A few lines of text beside a coloured bar: hints, predictions."""
+
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        lines = "".join(f"<div>{with_code(line)}</div>" for line in self.lines)
+        return f"<div style='border-left:4px solid #4c78a8;padding:4px 12px'>{lines}</div>"
+
+
+def static_html(figure: go.Figure, alt: str) -> str:
+    """The figure as an `<img>` of its SVG, with alternative text."""
+    picture = base64.b64encode(svg(figure).encode()).decode()
+    return f'<img src="data:image/svg+xml;base64,{picture}" alt="{html.escape(alt)}" style="max-width:100%">'
+
+
+@dataclass(frozen=True, repr=False)
+class Shown:
+    """A figure on its way to the page, in the three forms."""
+
+    figure: go.Figure
+    alt: str
+
+    def __str__(self) -> str:
+        return f"[figure] {self.alt}"
+
+    __repr__ = __str__
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return {
+            "application/vnd.plotly.v1+json": json.loads(self.figure.to_json()),
+            "text/html": static_html(self.figure, self.alt),
+            "text/plain": str(self),
+        }
+
+
+def show(figure: go.Figure, alt: str | None = None) -> None:
+    """Show a plotly figure and leave a static picture with alternative text beside it (the figure's own by default)."""
+    words = alt or alt_text(figure)
+    if not words:
+        raise ValueError("a figure needs alternative text: show(figure, alt='what a reader should see in it')")
+    present(Shown(figure, words))
+
+
+@dataclass(frozen=True)
+class WidgetView:
+    """A widget without the text that would stand for it on static pages (`FloatText(value=200.0, ...)`)."""
+
+    widget: ipywidgets.Widget
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return {**self.widget._repr_mimebundle_(), "text/plain": ""}
+
+
+def present_widget(make: Callable[[], ipywidgets.Widget]) -> None:
+    """Make a widget and show it in a notebook; elsewhere there is nobody to move it, and it is not made."""
+    display = notebook_display()
+    if display:
+        display(WidgetView(make()))

@@ -1,0 +1,79 @@
+"""Sliders over a pure function: move a number, see the table or sentence it leads to.
+
+`Explorer` is the state, with no widget in it; `explore` puts sliders in front of it. The table is an output of its own,
+so that a page without widgets keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .display import present_live, present_widget
+
+if TYPE_CHECKING:
+    import ipywidgets
+
+Axis = Sequence[Any]
+
+
+@dataclass
+class Explorer:
+    """A function and the present values of its arguments; `axes` lists the values that each may take."""
+
+    view: Callable[..., Any]
+    axes: Mapping[str, Axis]
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        start, self.values = self.values, {name: axis[0] for name, axis in self.axes.items()}
+        for name, value in start.items():
+            self.set(name, value)
+
+    def set(self, name: str, value: Any) -> None:
+        """Move one slider; ValueError where the axis has no such value."""
+        if value not in self.axes.get(name, ()):
+            raise ValueError(
+                f"{name} can be {', '.join(map(str, self.axes.get(name, ['nothing: no such slider'])))}; got {value!r}"
+            )
+        self.values[name] = value
+
+    def render(self) -> Any:
+        """What the function gives for the present values."""
+        return self.view(**self.values)
+
+
+def explore(view: Callable[..., Any], start: Mapping[str, Any] | None = None, **axes: Axis) -> None:
+    """Show sliders and what `view` gives: `explore(moved, ranks=[2, 4, 8], megabytes=[1, 10, 100])`.
+
+    `view` returns something with `_repr_html_` (a `Table`); `start` sets where the sliders begin, else the first
+    values.
+    """
+    explorer = Explorer(view, axes, dict(start or {}))
+    present_widget(lambda: sliders(explorer, lambda: update(explorer.render())))
+    update = present_live(explorer.render())
+
+
+def sliders(explorer: Explorer, moved: Callable[[], None]) -> ipywidgets.VBox:
+    """One slider an axis; `moved` is called after each move."""
+    import ipywidgets
+
+    return ipywidgets.VBox([_slider(explorer, name, moved) for name in explorer.axes])
+
+
+def _slider(explorer: Explorer, name: str, moved: Callable[[], None]) -> ipywidgets.SelectionSlider:
+    import ipywidgets
+
+    slider = ipywidgets.SelectionSlider(
+        options=[(f"{value:,}" if isinstance(value, int) else str(value), value) for value in explorer.axes[name]],
+        value=explorer.values[name], description=name.replace("_", " "),
+        style={"description_width": "10em"}, layout={"width": "30em"},
+    )  # fmt: skip
+
+    def take(change: Any) -> None:
+        explorer.set(name, change["new"])
+        moved()
+
+    slider.observe(take, names="value")
+    return slider

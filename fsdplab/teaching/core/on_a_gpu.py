@@ -1,0 +1,75 @@
+"""The lesson's figure once more, from a real GPU: a check that `fsdplab gpu-check` made is kept in data/gpu, and opens
+on any machine.
+
+Where none was measured yet, the cell says so and how to make one; nothing else stands in for it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdplab.gpu_check.check import open_check
+from fsdplab.records import RunRecord
+
+from .display import Note, present, show
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+KEPT = Path(__file__).resolve().parents[3] / "data" / "gpu"
+
+
+def on_a_gpu(draw: Callable[[RunRecord], go.Figure], strategy: str = "full_shard", folder: Path = KEPT) -> None:
+    """Show `draw(record)` of the run with most ranks that was recorded on a GPU under `strategy`; without one, a line
+    that says so.
+
+    `on_a_gpu(rank_timeline)` in lesson 07. Raises `CheckError` where the folder holds a damaged check.
+    """
+    if not (folder / "check.json").exists():
+        present(_none("no check was made on one yet"))
+        return
+    check = open_check(folder)
+    if check.provenance.get("device") != "cuda":
+        present(
+            _none(
+                f"the check that is kept ran on {check.provenance.get('device', 'an unnamed device')}, as a rehearsal"
+            )
+        )
+        return
+    with tempfile.TemporaryDirectory(prefix="fsdplab-gpu-") as scratch:
+        runs = [RunRecord.load(place) for place in check.unpack_records(Path(scratch))]
+        chosen = max(
+            (run for run in runs if run.spec["strategy"] == strategy),
+            key=lambda run: run.spec["world_size"],
+            default=None,
+        )
+        if chosen is None:
+            present(_none(f"the check that is kept has no {strategy} run"))
+            return
+        show(draw(chosen))
+    present(Note((_where(check.provenance, chosen),)))
+
+
+def _none(why: str) -> Note:
+    return Note(
+        (
+            f"Not measured on a GPU: {why}.",
+            (
+                "On a machine with one, `fsdplab gpu-check --out data/gpu` measures it, and this cell then shows the"
+                " figure."
+            ),
+        )
+    )
+
+
+def _where(provenance: dict[str, Any], run: RunRecord) -> str:
+    """What it was measured on: "Measured on NVIDIA H200, torch 2.11.0, ... ; ranks on one gpu: emulated"."""
+    told = [
+        f"Measured on {provenance.get('gpu', 'a GPU')}",
+        *(f"{name} {provenance[name]}" for name in ("torch", "driver", "commit") if provenance.get(name)),
+    ]
+    emulated = [name.replace("_", " ") for name, word in run.provenance.items() if word == "emulated"]
+    return ", ".join(told) + (f"; emulated: {', '.join(emulated)}" if emulated else "") + "."

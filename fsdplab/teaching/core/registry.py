@@ -1,0 +1,53 @@
+"""The registry: every exercise of the course by its id; a notebook's are loaded when the first of them is asked for.
+
+They are the `ITEMS` of `exercises.py` in the notebook's lesson, or of `exercises_04.py` where a lesson serves two.
+"""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+from pathlib import Path
+from typing import TypeVar, overload
+
+from .exercise import Choice, Exercise, Question
+from .workspace import checked_id
+
+Item = Exercise | Question | Choice
+Kind = TypeVar("Kind", bound=Item)
+_LESSONS = Path(__file__).resolve().parents[1] / "lessons"
+_registered: dict[str, Item] = {}
+
+
+def register(*items: Item) -> None:
+    """Add exercises, questions or choices, for a teacher's own notebooks too; an id may be registered once."""
+    for item in items:
+        if _registered.get(item.id, item) is not item:
+            raise ValueError(f"{item.id} is registered already; give the new exercise an id of its own")
+        _registered[item.id] = item
+
+
+def items_of(notebook: str) -> tuple[Item, ...]:
+    """All items of a notebook, `items_of("01")`; empty where the course has none."""
+    for file in (*_LESSONS.glob(f"nb{notebook}_*/exercises.py"), *_LESSONS.glob(f"nb*/exercises_{notebook}.py")):
+        register(*import_module(f"fsdplab.teaching.lessons.{file.parent.name}.{file.stem}").ITEMS)
+    return tuple(item for item in _registered.values() if item.id.startswith(f"{notebook}."))
+
+
+@overload
+def find(exercise: str) -> Item: ...
+@overload
+def find(exercise: str, kind: type[Kind]) -> Kind: ...
+def find(exercise: str, kind: type | None = None) -> Item:
+    """The item of an id; KeyError's message lists the near ones.
+    With `kind`, an item of another kind is an error too.
+    """
+    known = {item.id: item for item in items_of(checked_id(exercise)[:2])}
+    if exercise not in known:
+        near = difflib.get_close_matches(exercise, known, n=3, cutoff=0) or ["none in this notebook"]
+        raise LookupError(f"there is no exercise {exercise!r}; near: {', '.join(near)}")
+    item = known[exercise]
+    if kind is not None and not isinstance(item, kind):
+        verb = "check" if isinstance(item, Exercise) else "answer"
+        raise LookupError(f"{exercise} is a {type(item).__name__.lower()}: use {verb}({exercise!r}, ...)")
+    return item

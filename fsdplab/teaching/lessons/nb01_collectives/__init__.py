@@ -1,0 +1,1 @@
+"""Notebook 01, collectives: a ring by hand, bytes counted, bandwidth timed. Begin with `collectives.py`."""

@@ -1,0 +1,139 @@
+"""Lesson 01, the part in the notebook's process: what collectives move, that they compose, and how fast they are here.
+
+P is the whole payload in bytes and n the number of ranks, here as in every table of the course.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from fsdplab.sessions import call_on_ranks
+from fsdplab.teaching.core.checking import solution_file
+from fsdplab.teaching.core.course_state import current
+from fsdplab.teaching.core.display import Table, table
+from fsdplab.teaching.core.exercise import Case, Exercise
+from fsdplab.teaching.core.registry import find
+from fsdplab.teaching.core.run_submission import ON_RANKS, as_program
+
+from .figures import bandwidth_figure
+from .timings import Bandwidth, Timing
+
+__all__ = ["bandwidth_figure", "compose", "count_ring", "measure_bandwidth", "moved", "watch"]
+
+ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
+SIZES = (64_000, 256_000, 1_000_000, 4_000_000, 16_000_000)
+TIME_LIMIT = 150.0
+
+
+def moved(megabytes: float, ranks: int) -> Table:
+    """What one rank sends in each collective on a payload of P = `megabytes` MB,
+    and in one step of three strategies.
+    """
+    one = megabytes * (ranks - 1) / ranks
+    rows = [
+        ["all_gather, reduce_scatter", "P (n-1)/n", f"{one:,.2f}"],
+        ["all_reduce", "2 P (n-1)/n", f"{2 * one:,.2f}"],
+        ["one step of no_shard: all_reduce", "2 P (n-1)/n", f"{2 * one:,.2f}"],
+        ["one step of shard_grad_op: gather + reduce", "2 P (n-1)/n", f"{2 * one:,.2f}"],
+        ["one step of full_shard: gather twice + reduce", "3 P (n-1)/n", f"{3 * one:,.2f}"],
+    ]
+    return table(
+        ["what", "formula", "MB sent by a rank"], rows, f"Computed for P = {megabytes:g} MB, n = {ranks} ranks."
+    )
+
+
+def watch(world_size: int = 3, block: int = 2) -> Table:
+    """What every rank holds before and after each collective, on real ranks: whole numbers small enough to add in the
+    head.
+    """
+    by_rank = call_on_ranks(
+        ON_THE_RANKS, "watch", world_size=world_size, payload={"block": block}, time_limit=TIME_LIMIT
+    )
+    columns = ("start", "reduce_scatter", "all_gather", "all_reduce")
+    rows = [
+        [f"rank {rank}", *(" ".join(f"{value:.0f}" for value in held[name]) for name in columns)]
+        for rank, held in enumerate(by_rank)
+    ]
+    header = ["", "starts with", "1. after reduce_scatter", "2. then all_gather", "or at once: all_reduce"]
+    return table(header, rows, f"Measured: {world_size} real ranks, {world_size * block} numbers each.")
+
+
+def compose(world_size: int = 2, elements: int = 1_000_000) -> Table:
+    """Reduce-scatter then all-gather beside all-reduce on random floats (as many as divide evenly among the ranks): in
+    how many does a bit differ?
+    """
+    elements -= elements % world_size
+    by_rank = call_on_ranks(
+        ON_THE_RANKS, "compose", world_size=world_size, payload={"elements": elements}, time_limit=TIME_LIMIT
+    )
+    rows = [
+        [f"rank {rank}", f"{elements:,}", f"{seen['differing_bits_in']:,}", f"{seen['largest']:.1e}"]
+        for rank, seen in enumerate(by_rank)
+    ]
+    return table(
+        ["", "floats compared", "floats with a differing bit", "largest difference"],
+        rows,
+        f"Measured on {world_size} real ranks.",
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class RingCount:
+    """What each rank sent, in bytes, while it gathered P = `payload` bytes; shows as a table beside the formula."""
+
+    whose: str
+    payload: int
+    sends: tuple[int, ...]
+    sent: tuple[int, ...]
+
+    @property
+    def megabytes(self) -> float:
+        """MB sent by rank 0."""
+        return self.sent[0] / 1e6
+
+    def table(self) -> Table:
+        """Ranks, their sends and bytes, and P (n-1)/n."""
+        formula = f"{self.payload * (len(self.sent) - 1) // len(self.sent):,}"
+        rows = [
+            [f"rank {rank}", count, f"{nbytes:,}", formula]
+            for rank, (count, nbytes) in enumerate(zip(self.sends, self.sent, strict=True))
+        ]
+        caption = f"Counted while {self.whose} gathered P = {self.payload:,} bytes on {len(self.sent)} real ranks."
+        return table(["", "sends", "bytes sent", "P (n-1)/n"], rows, caption)
+
+    def __repr__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+def count_ring(exercise: str = "01.ring_all_gather", megabytes: float = 12, world_size: int = 3) -> RingCount:
+    """Gather P = `megabytes` MB with the learner's ring (or the reference) on real ranks, and count what each sends."""
+    found, path, home = find(exercise, Exercise), solution_file(exercise), current().home
+    elements = int(megabytes * 1e6 / 4 / world_size)
+    case = Case("one gather", tuple((torch.full((elements,), float(rank)),) for rank in range(world_size)), ())
+    payload = {"home": str(home.path), "programs": [as_program(found, path, [case])]}
+    by_rank = call_on_ranks(ON_RANKS, "call_recorded", world_size=world_size, payload=payload, time_limit=TIME_LIMIT)
+    sent = [[nbytes for kind, nbytes, _ in results[0][0]["calls"] if kind == "send"] for results in by_rank]
+    whose = "your ring" if path.parent == home.path else "the reference ring"
+    return RingCount(whose, elements * world_size * 4, tuple(map(len, sent)), tuple(map(sum, sent)))
+
+
+def measure_bandwidth(sizes: Sequence[int] = SIZES, world_size: int = 2, repeats: int = 7) -> Bandwidth:
+    """Time all_gather, reduce_scatter and all_reduce for each payload size (bytes) on real ranks."""
+    divided = [nbytes - nbytes % (4 * world_size) for nbytes in sizes]
+    payload = {"sizes": divided, "repeats": repeats}
+    by_rank = call_on_ranks(ON_THE_RANKS, "timed", world_size=world_size, payload=payload, time_limit=TIME_LIMIT)
+    return Bandwidth(
+        tuple(
+            Timing(kind, nbytes, world_size, median(map(min, *(ranks[kind][nbytes] for ranks in by_rank))))
+            for kind in by_rank[0]
+            for nbytes in divided
+        )
+    )

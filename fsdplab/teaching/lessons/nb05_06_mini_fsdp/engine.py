@@ -1,0 +1,222 @@
+"""The glue of lessons 05 and 06: it calls the learner's functions around the forward and the backward of every unit.
+
+Nothing here gathers, drops or reduces: that is done by the six functions in `Parts`. A unit's parameters become views
+of one flat tensor, `whole`, so that one message carries them all and one storage comes and goes. Units take and give
+one tensor each, as the blocks of a GPT do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdplab.teaching.core.comm_log import WireLog
+
+Wanted = Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The learner's functions: five of notebook 05, and `hooks` of 06."""
+
+    shard: Callable[..., torch.Tensor]
+    unshard: Callable[..., Any]
+    reshard: Callable[..., Any]
+    guarded: Callable[..., torch.Tensor]
+    reduce: Callable[..., torch.Tensor]
+    hooks: Callable[..., Any]
+
+
+@dataclass
+class Log:
+    """What happened, in order: one row a call of the learner's unshard, reshard or reduce. Bytes are this rank's."""
+
+    step: int = 0
+    phase: str = "forward"
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+
+class MiniUnit:
+    """Parameters that travel together: `mine`, the slice that the optimizer updates, and `whole`, with memory or
+    without.
+    """
+
+    def __init__(self, name: str, parameters: list[nn.Parameter], parts: Parts) -> None:
+        self.name, self.is_root = name, name == "root"
+        self._parameters = parameters
+        self.whole = torch.cat([parameter.detach().flatten() for parameter in parameters])  # [P]
+        pieces = self.whole.split([parameter.numel() for parameter in parameters])
+        for parameter, piece in zip(parameters, pieces, strict=True):
+            parameter.data = piece.view(parameter.shape)  # autograd keeps such views: they must stay valid
+        self.mine = nn.Parameter(parts.shard(self.whole, dist.get_rank(), dist.get_world_size()))  # [ceil(P / n)]
+        parts.reshard(self.whole)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of memory behind `whole` now."""
+        return self.whole.untyped_storage().nbytes()
+
+    def take_gradient(self) -> torch.Tensor:
+        """The whole gradient that autograd left on this rank, flat [P]; the module's parameters keep none of it."""
+        gradients = [p.new_zeros(p.shape) if p.grad is None else p.grad for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+class MiniFSDP:
+    """A model under the learner's engine. `is_unit(name, module)` chooses the units; what is left is the root's."""
+
+    def __init__(self, model: nn.Module, is_unit: Wanted, parts: Parts) -> None:
+        self.model, self.parts, self.log = model, parts, Log()
+        self._named = list(model.named_parameters())
+        self._unfinished: dict[str, Callable[[], None]] = {}
+        found = list(chosen(model, is_unit))
+        self.units = [MiniUnit(name, parameters, parts) for name, _, parameters in found]
+        for unit, (_, module, _) in zip(self.units, found, strict=True):
+            self._attach(unit, module)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The slices: all that the optimizer sees."""
+        return [unit.mine for unit in self.units]
+
+    def _attach(self, unit: MiniUnit, module: nn.Module) -> None:
+        """Have the learner's four functions called around this unit's forward and backward."""
+        functions = self.parts.hooks(unit, *(self._watched(unit, name) for name in ("unshard", "reshard", "reduce")))
+        before_forward, after_forward, before_backward, after_backward = four(functions)
+
+        def forward_begins(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            self._run("forward", before_forward)
+            self._require(unit, "before_forward")
+            return tuple(EndOfBackward.apply(backward_ends, x) if wants_gradient(x) else x for x in inputs)
+
+        def forward_ends(module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+            self._run("forward", after_forward)
+            if output.requires_grad:
+                output.register_hook(backward_begins)
+
+        def backward_begins(gradient: torch.Tensor) -> None:
+            self._unfinished[unit.name] = backward_ends
+            self._run("backward", before_backward)
+            self._require(unit, "before_backward")
+
+        def backward_ends() -> None:
+            if self._unfinished.pop(unit.name, None):
+                self._run("backward", after_backward)
+
+        module.register_forward_pre_hook(forward_begins)
+        module.register_forward_hook(forward_ends)
+
+    def finish_backward(self) -> None:
+        """Call `after_backward` of the units whose inputs carry no gradient, the root above all; after
+        `loss.backward()`.
+        """
+        for backward_ends in list(self._unfinished.values()):
+            backward_ends()
+
+    def _run(self, phase: str, function: Callable[[], Any]) -> None:
+        self.log.phase = phase
+        with torch.no_grad():
+            function()
+
+    def _require(self, unit: MiniUnit, hook: str) -> None:
+        """Reading a tensor without memory would end the process, so the learner's guard stands in front of it."""
+        try:
+            self.parts.guarded(unit.whole, f"unit {unit.name}")
+        except RuntimeError as error:
+            raise RuntimeError(f"after {hook}: {error}") from None
+
+    def _watched(self, unit: MiniUnit, name: str) -> Callable[..., Any]:
+        """One of the learner's functions, checked for its arguments and followed by a row of the log."""
+        function = getattr(self.parts, name)
+
+        def called(*arguments: Any) -> Any:
+            require_arguments(unit, name, arguments)
+            with WireLog() as wire:
+                returned = function(*arguments)
+            gathered = {each.name: each.gathered_bytes for each in self.units}
+            sent = [(call.kind, call.nbytes) for call in wire.calls]
+            where = {"step": self.log.step, "phase": self.log.phase, "unit": unit.name}
+            self.log.rows.append(
+                {**where, "what": name, "calls": sent, "bytes": unit.mine.nbytes, "gathered": gathered}
+            )
+            return returned
+
+        return called
+
+    @torch.no_grad()
+    def whole_parameters(self) -> dict[str, torch.Tensor]:
+        """Every parameter of the model, whole: gathered a unit at a time."""
+        for unit in self.units:
+            self.parts.unshard(unit.mine, unit.whole)
+        values = {name: parameter.detach().clone() for name, parameter in self._named}
+        for unit in self.units:
+            self.parts.reshard(unit.whole)
+        return values
+
+
+class EndOfBackward(torch.autograd.Function):
+    """Identity on a unit's input; its own backward runs once the unit's backward is over."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None], x: torch.Tensor) -> torch.Tensor:
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        ctx.call()
+        return None, gradient
+
+
+def chosen(model: nn.Module, is_unit: Wanted) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
+    """(name, module, parameters that no unit below holds) of every unit, the root last; units without parameters are
+    none.
+    """
+    modules = [(name, module) for name, module in model.named_modules() if name and is_unit(name, module)]
+    taken: set[nn.Parameter] = set()
+    for name, module in [*reversed(modules), ("root", model)]:
+        if type(module).forward is nn.Module.forward:
+            raise ValueError(
+                f"{name} is a {type(module).__name__}, which is never called, so nothing would gather it; "
+                "choose the modules in it"
+            )
+        own = [parameter for parameter in module.parameters() if parameter not in taken]
+        taken.update(own)
+        if own:
+            yield name, module, own
+
+
+def four(functions: Any) -> tuple[Callable[[], Any], ...]:
+    """The four functions that `hooks` returned; TypeError that says what was returned instead."""
+    if isinstance(functions, (list, tuple)) and len(functions) == 4 and all(map(callable, functions)):
+        return tuple(functions)
+    got = f"{len(functions)} things" if isinstance(functions, (list, tuple)) else type(functions).__name__
+    raise TypeError(
+        f"hooks returned {got}; return before_forward, after_forward, before_backward, after_backward (without calling"
+        " them)"
+    )
+
+
+def wants_gradient(x: Any) -> bool:
+    """Whether `x` is a tensor that a backward will reach."""
+    return isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled()
+
+
+def require_arguments(unit: MiniUnit, name: str, arguments: tuple[Any, ...]) -> None:
+    """TypeError where a hook hands over something else than the unit's own tensors: a swap would read freed memory."""
+    wanted = {"unshard": ("mine", "whole"), "reshard": ("whole",)}.get(name)
+    if wanted is None:
+        return
+    if len(arguments) != len(wanted) or any(
+        got is not getattr(unit, attribute) for got, attribute in zip(arguments, wanted)
+    ):
+        raise TypeError(
+            f"{name} was called with other arguments; write"
+            f" {name}({', '.join(f'unit.{attribute}' for attribute in wanted)})"
+        )

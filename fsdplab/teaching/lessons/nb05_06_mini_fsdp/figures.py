@@ -1,0 +1,219 @@
+"""Figures of lessons 05 and 06: one layer's life, which units are gathered when, and what a choice of units costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from fsdplab.common.sizes import size
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, EDGE, titled
+from fsdplab.records import RunRecord
+
+from .engine import Wanted
+from .units import CHOICES, Plan, plan
+
+MB = 1e6
+UNIT_COLOURS = ("#6cc4f0", "#f09a1a", "#0aa06c", "#cc7fa8", "#ebdf6a", "#b84a0a")
+ROOT_COLOUR = "#0064c8"
+
+
+class LayersLife(Protocol):
+    """What `life_of_a_layer` returns, as far as its figure reads it."""
+
+    @property
+    def moments(self) -> Sequence[Mapping[str, Any]]: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+
+
+class Trained(Protocol):
+    """What `train` returns, as far as its figure reads it."""
+
+    @property
+    def rows(self) -> Mapping[str, Sequence[Mapping[str, Any]]]: ...
+    @property
+    def records(self) -> Mapping[str, RunRecord]: ...
+    @property
+    def plan(self) -> Plan: ...
+
+
+def layer_figure(life: LayersLife) -> go.Figure:
+    """Bytes of one layer's weight and gradient after each moment of its life, stacked by kind, in time order from the
+    top.
+    """
+    kinds = [name for name in life.moments[0] if name != "moment"]
+    names = [moment["moment"] for moment in life.moments]
+    totals = [sum(moment[kind] for kind in kinds) for moment in life.moments]
+    bars = [
+        _bar(kind.replace("_", " "), CATEGORY_COLOURS[kind], names, [moment[kind] for moment in life.moments])
+        for kind in kinds
+    ]
+    whole = 2 * life.weight_bytes
+    figure = _stacked(bars, "bytes held by one rank (MB)", names, totals, extra=whole)
+    _level(figure, whole, f"unsharded: {size(whole)}")
+    rest, peak = totals[-1], max(totals)
+    title = f"A weight of {size(life.weight_bytes)} and its gradient: {size(rest)} at rest, {size(peak)} at the peak"
+    told = "; ".join(f"{name} {size(total)}" for name, total in zip(names, totals))
+    subtitle = (
+        f"Measured on rank 0 of {life.ranks} CPU ranks: storages after each call; the messages' own buffers are"
+        " left out"
+    )
+    return titled(
+        figure,
+        title,
+        subtitle,
+        f"Bars from top to bottom in time order: {told}. Unsharded {size(whole)}.",
+        height=300 + 34 * len(names),
+    )
+
+
+def gathered_figure(training: Trained, engine: str = "my_fsdp") -> go.Figure:
+    """Gathered bytes after every unshard and reshard of the last step, stacked by unit, in time order from the top."""
+    rows = training.rows[engine]
+    rows = [row for row in rows if row["step"] == rows[-1]["step"] and row["what"] != "reduce"]
+    names = [f"{number}  {_spoken(row)}" for number, row in enumerate(rows, 1)]
+    units = [name for name, _ in reversed(training.plan.units)]
+    totals = [sum(row["gathered"].values()) for row in rows]
+    bars = [
+        _bar(unit, _unit_colour(units, unit), names, [row["gathered"].get(unit, 0) for row in rows]) for unit in units
+    ]
+    whole = sum(nbytes for _, nbytes in training.plan.units)
+    figure = _stacked(bars, "gathered parameters on one rank (MB)", names, totals, extra=whole)
+    _level(figure, whole, f"whole model: {size(whole)}")
+    told = "; ".join(f"{name} {size(total)}" for name, total in zip(names, totals))
+    spec, how = (
+        training.records[engine].spec,
+        ("storages after each call" if engine == "my_fsdp" else "as its events announce"),
+    )
+    subtitle = f"Measured on rank 0 of {spec['world_size']} CPU ranks, {spec['model']}, last step: {how}"
+    title = f"{engine}: at most {size(max(totals))} of {size(whole)} gathered at once"
+    return titled(
+        figure, title, subtitle, f"Bars from top to bottom in time order: {told}.", height=300 + 30 * len(names)
+    )
+
+
+def choices_figure(
+    model: str = "gpt-20m", target: int | None = None, measured: dict[str, float] | None = None, **more: Wanted
+) -> go.Figure:
+    """Root and largest unit of each choice of units (the whole model left out), with a target line and measured peaks
+    (MB).
+    """
+    asked = {name: is_unit for name, is_unit in {**CHOICES, **more}.items() if name != "the whole model"}
+    plans = {name.replace("_", " "): plan(model, is_unit) for name, is_unit in asked.items()}
+    names, totals = list(plans), [each.peak for each in plans.values()]
+    bars = [_bar("root", ROOT_COLOUR, names, [each.root for each in plans.values()])]
+    bars.append(
+        _bar("largest unit, with units around it", UNIT_COLOURS[0], names, [each.chain for each in plans.values()])
+    )
+    marks = [f"{size(each.peak)} · {each.collectives} collectives" for each in plans.values()]
+    figure = _stacked(
+        bars, "gathered parameters at the peak (MB)", names, totals, extra=target or 0, labels=marks, room=1.6
+    )
+    _clear(figure, target or 0, 0.3 * 1.6 * max(totals))
+    if target:
+        _level(figure, target, f"target {size(target)}")
+    if measured:
+        figure.add_trace(_ticks(measured))
+    title = _chosen(plans, target) if more else _extremes(plans)
+    return titled(
+        figure, title, _conditions(model, measured), _spoken_choices(plans, target), height=300 + 52 * len(names)
+    )
+
+
+def _clear(figure: go.Figure, target: int, width: float) -> None:
+    """Move labels that the target line would cross to its other side; `width` is a label's, in bytes."""
+    for note in figure.layout.annotations:
+        if 0 <= target / MB - note.x < width / MB:
+            note.x = target / MB
+
+
+def _conditions(model: str, measured: dict[str, float] | None) -> str:
+    return f"Computed for {model} in fp32, nothing gathered ahead" + (
+        "; ticks are measured on CPU ranks" if measured else ""
+    )
+
+
+def _chosen(plans: dict[str, Plan], target: int | None) -> str:
+    name, last = list(plans.items())[-1]
+    verdict = "" if not target else ", under the target" if last.peak <= target else ", over the target"
+    return f"{name}: {size(last.peak)} gathered in {last.collectives} collectives{verdict}"
+
+
+def _extremes(plans: dict[str, Plan]) -> str:
+    low, high = min(plans, key=lambda name: plans[name].peak), max(plans, key=lambda name: plans[name].peak)
+    told = [f"{name}: {size(plans[name].peak)} and {plans[name].collectives}" for name in (high, low)]
+    return " collectives; ".join(told)
+
+
+def _spoken_choices(plans: dict[str, Plan], target: int | None) -> str:
+    told = "; ".join(f"{name} {size(each.peak)} with {each.collectives} collectives" for name, each in plans.items())
+    return f"Bars of gathered bytes: {told}." + (f" Target {size(target)}." if target else "")
+
+
+def _spoken(row: Mapping[str, Any]) -> str:
+    return f"{'gather' if row['what'] == 'unshard' else 'drop'} {row['unit']}"
+
+
+def _unit_colour(units: list[str], unit: str) -> str:
+    others = [each for each in units if each != "root"]
+    return ROOT_COLOUR if unit == "root" else UNIT_COLOURS[others.index(unit) % len(UNIT_COLOURS)]
+
+
+def _bar(name: str, colour: str, places: list[str], values: list[int]) -> go.Bar:
+    return go.Bar(
+        name=name, orientation="h", y=places, x=[value / MB for value in values],
+        marker=dict(color=colour, line=dict(color=EDGE, width=1)),
+        hovertemplate="%{y}<br>" + name + ": %{x:.3f} MB<extra></extra>",
+    )  # fmt: skip
+
+
+def _stacked(
+    bars: list[go.Bar],
+    title: str,
+    names: list[str],
+    totals: list[int],
+    extra: int = 0,
+    labels: list[str] | None = None,
+    room: float = 1.25,
+) -> go.Figure:
+    """Bars under each other with their totals at the ends; `extra` widens the axis for a line."""
+    figure = go.Figure(bars)
+    figure.update_layout(barmode="stack", xaxis_title=title)
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    figure.update_xaxes(range=[0, max(room * max(totals), 1.15 * extra) / MB])
+    for name, total, label in zip(names, totals, labels or [size(total) for total in totals]):
+        figure.add_annotation(x=total / MB, y=name, text=f"<b>{label}</b>", showarrow=False, xanchor="left", xshift=6)
+    return figure
+
+
+def _level(figure: go.Figure, nbytes: int, text: str) -> None:
+    figure.add_shape(
+        type="line",
+        x0=nbytes / MB,
+        x1=nbytes / MB,
+        y0=0,
+        y1=1,
+        yref="paper",
+        line=dict(color=ALARM, width=2.5, dash="dash"),
+    )
+    figure.add_annotation(
+        x=nbytes / MB,
+        y=1,
+        yref="paper",
+        text=text,
+        showarrow=False,
+        xanchor="center",
+        yanchor="bottom",
+        font=dict(color=ALARM, size=14),
+    )
+
+
+def _ticks(measured: dict[str, float]) -> go.Scatter:
+    return go.Scatter(
+        name="measured", mode="markers", y=[name.replace("_", " ") for name in measured], x=list(measured.values()),
+        marker=dict(symbol="line-ns", size=26, color="#14171c", line=dict(color="#14171c", width=3)),
+        hovertemplate="%{y}<br>measured %{x:.3f} MB<extra></extra>",
+    )  # fmt: skip

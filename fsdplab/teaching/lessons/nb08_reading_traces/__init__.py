@@ -1,0 +1,1 @@
+"""Notebook 08: one recorded trace, and the account of where its time went. Begin with `reading.py`."""

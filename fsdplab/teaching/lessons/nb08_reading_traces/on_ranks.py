@@ -1,0 +1,19 @@
+"""The half of lesson 08 that runs on the ranks: the driver that calls the learner's account of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def drive_account(
+    account: Callable[..., Any], step: int, computing: Sequence[Any], communicating: Sequence[Any]
+) -> Any:
+    """The account with plain numbers where they are numbers of numpy or torch; a float that is whole counts as one."""
+    got = account(step, list(computing), list(communicating))
+    return {name: _plain(value) for name, value in got.items()} if isinstance(got, dict) else got
+
+
+def _plain(value: Any) -> Any:
+    number = value.item() if hasattr(value, "item") else value
+    return int(number) if isinstance(number, float) and number.is_integer() else number

@@ -1,0 +1,269 @@
+"""Lesson 08 in the notebook's process: one recorded trace, and the tables that it is read with.
+
+Everybody reads the same trace, so that there is one answer to each question: it was recorded once and lies in the
+checkout's `data/`. Times in tables are ms since the step began on the rank that is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdplab.profiling.chrome import ChromeTrace, nanoseconds
+from fsdplab.profiling.diagnosis import findings
+from fsdplab.profiling.exports import traces_of
+from fsdplab.profiling.intervals import clip, length, union
+from fsdplab.profiling.overlap import TraceAnalysis, analyse_trace
+from fsdplab.records import RecordError, RunRecord
+from fsdplab.sessions import RunSpec
+from fsdplab.teaching.core.course_state import current
+from fsdplab.teaching.core.display import Note, Table, table
+
+__all__ = [
+    "account_table", "at", "breakdown", "clock_table", "diagnosis", "exports", "gaps", "job", "key", "passages",
+    "ranges", "recorded",
+    "saved_percent", "seen", "sets", "trace_of", "worst",
+]  # fmt: skip
+
+RECORDED = Path(__file__).resolve().parents[4] / "data" / "traces-08"
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "other_communication")
+PARTS = ("compute_only", "overlapped", "exposed", "other")
+MS = 1e6
+Row = dict[str, Any]
+
+
+def job(prefetch: int = 0) -> RunSpec:
+    """The lesson's run: two blocks behind a slow, emulated link; the recorded one gathers nothing ahead."""
+    return RunSpec(
+        model="gpt-tiny",
+        batch_size=16,
+        sequence_length=128,
+        steps=4,
+        link="150mbit",
+        prefetch=prefetch,
+        profile=1,
+        device="cpu",
+    )
+
+
+def recorded() -> RunRecord:
+    """The record of lesson 08; RecordError says what to do where the checkout is not there."""
+    if not RECORDED.exists():
+        raise RecordError(
+            f"the recorded trace of lesson 08 is not in {RECORDED}; run the notebook in a clone of the repository"
+        )
+    return RunRecord.load(RECORDED)
+
+
+def trace_of(record: RunRecord, rank: int = 0) -> Path:
+    """The trace file of one rank, as PyTorch's profiler wrote it."""
+    return traces_of(record)[rank]
+
+
+def exports() -> Path:
+    """A folder for exported traces, in the learner's own."""
+    folder = current().home.path / "exports"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+# ---- what is in the file
+
+
+def ranges(trace: Path, first: int = 12) -> Table:
+    """The first named ranges of a trace, and how many events there are of which kind."""
+    complete = [event for event in ChromeTrace(trace) if event.get("ph") == "X"]
+    named = sorted((event for event in complete if event["name"].startswith("FSDP::")), key=lambda event: event["ts"])
+    begin = next(nanoseconds(event["ts"]) for event in complete if event["name"].startswith("ProfilerStep#"))
+    rows = [
+        [event["name"], _ms(nanoseconds(event["ts"]) - begin), _ms(nanoseconds(event["dur"]))]
+        for event in named[:first]
+    ]
+    operators = sum(event["name"].startswith("aten::") for event in complete)
+    caption = f"Measured: the first {len(rows)} of {len(named)} ranges of the engine; "
+    caption += f"the file holds {len(complete):,} events, {operators:,} of them operators."
+    return table(["name", "begins, ms", "takes, ms"], rows, caption)
+
+
+# ---- the account
+
+
+def sets(record: RunRecord, rank: int = 0) -> tuple[int, list[tuple[int, int]], list[tuple[int, int]]]:
+    """(length of the step, computing, communicating) of a rank's profiled step, in ns since the step began; intervals
+    may overlap.
+    """
+    rows = timeline(record, rank)
+    begin, end = next((row["start_ns"], row["end_ns"]) for row in rows if row["lane"] == "step")
+
+    def pairs(*lanes: str) -> list[tuple[int, int]]:
+        inside = [clip([(row["start_ns"], row["end_ns"])], begin, end) - begin for row in rows if row["lane"] in lanes]
+        return [(int(start), int(stop)) for each in inside for start, stop in each]
+
+    return end - begin, pairs("compute"), pairs(*COLLECTIVES)
+
+
+def timeline(record: RunRecord, rank: int) -> list[Row]:
+    """The timeline of a rank's profiled step: the last one, since the memory step has a timeline as well."""
+    step = max(row["step"] for row in record.table("breakdown"))
+    return [row for row in record.table("timeline") if row["rank"] == rank and row["step"] == step]
+
+
+def breakdown(record: RunRecord, rank: int = 0) -> Row:
+    """The four parts of a rank's profiled step, as the lab accounts for them."""
+    return max((row for row in record.table("breakdown") if row["rank"] == rank), key=lambda row: row["step"])
+
+
+def account_table(record: RunRecord, parts: Mapping[str, int], rank: int = 0) -> Table:
+    """A learner's account beside the record's, in ms."""
+    row, whole = breakdown(record, rank), sum(parts[name] for name in PARTS)
+    rows = [[name.replace("_", " "), _ms(parts[name]), _ms(row[f"{name}_ns"])] for name in PARTS]
+    rows.append(["sum", _ms(whole), _ms(row["step_ns"])])
+    caption = f"Rank {rank}; computing is measured, communication is on the emulated link's clock."
+    return table(["part of the step", "yours, ms", "the lab's, ms"], rows, caption)
+
+
+def seen(record: RunRecord, rank: int = 0) -> Note:
+    """What the step bar shows, with its numbers."""
+    row = breakdown(record, rank)
+    talk = row["overlapped_ns"] + row["exposed_ns"]
+    return Note(
+        (
+            (
+                f"Rank {rank}: the step took {_ms(row['step_ns'])} ms and computed for {_ms(row['compute_ns'])} of"
+                f" them. Of {_ms(talk)} ms of communication {row['overlapped_ns'] / talk:.0%} ran under computing;"
+                f" {_ms(row['exposed_ns'])} ms ({row['exposed_ns'] / row['step_ns']:.0%} of the step) are exposed."
+            ),
+        )
+    )
+
+
+# ---- gaps and causes
+
+
+def gaps(record: RunRecord, rank: int = 0) -> list[Row]:
+    """The exposed rows of a rank's profiled step, the most exposed first."""
+    step = breakdown(record, rank)["step"]
+    rows = [row for row in record.table("exposed") if row["rank"] == rank and row["step"] == step]
+    return sorted(rows, key=lambda row: -row["exposed_ns"])
+
+
+def worst(record: RunRecord, rank: int = 0) -> Row:
+    """The most exposed collective."""
+    return gaps(record, rank)[0]
+
+
+def passages(record: RunRecord, rank: int = 0) -> Table:
+    """When each collective was issued, taken up by the link and delivered;
+    the causes are left for the reader to find.
+    """
+    analysis = _analysed(record, rank)
+    begin = next(row["start_ns"] for row in analysis.rows("timeline") if row["lane"] == "step")
+    computing = [(row["start_ns"], row["end_ns"]) for row in analysis.rows("timeline") if row["lane"] == "compute"]
+    rows = [
+        _passage(row, begin, computing) for row in sorted(analysis.rows("collectives"), key=lambda row: row["issue_ns"])
+    ]
+    header = [
+        "unit",
+        "phase",
+        "collective",
+        "issued",
+        "link takes it",
+        "delivered",
+        "exposed, ms",
+        "computing before, ms",
+    ]
+    return table(
+        header,
+        rows,
+        f"Rank {rank}, ms since the step began. Issued and computing: measured; the link's times: emulated.",
+    )
+
+
+def _passage(row: Row, begin: int, computing: Sequence[tuple[int, int]]) -> list[str]:
+    before = length(clip(computing, begin, row["issue_ns"]))
+    times = [_ms(row[name] - begin) for name in ("issue_ns", "start_ns", "end_ns")]
+    return [row["unit"] or "root", row["phase"], row["kind"], *times, _ms(row["exposed_ns"]), _ms(before)]
+
+
+def _analysed(record: RunRecord, rank: int) -> TraceAnalysis:
+    return analyse_trace(trace_of(record, rank), ledger=record.table("ledger"), life=record.table("life"), rank=rank)
+
+
+def at(record: RunRecord, percent_of_step: int) -> Table:
+    """What every rank did at one instant, for a slider."""
+    ranks = sorted({row["rank"] for row in record.table("breakdown")})
+    begin = min(row["start_ns"] for rank in ranks for row in timeline(record, rank) if row["lane"] == "step")
+    instant = begin + round(percent_of_step / 100 * breakdown(record)["step_ns"])
+    rows = [[str(rank), *_doing(timeline(record, rank), instant)] for rank in ranks]
+    return table(
+        ["rank", "computing", "communicating", "so this instant is"], rows, f"{_ms(instant - begin)} ms into the step."
+    )
+
+
+def _doing(rows: Sequence[Row], instant: int) -> list[str]:
+    now = [row for row in rows if row["start_ns"] <= instant < row["end_ns"]]
+    work = [f"{row['unit'] or 'root'} {row['phase']}".strip() for row in now if row["lane"] == "compute"]
+    talk = sorted({f"{row['lane']} of {row['unit'] or 'root'}" for row in now if row["lane"] in COLLECTIVES})
+    kind = {
+        (True, True): "overlapped",
+        (True, False): "compute only",
+        (False, True): "exposed",
+        (False, False): "other",
+    }[bool(work), bool(talk)]
+    return [", ".join(work) or "-", ", ".join(talk) or "-", kind]
+
+
+def key(record: RunRecord, rank: int = 0) -> Table:
+    """The answer key: every exposed collective of a rank with its cause."""
+    rows = []
+    for row in gaps(record, rank):
+        times = [_ms(row["communication_ns"]), _ms(row["exposed_ns"])]
+        rows.append([row["unit"] or "root", row["phase"], row["kind"], *times, row["cause"].replace("_", " ")])
+    header = ["unit", "phase", "collective", "takes, ms", "exposed, ms", "cause"]
+    return table(header, rows, f"Rank {rank}, most exposed first; on the emulated link's clock.")
+
+
+def diagnosis(record: RunRecord) -> Note:
+    """The findings in words, the costliest first."""
+    return Note(
+        tuple(f"{number}. {each.title}. {each.text} {each.remedy}" for number, each in enumerate(findings(record), 1))
+    )
+
+
+# ---- the remedy
+
+
+def clock_table(runs: Sequence[RunRecord]) -> Table:
+    """Each run's exposed time on the link's clock, and what was sent."""
+    rows = []
+    for run in runs:
+        comm = run.summary["comm"]
+        rows.append(
+            [
+                str(run.spec["prefetch"]),
+                f"{comm['bytes_per_step'] / 1e3:.0f}",
+                f"{1e3 * comm['exposed_s']:.1f}",
+                f"{comm['overlap']:.0%}",
+            ]
+        )
+    caption = "Bytes measured; exposed time on the emulated link's clock, of the worst rank, median of the timed steps."
+    return table(["prefetch", "kB sent a step", "exposed, ms", "hidden"], rows, caption)
+
+
+def saved_percent(before: RunRecord, after: RunRecord) -> float:
+    """How much less is exposed, in percent: 30 ms before and 21 after are 30 %."""
+    was, now = (run.summary["comm"]["exposed_s"] for run in (before, after))
+    return 100 * (1 - now / was)
+
+
+def reference_account(
+    step: int, computing: Sequence[tuple[int, int]], communicating: Sequence[tuple[int, int]]
+) -> dict[str, int]:
+    """The four parts by the lab's interval algebra: `reference_account(20, [(0, 10)], [(5, 15)])["exposed"] == 5`."""
+    work, talk, both = length(computing), length(communicating), length(union(computing, communicating))
+    return {"compute_only": both - talk, "overlapped": work + talk - both, "exposed": both - work, "other": step - both}
+
+
+def _ms(nanoseconds_: float) -> str:
+    return f"{nanoseconds_ / MS:.1f}"

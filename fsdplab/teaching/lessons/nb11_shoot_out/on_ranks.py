@@ -1,0 +1,44 @@
+"""The half of lesson 11 that runs on the ranks: a few steps with the learner's choice, behind the link."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fsdplab.engine import STRATEGIES
+from fsdplab.sessions import RunSpec
+from fsdplab.teaching.core.training_on_ranks import Training, complaint
+
+JOB = {"model": "gpt-20m", "batch_size": 2, "sequence_length": 64, "steps": 2, "link": "400MB/s", "device": "cpu"}
+CARD = 300_000_000  # bytes of the emulated card
+LINK_SECONDS = 0.225  # seconds a step on the link, as long as twice the parameters take
+# part of a typical gather's passage that must pass under computing; of one that is issued when needed none does
+HIDDEN_AT_LEAST = 0.2
+CHOICES = ("strategy", "prefetch", "link_queues", "units")
+
+
+def drive_choose(choose: Callable[..., Any]) -> dict[str, Any]:
+    """A few steps with the chosen settings behind the link: bytes beyond the card, time on the link, and whether
+    gathers were hidden.
+    """
+    choices = choose()
+    refused = complaint(choices, JOB, CHOICES)
+    nothing = {"bytes over the card": None, "ms on the link too many": None, "gathers are hidden": None}
+    if refused:
+        return {"choices": refused, **nothing}
+    training = Training(spec := RunSpec(**{**JOB, **choices}))
+    # the others gather once, after the optimizer: no setting moves that
+    gathers_units = STRATEGIES[spec.strategy].shard_parameters
+    peak = training.measured()
+    over, on_the_link, hidden = max(0, peak.peak_total - CARD), *training.clocked()
+    print(
+        f"peak {peak.peak_total / 1e6:.0f} MB, {1e3 * on_the_link:.0f} ms a step on the link, {hidden:.0%} of a typical"
+        " gather hidden"
+    )
+    too_long = max(0, round(1e3 * (on_the_link - LINK_SECONDS)))
+    return {
+        "choices": "",
+        "bytes over the card": over,
+        "ms on the link too many": too_long,
+        "gathers are hidden": hidden >= HIDDEN_AT_LEAST or not gathers_units,
+    }

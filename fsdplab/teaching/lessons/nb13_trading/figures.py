@@ -1,0 +1,93 @@
+"""Figures of lesson 13: peaks under the names of their choices, and the bytes that mixed precision keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from fsdplab.engine import STRATEGIES
+from fsdplab.figures import memory_by_category
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.style import CATEGORY_COLOURS, EDGE, titled
+from fsdplab.figures.view import RunView, view
+from fsdplab.records import RunRecord
+
+MB = 1e6
+STATES = ("parameters", "gradients", "optimizer")
+KEPT = {
+    "working copy": ("parameters", 2),
+    "gradient": ("gradients", 4),
+    "master": ("optimizer", 4),
+    "moments": ("optimizer", 8),
+}
+_COLOURS = {
+    "working copy": CATEGORY_COLOURS["gathered_parameters"], "gradient": CATEGORY_COLOURS["gradient_slices"],
+    "master": CATEGORY_COLOURS["parameter_slices"], "moments": CATEGORY_COLOURS["optimizer_state"],
+}  # fmt: skip
+
+
+def named(runs: Sequence[RunRecord]) -> list[RunView]:
+    """The runs as figures read them, each under the name of its choices: `fp32`, `bf16, full checkpoint`, `fp32,
+    offload`.
+    """
+    names = [choices_of(run) for run in runs]
+    repeated = [names[:index].count(name) for index, name in enumerate(names)]  # bars of one name would be drawn as one
+    return [replace(view(run), strategy=name + again * " (again)") for run, name, again in zip(runs, names, repeated)]
+
+
+def choices_of(run: RunRecord) -> str:
+    """The choices of a record in words."""
+    words = [run.spec["precision"]]
+    words += [] if run.spec["checkpoint"] == "none" else [f"{run.spec['checkpoint']} checkpoint"]
+    words += [] if run.spec["offload"] == "none" else ["offload"]
+    return ", ".join(words)
+
+
+def memory_figure(runs: Sequence[RunRecord]) -> go.Figure:
+    """The peak of each run split by category, under the name of its choices; the subtitle says where offload is
+    emulated.
+    """
+    figure = memory_by_category(named(runs))
+    figure.update_xaxes(range=[0, 1.5 * max(run.summary["peak_memory_bytes"]["total"] for run in runs) / MB])
+    if any("host_memory_beside_the_card" in run.provenance for run in runs):
+        figure.layout.title.subtitle.text += ", and so is a host memory beside it"
+    return figure
+
+
+def cut_by(strategy: str) -> list[str]:
+    """The states that a strategy cuts: `cut_by("zero1") == ["optimizer"]`."""
+    row = STRATEGIES[strategy]
+    return [
+        state for state, cut in zip(STATES, (row.shard_parameters, row.shard_gradients, row.shard_optimizer)) if cut
+    ]
+
+
+def kept_figure(bytes_each: Callable[[Sequence[str], int], dict[str, float]], ranks: int = 8) -> go.Figure:
+    """What `bytes_each(cut, n)` says of every strategy, stacked: bytes a parameter on one rank."""
+    names = [name for name in STRATEGIES if name not in ("hybrid_shard", "shard_grad_op")]
+    by_name = {name: bytes_each(cut_by(name), ranks) for name in names}
+    totals = [sum(each.values()) for each in by_name.values()]
+    figure = go.Figure([_kept_bar(kept, by_name) for kept in KEPT])
+    figure.update_layout(barmode="stack", xaxis_title="bytes a parameter, on one rank")
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    figure.update_xaxes(range=[0, 1.15 * max(totals)])
+    for name, total in zip(names, totals):
+        figure.add_annotation(x=total, y=name, text=f"<b>{total:g}</b>", showarrow=False, xanchor="left", xshift=6)
+    title = f"Mixed precision keeps {totals[0]:g} bytes a parameter; full_shard on {ranks} ranks {totals[-1]:g}"
+    told = "; ".join(f"{name} {total:g} bytes" for name, total in zip(names, totals))
+    return titled(
+        figure,
+        title,
+        f"Computed for n = {ranks} ranks; activations and gathered units come on top",
+        f"Stacked bars: {told}.",
+        height=440,
+    )
+
+
+def _kept_bar(kept: str, by_name: dict[str, dict[str, float]]) -> go.Bar:
+    fmt = "bf16" if kept == "working copy" else "fp32"
+    return go.Bar(
+        name=f"{kept} ({fmt})", orientation="h", y=list(by_name), x=[each[kept] for each in by_name.values()],
+        marker=dict(color=_COLOURS[kept], line=dict(color=EDGE, width=1)),
+        hovertemplate=f"%{{y}}<br>{kept}: %{{x:g}} bytes<extra></extra>",
+    )  # fmt: skip

@@ -1,0 +1,241 @@
+"""The half of lesson 13 that runs on the ranks: drivers that train with what the learner wrote, and look at what it
+held and sent.
+
+A driver returns names and numbers that can be judged: which parameters moved, how many bytes were reduced, which
+gradient a tied weight got, how far a measured peak exceeds the card. Time is measured nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdplab.engine import FSDPModule, events, shard_model
+from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
+from fsdplab.sessions import RunSpec
+from fsdplab.sessions.engines import build
+from fsdplab.teaching.core.training_on_ranks import complaint
+from fsdplab.workloads import ByteText, ModelConfig, block_types, build_model, loss_of
+
+SMALL = ModelConfig(family="gpt", layers=2, width=32, heads=2, kv_heads=2, ffn=128, vocabulary=256, context=32)
+TIED = replace(SMALL, tie_embeddings=True)
+LARGER = replace(SMALL, layers=4, width=256, heads=4, kv_heads=4, ffn=1024)  # 3.3 million parameters
+JOB: dict[str, Any] = {"model": "gpt-20m", "batch_size": 4, "sequence_length": 128, "steps": 1}
+CARD = 150_000_000  # bytes of the emulated card that JOB must fit
+CHOICES = ("precision", "checkpoint", "offload")
+ADAPTER_RANK = 4
+STEPS = 2
+
+
+def batch(step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """What `rank` reads at `step` in every small training of this lesson: two sequences of 16 bytes."""
+    return ByteText.from_standard_library().batch(step, rank, ranks, batch_size=2, sequence_length=16)
+
+
+def _loss(model: nn.Module, step: int) -> Tensor:
+    return loss_of(model, *batch(step, dist.get_rank(), dist.get_world_size()))
+
+
+class Adapted(nn.Module):
+    """A Linear and a low-rank change to it (LoRA): y = x W^T + b + x down^T up^T; down [r, in], up [out, r]."""
+
+    def __init__(self, linear: nn.Linear, seed: int) -> None:
+        super().__init__()
+        stream = torch.Generator().manual_seed(seed)
+        self.linear = linear
+        self.adapter_down = nn.Parameter(0.1 * torch.randn(ADAPTER_RANK, linear.in_features, generator=stream))
+        self.adapter_up = nn.Parameter(0.1 * torch.randn(linear.out_features, ADAPTER_RANK, generator=stream))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + x @ self.adapter_down.T @ self.adapter_up.T
+
+
+def adapted_model(config: ModelConfig = SMALL) -> nn.Module:
+    """A GPT with adapters beside the queries and values of every block; the same weights on every rank."""
+    model = build_model(config)
+    for number, block in enumerate(model.blocks):
+        block.attention.query = Adapted(block.attention.query, seed=2 * number)
+        block.attention.value = Adapted(block.attention.value, seed=2 * number + 1)
+    return model
+
+
+def adapters_of(model: nn.Module) -> list[str]:
+    """The names of the parameters that adapters add."""
+    return [name for name, _ in model.named_parameters() if "adapter" in name]
+
+
+class Ledger:
+    """Bytes of the collectives of the newest step, by kind:
+    `logical` are whole payloads, `wire` what this rank sends.
+    """
+
+    def __init__(self) -> None:
+        self.logical: dict[str, int] = {}
+        self.wire: dict[str, int] = {}
+        self.stop = events.subscribe(self._hear)
+
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        self.logical, self.wire = {}, {}
+
+    def _hear(self, event: events.Event) -> None:
+        if isinstance(event, events.Collective):
+            self.logical[event.kind] = self.logical.get(event.kind, 0) + event.logical_bytes
+            self.wire[event.kind] = self.wire.get(event.kind, 0) + event.wire_bytes
+
+
+def shard(model: nn.Module) -> nn.Module:
+    """`full_shard` with blocks as units, over all ranks."""
+    return shard_model(model, "full_shard", units=block_types(model))
+
+
+def drive_fine_tune(fine_tune: Callable[..., Any]) -> dict[str, Any]:
+    """Train two steps with the optimizer that the function returns: what moved, what was reduced, what the optimizer
+    keeps.
+    """
+    model = adapted_model()
+    names, before = adapters_of(model), _whole(model)
+    optimizer = fine_tune(model, shard)
+    made = isinstance(optimizer, torch.optim.Optimizer)
+    ledger = train(model, optimizer if made else torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
+    moved = [name for name, value in _whole(model).items() if not torch.equal(value, before[name])]
+    return {
+        "an optimizer was returned": made,
+        "the model is sharded": isinstance(model, FSDPModule),
+        "adapters that did not move": [name for name in names if name not in moved],
+        "frozen parameters that moved": [name for name in moved if name not in names],
+        "bytes reduced in a step": ledger.logical.get("reduce_scatter", 0),
+        "bytes of optimizer state": state_bytes(optimizer) if made else 0,
+    }
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ledger:
+    """A few steps; the ledger of the last one."""
+    ledger = Ledger()
+    for step in range(STEPS):
+        ledger.begin_step()
+        _loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()  # whatever the optimizer does not know
+        events.flush()
+    ledger.stop()
+    return ledger
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _whole(model: nn.Module) -> dict[str, Tensor]:
+    whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
+    return {name: value.detach().clone() for name, value in whole.items()}
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of an optimizer's state on this rank, step counters left out."""
+    values = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim()
+    ]
+    return sum(_local(value).nbytes for value in values)
+
+
+def drive_tied(shard_tied: Callable[..., Any]) -> dict[str, Any]:
+    """One backward of a GPT with tied embeddings, sharded by the function: which gradient the tied weight has in the
+    end.
+    """
+    model, ledger = build_model(TIED), Ledger()
+    shard_tied(model)
+    units = sum(isinstance(block, FSDPModule) for block in model.blocks)
+    loss = _loss(model, 0)
+    events.flush()
+    gathered = ledger.logical.get("all_gather", 0)
+    loss.backward()
+    ledger.stop()
+    gradient = model.token_embedding.weight.grad
+    return {
+        "blocks that are units": units,
+        "the model is a unit": isinstance(model, FSDPModule),
+        "head and embedding show one parameter": model.head.weight is model.token_embedding.weight,
+        "bytes gathered in the forward": gathered,
+        "gradient of the tied weight": gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient,
+    }
+
+
+def drive_norm(global_norm: Callable[..., Any], gradients: Sequence[Tensor]) -> Any:
+    """The norm as a plain number, where it is one."""
+    got = global_norm(list(gradients))
+    return got.item() if isinstance(got, Tensor) and got.numel() == 1 else got
+
+
+def drive_fit(fit: Callable[..., Any]) -> dict[str, Any]:
+    """Two steps of the job with the chosen means: by how much the measured peak exceeds the card."""
+    choices = fit()
+    refused = complaint(choices, JOB, CHOICES)
+    if refused:
+        return {"choices": refused, "bytes over the card": None}
+    timeline = measured(RunSpec(**JOB, **choices, device="cpu"))
+    held = sorted(((nbytes, name) for name, nbytes in timeline.peak.items() if nbytes > 1e6), reverse=True)
+    print(", ".join(f"{name.replace('_', ' ')} {nbytes / 1e6:.0f} MB" for nbytes, name in held))
+    return {"choices": "", "bytes over the card": max(0, timeline.peak_total - CARD)}
+
+
+def measured(spec: RunSpec) -> MemoryTimeline:
+    """The memory of the second step on this rank, as a run's record has it; the first, which makes the optimizer's
+    state, needs few tokens.
+    """
+    device, rank, ranks = torch.device("cpu"), dist.get_rank(), dist.get_world_size()
+    tags, text = TagLog(), ByteText.from_standard_library()
+    heart = SimpleNamespace(enter=lambda *_: None)
+    # Any: the part of a Place that a rig reads; nobody listens to this heart
+    place: Any = SimpleNamespace(device=device, rank=rank, world_size=ranks, heart=heart)
+    rig = build(spec, place)
+
+    def step(number: int, batch_size: int, sequence_length: int) -> None:
+        rig.train_step([[text.batch(number, rank, ranks, batch_size, sequence_length)]])
+
+    step(0, 1, 8)
+    offloaded = spec.offload != "none"
+    with MemoryRecorder(
+        model=rig.model,
+        optimizer=rig.optimizer,
+        engine=spec.engine,
+        device=device,
+        tags=tags,
+        ignore=[text.data],
+        offloaded=offloaded,
+    ) as recorder:
+        step(1, spec.batch_size, spec.sequence_length)
+    tags.close()
+    return recorder.timeline
+
+
+def frozen_costs(payload: None) -> dict[str, dict[str, int]]:
+    """One model trained whole and through adapters only:
+    what each gathers, reduces and keeps on this rank, in bytes.
+    """
+    found = {}
+    for which in ("everything", "adapters only"):
+        model = adapted_model(LARGER)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(which == "everything" or "adapter" in name)
+        shard(model)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained)
+        ledger = train(model, optimizer)
+        parts = {"gathered": ledger.wire.get("all_gather", 0), "reduced": ledger.wire.get("reduce_scatter", 0)}
+        found[which] = {
+            **parts,
+            "gradients": sum(_local(p).nbytes for p in trained),
+            "optimizer state": state_bytes(optimizer),
+        }
+    return found

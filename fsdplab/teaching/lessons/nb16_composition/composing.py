@@ -1,0 +1,99 @@
+"""Lesson 16, the part in the notebook's process: meshes, and models composed of several parallelisms beside their
+twins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from fsdplab.sessions import call_on_ranks
+from fsdplab.teaching.core.checking import solution_file
+from fsdplab.teaching.core.course_state import current
+from fsdplab.teaching.core.display import Table, table
+
+__all__ = ["Composed", "bubble", "experts", "mesh", "pipeline", "tensor"]
+
+ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
+STAGES_ON_THE_RANKS = Path(__file__).with_name("stages_on_ranks.py")
+TIME_LIMIT = 150.0
+
+
+def mesh(**axes: int) -> Table:
+    """Where each rank stands on a row-major mesh: `mesh(dp=2, tp=2)`; the last axis holds neighbours."""
+    sizes = list(axes.values())
+    rows = []
+    for rank in range(prod(sizes)):
+        place = [rank // prod(sizes[axis + 1 :]) % size for axis, size in enumerate(sizes)]
+        rows.append([f"rank {rank}", *place])
+    shape = " x ".join(map(str, sizes))
+    return table(["", *axes], rows, f"Computed: {shape} = {prod(sizes)} ranks; the last axis changes fastest.")
+
+
+@dataclass(frozen=True)
+class Composed:
+    """What training a composed model beside its twin showed, on rank 0; each method is a table of it."""
+
+    what: str
+    seen: dict[str, Any]
+
+    def at_rest(self) -> Table:
+        """Which part of a parameter lies where between two steps."""
+        return table(
+            ["parameter of block 0", "at rest", "rank 0 holds"], self.seen["at rest"], f"Measured: {self.what}."
+        )
+
+    def beside_twin(self) -> Table:
+        """Loss of each step, and how far the parameters are from the twin's in the end."""
+        rows = [[step, f"{ours:.6f}", f"{twins:.6f}"] for step, (ours, twins) in enumerate(self.seen["losses"])]
+        caption = f"Measured: {self.what}. The farthest parameter ends {self.seen['drift']:.0e} from the twin's."
+        return table(["step", "loss", "the twin's"], rows, caption)
+
+    def gradients(self) -> Table:
+        """The norm of each matrix's first gradient over the twin's."""
+        rows = [[name, f"{ratio:.4f}"] for name, ratio in sorted(self.seen["ratios"].items())]
+        return table(["gradient of", "norm over the twin's"], rows, f"Measured: {self.what}, first step.")
+
+    def traffic(self) -> Table:
+        """Bytes that rank 0 sends in a step, by mesh axis."""
+        rows = [[axis, f"{nbytes / 1000:,.1f}"] for axis, nbytes in sorted(self.seen["bytes"].items())]
+        return table(["over the axis", "kB a step"], rows, f"Measured: {self.what}, last step.")
+
+    def kilobytes(self, axis: str) -> float:
+        """kB that rank 0 sends in a step over one axis."""
+        return self.seen["bytes"][axis] / 1000
+
+
+def tensor() -> Composed:
+    """GPT-tiny on a 2 x 2 mesh (dp, tp), as the learner's `compose` does it where its check passed,
+    else the reference.
+    """
+    payload = {"home": str(current().home.path), "compose": str(solution_file("16.compose"))}
+    return Composed("gpt-tiny, dp = 2 x tp = 2", _call("tensor", payload))
+
+
+def experts(divide: float) -> Composed:
+    """MoE-tiny on a 2 x 2 mesh (efsdp, ep), expert gradients divided by `divide`."""
+    what = f"moe-tiny, efsdp = 2 x ep = 2, expert gradients divided by {divide:g}"
+    return Composed(what, _call("experts", {"divide": float(divide)}))
+
+
+def pipeline() -> Table:
+    """Two stages x two data ranks, four micro-batches (1F1B): gathers and reductions of rank 0, drift from the twin."""
+    found = call_on_ranks(STAGES_ON_THE_RANKS, "stages", world_size=4, payload={}, time_limit=TIME_LIMIT)
+    rows = [[way, seen["all_gather"], seen["reduce_scatter"], f"{seen['drift']:.1e}"] for way, seen in found[0].items()]
+    header = ["after each forward", "gathers", "reductions", "farthest from the twin"]
+    return table(header, rows, "Measured: rank 0 of 4, one step of 4 micro-batches.")
+
+
+def bubble(stages: int, micro_batches: int) -> Table:
+    """How much of a pipeline's time its stages stand idle (GPipe and 1F1B): (p - 1) / (m + p - 1)."""
+    idle = (stages - 1) / (micro_batches + stages - 1)
+    row = [stages, micro_batches, f"{idle:.1%}", f"{1 - idle:.1%}"]
+    return table(["stages p", "micro-batches m", "idle", "busy"], [row], "Computed: (p - 1) / (m + p - 1).")
+
+
+def _call(function: str, payload: dict[str, Any]) -> dict[str, Any]:
+    return call_on_ranks(ON_THE_RANKS, function, world_size=4, payload=payload, time_limit=TIME_LIMIT)[0]

@@ -1,0 +1,190 @@
+"""The half of lesson 16 that runs on the ranks: drive the learner's functions, train composed models beside their
+twins.
+
+Bytes are counted per mesh axis: what the engine sends, by its own events, and what tensor and expert parallelism send,
+under Python's dispatcher. Imports torch, the engine and the workloads only, so that ranks start quickly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdplab.engine import FSDPModule, events, fully_shard
+from fsdplab.teaching.core.workspace import Home, load_function
+from fsdplab.workloads import build_model, loss_of
+from fsdplab.workloads.moe import MoE, build_moe, moe_loss_of, spread_experts
+from fsdplab.workloads.twin import replay_gradients
+
+NEAR = 2e-5  # how far AdamW lets rounding drift in a few steps of 1e-3
+# times (n-1)/n of the whole payload
+SENT = {"all_reduce": 2.0, "all_gather_into_tensor": 1.0, "reduce_scatter_tensor": 1.0}
+
+
+def tokens_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """What a data-parallel rank reads: int64 [2, 16], and the same one further on."""
+    tokens = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(100 * step + rank))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+# ---- drivers of the exercises
+
+
+def composed(compose: Callable[[nn.Module, DeviceMesh], nn.Module]) -> dict[str, Any]:
+    """What the learner's `compose(model, mesh)` made on a 2 x 2 mesh, and whether it trains as the twin does."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = compose(build_model("gpt-tiny"), mesh)
+    if model is None:
+        return {"model": None}
+    drift = beside_twin(model, build_model("gpt-tiny"), loss_of, mesh["dp"].get_local_rank(), 2)["drift"]
+    units = sum(isinstance(module, FSDPModule) for module in model.modules())
+    rest = at_rest(model.blocks[0].attention.query.weight)
+    return {"a query weight at rest": rest, "units": units, "trains as the twin": drift < NEAR}
+
+
+def averaged(average_expert: Callable[[Tensor, dist.ProcessGroup], Tensor], gradient: Tensor) -> Tensor:
+    """The learner's average of an expert's gradient; the group holds the ranks that share its experts."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    return average_expert(gradient.clone(), mesh["efsdp"].get_group())
+
+
+# ---- trainings
+
+
+def tensor(payload: dict[str, Any]) -> dict[str, Any]:
+    """Train GPT-tiny on a 2 x 2 mesh as `payload["compose"]` (path of the learner's file) composes it."""
+    Home(Path(payload["home"])).make_importable()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = load_function(Path(payload["compose"]), "compose")(build_model("gpt-tiny"), mesh)
+    axes = ("dp", {mesh["tp"].get_group().group_name: "tp"})
+    seen = beside_twin(model, build_model("gpt-tiny"), loss_of, mesh["dp"].get_local_rank(), 2, axes)
+    names = ("attention.query.weight", "attention.output.weight", "attention_norm.weight")
+    held = dict(model.blocks[0].named_parameters())
+    return {**seen, "at rest": [[name, at_rest(held[name]), str(list(held[name].to_local().shape))] for name in names]}
+
+
+def experts(payload: dict[str, Any]) -> dict[str, Any]:
+    """Train MoE-tiny on a 2 x 2 mesh, expert gradients divided by `payload["divide"]`."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    everyone = mesh._flatten("dp")
+    model = spread_experts(build_moe(), mesh["ep"])
+    for block in model.blocks:
+        fully_shard(block.feed_forward.experts, mesh=mesh["efsdp"]).set_gradient_divide_factor(payload["divide"])
+        fully_shard(block, mesh=everyone)
+    fully_shard(model, mesh=everyone)
+    names = {mesh["ep"].get_group().group_name: "ep"}
+    seen = beside_twin(model, build_moe(), moe_loss_of, dist.get_rank(), 4, ("dp and efsdp", names))
+    return seen | {"at rest": _expert_places(model)}
+
+
+def _expert_places(model: MoE) -> list[list[str]]:
+    held = dict(model.blocks[0].feed_forward.named_parameters())
+    return [[name, at_rest(each), str(list(each.to_local().shape))] for name, each in held.items()]
+
+
+def beside_twin(
+    model: nn.Module, twin: nn.Module, loss: Callable[..., Tensor], rank: int, ranks: int,
+    axes: tuple[str, dict[str, str]] = ("dp", {}),
+) -> dict[str, Any]:  # fmt: skip
+    """Three AdamW steps of both: the largest difference of a parameter, the first gradients' ratios, losses, bytes per
+    axis.
+    """
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (model, twin)]
+    losses: list[list[float]] = []
+    ratios: dict[str, float] = {}
+    for step in range(3):
+        with counted(*axes) as sent:
+            value = loss(model, *tokens_of(step, rank))
+            value.backward()
+        replay_gradients(twin, [[tokens_of(step, each)] for each in range(ranks)], loss)
+        losses.append([value.item(), loss(twin, *tokens_of(step, rank)).item()])
+        ratios = ratios or _ratios(model, twin)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    drift = max(float((whole(a) - b).abs().max()) for a, b in pairs)
+    return {"drift": drift, "ratios": ratios, "losses": losses, "bytes": dict(sent)}
+
+
+def _ratios(model: nn.Module, twin: nn.Module) -> dict[str, float]:
+    """The norm of a gradient over the twin's, for a matrix of each kind of the first block."""
+    expected = dict(twin.named_parameters())
+    chosen = [(name, p) for name, p in model.named_parameters() if name.startswith("blocks.0") and p.dim() > 1]
+    pairs = {name: (whole(p.grad).norm(), expected[name].grad.norm()) for name, p in chosen}
+    return {name.removeprefix("blocks.0."): float(ours / twins) for name, (ours, twins) in pairs.items()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, on every rank of its mesh."""
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def at_rest(parameter: Tensor) -> str:
+    """Placement by mesh axis: "dp: rows, strided by 2; tp: rows"."""
+    if not isinstance(parameter, DTensor):
+        return "whole on every rank"
+    names = parameter.device_mesh.mesh_dim_names or tuple(map(str, range(parameter.device_mesh.ndim)))
+    return "; ".join(f"{name}: {_words(placement)}" for name, placement in zip(names, parameter.placements))
+
+
+def _words(placement: Any) -> str:
+    if placement.is_replicate():
+        return "whole"
+    cut = {0: "rows", 1: "columns"}.get(placement.dim, f"dimension {placement.dim}")
+    factor = getattr(placement, "split_factor", 1)
+    return f"{cut} of each share" if factor > 1 else cut
+
+
+# ---- bytes per axis
+
+
+@contextmanager
+def counted(engine_axis: str, groups: dict[str, str]) -> Iterator[Counter[str]]:
+    """`with counted("dp", {group name: "tp"}) as sent`: bytes that this rank sends in the body, by axis."""
+    sent: Counter[str] = Counter()
+
+    def note(event: events.Event) -> None:
+        if isinstance(event, events.Collective):
+            sent[engine_axis] += event.wire_bytes
+
+    stop = events.subscribe(note)
+    with _ByGroup(groups, sent):
+        yield sent
+    stop()
+
+
+class _ByGroup(TorchDispatchMode):
+    """Adds what collectives over the named groups send to `sent`: DTensor's own, and all-to-alls of tokens."""
+
+    def __init__(self, groups: dict[str, str], sent: Counter[str]) -> None:
+        super().__init__()
+        self.groups, self.sent = groups, sent
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        out, name = func(*args, **(kwargs or {})), func.__name__.split(".")[0]
+        if func.namespace == "_c10d_functional" and name in SENT:
+            n = dist.distributed_c10d._resolve_process_group(args[-1]).size()
+            payload = (out if name.startswith("all_gather") else args[0]).nbytes
+            self._add(args[-1], SENT[name] * payload * (n - 1) / n)
+        elif func.namespace == "c10d" and name == "alltoall_base_":
+            source, group, splits = args[1], dist.ProcessGroup.unbox(args[2]), args[4]
+            rows = splits or [len(source) // group.size()] * group.size()
+            self._add(group.group_name, (sum(rows) - rows[group.rank()]) * source.nbytes / max(1, len(source)))
+        return out
+
+    def _add(self, group: str, nbytes: float) -> None:
+        if group in self.groups:
+            self.sent[self.groups[group]] += round(nbytes)
