@@ -33,6 +33,7 @@ from .tap import watch_collectives
 
 # The caller reports a hang long before the process group would give up.
 _GROUP_PATIENCE = timedelta(hours=1)
+_PEERS_CONNECT = timedelta(seconds=10)
 
 
 class Diverged(RuntimeError):
@@ -88,11 +89,29 @@ def rank_process(folder: str, backend: str = "gloo", device: str | None = None) 
     dist.init_process_group(
         register_backend() if backend == "shm" else backend, timeout=_GROUP_PATIENCE, **_meeting_place(rank, world_size)
     )
+    store = dist.distributed_c10d._get_default_store()
+    store.set(_connected(rank), "")
     with watch_collectives(place.note_collective):
         yield place
     place.heart.enter("finished")
+    _wait_for_peers(store, world_size)
     dist.destroy_process_group()
     _end(0)
+
+
+def _connected(rank: int) -> str:
+    return f"fsdplab/connected/{rank}"
+
+
+def _wait_for_peers(store: dist.Store, world_size: int) -> None:
+    """Return once every rank has formed its group: one that leaves sooner breaks the connection that a peer is making.
+
+    A peer that died meanwhile is not waited for longer than the launcher needs to see it.
+    """
+    try:
+        store.wait([_connected(rank) for rank in range(world_size)], _PEERS_CONNECT)
+    except RuntimeError:
+        pass
 
 
 def _meeting_place(rank: int, world_size: int) -> dict[str, Any]:
