@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fsdplab.sessions import worker
-from fsdplab.sessions.engines import Rig, build
-from fsdplab.sessions.rankside import Place
 from fsdplab.sessions.spec import RunSpec
+from fsdplab.sessions.worker import training
+from fsdplab.sessions.worker.engines import Rig, build
+from fsdplab.sessions.worker.rank_process import Place
 
 FAULTY_STEP = 3
 
@@ -46,7 +46,7 @@ def main(fault: str, folder: str) -> None:
 
         return replace(rig, train_step=train_step)
 
-    worker.main(folder, build_faulty)
+    training.main(folder, build_faulty)
 
 
 if __name__ == "__main__":

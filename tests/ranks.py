@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fsdplab.sessions.guard import end_with_parent
+from fsdplab.sessions.launch.parent_death import end_with_parent
 
 TIME_LIMIT = 120.0
 # when one rank has failed, those that wait for it in a collective are not waited for longer than this

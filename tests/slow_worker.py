@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from fsdplab.sessions import worker
-from fsdplab.sessions.engines import Rig, build
-from fsdplab.sessions.rankside import Place
 from fsdplab.sessions.spec import RunSpec
+from fsdplab.sessions.worker import training
+from fsdplab.sessions.worker.engines import Rig, build
+from fsdplab.sessions.worker.rank_process import Place
 
 TIMES = 12  # products of a block's own size before each block
 
@@ -29,7 +29,7 @@ def main(folder: str) -> None:
                 block.register_forward_pre_hook(dawdle)
         return rig
 
-    worker.main(folder, build_slow)
+    training.main(folder, build_slow)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdplab.sessions import worker
-from fsdplab.sessions.engines import Rig, build
-from fsdplab.sessions.rankside import Place
 from fsdplab.sessions.spec import RunSpec
+from fsdplab.sessions.worker import training
+from fsdplab.sessions.worker.engines import Rig, build
+from fsdplab.sessions.worker.rank_process import Place
 
 FORWARD_S, BACKWARD_S = 0.015, 0.030
 
@@ -48,7 +48,7 @@ def main(folder: str) -> None:
             block.register_forward_pre_hook(lambda _, inputs: (Working.apply(inputs[0]), *inputs[1:]))
         return rig
 
-    worker.main(folder, build_steady)
+    training.main(folder, build_steady)
 
 
 if __name__ == "__main__":

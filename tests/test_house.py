@@ -95,7 +95,7 @@ def test_a_tool_has_nothing_to_say(command):
         ("widgets/tabs.py", "from fsdplab.cli import errors", "Imports run downwards"),
         ("planning/traffic.py", "from fsdplab.engine.unit import Unit", "Planning takes"),
         ("profiling/skew.py", "import fsdplab.workloads.text", "Profiling takes"),
-        ("sessions/mailbox.py", "import plotly.graph_objects", "The lower floors"),
+        ("sessions/summary.py", "import plotly.graph_objects", "The lower floors"),
         ("figures/table.py", "from rich.table import Table", "Only the command line"),
         ("teaching/core/answers.py", "import fsdplab.teaching.lessons.nb00_tour.tour", "In the course"),
         ("teaching/lessons/nb00_tour/tour.py", "from fsdplab.teaching.lessons.nb12_hybrid import on_ranks", "A lesson"),

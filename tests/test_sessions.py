@@ -16,13 +16,13 @@ import torch
 from fsdplab import records
 from fsdplab.engine import events
 from fsdplab.sessions import ENGINES, RanksFailed, RunSpec, SpecError, bench, compare
-from fsdplab.sessions.environment import capture_environment
-from fsdplab.sessions.faults import Remains, failed_first, hung, not_started, too_slow
-from fsdplab.sessions.launch import Progress
-from fsdplab.sessions.mailbox import Beat, Heart, Mailbox, read_beat, read_beats, read_lines
-from fsdplab.sessions.stacks import of_exception, readable
+from fsdplab.sessions.launch.failure_report import Remains, failed_first, hung, not_started, too_slow
+from fsdplab.sessions.launch.launcher import Progress
+from fsdplab.sessions.launch.mailbox import Beat, Heart, Mailbox, read_beat, read_beats, read_lines
+from fsdplab.sessions.launch.stacks import of_exception, readable
 from fsdplab.sessions.summary import formula_bytes, mean_losses, sent_per_step, step_seconds, unit_shapes
-from fsdplab.sessions.values import foreign_type
+from fsdplab.sessions.worker.environment import capture_environment
+from fsdplab.sessions.worker.payload import foreign_type
 
 pytestmark = pytest.mark.quick
 
@@ -260,7 +260,7 @@ def test_a_dump_is_cut_to_the_main_thread_and_gets_its_source_lines() -> None:
   File "/usr/lib/python3/threading.py", line 9 in wait
 
 Current thread 0x2 (most recent call first):
-  File "/x/fsdplab/sessions/tap.py", line 55 in announced
+  File "/x/fsdplab/sessions/worker/collective_hooks.py", line 55 in announced
   File "{here}", line 1 in shard
   File "<frozen runpy>", line 88 in _run_code
 """

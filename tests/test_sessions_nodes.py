@@ -16,10 +16,10 @@ import pytest
 from fsdplab.planning.links import LinkSpec, parse_link
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RanksFailed, RunSpec, SpecError, call_on_ranks
-from fsdplab.sessions.mailbox import Mailbox, read_beat
-from fsdplab.sessions.nodes import ShapingRefused, check_nodes, run_nodes, shaped_nodes, shaping_refused
-from fsdplab.sessions.shaping import ShapingError, address, bucket, shape
-from fsdplab.sessions.switch import _join_exits
+from fsdplab.sessions.launch.mailbox import Mailbox, read_beat
+from fsdplab.sessions.launch.netns import ShapingError, address, bucket, shape
+from fsdplab.sessions.launch.netns_supervisor import _join_exits
+from fsdplab.sessions.virtual_nodes import ShapingRefused, check_nodes, run_nodes, shaped_nodes, shaping_refused
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = {"model": "gpt-tiny", "world_size": 2, "steps": 4, "sequence_length": 32, "device": "cpu"}
@@ -136,7 +136,7 @@ def test_a_rank_that_dies_on_another_node_is_blamed_and_nothing_is_left(tmp_path
 @shaping
 def test_a_killed_caller_leaves_nothing(tmp_path: Path) -> None:
     calling = (
-        "from fsdplab.sessions import RunSpec; from fsdplab.sessions.nodes import run_nodes; from"
+        "from fsdplab.sessions import RunSpec; from fsdplab.sessions.virtual_nodes import run_nodes; from"
         f" fsdplab.planning.links import parse_link\nrun_nodes(RunSpec(**{ {**TINY, 'steps': 10_000} }), 2, 1,"
         f" parse_link('40mbit'), directory={str(tmp_path / 'run')!r})"
     )

@@ -11,8 +11,8 @@ import pytest
 from fsdplab.planning.links import parse_link
 from fsdplab.records import CAUSES, LANES, RunRecord
 from fsdplab.sessions import RunSpec, SpecError, compare, run
-from fsdplab.sessions.fabric import in_words, scaled_card
-from fsdplab.sessions.traced import exposure, overhead, waited
+from fsdplab.sessions.trace_tables import exposure, overhead, waited
+from fsdplab.sessions.worker.emulated_network import in_words, scaled_card
 
 TINY = RunSpec(model="gpt-tiny", steps=2, profile=2, device="cpu", batch_size=2, sequence_length=32)
 PARTS = ("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")

@@ -19,9 +19,9 @@ import pytest
 
 from fsdplab.records import RunRecord, comparison_json
 from fsdplab.sessions import RanksFailed, RunSpec, compare
-from fsdplab.sessions.faults import NO_ANSWER
-from fsdplab.sessions.mailbox import Mailbox, read_beats
-from fsdplab.sessions.recording import WORKER, run
+from fsdplab.sessions.launch.failure_report import NO_ANSWER
+from fsdplab.sessions.launch.mailbox import Mailbox, read_beats
+from fsdplab.sessions.run_and_record import WORKER, run
 from tests.leftovers import processes_of
 
 FAULTY = str(Path(__file__).with_name("faulty_worker.py"))

@@ -15,9 +15,10 @@ import pytest
 from fsdplab.cli import bench_starts, main
 from fsdplab.profiling import analyse_trace, with_peers
 from fsdplab.records import RunRecord
-from fsdplab.sessions import RunSpec, run, starts, warm
+from fsdplab.sessions import RunSpec, run, starts
+from fsdplab.sessions.launch import warm
 from fsdplab.sessions.starts import Row, StartsFailed, in_turn
-from fsdplab.sessions.worker import main as worker
+from fsdplab.sessions.worker.training import main as worker
 
 TINY = RunSpec(model="gpt-tiny", steps=1, batch_size=1, sequence_length=16, profile=1, device="cpu")
 HEAVY = {"torch", "numpy", "plotly", "pandas", "IPython"}
@@ -38,7 +39,7 @@ def heavy_after(program: str) -> set[str]:
     [
         "import fsdplab",
         "import fsdplab.cli as cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass",
-        "import fsdplab.sessions.launch",
+        "import fsdplab.sessions.launch.launcher",
     ],
     ids=["import", "help", "launch"],
 )
@@ -136,15 +137,15 @@ def test_repetitions_are_at_least_one(capsys: pytest.CaptureFixture[str]) -> Non
 
 def worker_that_lists_modules(folder: str) -> None:
     """The lab's worker, which leaves behind what it had to import."""
-    from fsdplab.sessions import rankside
+    from fsdplab.sessions.worker import rank_process
 
-    before, end = set(sys.modules), rankside._end
+    before, end = set(sys.modules), rank_process._end
 
     def listed(code: int) -> None:
         (Path(folder).parent / MODULES_OF_A_RANK).write_text(json.dumps(sorted(set(sys.modules) - before)))
         end(code)
 
-    rankside._end = listed
+    rank_process._end = listed
     worker(folder)
 
 

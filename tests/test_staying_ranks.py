@@ -26,10 +26,11 @@ from jupyter_client import KernelManager
 
 from fsdplab import teaching
 from fsdplab.common.processes import gone, send
-from fsdplab.sessions import RanksFailed, SpecError, warm
-from fsdplab.sessions.cell_reports import CellInterrupted
-from fsdplab.sessions.live_output import Tail
-from fsdplab.sessions.staying import StayingRanks
+from fsdplab.sessions import RanksFailed, SpecError
+from fsdplab.sessions.launch import warm
+from fsdplab.sessions.launch.live_output import Tail
+from fsdplab.sessions.staying.cell_reports import CellInterrupted
+from fsdplab.sessions.staying.ranks import StayingRanks
 from fsdplab.teaching.core import cell_runs, course_state
 from fsdplab.teaching.core.cell_magics import chosen_ranks
 
@@ -340,7 +341,8 @@ def test_output_that_cannot_be_shown_ends_the_ranks() -> None:
 @pytest.mark.parametrize(("start", "how"), [("warm", "exit"), ("torchrun", "kill")])
 def test_no_rank_outlives_its_caller(start: str, how: str, tmp_path: Path) -> None:
     code = (
-        f"import sys\nfrom fsdplab.sessions.staying import StayingRanks\nranks = StayingRanks.start(2, {start!r})\n"
+        "import sys\nfrom fsdplab.sessions.staying.ranks import StayingRanks\n"
+        f"ranks = StayingRanks.start(2, {start!r})\n"
         "print(*(status.pid for status in ranks.status()), flush=True)\nsys.stdin.readline()"
     )
     with subprocess.Popen(
@@ -536,7 +538,7 @@ def test_ranks_live_and_end_with_their_kernel(tmp_path: Path) -> None:
         assert (
             "The cell was interrupted" in interrupted
             and "time.sleep(10_000)" in interrupted
-            and "staying.py" not in interrupted
+            and "staying/ranks.py" not in interrupted
         )
         assert sorted(kernel.run("%%ranks\nrank").splitlines()) == ["[rank 0] 0", "[rank 1] 1"], (
             "the kernel and its ranks live on"

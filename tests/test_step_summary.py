@@ -10,7 +10,7 @@ from fsdplab import figures
 from fsdplab.profiling.diagnosis import findings
 from fsdplab.profiling.step_summary import StepSummary, step_summary, summaries
 from fsdplab.records import RunRecord
-from fsdplab.sessions.traced import exposure
+from fsdplab.sessions.trace_tables import exposure
 
 pytestmark = pytest.mark.quick
 MS = 1_000_000

@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 
-from fsdplab.sessions import RanksFailed, RunSpec, SpecError, call_on_ranks, run, warm
-from fsdplab.sessions.launch import begin_starter
+from fsdplab.sessions import RanksFailed, RunSpec, SpecError, call_on_ranks, run
+from fsdplab.sessions.launch import warm
+from fsdplab.sessions.launch.launcher import begin_starter
 
 PROGRAMS = Path(__file__).with_name("warm_programs.py")
 TINY = {"model": "gpt-tiny", "steps": 2, "sequence_length": 32, "device": "cpu"}
@@ -305,15 +306,15 @@ BROKEN = {
     "ends": ("import sys; sys.exit('no torch in here')", "ended with exit code 1: no torch in here"),
     "CUDA": (
         (
-            "import torch, sys; torch.cuda.is_initialized = lambda: True; from fsdplab.sessions.starter import main;"
-            " main(*sys.argv[1:])"
+            "import torch, sys; torch.cuda.is_initialized = lambda: True;"
+            " from fsdplab.sessions.launch.starter import main; main(*sys.argv[1:])"
         ),
         "CUDA was initialised while the warm starter imported",
     ),
     "thread": (
         (
             "import threading, time, sys; threading.Thread(target=time.sleep, args=(1000,), daemon=True).start(); "
-            "from fsdplab.sessions.starter import main; main(*sys.argv[1:])"
+            "from fsdplab.sessions.launch.starter import main; main(*sys.argv[1:])"
         ),
         "the warm starter has 2 threads after importing",
     ),
@@ -409,7 +410,7 @@ def test_the_end_of_the_caller_is_the_end_of_all(how: signal.Signals, when: str,
     said = tmp_path / "said"
     code = f"""
 from fsdplab.sessions import call_on_ranks, warm
-from fsdplab.sessions.launch import begin_starter
+from fsdplab.sessions.launch.launcher import begin_starter
 begin_starter()
 open({str(said)!r} + ".starter", "w").write(str(warm.starter_pid()))
 payload = {{"said": {str(said)!r}, "stop": "/never"}}

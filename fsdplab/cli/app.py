@@ -55,7 +55,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print also every
 def begin_warm(start: str) -> None:
     """Before anything heavy is imported: the process that forks the ranks imports torch while this one does."""
     if start in ("auto", "warm"):
-        from fsdplab.sessions.launch import begin_starter
+        from fsdplab.sessions.launch.launcher import begin_starter
 
         begin_starter()
 

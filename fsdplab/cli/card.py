@@ -15,7 +15,7 @@ def card_of(text: str, common: dict[str, Any], otherwise: str) -> int | None:
     if not (common["emulate"] and common["as_model"]):
         return parse_card(otherwise)
     from fsdplab.sessions import RunSpec
-    from fsdplab.sessions.fabric import scaled_card
+    from fsdplab.sessions.worker.emulated_network import scaled_card
 
     names = ("emulate", "as_model", "model", "world_size", "device")
     with refusals():

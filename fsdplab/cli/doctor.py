@@ -97,7 +97,7 @@ def _gloo() -> Finding:
 
 def _starts() -> Finding:
     """How the ranks of this machine come to be."""
-    from fsdplab.sessions.warm import why_not
+    from fsdplab.sessions.launch.warm import why_not
 
     if (refused := why_not()) is not None:
         return Finding("rank starts", True, "torchrun", f"some seconds a run: {refused}")

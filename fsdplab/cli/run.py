@@ -53,7 +53,7 @@ def record_on_nodes(
     """
     from fsdplab.planning.links import LinkError, parse_link
     from fsdplab.sessions import RunSpec
-    from fsdplab.sessions.nodes import run_nodes, shaping_refused
+    from fsdplab.sessions.virtual_nodes import run_nodes, shaping_refused
 
     if nodes < 1 or common["world_size"] % nodes and ranks_per_node is None:
         refuse(

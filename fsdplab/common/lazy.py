@@ -13,7 +13,7 @@ def names_of(
     """`__getattr__` and `__dir__` of a package: `sources` says in which module each public name is, `modules` which
     module a public name stands for.
 
-    `__getattr__, __dir__ = names_of(__name__, {"run": "fsdplab.sessions.recording"})`. An unknown name is an
+    `__getattr__, __dir__ = names_of(__name__, {"run": "fsdplab.sessions.run_and_record"})`. An unknown name is an
     AttributeError that lists the public ones.
     """
     whole = modules or {}

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fsdplab.sessions.environment import capture_environment
+from fsdplab.sessions.worker.environment import capture_environment
 
 from .part import Sheet, part_parser, run_part
 from .runner import CHECKOUT

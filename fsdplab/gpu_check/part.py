@@ -21,7 +21,7 @@ from typing import TypeAlias
 import torch
 
 from fsdplab.common.files import write_whole
-from fsdplab.sessions.guard import end_with_parent
+from fsdplab.sessions.launch.parent_death import end_with_parent
 
 from .runner import RUNNER
 

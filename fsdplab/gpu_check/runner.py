@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdplab.sessions import warm
+from fsdplab.sessions.launch import warm
 
 from .plans import PartPlan
 from .sheets import BadSheet, Sheet, read_sheet

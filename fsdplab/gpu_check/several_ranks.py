@@ -26,7 +26,7 @@ LARGE: dict[str, Any] = dict(model="gpt-20m", batch_size=4, sequence_length=64, 
 TINY: dict[str, Any] = dict(model="gpt-tiny", batch_size=2, sequence_length=32, steps=2)
 _LEAST_S = {"cuda": 18.0, "cpu": 8.0}  # a run is not begun with less than this
 _MOST_S = {"cuda": 30.0, "cpu": 120.0}  # ranks that wait for each other for ever leave time for the next run
-_REPORT_S = {"cuda": 8.0, "cpu": 2.0}  # kept of the limit, to find out where ranks hang (`sessions/launch.py`)
+_REPORT_S = {"cuda": 8.0, "cpu": 2.0}  # kept of the limit, to find out where ranks hang (`sessions/launch/launcher.py`)
 # relative: a GPU's sums have another order than the CPU's, a wrong gradient shows by far more
 _TOLERANCE = {"cuda": 1e-3, "cpu": 1e-6}
 

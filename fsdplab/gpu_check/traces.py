@@ -24,7 +24,7 @@ PARTS_OF_A_STEP = ("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")
 LARGE: dict[str, Any] = dict(model="gpt-20m", batch_size=16, sequence_length=256, precision="bf16", steps=6, profile=2)
 TINY: dict[str, Any] = dict(model="gpt-tiny", batch_size=2, sequence_length=32, steps=2, profile=1)
 _START_S = {"cuda": 18.0, "cpu": 6.0}  # a run is not begun with less than this
-_REPORT_S = {"cuda": 8.0, "cpu": 2.0}  # kept of the limit, to find out where ranks hang (`sessions/launch.py`)
+_REPORT_S = {"cuda": 8.0, "cpu": 2.0}  # kept of the limit, to find out where ranks hang (`sessions/launch/launcher.py`)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .call import call_on_ranks
-from .recording import run
-from .spec import RunSpec
+from fsdplab.sessions.remote_call import call_on_ranks
+from fsdplab.sessions.run_and_record import run
+from fsdplab.sessions.spec import RunSpec
 
 COLD, WARM = "torchrun", "warm"
 _ANSWER = "def answer(rank, world_size, payload):\n    return rank\n"

@@ -16,9 +16,8 @@ from typing import Any
 from torch import nn
 
 from fsdplab.planning import Traffic, UnitShapes, step_traffic
+from fsdplab.sessions.spec import RunSpec
 from fsdplab.workloads import build_model
-
-from .spec import RunSpec
 
 Row = Mapping[str, Any]
 

@@ -1,7 +1,7 @@
 """What to run: `RunSpec`, with the help of each of its fields and every check; begin in run_spec.py."""
 
-from .errors import SpecError, check_whole
-from .run_spec import (
+from fsdplab.sessions.spec.errors import SpecError, check_whole
+from fsdplab.sessions.spec.run_spec import (
     CHECKPOINTS,
     COMPILES,
     ENGINES,

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fsdplab.common.words import did_you_mean
-
-from .errors import SpecError, check_whole
+from fsdplab.sessions.spec.errors import SpecError, check_whole
 
 STRATEGIES = ("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard", "hybrid_shard")
 

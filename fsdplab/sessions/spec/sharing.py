@@ -6,7 +6,7 @@ takes several ranks a GPU, once it is told to. In both the processes take turns,
 
 from __future__ import annotations
 
-from .run_spec import RunSpec, nccl_version
+from fsdplab.sessions.spec.run_spec import RunSpec, nccl_version
 
 
 def device_of_ranks(spec: RunSpec) -> str:

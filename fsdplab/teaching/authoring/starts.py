@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 
-from fsdplab.sessions.launch import ranks_started_by, start_torchrun
+from fsdplab.sessions.launch.launcher import ranks_started_by, start_torchrun
 from fsdplab.sessions.starts import COLD, in_turn
 from fsdplab.teaching.core.cell_runs import run_ranks
 from fsdplab.teaching.core.checking import grade

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdplab.sessions import Failure, RanksFailed, call_on_ranks
-from fsdplab.sessions.cell_code import FRESH_TITLE, show_source
-from fsdplab.sessions.cell_reports import CellInterrupted
 from fsdplab.sessions.spec import SpecError
-from fsdplab.sessions.staying import StayingRanks, print_labelled
+from fsdplab.sessions.staying.cell_code import FRESH_TITLE, show_source
+from fsdplab.sessions.staying.cell_reports import CellInterrupted
+from fsdplab.sessions.staying.ranks import StayingRanks, print_labelled
 
 from .course_state import current
 from .exercise import Exercise

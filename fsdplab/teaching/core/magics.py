@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdplab.sessions.launch import begin_starter
+from fsdplab.sessions.launch.launcher import begin_starter
 
 from .course_state import Course, open_course
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdplab.sessions.cell_code import FRESH_TITLE, cell_namespace, run_source
+from fsdplab.sessions.staying.cell_code import FRESH_TITLE, cell_namespace, run_source
 from fsdplab.teaching.core.comm_log import WireLog
 from fsdplab.teaching.core.workspace import Home, load_function
 

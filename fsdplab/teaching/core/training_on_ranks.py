@@ -16,8 +16,8 @@ import torch.distributed as dist
 from fsdplab.engine import events
 from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
 from fsdplab.sessions import RunSpec, SpecError
-from fsdplab.sessions.engines import build
-from fsdplab.sessions.fabric import Fabric
+from fsdplab.sessions.worker.emulated_network import Fabric
+from fsdplab.sessions.worker.engines import build
 from fsdplab.workloads import ByteText
 
 LAST_STEPS = 3

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fsdplab.engine import FSDPModule, events, shard_model
 from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
 from fsdplab.sessions import RunSpec
-from fsdplab.sessions.engines import build
+from fsdplab.sessions.worker.engines import build
 from fsdplab.teaching.core.training_on_ranks import complaint
 from fsdplab.workloads import ByteText, ModelConfig, block_types, build_model, loss_of
 

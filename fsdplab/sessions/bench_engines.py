@@ -1,0 +1,250 @@
+"""`bench`: several engines side by side in one run, step by step in turn, so that whatever the machine does, it does to
+all of them.
+
+An absolute time says more about the machine than about an engine. So the engines share their ranks and take turns; what
+is reported is the median of each and ratios between medians. Two limits stand beside them: `alone`, the same training
+with no communication at all, and the floor, which is what a perfect sharded engine could reach: forward + backward +
+one nth of the optimizer's step.
+
+    python -m fsdplab.sessions.bench_engines FOLDER      what each rank runs
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdplab.engine import events
+from fsdplab.sessions.launch.launcher import run_ranks
+from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
+from fsdplab.sessions.spec import RunSpec, SpecError
+from fsdplab.sessions.spec.sharing import device_of_ranks
+from fsdplab.sessions.worker.emulated_network import Fabric
+from fsdplab.sessions.worker.engines import Batch, Rig, adamw, build
+from fsdplab.sessions.worker.rank_process import Place, rank_process
+from fsdplab.workloads import ByteText, build_model, loss_of
+
+ALONE = "alone"
+WARMUP_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One engine's steps, in seconds: the slowest rank's time of each timed round.
+
+    `exposed` is how long the host was blocked for collectives in each of them (the emulated clock's, behind a link),
+    `communicating` how long those took: both of the rank that was blocked longest, by the ledger; empty for engines
+    that keep none.
+    """
+
+    engine: str
+    strategy: str
+    seconds: tuple[float, ...]
+    loss: float
+    prefetch: int = 1
+    exposed: tuple[float, ...] = ()
+    communicating: tuple[float, ...] = ()
+
+    @property
+    def median(self) -> float:
+        """Median step time in seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def overlap(self) -> float | None:
+        """The part of communication that was hidden, 0 to 1, in the median round."""
+        parts = [1 - exposed / total for exposed, total in zip(self.exposed, self.communicating) if total]
+        return statistics.median(parts) if parts else None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What one interleaved run measured; `floor` is forward + backward + optimizer / n of `alone`, in seconds."""
+
+    spec: RunSpec
+    timings: tuple[Timing, ...]
+    floor: float
+
+    def ratio(self, timing: Timing, engine: str) -> float | None:
+        """Median of `timing` over the median of the first row of `engine`; None where it did not take part."""
+        others = [other.median for other in self.timings if other.engine == engine]
+        return timing.median / others[0] if others else None
+
+
+def bench(specs: Sequence[RunSpec], *, rounds: int = 10, on_round: Callable[[int, int], None] | None = None) -> Bench:
+    """Time `specs` (same model, data and ranks) in turn for `rounds` rounds; raises SpecError, or RanksFailed as `run`
+    does.
+    """
+    _check(specs, rounds)
+    folder = Path(tempfile.mkdtemp(prefix="fsdplab-bench-"))
+    mailbox = Mailbox(folder)
+    (folder / "bench.json").write_text(json.dumps({"specs": [spec.as_dict() for spec in specs], "rounds": rounds}))
+    told = 0
+
+    def look() -> None:
+        nonlocal told
+        for _ in read_lines(mailbox.of(0, "steps"))[told:]:
+            told += 1
+            if on_round is not None:
+                on_round(told, rounds + WARMUP_ROUNDS)
+
+    try:
+        program = ["-m", "fsdplab.sessions.bench_engines", str(folder)]
+        run_ranks(
+            program,
+            mailbox,
+            world_size=specs[0].world_size,
+            time_limit=specs[0].time_limit,
+            start=specs[0].start,
+            on_look=look,
+        )
+        results = [read_lines(mailbox.of(rank, "result"))[0] for rank in range(specs[0].world_size)]
+    finally:
+        shutil.rmtree(folder)
+    return _joined(specs, results)
+
+
+def _check(specs: Sequence[RunSpec], rounds: int) -> None:
+    if not specs or rounds < 1:
+        raise SpecError(f"a bench needs at least one engine and one round; got {len(specs)} and {rounds}")
+    work = {replace(spec, engine="lab", strategy="full_shard", transport="auto", prefetch=1) for spec in specs}
+    if len(work) > 1:
+        raise SpecError(
+            "engines of a bench must train the same thing; give all specs the same model, data, ranks and precision"
+        )
+    if len({spec.backend for spec in specs if spec.engine != "lab"}) > 1:
+        raise SpecError("engines of a bench share one process group; give all but the lab's own the same transport")
+    if any(spec.emulate for spec in specs):
+        raise SpecError("a bench has no wind tunnel, whose link depends on the run; give a link")
+    for spec in specs:
+        if spec.engine == "twin":
+            raise SpecError(
+                "the twin replays all ranks in one process and cannot take turns with engines; leave it out"
+            )
+
+
+def _joined(specs: Sequence[RunSpec], results: Sequence[dict[str, Any]]) -> Bench:
+    names = [(ALONE, ALONE, 1), *((spec.engine, spec.strategy, spec.prefetch) for spec in specs)]
+    timings = []
+    for index, (engine, strategy, prefetch) in enumerate(names):
+        by_rank = [result["seconds"][index] for result in results]
+        slowest = tuple(max(times) for times in zip(*by_rank))  # a round is as slow as its slowest rank
+        waits = [max(waits) for waits in zip(*(result["waits"][index] for result in results))]
+        exposed, communicating = zip(*waits) if waits else ((), ())
+        timings.append(Timing(engine, strategy, slowest, results[0]["losses"][index], prefetch, exposed, communicating))
+    compute, optimizer = (max(result["parts"][part] for result in results) for part in ("compute", "optimizer"))
+    return Bench(specs[0], tuple(timings), compute + optimizer / specs[0].world_size)
+
+
+class Alone:
+    """The same training without any communication: every rank on its own."""
+
+    def __init__(self, spec: RunSpec, place: Place) -> None:
+        self.model = _autocast(spec, build_model(spec.model, device=place.device, seed=spec.seed))
+        self.optimizer = adamw(spec, self.model)
+        self.parts: dict[str, list[float]] = {"compute": [], "optimizer": []}
+
+    def train_step(self, batches_by_rank: Sequence[Sequence[Batch]]) -> float:
+        """One step of this rank's own training; notes how long computing and stepping took."""
+        (batches,), start, total = batches_by_rank, time.perf_counter(), 0.0
+        for tokens, targets in batches:
+            loss = loss_of(self.model, tokens, targets) / len(batches)
+            loss.backward()
+            total += loss.item()
+        computed = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.parts["compute"].append(computed - start)
+        self.parts["optimizer"].append(time.perf_counter() - computed)
+        return total
+
+
+def _autocast(spec: RunSpec, model: nn.Module) -> nn.Module:
+    """In bf16 a rank alone computes with bfloat16 parameters: the least that any engine could do."""
+    return model.to(torch.bfloat16) if spec.precision == "bf16" else model
+
+
+def main(folder: str) -> None:
+    """Take turns, as one rank of the bench that FOLDER/bench.json describes."""
+    told = json.loads(Path(folder, "bench.json").read_text())
+    specs = [RunSpec(**each) for each in told["specs"]]
+    wanted = {spec.backend for spec in specs}
+    # the lab's engine works on either
+    with rank_process(folder, "shm" if "shm" in wanted else specs[0].backend, device_of_ranks(specs[0])) as place:
+        place.heart.enter("build")
+        text = ByteText.from_path(specs[0].text) if specs[0].text else ByteText.from_standard_library()
+        alone = Alone(specs[0], place)
+        rigs: list[Rig | Alone] = [alone, *(build(spec, place) for spec in specs)]
+        for spec, rig in zip(specs, rigs[1:]):
+            Fabric(spec, place).begin(rig.model)
+        seconds, losses, waits = _take_turns(rigs, specs[0], place, text, told["rounds"])
+        parts = {name: statistics.median(values[WARMUP_ROUNDS:]) for name, values in alone.parts.items()}
+        place.write("result", {"seconds": seconds, "losses": losses, "waits": waits, "parts": parts})
+
+
+class _Waits:
+    """Seconds that the host was blocked, and that collectives took, since the last `take`."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int | None, int]] = []
+
+    def hear(self, event: events.Event) -> None:
+        if isinstance(event, events.Collective):
+            self._rows.append((event.waited_ns, event.end_ns - event.start_ns))
+
+    def take(self) -> tuple[float, float] | None:
+        """None where no ledger says it."""
+        rows, self._rows = self._rows, []
+        waits = [waited for waited, _ in rows if waited is not None]
+        if not rows or len(waits) < len(rows):
+            return None
+        return sum(waits) / 1e9, sum(lasted for _, lasted in rows) / 1e9
+
+
+def _take_turns(
+    rigs: Sequence[Rig | Alone], spec: RunSpec, place: Place, text: ByteText, rounds: int
+) -> tuple[list[list[float]], list[float], list[list[tuple[float, float]]]]:
+    seconds: list[list[float]] = [[] for _ in rigs]
+    waits: list[list[tuple[float, float]]] = [[] for _ in rigs]
+    heard = _Waits()
+    quiet = events.subscribe(heard.hear)
+    losses = [0.0 for _ in rigs]
+    for step in range(WARMUP_ROUNDS + rounds):
+        batches = [_batches(spec, place, text, step)]
+        for turn in range(len(rigs)):
+            index = (turn + step) % len(rigs)  # nobody always follows the same engine
+            place.heart.enter("bench", step)
+            dist.barrier()
+            start = time.perf_counter()
+            losses[index] = rigs[index].train_step(batches)
+            if step >= WARMUP_ROUNDS:
+                seconds[index].append(time.perf_counter() - start)
+            if (waited := heard.take()) is not None and step >= WARMUP_ROUNDS:
+                waits[index].append(waited)
+        place.append("steps", {"round": step})
+    quiet()
+    return seconds, losses, waits
+
+
+def _batches(spec: RunSpec, place: Place, text: ByteText, step: int) -> list[Batch]:
+    shape = (spec.world_size, spec.batch_size, spec.sequence_length)
+    drawn = [
+        text.batch(step, place.rank, *shape, micro_batch=micro, seed=spec.seed) for micro in range(spec.micro_batches)
+    ]
+    return [(tokens.to(place.device), targets.to(place.device)) for tokens, targets in drawn]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,42 @@
+"""The process between the caller and the ranks: torch.distributed.run, tied to the life of the caller.
+
+    caller  ->  python -m fsdplab.sessions.launch.agent CALLER_PID FOLDER [arguments of torchrun]  ->  ranks
+
+torchrun starts the ranks, gives them their addresses, and ends all when one ends badly. It knows which rank ended with
+which exit code and tells it only in a printed banner, so the agent writes that down in FOLDER/exits.json for the
+report.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from fsdplab.sessions.launch.mailbox import AGENT_PID, Mailbox
+from fsdplab.sessions.launch.parent_death import end_with_parent
+
+
+def main(caller: str, folder: str, *arguments: str, when_orphaned: signal.Signals = signal.SIGTERM) -> None:
+    """Run torchrun until the ranks end; exit code 1 when a rank failed.
+
+    `when_orphaned` comes when the caller is gone: SIGTERM, because torchrun answers it by ending the ranks' whole
+    process groups.
+    """
+    end_with_parent(int(caller), when_orphaned)
+    os.environ[AGENT_PID] = str(os.getpid())
+    try:
+        torchrun.run(torchrun.parse_args(list(arguments)))
+    except ChildFailedError as error:
+        exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        Mailbox(Path(folder)).exits.write_text(json.dumps(exits))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,233 @@
+"""From what is left of a failed run to one report: which rank, which step, which collective, and why.
+
+When one rank fails the others fail after it: their connections close, or they wait for ever and are ended. The report
+is about the first. Pure functions over what the mailbox holds: exit codes, notes, beats, stacks.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fsdplab.sessions.launch.mailbox import Beat
+from fsdplab.sessions.launch.stacks import waits_for_others
+
+if TYPE_CHECKING:
+    from fsdplab.records import RunRecord
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run ended early. `kind`: died, raised, hung, diverged, or timeout (still working when the time was up).
+
+    `rank` is None when all ranks wait for each other and none can be blamed.
+    """
+
+    kind: str
+    message: str
+    rank: int | None = None
+    step: int | None = None
+    phase: str | None = None
+    collective: str | None = None
+    traceback: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields, JSON-able."""
+        return asdict(self)
+
+
+class RanksFailed(RuntimeError):
+    """A run ended early; `.report` is the Failure, `str()` the whole report, `.record` the record of the run if there
+    is one.
+    """
+
+    def __init__(self, report: Failure, record: RunRecord | None = None) -> None:
+        super().__init__(report.message + (f"\n\n{report.traceback.rstrip()}" if report.traceback else ""))
+        self.report = report
+        self.record = record
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What a run left behind: by rank, the exit code, the note of an exception, the last beat, the stack; and what
+    torchrun printed.
+    """
+
+    exits: Mapping[int, int] = field(default_factory=dict)
+    notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    beats: Mapping[int, Beat] = field(default_factory=dict)
+    stacks: Mapping[int, str] = field(default_factory=dict)
+    printed: str = ""
+
+
+# What gloo, nccl and the engine's shared memory say when a peer is gone: the failure of another rank, seen from here.
+_PEER_IS_GONE = re.compile(
+    r"gloo/transport|rank \d+ has died|connection (was )?(closed|reset|refused)|broken pipe|remote process"
+    r" exited|ncclRemoteError|ncclSystemError",
+    re.IGNORECASE,
+)
+_ENDED = " All ranks were ended."
+_OWN_FAULT_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+
+
+def failed_first(remains: Remains) -> Failure:
+    """The report of a run in which a rank raised or died."""
+    suspects = sorted(set(remains.exits) | set(remains.notes), key=lambda rank: _blame(rank, remains))
+    if not suspects:
+        return _left_early(remains) or Failure(
+            "died", f"The ranks ended without a result and without an error.{_tail(remains.printed)}"
+        )
+    rank = suspects[0]
+    if _blame(rank, remains)[0] >= _FOLLOWS and (left := _left_early(remains)) is not None:
+        return left
+    return _raised(rank, remains) if rank in remains.notes else _died(rank, remains)
+
+
+_FOLLOWS = 4  # from here on, failures that only follow from another
+
+
+def _blame(rank: int, remains: Remains) -> tuple[int, float, int]:
+    """Lower is guiltier: a crash, then an exception of its own, then an exit, and last what only follows when another
+    rank is gone.
+    """
+    note, code = remains.notes.get(rank), remains.exits.get(rank, 0)
+    if note is not None:
+        return (_FOLLOWS if _PEER_IS_GONE.search(note["error"]) else 1, note["time"], rank)
+    if -code in _OWN_FAULT_SIGNALS:
+        return (0, 0.0, rank)
+    # SIGTERM is how torchrun ends the others; SIGABRT is how C++ ends when a connection closes in its own thread
+    return ({-signal.SIGABRT: 3, -signal.SIGTERM: _FOLLOWS + 1}.get(code, 2), 0.0, rank)
+
+
+def _left_early(remains: Remains) -> Failure | None:
+    """A rank that ended with exit code 0 and did not finish: torchrun sees nothing wrong with it."""
+    unexplained = set(remains.beats) - set(remains.exits) - set(remains.notes)
+    quitters = [remains.beats[rank] for rank in sorted(unexplained) if remains.beats[rank].phase != "finished"]
+    if not quitters:
+        return None
+    beat = quitters[0]
+    how = "with exit code 0 before its work was done (sys.exit or os._exit)"
+    message = f"Rank {beat.rank} left{_where(beat.step, beat.phase)} {how}.{_after(asdict(beat))}"
+    return Failure("died", message, beat.rank, beat.step, beat.phase, beat.collective)
+
+
+def _raised(rank: int, remains: Remains) -> Failure:
+    note = remains.notes[rank]
+    message = (
+        f"Rank {rank} {note['kind']}{_where(note['step'], note['phase'])}:"
+        f" {note['error'].rstrip('.')}.{_after(note)}{_ENDED}"
+    )
+    done = [other for other, beat in remains.beats.items() if beat.phase == "finished" and other != rank]
+    if done and _PEER_IS_GONE.search(note["error"]):
+        message += f" {named(done)} had already finished, so rank {rank} waited for something that nobody sends."
+    return Failure(note["kind"], message, rank, note["step"], note["phase"], note["collective"], note["traceback"])
+
+
+def _died(rank: int, remains: Remains) -> Failure:
+    code, beat = remains.exits[rank], remains.beats.get(rank)
+    if beat is None:
+        return Failure(
+            "died", f"Rank {rank} ended with {_exit(code)} before it could start.{_tail(remains.printed)}", rank
+        )
+    hint = " The system ends a process so when memory runs out." if code == -signal.SIGKILL else ""
+    message = (
+        f"Rank {rank} died{_where(beat.step, beat.phase)}: it ended with"
+        f" {_exit(code)}.{hint}{_after(asdict(beat))}{_ENDED}"
+    )
+    return Failure("died", message, rank, beat.step, beat.phase, beat.collective)
+
+
+def lost_agent(how: str, remains: Remains) -> Failure:
+    """The report of a run whose launcher was killed; its ranks ended with it and are not to blame."""
+    beat = min(remains.beats.values(), key=_progress, default=None)
+    if beat is None:
+        return Failure("died", how)
+    return Failure(
+        "died",
+        f"{how} The run was{_where(beat.step, beat.phase) or ' starting'}.",
+        None,
+        beat.step,
+        beat.phase,
+        beat.collective,
+    )
+
+
+def not_started(remains: Remains, time_limit: float, world_size: int) -> Failure:
+    """The report of a run some of whose ranks had not even started when its time was up."""
+    silent = sorted(set(range(world_size)) - set(remains.beats))
+    return Failure(
+        "timeout",
+        f"{named(silent)} did not start within the time limit of {time_limit:g} s.{_tail(remains.printed)}",
+        silent[0],
+    )
+
+
+def hung(remains: Remains, idle_s: float) -> Failure:
+    """The report of a run without progress: the rank that is behind, or that alone stands outside a collective."""
+    rank, ranks = _behind(remains), sorted(remains.beats)
+    beat = remains.beats[ranks[0] if rank is None else rank]
+    subject = "All ranks wait for each other" if rank is None else f"Rank {rank} hung"
+    waited = ", and the other ranks waited for it" if rank is not None and len(ranks) > 1 else ""
+    message = (
+        f"{subject}{_where(beat.step, beat.phase)}: no progress for {idle_s:.0f}"
+        f" s{waited}.{_after(asdict(beat))}{_ENDED}"
+    )
+    stood = "\n\n".join(
+        f"rank {each} stood in (innermost call first):\n{remains.stacks.get(each) or NO_ANSWER}" for each in ranks
+    )
+    return Failure("hung", message, rank, beat.step, beat.phase, beat.collective, stood)
+
+
+NO_ANSWER = "  (it did not answer: the process is stopped, or stuck in the kernel)"
+
+
+def too_slow(remains: Remains, time_limit: float) -> Failure:
+    """The report of a run that was still working when its time was up."""
+    beat = min(remains.beats.values(), key=_progress)
+    where = _where(beat.step, beat.phase)
+    message = (
+        f"The time limit of {time_limit:g} s ended the run{where} while its ranks still made progress; give a longer"
+        " time limit or fewer steps."
+    )
+    return Failure("timeout", message, beat.rank, beat.step, beat.phase, beat.collective)
+
+
+def _behind(remains: Remains) -> int | None:
+    least = min(map(_progress, remains.beats.values()))
+    behind = [rank for rank, beat in remains.beats.items() if _progress(beat) == least]
+    if len(behind) > 1:
+        behind = [rank for rank in behind if not waits_for_others(remains.stacks.get(rank, ""))]
+    return min(behind, default=None)
+
+
+def _progress(beat: Beat) -> tuple[int, int]:
+    return beat.phases, beat.collectives
+
+
+def _where(step: int | None, phase: str | None) -> str:
+    return f" in step {step} ({phase})" if step is not None else ""
+
+
+def _after(said: Mapping[str, Any]) -> str:
+    entered = f" The last collective it entered: {said['collective']}." if said["collective"] else ""
+    return entered + (f" The last it completed: {said['completed']}." if said["completed"] else "")
+
+
+def _exit(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    names = {int(known): known.name for known in signal.Signals}
+    return f"{names.get(-code, 'an unknown signal')} (signal {-code})"
+
+
+def named(ranks: Sequence[int]) -> str:
+    """`"Ranks 0, 1 and 3"`, as a sentence begins."""
+    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _tail(printed: str, lines: int = 12) -> str:
+    kept = printed.strip().splitlines()[-lines:]
+    return "\n" + "\n".join(kept) if kept else ""

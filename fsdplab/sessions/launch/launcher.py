@@ -1,0 +1,287 @@
+"""Starts the ranks, watches them, and ends them: when this module returns or raises, no process of the run is left.
+
+Ranks of this machine are forked by the warm starter (warm.py), in a tenth of a second and with nothing that listens.
+Where forking cannot work, and where `start="torchrun"` asks for it, torch.distributed.run starts them in a process of
+its own (agent.py): no fixed port, so runs can stand side by side.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from fsdplab.common.processes import gone
+from fsdplab.sessions.launch import warm
+from fsdplab.sessions.launch.ending import Agent, end
+from fsdplab.sessions.launch.failure_report import (
+    Failure,
+    RanksFailed,
+    failed_first,
+    hung,
+    lost_agent,
+    not_started,
+    too_slow,
+)
+from fsdplab.sessions.launch.mailbox import RANKS_STORE, Beat, Mailbox, read_beats
+from fsdplab.sessions.launch.post_mortem import ask_for_stacks, gather
+from fsdplab.sessions.spec import STARTS, SpecError
+
+_LOOK_EVERY_S = 0.05
+# After the first step, a pause this many times as long as the longest before it, and at least this long, is a hang.
+_STALL_FACTOR, _STALL_LEAST_S = 20.0, 20.0
+# At the time limit, ranks that move within the grace were slow, not hung; so were ranks that pause no longer than they
+# did before.
+_GRACE_S = 5.0
+_STILL_MOVING_S = 2.0
+
+
+@dataclass
+class Progress:
+    """When the ranks last moved, and the longest pause between two moves so far."""
+
+    last: float = field(default_factory=time.monotonic)
+    longest_pause: float = 0.0
+    beats: dict[int, Beat] = field(default_factory=dict)
+
+    def look(self, beats: dict[int, Beat]) -> None:
+        """Take in the latest beats."""
+        latest = {**self.beats, **beats}  # a beat that was being rewritten just now is missing
+        if latest == self.beats:
+            return
+        if self.beats:
+            self.longest_pause = max(self.longest_pause, self.idle)
+        self.beats, self.last = latest, time.monotonic()
+
+    @property
+    def idle(self) -> float:
+        """Seconds since any rank moved."""
+        return time.monotonic() - self.last
+
+    def stalled(self, world_size: int) -> bool:
+        """Whether all ranks have finished a step and now none has moved for much longer than ever before."""
+        trained = len(self.beats) == world_size and all(beat.step for beat in self.beats.values())
+        return trained and self.idle > max(_STALL_LEAST_S, _STALL_FACTOR * self.longest_pause)
+
+    def finished(self, world_size: int) -> bool:
+        """Whether all ranks have done their work and ended; torchrun would take another half second to notice."""
+        done = [beat for beat in self.beats.values() if beat.phase == "finished"]
+        return len(done) == world_size and all(gone(beat.pid) for beat in done)
+
+    @property
+    def moving(self) -> bool:
+        """Whether the ranks were still making progress a moment ago."""
+        return bool(self.beats) and self.idle < max(_STILL_MOVING_S, self.longest_pause)
+
+
+def run_ranks(
+    program: Sequence[str],
+    mailbox: Mailbox,
+    *,
+    world_size: int,
+    time_limit: float,
+    start: str = "auto",
+    on_look: Callable[[], None] = lambda: None,
+) -> None:
+    """Run `python *program` as `world_size` ranks that speak into `mailbox`; RanksFailed when one fails or time is up.
+
+    `start` is "warm" (forked; SpecError where that cannot be), "torchrun", or "auto" (warm where it can be). `on_look`
+    is called about twenty times a second while the ranks run. An exception in it, Ctrl-C included, ends the ranks too.
+    """
+    agent = start_agent(program, mailbox, world_size, start, on_look)
+    progress = Progress()
+    try:
+        failure = _watch(agent, mailbox, world_size, time_limit, progress, on_look)
+    finally:
+        end(agent, [beat.pid for beat in read_beats(mailbox, world_size).values()])
+    if failure is not None:
+        raise RanksFailed(failure)
+
+
+Start = Callable[[Sequence[str], Mailbox, int], Agent]
+_elsewhere: ContextVar[Start | None] = ContextVar("elsewhere", default=None)
+
+
+@contextmanager
+def ranks_started_by(start: Start) -> Iterator[None]:
+    """Inside, `start(program, mailbox, world_size)` starts every run's agent (a session of its own), for ranks in other
+    places than here.
+    """
+    token = _elsewhere.set(start)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
+
+
+def start_agent(
+    program: Sequence[str], mailbox: Mailbox, world_size: int, start: str, on_look: Callable[[], None] = lambda: None
+) -> Agent:
+    """Start ranks and return at once: whoever asks watches them, and ends them (ending.py)."""
+    mailbox.folder.mkdir(parents=True, exist_ok=True)
+    mailbox.folder.chmod(0o700)  # the ranks meet in a file of it
+    return (_elsewhere.get() or _starter(start, on_look))(program, mailbox, world_size)
+
+
+def begin_starter() -> None:
+    """Begin the warm starter in the background, so that the first run need not wait for it."""
+    warm.begin(_warm_environment())
+
+
+def _starter(start: str, on_look: Callable[[], None]) -> Start:
+    if start not in STARTS:
+        raise SpecError(f"unknown start {start!r}; expected one of {', '.join(STARTS)}")
+    if start == "torchrun":
+        return start_torchrun
+    refused = warm.why_not()
+    if refused and start == "warm":
+        raise SpecError(f"start is 'warm', but {refused}; give start='auto' or 'torchrun'")
+    return start_torchrun if refused else partial(_start_warm, on_look, start == "auto")
+
+
+def _start_warm(
+    on_look: Callable[[], None], may_fall_back: bool, program: Sequence[str], mailbox: Mailbox, world_size: int
+) -> Agent:
+    environment = _warm_environment() | {RANKS_STORE: str(mailbox.store)}
+    try:
+        return warm.start(program, mailbox, world_size, environment, on_look)
+    except warm.StarterFailed as failed:
+        if not may_fall_back:
+            raise SpecError(f"start is 'warm', but {failed}; give start='torchrun'") from failed
+        warnings.warn(f"ranks are started by torchrun, which takes seconds: {failed}", RuntimeWarning, stacklevel=5)
+    return start_torchrun(program, mailbox, world_size)
+
+
+class Process(subprocess.Popen[bytes]):
+    """An agent in a process of its own, which tells exit codes at its end."""
+
+    left: dict[int, int] = {}
+
+    @property
+    def lost(self) -> str | None:
+        """How the agent was killed; None where it ended by itself."""
+        if self.returncode is None or self.returncode >= 0:
+            return None
+        return (
+            f"The launcher of the ranks was killed by {signal.Signals(-self.returncode).name}, and all ranks ended"
+            " with it."
+        )
+
+
+def start_torchrun(program: Sequence[str], mailbox: Mailbox, world_size: int) -> Process:
+    """Start the ranks with torch.distributed.run."""
+    arguments = [
+        "--nnodes=1", f"--nproc-per-node={world_size}", "--max-restarts=0", "--monitor-interval=0.1",
+        f"--log-dir={os.devnull}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id={uuid.uuid4()}",
+        "--local-addr=127.0.0.1",
+    ]  # fmt: skip
+    with mailbox.agent_log.open("wb") as log:
+        return Process(
+            [
+                sys.executable,
+                "-m",
+                "fsdplab.sessions.launch.agent",
+                str(os.getpid()),
+                str(mailbox.folder),
+                *arguments,
+                *program,
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=rank_environment(),
+            start_new_session=True,  # Ctrl-C in a terminal reaches the caller only, which then ends the ranks in order
+        )
+
+
+def rank_environment() -> dict[str, str]:
+    """The caller's environment, so that a checkout works without being installed, each rank computes on one thread, and
+    gloo finds loopback.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    checkout = str(Path(__file__).resolve().parents[3])
+    inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [checkout, inherited.get("PYTHONPATH")]))
+    inherited.setdefault("OMP_NUM_THREADS", "1")
+    # the profiler tells stderr when it starts and stops, and that it did not see the beginning
+    inherited.setdefault("KINETO_LOG_LEVEL", "99")
+    inherited.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if loopback := _loopback():
+        inherited.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    return inherited
+
+
+def _warm_environment() -> dict[str, str]:
+    """The same for ranks that are all on this machine: gloo speaks over loopback, whatever interface was chosen for
+    several machines.
+    """
+    inherited = rank_environment()
+    if loopback := _loopback():
+        inherited["GLOO_SOCKET_IFNAME"] = loopback
+    return inherited
+
+
+def _loopback() -> str | None:
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+
+
+def _watch(
+    agent: Agent, mailbox: Mailbox, world_size: int, time_limit: float, progress: Progress, on_look: Callable[[], None]
+) -> Failure | None:
+    deadline = time.monotonic() + time_limit
+    while still_running(agent):
+        progress.look(read_beats(mailbox, world_size))
+        on_look()
+        if progress.finished(world_size):
+            return None
+        if time.monotonic() > deadline or progress.stalled(world_size):
+            return _late(agent, mailbox, world_size, time_limit, progress)
+    on_look()
+    return _ended(agent, mailbox, world_size, progress)
+
+
+def _ended(agent: Agent, mailbox: Mailbox, world_size: int, progress: Progress) -> Failure | None:
+    """What the agent's own end means: it ends when all ranks have,
+    or when one ended badly and it has ended the others.
+    """
+    progress.look(read_beats(mailbox, world_size))
+    return None if progress.finished(world_size) else how_it_ended(agent, mailbox, world_size)
+
+
+def how_it_ended(agent: Agent, mailbox: Mailbox, world_size: int) -> Failure:
+    """The report of ranks that have ended without finishing their work."""
+    remains = gather(mailbox, world_size)
+    return lost_agent(agent.lost, remains) if agent.lost and not remains.exits else failed_first(remains)
+
+
+def still_running(agent: Agent, within_s: float = _LOOK_EVERY_S) -> bool:
+    """Whether it lives that long."""
+    try:
+        agent.wait(within_s)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
+
+
+def _late(agent: Agent, mailbox: Mailbox, world_size: int, time_limit: float, progress: Progress) -> Failure | None:
+    if len(progress.beats) < world_size:
+        return not_started(gather(mailbox, world_size), time_limit, world_size)
+    last_move, grace_ends = progress.last, time.monotonic() + _GRACE_S
+    while progress.last == last_move and time.monotonic() < grace_ends:
+        if not still_running(agent):
+            return _ended(agent, mailbox, world_size, progress)
+        progress.look(read_beats(mailbox, world_size))
+    remains = replace(gather(mailbox, world_size), beats=progress.beats)
+    if progress.moving:
+        return too_slow(remains, time_limit)
+    return hung(replace(remains, stacks=ask_for_stacks(mailbox, remains.beats)), progress.idle)

@@ -1,0 +1,72 @@
+"""Stacks that a reader can use: of an exception, and of a rank that was asked where it stands.
+
+Both lose the frames of the lab's own scaffolding. The second comes from faulthandler and is cut to the main thread and
+given its source lines back, for faulthandler writes from inside a signal handler and so can afford file names and line
+numbers only:
+
+    Thread 0x00007f2c (most recent call first):
+      File "/tmp/my_fsdp.py", line 12 in shard
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+
+_FRAME = re.compile(r'^\s+File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
+_MOST_FRAMES = 8
+# Frames that belong to the lab's own scaffolding, or to PyTorch's logging, and tell nothing.
+_SCAFFOLDING = (
+    "/fsdplab/sessions/worker/collective_hooks.py",
+    "/fsdplab/sessions/worker/remote_call_worker.py",
+    "/fsdplab/sessions/staying/cell_loop.py",
+    "/fsdplab/sessions/staying/cell_code.py",
+    "/fsdplab/sessions/launch/starter.py",
+    "/c10d_logger.py",
+    "<frozen runpy>",
+)
+
+
+def of_exception(error: BaseException) -> str:
+    """The traceback of an exception and of its causes, as Python prints it."""
+    told = traceback.TracebackException.from_exception(error)
+    link: traceback.TracebackException | None = told
+    while link is not None:
+        kept = [frame for frame in link.stack if not frame.filename.endswith(_SCAFFOLDING)]
+        # an error of the scaffolding itself keeps its frames
+        link.stack = traceback.StackSummary.from_list(kept or list(link.stack))
+        link = link.__cause__ or link.__context__
+    return "".join(told.format())
+
+
+def readable(dump: str, frames: int = _MOST_FRAMES) -> str:
+    """The innermost frames of the main thread, each with its source line; empty for an empty dump."""
+    found = [
+        match for match in map(_FRAME.match, _main_thread(dump)) if match and not match["file"].endswith(_SCAFFOLDING)
+    ]
+    if found and found[-1]["file"] == "<string>":  # the outermost: how the warm starter was begun (python -c)
+        found.pop()
+    return "\n".join(_with_source(match) for match in found[:frames])
+
+
+def _main_thread(dump: str) -> list[str]:
+    """The lines of the last thread: faulthandler lists the youngest first."""
+    lines = dump.splitlines()
+    starts = [number for number, line in enumerate(lines) if "(most recent call first)" in line]
+    return lines[starts[-1] :] if starts else []
+
+
+def _with_source(frame: re.Match[str]) -> str:
+    source = linecache.getline(frame["file"], int(frame["line"])).strip()
+    return f'  File "{frame["file"]}", line {frame["line"]}, in {frame["function"]}' + (
+        f"\n    {source}" if source else ""
+    )
+
+
+def waits_for_others(stack: str) -> bool:
+    """Whether the innermost call of a readable stack is a collective's: inside torch.distributed or the engine, or a
+    line with `.wait(`.
+    """
+    innermost = "\n".join(stack.splitlines()[:2])
+    return any(sign in innermost for sign in ("torch/distributed/", "fsdplab/engine/", ".wait("))

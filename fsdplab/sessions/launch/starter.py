@@ -1,0 +1,342 @@
+"""The warm starter: a process that has imported what ranks need, and forks the ranks of one run after another.
+
+    caller  ->  starter (one a caller)  ->  ranks (forked: 0.1 s for a formed group instead of 4 to 6 s for a cold
+    start)
+
+The starter imports torch and the rank side of fsdplab and does nothing else: no process group, no CUDA context, no
+thread. So a fork is as good as a fresh process, and nothing of one run can be seen by the next. It speaks with its
+caller (warm.py) over socket pairs that no other process can open: one to receive requests, and one a run, on which it
+tells process ids and exit codes. The end of a run's socket ends the run's ranks; the end of the caller, however it
+ends, ends everything.
+
+Python's own means were judged first. multiprocessing's forkserver is one a process, shared with the user's own use of
+it; its children hold its life line, so ranks that hang would keep it and themselves alive after `kill -9` of the
+caller; its environment is that of its start; and it cannot be asked to start anew. torch.distributed.elastic forks from
+the process that it runs in, with threads and a TCP store.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import resource
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from fsdplab.common.processes import send_group
+from fsdplab.sessions.launch.mailbox import AGENT_PID
+from fsdplab.sessions.launch.parent_death import end_with_parent
+
+# What ranks use, each on its way or lazily: whatever is missing here, every rank of every run imports again.
+RANK_SIDE = (
+    "numpy.ma", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "torch.distributed.checkpoint", "torch.profiler", "fsdplab.engine", "fsdplab.sessions.worker.training",
+    "fsdplab.sessions.worker.remote_call_worker", "fsdplab.sessions.staying.cell_loop",
+    "fsdplab.sessions.bench_engines",
+)  # fmt: skip
+_OTHERS_FOLLOW_S = 0.2  # after one rank ended badly, the others may still leave a note of what they saw
+_TERM_S = 2.0  # then they are asked to end, and this much later killed
+_WHOLE_MESSAGE = b"\n"
+
+
+@dataclass
+class _Run:
+    """The ranks of one run that still live, how the others ended, and when the rest must follow."""
+
+    socket: socket.socket
+    living: dict[int, int] = field(default_factory=dict)  # process id -> rank
+    exits: dict[int, int] = field(default_factory=dict)
+    ask_at: float | None = None
+    kill_at: float | None = None
+
+    def signal_all(self, which: signal.Signals) -> None:
+        for pid in self.living:
+            send_group(pid, which)
+
+    def end_soon(self, wait_s: float) -> None:
+        if self.ask_at is None:
+            self.ask_at = time.monotonic() + wait_s
+            self.kill_at = self.ask_at + _TERM_S
+
+
+def main(descriptor: str, caller: str, *preload: str) -> None:
+    """Import, say "ready", and fork on request until the caller is gone."""
+    os.chdir("/")  # the caller's folder may be unmounted or deleted meanwhile
+    for module in (*RANK_SIDE, *preload):
+        importlib.import_module(module)
+    control = socket.socket(fileno=int(descriptor))
+    if os.getppid() != int(caller):
+        return
+    gc.collect()
+    gc.freeze()  # what was imported stays where it is: collections in ranks would copy its pages
+    _send(control, {"ready": os.getpid(), "why_not": _why_not()})
+    try:
+        _Starter(control, int(caller)).serve()
+    except SystemExit:  # asked to end
+        pass
+    os._exit(0)  # taking torch apart would take a second
+
+
+def _why_not() -> str | None:
+    """Why this process must not be forked; None where it may."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        return "CUDA was initialised while the warm starter imported, and a process with CUDA cannot be forked"
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        return (
+            f"the warm starter has {threads} threads after importing (look at sitecustomize.py and at what it loads),"
+            " and only one survives a fork"
+        )
+    return None
+
+
+class _Starter:
+    def __init__(self, control: socket.socket, caller: int) -> None:
+        self.control = control
+        self.runs: list[_Run] = []
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(control, selectors.EVENT_READ, None)
+        self.wake, self.woken = socket.socketpair()
+        for end in (self.wake, self.woken):
+            end.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self.woken.fileno(), warn_on_full_buffer=False)
+        self.selector.register(self.wake, selectors.EVENT_READ, None)
+        signal.signal(signal.SIGTERM, _leave)
+        self.asked = True  # whether requests may still come
+        self.caller = os.pidfd_open(caller)
+        self.selector.register(self.caller, selectors.EVENT_READ, None)
+
+    def serve(self) -> None:
+        """Until the caller has died, or has asked for the last run and it has ended."""
+        try:
+            while (self.asked or self.runs) and self._look():
+                self._collect()
+        finally:
+            for run in self.runs:
+                run.signal_all(signal.SIGKILL)
+
+    def _look(self) -> bool:
+        """Wait for a request, an end or a deadline; False when the caller is gone."""
+        due = [at for run in self.runs for at in (run.ask_at, run.kill_at) if at is not None]
+        timeout = max(0.0, min(due) - time.monotonic()) if due else None
+        for key, _ in self.selector.select(timeout):
+            if key.fileobj is self.caller:
+                return False
+            if key.fileobj is self.control:
+                self._accept()
+            elif key.fileobj is self.wake:
+                self.wake.recv(4096)
+            else:
+                self._hear(key.data)
+        return True
+
+    def _accept(self) -> None:
+        """A request: a descriptor of the run's own socket, on which the rest is written."""
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self.control, 1, 1)
+        except ConnectionError:
+            message = b""
+        if not message:  # the caller has closed its side: it asks another starter now
+            self.asked = False
+            self.selector.unregister(self.control)
+            return
+        run = _Run(socket.socket(fileno=descriptors[0]))
+        request = receive(run.socket)
+        if request is None:  # the caller gave up meanwhile
+            run.socket.close()
+            return
+        self.runs.append(run)
+        self.selector.register(run.socket, selectors.EVENT_READ, run)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for rank in range(request["world_size"] or 1):
+            pid = os.fork()
+            if pid == 0:
+                self._become_rank(request, rank)
+            run.living[pid] = rank
+        _send(run.socket, {"pids": list(run.living)})
+
+    def _become_rank(self, request: Mapping[str, Any], rank: int) -> NoReturn:
+        """In the child: close what is the starter's, and be a rank; this process never returns."""
+        try:
+            signal.set_wakeup_fd(-1)
+            for which in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(which, signal.SIG_DFL)
+            mine = [self.control, self.wake, self.woken, *(run.socket for run in self.runs)]
+            self.selector.close()
+            os.close(self.caller)
+            for each in mine:
+                each.close()
+            be_rank(request, rank)
+        finally:
+            os._exit(1)
+
+    def _hear(self, run: _Run) -> None:
+        """The caller asks for the end, or has closed its side: either way the run ends."""
+        try:
+            asked = run.socket.recv(64)
+        except ConnectionError:
+            asked = b""
+        if asked == b"":
+            self.selector.unregister(run.socket)
+            run.signal_all(signal.SIGKILL)
+        else:
+            run.end_soon(0.0)
+
+    def _collect(self) -> None:
+        """Reap what has ended, tell exit codes, end what must follow."""
+        for run in list(self.runs):
+            for pid in list(run.living):
+                self._reap(run, pid)
+            self._follow(run)
+            if not run.living:
+                _send(run.socket, {"exits": run.exits})
+                if run.socket in (key.fileobj for key in self.selector.get_map().values()):
+                    self.selector.unregister(run.socket)
+                run.socket.close()
+                self.runs.remove(run)
+
+    def _reap(self, run: _Run, pid: int) -> None:
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return
+        send_group(pid, signal.SIGKILL)  # while its number is still taken: what the rank itself has started
+        _, status = os.waitpid(pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        run.exits[run.living.pop(pid)] = code
+        _send(run.socket, {"left": run.exits})
+        if code != 0:
+            run.end_soon(_OTHERS_FOLLOW_S)
+
+    def _follow(self, run: _Run) -> None:
+        now = time.monotonic()
+        if run.ask_at is not None and now >= run.ask_at:
+            run.signal_all(signal.SIGTERM)
+            run.ask_at = None
+        if run.kill_at is not None and now >= run.kill_at:
+            run.signal_all(signal.SIGKILL)
+            run.kill_at = None
+
+
+def _leave(*_: object) -> NoReturn:
+    sys.exit(0)
+
+
+def be_rank(request: Mapping[str, Any], rank: int) -> None:
+    """Be rank `rank` of the request, in a process that was forked for it: a session, environment, folder and program of
+    its own.
+
+    A world size of 0 asks for one process that is no rank.
+    """
+    os.setsid()
+    starter, world_size = os.getppid(), request["world_size"]
+    _print_into(request["log"])
+    end_with_parent(starter)
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "GROUP_RANK": 0,
+        AGENT_PID: starter,
+    }
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    if world_size:
+        os.environ.update({name: str(value) for name, value in variables.items()})
+    _inherit(request)
+    _as_if_fresh()
+    try:
+        run_program(request["program"])
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+    except SystemExit as left:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(left.code if isinstance(left.code, int) else 0 if left.code is None else 1)
+    except BaseException:
+        # a program that has set sys.excepthook (rank_process.py) leaves its note and ends there
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+
+
+def _inherit(request: Mapping[str, Any]) -> None:
+    """The folder, cores, limits and priority of the caller as they are now."""
+    if request["folder"] is not None:
+        os.chdir(request["folder"])
+    os.sched_setaffinity(0, request["cores"])
+    # only root may lower it
+    os.setpriority(os.PRIO_PROCESS, 0, max(request["nice"], os.getpriority(os.PRIO_PROCESS, 0)))
+    for name, limits in request["limits"].items():
+        resource.setrlimit(getattr(resource, name), limits)
+
+
+def _print_into(log: str) -> None:
+    file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    os.close(file)
+
+
+def _as_if_fresh() -> None:
+    """What a new interpreter would have chosen for itself:
+    threads by its environment, and a random state of its own.
+    """
+    import numpy
+    import torch
+
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else os.cpu_count() or 1)
+    tempfile.tempdir = None  # some import has asked for it already, in the environment of the starter
+    numpy.random.seed()  # Python's own generator is seeded anew by fork
+    torch.default_generator.seed()
+
+
+def run_program(program: Sequence[str]) -> None:
+    """What `python *program` would do: `-m fsdplab.sessions.worker.training FOLDER`, or `script.py ARGUMENTS`."""
+    if program[0] != "-m":
+        sys.argv = list(program)
+        sys.path.insert(0, os.path.dirname(os.path.abspath(program[0])))
+        runpy.run_path(program[0], run_name="__main__")
+        return
+    sys.path.insert(0, os.getcwd())
+    sys.argv = list(program[1:])
+    module = sys.modules.get(program[1])
+    if module is not None and hasattr(module, "main"):
+        module.main(*program[2:])
+    else:
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+
+
+def _send(to: socket.socket, message: Mapping[str, Any]) -> None:
+    try:
+        to.sendall(json.dumps(message).encode() + _WHOLE_MESSAGE)
+    except OSError:  # the caller is gone; the loop sees it
+        pass
+
+
+def receive(source: socket.socket) -> dict[str, Any] | None:
+    """One message, waited for; None when the other side closed before it was whole."""
+    text = b""
+    while not text.endswith(_WHOLE_MESSAGE):
+        try:
+            part = source.recv(1 << 16)
+        except ConnectionError:
+            return None
+        if not part:
+            return None
+        text += part
+    return json.loads(text)

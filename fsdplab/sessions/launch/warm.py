@@ -1,0 +1,388 @@
+"""The caller's side of the warm starter: one process a caller, begun before it is needed, begun anew where it no longer
+fits.
+
+    begin()                      in the background: importing torch takes it two seconds
+    start(program, ...)          forks the ranks of one run; waits for the starter where it is still importing
+    why_not()                    why no ranks can be forked here; torchrun starts them then
+
+A starter that was begun with other start-up variables (LD_PRELOAD, PYTHONPATH, ...), before a source file of fsdplab
+changed, or that was killed, is left to its running ranks and a new one takes its place.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from fsdplab.sessions.launch.mailbox import Mailbox
+from fsdplab.sessions.launch.starter import receive
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+# What a process reads once, when it starts or loads a library. Everything else a rank finds as the caller has it.
+_READ_AT_START = (
+    "LD_",
+    "PYTHON",
+    "TORCH_",
+    "TORCHDYNAMO_",
+    "PYTORCH_",
+    "KINETO_",
+    "MALLOC_",
+    "MKL_",
+    "KMP_",
+    "GOMP_",
+    "OPENBLAS_",
+    "ATEN_",
+    "DNNL_",
+    "ONEDNN_",
+    "GLIBC_",
+)
+_READY_WITHIN_S = 120.0
+_GONE_WITHIN_S = 3.0
+_LOOK_EVERY_S = 0.05
+# safe: the caller's folder, which -c puts first, may hold a random.py
+_BOOT = (
+    "import sys; sys.path[:] = [each for each in sys.path if each]; from fsdplab.sessions.launch.starter import main;"
+    " main(*sys.argv[1:])"
+)
+
+
+class StarterFailed(RuntimeError):
+    """The warm starter could not be begun; the message is one line."""
+
+
+class WarmRanks:
+    """The forked ranks of one run, spoken to like a process: it has ended when all of them have."""
+
+    def __init__(self, starter: _Starter, own: socket.socket, exits_file: Path | None) -> None:
+        self._starter, self._socket, self._exits_file = starter, own, exits_file
+        self._unread = b""
+        self._ended = False
+        self.pids: list[int] = []
+        self.exits: dict[int, int] = {}
+        self.lost: str | None = None
+        self.left: dict[int, int] = {}
+
+    def poll(self) -> int | None:
+        """0 when all ranks have ended, None while one lives."""
+        self._read(0.0)
+        return 0 if self._ended else None
+
+    def wait(self, timeout: float) -> int:
+        """Return when all have ended; subprocess.TimeoutExpired when that takes longer."""
+        self._read(timeout)
+        if not self._ended:
+            raise subprocess.TimeoutExpired("ranks", timeout)
+        return 0
+
+    def first_pid(self) -> int:
+        """The process id of rank 0, as soon as it is forked; StarterFailed where the starter ended before."""
+        while not self.pids and not self._ended:
+            self._hear(math.inf)
+        if not self.pids:
+            raise StarterFailed(self.lost or "nothing was forked")
+        return self.pids[0]
+
+    def terminate(self) -> None:
+        """Ask all ranks to end; two seconds later they are killed."""
+        try:
+            self._socket.sendall(b"end")
+        except OSError:
+            pass  # the starter is gone, and its ranks with it
+
+    def kill(self) -> None:
+        """End all ranks at once; the starter too, if it does not answer."""
+        if self._ended:
+            return
+        try:
+            self._socket.shutdown(socket.SHUT_WR)  # at which the starter kills what still lives
+        except OSError:
+            pass
+        self._read(_GONE_WITHIN_S)
+        if not self._ended:
+            # a stopped starter, say; its end is the end of its ranks, and the next run begins another
+            self._starter.end()
+            self._finish()
+
+    def _read(self, timeout: float) -> None:
+        """Hear what is said until all have ended, for `timeout` seconds at most."""
+        deadline = time.monotonic() + timeout
+        while not self._ended and self._hear(deadline - time.monotonic()):
+            pass
+
+    def _hear(self, timeout: float) -> bool:
+        """Take in what the starter says next; False where it said nothing within `timeout` seconds."""
+        readable, _, _ = select.select([self._socket], [], [], None if timeout == math.inf else max(0.0, timeout))
+        if not readable:
+            return False
+        try:
+            part = self._socket.recv(1 << 16)
+        except ConnectionError:
+            part = b""
+        self._take(part) if part else self._lose()
+        return True
+
+    def _take(self, part: bytes) -> None:
+        *whole, self._unread = (self._unread + part).split(b"\n")
+        for message in map(json.loads, whole):
+            if "left" in message:
+                self.left = {int(rank): code for rank, code in message["left"].items()}
+            self.pids = message.get("pids", self.pids)
+            if "exits" in message:
+                self.exits = {int(rank): code for rank, code in message["exits"].items()}
+                self._note_exits({rank: code for rank, code in self.exits.items() if code})
+                self._finish()
+
+    def _note_exits(self, bad: Mapping[int, int]) -> None:
+        if bad and self._exits_file is not None:
+            self._exits_file.write_text(json.dumps(bad))
+
+    def _lose(self) -> None:
+        self.lost = (
+            f"The warm starter, the process that forks the ranks, {self._starter.how_it_ended()}, and all ranks ended"
+            " with it. The next run starts a new one."
+        )
+        self._finish()
+
+    def _finish(self) -> None:
+        self._ended = True
+        self._socket.close()
+
+
+class _Starter:
+    """One starter process and the socket to it."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.owner, self.key = os.getpid(), _key(environment)
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the starter)
+        self._control, theirs = socket.socketpair()
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, pass_fds=(theirs.fileno(),),
+                # numpy would start threads, which no fork may have
+                env={**environment, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl-C in a terminal reaches the caller only
+            )  # fmt: skip
+        finally:
+            theirs.close()
+        self._ready: dict[str, Any] = {}
+        self._hearing = threading.Lock()
+
+    def fits(self, environment: Mapping[str, str]) -> bool:
+        """Whether a rank forked by it would be as one started now."""
+        return not self.gone and self.key == _key(environment)
+
+    def wait_until_ready(self, on_look: Callable[[], None]) -> None:
+        """Return when it has imported everything, calling `on_look()` meanwhile; StarterFailed when it cannot."""
+        deadline = time.monotonic() + _READY_WITHIN_S
+        while not self._hear_ready():
+            if time.monotonic() > deadline:
+                raise StarterFailed(f"the warm starter was not ready within {_READY_WITHIN_S:g} s")
+            on_look()
+        if self._ready["why_not"]:
+            raise StarterFailed(str(self._ready["why_not"]))
+
+    def _hear_ready(self) -> bool:
+        with self._hearing:
+            if not self._ready and select.select([self._control], [], [], _LOOK_EVERY_S)[0]:
+                said = receive(self._control)
+                if said is None:
+                    raise StarterFailed(f"the warm starter {self.how_it_ended()}{self._said()}")
+                self._ready = said
+        return bool(self._ready)
+
+    def fork(self, request: Mapping[str, object], exits_file: Path | None) -> WarmRanks:
+        """Send a request, with a socket for this run alone."""
+        own, theirs = socket.socketpair()
+        try:
+            socket.send_fds(self._control, [b"r"], [theirs.fileno()])
+            own.sendall(json.dumps(request).encode() + b"\n")
+        except OSError as error:
+            own.close()
+            raise StarterFailed(f"the warm starter {self.how_it_ended()}") from error
+        finally:
+            theirs.close()
+        return WarmRanks(self, own, exits_file)
+
+    def retire(self) -> None:
+        """Ask no more of it: it ends when its last run has."""
+        if self.owner == os.getpid():
+            self._control.close()
+            self._log.close()
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has ended, or belongs to the process that this one was forked from."""
+        return self.owner != os.getpid() or self.process.poll() is not None
+
+    def end(self) -> None:
+        """End it and all its ranks."""
+        if self.owner != os.getpid():  # this process was forked from the one that began it
+            return
+        self._control.close()
+        self.process.terminate()
+        try:
+            self.process.wait(_GONE_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._log.close()
+
+    def how_it_ended(self) -> str:
+        """`"was killed by SIGKILL"`; waits a moment for the system to know."""
+        try:
+            code = self.process.wait(_GONE_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def _said(self) -> str:
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return f": {lines[-1]}" if lines else ""
+
+
+_lock = threading.Lock()
+_starters: list[_Starter] = []  # the last one is asked; those before it only finish their runs
+
+
+def why_not() -> str | None:
+    """Why this system cannot fork ranks, in one line; None where it can."""
+    if sys.platform != "linux":
+        return f"ranks are forked on Linux only, and this is {sys.platform}"
+    if not hasattr(os, "pidfd_open"):
+        return "this Python has no os.pidfd_open, by which the starter sees its caller end"
+    return None
+
+
+def begin(environment: Mapping[str, str]) -> None:
+    """Begin the starter in the background, unless one that fits is there; does nothing where ranks cannot be forked."""
+    if why_not() is None:
+        with _lock:
+            _fitting(environment)
+
+
+def start(
+    program: Sequence[str],
+    mailbox: Mailbox,
+    world_size: int,
+    environment: Mapping[str, str],
+    on_look: Callable[[], None],
+) -> WarmRanks:
+    """Fork the ranks of one run, each as `python *program` would be; StarterFailed where that cannot be done.
+
+    Where the starter still imports, `on_look()` is called about twenty times a second until it is ready.
+    """
+    mailbox.agent_log.touch()
+    return _fork(program, world_size, mailbox.agent_log, _inherited(), environment, on_look, mailbox.exits)
+
+
+def start_process(program: Sequence[str], log: Path, folder: Path, environment: Mapping[str, str]) -> WarmRanks:
+    """Fork one process that is no rank of a run, in a folder of its own; what it prints goes to `log`. StarterFailed
+    where that cannot be done.
+    """
+    return _fork(program, 0, log, {**_inherited(), "folder": str(folder)}, environment, lambda: None, None)
+
+
+def _fork(
+    program: Sequence[str],
+    world_size: int,
+    log: Path,
+    inherited: Mapping[str, object],
+    environment: Mapping[str, str],
+    on_look: Callable[[], None],
+    exits: Path | None,
+) -> WarmRanks:
+    with _lock:
+        starter = _fitting(environment)
+    starter.wait_until_ready(on_look)
+    return starter.fork(
+        {
+            "program": list(program),
+            "world_size": world_size,
+            "log": str(log),
+            "environment": dict(environment),
+            **inherited,
+        },
+        exits,
+    )
+
+
+def _inherited() -> dict[str, object]:
+    """What a child would have from its parent, and a rank has not, because the starter was begun earlier."""
+    return {
+        "folder": _folder(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "limits": {
+            name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")
+        },
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
+    }
+
+
+def starter_pid() -> int | None:
+    """The process id of this caller's starter; None where there is none."""
+    return _starters[-1].process.pid if _starters and not _starters[-1].gone else None
+
+
+@atexit.register
+def end() -> None:
+    """End the starter, and the ranks that it may still have; the next run begins a new one."""
+    with _lock:
+        while _starters:
+            _starters.pop().end()
+
+
+def _fitting(environment: Mapping[str, str]) -> _Starter:
+    if not _starters or not _starters[-1].fits(environment):
+        for old in list(_starters):
+            old.retire()
+            if old.gone:
+                _starters.remove(old)
+        _starters.append(_Starter(environment))
+    return _starters[-1]
+
+
+def _key(environment: Mapping[str, str]) -> tuple[object, ...]:
+    """What must be equal for a starter to be used again: its interpreter, what it read when it started, and fsdplab's
+    own source files.
+    """
+    read = tuple(sorted((name, value) for name, value in environment.items() if name.startswith(_READ_AT_START)))
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    relative = _folder() if any(path and not os.path.isabs(path) for path in paths) else None
+    return sys.executable, read, relative, _sources(str(_PACKAGE))
+
+
+def _sources(folder: str) -> tuple[tuple[str, int, int], ...]:
+    """Path, time of change and size of every Python file: 2 ms for the whole package."""
+    found: list[tuple[str, int, int]] = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                found += _sources(entry.path) if entry.name != "__pycache__" else ()
+            elif entry.name.endswith(".py"):
+                status = entry.stat()
+                found.append((entry.path, status.st_mtime_ns, status.st_size))
+    return tuple(sorted(found))
+
+
+def _folder() -> str | None:
+    """The caller's working folder; None where it was deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,88 @@
+"""Call a function from a saved file on real ranks: what an exercise's check does with a learner's solution.
+
+The function is read from its file in fresh processes, so it may block, crash or call os._exit without harm to the
+caller. Values travel through files written by torch.save and read with `weights_only=True`: numbers, text, tensors, and
+lists, tuples and dicts of them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fsdplab.sessions.launch.launcher import run_ranks
+from fsdplab.sessions.launch.live_output import LiveOutput, OnOutput
+from fsdplab.sessions.launch.mailbox import Mailbox
+from fsdplab.sessions.worker.payload import VALUES, foreign_type
+
+
+class IssuedCollective(NamedTuple):
+    """One collective that a function called: `IssuedCollective("all_reduce", 4096)`, with the bytes of its payload."""
+
+    name: str
+    nbytes: int
+
+
+class RankValues(list[Any]):
+    """What a function returned, one value a rank; `output` and `collectives` hold what each rank printed and which
+    collectives it called.
+    """
+
+    def __init__(self, values: list[Any], output: list[str], collectives: list[list[IssuedCollective]]) -> None:
+        super().__init__(values)
+        self.output = output
+        self.collectives = collectives
+
+
+def call_on_ranks(
+    source_path: str | Path,
+    function_name: str,
+    *,
+    world_size: int,
+    payload: Any = None,
+    time_limit: float = 30.0,
+    start: str = "auto",
+    on_output: OnOutput | None = None,
+) -> RankValues:
+    """Call `function(payload)`, or `function(rank, world_size, payload)`, on gloo ranks; the values in order of rank.
+
+    With `def double(rank, world_size, payload): return 2 * payload` in double.py, `call_on_ranks("double.py", "double",
+    world_size=2, payload=4)` is `[8, 8]`. `on_output(rank, line)` gets what the ranks print while they run. RanksFailed
+    when a rank raises, dies or does not end within `time_limit` seconds; ValueError when the file or the payload cannot
+    be sent to the ranks.
+    """
+    source = Path(source_path).resolve()
+    if not source.is_file():
+        raise ValueError(f"There is no file {source}; give the path of the saved source with `{function_name}` in it.")
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; expected at least 1.")
+    if (foreign := foreign_type(payload)) is not None:
+        raise ValueError(
+            f"The payload holds something of type {foreign}, which cannot be sent to the ranks; give {VALUES}."
+        )
+    with tempfile.TemporaryDirectory(prefix="fsdplab-call-") as folder:
+        mailbox = Mailbox(Path(folder))
+        torch.save(payload, mailbox.folder / "payload")
+        program = ["-m", "fsdplab.sessions.worker.remote_call_worker", str(mailbox.folder), str(source), function_name]
+        output = LiveOutput(mailbox, world_size if on_output else 0, on_output or _nobody_listens)
+        try:
+            run_ranks(program, mailbox, world_size=world_size, time_limit=time_limit, start=start, on_look=output.look)
+        finally:
+            output.flush()
+        return _collect(mailbox, world_size)
+
+
+def _nobody_listens(rank: int, line: str) -> None:
+    """What ranks print is in the values all the same."""
+
+
+def _collect(mailbox: Mailbox, world_size: int) -> RankValues:
+    handed_over = [torch.load(mailbox.of(rank, "result"), weights_only=True) for rank in range(world_size)]
+    return RankValues(
+        [result["value"] for result in handed_over],
+        [mailbox.of(rank, "out").read_text(errors="replace") for rank in range(world_size)],
+        [[IssuedCollective(*call) for call in result["collectives"]] for result in handed_over],
+    )

@@ -1,0 +1,171 @@
+"""`run`: start the ranks of one spec, follow them, and write down what they did.
+
+Whatever happens a record is written: of a finished run, of one that an emulated card stopped, and of a failed one, with
+its report and the steps it did.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdplab.records import RunRecord
+from fsdplab.sessions.launch.failure_report import RanksFailed
+from fsdplab.sessions.launch.launcher import run_ranks
+from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
+from fsdplab.sessions.spec import RunSpec
+from fsdplab.sessions.summary import summarise
+from fsdplab.sessions.trace_tables import profile_summary, tables_of
+from fsdplab.sessions.worker.environment import capture_environment
+
+OnProgress = Callable[[int, int, float], None]
+WORKER = ("-m", "fsdplab.sessions.worker.training")
+
+
+def run(
+    spec: RunSpec,
+    *,
+    directory: str | Path | None = None,
+    on_progress: OnProgress | None = None,
+    on_look: Callable[[], None] | None = None,
+    program: Sequence[str] = WORKER,
+) -> RunRecord:
+    """Run one spec on real ranks and return its record, written into `directory`.
+
+    Without a directory the record lives in a temporary folder that is deleted when Python ends. `on_progress(step,
+    total, loss)` is called from here after each of rank 0's steps: `on_progress(1, 10, 5.71)` first; `on_look()` about
+    twenty times a second. What they raise ends the ranks. A rank that dies, raises, hangs or diverges, or a run longer
+    than `spec.time_limit`, raises RanksFailed; its `.record` is the record of the failed run. `program` is what each
+    rank executes, for workers other than the lab's own.
+    """
+    folder = _fresh(Path(directory) if directory is not None else _temporary())
+    mailbox = Mailbox(folder / "ranks")
+    mailbox.folder.mkdir(parents=True)
+    (mailbox.folder / "spec.json").write_text(json.dumps(_reachable(spec)))
+    follower = _Follower(mailbox, spec.total_steps, on_progress, on_look)
+    try:
+        run_ranks(
+            [*program, str(mailbox.folder)],
+            mailbox,
+            world_size=spec.processes,
+            time_limit=spec.time_limit,
+            start=spec.start,
+            on_look=follower.look,
+        )
+    except RanksFailed as failed:
+        failed.record = _record(folder, spec, mailbox, failed).save()
+        raise
+    record = _record(folder, spec, mailbox, None).save()
+    _tidy(mailbox)
+    return record
+
+
+class _Follower:
+    """Reports rank 0's steps as they appear in its file, and that it looked."""
+
+    def __init__(
+        self, mailbox: Mailbox, total: int, on_progress: OnProgress | None, on_look: Callable[[], None] | None
+    ) -> None:
+        self._path, self._total, self._tell, self._looked = mailbox.of(0, "steps"), total, on_progress, on_look
+        self._told = 0
+
+    def look(self) -> None:
+        if self._looked is not None:
+            self._looked()
+        if self._tell is None:
+            return
+        for row in read_lines(self._path)[self._told :]:
+            self._told += 1
+            self._tell(self._told, self._total, row["loss"])
+
+
+def _temporary() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="fsdplab-run-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _fresh(folder: Path) -> Path:
+    """The folder without what an earlier run left there, run.json first:
+    half a record must not look like a whole one.
+    """
+    (folder / "run.json").unlink(missing_ok=True)
+    if (folder / "ranks").exists():
+        shutil.rmtree(folder / "ranks")
+    return folder
+
+
+def _reachable(spec: RunSpec) -> dict[str, Any]:
+    text = str(Path(spec.text).expanduser().resolve()) if spec.text else None
+    return {**spec.as_dict(), "text": text}
+
+
+def _portable(spec: RunSpec) -> dict[str, Any]:
+    """The spec as a record keeps it: the text by its name only, since a path tells whose machine it was."""
+    return {**spec.as_dict(), "text": Path(spec.text).name if spec.text else None}
+
+
+def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed | None) -> RunRecord:
+    ranks = range(spec.processes)
+    steps = [row for rank in ranks for row in read_lines(mailbox.of(rank, "steps"))]
+    results = {rank: lines[0] for rank in ranks if (lines := read_lines(mailbox.of(rank, "result")))}
+    memory = {rank: result["memory"] for rank, result in results.items() if result["memory"]}
+    ledger = [row for result in results.values() for row in result["ledger"]]
+    traced = tables_of(spec, mailbox, ledger, folder) if spec.profile else {}
+    summary = summarise(spec, steps, ledger, memory) | {
+        "link": next((result["link"] for result in results.values()), None)
+    }
+    summary["profile"] = profile_summary(
+        spec, summary, [result["profiled_s"] for result in results.values()], ledger, traced.get("breakdown", [])
+    )
+    summary["comm"] |= {name: summary["profile"].pop(name) for name in ("exposed_s", "overlap")}
+    return RunRecord(
+        folder,
+        spec=_portable(spec),
+        environment=_environment(spec, mailbox),
+        status="failed" if failed else "out_of_memory" if (summary["card"] or {}).get("exceeded") else "finished",
+        failure=failed.report.as_dict() if failed else None,
+        summary=summary,
+        provenance=_provenance(spec),
+        tables={
+            "steps": steps,
+            "ledger": ledger,
+            "memory": [row for peak in memory.values() for row in peak["rows"]],
+            "life": [row for result in results.values() for row in result["life"]],
+            **traced,
+        },
+    )
+
+
+def _environment(spec: RunSpec, mailbox: Mailbox) -> dict[str, Any]:
+    """What rank 0 saw; what this process sees if the ranks did not get that far."""
+    seen = read_lines(mailbox.of(0, "environment"))
+    return seen[0] if seen else capture_environment(spec.place)
+
+
+def _provenance(spec: RunSpec) -> dict[str, str]:
+    measured = ["losses", "step_time_s", *(["peak_memory_bytes"] if spec.memory else []), "ledger"]
+    others = {"formula_bytes_per_step": "simulated", **({"card": "emulated"} if spec.card is not None else {})}
+    if spec.offload != "none" and spec.place == "cpu":
+        others["host_memory_beside_the_card"] = "emulated"
+    if spec.linked and spec.engine != "twin":
+        others |= {"link": "emulated", "exposed_s": "emulated"}
+    elif spec.engine != "twin":
+        measured.append("exposed_s")
+    if spec.shares_a_gpu:  # the processes take turns on it
+        others |= {"ranks_on_one_gpu": "emulated", "step_time_s": "emulated", "exposed_s": "emulated"}
+    return {**dict.fromkeys(measured, "measured"), **others}
+
+
+def _tidy(mailbox: Mailbox) -> None:
+    """Keep of the mailbox what the ranks printed, if anything; the rest is in the record."""
+    for path in mailbox.folder.iterdir():
+        if path.suffix not in (".out", ".err") or not path.stat().st_size:
+            path.unlink()
+    if not any(mailbox.folder.iterdir()):
+        mailbox.folder.rmdir()

@@ -1,0 +1,92 @@
+"""The rank's side of ranks that stay (staying/ranks.py): wait for a cell, run it where the last one ran, say how it
+ended, wait again.
+
+    python -m fsdplab.sessions.staying.cell_loop FOLDER
+
+    rank0.in        a FIFO: the number of the next cell; its end is the end of the rank
+    cell3.py        the source of cell 3, whole before any rank is told
+    before.py       runs before each cell, with names of its own
+    rank0.cells     one line of JSON a cell that has ended
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from types import FrameType, ModuleType
+from typing import Any
+
+from fsdplab.sessions.launch.stacks import of_exception
+from fsdplab.sessions.staying.cell_code import IDLE, cell_namespace, given_names, run_source, source_of, title
+from fsdplab.sessions.worker.rank_process import Place, rank_process
+
+_MOST_NAMES = 8
+
+
+def main(folder: str) -> None:
+    """Run cells on this rank until nobody can send one any more."""
+    with rank_process(folder) as place:
+        cells = _Cells(place)
+        place.heart.enter(IDLE)
+        with place.mailbox.of(place.rank, "in").open() as requests:
+            for line in requests:
+                cells.run(int(line))
+
+
+class _Cells:
+    """Runs one cell after another in the same names."""
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.names, self.interruptible = place, cell_namespace(), False
+        self.given = set(self.names)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        signal.signal(signal.SIGINT, self._interrupt)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Only a cell is interrupted, and once: a signal that comes just after its end must not end the rank."""
+        if self.interruptible:
+            self.interruptible = False
+            raise KeyboardInterrupt
+
+    def run(self, number: int) -> None:
+        """Run a cell and say how it ended: the rank itself goes on."""
+        self.place.heart.enter(f"cell {number}")
+        signal.signal(signal.SIGINT, self._interrupt)
+        said: dict[str, Any] = {"cell": number, "error": None}
+        try:
+            try:
+                self.interruptible = True
+                self._execute(number)
+            finally:
+                self.interruptible = False
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too
+            said |= {"error": _headline(error), "traceback": of_exception(error)}
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.place.append("cells", said | self._held())
+        self.place.heart.enter(IDLE)
+
+    def _execute(self, number: int) -> None:
+        before = self.place.mailbox.folder / "before.py"
+        exec(
+            compile(before.read_text(encoding="utf-8"), str(before), "exec", dont_inherit=True),
+            {"__name__": "__before__"},
+        )
+        self.names.update(given_names())  # `for rank in ...` in one cell is no trap for the next
+        run_source(source_of(self.place.mailbox, number).read_text(encoding="utf-8"), self.names, title(number))
+
+    def _held(self) -> dict[str, Any]:
+        """The cells' own names: the latest, and how many."""
+        own = {name: value for name, value in self.names.items() if name not in self.given and not name.startswith("_")}
+        held = [name for name, value in own.items() if not isinstance(value, ModuleType)]
+        return {"names": held[-_MOST_NAMES:], "held": len(held)}
+
+
+def _headline(error: BaseException) -> str:
+    told = str(traceback.TracebackException.from_exception(error)).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {told}" if told else type(error).__name__
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

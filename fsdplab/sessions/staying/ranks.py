@@ -1,0 +1,238 @@
+"""Ranks that stay: started once, they run one piece of source after another, and its names live on (the rank's side:
+cell_loop.py).
+
+    ranks = StayingRanks.start(2)
+    ranks.run("x = torch.tensor([rank])")
+    ranks.run("dist.all_reduce(x); print(x)")     # prints [rank 0] tensor([1]) and [rank 1] tensor([1]), while it runs
+    ranks.stop()
+
+The warm starter (or torchrun) starts them as it does the ranks of every run, so they are watched and ended in the one
+way, no port listens and none outlives its caller; ipyparallel would bring a broker and engines with a life of their own
+for no more.
+
+A rank that stands in Python can be interrupted and keeps its names. One that waits in a collective cannot, and a group
+that has lost a rank is of no use, so then all ranks end, and the report says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fsdplab.sessions.launch.ending import Agent, end
+from fsdplab.sessions.launch.failure_report import Failure, RanksFailed, hung, not_started
+from fsdplab.sessions.launch.launcher import how_it_ended, start_agent, still_running
+from fsdplab.sessions.launch.live_output import LiveOutput, OnOutput, Tail
+from fsdplab.sessions.launch.mailbox import Mailbox, read_beats
+from fsdplab.sessions.launch.post_mortem import ask_for_stacks, gather
+from fsdplab.sessions.spec import SpecError, check_whole
+from fsdplab.sessions.staying.cell_code import IDLE
+from fsdplab.sessions.staying.cell_reports import CellInterrupted
+from fsdplab.sessions.staying.cell_watch import CellWatch, Living, Outcome
+
+CELL_LIMIT_S = 90.0
+_START_LIMIT_S = 90.0
+_PROGRAM = ("-m", "fsdplab.sessions.staying.cell_loop")
+_numbers = itertools.count(1)  # of all cells of this process: the title of a cell stands for one text only
+_STOPPED = Failure("died", "The ranks were stopped, and what they held is gone.")
+
+
+def print_labelled(rank: int, line: str) -> None:
+    """`[rank 1] a line`."""
+    print(f"[rank {rank}] {line}")
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """Where a rank is. `names`: the latest of those that its cells have defined, of `held` altogether."""
+
+    rank: int
+    pid: int
+    alive: bool
+    busy: bool
+    names: tuple[str, ...]
+    held: int
+    collective: str | None
+
+    def __str__(self) -> str:
+        if not self.alive:
+            return f"rank {self.rank}: ended (it was process {self.pid})"
+        more = f" and {self.held - len(self.names)} more" if self.held > len(self.names) else ""
+        names = f"holds {', '.join(self.names)}{more}" if self.names else "holds no names yet"
+        return (
+            f"rank {self.rank}: {'busy' if self.busy else 'idle'}, process {self.pid}, {names}; last collective:"
+            f" {self.collective or 'none'}"
+        )
+
+
+class StayingRanks:
+    """Ranks of one group that run cells until they are stopped; `failure` says how they ended, None while they live."""
+
+    def __init__(self, living: Living) -> None:
+        """Use `StayingRanks.start`."""
+        self.world_size = living.world_size
+        self.failure: Failure | None = None
+        self._living = living
+        self._told: dict[int, dict[str, Any]] = {}  # by rank: what it said after its last cell
+        self._one_cell = threading.Lock()
+        self._end_all = weakref.finalize(self, _end, os.getpid(), living)
+
+    @classmethod
+    def start(
+        cls, world_size: int, start: str = "auto", *, before: str = "", time_limit: float = _START_LIMIT_S
+    ) -> StayingRanks:
+        """Start ranks and return when they form a group; `start` as in run_ranks. RanksFailed when that fails or takes
+        too long.
+
+        `before` is source that every rank runs before each cell, with names of its own.
+        """
+        check_whole("world_size", world_size, 1)
+        mailbox = Mailbox(Path(tempfile.mkdtemp(prefix="fsdplab-ranks-")))
+        (mailbox.folder / "before.py").write_text(before, encoding="utf-8")
+        requests = [_fifo(mailbox, rank) for rank in range(world_size)]
+        agent: Agent | None = None
+        try:
+            agent = start_agent([*_PROGRAM, str(mailbox.folder)], mailbox, world_size, start)
+            pids = _wait_until_idle(agent, mailbox, world_size, time_limit)
+        except BaseException:
+            _clear(agent, mailbox, world_size, requests)
+            raise
+        ends = [Tail(mailbox.of(rank, "cells")) for rank in range(world_size)]
+        return cls(
+            Living(agent, mailbox, world_size, pids, requests, ends, LiveOutput(mailbox, world_size, print_labelled))
+        )
+
+    def run(
+        self,
+        source: str,
+        ranks: Sequence[int] | None = None,
+        *,
+        time_limit: float = CELL_LIMIT_S,
+        on_output: OnOutput = print_labelled,
+    ) -> None:
+        """Run source on all ranks, or some, and return when all have ended it; `on_output(rank, line)` gets what they
+        print, as they print it.
+
+        RanksFailed when it raises, a rank dies, or the limit is over; CellInterrupted when the caller is interrupted.
+        `alive` tells whether the ranks stay. On some ranks only, a collective of the whole group would wait for the
+        others: give it to groups of these ranks.
+        """
+        chosen = self._checked(ranks)
+        with self._alone():
+            if not self.alive and self.failure is not None:
+                raise RanksFailed(self.failure)
+            self._living.output.on_output = on_output
+            failure = self._run(CellWatch(self._living, next(_numbers), chosen), source, time_limit)
+        if failure is not None:
+            raise RanksFailed(failure)
+
+    @property
+    def alive(self) -> bool:
+        """Whether all ranks are there and can run a cell."""
+        if self.failure is None and (self._living.missing() or self._living.agent.poll() is not None):
+            self._end(self._living.death())
+        return self.failure is None
+
+    def status(self) -> list[RankStatus]:
+        """Where each rank is."""
+        alive, beats = self.alive, read_beats(self._living.mailbox, self.world_size)
+        found = []
+        for rank, pid in self._living.pids.items():
+            told, beat = self._told.get(rank, {}), beats.get(rank)
+            busy, collective = (beat.phase != IDLE, beat.collective) if beat else (False, None)
+            found.append(
+                RankStatus(rank, pid, alive, busy, tuple(told.get("names", ())), told.get("held", 0), collective)
+            )
+        return found
+
+    def stop(self) -> None:
+        """End all ranks and return when none is left; does nothing when they have ended."""
+        self._end(_STOPPED)
+
+    def _run(self, cell: CellWatch, source: str, time_limit: float) -> Failure | None:
+        try:
+            try:
+                cell.send(source)
+                outcome = cell.wait(time_limit)
+            except KeyboardInterrupt:
+                outcome = self._settle(cell, cell.interrupt("The cell was interrupted"))
+                raise CellInterrupted(
+                    outcome.failure or Failure("hung", "Interrupted when the cell had just ended. All ranks stay.")
+                ) from None
+            return self._settle(cell, outcome).failure
+        except CellInterrupted:
+            raise
+        except BaseException:  # a second interrupt, or output that cannot be shown: nobody knows what the ranks do now
+            self._end(Failure("died", "The ranks were ended, because the caller left in the middle of a cell."))
+            raise
+
+    def _settle(self, cell: CellWatch, outcome: Outcome) -> Outcome:
+        self._told.update(cell.said)
+        if outcome.lost:
+            self._end(outcome.failure)
+        return outcome
+
+    def _end(self, failure: Failure | None) -> None:
+        self.failure = self.failure or failure
+        self._end_all()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._one_cell.acquire(blocking=False):
+            raise SpecError("the ranks run another cell at the moment; wait for its end or interrupt it")
+        try:
+            yield
+        finally:
+            self._one_cell.release()
+
+    def _checked(self, ranks: Sequence[int] | None) -> list[int]:
+        chosen = list(range(self.world_size)) if ranks is None else list(ranks)
+        unknown = [rank for rank in chosen if not 0 <= rank < self.world_size]
+        if unknown or not chosen or len(set(chosen)) < len(chosen):
+            raise SpecError(f"ranks is {chosen}; expected some of {list(range(self.world_size))}, each once")
+        return sorted(chosen)
+
+
+def _fifo(mailbox: Mailbox, rank: int) -> int:
+    path = mailbox.of(rank, "in")
+    os.mkfifo(path, 0o600)
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)  # for writing alone, open would wait for the rank
+
+
+def _wait_until_idle(agent: Agent, mailbox: Mailbox, world_size: int, time_limit: float) -> dict[int, int]:
+    """The process ids of the ranks, when all wait for their first cell."""
+    deadline = time.monotonic() + time_limit
+    while still_running(agent, 0.01):
+        beats = read_beats(mailbox, world_size)
+        if len(beats) == world_size and all(beat.phase == IDLE for beat in beats.values()):
+            return {rank: beat.pid for rank, beat in beats.items()}
+        if time.monotonic() > deadline:
+            remains = gather(mailbox, world_size)
+            if len(beats) < world_size:
+                raise RanksFailed(not_started(remains, time_limit, world_size))
+            raise RanksFailed(hung(replace(remains, stacks=ask_for_stacks(mailbox, beats)), time_limit))
+    raise RanksFailed(how_it_ended(agent, mailbox, world_size))
+
+
+def _end(owner: int, living: Living) -> None:
+    if os.getpid() == owner:  # not in a process that was forked from it
+        _clear(living.agent, living.mailbox, living.world_size, living.requests)
+
+
+def _clear(agent: Agent | None, mailbox: Mailbox, world_size: int, requests: Sequence[int]) -> None:
+    """End the ranks, and leave nothing behind."""
+    if agent is not None:
+        end(agent, [beat.pid for beat in read_beats(mailbox, world_size).values()])
+    for descriptor in requests:
+        os.close(descriptor)
+    shutil.rmtree(mailbox.folder, ignore_errors=True)

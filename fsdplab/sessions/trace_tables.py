@@ -1,0 +1,145 @@
+"""From the traces that ranks left behind to the rows and numbers of their record.
+
+The traces themselves move into the record's folder, so that TensorBoard, Perfetto or a later version of the analysis
+can read them again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdplab.sessions.launch.mailbox import Mailbox
+from fsdplab.sessions.spec import RunSpec
+
+if TYPE_CHECKING:
+    from fsdplab.profiling.overlap import TraceAnalysis
+
+Row = dict[str, Any]
+TABLES = ("timeline", "breakdown", "exposed")
+
+
+def tables_of(spec: RunSpec, mailbox: Mailbox, ledger: Sequence[Row], folder: Path) -> dict[str, list[Row]]:
+    """Rows of `timeline`, `breakdown` and `exposed` of all profiled steps, and the timeline of the step whose memory
+    was measured.
+    """
+    from fsdplab.profiling.skew import with_peers
+    from fsdplab.sessions.worker.trace_analysis import MEMORY_TRACE, TRACE, analysis_of
+
+    def analysed(traces: dict[int, Path], kind: str) -> list[TraceAnalysis]:
+        """All ranks together: whether one waited for another, only both can tell."""
+        mine = {rank: [row for row in ledger if row["rank"] == rank] for rank in traces}
+        return with_peers([analysis_of(mailbox, rank, kind, path, mine[rank]) for rank, path in traces.items()])
+
+    tables: dict[str, list[Row]] = {name: [] for name in TABLES}
+    ranks = range(spec.processes)
+    kept = {rank: path for rank in ranks if (path := _keep(mailbox.of(rank, TRACE), folder / "traces"))}
+    of_memory = {rank: path for rank in kept if (path := mailbox.of(rank, MEMORY_TRACE)).exists()}
+    for analysis in analysed(kept, TRACE):
+        _add(tables, analysis, TABLES, shift=spec.untimed + spec.steps)
+    for analysis in analysed(of_memory, MEMORY_TRACE):
+        _add(tables, analysis, ("timeline",), shift=0)
+    for path in of_memory.values():
+        path.unlink()
+    for rank in ranks:
+        _keep(mailbox.of(rank, "snapshot.pickle.gz"), folder / "snapshots")
+    return tables
+
+
+def _keep(trace: Path, folder: Path) -> Path | None:
+    if not trace.exists():  # the run ended before its profiled steps
+        return None
+    folder.mkdir(exist_ok=True)
+    return Path(shutil.move(trace, folder / trace.name))
+
+
+def _add(tables: dict[str, list[Row]], analysis: TraceAnalysis, names: Sequence[str], shift: int) -> None:
+    """The profiler counts its own steps from 0, the first of them its warm-up; the record counts the run's."""
+    for step in analysis.steps:
+        rows = {"timeline": step.timeline, "breakdown": [step.breakdown], "exposed": step.exposed}
+        for name in names:
+            tables[name] += [{**row, "step": row["step"] + shift, **_root(row, analysis)} for row in rows[name]]
+
+
+def _root(row: Row, analysis: TraceAnalysis) -> Row:
+    """The ranges of the root carry no name; where other units have one, a collective without one is its own, as in the
+    ledger.
+    """
+    has_units = any(each["unit"] for step in analysis.steps for each in step.exposed)
+    return (
+        {"unit": "root"}
+        if has_units and row.get("unit") == "" and row.get("lane") not in ("step", "compute", "waiting")
+        else {}
+    )
+
+
+def profile_summary(
+    spec: RunSpec,
+    summary: Mapping[str, Any],
+    profiled_s: Sequence[Sequence[float]],
+    ledger: Sequence[Row],
+    breakdown: Sequence[Row],
+) -> dict[str, Any]:
+    """How much communication was exposed, who says so (`trace`, `ledger` or nobody), and what profiling cost."""
+    on_the_link = waited(ledger, spec.untimed, spec.untimed + spec.steps)
+    known, source = exposure(breakdown), "trace"
+    # an emulated link's own clock says it without the profiler's overhead
+    if known is None or spec.linked and on_the_link is not None:
+        known, source = on_the_link, "ledger"
+    if spec.world_size == 1 and spec.engine != "twin":
+        known, source = (0.0, None), "ledger"  # nothing travels
+    exposed, overlap = known or (None, None)
+    cost = overhead(profiled_s, summary["step_time_s"]["median"])
+    return {
+        "steps": spec.profile,
+        "overhead": cost,
+        "source": source if known else None,
+        "exposed_s": exposed,
+        "overlap": overlap,
+    }
+
+
+def exposure(breakdown: Sequence[Row]) -> tuple[float, float | None] | None:
+    """(exposed seconds, overlapped part of communication) of the rank that is exposed longest; None without rows.
+
+    A rank whose step has 6 ms of communication, 2 of them exposed: (0.002, 0.667).
+    """
+    from fsdplab.profiling.step_summary import step_summary
+
+    worst = step_summary(breakdown)
+    return None if worst is None else (worst.exposed_ns / 1e9, worst.hidden)
+
+
+def waited(ledger: Sequence[Row], first: int, last: int) -> tuple[float, float | None] | None:
+    """The same from the ledger alone, of steps `first` to `last` - 1: how long the host was blocked; None where nobody
+    knows.
+    """
+    blocked: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
+    for row in ledger:
+        if first <= row["step"] < last:
+            if row["waited_ns"] is None:
+                return None
+            sums = blocked[row["rank"], row["step"]]
+            sums[0] += row["waited_ns"]
+            sums[1] += row["end_ns"] - row["start_ns"]
+    if not blocked:
+        return None
+    by_rank: dict[int, list[list[int]]] = defaultdict(list)
+    for (rank, _), sums in blocked.items():
+        by_rank[rank].append(sums)
+    exposed, moving = max(
+        ([statistics.median(column) for column in zip(*steps)] for steps in by_rank.values()), key=lambda pair: pair[0]
+    )
+    return exposed / 1e9, max(0.0, 1 - exposed / moving) if moving else None
+
+
+def overhead(profiled_s: Sequence[Sequence[float]], timed_median: float | None) -> float | None:
+    """How much longer profiled steps took than timed ones, as a part (0.08 = 8 %): slowest rank's median against the
+    run's.
+    """
+    medians = [statistics.median(seconds) for seconds in profiled_s if seconds]
+    return max(medians) / timed_median - 1 if medians and timed_median else None

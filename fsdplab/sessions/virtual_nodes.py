@@ -1,0 +1,199 @@
+"""Runs on several nodes of one machine, with a really slow network between them: nothing emulated, gloo's own packets
+wait in the kernel.
+
+    with shaped_nodes(2, 2, parse_link("200mbit")):
+        run(RunSpec(world_size=4))              # ranks 0 and 1 are node 0, ranks 2 and 3 node 1
+
+Ranks of one node may share memory; between nodes there is the network alone (netns.py). Bandwidth is shaped and
+latency is not: what the kernel's own way through two cables takes (about 0.1 ms) is what a step costs.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from fsdplab.common.processes import send_group
+from fsdplab.planning.links import LinkSpec
+from fsdplab.records import RunRecord
+from fsdplab.sessions.launch.failure_report import RanksFailed
+from fsdplab.sessions.launch.launcher import Process, rank_environment, ranks_started_by
+from fsdplab.sessions.launch.mailbox import Mailbox
+from fsdplab.sessions.run_and_record import WORKER, OnProgress, run
+from fsdplab.sessions.spec import RunSpec, SpecError
+
+MOST_NODES = 8
+_LEAST_BYTES_PER_S = 125e3  # 1 Mbit/s; below, not even the rendezvous comes through in time
+# A cable through the kernel has about this latency by itself: links with no more are let through, none can be given
+# more.
+_OWN_LATENCY_S = 100e-6
+_GONE_WITHIN_S = 5.0
+
+
+class ShapingRefused(RuntimeError):
+    """This system does not let us shape a network; the message is one line that says why and what to do."""
+
+
+def run_nodes(
+    spec: RunSpec,
+    nodes: int,
+    ranks_per_node: int,
+    link: LinkSpec | None,
+    *,
+    directory: str | Path | None = None,
+    on_progress: OnProgress | None = None,
+    program: Sequence[str] = WORKER,
+) -> RunRecord:
+    """Run one spec on `nodes` x `ranks_per_node` ranks with `link` between the nodes, and return its record, as `run`
+    does.
+
+    Rank r is on node r // ranks_per_node. The record says `link: measured`. SpecError when the numbers do not fit the
+    spec, ShapingRefused where the system allows no shaping (give the spec an emulated `link` instead), RanksFailed as
+    `run`. `link=None` leaves the network unshaped.
+    """
+    check_nodes(spec, nodes, ranks_per_node, link)
+    with shaped_nodes(nodes, ranks_per_node, link):
+        try:
+            record = run(spec, directory=directory, on_progress=on_progress, program=program)
+        except RanksFailed as failed:
+            assert failed.record is not None  # run() adds it
+            failed.record = _on_nodes(failed.record, nodes, ranks_per_node, link)
+            raise
+    return _on_nodes(record, nodes, ranks_per_node, link)
+
+
+@contextmanager
+def shaped_nodes(nodes: int, ranks_per_node: int, link: LinkSpec | None) -> Iterator[None]:
+    """Inside, the ranks that this thread starts (`run`, `call_on_ranks`) are on nodes; raises ShapingRefused.
+
+    Every run has a network of its own, which is gone when the run is, however it ended.
+    """
+    _check_link(link)
+    if (why := shaping_refused()) is not None:
+        raise ShapingRefused(f"No nodes can be made here: {why}. Give the run an emulated link instead of nodes.")
+    switches: list[_Switch] = []
+
+    def start(program: Sequence[str], mailbox: Mailbox, world_size: int) -> Process:
+        if world_size != nodes * ranks_per_node:
+            raise SpecError(
+                f"{world_size} ranks on {nodes} nodes with {ranks_per_node} ranks each; expected"
+                f" {nodes * ranks_per_node} ranks"
+            )
+        switches.append(_Switch(program, mailbox, nodes, ranks_per_node, link))
+        return switches[-1].process
+
+    try:
+        with ranks_started_by(start):
+            yield
+    finally:
+        for switch in switches:
+            switch.close()
+
+
+def shaping_refused() -> str | None:
+    """Why this system does not let us make nodes, in one line; None where it does. Tries it once, which takes a fifth
+    of a second.
+    """
+    if sys.platform != "linux":
+        return f"network namespaces are Linux's, and this is {sys.platform}"
+    missing = [command for command in ("ip", "tc") if shutil.which(command) is None]
+    if missing:
+        return f"the command {' and '.join(missing)} is not installed (package iproute2)"
+    words = [sys.executable, "-m", "fsdplab.sessions.launch.netns"]
+    try:
+        tried = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=rank_environment(), timeout=20
+        )
+    except subprocess.TimeoutExpired:
+        return "trying it did not end within 20 s"
+    said = (tried.stdout or tried.stderr).strip().splitlines()
+    return None if tried.returncode == 0 else said[-1] if said else f"trying it ended with exit code {tried.returncode}"
+
+
+def check_nodes(spec: RunSpec, nodes: int, ranks_per_node: int, link: LinkSpec | None) -> None:
+    """Raise SpecError when `spec` cannot run on such nodes, without starting anything."""
+    for name, got, least in (("nodes", nodes, 2), ("ranks_per_node", ranks_per_node, 1)):
+        if isinstance(got, bool) or not isinstance(got, int) or got < least:
+            raise SpecError(f"{name} is {got!r}; expected a whole number of at least {least}")
+    if nodes > MOST_NODES:
+        raise SpecError(f"nodes is {nodes}; expected at most {MOST_NODES}, since all of them share this machine")
+    if spec.world_size != nodes * ranks_per_node:
+        raise SpecError(
+            f"world_size is {spec.world_size}, but {nodes} nodes x {ranks_per_node} ranks are {nodes * ranks_per_node};"
+            " give that"
+        )
+    if spec.engine == "twin":
+        raise SpecError("the twin is one process, which has no nodes; give another engine")
+    if spec.place != "cpu":
+        raise SpecError(
+            "nodes are made for CPU ranks, whose gloo packets can be shaped, but this run is on cuda; give device='cpu'"
+        )
+    if spec.transport == "shm":
+        raise SpecError("transport is shm, which does not reach from node to node; leave transport='auto'")
+    if spec.linked:
+        raise SpecError(
+            "the spec has an emulated link as well as nodes with a real one; give the link to the nodes and leave the"
+            " spec's out"
+        )
+    _check_link(link)
+
+
+def _check_link(link: LinkSpec | None) -> None:
+    if link is None:
+        return
+    if link.bytes_per_s < _LEAST_BYTES_PER_S:
+        raise SpecError(f"link {link.name} carries {link.words}; nodes need at least 1mbit to find each other")
+    if link.latency_s > _OWN_LATENCY_S:
+        raise SpecError(
+            f"link {link.name} has a latency of {link.latency_s * 1e6:g} us, but between nodes only bandwidth is"
+            " shaped; give the bandwidth alone, or an emulated link"
+        )
+
+
+def _on_nodes(record: RunRecord, nodes: int, ranks_per_node: int, link: LinkSpec | None) -> RunRecord:
+    """The record, saved again, with where its ranks were; the latency is unknown, because nobody set it."""
+    if link is not None:
+        record.summary["link"] = {
+            "name": link.name, "bytes_per_s": link.bytes_per_s, "latency_s": None, "queues": None, "across": None,
+            "as": None,
+        }  # fmt: skip
+        record.provenance["link"] = "measured"
+    record.summary["nodes"] = {"nodes": nodes, "ranks_per_node": ranks_per_node}
+    return record.save()
+
+
+class _Switch:
+    """The process that holds the nodes (netns_supervisor.py),
+    and the pipe that tells when it and all agents are gone.
+    """
+
+    def __init__(
+        self, program: Sequence[str], mailbox: Mailbox, nodes: int, ranks_per_node: int, link: LinkSpec | None
+    ) -> None:
+        self._notes = tempfile.mkdtemp(prefix="fsdplab-nodes-")  # not in the mailbox, which is part of the record
+        self._gone, alive = os.pipe()
+        words = [os.getpid(), mailbox.folder, self._notes, nodes, ranks_per_node, link and link.bytes_per_s, alive]
+        try:
+            with mailbox.agent_log.open("wb") as log:
+                self.process = Process(
+                    [sys.executable, "-m", "fsdplab.sessions.launch.netns_supervisor", *map(str, words), *program],
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=rank_environment(),
+                    start_new_session=True, pass_fds=(alive,),
+                )  # fmt: skip
+        finally:
+            os.close(alive)
+
+    def close(self) -> None:
+        """Return when nothing of it is left; the ranks were ended before (launcher.py)."""
+        send_group(self.process.pid, signal.SIGKILL)
+        select.select([self._gone], [], [], _GONE_WITHIN_S)
+        os.close(self._gone)
+        shutil.rmtree(self._notes, ignore_errors=True)

@@ -1,0 +1,66 @@
+"""DeepSpeed's ZeRO as an engine: stages 1, 2 and 3, configured to train what the other engines train.
+
+Apart from engines.py because DeepSpeed owns the whole step: it scales the loss, decides when gradients travel, and
+steps the optimizer. Importing it takes seconds, which only its own ranks pay.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdplab.sessions.spec import RunSpec
+from fsdplab.sessions.worker.rank_process import Place
+from fsdplab.workloads import loss_of, parameter_count, preset
+
+
+def deepspeed_rig(
+    stage: int, spec: RunSpec, place: Place, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, Any, Callable[..., float]]:
+    """The (engine, optimizer, train_step) of ZeRO stage `stage`."""
+    os.environ.setdefault("DS_ACCELERATOR", place.device.type)
+    import deepspeed
+
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=configuration(stage, spec), dist_init_required=False
+    )
+
+    def train_step(batches_by_rank: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> float:
+        (batches,) = batches_by_rank
+        total = torch.zeros((), device=place.device)
+        for tokens, targets in batches:
+            place.heart.enter("forward")
+            loss = loss_of(engine, tokens, targets)
+            place.heart.enter("backward")
+            engine.backward(loss)  # divides by the number of micro-batches itself
+            place.heart.enter("optimizer")
+            engine.step()  # steps after the last micro-batch only
+            total += loss.detach() / len(batches)
+        return total.item()
+
+    return engine, optimizer, train_step
+
+
+def configuration(stage: int, spec: RunSpec) -> dict[str, Any]:
+    """DeepSpeed's configuration for a run: its own defaults, but for two things.
+
+    Nothing may train another model (clipping). And its reduce bucket of 500 million elements is allocated whole, 2 GB
+    of float32, which would hide everything else of a small model; a bucket as large as the model behaves the same.
+    """
+    bf16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+    return {
+        "train_micro_batch_size_per_gpu": spec.batch_size,
+        "gradient_accumulation_steps": spec.micro_batches,
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": min(500_000_000, parameter_count(preset(spec.model))),
+        },
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 1_000_000,
+        **(bf16 if spec.precision == "bf16" else {}),
+    }

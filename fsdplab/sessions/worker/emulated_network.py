@@ -1,0 +1,137 @@
+"""Puts the network that a spec asks for between the ranks: a link that was named, or the wind tunnel's.
+
+The wind tunnel asks how fast a link must be for communication to take the same part of a step as on another machine.
+That depends on how fast this machine computes, so it is measured on the run itself, in its warm-up, without a link.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdplab.engine.link import Link, emulate, emulate_group
+from fsdplab.engine.shm_group import SharedMemoryGroup
+from fsdplab.planning.hardware import parse_cluster
+from fsdplab.planning.links import LinkSpec, parse_link
+from fsdplab.planning.windtunnel import Target, card_for, link_for, wind_tunnel
+from fsdplab.sessions.spec import RunSpec
+from fsdplab.sessions.worker.rank_process import Place
+from fsdplab.workloads import parameter_count, preset
+
+TARGET_TOKENS = 8192  # tokens that a GPU of the target reads in one step: a sequence of torchtitan's Llama 3.1 runs
+
+
+def target_of(spec: RunSpec) -> Target:
+    """One step of `spec.as_model` on `spec.emulate`, full sharding's own: all strategies of a comparison meet the same
+    network.
+    """
+    machine, model = _imitated(spec)
+    shape = preset(model)
+    return wind_tunnel(
+        parse_cluster(machine),
+        target_parameters=parameter_count(shape),
+        target_layers=shape.layers,
+        tokens_per_gpu=TARGET_TOKENS,
+    )
+
+
+def scaled_card(spec: RunSpec) -> int:
+    """The emulated card of a wind tunnel: as full of this model's state as the target's is of the model that it stands
+    for.
+    """
+    shape = preset(_imitated(spec)[1])
+    return card_for(
+        target_of(spec),
+        parameters_here=parameter_count(preset(spec.model)),
+        target_parameters=parameter_count(shape),
+        ranks=spec.world_size,
+    )
+
+
+def _imitated(spec: RunSpec) -> tuple[str, str]:
+    """The machine and the model that a wind tunnel stands for."""
+    assert spec.emulate is not None and spec.as_model is not None, "the spec has no wind tunnel"
+    return spec.emulate, spec.as_model
+
+
+@dataclass
+class Fabric:
+    """The links of one run, on one rank."""
+
+    spec: RunSpec
+    place: Place
+    chosen: LinkSpec | None = None
+    # seconds of each step of calibration, without its communication
+    computing: list[float] = field(default_factory=list)
+
+    def begin(self, model: torch.nn.Module) -> None:
+        """Put a link that was named in place."""
+        if self.spec.link or self.spec.link_across:
+            self.chosen = parse_link(self.spec.link) if self.spec.link else None
+            self._place(model)
+
+    def warmed_up(self, model: torch.nn.Module) -> None:
+        """The warm-up has ended: choose and place the wind tunnel's link."""
+        if not self.spec.emulate or self.spec.link or self.place.world_size == 1:
+            return
+        slowest = torch.tensor(statistics.median(self.computing), device=self.place.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        wire, collectives = full_shard_traffic(self.spec)
+        self.chosen = link_for(
+            target_of(self.spec),
+            compute_s=slowest.item(),
+            wire_bytes=wire,
+            collectives=collectives,
+            ranks=self.place.world_size,
+        )
+        self._place(model)
+
+    def note_step(self, step: int, seconds: float, ledger: Sequence[dict[str, Any]]) -> None:
+        """A step of calibration took `seconds`; what it waited for others is no computing."""
+        waited = sum(row["waited_ns"] or 0 for row in ledger if row["step"] == step) / 1e9
+        self.computing.append(max(seconds - waited, 1e-6))
+
+    def _place(self, model: torch.nn.Module) -> None:
+        across = parse_link(self.spec.link_across) if self.spec.link_across else self.chosen
+        if self.spec.engine == "lab":
+            emulate(model, shard=self._link(self.chosen), replicate=self._link(across))
+        elif isinstance(dist.group.WORLD, SharedMemoryGroup):
+            emulate_group(dist.group.WORLD, self._link(self.chosen))
+
+    def _link(self, chosen: LinkSpec | None) -> Link | None:
+        return None if chosen is None else Link(chosen.bytes_per_s, chosen.latency_s, self.spec.link_queues)
+
+    def told(self) -> dict[str, Any] | None:
+        """What the record says of the network; None without one."""
+        if not self.spec.linked:
+            return None
+        across = parse_link(self.spec.link_across) if self.spec.link_across else None
+        return {
+            **(_told(self.chosen) or {"name": "none", "bytes_per_s": None, "latency_s": None}),
+            **({"name": f"wind tunnel of {self.spec.as_model} on {self.spec.emulate}"} if self.spec.emulate else {}),
+            "queues": self.spec.link_queues,
+            "across": _told(across),
+            "as": f"{self.spec.as_model} on {self.spec.emulate}" if self.spec.emulate else None,
+        }
+
+
+def _told(link: LinkSpec | None) -> dict[str, Any] | None:
+    return None if link is None else {"name": link.name, "bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s}
+
+
+def in_words(link: dict[str, Any]) -> str:
+    """A link that a record tells of, as a spec takes it: `358.736589MB/s,4.870254us`."""
+    return f"{link['bytes_per_s'] / 1e6:.6f}MB/s,{link['latency_s'] * 1e6:.6f}us"
+
+
+def full_shard_traffic(spec: RunSpec) -> tuple[int, int]:
+    """Bytes that a rank sends in a step of full sharding, and the collectives: what the target's ratio is about."""
+    from fsdplab.sessions.summary import traffic_of
+
+    rows = traffic_of(spec, "full_shard")
+    return sum(row.step_bytes for row in rows), sum(row.count for row in rows)

@@ -1,0 +1,242 @@
+"""One small builder an engine: from a RunSpec to a model, an optimizer and one step of training.
+
+All engines train the same model from the same weights with the same optimizer. AdamW is the fused one everywhere: it
+makes no temporaries (a looped one holds three times its largest parameter, a foreach one a copy of all), works on
+DTensors, and on the CPU takes a third of the time. What differs between engines is in this file and nowhere else; each
+is used as its own documentation says, with its defaults.
+
+bf16 means computing in bfloat16 with float32 masters and float32 reduction. DDP and the twin have no masters of their
+own: DDP runs under autocast, its usual form; the twin casts its parameters inside the forward, which is what sharding
+engines do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdplab.sessions.spec import RunSpec
+from fsdplab.sessions.worker.rank_process import Place
+from fsdplab.workloads import block_types, build_model, loss_of
+from fsdplab.workloads.compiled import compile_blocks
+from fsdplab.workloads.twin import SideBySide
+
+Batch = tuple[Tensor, Tensor]
+Accumulate = Callable[[bool], AbstractContextManager[Any]]
+TrainStep = Callable[[Sequence[Sequence[Batch]]], float]
+
+
+@dataclass(frozen=True)
+class Rig:
+    """A model ready to train. `train_step(batches)` does one whole step and returns its mean loss; `batches[i]` are the
+    micro-batches of the i-th rank that this process plays: one for every engine but the twin, which plays all.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    train_step: TrainStep
+
+
+def build(spec: RunSpec, place: Place) -> Rig:
+    """The rig of `spec.engine` on this rank; the weights depend on `spec.seed` alone."""
+    model = build_model(spec.model, device=place.device, seed=spec.seed)
+    if spec.compile == "blocks" and spec.engine != "twin":  # the twin is what others are compared with
+        compile_blocks(model)
+    return _BUILDERS[spec.engine](spec, place, model)
+
+
+def adamw(spec: RunSpec, model: nn.Module) -> torch.optim.AdamW:
+    """The optimizer of every engine."""
+    kind = "foreach" if spec.optimizer == "adamw-foreach" else "fused"
+    return torch.optim.AdamW(model.parameters(), lr=spec.learning_rate, **{kind: True})
+
+
+def _at_once(last: bool) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+def _trained(spec: RunSpec, place: Place, model: nn.Module, accumulate: Accumulate = _at_once) -> Rig:
+    optimizer = adamw(spec, model)
+
+    def train_step(batches_by_rank: Sequence[Sequence[Batch]]) -> float:
+        (batches,) = batches_by_rank
+        total = torch.zeros((), device=place.device)
+        for index, (tokens, targets) in enumerate(batches, start=1):
+            with accumulate(index == len(batches)):
+                place.heart.enter("forward")
+                loss = loss_of(model, tokens, targets) / len(batches)
+                place.heart.enter("backward")
+                loss.backward()
+            total += loss.detach()
+        place.heart.enter("optimizer")
+        optimizer.step()
+        optimizer.zero_grad()
+        return total.item()
+
+    return Rig(model, optimizer, train_step)
+
+
+def _lab(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
+    from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, shard_model
+
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if spec.precision == "bf16"
+        else MixedPrecisionPolicy()
+    )
+    offload = CPUOffloadPolicy(pin_memory=place.device.type == "cuda") if spec.offload == "cpu" else OffloadPolicy()
+    sharded = shard_model(
+        model, spec.strategy, units=units_of(spec, model), mesh=_mesh(spec, place), mp_policy=policy,
+        offload_policy=offload,
+        checkpoint=spec.checkpoint, prefetch=spec.prefetch, transport=spec.transport,
+    )  # fmt: skip
+
+    def announce(last: bool) -> AbstractContextManager[Any]:
+        sharded.set_is_last_backward(last)
+        if spec.strategy in ("no_shard", "zero1"):  # these keep whole gradients anyway, so they travel once a step
+            sharded.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    return _trained(spec, place, sharded, announce)
+
+
+def units_of(spec: RunSpec, model: nn.Module) -> Literal["root"] | tuple[type[nn.Module], ...]:
+    """What travels together, in the words of `shard_model`."""
+    if spec.units == "model":
+        return "root"
+    return (nn.Linear,) if spec.units == "linear" else block_types(model)
+
+
+def _mesh(spec: RunSpec, place: Place) -> DeviceMesh:
+    """All ranks in a line; under hybrid_shard replicas x ranks of a shard group."""
+    if spec.strategy != "hybrid_shard":
+        return init_device_mesh(place.device.type, (place.world_size,))
+    return init_device_mesh(place.device.type, (spec.replicas, spec.shard_size), mesh_dim_names=("replicate", "shard"))
+
+
+def _ddp(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
+    from torch.nn.parallel import DistributedDataParallel
+
+    seen = _Autocast(model, place.device.type) if spec.precision == "bf16" else model
+    replicated = DistributedDataParallel(seen, device_ids=None if place.device.type == "cpu" else [place.device.index])
+    return _trained(spec, place, replicated, lambda last: nullcontext() if last else replicated.no_sync())
+
+
+def _fsdp1(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    rows = {
+        "full_shard": ShardingStrategy.FULL_SHARD,
+        "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
+        "no_shard": ShardingStrategy.NO_SHARD,
+    }
+    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if spec.precision == "bf16" else None
+    sharded = FullyShardedDataParallel(
+        model,
+        sharding_strategy=rows[spec.strategy],
+        auto_wrap_policy=ModuleWrapPolicy(set(block_types(model))),
+        mixed_precision=mixed,
+        device_id=place.device,
+        use_orig_params=True,
+    )
+    return _trained(spec, place, sharded)
+
+
+def _fsdp2(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from fsdplab.engine.shared_gpu_peers import put_on_shared_gpu
+
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if spec.precision == "bf16"
+        else MixedPrecisionPolicy()
+    )
+    shard = partial(
+        fully_shard,
+        mesh=_mesh(spec, place),
+        reshard_after_forward=False if spec.strategy == "shard_grad_op" else None,
+        mp_policy=policy,
+    )
+    units = units_of(spec, model)
+    for module in [module for module in model.modules() if units != "root" and isinstance(module, tuple(units))]:
+        shard(module)
+    sharded = shard(model)
+    if spec.shares_a_gpu:
+        put_on_shared_gpu(sharded, dist.group.WORLD, place.device)
+    return _trained(spec, place, sharded)
+
+
+def _twin(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
+    seen = _CastParameters(model) if spec.precision == "bf16" else model
+    # a twin whose memory is measured computes on one thread: the profiler sees no other, and one set of gradients is
+    # what it needs
+    spread = place.device.type == "cpu" and not spec.memory and hasattr(os, "sched_getaffinity")
+    replay = SideBySide(seen, min(spec.world_size, len(os.sched_getaffinity(0))) if spread else 1)
+    optimizer = adamw(spec, model)
+
+    def train_step(batches_by_rank: Sequence[Sequence[Batch]]) -> float:
+        place.heart.enter("replay")
+        loss = replay.replay_gradients(batches_by_rank, loss_of)
+        place.heart.enter("optimizer")
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return Rig(model, optimizer, train_step)
+
+
+def _deepspeed(stage: int) -> Callable[[RunSpec, Place, nn.Module], Rig]:
+    def build_stage(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
+        from fsdplab.sessions.worker.deepspeed_engine import deepspeed_rig
+
+        return Rig(*deepspeed_rig(stage, spec, place, model, adamw(spec, model)))
+
+    return build_stage
+
+
+class _Autocast(nn.Module):
+    """The model with its forward under bfloat16 autocast."""
+
+    def __init__(self, model: nn.Module, device_type: str) -> None:
+        super().__init__()
+        self.model = model
+        self.device_type = device_type
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.autocast(self.device_type, torch.bfloat16):
+            return self.model(tokens)
+
+
+class _CastParameters(nn.Module):
+    """The model computed with bfloat16 copies of its float32 parameters; gradients arrive at the masters in float32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        low = {name: parameter.to(torch.bfloat16) for name, parameter in self.model.named_parameters()}
+        return torch.func.functional_call(self.model, low, (tokens,))
+
+
+_BUILDERS: dict[str, Callable[[RunSpec, Place, nn.Module], Rig]] = {
+    "lab": _lab,
+    "torch-ddp": _ddp,
+    "torch-fsdp1": _fsdp1,
+    "torch-fsdp2": _fsdp2,
+    "deepspeed-1": _deepspeed(1),
+    "deepspeed-2": _deepspeed(2),
+    "deepspeed-3": _deepspeed(3),
+    "twin": _twin,
+}

@@ -1,0 +1,97 @@
+"""What a run ran on, so that two records can be compared and a result repeated.
+
+Recorded: versions, processor, accelerators, and the variables that change speed or communication. Never recorded: names
+of users and hosts, and paths; a record is made to be handed on.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from fsdplab import __version__
+
+_VARIABLES = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES",
+    "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
+)  # fmt: skip
+_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
+
+
+def capture_environment(device: str) -> dict[str, Any]:
+    """The environment of this process, JSON-able; `device` is where its ranks run: `"cpu"` or `"cuda"`."""
+    return {
+        "versions": {
+            "fsdplab": __version__,
+            "torch": torch.__version__,
+            "numpy": numpy.__version__,
+            "python": platform.python_version(),
+        },
+        "platform": platform.platform(),
+        "cpu": {
+            "model": _cpu_model(),
+            "count": os.cpu_count(),
+            "threads_per_rank": torch.get_num_threads(),
+            "memory_bytes": _memory_bytes(),
+        },
+        "device": device,
+        "gpus": _gpus() if device == "cuda" else [],
+        "backend": _backend(device),
+        "commit": _commit(),
+        "variables": _variables(),
+    }
+
+
+def _cpu_model() -> str:
+    if sys.platform == "linux":
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        return named[0] if named else platform.machine()
+    if sys.platform == "darwin":
+        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _gpus() -> list[dict[str, Any]]:
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[:1]
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [
+        {"name": gpu.name, "memory_bytes": gpu.total_memory, "driver": "".join(driver) or None} for gpu in properties
+    ]
+
+
+def _backend(device: str) -> str:
+    if device != "cuda":
+        return "gloo"
+    return "nccl " + ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this package lies in; None for an installed package."""
+    checkout = Path(__file__).resolve().parents[3]
+    return _output("git", "-C", str(checkout), "rev-parse", "HEAD") or None if (checkout / ".git").exists() else None
+
+
+def _output(*command: str) -> str:
+    """What a command prints; empty when it fails or is not installed."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _variables() -> dict[str, str]:
+    chosen = {name: value for name, value in os.environ.items() if name in _VARIABLES or name.startswith(_PREFIXES)}
+    return {name: "(a path)" if os.sep in value else value for name, value in sorted(chosen.items())}

@@ -1,0 +1,169 @@
+"""What every rank process does before and after its work, whatever the work is.
+
+It ties itself to its parent, speaks into the mailbox, can be asked where it stands, joins the process group, and leaves
+a note when it fails. A rank never cleans up after a failure: its peers may be gone, and waiting for them is how runs
+hang.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdplab.common.files import write_whole
+from fsdplab.engine.shm_group import register_backend
+from fsdplab.sessions.launch.mailbox import AGENT_PID, RANKS_STORE, Heart, Mailbox
+from fsdplab.sessions.launch.parent_death import end_with_parent
+from fsdplab.sessions.launch.stacks import of_exception
+from fsdplab.sessions.worker.collective_hooks import watch_collectives
+
+# The caller reports a hang long before the process group would give up.
+_GROUP_PATIENCE = timedelta(hours=1)
+_PEERS_CONNECT = timedelta(seconds=10)
+
+
+class Diverged(RuntimeError):
+    """The loss is no longer a number."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's place in a run."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mailbox: Mailbox
+    heart: Heart
+    issued: list[tuple[str, int]] = field(default_factory=list)  # every collective that passed the tap: name, bytes
+
+    def note_collective(self, name: str, nbytes: int) -> None:
+        """A collective is about to be issued."""
+        self.issued.append((name, nbytes))
+        self.heart.issue(f"{name} of {nbytes} bytes" if nbytes else name)
+
+    def write(self, kind: str, content: dict[str, Any]) -> None:
+        """Leave a JSON file for the caller, whole or not at all."""
+        write_whole(self.mailbox.of(self.rank, kind), json.dumps(content) + "\n")
+
+    def append(self, kind: str, row: dict[str, Any]) -> None:
+        """Add one line to a file of JSON lines."""
+        with self.mailbox.of(self.rank, kind).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+@contextmanager
+def rank_process(folder: str, backend: str = "gloo", device: str | None = None) -> Iterator[Place]:
+    """The frame of a rank's work: everything inside runs as one rank of a process group (gloo or shm on the CPU, nccl
+    on CUDA).
+
+    The process ends with the frame. `device` is "cuda" where the ranks of a gloo group compute on GPUs, "cuda:0" where
+    all share that one.
+    """
+    end_with_parent(int(os.environ[AGENT_PID]))
+    mailbox, rank, world_size = Mailbox(Path(folder)), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _print_into(mailbox, rank)
+    _answer_when_asked(mailbox, rank)
+    place = Place(
+        rank,
+        world_size,
+        _own_device(device or ("cuda" if backend == "nccl" else "cpu")),
+        mailbox,
+        Heart(mailbox.of(rank, "beat"), rank),
+    )
+    sys.excepthook = lambda kind, error, trace: _leave_note_and_end(place, error)
+    dist.init_process_group(
+        register_backend() if backend == "shm" else backend, timeout=_GROUP_PATIENCE, **_meeting_place(rank, world_size)
+    )
+    store = dist.distributed_c10d._get_default_store()
+    store.set(_connected(rank), "")
+    with watch_collectives(place.note_collective):
+        yield place
+    place.heart.enter("finished")
+    _wait_for_peers(store, world_size)
+    dist.destroy_process_group()
+    _end(0)
+
+
+def _connected(rank: int) -> str:
+    return f"fsdplab/connected/{rank}"
+
+
+def _wait_for_peers(store: dist.Store, world_size: int) -> None:
+    """Return once every rank has formed its group: one that leaves sooner breaks the connection that a peer is making.
+
+    A peer that died meanwhile is not waited for longer than the launcher needs to see it.
+    """
+    try:
+        store.wait([_connected(rank) for rank in range(world_size)], _PEERS_CONNECT)
+    except RuntimeError:
+        pass
+
+
+def _meeting_place(rank: int, world_size: int) -> dict[str, Any]:
+    """Forked ranks meet in a file of the run's folder, so that nothing listens; torchrun's meet at the address in their
+    environment.
+    """
+    path = os.environ.get(RANKS_STORE)
+    return {"store": dist.FileStore(path, world_size), "rank": rank, "world_size": world_size} if path else {}
+
+
+def _own_device(kind: str) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    own = torch.device(kind)
+    if own.index is None:
+        own = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(own)
+    return own
+
+
+def _print_into(mailbox: Mailbox, rank: int) -> None:
+    # the file descriptors, not sys.stdout: what C++ prints belongs here too
+    for descriptor, kind in ((1, "out"), (2, "err")):
+        file = os.open(mailbox.of(rank, kind), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+        os.dup2(file, descriptor)
+        os.close(file)
+
+
+def _answer_when_asked(mailbox: Mailbox, rank: int) -> None:
+    faulthandler.enable()
+    # faulthandler writes from the signal handler itself, so a rank that waits inside C++ answers too; the file stays
+    # open for it
+    faulthandler.register(signal.SIGUSR1, file=mailbox.of(rank, "stack").open("a"), all_threads=True)
+
+
+def _leave_note_and_end(place: Place, error: BaseException) -> None:
+    text, beat = of_exception(error), asdict(place.heart.beat())
+    kind = "diverged" if isinstance(error, Diverged) else "raised"
+    where = {name: beat[name] for name in ("step", "phase", "collective", "completed")}
+    place.write("failure", {"kind": kind, "error": _headline(error), "traceback": text, "time": time.time(), **where})
+    sys.stderr.write(text)
+    _end(1)
+
+
+def _headline(error: BaseException) -> str:
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _end(code: int) -> None:
+    """End this process at once: after a failure a destructor may wait for peers that wait for this rank, and after a
+    success taking torch apart costs half a second.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,53 @@
+"""The rank's side of `call_on_ranks`: read the function from its file, call it, hand over the value.
+
+python -m fsdplab.sessions.worker.remote_call_worker FOLDER SOURCE FUNCTION
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fsdplab.sessions.worker.payload import VALUES, foreign_type
+from fsdplab.sessions.worker.rank_process import Place, rank_process
+
+
+def main(folder: str, source: str, function_name: str) -> None:
+    """Call the function on this rank."""
+    with rank_process(folder) as place:
+        payload = torch.load(place.mailbox.folder / "payload", weights_only=True)
+        function = getattr(_module(Path(source)), function_name)
+        place.heart.enter(function_name)
+        value = _call(function, place, payload)
+        foreign = foreign_type(value)
+        if foreign is not None:
+            raise TypeError(
+                f"{function_name} returned something of type {foreign}, which cannot be handed over; return {VALUES}"
+            )
+        torch.save({"value": value, "collectives": place.issued}, place.mailbox.of(place.rank, "result"))
+
+
+def _module(source: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(source.stem, source)
+    assert spec is not None and spec.loader is not None, f"{source} is no Python file"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[source.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _call(function: Callable[..., Any], place: Place, payload: Any) -> Any:
+    if len(inspect.signature(function).parameters) == 1:
+        return function(payload)
+    return function(place.rank, place.world_size, payload)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,55 @@
+"""A rank's analysis of its own trace: all ranks at once, instead of their caller one after the other.
+
+Reading a trace of two steps takes half a second of a core. At its end every rank has a core, and the starter has
+imported the analysis; so each leaves what it found beside its trace. What one rank cannot know, the caller adds
+(trace_tables.py): whether it waited for another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdplab.profiling import AccountingError, StepAnalysis, TraceAnalysis, TraceError, analyse_trace
+from fsdplab.sessions.launch.mailbox import Mailbox
+from fsdplab.sessions.worker.rank_process import Place
+
+TRACE, MEMORY_TRACE = "pt.trace.json.gz", "memory.trace.json.gz"
+_SUFFIX = ".analysis"
+# bytes: about two seconds. The caller waits for a larger trace itself, so that no rank seems to hang over it
+_LARGEST = 8_000_000
+
+
+def leave_analysis(place: Place, kind: str, ledger: Sequence[dict[str, Any]]) -> None:
+    """Analyse this rank's trace of one kind and leave the rows; nothing where the trace is large or bad: the caller
+    then reads it, and says so.
+    """
+    trace = place.mailbox.of(place.rank, kind)
+    if not trace.exists() or trace.stat().st_size > _LARGEST:
+        return
+    try:
+        found = analyse_trace(trace, ledger=ledger, rank=place.rank)
+    except (AccountingError, TraceError):
+        return
+    steps = [vars(step) for step in found.steps]
+    place.mailbox.of(place.rank, kind + _SUFFIX).write_text(
+        json.dumps([found.world_size, found.device, steps], default=lambda number: number.item())
+    )
+
+
+def analysis_of(mailbox: Mailbox, rank: int, kind: str, trace: Path, ledger: Sequence[dict[str, Any]]) -> TraceAnalysis:
+    """What the rank left, as if `trace` had been read here; it is read here where the rank left nothing."""
+    left = mailbox.of(rank, kind + _SUFFIX)
+    if not left.exists():
+        return analyse_trace(trace, ledger=ledger, rank=rank)
+    world_size, device, steps = json.loads(left.read_text())
+    rows = ("timeline", "exposed", "collectives")
+    return TraceAnalysis(
+        trace,
+        rank,
+        world_size,
+        device,
+        tuple(StepAnalysis(**{**step, **{name: tuple(step[name]) for name in rows}}) for step in steps),
+    )

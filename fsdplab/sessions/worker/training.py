@@ -1,0 +1,204 @@
+"""What each rank of a run does: build, train, measure, hand over.
+
+    python -m fsdplab.sessions.worker.training FOLDER
+
+The steps, in order: one that makes the optimizer's state, one whose memory is measured, further warm-up, the timed
+ones, and those under the profiler. Nothing is added between ranks: no barrier, and on CUDA one synchronisation a step,
+at its end, where reading the loss needs it anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdplab.engine import events
+from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
+from fsdplab.profiling.snapshot import memory_snapshot
+from fsdplab.sessions.launch.mailbox import RANKS_STORE
+from fsdplab.sessions.spec import MEMORY_STEP, RunSpec
+from fsdplab.sessions.spec.sharing import carrier, device_of_ranks, nccl_variables
+from fsdplab.sessions.worker.emulated_network import Fabric
+from fsdplab.sessions.worker.engines import Batch, Rig, build
+from fsdplab.sessions.worker.environment import capture_environment
+from fsdplab.sessions.worker.profiler import RANGE, WARMUP, Capture, Lives
+from fsdplab.sessions.worker.rank_process import Diverged, Place, rank_process
+from fsdplab.sessions.worker.trace_analysis import MEMORY_TRACE, TRACE, leave_analysis
+from fsdplab.workloads import ByteText
+
+Build = Callable[[RunSpec, Place], Rig]
+
+
+def main(folder: str, build_rig: Build = build) -> None:
+    """Train as the run in FOLDER/spec.json says, as one rank of it."""
+    with open(f"{folder}/spec.json") as file:
+        spec = RunSpec(**json.load(file))
+    os.environ |= nccl_variables(spec)
+    with rank_process(folder, spec.backend, device_of_ranks(spec)) as place:
+        if place.rank == 0:
+            place.write("environment", capture_environment(spec.place) | carrier(spec) | {"start": how_started()})
+        place.heart.enter("build")
+        Training(spec, place, build_rig).run()
+
+
+def how_started() -> str:
+    """How this rank came to be: only forked ones meet in a file."""
+    return "warm" if os.environ.get(RANKS_STORE) else "torchrun"
+
+
+class Training:
+    """One rank's run, from its text to what it hands over."""
+
+    def __init__(self, spec: RunSpec, place: Place, build_rig: Build) -> None:
+        self.spec, self.place = spec, place
+        self.ledger: list[dict[str, Any]] = []
+        self.tags = TagLog() if spec.memory else None
+        self.text = ByteText.from_path(spec.text) if spec.text else ByteText.from_standard_library()
+        self.rig = build_rig(spec, place)
+        self.fabric, self.lives = Fabric(spec, place), Lives(place.rank)
+        self.capture = Capture(spec.profile, place.device) if spec.profile and spec.engine != "twin" else None
+
+    def run(self) -> None:
+        """Train all steps, or until the emulated card is full, and hand over what was measured."""
+        quiet = [events.subscribe(self._hear), events.subscribe(self.lives.hear)]
+        self.fabric.begin(self.rig.model)
+        timeline = self._warm_up()
+        if timeline is None or not self._card_is_full(timeline):
+            self.fabric.warmed_up(self.rig.model)
+            for step in range(self.spec.untimed, self.spec.untimed + self.spec.steps):
+                self._step(step, timed=True)
+            profiled = self._profiled_steps()
+        else:
+            profiled = []
+        for unsubscribe in quiet:
+            unsubscribe()
+        result = {
+            "ledger": self.ledger,
+            "life": self.lives.rows,
+            "memory": self._memory(timeline),
+            "profiled_s": profiled,
+            "link": self.fabric.told(),
+        }
+        self.place.write("result", result)
+        for kind in (TRACE, MEMORY_TRACE) if profiled else ():
+            leave_analysis(self.place, kind, self.ledger)
+
+    def _warm_up(self) -> MemoryTimeline | None:
+        timeline = None
+        for step in range(self.spec.untimed):
+            if step == MEMORY_STEP and self.spec.memory:
+                timeline = self._measured_step(step)
+                if self._card_is_full(timeline):
+                    break
+                continue
+            seconds = self._step(step, timed=False)
+            if step >= self.spec.warmup:
+                self.fabric.note_step(step, seconds, self.ledger)
+        return timeline
+
+    def _profiled_steps(self) -> list[float]:
+        """Train under the profiler and save its trace; the seconds of the steps in it. The twin only trains: its losses
+        are compared.
+        """
+        first = self.spec.untimed + self.spec.steps
+        if self.capture is None:
+            for step in range(first, self.spec.total_steps):
+                self._step(step, timed=False)
+            return []
+        self.capture.begin()
+        for step in range(first, self.spec.total_steps):
+            self.lives.step = step if step >= first + WARMUP else None
+            self.capture.step_done(self._step(step, timed=False))
+        self.lives.step = None
+        return self.capture.save(self.place.mailbox.of(self.place.rank, TRACE))
+
+    def _step(self, step: int, timed: bool, around: AbstractContextManager[Any] = nullcontext()) -> float:
+        self.place.heart.enter("data", step)
+        batches = self._batches(step)
+        with around:
+            start = time.perf_counter()
+            loss = self.rig.train_step(batches)
+            seconds = time.perf_counter() - start
+        events.flush()
+        tokens = self.spec.tokens_per_rank * len(batches)
+        row = {
+            "rank": self.place.rank,
+            "step": step,
+            "loss": loss,
+            "step_time_s": seconds if timed else None,
+            "tokens": tokens,
+        }
+        self.place.append("steps", row)
+        if not math.isfinite(loss):
+            raise Diverged(f"the loss is {loss}; give a smaller learning_rate than {self.spec.learning_rate:g}")
+        return seconds
+
+    def _measured_step(self, step: int) -> MemoryTimeline:
+        recorder = MemoryRecorder(
+            model=self.rig.model, optimizer=self.rig.optimizer, engine=self.spec.engine, device=self.place.device,
+            tags=self.tags, ignore=[self.text.data], offloaded=self.spec.offload != "none",
+            save_trace=self.place.mailbox.of(self.place.rank, MEMORY_TRACE) if self.spec.profile else None,
+        )  # fmt: skip
+        around = ExitStack()
+        snapshot = self.place.mailbox.of(self.place.rank, "snapshot.pickle.gz") if self.spec.profile else None
+        around.enter_context(memory_snapshot(snapshot, self.place.device))
+        around.enter_context(recorder)
+        around.enter_context(torch.profiler.record_function(f"{RANGE}{step}"))
+        self.lives.step = step
+        self._step(step, timed=False, around=around)
+        self.lives.step = None
+        if self.tags is not None:
+            self.tags.close()
+        return recorder.timeline
+
+    def _batches(self, step: int) -> Sequence[Sequence[Batch]]:
+        """The micro-batches of each rank that this process plays."""
+        played = range(self.spec.world_size) if self.spec.engine == "twin" else [self.place.rank]
+        return [[self._batch(step, rank, micro) for micro in range(self.spec.micro_batches)] for rank in played]
+
+    def _batch(self, step: int, rank: int, micro: int) -> Batch:
+        spec = self.spec
+        tokens, targets = self.text.batch(
+            step, rank, spec.world_size, spec.batch_size, spec.sequence_length, micro_batch=micro, seed=spec.seed
+        )
+        return tokens.to(self.place.device), targets.to(self.place.device)
+
+    def _card_is_full(self, timeline: MemoryTimeline) -> bool:
+        """Whether any rank needs more than the emulated card has: all ranks must stop together."""
+        if self.spec.card is None:
+            return False
+        needed = torch.tensor(timeline.peak_total, device=self.place.device)
+        dist.all_reduce(needed, dist.ReduceOp.MAX)
+        return needed.item() > self.spec.card
+
+    def _hear(self, event: events.Event) -> None:
+        if not isinstance(event, events.Collective):
+            return
+        self.place.heart.complete(f"{event.kind} of {event.unit or 'the root'} in {event.phase}")
+        self.ledger.append({"rank": self.place.rank, "step": self.place.heart.step, **vars(event)})
+
+    def _memory(self, timeline: MemoryTimeline | None) -> dict[str, Any] | None:
+        if timeline is None:
+            return None
+        where = {"rank": self.place.rank, "step": MEMORY_STEP}
+        rows = [{**where, **point, "is_peak": point["time_ns"] == timeline.peak_time_ns} for point in timeline.points]
+        return {
+            "start_ns": timeline.start_ns,
+            "rows": rows,
+            "total": timeline.peak_total,
+            "by_category": timeline.peak,
+            "resident_growth": timeline.resident_growth,
+        }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
