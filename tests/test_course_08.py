@@ -11,7 +11,7 @@ import pytest
 
 from fsdplab.profiling.diagnosis import findings
 from fsdplab.profiling.exports import export_perfetto, export_tensorboard
-from fsdplab.profiling.overlap import analyse_trace
+from fsdplab.profiling.traces.overlap import analyse_trace
 from fsdplab.records import RecordError
 from fsdplab.teaching import reading
 from fsdplab.teaching.core import answers, registry

@@ -23,7 +23,7 @@ from fsdplab.engine.shard import units_of
 from fsdplab.engine.staged import StagedTransport
 from fsdplab.gpu_check.host_time import host_syncs
 from fsdplab.gpu_check.overlap import LEAST_SHARE, SIZES, link_for, measure
-from fsdplab.profiling.snapshot import memory_snapshot
+from fsdplab.profiling.memory.snapshot import memory_snapshot
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

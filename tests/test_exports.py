@@ -19,8 +19,8 @@ from collections import defaultdict
 import pytest
 
 from fsdplab.profiling import TraceError, analyse_trace, export_csv, export_perfetto, export_tensorboard, merge_traces
-from fsdplab.profiling.chrome import ChromeTrace, nanoseconds
 from fsdplab.profiling.intervals import clip, intersect, length, union
+from fsdplab.profiling.traces.chrome import ChromeTrace, nanoseconds
 from fsdplab.records import RecordError, RunRecord
 from tests.test_traces import profiled_steps
 

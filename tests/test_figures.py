@@ -17,7 +17,7 @@ from fsdplab import figures
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import plural
 from fsdplab.figures import style
-from fsdplab.figures.static import nice_step
+from fsdplab.figures.static.svg import nice_step
 from fsdplab.figures.table import COLUMNS, cells
 from fsdplab.figures.view import view, views
 from fsdplab.records import CATEGORIES, RunRecord, comparison_json

@@ -21,7 +21,7 @@ import pytest
 from fsdplab import figures
 from fsdplab.engine import unit
 from fsdplab.figures import style
-from fsdplab.figures.slices import in_words
+from fsdplab.figures.plots.shard_map import in_words
 from fsdplab.records import CATEGORIES, LANES, TABLES, RunRecord, comparison_json
 
 MB, US, EPOCH = 1_000_000, 1_000, 1_790_000_000_000_000_000
@@ -421,7 +421,7 @@ def test_a_huge_step_is_drawn_with_few_marks_that_keep_the_whole_time(tmp_path):
 
 
 def test_thinning_keeps_the_peak():
-    from fsdplab.figures.memory import envelope
+    from fsdplab.figures.plots.memory import envelope
 
     rows = [
         dict.fromkeys(CATEGORIES, 0) | {"time_ns": index, "other": 5_000 if index == 4_321 else index % 7}
@@ -453,7 +453,7 @@ def test_compute_inflation_needs_the_same_work(ahead, tmp_path):
 
 
 def test_pareto_draws_the_front_and_keeps_labels_apart(ahead, behind, tmp_path):
-    from fsdplab.figures.tradeoff import diameter, front, placed
+    from fsdplab.figures.plots.pareto import diameter, front, placed
     from fsdplab.figures.view import RunView
 
     runs = [
@@ -543,7 +543,7 @@ def test_difference_is_the_second_run_minus_the_first(ahead, behind):
 
 
 def test_gathered_memory_is_bytes_times_share_of_the_step(ahead):
-    from fsdplab.figures.differences import gathered_memory
+    from fsdplab.figures.plots.run_diff import gathered_memory
 
     held = gathered_memory(ahead)
     stay = [
@@ -585,7 +585,7 @@ def test_slices_fill_what_each_rank_holds(ahead):
 
 
 def figures_lives(record):
-    from fsdplab.figures.slices import lives
+    from fsdplab.figures.plots.shard_map import lives
 
     return lives(record)
 

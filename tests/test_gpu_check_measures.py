@@ -22,7 +22,7 @@ from fsdplab.gpu_check.one_rank import plans
 from fsdplab.gpu_check.overlap import RANKS, SIZES, Blocks, link_for
 from fsdplab.gpu_check.state_bytes import StateBytes, apart
 from fsdplab.profiling import export_snapshots
-from fsdplab.profiling.snapshot import memory_snapshot, write_snapshot
+from fsdplab.profiling.memory.snapshot import memory_snapshot, write_snapshot
 from fsdplab.records import RecordError, RunRecord
 from fsdplab.sessions import RunSpec, SpecError
 from fsdplab.workloads import ConfigError, build_model, loss_of, parameter_count, preset

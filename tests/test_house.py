@@ -94,14 +94,14 @@ def test_a_tool_has_nothing_to_say(command):
         ("records/tables.py", "def f():\n    from fsdplab.engine import events", "Imports run downwards"),
         ("widgets/tabs.py", "from fsdplab.cli import errors", "Imports run downwards"),
         ("planning/traffic.py", "from fsdplab.engine.unit import Unit", "Planning takes"),
-        ("profiling/skew.py", "import fsdplab.workloads.text", "Profiling takes"),
+        ("profiling/traces/skew.py", "import fsdplab.workloads.text", "Profiling takes"),
         ("sessions/summary.py", "import plotly.graph_objects", "The lower floors"),
         ("figures/table.py", "from rich.table import Table", "Only the command line"),
         ("teaching/core/answers.py", "import fsdplab.teaching.lessons.nb00_tour.tour", "In the course"),
         ("teaching/lessons/nb00_tour/tour.py", "from fsdplab.teaching.lessons.nb12_hybrid import on_ranks", "A lesson"),
         ("teaching/lessons/nb12_hybrid/on_ranks.py", "from fsdplab.teaching.core import display", "What runs on ranks"),
         ("engine/layout.py", "import numpy", "The engine imports torch"),
-        ("profiling/intervals.py", "import fsdplab.profiling.segments", "No cycles"),
+        ("profiling/intervals.py", "import fsdplab.profiling.traces.segments", "No cycles"),
     ],
 )
 def test_a_wrong_import_is_rejected(tmp_path, path, source, rule):

@@ -17,10 +17,10 @@ from torch.profiler import record_function
 
 from fsdplab.engine.events import CATEGORIES, Tag, emit, tag
 from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
-from fsdplab.profiling import memory as memory_module
-from fsdplab.profiling.resident_set import ResidentGrowth
-from fsdplab.profiling.residents import cuda_blocks, living_storages
-from fsdplab.profiling.trace import read_trace
+from fsdplab.profiling.memory import recorder as memory_module
+from fsdplab.profiling.memory.events_of_trace import read_trace
+from fsdplab.profiling.memory.live_storages import cuda_blocks, living_storages
+from fsdplab.profiling.memory.resident_set import ResidentGrowth
 
 CPU = torch.device("cpu")
 WIDTH, DEPTH, ROWS = 512, 4, 32

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from fsdplab.engine.events import CATEGORIES, Tag
-from fsdplab.profiling.lives import AllocatorEvent, Storage, live, united
-from fsdplab.profiling.timeline import MAX_POINTS, TOLERANCE_NS, AccountingError, build_timeline, thin
+from fsdplab.profiling.memory.block_lifetimes import AllocatorEvent, Storage, live, united
+from fsdplab.profiling.memory.timeline import MAX_POINTS, TOLERANCE_NS, AccountingError, build_timeline, thin
 
 pytestmark = pytest.mark.quick
 

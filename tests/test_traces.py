@@ -13,11 +13,18 @@ import pytest
 import torch
 
 from fsdplab.profiling import AccountingError, TraceError, analyse_trace
-from fsdplab.profiling.chrome import ChromeTrace, nanoseconds
-from fsdplab.profiling.classify import kind_of
 from fsdplab.profiling.intervals import EMPTY, clip, close_gaps, length
-from fsdplab.profiling.overlap import _breakdown
-from fsdplab.profiling.skew import bandwidths, bus_factor, collective_skews, compute_inflation, straggling, with_peers
+from fsdplab.profiling.traces.chrome import ChromeTrace, nanoseconds
+from fsdplab.profiling.traces.classify import kind_of
+from fsdplab.profiling.traces.overlap import _breakdown
+from fsdplab.profiling.traces.skew import (
+    bandwidths,
+    bus_factor,
+    collective_skews,
+    compute_inflation,
+    straggling,
+    with_peers,
+)
 from fsdplab.records import CAUSES, LANES, TABLES
 
 MAIN, WORKER = 1, 2

@@ -32,8 +32,8 @@ def report_records(paths: Sequence[Path], outputs: Outputs, exports: Exports) ->
 
 def load_all(paths: Sequence[Path]) -> list[RunRecord]:
     """Folders are records; files are traces, all of one run."""
-    from fsdplab.profiling.chrome import TraceError
-    from fsdplab.profiling.foreign import record_of_traces
+    from fsdplab.profiling.traces.chrome import TraceError
+    from fsdplab.profiling.traces.import_traces import record_of_traces
 
     traces = [path for path in paths if path.is_file()]
     try:

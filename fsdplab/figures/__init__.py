@@ -11,45 +11,45 @@ from typing import TYPE_CHECKING
 from fsdplab.common.lazy import names_of
 
 if TYPE_CHECKING:
-    from fsdplab.figures.breakdown import step_bar as step_bar
-    from fsdplab.figures.differences import difference as difference
-    from fsdplab.figures.exposed import exposed_heatmap as exposed_heatmap
     from fsdplab.figures.findings import findings_of as findings_of
-    from fsdplab.figures.html import comparison_page as comparison_page
-    from fsdplab.figures.lanes import rank_timeline as rank_timeline
-    from fsdplab.figures.linked import linked_at as linked_at
-    from fsdplab.figures.linked import linked_view as linked_view
-    from fsdplab.figures.linked_page import linked_html as linked_html
-    from fsdplab.figures.memory import memory_by_category as memory_by_category
-    from fsdplab.figures.memory import memory_timeline as memory_timeline
-    from fsdplab.figures.slices import slice_map as slice_map
-    from fsdplab.figures.static import svg as svg
-    from fsdplab.figures.steps import step_time as step_time
-    from fsdplab.figures.stragglers import straggler_map as straggler_map
+    from fsdplab.figures.plots.breakdown import step_bar as step_bar
+    from fsdplab.figures.plots.exposed import exposed_heatmap as exposed_heatmap
+    from fsdplab.figures.plots.linked import linked_at as linked_at
+    from fsdplab.figures.plots.linked import linked_view as linked_view
+    from fsdplab.figures.plots.memory import memory_by_category as memory_by_category
+    from fsdplab.figures.plots.memory import memory_timeline as memory_timeline
+    from fsdplab.figures.plots.pareto import pareto as pareto
+    from fsdplab.figures.plots.run_diff import difference as difference
+    from fsdplab.figures.plots.shard_map import slice_map as slice_map
+    from fsdplab.figures.plots.steps import step_time as step_time
+    from fsdplab.figures.plots.stragglers import straggler_map as straggler_map
+    from fsdplab.figures.plots.timeline import rank_timeline as rank_timeline
+    from fsdplab.figures.plots.traffic import ledger_against_formula as ledger_against_formula
+    from fsdplab.figures.report.linked import linked_html as linked_html
+    from fsdplab.figures.report.page import comparison_page as comparison_page
+    from fsdplab.figures.static.svg import svg as svg
     from fsdplab.figures.style import CATEGORY_COLOURS as CATEGORY_COLOURS
     from fsdplab.figures.style import STRATEGY_COLOURS as STRATEGY_COLOURS
     from fsdplab.figures.style import alt_text as alt_text
-    from fsdplab.figures.tradeoff import pareto as pareto
-    from fsdplab.figures.traffic import ledger_against_formula as ledger_against_formula
 
 _MODULES = {
-    "memory_by_category": "memory",
-    "memory_timeline": "memory",
-    "step_time": "steps",
-    "ledger_against_formula": "traffic",
-    "rank_timeline": "lanes",
-    "step_bar": "breakdown",
-    "pareto": "tradeoff",
-    "exposed_heatmap": "exposed",
-    "straggler_map": "stragglers",
-    "difference": "differences",
-    "slice_map": "slices",
-    "linked_view": "linked",
-    "linked_at": "linked",
-    "linked_html": "linked_page",
-    "comparison_page": "html",
+    "memory_by_category": "plots.memory",
+    "memory_timeline": "plots.memory",
+    "step_time": "plots.steps",
+    "ledger_against_formula": "plots.traffic",
+    "rank_timeline": "plots.timeline",
+    "step_bar": "plots.breakdown",
+    "pareto": "plots.pareto",
+    "exposed_heatmap": "plots.exposed",
+    "straggler_map": "plots.stragglers",
+    "difference": "plots.run_diff",
+    "slice_map": "plots.shard_map",
+    "linked_view": "plots.linked",
+    "linked_at": "plots.linked",
+    "linked_html": "report.linked",
+    "comparison_page": "report.page",
     "findings_of": "findings",
-    "svg": "static",
+    "svg": "static.svg",
     "alt_text": "style",
     "CATEGORY_COLOURS": "style",
     "STRATEGY_COLOURS": "style",

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from fsdplab.profiling import MemoryRecorder, TagLog
-from fsdplab.profiling.residents import living_storages
+from fsdplab.profiling.memory.live_storages import living_storages
 from fsdplab.workloads import preset
 
 from .contestants import Case, Contestant, batches_of, built, text

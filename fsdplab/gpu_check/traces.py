@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fsdplab.profiling.exports import traces_of
-from fsdplab.profiling.overlap import analyse_trace
+from fsdplab.profiling.traces.overlap import analyse_trace
 from fsdplab.records import CATEGORIES, RunRecord
 from fsdplab.sessions import RanksFailed, RunSpec, SpecError, run
 

@@ -2,13 +2,13 @@
 engine.
 """
 
-from .chrome import TraceError
-from .exports import export_csv, export_perfetto, export_snapshots, export_tensorboard
-from .memory import MemoryRecorder, TagLog
-from .merge import merge_traces
-from .overlap import StepAnalysis, TraceAnalysis, analyse_trace
-from .skew import CollectiveSkew, collective_skews, compute_inflation, straggling, with_peers
-from .timeline import AccountingError, MemoryTimeline
+from fsdplab.profiling.exports import export_csv, export_perfetto, export_snapshots, export_tensorboard
+from fsdplab.profiling.memory.recorder import MemoryRecorder, TagLog
+from fsdplab.profiling.memory.timeline import AccountingError, MemoryTimeline
+from fsdplab.profiling.traces.chrome import TraceError
+from fsdplab.profiling.traces.merge import merge_traces
+from fsdplab.profiling.traces.overlap import StepAnalysis, TraceAnalysis, analyse_trace
+from fsdplab.profiling.traces.skew import CollectiveSkew, collective_skews, compute_inflation, straggling, with_peers
 
 __all__ = [
     "AccountingError",

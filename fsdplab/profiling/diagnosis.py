@@ -17,9 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdplab.profiling.step_summary import step_summary, summaries
 from fsdplab.records import RunRecord
-
-from .step_summary import step_summary, summaries
 
 MOST = 5
 WORTH_SAYING = 0.02  # part of a step below which a cause is not mentioned

@@ -14,9 +14,8 @@ import re
 import shutil
 from pathlib import Path
 
+from fsdplab.profiling.traces.merge import merge_traces
 from fsdplab.records import TABLES, RecordError, RunRecord
-
-from .merge import merge_traces
 
 _RANK = re.compile(r"^rank(\d+)\.pt\.trace\.json(\.gz)?$")
 

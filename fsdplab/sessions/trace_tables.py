@@ -17,7 +17,7 @@ from fsdplab.sessions.launch.mailbox import Mailbox
 from fsdplab.sessions.spec import RunSpec
 
 if TYPE_CHECKING:
-    from fsdplab.profiling.overlap import TraceAnalysis
+    from fsdplab.profiling.traces.overlap import TraceAnalysis
 
 Row = dict[str, Any]
 TABLES = ("timeline", "breakdown", "exposed")
@@ -27,7 +27,7 @@ def tables_of(spec: RunSpec, mailbox: Mailbox, ledger: Sequence[Row], folder: Pa
     """Rows of `timeline`, `breakdown` and `exposed` of all profiled steps, and the timeline of the step whose memory
     was measured.
     """
-    from fsdplab.profiling.skew import with_peers
+    from fsdplab.profiling.traces.skew import with_peers
     from fsdplab.sessions.worker.trace_analysis import MEMORY_TRACE, TRACE, analysis_of
 
     def analysed(traces: dict[int, Path], kind: str) -> list[TraceAnalysis]:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from fsdplab.engine import events
 from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
-from fsdplab.profiling.snapshot import memory_snapshot
+from fsdplab.profiling.memory.snapshot import memory_snapshot
 from fsdplab.sessions.launch.mailbox import RANKS_STORE
 from fsdplab.sessions.spec import MEMORY_STEP, RunSpec
 from fsdplab.sessions.spec.sharing import carrier, device_of_ranks, nccl_variables

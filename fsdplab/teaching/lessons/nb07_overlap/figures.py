@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from fsdplab.common.sizes import seconds
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profiled import percent
+from fsdplab.figures.profile_data import percent
 from fsdplab.figures.style import EDGE, STEP_COLOURS, ink_on, titled
 
 Split = Mapping[str, tuple[float, float, float]]

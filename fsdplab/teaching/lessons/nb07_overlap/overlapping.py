@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdplab.figures.exposed import worst_rank
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profiled import COLLECTIVES, breakdown_of, duration, group, percent, timeline_of
+from fsdplab.figures.plots.exposed import worst_rank
+from fsdplab.figures.profile_data import COLLECTIVES, breakdown_of, duration, group, percent, timeline_of
 from fsdplab.planning.links import parse_link
 from fsdplab.profiling.intervals import length, subtract
 from fsdplab.records import RunRecord

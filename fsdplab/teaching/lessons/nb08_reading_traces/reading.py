@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdplab.profiling.chrome import ChromeTrace, nanoseconds
 from fsdplab.profiling.diagnosis import findings
 from fsdplab.profiling.exports import traces_of
 from fsdplab.profiling.intervals import clip, length, union
-from fsdplab.profiling.overlap import TraceAnalysis, analyse_trace
+from fsdplab.profiling.traces.chrome import ChromeTrace, nanoseconds
+from fsdplab.profiling.traces.overlap import TraceAnalysis, analyse_trace
 from fsdplab.records import RecordError, RunRecord
 from fsdplab.sessions import RunSpec
 from fsdplab.teaching.core.course_state import current

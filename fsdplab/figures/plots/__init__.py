@@ -1,0 +1,1 @@
+"""One kind of figure a file; `timeline.py` and `memory.py` are typical."""

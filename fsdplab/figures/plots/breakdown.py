@@ -1,0 +1,136 @@
+"""Where a step's time goes: compute alone, compute with communication under it, communication alone (exposed), and the
+rest.
+
+The four parts sum to the step, because they are one partition of it. A high overlap alone buys nothing on a busy CPU,
+so compute inflation stands beside it wherever a run of the same work without communication is among the runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.profile_data import MS, Row, breakdown_of, conditions, duration, listed, percent, rows_of
+from fsdplab.figures.style import EDGE, STEP_COLOURS, ink_on, titled
+from fsdplab.figures.view import views
+from fsdplab.records import RunRecord
+
+COLUMN = {name: f"{name.replace(' ', '_')}_ns" for name in STEP_COLOURS}
+_SAME_WORK = (
+    "model",
+    "batch_size",
+    "sequence_length",
+    "micro_batches",
+    "precision",
+    "checkpoint",
+    "engine",
+    "optimizer",
+)
+
+
+def step_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
+    """Stacked bars, one a run: compute only, overlapped, exposed, other, in ms; they sum to the step of the rank that
+    is exposed longest.
+
+    `records`: one record or several with a `breakdown` table; ValueError with the remedy if none has one. 10 + 6 + 3 +
+    1 ms is a step of 20 ms.
+    """
+    runs = listed(records)
+    shown = {view.label: run for view, run in zip(views(runs), runs) if run.table("breakdown")}
+    if not shown:
+        rows_of(runs[0], "breakdown")
+    parts = _splits(shown)
+    figure = go.Figure([_segment(part, parts) for part in STEP_COLOURS])
+    figure.update_layout(
+        barmode="stack", xaxis_title="time of one step (ms)", uniformtext=dict(minsize=13, mode="hide")
+    )
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    figure.update_xaxes(range=[0, 1.7 * max(split["step_ns"] for split in parts.values()) / MS])
+    inflation = compute_inflation(shown)
+    for name, split in parts.items():
+        _total(figure, name, split, inflation.get(name))
+    left_out = len(runs) - len(shown)
+    where = conditions(
+        list(shown.values()), "mean of the profiled steps", f"{left_out} not profiled" if left_out else ""
+    )
+    return titled(figure, _finding(parts), where, _alt(parts), height=200 + 60 * len(shown), top=122)
+
+
+def compute_inflation(shown: dict[str, RunRecord]) -> dict[str, float]:
+    """Compute time of each run over that of the same work without communication; runs that have no such partner are
+    left out.
+
+    `{"full_shard": 1.25}` says that its compute took a quarter longer than on a rank that sends nothing.
+    """
+    splits = _splits(shown)
+    quiet = [name for name, split in splits.items() if not split["overlapped_ns"] + split["exposed_ns"]]
+    partner = {
+        name: next((other for other in quiet if other != name and _work(shown[other]) == _work(run)), None)
+        for name, run in shown.items()
+    }
+    return {
+        name: splits[name]["compute_ns"] / splits[other]["compute_ns"]
+        for name, other in partner.items()
+        if other and name not in quiet
+    }
+
+
+def _splits(shown: dict[str, RunRecord]) -> dict[str, Row]:
+    """The breakdown of each run; all of them have one."""
+    return {name: split for name, run in shown.items() if (split := breakdown_of(run)) is not None}
+
+
+def _work(run: RunRecord) -> list[Any]:
+    return [run.spec.get(name) for name in _SAME_WORK]
+
+
+def _segment(part: str, parts: dict[str, Row]) -> go.Bar:
+    """One part of every run's step, with its number where there is room."""
+    widest = max(split["step_ns"] for split in parts.values())
+    spans = [split[COLUMN[part]] for split in parts.values()]
+    return go.Bar(
+        name=part, orientation="h", y=list(parts), x=[span / MS for span in spans],
+        marker=dict(color=STEP_COLOURS[part], line=dict(color=EDGE, width=1)),
+        text=[duration(span) if span > 0.1 * widest else "" for span in spans],
+        textposition="inside", insidetextanchor="middle", textangle=0, constraintext="none",
+        textfont=dict(size=13, color=ink_on(STEP_COLOURS[part])),
+        hovertemplate="%{y}<br>" + part + ": %{x:.3f} ms<extra></extra>",
+    )  # fmt: skip
+
+
+def _total(figure: go.Figure, name: str, split: Row, inflation: float | None) -> None:
+    """At the bar's end: the step, the overlap, and what compute paid for it."""
+    communication = split["overlapped_ns"] + split["exposed_ns"]
+    words = f"{percent(split['overlapped_ns'], communication)} hidden" if communication else "no communication"
+    words += f", compute ×{inflation:.2f}" if inflation else ""
+    figure.add_annotation(
+        x=split["step_ns"] / MS,
+        y=name,
+        text=f"<b>{duration(split['step_ns'])}</b> · {words}",
+        showarrow=False,
+        xanchor="left",
+        xshift=6,
+    )
+
+
+def _finding(parts: dict[str, Row]) -> str:
+    talking = [name for name, split in parts.items() if split["overlapped_ns"] + split["exposed_ns"]]
+    if not talking:
+        return "No run sends anything: there is nothing to hide"
+    least, most = (pick(talking, key=lambda name: parts[name]["exposed_ns"]) for pick in (min, max))
+    share = f"{percent(parts[most]['exposed_ns'], parts[most]['step_ns'])} of its step"
+    if least == most:
+        return f"{most}: {duration(parts[most]['exposed_ns'])} of communication is exposed, {share}"
+    return (
+        f"{most} waits longest for its communication, {duration(parts[most]['exposed_ns'])} a step; least: {least},"
+        f" {duration(parts[least]['exposed_ns'])}"
+    )
+
+
+def _alt(parts: dict[str, Row]) -> str:
+    runs = []
+    for name, split in parts.items():
+        inside = ", ".join(f"{part} {duration(split[column])}" for part, column in COLUMN.items())
+        runs.append(f"{name} {inside} of {duration(split['step_ns'])}")
+    return f"Stacked bars of the step: {'; '.join(runs)}."

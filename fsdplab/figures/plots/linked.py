@@ -1,0 +1,240 @@
+"""One time cursor over three views of one step: what each rank did, what its memory held, which units were whole.
+
+All views share one clock axis: hover draws the cursor through all of them, `linked_at` puts it at an instant and adds
+the map of slices there. The step is the one whose memory was measured.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdplab.common.sizes import size
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.plots.memory import MB, band, envelope
+from fsdplab.figures.plots.shard_map import (
+    SLICE_COLOURS,
+    Lives,
+    cells,
+    finding,
+    in_words,
+    lives,
+    memory_starts,
+    rank_axis,
+    unit_axis,
+)
+from fsdplab.figures.plots.timeline import HEIGHTS, Lanes, lanes_of, phase_line, phases, step_marks, step_start
+from fsdplab.figures.plots.timeline_bars import Mark, bars, merge_words, thin
+from fsdplab.figures.profile_data import MS, Row, conditions, label, rows_of, short_unit, timeline_of
+from fsdplab.figures.style import LANE_COLOURS, titled
+from fsdplab.records import CATEGORIES, RunRecord
+
+MARKS = 1_800  # of the timeline and of the lives each: with the memory's edges, at most about 5,000
+_CURSOR = "#d0105a"
+_LANES = 120  # of lives: above it neighbouring units share a lane
+_GAP = 34  # pixels between two panels
+_STATE_COLOURS = {
+    "unsharding": SLICE_COLOURS["on its way"],
+    "unsharded": SLICE_COLOURS["gathered from the other ranks"],
+}
+
+
+def linked_view(record: RunRecord) -> go.Figure:
+    """The memory step on one clock: rank timeline, memory of the worst rank by category (MB), and the units' lives on
+    every rank.
+
+    Needs `timeline`, `memory` and `life` of that step (ValueError with the remedy). Hover shows the cursor in all
+    three.
+    """
+    return _linked(record, None, with_slices=False)
+
+
+def linked_at(record: RunRecord, at_ns: float) -> go.Figure:
+    """The linked view with the cursor `at_ns` after the step began, and under it the map of slices at that instant.
+
+    ValueError outside of the step. `linked_at(record, 3_000_000)` is 3 ms into the step.
+    """
+    length = lives(record).length
+    if not 0 <= at_ns <= length:
+        raise ValueError(
+            f"at_ns is {at_ns:.0f}; expected 0 to {length}, ns since the memory step began; choose an instant of the"
+            " step"
+        )
+    return _linked(record, at_ns, with_slices=True)
+
+
+def with_cursor(record: RunRecord, at_ns: float, limit: int = MARKS) -> go.Figure:
+    """The linked view with the cursor but without the map of slices, for a page that draws the map itself; the cursor
+    is its last shape.
+    """
+    return _linked(record, at_ns, with_slices=False, limit=limit)
+
+
+def peak_instant(record: RunRecord) -> int:
+    """When the worst rank's memory peaks, in ns since the step began: where a cursor starts."""
+    life = lives(record)
+    return min(max(0, max(memory_of_step(record, life), key=_total)["time_ns"]), life.length)
+
+
+def _linked(record: RunRecord, at_ns: float | None, with_slices: bool, limit: int = MARKS) -> go.Figure:
+    life = lives(record)
+    memory = memory_of_step(record, life)
+    _, rows = timeline_of(record, life.step)
+    lanes, end = lanes_of(rows), life.length / MS
+    marks, found, window = step_marks(rows, lanes, step_start(rows), limit)
+    heights = [round(24 * lanes.bottom), 180, round(max(70, min(300, 14 * len(life.ranks) * len(life.units))))]
+    heights += [min(46, 600 // len(life.shown)) * len(life.shown)] if with_slices else []
+    figure = go.Figure(bars(marks, LANE_COLOURS, HEIGHTS, end))
+    figure.add_traces(_memory_bands(memory, life))
+    figure.add_traces(_life_bars(life, end, limit))
+    if with_slices and at_ns is not None:
+        figure.add_traces([trace.update(showlegend=False) for trace in cells(life, at_ns, "x2", "y4")])
+    _axes(figure, heights, life, lanes, end, top=1.08 * max(map(_total, memory)) / MB)
+    domains = _domains(heights)
+    for begin, name in phases(rows, step_start(rows)):
+        phase_line(figure, begin, name, begin > 0.9 * end, domains[2][0])
+    if at_ns is not None:
+        _cursor(figure, at_ns / MS, domains)
+    title, alt = _finding(record, life, memory, at_ns if with_slices else None)
+    where = conditions(record, f"step {life.step}", merge_words(found, len(marks), window))
+    titled(figure, title, where, alt, height=sum(heights) + _GAP * (len(heights) - 1) + 254, top=184)
+    return figure.update_layout(
+        margin_b=70, barmode="overlay", uniformtext=dict(minsize=12, mode="hide"), hovermode="closest"
+    )
+
+
+def memory_of_step(record: RunRecord, life: Lives) -> list[Row]:
+    """The memory rows of the rank with the highest peak, `time_ns` moved to the clock of `life`."""
+    rows = [row for row in rows_of(record, "memory") if row["step"] == life.step]
+    if not rows:
+        raise ValueError(
+            f"{label(record)} has no memory of step {life.step}; run it again with memory=True and --profile 2"
+        )
+    worst = max(rows, key=_total)["rank"]
+    shift = memory_starts(record).get(worst, life.begin) - life.begin
+    mine = sorted((row for row in rows if row["rank"] == worst), key=lambda row: row["time_ns"])
+    return [{**row, "time_ns": row["time_ns"] + shift} for row in mine]
+
+
+def _total(row: Row) -> int:
+    return sum(row[name] for name in CATEGORIES)
+
+
+def _memory_bands(memory: list[Row], life: Lives) -> list[go.Scatter]:
+    """The stack of categories, in MB."""
+    drawn = envelope(memory, 300)
+    last = {**drawn[-1], "time_ns": max(life.length, drawn[-1]["time_ns"])}
+    drawn = [*drawn, last]
+    times = [round(row["time_ns"] / MS, 4) for row in drawn]
+    bands = [band(drawn, times, name).update(yaxis="y2") for name in CATEGORIES if any(row[name] for row in drawn)]
+    return bands
+
+
+def _life_bars(life: Lives, end: float, limit: int) -> list[go.Bar]:
+    """A thin lane a rank and unit: pale while the unit is on its way, blue while it is whole."""
+    marks, every = [], sharing(life)
+    for place, (rank, unit) in enumerate((rank, unit) for rank in life.ranks for unit in life.units):
+        row = place // every
+        states = life.states[rank, unit]
+        ends = [since for since, _ in states[1:]] + [life.length]
+        for (since, state), until in zip(states, ends):
+            if state != "sharded" and until > since:
+                marks.append(Mark(state, row + 0.5, since / MS, until / MS, f" · {in_words(rank, unit, state)}"))
+    drawn, _ = thin(marks, limit)
+    return [trace.update(showlegend=True) for trace in bars(drawn, _STATE_COLOURS, {}, end, yaxis="y3")]
+
+
+def sharing(life: Lives) -> int:
+    """How many units share a lane: 1 for up to 120 units times ranks, 2 for up to 240."""
+    return -(-len(life.ranks) * len(life.units) // _LANES)
+
+
+def _domains(heights: list[int]) -> list[tuple[float, float]]:
+    """(bottom, top) of each panel on the paper, from the top down: heights in pixels to shares."""
+    whole, top, domains = sum(heights) + _GAP * (len(heights) - 1), 0, []
+    for height in heights:
+        domains.append((max(0.0, 1 - (top + height) / whole), 1 - top / whole))
+        top += height + _GAP
+    return domains
+
+
+def _axes(figure: go.Figure, heights: list[int], life: Lives, lanes: Lanes, end: float, top: float) -> None:
+    """One clock for the first three panels, its spike line through all of them; the map of slices has its own axis."""
+    domains = _domains(heights)
+    figure.update_layout(
+        xaxis=dict(
+            range=[0, 1.005 * end],
+            anchor="y3",
+            title_text="time since the step began (ms)",
+            showspikes=True,
+            spikemode="across",
+            spikesnap="cursor",
+            spikethickness=2,
+            spikedash="solid",
+            spikecolor=_CURSOR,
+        ),
+        yaxis=dict(
+            domain=domains[0], range=[lanes.bottom + 0.15, -0.15], showgrid=False, zeroline=False, **lanes.ticks
+        ),
+        yaxis2=dict(domain=domains[1], title_text="live memory (MB)", range=[0, top], nticks=5),
+        yaxis3=dict(domain=domains[2], **_life_axis(life)),
+        spikedistance=-1,
+    )
+    if len(heights) == 4:
+        ranks = dict(domain=domains[3], anchor="x2", **rank_axis(life))
+        figure.update_layout(
+            xaxis=dict(title=None, ticksuffix=" ms"),
+            xaxis2=dict(domain=[0, 1], anchor="y4", **unit_axis(life)),
+            yaxis4=ranks,
+        )
+
+
+def _life_axis(life: Lives) -> dict[str, Any]:
+    """Lanes of units, named where there is room: every unit of a few, else every rank."""
+    count = len(life.ranks) * len(life.units)
+    named = [
+        (f"<b>rank {rank}</b>  " if not place else "") + short_unit(unit)
+        for rank in life.ranks
+        for place, unit in enumerate(life.units)
+    ]
+    shown = range(count) if count <= 20 else range(0, count, len(life.units))
+    texts = [named[row] if count <= 20 else f"<b>rank {life.ranks[row // len(life.units)]}</b>" for row in shown]
+    every = sharing(life)
+    return dict(
+        range=[(count - 1) // every + 1.1, -0.1], tickmode="array", tickvals=[row // every + 0.5 for row in shown],
+        ticktext=texts,
+        showgrid=False, zeroline=False, tickfont=dict(size=11),
+    )  # fmt: skip
+
+
+def _cursor(figure: go.Figure, at_ms: float, domains: list[tuple[float, float]]) -> None:
+    """The line at the instant, through the panels that share the clock, with the time between the first two."""
+    figure.add_shape(
+        type="line",
+        name="cursor",
+        x0=at_ms,
+        x1=at_ms,
+        y0=domains[2][0],
+        y1=1,
+        yref="paper",
+        line=dict(color=_CURSOR, width=2.5),
+    )
+    figure.add_annotation(
+        name="cursor", x=at_ms, y=domains[0][0], yref="paper", text=f"<b>{at_ms:.2f} ms</b>", showarrow=False,
+        xanchor="left", yanchor="top",
+        xshift=4, font=dict(color=_CURSOR, size=14),
+    )  # fmt: skip
+
+
+def _finding(record: RunRecord, life: Lives, memory: list[Row], at_ns: float | None) -> tuple[str, str]:
+    if at_ns is not None:
+        return finding(record, life, at_ns)
+    top = max(memory, key=_total)
+    state = life.at(min(max(top["time_ns"], 0), life.length))
+    whole = [unit for unit in life.units if state.get((top["rank"], unit)) != "sharded"]
+    at = f"{top['time_ns'] / MS:.1f} ms"
+    title = (
+        f"{label(record)}: rank {top['rank']} peaks at {size(_total(top))} after {at}, when {len(whole)} of"
+        f" {len(life.units)} units are gathered"
+    )
+    words = f"Timeline, memory and units' lives of one step on one clock. {title}: {', '.join(whole) or 'none'}."
+    return title, words

@@ -1,0 +1,202 @@
+"""Which slice lives where: every rank keeps 1/n of every unit,
+and gathers the rest for as long as it computes with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fsdplab.common.words import plural
+from fsdplab.engine.unit import Unit
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.profile_data import MS, Row, conditions, group, label, rows_of, unit_order
+from fsdplab.figures.style import CATEGORY_COLOURS, EDGE, GRID, titled
+from fsdplab.records import RunRecord
+
+STATES = ("sharded", "unsharding", "unsharded")
+SLICE_COLOURS = {
+    "own slice": CATEGORY_COLOURS["parameter_slices"],
+    "gathered from the other ranks": CATEGORY_COLOURS["gathered_parameters"],
+    "on its way": "#ccd2d9",
+}
+_ENTERED_BY = {"sharded": Unit.reshard, "unsharding": Unit.start_unshard, "unsharded": Unit.finish_unshard}
+_ROOM_FOR_NAMES = 20  # units above which their names no longer fit under the cells
+_MOST_CELLS = 1_500  # above it only the first ranks are drawn
+
+
+@dataclass(frozen=True)
+class Lives:
+    """One step's life of every unit on every rank, on a clock in ns from the step's begin.
+
+    `states[rank, unit]` is a list of (since, state), the first at 0: `[(0, "sharded"), (1_000, "unsharding"), (5_000,
+    "unsharded")]`.
+    """
+
+    step: int
+    begin: int
+    length: int
+    ranks: list[int]
+    units: list[str]
+    states: dict[tuple[int, str], list[tuple[int, str]]]
+
+    @property
+    def shown(self) -> list[int]:
+        """The ranks that a map has room for: all, or the first of them where units times ranks are very many."""
+        return self.ranks[: max(1, _MOST_CELLS // len(self.units))]
+
+    def at(self, at_ns: float) -> dict[tuple[int, str], str]:
+        """Every unit's state on every rank at an instant."""
+        return {key: [state for since, state in states if since <= at_ns][-1] for key, states in self.states.items()}
+
+
+def lives(record: RunRecord) -> Lives:
+    """The life of the memory step, or of the first step that has one; ValueError with the remedy where the record has
+    none.
+    """
+    rows = rows_of(record, "life")
+    measured = {row["step"] for row in record.table("memory")}
+    step = min((row["step"] for row in rows if row["step"] in measured), default=min(row["step"] for row in rows))
+    rows = [row for row in rows if row["step"] == step]
+    begin = step_begin(record, step, rows)
+    states = {key: _since(found, begin) for key, found in group(rows, lambda row: (row["rank"], row["unit"])).items()}
+    ends = [row["end_ns"] for row in record.table("timeline") if row["step"] == step] + [row["time_ns"] for row in rows]
+    ranks, units = sorted({row["rank"] for row in rows}), unit_order(record, {row["unit"] for row in rows})
+    for key in ((rank, unit) for rank in ranks for unit in units):
+        states.setdefault(key, [(0, "sharded")])
+    return Lives(step, begin, max(ends) - begin, ranks, units, states)
+
+
+def step_begin(record: RunRecord, step: int, rows: list[Row]) -> int:
+    """When the first rank began the step: by its timeline, else by the memory's clock, else by the first row."""
+    begins = [row["start_ns"] for row in record.table("timeline") if row["step"] == step and row["lane"] == "step"]
+    if not begins and any(row["step"] == step for row in record.table("memory")):
+        begins = list(memory_starts(record).values())
+    return min(begins or [row["time_ns"] for row in rows])
+
+
+def memory_starts(record: RunRecord) -> dict[int, int]:
+    """When each rank's memory step began (ns): the summary's `memory_start_ns`, a list by rank or an object by its
+    number.
+    """
+    starts = record.summary.get("memory_start_ns") or {}
+    pairs = starts.items() if hasattr(starts, "items") else enumerate(starts)
+    return {int(rank): int(begin) for rank, begin in pairs if begin is not None}
+
+
+def in_words(rank: int, unit: str, state: str) -> str:
+    """What a unit is on a rank, and where in the engine it became so: "rank 0, blocks.3: unsharding (start_unshard,
+    unit.py line 148)".
+    """
+    method = _ENTERED_BY[state]
+    return f"rank {rank}, {unit}: {state} ({method.__name__}, unit.py line {method.__code__.co_firstlineno})"
+
+
+def _since(found: list[Row], begin: int) -> list[tuple[int, str]]:
+    """One unit's states on one rank; before its first transition it was sharded, or whole if that transition is a
+    reshard.
+    """
+    turns = [(max(0, row["time_ns"] - begin), row["state"]) for row in sorted(found, key=lambda row: row["time_ns"])]
+    return [(0, "unsharded" if turns[0][1] == "sharded" else "sharded"), *turns]
+
+
+def slice_map(record: RunRecord, at_ns: float) -> go.Figure:
+    """Ranks x units at one instant: each cell is the unit, filled with the rank's own slice, and with the others' where
+    they are gathered.
+
+    `at_ns`: ns since the memory step began, 0 to its length (ValueError names it). Needs a `life` table: the lab's
+    engine, with a profile.
+    """
+    life = lives(record)
+    if not 0 <= at_ns <= life.length:
+        raise ValueError(
+            f"at_ns is {at_ns:.0f}; expected 0 to {life.length}, ns since step {life.step} began; choose an instant of"
+            " the step"
+        )
+    figure = go.Figure(cells(life, at_ns))
+    figure.update_layout(barmode="overlay", bargap=0)
+    figure.update_xaxes(**unit_axis(life))
+    figure.update_yaxes(**rank_axis(life))
+    title, alt = finding(record, life, at_ns)
+    where = conditions(record, f"step {life.step}, {at_ns / MS:.2f} ms after it began")
+    few = f"; the first {plural(len(life.shown), 'rank')}" if life.shown != life.ranks else ""
+    height = 190 + min(56, 700 // len(life.shown)) * len(life.shown)
+    return titled(
+        figure, title, f"{where}; cell: one unit, 1/{len(life.ranks)} of it a rank{few}", alt, height, top=122
+    )
+
+
+def cells(life: Lives, at_ns: float, xaxis: str = "x", yaxis: str = "y") -> list[go.Bar]:
+    """The cells' fillings as bars: own slices, what is gathered, what is on its way. A unit is 0.9 wide."""
+    state = {key: name for key, name in life.at(at_ns).items() if key[0] in life.shown}
+    filled = {"own slice": list(state), "gathered from the other ranks": [], "on its way": []}
+    filled["gathered from the other ranks"] = [key for key in state if state[key] == "unsharded"]
+    filled["on its way"] = [key for key in state if state[key] == "unsharding"]
+    names = ["on its way", "gathered from the other ranks", "own slice"]  # own slices last: they lie on top
+    return [*_outline(life, xaxis, yaxis), *(_filling(life, state, name, filled[name], xaxis, yaxis) for name in names)]
+
+
+def _outline(life: Lives, xaxis: str, yaxis: str) -> list[go.Bar]:
+    """The empty cells, so that what is not there can be seen."""
+    places = [(life.units.index(unit) - 0.45, rank) for rank in life.shown for unit in life.units]
+    return [
+        go.Bar(
+            orientation="h", base=[left for left, _ in places], x=[0.9] * len(places),
+            y=[life.ranks.index(rank) for _, rank in places], width=0.72,
+            marker=dict(color="rgba(0,0,0,0)", line=dict(color=EDGE, width=1)), showlegend=False, hoverinfo="skip",
+            xaxis=xaxis, yaxis=yaxis,
+        )
+    ]  # fmt: skip
+
+
+def _filling(
+    life: Lives, state: dict[tuple[int, str], str], name: str, keys: list[tuple[int, str]], xaxis: str, yaxis: str
+) -> go.Bar:
+    share = 0.9 / len(life.ranks)
+    own = name == "own slice"
+    return go.Bar(
+        name=name, orientation="h", width=0.72, xaxis=xaxis, yaxis=yaxis,
+        base=[life.units.index(unit) - 0.45 + (share * life.ranks.index(rank) if own else 0) for rank, unit in keys],
+        x=[share if own else 0.9 for _ in keys], y=[life.ranks.index(rank) for rank, _ in keys],
+        marker=dict(color=SLICE_COLOURS[name], line=dict(color=EDGE, width=1)),
+        hovertext=[in_words(rank, unit, state[rank, unit]) for rank, unit in keys],
+        hovertemplate="%{hovertext}<extra></extra>",
+    )  # fmt: skip
+
+
+def unit_axis(life: Lives) -> dict[str, Any]:
+    """The axis of the cells' columns."""
+    every = -(-len(life.units) // _ROOM_FOR_NAMES)
+    shown = [(index, unit) for index, unit in enumerate(life.units) if not index % every]
+    return dict(
+        range=[-0.55, len(life.units) - 0.45], tickmode="array", tickvals=[index for index, _ in shown],
+        ticktext=[name for _, name in shown],
+        showgrid=False, zeroline=False, linecolor=GRID,
+    )  # fmt: skip
+
+
+def rank_axis(life: Lives) -> dict[str, Any]:
+    """The axis of the cells' rows, the first rank on top."""
+    return dict(
+        range=[len(life.shown) - 0.45, -0.55], tickmode="array", tickvals=list(range(len(life.shown))),
+        ticktext=[f"rank {rank}" for rank in life.shown], showgrid=False, zeroline=False,
+    )  # fmt: skip
+
+
+def finding(record: RunRecord, life: Lives, at_ns: float) -> tuple[str, str]:
+    """(title, alternative text): which units are whole at the instant, on the first rank."""
+    state, rank = life.at(at_ns), life.ranks[0]
+    there = {name: [unit for unit in life.units if state[rank, unit] == name] for name in STATES}
+    whole, coming = there["unsharded"], there["unsharding"]
+    title = f"{label(record)}: {len(whole)} of {plural(len(life.units), 'unit')} whole on rank {rank}" + (
+        f" ({_few(whole)})" if whole else ""
+    )
+    title += f", {_few(coming)} on {'its' if len(coming) == 1 else 'their'} way" if coming else ""
+    return (
+        title,
+        f"Map of ranks by units {at_ns / MS:.2f} ms into the step. {title}; the others hold 1/{len(life.ranks)} each.",
+    )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"

@@ -1,0 +1,175 @@
+"""What every rank did through one step: compute and collectives on one clock, and a red strip where communication was
+exposed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fsdplab.common.words import plural
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.plots.timeline_bars import LIMIT, Mark, bars, merge_words, thin
+from fsdplab.figures.profile_data import (
+    COLLECTIVES,
+    MS,
+    Row,
+    breakdown_of,
+    conditions,
+    duration,
+    label,
+    percent,
+    short_unit,
+    timeline_of,
+)  # fmt: skip
+from fsdplab.figures.style import GRID, LANE_COLOURS, titled
+from fsdplab.records import RunRecord
+
+SHOWN = ("compute", *COLLECTIVES, "exposed")
+HEIGHTS = {"exposed": 0.5}
+_GAP = 0.5  # lanes between two ranks
+_WORDS = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "other_communication": "other comm.",
+}
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Where each rank's lanes lie, from the top down: `middle[rank, lane]` on an axis that ends at `bottom`."""
+
+    middle: dict[tuple[int, str], float]
+    bottom: float
+
+    @property
+    def ticks(self) -> dict[str, Any]:
+        """The axis's ticks: the lane's name, after the rank's where it is the rank's first."""
+        first = dict(reversed(self.middle))
+        texts = [
+            (f"<b>rank {rank}</b>  " if first[rank] == lane else "") + _WORDS.get(lane, lane)
+            for rank, lane in self.middle
+        ]
+        return dict(tickmode="array", tickvals=list(self.middle.values()), ticktext=texts)
+
+
+def lanes_of(rows: list[Row]) -> Lanes:
+    """The lanes of every rank of a step; a lane that no rank uses is left out."""
+    used = {row["lane"] for row in rows}
+    middle, at = {}, 0.0
+    for rank in sorted({row["rank"] for row in rows}):
+        for lane in (lane for lane in SHOWN if lane in used):
+            middle[rank, lane] = at + (0.5 if lane != "exposed" else 0.4)
+            at += 1 if lane != "exposed" else 0.8
+        at += _GAP
+    return Lanes(middle, max(0.0, at - _GAP))
+
+
+def rank_timeline(record: RunRecord, step: int | None = None, limit: int = LIMIT) -> go.Figure:
+    """Ranks stacked on one clock: compute, each collective, and exposed time in red; `step` is the profiled one of
+    median length by default.
+
+    Needs a `timeline` table (ValueError with the remedy without one). At most `limit` marks are drawn. Hover names the
+    unit.
+    """
+    step, rows = timeline_of(record, step)
+    origin = step_start(rows)
+    lanes = lanes_of(rows)
+    marks, found, window = step_marks(rows, lanes, origin, limit)
+    end = max(row["end_ns"] for row in rows) / MS - origin / MS
+    figure = go.Figure(bars(marks, LANE_COLOURS, HEIGHTS, end))
+    figure.update_layout(
+        barmode="overlay", xaxis_title="time since the step began (ms)", uniformtext=dict(minsize=12, mode="hide")
+    )
+    figure.update_xaxes(range=[0, 1.005 * end])
+    figure.update_yaxes(range=[lanes.bottom + 0.15, -0.15], showgrid=False, zeroline=False, **lanes.ticks)
+    for begin, name in phases(rows, origin):
+        phase_line(figure, begin, name, late=begin > 0.9 * end)
+    title, words = _finding(record, step, rows)
+    ends = merge_words(found, len(marks), window)
+    height = 200 + round(min(34.0, max(9.0, 1500 / lanes.bottom)) * lanes.bottom)
+    alt = f"Timeline of {plural(len(_ranks(rows)), 'rank')} through step {step}. {words}"
+    return titled(figure, title, conditions(record, f"step {step}", ends), alt, height, top=138)
+
+
+def step_start(rows: list[Row]) -> int:
+    """When the first rank began the step, in ns."""
+    whole = [row["start_ns"] for row in rows if row["lane"] == "step"]
+    return min(whole or [row["start_ns"] for row in rows])
+
+
+def _ranks(rows: list[Row]) -> set[int]:
+    return {row["rank"] for row in rows}
+
+
+def step_marks(rows: list[Row], lanes: Lanes, origin: int, limit: int) -> tuple[list[Mark], int, float]:
+    """(marks, how many intervals there were, the window in ms within which neighbours were merged)."""
+    marks = [_mark(row, lanes, origin) for row in rows if (row["rank"], row["lane"]) in lanes.middle]
+    drawn, window = thin(marks, limit)
+    return drawn, len(marks), window
+
+
+def _mark(row: Row, lanes: Lanes, origin: int) -> Mark:
+    """A row's bar, named by its unit; exposed time says in which collective."""
+    what = " · ".join(filter(None, [row["unit"], row["phase"], row["name"] if row["lane"] != "compute" else "compute"]))
+    place = lanes.middle[row["rank"], row["lane"]]
+    start, end = ((row[name] - origin) / MS for name in ("start_ns", "end_ns"))
+    if row["lane"] == "exposed":
+        return Mark("exposed", place, start, end, f" · exposed: {what}")
+    if row["phase"] == "optimizer":
+        return Mark("optimizer", place, start, end, " · optimizer")
+    return Mark(_group(row), place, start, end, what, short_unit(row["unit"]))
+
+
+def _group(row: Row) -> str:
+    """The colour's name: the lane, and for compute its phase."""
+    if row["lane"] != "compute":
+        return row["lane"]
+    if row["phase"] == "optimizer":
+        return "optimizer"
+    return f"compute in {row['phase'] if row['phase'] == 'backward' else 'forward'}"
+
+
+def phases(rows: list[Row], origin: int) -> list[tuple[float, str]]:
+    """(begin in ms, name) of the phases, as the first rank's compute goes through them."""
+    first = min(_ranks(rows))
+    found: list[tuple[float, str]] = []
+    for row in sorted(
+        (row for row in rows if row["rank"] == first and row["lane"] == "compute" and row["phase"]),
+        key=lambda row: row["start_ns"],
+    ):
+        if not found or found[-1][1] != row["phase"]:
+            found.append(((row["start_ns"] - origin) / MS, row["phase"]))
+    return [(0.0, found[0][1]), *found[1:]] if found else []
+
+
+def phase_line(figure: go.Figure, begin: float, name: str, late: bool, bottom: float = 0) -> None:
+    """A line where a phase begins, and its name above the lanes;
+    beside the right edge the name stands before the line.
+    """
+    figure.add_shape(
+        type="line", x0=begin, x1=begin, y0=bottom, y1=1, yref="paper", line=dict(color=GRID, width=2), layer="below"
+    )
+    figure.add_annotation(
+        x=begin, y=1, yref="paper", text=f"{name} →", showarrow=False, xanchor="right" if late else "left",
+        yanchor="bottom",
+        xshift=22 if late else 2, font=dict(size=14),
+    )  # fmt: skip
+
+
+def _finding(record: RunRecord, step: int, rows: list[Row]) -> tuple[str, str]:
+    """(title, the same in words for the alternative text): how much of the step is exposed, and where most."""
+    split = breakdown_of(record, step)
+    if split is None:
+        exposed = sum(row["end_ns"] - row["start_ns"] for row in rows if row["lane"] == "exposed") / len(_ranks(rows))
+        title = f"{label(record)}: {duration(exposed)} of communication is exposed in the step"
+        return title, f"{title}."
+    communication = split["overlapped_ns"] + split["exposed_ns"]
+    title = f"{label(record)}: {percent(split['exposed_ns'], split['step_ns'])} of the step is exposed communication"
+    title += f" ({duration(split['exposed_ns'])} of {duration(split['step_ns'])})"
+    hidden = (
+        f"{percent(split['overlapped_ns'], communication)} of {duration(communication)} of communication is hidden"
+        " under compute"
+    )
+    return title, f"{title}; on rank {split['rank']}, the most exposed, {hidden}."

@@ -1,0 +1,1 @@
+"""The standalone page of a comparison; begin in page.py."""

@@ -1,0 +1,310 @@
+"""What each event of a trace is: computing, moving bytes, issuing, a range of the engine, or nothing that counts.
+
+The policy, in one place. On the CPU, computing is every operator (`aten::mm`, custom ones too) on a thread that is no
+transport's; `c10d::*` only enqueues or waits, and autograd's own ranges hold Python hooks and waiting, so neither
+computes. On a GPU, computing is every kernel that is not NCCL's; copies and memsets by the copy engines are neither
+computing nor communication (they show as `other`). Communication is `gloo:*` on gloo's threads, `shm:*` and the
+engine's marked ranges on the thread that runs them, and NCCL's kernels. Only what these need is kept, in compact
+arrays: names of operators are judged once each and forgotten.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdplab.profiling.intervals import EMPTY, Intervals
+from fsdplab.profiling.traces.chrome import ChromeTrace, TraceError, nanoseconds
+
+Thread = tuple[int | str, int | str]  # process and thread, as the trace names them
+Carrier = tuple[str, int | str, int | str]  # gloo, shm, shared_gpu or nccl, and its thread
+
+_ENGINE_RANGE = re.compile(r"^FSDP::(\w+?)(?: \((.*)\))?$")
+_PREFETCH_RANGE = re.compile(r"^FSDP::backward_prefetch (?:for (.+)|\((.*) for .*\))$")
+_STEP = re.compile(r"^ProfilerStep#(\d+)$")
+_NO_COMPUTING = (
+    "c10d::",
+    "_c10d_functional::",
+    "c10d_functional::",
+    "autograd::engine::",
+    "torch::autograd::",
+    "gloo:",
+    "nccl:",
+    "shm:",
+    "FSDP::",
+)
+KINDS = {  # in a name, letters only -> what the collective is; the order matters
+    "reducescatter": "reduce_scatter", "allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "sendrecv": "send_recv", "send": "send_recv", "recv": "send_recv", "barrier": "barrier",
+    "gather": "gather", "scatter": "scatter", "reduce": "reduce",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Range:
+    """A named range on one thread. `label` of `FSDP::all_gather (blocks.3)` is `all_gather`, `unit` is `blocks.3`; the
+    root's unit is "".
+    """
+
+    label: str
+    unit: str
+    start: int
+    end: int
+    thread: Thread
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Bytes on their way: a gloo worker's or a main-thread transport's range, or an NCCL kernel; `launch` finds who
+    launched a kernel.
+    """
+
+    kind: str
+    start: int
+    end: int
+    thread: Carrier
+    launch: int | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Spans:
+    """Starts and ends of many intervals, eight bytes each."""
+
+    start: array = field(default_factory=lambda: array("q"))
+    end: array = field(default_factory=lambda: array("q"))
+
+    def add(self, start: int, end: int) -> None:
+        self.start.append(start)
+        self.end.append(end)
+
+    def pairs(self) -> Intervals:
+        return (
+            np.stack([np.array(self.start, dtype=np.int64), np.array(self.end, dtype=np.int64)], axis=1)
+            if self.start
+            else EMPTY
+        )
+
+
+@dataclass
+class TraceEvents:
+    """A trace, sorted into what the analysis needs; all times in ns of `time.time_ns()` (or of the trace's own clock
+    where it has no base).
+    """
+
+    path: Path
+    metadata: dict[str, Any]
+    base_ns: int = 0
+    operators: dict[Thread, Spans] = field(default_factory=lambda: defaultdict(Spans))
+    autograd: Spans = field(default_factory=Spans)
+    kernels: Spans = field(default_factory=Spans)
+    kernel_launches: array = field(default_factory=lambda: array("q"))
+    copies: Spans = field(default_factory=Spans)
+    copy_launches: array = field(default_factory=lambda: array("q"))
+    shared: list[Range] = field(default_factory=list)  # ranges of ranks that share a GPU; label = the whole name
+    launches: dict[Thread, tuple[array, Spans]] = field(
+        default_factory=lambda: defaultdict(lambda: (array("q"), Spans()))
+    )
+    ranges: list[Range] = field(default_factory=list)
+    issues: list[Range] = field(default_factory=list)  # c10d:: operators; label = kind, unit = "asynchronous" or ""
+    passages: list[Passage] = field(default_factory=list)
+    blocked: Spans = field(default_factory=Spans)  # CUDA's own synchronising calls
+    steps: list[tuple[int, int, int]] = field(default_factory=list)
+    first: int | None = None
+    last: int = 0
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether kernels ran: then the host's operators only launch."""
+        return bool(self.kernels.start) or any(passage.launch is not None for passage in self.passages)
+
+    @property
+    def distributed(self) -> dict[str, Any]:
+        """The profiler's `distributedInfo`; {} in files that lack it."""
+        found = self.metadata.get("distributedInfo")
+        return found if isinstance(found, dict) else {}
+
+    def compute_threads(self) -> list[Thread]:
+        """Threads whose operators compute: all but gloo's own (a thread that runs the engine's ranges, or most
+        operators, is never gloo's).
+        """
+        gloo = {passage.thread[1:] for passage in self.passages if passage.thread[0] == "gloo"}
+        busiest = max(self.operators, key=lambda thread: len(self.operators[thread].start), default=None)
+        return [
+            thread
+            for thread in self.operators
+            if thread not in gloo - {each.thread for each in self.ranges} - {busiest}
+        ]
+
+
+def read_events(path: str | Path) -> TraceEvents:
+    """Read and sort a whole trace; TraceError when the file is damaged, or holds nothing that took time."""
+    trace = ChromeTrace(path)
+    sorter = _Sorter(TraceEvents(trace.path, trace.metadata))
+    try:
+        sorter.take(trace)
+    except (KeyError, TypeError, ValueError) as error:
+        raise TraceError(
+            f"{path} holds an event that PyTorch's profiler does not write ({error!r}); export the trace again."
+        ) from None
+    found = sorter.found
+    if "mergedRanks" in found.metadata:
+        ranks = found.metadata["mergedRanks"]
+        raise TraceError(
+            f"{path} holds the ranks {ranks} merged into one file, which is for looking; analyse each rank's own trace."
+        )
+    if found.first is None:
+        raise TraceError(
+            f"{path} holds no event that took time: nothing ran while the profiler did; profile at least one whole"
+            " training step."
+        )
+    return _on_one_clock(found, trace.base_ns)
+
+
+class _Sorter:
+    def __init__(self, found: TraceEvents) -> None:
+        self.found = found
+        self._judged: dict[str, str] = {}
+        self._by_category = {
+            "cpu_op": self._host, "user_annotation": self._host, "kernel": self._kernel, "gpu_memcpy": self._copy,
+            "cuda_runtime": self._launch, "cuda_driver": self._launch,
+        }  # fmt: skip
+
+    def take(self, events: Iterable[dict[str, Any]]) -> None:
+        """The hot loop: most events are operators of the host, whose names have been judged before."""
+        found, handlers, judged, first, last = self.found, self._by_category, self._judged, None, 0
+        for event in events:
+            if event.get("ph") != "X":
+                continue
+            category = event.get("cat", "")
+            handler = handlers.get(category)
+            if handler is None:
+                continue
+            start = nanoseconds(event["ts"])
+            end = start + nanoseconds(event.get("dur") or 0)
+            if first is None or start < first:
+                first = start
+            if end > last:
+                last = end
+            if category == "cpu_op" and judged.get(event["name"]) == "operator":
+                spans = found.operators[event["pid"], event["tid"]]
+                spans.start.append(start)
+                spans.end.append(end)
+            else:
+                handler(event, start, end)
+        found.first, found.last = first, last
+
+    def _host(self, event: dict[str, Any], start: int, end: int) -> None:
+        name = event["name"]
+        verdict = self._judged.get(name)
+        if verdict is None:
+            verdict = self._judged[name] = _judge(name, event["cat"])
+        if verdict == "operator":
+            self.found.operators[event["pid"], event["tid"]].add(start, end)
+        elif verdict == "autograd":
+            self.found.autograd.add(start, end)
+        elif verdict:
+            self._named(verdict, event, start, end)
+
+    def _named(self, verdict: str, event: dict[str, Any], start: int, end: int) -> None:
+        name, found = event["name"], self.found
+        thread = (event["pid"], event["tid"])
+        if verdict == "step":
+            found.steps.append((int(name.partition("#")[2]), start, end))
+        elif verdict == "range":
+            found.ranges.append(Range(*_label(name), start, end, thread))
+        elif verdict == "shared_gpu":
+            found.shared.append(Range(name, "", start, end, thread))
+        elif verdict == "issue":
+            found.issues.append(Range(kind_of(name), "", start, end, thread))
+        else:
+            found.passages.append(
+                Passage(kind_of(name), start, end, (verdict, *thread), details=event.get("args") or {})
+            )
+
+    def _kernel(self, event: dict[str, Any], start: int, end: int) -> None:
+        arguments = event.get("args") or {}
+        correlation = arguments.get("correlation")
+        correlation = correlation if isinstance(correlation, int) else -1
+        if "nccl" in event["name"].lower():
+            kind = kind_of(str(arguments.get("Collective name") or event["name"]))
+            self.found.passages.append(
+                Passage(kind, start, end, ("nccl", event["pid"], event["tid"]), correlation, arguments)
+            )
+        else:
+            self.found.kernels.add(start, end)
+            self.found.kernel_launches.append(correlation)
+
+    def _copy(self, event: dict[str, Any], start: int, end: int) -> None:
+        correlation = (event.get("args") or {}).get("correlation")
+        if isinstance(correlation, int):
+            self.found.copies.add(start, end)
+            self.found.copy_launches.append(correlation)
+
+    def _launch(self, event: dict[str, Any], start: int, end: int) -> None:
+        correlation = (event.get("args") or {}).get("correlation")
+        if isinstance(correlation, int) and ("Launch" in event["name"] or "Memcpy" in event["name"]):
+            correlations, spans = self.found.launches[event["pid"], event["tid"]]
+            correlations.append(correlation)
+            spans.add(start, end)
+        elif "Synchronize" in event["name"]:
+            self.found.blocked.add(start, end)
+
+
+def _judge(name: str, category: str) -> str:
+    """What an event on the host is: "" where it does not count."""
+    if name.startswith("gloo:"):
+        return "gloo"
+    if name.startswith("shm:"):
+        return "shm"
+    if name.startswith("shared_gpu:"):
+        return "shared_gpu"
+    if _STEP.match(name):
+        return "step"
+    if name.startswith(("FSDP::", "Optimizer.")):
+        return "range"
+    if name.startswith("autograd::engine::evaluate_function"):
+        return "autograd"
+    if name.startswith(("c10d::", "_c10d_functional::")):
+        return "issue" if kind_of(name) else ""
+    return "operator" if category == "cpu_op" and "::" in name and not name.startswith(_NO_COMPUTING) else ""
+
+
+def kind_of(name: str) -> str:
+    """The collective a name speaks of: `c10d::_allgather_base_`, `gloo:all_gather`, `ncclDevKernel_AllGather_RING_LL`
+    -> all_gather; else "".
+    """
+    letters = "".join(each for each in name.split("::")[-1].lower() if each.isalpha())
+    return next((kind for part, kind in KINDS.items() if part in letters), "")
+
+
+def _label(name: str) -> tuple[str, str]:
+    if name.startswith("Optimizer."):
+        return "optimizer", ""
+    found = _PREFETCH_RANGE.match(name)
+    if found:
+        return "backward_prefetch", unit_name(found.group(1) or found.group(2))
+    found = _ENGINE_RANGE.match(name)
+    return (found.group(1), unit_name(found.group(2))) if found else (name, "")
+
+
+def unit_name(unit: str | None) -> str:
+    """The root is "" everywhere, as in FSDP2's own ranges; the lab's engine writes it out."""
+    return "" if unit in (None, "root") else unit
+
+
+def _on_one_clock(found: TraceEvents, base: int) -> TraceEvents:
+    """Sort what has an order; the base is added when rows are made, so that the arrays stay as they are."""
+    found.base_ns = base
+    for each in (found.ranges, found.issues, found.passages):
+        each.sort(key=lambda one: (one.start, -one.end))
+    found.steps.sort(key=lambda step: step[1])
+    return found

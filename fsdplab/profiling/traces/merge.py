@@ -1,0 +1,76 @@
+"""All ranks in one trace: one file for Perfetto or chrome://tracing, on one clock, each rank a process of its own.
+
+Two ranks' files cannot simply be joined: they use the same ids for different things, and each counts time from a base
+of its own. Here every process and flow gets a number that no other rank has, processes are named `rank k`, and times
+count from the first event of all. Events stream through, so the size of the files does not matter.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdplab.profiling.traces.chrome import ChromeTrace, nanoseconds
+
+_FLOWS = ("s", "t", "f")
+_PROCESSES = 1000  # a rank's processes: the host's, one a GPU, the profiler's own
+
+
+def merge_traces(traces: Mapping[int, str | Path], file: str | Path) -> Path:
+    """Write the traces of several ranks (rank -> file) into one (gzipped where its name ends in .gz); returns its path.
+
+    Raises TraceError for a damaged trace and ValueError for none at all. Rank 1 whose clock began 5 us after rank 0's
+    shows its events 5 us later.
+    """
+    if not traces:
+        raise ValueError(
+            "merge_traces got no traces; expected rank -> file, such as {0: 'rank0.pt.trace.json.gz'}. Profile the run"
+            " first."
+        )
+    ranks = {rank: (ChromeTrace(path), _base_and_first(path)) for rank, path in sorted(traces.items())}
+    origin = min(base + first for _, (base, first) in ranks.values())
+    file = Path(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(file, "wt") if file.suffix == ".gz" else file.open("w") as out:
+        out.write(
+            f'{{"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": {origin}, "mergedRanks":'
+            f' {list(ranks)}, "traceEvents": [\n'
+        )
+        events = (event for rank, (trace, (base, _)) in ranks.items() for event in _renamed(rank, trace, base - origin))
+        for index, event in enumerate(events):
+            out.write((",\n" if index else "") + json.dumps(event))
+        out.write("\n]}\n")
+    return file
+
+
+def _base_and_first(path: str | Path) -> tuple[int, int]:
+    """The base of a trace's clock and its earliest event on that clock, in ns."""
+    trace = ChromeTrace(path)
+    first = min((nanoseconds(event["ts"]) for event in trace if event.get("ph") == "X"), default=0)
+    return trace.base_ns, first
+
+
+def _renamed(rank: int, trace: ChromeTrace, shift: int) -> Iterator[dict[str, Any]]:
+    processes: dict[Any, int] = {}
+    for event in trace:
+        pid = event.get("pid", "")
+        if pid not in processes:
+            processes[pid] = _PROCESSES * rank + len(processes)
+            yield from _names(rank, pid, processes[pid])
+        if event.get("name") in ("process_name", "process_sort_index"):
+            continue
+        event["pid"] = processes[pid]
+        if "ts" in event:
+            event["ts"] = (nanoseconds(event["ts"]) + shift) / 1000
+        if event.get("ph") in _FLOWS and "id" in event:
+            event["id"] = f"{rank}.{event['id']}"
+        yield event
+
+
+def _names(rank: int, old: Any, new: int) -> Iterator[dict[str, Any]]:
+    detail = "" if new % _PROCESSES == 0 else f" ({old})"
+    yield {"ph": "M", "name": "process_name", "pid": new, "tid": 0, "args": {"name": f"rank {rank}{detail}"}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": new, "tid": 0, "args": {"sort_index": new}}

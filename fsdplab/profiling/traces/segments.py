@@ -1,0 +1,132 @@
+"""Whose turn it was: for any instant of a trace, the unit that the host worked on and the phase of the step.
+
+Engines mark where a unit's forward and backward begin and end; between these marks the innermost unit has the turn. The
+phase needs no marks: autograd's own ranges say when a backward ran, what follows the last backward of a step is the
+optimizer's, everything else is forward. On a GPU both are asked with the time of the launch, so a kernel belongs to the
+unit that launched it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from fsdplab.profiling.intervals import Intervals, covered, union
+from fsdplab.profiling.traces.classify import Range, Thread, TraceEvents
+
+PHASES = ("forward", "backward", "optimizer")
+_OF_BACKWARD = ("pre_backward", "post_backward", "root_post_backward_callback", "backward_prefetch")
+_ENTER = {"pre_forward", "pre_backward"}
+_LEAVE = {"post_forward", "post_backward", "post_backward_accumulate", "post_backward_reshard", "post_backward_reduce"}
+
+
+class Segments:
+    """Answers `units_at` and `phases_at` for arrays of instants (on the trace's own clock), and gives the instants
+    where an answer changes.
+    """
+
+    def __init__(
+        self, found: TraceEvents, computing: Iterable[Intervals], steps: Sequence[tuple[int, int, int]]
+    ) -> None:
+        self._unit_times, self._units = _unit_changes(found.ranges)
+        starts = np.sort(np.concatenate([np.empty(0, dtype=np.int64), *(each[:, 0] for each in computing)]))
+        self._backward = _backward(found, starts)
+        self._optimizer = union(
+            *([(each.start, each.end)] for each in found.ranges if each.label == "optimizer"),
+            _after(self._backward, steps),
+        )
+
+    @property
+    def changes(self) -> np.ndarray:
+        """Where the unit or the phase changes."""
+        return np.unique(np.concatenate([self._unit_times, self._backward.ravel(), self._optimizer.ravel()]))
+
+    def units_at(self, instants: Sequence[int] | np.ndarray) -> list[str]:
+        """The unit that had the turn; "" for the root, and where no engine marks units."""
+        at = np.searchsorted(self._unit_times, np.asarray(instants, dtype=np.int64), side="right") - 1
+        return [self._units[index] if index >= 0 else "" for index in at]
+
+    def phases_at(self, instants: Sequence[int] | np.ndarray) -> list[str]:
+        """forward, backward or optimizer."""
+        answer = np.where(covered(self._optimizer, instants), 2, np.where(covered(self._backward, instants), 1, 0))
+        return [PHASES[index] for index in answer]
+
+
+def _unit_changes(ranges: Sequence[Range]) -> tuple[np.ndarray, list[str]]:
+    marks = [(each.end, True, each.unit) for each in ranges if each.label in _ENTER]
+    marks += [(each.start, False, each.unit) for each in ranges if each.label in _LEAVE]
+    stack, times, units = [], [], []
+    for time, enter, unit in sorted(marks):
+        if enter:
+            stack.append(unit)
+        elif unit in stack:
+            del stack[len(stack) - 1 - stack[::-1].index(unit)]
+        times.append(time)
+        units.append(stack[-1] if stack else "")
+    return np.array(times, dtype=np.int64), units
+
+
+def _backward(found: TraceEvents, compute_starts: np.ndarray) -> Intervals:
+    """Autograd's ranges, joined where nothing computed between them; each reaches to the next computing (the host waits
+    for reductions there).
+    """
+    marked = [(each.start, each.end) for each in found.ranges if each.label.startswith(_OF_BACKWARD)]
+    pieces = union(found.autograd.pairs(), marked)
+    if not len(pieces):
+        return pieces
+    optimizer = np.array(
+        [each.start for each in found.ranges if each.label == "optimizer"] + [end for _, _, end in found.steps],
+        dtype=np.int64,
+    )
+    marks = np.sort(np.concatenate([compute_starts, optimizer]))
+    following = np.searchsorted(marks, pieces[:, 1], side="left")
+    limit = np.append(marks, max(found.last, pieces[-1, 1]))[following]
+    return union(np.stack([pieces[:, 0], np.maximum(limit, pieces[:, 1])], axis=1))
+
+
+def _after(backward: Intervals, steps: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """From the end of each step's last backward to the end of the step."""
+    ends = [
+        (max((end for _, end in backward.tolist() if first < end <= last), default=last), last)
+        for _, first, last in steps
+    ]
+    return [pair for pair in ends if pair[0] < pair[1]]
+
+
+class Nest:
+    """The ranges of one thread as they contain each other; the ranges of a thread never cross.
+
+    >>> nest = Nest([Range("a", "", 0, 9, (1, 1)), Range("b", "", 2, 4, (1, 1))])
+    >>> [each.label for each in nest.around(3)], [each.label for each in nest.around(5)]
+    (['b', 'a'], ['a'])
+    """
+
+    def __init__(self, ranges: Iterable[Range]) -> None:
+        self._ranges = sorted(ranges, key=lambda each: (each.start, -each.end))
+        self._starts = [each.start for each in self._ranges]
+        self._parents: list[int] = []
+        stack: list[int] = []
+        for index, each in enumerate(self._ranges):
+            while stack and self._ranges[stack[-1]].end < each.end:
+                stack.pop()
+            self._parents.append(stack[-1] if stack else -1)
+            stack.append(index)
+
+    def around(self, instant: int) -> list[Range]:
+        """The ranges that hold an instant, innermost first."""
+        index = int(np.searchsorted(self._starts, instant, side="right")) - 1
+        found = []
+        while index >= 0:
+            if instant < self._ranges[index].end or self._ranges[index].start == instant:
+                found.append(self._ranges[index])
+            index = self._parents[index]
+        return found
+
+
+def nests(ranges: Iterable[Range]) -> dict[Thread, Nest]:
+    """One `Nest` a thread."""
+    by_thread: dict[Thread, list[Range]] = {}
+    for each in ranges:
+        by_thread.setdefault(each.thread, []).append(each)
+    return {thread: Nest(members) for thread, members in by_thread.items()}

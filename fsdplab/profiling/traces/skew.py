@@ -1,0 +1,139 @@
+"""The same collective on several ranks: how far apart they began, how fast it was, and who kept the others waiting.
+
+A rank alone cannot tell a slow network from a late peer: both look like a long collective. Over all ranks they come
+apart. The latency is the shortest time any rank saw, because the last to arrive waited for nobody; what the others saw
+beyond it is skew. Clocks of the ranks must agree: those of one machine do.
+
+Pure: rows go in (the record's `ledger`, or `TraceAnalysis.rows("collectives")`), values come out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from fsdplab.profiling.traces.overlap import StepAnalysis, TraceAnalysis
+
+Row = dict[str, Any]
+Key = tuple[int, str, str, str, int]
+_MAY_BE_A_PEER = ("nothing_to_hide_behind", "late_start", "unknown")
+
+
+@dataclass(frozen=True)
+class CollectiveSkew:
+    """One collective over its ranks. Times in ns, bandwidths in bytes/s (None where no rank knows the bytes);
+    `straggler` began last.
+    """
+
+    step: int
+    unit: str
+    phase: str
+    kind: str
+    occurrence: int
+    ranks: tuple[int, ...]
+    spread_ns: int
+    latency_ns: int
+    straggler: int
+    late_by_ns: int
+    nbytes: int | None
+    algbw: float | None
+    busbw: float | None
+
+
+def bus_factor(kind: str, ranks: int) -> float:
+    """What turns bytes/t into the bandwidth of the busiest link: `bus_factor("all_gather", 4)` is 0.75, all_reduce 1.5;
+    1 for the others.
+    """
+    share = (ranks - 1) / ranks
+    return {"all_gather": share, "reduce_scatter": share, "all_to_all": share, "all_reduce": 2 * share}.get(kind, 1.0)
+
+
+def bandwidths(kind: str, nbytes: int | None, ns: int, ranks: int) -> tuple[float | None, float | None]:
+    """(algbw, busbw) in bytes/s: 8 MB all-gathered over 2 ranks in 1 ms are 8e9 and 4e9; (None, None) without bytes or
+    time.
+    """
+    if not nbytes or ns <= 0:
+        return None, None
+    algbw = nbytes / (ns * 1e-9)
+    return algbw, algbw * bus_factor(kind, ranks)
+
+
+def collective_skews(rows: Iterable[Row]) -> list[CollectiveSkew]:
+    """One value a collective that at least two ranks took part in, in order of its first start.
+
+    The n-th of a unit, phase and kind on one rank meets the n-th on the others.
+    """
+    return [_skew(key, members) for key, members in matched(rows).items() if len(members) > 1]
+
+
+def matched(rows: Iterable[Row]) -> dict[Key, list[Row]]:
+    """Rows of the same collective: same step, unit, phase, kind and occurrence; one a rank."""
+    counts: dict[tuple, int] = defaultdict(int)
+    groups: dict[Key, list[Row]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row["start_ns"]):
+        name = (row["step"], row["unit"], row["phase"], row["kind"])
+        own = (row["rank"], *name)
+        counts[own] += 1
+        key = (*name, counts[own])
+        groups[key].append(row)
+    return groups
+
+
+def _skew(key: Key, members: Sequence[Row]) -> CollectiveSkew:
+    starts = {row["rank"]: row["start_ns"] for row in members}
+    straggler = max(starts, key=lambda rank: (starts[rank], -rank))
+    latency = min(row["end_ns"] - row["start_ns"] for row in members)
+    nbytes = next((row["logical_bytes"] for row in members if row.get("logical_bytes")), None)
+    late_by = starts[straggler] - median(start for rank, start in starts.items() if rank != straggler)
+    spread = max(starts.values()) - min(starts.values())
+    speeds = bandwidths(key[3], nbytes, latency, len(members))
+    return CollectiveSkew(*key, tuple(sorted(starts)), spread, latency, straggler, int(late_by), nbytes, *speeds)
+
+
+def straggling(skews: Iterable[CollectiveSkew]) -> dict[int, int]:
+    """By how many ns in total each rank began after the middle of the others, where it began last: `{1: 3_000_000}`
+    says rank 1 is slow.
+    """
+    total: dict[int, int] = defaultdict(int)
+    for skew in skews:
+        total[skew.straggler] += skew.late_by_ns
+    return dict(total)
+
+
+def compute_inflation(with_: Iterable[Row], without: Iterable[Row]) -> float | None:
+    """Median compute time of steps with communication over that of the same work without: 1.3 says that communicating
+    cost 30 % of computing speed.
+
+    Rows of `breakdown`; None where either side has none, or computed nothing.
+    """
+    busy, alone = [row["compute_ns"] for row in with_], [row["compute_ns"] for row in without]
+    return median(busy) / median(alone) if busy and alone and median(alone) else None
+
+
+def with_peers(analyses: Sequence[TraceAnalysis]) -> list[TraceAnalysis]:
+    """The same analyses with `waiting_for_peer` where the other ranks tell: a peer issued later by at least half of
+    what was exposed.
+
+    All analyses of one run; ranks on clocks of their own (several machines) cannot be compared and must not be given
+    together.
+    """
+    groups = matched(row for analysis in analyses for row in analysis.rows("collectives"))
+    late = {
+        id(row): max(each["issue_ns"] for each in members) - row["issue_ns"]
+        for members in groups.values()
+        for row in members
+    }
+    return [replace(analysis, steps=tuple(_explained(step, late) for step in analysis.steps)) for analysis in analyses]
+
+
+def _explained(step: StepAnalysis, late: dict[int, int]) -> StepAnalysis:
+    by_a_peer = lambda row: 0 < row["exposed_ns"] <= 2 * late[id(row)] and row["cause"] in _MAY_BE_A_PEER  # noqa: E731
+    collectives = tuple(row | {"cause": "waiting_for_peer"} if by_a_peer(row) else row for row in step.collectives)
+    worst: dict[tuple, Row] = {}
+    for row in sorted(collectives, key=lambda row: row["exposed_ns"]):
+        worst[row["unit"], row["phase"], row["kind"]] = row
+    exposed = tuple(row | {"cause": worst[row["unit"], row["phase"], row["kind"]]["cause"]} for row in step.exposed)
+    return replace(step, exposed=exposed, collectives=collectives)
