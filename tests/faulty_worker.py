@@ -1,6 +1,6 @@
 """A worker whose rank 1 misbehaves in its fourth step: `python faulty_worker.py raise|sleep|exit FOLDER`.
 
-The lab's own worker knows nothing of faults; this one hands it a rig whose train_step goes wrong.
+The lab's own worker knows nothing of faults; this one hands it a setup whose train_step goes wrong.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.worker import training
-from fsdplab.sessions.worker.engines import Rig, build
-from fsdplab.sessions.worker.rank_process import Place
+from fsdplab.sessions.worker.engines import TrainingSetup, build
+from fsdplab.sessions.worker.rank_process import RankContext
 
 FAULTY_STEP = 3
 
@@ -36,15 +36,15 @@ FAULTS: dict[str, Callable[[], None]] = {"raise": raise_an_error, "sleep": sleep
 
 
 def main(fault: str, folder: str) -> None:
-    def build_faulty(spec: RunSpec, place: Place) -> Rig:
-        rig = build(spec, place)
+    def build_faulty(spec: RunSpec, place: RankContext) -> TrainingSetup:
+        setup = build(spec, place)
 
         def train_step(batches: Any) -> float:
-            if place.rank == 1 and place.heart.step == FAULTY_STEP:
+            if place.rank == 1 and place.heartbeat.step == FAULTY_STEP:
                 FAULTS[fault]()
-            return rig.train_step(batches)
+            return setup.train_step(batches)
 
-        return replace(rig, train_step=train_step)
+        return replace(setup, train_step=train_step)
 
     training.main(folder, build_faulty)
 

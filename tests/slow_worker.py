@@ -9,15 +9,15 @@ import torch
 
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.worker import training
-from fsdplab.sessions.worker.engines import Rig, build
-from fsdplab.sessions.worker.rank_process import Place
+from fsdplab.sessions.worker.engines import TrainingSetup, build
+from fsdplab.sessions.worker.rank_process import RankContext
 
 TIMES = 12  # products of a block's own size before each block
 
 
 def main(folder: str) -> None:
-    def build_slow(spec: RunSpec, place: Place) -> Rig:
-        rig = build(spec, place)
+    def build_slow(spec: RunSpec, place: RankContext) -> TrainingSetup:
+        setup = build(spec, place)
         ballast = torch.ones(512, 512)
 
         def dawdle(*_: Any) -> None:
@@ -25,9 +25,9 @@ def main(folder: str) -> None:
                 ballast @ ballast
 
         if place.rank == 1:
-            for block in rig.model.blocks:
+            for block in setup.model.blocks:
                 block.register_forward_pre_hook(dawdle)
-        return rig
+        return setup
 
     training.main(folder, build_slow)
 

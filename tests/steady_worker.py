@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.worker import training
-from fsdplab.sessions.worker.engines import Rig, build
-from fsdplab.sessions.worker.rank_process import Place
+from fsdplab.sessions.worker.engines import TrainingSetup, build
+from fsdplab.sessions.worker.rank_process import RankContext
 
 FORWARD_S, BACKWARD_S = 0.015, 0.030
 
@@ -42,11 +42,11 @@ class Working(torch.autograd.Function):
 
 
 def main(folder: str) -> None:
-    def build_steady(spec: RunSpec, place: Place) -> Rig:
-        rig = build(spec, place)
-        for block in rig.model.blocks:
+    def build_steady(spec: RunSpec, place: RankContext) -> TrainingSetup:
+        setup = build(spec, place)
+        for block in setup.model.blocks:
             block.register_forward_pre_hook(lambda _, inputs: (Working.apply(inputs[0]), *inputs[1:]))
-        return rig
+        return setup
 
     training.main(folder, build_steady)
 

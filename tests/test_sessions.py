@@ -16,9 +16,9 @@ import torch
 from fsdplab import records
 from fsdplab.engine import events
 from fsdplab.sessions import ENGINES, RanksFailed, RunSpec, SpecError, bench, compare
-from fsdplab.sessions.launch.failure_report import Remains, failed_first, hung, not_started, too_slow
+from fsdplab.sessions.launch.failure_report import PostMortem, failed_first, hung, not_started, too_slow
 from fsdplab.sessions.launch.launcher import Progress
-from fsdplab.sessions.launch.mailbox import Beat, Heart, Mailbox, read_beat, read_beats, read_lines
+from fsdplab.sessions.launch.mailbox import Beat, Heartbeat, Mailbox, read_beat, read_beats, read_lines
 from fsdplab.sessions.launch.stacks import of_exception, readable
 from fsdplab.sessions.summary import formula_bytes, mean_losses, sent_per_step, step_seconds, unit_shapes
 from fsdplab.sessions.worker.environment import capture_environment
@@ -163,14 +163,14 @@ BEATS = {0: beat(0), 1: beat(1)}
     ],
 )
 def test_the_first_to_fail_is_blamed_not_those_that_follow(exits: dict, notes: dict, kind: str, rank: int) -> None:
-    report = failed_first(Remains(exits, notes, BEATS))
+    report = failed_first(PostMortem(exits, notes, BEATS))
     assert (report.kind, report.rank, report.step, report.phase) == (kind, rank, 3, "backward")
     assert report.collective == "all_reduce of 8 bytes"
     assert f"Rank {rank}" in report.message and "step 3" in report.message
 
 
 def test_a_rank_that_could_not_start_is_reported_with_what_was_printed() -> None:
-    report = failed_first(Remains({0: 1}, printed="ModuleNotFoundError: No module named 'torch'"))
+    report = failed_first(PostMortem({0: 1}, printed="ModuleNotFoundError: No module named 'torch'"))
     assert report.rank == 0 and "before it could start" in report.message and "ModuleNotFoundError" in report.message
 
 
@@ -188,12 +188,12 @@ SLEEPING = '  File "/x/my_fsdp.py", line 7, in shard\n    time.sleep(100)'
     ],
 )
 def test_the_rank_that_the_others_wait_for_is_blamed_for_a_hang(beats: dict, stacks: dict, rank: int | None) -> None:
-    report = hung(Remains(beats=beats, stacks=stacks), 12.0)
+    report = hung(PostMortem(beats=beats, stacks=stacks), 12.0)
     assert (report.kind, report.rank) == ("hung", rank)
 
 
 def test_a_rank_that_never_started_is_named() -> None:
-    report = not_started(Remains(beats={0: beat(0)}), 9.0, 2)
+    report = not_started(PostMortem(beats={0: beat(0)}), 9.0, 2)
     assert (report.kind, report.rank) == (
         "timeout",
         1,
@@ -201,12 +201,12 @@ def test_a_rank_that_never_started_is_named() -> None:
 
 
 def test_a_run_that_still_moved_at_its_time_limit_was_slow() -> None:
-    report = too_slow(Remains(beats={0: beat(0, step=5, phases=20), 1: beat(1, step=4)}), 60.0)
+    report = too_slow(PostMortem(beats={0: beat(0, step=5, phases=20), 1: beat(1, step=4)}), 60.0)
     assert report.kind == "timeout" and "60 s" in report.message and "step 4" in report.message
 
 
 def test_the_report_is_the_text_of_the_error() -> None:
-    report = failed_first(Remains({1: 1}, {1: note("ValueError: no")}, BEATS))
+    report = failed_first(PostMortem({1: 1}, {1: note("ValueError: no")}, BEATS))
     error = RanksFailed(report)
     assert str(error).startswith("Rank 1 raised in step 3 (backward): ValueError: no.") and str(error).endswith(
         "Traceback ..."
@@ -238,12 +238,12 @@ def test_records_and_engine_know_the_same_categories() -> None:
 
 def test_a_beat_is_read_as_written_and_a_torn_one_is_none(tmp_path: Path) -> None:
     mailbox = Mailbox(tmp_path)
-    heart = Heart(mailbox.of(0, "beat"), 0)
-    heart.enter("forward", 7)
-    heart.issue("all_gather of 64 bytes")
-    heart.enter("backward")
-    assert read_beats(mailbox, 2) == {0: heart.beat()}
-    assert (heart.beat().step, heart.beat().phases, heart.beat().collectives) == (7, 2, 1)
+    heartbeat = Heartbeat(mailbox.of(0, "beat"), 0)
+    heartbeat.enter("forward", 7)
+    heartbeat.issue("all_gather of 64 bytes")
+    heartbeat.enter("backward")
+    assert read_beats(mailbox, 2) == {0: heartbeat.beat()}
+    assert (heartbeat.beat().step, heartbeat.beat().phases, heartbeat.beat().collectives) == (7, 2, 1)
     mailbox.of(1, "beat").write_text('{"rank": 1, "pi')
     assert read_beat(mailbox.of(1, "beat")) is None
 

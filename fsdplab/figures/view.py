@@ -89,14 +89,14 @@ def views(runs: Runs) -> list[RunView]:
         return [view(runs)]
     if isinstance(runs, Mapping):
         seen = [from_json(run, runs.get("spec") or {}, runs.get("environment") or {}) for run in runs["runs"]]
-        return told_apart(seen, [{} for _ in seen])
+        return disambiguate_labels(seen, [{} for _ in seen])
     if not isinstance(runs, Iterable):
         raise TypeError(
             f"a figure draws run records or a comparison dict, got {type(runs).__name__}; pass what run() or compare()"
             " returned"
         )
     runs = list(runs)
-    return told_apart([view(run) for run in runs], [getattr(run, "spec", {}) for run in runs])
+    return disambiguate_labels([view(run) for run in runs], [getattr(run, "spec", {}) for run in runs])
 
 
 def _is_one(runs: Runs) -> TypeGuard[RunRecord]:
@@ -104,7 +104,7 @@ def _is_one(runs: Runs) -> TypeGuard[RunRecord]:
     return hasattr(runs, "summary")
 
 
-def told_apart(seen: list[RunView], specs: Sequence[Mapping[str, Any]]) -> list[RunView]:
+def disambiguate_labels(seen: list[RunView], specs: Sequence[Mapping[str, Any]]) -> list[RunView]:
     """The views with a note wherever several have one name, because bars of one name would be drawn as one.
 
     Two runs of full_shard become `full_shard, prefetch 0` and `full_shard, prefetch 1`; what nothing tells apart is

@@ -1,6 +1,6 @@
 """From a RunSpec to a RunRecord: real ranks, one report when they fail, and no process left behind.
 
-The names below load their chapter when they are first used, because every rank and every launcher passes through this
+The names below load when they are first used, because every rank and every launcher passes through this
 file: what it imports, each of them pays for before its work begins.
 """
 

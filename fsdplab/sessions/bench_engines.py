@@ -32,8 +32,8 @@ from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
 from fsdplab.sessions.spec import RunSpec, SpecError
 from fsdplab.sessions.spec.sharing import device_of_ranks
 from fsdplab.sessions.worker.emulated_network import Fabric
-from fsdplab.sessions.worker.engines import Batch, Rig, adamw, build
-from fsdplab.sessions.worker.rank_process import Place, rank_process
+from fsdplab.sessions.worker.engines import Batch, TrainingSetup, adamw, build
+from fsdplab.sessions.worker.rank_process import RankContext, rank_process
 from fsdplab.workloads import ByteText, build_model, loss_of
 
 ALONE = "alone"
@@ -151,7 +151,7 @@ def _joined(specs: Sequence[RunSpec], results: Sequence[dict[str, Any]]) -> Benc
 class Alone:
     """The same training without any communication: every rank on its own."""
 
-    def __init__(self, spec: RunSpec, place: Place) -> None:
+    def __init__(self, spec: RunSpec, place: RankContext) -> None:
         self.model = _autocast(spec, build_model(spec.model, device=place.device, seed=spec.seed))
         self.optimizer = adamw(spec, self.model)
         self.parts: dict[str, list[float]] = {"compute": [], "optimizer": []}
@@ -183,13 +183,13 @@ def main(folder: str) -> None:
     wanted = {spec.backend for spec in specs}
     # the lab's engine works on either
     with rank_process(folder, "shm" if "shm" in wanted else specs[0].backend, device_of_ranks(specs[0])) as place:
-        place.heart.enter("build")
+        place.heartbeat.enter("build")
         text = ByteText.from_path(specs[0].text) if specs[0].text else ByteText.from_standard_library()
         alone = Alone(specs[0], place)
-        rigs: list[Rig | Alone] = [alone, *(build(spec, place) for spec in specs)]
-        for spec, rig in zip(specs, rigs[1:]):
-            Fabric(spec, place).begin(rig.model)
-        seconds, losses, waits = _take_turns(rigs, specs[0], place, text, told["rounds"])
+        setups: list[TrainingSetup | Alone] = [alone, *(build(spec, place) for spec in specs)]
+        for spec, setup in zip(specs, setups[1:]):
+            Fabric(spec, place).begin(setup.model)
+        seconds, losses, waits = _take_turns(setups, specs[0], place, text, told["rounds"])
         parts = {name: statistics.median(values[WARMUP_ROUNDS:]) for name, values in alone.parts.items()}
         place.write("result", {"seconds": seconds, "losses": losses, "waits": waits, "parts": parts})
 
@@ -214,21 +214,21 @@ class _Waits:
 
 
 def _take_turns(
-    rigs: Sequence[Rig | Alone], spec: RunSpec, place: Place, text: ByteText, rounds: int
+    setups: Sequence[TrainingSetup | Alone], spec: RunSpec, place: RankContext, text: ByteText, rounds: int
 ) -> tuple[list[list[float]], list[float], list[list[tuple[float, float]]]]:
-    seconds: list[list[float]] = [[] for _ in rigs]
-    waits: list[list[tuple[float, float]]] = [[] for _ in rigs]
+    seconds: list[list[float]] = [[] for _ in setups]
+    waits: list[list[tuple[float, float]]] = [[] for _ in setups]
     heard = _Waits()
     quiet = events.subscribe(heard.hear)
-    losses = [0.0 for _ in rigs]
+    losses = [0.0 for _ in setups]
     for step in range(WARMUP_ROUNDS + rounds):
         batches = [_batches(spec, place, text, step)]
-        for turn in range(len(rigs)):
-            index = (turn + step) % len(rigs)  # nobody always follows the same engine
-            place.heart.enter("bench", step)
+        for turn in range(len(setups)):
+            index = (turn + step) % len(setups)  # nobody always follows the same engine
+            place.heartbeat.enter("bench", step)
             dist.barrier()
             start = time.perf_counter()
-            losses[index] = rigs[index].train_step(batches)
+            losses[index] = setups[index].train_step(batches)
             if step >= WARMUP_ROUNDS:
                 seconds[index].append(time.perf_counter() - start)
             if (waited := heard.take()) is not None and step >= WARMUP_ROUNDS:
@@ -238,7 +238,7 @@ def _take_turns(
     return seconds, losses, waits
 
 
-def _batches(spec: RunSpec, place: Place, text: ByteText, step: int) -> list[Batch]:
+def _batches(spec: RunSpec, place: RankContext, text: ByteText, step: int) -> list[Batch]:
     shape = (spec.world_size, spec.batch_size, spec.sequence_length)
     drawn = [
         text.batch(step, place.rank, *shape, micro_batch=micro, seed=spec.seed) for micro in range(spec.micro_batches)

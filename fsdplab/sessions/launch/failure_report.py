@@ -51,7 +51,7 @@ class RanksFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Remains:
+class PostMortem:
     """What a run left behind: by rank, the exit code, the note of an exception, the last beat, the stack; and what
     torchrun printed.
     """
@@ -73,27 +73,27 @@ _ENDED = " All ranks were ended."
 _OWN_FAULT_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
-def failed_first(remains: Remains) -> Failure:
+def failed_first(post_mortem: PostMortem) -> Failure:
     """The report of a run in which a rank raised or died."""
-    suspects = sorted(set(remains.exits) | set(remains.notes), key=lambda rank: _blame(rank, remains))
+    suspects = sorted(set(post_mortem.exits) | set(post_mortem.notes), key=lambda rank: _blame(rank, post_mortem))
     if not suspects:
-        return _left_early(remains) or Failure(
-            "died", f"The ranks ended without a result and without an error.{_tail(remains.printed)}"
+        return _left_early(post_mortem) or Failure(
+            "died", f"The ranks ended without a result and without an error.{_tail(post_mortem.printed)}"
         )
     rank = suspects[0]
-    if _blame(rank, remains)[0] >= _FOLLOWS and (left := _left_early(remains)) is not None:
+    if _blame(rank, post_mortem)[0] >= _FOLLOWS and (left := _left_early(post_mortem)) is not None:
         return left
-    return _raised(rank, remains) if rank in remains.notes else _died(rank, remains)
+    return _raised(rank, post_mortem) if rank in post_mortem.notes else _died(rank, post_mortem)
 
 
 _FOLLOWS = 4  # from here on, failures that only follow from another
 
 
-def _blame(rank: int, remains: Remains) -> tuple[int, float, int]:
+def _blame(rank: int, post_mortem: PostMortem) -> tuple[int, float, int]:
     """Lower is guiltier: a crash, then an exception of its own, then an exit, and last what only follows when another
     rank is gone.
     """
-    note, code = remains.notes.get(rank), remains.exits.get(rank, 0)
+    note, code = post_mortem.notes.get(rank), post_mortem.exits.get(rank, 0)
     if note is not None:
         return (_FOLLOWS if _PEER_IS_GONE.search(note["error"]) else 1, note["time"], rank)
     if -code in _OWN_FAULT_SIGNALS:
@@ -102,10 +102,10 @@ def _blame(rank: int, remains: Remains) -> tuple[int, float, int]:
     return ({-signal.SIGABRT: 3, -signal.SIGTERM: _FOLLOWS + 1}.get(code, 2), 0.0, rank)
 
 
-def _left_early(remains: Remains) -> Failure | None:
+def _left_early(post_mortem: PostMortem) -> Failure | None:
     """A rank that ended with exit code 0 and did not finish: torchrun sees nothing wrong with it."""
-    unexplained = set(remains.beats) - set(remains.exits) - set(remains.notes)
-    quitters = [remains.beats[rank] for rank in sorted(unexplained) if remains.beats[rank].phase != "finished"]
+    unexplained = set(post_mortem.beats) - set(post_mortem.exits) - set(post_mortem.notes)
+    quitters = [post_mortem.beats[rank] for rank in sorted(unexplained) if post_mortem.beats[rank].phase != "finished"]
     if not quitters:
         return None
     beat = quitters[0]
@@ -114,23 +114,23 @@ def _left_early(remains: Remains) -> Failure | None:
     return Failure("died", message, beat.rank, beat.step, beat.phase, beat.collective)
 
 
-def _raised(rank: int, remains: Remains) -> Failure:
-    note = remains.notes[rank]
+def _raised(rank: int, post_mortem: PostMortem) -> Failure:
+    note = post_mortem.notes[rank]
     message = (
         f"Rank {rank} {note['kind']}{_where(note['step'], note['phase'])}:"
         f" {note['error'].rstrip('.')}.{_after(note)}{_ENDED}"
     )
-    done = [other for other, beat in remains.beats.items() if beat.phase == "finished" and other != rank]
+    done = [other for other, beat in post_mortem.beats.items() if beat.phase == "finished" and other != rank]
     if done and _PEER_IS_GONE.search(note["error"]):
         message += f" {named(done)} had already finished, so rank {rank} waited for something that nobody sends."
     return Failure(note["kind"], message, rank, note["step"], note["phase"], note["collective"], note["traceback"])
 
 
-def _died(rank: int, remains: Remains) -> Failure:
-    code, beat = remains.exits[rank], remains.beats.get(rank)
+def _died(rank: int, post_mortem: PostMortem) -> Failure:
+    code, beat = post_mortem.exits[rank], post_mortem.beats.get(rank)
     if beat is None:
         return Failure(
-            "died", f"Rank {rank} ended with {_exit(code)} before it could start.{_tail(remains.printed)}", rank
+            "died", f"Rank {rank} ended with {_exit(code)} before it could start.{_tail(post_mortem.printed)}", rank
         )
     hint = " The system ends a process so when memory runs out." if code == -signal.SIGKILL else ""
     message = (
@@ -140,9 +140,9 @@ def _died(rank: int, remains: Remains) -> Failure:
     return Failure("died", message, rank, beat.step, beat.phase, beat.collective)
 
 
-def lost_agent(how: str, remains: Remains) -> Failure:
+def lost_agent(how: str, post_mortem: PostMortem) -> Failure:
     """The report of a run whose launcher was killed; its ranks ended with it and are not to blame."""
-    beat = min(remains.beats.values(), key=_progress, default=None)
+    beat = min(post_mortem.beats.values(), key=_progress, default=None)
     if beat is None:
         return Failure("died", how)
     return Failure(
@@ -155,20 +155,20 @@ def lost_agent(how: str, remains: Remains) -> Failure:
     )
 
 
-def not_started(remains: Remains, time_limit: float, world_size: int) -> Failure:
+def not_started(post_mortem: PostMortem, time_limit: float, world_size: int) -> Failure:
     """The report of a run some of whose ranks had not even started when its time was up."""
-    silent = sorted(set(range(world_size)) - set(remains.beats))
+    silent = sorted(set(range(world_size)) - set(post_mortem.beats))
     return Failure(
         "timeout",
-        f"{named(silent)} did not start within the time limit of {time_limit:g} s.{_tail(remains.printed)}",
+        f"{named(silent)} did not start within the time limit of {time_limit:g} s.{_tail(post_mortem.printed)}",
         silent[0],
     )
 
 
-def hung(remains: Remains, idle_s: float) -> Failure:
+def hung(post_mortem: PostMortem, idle_s: float) -> Failure:
     """The report of a run without progress: the rank that is behind, or that alone stands outside a collective."""
-    rank, ranks = _behind(remains), sorted(remains.beats)
-    beat = remains.beats[ranks[0] if rank is None else rank]
+    rank, ranks = _behind(post_mortem), sorted(post_mortem.beats)
+    beat = post_mortem.beats[ranks[0] if rank is None else rank]
     subject = "All ranks wait for each other" if rank is None else f"Rank {rank} hung"
     waited = ", and the other ranks waited for it" if rank is not None and len(ranks) > 1 else ""
     message = (
@@ -176,7 +176,7 @@ def hung(remains: Remains, idle_s: float) -> Failure:
         f" s{waited}.{_after(asdict(beat))}{_ENDED}"
     )
     stood = "\n\n".join(
-        f"rank {each} stood in (innermost call first):\n{remains.stacks.get(each) or NO_ANSWER}" for each in ranks
+        f"rank {each} stood in (innermost call first):\n{post_mortem.stacks.get(each) or NO_ANSWER}" for each in ranks
     )
     return Failure("hung", message, rank, beat.step, beat.phase, beat.collective, stood)
 
@@ -184,9 +184,9 @@ def hung(remains: Remains, idle_s: float) -> Failure:
 NO_ANSWER = "  (it did not answer: the process is stopped, or stuck in the kernel)"
 
 
-def too_slow(remains: Remains, time_limit: float) -> Failure:
+def too_slow(post_mortem: PostMortem, time_limit: float) -> Failure:
     """The report of a run that was still working when its time was up."""
-    beat = min(remains.beats.values(), key=_progress)
+    beat = min(post_mortem.beats.values(), key=_progress)
     where = _where(beat.step, beat.phase)
     message = (
         f"The time limit of {time_limit:g} s ended the run{where} while its ranks still made progress; give a longer"
@@ -195,11 +195,11 @@ def too_slow(remains: Remains, time_limit: float) -> Failure:
     return Failure("timeout", message, beat.rank, beat.step, beat.phase, beat.collective)
 
 
-def _behind(remains: Remains) -> int | None:
-    least = min(map(_progress, remains.beats.values()))
-    behind = [rank for rank, beat in remains.beats.items() if _progress(beat) == least]
+def _behind(post_mortem: PostMortem) -> int | None:
+    least = min(map(_progress, post_mortem.beats.values()))
+    behind = [rank for rank, beat in post_mortem.beats.items() if _progress(beat) == least]
     if len(behind) > 1:
-        behind = [rank for rank in behind if not waits_for_others(remains.stacks.get(rank, ""))]
+        behind = [rank for rank in behind if not waits_for_others(post_mortem.stacks.get(rank, ""))]
     return min(behind, default=None)
 
 

@@ -71,7 +71,7 @@ class Beat:
     completed: str | None = None
 
 
-class Heart:
+class Heartbeat:
     """The rank's side of the beat: a few microseconds a call, no lock, no thread."""
 
     def __init__(self, path: Path, rank: int) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 
 from fsdplab.common.processes import send
-from fsdplab.sessions.launch.failure_report import Remains
+from fsdplab.sessions.launch.failure_report import PostMortem
 from fsdplab.sessions.launch.mailbox import Beat, Mailbox, read_beats, read_lines
 from fsdplab.sessions.launch.stacks import readable
 
@@ -19,11 +19,11 @@ _LOOK_EVERY_S = 0.05
 _ANSWER_WITHIN_S = 2.0
 
 
-def gather(mailbox: Mailbox, world_size: int) -> Remains:
+def gather(mailbox: Mailbox, world_size: int) -> PostMortem:
     """Exit codes, notes, beats and what was printed; no stacks, since the ranks may be gone."""
     exits = json.loads(mailbox.exits.read_text()) if mailbox.exits.exists() else {}
     notes = {rank: read_lines(mailbox.of(rank, "failure")) for rank in range(world_size)}
-    return Remains(
+    return PostMortem(
         exits={int(rank): code for rank, code in exits.items()},
         notes={rank: lines[0] for rank, lines in notes.items() if lines},
         beats=read_beats(mailbox, world_size),

@@ -19,7 +19,7 @@ from typing import Any
 
 from fsdplab.sessions.launch.stacks import of_exception
 from fsdplab.sessions.staying.cell_code import IDLE, cell_namespace, given_names, run_source, source_of, title
-from fsdplab.sessions.worker.rank_process import Place, rank_process
+from fsdplab.sessions.worker.rank_process import RankContext, rank_process
 
 _MOST_NAMES = 8
 
@@ -28,7 +28,7 @@ def main(folder: str) -> None:
     """Run cells on this rank until nobody can send one any more."""
     with rank_process(folder) as place:
         cells = _Cells(place)
-        place.heart.enter(IDLE)
+        place.heartbeat.enter(IDLE)
         with place.mailbox.of(place.rank, "in").open() as requests:
             for line in requests:
                 cells.run(int(line))
@@ -37,7 +37,7 @@ def main(folder: str) -> None:
 class _Cells:
     """Runs one cell after another in the same names."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankContext) -> None:
         self.place, self.names, self.interruptible = place, cell_namespace(), False
         self.given = set(self.names)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -51,7 +51,7 @@ class _Cells:
 
     def run(self, number: int) -> None:
         """Run a cell and say how it ended: the rank itself goes on."""
-        self.place.heart.enter(f"cell {number}")
+        self.place.heartbeat.enter(f"cell {number}")
         signal.signal(signal.SIGINT, self._interrupt)
         said: dict[str, Any] = {"cell": number, "error": None}
         try:
@@ -65,7 +65,7 @@ class _Cells:
         sys.stdout.flush()
         sys.stderr.flush()
         self.place.append("cells", said | self._held())
-        self.place.heart.enter(IDLE)
+        self.place.heartbeat.enter(IDLE)
 
     def _execute(self, number: int) -> None:
         before = self.place.mailbox.folder / "before.py"

@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdplab.common.processes import gone, send
 from fsdplab.sessions.launch.ending import Agent
-from fsdplab.sessions.launch.failure_report import Failure, Remains, failed_first
+from fsdplab.sessions.launch.failure_report import Failure, PostMortem, failed_first
 from fsdplab.sessions.launch.launcher import Progress, how_it_ended, still_running
 from fsdplab.sessions.launch.live_output import LiveOutput, Tail
 from fsdplab.sessions.launch.mailbox import Beat, Mailbox, read_beats
@@ -59,7 +59,7 @@ class Living:
         if self.agent.poll() is not None:
             return how_it_ended(self.agent, self.mailbox, self.world_size)
         return failed_first(
-            Remains(
+            PostMortem(
                 beats={rank: beat for rank, beat in read_beats(self.mailbox, self.world_size).items() if rank == first}
             )
         )

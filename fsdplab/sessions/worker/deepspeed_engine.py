@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from fsdplab.sessions.spec import RunSpec
-from fsdplab.sessions.worker.rank_process import Place
+from fsdplab.sessions.worker.rank_process import RankContext
 from fsdplab.workloads import loss_of, parameter_count, preset
 
 
-def deepspeed_rig(
-    stage: int, spec: RunSpec, place: Place, model: nn.Module, optimizer: torch.optim.Optimizer
+def deepspeed_setup(
+    stage: int, spec: RunSpec, place: RankContext, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, Any, Callable[..., float]]:
     """The (engine, optimizer, train_step) of ZeRO stage `stage`."""
     os.environ.setdefault("DS_ACCELERATOR", place.device.type)
@@ -33,11 +33,11 @@ def deepspeed_rig(
         (batches,) = batches_by_rank
         total = torch.zeros((), device=place.device)
         for tokens, targets in batches:
-            place.heart.enter("forward")
+            place.heartbeat.enter("forward")
             loss = loss_of(engine, tokens, targets)
-            place.heart.enter("backward")
+            place.heartbeat.enter("backward")
             engine.backward(loss)  # divides by the number of micro-batches itself
-            place.heart.enter("optimizer")
+            place.heartbeat.enter("optimizer")
             engine.step()  # steps after the last micro-batch only
             total += loss.detach() / len(batches)
         return total.item()

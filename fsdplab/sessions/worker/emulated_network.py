@@ -20,7 +20,7 @@ from fsdplab.planning.hardware import parse_cluster
 from fsdplab.planning.links import LinkSpec, parse_link
 from fsdplab.planning.windtunnel import Target, card_for, link_for, wind_tunnel
 from fsdplab.sessions.spec import RunSpec
-from fsdplab.sessions.worker.rank_process import Place
+from fsdplab.sessions.worker.rank_process import RankContext
 from fsdplab.workloads import parameter_count, preset
 
 TARGET_TOKENS = 8192  # tokens that a GPU of the target reads in one step: a sequence of torchtitan's Llama 3.1 runs
@@ -64,7 +64,7 @@ class Fabric:
     """The links of one run, on one rank."""
 
     spec: RunSpec
-    place: Place
+    place: RankContext
     chosen: LinkSpec | None = None
     # seconds of each step of calibration, without its communication
     computing: list[float] = field(default_factory=list)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdplab.sessions.spec import RunSpec
-from fsdplab.sessions.worker.rank_process import Place
+from fsdplab.sessions.worker.rank_process import RankContext
 from fsdplab.workloads import block_types, build_model, loss_of
 from fsdplab.workloads.compiled import compile_blocks
 from fsdplab.workloads.twin import SideBySide
@@ -36,7 +36,7 @@ TrainStep = Callable[[Sequence[Sequence[Batch]]], float]
 
 
 @dataclass(frozen=True)
-class Rig:
+class TrainingSetup:
     """A model ready to train. `train_step(batches)` does one whole step and returns its mean loss; `batches[i]` are the
     micro-batches of the i-th rank that this process plays: one for every engine but the twin, which plays all.
     """
@@ -46,8 +46,8 @@ class Rig:
     train_step: TrainStep
 
 
-def build(spec: RunSpec, place: Place) -> Rig:
-    """The rig of `spec.engine` on this rank; the weights depend on `spec.seed` alone."""
+def build(spec: RunSpec, place: RankContext) -> TrainingSetup:
+    """The setup of `spec.engine` on this rank; the weights depend on `spec.seed` alone."""
     model = build_model(spec.model, device=place.device, seed=spec.seed)
     if spec.compile == "blocks" and spec.engine != "twin":  # the twin is what others are compared with
         compile_blocks(model)
@@ -64,7 +64,7 @@ def _at_once(last: bool) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _trained(spec: RunSpec, place: Place, model: nn.Module, accumulate: Accumulate = _at_once) -> Rig:
+def _trained(spec: RunSpec, place: RankContext, model: nn.Module, accumulate: Accumulate = _at_once) -> TrainingSetup:
     optimizer = adamw(spec, model)
 
     def train_step(batches_by_rank: Sequence[Sequence[Batch]]) -> float:
@@ -72,20 +72,20 @@ def _trained(spec: RunSpec, place: Place, model: nn.Module, accumulate: Accumula
         total = torch.zeros((), device=place.device)
         for index, (tokens, targets) in enumerate(batches, start=1):
             with accumulate(index == len(batches)):
-                place.heart.enter("forward")
+                place.heartbeat.enter("forward")
                 loss = loss_of(model, tokens, targets) / len(batches)
-                place.heart.enter("backward")
+                place.heartbeat.enter("backward")
                 loss.backward()
             total += loss.detach()
-        place.heart.enter("optimizer")
+        place.heartbeat.enter("optimizer")
         optimizer.step()
         optimizer.zero_grad()
         return total.item()
 
-    return Rig(model, optimizer, train_step)
+    return TrainingSetup(model, optimizer, train_step)
 
 
-def _lab(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
+def _lab(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
     from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, shard_model
 
     policy = (
@@ -116,14 +116,14 @@ def units_of(spec: RunSpec, model: nn.Module) -> Literal["root"] | tuple[type[nn
     return (nn.Linear,) if spec.units == "linear" else block_types(model)
 
 
-def _mesh(spec: RunSpec, place: Place) -> DeviceMesh:
+def _mesh(spec: RunSpec, place: RankContext) -> DeviceMesh:
     """All ranks in a line; under hybrid_shard replicas x ranks of a shard group."""
     if spec.strategy != "hybrid_shard":
         return init_device_mesh(place.device.type, (place.world_size,))
     return init_device_mesh(place.device.type, (spec.replicas, spec.shard_size), mesh_dim_names=("replicate", "shard"))
 
 
-def _ddp(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
+def _ddp(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
     from torch.nn.parallel import DistributedDataParallel
 
     seen = _Autocast(model, place.device.type) if spec.precision == "bf16" else model
@@ -131,7 +131,7 @@ def _ddp(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
     return _trained(spec, place, replicated, lambda last: nullcontext() if last else replicated.no_sync())
 
 
-def _fsdp1(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
+def _fsdp1(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -152,7 +152,7 @@ def _fsdp1(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
     return _trained(spec, place, sharded)
 
 
-def _fsdp2(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
+def _fsdp2(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from fsdplab.engine.shared_gpu_peers import put_on_shared_gpu
@@ -177,7 +177,7 @@ def _fsdp2(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
     return _trained(spec, place, sharded)
 
 
-def _twin(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
+def _twin(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
     seen = _CastParameters(model) if spec.precision == "bf16" else model
     # a twin whose memory is measured computes on one thread: the profiler sees no other, and one set of gradients is
     # what it needs
@@ -186,21 +186,21 @@ def _twin(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
     optimizer = adamw(spec, model)
 
     def train_step(batches_by_rank: Sequence[Sequence[Batch]]) -> float:
-        place.heart.enter("replay")
+        place.heartbeat.enter("replay")
         loss = replay.replay_gradients(batches_by_rank, loss_of)
-        place.heart.enter("optimizer")
+        place.heartbeat.enter("optimizer")
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
-    return Rig(model, optimizer, train_step)
+    return TrainingSetup(model, optimizer, train_step)
 
 
-def _deepspeed(stage: int) -> Callable[[RunSpec, Place, nn.Module], Rig]:
-    def build_stage(spec: RunSpec, place: Place, model: nn.Module) -> Rig:
-        from fsdplab.sessions.worker.deepspeed_engine import deepspeed_rig
+def _deepspeed(stage: int) -> Callable[[RunSpec, RankContext, nn.Module], TrainingSetup]:
+    def build_stage(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
+        from fsdplab.sessions.worker.deepspeed_engine import deepspeed_setup
 
-        return Rig(*deepspeed_rig(stage, spec, place, model, adamw(spec, model)))
+        return TrainingSetup(*deepspeed_setup(stage, spec, place, model, adamw(spec, model)))
 
     return build_stage
 
@@ -230,7 +230,7 @@ class _CastParameters(nn.Module):
         return torch.func.functional_call(self.model, low, (tokens,))
 
 
-_BUILDERS: dict[str, Callable[[RunSpec, Place, nn.Module], Rig]] = {
+_BUILDERS: dict[str, Callable[[RunSpec, RankContext, nn.Module], TrainingSetup]] = {
     "lab": _lab,
     "torch-ddp": _ddp,
     "torch-fsdp1": _fsdp1,

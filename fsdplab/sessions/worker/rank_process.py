@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from fsdplab.common.files import write_whole
 from fsdplab.engine.shm_group import register_backend
-from fsdplab.sessions.launch.mailbox import AGENT_PID, RANKS_STORE, Heart, Mailbox
+from fsdplab.sessions.launch.mailbox import AGENT_PID, RANKS_STORE, Heartbeat, Mailbox
 from fsdplab.sessions.launch.parent_death import end_with_parent
 from fsdplab.sessions.launch.stacks import of_exception
 from fsdplab.sessions.worker.collective_hooks import watch_collectives
@@ -40,20 +40,20 @@ class Diverged(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankContext:
     """One rank's place in a run."""
 
     rank: int
     world_size: int
     device: torch.device
     mailbox: Mailbox
-    heart: Heart
+    heartbeat: Heartbeat
     issued: list[tuple[str, int]] = field(default_factory=list)  # every collective that passed the tap: name, bytes
 
     def note_collective(self, name: str, nbytes: int) -> None:
         """A collective is about to be issued."""
         self.issued.append((name, nbytes))
-        self.heart.issue(f"{name} of {nbytes} bytes" if nbytes else name)
+        self.heartbeat.issue(f"{name} of {nbytes} bytes" if nbytes else name)
 
     def write(self, kind: str, content: dict[str, Any]) -> None:
         """Leave a JSON file for the caller, whole or not at all."""
@@ -66,7 +66,7 @@ class Place:
 
 
 @contextmanager
-def rank_process(folder: str, backend: str = "gloo", device: str | None = None) -> Iterator[Place]:
+def rank_process(folder: str, backend: str = "gloo", device: str | None = None) -> Iterator[RankContext]:
     """The frame of a rank's work: everything inside runs as one rank of a process group (gloo or shm on the CPU, nccl
     on CUDA).
 
@@ -77,12 +77,12 @@ def rank_process(folder: str, backend: str = "gloo", device: str | None = None) 
     mailbox, rank, world_size = Mailbox(Path(folder)), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _print_into(mailbox, rank)
     _answer_when_asked(mailbox, rank)
-    place = Place(
+    place = RankContext(
         rank,
         world_size,
         _own_device(device or ("cuda" if backend == "nccl" else "cpu")),
         mailbox,
-        Heart(mailbox.of(rank, "beat"), rank),
+        Heartbeat(mailbox.of(rank, "beat"), rank),
     )
     sys.excepthook = lambda kind, error, trace: _leave_note_and_end(place, error)
     dist.init_process_group(
@@ -92,7 +92,7 @@ def rank_process(folder: str, backend: str = "gloo", device: str | None = None) 
     store.set(_connected(rank), "")
     with watch_collectives(place.note_collective):
         yield place
-    place.heart.enter("finished")
+    place.heartbeat.enter("finished")
     _wait_for_peers(store, world_size)
     dist.destroy_process_group()
     _end(0)
@@ -146,8 +146,8 @@ def _answer_when_asked(mailbox: Mailbox, rank: int) -> None:
     faulthandler.register(signal.SIGUSR1, file=mailbox.of(rank, "stack").open("a"), all_threads=True)
 
 
-def _leave_note_and_end(place: Place, error: BaseException) -> None:
-    text, beat = of_exception(error), asdict(place.heart.beat())
+def _leave_note_and_end(place: RankContext, error: BaseException) -> None:
+    text, beat = of_exception(error), asdict(place.heartbeat.beat())
     kind = "diverged" if isinstance(error, Diverged) else "raised"
     where = {name: beat[name] for name in ("step", "phase", "collective", "completed")}
     place.write("failure", {"kind": kind, "error": _headline(error), "traceback": text, "time": time.time(), **where})

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fsdplab.sessions.worker.payload import VALUES, foreign_type
-from fsdplab.sessions.worker.rank_process import Place, rank_process
+from fsdplab.sessions.worker.rank_process import RankContext, rank_process
 
 
 def main(folder: str, source: str, function_name: str) -> None:
@@ -24,7 +24,7 @@ def main(folder: str, source: str, function_name: str) -> None:
     with rank_process(folder) as place:
         payload = torch.load(place.mailbox.folder / "payload", weights_only=True)
         function = getattr(_module(Path(source)), function_name)
-        place.heart.enter(function_name)
+        place.heartbeat.enter(function_name)
         value = _call(function, place, payload)
         foreign = foreign_type(value)
         if foreign is not None:
@@ -43,7 +43,7 @@ def _module(source: Path) -> ModuleType:
     return module
 
 
-def _call(function: Callable[..., Any], place: Place, payload: Any) -> Any:
+def _call(function: Callable[..., Any], place: RankContext, payload: Any) -> Any:
     if len(inspect.signature(function).parameters) == 1:
         return function(payload)
     return function(place.rank, place.world_size, payload)

@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdplab.profiling import AccountingError, StepAnalysis, TraceAnalysis, TraceError, analyse_trace
 from fsdplab.sessions.launch.mailbox import Mailbox
-from fsdplab.sessions.worker.rank_process import Place
+from fsdplab.sessions.worker.rank_process import RankContext
 
 TRACE, MEMORY_TRACE = "pt.trace.json.gz", "memory.trace.json.gz"
 _SUFFIX = ".analysis"
@@ -22,7 +22,7 @@ _SUFFIX = ".analysis"
 _LARGEST = 8_000_000
 
 
-def leave_analysis(place: Place, kind: str, ledger: Sequence[dict[str, Any]]) -> None:
+def leave_analysis(place: RankContext, kind: str, ledger: Sequence[dict[str, Any]]) -> None:
     """Analyse this rank's trace of one kind and leave the rows; nothing where the trace is large or bad: the caller
     then reads it, and says so.
     """

@@ -28,17 +28,17 @@ from fsdplab.sessions.launch.mailbox import RANKS_STORE
 from fsdplab.sessions.spec import MEMORY_STEP, RunSpec
 from fsdplab.sessions.spec.sharing import carrier, device_of_ranks, nccl_variables
 from fsdplab.sessions.worker.emulated_network import Fabric
-from fsdplab.sessions.worker.engines import Batch, Rig, build
+from fsdplab.sessions.worker.engines import Batch, TrainingSetup, build
 from fsdplab.sessions.worker.environment import capture_environment
 from fsdplab.sessions.worker.profiler import RANGE, WARMUP, Capture, Lives
-from fsdplab.sessions.worker.rank_process import Diverged, Place, rank_process
+from fsdplab.sessions.worker.rank_process import Diverged, RankContext, rank_process
 from fsdplab.sessions.worker.trace_analysis import MEMORY_TRACE, TRACE, leave_analysis
 from fsdplab.workloads import ByteText
 
-Build = Callable[[RunSpec, Place], Rig]
+Build = Callable[[RunSpec, RankContext], TrainingSetup]
 
 
-def main(folder: str, build_rig: Build = build) -> None:
+def main(folder: str, build_setup: Build = build) -> None:
     """Train as the run in FOLDER/spec.json says, as one rank of it."""
     with open(f"{folder}/spec.json") as file:
         spec = RunSpec(**json.load(file))
@@ -46,8 +46,8 @@ def main(folder: str, build_rig: Build = build) -> None:
     with rank_process(folder, spec.backend, device_of_ranks(spec)) as place:
         if place.rank == 0:
             place.write("environment", capture_environment(spec.place) | carrier(spec) | {"start": how_started()})
-        place.heart.enter("build")
-        Training(spec, place, build_rig).run()
+        place.heartbeat.enter("build")
+        Training(spec, place, build_setup).run()
 
 
 def how_started() -> str:
@@ -58,22 +58,22 @@ def how_started() -> str:
 class Training:
     """One rank's run, from its text to what it hands over."""
 
-    def __init__(self, spec: RunSpec, place: Place, build_rig: Build) -> None:
+    def __init__(self, spec: RunSpec, place: RankContext, build_setup: Build) -> None:
         self.spec, self.place = spec, place
         self.ledger: list[dict[str, Any]] = []
         self.tags = TagLog() if spec.memory else None
         self.text = ByteText.from_path(spec.text) if spec.text else ByteText.from_standard_library()
-        self.rig = build_rig(spec, place)
+        self.setup = build_setup(spec, place)
         self.fabric, self.lives = Fabric(spec, place), Lives(place.rank)
         self.capture = Capture(spec.profile, place.device) if spec.profile and spec.engine != "twin" else None
 
     def run(self) -> None:
         """Train all steps, or until the emulated card is full, and hand over what was measured."""
         quiet = [events.subscribe(self._hear), events.subscribe(self.lives.hear)]
-        self.fabric.begin(self.rig.model)
+        self.fabric.begin(self.setup.model)
         timeline = self._warm_up()
         if timeline is None or not self._card_is_full(timeline):
-            self.fabric.warmed_up(self.rig.model)
+            self.fabric.warmed_up(self.setup.model)
             for step in range(self.spec.untimed, self.spec.untimed + self.spec.steps):
                 self._step(step, timed=True)
             profiled = self._profiled_steps()
@@ -122,11 +122,11 @@ class Training:
         return self.capture.save(self.place.mailbox.of(self.place.rank, TRACE))
 
     def _step(self, step: int, timed: bool, around: AbstractContextManager[Any] = nullcontext()) -> float:
-        self.place.heart.enter("data", step)
+        self.place.heartbeat.enter("data", step)
         batches = self._batches(step)
         with around:
             start = time.perf_counter()
-            loss = self.rig.train_step(batches)
+            loss = self.setup.train_step(batches)
             seconds = time.perf_counter() - start
         events.flush()
         tokens = self.spec.tokens_per_rank * len(batches)
@@ -144,7 +144,7 @@ class Training:
 
     def _measured_step(self, step: int) -> MemoryTimeline:
         recorder = MemoryRecorder(
-            model=self.rig.model, optimizer=self.rig.optimizer, engine=self.spec.engine, device=self.place.device,
+            model=self.setup.model, optimizer=self.setup.optimizer, engine=self.spec.engine, device=self.place.device,
             tags=self.tags, ignore=[self.text.data], offloaded=self.spec.offload != "none",
             save_trace=self.place.mailbox.of(self.place.rank, MEMORY_TRACE) if self.spec.profile else None,
         )  # fmt: skip
@@ -183,8 +183,8 @@ class Training:
     def _hear(self, event: events.Event) -> None:
         if not isinstance(event, events.Collective):
             return
-        self.place.heart.complete(f"{event.kind} of {event.unit or 'the root'} in {event.phase}")
-        self.ledger.append({"rank": self.place.rank, "step": self.place.heart.step, **vars(event)})
+        self.place.heartbeat.complete(f"{event.kind} of {event.unit or 'the root'} in {event.phase}")
+        self.ledger.append({"rank": self.place.rank, "step": self.place.heartbeat.step, **vars(event)})
 
     def _memory(self, timeline: MemoryTimeline | None) -> dict[str, Any] | None:
         if timeline is None:

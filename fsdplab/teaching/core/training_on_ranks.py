@@ -44,9 +44,9 @@ class Training:
 
     def __init__(self, spec: RunSpec) -> None:
         device, self.rank, self.ranks, self.spec = torch.device("cpu"), dist.get_rank(), dist.get_world_size(), spec
-        heart = SimpleNamespace(enter=lambda *_: None)
-        # Any: the part of a Place that a rig and a fabric read; nobody listens to this heart
-        place: Any = SimpleNamespace(device=device, rank=self.rank, world_size=self.ranks, heart=heart)
+        heartbeat = SimpleNamespace(enter=lambda *_: None)
+        # Any: the part of a RankContext that a setup and a fabric read; nobody reads this heartbeat
+        place: Any = SimpleNamespace(device=device, rank=self.rank, world_size=self.ranks, heartbeat=heartbeat)
         self._tags, self._text, self._done = TagLog(), ByteText.from_standard_library(), 0
         self._rig = build(spec, place)
         Fabric(spec, place).begin(self._rig.model)

@@ -195,19 +195,19 @@ def measured(spec: RunSpec) -> MemoryTimeline:
     """
     device, rank, ranks = torch.device("cpu"), dist.get_rank(), dist.get_world_size()
     tags, text = TagLog(), ByteText.from_standard_library()
-    heart = SimpleNamespace(enter=lambda *_: None)
-    # Any: the part of a Place that a rig reads; nobody listens to this heart
-    place: Any = SimpleNamespace(device=device, rank=rank, world_size=ranks, heart=heart)
-    rig = build(spec, place)
+    heartbeat = SimpleNamespace(enter=lambda *_: None)
+    # Any: the part of a RankContext that a setup reads; nobody reads this heartbeat
+    place: Any = SimpleNamespace(device=device, rank=rank, world_size=ranks, heartbeat=heartbeat)
+    setup = build(spec, place)
 
     def step(number: int, batch_size: int, sequence_length: int) -> None:
-        rig.train_step([[text.batch(number, rank, ranks, batch_size, sequence_length)]])
+        setup.train_step([[text.batch(number, rank, ranks, batch_size, sequence_length)]])
 
     step(0, 1, 8)
     offloaded = spec.offload != "none"
     with MemoryRecorder(
-        model=rig.model,
-        optimizer=rig.optimizer,
+        model=setup.model,
+        optimizer=setup.optimizer,
         engine=spec.engine,
         device=device,
         tags=tags,
