@@ -248,7 +248,8 @@ def test_a_starter_that_is_replaced_finishes_its_runs(
 def test_a_forked_caller_has_a_starter_of_its_own(starter: int) -> None:
     code = """
 import os, sys
-from fsdplab.sessions import call_on_ranks, warm
+from fsdplab.sessions import call_on_ranks
+from fsdplab.sessions.launch import warm
 arguments = dict(world_size=1, time_limit=60.0)
 call_on_ranks(sys.argv[1], "look", **arguments)
 mine = warm.starter_pid()
@@ -409,7 +410,8 @@ def test_ctrl_c_at_any_moment_leaves_nothing(starter: int, tmp_path: Path) -> No
 def test_the_end_of_the_caller_is_the_end_of_all(how: signal.Signals, when: str, tmp_path: Path) -> None:
     said = tmp_path / "said"
     code = f"""
-from fsdplab.sessions import call_on_ranks, warm
+from fsdplab.sessions import call_on_ranks
+from fsdplab.sessions.launch import warm
 from fsdplab.sessions.launch.launcher import begin_starter
 begin_starter()
 open({str(said)!r} + ".starter", "w").write(str(warm.starter_pid()))
