@@ -369,7 +369,7 @@ def test_compute_inflation():
             "profiler does not write",
         ),
         (b"\x1f\x8b\x08\x00broken", "gzip"),
-        (gzip.compress(b'{"traceEvents": [' + b" " * 99_999)[:60], "truncated or damaged gzip"),
+        (gzip.compress(b'{"traceEvents": [' + b" " * 99_999, mtime=0)[:60], "truncated or damaged gzip"),
         (b'{"mergedRanks": [0, 1], "traceEvents": []}', "merged"),
     ],
 )
