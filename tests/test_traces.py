@@ -540,7 +540,7 @@ def test_full_shard_gathers_twice_and_reduces_once_a_unit(real, engine):
 
 def test_ddps_all_reduce_is_of_no_unit_and_in_backward(real):
     for analysis in real("ddp"):
-        assert collectives(analysis, "all_reduce") == [("", "backward")]
+        assert set(collectives(analysis, "all_reduce")) == {("", "backward")}, "DDP itself decides in how many buckets"
 
 
 def test_bytes_agree_with_the_models(real):
