@@ -386,6 +386,8 @@ def refusals() -> None:
         shard_model(Odd(), "hybrid_shard")
     with pytest.raises(ValueError, match="matches no submodule of Odd"):
         shard_model(Odd(), "full_shard", units=[nn.Conv2d])
+    with pytest.raises(ValueError, match="units is 'blocks'; expected auto, root, module classes"):
+        shard_model(Odd(), "full_shard", units="blocks")
     with pytest.raises(ValueError, match="unknown strategy 'zero4'"):
         shard_model(Odd(), "zero4")
     with pytest.raises(ValueError, match="prefetch must be 0 or more units, got -1"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import shutil
 import statistics
 import subprocess
@@ -157,6 +158,18 @@ def test_engine_core_stays_small():
     core = [path for path in sorted((ROOT / "fsdplab" / "engine").rglob("*.py")) if path.stem not in NOT_THE_CORE]
     lines = {path.stem: code_lines(path.read_text(encoding="utf-8")) for path in core}
     assert sum(lines.values()) < MAX_ENGINE_LINES, lines
+
+
+def test_what_the_guides_name_exists():
+    """The order of long test files, and the paths that CONTRIBUTING names: a move must not leave one behind."""
+    from tests.spread import LONGEST
+
+    files = {path.stem for folder in ("tests", "notebooks") for path in (ROOT / folder).glob("*.*")}
+    assert not set(LONGEST) - files
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/]+/[\w/]+\.\w+)`", text))
+    assert len(named) > 15
+    assert [name for name in sorted(named) if not any((top / name).exists() for top in (ROOT, ROOT / "fsdplab"))] == []
 
 
 def test_plain_import_is_light():

@@ -6,7 +6,10 @@ All calls are made at the same time, since some do nothing but wait for their ti
 
 from __future__ import annotations
 
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 import torch
 
 from fsdplab.sessions import RanksFailed, RankValues, call_on_ranks
+from fsdplab.sessions.worker import rank_process
 
 LEARNER = Path(__file__).with_name("learner.py")
 STARTS = ("warm", "torchrun")
@@ -150,3 +154,27 @@ def test_a_value_that_cannot_travel_is_refused_by_its_type(outcomes: dict[str, A
 def test_a_call_that_cannot_be_is_refused_before_ranks_start(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call_on_ranks(**{"source_path": LEARNER, "function_name": "add_up", "world_size": 2, **arguments})  # type: ignore[arg-type]
+
+
+def test_a_rank_leaves_only_when_its_peers_have_connected():
+    """One that left sooner broke the connection that a peer was making."""
+    store, connected = torch.distributed.HashStore(), threading.Event()
+
+    def connect() -> None:
+        connected.set()
+        store.set(rank_process._connected(1), "")
+
+    store.set(rank_process._connected(0), "")
+    late = threading.Timer(0.3, connect)
+    late.start()
+    rank_process._wait_for_peers(store, 2)
+    assert connected.is_set()
+    late.join()
+
+
+def test_a_peer_that_never_connects_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(rank_process, "_PEERS_CONNECT", timedelta(seconds=0.2))
+    store, begin = torch.distributed.HashStore(), time.monotonic()
+    store.set(rank_process._connected(0), "")
+    rank_process._wait_for_peers(store, 2)
+    assert time.monotonic() - begin >= 0.2

@@ -15,7 +15,7 @@ import typer
 from fsdplab import __version__
 from fsdplab.cli.errors import USAGE_ERROR, interrupted, one_line, refuse
 from fsdplab.cli.options import OF_A_RUN, SETTINGS, settings_of
-from fsdplab.cli.parse import names
+from fsdplab.cli.parse import card_of, names
 from fsdplab.sessions.spec import ENGINES, STRATEGIES
 
 IN_WORDS = "no_shard (DDP), zero1, zero2, shard_grad_op, full_shard (ZeRO-3), hybrid_shard"
@@ -102,7 +102,6 @@ def compare(
 ) -> None:
     """Train one model on one text under several strategies, and compare time, memory, traffic and losses."""
     begin_warm(settings["start"])
-    from fsdplab.cli.card import card_of
     from fsdplab.cli.compare import compare_runs
     from fsdplab.cli.outputs import Detail, Outputs
 
@@ -142,7 +141,6 @@ def run(
 ) -> None:
     """Run one strategy and record it in a folder, for `fsdplab report` and the notebooks."""
     begin_warm(settings["start"])
-    from fsdplab.cli.card import card_of
     from fsdplab.cli.outputs import Detail
     from fsdplab.cli.run import record_on_nodes, record_run
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from fsdplab.cli.errors import failed, refusals, refuse
-from fsdplab.cli.findings import print_findings
-from fsdplab.cli.outputs import Detail, Outputs, print_output_of_ranks, report_of, show, with_verdicts
+from fsdplab.cli.outputs import Detail, Outputs, print_findings, print_output_of_ranks, report_of, show, with_verdicts
 from fsdplab.cli.progress import Progress, headline
 from fsdplab.figures.view import view
 from fsdplab.records import RunRecord, comparison_json
@@ -34,7 +33,8 @@ def compare_runs(strategies: list[str], engines: list[str], common: dict[str, An
         if not specs:
             refuse("nothing to compare; expected strategies or engines, such as --strategies no_shard,full_shard")
     console = outputs.console()
-    console.print(headline(twin, common["card"]), highlight=False)
+    if outputs.detail is not Detail.QUIET:
+        console.print(headline(twin, common["card"]), highlight=False)
     with refusals(), _folder(outputs.keep) as folder:
         with Progress(console, len(specs), outputs.detail) as progress:
             records = compare([*specs, twin], directory=folder, on_record=progress.finished, on_progress=progress.step)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fsdplab.cli.errors import refuse
+from typing import Any
+
+from fsdplab.cli.errors import refusals, refuse
 from fsdplab.common.sizes import parse_size
 
 
@@ -14,6 +16,20 @@ def parse_card(text: str) -> int | None:
         return parse_size(text)
     except ValueError:
         refuse(f"--card is {text!r}; expected a size such as 300MB, 1.5GB or 2GiB, or none")
+
+
+def card_of(text: str, common: dict[str, Any], otherwise: str) -> int | None:
+    """Bytes of the emulated card; `auto` is the wind tunnel's card where there is one, else `otherwise`."""
+    if text != "auto":
+        return parse_card(text)
+    if not (common["emulate"] and common["as_model"]):
+        return parse_card(otherwise)
+    from fsdplab.sessions import RunSpec
+    from fsdplab.sessions.worker.emulated_network import scaled_card
+
+    names = ("emulate", "as_model", "model", "world_size", "device")
+    with refusals():
+        return scaled_card(RunSpec(**{name: common[name] for name in names}))
 
 
 def names(text: str) -> list[str]:

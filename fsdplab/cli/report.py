@@ -7,8 +7,7 @@ from pathlib import Path
 
 from fsdplab.cli.errors import refuse
 from fsdplab.cli.exports import Exports
-from fsdplab.cli.findings import print_findings
-from fsdplab.cli.outputs import Detail, Outputs, print_output_of_ranks, show, with_verdicts
+from fsdplab.cli.outputs import Detail, Outputs, print_findings, print_output_of_ranks, show, with_verdicts
 from fsdplab.records import RecordError, RunRecord, comparison_json
 
 

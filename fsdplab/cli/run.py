@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.cli.errors import refusals, refuse
-from fsdplab.cli.findings import print_findings
-from fsdplab.cli.outputs import Detail, Outputs, print_output_of_ranks, show
+from fsdplab.cli.outputs import Detail, Outputs, print_findings, print_output_of_ranks, show
 from fsdplab.cli.progress import Progress, headline
 from fsdplab.figures.view import view
 from fsdplab.records import RunRecord
@@ -34,7 +33,8 @@ def record_run(
             and not any((folder / name).exists() for name in ("run.json", "ranks"))
         ):
             refuse(f"--out {folder} holds other files; expected a new folder, or that of an earlier run")
-        console.print(headline(spec, spec.card), highlight=False)
+        if detail is not Detail.QUIET:
+            console.print(headline(spec, spec.card), highlight=False)
         with Progress(console, 1, detail) as progress:
             record = (runner or run)(spec, directory=folder, on_progress=lambda *where: progress.step(spec, *where))
     show(console, [view(record)], None, detail)

@@ -127,7 +127,9 @@ def _select(model: nn.Module, units: Units) -> list[nn.Module]:
         return []
     if units == "auto":
         return [child for each in model.modules() if isinstance(each, nn.ModuleList) for child in each]
-    classes = () if isinstance(units, str) or callable(units) else tuple(units)
+    if isinstance(units, str):
+        raise ValueError(f"units is {units!r}; expected auto, root, module classes or a predicate on (name, module)")
+    classes = () if callable(units) else tuple(units)
     chosen = units if callable(units) else lambda _, module: isinstance(module, classes)
     found = [module for name, module in model.named_modules() if module is not model and chosen(name, module)]
     if not found:

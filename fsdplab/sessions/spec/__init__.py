@@ -1,6 +1,5 @@
 """What to run: `RunSpec`, with the help of each of its fields and every check; begin in run_spec.py."""
 
-from fsdplab.sessions.spec.errors import SpecError, check_whole
 from fsdplab.sessions.spec.run_spec import (
     CHECKPOINTS,
     COMPILES,
@@ -12,6 +11,8 @@ from fsdplab.sessions.spec.run_spec import (
     STRATEGIES,
     UNITS,
     RunSpec,
+    SpecError,
+    check_whole,
     near_matches,
 )  # fmt: skip
 

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fsdplab.common.words import did_you_mean
-from fsdplab.sessions.spec.errors import SpecError, check_whole
 
 STRATEGIES = ("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard", "hybrid_shard")
 
@@ -49,6 +48,10 @@ MEMORY_STEP = 1
 MULTI_RANK_NCCL = (2, 30)  # the first version that takes several ranks on one GPU
 CALIBRATION = 3  # steps without a link that a wind tunnel measures
 _BYTES_OF_A_PROCESS = 250_000_000  # Python and torch before any model, measured
+
+
+class SpecError(ValueError):
+    """A run that cannot be; the message is one line: what, got, expected, what to do."""
 
 
 def said(default: Any, help_text: str) -> Any:
@@ -454,6 +457,12 @@ def nccl_version() -> tuple[int, ...]:
         if torch.cuda.is_available() and torch.distributed.is_nccl_available()
         else (0,)
     )
+
+
+def check_whole(name: str, got: object, least: int, remark: str = "") -> None:
+    """SpecError unless `got` is a whole number of at least `least`."""
+    if isinstance(got, bool) or not isinstance(got, int) or got < least:
+        raise SpecError(f"{name} is {got!r}; expected a whole number of at least {least}{remark}")
 
 
 def near_matches(got: object, expected: Sequence[str]) -> str:
