@@ -216,7 +216,7 @@ def _answer_of(rank: int, world_size: int, store: str, call: Callable[[], Any]) 
 def _leave_group() -> None:
     import torch.distributed as dist
 
-    from fsdplab.engine.choose import forget_destroyed
+    from fsdplab.engine.transport.selection import forget_destroyed
 
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdplab.engine import fully_shard, shard_model
-from fsdplab.engine.arenas import Arena, SharedHome
 from fsdplab.engine.shard import units_of
-from fsdplab.engine.shared import SharedTransport
+from fsdplab.engine.transport.shared_memory.arenas import Arena, SharedHome
+from fsdplab.engine.transport.shared_memory.transport import SharedTransport
 
 WIDTH = 64
 

@@ -8,17 +8,17 @@ import importlib
 import pytest
 import torch
 
-from fsdplab.engine.gloo import sum_in_rank_order
-from fsdplab.engine.layout import Layout
-from fsdplab.engine.packing import pack, unpack
-from fsdplab.engine.policy import STRATEGIES, Strategy, strategy_named
-from fsdplab.engine.schedule import Schedule
+from fsdplab.engine.core.layout import Layout
+from fsdplab.engine.core.packing import pack, unpack
+from fsdplab.engine.core.policy import STRATEGIES, Strategy, strategy_named
+from fsdplab.engine.core.schedule import Schedule
+from fsdplab.engine.transport.gloo import sum_in_rank_order
 from fsdplab.planning import UnitShapes, step_traffic
 
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("module", ["engine.pending", "engine.schedule"])
+@pytest.mark.parametrize("module", ["engine.core.pending", "engine.core.schedule"])
 def test_docstring_examples(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"fsdplab.{module}"))
     assert result.attempted > 0 and result.failed == 0

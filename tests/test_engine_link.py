@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdplab.engine import events, shard_model
-from fsdplab.engine.deliveries import Deliveries
-from fsdplab.engine.link import Link, Queue, emulate, emulate_group
-from fsdplab.engine.shm_group import register_backend
+from fsdplab.engine.emulation.link import Link, Queue, emulate, emulate_group
+from fsdplab.engine.transport.shared_memory.deliveries import Deliveries
+from fsdplab.engine.transport.shared_memory.process_group import register_backend
 
 WIDTH, BLOCKS = 64, 3
 
@@ -182,7 +182,7 @@ def test_a_link_is_of_one_model_and_can_be_taken_away(ranks) -> None:
 def test_links_are_for_cpu_and_cuda_ranks() -> None:
     unit = SimpleNamespace(terms=SimpleNamespace(device=torch.device("xpu"), shard=None))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdplab.engine.link.units_under", lambda model, recurse: [unit])
+        patch.setattr("fsdplab.engine.emulation.link.units_under", lambda model, recurse: [unit])
         with pytest.raises(ValueError, match="between CPU or CUDA ranks, got xpu"):
             emulate(nn.Linear(1, 1), shard=Link(1e9))
 

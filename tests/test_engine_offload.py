@@ -28,9 +28,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fsdplab.engine import STRATEGIES, checkpoint, mapped, shard_model
-from fsdplab.engine.offload import FileHome, HostHome, NVMeOffloadPolicy, home_of
-from fsdplab.engine.offloaded_optimizer import offload_optimizer
+from fsdplab.engine import STRATEGIES, checkpoint, shard_model
+from fsdplab.engine.features import mapped
+from fsdplab.engine.features.offload import FileHome, HostHome, NVMeOffloadPolicy, home_of
+from fsdplab.engine.features.offloaded_optimizer import offload_optimizer
 from tests.ranks import RankPool
 from tests.test_engine_state import Small, differing, train, whole
 
@@ -188,7 +189,7 @@ def test_nothing_is_left_in_the_folder_or_on_the_disk(drive: Path) -> None:
 
 HOLDER = """
 import sys, torch
-from fsdplab.engine.offload import FileHome
+from fsdplab.engine.features.offload import FileHome
 flat = FileHome(sys.argv[1]).make(64 << 20, "u").fill_(1)
 print("made", flush=True)
 sys.stdin.read()

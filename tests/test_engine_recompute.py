@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdplab.engine import events, shard_model
-from fsdplab.engine.recompute import CHECKPOINTS, recompute_of
+from fsdplab.engine.features.recompute import CHECKPOINTS, recompute_of
 
 BLOCKS, PRODUCTS = 3, 4
 

@@ -23,14 +23,14 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdplab.engine import STRATEGIES, MixedPrecisionPolicy, shard_model
-from fsdplab.engine.choose import forget_destroyed, transport_of
-from fsdplab.engine.layout import Layout
-from fsdplab.engine.shared_gpu import SharedGpuTransport
-from fsdplab.engine.shared_gpu_host import HostFabric
-from fsdplab.engine.shared_gpu_peers import SharedGpuReduceScatter, put_on_shared_gpu
-from fsdplab.engine.shared_gpu_series import Series, watched
-from fsdplab.engine.slots import machine_of_this_rank
-from fsdplab.engine.transport import Outgoing, Stamp
+from fsdplab.engine.core.layout import Layout
+from fsdplab.engine.core.transport import Outgoing, Stamp
+from fsdplab.engine.transport.selection import forget_destroyed, transport_of
+from fsdplab.engine.transport.shared_gpu.host import HostFabric
+from fsdplab.engine.transport.shared_gpu.peers import SharedGpuReduceScatter, put_on_shared_gpu
+from fsdplab.engine.transport.shared_gpu.series import Series, watched
+from fsdplab.engine.transport.shared_gpu.transport import SharedGpuTransport
+from fsdplab.engine.transport.shared_memory.slots import machine_of_this_rank
 from fsdplab.figures.view import provenance, views
 from fsdplab.gpu_check.several_ranks import furthest
 from fsdplab.records import RunRecord
@@ -530,6 +530,6 @@ def test_a_gpu_that_waits_for_a_dead_rank_is_freed() -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_the_driver_offers_what_is_needed() -> None:
-    from fsdplab.engine.shared_gpu_cuda import probe
+    from fsdplab.engine.transport.shared_gpu.cuda import probe
 
     probe(torch.device("cuda", 0))

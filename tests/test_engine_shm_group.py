@@ -23,10 +23,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdplab.engine import compat, shard_model
-from fsdplab.engine.choose import transport_of
-from fsdplab.engine.shared import SharedTransport
-from fsdplab.engine.shm_group import NAME, SharedMemoryGroup, register_backend
-from fsdplab.engine.slots import machine_of_this_rank
+from fsdplab.engine.transport.selection import transport_of
+from fsdplab.engine.transport.shared_memory.process_group import NAME, SharedMemoryGroup, register_backend
+from fsdplab.engine.transport.shared_memory.slots import machine_of_this_rank
+from fsdplab.engine.transport.shared_memory.transport import SharedTransport
 from fsdplab.workloads import block_types, build_model, loss_of
 
 pytestmark = pytest.mark.skipif(machine_of_this_rank() is None, reason="shared memory needs x86-64 Linux")

@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdplab.engine import events, shard_model, stream_link
-from fsdplab.engine.gloo import GlooTransport
-from fsdplab.engine.link import Link, behind
-from fsdplab.engine.pending import Pending
+from fsdplab.engine import events, shard_model
+from fsdplab.engine.core.pending import Pending
+from fsdplab.engine.emulation import stream_link
+from fsdplab.engine.emulation.link import Link, behind
+from fsdplab.engine.emulation.stream_link import Wire, on_streams, runs_on_streams, sleep_function
 from fsdplab.engine.shard import units_of
-from fsdplab.engine.stream_link import Wire, on_streams, runs_on_streams, sleep_function
+from fsdplab.engine.transport.gloo import GlooTransport
 
 WIDTH, BLOCKS = 64, 3
 LINK = Link(2e6, 1e-4)  # a gather of one unit takes about 8 ms
@@ -234,7 +235,7 @@ def nothing_on_streams() -> tuple[bool, str]:
     """Whether gloo is taken for streams, and what two queues on streams are told."""
     transport = GlooTransport(dist.group.WORLD, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdplab.engine.link.runs_on_streams", lambda transport: True)
+        patch.setattr("fsdplab.engine.emulation.link.runs_on_streams", lambda transport: True)
         with pytest.raises(ValueError, match="one queue") as told:
             behind(transport, Link(1e9, queues=2))
     return runs_on_streams(transport), str(told.value)

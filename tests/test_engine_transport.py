@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.engine import STRATEGIES, shard_model
-from fsdplab.engine.choose import transport_of
-from fsdplab.engine.shared import SharedTransport
-from fsdplab.engine.slots import Slots, machine_of_this_rank
+from fsdplab.engine.transport.selection import transport_of
+from fsdplab.engine.transport.shared_memory.slots import Slots, machine_of_this_rank
+from fsdplab.engine.transport.shared_memory.transport import SharedTransport
 from fsdplab.workloads import build_model, loss_of
 
 ROWS = [name for name in STRATEGIES if name != "hybrid_shard"]  # that one needs a 2-D mesh

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from fsdplab import figures
-from fsdplab.engine import unit
+from fsdplab.engine.core import unit
 from fsdplab.figures import style
 from fsdplab.figures.plots.shard_map import in_words
 from fsdplab.records import CATEGORIES, LANES, TABLES, RunRecord, comparison_json

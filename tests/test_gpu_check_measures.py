@@ -248,11 +248,11 @@ def snapshot_of(file: str) -> dict:
 
 def test_snapshots_are_exported_as_the_viewer_reads_them(tmp_path) -> None:
     (tmp_path / "record" / "snapshots").mkdir(parents=True)
-    taken = snapshot_of("/home/me/lab/fsdplab/engine/unit.py")
+    taken = snapshot_of("/home/me/lab/fsdplab/engine/core/unit.py")
     write_snapshot(taken, tmp_path / "record" / "snapshots" / "rank0.snapshot.pickle.gz")
     (written,) = export_snapshots(RunRecord(tmp_path / "record"), tmp_path / "out")
     assert written.name == "rank0.pickle" and pickle.loads(written.read_bytes()) == snapshot_of(
-        "fsdplab/engine/unit.py"
+        "fsdplab/engine/core/unit.py"
     )
 
 

@@ -106,7 +106,8 @@ def _starts() -> Finding:
 
 def _transport() -> Finding:
     """What carries parameters and gradients between the CPU ranks of this machine."""
-    # the rule of engine/slots.py, said again: importing the engine takes as long as all other findings together
+    # the rule of engine/transport/shared_memory/slots.py, said again: importing the engine takes as long as all other
+    # findings together
     if platform.system() != "Linux" or platform.machine() != "x86_64" or not hasattr(os, "pidfd_open"):
         return Finding("CPU transport", True, "gloo", "shared memory needs Linux on x86-64")
     return Finding("CPU transport", True, "shared memory", "between ranks of this machine; gloo between machines")
@@ -131,7 +132,7 @@ def _several(torch: ModuleType) -> Finding:
     """How several ranks run on one GPU here: the driver's part of `shared_gpu` is tried, NCCL's version looked up."""
     if not torch.cuda.is_available():  # before the imports, which take as long as all other findings together
         return Finding(SEVERAL, False, "none", "needs a GPU; transport shared_gpu rehearses it on CPU ranks")
-    from fsdplab.engine.slots import machine_of_this_rank
+    from fsdplab.engine.transport.shared_memory.slots import machine_of_this_rank
     from fsdplab.sessions.spec.run_spec import MULTI_RANK_NCCL, nccl_version
 
     ways = ["NCCL (transport nccl)"] if nccl_version() >= MULTI_RANK_NCCL else []
@@ -149,7 +150,7 @@ def _several(torch: ModuleType) -> Finding:
 
 def _lacking(torch: ModuleType) -> str:
     """What the driver lacks for `shared_gpu`; "" where it has all."""
-    from fsdplab.engine.shared_gpu_cuda import probe
+    from fsdplab.engine.transport.shared_gpu.cuda import probe
 
     try:
         probe(torch.device("cuda", torch.cuda.current_device()))

@@ -1,20 +1,18 @@
 """The sharding engine: `fully_shard`, and `shard_model` for every row of the strategy table.
 
-Read `unit.py` first: it tells one unit's life in time order. A file imports only files above it in this list: policy,
-layout, events, pending, compat, traps, home, lanes, packing, transport, placement, param, reduction, extension,
-halfway, unit, schedule, runtime, hooks, facade, custom, module, recompute, shard. Built on these: gloo, slots, arenas
-and shared (shared memory between the ranks of one machine), shm_group and shm_moves (the same for torch's own engines),
-timelines, watchdog and shared_gpu* (ranks that share one GPU), choose (which transport a group gets), mapped, offload
-and offloaded_optimizer (host memory and files), norms, checkpoint.
+Begin with core/unit.py, which tells one unit's life in time order. `core/` is that life and imports nothing else of the
+engine but events.py (what it tells listeners) and compat.py (what depends on torch's version); `transport/` moves bytes
+between ranks, `emulation/` slows it down to a network that is not there, `features/` and `torch_api/` have one file for
+each thing that a user may ask for besides. module.py and shard.py put them together; checkpoint.py stands beside them.
 """
 
-from .compat import DataParallelMeshDims
-from .module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
-from .norms import clip_grad_norm_
-from .offload import NVMeOffloadPolicy
-from .offloaded_optimizer import offload_optimizer
-from .policy import STRATEGIES, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Strategy
-from .shard import fully_shard, shard_model
+from fsdplab.engine.compat import DataParallelMeshDims
+from fsdplab.engine.core.policy import STRATEGIES, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Strategy
+from fsdplab.engine.features.clipping import clip_grad_norm_
+from fsdplab.engine.features.offload import NVMeOffloadPolicy
+from fsdplab.engine.features.offloaded_optimizer import offload_optimizer
+from fsdplab.engine.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from fsdplab.engine.shard import fully_shard, shard_model
 
 __all__ = [
     "STRATEGIES",

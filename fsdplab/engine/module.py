@@ -13,16 +13,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from . import custom, facade
-from .hooks import UnitHooks, bind_root, hooks_of, units_under
-from .runtime import Runtime
-from .traps import left_empty, meta_buffers
-from .unit import UNSHARDED, Unit
+from fsdplab.engine.core.hooks import UnitHooks, bind_root, hooks_of, units_under
+from fsdplab.engine.core.misuse_checks import left_empty, meta_buffers
+from fsdplab.engine.core.runtime import Runtime
+from fsdplab.engine.core.unit import UNSHARDED, Unit
+from fsdplab.engine.torch_api import custom_collectives, torch_interop
 
 _classes: dict[type, type] = {}
 
 
-class FSDPModule(custom.CollectiveSettings, TorchFSDPModule):
+class FSDPModule(custom_collectives.CollectiveSettings, TorchFSDPModule):
     """A sharded module; its class is `FSDP<Name>`, a subclass of this and of what it was."""
 
     _orig_cls_mro_index = 4  # FSDP<Name>, this, its settings, PyTorch's, <Name>
@@ -117,7 +117,7 @@ class FSDPModule(custom.CollectiveSettings, TorchFSDPModule):
         unit = self._unit_hooks.unit
         if stream is not None and unit.terms.shard and unit.terms.replicate:
             raise ValueError("stream cannot be set where the engine itself all-reduces over replicas")
-        unit.wish = replace(unit.wish, hook=hook if stream is None else custom.on_stream(hook, stream))
+        unit.wish = replace(unit.wish, hook=hook if stream is None else custom_collectives.on_stream(hook, stream))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The next root forward waits for `event` before it gathers; give a new one each step."""
@@ -125,8 +125,8 @@ class FSDPModule(custom.CollectiveSettings, TorchFSDPModule):
 
     # ---- what torch looks for
 
-    def _get_fsdp_state(self) -> facade.State | None:
-        return facade.state_of(self)
+    def _get_fsdp_state(self) -> torch_interop.State | None:
+        return torch_interop.state_of(self)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for compatibility: gathers are always asynchronous."""

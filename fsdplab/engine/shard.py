@@ -11,21 +11,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
-from . import facade
-from .choose import transport_of
-from .compat import DataParallelMeshDims
-from .extension import ExtendedParam, is_extended
-from .halfway import Halfway, ranks_after_forward, smaller_mesh
-from .hooks import UnitHooks, bind_root, hooks_of
-from .module import FSDPModule, below, bound, sharded_class
-from .offload import home_of
-from .param import ShardedParam, Sites
-from .placement import Axes, axes_of, local_part
-from .policy import STRATEGIES, MixedPrecisionPolicy, OffloadPolicy, Strategy, strategy_named
-from .recompute import recompute_of
-from .reduction import Terms
-from .traps import warn_of_low_masters
-from .unit import Unit
+from fsdplab.engine.compat import DataParallelMeshDims
+from fsdplab.engine.core.hooks import UnitHooks, bind_root, hooks_of
+from fsdplab.engine.core.misuse_checks import warn_of_low_masters
+from fsdplab.engine.core.param import ShardedParam, Sites
+from fsdplab.engine.core.partial_reshard import Halfway, ranks_after_forward, smaller_mesh
+from fsdplab.engine.core.placement import Axes, axes_of, local_part
+from fsdplab.engine.core.policy import STRATEGIES, MixedPrecisionPolicy, OffloadPolicy, Strategy, strategy_named
+from fsdplab.engine.core.reduction import Terms
+from fsdplab.engine.core.tensor_subclasses import ExtendedParam, is_extended
+from fsdplab.engine.core.unit import Unit
+from fsdplab.engine.features.offload import home_of
+from fsdplab.engine.features.recompute import recompute_of
+from fsdplab.engine.module import FSDPModule, below, bound, sharded_class
+from fsdplab.engine.torch_api import torch_interop
+from fsdplab.engine.transport.selection import transport_of
 
 Units = Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool] | str
 PlacementFn = Callable[[nn.Parameter], Shard | None]
@@ -66,7 +66,7 @@ def fully_shard(
     return module
 
 
-fully_shard.__dict__["state"] = facade.state_of  # `fully_shard.state(module)`, as torch's own has it
+fully_shard.__dict__["state"] = torch_interop.state_of  # `fully_shard.state(module)`, as torch's own has it
 
 
 def shard_model(
@@ -154,7 +154,7 @@ def _make_unit(
     unit.shard()
     for original in owned:
         original._owned_by_unit = True
-    facade.State(modules, UnitHooks(modules, unit))
+    torch_interop.State(modules, UnitHooks(modules, unit))
     for module in modules:
         module.__class__ = sharded_class(type(module))
     return unit

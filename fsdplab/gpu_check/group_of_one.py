@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdplab.engine.gloo import GlooTransport
-from fsdplab.engine.link import Link, behind
+from fsdplab.engine.core.transport import Transport
+from fsdplab.engine.emulation.link import Link, behind
 from fsdplab.engine.shard import units_of
-from fsdplab.engine.staged import StagedTransport
-from fsdplab.engine.transport import Transport
+from fsdplab.engine.transport.gloo import GlooTransport
+from fsdplab.engine.transport.staged import StagedTransport
 
 
 @contextmanager

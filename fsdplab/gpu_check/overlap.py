@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdplab.engine import MixedPrecisionPolicy, events, shard_model
-from fsdplab.engine.lanes import device_clock
-from fsdplab.engine.link import Link
+from fsdplab.engine.emulation.link import Link
+from fsdplab.engine.transport.streams import device_clock
 
 from .group_of_one import group_of_one, made_to_gather
 from .hiding import Hiding, Span, judge

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..engine.layout import Layout
+from fsdplab.engine.core.layout import Layout
 
 # strategy -> (gathers of a unit, gathers of the root), each per micro-batch; zero1 and zero2 gather once a step
 _GATHERS = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdplab.common.words import plural
-from fsdplab.engine.unit import Unit
+from fsdplab.engine.core.unit import Unit
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import MS, Row, conditions, group, label, rows_of, unit_order
 from fsdplab.figures.style import CATEGORY_COLOURS, EDGE, GRID, titled

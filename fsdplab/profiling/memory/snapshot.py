@@ -49,8 +49,8 @@ def write_snapshot(snapshot: Any, path: Path) -> None:
 
 
 def shorten_names(snapshot: Any) -> None:
-    """Leave of every frame's `filename`, in place, the last parts: `/home/me/lab/fsdplab/engine/unit.py` is
-    `fsdplab/engine/unit.py`.
+    """Leave of every frame's `filename`, in place, the last parts: `/home/me/lab/fsdplab/engine/core/unit.py` is
+    `fsdplab/engine/core/unit.py`.
     """
     waiting = [snapshot]
     while waiting:

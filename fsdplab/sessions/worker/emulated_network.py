@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdplab.engine.link import Link, emulate, emulate_group
-from fsdplab.engine.shm_group import SharedMemoryGroup
+from fsdplab.engine.emulation.link import Link, emulate, emulate_group
+from fsdplab.engine.transport.shared_memory.process_group import SharedMemoryGroup
 from fsdplab.planning.hardware import parse_cluster
 from fsdplab.planning.links import LinkSpec, parse_link
 from fsdplab.planning.windtunnel import Target, card_for, link_for, wind_tunnel

@@ -155,7 +155,7 @@ def _fsdp1(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup
 def _fsdp2(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from fsdplab.engine.shared_gpu_peers import put_on_shared_gpu
+    from fsdplab.engine.transport.shared_gpu.peers import put_on_shared_gpu
 
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

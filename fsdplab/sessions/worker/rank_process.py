@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.common.files import write_whole
-from fsdplab.engine.shm_group import register_backend
+from fsdplab.engine.transport.shared_memory.process_group import register_backend
 from fsdplab.sessions.launch.mailbox import AGENT_PID, RANKS_STORE, Heartbeat, Mailbox
 from fsdplab.sessions.launch.parent_death import end_with_parent
 from fsdplab.sessions.launch.stacks import of_exception

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdplab.engine import MixedPrecisionPolicy, events, shard_model
-from fsdplab.engine.link import Link, emulate
+from fsdplab.engine.emulation.link import Link, emulate
 from fsdplab.profiling.intervals import length, subtract, union
 
 BLOCKS, PARTS, WIDTH = 8, 8, 32

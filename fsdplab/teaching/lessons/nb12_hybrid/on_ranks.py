@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdplab.engine import events, shard_model
-from fsdplab.engine.choose import forget_destroyed
-from fsdplab.engine.link import Link, emulate
+from fsdplab.engine.emulation.link import Link, emulate
+from fsdplab.engine.transport.selection import forget_destroyed
 
 BLOCKS, WIDTH = 4, 64
 P = 4 * BLOCKS * WIDTH * WIDTH  # bytes of all parameters

@@ -1,0 +1,180 @@
+"""The engine's only contact with module hooks and autograd.
+
+Before a forward: a pre-hook. Before a backward: a hook on every output tensor that needs a gradient. After a backward:
+an identity function planted on the inputs, whose own backward runs once their gradients are complete. The end of the
+backward: autograd's final callback, which also completes units whose inputs need no gradient. Parameter gradients are
+never counted down: those of unused parameters never arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from fsdplab.engine import compat
+from fsdplab.engine.core.misuse_checks import Unwritten, warn_of_unwritten
+from fsdplab.engine.core.runtime import Runtime
+from fsdplab.engine.core.unit import Unit
+
+
+class UnitHooks:
+    """Binds a unit to its modules; holds no reference to them, so that deleting a model frees it at once.
+
+    Several modules may form one unit. It is gathered before the first of them runs and dropped once all have run.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], unit: Unit) -> None:
+        self.unit = unit
+        self.policy = unit.terms.policy
+        self.runtime: Runtime | None = None
+        self.prefetch = 1
+        self.is_last_backward = True
+        self.recompute: Callable[..., Any] | None = None  # runs a forward so that the backward computes it again
+        self.unwritten: Unwritten = []  # buffers that `to_empty` gave memory to
+        self._all = frozenset(id(module) for module in modules)
+        self._to_run: set[int] = set()
+        self._pass = 0  # the root forward in which `_to_run` was filled
+        for module in modules:
+            module.__dict__["_unit_hooks"] = self
+            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.after_forward, prepend=False)
+            module.register_state_dict_pre_hook(self._before_state_dict)
+            module.register_load_state_dict_pre_hook(self._before_state_dict)
+
+    @property
+    def _bound(self) -> Runtime:
+        assert self.runtime is not None, "no forward has begun"
+        return self.runtime
+
+    @compat.not_compiled
+    def before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Gather, cast the inputs, and plant the end of this unit's backward on them."""
+        runtime = self.runtime or bind_root(module)
+        if self.unwritten:
+            warn_of_unwritten(self.unwritten, module.modules())
+            self.unwritten = []
+        if self.policy.cast_forward_inputs and self.policy.param_dtype:
+            args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
+        if runtime.recomputes(self.unit):
+            runtime.gather_again(self.unit)
+            return args, kwargs
+        first = len(self._all) == 1 or id(module) not in self._to_run or self._pass != runtime.passes
+        if first:
+            runtime.before_forward(self.unit)
+            self._to_run, self._pass = set(self._all), runtime.passes
+        device = self.unit.terms.device
+        if self.unit is runtime.root and device.type != "cpu":
+            args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
+        return self._plant(args, kwargs) if first and torch.is_grad_enabled() else (args, kwargs)
+
+    @compat.not_compiled
+    def after_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """Drop the unit once all its modules ran, and ask to be called before its backward."""
+        if not self._bound.recomputes(self.unit):
+            for tensor in _tensors_in(output):
+                if tensor.requires_grad:
+                    self._ask(tensor)
+            self._to_run.discard(id(module))
+            if not self._to_run:
+                self._bound.after_forward(self.unit, will_backward=torch.is_grad_enabled())
+        return _cast(output, self.policy.output_dtype) if self.policy.output_dtype else output
+
+    def _ask(self, output: torch.Tensor) -> None:
+        """Be called before the backward of `output`; a view that is written to in place would lose its own hook."""
+        output.register_hook(self._before_backward)
+        below = output._base.grad_fn if output._is_view() else None
+        if below is not None and not isinstance(below, torch.autograd.function.BackwardCFunction):
+            below.register_prehook(self._before_backward_of_base)
+
+    @compat.not_compiled
+    def _before_backward_of_base(self, gradients: tuple[torch.Tensor, ...]) -> None:
+        self._bound.before_backward(self.unit, again=False)
+
+    @compat.not_compiled
+    def _before_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        self._bound.before_backward(self.unit)
+        return gradient
+
+    def after_backward(self) -> None:
+        """The gradients of the unit's inputs are complete."""
+        self._bound.after_backward(self.unit)
+
+    def _before_state_dict(self, *_: Any) -> None:
+        """A state dict reads and writes slices, also when a forward has left the unit gathered."""
+        self.unit.reshard_by_hand()
+
+    def _plant(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        leaves, shape = tree_flatten((args, kwargs))
+        wanting = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if not wanting:
+            return args, kwargs
+        planted = _EndOfBackward.apply(self, *(leaves[i] for i in wanting))
+        for i, tensor in zip(wanting, planted):
+            leaves[i] = tensor
+        return tree_unflatten(leaves, shape)
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """Identity on a unit's inputs whose backward says that the unit's own backward is over."""
+
+    @staticmethod
+    def forward(ctx: Any, hooks: UnitHooks, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.hooks = hooks
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple:
+        ctx.hooks.after_backward()
+        return None, *gradients
+
+
+def hooks_of(module: nn.Module) -> UnitHooks | None:
+    """The hooks that sharding put on `module`, if it is a unit."""
+    return module.__dict__.get("_unit_hooks")
+
+
+def bind_root(root: nn.Module) -> Runtime:
+    """Make `root`, the first unit to run, the root of all units below it, and name them by their place."""
+    found: dict[UnitHooks, list[str]] = {}
+    for name, module in root.named_modules():
+        if (hooks := hooks_of(module)) is not None:
+            found.setdefault(hooks, []).append(name)
+    for hooks, names in found.items():
+        if hooks.runtime is not None:
+            raise RuntimeError(
+                f"unit {names[0]!r} already ran under another root; run the outermost sharded module first, "
+                "so that it becomes the root of all units"
+            )
+        hooks.unit.name = "+".join(names) or ("(root)" if ["root"] in found.values() else "root")
+    top: UnitHooks = root._unit_hooks
+    runtime = Runtime({hooks.unit.name: hooks.unit for hooks in found}, top.prefetch)
+    runtime.is_last_backward = top.is_last_backward
+    for hooks in found:
+        hooks.runtime = runtime
+        if hooks.unit.reshard_after_forward is None:
+            hooks.unit.reshard_after_forward = hooks is not top
+    return runtime
+
+
+def units_under(module: nn.Module, recurse: bool) -> list[Unit]:
+    """The unit of `module`, with `recurse` those below it too."""
+    modules = module.modules() if recurse else [module]
+    return list(dict.fromkeys(hooks.unit for each in modules if (hooks := hooks_of(each)) is not None))
+
+
+def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of a nested output, those in dataclasses too."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors_in(vars(leaf))
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)

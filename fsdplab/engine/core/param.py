@@ -1,0 +1,142 @@
+"""One parameter in its two forms, and which of them the modules show.
+
+At rest it is what the optimizer updates: a DTensor slice (or, where the strategy keeps it whole for the optimizer, the
+parameter itself). Gathered it is what a forward reads: one `nn.Parameter` for the whole life of the model, over storage
+that comes and goes, because autograd saves aliases of it that must be valid again in the backward.
+
+Slices are rows. A parameter cut along another dimension is seen here with that dimension first (`rows_first`), so that
+layouts and transports know rows only; the modules see its own order, as a strided view of the same bytes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from fsdplab.engine import compat
+from fsdplab.engine.core.misuse_checks import mark_replaced
+from fsdplab.engine.core.placement import Axes, local_gradient, local_part, spec_at_rest, wrapped
+
+Sites = list[tuple[nn.Module, str]]
+
+
+class ShardedParam:
+    """A parameter that a unit owns, cut along dimension `dim`; None leaves it whole at rest.
+
+    `sites` are the (module, attribute) pairs that show it: more than one where it is tied. `shape` has the dimension
+    that is cut first. `spec` describes the DTensor at rest; None means that it is plain.
+    """
+
+    def __init__(self, name: str, sites: Sites, original: nn.Parameter, axes: Axes, dim: int | None = 0) -> None:
+        self.name, self.axes, self.dim = name, axes, dim or 0
+        self.whole_spec: DTensorSpec | None = getattr(original, "_spec", None)
+        self.spec = self.whole_spec if dim is None else spec_at_rest(name, original, axes, dim)
+        self.shape = self.rows_first(local_part(original)).shape
+        self.dtype = original.dtype
+        self.at_rest = original
+        self.gathered: nn.Parameter | None = None
+        self.whole_gradient: torch.Tensor | None = None  # rows first
+        self._whole_at_rest = dim is None
+        self._sites = [(weakref.ref(module), attribute) for module, attribute in sites]
+        self._home = 0  # address of the slice inside its unit's buffer; 0: not there yet, or nothing to hold
+
+    def rows_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` with the dimension that is cut first."""
+        return tensor.movedim(self.dim, 0) if self.dim else tensor
+
+    def natural(self, rows: torch.Tensor) -> torch.Tensor:
+        """`rows` with their dimensions in the parameter's own order."""
+        return rows.movedim(0, self.dim) if self.dim else rows
+
+    def cut(self, start: int, stop: int) -> None:
+        """Leave only rows [start, stop) at rest, as a DTensor, and show it."""
+        if self._whole_at_rest:
+            return
+        original = self.at_rest
+        local = self.natural(self.rows_first(local_part(original))[start:stop])
+        self.at_rest = nn.Parameter(compat.dtensor_of(local, self.spec), requires_grad=original.requires_grad)
+        self.at_rest.__dict__.update(original.__dict__)
+        mark_replaced(original)
+        self.show(self.at_rest)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The rows that this rank holds at rest, as a plain tensor that shares their storage."""
+        return self.rows_first(self.at_rest._local_tensor if isinstance(self.at_rest, DTensor) else self.at_rest.data)
+
+    @property
+    def version(self) -> int:
+        """Changes whenever somebody writes to the parameter at rest,
+        through the DTensor or through its local tensor.
+        """
+        inner = self.at_rest._local_tensor._version if isinstance(self.at_rest, DTensor) else 0
+        return self.at_rest._version + inner
+
+    def show(self, parameter: nn.Parameter) -> None:
+        """Make every site show `parameter`."""
+        for module, attribute in self._places():
+            module._parameters[attribute] = parameter
+
+    def find(self) -> None:
+        """Take over the parameter that the sites show now: `to_empty`, `to` and assigned state dicts replace it."""
+        for module, attribute in self._places():
+            self.at_rest = module._parameters[attribute]
+            self.dtype, self.spec = self.at_rest.dtype, getattr(self.at_rest, "_spec", None)
+            return
+
+    def settled(self) -> bool:
+        """Whether the slice at rest is where its unit expects it."""
+        local = self.local
+        return self._home == local.data_ptr() if local.numel() else True
+
+    def settle(self, home: torch.Tensor) -> None:
+        """Move the slice at rest into `home`, a view of the unit's buffer, keeping the parameter object."""
+        local = self.local
+        if local.data_ptr() != home.data_ptr() or local.device != home.device:
+            home.copy_(local)
+        if isinstance(self.at_rest, DTensor):
+            self.at_rest._local_tensor = self.natural(home)
+        else:
+            self.at_rest.data = self.natural(home)
+        self._home = home.data_ptr() if home.numel() else 0
+
+    def back(self, storage: torch.UntypedStorage, offset: int, dtype: torch.dtype) -> None:
+        """Put the gathered form over `storage`, `offset` bytes from its start."""
+        form = self.natural(torch.empty(self.shape, device="meta"))
+        empty = torch.empty(0, dtype=dtype, device=storage.device)
+        value = empty.set_(storage, offset // dtype.itemsize, form.size(), form.stride())
+        self.gathered = nn.Parameter(wrapped(value, self.whole_spec), requires_grad=self.at_rest.requires_grad)
+
+    def take_gradient(self, accumulate_in: torch.dtype | None) -> None:
+        """Move the gradient that autograd left on the gathered form to `whole_gradient`, adding to what is there."""
+        gathered = self.gathered
+        if gathered is None or (gradient := gathered.grad) is None:
+            return
+        gathered.grad = None
+        gradient = self.rows_first(local_gradient(gradient, self.whole_spec, self.axes))
+        if self.whole_gradient is None:
+            self.whole_gradient = gradient if accumulate_in is None else gradient.to(accumulate_in)
+        else:
+            self.whole_gradient.add_(gradient)
+
+    def give_gradient(self, rows: torch.Tensor) -> None:
+        """Add `rows`, this rank's part of the reduced gradient, to what the optimizer will read."""
+        local = self.natural(rows.to(self.dtype))
+        if self.at_rest.grad is not None:
+            held = self.at_rest.grad
+            (held._local_tensor if isinstance(held, DTensor) else held).add_(local)
+        else:
+            self.at_rest.grad = local if self.spec is None else compat.dtensor_of(local, self.spec)
+        for hook in (getattr(self.at_rest, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(self.at_rest)
+
+    def _places(self) -> Iterator[tuple[nn.Module, str]]:
+        for reference, attribute in self._sites:
+            module = reference()
+            if module is not None:
+                yield module, attribute

@@ -1,0 +1,145 @@
+"""Which DTensor a slice is: the data-parallel axes of a mesh, alone or beside tensor and expert parallelism.
+
+A plain parameter becomes `Shard(dim)` on the data-parallel mesh. One that is already a DTensor (tensor or expert
+parallel) becomes a DTensor on both meshes; where both cut the same dimension, the data-parallel cut is strided, because
+it cuts what tensor parallelism left. On a full mesh (`dp_mesh_dims`) the data-parallel dimensions turn from `Replicate`
+to `Shard`. Same placements as PyTorch's FSDP2, so checkpoints are interchangeable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from fsdplab.engine import compat
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The data-parallel mesh of a unit: 1-D, or 2-D as replicas x shards.
+
+    `shards` is False where every dimension replicates. `full` is the mesh that `dp_mesh_dims` spoke of, and `named` are
+    the positions of its data-parallel dimensions (`cut`: those that shard).
+    """
+
+    mesh: DeviceMesh
+    shards: bool = True
+    full: DeviceMesh | None = None
+    named: tuple[int, ...] = ()
+    cut: tuple[int, ...] = ()
+
+    @property
+    def slices(self) -> int:
+        """Over how many ranks slices are cut."""
+        return self.mesh.size(self.mesh.ndim - 1) if self.shards else 1
+
+
+def axes_of(mesh: DeviceMesh, dims: compat.DataParallelMeshDims | None) -> Axes:
+    """The axes of a 1-D or 2-D data-parallel `mesh`, or those that `dims` names on a full mesh; else a `ValueError`."""
+    if dims is None:
+        if mesh.ndim not in (1, 2):
+            raise ValueError(f"expected a 1-D mesh, or a 2-D one (replicas x shards); got {mesh}")
+        return Axes(mesh)
+    names = mesh.mesh_dim_names or ()
+    if missing := [name for name in (*dims.shard_names, *dims.replicate_names) if name not in names]:
+        raise ValueError(
+            f"dp_mesh_dims names {', '.join(missing)}, but the dimensions of the mesh are {names or 'unnamed'}"
+        )
+    parts = [_flat(mesh, group) for group in (dims.replicate_names, dims.shard_names) if group]
+    named = tuple(names.index(name) for name in (*dims.replicate_names, *dims.shard_names))
+    cut = tuple(names.index(name) for name in dims.shard_names)
+    joined = parts[0] if len(parts) == 1 else compat.concatenated(parts)
+    return Axes(joined, bool(dims.shard_names), mesh, named, cut)
+
+
+def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of `parameter` before it is sharded: its local tensor where it is a DTensor."""
+    return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach()
+
+
+def spec_at_rest(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> DTensorSpec:
+    """The description of the slices of `parameter`, cut along `dim`; a `ValueError` where it does not fit the mesh."""
+    if axes.full is not None:
+        return _on_full_mesh(name, parameter, axes, dim)
+    replicas = [Replicate()] * (axes.mesh.ndim - 1)
+    if not isinstance(parameter, DTensor):
+        meta = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
+        return DTensorSpec(axes.mesh, (*replicas, Shard(dim)), tensor_meta=meta)
+    spec = parameter._spec
+    others = spec.num_shards_map[dim]
+    cut = compat.strided_shard(dim, others) if others > 1 else Shard(dim)
+    joined = compat.concatenated([axes.mesh, spec.mesh])
+    return DTensorSpec(joined, (*replicas, cut, *spec.placements), tensor_meta=spec.tensor_meta)
+
+
+def _on_full_mesh(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> DTensorSpec:
+    if not isinstance(parameter, DTensor) or parameter._spec.mesh != axes.full:
+        raise ValueError(
+            f"with dp_mesh_dims every parameter must be a DTensor on the full mesh {axes.full}; parameter {name!r} is"
+            f" {'a plain tensor' if not isinstance(parameter, DTensor) else parameter._spec.mesh}: use"
+            " distribute_module first"
+        )
+    placements = list(parameter._spec.placements)
+    for position in axes.named:
+        if not isinstance(placements[position], Replicate):
+            raise ValueError(
+                f"parameter {name!r} has {placements[position]} on data-parallel dimension "
+                f"{axes.full.mesh_dim_names[position]!r}; expected Replicate()"
+            )
+    cut: dict[int, Shard] = {}
+    for position in axes.cut:
+        later = [j for j in range(position + 1, axes.full.ndim) if j not in axes.cut]
+        # strided or not: `is_shard` differs on that
+        right = [j for j in later if getattr(placements[j], "dim", None) == dim]
+        others = 1
+        for j in right:
+            others *= axes.full.size(j)
+        cut[position] = compat.strided_shard(dim, others) if others > 1 else Shard(dim)
+    return _joined_spec(parameter._spec, placements, axes, axes.full, cut)
+
+
+def _joined_spec(
+    spec: DTensorSpec, placements: list[Placement], axes: Axes, full: DeviceMesh, cut: dict[int, Shard]
+) -> DTensorSpec:
+    """The spec on the full mesh; several data-parallel dimensions that cut count as one, flattened."""
+    if len(axes.cut) <= 1:
+        placed = [cut.get(position, placement) for position, placement in enumerate(placements)]
+        return DTensorSpec(full, tuple(placed), tensor_meta=spec.tensor_meta)
+    meshes, placed = [axes.mesh], [*[Replicate()] * (axes.mesh.ndim - 1), cut[axes.cut[0]]]
+    for position, name in enumerate(full.mesh_dim_names):
+        if position not in axes.named:
+            meshes.append(full[name])
+            placed.append(placements[position])
+    return DTensorSpec(compat.concatenated(meshes), tuple(placed), tensor_meta=spec.tensor_meta)
+
+
+def wrapped(value: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
+    """`value` as the DTensor that a forward should see: `spec` is that of the parameter before sharding."""
+    if spec is None:
+        return value
+    meta = spec.tensor_meta
+    if meta is not None and meta.dtype != value.dtype:
+        spec = replace(spec, tensor_meta=TensorMeta(meta.shape, meta.stride, value.dtype))
+    return compat.dtensor_of(value, spec)
+
+
+def local_gradient(gradient: torch.Tensor, spec: DTensorSpec | None, axes: Axes) -> torch.Tensor:
+    """This rank's plain gradient of a parameter with `spec`: what tensor parallelism left partial is summed here."""
+    if spec is None or not isinstance(gradient, DTensor):
+        return gradient
+    wanted = [
+        now if axes.full is not None and position in axes.named else then
+        for position, (now, then) in enumerate(zip(gradient.placements, spec.placements))
+    ]
+    if list(gradient.placements) != wanted:
+        gradient = gradient.redistribute(placements=wanted)
+    local = gradient._local_tensor
+    return local.wait() if hasattr(local, "wait") else local

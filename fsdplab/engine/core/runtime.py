@@ -1,0 +1,186 @@
+"""One per root: it applies the schedule to the units, bounds what is in flight, and knows when a step's phases end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.autograd import Variable
+
+from fsdplab.engine import compat, events
+from fsdplab.engine.core.schedule import Schedule
+from fsdplab.engine.core.unit import Unit
+
+
+class Runtime:
+    """Drives `units` (name -> unit, in the order of the module tree) through forwards and backwards."""
+
+    def __init__(self, units: dict[str, Unit], prefetch: int) -> None:
+        self.units = units
+        self.root = next(iter(units.values()))
+        self.schedule = Schedule(prefetch)
+        self.is_last_backward = True
+        self.post_optimizer_event: torch.Event | None = None
+        self.passes = 0  # root forwards begun or ended: what ran in another one does not count in this one
+        self._forward_root: Unit | None = None
+        self._entered: list[Unit] = []  # units whose forward has begun and not ended
+        self._reducing: list[Unit] = []
+        self._in_backward: set[str] = set()
+        self._after_backward: set[str] = set()
+        self._callback_queued = False
+        self._accumulating = False
+
+    # ---- forward
+
+    def before_forward(self, unit: Unit) -> None:
+        """Have `unit` gathered, and the next ones on their way."""
+        again = compat.inside_backward()  # activation checkpointing computes a larger region a second time
+        if not again and (self._forward_root in (None, unit) or unit is self.root):
+            self._begin_forward(unit)
+        self._entered.append(unit)
+        with events.span("pre_forward", unit.name):
+            unit.start_unshard("forward")
+            unit.finish_unshard("forward")
+            for each in [] if again else self._ahead(unit, "forward", self.schedule.before_forward(unit.name)):
+                each.start_unshard("forward")
+
+    def _ahead(self, unit: Unit, phase: str, scheduled: Sequence[str]) -> Sequence[Unit]:
+        """What to gather behind `unit`: what the user listed for it, else what the schedule says."""
+        listed = [each for reference in unit.ahead.get(phase, ()) if (each := reference()) is not None]
+        return listed or [self.units[name] for name in scheduled]
+
+    def _begin_forward(self, unit: Unit) -> None:
+        if self._callback_queued:
+            self._abandon_backward()
+        self._forward_root, self._entered = unit, []
+        self.passes += 1
+        self.schedule.begin()
+        if self.post_optimizer_event is not None:
+            self.post_optimizer_event.wait()
+            self.post_optimizer_event = None
+        with events.span("root_pre_forward"):
+            for each in self.units.values():
+                each.begin_forward(self._accumulating)
+
+    def reset(self) -> None:
+        """Forget a forward or a backward that raised: nothing in flight, nothing gathered, no gradients accumulated."""
+        self._abandon_backward()
+        self._after_backward.clear()
+        self._forward_root, self._accumulating = None, False
+        self.passes += 1
+        for unit in self.units.values():
+            unit.reshard_by_hand()
+            unit.forget_low_precision()
+
+    def _abandon_backward(self) -> None:
+        """The last backward ended in an exception: its gradients are lost, those handed out before it are kept."""
+        self._callback_queued = False
+        self._in_backward.clear()
+        self._reducing.clear()
+        for unit in self.units.values():
+            unit.abandon_gradients()
+
+    def after_forward(self, unit: Unit, will_backward: bool) -> None:
+        """Drop `unit` where its strategy drops it; after the root, drop whatever no backward will come for."""
+        if compat.inside_backward():
+            return
+        self._end_forward(unit, will_backward)
+        if self._forward_root is unit:
+            while self._entered:  # units of which some modules were left out
+                self._end_forward(self._entered[-1], will_backward)
+            self._forward_root = None
+            self.passes += 1
+            if not will_backward:
+                self._drop_everything("forward")
+            self._settle()
+
+    def _end_forward(self, unit: Unit, will_backward: bool) -> None:
+        if unit in self._entered:
+            self._entered.remove(unit)
+        self.schedule.after_forward(unit.name)
+        with events.span("post_forward", unit.name):
+            if unit.reshard_after_forward or not (will_backward or unit.stays):
+                unit.reshard("forward", halfway=will_backward)
+
+    # ---- backward
+
+    def recomputes(self, unit: Unit) -> bool:
+        """Whether a forward of `unit` now is activation checkpointing's second one, inside its backward."""
+        return compat.inside_backward() and unit.name in self._in_backward
+
+    def gather_again(self, unit: Unit) -> None:
+        """A forward is computed again inside the backward of `unit`; an earlier backward may have dropped it."""
+        unit.start_unshard("backward")
+        unit.finish_unshard("backward")
+
+    def before_backward(self, unit: Unit, again: bool = True) -> None:
+        """Have `unit` gathered again, and the next ones on their way; unless `again`, only if that was not done yet."""
+        self._queue_callback()
+        if unit.name in self._in_backward or not again and unit.name in self._after_backward:
+            return
+        self._in_backward.add(unit.name)
+        self._after_backward.discard(unit.name)  # it may have run twice in the forward
+        with events.span("pre_backward", unit.name):
+            self._gather_for_backward(unit)
+            unit.finish_unshard("backward")
+            for each in self._ahead(unit, "backward", self.schedule.before_backward(unit.name)):
+                with events.span("backward_prefetch", f"{each.name} for {unit.name}"):
+                    self._gather_for_backward(each)
+
+    def _gather_for_backward(self, unit: Unit) -> None:
+        if unit.unshard_in_backward:
+            unit.start_unshard("backward")
+
+    def after_backward(self, unit: Unit) -> None:
+        """Collect the gradients of `unit`, drop it, and start to reduce."""
+        self._in_backward.discard(unit.name)
+        self._after_backward.add(unit.name)
+        with events.span("post_backward", unit.name):
+            while unit in self._reducing:
+                self._advance_reductions()
+            unit.collect_gradients()
+            if unit.reshard_after_backward:
+                unit.reshard("backward")
+            if not unit.sync:
+                return
+            if len(self._reducing) >= unit.in_flight:
+                self._advance_reductions()
+            unit.start_reduce()
+            self._reducing.append(unit)
+
+    def _advance_reductions(self) -> None:
+        """Complete a stage of every reduction in flight: each had the backward of one unit to hide behind."""
+        self._reducing = [unit for unit in self._reducing if not unit.finish_reduce()]
+
+    def _queue_callback(self) -> None:
+        if not self._callback_queued:
+            self._callback_queued = True
+            self._after_backward.clear()
+            Variable._execution_engine.queue_callback(self.end_backward)
+
+    def end_backward(self) -> None:
+        """Complete units whose inputs carry no gradient or that were unused, then wait for every reduction."""
+        with events.span("root_post_backward_callback"):
+            for unit in reversed(self.units.values()):
+                if unit.name not in self._after_backward:
+                    self.after_backward(unit)
+            while self._reducing:
+                self._advance_reductions()
+            self._drop_everything("backward")
+            self._settle()
+            for unit in self.units.values():
+                if unit.sync:
+                    unit.forget_whole_gradients()
+        self._accumulating = not self.is_last_backward or not all(unit.sync for unit in self.units.values())
+        self._callback_queued = False
+
+    def _settle(self) -> None:
+        """Peers have read what this rank published: the optimizer, or whoever comes next, may write to the slices."""
+        for transport in {unit.terms.shard for unit in self.units.values() if unit.terms.shard is not None}:
+            transport.settle()
+
+    def _drop_everything(self, phase: str) -> None:
+        for unit in self.units.values():
+            if not unit.stays if phase == "forward" else unit.reshard_after_backward:
+                unit.reshard(phase)
+            unit.forget_low_precision()

@@ -1,0 +1,119 @@
+"""Parameters that travel in a form of their own: tensor subclasses with `fsdp_pre_all_gather` and
+`fsdp_post_all_gather`.
+
+A quantised weight, say, sends its packed integers and its scales, and is put together after the gather. The protocol is
+PyTorch FSDP2's: the subclass at rest says which plain tensors to send (the same sizes on every rank) and what to
+remember; afterwards it gets all ranks' tensors, end to end, and returns the gathered value with the tensors to free.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdplab.engine import compat
+from fsdplab.engine.core.layout import Layout, Slot
+from fsdplab.engine.core.misuse_checks import mark_replaced
+from fsdplab.engine.core.param import ShardedParam, Sites
+from fsdplab.engine.core.placement import Axes, local_part
+from fsdplab.engine.core.reduction import Terms
+
+
+def is_extended(parameter: torch.Tensor) -> bool:
+    """Whether `parameter` is of a subclass that says itself how it is gathered."""
+    return hasattr(local_part(parameter), "fsdp_pre_all_gather")
+
+
+class ExtendedParam(ShardedParam):
+    """A parameter whose slice is sent as one or more plain tensors of its own choosing: its parts."""
+
+    def __init__(self, name: str, sites: Sites, original: nn.Parameter, axes: Axes, dim: int | None = 0) -> None:
+        super().__init__(name, sites, original, axes, dim)
+        self._size, self._stride = original.size(), original.stride()
+        self._parts: tuple[torch.Tensor, ...] = ()
+        self._remembered: Any = None
+        self._freed: tuple[torch.Tensor, ...] = ()
+        self._dtype_wanted: torch.dtype = original.dtype
+
+    def cut(self, start: int, stop: int) -> None:
+        """Leave rows [start, stop) at rest; like every slice, they lie in memory padded to the largest rank's rows."""
+        original, chunk = local_part(self.at_rest), -(-self.shape[0] // self.axes.slices)
+        padded = original.new_zeros((chunk, *original.shape[1:]))
+        if stop > start:
+            padded.narrow(0, 0, stop - start).copy_(original.narrow(0, start, stop - start))
+        shown = compat.dtensor_of(padded.narrow(0, 0, stop - start), self.spec)
+        before, self.at_rest = self.at_rest, nn.Parameter(shown, requires_grad=self.at_rest.requires_grad)
+        self.at_rest.__dict__.update(before.__dict__)
+        mark_replaced(before)
+        self.show(self.at_rest)
+
+    def settled(self) -> bool:
+        """It stays where it is: its storage is its own affair."""
+        return True
+
+    def prepare(self, terms: Terms) -> list[tuple[str, Sequence[int], int]]:
+        """Ask for the parts; their (name, gathered shape, itemsize)."""
+        inner, mesh = self.local, terms.axes.mesh
+        mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
+        ask = inner.fsdp_pre_all_gather
+        wanted = len(inspect.signature(ask).parameters)
+        if wanted not in (1, 5):
+            raise TypeError(
+                f"{type(inner).__name__}.fsdp_pre_all_gather takes {wanted} arguments; expected 5: "
+                "(mesh, outer_size, outer_stride, module, mp_policy)"
+            )
+        place = next(iter(self._places()))[0]
+        more = () if wanted == 1 else (self._size, self._stride, place, terms.policy)
+        self._parts, self._remembered = ask(mesh, *more)
+        self._dtype_wanted = terms.policy.param_dtype or self.dtype
+        return [self._entry(number, part, terms.ranks) for number, part in enumerate(self._parts)]
+
+    def _entry(self, number: int, part: torch.Tensor, ranks: int) -> tuple[str, Sequence[int], int]:
+        return f"{self.name}[{number}]", (part.shape[0] * ranks, *part.shape[1:]), part.element_size()
+
+    def write_parts(self, layout: Layout, target: torch.Tensor) -> None:
+        """Copy the parts to their places in this rank's slice (bytes)."""
+        for slot, part in zip(self.slots(layout), self._parts):
+            own = part.contiguous().reshape(-1).view(torch.uint8)
+            target[slot.offset : slot.offset + own.numel()].copy_(own)
+
+    def assemble(self, layout: Layout, whole: torch.Tensor) -> None:
+        """Make the gathered value out of everybody's parts, in the same tensor as the first time."""
+        storage, outputs = whole.untyped_storage(), []
+        # not views of `whole`: its version changes with every gather
+        for slot, part in zip(self.slots(layout), self._parts):
+            empty = torch.empty(0, dtype=part.dtype, device=whole.device)
+            outputs.append(empty.set_(storage, layout.whole_offset(slot) // part.element_size(), slot.shape))
+        inner = self.local
+        if self.gathered is None:
+            value, self._freed = inner.fsdp_post_all_gather(tuple(outputs), self._remembered, self._dtype_wanted)
+            self.gathered = nn.Parameter(value.detach(), requires_grad=self.at_rest.requires_grad)
+        else:
+            for tensor in self._freed:
+                if tensor.untyped_storage().nbytes() == 0:
+                    tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+            inner.fsdp_post_all_gather(tuple(outputs), self._remembered, self._dtype_wanted, out=self.gathered)
+        self._parts, self._remembered = (), None
+
+    def release(self) -> None:
+        """Free what the gathered value was made of."""
+        for tensor in self._freed:
+            tensor.untyped_storage().resize_(0)
+
+    def slots(self, layout: Layout) -> list[Slot]:
+        """Where the parts are in `layout`."""
+        return [slot for slot in layout.slots if slot.name.rpartition("[")[0] == self.name]
+
+
+ALIGNMENT = 16  # bytes between slots where parts of any dtype follow
+
+
+def with_parts(layout: Layout, params: Sequence[ExtendedParam], terms: Terms) -> Layout:
+    """`layout` (aligned to `ALIGNMENT`) with the parts of `params` in place of those of the last gather."""
+    parts = {id(slot) for param in params for slot in param.slots(layout)}
+    kept = [(slot.name, slot.shape, slot.itemsize) for slot in layout.slots if id(slot) not in parts]
+    return Layout.of([*kept, *(entry for param in params for entry in param.prepare(terms))], layout.ranks, ALIGNMENT)

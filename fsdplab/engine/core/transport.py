@@ -1,0 +1,104 @@
+"""What a unit asks of the ranks it shares a group with: gather slices, reduce gradients.
+
+A unit hands over its layout, its slice and the buffers to fill; the transport decides about staging, issues the
+collective and returns a `Pending`. `staged.py` does so through flat buffers (NCCL, and gloo.py), `shared.py` through
+memory that ranks share, `shared_gpu.py` on one GPU.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fsdplab.engine import events
+from fsdplab.engine.core.layout import Layout
+from fsdplab.engine.core.packing import pack
+from fsdplab.engine.core.pending import Pending
+from fsdplab.engine.core.shard_storage import Home
+
+Note = Callable[[int, int, "int | None"], "events.Collective | None"]  # start, end, how long the host was blocked
+Gradients = Sequence["torch.Tensor | None"]  # whole ones; None counts as zeros
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """On whose behalf a collective runs: what the ledger writes beside it."""
+
+    unit: str
+    phase: str
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """This rank's slice, `nbytes` in the dtype that travels.
+
+    `write` puts it into memory (bytes) of the transport's choice; `tensor` gives it as a tensor. `resident` is the
+    slice at rest (bytes), where that is what travels.
+    """
+
+    nbytes: int
+    dtype: torch.dtype
+    write: Callable[[torch.Tensor], object]
+    tensor: Callable[[], torch.Tensor]
+    resident: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, slice_: torch.Tensor) -> Outgoing:
+        """A slice that lies ready in a tensor."""
+        write = lambda target: target.copy_(slice_.view(torch.uint8))  # noqa: E731
+        return cls(slice_.nbytes, slice_.dtype, write, lambda: slice_)
+
+
+class Transport(ABC):
+    """Gathers and reduces over one process group."""
+
+    _plain: Transport  # behind an emulated link: the same without it
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.ranks = group, group.rank(), group.size()
+
+    @abstractmethod
+    def all_gather(self, layout: Layout, outgoing: Outgoing, whole: torch.Tensor, stamp: Stamp) -> Pending:
+        """Fill `whole` (bytes, parameter-major) from every rank's slice."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
+    ) -> Pending:
+        """Sum every rank's `gradients`, divide, and leave this rank's slice in `output`."""
+
+    @abstractmethod
+    def all_reduce(self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0) -> Pending:
+        """Sum `buffer` over all ranks in place and divide."""
+
+    def all_reduce_packed(
+        self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
+    ) -> Pending:
+        """Pack `gradients` into `output`, sum it over all ranks in place, and divide."""
+        pack(layout, gradients, output)
+        return self.all_reduce(output, stamp, divide, layout.padding_bytes)
+
+    def home(self, device: torch.device) -> Home:
+        """Where slices rest that no offload policy sends elsewhere."""
+        return Home(device)
+
+    def settle(self) -> None:
+        """Return once peers have read what they read in place; nothing is, here."""
+
+    def announce_buffers(self) -> None:
+        """Tag buffers that outlive a collective, for whoever subscribed since they were made."""
+
+    def separate_reductions(self, enable: bool) -> None:
+        """Let reductions no longer queue behind gathers, or again; where they never do there is nothing to separate."""
+
+    def note(self, stamp: Stamp, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Note:
+        name = str(dtype).removeprefix("torch.")
+        rounds = 2 if kind == "all_reduce" else 1
+        wire = rounds * logical * (self.ranks - 1) // self.ranks
+        return lambda start, end, waited: events.Collective(
+            stamp.unit, stamp.phase, kind, logical, wire, padding, name, start, end, waited_ns=waited
+        )

@@ -1,0 +1,274 @@
+"""An optimizer whose state rests elsewhere: it steps part by part, with the next part's state on its way.
+
+`offload_optimizer` makes any of PyTorch's elementwise optimizers one, in place, as `fully_shard` does with modules:
+learning rate schedulers, gradient scalers, state dicts and checkpoints see the optimizer that they know. The rest is
+the order of one step, that of DeepSpeed's pipelined swapper (ZeRO-Infinity, section 5.2.2):
+
+    for each part (parameters of at most `part_bytes` with their state):
+        begin to bring in the part that comes `ahead` parts later -> wait for this part -> step on it -> begin to put it
+        away
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdplab.engine import compat
+from fsdplab.engine.features import mapped
+from fsdplab.engine.features.offload import HostHome, away_from
+
+_ALIGNMENT = 64  # bytes: where a tensor may begin in a part's memory
+_classes: dict[type, type] = {}
+
+
+def offload_optimizer(
+    optimizer: Optimizer, policy: OffloadPolicy, *, ahead: int = 1, part_bytes: int = 64 << 20
+) -> Optimizer:
+    """Keep the state of `optimizer` where `policy` says, between steps; returns `optimizer`, whose class becomes
+    `Offloaded<Name>`. Every result stays equal to the last bit.
+
+    `part_bytes` bounds parameters and state that are stepped on at once (one larger parameter is a part of its own);
+    `ahead` parts are brought in before their turn. Call it before a scheduler is built. Raises `ValueError` for
+    optimizers whose parameters do not step independently, and for an optimizer that something has already wrapped.
+    """
+    _check(optimizer, ahead, part_bytes)
+    home = away_from(policy)
+    original = type(optimizer)
+    made = type(f"Offloaded{original.__name__}", (OffloadedOptimizer, original), {"__module__": original.__module__})
+    optimizer.__class__ = _classes.setdefault(original, made)
+    optimizer._offloading = _Offloading(home, ahead, part_bytes)
+    optimizer._patch_step_function()  # step hooks run once a step, not once a part
+    optimizer._put_all_away()
+    return optimizer
+
+
+def _check(optimizer: Optimizer, ahead: int, part_bytes: int) -> None:
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"offload_optimizer needs a torch.optim.Optimizer, got {name}")
+    if isinstance(optimizer, OffloadedOptimizer):
+        raise ValueError(f"{name}: its state is offloaded already; call offload_optimizer once")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS steps on all parameters together, so its state cannot leave part by part; use AdamW or SGD"
+        )
+    if "step" in vars(optimizer):
+        raise ValueError(
+            f"{name}.step was replaced (by a scheduler?); call offload_optimizer before you build the scheduler"
+        )
+    if ahead < 0 or part_bytes < 1:
+        raise ValueError(f"ahead must be 0 or more parts and part_bytes 1 or more, got {ahead} and {part_bytes}")
+
+
+@dataclass
+class _Part:
+    """Parameters of one group that step together; on a device, `arrived` says when their state is there."""
+
+    group: dict[str, Any]
+    params: list[nn.Parameter]
+    arrived: torch.cuda.Event | None = None
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One tensor of the state of one parameter."""
+
+    param: nn.Parameter
+    key: str
+    value: torch.Tensor
+
+
+@dataclass
+class _Offloading:
+    """Where the state rests, how much of it comes at once, and the host memory of what is on a device now."""
+
+    home: HostHome
+    ahead: int
+    part_bytes: int
+    resting: dict[tuple[nn.Parameter, str], torch.Tensor] = field(default_factory=dict)
+    lift: _Lift | None = None
+
+
+class OffloadedOptimizer(Optimizer):
+    """What an optimizer becomes when its state is offloaded: itself, plus this way to step."""
+
+    _offloading: _Offloading
+    param_groups: list[dict[str, Any]]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the original optimizer, part by part; returns what `closure` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parts, begun = list(self._parts()), 0
+        for index, part in enumerate(parts):
+            for later in parts[begun : index + 1 + self._offloading.ahead]:
+                self._bring_in(later)
+                begun += 1
+            self._step_on(part)
+            self._put_away(part)
+        if self._offloading.lift is not None:
+            self._offloading.lift.finish()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the original; then what was loaded is put away."""
+        super().load_state_dict(state_dict)
+        self._put_all_away()
+
+    def _put_all_away(self) -> None:
+        for part in self._parts(all_of_them=True):
+            self._put_away(part)
+        if self._offloading.lift is not None:
+            self._offloading.lift.finish()
+
+    def _parts(self, all_of_them: bool = False) -> Iterator[_Part]:
+        """The parameters that have a gradient, or all, in runs of bounded size."""
+        for group in self.param_groups:
+            run: list[nn.Parameter] = []
+            nbytes = 0
+            for param in group["params"]:
+                if param.grad is None and not all_of_them:
+                    continue
+                held = [_nbytes(item.value) for item in self._items([param])]
+                own = _nbytes(param) + (sum(held) if held else 2 * _nbytes(param))  # before the first step: as Adam's
+                if run and nbytes + own > self._offloading.part_bytes:
+                    yield _Part(group, run)
+                    run, nbytes = [], 0
+                run.append(param)
+                nbytes += own
+            if run:
+                yield _Part(group, run)
+
+    def _items(self, params: Sequence[nn.Parameter]) -> list[_Item]:
+        """The state of `params` that has rows here; counters stay where they are."""
+        found = [_Item(param, key, value) for param in params for key, value in self.state.get(param, {}).items()]
+        return [
+            item for item in found if isinstance(item.value, torch.Tensor) and item.value.dim() and _nbytes(item.value)
+        ]
+
+    def _step_on(self, part: _Part) -> None:
+        """The original step, which sees `part` and nothing else."""
+        everything, params = self.param_groups, part.group["params"]
+        said = {key: value for key, value in part.group.items() if key != "params"}
+        step = super().step.__func__
+        step = step.__wrapped__ if getattr(step, "hooked", False) else step  # the hooks belong to the whole step
+        if part.arrived is not None:
+            torch.cuda.current_stream(part.params[0].device).wait_event(part.arrived)
+        try:
+            self.param_groups, part.group["params"] = [part.group], part.params
+            step(self)
+        finally:
+            self.param_groups, part.group["params"] = everything, params
+        if changed := [key for key, value in said.items() if part.group[key] is not value]:
+            raise RuntimeError(
+                f"{type(self).__name__} changes {changed[0]!r} of its param_groups when it steps, so it cannot step"
+                " part by part; this step is half done: start again without offload_optimizer"
+            )
+
+    def _bring_in(self, part: _Part) -> None:
+        """Begin to read what `part` needs; state that rests on the host, for parameters on a device, begins to be
+        copied.
+        """
+        items, resting = self._items(part.params), self._offloading.resting
+        for tensor in (*part.params, *(item.value for item in items)):
+            mapped.bring_in(_local(tensor))
+        away = [item for item in items if _local(item.value).device != _local(item.param).device]
+        if not away:
+            return
+        lift = self._lift_to(_local(away[0].param).device)
+        copies, part.arrived = lift.bring([_local(item.value) for item in away])
+        for item, copy in zip(away, copies):
+            resting[item.param, item.key] = _local(item.value)
+            self.state[item.param][item.key] = _like(item.value, copy)
+
+    def _put_away(self, part: _Part) -> None:
+        """Begin to write what `part` changed, and move state that is new, or on a device, to where it rests."""
+        home = self._offloading.home
+        leaving = [item for item in self._items(part.params) if not home.holds(_local(item.value))]
+        rests = self._rests_of(leaving)
+        if leaving and _local(leaving[0].value).device.type == "cuda":
+            self._lift_to(_local(leaving[0].value).device).put_away([_local(item.value) for item in leaving], rests)
+        else:
+            for item, rest in zip(leaving, rests):
+                rest.copy_(_local(item.value))
+        for item, rest in zip(leaving, rests):
+            self.state[item.param][item.key] = _like(item.value, rest)
+        for tensor in (*part.params, *(item.value for item in self._items(part.params))):
+            mapped.let_go(_local(tensor), home.keep_cached)
+
+    def _rests_of(self, items: Sequence[_Item]) -> list[torch.Tensor]:
+        """Where each of `items` rests: where it came from, or new memory, one piece for all that are new."""
+        known = [self._offloading.resting.pop((item.param, item.key), None) for item in items]
+        new = [_local(item.value) for item, rest in zip(items, known) if rest is None]
+        sizes = [-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in new]
+        piece = self._offloading.home.make(sum(sizes), "optimizer state") if new else None
+        made = iter([_view(piece, start, value) for start, value in zip(accumulate(sizes, initial=0), new)])
+        return [next(made) if rest is None else rest for rest in known]
+
+    def _lift_to(self, device: torch.device) -> _Lift:
+        if self._offloading.lift is None:
+            self._offloading.lift = _Lift(device, self._offloading.ahead)
+        return self._offloading.lift
+
+
+class _Lift:
+    """Copies between a device and host memory on a stream of its own, ordered by events.
+
+    What leaves is kept until its copy has ended, so its memory is not used again before; the host waits only when more
+    than `ahead` parts are still leaving.
+    """
+
+    def __init__(self, device: torch.device, ahead: int) -> None:
+        self._device, self._ahead, self._stream = device, ahead, torch.cuda.Stream(device)
+        self._leaving: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
+
+    def bring(self, rests: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event]:
+        """Copies of `rests` on the device, and what says that they are complete."""
+        with torch.cuda.stream(self._stream):
+            copies = [rest.to(self._device, non_blocking=True) for rest in rests]
+            return copies, self._stream.record_event()
+
+    def put_away(self, values: list[torch.Tensor], rests: Sequence[torch.Tensor]) -> None:
+        """Copy `values` to `rests` once the device's present work is done."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for value, rest in zip(values, rests):
+                rest.copy_(value, non_blocking=True)
+            self._leaving.append((self._stream.record_event(), values))
+        while len(self._leaving) > self._ahead:
+            self._leaving.popleft()[0].synchronize()
+
+    def finish(self) -> None:
+        """Return once everything has left: the host may read it."""
+        self._stream.synchronize()
+        self._leaving.clear()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return _local(tensor).nbytes
+
+
+def _like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    return compat.dtensor_of(local, value._spec) if isinstance(value, DTensor) else local
+
+
+def _view(piece: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
+    """The bytes of `piece` from `start` on, as a dense tensor with the dtype, shape and order of `like`."""
+    strides = torch.empty_like(like, device="meta").stride()
+    return piece[start : start + like.nbytes].view(like.dtype).as_strided(like.shape, strides)

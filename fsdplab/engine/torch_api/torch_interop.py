@@ -1,0 +1,119 @@
+"""What torch's own pipelining, and libraries like accelerate, ask a sharded module for: `fully_shard.state(module)`.
+
+Views of a unit under the names of PyTorch's FSDP2 (its private `FSDPState` and `FSDPParamGroup`, torch 2.11 to 2.15);
+nothing is kept here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from fsdplab.engine import compat
+from fsdplab.engine.core.hooks import UnitHooks, bind_root
+from fsdplab.engine.core.runtime import Runtime
+from fsdplab.engine.core.unit import UNSHARDED, Unit
+
+
+class State:
+    """The unit of a module. Whoever asks it about the run makes its module the root, if no root is above it."""
+
+    def __init__(self, modules: Sequence[nn.Module], hooks: UnitHooks) -> None:
+        self._module, self._hooks = weakref.ref(modules[0]), hooks
+        self._mp_policy = hooks.policy
+        for module in modules:
+            compat.register_state(module, self)
+
+    @property
+    def _runtime(self) -> Runtime:
+        return self._hooks.runtime or bind_root(self._module())
+
+    @property
+    def _state_ctx(self) -> Context:
+        return Context(self._runtime)
+
+    @property
+    def _comm_ctx(self) -> Runtime:
+        return self._runtime
+
+    @property
+    def _fsdp_param_groups(self) -> list[Group]:
+        return [Group(self._hooks.unit, self._runtime)] if self._hooks.unit.params else []
+
+    @property
+    def _fsdp_param_group(self) -> Group | None:
+        return next(iter(self._fsdp_param_groups), None)
+
+    def _lazy_init(self) -> None:
+        self._runtime  # noqa: B018  binding is all there is to do
+
+    def _pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return self._hooks.before_forward(module, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        return self._hooks.after_forward(module, args, output)
+
+    def _root_post_backward_final_callback(self) -> None:
+        self._runtime.end_backward()
+
+
+def state_of(module: nn.Module) -> State | None:
+    """The state that `fully_shard.state(module)` answers; None for a module that is no unit."""
+    return compat.registered_state(module)
+
+
+class Context:
+    """What all units of a root share."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.all_states = [UnitView(unit, runtime) for unit in runtime.units.values()]
+
+    @property
+    def is_last_backward(self) -> bool:
+        """Whether the optimizer steps after the next backward."""
+        return self._runtime.is_last_backward
+
+    @is_last_backward.setter
+    def is_last_backward(self, value: bool) -> None:
+        self._runtime.is_last_backward = value
+
+
+class UnitView:
+    """A unit as one of `all_states`."""
+
+    def __init__(self, unit: Unit, runtime: Runtime) -> None:
+        self._fsdp_param_groups = [Group(unit, runtime)] if unit.params else []
+        self._fsdp_param_group = self._fsdp_param_groups[0] if self._fsdp_param_groups else None
+
+
+class Group:
+    """A unit as a parameter group."""
+
+    def __init__(self, unit: Unit, runtime: Runtime) -> None:
+        self._unit, self._runtime = unit, runtime
+        self.fsdp_params = unit.params
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the modules show gathered parameters."""
+        return self._unit.state is UNSHARDED
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Begin to gather."""
+        self._unit.unshard_by_hand()
+
+    def wait_for_unshard(self) -> None:
+        """Finish gathering."""
+        self._unit.finish_unshard("forward")
+
+    def reshard(self) -> None:
+        """Show the slices."""
+        self._unit.reshard("forward")
+
+    def post_backward(self, *_: Any) -> None:
+        """Collect this unit's gradients and, if they are to be synchronised, begin to reduce them."""
+        self._runtime.after_backward(self._unit)

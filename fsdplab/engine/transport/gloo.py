@@ -1,0 +1,66 @@
+"""Gloo, with a reduce-scatter of its own, and what every transport between CPUs needs.
+
+Gloo's own reduce-scatter is a whole all-reduce, twice the bytes. An all-to-all and a local sum in float32, in rank
+order, moves the textbook's bytes and gives the same bits in every run. Whatever algorithm runs below, a trace and
+`CommDebugMode` see the collective it stands for (`announce`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdplab.engine import compat, events
+from fsdplab.engine.transport.staged import Reduction, StagedTransport
+
+
+class GlooTransport(StagedTransport):
+    """Gloo, with a reduce-scatter that moves P(n-1)/n bytes."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self._backend = group._get_backend(device)
+        self._announced = compat.silent_group(self.rank, self.ranks)
+
+    def _reduction(self, send: torch.Tensor, output: torch.Tensor, divide: float) -> Reduction:
+        received = torch.empty_like(send)
+        events.tag("communication_buffers", received, "")
+
+        def issue(asynchronous: bool) -> Any:
+            announce("reduce_scatter", self._announced)
+            return self._backend.alltoall_base(received, send, [], [])
+
+        return issue, lambda: sum_in_rank_order(received.view(self.ranks, -1), output, divide), received
+
+
+def announce(kind: str, group: dist.ProcessGroup) -> None:
+    """Show a collective, without moving anything, to whatever watches `torch.distributed` and the profiler."""
+    nothing = torch.empty(0, device="cpu")  # the group is the CPU's, whatever the default device is
+    if kind == "all_gather":
+        compat.all_gather_single(nothing, nothing, group=group)
+    elif kind == "reduce_scatter":
+        compat.reduce_scatter_single(nothing, nothing, group=group)
+    else:
+        dist.all_reduce(nothing, group=group)
+
+
+def sum_in_rank_order(parts: Iterable[torch.Tensor], output: torch.Tensor, divide: float) -> None:
+    """`output = (parts[0] + parts[1] + ...) / divide`, always in that order, low precisions in float32.
+
+    `parts` yields one tensor of the shape of `output` a rank.
+    """
+    total = accumulator(output)
+    for rank, part in enumerate(parts):
+        total.add_(part) if rank else total.copy_(part)
+    total.div_(divide)
+    if total is not output:
+        output.copy_(total)
+
+
+def accumulator(output: torch.Tensor) -> torch.Tensor:
+    """What to sum in: `output` itself, or a float32 tensor where its dtype is lower."""
+    wide = torch.promote_types(output.dtype, torch.float32)
+    return output if wide == output.dtype else torch.empty_like(output, dtype=wide)

@@ -1,0 +1,71 @@
+"""Which transport a group gets: NCCL's on CUDA; on CPU shared memory where all its ranks are on one machine, else gloo.
+
+A gloo group on CUDA is that of several ranks on one GPU: `shared_gpu` carries what gloo does not.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fsdplab.engine import compat
+from fsdplab.engine.core.transport import Transport
+from fsdplab.engine.transport.gloo import GlooTransport
+from fsdplab.engine.transport.shared_gpu.transport import made_for
+from fsdplab.engine.transport.shared_memory.process_group import SharedMemoryGroup, machines_of
+from fsdplab.engine.transport.shared_memory.slots import SharingRefused
+from fsdplab.engine.transport.shared_memory.transport import SharedTransport
+from fsdplab.engine.transport.staged import StagedTransport
+
+TRANSPORTS = ("auto", "gloo", "shm", "nccl", "shared_gpu")
+# Kept until the group is destroyed, not until a model is deleted: setting up is collective, deleting is not.
+_known: dict[tuple[int, str], tuple[dist.ProcessGroup, Transport]] = {}
+
+
+def transport_of(group: dist.ProcessGroup, device: torch.device, wanted: str = "auto") -> Transport:
+    """The transport for `group`, one for all units that use it; every rank of the group must call it, and no other.
+
+    Raises `ValueError` for an unknown name, and where the wanted transport cannot work here.
+    """
+    if wanted not in TRANSPORTS:
+        raise ValueError(f"unknown transport {wanted!r}; expected one of {', '.join(TRANSPORTS)}")
+    if (wanted == "nccl") != (device.type == "cuda") and wanted not in ("auto", "shared_gpu"):
+        raise ValueError(f"transport {wanted!r} does not move tensors on {device.type}; leave it at 'auto'")
+    forget_destroyed()
+    key = (id(group), wanted)  # the group is held, so its id is not used again while it is known
+    if key not in _known:
+        below = group.gloo if isinstance(group, SharedMemoryGroup) else group  # the engine brings its own algorithms
+        _known[key] = group, _make(below, device, wanted)
+    _known[key][1].announce_buffers()
+    return _known[key][1]
+
+
+def forget_destroyed() -> None:
+    """Free the transports, and their shared memory, of groups that were destroyed; making a transport does it too."""
+    for key, (owner, _) in list(_known.items()):
+        if not compat.is_group_alive(owner):
+            del _known[key]
+
+
+def _make(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transport:
+    if (
+        wanted == "shared_gpu"
+        or device.type == "cuda"
+        and wanted == "auto"
+        and group._get_backend(device).name() == "gloo"
+    ):
+        return made_for(group, device)
+    if device.type == "cuda":
+        return StagedTransport(group, device)
+    if wanted == "gloo" or group._get_backend(device).name() != "gloo":
+        return GlooTransport(group, device)
+    machines = machines_of(group)
+    refused = f"got {len(machines)} machines"
+    if None not in machines and len(machines) == 1:
+        try:
+            return SharedTransport(group, device)
+        except SharingRefused as error:
+            refused = str(error)
+    if wanted == "shm":
+        raise ValueError(f"transport 'shm' needs all ranks on one x86-64 Linux machine that lets them share; {refused}")
+    return GlooTransport(group, device)

@@ -1,0 +1,1 @@
+"""Several ranks on one GPU; begin in transport.py."""

@@ -1,0 +1,103 @@
+"""Collectives through flat buffers: what travels is packed into one, gathered or reduced, and unpacked. NCCL's way.
+
+What gloo does differently is in `gloo.py`, what users bring along in `custom.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdplab.engine import compat, events
+from fsdplab.engine.core.layout import Layout
+from fsdplab.engine.core.packing import half, pack, unpack
+from fsdplab.engine.core.pending import Pending
+from fsdplab.engine.core.transport import Gradients, Outgoing, Stamp
+from fsdplab.engine.transport.streams import HostLane, OnLanes, stream_lane
+
+Reduction = tuple[Callable[[bool], Any], Callable[[], object], torch.Tensor]  # issue, complete, buffer to keep
+
+
+class StagedTransport(OnLanes):
+    """Gathers and reduces through flat buffers, over one process group, for tensors on one device."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group)
+        self._reduce_group = group
+        host = device.type == "cpu"
+        self._gather_lane = HostLane() if host else stream_lane(device, "gather")
+        self._reduce_lane = HostLane() if host else stream_lane(device, "reduce")
+
+    def all_gather(self, layout: Layout, outgoing: Outgoing, whole: torch.Tensor, stamp: Stamp) -> Pending:
+        """Fill `whole` (bytes, parameter-major) from every rank's slice."""
+        send = outgoing.tensor()
+        staging = self._staging(send, self.ranks * send.numel(), "gather")
+        events.tag("communication_buffers", staging, stamp.unit)
+
+        def issue(asynchronous: bool) -> Any:
+            with events.span("all_gather", stamp.unit):
+                return self._gather(staging, send, asynchronous)
+
+        def complete() -> None:
+            with events.span("all_gather_copy_out", stamp.unit):
+                unpack(layout, staging, whole)
+
+        note = self.note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, send.dtype)
+        return self._gather_lane.run(issue, complete, note, staging, send, whole)
+
+    def reduce_scatter(
+        self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
+    ) -> Pending:
+        """Sum every rank's `gradients` (None counts as zeros), divide, and leave this rank's slice in `output`."""
+        send = self._staging(output, self.ranks * output.numel(), "scatter")
+        events.tag("communication_buffers", send, stamp.unit)
+        with events.span("post_backward_reduce", stamp.unit):
+            pack(layout, gradients, send)
+        issue, sum_up, received = self._reduction(send, output, divide)
+        note = self.note(stamp, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
+        return self._reduce_lane.run(
+            issue, events.span("reduce_scatter", stamp.unit)(sum_up), note, send, received, output
+        )
+
+    def all_reduce(self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0) -> Pending:
+        """Sum `buffer` over all ranks in place and divide."""
+
+        def issue(asynchronous: bool) -> Any:
+            with events.span("all_reduce", stamp.unit):
+                return dist.all_reduce(buffer, group=self.group, async_op=asynchronous)
+
+        note = self.note(stamp, "all_reduce", buffer.nbytes, padding, buffer.dtype)
+        return self._reduce_lane.run(issue, lambda: buffer.div_(divide), note, buffer)
+
+    def separate_reductions(self, enable: bool) -> None:
+        """Reduce over a communicator of its own, or over the group again; collective over the group.
+
+        NCCL runs the operations of one communicator one after the other. On the host there is nothing to separate.
+        """
+        if isinstance(self._reduce_lane, HostLane):
+            return
+        if enable and self._reduce_group is self.group:
+            members = dist.get_process_group_ranks(self.group)
+            self._reduce_group = dist.new_group(members, use_local_synchronization=True)
+        elif not enable:
+            self._reduce_group = self.group
+
+    def _staging(self, like: torch.Tensor, numel: int, role: str) -> torch.Tensor:
+        """Memory for a "gather" or a "scatter" of `numel` elements."""
+        return like.new_empty(numel)
+
+    def _gather(self, staging: torch.Tensor, send: torch.Tensor, asynchronous: bool) -> Any:
+        return compat.all_gather_single(staging, send, group=self.group, async_op=asynchronous)
+
+    def _reduction(self, send: torch.Tensor, output: torch.Tensor, divide: float) -> Reduction:
+        before = half(divide) if output.dtype is torch.float16 else 1.0  # a sum of many float16 values would overflow
+
+        def issue(asynchronous: bool) -> Any:
+            if before != 1.0:
+                send.div_(before)
+            return compat.reduce_scatter_single(output, send, group=self._reduce_group, async_op=asynchronous)
+
+        return issue, lambda: output.div_(divide / before), send

@@ -1,0 +1,103 @@
+"""Who waits for a collective, and where: the host (gloo's threads move the bytes meanwhile) or a CUDA stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from fsdplab.engine import events
+from fsdplab.engine.core.pending import Pending
+from fsdplab.engine.core.transport import Note, Transport
+
+
+class Lane(Protocol):
+    """Where collectives run one after the other, and who waits for them."""
+
+    def run(self, issue: Callable[[bool], Any], complete: Callable[[], None], note: Note, *buffers: object) -> Pending:
+        """Issue a collective and `complete` it; `buffers` live until somebody has waited."""
+
+
+class OnLanes(Transport):
+    """A transport that has a lane for its gathers and one for its reductions."""
+
+    _gather_lane: Lane
+    _reduce_lane: Lane
+
+
+class HostLane:
+    """Work that the host waits for: gloo's own threads move the bytes meanwhile."""
+
+    def run(self, issue: Callable[[bool], Any], complete: Callable[[], None], note: Note, *buffers: object) -> Pending:
+        """Issue now; wait, note the times and `complete` when somebody needs the result."""
+        start = time.time_ns()
+        work = issue(True)
+        done: list[int] = []
+        if events.listening() and work is not None:
+            work.get_future().then(lambda _: done.append(time.time_ns()))
+
+        def finish() -> None:
+            awaited = time.time_ns()
+            if work is not None:  # a collective of the user's own may be done already
+                work.wait()
+            if events.listening():
+                now = time.time_ns()
+                events.emit(note(start, done[0] if done else now, now - awaited))
+            complete()
+
+        return Pending(finish, *buffers)
+
+
+class StreamLane:
+    """Work on a side stream, ordered by events; the host never waits.
+
+    Every buffer is allocated and freed on the compute stream. The side stream starts after the compute stream's present
+    work, and the compute stream waits for the side stream before it uses or frees a buffer, so the caching allocator's
+    own rule is enough and memory is deterministic: no `record_stream`.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, clock: tuple[torch.cuda.Event, int]) -> None:
+        self._stream = stream
+        self._clock = clock
+
+    def run(self, issue: Callable[[bool], Any], complete: Callable[[], None], note: Note, *buffers: object) -> Pending:
+        """Enqueue everything on the side stream; waiting is an event that the current stream waits for."""
+        timed = events.listening()
+        start, end = (torch.cuda.Event(enable_timing=timed) for _ in range(2))
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            start.record()
+            issue(False)
+            complete()
+            end.record()
+        if timed:
+            events.defer(lambda: note(*self._times_ns(start, end), None))
+        finish = lambda: torch.cuda.current_stream(self._stream.device).wait_event(end)  # noqa: E731
+        return Pending(finish, *buffers, on_drop=finish)
+
+    def _times_ns(self, start: torch.cuda.Event, end: torch.cuda.Event) -> tuple[int, int]:
+        zero, zero_ns = self._clock
+        begun = zero_ns + int(zero.elapsed_time(start) * 1e6)
+        return begun, begun + int(start.elapsed_time(end) * 1e6)  # exact also hours after `zero`
+
+
+@cache
+def stream_lane(device: torch.device, role: str) -> StreamLane:
+    """One high-priority stream per device and role (gather, reduce), shared by all units."""
+    with torch.cuda.device(device):
+        return StreamLane(torch.cuda.Stream(device, priority=-1), device_clock(device))
+
+
+@cache
+def device_clock(device: torch.device) -> tuple[torch.cuda.Event, int]:
+    """An event of the past and when it happened (`time.time_ns()`): the one zero from which all lanes of a device
+    count.
+    """
+    with torch.cuda.device(device):
+        zero = torch.cuda.Event(enable_timing=True)
+        zero.record()
+        zero.synchronize()
+        return zero, time.time_ns()
