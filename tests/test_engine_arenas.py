@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdplab.engine import fully_shard, shard_model
 from fsdplab.engine.shard import units_of
-from fsdplab.engine.transport.shared_memory.arenas import Arena, SharedHome
+from fsdplab.engine.transport.shared_memory.arenas import Arena, SharedStorage
 from fsdplab.engine.transport.shared_memory.transport import SharedTransport
 
 WIDTH = 64
@@ -100,24 +100,24 @@ def test_a_deleted_model_leaves_no_mapping_and_no_descriptor(ranks) -> None:
         assert (mappings, descriptors) == (0, 0)
 
 
-def homes() -> list[str]:
+def storages() -> list[str]:
     model, _ = model_and_input()
     shard_model(model, "full_shard", units=[Late])
-    return [type(unit.terms.home).__name__ for unit in units_of(model)]
+    return [type(unit.config.storage).__name__ for unit in units_of(model)]
 
 
 def test_slices_rest_in_shared_memory_among_ranks_of_one_machine_only(ranks) -> None:
-    assert set(sum(ranks(2, homes), [])) == {"SharedHome"}
-    assert set(sum(ranks(1, homes), [])) == {"Home"}
+    assert set(sum(ranks(2, storages), [])) == {"SharedStorage"}
+    assert set(sum(ranks(1, storages), [])) == {"ShardStorage"}
 
 
 def test_an_arena_is_found_by_exactly_its_bytes() -> None:
-    home = SharedHome()
-    flat = home.make(4096, "unit")
-    assert isinstance(home.arena_under(flat), Arena)
-    assert home.arena_under(flat[:64]) is None
-    assert home.arena_under(torch.zeros(4096, dtype=torch.uint8)) is None
-    assert home.arena_under(None) is None and home.arena_under(home.make(0, "empty")) is None
+    storage = SharedStorage()
+    flat = storage.make(4096, "unit")
+    assert isinstance(storage.arena_under(flat), Arena)
+    assert storage.arena_under(flat[:64]) is None
+    assert storage.arena_under(torch.zeros(4096, dtype=torch.uint8)) is None
+    assert storage.arena_under(None) is None and storage.arena_under(storage.make(0, "empty")) is None
 
 
 def test_a_peer_maps_again_what_its_owner_has_replaced() -> None:

@@ -118,7 +118,7 @@ def ledger_of(strategy: str, policy: MixedPrecisionPolicy, micro_batches: int) -
     """The ledger of the third step, and the formula's answer, in the same form."""
     model, row = shard_model(Odd(), strategy, mp_policy=policy), STRATEGIES[strategy]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    shapes = [UnitShapes(u.name, tuple((s.name, s.shape) for s in u.rest_layout.slots)) for u in units_of(model)]
+    shapes = [UnitShapes(u.name, tuple((s.name, s.shape) for s in u.plan.rest_layout.slots)) for u in units_of(model)]
     for _ in range(3):
         seen: list[events.Collective] = []
         stop = events.subscribe(lambda e: seen.append(e) if isinstance(e, events.Collective) else None)

@@ -63,7 +63,7 @@ def ledger() -> tuple[dict, dict]:
     stop = events.subscribe(lambda e: seen.append(e) if isinstance(e, events.Collective) else None)
     loss_of(model, *tokens_of(1, 0)).backward()
     stop()
-    shapes = [UnitShapes(u.name, tuple((s.name, s.shape) for s in u.rest_layout.slots)) for u in units_of(model)]
+    shapes = [UnitShapes(u.name, tuple((s.name, s.shape) for s in u.plan.rest_layout.slots)) for u in units_of(model)]
     expected = {(t.unit, t.kind, t.wire_bytes): t.count for t in step_traffic(shapes, "hybrid_shard", 4, replicas=2)}
     return dict(Counter((e.unit, e.kind, e.wire_bytes) for e in seen)), expected
 

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from fsdplab.engine import STRATEGIES, checkpoint, shard_model
 from fsdplab.engine.features import mapped
-from fsdplab.engine.features.offload import FileHome, HostHome, NVMeOffloadPolicy, home_of
+from fsdplab.engine.features.offload import FileStorage, HostStorage, NVMeOffloadPolicy, storage_of
 from fsdplab.engine.features.offloaded_optimizer import offload_optimizer
 from tests.ranks import RankPool
 from tests.test_engine_state import Small, differing, train, whole
@@ -101,16 +101,16 @@ class Peak:
 
 
 def test_pages_come_and_go_and_the_bytes_stay(drive: Path) -> None:
-    home = FileHome(drive)
-    flat = home.make(40 * MB, "blocks.0")
+    storage = FileStorage(drive)
+    flat = storage.make(40 * MB, "blocks.0")
     assert flat.dtype == torch.uint8 and flat.device.type == "cpu" and not flat.any()
     flat.copy_(expected := torch.randint(0, 255, (40 * MB,), dtype=torch.uint8))
     assert mapped_bytes(drive) == cached_bytes(flat) == 40 * MB, "the counts see what is in memory"
-    home.done_reading(flat)
+    storage.done_reading(flat)
     assert mapped_bytes(drive) == 0, "pages left this process at once"
     mapped.wait()
     assert cached_bytes(flat) == 0, "written, and dropped from the page cache"
-    home.will_read(flat)
+    storage.will_read(flat)
     mapped.wait()
     eventually(lambda: cached_bytes(flat) >= 39 * MB)
     assert mapped_bytes(drive) == 0, "read ahead, not touched"
@@ -118,16 +118,16 @@ def test_pages_come_and_go_and_the_bytes_stay(drive: Path) -> None:
 
 
 def test_the_file_that_followed_last_time_is_read_ahead(drive: Path) -> None:
-    home = FileHome(drive)
-    flats = [home.make(4 * MB, f"blocks.{index}").fill_(1) for index in range(4)]
+    storage = FileStorage(drive)
+    flats = [storage.make(4 * MB, f"blocks.{index}").fill_(1) for index in range(4)]
     for index in (0, 1, 2, 3, 2, 1, 0):  # a forward and a backward
-        home.will_read(flats[index])
+        storage.will_read(flats[index])
     for read, expected in (((0, 1), 2), ((2, 1), 0)):
         mapped.wait()
-        [home.done_reading(flat) for flat in flats]
+        [storage.done_reading(flat) for flat in flats]
         mapped.wait()
         assert not cached_bytes(flats[expected])
-        [home.will_read(flats[index]) for index in read]
+        [storage.will_read(flats[index]) for index in read]
         eventually(lambda: cached_bytes(flats[expected]) == 4 * MB)  # noqa: B023
 
 
@@ -151,9 +151,9 @@ def test_parts_of_a_file_come_and_go_alone(drive: Path) -> None:
 
 
 def test_keeping_the_cache_leaves_it_to_the_kernel(drive: Path) -> None:
-    home = FileHome(drive, keep_cached=True)
-    flat = home.make(8 * MB, "u").fill_(1)
-    home.done_reading(flat)
+    storage = FileStorage(drive, keep_cached=True)
+    flat = storage.make(8 * MB, "u").fill_(1)
+    storage.done_reading(flat)
     mapped.wait()
     assert (mapped_bytes(drive), cached_bytes(flat)) == (0, 8 * MB)
 
@@ -178,7 +178,7 @@ def test_tensors_in_memory_are_left_alone(drive: Path) -> None:
 
 def test_nothing_is_left_in_the_folder_or_on_the_disk(drive: Path) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
-    flat = FileHome(drive).make(64 * MB, "u")
+    flat = FileStorage(drive).make(64 * MB, "u")
     part = flat[:10]
     assert os.listdir(drive) == [], "a file without a name"
     del flat
@@ -189,8 +189,8 @@ def test_nothing_is_left_in_the_folder_or_on_the_disk(drive: Path) -> None:
 
 HOLDER = """
 import sys, torch
-from fsdplab.engine.features.offload import FileHome
-flat = FileHome(sys.argv[1]).make(64 << 20, "u").fill_(1)
+from fsdplab.engine.features.offload import FileStorage
+flat = FileStorage(sys.argv[1]).make(64 << 20, "u").fill_(1)
 print("made", flush=True)
 sys.stdin.read()
 """
@@ -220,7 +220,7 @@ def test_a_file_system_without_nameless_files_works_too(drive: Path, monkeypatch
         return real(path, flags, *rest)
 
     monkeypatch.setattr(os, "open", refusing)
-    flat = FileHome(drive).make(5, "u")
+    flat = FileStorage(drive).make(5, "u")
     assert flat.tolist() == [0] * 5 and os.listdir(drive) == []
 
 
@@ -233,7 +233,7 @@ def test_folders_that_cannot_hold_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(
             kind, match=f"cannot make a file for a trial in {folder} .*expected an existing folder on a local"
         ):
-            FileHome(folder)
+            FileStorage(folder)
 
 
 @contextmanager
@@ -255,23 +255,23 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
         somebody_else(),
         pytest.raises(PermissionError, match="that this user may write to; name one in NVMeOffloadPolicy"),
     ):
-        FileHome(tmp_path / "closed")
+        FileStorage(tmp_path / "closed")
 
 
 def test_a_disk_that_is_too_small_is_said_at_once(drive: Path) -> None:
     with pytest.raises(
         OSError, match=rf"no room for the {1 << 60} bytes of unit 'blocks.3' in .*\d+ bytes are free"
     ) as caught:
-        FileHome(drive).make(1 << 60, "blocks.3")
+        FileStorage(drive).make(1 << 60, "blocks.3")
     assert caught.value.errno == errno.ENOSPC
 
 
 def test_a_limit_on_file_sizes_is_said_at_once(drive: Path) -> None:
-    home, (soft, hard) = FileHome(drive), resource.getrlimit(resource.RLIMIT_FSIZE)
+    storage, (soft, hard) = FileStorage(drive), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MB, hard))
     try:
         with pytest.raises(OSError, match="no room for the 2097152 bytes of unit 'u'") as caught:
-            home.make(2 * MB, "u")
+            storage.make(2 * MB, "u")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caught.value.errno == errno.EFBIG
@@ -280,10 +280,10 @@ def test_a_limit_on_file_sizes_is_said_at_once(drive: Path) -> None:
 @pytest.mark.skipif(not mapped.is_in_memory(Path("/dev/shm")), reason="no tmpfs at /dev/shm")
 def test_a_folder_that_is_memory_gets_a_warning(drive: Path) -> None:
     with pytest.warns(UserWarning, match="/dev/shm is a file system of memory .*name a folder on a drive"):
-        FileHome("/dev/shm")
+        FileStorage("/dev/shm")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        FileHome(drive)
+        FileStorage(drive)
 
 
 def test_a_drive_that_fails_is_not_silent(drive: Path) -> None:
@@ -302,12 +302,12 @@ def test_a_drive_that_fails_is_not_silent(drive: Path) -> None:
 def test_a_policy_names_a_home(drive: Path) -> None:
     device = torch.device("cpu")
     for policy in (None, OffloadPolicy()):
-        assert not isinstance(home_of(policy, device), HostHome)
-    assert type(home_of(CPUOffloadPolicy(pin_memory=False), device)) is HostHome
-    assert isinstance(home_of(NVMeOffloadPolicy(drive), device), FileHome)
+        assert not isinstance(storage_of(policy, device), HostStorage)
+    assert type(storage_of(CPUOffloadPolicy(pin_memory=False), device)) is HostStorage
+    assert isinstance(storage_of(NVMeOffloadPolicy(drive), device), FileStorage)
     assert isinstance(NVMeOffloadPolicy(str(drive)), OffloadPolicy)
     with pytest.raises(ValueError, match="unknown offload policy 'nvme'; expected CPUOffloadPolicy"):
-        home_of("nvme", device)
+        storage_of("nvme", device)
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "zero1", "zero2"])
@@ -316,17 +316,17 @@ def test_parameters_kept_whole_are_not_offloaded(drive: Path, strategy: str) -> 
         with pytest.raises(
             ValueError, match=f"{strategy} keeps parameters whole; use full_shard or shard_grad_op, or offload_o"
         ):
-            home_of(policy, torch.device("cpu"), STRATEGIES[strategy])
-    home_of(OffloadPolicy(), torch.device("cpu"), STRATEGIES[strategy])
+            storage_of(policy, torch.device("cpu"), STRATEGIES[strategy])
+    storage_of(OffloadPolicy(), torch.device("cpu"), STRATEGIES[strategy])
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator pins")
 def test_pinning_without_an_accelerator_is_a_warning() -> None:
     with pytest.warns(UserWarning, match="pin_memory=True without an accelerator.*ordinary memory"):
-        home = home_of(CPUOffloadPolicy(), torch.device("cpu"))
-    assert not home.make(8, "u").is_pinned()
+        storage = storage_of(CPUOffloadPolicy(), torch.device("cpu"))
+    assert not storage.make(8, "u").is_pinned()
     gradient = torch.ones(3)
-    assert home.take(gradient) is gradient, "no copy where nothing has to move"
+    assert storage.take(gradient) is gradient, "no copy where nothing has to move"
 
 
 # ---- an optimizer whose state rests in files
@@ -667,7 +667,7 @@ def test_state_of_gpu_parameters_rests_in_host_memory(drive: Path) -> None:
 @needs_gpu
 def test_gradients_land_in_pinned_memory() -> None:
     gradient = torch.randn(1000, device="cuda")
-    landing, copying = HostHome(pin=True).begin_take(gradient)
+    landing, copying = HostStorage(pin=True).begin_take(gradient)
     assert landing.is_pinned()
     copying.wait()
     assert torch.equal(landing, gradient.cpu())

@@ -1,4 +1,4 @@
-"""The link between CUDA ranks, as far as no GPU is needed: order, times, ledger and lifetimes on a lane that works in
+"""The link between CUDA ranks, as far as no GPU is needed: order, times, ledger and lifetimes on a stream that works in
 order; the sleep itself.
 """
 
@@ -29,7 +29,7 @@ WIDTH, BLOCKS = 64, 3
 LINK = Link(2e6, 1e-4)  # a gather of one unit takes about 8 ms
 
 
-class InOrderLane:
+class InOrderStream:
     """A stream on the host: one thread that does what was enqueued, in order, while the caller goes on."""
 
     def __init__(self) -> None:
@@ -83,20 +83,20 @@ class Net(nn.Module):
 
 
 def trained(linked: bool) -> tuple[list[float], list[dict], float]:
-    """Losses, ledger and seconds of two steps on lanes that work in order,
+    """Losses, ledger and seconds of two steps on streams that work in order,
     with or without the link in front of them.
     """
     torch.manual_seed(0)
     model = shard_model(Net(), "full_shard", transport="gloo")
     transport = GlooTransport(dist.group.WORLD, torch.device("cpu"))
-    transport._gather_lane = transport._reduce_lane = InOrderLane()
+    transport._gather_stream = transport._reduce_stream = InOrderStream()
     if linked:
         ranks = dist.get_world_size()
         transport = on_streams(
             transport, lambda kind, logical: LINK.collective(kind, logical, ranks), hold=sleep_like_the_driver
         )
     for unit in units_of(model):
-        unit.terms = replace(unit.terms, shard=transport)
+        unit.config = replace(unit.config, shard=transport)
     rows: list[events.Collective] = []
     quiet = events.subscribe(lambda event: rows.append(event) if isinstance(event, events.Collective) else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -145,7 +145,7 @@ def imitated(count: int) -> list[dict]:
     model = shard_model(Net(), "full_shard")
     transport = behind(GlooTransport(dist.group.WORLD, torch.device("cpu")), Link(1e9), count)
     for unit in units_of(model):
-        unit.terms = replace(unit.terms, shard=transport)
+        unit.config = replace(unit.config, shard=transport)
     rows: list[dict] = []
     quiet = events.subscribe(lambda event: rows.append(vars(event)) if isinstance(event, events.Collective) else None)
     with torch.no_grad():

@@ -57,7 +57,7 @@ def most_gathered(make: Callable[[], nn.Module]) -> tuple[float, float]:
             most = max(most, bytes_gathered(model))
 
     train(model, 1)
-    one_block = next(unit for unit in units_of(model) if unit.name == "blocks.0").layout.total_bytes
+    one_block = next(unit for unit in units_of(model) if unit.name == "blocks.0").plan.layout.total_bytes
     stop = events.subscribe(watch)
     for _ in range(4):
         train(model, 1)

@@ -14,18 +14,19 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from fsdplab.engine.core.hooks import UnitHooks, bind_root, hooks_of, units_under
-from fsdplab.engine.core.misuse_checks import left_empty, meta_buffers
 from fsdplab.engine.core.runtime import Runtime
 from fsdplab.engine.core.unit import UNSHARDED, Unit
+from fsdplab.engine.features.misuse_checks import left_empty, meta_buffers, warn_before_forward
 from fsdplab.engine.torch_api import custom_collectives, torch_interop
 
 _classes: dict[type, type] = {}
 
 
-class FSDPModule(custom_collectives.CollectiveSettings, TorchFSDPModule):
+class FSDPModule(TorchFSDPModule):
     """A sharded module; its class is `FSDP<Name>`, a subclass of this and of what it was."""
 
-    _orig_cls_mro_index = 4  # FSDP<Name>, this, its settings, PyTorch's, <Name>
+    _orig_cls_mro_index = 3  # FSDP<Name>, this, PyTorch's, <Name>
+    _unit_hooks: UnitHooks
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
         """Slicing a container makes a new one of the original class, not of this one."""
@@ -64,12 +65,12 @@ class FSDPModule(custom_collectives.CollectiveSettings, TorchFSDPModule):
         """Whether the next backward reduces gradients or only accumulates them, whole, on each rank."""
         for unit in units_under(self, recurse):
             unit.sync = requires_gradient_sync
-            unit.wish = replace(unit.wish, all_reduce=requires_gradient_sync)
+            unit.reduce_options = replace(unit.reduce_options, all_reduce=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether reductions end in the all-reduce over replicas, or keep their sum until one does."""
         for unit in units_under(self, recurse):
-            unit.wish = replace(unit.wish, all_reduce=requires_all_reduce)
+            unit.reduce_options = replace(unit.reduce_options, all_reduce=requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False announces that another backward comes before the optimizer steps."""
@@ -81,8 +82,8 @@ class FSDPModule(custom_collectives.CollectiveSettings, TorchFSDPModule):
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward must be True or False here, got {reshard_after_forward!r}")
         for unit in units_under(self, recurse):
-            unit.reshard_after_forward, unit.halfway = reshard_after_forward, None
-            unit.stays = not reshard_after_forward
+            unit.reshard_after_forward, unit.partial_reshard = reshard_after_forward, None
+            unit.keep_unsharded = not reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether units drop their parameters after a backward; keeping them saves gathers between micro-batches."""
@@ -104,7 +105,7 @@ class FSDPModule(custom_collectives.CollectiveSettings, TorchFSDPModule):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by `factor` instead of by the number of ranks."""
         unit = self._unit_hooks.unit
-        unit.wish = replace(unit.wish, divide=float(factor))
+        unit.reduce_options = replace(unit.reduce_options, divide=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""
@@ -115,13 +116,89 @@ class FSDPModule(custom_collectives.CollectiveSettings, TorchFSDPModule):
     ) -> None:
         """Call `hook` with the reduced slice of this unit before the optimizer's gradients are made from it."""
         unit = self._unit_hooks.unit
-        if stream is not None and unit.terms.shard and unit.terms.replicate:
+        if stream is not None and unit.config.shard and unit.config.replicate:
             raise ValueError("stream cannot be set where the engine itself all-reduces over replicas")
-        unit.wish = replace(unit.wish, hook=hook if stream is None else custom_collectives.on_stream(hook, stream))
+        unit.reduce_options = replace(
+            unit.reduce_options, hook=hook if stream is None else custom_collectives.on_stream(hook, stream)
+        )
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The next root forward waits for `event` before it gathers; give a new one each step."""
         bound(self).post_optimizer_event = event
+
+    # ---- how collectives run
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather this unit with `comm` (PyTorch's `AllGather`: `allocate` and `__call__`)."""
+        custom_collectives.use(self._unit_hooks.unit, gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce this unit with `comm` (PyTorch's `ReduceScatter`: `allocate` and `__call__`)."""
+        custom_collectives.use(self._unit_hooks.unit, scatter=comm)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Take staging buffers of gathers from the process group's own allocator, where it has one (NCCL)."""
+        custom_collectives.allocate_from_group(self._unit_hooks.unit, enable)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Take staging buffers of gathers from symmetric memory; a `RuntimeError` where that does not exist."""
+        custom_collectives.allocate_symmetric(self._unit_hooks.unit, backend)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted for compatibility: this engine always sums, then divides."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Accepted for compatibility: unused parameters of a used unit always count as zeros."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reductions may be under way at once: more hide more traffic and hold more memory."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be 1 or more, got {max_input_buffers}")
+        for unit in units_under(self, recurse):
+            unit.in_flight = max_input_buffers
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce on a communicator of its own, so that NCCL runs reductions beside gathers;
+        collective over the shards.
+        """
+        for unit in units_under(self, recurse):
+            if unit.config.shard is not None:
+                unit.config.shard.separate_reductions(enable)
+
+    # ---- when a step's backwards are over (PyTorch's pipelining asks for this from torch 2.15 on)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Announce that `finalize_backward` will end the step's backwards. Accepted on the root only.
+
+        A backward that synchronises gradients still ends by itself, and what is left to finalise is then nothing.
+        """
+        hooks = self._unit_hooks
+        if hooks.runtime is not None and hooks.runtime.root is not hooks.unit:
+            raise RuntimeError("set_manual_backward_finalization must be called on the root module")
+
+    def finalize_backward(self, *, async_op: bool = False) -> Any:
+        """Reduce what the backwards since the last reduction have accumulated, and drop what is gathered, as the
+        settings now say.
+
+        With `async_op` a handle to wait on. Nothing happens before the first forward.
+        """
+        runtime = self._unit_hooks.runtime or bind_root(self)
+        if runtime.passes:
+            for unit in reversed(runtime.units.values()):
+                runtime.after_backward(unit)
+            runtime.end_backward()
+        return GradientReductionHandle() if async_op else None
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Gathered parameters give their memory back when they are dropped: keeping it (for CUDA graphs) is not
+        offered.
+        """
+        if keep:
+            raise NotImplementedError(
+                "this engine frees gathered parameters when it drops them; set_keep_unsharded_storage takes False only"
+            )
 
     # ---- what torch looks for
 
@@ -138,8 +215,15 @@ class FSDPModule(custom_collectives.CollectiveSettings, TorchFSDPModule):
         module = super(TorchFSDPModule, self)._apply(*args, **kwargs)
         for unit in units_under(self, recurse=True):
             unit.settle()
-        self._unit_hooks.unwritten += left_empty(were_meta)
+        warn_before_forward(self, left_empty(were_meta))
         return module
+
+
+class GradientReductionHandle:
+    """A reduction that `finalize_backward(async_op=True)` has done already."""
+
+    def wait(self) -> None:
+        """Return: the gradients are there."""
 
 
 class UnshardHandle:

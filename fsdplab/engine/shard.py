@@ -13,16 +13,16 @@ from torch.distributed.tensor import Shard
 
 from fsdplab.engine.compat import DataParallelMeshDims
 from fsdplab.engine.core.hooks import UnitHooks, bind_root, hooks_of
-from fsdplab.engine.core.misuse_checks import warn_of_low_masters
 from fsdplab.engine.core.param import ShardedParam, Sites
-from fsdplab.engine.core.partial_reshard import Halfway, ranks_after_forward, smaller_mesh
 from fsdplab.engine.core.placement import Axes, axes_of, local_part
 from fsdplab.engine.core.policy import STRATEGIES, MixedPrecisionPolicy, OffloadPolicy, Strategy, strategy_named
-from fsdplab.engine.core.reduction import Terms
-from fsdplab.engine.core.tensor_subclasses import ExtendedParam, is_extended
 from fsdplab.engine.core.unit import Unit
-from fsdplab.engine.features.offload import home_of
+from fsdplab.engine.core.unit_config import UnitConfig
+from fsdplab.engine.features.misuse_checks import warn_of_low_masters
+from fsdplab.engine.features.offload import storage_of
+from fsdplab.engine.features.partial_reshard import SlicesOverFewerRanks, ranks_after_forward, smaller_mesh
 from fsdplab.engine.features.recompute import recompute_of
+from fsdplab.engine.features.tensor_subclasses import SubclassParam, gathers_itself
 from fsdplab.engine.module import FSDPModule, below, bound, sharded_class
 from fsdplab.engine.torch_api import torch_interop
 from fsdplab.engine.transport.selection import transport_of
@@ -57,12 +57,13 @@ def fully_shard(
     axes = axes_of(mesh or _default_mesh(), dp_mesh_dims)
     after = _after_forward(reshard_after_forward, axes)
     row = STRATEGIES["no_shard" if not axes.shards else "shard_grad_op" if after is False else "full_shard"]
-    terms = _terms(row, axes, mp_policy, offload_policy, transport)
+    config = _config(row, axes, mp_policy, offload_policy, transport)
     modules = [module] if isinstance(module, nn.Module) else list(module)
-    unit = _make_unit(modules, terms, after, shard_placement_fn, ignored_params or ())
+    unit = _make_unit(modules, config, after, shard_placement_fn, ignored_params or ())
     if after not in (True, False, None):
         near = smaller_mesh(axes.mesh, after)
-        unit.halfway = Halfway(unit.params, near, transport_of(near.get_group(1), terms.device, transport))
+        over_few = transport_of(near.get_group(1), config.device, transport)
+        unit.partial_reshard = SlicesOverFewerRanks(unit.params, near, over_few)
     return module
 
 
@@ -97,9 +98,9 @@ def shard_model(
         raise ValueError(f"prefetch must be 0 or more units, got {prefetch}")
     recompute = recompute_of(checkpoint)
     axes = axes_of(mesh or _default_mesh(), None)
-    terms = _terms(row, axes, mp_policy, offload_policy, transport)
+    config = _config(row, axes, mp_policy, offload_policy, transport)
     for module in [*reversed(_select(model, units)), model]:
-        _make_unit([module], terms, row.reshard_after_forward, None, ignored_params or ())
+        _make_unit([module], config, row.reshard_after_forward, None, ignored_params or ())
         module._unit_hooks.recompute = None if module is model else recompute
     model._unit_hooks.prefetch = prefetch
     bind_root(model)
@@ -139,7 +140,7 @@ def _select(model: nn.Module, units: Units) -> list[nn.Module]:
 
 def _make_unit(
     modules: Sequence[nn.Module],
-    terms: Terms,
+    config: UnitConfig,
     reshard: bool | int | None,
     place: PlacementFn | None,
     ignored: Collection[nn.Parameter],
@@ -147,10 +148,10 @@ def _make_unit(
     for module in modules:
         _check(module)
     owned = _owned(modules, {id(parameter) for parameter in ignored})
-    warn_of_low_masters([(name, original) for original, (name, _) in owned.items()], terms.policy)
-    params = [_sharded_param(name, sites, original, terms, place) for original, (name, sites) in owned.items()]
-    _move_buffers(modules, terms.device)
-    unit = Unit("+".join(type(module).__name__ for module in modules), params, terms, reshard)
+    warn_of_low_masters([(name, original) for original, (name, _) in owned.items()], config.policy)
+    params = [_sharded_param(name, sites, original, config, place) for original, (name, sites) in owned.items()]
+    _move_buffers(modules, config.device)
+    unit = Unit("+".join(type(module).__name__ for module in modules), params, config, reshard)
     unit.shard()
     for original in owned:
         original._owned_by_unit = True
@@ -169,7 +170,7 @@ def _check(module: nn.Module) -> None:
         )
 
 
-def _terms(row: Strategy, axes: Axes, policy: MixedPrecisionPolicy, offload: OffloadPolicy, wanted: str) -> Terms:
+def _config(row: Strategy, axes: Axes, policy: MixedPrecisionPolicy, offload: OffloadPolicy, wanted: str) -> UnitConfig:
     """Slices are cut over the last dimension of the mesh; over the one before it, and for rows that cut nothing,
     replicas.
     """
@@ -184,13 +185,14 @@ def _terms(row: Strategy, axes: Axes, policy: MixedPrecisionPolicy, offload: Off
         transport_of(group, device, wanted) if group.size() > 1 else None
         for group in map(mesh.get_group, range(mesh.ndim))
     ]
-    home = home_of(offload, device, row)
+    storage = storage_of(offload, device, row)
     if slices is not None and type(offload) is OffloadPolicy:
-        home = slices.home(device)
+        storage = slices.storage(device)
     if not row.shard_optimizer:
-        return Terms(row, policy, axes, device, home, 0, shard=None, replicate=slices)
+        return UnitConfig(row, policy, axes, device, storage, 0, shard=None, replicate=slices)
     rank = mesh.get_local_rank(mesh.ndim - 1)
-    return Terms(row, policy, axes, device, home, rank, shard=slices, replicate=replicas[0] if replicas else None)
+    over_replicas = replicas[0] if replicas else None
+    return UnitConfig(row, policy, axes, device, storage, rank, shard=slices, replicate=over_replicas)
 
 
 def _owned(modules: Sequence[nn.Module], ignored: set[int]) -> dict[nn.Parameter, tuple[str, Sites]]:
@@ -205,23 +207,23 @@ def _owned(modules: Sequence[nn.Module], ignored: set[int]) -> dict[nn.Parameter
 
 
 def _sharded_param(
-    name: str, sites: Sites, original: nn.Parameter, terms: Terms, place: PlacementFn | None
+    name: str, sites: Sites, original: nn.Parameter, config: UnitConfig, place: PlacementFn | None
 ) -> ShardedParam:
     if getattr(original, "_owned_by_unit", False):
         raise ValueError(
             f"parameter {name!r} is tied to one that another unit holds; put both modules into one unit, "
             "or leave both to the root"
         )
-    if not original.is_meta and original.device.type != terms.device.type:
-        original.data = original.data.to(terms.device)
-    extended = is_extended(original)
-    if extended and not terms.strategy.shard_parameters:
+    if not original.is_meta and original.device.type != config.device.type:
+        original.data = original.data.to(config.device)
+    parted = gathers_itself(original)
+    if parted and not config.strategy.shard_parameters:
         raise ValueError(
             f"parameter {name!r} ({type(local_part(original)).__name__}) travels in a form of its own, which needs a "
-            f"strategy that shards parameters; got {terms.strategy.name}"
+            f"strategy that shards parameters; got {config.strategy.name}"
         )
-    cut = _dimension(name, original, place) if terms.strategy.shard_optimizer else None
-    return (ExtendedParam if extended else ShardedParam)(name, sites, original, terms.axes, cut)
+    cut = _dimension(name, original, place) if config.strategy.shard_optimizer else None
+    return (SubclassParam if parted else ShardedParam)(name, sites, original, config.axes, cut)
 
 
 def _dimension(name: str, original: nn.Parameter, place: PlacementFn | None) -> int:

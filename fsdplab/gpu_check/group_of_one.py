@@ -44,5 +44,5 @@ def made_to_gather(
     if link is not None:
         transport = behind(transport, link, ranks)
     for unit in units_of(model):
-        unit.terms = replace(unit.terms, shard=transport)
+        unit.config = replace(unit.config, shard=transport)
     return model

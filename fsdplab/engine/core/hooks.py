@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from fsdplab.engine import compat
-from fsdplab.engine.core.misuse_checks import Unwritten, warn_of_unwritten
 from fsdplab.engine.core.runtime import Runtime
 from fsdplab.engine.core.unit import Unit
 
@@ -30,12 +29,11 @@ class UnitHooks:
 
     def __init__(self, modules: Sequence[nn.Module], unit: Unit) -> None:
         self.unit = unit
-        self.policy = unit.terms.policy
+        self.policy = unit.config.policy
         self.runtime: Runtime | None = None
         self.prefetch = 1
         self.is_last_backward = True
         self.recompute: Callable[..., Any] | None = None  # runs a forward so that the backward computes it again
-        self.unwritten: Unwritten = []  # buffers that `to_empty` gave memory to
         self._all = frozenset(id(module) for module in modules)
         self._to_run: set[int] = set()
         self._pass = 0  # the root forward in which `_to_run` was filled
@@ -55,9 +53,6 @@ class UnitHooks:
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Gather, cast the inputs, and plant the end of this unit's backward on them."""
         runtime = self.runtime or bind_root(module)
-        if self.unwritten:
-            warn_of_unwritten(self.unwritten, module.modules())
-            self.unwritten = []
         if self.policy.cast_forward_inputs and self.policy.param_dtype:
             args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
         if runtime.recomputes(self.unit):
@@ -67,7 +62,7 @@ class UnitHooks:
         if first:
             runtime.before_forward(self.unit)
             self._to_run, self._pass = set(self._all), runtime.passes
-        device = self.unit.terms.device
+        device = self.unit.config.device
         if self.unit is runtime.root and device.type != "cpu":
             args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
         return self._plant(args, kwargs) if first and torch.is_grad_enabled() else (args, kwargs)
@@ -93,7 +88,7 @@ class UnitHooks:
 
     @compat.not_compiled
     def _before_backward_of_base(self, gradients: tuple[torch.Tensor, ...]) -> None:
-        self._bound.before_backward(self.unit, again=False)
+        self._bound.before_backward_of_base(self.unit)
 
     @compat.not_compiled
     def _before_backward(self, gradient: torch.Tensor) -> torch.Tensor:

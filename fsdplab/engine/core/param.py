@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdplab.engine import compat
-from fsdplab.engine.core.misuse_checks import mark_replaced
 from fsdplab.engine.core.placement import Axes, local_gradient, local_part, spec_at_rest, wrapped
 
 Sites = list[tuple[nn.Module, str]]
@@ -43,7 +42,7 @@ class ShardedParam:
         self.whole_gradient: torch.Tensor | None = None  # rows first
         self._whole_at_rest = dim is None
         self._sites = [(weakref.ref(module), attribute) for module, attribute in sites]
-        self._home = 0  # address of the slice inside its unit's buffer; 0: not there yet, or nothing to hold
+        self._address = 0  # address of the slice inside its unit's buffer; 0: not there yet, or nothing to hold
 
     def rows_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` with the dimension that is cut first."""
@@ -92,18 +91,18 @@ class ShardedParam:
     def settled(self) -> bool:
         """Whether the slice at rest is where its unit expects it."""
         local = self.local
-        return self._home == local.data_ptr() if local.numel() else True
+        return self._address == local.data_ptr() if local.numel() else True
 
-    def settle(self, home: torch.Tensor) -> None:
-        """Move the slice at rest into `home`, a view of the unit's buffer, keeping the parameter object."""
+    def settle(self, place: torch.Tensor) -> None:
+        """Move the slice at rest into `place`, a view of the unit's buffer, keeping the parameter object."""
         local = self.local
-        if local.data_ptr() != home.data_ptr() or local.device != home.device:
-            home.copy_(local)
+        if local.data_ptr() != place.data_ptr() or local.device != place.device:
+            place.copy_(local)
         if isinstance(self.at_rest, DTensor):
-            self.at_rest._local_tensor = self.natural(home)
+            self.at_rest._local_tensor = self.natural(place)
         else:
-            self.at_rest.data = self.natural(home)
-        self._home = home.data_ptr() if home.numel() else 0
+            self.at_rest.data = self.natural(place)
+        self._address = place.data_ptr() if place.numel() else 0
 
     def back(self, storage: torch.UntypedStorage, offset: int, dtype: torch.dtype) -> None:
         """Put the gathered form over `storage`, `offset` bytes from its start."""
@@ -140,3 +139,8 @@ class ShardedParam:
             module = reference()
             if module is not None:
                 yield module, attribute
+
+
+def mark_replaced(original: torch.Tensor) -> None:
+    """Note that no module shows `original` any more: a slice has taken its place."""
+    original._replaced_by_slice = True

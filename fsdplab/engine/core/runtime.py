@@ -11,6 +11,8 @@ from fsdplab.engine import compat, events
 from fsdplab.engine.core.schedule import Schedule
 from fsdplab.engine.core.unit import Unit
 
+RUNNING, DONE = "running", "done"
+
 
 class Runtime:
     """Drives `units` (name -> unit, in the order of the module tree) through forwards and backwards."""
@@ -25,8 +27,7 @@ class Runtime:
         self._forward_root: Unit | None = None
         self._entered: list[Unit] = []  # units whose forward has begun and not ended
         self._reducing: list[Unit] = []
-        self._in_backward: set[str] = set()
-        self._after_backward: set[str] = set()
+        self._backward_of: dict[str, str] = {}  # unit -> how far its backward has come in this pass; absent: not begun
         self._callback_queued = False
         self._accumulating = False
 
@@ -65,7 +66,6 @@ class Runtime:
     def reset(self) -> None:
         """Forget a forward or a backward that raised: nothing in flight, nothing gathered, no gradients accumulated."""
         self._abandon_backward()
-        self._after_backward.clear()
         self._forward_root, self._accumulating = None, False
         self.passes += 1
         for unit in self.units.values():
@@ -75,7 +75,7 @@ class Runtime:
     def _abandon_backward(self) -> None:
         """The last backward ended in an exception: its gradients are lost, those handed out before it are kept."""
         self._callback_queued = False
-        self._in_backward.clear()
+        self._backward_of.clear()
         self._reducing.clear()
         for unit in self.units.values():
             unit.abandon_gradients()
@@ -99,27 +99,28 @@ class Runtime:
             self._entered.remove(unit)
         self.schedule.after_forward(unit.name)
         with events.span("post_forward", unit.name):
-            if unit.reshard_after_forward or not (will_backward or unit.stays):
-                unit.reshard("forward", halfway=will_backward)
+            if unit.reshard_after_forward or not (will_backward or unit.keep_unsharded):
+                unit.reshard_until_backward() if will_backward else unit.reshard("forward")
 
     # ---- backward
 
     def recomputes(self, unit: Unit) -> bool:
         """Whether a forward of `unit` now is activation checkpointing's second one, inside its backward."""
-        return compat.inside_backward() and unit.name in self._in_backward
+        return compat.inside_backward() and self._backward_of.get(unit.name) is RUNNING
 
     def gather_again(self, unit: Unit) -> None:
         """A forward is computed again inside the backward of `unit`; an earlier backward may have dropped it."""
         unit.start_unshard("backward")
         unit.finish_unshard("backward")
 
-    def before_backward(self, unit: Unit, again: bool = True) -> None:
-        """Have `unit` gathered again, and the next ones on their way; unless `again`, only if that was not done yet."""
+    def before_backward(self, unit: Unit) -> None:
+        """Have `unit` gathered again, and the next ones on their way; a unit may run twice in a forward, and then has
+        two backwards.
+        """
         self._queue_callback()
-        if unit.name in self._in_backward or not again and unit.name in self._after_backward:
+        if self._backward_of.get(unit.name) is RUNNING:
             return
-        self._in_backward.add(unit.name)
-        self._after_backward.discard(unit.name)  # it may have run twice in the forward
+        self._backward_of[unit.name] = RUNNING
         with events.span("pre_backward", unit.name):
             self._gather_for_backward(unit)
             unit.finish_unshard("backward")
@@ -127,14 +128,18 @@ class Runtime:
                 with events.span("backward_prefetch", f"{each.name} for {unit.name}"):
                     self._gather_for_backward(each)
 
+    def before_backward_of_base(self, unit: Unit) -> None:
+        """As `before_backward`, for the base of an output that is a view: it may come after the view's backward."""
+        if not self._callback_queued or self._backward_of.get(unit.name) is not DONE:
+            self.before_backward(unit)
+
     def _gather_for_backward(self, unit: Unit) -> None:
         if unit.unshard_in_backward:
             unit.start_unshard("backward")
 
     def after_backward(self, unit: Unit) -> None:
         """Collect the gradients of `unit`, drop it, and start to reduce."""
-        self._in_backward.discard(unit.name)
-        self._after_backward.add(unit.name)
+        self._backward_of[unit.name] = DONE
         with events.span("post_backward", unit.name):
             while unit in self._reducing:
                 self._advance_reductions()
@@ -155,14 +160,14 @@ class Runtime:
     def _queue_callback(self) -> None:
         if not self._callback_queued:
             self._callback_queued = True
-            self._after_backward.clear()
+            self._backward_of.clear()
             Variable._execution_engine.queue_callback(self.end_backward)
 
     def end_backward(self) -> None:
         """Complete units whose inputs carry no gradient or that were unused, then wait for every reduction."""
         with events.span("root_post_backward_callback"):
             for unit in reversed(self.units.values()):
-                if unit.name not in self._after_backward:
+                if self._backward_of.get(unit.name) is not DONE:
                     self.after_backward(unit)
             while self._reducing:
                 self._advance_reductions()
@@ -176,11 +181,11 @@ class Runtime:
 
     def _settle(self) -> None:
         """Peers have read what this rank published: the optimizer, or whoever comes next, may write to the slices."""
-        for transport in {unit.terms.shard for unit in self.units.values() if unit.terms.shard is not None}:
+        for transport in {unit.config.shard for unit in self.units.values() if unit.config.shard is not None}:
             transport.settle()
 
     def _drop_everything(self, phase: str) -> None:
         for unit in self.units.values():
-            if not unit.stays if phase == "forward" else unit.reshard_after_backward:
+            if not unit.keep_unsharded if phase == "forward" else unit.reshard_after_backward:
                 unit.reshard(phase)
             unit.forget_low_precision()

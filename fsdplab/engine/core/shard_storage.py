@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 
-class Home:
-    """Memory of one device for the slices at rest; other homes (host memory, files) override what differs."""
+class ShardStorage:
+    """Memory of one device for the slices at rest; other storages (host memory, files) override what differs."""
 
     away = False  # whether slices leave the memory that computes: then they are never views of what is gathered
 

@@ -1,8 +1,8 @@
 """What a unit asks of the ranks it shares a group with: gather slices, reduce gradients.
 
 A unit hands over its layout, its slice and the buffers to fill; the transport decides about staging, issues the
-collective and returns a `Pending`. `staged.py` does so through flat buffers (NCCL, and gloo.py), `shared.py` through
-memory that ranks share, `shared_gpu.py` on one GPU.
+collective and returns a `Pending`. `transport/staged.py` does so through flat buffers (NCCL, and gloo),
+`transport/shared_memory/` through memory that ranks share, `transport/shared_gpu/` on one GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fsdplab.engine import events
 from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.packing import pack
 from fsdplab.engine.core.pending import Pending
-from fsdplab.engine.core.shard_storage import Home
+from fsdplab.engine.core.shard_storage import ShardStorage
 
 Note = Callable[[int, int, "int | None"], "events.Collective | None"]  # start, end, how long the host was blocked
 Gradients = Sequence["torch.Tensor | None"]  # whole ones; None counts as zeros
@@ -82,9 +82,9 @@ class Transport(ABC):
         pack(layout, gradients, output)
         return self.all_reduce(output, stamp, divide, layout.padding_bytes)
 
-    def home(self, device: torch.device) -> Home:
+    def storage(self, device: torch.device) -> ShardStorage:
         """Where slices rest that no offload policy sends elsewhere."""
-        return Home(device)
+        return ShardStorage(device)
 
     def settle(self) -> None:
         """Return once peers have read what they read in place; nothing is, here."""

@@ -293,16 +293,16 @@ def emulate(model: nn.Module, *, shard: Link | None = None, replicate: Link | No
         return made[id(transport)]
 
     for unit in units_under(model, True):
-        if unit.terms.device.type not in ("cpu", "cuda"):
+        if unit.config.device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"an emulated link works between CPU or CUDA ranks, got {unit.terms.device}; run on one of these, or"
+                f"an emulated link works between CPU or CUDA ranks, got {unit.config.device}; run on one of these, or"
                 " without a link"
             )
-        alone = unit.terms.shard is None
-        unit.terms = replace(
-            unit.terms,
-            shard=moved(unit.terms.shard, shard),
-            replicate=moved(unit.terms.replicate, shard if alone else replicate),
+        alone = unit.config.shard is None
+        unit.config = replace(
+            unit.config,
+            shard=moved(unit.config.shard, shard),
+            replicate=moved(unit.config.replicate, shard if alone else replicate),
         )
 
 

@@ -27,7 +27,7 @@ import torch
 from fsdplab.engine import events
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.transport import Note, Transport
-from fsdplab.engine.transport.streams import Lane, OnLanes, StreamLane
+from fsdplab.engine.transport.streams import CommStream, CudaStream, StreamedTransport
 
 Passage = Callable[[str, int], tuple[int, int]]  # kind, logical bytes -> wire bytes, nanoseconds on the free link
 Hold = Callable[[int], None]  # have the current stream wait for that many nanoseconds; the host does not
@@ -40,8 +40,8 @@ class HostFunctionHold:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Of the lanes' priority: streams of other priorities have other hardware queues, so a sleep never stands before
-        # the computing.
+        # Of the other streams' priority: streams of other priorities have other hardware queues, so a sleep never
+        # stands before the computing.
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     def __call__(self, nanoseconds: int) -> None:
@@ -79,14 +79,14 @@ def sleep_function() -> int:
     return ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value or 0
 
 
-class LinkedLane:
-    """`lane`, on which a collective first passes the link."""
+class LinkedStream:
+    """`inner`, on which a collective first passes the link."""
 
-    def __init__(self, lane: Lane, wire: Wire) -> None:
-        self._lane, self._wire = lane, wire
+    def __init__(self, inner: CommStream, wire: Wire) -> None:
+        self._inner, self._wire = inner, wire
 
     def run(self, issue: Callable[[bool], Any], complete: Callable[[], None], note: Note, *buffers: object) -> Pending:
-        """As the lane below, but that its stream waits before `issue`."""
+        """As the stream inside, but that it waits before `issue`."""
         event = note(0, 0, None)
         assert event is not None, "a link in front of a link"
         wire_bytes, nanoseconds = self._wire.passage(event.kind, event.logical_bytes)
@@ -95,7 +95,7 @@ class LinkedLane:
             self._wire.hold(nanoseconds)
             return issue(asynchronous)
 
-        return self._lane.run(carried, complete, self._wire.noted(note, wire_bytes, nanoseconds), *buffers)
+        return self._inner.run(carried, complete, self._wire.noted(note, wire_bytes, nanoseconds), *buffers)
 
 
 class Wire:
@@ -121,21 +121,21 @@ class Wire:
         return emulated
 
 
-def on_streams(transport: OnLanes, passage: Passage, hold: Hold | None = None) -> OnLanes:
+def on_streams(transport: StreamedTransport, passage: Passage, hold: Hold | None = None) -> StreamedTransport:
     """`transport` whose gathers and reductions pass one link; the other users of `transport` are not slowed.
 
     `hold` says how a stream waits, if not by a host function of the driver.
     """
     linked = copy.copy(transport)
     if hold is None:
-        assert isinstance(transport._reduce_lane, StreamLane), "no stream to hold"
-        hold = HostFunctionHold(transport._reduce_lane._stream.device)
+        assert isinstance(transport._reduce_stream, CudaStream), "no stream to hold"
+        hold = HostFunctionHold(transport._reduce_stream._stream.device)
     wire = Wire(passage, hold)
-    linked._gather_lane = LinkedLane(transport._gather_lane, wire)
-    linked._reduce_lane = LinkedLane(transport._reduce_lane, wire)
+    linked._gather_stream = LinkedStream(transport._gather_stream, wire)
+    linked._reduce_stream = LinkedStream(transport._reduce_stream, wire)
     return linked
 
 
-def runs_on_streams(transport: Transport) -> TypeGuard[OnLanes]:
+def runs_on_streams(transport: Transport) -> TypeGuard[StreamedTransport]:
     """Whether the transport's collectives run on CUDA streams, so that a stream can wait for the link."""
-    return isinstance(getattr(transport, "_reduce_lane", None), StreamLane)
+    return isinstance(getattr(transport, "_reduce_stream", None), CudaStream)

@@ -1,8 +1,8 @@
 """Where slices rest when they do not rest on the device that computes: host memory, or files on a local drive.
 
-The homes of `home.py` for two policies: PyTorch's `CPUOffloadPolicy`, and `NVMeOffloadPolicy`, ZeRO-Infinity's idea
-(Rajbhandari et al. 2021, section 5): parameters at rest live in files, are read ahead of their gather and leave memory
-after it. Optimizer state follows with `offload_optimizer`; gradients rest in host memory under both.
+Two policies: PyTorch's `CPUOffloadPolicy`, and `NVMeOffloadPolicy`, ZeRO-Infinity's idea (Rajbhandari et al. 2021,
+section 5): parameters at rest live in files, are read ahead of their gather and leave memory after it. Optimizer state
+follows with `offload_optimizer`; gradients rest in host memory under both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.policy import Strategy
-from fsdplab.engine.core.shard_storage import Home
+from fsdplab.engine.core.shard_storage import ShardStorage
 from fsdplab.engine.features import mapped
 
 
@@ -34,7 +34,7 @@ class NVMeOffloadPolicy(OffloadPolicy):
     keep_cached: bool = False
 
 
-class HostHome(Home):
+class HostStorage(ShardStorage):
     """Host memory, page-locked if `pin` and there is an accelerator to copy to."""
 
     away = True
@@ -74,7 +74,7 @@ class HostHome(Home):
         return landing
 
 
-class FileHome(HostHome):
+class FileStorage(HostStorage):
     """Files in `folder`; raises `OSError` with the remedy if none can be made there, and warns if it is memory.
 
     A gather that is about to read one file lets the next begin to come in: the one that followed last time.
@@ -122,17 +122,17 @@ class _Order:
         return self._followed.get(self._last, 0)
 
 
-_order = _Order()  # of all units of this process, also where `fully_shard` gave each a home of its own
+_order = _Order()  # of all units of this process, also where `fully_shard` gave each a storage of its own
 
 
-def home_of(policy: OffloadPolicy | None, device: torch.device, row: Strategy | None = None) -> Home:
-    """The home that `policy` asks for, for slices that are computed on `device`.
+def storage_of(policy: OffloadPolicy | None, device: torch.device, row: Strategy | None = None) -> ShardStorage:
+    """The storage that `policy` asks for, for slices that are computed on `device`.
 
     Raises `ValueError` for a policy that nobody knows, and where `row` keeps parameters whole: then there is nothing at
     rest to offload.
     """
     if policy is None or type(policy) is OffloadPolicy:
-        return Home(device)
+        return ShardStorage(device)
     if row is not None and not row.shard_parameters:
         raise ValueError(
             f"offload_policy={policy!r} moves slices that rest, but {row.name} keeps parameters whole; use full_shard"
@@ -141,10 +141,10 @@ def home_of(policy: OffloadPolicy | None, device: torch.device, row: Strategy | 
     return away_from(policy)
 
 
-def away_from(policy: OffloadPolicy) -> HostHome:
-    """The home of a policy that does offload; raises `ValueError` for any other."""
+def away_from(policy: OffloadPolicy) -> HostStorage:
+    """The storage of a policy that does offload; raises `ValueError` for any other."""
     if isinstance(policy, CPUOffloadPolicy):
-        return HostHome(policy.pin_memory)
+        return HostStorage(policy.pin_memory)
     if isinstance(policy, NVMeOffloadPolicy):
-        return FileHome(policy.folder, policy.keep_cached)
+        return FileStorage(policy.folder, policy.keep_cached)
     raise ValueError(f"unknown offload policy {policy!r}; expected CPUOffloadPolicy() or NVMeOffloadPolicy(folder)")

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from fsdplab.engine import compat
 from fsdplab.engine.features import mapped
-from fsdplab.engine.features.offload import HostHome, away_from
+from fsdplab.engine.features.offload import HostStorage, away_from
 
 _ALIGNMENT = 64  # bytes: where a tensor may begin in a part's memory
 _classes: dict[type, type] = {}
@@ -42,11 +42,11 @@ def offload_optimizer(
     optimizers whose parameters do not step independently, and for an optimizer that something has already wrapped.
     """
     _check(optimizer, ahead, part_bytes)
-    home = away_from(policy)
+    storage = away_from(policy)
     original = type(optimizer)
     made = type(f"Offloaded{original.__name__}", (OffloadedOptimizer, original), {"__module__": original.__module__})
     optimizer.__class__ = _classes.setdefault(original, made)
-    optimizer._offloading = _Offloading(home, ahead, part_bytes)
+    optimizer._offloading = _Offloading(storage, ahead, part_bytes)
     optimizer._patch_step_function()  # step hooks run once a step, not once a part
     optimizer._put_all_away()
     return optimizer
@@ -92,7 +92,7 @@ class _Item:
 class _Offloading:
     """Where the state rests, how much of it comes at once, and the host memory of what is on a device now."""
 
-    home: HostHome
+    storage: HostStorage
     ahead: int
     part_bytes: int
     resting: dict[tuple[nn.Parameter, str], torch.Tensor] = field(default_factory=dict)
@@ -195,8 +195,8 @@ class OffloadedOptimizer(Optimizer):
 
     def _put_away(self, part: _Part) -> None:
         """Begin to write what `part` changed, and move state that is new, or on a device, to where it rests."""
-        home = self._offloading.home
-        leaving = [item for item in self._items(part.params) if not home.holds(_local(item.value))]
+        storage = self._offloading.storage
+        leaving = [item for item in self._items(part.params) if not storage.holds(_local(item.value))]
         rests = self._rests_of(leaving)
         if leaving and _local(leaving[0].value).device.type == "cuda":
             self._lift_to(_local(leaving[0].value).device).put_away([_local(item.value) for item in leaving], rests)
@@ -206,14 +206,14 @@ class OffloadedOptimizer(Optimizer):
         for item, rest in zip(leaving, rests):
             self.state[item.param][item.key] = _like(item.value, rest)
         for tensor in (*part.params, *(item.value for item in self._items(part.params))):
-            mapped.let_go(_local(tensor), home.keep_cached)
+            mapped.let_go(_local(tensor), storage.keep_cached)
 
     def _rests_of(self, items: Sequence[_Item]) -> list[torch.Tensor]:
         """Where each of `items` rests: where it came from, or new memory, one piece for all that are new."""
         known = [self._offloading.resting.pop((item.param, item.key), None) for item in items]
         new = [_local(item.value) for item, rest in zip(items, known) if rest is None]
         sizes = [-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in new]
-        piece = self._offloading.home.make(sum(sizes), "optimizer state") if new else None
+        piece = self._offloading.storage.make(sum(sizes), "optimizer state") if new else None
         made = iter([_view(piece, start, value) for start, value in zip(accumulate(sizes, initial=0), new)])
         return [next(made) if rest is None else rest for rest in known]
 

@@ -12,10 +12,8 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.engine import compat, events
-from fsdplab.engine.core.hooks import units_under
 from fsdplab.engine.core.transport import Transport
 from fsdplab.engine.core.unit import Unit
-from fsdplab.engine.torch_api.finalization import ManualFinalization
 from fsdplab.engine.transport.staged import Reduction, StagedTransport
 
 
@@ -88,32 +86,32 @@ class SymmetricMemory(GroupMemory):
 
 def use(unit: Unit, gather: Any = None, scatter: Any = None) -> None:
     """Have `unit` gather with `gather` and reduce with `scatter`; None leaves what it has."""
-    now = unit.terms.shard
+    now = unit.config.shard
     if now is None:
         return
     if not isinstance(now, CustomTransport):
-        now = CustomTransport(now, unit.terms.device)
-    made = CustomTransport(now.below, unit.terms.device, gather or now.gather, scatter or now.scatter)
-    unit.terms = replace(unit.terms, shard=made)
+        now = CustomTransport(now, unit.config.device)
+    made = CustomTransport(now.below, unit.config.device, gather or now.gather, scatter or now.scatter)
+    unit.config = replace(unit.config, shard=made)
 
 
 def allocate_from_group(unit: Unit, enable: bool) -> None:
     """Stage this unit's gathers in memory of its process group, or no longer;
     nothing changes where it allocates none.
     """
-    now, device = unit.terms.shard, unit.terms.device
+    now, device = unit.config.shard, unit.config.device
     if enable and now is not None and now.group._get_backend(device).supports_tensor_alloc(device):
         use(unit, gather=GroupMemory(now.group, device))
     elif isinstance(now, CustomTransport) and isinstance(now.gather, GroupMemory):
-        unit.terms = replace(unit.terms, shard=now.below)
+        unit.config = replace(unit.config, shard=now.below)
 
 
 def allocate_symmetric(unit: Unit, backend: str) -> None:
     """Stage this unit's gathers in symmetric memory."""
-    if unit.terms.device.type != "cuda":
-        raise RuntimeError(f"symmetric memory needs CUDA devices and NCCL, got {unit.terms.device}")
-    if unit.terms.shard is not None:
-        use(unit, gather=SymmetricMemory(unit.terms.shard.group, backend))
+    if unit.config.device.type != "cuda":
+        raise RuntimeError(f"symmetric memory needs CUDA devices and NCCL, got {unit.config.device}")
+    if unit.config.shard is not None:
+        use(unit, gather=SymmetricMemory(unit.config.shard.group, backend))
 
 
 def on_stream(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream) -> Callable[[torch.Tensor], None]:
@@ -126,46 +124,3 @@ def on_stream(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream) -
         torch.cuda.current_stream().wait_stream(stream)
 
     return hooked
-
-
-class CollectiveSettings(ManualFinalization):
-    """The methods of a sharded module that say how its collectives run."""
-
-    def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather this unit with `comm` (PyTorch's `AllGather`: `allocate` and `__call__`)."""
-        use(self._unit_hooks.unit, gather=comm)
-
-    def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce this unit with `comm` (PyTorch's `ReduceScatter`: `allocate` and `__call__`)."""
-        use(self._unit_hooks.unit, scatter=comm)
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Take staging buffers of gathers from the process group's own allocator, where it has one (NCCL)."""
-        allocate_from_group(self._unit_hooks.unit, enable)
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Take staging buffers of gathers from symmetric memory; a `RuntimeError` where that does not exist."""
-        allocate_symmetric(self._unit_hooks.unit, backend)
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted for compatibility: this engine always sums, then divides."""
-
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Accepted for compatibility: unused parameters of a used unit always count as zeros."""
-
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions may be under way at once: more hide more traffic and hold more memory."""
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
-        if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers must be 1 or more, got {max_input_buffers}")
-        for unit in units_under(self, recurse):
-            unit.in_flight = max_input_buffers
-
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce on a communicator of its own, so that NCCL runs reductions beside gathers;
-        collective over the shards.
-        """
-        for unit in units_under(self, recurse):
-            if unit.terms.shard is not None:
-                unit.terms.shard.separate_reductions(enable)

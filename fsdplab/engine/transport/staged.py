@@ -1,6 +1,6 @@
 """Collectives through flat buffers: what travels is packed into one, gathered or reduced, and unpacked. NCCL's way.
 
-What gloo does differently is in `gloo.py`, what users bring along in `custom.py`.
+What gloo does differently is in `gloo.py`, what users bring along in `torch_api/custom_collectives.py`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.packing import half, pack, unpack
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.transport import Gradients, Outgoing, Stamp
-from fsdplab.engine.transport.streams import HostLane, OnLanes, stream_lane
+from fsdplab.engine.transport.streams import HostStream, StreamedTransport, comm_stream
 
 Reduction = tuple[Callable[[bool], Any], Callable[[], object], torch.Tensor]  # issue, complete, buffer to keep
 
 
-class StagedTransport(OnLanes):
+class StagedTransport(StreamedTransport):
     """Gathers and reduces through flat buffers, over one process group, for tensors on one device."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
         self._reduce_group = group
         host = device.type == "cpu"
-        self._gather_lane = HostLane() if host else stream_lane(device, "gather")
-        self._reduce_lane = HostLane() if host else stream_lane(device, "reduce")
+        self._gather_stream = HostStream() if host else comm_stream(device, "gather")
+        self._reduce_stream = HostStream() if host else comm_stream(device, "reduce")
 
     def all_gather(self, layout: Layout, outgoing: Outgoing, whole: torch.Tensor, stamp: Stamp) -> Pending:
         """Fill `whole` (bytes, parameter-major) from every rank's slice."""
@@ -46,7 +46,7 @@ class StagedTransport(OnLanes):
                 unpack(layout, staging, whole)
 
         note = self.note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, send.dtype)
-        return self._gather_lane.run(issue, complete, note, staging, send, whole)
+        return self._gather_stream.run(issue, complete, note, staging, send, whole)
 
     def reduce_scatter(
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
@@ -58,7 +58,7 @@ class StagedTransport(OnLanes):
             pack(layout, gradients, send)
         issue, sum_up, received = self._reduction(send, output, divide)
         note = self.note(stamp, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
-        return self._reduce_lane.run(
+        return self._reduce_stream.run(
             issue, events.span("reduce_scatter", stamp.unit)(sum_up), note, send, received, output
         )
 
@@ -70,14 +70,14 @@ class StagedTransport(OnLanes):
                 return dist.all_reduce(buffer, group=self.group, async_op=asynchronous)
 
         note = self.note(stamp, "all_reduce", buffer.nbytes, padding, buffer.dtype)
-        return self._reduce_lane.run(issue, lambda: buffer.div_(divide), note, buffer)
+        return self._reduce_stream.run(issue, lambda: buffer.div_(divide), note, buffer)
 
     def separate_reductions(self, enable: bool) -> None:
         """Reduce over a communicator of its own, or over the group again; collective over the group.
 
         NCCL runs the operations of one communicator one after the other. On the host there is nothing to separate.
         """
-        if isinstance(self._reduce_lane, HostLane):
+        if isinstance(self._reduce_stream, HostStream):
             return
         if enable and self._reduce_group is self.group:
             members = dist.get_process_group_ranks(self.group)

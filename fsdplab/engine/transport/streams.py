@@ -14,21 +14,21 @@ from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.transport import Note, Transport
 
 
-class Lane(Protocol):
+class CommStream(Protocol):
     """Where collectives run one after the other, and who waits for them."""
 
     def run(self, issue: Callable[[bool], Any], complete: Callable[[], None], note: Note, *buffers: object) -> Pending:
         """Issue a collective and `complete` it; `buffers` live until somebody has waited."""
 
 
-class OnLanes(Transport):
-    """A transport that has a lane for its gathers and one for its reductions."""
+class StreamedTransport(Transport):
+    """A transport that has a stream for its gathers and one for its reductions."""
 
-    _gather_lane: Lane
-    _reduce_lane: Lane
+    _gather_stream: CommStream
+    _reduce_stream: CommStream
 
 
-class HostLane:
+class HostStream:
     """Work that the host waits for: gloo's own threads move the bytes meanwhile."""
 
     def run(self, issue: Callable[[bool], Any], complete: Callable[[], None], note: Note, *buffers: object) -> Pending:
@@ -51,7 +51,7 @@ class HostLane:
         return Pending(finish, *buffers)
 
 
-class StreamLane:
+class CudaStream:
     """Work on a side stream, ordered by events; the host never waits.
 
     Every buffer is allocated and freed on the compute stream. The side stream starts after the compute stream's present
@@ -85,15 +85,15 @@ class StreamLane:
 
 
 @cache
-def stream_lane(device: torch.device, role: str) -> StreamLane:
+def comm_stream(device: torch.device, role: str) -> CudaStream:
     """One high-priority stream per device and role (gather, reduce), shared by all units."""
     with torch.cuda.device(device):
-        return StreamLane(torch.cuda.Stream(device, priority=-1), device_clock(device))
+        return CudaStream(torch.cuda.Stream(device, priority=-1), device_clock(device))
 
 
 @cache
 def device_clock(device: torch.device) -> tuple[torch.cuda.Event, int]:
-    """An event of the past and when it happened (`time.time_ns()`): the one zero from which all lanes of a device
+    """An event of the past and when it happened (`time.time_ns()`): the one zero from which all streams of a device
     count.
     """
     with torch.cuda.device(device):

@@ -82,7 +82,7 @@ class HostFabric:
         """Nothing is queued behind the caller's back: operations of a series run in one thread, one after the other."""
 
 
-class ThreadLane:
+class ThreadStream:
     """A stream made of a thread: work runs in order, beside the caller, who waits for it on the host."""
 
     def __init__(self, name: str) -> None:

@@ -23,16 +23,16 @@ from fsdplab.engine.core.packing import pack, unpack_from
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.transport import Gradients, Outgoing, Stamp
 from fsdplab.engine.transport.gloo import announce, sum_in_rank_order
-from fsdplab.engine.transport.shared_gpu.host import HostFabric, ThreadLane
+from fsdplab.engine.transport.shared_gpu.host import HostFabric, ThreadStream
 from fsdplab.engine.transport.shared_gpu.series import Fabric, Series, moving, watched
 from fsdplab.engine.transport.shared_memory.process_group import machines_of
 from fsdplab.engine.transport.shared_memory.slots import SharingRefused
-from fsdplab.engine.transport.streams import OnLanes, stream_lane
+from fsdplab.engine.transport.streams import StreamedTransport, comm_stream
 
 _SLOTS = 2  # the next operation may begin while peers still read the last
 
 
-class SharedGpuTransport(OnLanes):
+class SharedGpuTransport(StreamedTransport):
     """Gathers and reduces among ranks that share one GPU, or rehearses it among CPU ranks of one machine."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -41,8 +41,8 @@ class SharedGpuTransport(OnLanes):
         self.gathers, self.reductions = (Series(group, self.fabric, _SLOTS) for _ in range(2))
         self.watchdog = watched(group, self.fabric, [self.gathers, self.reductions])
         host = device.type == "cpu"
-        self._gather_lane = ThreadLane("gathers") if host else stream_lane(device, "gather")
-        self._reduce_lane = ThreadLane("reduces") if host else stream_lane(device, "reduce")
+        self._gather_stream = ThreadStream("gathers") if host else comm_stream(device, "gather")
+        self._reduce_stream = ThreadStream("reduces") if host else comm_stream(device, "reduce")
         self._announced = compat.silent_group(self.rank, self.ranks)
 
     @property
@@ -74,7 +74,7 @@ class SharedGpuTransport(OnLanes):
 
         note = self.note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, outgoing.dtype)
         announce("all_gather", self._announced)
-        return self._gather_lane.run(issue, _nothing, note, send, whole)
+        return self._gather_stream.run(issue, _nothing, note, send, whole)
 
     def reduce_scatter(
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
@@ -97,7 +97,7 @@ class SharedGpuTransport(OnLanes):
 
         note = self.note(stamp, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
         announce("reduce_scatter", self._announced)
-        return self._reduce_lane.run(issue, _nothing, note, gradients, output)
+        return self._reduce_stream.run(issue, _nothing, note, gradients, output)
 
     def all_reduce(self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0) -> Pending:
         """Publish `buffer`, sum one nth of it over all ranks, publish that, and gather the others' sums."""
@@ -116,7 +116,7 @@ class SharedGpuTransport(OnLanes):
 
         note = self.note(stamp, "all_reduce", buffer.nbytes, padding, buffer.dtype)
         announce("all_reduce", self._announced)
-        return self._reduce_lane.run(issue, _nothing, note, buffer)
+        return self._reduce_stream.run(issue, _nothing, note, buffer)
 
     def _share(self, pieces: Sequence[torch.Tensor], stamp: Stamp) -> None:
         """Give every rank what each has summed."""

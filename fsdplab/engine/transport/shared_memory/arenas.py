@@ -15,7 +15,7 @@ from itertools import count
 
 import torch
 
-from fsdplab.engine.core.shard_storage import Home
+from fsdplab.engine.core.shard_storage import ShardStorage
 
 _numbers = count(1)
 
@@ -46,7 +46,7 @@ class Arena(mmap.mmap):
         return torch.frombuffer(known[1], dtype=torch.uint8)
 
 
-class SharedHome(Home):
+class SharedStorage(ShardStorage):
     """Host memory that peers may map; `arena_under` finds what a slice rests in."""
 
     def __init__(self) -> None:

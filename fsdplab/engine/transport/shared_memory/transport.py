@@ -19,10 +19,10 @@ from fsdplab.engine import compat, events
 from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.packing import halves, pack_range, pack_rank, scaled_copy, unpack_from
 from fsdplab.engine.core.pending import Pending
-from fsdplab.engine.core.shard_storage import Home
+from fsdplab.engine.core.shard_storage import ShardStorage
 from fsdplab.engine.core.transport import Gradients, Note, Outgoing, Stamp, Transport
 from fsdplab.engine.transport.gloo import announce
-from fsdplab.engine.transport.shared_memory.arenas import SharedHome
+from fsdplab.engine.transport.shared_memory.arenas import SharedStorage
 from fsdplab.engine.transport.shared_memory.slots import Slots
 
 _GATHERS, _REDUCTIONS = 2, 2  # slots: the next operation may begin while peers still read the last
@@ -45,7 +45,7 @@ class SharedTransport(Transport):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
         self._gathers, self._reductions = Slots(group, _GATHERS), Slots(group, _REDUCTIONS)
-        self._places, self._home = Slots(group, _PLACES), SharedHome()
+        self._places, self._storage = Slots(group, _PLACES), SharedStorage()
         self._announced = compat.silent_group(self.rank, self.ranks)
 
     def announce_buffers(self) -> None:
@@ -53,9 +53,9 @@ class SharedTransport(Transport):
         self._gathers.announce()
         self._reductions.announce()
 
-    def home(self, device: torch.device) -> Home:
+    def storage(self, device: torch.device) -> ShardStorage:
         """Memory that peers read in place."""
-        return self._home
+        return self._storage
 
     def settle(self) -> None:
         """Return once every peer has read this rank's slices: their owner may write to them again."""
@@ -66,7 +66,7 @@ class SharedTransport(Transport):
         note = self.note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, outgoing.dtype)
         start, label, nbytes = time.time_ns(), f"all_gather of {stamp.unit}", outgoing.nbytes
         resident = outgoing.resident
-        arena = self._home.arena_under(resident)
+        arena = self._storage.arena_under(resident)
         with events.span("all_gather", stamp.unit):
             if arena is not None:
                 slots, number = self._places, self._places.claim_place(nbytes, label, arena.place)

@@ -15,15 +15,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from fsdplab.engine import compat
 from fsdplab.engine.core.policy import MixedPrecisionPolicy
 
 Unwritten = list[tuple[str, "weakref.ref[torch.Tensor]", int]]
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-
-
-def mark_replaced(original: torch.Tensor) -> None:
-    """Note that no module shows `original` any more: a slice has taken its place."""
-    original._replaced_by_slice = True
 
 
 def _refuse_replaced(optimizer: Optimizer, *_: Any) -> None:
@@ -78,6 +74,18 @@ def left_empty(were_meta: Iterable[tuple[str, nn.Module, str]]) -> Unwritten:
         for name, buffer in now
         if buffer is not None and not buffer.is_meta
     ]
+
+
+def warn_before_forward(module: nn.Module, buffers: Unwritten) -> None:
+    """Have the next forward of `module` warn of those `buffers` that nobody has written to by then."""
+
+    @compat.not_compiled
+    def warn_once(module: nn.Module, _: Any) -> None:
+        hook.remove()
+        warn_of_unwritten(buffers, module.modules())
+
+    if buffers:
+        hook = module.register_forward_pre_hook(warn_once, prepend=True)
 
 
 def warn_of_unwritten(buffers: Unwritten, modules: Iterable[nn.Module]) -> None:

@@ -17,18 +17,18 @@ from torch import nn
 
 from fsdplab.engine import compat
 from fsdplab.engine.core.layout import Layout, Slot
-from fsdplab.engine.core.misuse_checks import mark_replaced
-from fsdplab.engine.core.param import ShardedParam, Sites
+from fsdplab.engine.core.param import Sites, mark_replaced
 from fsdplab.engine.core.placement import Axes, local_part
-from fsdplab.engine.core.reduction import Terms
+from fsdplab.engine.core.unit_config import UnitConfig
+from fsdplab.engine.core.unit_plan import PartedParam
 
 
-def is_extended(parameter: torch.Tensor) -> bool:
+def gathers_itself(parameter: torch.Tensor) -> bool:
     """Whether `parameter` is of a subclass that says itself how it is gathered."""
     return hasattr(local_part(parameter), "fsdp_pre_all_gather")
 
 
-class ExtendedParam(ShardedParam):
+class SubclassParam(PartedParam):
     """A parameter whose slice is sent as one or more plain tensors of its own choosing: its parts."""
 
     def __init__(self, name: str, sites: Sites, original: nn.Parameter, axes: Axes, dim: int | None = 0) -> None:
@@ -55,9 +55,9 @@ class ExtendedParam(ShardedParam):
         """It stays where it is: its storage is its own affair."""
         return True
 
-    def prepare(self, terms: Terms) -> list[tuple[str, Sequence[int], int]]:
+    def prepare(self, config: UnitConfig) -> list[tuple[str, Sequence[int], int]]:
         """Ask for the parts; their (name, gathered shape, itemsize)."""
-        inner, mesh = self.local, terms.axes.mesh
+        inner, mesh = self.local, config.axes.mesh
         mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
         ask = inner.fsdp_pre_all_gather
         wanted = len(inspect.signature(ask).parameters)
@@ -67,10 +67,10 @@ class ExtendedParam(ShardedParam):
                 "(mesh, outer_size, outer_stride, module, mp_policy)"
             )
         place = next(iter(self._places()))[0]
-        more = () if wanted == 1 else (self._size, self._stride, place, terms.policy)
+        more = () if wanted == 1 else (self._size, self._stride, place, config.policy)
         self._parts, self._remembered = ask(mesh, *more)
-        self._dtype_wanted = terms.policy.param_dtype or self.dtype
-        return [self._entry(number, part, terms.ranks) for number, part in enumerate(self._parts)]
+        self._dtype_wanted = config.policy.param_dtype or self.dtype
+        return [self._entry(number, part, config.ranks) for number, part in enumerate(self._parts)]
 
     def _entry(self, number: int, part: torch.Tensor, ranks: int) -> tuple[str, Sequence[int], int]:
         return f"{self.name}[{number}]", (part.shape[0] * ranks, *part.shape[1:]), part.element_size()
@@ -107,13 +107,3 @@ class ExtendedParam(ShardedParam):
     def slots(self, layout: Layout) -> list[Slot]:
         """Where the parts are in `layout`."""
         return [slot for slot in layout.slots if slot.name.rpartition("[")[0] == self.name]
-
-
-ALIGNMENT = 16  # bytes between slots where parts of any dtype follow
-
-
-def with_parts(layout: Layout, params: Sequence[ExtendedParam], terms: Terms) -> Layout:
-    """`layout` (aligned to `ALIGNMENT`) with the parts of `params` in place of those of the last gather."""
-    parts = {id(slot) for param in params for slot in param.slots(layout)}
-    kept = [(slot.name, slot.shape, slot.itemsize) for slot in layout.slots if id(slot) not in parts]
-    return Layout.of([*kept, *(entry for param in params for entry in param.prepare(terms))], layout.ranks, ALIGNMENT)

@@ -34,7 +34,7 @@ def smaller_mesh(mesh: DeviceMesh, ranks: int) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, mesh.mesh.view(-1, ranks))
 
 
-class Halfway:
+class SlicesOverFewerRanks:
     """The slices that a unit keeps from its forward to its backward, cut over the ranks of `transport`."""
 
     def __init__(self, params: Sequence[ShardedParam], mesh: DeviceMesh, transport: Transport) -> None:

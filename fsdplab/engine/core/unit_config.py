@@ -1,0 +1,50 @@
+"""What a unit is told: once, over whom and how it is sharded; from step to step, how to reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fsdplab.engine.core.placement import Axes
+from fsdplab.engine.core.policy import MixedPrecisionPolicy, Strategy
+from fsdplab.engine.core.shard_storage import ShardStorage
+from fsdplab.engine.core.transport import Transport
+
+
+@dataclass(frozen=True)
+class UnitConfig:
+    """A unit's strategy, dtypes and device, where its slices rest, and the groups that shard and replicate it."""
+
+    strategy: Strategy
+    policy: MixedPrecisionPolicy
+    axes: Axes
+    device: torch.device
+    storage: ShardStorage
+    rank: int
+    shard: Transport | None
+    replicate: Transport | None
+
+    @property
+    def ranks(self) -> int:
+        """Over how many ranks slices are cut."""
+        return self.shard.ranks if self.shard else 1
+
+    @property
+    def divide(self) -> float:
+        """Gradients are averaged over all data-parallel ranks."""
+        return float(self.ranks * (self.replicate.ranks if self.replicate else 1))
+
+
+@dataclass(frozen=True)
+class ReduceOptions:
+    """How the next reductions run.
+
+    Without `all_reduce`, gradients are summed over the shards and kept; the next reduction that has it adds them.
+    `hook` sees the reduced slice before the optimizer does.
+    """
+
+    divide: float
+    all_reduce: bool = True
+    hook: Callable[[torch.Tensor], None] | None = None

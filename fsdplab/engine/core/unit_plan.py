@@ -1,0 +1,109 @@
+"""How a unit's parameters lie in memory and in which dtypes they travel: pure decisions, before any buffer exists."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fsdplab.engine.core.layout import Layout, Slot
+from fsdplab.engine.core.param import ShardedParam
+from fsdplab.engine.core.unit_config import UnitConfig
+
+_ALIGNMENT = 16  # bytes between slots where parts of any dtype follow
+_BYTES = torch.uint8
+
+
+def layout_of(params: Sequence[ShardedParam], dtypes: Sequence[torch.dtype], ranks: int, alignment: int = 0) -> Layout:
+    """The layout of `params` in `dtypes`, cut over `ranks` ranks."""
+    return Layout.of([(p.name, p.shape, dtype.itemsize) for p, dtype in zip(params, dtypes)], ranks, alignment)
+
+
+class PartedParam(ShardedParam, ABC):
+    """A parameter whose slice travels as plain tensors of its own choosing, its parts (a quantised weight's integers
+    and scales, say).
+    """
+
+    @abstractmethod
+    def prepare(self, config: UnitConfig) -> list[tuple[str, Sequence[int], int]]:
+        """Make the parts of the next gather; their (name, gathered shape, itemsize)."""
+
+    @abstractmethod
+    def write_parts(self, layout: Layout, target: torch.Tensor) -> None:
+        """Copy the parts to their places in this rank's slice (bytes)."""
+
+    @abstractmethod
+    def assemble(self, layout: Layout, whole: torch.Tensor) -> None:
+        """Make the gathered value out of everybody's parts."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free what the gathered value was made of."""
+
+    @abstractmethod
+    def slots(self, layout: Layout) -> list[Slot]:
+        """Where the parts are in `layout`."""
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """The layouts and dtypes of a unit, at rest and gathered.
+
+    `aliased`: the slices at rest are views of the whole buffer. `keeps_whole`: that buffer is never dropped.
+    """
+
+    plain: Sequence[ShardedParam]
+    parted: Sequence[PartedParam]
+    rest_dtypes: Sequence[torch.dtype]
+    compute_dtypes: Sequence[torch.dtype]
+    rest_layout: Layout
+    layout: Layout
+    aliased: bool
+    keeps_whole: bool
+
+    @classmethod
+    def of(cls, params: Sequence[ShardedParam], config: UnitConfig) -> UnitPlan:
+        """The plan for the dtypes that `params` have now."""
+        parted = [param for param in params if isinstance(param, PartedParam)]
+        plain = [param for param in params if not isinstance(param, PartedParam)]
+        low, shards = config.policy.param_dtype, config.strategy.shard_parameters
+        rest = [param.dtype for param in plain]
+        compute = [low if low and dtype.is_floating_point else dtype for dtype in rest]
+        needs_no_gather = not shards or config.ranks == 1 and not config.storage.away
+        aliased = needs_no_gather and compute == rest and not parted
+        return cls(
+            plain,
+            parted,
+            rest,
+            compute,
+            layout_of(plain, rest, config.ranks),
+            layout_of(plain, compute, config.ranks, _ALIGNMENT if parted else 0),
+            aliased,
+            keeps_whole=aliased or not shards and config.ranks > 1,
+        )
+
+    @property
+    def outdated(self) -> bool:
+        """Whether a parameter has another dtype now."""
+        return [param.dtype for param in self.plain] != self.rest_dtypes
+
+    @property
+    def travels_as_it_rests(self) -> bool:
+        """Whether a gather may read the slices where they rest: nothing is cast, parted or cut out of a whole."""
+        return self.compute_dtypes == self.rest_dtypes and not self.parted and not self.aliased
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """What travels: the one dtype of all parameters, or bytes."""
+        return self.compute_dtypes[0] if len(set(self.compute_dtypes)) == 1 and not self.parted else _BYTES
+
+    def with_parts(self, config: UnitConfig) -> UnitPlan:
+        """This plan with room for the parts of the next gather instead of those of the last."""
+        if not self.parted:
+            return self
+        last = {id(slot) for param in self.parted for slot in param.slots(self.layout)}
+        kept = [(slot.name, slot.shape, slot.itemsize) for slot in self.layout.slots if id(slot) not in last]
+        entries = [*kept, *(entry for param in self.parted for entry in param.prepare(config))]
+        return replace(self, layout=Layout.of(entries, config.ranks, _ALIGNMENT))
