@@ -94,7 +94,7 @@ class Board:
     def _share(self, slots: Slots) -> None:
         number, mine = slots.claim(self._mine.nbytes, "the board of an emulated link")
         self._mine = mine.view(torch.int64).zero_()
-        slots.publish(number, lambda: None)
+        slots.publish(number)
         self._all = [slots.read(peer, number, self._mine.nbytes).view(torch.int64) for peer in range(self.ranks)]
         self._slots = slots  # the operation is never completed, so nobody writes over it
 

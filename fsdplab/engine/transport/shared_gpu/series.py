@@ -160,7 +160,7 @@ class Series:
         """Return when every rank's host is here, with everybody's message; errors as those of `Slots`."""
         number, note = self._meetings.claim(_NOTE, label)
         note.copy_(torch.frombuffer(bytearray(message.ljust(_NOTE, b"\0")), dtype=torch.uint8))
-        self._meetings.publish(number, lambda: None)
+        self._meetings.publish(number)
         told = [bytes(self._meetings.read(peer, number, _NOTE).tolist()) for peer in range(self.ranks)]
         self._meetings.done(number)
         return told

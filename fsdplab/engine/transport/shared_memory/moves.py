@@ -106,7 +106,7 @@ class Moves:
         number, slot = self._slots.claim(nbytes, label)
         for part, room in zip(parts, slot.chunk(len(parts) or 1)):
             room[: part.nbytes].copy_(part.view(torch.uint8))
-        self._slots.publish(number, lambda: None)
+        self._slots.publish(number)
         return number
 
     def _reduce(self, number: int, nbytes: int, first: int, output: torch.Tensor, operation: str) -> None:

@@ -19,7 +19,6 @@ import select
 import sys
 import time
 import weakref
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -56,7 +55,8 @@ class SharingRefused(RuntimeError):
 class Slots:
     """The shared slots of all ranks of `group`, used for one kind of operation at a time per slot.
 
-    `count` slots allow `count - 1` operations in flight. Built over the group itself: every member must call it.
+    An operation takes the slot of the one `count` before it, which must be `done` by then. Built over the group itself:
+    every member must call it.
     """
 
     def __init__(self, group: dist.ProcessGroup, count: int) -> None:
@@ -74,7 +74,6 @@ class Slots:
         self._counters = [_Counters(fds[0], count) for fds in self._peers]
         self._maps: list[list[mmap.mmap | None]] = [[None] * count for _ in range(self.ranks)]
         self._own: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * count
-        self._finish: list[Callable[[], None] | None] = [None] * count
         descriptors = [*self._files, *self._alive, *(fd for fds in self._peers for fd in fds)]
         weakref.finalize(self, _close, descriptors)
 
@@ -125,16 +124,13 @@ class Slots:
     def _claim_number(self, nbytes: int, label: str) -> int:
         number = self.sequence = self.sequence + 1
         slot = number % self.count
-        if (finish := self._finish[slot]) is not None:
-            finish()  # more in flight than slots: complete the oldest here, its owner's wait will find it done
         for peer in range(self.ranks):
             self._await(peer, self._counters[peer].done, slot, number - self.count, "finish reading")
         self._claimed[slot] = (nbytes, label)
         return number
 
-    def publish(self, number: int, finish: Callable[[], None]) -> None:
-        """This rank's slot holds operation `number`; `finish` is what completes it here."""
-        self._finish[number % self.count] = finish
+    def publish(self, number: int) -> None:
+        """This rank's slot holds operation `number`."""
         self._counters[self.rank].describe(number % self.count, *self._claimed[number % self.count])
         self._counters[self.rank].set(self._counters[self.rank].ready, number % self.count, number)
 
@@ -159,17 +155,14 @@ class Slots:
                 " units in the same order, so look for one that is skipped on some ranks"
             )
 
-    def settle(self) -> None:
-        """Return once this rank has completed, and every peer has read, all that was published so far."""
-        for finish in [finish for finish in self._finish if finish is not None]:
-            finish()
+    def wait_until_read(self) -> None:
+        """Return once every peer has read all that was published so far."""
         for number in range(max(1, self.sequence - self.count + 1), self.sequence + 1):
             for peer in range(self.ranks):
                 self._await(peer, self._counters[peer].done, number % self.count, number, "finish reading")
 
     def done(self, number: int) -> None:
         """This rank has read everything of operation `number`."""
-        self._finish[number % self.count] = None
         self._counters[self.rank].set(self._counters[self.rank].done, number % self.count, number)
 
     def _view(self, owner: int, slot: int) -> torch.Tensor:

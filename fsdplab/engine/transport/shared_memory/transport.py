@@ -9,6 +9,7 @@ in every run and at every number of ranks.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,41 @@ class Sent:
     stride: int
 
 
+class Operations:
+    """Operations of one kind over slots of their own; of the latest, this rank may have yet to complete some."""
+
+    def __init__(self, group: dist.ProcessGroup, count: int) -> None:
+        self.slots = Slots(group, count)
+        self._latest: deque[Pending] = deque(maxlen=count)
+
+    def claim(self, nbytes: int, label: str = "") -> tuple[int, torch.Tensor]:
+        """As `Slots.claim`."""
+        self._make_room()
+        return self.slots.claim(nbytes, label)
+
+    def claim_place(self, nbytes: int, label: str, place: tuple[int, int]) -> int:
+        """As `Slots.claim_place`."""
+        self._make_room()
+        return self.slots.claim_place(nbytes, label, place)
+
+    def _make_room(self) -> None:
+        """Complete the oldest where every slot is taken; whoever waits for it later finds it done."""
+        if len(self._latest) == self._latest.maxlen:
+            self._latest[0].wait()
+
+    def publish(self, number: int, pending: Pending) -> Pending:
+        """This rank's slot holds operation `number`, which `pending` completes."""
+        self._latest.append(pending)
+        self.slots.publish(number)
+        return pending
+
+    def settle(self) -> None:
+        """Return once this rank has completed, and every peer has read, all that was published so far."""
+        for pending in list(self._latest):
+            pending.wait()
+        self.slots.wait_until_read()
+
+
 class SharedTransport(Transport):
     """Gathers and reduces among ranks of one machine through shared memory;
     the group itself is used for set-up only.
@@ -44,14 +80,14 @@ class SharedTransport(Transport):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
-        self._gathers, self._reductions = Slots(group, _GATHERS), Slots(group, _REDUCTIONS)
-        self._places, self._storage = Slots(group, _PLACES), SharedStorage()
+        self._gathers, self._reductions = Operations(group, _GATHERS), Operations(group, _REDUCTIONS)
+        self._places, self._storage = Operations(group, _PLACES), SharedStorage()
         self._announced = compat.silent_group(self.rank, self.ranks)
 
     def announce_buffers(self) -> None:
         """Tag this rank's slots."""
-        self._gathers.announce()
-        self._reductions.announce()
+        self._gathers.slots.announce()
+        self._reductions.slots.announce()
 
     def storage(self, device: torch.device) -> ShardStorage:
         """Memory that peers read in place."""
@@ -67,14 +103,16 @@ class SharedTransport(Transport):
         start, label, nbytes = time.time_ns(), f"all_gather of {stamp.unit}", outgoing.nbytes
         resident = outgoing.resident
         arena = self._storage.arena_under(resident)
+        operations = self._gathers if arena is None else self._places
+        slots = operations.slots
         with events.span("all_gather", stamp.unit):
-            if arena is not None:
-                slots, number = self._places, self._places.claim_place(nbytes, label, arena.place)
-                read = lambda peer: arena.of(peer, slots.processes[peer], slots.place_of(peer, number))  # noqa: E731
-            else:
-                slots, (number, slot) = self._gathers, self._gathers.claim(nbytes, label)
+            if arena is None:
+                number, slot = operations.claim(nbytes, label)
                 outgoing.write(slot)
                 read = lambda peer: slots.read(peer, number, nbytes)  # noqa: E731
+            else:
+                number = operations.claim_place(nbytes, label, arena.place)
+                read = lambda peer: arena.of(peer, slots.processes[peer], slots.place_of(peer, number))  # noqa: E731
             announce("all_gather", self._announced)
 
         def finish() -> None:
@@ -85,7 +123,7 @@ class SharedTransport(Transport):
                 slots.done(number)
             _emit(note, start, awaited)
 
-        return self._publish(slots, number, finish, resident, whole)
+        return operations.publish(number, Pending(finish, resident, whole))
 
     def reduce_scatter(
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
@@ -107,7 +145,7 @@ class SharedTransport(Transport):
                 self._sum(sent, output, after)
             _emit(note, start, awaited)
 
-        return self._publish(self._reductions, sent.number, finish, output)
+        return self._reductions.publish(sent.number, Pending(finish, output))
 
     def all_reduce(self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0) -> Pending:
         """Publish what peers need of `buffer`; on waiting, sum one nth of it and gather the others' sums."""
@@ -153,12 +191,7 @@ class SharedTransport(Transport):
                 self._share(pieces)
             _emit(note, start, awaited)
 
-        return self._publish(self._reductions, sent.number, finish, buffer)
-
-    def _publish(self, slots: Slots, number: int, finish: Callable[[], None], *buffers: object) -> Pending:
-        pending = Pending(finish, *buffers)
-        slots.publish(number, pending.wait)
-        return pending
+        return self._reductions.publish(sent.number, Pending(finish, buffer))
 
     def _send(self, write: Callable[[int, torch.Tensor], None], parts: Sequence[torch.Tensor], label: str) -> Sent:
         """Have every peer's part written to this rank's slot, and this rank's own where its sum will be."""
@@ -176,22 +209,23 @@ class SharedTransport(Transport):
 
     def _sum(self, sent: Sent, output: torch.Tensor, divide: float) -> None:
         """`output`, which holds this rank's own part, becomes the sum over all ranks, in rank order, divided."""
-        nbytes, total = (self.ranks - 1) * sent.stride, output
+
+        def part(peer: int) -> torch.Tensor:
+            written = self._reductions.slots.read(peer, sent.number, (self.ranks - 1) * sent.stride)
+            return self._part(written, peer, self.rank, sent.stride, output)
+
         wide = torch.promote_types(output.dtype, torch.float32)
-        for peer in range(self.ranks):
-            if peer == self.rank:
-                part = output
-            else:
-                part = self._part(
-                    self._reductions.read(peer, sent.number, nbytes), peer, self.rank, sent.stride, output
-                )
-            if peer == 0:
-                total = part.to(wide)
-            else:  # `output` may be overwritten once its own part is in the sum
-                total = torch.add(total, part, out=output if peer >= self.rank and wide == output.dtype else None)
-        self._reductions.done(sent.number)
+        total = output.to(wide)  # `output` itself, where it is wide enough
+        if self.rank:
+            earlier = part(0).to(wide)
+            for peer in range(1, self.rank):
+                earlier = earlier + part(peer)
+            total.add_(earlier)  # the sum of the ranks before this one, plus this one's: two terms, in either order
+        for peer in range(self.rank + 1, self.ranks):
+            total.add_(part(peer))
+        self._reductions.slots.done(sent.number)
         if divide != 1.0:
-            total = total.div_(divide)
+            total.div_(divide)
         if total is not output:
             output.copy_(total)
 
@@ -199,12 +233,12 @@ class SharedTransport(Transport):
         number, slot = self._gathers.claim(pieces[0].nbytes)
         mine = pieces[self.rank]
         slot[: mine.nbytes].copy_(mine.view(torch.uint8))
-        self._gathers.publish(number, lambda: None)
+        self._gathers.publish(number, Pending(lambda: None))
         for peer in self._nearest_first():
             if peer != self.rank:
-                source = self._gathers.read(peer, number, pieces[peer].nbytes)
+                source = self._gathers.slots.read(peer, number, pieces[peer].nbytes)
                 pieces[peer].copy_(source.view(pieces[peer].dtype))
-        self._gathers.done(number)
+        self._gathers.slots.done(number)
 
     def _nearest_first(self) -> list[int]:
         """This rank, then the next ones: ranks do not all read the same owner at once."""
