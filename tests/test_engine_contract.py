@@ -266,8 +266,7 @@ def frozen_and_unused(strategy: str) -> None:
         beside_twin(shard_model(model, strategy), twin)
     model = shard_model(Odd(skip=True), strategy)
     step_of(model)
-    gradient = model.spare.weight.grad
-    assert (gradient.to_local() if isinstance(gradient, DTensor) else gradient).eq(0).all(), "unused counts as zeros"
+    assert model.spare.weight.grad is None and model.blocks[0][0].weight.grad is not None
 
 
 @pytest.mark.parametrize("strategy", ROWS)

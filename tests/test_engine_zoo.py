@@ -109,13 +109,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compare_gradients(model: nn.Module, twin: nn.Module, step: int) -> None:
-    """Equal gradients; where the twin has none, ours may be zeros (a parameter unused inside a used unit)."""
+    """Equal gradients, and none where the twin has none."""
     for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        expected = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
-        got = torch.zeros_like(theirs) if ours.grad is None else whole(ours.grad)
-        torch.testing.assert_close(
-            got, expected, msg=lambda text, n=name: f"{n}, rank {dist.get_rank()}, step {step}: {text}"
-        )
+        where = f"{name}, rank {dist.get_rank()}, step {step}"
+        assert (ours.grad is None) == (theirs.grad is None), f"{where}: {ours.grad} beside {theirs.grad}"
+        if ours.grad is not None:
+            torch.testing.assert_close(whole(ours.grad), theirs.grad, msg=lambda text, w=where: f"{w}: {text}")
 
 
 def steps_beside_twin(

@@ -148,7 +148,11 @@ class FSDPModule(TorchFSDPModule):
         """Accepted for compatibility: this engine always sums, then divides."""
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Accepted for compatibility: unused parameters of a used unit always count as zeros."""
+        """Whether parameters without a gradient get zeros, and units without any take part in reductions: where ranks
+        may take different branches. Else a parameter that no rank has used keeps no gradient.
+        """
+        for unit in units_under(self, recurse):
+            unit.reduce_options = replace(unit.reduce_options, unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions may be under way at once: more hide more traffic and hold more memory."""

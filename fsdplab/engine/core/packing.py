@@ -1,5 +1,7 @@
 """Between parameters and what travels: gradients into slices, slices into whole parameters.
-Copies, and no arithmetic.
+
+Copies, and no arithmetic. A gradient that is missing travels as negative zeros: they change no sum, and a sum of
+nothing else is one too, so that a reduction shows which parameters had a gradient on no rank at all.
 """
 
 from __future__ import annotations
@@ -30,14 +32,31 @@ def unpack_from(layout: Layout, rank: int, part: torch.Tensor, whole: torch.Tens
         target[start : start + length].copy_(source[offset : offset + length])
 
 
+def mark_missing(part: torch.Tensor) -> None:
+    """Fill the place of a gradient that is missing."""
+    (torch.view_as_real(part) if part.is_complex() else part).fill_(-0.0)
+
+
+def is_missing(part: torch.Tensor) -> bool:
+    """Whether no rank had a gradient for `part` of a sum; waits for the device.
+
+    >>> is_missing(torch.tensor([-0.0, -0.0]) + torch.tensor([-0.0, -0.0])), is_missing(torch.tensor([-0.0, 0.0]))
+    (True, False)
+    """
+    real = torch.view_as_real(part) if part.is_complex() else part
+    return bool(((real == 0) & real.signbit()).all())
+
+
 def pack(layout: Layout, gradients: Sequence[torch.Tensor | None], send: torch.Tensor) -> None:
-    """Copy whole gradients into n slices (rank-major), casting to `send`'s dtype; padding and None become zeros."""
+    """Copy whole gradients into n slices (rank-major), casting to `send`'s dtype; padding becomes zeros, None is
+    marked as missing.
+    """
     n, size = layout.ranks, send.element_size()
     target = send.view(n, -1)  # [ranks, slice]
     for slot, gradient in zip(layout.slots, gradients, strict=True):
         columns = target[:, slot.offset // size : (slot.offset + slot.chunk_bytes) // size]  # [ranks, chunk]
         if gradient is None:
-            columns.zero_()
+            mark_missing(columns)
         elif slot.rows == n * slot.chunk:
             columns.copy_(gradient.reshape(n, -1))
         else:
@@ -55,17 +74,19 @@ def _pack_uneven(rows: int, chunk: int, gradient: torch.Tensor, columns: torch.T
 def pack_rank(
     layout: Layout, gradients: Sequence[torch.Tensor | None], rank: int, target: torch.Tensor, scale: float
 ) -> None:
-    """Copy the rows of `rank` from whole gradients into its slice, `target`, times `scale`; padding and None become
-    zeros.
+    """Copy the rows of `rank` from whole gradients into its slice, `target`, times `scale`; padding becomes
+    zeros, None is marked as missing.
     """
     size = target.element_size()
     for slot, gradient in zip(layout.slots, gradients, strict=True):
         column = target[slot.offset // size : (slot.offset + slot.chunk_bytes) // size]
-        (start, stop), used = slot.span(rank), 0
-        if gradient is not None and stop > start:
-            rows = gradient[start:stop].reshape(-1)
-            used = rows.numel()
-            scaled_copy(rows, column[:used], scale)
+        start, stop = slot.span(rank)
+        if gradient is None:
+            mark_missing(column)
+            continue
+        used = (stop - start) * slot.row_bytes // slot.itemsize
+        if used:
+            scaled_copy(gradient[start:stop].reshape(-1), column[:used], scale)
         if used < column.numel():
             column[used:].zero_()
 
@@ -82,7 +103,7 @@ def pack_range(
             continue
         place = target[low - first : high - first]
         if gradient is None:
-            place.zero_()
+            mark_missing(place)
         else:
             scaled_copy(gradient.reshape(-1)[low - start : high - start], place, scale)
 

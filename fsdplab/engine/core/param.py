@@ -111,6 +111,12 @@ class ShardedParam:
         value = empty.set_(storage, offset // dtype.itemsize, form.size(), form.stride())
         self.gathered = nn.Parameter(wrapped(value, self.whole_spec), requires_grad=self.at_rest.requires_grad)
 
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """Of the gradient that a backward leaves, or would leave."""
+        held = self.gathered if self.whole_gradient is None else self.whole_gradient
+        return self.dtype if held is None else held.dtype
+
     def take_gradient(self, accumulate_in: torch.dtype | None) -> None:
         """Move the gradient that autograd left on the gathered form to `whole_gradient`, adding to what is there."""
         gathered = self.gathered

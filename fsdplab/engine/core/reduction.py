@@ -13,7 +13,7 @@ from functools import reduce
 import torch
 
 from fsdplab.engine import events
-from fsdplab.engine.core.packing import pack
+from fsdplab.engine.core.packing import is_missing, pack
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.transport import Stamp, Transport
@@ -38,8 +38,8 @@ class Reduction:
         self._params, self._config, self._options, self._earlier = params, config, options, earlier
         self.partial_output: torch.Tensor | None = None
         gradients = [param.whole_gradient for param in params]
-        dtypes = {config.policy.reduce_dtype or gradient.dtype for gradient in gradients if gradient is not None}
-        dtype = reduce(torch.promote_types, dtypes)
+        dtype = config.policy.reduce_dtype or reduce(torch.promote_types, {param.gradient_dtype for param in params})
+        self._missing = [gradient is None for gradient in gradients]
         self._layout = layout_of(params, [dtype] * len(params), config.ranks)
         self._output = torch.empty(self._layout.slice_bytes // dtype.itemsize, dtype=dtype, device=config.device)
         events.tag("gradient_slices" if config.shard else "whole_gradients", self._output, unit)
@@ -80,18 +80,32 @@ class Reduction:
         if self._config.replicate and not self._options.all_reduce:
             self.partial_output = self._output if self._earlier is None else self._output.add_(self._earlier)
             return True
+        given = self._given()
         if self._options.hook is not None:
             self._options.hook(self._output)
-        self._hand_out()
+        self._hand_out(given)
         return True
 
     def abandon(self) -> None:
         """Wait for what is in flight and hand out nothing."""
         self._pending.wait()
 
-    def _hand_out(self) -> None:
+    def _given(self) -> list[bool]:
+        """Which parameters have a gradient; one that this rank has none of may have one on another.
+
+        FSDP2 takes this rank's word for all of them.
+        """
+        if self._options.unused:
+            return [True] * len(self._params)
+        size, slots = self._output.element_size(), self._layout.slots
+        parts = [self._output[slot.offset // size :][: slot.chunk_bytes // size] for slot in slots]
+        return [not missing or not is_missing(part) for missing, part in zip(self._missing, parts)]
+
+    def _hand_out(self, given: Sequence[bool]) -> None:
         size, output = self._output.element_size(), self._config.storage.take(self._output)
-        for param, slot in zip(self._params, self._layout.slots):
+        for param, slot, has_gradient in zip(self._params, self._layout.slots, given):
+            if not has_gradient:
+                continue
             (start, stop), row = slot.span(self._config.rank), slot.row_bytes // size
             first = slot.offset // size
             rows = output[first : first + (stop - start) * row].view(stop - start, *param.shape[1:])

@@ -21,7 +21,7 @@ from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.shard_storage import ShardStorage
 
 Note = Callable[[int, int, "int | None"], "events.Collective | None"]  # start, end, how long the host was blocked
-Gradients = Sequence["torch.Tensor | None"]  # whole ones; None counts as zeros
+Gradients = Sequence["torch.Tensor | None"]  # whole ones; None is one that is missing
 
 
 @dataclass(frozen=True)

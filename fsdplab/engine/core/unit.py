@@ -293,9 +293,10 @@ class Unit:
                 events.tag("whole_gradients", param.whole_gradient, self.name)
 
     def start_reduce(self) -> None:
-        """Begin to average the collected gradients over the ranks; parameters without one count as zeros."""
+        """Begin to average the collected gradients over the ranks; nothing begins where there is none."""
         trainable = [param for param in self.params if param.at_rest.requires_grad]
-        if all(param.whole_gradient is None for param in trainable):
+        counted = self.reduce_options.unused and self._gathered_versions is not None
+        if not trainable or not counted and all(param.whole_gradient is None for param in trainable):
             return
         earlier, self._partial_output = self._partial_output, None
         self._reducing = Reduction(self.name, trainable, self.config, self.reduce_options, earlier)

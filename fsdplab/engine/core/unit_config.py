@@ -42,9 +42,11 @@ class ReduceOptions:
     """How the next reductions run.
 
     Without `all_reduce`, gradients are summed over the shards and kept; the next reduction that has it adds them.
-    `hook` sees the reduced slice before the optimizer does.
+    `hook` sees the reduced slice before the optimizer does. With `unused`, a parameter that has no gradient gets zeros,
+    also where no rank has one.
     """
 
     divide: float
     all_reduce: bool = True
     hook: Callable[[torch.Tensor], None] | None = None
+    unused: bool = False

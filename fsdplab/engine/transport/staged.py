@@ -51,7 +51,7 @@ class StagedTransport(StreamedTransport):
     def reduce_scatter(
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
     ) -> Pending:
-        """Sum every rank's `gradients` (None counts as zeros), divide, and leave this rank's slice in `output`."""
+        """Sum every rank's `gradients` (None where one is missing), divide, and leave this rank's slice in `output`."""
         send = self._staging(output, self.ranks * output.numel(), "scatter")
         events.tag("communication_buffers", send, stamp.unit)
         with events.span("post_backward_reduce", stamp.unit):
