@@ -161,8 +161,8 @@ def _recompute_blocks(model: Any) -> None:
     model.block_type = CheckpointWrapper
 
 
-# ---- At world size 1 no engine communicates. To see streams, buffers and overlap on a single GPU, the lab's units get a
-# transport over the group of one rank: NCCL then copies where it would send, and all else is as with many ranks.
+# ---- At world size 1 no engine communicates. To see streams, buffers and overlap on a single GPU, the lab's units get
+# a transport over the group of one rank: NCCL then copies where it would send, and all else is as with many ranks.
 
 
 @contextmanager

@@ -26,7 +26,7 @@ LARGE: dict[str, Any] = dict(model="gpt-20m", batch_size=4, sequence_length=64, 
 TINY: dict[str, Any] = dict(model="gpt-tiny", batch_size=2, sequence_length=32, steps=2)
 _LEAST_S = {"cuda": 18.0, "cpu": 8.0}  # a run is not begun with less than this
 _MOST_S = {"cuda": 30.0, "cpu": 120.0}  # ranks that wait for each other for ever leave time for the next run
-_REPORT_S = {"cuda": 8.0, "cpu": 2.0}  # kept of the limit, to find out where ranks hang (`sessions/launch/launcher.py`)
+REPORT_S = {"cuda": 8.0, "cpu": 2.0}  # kept of the limit, to find out where ranks hang (`sessions/launch/launcher.py`)
 # relative: a GPU's sums have another order than the CPU's, a wrong gradient shows by far more
 _TOLERANCE = {"cuda": 1e-3, "cpu": 1e-6}
 
@@ -87,7 +87,7 @@ def _twin(ranks: int, device: torch.device, seconds: float) -> list[float]:
 
 
 def _run(sheet: Sheet, job: Job, device: torch.device, folder: Path, twin: Future[list[float]]) -> None:
-    limit = max(1.0, min(sheet.left() - _REPORT_S[device.type], _MOST_S[device.type]))
+    limit = max(1.0, min(sheet.left() - REPORT_S[device.type], _MOST_S[device.type]))
     try:
         spec = RunSpec(
             engine=job.engine,
@@ -99,14 +99,23 @@ def _run(sheet: Sheet, job: Job, device: torch.device, folder: Path, twin: Futur
         )
     except SpecError as error:
         return sheet.check(f"{job.name} can run here", False, first_line(error), "it can")
-    try:
-        record = run(spec, directory=folder / job.name)
-    except RanksFailed as failed:
-        print(failed, file=sys.stderr)
-        return sheet.check(f"{job.name} finishes", False, first_line(failed), "it does")
-    sheet.record(job.name)
+    record = recorded(sheet, job.name, spec)
+    if record is None:
+        return
     sheet.row(**figures(job, record))
     _judge(sheet, job, record, twin.result(timeout=max(1.0, sheet.left() - 1)), _TOLERANCE[device.type])
+
+
+def recorded(sheet: Sheet, name: str, spec: RunSpec) -> RunRecord | None:
+    """The record of one run, kept with the sheet under `name`; None where it failed, which is a failed check."""
+    try:
+        record = run(spec, directory=sheet.folder / name)
+    except RanksFailed as failed:
+        print(failed, file=sys.stderr)
+        sheet.check(f"{name} finishes", False, first_line(failed), "it does")
+        return None
+    sheet.record(name)
+    return record
 
 
 def figures(job: Job, record: RunRecord) -> dict[str, Any]:

@@ -16,15 +16,15 @@ import torch
 from fsdplab.profiling.exports import traces_of
 from fsdplab.profiling.traces.overlap import analyse_trace
 from fsdplab.records import CATEGORIES, RunRecord
-from fsdplab.sessions import RanksFailed, RunSpec, SpecError, run
+from fsdplab.sessions import RunSpec, SpecError
 
 from .part import Sheet, first_line, part_main
+from .several_ranks import REPORT_S, recorded
 
 PARTS_OF_A_STEP = ("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")
 LARGE: dict[str, Any] = dict(model="gpt-20m", batch_size=16, sequence_length=256, precision="bf16", steps=6, profile=2)
 TINY: dict[str, Any] = dict(model="gpt-tiny", batch_size=2, sequence_length=32, steps=2, profile=1)
 _START_S = {"cuda": 18.0, "cpu": 6.0}  # a run is not begun with less than this
-_REPORT_S = {"cuda": 8.0, "cpu": 2.0}  # kept of the limit, to find out where ranks hang (`sessions/launch/launcher.py`)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> No
 def record_job(sheet: Sheet, job: Job, device: torch.device, folder: Path) -> None:
     """One run: its record, its row, its checks."""
     sizes = LARGE if device.type == "cuda" else TINY
-    limit = max(1.0, sheet.left() - _REPORT_S[device.type])
+    limit = max(1.0, sheet.left() - REPORT_S[device.type])
     try:
         spec = RunSpec(
             strategy=job.strategy,
@@ -74,14 +74,10 @@ def record_job(sheet: Sheet, job: Job, device: torch.device, folder: Path) -> No
         )
     except SpecError as error:
         return sheet.note(f"{job.name} cannot run here: {first_line(error)}")
-    try:
-        record = run(spec, directory=folder / job.name)
-    except RanksFailed as failed:
-        print(failed, file=sys.stderr)
-        return sheet.check(f"{job.name} finished", False, first_line(failed), "finished")
-    sheet.record(job.name)
-    sheet.row(**figures(job, record))
-    judge(sheet, job, record, device)
+    record = recorded(sheet, job.name, spec)
+    if record is not None:
+        sheet.row(**figures(job, record))
+        judge(sheet, job, record, device)
 
 
 def figures(job: Job, record: RunRecord) -> dict[str, Any]:
