@@ -32,7 +32,7 @@ from fsdplab.gpu_check.check import (
 from fsdplab.gpu_check.environment import driver_of, source_digest
 from fsdplab.gpu_check.part import Sheet, part_main
 from fsdplab.gpu_check.runner import LIMIT_S, PARTS, BadSheet, Outcome, PartPlan, _all, chosen, read_sheet, running
-from fsdplab.gpu_check.tests import CUDA_BROKE, Reader, run_files
+from fsdplab.gpu_check.tests import CUDA_BROKE, run_files
 from fsdplab.records import RunRecord
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -236,16 +236,11 @@ def test_a_sheet_refuses_what_is_not_flat_and_records_that_are_not_there(tmp_pat
 def test_the_exit_codes_of_a_part(tmp_path, capsys):
     flags = ["--device", "cpu", "--out", str(tmp_path), "--seconds", "5"]
 
-    def broken(sheet, device, folder, seconds):
+    def broken(sheet, device):
         sheet.row(a=1)
         raise RuntimeError("boom")
 
-    assert (
-        part_main(
-            "memory", lambda sheet, device, folder, seconds: sheet.row(device=str(device), limit=seconds > 4), flags
-        )
-        == 0
-    )
+    assert part_main("memory", lambda sheet, device: sheet.row(device=str(device), limit=sheet.left() > 4), flags) == 0
     assert written(tmp_path)["rows"] == [{"device": "cpu", "limit": True}]
     assert part_main("memory", broken, flags) == 1 and written(tmp_path)["rows"] == [{"a": 1}]
     assert "RuntimeError: boom" in capsys.readouterr().err
@@ -488,10 +483,7 @@ def test_tests_are_rows_and_go_on_behind_one_that_breaks_its_process(tmp_path):
     file = tmp_path / "pieces" / "test_some.py"
     file.write_text(SOME_TESTS)
     sheet = Sheet("tests", "cpu", tmp_path, 150.0)
-    reader, codes = Reader(sheet, tmp_path / "events.jsonl"), []
-    for _ in range(3):
-        codes.append(run_files(sheet, [file], reader))
-        reader.ended(codes[-1])
+    codes = [run_files(sheet, [file], tmp_path / "events.jsonl") for _ in range(3)]
     assert codes == [CUDA_BROKE, 9, 0]
     outcomes = {row["test"]: (row["outcome"], row["reason"]) for row in sheet.rows}
     assert outcomes["test_squares[2-4]"] == ("passed", None) and outcomes["test_after"] == ("passed", None)

@@ -94,11 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _ended_in_order():
             return run_check(plans, asked.device, out, asked.limit, _said(asked))
     except OSError as error:
-        print(
-            f"fsdplab gpu-check: the result could not be written ({error}); free some space, or give --out another"
-            " place",
-            file=sys.stderr,
-        )
+        said = f"the result could not be written ({error}); free some space, or give --out another place"
+        print(f"fsdplab gpu-check: {said}", file=sys.stderr)
         return NOT_PASSED
 
 
@@ -110,14 +107,8 @@ def _said(asked: argparse.Namespace) -> str:
         "notebooks": asked.notebooks,
         "wheels": asked.wheels and asked.wheels.name,
     }
-    return " ".join(
-        [
-            "python -m fsdplab.gpu_check",
-            "--device",
-            asked.device,
-            *(f"--{name} {value}" for name, value in flags.items() if value),
-        ]
-    )
+    given = [f"--{name} {value}" for name, value in flags.items() if value]
+    return " ".join(["python -m fsdplab.gpu_check --device", asked.device, *given])
 
 
 def planned(asked: argparse.Namespace) -> tuple[PartPlan, ...]:

@@ -29,18 +29,8 @@ _LOG_HEAD, _LOG_TAIL = 100_000, 400_000  # bytes of one part's log that are kept
 _PER_FILE = 1536  # a tar header and padding, about
 Table = tuple[list[str], list[list[str]]]
 _FIRST = (
-    "gpu",
-    "driver",
-    "torch",
-    "cuda",
-    "nccl",
-    "python",
-    "commit",
-    "source_sha256",
-    "device",
-    "command",
-    "began_utc",
-)
+    "gpu", "driver", "torch", "cuda", "nccl", "python", "commit", "source_sha256", "device", "command", "began_utc",
+)  # fmt: skip
 _MOST_COLUMNS = 16  # a row with more figures stands upright
 
 
@@ -98,12 +88,8 @@ class Check:
         """Write check.json and both tables, each in one move."""
         parts = [each.as_dict() for each in self.outcomes]
         content = {
-            "format": FORMAT,
-            "passed": self.passed,
-            "provenance": self.provenance,
-            "parts": parts,
-            "notes": self.notes,
-        }
+            "format": FORMAT, "passed": self.passed, "provenance": self.provenance, "parts": parts, "notes": self.notes,
+        }  # fmt: skip
         write_whole(folder / "check.json", json.dumps(content, indent=1) + "\n")
         write_whole(folder / "table.txt", str(self))
         write_whole(folder / "table.md", as_markdown(self.provenance, self.outcomes, self.notes))
@@ -192,9 +178,8 @@ def outcomes_table(outcomes: Sequence[Outcome]) -> Table:
 
 def failed_table(outcomes: Sequence[Outcome]) -> Table:
     """One row a check that did not hold."""
-    rows = [
-        [each.name, check["name"], check["got"], check["expected"]] for each in outcomes for check in each.failed_checks
-    ]
+    failed = [(each, check) for each in outcomes for check in each.failed_checks]
+    rows = [[each.name, check["name"], check["got"], check["expected"]] for each, check in failed]
     return ["part", "check that failed", "got", "expected"], rows
 
 
@@ -203,11 +188,8 @@ def rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
     A column that no row fills is left out, so a dry run on CPU shows no empty columns of CUDA.
     """
-    columns = [
-        name
-        for name in dict.fromkeys(name for row in rows for name in row)
-        if any(row.get(name) is not None for row in rows)
-    ]
+    known = dict.fromkeys(name for row in rows for name in row)
+    columns = [name for name in known if any(row.get(name) is not None for row in rows)]
     cells = [[figure(row.get(name)) for name in columns] for row in rows]
     if len(columns) > _MOST_COLUMNS and len(rows) <= 8:
         return ["figure", *(str(number) for number in range(1, len(rows) + 1))], [
@@ -233,11 +215,8 @@ def as_text(provenance: Mapping[str, Any], outcomes: Sequence[Outcome], notes: S
 def as_markdown(provenance: Mapping[str, Any], outcomes: Sequence[Outcome], notes: Sequence[str] = ()) -> str:
     """The whole check as Markdown."""
     parts = ["# GPU check", "\n".join(f"- {line}" for line in ran_on(provenance)), _markdown(outcomes_table(outcomes))]
-    parts += (
-        ["## Checks that failed", _markdown(failed_table(outcomes))]
-        if any(each.failed_checks for each in outcomes)
-        else []
-    )
+    if any(each.failed_checks for each in outcomes):
+        parts += ["## Checks that failed", _markdown(failed_table(outcomes))]
     parts += [f"## {title}\n\n{body}" for title, body in _sections(outcomes, _markdown)]
     return "\n\n".join([*parts, *(f"Note: {note}" for note in notes)]) + "\n"
 

@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--folder", type=Path, default=CHECKOUT / "notebooks", help="where the notebooks lie")
     asked = parser.parse_args(arguments)
-    return run_part("course", lambda sheet, device, folder, seconds: _work(sheet, device, asked), asked)
+    return run_part("course", lambda sheet, device: _work(sheet, device, asked), asked)
 
 
 def _work(sheet: Sheet, device: torch.device, asked: argparse.Namespace) -> None:
@@ -154,21 +154,16 @@ def _work(sheet: Sheet, device: torch.device, asked: argparse.Namespace) -> None
     chosen = notebooks(asked.folder, wanted or (ON_CPU if device.type == "cpu" else ()))
     need("course", *NEEDS)
     if not chosen:
-        return sheet.check(
-            "there are notebooks", False, "none beside this package", "run from a checkout of the repository"
-        )
+        where = "run from a checkout of the repository"
+        return sheet.check("there are notebooks", False, "none beside this package", where)
     at_once = max(1, (os.cpu_count() or 1) // _CORES_EACH)
     sheet.note(f"{len(chosen)} notebooks, {at_once} at once")
     attempts = [Attempt(number, path, device.type == "cuda") for number, path in chosen.items()]
     again = [replace(each, on_the_gpu=False) for each in run_all(sheet, attempts, at_once) if each.on_the_gpu]
     run_all(sheet, again, at_once)  # as they would run for a learner there: with ranks on CPU
     late = sorted(str(row["notebook"]) for row in sheet.rows if row["status"] in ("did not fit", "not started"))
-    sheet.check(
-        "every notebook fitted into the limit",
-        not late,
-        f"not {', '.join(late)}" if late else "all of them",
-        "all of them",
-    )
+    got = f"not {', '.join(late)}" if late else "all of them"
+    sheet.check("every notebook fitted into the limit", not late, got, "all of them")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -56,7 +55,7 @@ SIZES = {
 }
 
 
-def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> None:
+def work(sheet: Sheet, device: torch.device) -> None:
     """The whole part; each of its three measures may fail alone."""
     size = SIZES[device.type]
     sheet.note(
@@ -91,20 +90,10 @@ def by_arithmetic(sheet: Sheet, size: Size, device: torch.device) -> None:
         ("gathered units and low-precision slices in a forward", shape.in_forward(middle), seen - rest),
         ("gradient slices after a backward", shape.gradients, reduced - rest),
     ):
-        sheet.row(
-            measure="arithmetic",
-            model=case.model,
-            what=what,
-            expected_bytes=expected,
-            bytes=got,
-            apart=apart(got, expected),
-        )
-        sheet.check(
-            f"{case.model}: {what}",
-            apart(got, expected) <= TOLERANCE,
-            f"{got} bytes",
-            f"{expected} bytes within {TOLERANCE:.0%}",
-        )
+        far = apart(got, expected)
+        sheet.row(measure="arithmetic", model=case.model, what=what, expected_bytes=expected, bytes=got, apart=far)
+        allowed = f"{expected} bytes within {TOLERANCE:.0%}"
+        sheet.check(f"{case.model}: {what}", far <= TOLERANCE, f"{got} bytes", allowed)
 
 
 def by_category(sheet: Sheet, size: Size, device: torch.device) -> None:
@@ -114,13 +103,9 @@ def by_category(sheet: Sheet, size: Size, device: torch.device) -> None:
         contestant.step(*next(batches))
         batch = next(batches)
         recorder = MemoryRecorder(
-            model=contestant.model,
-            optimizer=contestant.optimizer,
-            engine="lab",
-            device=device,
-            tags=tags,
+            model=contestant.model, optimizer=contestant.optimizer, engine="lab", device=device, tags=tags,
             ignore=[text().data],
-        )
+        )  # fmt: skip
         with recorder:
             contestant.step(*batch)
     timeline = recorder.timeline
@@ -128,45 +113,28 @@ def by_category(sheet: Sheet, size: Size, device: torch.device) -> None:
         sheet.row(
             measure="categories", model=size.step.model, what=category, expected_bytes=None, bytes=held, apart=None
         )
-    sheet.check(
-        f"{size.step.model}: peak told apart",
-        timeline.other_share <= _OTHER_LIMIT,
-        f"{timeline.other_share:.1%} other",
-        f"at most {_OTHER_LIMIT:.0%}",
-    )
+    other = timeline.other_share
+    told, allowed = f"{other:.1%} other", f"at most {_OTHER_LIMIT:.0%}"
+    sheet.check(f"{size.step.model}: peak told apart", other <= _OTHER_LIMIT, told, allowed)
     if timeline.allocated_peak is not None:
         far = apart(timeline.peak_total, timeline.allocated_peak)
-        sheet.check(
-            f"{size.step.model}: categories sum to the allocator's peak",
-            far <= TOLERANCE,
-            f"{far:.2%} apart",
-            f"within {TOLERANCE:.0%}",
-        )
+        name = f"{size.step.model}: categories sum to the allocator's peak"
+        sheet.check(name, far <= TOLERANCE, f"{far:.2%} apart", f"within {TOLERANCE:.0%}")
 
 
 def run_after_run(sheet: Sheet, size: Size, device: torch.device) -> None:
     """Build, train two steps and read the peak, again and again: a peak that differs means that timing decides about
     memory.
     """
-    peaks: list[int] = []
+    peaks, model = list[int](), size.step.model
     while len(peaks) < size.runs and sheet.left() > 2:
         peaks.append(_peak_of_a_run(size.step, device))
     for peak in sorted(set(peaks)):
-        sheet.row(
-            measure="runs",
-            model=size.step.model,
-            what=f"peak of {peaks.count(peak)} runs",
-            expected_bytes=peaks[0],
-            bytes=peak,
-            apart=apart(peak, peaks[0]),
-        )
+        what, far = f"peak of {peaks.count(peak)} runs", apart(peak, peaks[0])
+        sheet.row(measure="runs", model=model, what=what, expected_bytes=peaks[0], bytes=peak, apart=far)
     whole = len(peaks) == size.runs and len(set(peaks)) == 1
-    sheet.check(
-        f"{size.step.model}: the same peak in {size.runs} runs",
-        whole,
-        f"{len(set(peaks))} in {len(peaks)} runs",
-        f"1 in {size.runs} runs",
-    )
+    got = f"{len(set(peaks))} in {len(peaks)} runs"
+    sheet.check(f"{model}: the same peak in {size.runs} runs", whole, got, f"1 in {size.runs} runs")
 
 
 @dataclass(frozen=True)

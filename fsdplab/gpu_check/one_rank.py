@@ -23,7 +23,6 @@ import gc
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,7 +90,7 @@ def plans(device_type: str) -> list[Plan]:
     ]
 
 
-def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> None:
+def work(sheet: Sheet, device: torch.device) -> None:
     """The whole part; a case that fails is a failed check, and the next one runs."""
     peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     known = (
@@ -200,14 +199,8 @@ def judge(rows: Sequence[dict[str, Any]], case: Case, on_gpu: bool) -> list[dict
     by = {row["engine"]: row for row in rows}
     lab, peer = by["lab"], by["torch-fsdp2"]
     apart = abs(lab["loss"] - peer["loss"])
-    checks = [
-        _check(
-            f"{case.words}: losses agree",
-            apart <= _LOSS_TOLERANCE * abs(peer["loss"]),
-            f"{lab['loss']:.4f}",
-            f"{peer['loss']:.4f} (torch-fsdp2)",
-        )
-    ]
+    agree, theirs = apart <= _LOSS_TOLERANCE * abs(peer["loss"]), f"{peer['loss']:.4f} (torch-fsdp2)"
+    checks = [_check(f"{case.words}: losses agree", agree, f"{lab['loss']:.4f}", theirs)]
     if not on_gpu:
         return checks
     ratio, memory = lab["step_s"] / peer["step_s"], lab["allocated_peak"] / peer["allocated_peak"]

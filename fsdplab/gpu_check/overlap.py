@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -232,15 +231,8 @@ class Measured:
 
     def median_ns(self, what: str, phase: str) -> float:
         """Median length of such spans; 0 where there is none."""
-        return statistics.median(
-            [
-                span.end_ns - span.start_ns
-                for step in self.spans
-                for span in step
-                if (span.what, span.phase) == (what, phase)
-            ]
-            or [0]
-        )
+        spans = [span for step in self.spans for span in step if (span.what, span.phase) == (what, phase)]
+        return statistics.median([span.end_ns - span.start_ns for span in spans] or [0])
 
     def judged(self) -> list[Hiding]:
         """Every step, judged."""
@@ -266,12 +258,8 @@ def measure(device: torch.device, size: Size, link: Link | None) -> Measured:
         synchronise(device)
         seconds.append(time.perf_counter() - start)
         events.flush()
-        spans.append(
-            (
-                *marks.take(),
-                *(Span(each.unit, each.kind, each.phase, each.start_ns, each.end_ns) for each in collectives),
-            )
-        )
+        moved = [Span(each.unit, each.kind, each.phase, each.start_ns, each.end_ns) for each in collectives]
+        spans.append((*marks.take(), *moved))
         collectives.clear()
         sharded.zero_grad()
     quiet()
@@ -285,7 +273,7 @@ def link_for(size: Size, forward_ns: float, times: float) -> Link:
     return Link(size.unit_bytes * (RANKS - 1) / RANKS / (times * forward_ns * 1e-9))
 
 
-def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> None:
+def work(sheet: Sheet, device: torch.device) -> None:
     """The whole part: without a link, then behind two."""
     size = SIZES[device.type]
     sheet.note(
@@ -326,27 +314,16 @@ def _row(word: str, link: Link | None, measured: Measured, free: Measured) -> di
 def _check(sheet: Sheet, word: str, judged: Sequence[Hiding], on_gpu: bool) -> None:
     shares = [each.share or 0.0 for each in judged]
     if not on_gpu:  # two busy cores say nothing about streams: only that the arithmetic has something to judge
-        sheet.check(
-            f"link {word}: something could be hidden",
-            all(each.hideable_ns > 0 for each in judged),
-            f"{max(shares):.2f} hidden",
-            "more than 0 hideable",
-        )
+        some, got = all(each.hideable_ns > 0 for each in judged), f"{max(shares):.2f} hidden"
+        sheet.check(f"link {word}: something could be hidden", some, got, "more than 0 hideable")
         return
-    sheet.check(
-        f"link {word}: hidden of what can be hidden",
-        statistics.median(shares) >= LEAST_SHARE,
-        f"{statistics.median(shares):.3f}",
-        f"at least {LEAST_SHARE}",
-    )
+    share = statistics.median(shares)
+    name = f"link {word}: hidden of what can be hidden"
+    sheet.check(name, share >= LEAST_SHARE, f"{share:.3f}", f"at least {LEAST_SHARE}")
     if word == "slow":
         elsewhere = sorted({place for each in judged for place in each.elsewhere})
-        sheet.check(
-            "gather of i+1 under forward of i, reduction of i under backward of i-1",
-            not elsewhere,
-            "; ".join(elsewhere[:3]) or "all there",
-            "all there",
-        )
+        name = "gather of i+1 under forward of i, reduction of i under backward of i-1"
+        sheet.check(name, not elsewhere, "; ".join(elsewhere[:3]) or "all there", "all there")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from .runner import REFUSED, RUNNER
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 Plain: TypeAlias = str | int | float | bool | None
-Work = Callable[["Sheet", torch.device, Path, float], None]
+Work = Callable[["Sheet", torch.device], None]
 
 
 class Refused(ValueError):
@@ -171,7 +171,7 @@ def run_part(name: str, work: Work, asked: argparse.Namespace) -> int:
     except (Refused, OSError) as error:
         return _refuse(error)
     try:
-        work(sheet, device, sheet.folder, sheet.left())
+        work(sheet, device)
     except Refused as refused:
         return _refuse(refused)
     except KeyboardInterrupt:

@@ -128,17 +128,8 @@ def run_part(plan: PartPlan, device: str, scratch: Path, limit_s: float) -> Outc
     """Run the part; it works in `scratch/<name>`, and what it prints is in `scratch/<name>.log`."""
     folder, mark = scratch / plan.name, uuid.uuid4().hex
     folder.mkdir(parents=True, exist_ok=True)
-    program = [
-        "-m",
-        plan.program,
-        "--device",
-        device,
-        "--out",
-        str(folder),
-        "--seconds",
-        f"{limit_s:.1f}",
-        *plan.arguments,
-    ]
+    flags = ["--device", device, "--out", str(folder), "--seconds", f"{limit_s:.1f}", *plan.arguments]
+    program = ["-m", plan.program, *flags]
     began = time.monotonic()
     process = _started(program, folder, scratch / f"{plan.name}.log", _environment(scratch, mark), began + limit_s)
     try:
@@ -175,14 +166,9 @@ def _started(
     tied = {**environment, RUNNER: f"{os.getpid()} {deadline}"}
     with log.open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, *program],
-            cwd=folder,
-            env=tied,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+            [sys.executable, *program], cwd=folder, env=tied, stdin=subprocess.DEVNULL, stdout=file,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
 
 
 class ForkedPart:
@@ -246,7 +232,11 @@ def last_line(log: Path, most: int = 300) -> str:
 
 def without_paths(text: str, scratch: Path) -> str:
     """The text without the places of this machine: a record is made to be handed on."""
-    return text.replace(str(scratch), "(scratch)").replace(str(CHECKOUT), "(checkout)").replace(sys.prefix, "(python)")
+    for place, word in ((scratch, "(scratch)"), (CHECKOUT, "(checkout)"), (sys.prefix, "(python)")):
+        text = text.replace(str(place), word)
+    for packages in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        text = text.replace(packages, "(packages)") if os.path.isabs(packages) else text
+    return text
 
 
 def _with_sheet(plan: PartPlan, status: str, reason: str, seconds: float, limit_s: float, folder: Path) -> Outcome:

@@ -15,7 +15,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,41 +27,32 @@ MARK = "mark.gpu"
 ON_CPU_TOO = ("test_engine_layout.py",)
 NOT_ALL_PASSED, NONE_LEFT, CUDA_BROKE = 1, 5, 70  # the first two are pytest's
 _ONE_TEST_S = 45  # where pytest-timeout is installed
-_LOOK_EVERY_S = 0.05
 _LEAST_S = 5.0  # no process is started with less than this
 _CLOSING_S = 1.5
 # the checkout's own flags need plugins that may not be there
-_FLAGS = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=", "-o", f"timeout={_ONE_TEST_S}"]
+_FLAGS = [
+    *("-q", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider"),
+    *("-o", "addopts=", "-o", "filterwarnings=", "-o", f"timeout={_ONE_TEST_S}"),
+]
 Event = dict[str, Any]
 
 
-def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> None:
-    """Runs every GPU test; a row a test, as soon as it ends. A process that dies is followed by another for the tests
-    after.
-    """
+def work(sheet: Sheet, device: torch.device) -> None:
+    """Runs every GPU test. A process that dies is followed by another for the tests after."""
     need("tests", "pytest")
     files = test_files(CHECKOUT / "tests", device.type)
     if not files:
-        return sheet.check(
-            "there are GPU tests",
-            False,
-            "no file of tests beside this package",
-            "run from a checkout of the repository",
-        )
+        where = "run from a checkout of the repository"
+        return sheet.check("there are GPU tests", False, "no file of tests beside this package", where)
     sheet.note(f"run by pytest: {', '.join(path.name for path in files)}")
-    reader, code, before = Reader(sheet, folder / "events.jsonl"), None, -1
-    while code != 0 and reader.begun > before and sheet.left() > _LEAST_S:
-        before = reader.begun
-        code = run_files(sheet, files, reader)
-        reader.ended(code)
+    code, before = None, -1
+    while code != 0 and len(sheet.rows) > before and sheet.left() > _LEAST_S:
+        before = len(sheet.rows)
+        code = run_files(sheet, files, sheet.folder / "events.jsonl")
     ran = {outcome: sum(row["outcome"] == outcome for row in sheet.rows) for outcome in ("passed", "failed", "skipped")}
     told = ", ".join(f"{count} {outcome}" for outcome, count in ran.items())
-    sheet.check(
-        "all tests were run",
-        code == 0 or code == NOT_ALL_PASSED,
-        "stopped at the limit" if code is None else f"code {code}: {told}",
-        "code 0 or 1",
-    )
+    got = "stopped at the limit" if code is None else f"code {code}: {told}"
+    sheet.check("all tests were run", code in (0, NOT_ALL_PASSED), got, "code 0 or 1")
     sheet.check("some test ran", ran["passed"] + ran["failed"] > 0, told, "at least 1 passed or failed")
 
 
@@ -76,66 +66,41 @@ def test_files(tests: Path, device: str) -> list[Path]:
     return found + ([tests / name for name in ON_CPU_TOO if (tests / name).exists()] if device == "cpu" else [])
 
 
-def run_files(sheet: Sheet, files: list[Path], reader: Reader) -> int | None:
-    """The tests that were not begun yet, in one process, ended when the part's time is up; its exit code, None at the
-    limit.
+def run_files(sheet: Sheet, files: list[Path], events: Path) -> int | None:
+    """The tests that were not begun yet, in one process, which is ended when the part's time is up; a row each. Returns
+    its exit code, None at the limit.
     """
-    plugin = ["-p", "fsdplab.gpu_check.tests", "--events", str(reader.events)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *_FLAGS, *plugin, "--tb=short", *map(str, files)],
-        cwd=CHECKOUT, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    before = len(events_in(events))
+    plugin = ["-p", "fsdplab.gpu_check.tests", "--events", str(events)]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        while process.poll() is None and sheet.left() > _CLOSING_S:
-            reader.read()
-            time.sleep(_LOOK_EVERY_S)
-    finally:
-        code = process.poll()
-        if code is None:
-            process.kill()
-            process.wait()
+        code = subprocess.run(
+            [sys.executable, "-m", "pytest", *_FLAGS, *plugin, *map(str, files)],
+            cwd=CHECKOUT, env=environment, stdin=subprocess.DEVNULL, timeout=max(0.0, sheet.left() - _CLOSING_S),
+        ).returncode  # fmt: skip
+    except subprocess.TimeoutExpired:
+        code = None
+    take_in(sheet, events_in(events)[before:], code)
     return 0 if code == NONE_LEFT else code
 
 
-class Reader:
-    """Turns the lines that the tests' process writes into rows, and knows which test was running when it ended."""
+def take_in(sheet: Sheet, events: list[Event], code: int | None) -> None:
+    """A row for each test that ended, and for the one that was running when its process did."""
+    running = ""
+    for event in events:
+        running = event["test"] if event["outcome"] == "began" else ""
+        if not running:
+            _row(sheet, **event)
+    if running:
+        reason = "was stopped at the limit" if code is None else f"ended its process (code {code})"
+        _row(sheet, running, "failed", None, reason)
 
-    def __init__(self, sheet: Sheet, events: Path) -> None:
-        self.events, self.begun = events, 0
-        self._sheet, self._lines, self._running = sheet, 0, ""
 
-    def read(self) -> None:
-        """Take in what was written since the last look."""
-        events = events_in(self.events)
-        for event in events[self._lines :]:
-            self._take(event)
-        self._lines = len(events)
-
-    def _take(self, event: Event) -> None:
-        if event["outcome"] == "began":
-            self._running = event["test"]
-            self.begun += 1
-            return
-        self._running = ""
-        self._row(event["test"], event["outcome"], event["seconds"], event["reason"])
-
-    def _row(self, test: str, outcome: str, seconds: float | None, reason: str) -> None:
-        file, _, name = test.rpartition("::")
-        self._sheet.row(file=file, test=name, outcome=outcome, seconds=seconds, reason=reason or None)
-        if outcome == "failed":
-            self._sheet.check(f"{file}::{name}", False, reason, "passed")
-
-    def ended(self, code: int | None) -> None:
-        """The process has ended: the test that was running, if any, did not."""
-        self.read()
-        if self._running:
-            self._row(
-                self._running,
-                "failed",
-                None,
-                "was stopped at the limit" if code is None else f"ended its process (code {code})",
-            )
-            self._running = ""
+def _row(sheet: Sheet, test: str, outcome: str, seconds: float | None, reason: str) -> None:
+    file, _, name = test.rpartition("::")
+    sheet.row(file=file, test=name, outcome=outcome, seconds=seconds, reason=reason or None)
+    if outcome == "failed":
+        sheet.check(f"{file}::{name}", False, reason, "passed")
 
 
 def events_in(file: Path) -> list[Event]:

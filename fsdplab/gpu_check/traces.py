@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,30 +47,26 @@ ON_CUDA = (
 ON_CPU = (Job("full_shard", 2, "auto"), Job("no_shard", 2, "auto"))
 
 
-def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> None:
+def work(sheet: Sheet, device: torch.device) -> None:
     """Records as many of the jobs as the limit holds, the most telling first."""
     for job in ON_CUDA if device.type == "cuda" else ON_CPU:
         if sheet.left() < _START_S[device.type]:
             sheet.note(f"{job.name} was not recorded: {max(0.0, sheet.left()):.0f} s were left")
             continue
         with sheet.trying(f"{job.name} is recorded"):
-            record_job(sheet, job, device, folder)
+            record_job(sheet, job, device)
     sheet.check("a run was recorded", bool(sheet.records), f"{len(sheet.records)} records", "at least 1")
 
 
-def record_job(sheet: Sheet, job: Job, device: torch.device, folder: Path) -> None:
+def record_job(sheet: Sheet, job: Job, device: torch.device) -> None:
     """One run: its record, its row, its checks."""
     sizes = LARGE if device.type == "cuda" else TINY
     limit = max(1.0, sheet.left() - REPORT_S[device.type])
     try:
         spec = RunSpec(
-            strategy=job.strategy,
-            world_size=job.ranks,
-            transport=job.transport,
-            device=device.type,
-            time_limit=limit,
+            strategy=job.strategy, world_size=job.ranks, transport=job.transport, device=device.type, time_limit=limit,
             **sizes,
-        )
+        )  # fmt: skip
     except SpecError as error:
         return sheet.note(f"{job.name} cannot run here: {first_line(error)}")
     record = recorded(sheet, job.name, spec)
@@ -110,22 +105,13 @@ def judge(sheet: Sheet, job: Job, record: RunRecord, device: torch.device) -> No
     """
     sheet.check(f"{job.name} finished", record.status == "finished", record.status, "finished")
     worst = unaccounted_ns(record.table("breakdown"))
-    sheet.check(
-        f"{job.name}: the parts of a step add up to it",
-        worst == 0,
-        "no profiled step" if worst is None else f"{worst} ns off",
-        "0 ns off",
-    )
-    found = analyse_trace(
-        traces_of(record)[0], ledger=[row for row in record.table("ledger") if row["rank"] == 0]
-    ).device
+    got = "no profiled step" if worst is None else f"{worst} ns off"
+    sheet.check(f"{job.name}: the parts of a step add up to it", worst == 0, got, "0 ns off")
+    ledger = [row for row in record.table("ledger") if row["rank"] == 0]
+    found = analyse_trace(traces_of(record)[0], ledger=ledger).device
     sheet.check(f"{job.name}: the trace shows the device's work", found == device.type, found, device.type)
-    sheet.check(
-        f"{job.name}: memory has a timeline",
-        len(record.table("memory")) > 1,
-        f"{len(record.table('memory'))} rows",
-        "more than 1",
-    )
+    points = len(record.table("memory"))
+    sheet.check(f"{job.name}: memory has a timeline", points > 1, f"{points} rows", "more than 1")
 
 
 def unaccounted_ns(breakdown: list[dict[str, Any]]) -> int | None:
