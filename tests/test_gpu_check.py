@@ -528,12 +528,19 @@ def dry(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
 @pytest.mark.timeout(510)
 def test_the_parts_that_need_packages_run_where_these_are(tmp_path):
     (tmp_path / "wheels").mkdir()
-    (tmp_path / "wheels" / "pytest_timeout.py").write_text("")
+    (tmp_path / "wheels" / "cuda.py").write_text("")  # a package that the record names
     out, done = dry_run(tmp_path / "out", "--parts", ",".join(WITH_PACKAGES), "--wheels", str(tmp_path / "wheels"))
     check = open_check(out)
     assert done.returncode == 0 and check.passed, done.stdout
     assert all(check.rows(part) for part in WITH_PACKAGES)
     assert check.provenance["command"].endswith("--parts tests,course --wheels wheels")
+    assert "cuda=yes" in check.rows("environment")[0]["packages"] and str(tmp_path) not in (out / "log.txt").read_text()
+
+
+def test_a_part_finds_what_a_relative_path_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", ".:wheels")
+    assert _environment(tmp_path, "mark")["PYTHONPATH"] == f"{ROOT}:{tmp_path}:{tmp_path / 'wheels'}"
 
 
 @pytest.mark.timeout(510)

@@ -143,12 +143,13 @@ def run_part(plan: PartPlan, device: str, scratch: Path, limit_s: float) -> Outc
 
 
 def _environment(scratch: Path, mark: str) -> dict[str, str]:
-    """A part finds this very code without an install, prints at once, and keeps its temporary files where they are
-    deleted.
+    """A part finds this very code without an install, and from its own folder what `PYTHONPATH=.:wheels` names; it
+    prints at once, and keeps its temporary files where they are deleted.
     """
     temporary = scratch / "tmp"
     temporary.mkdir(exist_ok=True)
-    path = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
+    given = [os.path.abspath(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    path = os.pathsep.join([str(CHECKOUT), *given])
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TMPDIR": str(temporary), MARK: mark}
 
 
