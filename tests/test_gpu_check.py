@@ -31,7 +31,18 @@ from fsdplab.gpu_check.check import (
 )
 from fsdplab.gpu_check.environment import driver_of, source_digest
 from fsdplab.gpu_check.part import Sheet, part_main
-from fsdplab.gpu_check.runner import LIMIT_S, PARTS, BadSheet, Outcome, PartPlan, _all, chosen, read_sheet, running
+from fsdplab.gpu_check.runner import (
+    LIMIT_S,
+    PARTS,
+    BadSheet,
+    Outcome,
+    PartPlan,
+    _all,
+    _environment,
+    chosen,
+    read_sheet,
+    running,
+)
 from fsdplab.gpu_check.tests import CUDA_BROKE, run_files
 from fsdplab.records import RunRecord
 
