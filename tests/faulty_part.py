@@ -62,9 +62,9 @@ if __name__ == "__main__":
     parser = part_parser(name)
     parser.add_argument("--behave")
 
-    def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> None:
+    def work(sheet: Sheet, device: torch.device) -> None:
         sheet.row(step=1, milliseconds=2.5)
-        print(f"{name} says hello from {folder}")
-        globals()[name](sheet, folder)
+        print(f"{name} says hello from {sheet.folder}")
+        globals()[name](sheet, sheet.folder)
 
     sys.exit(run_part(name, work, parser.parse_args()))

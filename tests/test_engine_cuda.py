@@ -21,7 +21,7 @@ from fsdplab.engine import MixedPrecisionPolicy, compat, events, shard_model
 from fsdplab.engine.emulation.link import Link, behind
 from fsdplab.engine.shard import units_of
 from fsdplab.engine.transport.staged import StagedTransport
-from fsdplab.gpu_check.host_time import host_syncs
+from fsdplab.gpu_check.contestants import host_syncs
 from fsdplab.gpu_check.overlap import LEAST_SHARE, SIZES, link_for, measure
 from fsdplab.profiling.memory.snapshot import memory_snapshot
 

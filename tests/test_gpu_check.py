@@ -17,29 +17,44 @@ import numpy as np
 import pytest
 import torch
 
-from fsdplab.gpu_check import tree
 from fsdplab.gpu_check.__main__ import main, run_check
-from fsdplab.gpu_check.check import Check, CheckError, open_check
+from fsdplab.gpu_check.check import (
+    Check,
+    CheckError,
+    as_markdown,
+    as_text,
+    figure,
+    open_check,
+    pack,
+    rows_table,
+    unpack,
+)
 from fsdplab.gpu_check.environment import driver_of, source_digest
-from fsdplab.gpu_check.packing import pack, unpack
 from fsdplab.gpu_check.part import Sheet, part_main
-from fsdplab.gpu_check.plans import LIMIT_S, PARTS, PartPlan, chosen
-from fsdplab.gpu_check.runner import Outcome
-from fsdplab.gpu_check.sheets import BadSheet, read_sheet
-from fsdplab.gpu_check.table import as_markdown, as_text, figure, rows_table
-from fsdplab.gpu_check.testing import CUDA_BROKE
-from fsdplab.gpu_check.tests import Reader, run_files
+from fsdplab.gpu_check.runner import (
+    LIMIT_S,
+    PARTS,
+    BadSheet,
+    Outcome,
+    PartPlan,
+    _all,
+    _environment,
+    chosen,
+    read_sheet,
+    running,
+)
+from fsdplab.gpu_check.tests import CUDA_BROKE, run_files
 from fsdplab.records import RunRecord
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def behaving(name: str, seconds: float = 60.0) -> PartPlan:
-    return PartPlan(name, seconds, seconds, "", "tests.faulty_part", ("--behave", name))
+    return PartPlan(name, seconds, seconds, "tests.faulty_part", ("--behave", name))
 
 
 def gone(pid: int) -> bool:
-    return not tree.running(pid)
+    return not running(pid)
 
 
 def wait_until(holds, seconds: float = 60.0) -> None:
@@ -57,7 +72,7 @@ def checked(tmp_path_factory) -> tuple[Path, int, list[str]]:
     """A check of parts that go wrong in every way, between two good ones: its folder, exit status, what it told."""
     folder, told = tmp_path_factory.mktemp("check"), []
     plans = [behaving(name) for name in ("keeps_a_record", "fails", "dies", "writes_garbage", "does_not_hold")]
-    plans += [behaving("hangs", 8.0), PartPlan("absent", 60, 60, "", "tests.no_such_part"), behaving("is_good")]
+    plans += [behaving("hangs", 8.0), PartPlan("absent", 60, 60, "tests.no_such_part"), behaving("is_good")]
     return folder, run_check(plans, "cpu", folder, 300.0, "the command", told.append), told
 
 
@@ -122,9 +137,7 @@ def test_records_are_packed_and_opened_again(checked, tmp_path):
 
 def test_nothing_of_the_parts_is_left(checked):
     sleepers = [
-        pid
-        for pid in tree._all()
-        if b"time.sleep(601.25)" in Path(f"/proc/{pid}/cmdline").read_bytes() and tree.running(pid)
+        pid for pid in _all() if b"time.sleep(601.25)" in Path(f"/proc/{pid}/cmdline").read_bytes() and running(pid)
     ]
     assert sleepers == []
 
@@ -234,16 +247,11 @@ def test_a_sheet_refuses_what_is_not_flat_and_records_that_are_not_there(tmp_pat
 def test_the_exit_codes_of_a_part(tmp_path, capsys):
     flags = ["--device", "cpu", "--out", str(tmp_path), "--seconds", "5"]
 
-    def broken(sheet, device, folder, seconds):
+    def broken(sheet, device):
         sheet.row(a=1)
         raise RuntimeError("boom")
 
-    assert (
-        part_main(
-            "memory", lambda sheet, device, folder, seconds: sheet.row(device=str(device), limit=seconds > 4), flags
-        )
-        == 0
-    )
+    assert part_main("memory", lambda sheet, device: sheet.row(device=str(device), limit=sheet.left() > 4), flags) == 0
     assert written(tmp_path)["rows"] == [{"device": "cpu", "limit": True}]
     assert part_main("memory", broken, flags) == 1 and written(tmp_path)["rows"] == [{"a": 1}]
     assert "RuntimeError: boom" in capsys.readouterr().err
@@ -311,6 +319,7 @@ def test_the_limits_fit_into_eight_minutes():
         (["--device", "tpu"], "see `fsdplab gpu-check --help`"),
         (["--open", "FOLDER"], "holds no check.json"),
         (["--out", "FOLDER"], "not empty"),
+        (["--wheels", "nowhere"], "--wheels is nowhere, which is no folder"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(tmp_path, flags, words):
@@ -480,16 +489,12 @@ def test_after(three, tmp_path, monkeypatch):
 """
 
 
-@pytest.mark.parametrize("runner", ["pytest", "bare"])
-def test_tests_are_rows_and_go_on_behind_one_that_breaks_its_process(tmp_path, runner):
+def test_tests_are_rows_and_go_on_behind_one_that_breaks_its_process(tmp_path):
     (tmp_path / "pieces").mkdir()
     file = tmp_path / "pieces" / "test_some.py"
     file.write_text(SOME_TESTS)
     sheet = Sheet("tests", "cpu", tmp_path, 150.0)
-    reader, codes = Reader(sheet, tmp_path / "events.jsonl"), []
-    for _ in range(3):
-        codes.append(run_files(sheet, [file], reader, runner))
-        reader.ended(codes[-1])
+    codes = [run_files(sheet, [file], tmp_path / "events.jsonl") for _ in range(3)]
     assert codes == [CUDA_BROKE, 9, 0]
     outcomes = {row["test"]: (row["outcome"], row["reason"]) for row in sheet.rows}
     assert outcomes["test_squares[2-4]"] == ("passed", None) and outcomes["test_after"] == ("passed", None)
@@ -507,27 +512,65 @@ def test_tests_are_rows_and_go_on_behind_one_that_breaks_its_process(tmp_path, r
 # ---- the whole, dry
 
 
+# A module that is None in sys.modules cannot be imported, by ranks neither.
+OUTER = (
+    "plotly", "IPython", "ipywidgets", "ipykernel", "nbclient", "nbformat", "pandas", "typer", "rich", "pytest",
+    "_pytest",
+)  # fmt: skip
+WITH_PACKAGES = ("tests", "course")
+
+
+def dry_run(out: Path, *flags: str, **environment: str) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A dry run into `out`, as it ended."""
+    command = [sys.executable, "-m", "fsdplab.gpu_check", "--device", "cpu", "--out", str(out), *flags]
+    return out, subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=500
+    )
+
+
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """The dry run of everything: its folder, and the command as it ended."""
-    out = tmp_path_factory.mktemp("dry") / "out"
-    command = [sys.executable, "-m", "fsdplab.gpu_check", "--device", "cpu", "--out", str(out)]
-    return out, subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    """The dry run of everything where only torch and numpy are installed."""
+    folder = tmp_path_factory.mktemp("dry")
+    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({OUTER})\n")
+    return dry_run(folder / "out", PYTHONPATH=str(folder))
 
 
 @pytest.mark.timeout(510)
-def test_the_dry_run_on_cpu_exercises_every_part(dry, tmp_path):
+def test_the_parts_that_need_packages_run_where_these_are(tmp_path):
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / "cuda.py").write_text("")  # a package that the record names
+    out, done = dry_run(tmp_path / "out", "--parts", ",".join(WITH_PACKAGES), "--wheels", str(tmp_path / "wheels"))
+    check = open_check(out)
+    assert done.returncode == 0 and check.passed, done.stdout
+    assert all(check.rows(part) for part in WITH_PACKAGES)
+    assert check.provenance["command"].endswith("--parts tests,course --wheels wheels")
+    assert "cuda=yes" in check.rows("environment")[0]["packages"] and str(tmp_path) not in (out / "log.txt").read_text()
+
+
+def test_a_part_finds_what_a_relative_path_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", ".:wheels")
+    assert _environment(tmp_path, "mark")["PYTHONPATH"] == f"{ROOT}:{tmp_path}:{tmp_path / 'wheels'}"
+
+
+@pytest.mark.timeout(510)
+def test_without_packages_two_parts_say_what_to_install_and_the_others_pass(dry, tmp_path):
     out, done = dry
     check = open_check(out)
-    assert {each.name: each.status for each in check.outcomes} == dict.fromkeys(
-        ["environment", *(part.name for part in PARTS)], "finished"
-    ), done.stdout
-    assert done.returncode == 0 and check.passed, done.stdout
-    assert all(check.rows(part.name) for part in PARTS) and check.provenance["source_sha256"]
+    able = [part.name for part in PARTS if part.name not in WITH_PACKAGES]
+    assert {each.name: each.status for each in check.outcomes} == {
+        **dict.fromkeys(["environment", *able], "finished"), **dict.fromkeys(WITH_PACKAGES, "refused"),
+    }, done.stdout  # fmt: skip
+    for part, needed in (("tests", "pytest"), ("course", "nbclient, nbformat, ipykernel, ipywidgets, plotly")):
+        assert f"the part {part} needs {needed}, not found here" in check.outcome(part).reason
+        assert "`pip install --target wheels" in (reason := check.outcome(part).reason) and "--wheels wheels" in reason
+    assert done.returncode == 1 and not any(check.outcome(part).failed_checks for part in able), done.stdout
+    assert all(check.rows(part) for part in able) and check.provenance["source_sha256"]
     files = [path for path in out.rglob("*") if path.is_file()]
     assert len(files) < 8 and all(path.parent == out and path.stat().st_size < 16e6 for path in files)
     assert any(RunRecord.load(place).table("breakdown") for place in check.unpack_records(tmp_path))
-    assert json.loads((out / "check.json").read_text())["passed"]
+    assert json.loads((out / "check.json").read_text())["passed"] is False
 
 
 @pytest.mark.timeout(510)

@@ -13,14 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdplab.gpu_check.contestants import Case
-from fsdplab.gpu_check.flops import mfu, multiplying_parameters, peak_of, step_flops
-from fsdplab.gpu_check.hiding import Span, judge
-from fsdplab.gpu_check.host_time import Timed, host_syncs, medians, synchronisations
+from fsdplab.gpu_check.contestants import Case, Timed, host_syncs, medians, synchronisations
+from fsdplab.gpu_check.memory import StateBytes, apart
 from fsdplab.gpu_check.one_rank import judge as judge_engines
-from fsdplab.gpu_check.one_rank import plans
-from fsdplab.gpu_check.overlap import RANKS, SIZES, Blocks, link_for
-from fsdplab.gpu_check.state_bytes import StateBytes, apart
+from fsdplab.gpu_check.one_rank import mfu, multiplying_parameters, peak_of, plans, step_flops
+from fsdplab.gpu_check.overlap import RANKS, SIZES, Blocks, Span, judge, link_for
 from fsdplab.profiling import export_snapshots
 from fsdplab.profiling.memory.snapshot import memory_snapshot, write_snapshot
 from fsdplab.records import RecordError, RunRecord

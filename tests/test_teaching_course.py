@@ -168,6 +168,8 @@ def test_sources_are_run_in_both_editions(tmp_path):
     assert (teacher.edition, learner.edition) == ("teacher", "learner")
     assert "CheckFailed" in teacher.failure and "that is the algbw" in teacher.failure
     assert learner.failure is None
+    (alone,) = course_run.run_course(tmp_path / "src", editions=("learner",))
+    assert (alone.edition, alone.failure) == ("learner", None)
     assert not (tmp_path / "src" / "my_fsdp").exists(), "a test run keeps the learner's folder out of the way"
 
 

@@ -10,7 +10,7 @@ import pytest
 from fsdplab.figures import rank_timeline
 from fsdplab.gpu_check.__main__ import run_check
 from fsdplab.gpu_check.check import CheckError
-from fsdplab.gpu_check.plans import chosen
+from fsdplab.gpu_check.runner import chosen
 from fsdplab.teaching.core.on_a_gpu import KEPT, on_a_gpu
 
 

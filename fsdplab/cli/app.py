@@ -282,14 +282,22 @@ def course_build(
     raise typer.Exit(run_course(["build", "--edition", edition, *flag("--out", out), *flag("--source", source)]))
 
 
-@course.command("test", epilog=examples("fsdplab course test", "fsdplab course test course-learner"))
+@course.command(
+    "test",
+    epilog=examples(
+        "fsdplab course test", "fsdplab course test course-learner", "fsdplab course test --edition teacher"
+    ),
+)
 def course_test(
     directory: Annotated[Path | None, typer.Argument(help="Folder of notebooks; default: notebooks.")] = None,
+    edition: Annotated[
+        str, typer.Option(help="Run sources as teacher or as learner edition only.", show_default="both")
+    ] = "",
 ) -> None:
     """Run a folder of notebooks; sources run as teacher and as learner edition."""
     from fsdplab.cli.lab import run_course
 
-    raise typer.Exit(run_course(["test", *([str(directory)] if directory else [])]))
+    raise typer.Exit(run_course(["test", *([str(directory)] if directory else []), *flag("--edition", edition)]))
 
 
 @app.command(
@@ -306,6 +314,9 @@ def gpu_check(
     parts: Annotated[str, typer.Option(help="Comma-separated parts.", show_default="all")] = "",
     limit: Annotated[float | None, typer.Option(help="Seconds for everything.", show_default="480")] = None,
     notebooks: Annotated[str, typer.Option(help="Of the part course: numbers such as 01,02.", show_default="all")] = "",
+    wheels: Annotated[
+        Path | None, typer.Option(help="Folder of installed packages, for the parts tests and course.")
+    ] = None,
     commit: Annotated[str, typer.Option(help="The commit of this code, where git cannot be asked.")] = "",
     open_folder: Annotated[
         Path | None, typer.Option("--open", help="Print the table of an earlier check, and do nothing else.")
@@ -315,8 +326,8 @@ def gpu_check(
     from fsdplab.cli.processes import run_module
 
     given = {
-        "--out": out, "--parts": parts, "--limit": limit, "--notebooks": notebooks, "--commit": commit,
-        "--open": open_folder,
+        "--out": out, "--parts": parts, "--limit": limit, "--notebooks": notebooks, "--wheels": wheels,
+        "--commit": commit, "--open": open_folder,
     }  # fmt: skip
     flags = [word for name, value in given.items() for word in flag(name, value)]
     raise typer.Exit(run_module("fsdplab.gpu_check", ["--device", device, *flags]))

@@ -6,6 +6,7 @@ The folder is complete after every part, so that whatever ends the check, what w
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import signal
 import sys
@@ -19,10 +20,21 @@ from pathlib import Path
 from typing import NoReturn
 
 from .check import Check, open_check
-from .plans import CLOSING_S, ENVIRONMENT, LEAST_S, LIMIT_S, PARTS, PartPlan, chosen
-from .runner import Outcome, not_run, run_part
+from .runner import (
+    CLOSING_S,
+    ENVIRONMENT,
+    LEAST_S,
+    LIMIT_S,
+    PARTS,
+    REFUSED,
+    Outcome,
+    PartPlan,
+    chosen,
+    not_run,
+    run_part,
+)
 
-PASSED, NOT_PASSED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+PASSED, NOT_PASSED, INTERRUPTED = 0, 1, 130
 Tell = Callable[[str], None]
 
 
@@ -48,6 +60,12 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--notebooks", default="", help="of the part course: numbers such as 01,02; default: all from 01 to 13"
     )
+    found.add_argument(
+        "--wheels",
+        type=Path,
+        metavar="DIR",
+        help="folder of installed packages (`pip install --target DIR ...`) for the parts tests and course",
+    )
     found.add_argument("--commit", default="", help="the commit of this code, where git cannot be asked")
     found.add_argument(
         "--open",
@@ -66,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(open_check(asked.open))
             return PASSED
         plans = planned(asked)
+        if asked.wheels:
+            put_on_path(asked.wheels)
         out = fresh_folder(asked.out or Path(f"gpu-check-{asked.device}"))
     except (ValueError, OSError) as error:
         print(f"fsdplab gpu-check: {error}", file=sys.stderr)
@@ -74,11 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _ended_in_order():
             return run_check(plans, asked.device, out, asked.limit, _said(asked))
     except OSError as error:
-        print(
-            f"fsdplab gpu-check: the result could not be written ({error}); free some space, or give --out another"
-            " place",
-            file=sys.stderr,
-        )
+        said = f"the result could not be written ({error}); free some space, or give --out another place"
+        print(f"fsdplab gpu-check: {said}", file=sys.stderr)
         return NOT_PASSED
 
 
@@ -88,15 +105,10 @@ def _said(asked: argparse.Namespace) -> str:
         "parts": asked.parts,
         "limit": "" if asked.limit == LIMIT_S else f"{asked.limit:g}",
         "notebooks": asked.notebooks,
+        "wheels": asked.wheels and asked.wheels.name,
     }
-    return " ".join(
-        [
-            "python -m fsdplab.gpu_check",
-            "--device",
-            asked.device,
-            *(f"--{name} {value}" for name, value in flags.items() if value),
-        ]
-    )
+    given = [f"--{name} {value}" for name, value in flags.items() if value]
+    return " ".join(["python -m fsdplab.gpu_check --device", asked.device, *given])
 
 
 def planned(asked: argparse.Namespace) -> tuple[PartPlan, ...]:
@@ -106,6 +118,17 @@ def planned(asked: argparse.Namespace) -> tuple[PartPlan, ...]:
     own = {"course": ("--notebooks", asked.notebooks), "environment": ("--commit", asked.commit)}
     parts = [ENVIRONMENT, *chosen([name.strip() for name in asked.parts.split(",") if name.strip()])]
     return tuple(replace(part, arguments=own[part.name]) if own.get(part.name, ("", ""))[1] else part for part in parts)
+
+
+def put_on_path(wheels: Path) -> None:
+    """Every process after this one finds the packages of the folder; ValueError where it does not exist."""
+    if not wheels.is_dir():
+        raise ValueError(
+            f"--wheels is {wheels}, which is no folder; on a machine with network make it with `pip install --target"
+            " wheels pytest`, and copy it here"
+        )
+    path = filter(None, [str(wheels.resolve()), os.environ.get("PYTHONPATH")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)
 
 
 def fresh_folder(folder: Path) -> Path:

@@ -1,5 +1,5 @@
 """Engines side by side in one process at world size 1: the same model, weights, optimizer and batches, in bf16 over
-fp32 masters.
+fp32 masters; how one of their steps is timed; and how the lab is made to communicate there all the same.
 
     lab             full_shard of this project; at world size 1 a gather is the cast to bf16
     torch-fsdp2     PyTorch's fully_shard, defaults
@@ -7,31 +7,43 @@ fp32 masters.
     alone           no engine at all and bf16 parameters without masters: the least that any engine could do
     lab-gathering   the lab made to gather and reduce over the group of one rank (NCCL copies)
 
+The first three are those of a run (`sessions/worker/engines.py`), and so is the step, but that its loss is not read.
 Checkpointing recomputes whole blocks; a compiled block is one graph (`workloads.compiled`), inside what is recomputed.
 Under DDP too: its option to cut graphs at its buckets is off.
+
+The host's time ends when the step's last launch has returned, before anybody synchronises: what is left of the step is
+the GPU's head start. Where the GPU is so far behind that its queue of launches is full, the host waits for room, and
+that counts too. On CPU both times are one.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
-from fsdplab.engine import MixedPrecisionPolicy, shard_model
-from fsdplab.workloads import ByteText, block_types, build_model, loss_of, reset_buffers
+from fsdplab.engine.core.transport import Transport
+from fsdplab.engine.emulation.link import Link, behind
+from fsdplab.engine.shard import units_of
+from fsdplab.engine.transport.gloo import GlooTransport
+from fsdplab.engine.transport.staged import StagedTransport
+from fsdplab.sessions import RunSpec
+from fsdplab.sessions.worker.engines import Held, adamw, held, one_step
+from fsdplab.workloads import ByteText, build_model, reset_buffers
 from fsdplab.workloads.compiled import compile_blocks
 
-from .group_of_one import made_to_gather
-
-_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 _SEED = 0
+_SYNCHRONISED = "synchronizing CUDA operation"  # torch's words, from 1.10 on
 
 
 @dataclass(frozen=True)
@@ -57,37 +69,50 @@ class Case:
         return self.batch * self.sequence
 
 
-@dataclass
+@dataclass(frozen=True)
 class Contestant:
     """An engine that holds a model; `step` trains it once and reads nothing back."""
 
     engine: str
-    model: nn.Module
-    around: Callable[[], AbstractContextManager[object]] = nullcontext
-    optimizer: torch.optim.Optimizer = field(init=False)
+    held: Held
+    optimizer: torch.optim.Optimizer
 
-    def __post_init__(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
+    @property
+    def model(self) -> nn.Module:
+        """The model as the engine left it."""
+        return self.held.model
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Forward, backward, optimizer; the loss, on the device."""
-        with self.around():
-            loss = loss_of(self.model, tokens, targets)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
+        return one_step(self.held, self.optimizer, [(tokens, targets)], lambda phase: None)
 
 
 def built(engine: str, case: Case, device: torch.device) -> Contestant:
-    """A contestant with fresh weights; `KeyError` for an engine that is none of the five.
+    """A contestant with fresh weights; `SpecError` for an engine that is none of the five.
     Needs a process group of one.
     """
-    model = fresh(case.model, device)
+    model, spec = fresh(case.model, device), _spec(engine, case, device)
     if case.compiled:
         # a dry run needs graphs, not machine code
         compile_blocks(model, "inductor" if device.type == "cuda" else "aot_eager")
-    return _BUILDERS[engine](case, device, model)
+    if case.checkpoint != spec.checkpoint:
+        _recompute_blocks(model)
+    mine = _alone(model) if engine == "alone" else held(spec, device, model)
+    if engine == "lab-gathering":
+        made_to_gather(mine.model, device)
+    return Contestant(engine, mine, adamw(spec, mine.model))
+
+
+def _spec(engine: str, case: Case, device: torch.device) -> RunSpec:
+    """The run of which the contestant is one rank. Only the lab has a setting for checkpointing, in a run as here."""
+    known = "lab" if engine in ("lab-gathering", "alone") else engine
+    return RunSpec(
+        engine=known,
+        strategy="no_shard" if known == "torch-ddp" else "full_shard",
+        checkpoint=case.checkpoint if engine.startswith("lab") else "none",
+        model=case.model, batch_size=case.batch, sequence_length=case.sequence, world_size=1, precision="bf16",
+        device=device.type, memory=False,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1)
@@ -104,8 +129,9 @@ def batches_of(case: Case, device: torch.device) -> Iterator[tuple[Tensor, Tenso
 
 
 def fresh(name: str, device: torch.device) -> nn.Module:
-    """A model whose values are drawn on `device`: fast at any size, equal for all engines of one machine (the lab's own
-    are equal on all).
+    """A model whose values are drawn on `device`: fast at any size, equal for all engines of one machine.
+
+    A run draws them on the CPU, equal on all machines, which takes long for a model of 3 B.
     """
     model = build_model(name, device="meta").to_empty(device=device)
     stream = torch.Generator(device).manual_seed(_SEED)
@@ -120,52 +146,109 @@ def fresh(name: str, device: torch.device) -> nn.Module:
     return model
 
 
-def _lab(case: Case, device: torch.device, model: nn.Module) -> Contestant:
-    mesh = init_device_mesh(device.type, (1,))
-    return Contestant(
-        "lab",
-        shard_model(
-            model, "full_shard", units=block_types(model), mesh=mesh, mp_policy=_BF16, checkpoint=case.checkpoint
-        ),
-    )
-
-
-def _gathering(case: Case, device: torch.device, model: nn.Module) -> Contestant:
-    return Contestant("lab-gathering", made_to_gather(_lab(case, device, model).model, device))
-
-
-def _fsdp2(case: Case, device: torch.device, model: nn.Module) -> Contestant:
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(device.type, (1,))
-    for block in _recomputing(case, model).blocks:
-        fully_shard(block, mesh=mesh, mp_policy=_BF16)
-    return Contestant("torch-fsdp2", fully_shard(model, mesh=mesh, mp_policy=_BF16))
-
-
-def _ddp(case: Case, device: torch.device, model: nn.Module) -> Contestant:
-    replicated = DistributedDataParallel(
-        _recomputing(case, model), device_ids=[device.index] if device.type == "cuda" else None
-    )
-    return Contestant("torch-ddp", replicated, lambda: torch.autocast(device.type, torch.bfloat16))
-
-
-def _alone(case: Case, device: torch.device, model: nn.Module) -> Contestant:
+def _alone(model: nn.Module) -> Held:
     for parameter in model.parameters():  # not `model.to`, which would round the rotary tables too
         parameter.data = parameter.data.to(torch.bfloat16)
-    return Contestant("alone", _recomputing(case, model))
+    return Held(model)
 
 
-def _recomputing(case: Case, model: nn.Module) -> nn.Module:
-    """For engines without a setting of their own: PyTorch's wrapper around each block."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+def _recompute_blocks(model: Any) -> None:
+    """For engines without a setting of their own: PyTorch's wrapper around each block, which is then a unit."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 
-    if case.checkpoint == "full":
-        for index, block in enumerate(model.blocks):
-            model.blocks[index] = checkpoint_wrapper(block)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(block)
+    model.block_type = CheckpointWrapper
+
+
+# ---- At world size 1 no engine communicates. To see streams, buffers and overlap on a single GPU, the lab's units get
+# a transport over the group of one rank: NCCL then copies where it would send, and all else is as with many ranks.
+
+
+@contextmanager
+def group_of_one(device: torch.device) -> Iterator[dist.ProcessGroup]:
+    """A process group of this process alone, NCCL on CUDA and gloo on CPU, for the time of the block."""
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def made_to_gather(
+    model: nn.Module, device: torch.device, link: Link | None = None, ranks: int | None = None
+) -> nn.Module:
+    """Have the units of `model`, sharded over the group of one, gather and reduce; with `link` as slowly as `ranks`
+    ranks behind it.
+
+    Call it before the first forward.
+    """
+    transport: Transport = (StagedTransport if device.type == "cuda" else GlooTransport)(dist.group.WORLD, device)
+    if link is not None:
+        transport = behind(transport, link, ranks)
+    for unit in units_of(model):
+        unit.config = replace(unit.config, shard=transport)
     return model
 
 
-_BUILDERS: dict[str, Callable[[Case, torch.device, nn.Module], Contestant]] = {
-    "lab": _lab, "lab-gathering": _gathering, "torch-fsdp2": _fsdp2, "torch-ddp": _ddp, "alone": _alone,
-}  # fmt: skip
+# ---- how long a step takes, how long the host is busy with it, and whether the host ever waits inside it
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One step, in seconds: until the device was done, and until the host had launched everything."""
+
+    step_s: float
+    host_s: float
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for all work of the device; nothing on CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(call: Callable[[], Any], device: torch.device) -> Timed:
+    """Run `call` on an idle device and time it; the device is idle again afterwards."""
+    synchronise(device)
+    start = time.perf_counter()
+    call()
+    launched = time.perf_counter()
+    synchronise(device)
+    return Timed(time.perf_counter() - start, launched - start)
+
+
+def host_syncs(call: Callable[[], Any], device: torch.device) -> list[str] | None:
+    """Where the host waited for the device while `call` ran, one `file:line` each; None on CPU, which has no streams.
+
+    Counted by torch's own sync debug mode: copies to the host, `.item()`, `nonzero`; what a library does past torch is
+    not seen.
+    """
+    if device.type != "cuda":
+        return None
+    synchronise(device)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    synchronise(device)
+    return synchronisations([(str(each.message), each.filename, each.lineno) for each in heard])
+
+
+def synchronisations(heard: Sequence[tuple[str, str, int]]) -> list[str]:
+    """Of warnings (message, file, line) those that tell of a synchronisation, as `file:line` below the last two
+    folders.
+    """
+    return [f"{'/'.join(file.split('/')[-2:])}:{line}" for message, file, line in heard if _SYNCHRONISED in message]
+
+
+def medians(steps: Sequence[Timed]) -> dict[str, float]:
+    """`step_s`, `step_s_min` and `host_s` of timed steps."""
+    return {
+        "step_s": statistics.median(each.step_s for each in steps),
+        "step_s_min": min(each.step_s for each in steps),
+        "host_s": statistics.median(each.host_s for each in steps),
+    }

@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--commit", default="", help="the commit of this code, where git cannot be asked")
     asked = parser.parse_args(arguments)
 
-    def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> None:
+    def work(sheet: Sheet, device: torch.device) -> None:
         row = {**flat(capture_environment(device.type), asked.commit), **driver_at_work(device)}
         sheet.row(**row)
         sheet.check("one sum on the device", float(torch.ones(8, device=device).sum()) == 8.0, "8 ones summed", "8")

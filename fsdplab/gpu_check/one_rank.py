@@ -4,6 +4,17 @@ The engines share one process and take turns step by step, so that whatever the 
 Memory is measured before, each engine alone on the device. At world size 1 nothing is communicated: what is compared is
 what an engine adds to the training itself, casts, copies, hooks and the host's time. `lab-gathering` adds the gathers
 and reductions, as copies.
+
+How much arithmetic a step is, and which part of a GPU's peak that uses (MFU):
+
+    FLOP of a step = tokens x (6 N + 6 L C T)
+
+N: parameters that multiply: all but the table of token embeddings (and of positions), which is looked up; the output
+head counts. Each is one multiplication and one addition in the forward, twice that in the backward: 6 (Kaplan et al.
+2020). L layers of width C, T tokens of a sequence: query times key and weights times value are 2 T C FLOP each, a token
+and layer, of which a causal mask needs half; three times that with the backward. What checkpointing computes again is
+not counted: MFU is about the work that was asked for (Chowdhery et al. 2022, appendix B). The peak is the data sheet's,
+dense, in bf16 (`planning/hardware.py`).
 """
 
 from __future__ import annotations
@@ -12,19 +23,27 @@ import gc
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdplab.workloads import preset
+from fsdplab.planning.hardware import HardwareError, find_gpu
+from fsdplab.workloads import ModelConfig, parameter_count, preset
 from fsdplab.workloads.compiled import missing_compiler
 
-from .contestants import Case, Contestant, batches_of, built
-from .flops import FORMULA, mfu, peak_of
-from .group_of_one import group_of_one
-from .host_time import Timed, host_syncs, medians, synchronise, timed
+from .contestants import (
+    Case,
+    Contestant,
+    Timed,
+    batches_of,
+    built,
+    group_of_one,
+    host_syncs,
+    medians,
+    synchronise,
+    timed,
+)
 from .part import Sheet, part_main
 
 ALL = ("lab", "torch-fsdp2", "torch-ddp", "alone")
@@ -33,6 +52,10 @@ _WARMUP = 3
 _ENOUGH_S = {False: 15.0, True: 40.0}  # what a case needs at least, eager and compiled
 _AIM_TIME, _AIM_MFU, _AIM_MODEL = 0.97, 0.5, "llama-1b"
 _LOSS_TOLERANCE = 0.02  # bf16 rounds differently in each engine; a wrong gradient shows by far more
+FORMULA = (
+    "FLOP = tokens x (6 N + 6 L C T), N without the embedding table, causal half of attention, recomputation not"
+    " counted"
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +90,7 @@ def plans(device_type: str) -> list[Plan]:
     ]
 
 
-def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> None:
+def work(sheet: Sheet, device: torch.device) -> None:
     """The whole part; a case that fails is a failed check, and the next one runs."""
     peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     known = (
@@ -176,14 +199,8 @@ def judge(rows: Sequence[dict[str, Any]], case: Case, on_gpu: bool) -> list[dict
     by = {row["engine"]: row for row in rows}
     lab, peer = by["lab"], by["torch-fsdp2"]
     apart = abs(lab["loss"] - peer["loss"])
-    checks = [
-        _check(
-            f"{case.words}: losses agree",
-            apart <= _LOSS_TOLERANCE * abs(peer["loss"]),
-            f"{lab['loss']:.4f}",
-            f"{peer['loss']:.4f} (torch-fsdp2)",
-        )
-    ]
+    agree, theirs = apart <= _LOSS_TOLERANCE * abs(peer["loss"]), f"{peer['loss']:.4f} (torch-fsdp2)"
+    checks = [_check(f"{case.words}: losses agree", agree, f"{lab['loss']:.4f}", theirs)]
     if not on_gpu:
         return checks
     ratio, memory = lab["step_s"] / peer["step_s"], lab["allocated_peak"] / peer["allocated_peak"]
@@ -207,6 +224,48 @@ def _tidy(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def multiplying_parameters(config: ModelConfig) -> int:
+    """Parameters that take part in a product, N; norms and biases, a few thousandths, are left in."""
+    looked_up = 0 if config.tie_embeddings else config.vocabulary * config.width
+    positions = config.context * config.width if config.family == "gpt" else 0
+    return parameter_count(config) - looked_up - positions
+
+
+def step_flops(config: ModelConfig, tokens: int, sequence_length: int) -> int:
+    """FLOP of one training step on `tokens` tokens in sequences of `sequence_length`.
+
+    A model of N = 1000, L = 2, C = 8 on 10 tokens in sequences of 5: 10 x (6,000 + 6 x 2 x 8 x 5) = 64,800.
+    """
+    attention = config.layers * config.width * sequence_length
+    return tokens * (6 * multiplying_parameters(config) + 6 * attention)
+
+
+def mfu(config: ModelConfig, tokens: int, sequence_length: int, seconds: float, peak: float | None) -> float | None:
+    """The part of `peak` FLOP/s that a step of `seconds` used, 0 to 1; None where the peak is not known."""
+    return None if not peak else step_flops(config, tokens, sequence_length) / seconds / peak
+
+
+def peak_of(device_name: str) -> tuple[str, float] | None:
+    """(row of the hardware table, dense bf16 FLOP/s) for the name that CUDA gives a device; None where the table has no
+    certain answer.
+
+    >>> peak_of("NVIDIA H200")
+    ('H200 SXM 141GB', 989000000000000.0)
+    >>> peak_of("NVIDIA H100 PCIe") is None
+    True
+    """
+    words = device_name.replace("NVIDIA", "").replace("GeForce", "").replace("-", " ").split()
+    if not words or {"PCIe", "NVL", "PCIE"} & set(words):  # other cards, other peaks
+        return None
+    for name in (" ".join(words), " ".join(words[:2]), words[0]):
+        try:
+            gpu = find_gpu(name)
+        except HardwareError:
+            continue
+        return (gpu.name, gpu.bf16_flops) if gpu.bf16_flops else None
+    return None
 
 
 if __name__ == "__main__":

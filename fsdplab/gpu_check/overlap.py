@@ -4,6 +4,17 @@ One process gathers and reduces over a group of one that takes as long as eight 
 must be follows from a first measurement without it, so that the picture is the same on every device: a gather takes
 half of a unit's forward in one row, one and a half times as long in the other. When each unit computed is read from
 CUDA events on the compute stream, when it communicated from the engine's ledger.
+
+What could be hidden, and what was, is judged from these intervals alone. Units 0, 1, ... run in this order forward and
+in reverse backward. Full sharding with one unit of prefetch lets communication travel behind exactly one piece of
+computing, its slot:
+
+    forward of i     the all-gather of i + 1
+    backward of i    the all-gather of i - 1 and the reduce-scatter of i + 1
+
+In a slot min(communication, computing) can be hidden. The first gather of a forward and of a backward, and the last
+reduction, have nothing to hide behind and do not count. Hidden is the communication during which something was
+computed, at most what can be hidden, slot by slot.
 """
 
 from __future__ import annotations
@@ -13,7 +24,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +31,14 @@ from torch import Tensor, nn
 from fsdplab.engine import MixedPrecisionPolicy, events, shard_model
 from fsdplab.engine.emulation.link import Link
 from fsdplab.engine.transport.streams import device_clock
+from fsdplab.profiling.intervals import Intervals, intersect, length, union
 
-from .group_of_one import group_of_one, made_to_gather
-from .hiding import Hiding, Span, judge
-from .host_time import synchronise
+from .contestants import group_of_one, made_to_gather, synchronise
 from .part import Sheet, part_main
 
 RANKS = 8  # that the group of one imitates
 LEAST_SHARE = 0.9
+_UNDER = 0.5  # of what fits, to count as lying under
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -117,6 +127,101 @@ def now_on(device: torch.device) -> Callable[[], int]:
 
 
 @dataclass(frozen=True)
+class Span:
+    """Something that a unit did in [start_ns, end_ns): `what` is compute, all_gather or reduce_scatter, `phase` forward
+    or backward.
+    """
+
+    unit: str
+    what: str
+    phase: str
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A piece of computing, and the communication that may hide behind it; all in nanoseconds."""
+
+    unit: str
+    phase: str
+    compute_ns: int
+    communication_ns: int
+    hideable_ns: int
+    hidden_ns: int
+
+
+@dataclass(frozen=True)
+class Hiding:
+    """One step, judged. `elsewhere` names, in words, communication that did not run under the computing of its slot."""
+
+    slots: tuple[Slot, ...]
+    elsewhere: tuple[str, ...]
+
+    @property
+    def hideable_ns(self) -> int:
+        """What could be hidden."""
+        return sum(slot.hideable_ns for slot in self.slots)
+
+    @property
+    def hidden_ns(self) -> int:
+        """What of it was hidden."""
+        return sum(slot.hidden_ns for slot in self.slots)
+
+    @property
+    def share(self) -> float | None:
+        """The hidden part of what could be hidden, 0 to 1; None where nothing could."""
+        return self.hidden_ns / self.hideable_ns if self.hideable_ns else None
+
+
+def judge(units: Sequence[str], spans: Sequence[Span]) -> Hiding:
+    """Judge the spans of one step of `units`, given in forward order. A unit without a span of a kind has none there.
+
+    Two units that compute 10 each forward, the gather of the second (4) from 2 to 6: 4 could be hidden and were. From 8
+    to 12, with the second's forward from 12 on: 2 of 4.
+    """
+    busy = union([(span.start_ns, span.end_ns) for span in spans if span.what == "compute"])
+    slots, elsewhere = [], []
+    for index, unit in enumerate(units):
+        for phase, behind in (("forward", _behind_forward(units, index)), ("backward", _behind_backward(units, index))):
+            computing = _of(spans, unit, "compute", phase)
+            travelling = {(other, what): _of(spans, other, what, phase) for other, what in behind}
+            slots.append(_slot(unit, phase, computing, union(*travelling.values()), busy))
+            elsewhere += [
+                f"{what} of {other} not under {phase} of {unit}"
+                for (other, what), it in travelling.items()
+                if not _lies_under(it, computing)
+            ]
+    return Hiding(tuple(slots), tuple(elsewhere))
+
+
+def _behind_forward(units: Sequence[str], index: int) -> list[tuple[str, str]]:
+    return [(other, "all_gather") for other in units[index + 1 : index + 2]]
+
+
+def _behind_backward(units: Sequence[str], index: int) -> list[tuple[str, str]]:
+    before = [(units[index - 1], "all_gather")] if index else []
+    return before + [(other, "reduce_scatter") for other in units[index + 1 : index + 2]]
+
+
+def _of(spans: Sequence[Span], unit: str, what: str, phase: str) -> Intervals:
+    return union(
+        [(span.start_ns, span.end_ns) for span in spans if (span.unit, span.what, span.phase) == (unit, what, phase)]
+    )
+
+
+def _slot(unit: str, phase: str, computing: Intervals, travelling: Intervals, busy: Intervals) -> Slot:
+    hideable = min(length(computing), length(travelling))
+    hidden = min(length(intersect(travelling, busy)), hideable)
+    return Slot(unit, phase, length(computing), length(travelling), hideable, hidden)
+
+
+def _lies_under(travelling: Intervals, computing: Intervals) -> bool:
+    fits = min(length(travelling), length(computing))
+    return length(intersect(travelling, computing)) >= _UNDER * fits
+
+
+@dataclass(frozen=True)
 class Measured:
     """Steps of one model: seconds of each, and its spans."""
 
@@ -126,15 +231,8 @@ class Measured:
 
     def median_ns(self, what: str, phase: str) -> float:
         """Median length of such spans; 0 where there is none."""
-        return statistics.median(
-            [
-                span.end_ns - span.start_ns
-                for step in self.spans
-                for span in step
-                if (span.what, span.phase) == (what, phase)
-            ]
-            or [0]
-        )
+        spans = [span for step in self.spans for span in step if (span.what, span.phase) == (what, phase)]
+        return statistics.median([span.end_ns - span.start_ns for span in spans] or [0])
 
     def judged(self) -> list[Hiding]:
         """Every step, judged."""
@@ -160,12 +258,8 @@ def measure(device: torch.device, size: Size, link: Link | None) -> Measured:
         synchronise(device)
         seconds.append(time.perf_counter() - start)
         events.flush()
-        spans.append(
-            (
-                *marks.take(),
-                *(Span(each.unit, each.kind, each.phase, each.start_ns, each.end_ns) for each in collectives),
-            )
-        )
+        moved = [Span(each.unit, each.kind, each.phase, each.start_ns, each.end_ns) for each in collectives]
+        spans.append((*marks.take(), *moved))
         collectives.clear()
         sharded.zero_grad()
     quiet()
@@ -179,7 +273,7 @@ def link_for(size: Size, forward_ns: float, times: float) -> Link:
     return Link(size.unit_bytes * (RANKS - 1) / RANKS / (times * forward_ns * 1e-9))
 
 
-def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> None:
+def work(sheet: Sheet, device: torch.device) -> None:
     """The whole part: without a link, then behind two."""
     size = SIZES[device.type]
     sheet.note(
@@ -220,27 +314,16 @@ def _row(word: str, link: Link | None, measured: Measured, free: Measured) -> di
 def _check(sheet: Sheet, word: str, judged: Sequence[Hiding], on_gpu: bool) -> None:
     shares = [each.share or 0.0 for each in judged]
     if not on_gpu:  # two busy cores say nothing about streams: only that the arithmetic has something to judge
-        sheet.check(
-            f"link {word}: something could be hidden",
-            all(each.hideable_ns > 0 for each in judged),
-            f"{max(shares):.2f} hidden",
-            "more than 0 hideable",
-        )
+        some, got = all(each.hideable_ns > 0 for each in judged), f"{max(shares):.2f} hidden"
+        sheet.check(f"link {word}: something could be hidden", some, got, "more than 0 hideable")
         return
-    sheet.check(
-        f"link {word}: hidden of what can be hidden",
-        statistics.median(shares) >= LEAST_SHARE,
-        f"{statistics.median(shares):.3f}",
-        f"at least {LEAST_SHARE}",
-    )
+    share = statistics.median(shares)
+    name = f"link {word}: hidden of what can be hidden"
+    sheet.check(name, share >= LEAST_SHARE, f"{share:.3f}", f"at least {LEAST_SHARE}")
     if word == "slow":
         elsewhere = sorted({place for each in judged for place in each.elsewhere})
-        sheet.check(
-            "gather of i+1 under forward of i, reduction of i under backward of i-1",
-            not elsewhere,
-            "; ".join(elsewhere[:3]) or "all there",
-            "all there",
-        )
+        name = "gather of i+1 under forward of i, reduction of i under backward of i-1"
+        sheet.check(name, not elsewhere, "; ".join(elsewhere[:3]) or "all there", "all there")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib.util
 import json
 import os
 import sys
@@ -23,11 +24,15 @@ import torch
 from fsdplab.common.files import write_whole
 from fsdplab.sessions.launch.parent_death import end_with_parent
 
-from .runner import RUNNER
+from .runner import REFUSED, RUNNER
 
-DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, INTERRUPTED = 0, 1, 130
 Plain: TypeAlias = str | int | float | bool | None
-Work = Callable[["Sheet", torch.device, Path, float], None]
+Work = Callable[["Sheet", torch.device], None]
+
+
+class Refused(ValueError):
+    """A part cannot run here; the message is one line that says what to do."""
 
 
 class Sheet:
@@ -117,6 +122,16 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {said[0]}"[:300] if said else type(error).__name__
 
 
+def need(part: str, *packages: str) -> None:
+    """Refused where one of the packages is not installed: a borrowed machine may have torch and numpy alone."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise Refused(
+            f"the part {part} needs {', '.join(missing)}, not found here; on a machine with network and the same Python"
+            f" run `pip install --target wheels {' '.join(packages)}`, copy that folder, and give --wheels wheels"
+        )
+
+
 def part_parser(name: str) -> argparse.ArgumentParser:
     """The three flags of every part; a part with one more adds it before `run_part`."""
     parser = argparse.ArgumentParser(
@@ -133,11 +148,11 @@ def part_parser(name: str) -> argparse.ArgumentParser:
 
 
 def device_of(word: str) -> torch.device:
-    """`cpu` or the first CUDA device, made current; ValueError where there is none."""
+    """`cpu` or the first CUDA device, made current; Refused where there is none."""
     if word == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError(
+        raise Refused(
             f"--device cuda: torch {torch.__version__} finds no CUDA device; run on a machine with a GPU, or pass"
             " --device cpu for a dry run"
         )
@@ -153,17 +168,23 @@ def run_part(name: str, work: Work, asked: argparse.Namespace) -> int:
     try:
         device = device_of(asked.device)
         sheet = Sheet(name, device.type, asked.out.resolve(), seconds)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return REFUSED
+    except (Refused, OSError) as error:
+        return _refuse(error)
     try:
-        work(sheet, device, asked.out.resolve(), sheet.left())
+        work(sheet, device)
+    except Refused as refused:
+        return _refuse(refused)
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception:
         traceback.print_exc()
         return FAILED
     return DONE
+
+
+def _refuse(why: Exception) -> int:
+    print(f"error: {why}", file=sys.stderr)
+    return REFUSED
 
 
 def _tied_to_runner(seconds: float) -> float:

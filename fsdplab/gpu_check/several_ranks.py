@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ LARGE: dict[str, Any] = dict(model="gpt-20m", batch_size=4, sequence_length=64, 
 TINY: dict[str, Any] = dict(model="gpt-tiny", batch_size=2, sequence_length=32, steps=2)
 _LEAST_S = {"cuda": 18.0, "cpu": 8.0}  # a run is not begun with less than this
 _MOST_S = {"cuda": 30.0, "cpu": 120.0}  # ranks that wait for each other for ever leave time for the next run
-_REPORT_S = {"cuda": 8.0, "cpu": 2.0}  # kept of the limit, to find out where ranks hang (`sessions/launch/launcher.py`)
+REPORT_S = {"cuda": 8.0, "cpu": 2.0}  # kept of the limit, to find out where ranks hang (`sessions/launch/launcher.py`)
 # relative: a GPU's sums have another order than the CPU's, a wrong gradient shows by far more
 _TOLERANCE = {"cuda": 1e-3, "cpu": 1e-6}
 
@@ -54,7 +53,7 @@ ON_CUDA = (
 ON_CPU = (Job("lab", "shared_gpu", 2), Job("torch-fsdp2", "shared_gpu", 2))
 
 
-def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> None:
+def work(sheet: Sheet, device: torch.device) -> None:
     """Runs as many of the jobs as the limit holds; the twins are replayed beside them."""
     jobs = ON_CUDA if device.type == "cuda" else ON_CPU
     with ThreadPoolExecutor(2) as beside:
@@ -71,7 +70,7 @@ def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> No
                 sheet.note(f"{job.name} was not run: {max(0.0, sheet.left()):.0f} s were left")
             else:
                 with sheet.trying(f"{job.name} runs"):
-                    _run(sheet, job, device, folder, twins[job.ranks])
+                    _run(sheet, job, device, twins[job.ranks])
 
 
 def _sizes(device: torch.device) -> dict[str, Any]:
@@ -86,27 +85,32 @@ def _twin(ranks: int, device: torch.device, seconds: float) -> list[float]:
     return run(spec).summary["losses"]
 
 
-def _run(sheet: Sheet, job: Job, device: torch.device, folder: Path, twin: Future[list[float]]) -> None:
-    limit = max(1.0, min(sheet.left() - _REPORT_S[device.type], _MOST_S[device.type]))
+def _run(sheet: Sheet, job: Job, device: torch.device, twin: Future[list[float]]) -> None:
+    limit = max(1.0, min(sheet.left() - REPORT_S[device.type], _MOST_S[device.type]))
     try:
         spec = RunSpec(
-            engine=job.engine,
-            transport=job.transport,
-            world_size=job.ranks,
-            device=device.type,
-            time_limit=limit,
+            engine=job.engine, transport=job.transport, world_size=job.ranks, device=device.type, time_limit=limit,
             **_sizes(device),
-        )
+        )  # fmt: skip
     except SpecError as error:
         return sheet.check(f"{job.name} can run here", False, first_line(error), "it can")
-    try:
-        record = run(spec, directory=folder / job.name)
-    except RanksFailed as failed:
-        print(failed, file=sys.stderr)
-        return sheet.check(f"{job.name} finishes", False, first_line(failed), "it does")
-    sheet.record(job.name)
+    record = recorded(sheet, job.name, spec)
+    if record is None:
+        return
     sheet.row(**figures(job, record))
     _judge(sheet, job, record, twin.result(timeout=max(1.0, sheet.left() - 1)), _TOLERANCE[device.type])
+
+
+def recorded(sheet: Sheet, name: str, spec: RunSpec) -> RunRecord | None:
+    """The record of one run, kept with the sheet under `name`; None where it failed, which is a failed check."""
+    try:
+        record = run(spec, directory=sheet.folder / name)
+    except RanksFailed as failed:
+        print(failed, file=sys.stderr)
+        sheet.check(f"{name} finishes", False, first_line(failed), "it does")
+        return None
+    sheet.record(name)
+    return record
 
 
 def figures(job: Job, record: RunRecord) -> dict[str, Any]:
@@ -125,12 +129,8 @@ def figures(job: Job, record: RunRecord) -> dict[str, Any]:
 
 def _judge(sheet: Sheet, job: Job, record: RunRecord, expected: list[float], tolerance: float) -> None:
     worst = furthest(record.summary["losses"], expected)
-    sheet.check(
-        f"{job.name}: losses equal the CPU twin's",
-        worst <= tolerance,
-        f"{worst:.1e} relative",
-        f"at most {tolerance:.0e} in {len(expected)} steps",
-    )
+    name, allowed = f"{job.name}: losses equal the CPU twin's", f"at most {tolerance:.0e} in {len(expected)} steps"
+    sheet.check(name, worst <= tolerance, f"{worst:.1e} relative", allowed)
     label = record.provenance["step_time_s"]
     sheet.check(f"{job.name}: its times are labelled emulated", label == "emulated", label, "emulated")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,15 +15,15 @@ import torch
 from fsdplab.profiling.exports import traces_of
 from fsdplab.profiling.traces.overlap import analyse_trace
 from fsdplab.records import CATEGORIES, RunRecord
-from fsdplab.sessions import RanksFailed, RunSpec, SpecError, run
+from fsdplab.sessions import RunSpec, SpecError
 
 from .part import Sheet, first_line, part_main
+from .several_ranks import REPORT_S, recorded
 
 PARTS_OF_A_STEP = ("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")
 LARGE: dict[str, Any] = dict(model="gpt-20m", batch_size=16, sequence_length=256, precision="bf16", steps=6, profile=2)
 TINY: dict[str, Any] = dict(model="gpt-tiny", batch_size=2, sequence_length=32, steps=2, profile=1)
 _START_S = {"cuda": 18.0, "cpu": 6.0}  # a run is not begun with less than this
-_REPORT_S = {"cuda": 8.0, "cpu": 2.0}  # kept of the limit, to find out where ranks hang (`sessions/launch/launcher.py`)
 
 
 @dataclass(frozen=True)
@@ -48,40 +47,32 @@ ON_CUDA = (
 ON_CPU = (Job("full_shard", 2, "auto"), Job("no_shard", 2, "auto"))
 
 
-def work(sheet: Sheet, device: torch.device, folder: Path, seconds: float) -> None:
+def work(sheet: Sheet, device: torch.device) -> None:
     """Records as many of the jobs as the limit holds, the most telling first."""
     for job in ON_CUDA if device.type == "cuda" else ON_CPU:
         if sheet.left() < _START_S[device.type]:
             sheet.note(f"{job.name} was not recorded: {max(0.0, sheet.left()):.0f} s were left")
             continue
         with sheet.trying(f"{job.name} is recorded"):
-            record_job(sheet, job, device, folder)
+            record_job(sheet, job, device)
     sheet.check("a run was recorded", bool(sheet.records), f"{len(sheet.records)} records", "at least 1")
 
 
-def record_job(sheet: Sheet, job: Job, device: torch.device, folder: Path) -> None:
+def record_job(sheet: Sheet, job: Job, device: torch.device) -> None:
     """One run: its record, its row, its checks."""
     sizes = LARGE if device.type == "cuda" else TINY
-    limit = max(1.0, sheet.left() - _REPORT_S[device.type])
+    limit = max(1.0, sheet.left() - REPORT_S[device.type])
     try:
         spec = RunSpec(
-            strategy=job.strategy,
-            world_size=job.ranks,
-            transport=job.transport,
-            device=device.type,
-            time_limit=limit,
+            strategy=job.strategy, world_size=job.ranks, transport=job.transport, device=device.type, time_limit=limit,
             **sizes,
-        )
+        )  # fmt: skip
     except SpecError as error:
         return sheet.note(f"{job.name} cannot run here: {first_line(error)}")
-    try:
-        record = run(spec, directory=folder / job.name)
-    except RanksFailed as failed:
-        print(failed, file=sys.stderr)
-        return sheet.check(f"{job.name} finished", False, first_line(failed), "finished")
-    sheet.record(job.name)
-    sheet.row(**figures(job, record))
-    judge(sheet, job, record, device)
+    record = recorded(sheet, job.name, spec)
+    if record is not None:
+        sheet.row(**figures(job, record))
+        judge(sheet, job, record, device)
 
 
 def figures(job: Job, record: RunRecord) -> dict[str, Any]:
@@ -114,22 +105,13 @@ def judge(sheet: Sheet, job: Job, record: RunRecord, device: torch.device) -> No
     """
     sheet.check(f"{job.name} finished", record.status == "finished", record.status, "finished")
     worst = unaccounted_ns(record.table("breakdown"))
-    sheet.check(
-        f"{job.name}: the parts of a step add up to it",
-        worst == 0,
-        "no profiled step" if worst is None else f"{worst} ns off",
-        "0 ns off",
-    )
-    found = analyse_trace(
-        traces_of(record)[0], ledger=[row for row in record.table("ledger") if row["rank"] == 0]
-    ).device
+    got = "no profiled step" if worst is None else f"{worst} ns off"
+    sheet.check(f"{job.name}: the parts of a step add up to it", worst == 0, got, "0 ns off")
+    ledger = [row for row in record.table("ledger") if row["rank"] == 0]
+    found = analyse_trace(traces_of(record)[0], ledger=ledger).device
     sheet.check(f"{job.name}: the trace shows the device's work", found == device.type, found, device.type)
-    sheet.check(
-        f"{job.name}: memory has a timeline",
-        len(record.table("memory")) > 1,
-        f"{len(record.table('memory'))} rows",
-        "more than 1",
-    )
+    points = len(record.table("memory"))
+    sheet.check(f"{job.name}: memory has a timeline", points > 1, f"{points} rows", "more than 1")
 
 
 def unaccounted_ns(breakdown: list[dict[str, Any]]) -> int | None:

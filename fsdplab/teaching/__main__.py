@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from .authoring.course import CourseError, build_course
-from .authoring.course_run import run_course
+from .authoring.course_run import BOTH, run_course
 from .core.course_state import EDITIONS
 
 CHECKOUT = Path(__file__).resolve().parents[2] / "notebooks"
@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     build.set_defaults(command=_build)
     test = commands.add_parser("test", help="run a folder of notebooks; sources as teacher and as learner edition")
     test.add_argument("directory", type=Path, nargs="?", default=_sources(), help="default: notebooks")
+    test.add_argument("--edition", choices=EDITIONS, help="run sources in this edition only")
     test.set_defaults(command=_test)
     return parser
 
@@ -62,7 +63,8 @@ def _build(asked: argparse.Namespace) -> int:
 
 
 def _test(asked: argparse.Namespace) -> int:
-    runs = run_course(asked.directory, on_run=lambda run: print(run, flush=True))
+    editions = (asked.edition,) if asked.edition else BOTH
+    runs = run_course(asked.directory, lambda run: print(run, flush=True), editions)
     return 1 if any(run.failure for run in runs) else 0
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 MOST_EVENTS = 20_000  # of the newest: a step of a model with a few hundred parameters has some thousands
-_KEPT_PARTS = 3  # of a frame's file name
+_KEPT_PARTS = 3  # of the name of a file outside this package
 
 
 @contextmanager
@@ -57,7 +57,13 @@ def shorten_names(snapshot: Any) -> None:
         thing = waiting.pop()
         if isinstance(thing, dict):
             if isinstance(thing.get("filename"), str):
-                thing["filename"] = "/".join(thing["filename"].split("/")[-_KEPT_PARTS:])
+                thing["filename"] = _shortened(thing["filename"])
             waiting += [value for value in thing.values() if isinstance(value, (dict, list))]
         elif isinstance(thing, list):
             waiting += [value for value in thing if isinstance(value, (dict, list))]
+
+
+def _shortened(name: str) -> str:
+    parts = name.split("/")
+    within = len(parts) - parts[::-1].index("fsdplab") - 1 if "fsdplab" in parts else -_KEPT_PARTS
+    return "/".join(parts[within:])

@@ -3,7 +3,8 @@
 All engines train the same model from the same weights with the same optimizer. AdamW is the fused one everywhere: it
 makes no temporaries (a looped one holds three times its largest parameter, a foreach one a copy of all), works on
 DTensors, and on the CPU takes a third of the time. What differs between engines is in this file and nowhere else; each
-is used as its own documentation says, with its defaults.
+is used as its own documentation says, with its defaults. gpu_check compares the same engines on one rank: it takes
+`held` and `one_step` from here, and reads no loss inside a step.
 
 bf16 means computing in bfloat16 with float32 masters and float32 reduction. DDP and the twin have no masters of their
 own: DDP runs under autocast, its usual form; the twin casts its parameters inside the forward, which is what sharding
@@ -35,6 +36,20 @@ Accumulate = Callable[[bool], AbstractContextManager[Any]]
 TrainStep = Callable[[Sequence[Sequence[Batch]]], float]
 
 
+def _at_once(last: bool) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class Held:
+    """A model as an engine holds it. A micro-batch is trained inside `accumulate(last)`: gradients travel with the last
+    one of a step.
+    """
+
+    model: nn.Module
+    accumulate: Accumulate = _at_once
+
+
 @dataclass(frozen=True)
 class TrainingSetup:
     """A model ready to train. `train_step(batches)` does one whole step and returns its mean loss; `batches[i]` are the
@@ -51,7 +66,16 @@ def build(spec: RunSpec, place: RankContext) -> TrainingSetup:
     model = build_model(spec.model, device=place.device, seed=spec.seed)
     if spec.compile == "blocks" and spec.engine != "twin":  # the twin is what others are compared with
         compile_blocks(model)
-    return _BUILDERS[spec.engine](spec, place, model)
+    if spec.engine == "twin":
+        return _twin(spec, place, model)
+    if spec.engine.startswith("deepspeed"):
+        return _deepspeed(spec, place, model)
+    return _trained(spec, place, held(spec, place.device, model))
+
+
+def held(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
+    """`model` in the hands of `spec.engine` (the lab's or one of torch's), over all ranks of the process group."""
+    return _HOLDERS[spec.engine](spec, device, model)
 
 
 def adamw(spec: RunSpec, model: nn.Module) -> torch.optim.AdamW:
@@ -60,32 +84,37 @@ def adamw(spec: RunSpec, model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=spec.learning_rate, **{kind: True})
 
 
-def _at_once(last: bool) -> AbstractContextManager[Any]:
-    return nullcontext()
+def one_step(
+    mine: Held, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], enter: Callable[[str], None]
+) -> Tensor:
+    """Forward and backward of every micro-batch, then the optimizer; the mean loss, still on the device. `enter` hears
+    each phase.
+    """
+    total = torch.zeros((), device=batches[0][0].device)
+    for index, (tokens, targets) in enumerate(batches, start=1):
+        with mine.accumulate(index == len(batches)):
+            enter("forward")
+            loss = loss_of(mine.model, tokens, targets) / len(batches)
+            enter("backward")
+            loss.backward()
+        total += loss.detach()
+    enter("optimizer")
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
 
 
-def _trained(spec: RunSpec, place: RankContext, model: nn.Module, accumulate: Accumulate = _at_once) -> TrainingSetup:
-    optimizer = adamw(spec, model)
+def _trained(spec: RunSpec, place: RankContext, mine: Held) -> TrainingSetup:
+    optimizer = adamw(spec, mine.model)
 
     def train_step(batches_by_rank: Sequence[Sequence[Batch]]) -> float:
         (batches,) = batches_by_rank
-        total = torch.zeros((), device=place.device)
-        for index, (tokens, targets) in enumerate(batches, start=1):
-            with accumulate(index == len(batches)):
-                place.heartbeat.enter("forward")
-                loss = loss_of(model, tokens, targets) / len(batches)
-                place.heartbeat.enter("backward")
-                loss.backward()
-            total += loss.detach()
-        place.heartbeat.enter("optimizer")
-        optimizer.step()
-        optimizer.zero_grad()
-        return total.item()
+        return one_step(mine, optimizer, batches, place.heartbeat.enter).item()
 
-    return TrainingSetup(model, optimizer, train_step)
+    return TrainingSetup(mine.model, optimizer, train_step)
 
 
-def _lab(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
+def _lab(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
     from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, shard_model
 
     policy = (
@@ -93,9 +122,9 @@ def _lab(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
         if spec.precision == "bf16"
         else MixedPrecisionPolicy()
     )
-    offload = CPUOffloadPolicy(pin_memory=place.device.type == "cuda") if spec.offload == "cpu" else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if spec.offload == "cpu" else OffloadPolicy()
     sharded = shard_model(
-        model, spec.strategy, units=units_of(spec, model), mesh=_mesh(spec, place), mp_policy=policy,
+        model, spec.strategy, units=units_of(spec, model), mesh=_mesh(spec, device), mp_policy=policy,
         offload_policy=offload,
         checkpoint=spec.checkpoint, prefetch=spec.prefetch, transport=spec.transport,
     )  # fmt: skip
@@ -106,7 +135,7 @@ def _lab(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
             sharded.set_requires_gradient_sync(last)
         return nullcontext()
 
-    return _trained(spec, place, sharded, announce)
+    return Held(sharded, announce)
 
 
 def units_of(spec: RunSpec, model: nn.Module) -> Literal["root"] | tuple[type[nn.Module], ...]:
@@ -116,22 +145,22 @@ def units_of(spec: RunSpec, model: nn.Module) -> Literal["root"] | tuple[type[nn
     return (nn.Linear,) if spec.units == "linear" else block_types(model)
 
 
-def _mesh(spec: RunSpec, place: RankContext) -> DeviceMesh:
+def _mesh(spec: RunSpec, device: torch.device) -> DeviceMesh:
     """All ranks in a line; under hybrid_shard replicas x ranks of a shard group."""
     if spec.strategy != "hybrid_shard":
-        return init_device_mesh(place.device.type, (place.world_size,))
-    return init_device_mesh(place.device.type, (spec.replicas, spec.shard_size), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(device.type, (dist.get_world_size(),))
+    return init_device_mesh(device.type, (spec.replicas, spec.shard_size), mesh_dim_names=("replicate", "shard"))
 
 
-def _ddp(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
+def _ddp(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
     from torch.nn.parallel import DistributedDataParallel
 
-    seen = _Autocast(model, place.device.type) if spec.precision == "bf16" else model
-    replicated = DistributedDataParallel(seen, device_ids=None if place.device.type == "cpu" else [place.device.index])
-    return _trained(spec, place, replicated, lambda last: nullcontext() if last else replicated.no_sync())
+    seen = _Autocast(model, device.type) if spec.precision == "bf16" else model
+    replicated = DistributedDataParallel(seen, device_ids=None if device.type == "cpu" else [device.index])
+    return Held(replicated, lambda last: nullcontext() if last else replicated.no_sync())
 
 
-def _fsdp1(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
+def _fsdp1(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -146,13 +175,13 @@ def _fsdp1(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup
         sharding_strategy=rows[spec.strategy],
         auto_wrap_policy=ModuleWrapPolicy(set(block_types(model))),
         mixed_precision=mixed,
-        device_id=place.device,
+        device_id=device,
         use_orig_params=True,
     )
-    return _trained(spec, place, sharded)
+    return Held(sharded)
 
 
-def _fsdp2(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
+def _fsdp2(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from fsdplab.engine.transport.shared_gpu.peers import put_on_shared_gpu
@@ -164,7 +193,7 @@ def _fsdp2(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup
     )
     shard = partial(
         fully_shard,
-        mesh=_mesh(spec, place),
+        mesh=_mesh(spec, device),
         reshard_after_forward=False if spec.strategy == "shard_grad_op" else None,
         mp_policy=policy,
     )
@@ -173,8 +202,8 @@ def _fsdp2(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup
         shard(module)
     sharded = shard(model)
     if spec.shares_a_gpu:
-        put_on_shared_gpu(sharded, dist.group.WORLD, place.device)
-    return _trained(spec, place, sharded)
+        put_on_shared_gpu(sharded, dist.group.WORLD, device)
+    return Held(sharded)
 
 
 def _twin(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
@@ -196,13 +225,11 @@ def _twin(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
     return TrainingSetup(model, optimizer, train_step)
 
 
-def _deepspeed(stage: int) -> Callable[[RunSpec, RankContext, nn.Module], TrainingSetup]:
-    def build_stage(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
-        from fsdplab.sessions.worker.deepspeed_engine import deepspeed_setup
+def _deepspeed(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
+    from fsdplab.sessions.worker.deepspeed_engine import deepspeed_setup
 
-        return TrainingSetup(*deepspeed_setup(stage, spec, place, model, adamw(spec, model)))
-
-    return build_stage
+    stage = int(spec.engine.removeprefix("deepspeed-"))
+    return TrainingSetup(*deepspeed_setup(stage, spec, place, model, adamw(spec, model)))
 
 
 class _Autocast(nn.Module):
@@ -230,13 +257,6 @@ class _CastParameters(nn.Module):
         return torch.func.functional_call(self.model, low, (tokens,))
 
 
-_BUILDERS: dict[str, Callable[[RunSpec, RankContext, nn.Module], TrainingSetup]] = {
-    "lab": _lab,
-    "torch-ddp": _ddp,
-    "torch-fsdp1": _fsdp1,
-    "torch-fsdp2": _fsdp2,
-    "deepspeed-1": _deepspeed(1),
-    "deepspeed-2": _deepspeed(2),
-    "deepspeed-3": _deepspeed(3),
-    "twin": _twin,
-}
+_HOLDERS: dict[str, Callable[[RunSpec, torch.device, nn.Module], Held]] = {
+    "lab": _lab, "torch-ddp": _ddp, "torch-fsdp1": _fsdp1, "torch-fsdp2": _fsdp2,
+}  # fmt: skip

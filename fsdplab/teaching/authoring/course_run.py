@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from nbformat import NotebookNode
 from .course import edition_of, is_tagged, notebooks_in, read, structure_complaints
 
 CELL_TIME_LIMIT = 180
+BOTH = ("teacher", "learner")
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,15 @@ class NotebookRun:
         return f"{self.notebook} ({self.edition}): {outcome}, {self.seconds:.0f} s"
 
 
-def run_course(directory: Path | str, on_run: Callable[[NotebookRun], None] = lambda run: None) -> list[NotebookRun]:
-    """Run every notebook of a folder in order; `on_run` hears of each as it ends. CourseError where there are none."""
+def run_course(
+    directory: Path | str, on_run: Callable[[NotebookRun], None] = lambda run: None, editions: Sequence[str] = BOTH
+) -> list[NotebookRun]:
+    """Run every notebook of a folder in order, sources in each of `editions`; `on_run` hears of each as it ends.
+    CourseError where there are none.
+    """
     runs = []
     with tempfile.TemporaryDirectory(prefix="fsdplab-course-") as scratch:
-        for name, edition, notebook, complaint in _editions(Path(directory)):
+        for name, edition, notebook, complaint in _editions(Path(directory), editions):
             home = Path(scratch) / edition.replace(" ", "-") / "my_fsdp"
             runs.append(
                 NotebookRun(name, edition, 0.0, complaint)
@@ -52,13 +57,13 @@ def run_course(directory: Path | str, on_run: Callable[[NotebookRun], None] = la
     return runs
 
 
-def _editions(directory: Path) -> Iterator[tuple[str, str, NotebookNode, str | None]]:
-    """(name, edition, notebook, complaint) of everything to run, all teacher editions first."""
+def _editions(directory: Path, editions: Sequence[str]) -> Iterator[tuple[str, str, NotebookNode, str | None]]:
+    """(name, edition, notebook, complaint) of everything to run, all of the first edition first."""
     read_in = [(path.name, read(path)) for path in notebooks_in(directory)]
-    for edition in ("teacher", "learner"):
+    for edition in editions:
         for name, source in read_in:
             if not is_tagged(source):
-                if edition == "teacher":
+                if edition == editions[0]:
                     yield name, "as it is", source, None
                 continue
             yield name, edition, edition_of(source, edition), "\n".join(structure_complaints(name, source)) or None
