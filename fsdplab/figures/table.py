@@ -6,13 +6,14 @@ from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING
 from fsdplab.figures.view import RunView
 
+SPLIT = "= par + grad + opt + act + rest"
 COLUMNS = (
     "strategy",
     "engine",
     "step",
     "tokens/s",
     "peak",
-    "= par + grad + opt + act + rest",
+    SPLIT,
     "sent",
     "formula",
     "exposed",
@@ -20,6 +21,8 @@ COLUMNS = (
     "loss",
     "losses",
 )
+NUMBERS = ("step", "tokens/s", "peak", "sent", "loss")  # columns that are set flush right where there is room
+WRAPPED = (SPLIT, "formula")  # columns whose text may take a second line
 GROUPS = {
     "par": ("parameter_slices", "gathered_parameters"),
     "grad": ("gradient_slices", "whole_gradients"),
@@ -33,6 +36,7 @@ LEGEND = (
     " rest of it; loss: of the last step"
 )
 AGREE, DIFFER, EQUAL = "agree", "DIFFER", "equal"
+_MOODS = {AGREE: "good", EQUAL: "good", DIFFER: "bad", "out of memory": "bad", "failed": "bad"}
 
 
 def cells(run: RunView, unknown: str = MISSING) -> tuple[str, ...]:
@@ -82,9 +86,9 @@ def formula_of(run: RunView) -> str:
     return f"{size(run.formula_bytes)} {EQUAL if not off else f'{DIFFER} {off:+,} B'}"
 
 
-def verdict(text: str) -> str:
-    """The verdict that a cell carries, for its colour: `verdict("115 MB equal") == "equal"`; else the text itself."""
-    return next((word for word in (EQUAL, AGREE, DIFFER) if word in text.split()), text)
+def mood(text: str) -> str:
+    """Whether a cell's verdict is `good` or `bad`, for its colour: `mood("115 MB equal") == "good"`; else empty."""
+    return _MOODS.get(next((word for word in (EQUAL, AGREE, DIFFER) if word in text.split()), text), "")
 
 
 def badge(run: RunView, unknown: str = MISSING) -> str:
