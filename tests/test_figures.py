@@ -280,6 +280,16 @@ def test_static_picture_of_each_kind_is_sound(runs):
     assert [nice_step(rough) for rough in (0.7, 1, 33, 0.021)] == [1, 1, 50, pytest.approx(0.05)]
 
 
+def test_static_picture_finds_the_ranges_that_a_figure_leaves_to_plotly():
+    """A learner's own figure sets none."""
+    import plotly.graph_objects as go
+
+    picture = figures.svg(go.Figure([go.Bar(x=["a", "b"], y=[3, 4]), go.Scatter(x=["a", "b"], y=[1, -2])]))
+    heights = [float(box["height"]) for box in rectangles(picture)[1:] if float(box["width"]) > 20]
+    assert heights == pytest.approx([3 * heights[1] / 4, heights[1]], abs=0.1)
+    assert re.search(r">-2<", picture) and re.search(r">4<", picture)
+
+
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
 
 
