@@ -487,10 +487,3 @@ def test_colours_are_told_apart_by_every_eye(eye):
 
 def test_the_colour_test_sees_a_bad_palette():
     assert nearest({"a": "#c05050", "b": "#808040"}, EYES["deuteranopia"]) < 12
-
-
-def test_palette_covers_every_category_and_strategy():
-    from fsdplab.engine.events import CATEGORIES as EMITTED
-
-    assert list(style.CATEGORY_COLOURS) == list(CATEGORIES) == list(EMITTED)
-    assert set(style.STRATEGY_COLOURS) >= set(SPLITS) | {"zero2", "shard_grad_op"}

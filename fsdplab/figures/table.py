@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING
 from fsdplab.figures.view import RunView
 
-SPLIT = "= par + grad + opt + act + rest"
+_NAMED = tuple(dict.fromkeys(row.group for row in CATEGORY_ROWS.values() if row.group != "rest"))
+GROUPS = {group: tuple(row.name for row in CATEGORY_ROWS.values() if row.group == group) for group in _NAMED}
+SPLIT = f"= {' + '.join([*GROUPS, 'rest'])}"
 COLUMNS = (
     "strategy",
     "engine",
@@ -23,12 +26,6 @@ COLUMNS = (
 )
 NUMBERS = ("step", "tokens/s", "peak", "sent", "loss")  # columns that are set flush right where there is room
 WRAPPED = (SPLIT, "formula")  # columns whose text may take a second line
-GROUPS = {
-    "par": ("parameter_slices", "gathered_parameters"),
-    "grad": ("gradient_slices", "whole_gradients"),
-    "opt": ("optimizer_state",),
-    "act": ("activations",),
-}
 LEGEND = (
     "step: median; peak: memory of the worst rank, in MB = parameters (slices and gathered) + gradients (slices and"
     " whole) + optimizer state + activations + rest (communication buffers, other); sent: by one rank in one step;"
