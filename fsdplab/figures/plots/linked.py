@@ -97,7 +97,7 @@ def _linked(record: RunRecord, at_ns: float | None, with_slices: bool, limit: in
         _cursor(figure, at_ns / MS, domains)
     title, alt = _finding(record, life, memory, at_ns if with_slices else None)
     where = conditions(record, f"step {life.step}", merge_words(found, len(marks), window))
-    top = 96 + _LEGEND_ROW * -(-len({trace.name for trace in figure.data if trace.showlegend is not False}) // 4)
+    top = 110 + _LEGEND_ROW * -(-len({trace.name for trace in figure.data if trace.showlegend is not False}) // 4)
     titled(figure, title, where, alt, height=sum(heights) + _GAP * (len(heights) - 1) + top + 70, top=top)
     return figure.update_layout(
         margin_b=70, barmode="overlay", uniformtext=dict(minsize=12, mode="hide"), hovermode="closest"

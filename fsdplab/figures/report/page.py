@@ -104,8 +104,8 @@ _LOOK = Look(table={}, heading=lambda column: {}, cell=_classes)
 
 def _categories_table(shown: list[RunView]) -> Markup:
     """Every category of every run, in full."""
-    head = [Cell("run"), *(Cell(CATEGORY_NAMES[name]) for name in CATEGORIES)]
     number = {"class": "number"}
+    head = [Cell("run"), *(Cell(CATEGORY_NAMES[name], number) for name in CATEGORIES)]
     rows = [[Cell(run.label), *(Cell(_amount(run, name), number) for name in CATEGORIES)] for run in shown]
     return table(head, rows)
 
