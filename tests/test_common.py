@@ -1,4 +1,4 @@
-"""What several folders share: whole files, near words, sizes, endings of processes, names that load when used."""
+"""What several folders share: names, whole files, near words, sizes, endings of processes, names loaded when used."""
 
 from __future__ import annotations
 
@@ -21,17 +21,42 @@ from fsdplab.common.words import did_you_mean, near
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("name", ["files", "words", "sizes", "processes", "lazy"])
+@pytest.mark.parametrize("name", ["files", "names", "words", "sizes", "processes", "lazy"])
 def test_examples_in_docstrings_hold(name):
     assert doctest.testmod(import_module(f"fsdplab.common.{name}")).failed == 0
 
 
 def test_it_imports_the_standard_library_only():
-    modules = "files, lazy, processes, sizes, words"
+    modules = "files, lazy, names, processes, sizes, words"
     code = f"import sys; before = set(sys.modules); from fsdplab.common import {modules}; print(*sys.modules - before)"
     code = code.replace("sys.modules - before", "(set(sys.modules) - before)")
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert {name.partition(".")[0] for name in loaded} <= {*sys.stdlib_module_names, "fsdplab"}
+
+
+def test_every_table_has_the_strategies_of_the_engine():
+    from fsdplab.common.names import STATES, STRATEGIES, STRATEGY_ROWS
+    from fsdplab.engine import STRATEGIES as DONE
+    from fsdplab.figures.style import STRATEGY_COLOURS
+    from fsdplab.planning.traffic import _GATHERS
+    from fsdplab.sessions.spec import ENGINES
+
+    assert STRATEGIES == tuple(STRATEGY_ROWS) == tuple(DONE) == tuple(_GATHERS) == ENGINES["twin"]
+    assert (*STRATEGIES, "twin") == tuple(STRATEGY_COLOURS) and set(ENGINES["lab"]) == set(STRATEGIES)
+    for name, row in DONE.items():
+        cut = (row.shard_parameters, row.shard_gradients, row.shard_optimizer)
+        assert STRATEGY_ROWS[name].cuts == tuple(state for state, there in zip(STATES, cut) if there)
+
+
+def test_every_table_has_the_categories_of_the_engine():
+    from fsdplab import records
+    from fsdplab.common.names import CATEGORIES
+    from fsdplab.engine.events import CATEGORIES as TAGGED
+    from fsdplab.figures import CATEGORY_COLOURS
+    from fsdplab.profiling.diagnosis import _REMEDIES
+
+    assert CATEGORIES == TAGGED == records.CATEGORIES == tuple(CATEGORY_COLOURS)
+    assert set(_REMEDIES) == set(CATEGORIES)
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path):

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -279,11 +280,69 @@ def test_static_picture_of_each_kind_is_sound(runs):
     assert [nice_step(rough) for rough in (0.7, 1, 33, 0.021)] == [1, 1, 50, pytest.approx(0.05)]
 
 
-def test_labels_are_escaped(tmp_path):
-    evil = record(tmp_path, "zero1", engine="<script>alert(1)</script>")
-    comparison = comparison_json([evil])
-    assert "<script>alert" not in figures.comparison_page(comparison)
+def test_static_picture_finds_the_ranges_that_a_figure_leaves_to_plotly():
+    """A learner's own figure sets none."""
+    import plotly.graph_objects as go
+
+    picture = figures.svg(go.Figure([go.Bar(x=["a", "b"], y=[3, 4]), go.Scatter(x=["a", "b"], y=[1, -2])]))
+    heights = [float(box["height"]) for box in rectangles(picture)[1:] if float(box["width"]) > 20]
+    assert heights == pytest.approx([3 * heights[1] / 4, heights[1]], abs=0.1)
+    assert re.search(r">-2<", picture) and re.search(r">4<", picture)
+
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
+
+
+class Tags(HTMLParser):
+    """A page as a browser reads it: its tags, and the text of every script by its attributes."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.scripts: list[tuple[dict[str, str | None], str]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        if tag == "script":
+            self.scripts.append((dict(attrs), ""))
+
+    def handle_data(self, data):
+        if self.cdata_elem == "script":
+            attributes, text = self.scripts[-1]
+            self.scripts[-1] = attributes, text + data
+
+
+def page_without_plotly(*given, **named) -> str:
+    from plotly.offline import get_plotlyjs
+
+    return figures.comparison_page(*given, **named).replace(get_plotlyjs(), "")
+
+
+@pytest.mark.quick
+def test_no_text_of_a_run_becomes_a_tag_or_ends_a_script(tmp_path):
+    evil, usual = record(tmp_path, "zero1", engine=HOSTILE), record(tmp_path, "zero1", engine="peer")
+    for run in (evil, usual):
+        run.spec["model"] = run.environment["torch"] = run.spec["engine"]
+    findings = [[dict.fromkeys(("title", "text", "remedy"), run.spec["engine"])] for run in (evil, usual)]
+    seen, expected = (
+        Tags(page_without_plotly(comparison_json([run]), [run], found)) for run, found in zip((evil, usual), findings)
+    )
+    assert seen.tags == expected.tags
+    data = [json.loads(text) for attributes, text in seen.scripts if attributes.get("type") == "application/json"]
+    assert data[-1] == comparison_json([evil]) and len(data) == len(expected.scripts) - 2
+    assert HOSTILE in data[1]["data"][0]["y"][0], "a figure's data arrive as they are"
     assert ET.fromstring(figures.svg(figures.step_time(evil))) is not None
+
+
+def test_page_and_lab_show_one_table(runs):
+    from fsdplab.widgets.tabs import table
+
+    page, lab = page_without_plotly(comparison_json(runs), runs), table(views(runs))
+    for found in (page, lab):
+        assert re.findall(r"<th(?: [^>]*)?>(.*?)</th>", found)[: len(COLUMNS)] == list(COLUMNS)
+        assert re.findall(r"<td(?: [^>]*)?>(.*?)</td>", found)[: len(COLUMNS)] == list(cells(view(runs[0])))
+    assert lab.count("color:#c01f25") == page.count('class="bad"') == 1 and lab.count("color:#00704f") == 3
 
 
 def test_page_carries_table_figures_data_and_what_was_real(runs):
@@ -334,6 +393,55 @@ def test_page_opens_offline_in_a_browser(runs, tmp_path):
     assert (asked, problems) == ([target.as_uri()], [])
 
 
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a chromium on the path")
+def test_a_wide_table_and_its_legend_fit_a_small_window(tmp_path):
+    """Long names, sums and verdicts at 1280x800 beside a scroll bar: nothing is cut off, nothing scrolls sideways."""
+    from playwright.sync_api import sync_playwright
+
+    target = tmp_path / "page.html"
+    target.write_text(figures.comparison_page(comparison_json(wide := widest(tmp_path)), wide), encoding="utf-8")
+    right = "[...document.querySelectorAll('{}')].map(node => node.getBoundingClientRect().right)"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"),
+            args=["--no-sandbox", "--disable-gpu"],
+            ignore_default_args=["--hide-scrollbars"],
+        )
+        page = browser.new_page(viewport={"width": 1280, "height": 800})
+        page.goto(target.as_uri())
+        page.wait_for_selector(".legend")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+        for box in page.locator(".panel.open .wide").all():
+            assert box.evaluate("box => box.scrollWidth <= box.clientWidth")
+            inside, edge = (box.evaluate(f"box => box{at}.getBoundingClientRect().right") for at in (_LAST, ""))
+            assert inside <= edge + 0.5 and edge <= 1280
+        (plot,) = page.evaluate(right.format(".panel.open .js-plotly-plot:has(.legend)"))
+        legend = page.evaluate(right.format(".panel.open .legendtext"))
+        assert len(legend) == len(CATEGORIES) and max(legend) <= plot
+        page.set_viewport_size({"width": 1000, "height": 800})
+        page.wait_for_function(f"(plot => plot < {plot - 200})({right.format('.main-svg')}[0])")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1000
+        browser.close()
+
+
+_LAST = ".querySelector('tr').lastElementChild"
+
+
+def widest(tmp_path: Path) -> list[RunRecord]:
+    """Five runs with the longest texts that a table meets."""
+    made = []
+    for place, engine in enumerate(("torch-ddp", "deepspeed-1", "torch-fsdp2", "lab", "lab")):
+        run = record(tmp_path / str(place), "full_shard", engine=engine)
+        run.spec |= {"link": "eth10", "prefetch": place, "micro_batches": place}
+        peak = run.summary["peak_memory_bytes"]
+        peak["by_category"] = {name: nbytes + 150 * MB for name, nbytes in peak["by_category"].items()}
+        peak["total"] = sum(peak["by_category"].values())
+        run.summary["comm"] |= {"bytes_per_step": 1_234 * MB + 1, "exposed_s": 0.1234, "overlap": 0.56}
+        run.summary["formula_bytes_per_step"] = 1_233 * MB
+        made.append(run)
+    return made
+
+
 # Colour vision: linear RGB as people without one kind of cone see it (Machado, Oliveira and Fernandes 2009, severity
 # 1).
 EYES = {
@@ -379,10 +487,3 @@ def test_colours_are_told_apart_by_every_eye(eye):
 
 def test_the_colour_test_sees_a_bad_palette():
     assert nearest({"a": "#c05050", "b": "#808040"}, EYES["deuteranopia"]) < 12
-
-
-def test_palette_covers_every_category_and_strategy():
-    from fsdplab.engine.events import CATEGORIES as EMITTED
-
-    assert list(style.CATEGORY_COLOURS) == list(CATEGORIES) == list(EMITTED)
-    assert set(style.STRATEGY_COLOURS) >= set(SPLITS) | {"zero2", "shard_grad_op"}

@@ -20,7 +20,7 @@ import pytest
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parents[1]
 INNER = ("engine", "workloads", "records", "planning", "profiling", "sessions")  # run with torch and numpy alone
-OUTER = {"plotly", "ipywidgets", "IPython", "nbformat", "nbclient", "ipykernel", "typer", "rich", "click"}
+OUTER = {"plotly", "jinja2", "ipywidgets", "IPython", "nbformat", "nbclient", "ipykernel", "typer", "rich", "click"}
 WHEN_NEEDED = {"pandas", "deepspeed", "tensorboard"}  # imported inside the function that needs them
 MAX_CORE_LINES = 1500  # lines of code
 MAX_MEDIAN_FUNCTION_LINES = 12
@@ -156,6 +156,20 @@ def test_what_the_guides_name_exists():
     named = set(re.findall(r"`([\w/]+/[\w/]+\.\w+)`", text))
     assert len(named) > 15
     assert [name for name in sorted(named) if not any((top / name).exists() for top in (ROOT, ROOT / "fsdplab"))] == []
+
+
+def test_every_file_beside_the_code_is_package_data():
+    """Templates and other files that an installed package reads are named in pyproject.toml."""
+    tomllib = pytest.importorskip("tomllib", reason="reading pyproject.toml needs Python 3.11")
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
+    packages = {path.parent for path in modules(ROOT / "fsdplab").values()}
+    files = [path for path in (ROOT / "fsdplab").rglob("*.*") if path.suffix not in (".py", ".pyc")]
+    assert len([path for path in files if path.parent.name == "templates"]) >= 10
+    for path in files:
+        package = next(folder for folder in path.parents if folder in packages)
+        named = ".".join(package.relative_to(ROOT).parts)
+        patterns = [*listed["*"], *listed.get(named, ())]
+        assert any(path in package.glob(pattern) for pattern in patterns), f"{path} would not be in a wheel"
 
 
 def test_plain_import_is_light():

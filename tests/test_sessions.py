@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdplab import records
-from fsdplab.engine import events
 from fsdplab.sessions import ENGINES, RanksFailed, RunSpec, SpecError, bench, compare
 from fsdplab.sessions.launch.failure_report import PostMortem, failed_first, hung, not_started, too_slow
 from fsdplab.sessions.launch.launcher import Progress
@@ -227,10 +225,6 @@ def test_a_stall_is_a_pause_much_longer_than_any_before() -> None:
     progress.beats = {0: beat(0), 1: beat(1, step=0)}
     progress.longest_pause = 0.0
     assert not progress.stalled(2), "a first step may take long"
-
-
-def test_records_and_engine_know_the_same_categories() -> None:
-    assert records.CATEGORIES == events.CATEGORIES
 
 
 # ---- mailbox, stacks, values, summary, environment

@@ -16,9 +16,8 @@ from fsdplab import __version__
 from fsdplab.cli.errors import USAGE_ERROR, interrupted, one_line, refuse
 from fsdplab.cli.options import OF_A_RUN, SETTINGS, settings_of
 from fsdplab.cli.parse import card_of, names
-from fsdplab.sessions.spec import ENGINES, STRATEGIES
-
-IN_WORDS = "no_shard (DDP), zero1, zero2, shard_grad_op, full_shard (ZeRO-3), hybrid_shard"
+from fsdplab.common.names import OVER_ALL_RANKS, STRATEGIES, STRATEGIES_IN_WORDS
+from fsdplab.sessions.spec import ENGINES, ENGINES_IN_WORDS, PEERS
 
 
 def examples(*lines: str) -> str:
@@ -82,16 +81,11 @@ def compare(
     strategies: Annotated[
         str,
         typer.Option(
-            help=f"Strategies of the lab's own engine, comma-separated: {IN_WORDS}.",
+            help=f"Strategies of the lab's own engine, comma-separated: {STRATEGIES_IN_WORDS}.",
             show_default="all but hybrid_shard",
         ),
-    ] = "no_shard,zero1,zero2,shard_grad_op,full_shard",
-    engines: Annotated[
-        str,
-        typer.Option(
-            help="Other engines beside them, comma-separated: torch-ddp, torch-fsdp1, torch-fsdp2, deepspeed-1/2/3."
-        ),
-    ] = "",
+    ] = ",".join(OVER_ALL_RANKS),
+    engines: Annotated[str, typer.Option(help=f"Other engines beside them, comma-separated: {', '.join(PEERS)}.")] = "",
     settings: dict[str, Any] = SETTINGS,
     card: Card = "auto",
     json_file: Json = None,
@@ -120,15 +114,9 @@ def compare(
 @settings_of(*OF_A_RUN, "checkpoint", "offload", "transport", profile=2)
 def run(
     strategy: Annotated[
-        str, typer.Argument(help=f"{IN_WORDS}.", autocompletion=lambda: list(STRATEGIES))
+        str, typer.Argument(help=f"{STRATEGIES_IN_WORDS}.", autocompletion=lambda: list(STRATEGIES))
     ] = "full_shard",
-    engine: Annotated[
-        str,
-        typer.Option(
-            help="lab, torch-ddp, torch-fsdp1, torch-fsdp2, deepspeed-1/2/3 or twin.",
-            autocompletion=lambda: list(ENGINES),
-        ),
-    ] = "lab",
+    engine: Annotated[str, typer.Option(help=f"{ENGINES_IN_WORDS}.", autocompletion=lambda: list(ENGINES))] = "lab",
     settings: dict[str, Any] = SETTINGS,
     nodes: Annotated[
         int, typer.Option(help="Nodes: more than one are network namespaces with a real, shaped link between them.")
@@ -203,8 +191,8 @@ def report(
 )  # fmt: skip
 def bench(
     strategies: Annotated[
-        str, typer.Option(help=f"Strategies of the lab's own engine, comma-separated: {IN_WORDS}.")
-    ] = "full_shard,shard_grad_op,zero2,zero1,no_shard",
+        str, typer.Option(help=f"Strategies of the lab's own engine, comma-separated: {STRATEGIES_IN_WORDS}.")
+    ] = ",".join(reversed(OVER_ALL_RANKS)),
     engines: Annotated[str, typer.Option(help="Other engines in the same run.")] = "torch-ddp,torch-fsdp2",
     settings: dict[str, Any] = SETTINGS,
     rounds: Annotated[int, typer.Option(help="Timed rounds: in each, every engine does one step.")] = 10,

@@ -14,7 +14,9 @@ from rich.table import Table
 
 from fsdplab.cli.errors import refusals, refuse
 from fsdplab.cli.outputs import Outputs
+from fsdplab.common.names import OVER_ALL_RANKS
 from fsdplab.records import FORMAT
+from fsdplab.sessions.spec import ENGINES, PEERS
 
 BESIDE = ("alone", "torch-ddp", "torch-fsdp2")  # whose medians the ratios are taken to, where they took part
 
@@ -24,12 +26,12 @@ def bench_engines(
     peer_transport: str = "auto", prefetches: Sequence[str] = ("1",),
 ) -> None:  # fmt: skip
     """Run the lab's strategies and the other engines in turn, print the ratios, and write them as JSON if asked."""
-    from fsdplab.sessions import ENGINES, RunSpec, bench
+    from fsdplab.sessions import RunSpec, bench
 
     console = Outputs().console()
     with refusals():
         transport = common.pop("transport")
-        pairs = [(name, strategy) for name in engines for strategy in _strategies(ENGINES, name)]
+        pairs = [(name, strategy) for name in engines for strategy in _strategies(name)]
         peers = [
             RunSpec(engine=name, strategy=strategy, transport=peer_transport, **common) for name, strategy in pairs
         ]
@@ -56,13 +58,10 @@ def bench_engines(
         json_file.write_text(json.dumps(_as_dict(result), indent=1))
 
 
-def _strategies(engines: dict[str, tuple[str, ...]], name: str) -> tuple[str, ...]:
-    if name not in engines or name in ("lab", "twin"):
-        refuse(
-            f"--engines has {name!r}; expected some of"
-            f" {', '.join(each for each in engines if each not in ('lab', 'twin'))}"
-        )
-    able = [strategy for strategy in engines[name] if strategy != "hybrid_shard"]  # which needs a mesh of its own
+def _strategies(name: str) -> tuple[str, ...]:
+    if name not in PEERS:
+        refuse(f"--engines has {name!r}; expected some of {', '.join(PEERS)}")
+    able = [strategy for strategy in ENGINES[name] if strategy in OVER_ALL_RANKS]
     return tuple(able[:1]) if name.startswith("deepspeed") else tuple(able)
 
 

@@ -15,6 +15,7 @@ from fsdplab.cli.outputs import Detail, Outputs, print_findings, print_output_of
 from fsdplab.cli.progress import Progress, headline
 from fsdplab.figures.view import view
 from fsdplab.records import RunRecord, comparison_json
+from fsdplab.sessions.spec import ENGINES, PEERS
 
 if TYPE_CHECKING:
     from fsdplab.sessions import RunSpec
@@ -43,12 +44,11 @@ def compare_runs(strategies: list[str], engines: list[str], common: dict[str, An
 
 def _peer(engine: str, common: dict[str, Any]) -> RunSpec:
     """The spec of another engine under the strategy that it is best known for."""
-    from fsdplab.sessions import ENGINES, RunSpec
+    from fsdplab.sessions import RunSpec
 
-    if engine not in ENGINES or engine in ("lab", "twin"):
-        peers = [name for name in ENGINES if name not in ("lab", "twin")]
+    if engine not in PEERS:
         refuse(
-            f"--engines has {engine!r}; expected some of {', '.join(peers)} (the lab's own engine runs --strategies)"
+            f"--engines has {engine!r}; expected some of {', '.join(PEERS)} (the lab's own engine runs --strategies)"
         )
     return RunSpec(
         engine=engine,

@@ -19,13 +19,12 @@ from rich.text import Text
 
 from fsdplab.cli.errors import refuse
 from fsdplab.common.words import MISSING
-from fsdplab.figures.table import AGREE, COLUMNS, DIFFER, EQUAL, LEGEND, cells, verdict
+from fsdplab.figures.table import COLUMNS, LEGEND, NUMBERS, cells, mood
 from fsdplab.figures.view import RunView, provenance, view
 from fsdplab.records import RunRecord
 
 WIDTH = 146  # columns of the table where no terminal says how wide it is
-STYLES = {AGREE: "bold green", EQUAL: "green", DIFFER: "bold red", "out of memory": "bold red", "failed": "bold red"}
-NUMBERS = ("step", "tokens/s", "peak", "sent", "loss")
+STYLES = {"good": "bold green", "bad": "bold red", "": ""}
 
 
 class Detail(Enum):
@@ -107,7 +106,7 @@ def _table(columns: Sequence[str], rows: list[dict[str, str]]) -> Table:
     for name in columns:
         table.add_column(name, justify="right" if name in NUMBERS else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(row[name], STYLES.get(verdict(row[name]), "")) for name in columns))
+        table.add_row(*(Text(row[name], STYLES[mood(row[name])]) for name in columns))
     return table
 
 

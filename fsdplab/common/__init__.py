@@ -1,4 +1,3 @@
-"""What several folders need, with the standard library alone: files written whole, near words, sizes, process endings.
-
-Nothing here knows of training; everything may import it.
+"""What several folders need, with the standard library alone: names of strategies and of memory's categories, files
+written whole, near words, sizes, process endings. Everything may import it.
 """

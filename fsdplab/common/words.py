@@ -15,8 +15,8 @@ def near(got: object, known: Iterable[str], most: int = 2) -> list[str]:
     >>> near("Full-Shard", ["full_shard", "no_shard"])
     ['full_shard', 'no_shard']
     """
-    squeezed: Mapping[str, str] = {_squeezed(word): word for word in known}
-    return [squeezed[word] for word in difflib.get_close_matches(_squeezed(str(got)), squeezed, n=most, cutoff=0.55)]
+    words: Mapping[str, str] = {squeezed(word): word for word in known}
+    return [words[word] for word in difflib.get_close_matches(squeezed(str(got)), words, n=most, cutoff=0.55)]
 
 
 def did_you_mean(got: object, known: Iterable[str]) -> str:
@@ -34,5 +34,6 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _squeezed(text: str) -> str:
+def squeezed(text: str) -> str:
+    """The text without case, blanks, dashes and dots: `squeezed("ZeRO-3") == "zero3"`."""
     return re.sub(r"[\s_.-]", "", text.lower())

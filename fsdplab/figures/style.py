@@ -10,27 +10,11 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
+from fsdplab.common.names import CATEGORY_ROWS, STRATEGY_ROWS
 from fsdplab.figures.plotly_go import go
 
-CATEGORY_COLOURS = {
-    "parameter_slices": "#0064c8",
-    "gathered_parameters": "#6cc4f0",
-    "gradient_slices": "#b84a0a",
-    "whole_gradients": "#f09a1a",
-    "optimizer_state": "#0aa06c",
-    "activations": "#cc7fa8",
-    "communication_buffers": "#ebdf6a",
-    "other": "#555b65",
-}
-STRATEGY_COLOURS = {
-    "no_shard": "#7f868f",
-    "zero1": "#d3c1ee",
-    "zero2": "#ae8fdc",
-    "shard_grad_op": "#8a5fcb",
-    "full_shard": "#6435b0",
-    "hybrid_shard": "#c2366f",
-    "twin": "#d9b84a",
-}
+CATEGORY_COLOURS = {row.name: row.colour for row in CATEGORY_ROWS.values()}
+STRATEGY_COLOURS = {row.name: row.colour for row in STRATEGY_ROWS.values()} | {"twin": "#d9b84a"}
 COLLECTIVE_COLOURS = {
     "all_gather": "#6cc4f0",
     "all_gather in backward": "#0064c8",

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING
 from fsdplab.figures.view import RunView
 
+_NAMED = tuple(dict.fromkeys(row.group for row in CATEGORY_ROWS.values() if row.group != "rest"))
+GROUPS = {group: tuple(row.name for row in CATEGORY_ROWS.values() if row.group == group) for group in _NAMED}
+SPLIT = f"= {' + '.join([*GROUPS, 'rest'])}"
 COLUMNS = (
     "strategy",
     "engine",
     "step",
     "tokens/s",
     "peak",
-    "= par + grad + opt + act + rest",
+    SPLIT,
     "sent",
     "formula",
     "exposed",
@@ -20,12 +24,8 @@ COLUMNS = (
     "loss",
     "losses",
 )
-GROUPS = {
-    "par": ("parameter_slices", "gathered_parameters"),
-    "grad": ("gradient_slices", "whole_gradients"),
-    "opt": ("optimizer_state",),
-    "act": ("activations",),
-}
+NUMBERS = ("step", "tokens/s", "peak", "sent", "loss")  # columns that are set flush right where there is room
+WRAPPED = (SPLIT, "formula")  # columns whose text may take a second line
 LEGEND = (
     "step: median; peak: memory of the worst rank, in MB = parameters (slices and gathered) + gradients (slices and"
     " whole) + optimizer state + activations + rest (communication buffers, other); sent: by one rank in one step;"
@@ -33,6 +33,7 @@ LEGEND = (
     " rest of it; loss: of the last step"
 )
 AGREE, DIFFER, EQUAL = "agree", "DIFFER", "equal"
+_MOODS = {AGREE: "good", EQUAL: "good", DIFFER: "bad", "out of memory": "bad", "failed": "bad"}
 
 
 def cells(run: RunView, unknown: str = MISSING) -> tuple[str, ...]:
@@ -82,9 +83,9 @@ def formula_of(run: RunView) -> str:
     return f"{size(run.formula_bytes)} {EQUAL if not off else f'{DIFFER} {off:+,} B'}"
 
 
-def verdict(text: str) -> str:
-    """The verdict that a cell carries, for its colour: `verdict("115 MB equal") == "equal"`; else the text itself."""
-    return next((word for word in (EQUAL, AGREE, DIFFER) if word in text.split()), text)
+def mood(text: str) -> str:
+    """Whether a cell's verdict is `good` or `bad`, for its colour: `mood("115 MB equal") == "good"`; else empty."""
+    return _MOODS.get(next((word for word in (EQUAL, AGREE, DIFFER) if word in text.split()), text), "")
 
 
 def badge(run: RunView, unknown: str = MISSING) -> str:

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeGuard
 
+from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.words import plural
-from fsdplab.records import CATEGORIES, RunRecord
+from fsdplab.records import RunRecord
+from fsdplab.sessions.spec import ENGINES
 
-CATEGORY_NAMES = {name: name.replace("_", " ") for name in CATEGORIES}
+CATEGORY_NAMES = {row.name: row.words for row in CATEGORY_ROWS.values()}
 UNSPLIT = "not told apart"  # a peer's memory that could not be attributed to a category
 
 
@@ -50,7 +52,8 @@ class RunView:
     def _name(self) -> str:
         if self.engine in ("lab", "twin"):
             return self.strategy if self.engine == "lab" else "twin"
-        return self.engine if self.strategy in _IMPLIED.get(self.engine, ()) else f"{self.engine} {self.strategy}"
+        implied = ENGINES.get(self.engine, ("",))[0]  # what the engine is best known for
+        return self.engine if self.strategy == implied else f"{self.engine} {self.strategy}"
 
     @property
     def known_peak(self) -> int:
@@ -72,15 +75,6 @@ class RunView:
 
 # what a figure of several runs takes: records, views of them, or the dict of a comparison
 Runs: TypeAlias = RunRecord | RunView | Mapping[str, Any] | Iterable[RunRecord | RunView]
-
-_IMPLIED = {
-    "torch-ddp": ("no_shard",),
-    "torch-fsdp1": ("full_shard",),
-    "torch-fsdp2": ("full_shard",),
-    "deepspeed-1": ("zero1",),
-    "deepspeed-2": ("zero2",),
-    "deepspeed-3": ("full_shard",),
-}
 
 
 def views(runs: Runs) -> list[RunView]:

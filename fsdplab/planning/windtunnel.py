@@ -32,13 +32,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..common.names import STRATEGIES, STRATEGY_ROWS
 from .hardware import Cluster
 from .links import LinkSpec, ring_steps, transfer_s
 from .traffic import Traffic, UnitShapes, step_traffic
 
 _PART_BYTES = 4  # of parameters, gradients and each of Adam's two moments, a parameter: all are float32
-# what a strategy cuts over the ranks of these four parts; the rest every rank holds whole
-_SHARDED_PARTS = {"no_shard": 0, "zero1": 2, "zero2": 3, "shard_grad_op": 4, "full_shard": 4, "hybrid_shard": 4}
+_PARTS = {"parameters": 1, "gradients": 1, "optimizer": 2}
 
 
 class WindTunnelError(ValueError):
@@ -176,7 +176,7 @@ def state_bytes(parameters: int, strategy: str, shards: int) -> float:
     >>> state_bytes(1000, "full_shard", 4), state_bytes(1000, "zero1", 4), state_bytes(1000, "no_shard", 4)
     (4000.0, 10000.0, 16000.0)
     """
-    cut = _SHARDED_PARTS[strategy]
+    cut = sum(_PARTS[state] for state in STRATEGY_ROWS[strategy].cuts)  # the rest every rank holds whole
     return parameters * _PART_BYTES * (4 - cut + cut / shards)
 
 
@@ -191,8 +191,8 @@ def _row_s(cluster: Cluster, row: Traffic, hybrid: bool) -> tuple[float, float]:
 
 def _check(cluster: Cluster, strategy: str, mfu: float, **counts: int) -> float:
     """The FLOP/s of the GPU, once all is checked."""
-    if strategy not in _SHARDED_PARTS:
-        raise WindTunnelError(f"no wind tunnel for strategy {strategy!r}; expected one of {', '.join(_SHARDED_PARTS)}")
+    if strategy not in STRATEGIES:
+        raise WindTunnelError(f"no wind tunnel for strategy {strategy!r}; expected one of {', '.join(STRATEGIES)}")
     if cluster.gpus < 2:
         raise WindTunnelError(
             f"{cluster.name} is one GPU, which sends nothing; give at least 2 GPUs, such as 8x{cluster.gpu.name}"

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.profiling.step_summary import step_summary, summaries
 from fsdplab.records import RunRecord
 
@@ -326,7 +327,7 @@ def _peak(record: RunRecord) -> Finding | None:
     if not total:
         return None
     name = max(split, key=split.__getitem__)
-    words = name.replace("_", " ")
+    words = CATEGORY_ROWS[name].words
     title = f"memory peaks at {total / 1e6:.0f} MB, {split[name] / total:.0%} of it {words}"
     text = f"At the peak's instant: {split[name] / 1e6:.0f} MB of {words}."
     return Finding("peak", 0.0, title, text, f"To lower it: {_REMEDIES[name]}.")

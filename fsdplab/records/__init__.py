@@ -4,9 +4,11 @@ Sessions write records; figures, widgets, reports and notebooks read them and no
 machine opens here exactly as a fresh one does.
 """
 
+from fsdplab.common.names import CATEGORIES
+
 from .comparison import FORMAT, comparison_json, losses_of, matches_reference
 from .record import RunRecord
-from .tables import CATEGORIES, CAUSES, LANES, TABLES, RecordError
+from .tables import CAUSES, LANES, TABLES, RecordError
 
 __all__ = [
     "CATEGORIES",

@@ -17,17 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.common.files import write_whole
-
-CATEGORIES = (
-    "parameter_slices",
-    "gathered_parameters",
-    "gradient_slices",
-    "whole_gradients",
-    "optimizer_state",
-    "activations",
-    "communication_buffers",
-    "other",
-)
+from fsdplab.common.names import CATEGORIES
 
 
 class RecordError(RuntimeError):

@@ -6,7 +6,6 @@ folded, as an ordinary output, because the widgets' state is not saved in the no
 
 from __future__ import annotations
 
-import base64
 import json
 from dataclasses import dataclass
 from html import escape
@@ -14,7 +13,8 @@ from typing import Any
 
 from plotly.graph_objects import Figure
 
-from fsdplab.figures import alt_text, svg
+from fsdplab.figures import alt_text
+from fsdplab.figures.report.parts import picture
 
 from .lab_state import Batch
 from .tabs import EMPTY, Piece, note, pieces
@@ -39,12 +39,6 @@ def outputs(piece: Piece) -> list[dict[str, Any]]:
 
 def _output(data: dict[str, Any]) -> dict[str, Any]:
     return {"output_type": "display_data", "data": data, "metadata": {}}
-
-
-def picture(figure: Figure) -> str:
-    """The figure as an `<img>` of its SVG, with alternative text."""
-    encoded = base64.b64encode(svg(figure).encode()).decode()
-    return f'<img src="data:image/svg+xml;base64,{encoded}" alt="{escape(alt_text(figure))}" style="max-width:100%">'
 
 
 _UNSEEN = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)"  # there for screen readers only

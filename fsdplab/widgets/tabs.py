@@ -12,7 +12,8 @@ from typing import TypeAlias
 from plotly.graph_objects import Figure
 
 from fsdplab import figures
-from fsdplab.figures.table import AGREE, COLUMNS, DIFFER, EQUAL, LEGEND, cells, verdict
+from fsdplab.figures.report.parts import Look, comparison_table
+from fsdplab.figures.table import LEGEND, NUMBERS, WRAPPED, mood
 from fsdplab.figures.view import RunView, provenance
 from fsdplab.profiling.diagnosis import findings
 from fsdplab.records import RunRecord
@@ -21,8 +22,7 @@ from .lab_state import Batch
 
 Piece: TypeAlias = Figure | str
 
-_COLOURS = {AGREE: "#00704f", EQUAL: "#00704f", DIFFER: "#c01f25", "out of memory": "#c01f25", "failed": "#c01f25"}
-_NUMBERS = ("step", "tokens/s", "peak", "sent", "loss")
+_COLOURS = {"good": "#00704f", "bad": "#c01f25"}
 FAULT = "could not be drawn"
 EMPTY = "no run yet: choose above, then press Run"
 
@@ -41,27 +41,27 @@ def note(words: str) -> str:
 
 def table(runs: Sequence[RunView]) -> str:
     """The comparison as HTML: one row a run, verdicts in colour, and under it what was real."""
-    head = "".join(f"<th style='text-align:{_side(name)};padding:5px 6px'>{escape(name)}</th>" for name in COLUMNS)
-    rows = "".join(
-        f"<tr>{''.join(_cell(name, text) for name, text in zip(COLUMNS, cells(run), strict=True))}</tr>" for run in runs
-    )
     real = "<br>".join(f"<b>{word}</b>: {escape(what)}" for word, what in provenance(list(runs)))
     small = f"<p style='font-size:13px;opacity:.8;margin:6px 10px'>{escape(LEGEND)}.<br>{real}</p>"
-    frame = "border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums"
-    return (
-        "<div style='overflow-x:auto'><table"
-        f" style='{frame}'><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{small}"
-    )
+    return f"<div style='overflow-x:auto'>{comparison_table(runs, _LOOK, caption='')}</div>{small}"
 
 
-def _side(column: str) -> str:
-    return "right" if column in _NUMBERS else "left"
+def _placed(column: str) -> str:
+    return f"text-align:{'right' if column in NUMBERS else 'left'};padding:5px 6px"
 
 
-def _cell(column: str, text: str) -> str:
-    colour = _COLOURS.get(verdict(text))
-    ink = f";color:{colour};font-weight:600" if colour else ""
-    return f"<td style='text-align:{_side(column)};padding:5px 6px;white-space:nowrap{ink}'>{escape(text)}</td>"
+def _styled(column: str, text: str) -> dict[str, str]:
+    """A cell's style: amounts stay in one piece, long texts may break, verdicts are coloured."""
+    ink = f";color:{_COLOURS[mood(text)]};font-weight:600" if mood(text) else ""
+    return {"style": _placed(column) + ("" if column in WRAPPED else ";white-space:nowrap") + ink}
+
+
+# styles, not classes: a saved notebook's page takes style sheets away
+_LOOK = Look(
+    table={"style": "border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums"},
+    heading=lambda column: {"style": _placed(column)},
+    cell=_styled,
+)
 
 
 def _failures(batch: Batch) -> list[Piece]:
@@ -72,7 +72,7 @@ def _failures(batch: Batch) -> list[Piece]:
         for record in failed
     ]
     return [
-        f"<pre style='white-space:pre-wrap;color:{_COLOURS['failed']};margin:8px 10px'>{escape(report)}</pre>"
+        f"<pre style='white-space:pre-wrap;color:{_COLOURS['bad']};margin:8px 10px'>{escape(report)}</pre>"
         for report in reports
     ]
 

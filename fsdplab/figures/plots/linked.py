@@ -32,6 +32,7 @@ MARKS = 1_800  # of the timeline and of the lives each: with the memory's edges,
 _CURSOR = "#d0105a"
 _LANES = 120  # of lives: above it neighbouring units share a lane
 _GAP = 34  # pixels between two panels
+_LEGEND_ROW = 22  # pixels of a row of the legend, which has four names or more where a notebook's width is given
 _STATE_COLOURS = {
     "unsharding": SLICE_COLOURS["on its way"],
     "unsharded": SLICE_COLOURS["gathered from the other ranks"],
@@ -96,7 +97,8 @@ def _linked(record: RunRecord, at_ns: float | None, with_slices: bool, limit: in
         _cursor(figure, at_ns / MS, domains)
     title, alt = _finding(record, life, memory, at_ns if with_slices else None)
     where = conditions(record, f"step {life.step}", merge_words(found, len(marks), window))
-    titled(figure, title, where, alt, height=sum(heights) + _GAP * (len(heights) - 1) + 254, top=184)
+    top = 110 + _LEGEND_ROW * -(-len({trace.name for trace in figure.data if trace.showlegend is not False}) // 4)
+    titled(figure, title, where, alt, height=sum(heights) + _GAP * (len(heights) - 1) + top + 70, top=top)
     return figure.update_layout(
         margin_b=70, barmode="overlay", uniformtext=dict(minsize=12, mode="hide"), hovermode="closest"
     )

@@ -1,31 +1,24 @@
 """The linked view on a page: a slider moves the cursor and the map of slices, with no server behind it.
 
 The states of every unit travel as compact JSON (an instant in ms and a state's number for each change); a few lines of
-script look them up. The page that embeds the fragment brings plotly and `page_script.PLOTS`.
+script look them up. The page that embeds the fragment brings plotly, `plots.js` and `linked.css`.
 """
 
 from __future__ import annotations
 
 import json
-from html import escape
 from typing import Any
+
+from markupsafe import Markup
 
 from fsdplab.figures.plots.linked import peak_instant, with_cursor
 from fsdplab.figures.plots.shard_map import SLICE_COLOURS, STATES, Lives, lives
 from fsdplab.figures.profile_data import MS
-from fsdplab.figures.report.script import PLOTS, plot_div
-from fsdplab.figures.style import FONT
+from fsdplab.figures.report.parts import plot
+from fsdplab.figures.report.rendering import rendered
 from fsdplab.records import RunRecord
 
 MARKS = 900  # of the timeline and of the lives each
-# the page's rules for the fragment alone: a notebook's own type and colours stay
-_ALONE = (
-    f".linked {{ font-family: {FONT}; }} .linked figure {{ margin: 0; }} .cursor {{ display: flex; gap: 12px;"
-    " align-items: center; } .cursor input { flex: 1; accent-color: #d0105a; } .cursor output { min-width: 92px;"
-    " } .slices svg { width: 100%; height: auto; } .key { display: flex; gap: 22px; font-size: 14px; } .key i {"
-    " display: inline-block; width: 14px; height: 14px; margin-right: 6px; border: 1px solid #3c4046; vertical-align:"
-    " -2px; }"
-)
 
 
 def linked_html(record: RunRecord, standalone: bool = False) -> str:
@@ -35,21 +28,18 @@ def linked_html(record: RunRecord, standalone: bool = False) -> str:
     Needs `timeline`, `memory` and `life` (ValueError with the remedy).
     `Path("step.html").write_text(linked_html(record, standalone=True))`.
     """
-    start = peak_instant(record)
-    life = lives(record)
-    data = json.dumps(states_json(life), separators=(",", ":")).replace("<", "\\u003c")
+    start, life = peak_instant(record), lives(record)
     length = life.length / MS
-    span = f'min="0" max="{length:.4f}" step="{length / 2000:.6f}" value="{start / MS:.4f}"'
-    legend = "".join(
-        f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in SLICE_COLOURS.items()
+    fragment = rendered(
+        "linked.html",
+        plot=plot(with_cursor(record, start, MARKS)),
+        start=f"{start / MS:.4f}",
+        end=f"{length:.4f}",
+        step=f"{length / 2000:.6f}",
+        colours=SLICE_COLOURS,
+        states=json.dumps(states_json(life), separators=(",", ":")),
     )
-    fragment = (
-        f'<div class="linked" data-at="{start / MS:.4f}">{plot_div(with_cursor(record, start, MARKS))}<label'
-        f' class="cursor">time <input type="range" {span}> <output></output></label><div class="slices" role="img"'
-        f' aria-label="which slice lives where at the cursor"></div><div class="key">{legend}</div><script'
-        f' type="application/json" class="states">{data}</script></div>'
-    )
-    return _alone(fragment) if standalone else fragment
+    return str(_alone(fragment) if standalone else fragment)
 
 
 def states_json(life: Lives) -> dict[str, Any]:
@@ -72,9 +62,7 @@ def states_json(life: Lives) -> dict[str, Any]:
     }
 
 
-def _alone(fragment: str) -> str:
+def _alone(fragment: Markup) -> Markup:
     from plotly.offline import get_plotlyjs
 
-    return (
-        f"<style>{_ALONE}</style><script>{get_plotlyjs()}</script>{fragment}<script>{PLOTS}\ndrawIn(document);</script>"
-    )
+    return rendered("linked_alone.html", linked=fragment, plotly_js=get_plotlyjs())

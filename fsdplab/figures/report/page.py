@@ -10,17 +10,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from html import escape
 from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
 
 from fsdplab.common.sizes import size
 from fsdplab.common.words import MISSING
 from fsdplab.figures.plots.memory import memory_by_category
 from fsdplab.figures.plots.steps import step_time
 from fsdplab.figures.profile_data import is_record
-from fsdplab.figures.report.script import PAGE, PLOTS, STYLE
-from fsdplab.figures.report.tabs import drawn, tabbed
-from fsdplab.figures.table import AGREE, COLUMNS, DIFFER, EQUAL, LEGEND, cells, verdict
+from fsdplab.figures.report.parts import Attributes, Cell, Look, comparison_table, drawn, table
+from fsdplab.figures.report.rendering import rendered
+from fsdplab.figures.report.tabs import tabbed
+from fsdplab.figures.table import WRAPPED, mood
 from fsdplab.figures.view import CATEGORY_NAMES, Runs, RunView, provenance, views
 from fsdplab.records import CATEGORIES, RunRecord
 
@@ -40,17 +42,19 @@ def comparison_page(
     traffic, Pareto, difference, and `findings` (objects or dicts with `title`, `text`, `remedy`). Example:
     `Path("compare.html").write_text(comparison_page(comparison_json(records, reference), records), encoding="utf-8")`.
     """
+    from plotly.offline import get_plotlyjs
+
     records = list(records if records is not None else [run for run in runs or () if is_record(run)])
     runs = records if len(records) == len(comparison["runs"]) else runs  # records know what tells namesakes apart
-    source = comparison if runs is None else with_verdicts(runs, comparison)
-    summary = _summary(comparison, source)
-    body = [
-        '<button id="switch" type="button">dark page</button>',
-        "<h1>What each sharding strategy costs</h1>",
-        f'<p class="soft">{escape(_setting(comparison.get("spec") or {}))}</p>',
-        tabbed(summary, records, findings) if records else summary,
-    ]
-    return _document("\n".join(body), comparison)
+    summary = _summary(comparison, comparison if runs is None else with_verdicts(runs, comparison))
+    page = rendered(
+        "page.html",
+        plotly_js=get_plotlyjs(),
+        setting=_setting(comparison.get("spec") or {}),
+        content=tabbed(summary, records, findings) if records else summary,
+        comparison=json.dumps(comparison, separators=(",", ":")),
+    )
+    return f"{page}\n"
 
 
 def with_verdicts(runs: Sequence[RunRecord | RunView], comparison: Mapping[str, Any]) -> list[RunView]:
@@ -62,34 +66,17 @@ def with_verdicts(runs: Sequence[RunRecord | RunView], comparison: Mapping[str, 
     ]
 
 
-def _summary(comparison: Mapping[str, Any], source: Runs) -> str:
+def _summary(comparison: Mapping[str, Any], source: Runs) -> Markup:
     """The table, the figures that every run has, what was real, what was run and where."""
     shown = views(source)
-    return "\n".join([
-        f'<div class="wide">{_table(shown)}</div>',
-        *(drawn(draw, source) for draw in (memory_by_category, step_time)),
-        "<h2>The peak by category</h2>",
-        f'<div class="wide">{_categories_table(shown)}</div>',
-        "<h2>What was real here</h2>",
-        _pairs(provenance(shown)),
-        f'<div class="beside"><section><h2>What was run</h2>{_pairs(_flat(comparison.get("spec") or {}))}</section>',
-        f'<section><h2>Where it ran</h2>{_pairs(_flat(comparison.get("environment") or {}))}</section></div>',
-    ])  # fmt: skip
-
-
-def _document(body: str, comparison: Mapping[str, Any]) -> str:
-    """The whole HTML document; the comparison itself is embedded as JSON so that the page carries its data."""
-    from plotly.offline import get_plotlyjs
-
-    data = json.dumps(comparison, separators=(",", ":")).replace("<", "\\u003c")
-    head = (
-        '<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>fsdplab'
-        f" comparison</title><style>{STYLE}</style>"
-    )
-    return (
-        "<!doctype html>\n<html"
-        f' lang="en"><head>{head}<script>{get_plotlyjs()}</script></head>\n<body>\n{body}\n<script'
-        f' type="application/json" id="comparison">{data}</script>\n<script>{PLOTS}{PAGE}</script>\n</body></html>\n'
+    return rendered(
+        "summary.html",
+        comparison=comparison_table(shown, _LOOK),
+        figures=[drawn(draw, source) for draw in (memory_by_category, step_time)],
+        categories=_categories_table(shown),
+        real=provenance(shown),
+        run=_flat(comparison.get("spec") or {}),
+        place=_flat(comparison.get("environment") or {}),
     )
 
 
@@ -106,28 +93,21 @@ def _setting(spec: Mapping[str, Any]) -> str:
     return ", ".join(form.format(spec[name]) for name, form in words.items() if spec.get(name) is not None)
 
 
-def _table(shown: list[RunView]) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in COLUMNS)
-    rows = "".join(f"<tr>{''.join(map(_cell, cells(run)))}</tr>" for run in shown)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody><caption>{escape(LEGEND)}.</caption></table>"
+def _classes(column: str, text: str) -> Attributes:
+    """A cell is coloured where it is a verdict, and may break where it is long."""
+    names = [mood(text), "long" if column in WRAPPED else ""]
+    return {"class": " ".join(filter(None, names))} if any(names) else {}
 
 
-def _cell(text: str) -> str:
-    """A table cell, coloured where it is a verdict."""
-    kind = {AGREE: "good", EQUAL: "good", DIFFER: "bad", "out of memory": "bad", "failed": "bad"}.get(verdict(text))
-    return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"
+_LOOK = Look(table={}, heading=lambda column: {}, cell=_classes)
 
 
-def _categories_table(shown: list[RunView]) -> str:
+def _categories_table(shown: list[RunView]) -> Markup:
     """Every category of every run, in full."""
-    head = "".join(f"<th>{escape(CATEGORY_NAMES[name])}</th>" for name in CATEGORIES)
-    rows = "".join(
-        f"<tr><td>{escape(run.label)}</td>"
-        + "".join(f'<td class="number">{_amount(run, name)}</td>' for name in CATEGORIES)
-        + "</tr>"
-        for run in shown
-    )
-    return f"<table><thead><tr><th>run</th>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    number = {"class": "number"}
+    head = [Cell("run"), *(Cell(CATEGORY_NAMES[name], number) for name in CATEGORIES)]
+    rows = [[Cell(run.label), *(Cell(_amount(run, name), number) for name in CATEGORIES)] for run in shown]
+    return table(head, rows)
 
 
 def _amount(run: RunView, name: str) -> str:
@@ -155,7 +135,3 @@ def _shown(name: str, value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key.replace('_', ' ')} {_shown(key, part)}" for key, part in value.items())
     return "; ".join(_shown(name, part) for part in value) if isinstance(value, (list, tuple)) else str(value)
-
-
-def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
-    return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in pairs) + "</dl>"

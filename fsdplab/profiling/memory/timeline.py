@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdplab.engine.events import CATEGORIES, Tag
+from fsdplab.common.names import CATEGORIES
+from fsdplab.engine.events import Tag
 from fsdplab.profiling.memory.block_lifetimes import LONG_AGO, NEVER, AllocatorEvent, Block, Lives, Storage, live
 
 MAX_POINTS = 500

@@ -4,8 +4,10 @@ from fsdplab.sessions.spec.run_spec import (
     CHECKPOINTS,
     COMPILES,
     ENGINES,
+    ENGINES_IN_WORDS,
     MEMORY_STEP,
     OPTIMIZERS,
+    PEERS,
     PRECISIONS,
     STARTS,
     STRATEGIES,
@@ -17,6 +19,6 @@ from fsdplab.sessions.spec.run_spec import (
 )  # fmt: skip
 
 __all__ = [
-    "CHECKPOINTS", "COMPILES", "ENGINES", "MEMORY_STEP", "OPTIMIZERS", "PRECISIONS", "STARTS", "STRATEGIES", "UNITS",
-    "RunSpec", "SpecError", "check_whole", "near_matches",
+    "CHECKPOINTS", "COMPILES", "ENGINES", "ENGINES_IN_WORDS", "MEMORY_STEP", "OPTIMIZERS", "PEERS", "PRECISIONS",
+    "STARTS", "STRATEGIES", "UNITS", "RunSpec", "SpecError", "check_whole", "near_matches",
 ]  # fmt: skip

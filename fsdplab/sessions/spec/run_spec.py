@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fsdplab.common.words import did_you_mean
-
-STRATEGIES = ("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard", "hybrid_shard")
+from fsdplab.common.names import OVER_ALL_RANKS, STRATEGIES, STRATEGIES_IN_WORDS, STRATEGY_ROWS
+from fsdplab.common.words import did_you_mean, squeezed
 
 # What each engine can do; the first is what it is best known for.
 ENGINES: dict[str, tuple[str, ...]] = {
-    "lab": ("full_shard", "shard_grad_op", "zero2", "zero1", "no_shard", "hybrid_shard"),
+    "lab": (*reversed(OVER_ALL_RANKS), *(name for name in STRATEGIES if name not in OVER_ALL_RANKS)),
     "torch-ddp": ("no_shard",),
     "torch-fsdp1": ("full_shard", "shard_grad_op", "no_shard"),
     "torch-fsdp2": ("full_shard", "shard_grad_op", "hybrid_shard"),
@@ -28,6 +27,8 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "deepspeed-3": ("full_shard",),
     "twin": STRATEGIES,
 }
+PEERS = tuple(name for name in ENGINES if name not in ("lab", "twin"))
+ENGINES_IN_WORDS = f"lab, {', '.join(PEERS)} or twin"
 STARTS = ("auto", "warm", "torchrun")  # how ranks are started: warm ones are forked, and auto is warm where that can be
 COMPILES = ("none", "blocks")
 PRECISIONS = ("fp32", "bf16")
@@ -78,10 +79,8 @@ class RunSpec:
     10
     """
 
-    strategy: str = said(
-        "full_shard", "no_shard (DDP), zero1, zero2, shard_grad_op, full_shard (ZeRO-3) or hybrid_shard."
-    )
-    engine: str = said("lab", "lab, torch-ddp, torch-fsdp1, torch-fsdp2, deepspeed-1/2/3 or twin.")
+    strategy: str = said("full_shard", f"{STRATEGIES_IN_WORDS}.")
+    engine: str = said("lab", f"{ENGINES_IN_WORDS}.")
     world_size: int = said(2, "Ranks: real processes on this machine.")
     model: str = said("gpt-20m", "Preset: gpt-tiny, gpt-20m, gpt-25m, llama-tiny, llama-20m, gpt2, ...")
     text: str | None = said(None, "Train on this file or folder; default: Python's own library sources.")
@@ -467,6 +466,7 @@ def check_whole(name: str, got: object, least: int, remark: str = "") -> None:
 
 def near_matches(got: object, expected: Sequence[str]) -> str:
     """What was probably meant, in brackets; empty where nothing is near. Who writes zero3 means full_shard."""
-    if str(got).lower().replace("-", "").replace("_", "") == "zero3" and "full_shard" in expected:
-        return " (ZeRO-3 is full_shard here)"
+    for row in STRATEGY_ROWS.values():
+        if row.name in expected and row.known_as and squeezed(str(got)) == squeezed(row.known_as):
+            return f" ({row.known_as} is {row.name} here)"
     return did_you_mean(got, expected)

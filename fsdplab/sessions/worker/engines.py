@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.worker.rank_process import RankContext
 from fsdplab.workloads import block_types, build_model, loss_of
@@ -131,7 +132,7 @@ def _lab(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
 
     def announce(last: bool) -> AbstractContextManager[Any]:
         sharded.set_is_last_backward(last)
-        if spec.strategy in ("no_shard", "zero1"):  # these keep whole gradients anyway, so they travel once a step
+        if "gradients" not in STRATEGY_ROWS[spec.strategy].cuts:  # they stay whole anyway, so they travel once a step
             sharded.set_requires_gradient_sync(last)
         return nullcontext()
 

@@ -6,7 +6,6 @@ pages, printed notebooks), and the alternative text itself (terminals, screen re
 
 from __future__ import annotations
 
-import base64
 import html
 import json
 import sys
@@ -14,8 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fsdplab.figures import alt_text, svg
+from fsdplab.figures import alt_text
 from fsdplab.figures.plotly_go import go
+from fsdplab.figures.report.parts import Cell, picture
+from fsdplab.figures.report.parts import table as html_table
 
 from .findings import with_code
 
@@ -70,23 +71,18 @@ class Table:
 
     def _repr_html_(self) -> str:
         sides = ["right" if self._is_numeric(column) else "left" for column in range(len(self.header))]
-        lines = [("th", self.header), *(("td", row) for row in self.rows)]
-        head, *body = (
-            "".join(_cell(tag, text, side) for text, side in zip(line, sides, strict=True)) for tag, line in lines
+        head, *rows = (
+            [Cell(text, {"style": f"text-align:{side};padding:2px 14px 2px 0"}) for text, side in zip(line, sides)]
+            for line in (self.header, *self.rows)
         )
-        rows = "".join(f"<tr>{row}</tr>" for row in body)
         caption = f"<div style='font-size:90%;opacity:.75'>{html.escape(self.caption)}</div>" if self.caption else ""
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{caption}"
+        return str(html_table(head, rows)) + caption
 
     def _is_numeric(self, column: int) -> bool:
         """Whether every cell of a column begins like a number; such columns are set flush right."""
         return bool(self.rows) and all(
             row[column][:1].isdigit() or row[column][:1] in "-+" for row in self.rows if row[column]
         )
-
-
-def _cell(tag: str, text: str, side: str) -> str:
-    return f"<{tag} style='text-align:{side};padding:2px 14px 2px 0'>{html.escape(text)}</{tag}>"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> Table:
@@ -110,12 +106,6 @@ class Note:
         return f"<div style='border-left:4px solid #4c78a8;padding:4px 12px'>{lines}</div>"
 
 
-def static_html(figure: go.Figure, alt: str) -> str:
-    """The figure as an `<img>` of its SVG, with alternative text."""
-    picture = base64.b64encode(svg(figure).encode()).decode()
-    return f'<img src="data:image/svg+xml;base64,{picture}" alt="{html.escape(alt)}" style="max-width:100%">'
-
-
 @dataclass(frozen=True, repr=False)
 class Shown:
     """A figure on its way to the page, in the three forms."""
@@ -131,7 +121,7 @@ class Shown:
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return {
             "application/vnd.plotly.v1+json": json.loads(self.figure.to_json()),
-            "text/html": static_html(self.figure, self.alt),
+            "text/html": picture(self.figure, self.alt),
             "text/plain": str(self),
         }
 
