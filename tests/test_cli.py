@@ -17,7 +17,7 @@ from rich.console import Console
 import fsdplab
 from fsdplab import cli
 from fsdplab.cli.parse import names, parse_card
-from fsdplab.cli.progress import Progress
+from fsdplab.cli.progress import ProgressTable
 from fsdplab.records import CATEGORIES, RunRecord
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.spec import STRATEGIES
@@ -288,7 +288,7 @@ def test_report_reads_the_kept_records_and_says_the_same(comparison, capsys):
 def test_progress_in_a_terminal_shows_finished_rows_and_the_step_of_the_next(comparison):
     record = RunRecord.load(sorted((comparison[1] / "records").iterdir())[1])
     console = Console(force_terminal=True, width=150, file=io.StringIO())
-    with Progress(console, planned=2) as progress:
+    with ProgressTable(console, planned=2) as progress:
         progress.finished(record)
         progress.step(RunSpec(model="gpt-tiny", engine="torch-ddp", strategy="no_shard"), 3, 10, 5.25)
     drawn = console.file.getvalue()

@@ -117,26 +117,26 @@ SOLUTIONS = solutions_of(EXERCISES, RIGHT)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("solution", SOLUTIONS, ids=str)
 def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
-    solution.must_find(tried[solution.key])
+    solution.must_report(tried[solution.key])
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "exercise,known", ended_of(EXERCISES), ids=lambda value: getattr(value, "id", None) or value.name
 )
-def test_solutions_that_raise_or_hang_are_diagnosed(home, exercise, known):
-    finding = try_ended(exercise, known, home)
-    assert known.says in finding.cause and (f"{exercise.id}.py" in finding.got or known.name == "returned")
+def test_solutions_that_raise_or_hang_are_diagnosed(workspace, exercise, known):
+    feedback = try_ended(exercise, known, workspace)
+    assert known.says in feedback.cause and (f"{exercise.id}.py" in feedback.got or known.name == "returned")
 
 
-def test_a_finding_names_step_parameter_and_index(tried):
-    finding = tried["03.small_together", "as it was, with a remark"]
+def test_the_feedback_names_step_parameter_and_index(tried):
+    feedback = tried["03.small_together", "as it was, with a remark"]
     assert (
-        "gradient of blocks.0.attention_norm.weight" in finding.tensor
-        and finding.index == (0,)
-        and finding.step.startswith("0")
+        "gradient of blocks.0.attention_norm.weight" in feedback.tensor
+        and feedback.index == (0,)
+        and feedback.step.startswith("0")
     )
-    assert "gradients differ in this step, all of them 1-D" in finding.cause
+    assert "gradients differ in this step, all of them 1-D" in feedback.cause
     assert "the rows of rank 1" in tried["04.step_and_gather", "no gather"].step
 
 

@@ -55,24 +55,24 @@ SOLUTIONS = solutions_of(EXERCISES, RIGHT)
 
 
 @pytest.fixture(scope="module")
-def tried(home):
-    """The finding on each solution by its key."""
-    return try_side_by_side(SOLUTIONS, home, launches=4)
+def tried(workspace):
+    """The feedback on each solution by its key."""
+    return try_side_by_side(SOLUTIONS, workspace, launches=4)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("solution", SOLUTIONS, ids=str)
 def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
-    solution.must_find(tried[solution.key])
+    solution.must_report(tried[solution.key])
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "exercise,known", ended_of(EXERCISES), ids=lambda value: getattr(value, "id", None) or value.name
 )
-def test_solutions_that_raise_are_diagnosed(home, exercise, known):
-    finding = try_ended(exercise, known, home)
-    assert known.says in f"{finding.got} {finding.cause}"
+def test_solutions_that_raise_are_diagnosed(workspace, exercise, known):
+    feedback = try_ended(exercise, known, workspace)
+    assert known.says in f"{feedback.got} {feedback.cause}"
 
 
 @pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.id)
@@ -139,7 +139,7 @@ def test_one_step_covers_up_the_others_in_a_fixed_order():
     ]
 
 
-def test_the_finding_says_by_how_much_and_where():
+def test_the_feedback_says_by_how_much_and_where():
     case = exercises.hide.cases()[0]
     printed = (
         "{'units': 'block', 'prefetch': 0, 'link_queues': 2, 'batch_size': 2}\n1020 of 1760 ms exposed: gathers in"
@@ -153,7 +153,7 @@ def test_the_finding_says_by_how_much_and_where():
 
 
 def _difference():
-    from fsdplab.teaching.core.findings import Difference
+    from fsdplab.teaching.core.verdicts import Difference
 
     return Difference("", "value", "0", "720")
 

@@ -82,16 +82,16 @@ SOLUTIONS = solutions_of(EXERCISES, RIGHT)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("solution", SOLUTIONS, ids=str)
 def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
-    solution.must_find(tried[solution.key])
+    solution.must_report(tried[solution.key])
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "exercise,known", ended_of(EXERCISES), ids=lambda value: getattr(value, "id", None) or value.name
 )
-def test_solutions_that_raise_or_hang_are_diagnosed(home, exercise, known):
-    finding = try_ended(exercise, known, home)
-    assert known.says in f"{finding.got} {finding.cause}"
+def test_solutions_that_raise_or_hang_are_diagnosed(workspace, exercise, known):
+    feedback = try_ended(exercise, known, workspace)
+    assert known.says in f"{feedback.got} {feedback.cause}"
 
 
 @pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.id)

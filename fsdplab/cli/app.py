@@ -240,9 +240,9 @@ def bench(
 @app.command(epilog=examples("fsdplab doctor", "fsdplab doctor --json"))
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
     """Say what this machine can do, and what is real, emulated or simulated on it."""
-    from fsdplab.cli.doctor import show_findings
+    from fsdplab.cli.doctor import show_capabilities
 
-    show_findings(as_json)
+    show_capabilities(as_json)
 
 
 @app.command(epilog=examples("fsdplab lab", "fsdplab lab --edition teacher --no-browser --port 8899"))

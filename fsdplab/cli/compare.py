@@ -12,7 +12,7 @@ from rich.console import Console
 
 from fsdplab.cli.errors import failed, refusals, refuse
 from fsdplab.cli.outputs import Detail, Outputs, print_findings, print_output_of_ranks, report_of, show, with_verdicts
-from fsdplab.cli.progress import Progress, headline
+from fsdplab.cli.progress import ProgressTable, headline
 from fsdplab.figures.view import view
 from fsdplab.records import RunRecord, comparison_json
 
@@ -36,7 +36,7 @@ def compare_runs(strategies: list[str], engines: list[str], common: dict[str, An
     if outputs.detail is not Detail.QUIET:
         console.print(headline(twin, common["card"]), highlight=False)
     with refusals(), _folder(outputs.keep) as folder:
-        with Progress(console, len(specs), outputs.detail) as progress:
+        with ProgressTable(console, len(specs), outputs.detail) as progress:
             records = compare([*specs, twin], directory=folder, on_record=progress.finished, on_progress=progress.step)
         _conclude(records[:-1], records[-1], console, outputs)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PENDING = "…"  # the verdict on the losses, until the twin has run
 
 
-class Progress:
+class ProgressTable:
     """Rows as runs finish, and where the run that goes on is; `detail` says how much of it."""
 
     def __init__(self, console: Console, planned: int, detail: Detail = Detail.NORMAL) -> None:
@@ -32,7 +32,7 @@ class Progress:
         live = console.is_terminal and detail is not Detail.QUIET
         self._live = Live(self._draw(), console=console, transient=True, refresh_per_second=4) if live else None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressTable:
         if self._live:
             self._live.start()
         return self
@@ -75,7 +75,7 @@ class Progress:
 def headline(spec: RunSpec, card: int | None) -> str:
     """What is about to run, in one line."""
     work = (
-        f"{spec.model}, {plural(spec.world_size, 'rank')} on {spec.place}, batch {spec.batch_size} x"
+        f"{spec.model}, {plural(spec.world_size, 'rank')} on {spec.device_type}, batch {spec.batch_size} x"
         f" {spec.sequence_length} a rank, {spec.precision}"
     )
     return (

@@ -1,7 +1,7 @@
 """Call a function from a saved file on real ranks: what an exercise's check does with a learner's solution.
 
 The function is read from its file in fresh processes, so it may block, crash or call os._exit without harm to the
-caller. Values travel through files written by torch.save and read with `weights_only=True`: numbers, text, tensors, and
+caller. Values are sent in files written by torch.save and read with `weights_only=True`: numbers, text, tensors, and
 lists, tuples and dicts of them.
 """
 
@@ -16,7 +16,7 @@ import torch
 from fsdplab.sessions.launch.launcher import run_ranks
 from fsdplab.sessions.launch.live_output import LiveOutput, OnOutput
 from fsdplab.sessions.launch.mailbox import Mailbox
-from fsdplab.sessions.worker.payload import VALUES, foreign_type
+from fsdplab.sessions.worker.payload import VALUES, unsupported_type
 
 
 class IssuedCollective(NamedTuple):
@@ -59,9 +59,9 @@ def call_on_ranks(
         raise ValueError(f"There is no file {source}; give the path of the saved source with `{function_name}` in it.")
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}; expected at least 1.")
-    if (foreign := foreign_type(payload)) is not None:
+    if (unsupported := unsupported_type(payload)) is not None:
         raise ValueError(
-            f"The payload holds something of type {foreign}, which cannot be sent to the ranks; give {VALUES}."
+            f"The payload holds something of type {unsupported}, which cannot be sent to the ranks; give {VALUES}."
         )
     with tempfile.TemporaryDirectory(prefix="fsdplab-call-") as folder:
         mailbox = Mailbox(Path(folder))
@@ -76,7 +76,7 @@ def call_on_ranks(
 
 
 def _nobody_listens(rank: int, line: str) -> None:
-    """What ranks print is in the values all the same."""
+    """Ignore the line: the output is also in the returned values."""
 
 
 def _collect(mailbox: Mailbox, world_size: int) -> RankValues:

@@ -28,7 +28,7 @@ BUSY = ("running", "cancelling")
 
 
 @dataclass(frozen=True)
-class Progress:
+class BatchProgress:
     """Where a batch of runs is: run `run` of `runs` (from 1), step `step` of `steps`; before its first step a run is
     starting.
     """
@@ -42,7 +42,7 @@ class Progress:
 
     @property
     def share(self) -> float:
-        """How much is done, 0 to 1: `Progress(run=2, runs=2, step=5, steps=10).share == 0.75`."""
+        """How much is done, 0 to 1: `BatchProgress(run=2, runs=2, step=5, steps=10).share == 0.75`."""
         inside = self.step / self.steps if self.steps else 0.0
         return min(1.0, (max(self.run - 1, 0) + inside) / self.runs) if self.runs else 0.0
 
@@ -126,7 +126,7 @@ class LabState:
         self.choices = Choices(**choices)
         self.request = check(self.choices, self.fixed)
         self.status = "idle"
-        self.progress = Progress()
+        self.progress = BatchProgress()
         self.batches: list[Batch] = []
         self.last_error: str | None = None
         self._presses = 0
@@ -206,7 +206,7 @@ class LabState:
             self._presses += 1
             self.batches.append(Batch(self._presses, self.request.specs))
             self.status, self.last_error = "running", None
-            self.progress = Progress(runs=len(self.request.specs))
+            self.progress = BatchProgress(runs=len(self.request.specs))
             return self.request.specs
 
     def cancel(self) -> bool:
@@ -223,7 +223,7 @@ class LabState:
         """Run number `run` (from 0) of the batch begins."""
         with self._told():
             specs = self._running().specs
-            self.progress = Progress(run + 1, len(specs), label(specs[run]), 0, specs[run].total_steps)
+            self.progress = BatchProgress(run + 1, len(specs), label(specs[run]), 0, specs[run].total_steps)
 
     def stepped(self, step: int, steps: int, loss: float) -> None:
         """The run that is going on has done `step` of its `steps`."""

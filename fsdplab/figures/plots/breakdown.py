@@ -64,15 +64,15 @@ def compute_inflation(shown: dict[str, RunRecord]) -> dict[str, float]:
     `{"full_shard": 1.25}` says that its compute took a quarter longer than on a rank that sends nothing.
     """
     splits = _splits(shown)
-    quiet = [name for name, split in splits.items() if not split["overlapped_ns"] + split["exposed_ns"]]
+    idle = [name for name, split in splits.items() if not split["overlapped_ns"] + split["exposed_ns"]]
     partner = {
-        name: next((other for other in quiet if other != name and _work(shown[other]) == _work(run)), None)
+        name: next((other for other in idle if other != name and _work(shown[other]) == _work(run)), None)
         for name, run in shown.items()
     }
     return {
         name: splits[name]["compute_ns"] / splits[other]["compute_ns"]
         for name, other in partner.items()
-        if other and name not in quiet
+        if other and name not in idle
     }
 
 

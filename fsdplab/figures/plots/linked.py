@@ -16,14 +16,14 @@ from fsdplab.figures.plots.shard_map import (
     Lives,
     cells,
     finding,
-    in_words,
+    hover_text,
     lives,
     memory_starts,
     rank_axis,
     unit_axis,
 )
 from fsdplab.figures.plots.timeline import HEIGHTS, Lanes, lanes_of, phase_line, phases, step_marks, step_start
-from fsdplab.figures.plots.timeline_bars import Mark, bars, merge_words, thin
+from fsdplab.figures.plots.timeline_bars import Mark, bars, downsample, merge_words
 from fsdplab.figures.profile_data import MS, Row, conditions, label, rows_of, short_unit, timeline_of
 from fsdplab.figures.style import LANE_COLOURS, titled
 from fsdplab.records import CATEGORIES, RunRecord
@@ -138,8 +138,8 @@ def _life_bars(life: Lives, end: float, limit: int) -> list[go.Bar]:
         ends = [since for since, _ in states[1:]] + [life.length]
         for (since, state), until in zip(states, ends):
             if state != "sharded" and until > since:
-                marks.append(Mark(state, row + 0.5, since / MS, until / MS, f" · {in_words(rank, unit, state)}"))
-    drawn, _ = thin(marks, limit)
+                marks.append(Mark(state, row + 0.5, since / MS, until / MS, f" · {hover_text(rank, unit, state)}"))
+    drawn, _ = downsample(marks, limit)
     return [trace.update(showlegend=True) for trace in bars(drawn, _STATE_COLOURS, {}, end, yaxis="y3")]
 
 

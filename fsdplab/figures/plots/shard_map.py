@@ -84,7 +84,7 @@ def memory_starts(record: RunRecord) -> dict[int, int]:
     return {int(rank): int(begin) for rank, begin in pairs if begin is not None}
 
 
-def in_words(rank: int, unit: str, state: str) -> str:
+def hover_text(rank: int, unit: str, state: str) -> str:
     """What a unit is on a rank, and where in the engine it became so: "rank 0, blocks.3: unsharding (start_unshard,
     unit.py line 148)".
     """
@@ -159,7 +159,7 @@ def _filling(
         base=[life.units.index(unit) - 0.45 + (share * life.ranks.index(rank) if own else 0) for rank, unit in keys],
         x=[share if own else 0.9 for _ in keys], y=[life.ranks.index(rank) for rank, _ in keys],
         marker=dict(color=SLICE_COLOURS[name], line=dict(color=EDGE, width=1)),
-        hovertext=[in_words(rank, unit, state[rank, unit]) for rank, unit in keys],
+        hovertext=[hover_text(rank, unit, state[rank, unit]) for rank, unit in keys],
         hovertemplate="%{hovertext}<extra></extra>",
     )  # fmt: skip
 

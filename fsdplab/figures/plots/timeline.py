@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdplab.common.words import plural
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.plots.timeline_bars import LIMIT, Mark, bars, merge_words, thin
+from fsdplab.figures.plots.timeline_bars import LIMIT, Mark, bars, downsample, merge_words
 from fsdplab.figures.profile_data import (
     COLLECTIVES,
     MS,
@@ -106,7 +106,7 @@ def _ranks(rows: list[Row]) -> set[int]:
 def step_marks(rows: list[Row], lanes: Lanes, origin: int, limit: int) -> tuple[list[Mark], int, float]:
     """(marks, how many intervals there were, the window in ms within which neighbours were merged)."""
     marks = [_mark(row, lanes, origin) for row in rows if (row["rank"], row["lane"]) in lanes.middle]
-    drawn, window = thin(marks, limit)
+    drawn, window = downsample(marks, limit)
     return drawn, len(marks), window
 
 

@@ -36,7 +36,7 @@ class Mark:
         return f"{self.name.removeprefix(' · ')}<br>{seconds((self.busy or self.end - self.start) / 1e3)}"
 
 
-def thin(marks: list[Mark], limit: int = LIMIT) -> tuple[list[Mark], float]:
+def downsample(marks: list[Mark], limit: int = LIMIT) -> tuple[list[Mark], float]:
     """(at most `limit` marks, the window in ms within which neighbours were merged; 0 where none was).
 
     Marks merge only with neighbours of the same lane and group, the smallest first.

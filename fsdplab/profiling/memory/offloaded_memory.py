@@ -1,11 +1,10 @@
-"""What rests in host memory under offload, where the host is also the device that computes: it is left out of the
-measurement.
+"""Offloaded memory on CPU ranks, where the host is also the computing device: it is left out of the measurement.
 
 On a GPU the allocator of the device never sees host memory. On CPU ranks there is one memory for both, so the split is
 emulated: parameters at rest and optimizer state are left out from the beginning, and a reduced gradient leaves at the
-moment it is handed to its parameter. What is on its way (gathered parameters, low-precision copies, messages, whole
-gradients) counts, as it would on a card. The one thing missing is a card's staging copy of the slice that is being
-gathered in its own dtype: one unit's, at most.
+moment its parameter gets it. Memory in use (gathered parameters, low-precision copies, messages, whole gradients)
+counts, as on a card. Only one thing is missing: a card's staging copy of the slice that is being gathered in its own
+dtype: one unit's, at most.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ from fsdplab.profiling.memory.block_lifetimes import AllocatorEvent
 from fsdplab.profiling.memory.live_storages import address
 
 
-class Elsewhere:
-    """Names the tensors that rest elsewhere, and notes when gradients join them: `departures` are frees for the
-    timeline.
-    """
+class OffloadedTensors:
+    """The offloaded tensors, and when gradients join them: `departures` are frees for the timeline."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, device: torch.device) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
@@ -36,7 +33,7 @@ class Elsewhere:
         return [*self._model.parameters(), *state]
 
     def watch(self) -> list[Callable[[], None]]:
-        """Note every gradient that is handed out from now on; returns what ends that."""
+        """Record every gradient from now on; returns functions that end that."""
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         return [parameter.register_post_accumulate_grad_hook(self._leave).remove for parameter in trained]
 

@@ -1,6 +1,4 @@
-"""What ranks have left in their mailbox when they end badly, and where they stand when they do not end: what a report
-is made of (failure_report.py).
-"""
+"""Collects the data for failure_report.py: the mailbox content of failed ranks, and the stacks of ranks that hang."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from collections.abc import Mapping
 
 from fsdplab.common.processes import send
 from fsdplab.sessions.launch.failure_report import PostMortem
-from fsdplab.sessions.launch.mailbox import Beat, Mailbox, read_beats, read_lines
+from fsdplab.sessions.launch.mailbox import Heartbeat, Mailbox, read_heartbeats, read_lines
 from fsdplab.sessions.launch.stacks import readable
 
 _LOOK_EVERY_S = 0.05
@@ -20,31 +18,31 @@ _ANSWER_WITHIN_S = 2.0
 
 
 def gather(mailbox: Mailbox, world_size: int) -> PostMortem:
-    """Exit codes, notes, beats and what was printed; no stacks, since the ranks may be gone."""
+    """Exit codes, notes, heartbeats and what was printed; no stacks, since the ranks may be gone."""
     exits = json.loads(mailbox.exits.read_text()) if mailbox.exits.exists() else {}
     notes = {rank: read_lines(mailbox.of(rank, "failure")) for rank in range(world_size)}
     return PostMortem(
         exits={int(rank): code for rank, code in exits.items()},
         notes={rank: lines[0] for rank, lines in notes.items() if lines},
-        beats=read_beats(mailbox, world_size),
+        heartbeats=read_heartbeats(mailbox, world_size),
         printed=_printed(mailbox, world_size),
     )
 
 
 def _printed(mailbox: Mailbox, world_size: int) -> str:
-    """What explains a rank that left no note: its standard error, or torchrun's log when it did not get that far."""
+    """The output of a rank without a note: its standard error, or torchrun's log if it never started."""
     errors = [mailbox.of(rank, "err") for rank in range(world_size)]
     texts = [path.read_text(errors="replace") for path in errors if path.exists()]
     return "\n".join(filter(None, texts)) or mailbox.agent_log.read_text(errors="replace")
 
 
-def ask_for_stacks(mailbox: Mailbox, beats: Mapping[int, Beat]) -> dict[int, str]:
-    """Ask every rank where it stands; those that do not answer within two seconds are left out."""
-    asked = {rank: mailbox.of(rank, "stack") for rank in beats}
+def ask_for_stacks(mailbox: Mailbox, heartbeats: Mapping[int, Heartbeat]) -> dict[int, str]:
+    """The stack of every rank; ranks that do not answer within two seconds are left out."""
+    asked = {rank: mailbox.of(rank, "stack") for rank in heartbeats}
     for path in asked.values():
         os.truncate(path, 0)  # an answer to an earlier question
-    for beat in beats.values():
-        send(beat.pid, signal.SIGUSR1)
+    for heartbeat in heartbeats.values():
+        send(heartbeat.pid, signal.SIGUSR1)
     deadline, seen = time.monotonic() + _ANSWER_WITHIN_S, [0]
     # an answer is written in several pieces
     while time.monotonic() < deadline and not (all(seen) and seen == _sizes(asked)):

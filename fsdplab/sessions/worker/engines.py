@@ -1,9 +1,9 @@
-"""One small builder an engine: from a RunSpec to a model, an optimizer and one step of training.
+"""One builder for each engine: from a RunSpec to a model, an optimizer and one step of training.
 
 All engines train the same model from the same weights with the same optimizer. AdamW is the fused one everywhere: it
 makes no temporaries (a looped one holds three times its largest parameter, a foreach one a copy of all), works on
-DTensors, and on the CPU takes a third of the time. What differs between engines is in this file and nowhere else; each
-is used as its own documentation says, with its defaults.
+DTensors, and on the CPU takes a third of the time. All differences between engines are in this file; each is used as
+its documentation says, with its defaults.
 
 bf16 means computing in bfloat16 with float32 masters and float32 reduction. DDP and the twin have no masters of their
 own: DDP runs under autocast, its usual form; the twin casts its parameters inside the forward, which is what sharding
@@ -46,12 +46,12 @@ class TrainingSetup:
     train_step: TrainStep
 
 
-def build(spec: RunSpec, place: RankContext) -> TrainingSetup:
+def build(spec: RunSpec, context: RankContext) -> TrainingSetup:
     """The setup of `spec.engine` on this rank; the weights depend on `spec.seed` alone."""
-    model = build_model(spec.model, device=place.device, seed=spec.seed)
+    model = build_model(spec.model, device=context.device, seed=spec.seed)
     if spec.compile == "blocks" and spec.engine != "twin":  # the twin is what others are compared with
         compile_blocks(model)
-    return _BUILDERS[spec.engine](spec, place, model)
+    return _BUILDERS[spec.engine](spec, context, model)
 
 
 def adamw(spec: RunSpec, model: nn.Module) -> torch.optim.AdamW:
@@ -64,20 +64,20 @@ def _at_once(last: bool) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _trained(spec: RunSpec, place: RankContext, model: nn.Module, accumulate: Accumulate = _at_once) -> TrainingSetup:
+def _trained(spec: RunSpec, context: RankContext, model: nn.Module, accumulate: Accumulate = _at_once) -> TrainingSetup:
     optimizer = adamw(spec, model)
 
     def train_step(batches_by_rank: Sequence[Sequence[Batch]]) -> float:
         (batches,) = batches_by_rank
-        total = torch.zeros((), device=place.device)
+        total = torch.zeros((), device=context.device)
         for index, (tokens, targets) in enumerate(batches, start=1):
             with accumulate(index == len(batches)):
-                place.heartbeat.enter("forward")
+                context.heartbeat.enter("forward")
                 loss = loss_of(model, tokens, targets) / len(batches)
-                place.heartbeat.enter("backward")
+                context.heartbeat.enter("backward")
                 loss.backward()
             total += loss.detach()
-        place.heartbeat.enter("optimizer")
+        context.heartbeat.enter("optimizer")
         optimizer.step()
         optimizer.zero_grad()
         return total.item()
@@ -85,7 +85,7 @@ def _trained(spec: RunSpec, place: RankContext, model: nn.Module, accumulate: Ac
     return TrainingSetup(model, optimizer, train_step)
 
 
-def _lab(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
+def _lab(spec: RunSpec, context: RankContext, model: nn.Module) -> TrainingSetup:
     from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, shard_model
 
     policy = (
@@ -93,45 +93,49 @@ def _lab(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
         if spec.precision == "bf16"
         else MixedPrecisionPolicy()
     )
-    offload = CPUOffloadPolicy(pin_memory=place.device.type == "cuda") if spec.offload == "cpu" else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda") if spec.offload == "cpu" else OffloadPolicy()
     sharded = shard_model(
-        model, spec.strategy, units=units_of(spec, model), mesh=_mesh(spec, place), mp_policy=policy,
+        model, spec.strategy, units=units_of(spec, model), mesh=_mesh(spec, context), mp_policy=policy,
         offload_policy=offload,
         checkpoint=spec.checkpoint, prefetch=spec.prefetch, transport=spec.transport,
     )  # fmt: skip
 
     def announce(last: bool) -> AbstractContextManager[Any]:
         sharded.set_is_last_backward(last)
-        if spec.strategy in ("no_shard", "zero1"):  # these keep whole gradients anyway, so they travel once a step
+        if spec.strategy in ("no_shard", "zero1"):  # these keep whole gradients, so they reduce once a step
             sharded.set_requires_gradient_sync(last)
         return nullcontext()
 
-    return _trained(spec, place, sharded, announce)
+    return _trained(spec, context, sharded, announce)
 
 
 def units_of(spec: RunSpec, model: nn.Module) -> Literal["root"] | tuple[type[nn.Module], ...]:
-    """What travels together, in the words of `shard_model`."""
+    """The `units` argument of `shard_model`."""
     if spec.units == "model":
         return "root"
     return (nn.Linear,) if spec.units == "linear" else block_types(model)
 
 
-def _mesh(spec: RunSpec, place: RankContext) -> DeviceMesh:
+def _mesh(spec: RunSpec, context: RankContext) -> DeviceMesh:
     """All ranks in a line; under hybrid_shard replicas x ranks of a shard group."""
     if spec.strategy != "hybrid_shard":
-        return init_device_mesh(place.device.type, (place.world_size,))
-    return init_device_mesh(place.device.type, (spec.replicas, spec.shard_size), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(context.device.type, (context.world_size,))
+    return init_device_mesh(
+        context.device.type, (spec.replicas, spec.shard_size), mesh_dim_names=("replicate", "shard")
+    )
 
 
-def _ddp(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
+def _ddp(spec: RunSpec, context: RankContext, model: nn.Module) -> TrainingSetup:
     from torch.nn.parallel import DistributedDataParallel
 
-    seen = _Autocast(model, place.device.type) if spec.precision == "bf16" else model
-    replicated = DistributedDataParallel(seen, device_ids=None if place.device.type == "cpu" else [place.device.index])
-    return _trained(spec, place, replicated, lambda last: nullcontext() if last else replicated.no_sync())
+    seen = _Autocast(model, context.device.type) if spec.precision == "bf16" else model
+    replicated = DistributedDataParallel(
+        seen, device_ids=None if context.device.type == "cpu" else [context.device.index]
+    )
+    return _trained(spec, context, replicated, lambda last: nullcontext() if last else replicated.no_sync())
 
 
-def _fsdp1(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
+def _fsdp1(spec: RunSpec, context: RankContext, model: nn.Module) -> TrainingSetup:
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -146,13 +150,13 @@ def _fsdp1(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup
         sharding_strategy=rows[spec.strategy],
         auto_wrap_policy=ModuleWrapPolicy(set(block_types(model))),
         mixed_precision=mixed,
-        device_id=place.device,
+        device_id=context.device,
         use_orig_params=True,
     )
-    return _trained(spec, place, sharded)
+    return _trained(spec, context, sharded)
 
 
-def _fsdp2(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
+def _fsdp2(spec: RunSpec, context: RankContext, model: nn.Module) -> TrainingSetup:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from fsdplab.engine.shared_gpu_peers import put_on_shared_gpu
@@ -164,7 +168,7 @@ def _fsdp2(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup
     )
     shard = partial(
         fully_shard,
-        mesh=_mesh(spec, place),
+        mesh=_mesh(spec, context),
         reshard_after_forward=False if spec.strategy == "shard_grad_op" else None,
         mp_policy=policy,
     )
@@ -173,22 +177,22 @@ def _fsdp2(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup
         shard(module)
     sharded = shard(model)
     if spec.shares_a_gpu:
-        put_on_shared_gpu(sharded, dist.group.WORLD, place.device)
-    return _trained(spec, place, sharded)
+        put_on_shared_gpu(sharded, dist.group.WORLD, context.device)
+    return _trained(spec, context, sharded)
 
 
-def _twin(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
+def _twin(spec: RunSpec, context: RankContext, model: nn.Module) -> TrainingSetup:
     seen = _CastParameters(model) if spec.precision == "bf16" else model
     # a twin whose memory is measured computes on one thread: the profiler sees no other, and one set of gradients is
     # what it needs
-    spread = place.device.type == "cpu" and not spec.memory and hasattr(os, "sched_getaffinity")
+    spread = context.device.type == "cpu" and not spec.memory and hasattr(os, "sched_getaffinity")
     replay = SideBySide(seen, min(spec.world_size, len(os.sched_getaffinity(0))) if spread else 1)
     optimizer = adamw(spec, model)
 
     def train_step(batches_by_rank: Sequence[Sequence[Batch]]) -> float:
-        place.heartbeat.enter("replay")
+        context.heartbeat.enter("replay")
         loss = replay.replay_gradients(batches_by_rank, loss_of)
-        place.heartbeat.enter("optimizer")
+        context.heartbeat.enter("optimizer")
         optimizer.step()
         optimizer.zero_grad()
         return loss
@@ -197,10 +201,10 @@ def _twin(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
 
 
 def _deepspeed(stage: int) -> Callable[[RunSpec, RankContext, nn.Module], TrainingSetup]:
-    def build_stage(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
+    def build_stage(spec: RunSpec, context: RankContext, model: nn.Module) -> TrainingSetup:
         from fsdplab.sessions.worker.deepspeed_engine import deepspeed_setup
 
-        return TrainingSetup(*deepspeed_setup(stage, spec, place, model, adamw(spec, model)))
+        return TrainingSetup(*deepspeed_setup(stage, spec, context, model, adamw(spec, model)))
 
     return build_stage
 

@@ -1,7 +1,7 @@
 """What a run ran on, so that two records can be compared and a result repeated.
 
 Recorded: versions, processor, accelerators, and the variables that change speed or communication. Never recorded: names
-of users and hosts, and paths; a record is made to be handed on.
+of users and hosts, and paths; a record is made to be shared.
 """
 
 from __future__ import annotations

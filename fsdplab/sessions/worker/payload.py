@@ -1,6 +1,6 @@
-"""What may travel between the caller and its ranks: what `torch.load` reads without running code.
+"""The values that the caller and its ranks may exchange: what `torch.load` reads without running code.
 
-A learner's rank is code that nobody has reviewed, so what it hands over is never unpickled freely.
+A learner's code is not reviewed, so its results are never unpickled freely.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ VALUES = "None, bool, int, float, str, plain tensors, and lists, tuples and dict
 _PLAIN = (type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter)
 
 
-def foreign_type(value: object) -> str | None:
-    """The name of the first type in a value that may not travel: `"DTensor"`; None when all may.
+def unsupported_type(value: object) -> str | None:
+    """The name of the first type in a value that cannot be sent: `"DTensor"`; None when all can.
 
-    Subclasses are foreign: a DTensor cannot be read without its process group, a numpy number not without numpy.
+    Subclasses are unsupported: a DTensor cannot be read without its process group, a numpy number not without numpy.
     """
     if type(value) in _PLAIN:
         return None
@@ -26,4 +26,4 @@ def foreign_type(value: object) -> str | None:
 
 
 def _first(*values: object) -> str | None:
-    return next(filter(None, map(foreign_type, values)), None)
+    return next(filter(None, map(unsupported_type, values)), None)

@@ -16,11 +16,11 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from fsdplab.engine import events
 from fsdplab.profiling.saving import save_trace
 
-WARMUP = 1  # profiled steps that the profiler throws away
+WARMUP = 1  # profiled steps that the profiler discards
 RANGE = "ProfilerStep#"  # the profiler's own name for a step
 
 
-class Capture:
+class StepProfiler:
     """Profiles `steps` steps from the first call of `step_done` on; `save` writes the trace.
 
     `first` is the number that the run gives to the first step whose trace is kept.
@@ -52,16 +52,16 @@ class Capture:
         return self.seconds[WARMUP:]
 
 
-class Lives:
-    """Hears when units are gathered and dropped: rows of the record's `life` table, of the steps where it is wanted."""
+class UnitStateLog:
+    """Records when units are gathered and dropped: rows of the record's `life` table, for chosen steps."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.rows: list[dict[str, Any]] = []
         self.step: int | None = None  # the step to note, None for no step
 
-    def hear(self, event: events.Event) -> None:
-        """A subscriber of the engine's events."""
+    def on_event(self, event: events.Event) -> None:
+        """Handle one event of the engine."""
         if self.step is None or not isinstance(event, events.Transition):
             return
         row: dict[str, Any] = {"unit": event.unit, "state": event.after, "phase": event.phase, "time_ns": event.time_ns}

@@ -1,7 +1,7 @@
 """A rank's analysis of its own trace: all ranks at once, instead of their caller one after the other.
 
 Reading a trace of two steps takes half a second of a core. At its end every rank has a core, and the starter has
-imported the analysis; so each leaves what it found beside its trace. What one rank cannot know, the caller adds
+imported the analysis; so each writes its result beside its trace. The caller adds what one rank cannot know
 (trace_tables.py): whether it waited for another.
 """
 
@@ -22,25 +22,23 @@ _SUFFIX = ".analysis"
 _LARGEST = 8_000_000
 
 
-def leave_analysis(place: RankContext, kind: str, ledger: Sequence[dict[str, Any]]) -> None:
-    """Analyse this rank's trace of one kind and leave the rows; nothing where the trace is large or bad: the caller
-    then reads it, and says so.
-    """
-    trace = place.mailbox.of(place.rank, kind)
+def leave_analysis(context: RankContext, kind: str, ledger: Sequence[dict[str, Any]]) -> None:
+    """Analyse this rank's trace of one kind and write the rows; a large or bad trace is left to the caller."""
+    trace = context.mailbox.of(context.rank, kind)
     if not trace.exists() or trace.stat().st_size > _LARGEST:
         return
     try:
-        found = analyse_trace(trace, ledger=ledger, rank=place.rank)
+        found = analyse_trace(trace, ledger=ledger, rank=context.rank)
     except (AccountingError, TraceError):
         return
     steps = [vars(step) for step in found.steps]
-    place.mailbox.of(place.rank, kind + _SUFFIX).write_text(
+    context.mailbox.of(context.rank, kind + _SUFFIX).write_text(
         json.dumps([found.world_size, found.device, steps], default=lambda number: number.item())
     )
 
 
 def analysis_of(mailbox: Mailbox, rank: int, kind: str, trace: Path, ledger: Sequence[dict[str, Any]]) -> TraceAnalysis:
-    """What the rank left, as if `trace` had been read here; it is read here where the rank left nothing."""
+    """The rank's analysis of `trace`; the trace is read here if the rank wrote none."""
     left = mailbox.of(rank, kind + _SUFFIX)
     if not left.exists():
         return analyse_trace(trace, ledger=ledger, rank=rank)

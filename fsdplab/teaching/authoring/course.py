@@ -19,7 +19,7 @@ from nbformat import NotebookNode
 from fsdplab.teaching.core.course_state import EDITIONS
 from fsdplab.teaching.core.exercise import Exercise
 from fsdplab.teaching.core.registry import find
-from fsdplab.teaching.core.workspace import HomeError, fingerprint
+from fsdplab.teaching.core.workspace import WorkspaceError, fingerprint
 
 DROPPED = {"learner": ("solution", "teacher"), "teacher": ("stub",)}
 EDITION_TAGS = ("solution", "stub", "teacher")
@@ -164,7 +164,7 @@ def _exercise_complaints(cell: NotebookNode) -> Iterator[str]:
         return
     try:
         exercise = find(first.split(maxsplit=1)[-1].strip(), Exercise)
-    except (HomeError, LookupError) as error:
+    except (WorkspaceError, LookupError) as error:
         yield str(error)
         return
     for tag, text in (("stub", exercise.stub), ("solution", exercise.reference)):

@@ -42,11 +42,11 @@ def run_course(directory: Path | str, on_run: Callable[[NotebookRun], None] = la
     runs = []
     with tempfile.TemporaryDirectory(prefix="fsdplab-course-") as scratch:
         for name, edition, notebook, complaint in _editions(Path(directory)):
-            home = Path(scratch) / edition.replace(" ", "-") / "my_fsdp"
+            workspace = Path(scratch) / edition.replace(" ", "-") / "my_fsdp"
             runs.append(
                 NotebookRun(name, edition, 0.0, complaint)
                 if complaint
-                else run_notebook(name, edition, notebook, directory, home)
+                else run_notebook(name, edition, notebook, directory, workspace)
             )
             on_run(runs[-1])
     return runs
@@ -64,15 +64,17 @@ def _editions(directory: Path) -> Iterator[tuple[str, str, NotebookNode, str | N
             yield name, edition, edition_of(source, edition), "\n".join(structure_complaints(name, source)) or None
 
 
-def run_notebook(name: str, edition: str, notebook: NotebookNode, directory: Path | str, home: Path) -> NotebookRun:
-    """Run one notebook in a fresh kernel, in its own folder, with `home` as the learner's folder."""
+def run_notebook(
+    name: str, edition: str, notebook: NotebookNode, directory: Path | str, workspace: Path
+) -> NotebookRun:
+    """Run one notebook in a fresh kernel, in its own folder, with `workspace` as the learner's folder."""
     client = NotebookClient(
         notebook, timeout=CELL_TIME_LIMIT, kernel_name="python3", resources={"metadata": {"path": str(directory)}},
         store_widget_state=False,
     )  # fmt: skip
     began, failure = time.monotonic(), None
     try:
-        client.execute(env={**os.environ, "FSDPLAB_HOME": str(home)})
+        client.execute(env={**os.environ, "FSDPLAB_HOME": str(workspace)})
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         failure = _told(notebook, error)
     return NotebookRun(name, edition, time.monotonic() - began, failure)

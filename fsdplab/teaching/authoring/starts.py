@@ -31,8 +31,8 @@ def main(repetitions: str) -> None:
     """Time both, and print a line of JSON for each."""
     with tempfile.TemporaryDirectory(prefix="fsdplab-starts-") as folder:
         open_course("learner", folder)
-        home = current().home
-        home.save(CHECKED, find(CHECKED, Exercise).reference)
+        workspace = current().workspace
+        workspace.save(CHECKED, find(CHECKED, Exercise).reference)
         for name, ask in (("%%ranks cell", lambda: run_ranks("2", _CELL)), (f"check({CHECKED!r})", check_once)):
             print(json.dumps(in_turn(name, lambda start: started(start, ask), int(repetitions)).as_dict()), flush=True)
 

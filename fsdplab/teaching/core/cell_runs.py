@@ -25,7 +25,7 @@ from .course_state import current
 from .exercise import Exercise
 from .registry import find
 from .run_submission import ON_RANKS
-from .workspace import HomeError
+from .workspace import WorkspaceError
 
 MOST_RANKS = 16
 RANKS_TIME_LIMIT = 90.0
@@ -61,9 +61,9 @@ def run_exercise(line: str, cell: str, namespace: dict[str, Any]) -> None:
     """`%%exercise ID`: save the cell as `my_fsdp/<id>.py`, where ranks can import it, and run it in `namespace` too."""
     try:
         found = find(line.strip(), Exercise)
-    except (HomeError, LookupError) as error:
+    except (WorkspaceError, LookupError) as error:
         raise usage_error(f"%%exercise: {error}") from error
-    path = current().home.save(found.id, cell)
+    path = current().workspace.save(found.id, cell)
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
     if found.function not in namespace:
         raise usage_error(f"%%exercise {found.id}: the cell must define {found.function}(...)")
@@ -113,7 +113,9 @@ def _start(world_size: int) -> None:
     ended = _stop()
     if ended:
         print(ended)
-    before = f"from fsdplab.teaching.core.on_ranks import import_latest\nimport_latest({str(current().home.path)!r})\n"
+    before = (
+        f"from fsdplab.teaching.core.on_ranks import import_latest\nimport_latest({str(current().workspace.path)!r})\n"
+    )
     try:
         _staying[:] = [StayingRanks.start(world_size, before=before)]
     except RanksFailed as failure:
@@ -222,7 +224,7 @@ def run_cell_on_ranks(
     """What every fresh rank printed, by rank; CellFailed with the launcher's report when one raises, dies or does not
     end.
     """
-    payload = {"source": source, "home": str(current().home.path)}
+    payload = {"source": source, "workspace": str(current().workspace.path)}
     on_output = print_labelled if show else None
     try:
         return call_on_ranks(

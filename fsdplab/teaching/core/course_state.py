@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from .workspace import Home
+from .workspace import Workspace
 
 EDITIONS = ("learner", "teacher")
 
@@ -29,20 +29,20 @@ class Course:
     """The open course: its edition and the learner's folder."""
 
     edition: str
-    home: Home
+    workspace: Workspace
 
 
 _open: list[Course] = []
 
 
-def open_course(edition: str | None = None, home: Path | str | None = None) -> Course:
+def open_course(edition: str | None = None, workspace: Path | str | None = None) -> Course:
     """Open the course: what is not given comes from FSDPLAB_EDITION and FSDPLAB_HOME, else learner and ./my_fsdp."""
     chosen = edition or os.environ.get("FSDPLAB_EDITION") or "learner"
     if chosen not in EDITIONS:
         raise ValueError(f"unknown edition {chosen!r}; expected one of: {', '.join(EDITIONS)}")
-    folder = Path(home or os.environ.get("FSDPLAB_HOME") or Path.cwd() / "my_fsdp").resolve()
-    course = Course(chosen, Home(folder))
-    course.home.make_importable()
+    folder = Path(workspace or os.environ.get("FSDPLAB_HOME") or Path.cwd() / "my_fsdp").resolve()
+    course = Course(chosen, Workspace(folder))
+    course.workspace.make_importable()
     _open[:] = [course]
     return course
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fsdplab.figures import alt_text, svg
 from fsdplab.figures.plotly_go import go
 
-from .findings import with_code
+from .verdicts import with_code
 
 if TYPE_CHECKING:
     import ipywidgets

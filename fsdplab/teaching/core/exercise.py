@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .findings import Difference, Finding
+from .verdicts import Difference, Feedback
 from .workspace import checked_id, function_name
 
 
@@ -57,14 +57,14 @@ class Wrong:
 
 
 Explain = Callable[[Case, Trial, Difference], tuple[str | None, str]]
-Rules = Callable[[Case, Sequence[Trial]], Finding | None]
+Rules = Callable[[Case, Sequence[Trial]], Feedback | None]
 
 
 def _no_explanation(case: Case, trial: Trial, difference: Difference) -> tuple[str | None, str]:
     return None, "compare what your function does on this rank with the statement, line by line"
 
 
-def _no_rules(case: Case, trials: Sequence[Trial]) -> Finding | None:
+def _no_rules(case: Case, trials: Sequence[Trial]) -> Feedback | None:
     return None
 
 

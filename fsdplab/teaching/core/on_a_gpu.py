@@ -67,9 +67,9 @@ def _none(why: str) -> Note:
 
 def _where(provenance: dict[str, Any], run: RunRecord) -> str:
     """What it was measured on: "Measured on NVIDIA H200, torch 2.11.0, ... ; ranks on one gpu: emulated"."""
-    told = [
+    parts = [
         f"Measured on {provenance.get('gpu', 'a GPU')}",
         *(f"{name} {provenance[name]}" for name in ("torch", "driver", "commit") if provenance.get(name)),
     ]
     emulated = [name.replace("_", " ") for name, word in run.provenance.items() if word == "emulated"]
-    return ", ".join(told) + (f"; emulated: {', '.join(emulated)}" if emulated else "") + "."
+    return ", ".join(parts) + (f"; emulated: {', '.join(emulated)}" if emulated else "") + "."

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from fsdplab.sessions.staying.cell_code import FRESH_TITLE, cell_namespace, run_source
 from fsdplab.teaching.core.comm_log import WireLog
-from fsdplab.teaching.core.workspace import Home, load_function
+from fsdplab.teaching.core.workspace import Workspace, load_function
 
 GRACE = 2.0  # seconds longer than the function's own: a rank that stands in it reports first, it knows the line
 
@@ -42,7 +42,7 @@ def call_recorded(payload: dict[str, Any]) -> list[list[dict[str, Any]]]:
     `payload["programs"]`: dicts with `path`, `function`, `driver` (file and function, or None), `arguments`
     (`[case][rank]`, a tuple of arguments each) and `time_limit` (seconds for one case, from a common start).
     """
-    Home(Path(payload["home"])).make_importable()
+    Workspace(Path(payload["workspace"])).make_importable()
     return [_run_program(program) for program in payload["programs"]]
 
 
@@ -112,16 +112,16 @@ def run_cell(payload: dict[str, Any]) -> None:
 
     The cell finds `rank`, `world_size`, `torch` and `dist`; nothing else of the notebook is here.
     """
-    Home(Path(payload["home"])).make_importable()
+    Workspace(Path(payload["workspace"])).make_importable()
     assert isinstance(sys.stdout, io.TextIOWrapper), "a rank prints into its own file"
     sys.stdout.reconfigure(line_buffering=True)
     run_source(payload["source"], cell_namespace(), FRESH_TITLE)
     dist.barrier()
 
 
-def import_latest(home: str) -> None:
+def import_latest(workspace: str) -> None:
     """Before each cell on ranks that stay: let it import what the learner has saved by now."""
-    Home(Path(home)).make_importable()
-    for name in [name for name in sys.modules if name.partition(".")[0] == Path(home).name]:
+    Workspace(Path(workspace)).make_importable()
+    for name in [name for name in sys.modules if name.partition(".")[0] == Path(workspace).name]:
         del sys.modules[name]
     importlib.invalidate_caches()

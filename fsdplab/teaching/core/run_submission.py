@@ -14,7 +14,7 @@ from typing import Any
 from fsdplab.sessions import RanksFailed, call_on_ranks
 
 from .exercise import Call, Case, Exercise, Trial
-from .workspace import Home
+from .workspace import Workspace
 
 START_LIMIT = 90.0  # seconds for the ranks to start, on a busy machine too
 ON_RANKS = Path(__file__).with_name("on_ranks.py")
@@ -28,14 +28,14 @@ class Tried:
     trials: tuple[tuple[Trial, ...], ...]
 
 
-def try_programs(programs: Sequence[tuple[Exercise, Path]], home: Home) -> list[Tried]:
+def try_programs(programs: Sequence[tuple[Exercise, Path]], workspace: Workspace) -> list[Tried]:
     """Run saved solutions of exercises with one number of ranks, in one launch; RanksFailed when a rank raises or
     hangs.
     """
     world_size = programs[0][0].world_size
     cases = [tuple(exercise.cases()) for exercise, _ in programs]
     payload = {
-        "home": str(home.path),
+        "workspace": str(workspace.path),
         "programs": [as_program(exercise, path, of) for (exercise, path), of in zip(programs, cases, strict=True)],
     }
     limit = START_LIMIT + sum(exercise.time_limit * len(of) for (exercise, _), of in zip(programs, cases, strict=True))
@@ -43,10 +43,10 @@ def try_programs(programs: Sequence[tuple[Exercise, Path]], home: Home) -> list[
     return [Tried(of, _trials(by_rank, index, len(of))) for index, of in enumerate(cases)]
 
 
-def try_one(exercise: Exercise, path: Path, home: Home) -> Tried | RanksFailed:
+def try_one(exercise: Exercise, path: Path, workspace: Workspace) -> Tried | RanksFailed:
     """One solution on the exercise's own number of ranks, within its time limit; the failure itself if it fails."""
     try:
-        return try_programs([(exercise, path)], home)[0]
+        return try_programs([(exercise, path)], workspace)[0]
     except RanksFailed as failure:
         return failure
 

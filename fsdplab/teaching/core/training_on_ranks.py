@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fsdplab.engine import events
 from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
 from fsdplab.sessions import RunSpec, SpecError
-from fsdplab.sessions.worker.emulated_network import Fabric
+from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
 from fsdplab.sessions.worker.engines import build
 from fsdplab.workloads import ByteText
 
@@ -27,9 +27,9 @@ def complaint(choices: Any, job: dict[str, Any], names: Sequence[str]) -> str:
     """Why these choices cannot be run, or nothing."""
     if not isinstance(choices, dict):
         return f"expected a dict, got {type(choices).__name__}"
-    foreign = [str(name) for name in choices if name not in names]
-    if foreign:
-        return f"{', '.join(foreign)} belongs to the job; you choose {', '.join(names)}"
+    unsupported = [str(name) for name in choices if name not in names]
+    if unsupported:
+        return f"{', '.join(unsupported)} belongs to the job; you choose {', '.join(names)}"
     try:
         RunSpec(**{**job, **choices})
     except SpecError as error:
@@ -46,21 +46,23 @@ class Training:
         device, self.rank, self.ranks, self.spec = torch.device("cpu"), dist.get_rank(), dist.get_world_size(), spec
         heartbeat = SimpleNamespace(enter=lambda *_: None)
         # Any: the part of a RankContext that a setup and a fabric read; nobody reads this heartbeat
-        place: Any = SimpleNamespace(device=device, rank=self.rank, world_size=self.ranks, heartbeat=heartbeat)
+        context: Any = SimpleNamespace(device=device, rank=self.rank, world_size=self.ranks, heartbeat=heartbeat)
         self._tags, self._text, self._done = TagLog(), ByteText.from_standard_library(), 0
-        self._rig = build(spec, place)
-        Fabric(spec, place).begin(self._rig.model)
+        self._setup = build(spec, context)
+        EmulatedNetwork(spec, context).begin(self._setup.model)
 
     def _step(self, batch_size: int | None = None, sequence_length: int | None = None) -> list[events.Collective]:
-        heard: list[events.Collective] = []
-        quiet = events.subscribe(lambda event: heard.append(event) if isinstance(event, events.Collective) else None)
+        collectives: list[events.Collective] = []
+        unsubscribe = events.subscribe(
+            lambda event: collectives.append(event) if isinstance(event, events.Collective) else None
+        )
         shape = (batch_size or self.spec.batch_size, sequence_length or self.spec.sequence_length)
         batch = self._text.batch(self._done, self.rank, self.ranks, *shape)
-        self._rig.train_step([[batch]])
+        self._setup.train_step([[batch]])
         events.flush()
-        quiet()
+        unsubscribe()
         self._done += 1
-        return heard
+        return collectives
 
     def measured(self) -> MemoryTimeline:
         """The memory of the second step, as a run's record has it.
@@ -70,8 +72,8 @@ class Training:
         """
         self._step(batch_size=1, sequence_length=8)
         with MemoryRecorder(
-            model=self._rig.model,
-            optimizer=self._rig.optimizer,
+            model=self._setup.model,
+            optimizer=self._setup.optimizer,
             engine="lab",
             device=torch.device("cpu"),
             tags=self._tags,

@@ -115,13 +115,13 @@ class RingCount:
 
 def count_ring(exercise: str = "01.ring_all_gather", megabytes: float = 12, world_size: int = 3) -> RingCount:
     """Gather P = `megabytes` MB with the learner's ring (or the reference) on real ranks, and count what each sends."""
-    found, path, home = find(exercise, Exercise), solution_file(exercise), current().home
+    found, path, workspace = find(exercise, Exercise), solution_file(exercise), current().workspace
     elements = int(megabytes * 1e6 / 4 / world_size)
     case = Case("one gather", tuple((torch.full((elements,), float(rank)),) for rank in range(world_size)), ())
-    payload = {"home": str(home.path), "programs": [as_program(found, path, [case])]}
+    payload = {"workspace": str(workspace.path), "programs": [as_program(found, path, [case])]}
     by_rank = call_on_ranks(ON_RANKS, "call_recorded", world_size=world_size, payload=payload, time_limit=TIME_LIMIT)
     sent = [[nbytes for kind, nbytes, _ in results[0][0]["calls"] if kind == "send"] for results in by_rank]
-    whose = "your ring" if path.parent == home.path else "the reference ring"
+    whose = "your ring" if path.parent == workspace.path else "the reference ring"
     return RingCount(whose, elements * world_size * 4, tuple(map(len, sent)), tuple(map(sum, sent)))
 
 

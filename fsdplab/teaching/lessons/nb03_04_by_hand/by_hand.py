@@ -18,7 +18,7 @@ from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Table, table
 from fsdplab.teaching.core.exercise import Call, Exercise
 from fsdplab.teaching.core.registry import find
-from fsdplab.teaching.core.workspace import Home
+from fsdplab.teaching.core.workspace import Workspace
 
 from .costs import bucket_table
 from .figures import bucket_figure, gradient_figure
@@ -48,7 +48,7 @@ def faulty(exercise: str = "03.small_together", steps: int = 12, world_size: int
     gradients.
     """
     found = find(exercise, Exercise)
-    path = Home(current().home.path / "reference" / "faulty").save(exercise, found.stub)
+    path = Workspace(current().workspace.path / "reference" / "faulty").save(exercise, found.stub)
     ways = [
         _way("finish", name, name, path=str(path), function=found.function, arguments=[]) for name in ("adamw", "sgd")
     ]
@@ -81,7 +81,7 @@ def zero(stage: int, steps: int = 6, world_size: int = 2) -> Runs:
 
 
 def _whose(path: Path) -> str:
-    return "your" if path.parent == current().home.path else "the reference"
+    return "your" if path.parent == current().workspace.path else "the reference"
 
 
 def _way(kind: str, name: str, optimizer: str = "adamw", steps: int | None = None, **needs: Any) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _way(kind: str, name: str, optimizer: str = "adamw", steps: int | None = Non
 
 def _train(ways: Sequence[dict[str, Any]], steps: int, world_size: int) -> list[Run]:
     """One launch: every way on the same ranks; one Run a way."""
-    payload = {"home": str(current().home.path), "model": MODEL, "steps": steps, "ways": list(ways)}
+    payload = {"workspace": str(current().workspace.path), "model": MODEL, "steps": steps, "ways": list(ways)}
     by_rank = call_on_ranks(ON_THE_RANKS, "train", world_size=world_size, payload=payload, time_limit=TIME_LIMIT)
     return [_run(way["name"], [results[index] for results in by_rank]) for index, way in enumerate(ways)]
 

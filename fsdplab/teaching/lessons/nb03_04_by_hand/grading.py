@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdplab.teaching.core.exercise import Call, Case, Trial
-from fsdplab.teaching.core.findings import Difference, Finding, first_difference
+from fsdplab.teaching.core.verdicts import Difference, Feedback, first_difference
 from fsdplab.workloads import ByteText, build_model, loss_of
 from fsdplab.workloads.twin import replay_gradients
 
@@ -148,8 +148,8 @@ def _how_many(case: Case, trial: Trial, step: str) -> str:
 
 def too_many_bytes(
     trial: Trial, calls: Sequence[Call], ranks: int, formula: str, allowed: float, cause: str
-) -> Finding | None:
-    """A finding where these calls need more than `allowed` bytes to be sent by a rank."""
+) -> Feedback | None:
+    """Feedback where these calls need more than `allowed` bytes to be sent by a rank."""
     calls = [call for call in calls if not is_mark(call)]
     sent = wire_bytes(calls, ranks)
     if sent <= allowed * SLACK:
@@ -157,7 +157,7 @@ def too_many_bytes(
     kinds = ", ".join(dict.fromkeys(call.kind for call in calls))
     got = f"{sent:,.0f} bytes, in {len(calls)} calls ({kinds})"
     expected = f"at most {formula} = {allowed:,.0f} bytes"
-    return Finding("The values are right, but too much was sent.", expected, got, cause, trial.rank)
+    return Feedback("The values are right, but too much was sent.", expected, got, cause, trial.rank)
 
 
 def steps_of(calls: Sequence[Call]) -> list[tuple[list[Call], list[Call]]]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdplab.teaching.core.comm_log import WireLog
-from fsdplab.teaching.core.workspace import Home
+from fsdplab.teaching.core.workspace import Workspace
 from fsdplab.teaching.lessons.nb03_04_by_hand.trainers import WAYS, Trainer, make_optimizer
 from fsdplab.workloads import ByteText, ModelConfig, build_model, loss_of
 from fsdplab.workloads.twin import replay_gradients
@@ -127,7 +127,7 @@ def train(payload: dict[str, Any]) -> list[dict[str, Any]]:
     A way is a dict with `kind` (a name in WAYS), `optimizer`, `steps` (fewer than the twin's, or None) and what the
     kind needs: the files of the learner's functions.
     """
-    Home(Path(payload["home"])).make_importable()
+    Workspace(Path(payload["workspace"])).make_importable()
     text, steps, model = ByteText.from_standard_library(), payload["steps"], payload["model"]
     twins = {
         name: _twin(model, text, steps, name) for name in dict.fromkeys(way["optimizer"] for way in payload["ways"])

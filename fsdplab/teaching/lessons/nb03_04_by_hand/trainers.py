@@ -47,7 +47,7 @@ class Watched:
     lab_bytes: int = 0
     lab_collectives: int = 0
 
-    def hear(self, event: events.Event) -> None:
+    def on_event(self, event: events.Event) -> None:
         """Count one collective of the lab's engine."""
         if isinstance(event, events.Collective):
             self.lab_bytes += event.wire_bytes
@@ -109,7 +109,7 @@ class Trainer:
     def watching(self, log: WireLog) -> Iterator[Watched]:
         """Watch one step: `note` records after every gradient while this is open."""
         self.log, self.watched = log, Watched()
-        stop = events.subscribe(self.watched.hear)
+        stop = events.subscribe(self.watched.on_event)
         yield self.watched
         events.flush()
         stop()

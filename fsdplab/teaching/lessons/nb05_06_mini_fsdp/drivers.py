@@ -1,7 +1,7 @@
 """How the checks of notebooks 05 and 06 call a learner's function on a rank: `driver(function, *arguments)`.
 
 A driver looks at what a returned value cannot show (the memory behind a tensor, an error that must be raised) and never
-reads a tensor without memory: that would end the process instead of giving a finding.
+reads a tensor without memory: that would end the process instead of giving feedback.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def layer_figure(life: LayersLife) -> go.Figure:
     _level(figure, whole, f"unsharded: {size(whole)}")
     rest, peak = totals[-1], max(totals)
     title = f"A weight of {size(life.weight_bytes)} and its gradient: {size(rest)} at rest, {size(peak)} at the peak"
-    told = "; ".join(f"{name} {size(total)}" for name, total in zip(names, totals))
+    summary = "; ".join(f"{name} {size(total)}" for name, total in zip(names, totals))
     subtitle = (
         f"Measured on rank 0 of {life.ranks} CPU ranks: storages after each call; the messages' own buffers are"
         " left out"
@@ -65,7 +65,7 @@ def layer_figure(life: LayersLife) -> go.Figure:
         figure,
         title,
         subtitle,
-        f"Bars from top to bottom in time order: {told}. Unsharded {size(whole)}.",
+        f"Bars from top to bottom in time order: {summary}. Unsharded {size(whole)}.",
         height=300 + 34 * len(names),
     )
 
@@ -83,7 +83,7 @@ def gathered_figure(training: Trained, engine: str = "my_fsdp") -> go.Figure:
     whole = sum(nbytes for _, nbytes in training.plan.units)
     figure = _stacked(bars, "gathered parameters on one rank (MB)", names, totals, extra=whole)
     _level(figure, whole, f"whole model: {size(whole)}")
-    told = "; ".join(f"{name} {size(total)}" for name, total in zip(names, totals))
+    summary = "; ".join(f"{name} {size(total)}" for name, total in zip(names, totals))
     spec, how = (
         training.records[engine].spec,
         ("storages after each call" if engine == "my_fsdp" else "as its events announce"),
@@ -91,7 +91,7 @@ def gathered_figure(training: Trained, engine: str = "my_fsdp") -> go.Figure:
     subtitle = f"Measured on rank 0 of {spec['world_size']} CPU ranks, {spec['model']}, last step: {how}"
     title = f"{engine}: at most {size(max(totals))} of {size(whole)} gathered at once"
     return titled(
-        figure, title, subtitle, f"Bars from top to bottom in time order: {told}.", height=300 + 30 * len(names)
+        figure, title, subtitle, f"Bars from top to bottom in time order: {summary}.", height=300 + 30 * len(names)
     )
 
 
@@ -144,13 +144,13 @@ def _chosen(plans: dict[str, Plan], target: int | None) -> str:
 
 def _extremes(plans: dict[str, Plan]) -> str:
     low, high = min(plans, key=lambda name: plans[name].peak), max(plans, key=lambda name: plans[name].peak)
-    told = [f"{name}: {size(plans[name].peak)} and {plans[name].collectives}" for name in (high, low)]
-    return " collectives; ".join(told)
+    summary = [f"{name}: {size(plans[name].peak)} and {plans[name].collectives}" for name in (high, low)]
+    return " collectives; ".join(summary)
 
 
 def _spoken_choices(plans: dict[str, Plan], target: int | None) -> str:
-    told = "; ".join(f"{name} {size(each.peak)} with {each.collectives} collectives" for name, each in plans.items())
-    return f"Bars of gathered bytes: {told}." + (f" Target {size(target)}." if target else "")
+    summary = "; ".join(f"{name} {size(each.peak)} with {each.collectives} collectives" for name, each in plans.items())
+    return f"Bars of gathered bytes: {summary}." + (f" Target {size(target)}." if target else "")
 
 
 def _spoken(row: Mapping[str, Any]) -> str:

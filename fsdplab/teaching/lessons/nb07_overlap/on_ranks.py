@@ -69,7 +69,7 @@ class Card:
         self.computed.append((start, self.free_ns))
         time.sleep(max(0, self.free_ns - time.time_ns()) / 1e9)
 
-    def hear(self, event: events.Event) -> None:
+    def on_event(self, event: events.Event) -> None:
         """The host has waited for a message: the card goes on when the link has delivered it."""
         if isinstance(event, events.Collective):
             self.moved[PLACES[event.kind, event.phase]].append((event.start_ns, event.end_ns))
@@ -78,14 +78,14 @@ class Card:
     def exposed(self) -> dict[str, float]:
         """|M without C| in ms by place; what two messages expose at once is the first place's."""
         covered, found = union(self.computed), {}
-        for place, passages in self.moved.items():
-            found[place] = length(subtract(passages, covered)) / 1e6
-            covered = union(covered, passages)
+        for place, transfers in self.moved.items():
+            found[place] = length(subtract(transfers, covered)) / 1e6
+            covered = union(covered, transfers)
         return found
 
     def communication_ms(self) -> float:
         """All messages, each for itself."""
-        return sum(end - start for passages in self.moved.values() for start, end in passages) / 1e6
+        return sum(end - start for transfers in self.moved.values() for start, end in transfers) / 1e6
 
 
 class Computing(torch.autograd.Function):
@@ -162,13 +162,13 @@ def on_this_rank(payload: Mapping[str, Any]) -> dict[str, Any]:
     """
     card, seen = Card(), []
     model = _sharded(payload, card)
-    quiet = events.subscribe(card.hear)
+    unsubscribe = events.subscribe(card.on_event)
     for _ in range(1 + STEPS):
         card.begin()
         model(torch.ones(1, WIDTH)).sum().backward()
         model.zero_grad()
         seen.append({"exposed": card.exposed(), "communication_ms": card.communication_ms()})
-    quiet()
+    unsubscribe()
     return min(seen[1:], key=lambda one: sum(one["exposed"].values()))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdplab.records import RunRecord
 from fsdplab.teaching.core.exercise import Case, Choice, Exercise, Question, Slip, Trial, Wrong, edited
-from fsdplab.teaching.core.findings import Difference
+from fsdplab.teaching.core.verdicts import Difference
 
 from . import on_ranks
 from .reading import MS, PARTS, breakdown, gaps, reference_account, worst

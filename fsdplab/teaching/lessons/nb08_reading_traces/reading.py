@@ -63,7 +63,7 @@ def trace_of(record: RunRecord, rank: int = 0) -> Path:
 
 def exports() -> Path:
     """A folder for exported traces, in the learner's own."""
-    folder = current().home.path / "exports"
+    folder = current().workspace.path / "exports"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -76,12 +76,12 @@ def cost_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def _name(run: RunRecord) -> str:
-    said = [
+    numbers = [
         f"{name}={run.spec[name]}"
         for name, usual in (("prefetch", 1), ("link_queues", 1), ("units", "auto"))
         if run.spec[name] != usual
     ]
-    return ", ".join([run.spec["strategy"], *said])
+    return ", ".join([run.spec["strategy"], *numbers])
 
 
 def exposed_ratio(runs: Sequence[RunRecord]) -> float:

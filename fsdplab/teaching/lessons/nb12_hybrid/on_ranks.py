@@ -92,10 +92,10 @@ def _one_step(mesh: DeviceMesh, within: Link, across: Link) -> list[events.Colle
     model = shard_model(blocks, "hybrid_shard", units=(nn.Linear,), mesh=mesh)
     emulate(model, shard=within if mesh["shard"].size() > 1 else across, replicate=across)
     seen: list[events.Collective] = []
-    quiet = events.subscribe(lambda event: seen.append(event) if isinstance(event, events.Collective) else None)
+    unsubscribe = events.subscribe(lambda event: seen.append(event) if isinstance(event, events.Collective) else None)
     model(torch.ones(1, WIDTH)).sum().backward()
     events.flush()
-    quiet()
+    unsubscribe()
     return seen
 
 

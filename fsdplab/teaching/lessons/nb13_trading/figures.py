@@ -74,12 +74,12 @@ def kept_figure(bytes_each: Callable[[Sequence[str], int], dict[str, float]], ra
     for name, total in zip(names, totals):
         figure.add_annotation(x=total, y=name, text=f"<b>{total:g}</b>", showarrow=False, xanchor="left", xshift=6)
     title = f"Mixed precision keeps {totals[0]:g} bytes a parameter; full_shard on {ranks} ranks {totals[-1]:g}"
-    told = "; ".join(f"{name} {total:g} bytes" for name, total in zip(names, totals))
+    summary = "; ".join(f"{name} {total:g} bytes" for name, total in zip(names, totals))
     return titled(
         figure,
         title,
         f"Computed for n = {ranks} ranks; activations and gathered units come on top",
-        f"Stacked bars: {told}.",
+        f"Stacked bars: {summary}.",
         height=440,
     )
 

@@ -78,13 +78,13 @@ class Ledger:
     def __init__(self) -> None:
         self.logical: dict[str, int] = {}
         self.wire: dict[str, int] = {}
-        self.stop = events.subscribe(self._hear)
+        self.stop = events.subscribe(self._on_event)
 
     def begin_step(self) -> None:
         """Forget the step before."""
         self.logical, self.wire = {}, {}
 
-    def _hear(self, event: events.Event) -> None:
+    def _on_event(self, event: events.Event) -> None:
         if isinstance(event, events.Collective):
             self.logical[event.kind] = self.logical.get(event.kind, 0) + event.logical_bytes
             self.wire[event.kind] = self.wire.get(event.kind, 0) + event.wire_bytes
@@ -197,8 +197,8 @@ def measured(spec: RunSpec) -> MemoryTimeline:
     tags, text = TagLog(), ByteText.from_standard_library()
     heartbeat = SimpleNamespace(enter=lambda *_: None)
     # Any: the part of a RankContext that a setup reads; nobody reads this heartbeat
-    place: Any = SimpleNamespace(device=device, rank=rank, world_size=ranks, heartbeat=heartbeat)
-    setup = build(spec, place)
+    context: Any = SimpleNamespace(device=device, rank=rank, world_size=ranks, heartbeat=heartbeat)
+    setup = build(spec, context)
 
     def step(number: int, batch_size: int, sequence_length: int) -> None:
         setup.train_step([[text.batch(number, rank, ranks, batch_size, sequence_length)]])

@@ -70,7 +70,7 @@ def tensor() -> Composed:
     """GPT-tiny on a 2 x 2 mesh (dp, tp), as the learner's `compose` does it where its check passed,
     else the reference.
     """
-    payload = {"home": str(current().home.path), "compose": str(solution_file("16.compose"))}
+    payload = {"workspace": str(current().workspace.path), "compose": str(solution_file("16.compose"))}
     return Composed("gpt-tiny, dp = 2 x tp = 2", _call("tensor", payload))
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdplab.engine import FSDPModule, events, fully_shard
-from fsdplab.teaching.core.workspace import Home, load_function
+from fsdplab.teaching.core.workspace import Workspace, load_function
 from fsdplab.workloads import build_model, loss_of
 from fsdplab.workloads.moe import MoE, build_moe, moe_loss_of, spread_experts
 from fsdplab.workloads.twin import replay_gradients
@@ -63,7 +63,7 @@ def averaged(average_expert: Callable[[Tensor, dist.ProcessGroup], Tensor], grad
 
 def tensor(payload: dict[str, Any]) -> dict[str, Any]:
     """Train GPT-tiny on a 2 x 2 mesh as `payload["compose"]` (path of the learner's file) composes it."""
-    Home(Path(payload["home"])).make_importable()
+    Workspace(Path(payload["workspace"])).make_importable()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = load_function(Path(payload["compose"]), "compose")(build_model("gpt-tiny"), mesh)
     axes = ("dp", {mesh["tp"].get_group().group_name: "tp"})
