@@ -1,5 +1,5 @@
-"""The command line as a user meets it: one line for what cannot be, one report for what fails,
-and a whole comparison.
+"""The command line as a user sees it: one line for an invalid request, one report for what fails, and a whole
+comparison.
 """
 
 from __future__ import annotations
@@ -318,4 +318,4 @@ def test_sizes_and_names():
 
 def test_a_folder_that_cannot_be_written_is_one_line_and_exit_code_2(capsys):
     code, _, err = ended(["run", "--model", "gpt-tiny", "--out", "/dev/null/x"], capsys)
-    assert code == 2 and err.count("\n") == 1 and "give a place that can be written" in err
+    assert code == 2 and err.count("\n") == 1 and "give a writable place" in err

@@ -16,7 +16,7 @@ from fsdplab.cli.errors import refusals, refuse
 from fsdplab.cli.outputs import Outputs
 from fsdplab.records import FORMAT
 
-BESIDE = ("alone", "torch-ddp", "torch-fsdp2")  # whose medians the ratios are taken to, where they took part
+BESIDE = ("alone", "torch-ddp", "torch-fsdp2")  # ratios are to the medians of these, where they took part
 
 
 def bench_engines(

@@ -59,14 +59,14 @@ def _peer(engine: str, common: dict[str, Any]) -> RunSpec:
 
 
 def own(strategy: str, common: dict[str, Any]) -> dict[str, Any]:
-    """What of the common settings concerns a strategy: only hybrid_shard has shard groups."""
+    """The common settings that a strategy uses: only hybrid_shard has shard groups."""
     groups = {} if strategy == "hybrid_shard" else dict(shard_size=None, link_across=None)
     return {**common, "strategy": strategy, **groups}
 
 
 @contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
-    """Where the records of a comparison live: the folder to keep, or one that is gone afterwards."""
+    """The folder of a comparison's records: the one to keep, or a temporary one."""
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         yield keep

@@ -1,4 +1,4 @@
-"""What this machine can do: the findings of `fsdplab doctor`, each looked up or tried here and now."""
+"""What this machine can do: `fsdplab doctor` looks up or tries each capability."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WORD = {True: "[green]yes[/]", False: "[yellow]no[/]"}
 
 @dataclass(frozen=True)
 class Capability:
-    """One thing looked at: its name, whether it is there, what was found, and what to do or know."""
+    """One capability: its name, whether it is present, its value, and a note."""
 
     name: str
     present: bool
@@ -45,7 +45,7 @@ class Capability:
 
 
 def capabilities() -> list[Capability]:
-    """Everything `doctor` looks at, in the order it is shown."""
+    """All capabilities, in the order of the table."""
     return [*_machine(), *_torch(), _browser(), *_packages()]
 
 
@@ -76,7 +76,7 @@ def _torch() -> list[Capability]:
 
 
 def _gloo() -> Capability:
-    """Starts a group of one rank and adds one number, which needs all that a CPU run needs."""
+    """Form a group of one rank and reduce one number, which needs everything that a CPU run needs."""
     import torch
     import torch.distributed as dist
 
@@ -96,7 +96,7 @@ def _gloo() -> Capability:
 
 
 def _starts() -> Capability:
-    """How the ranks of this machine come to be."""
+    """How ranks are started on this machine."""
     from fsdplab.sessions.launch.warm import why_not
 
     if (refused := why_not()) is not None:
@@ -105,8 +105,8 @@ def _starts() -> Capability:
 
 
 def _transport() -> Capability:
-    """What carries parameters and gradients between the CPU ranks of this machine."""
-    # the rule of engine/slots.py, said again: importing the engine takes as long as all other findings together
+    """The transport between the CPU ranks of this machine."""
+    # the rule of engine/slots.py, repeated: importing the engine takes as long as everything else here
     if platform.system() != "Linux" or platform.machine() != "x86_64" or not hasattr(os, "pidfd_open"):
         return Capability("CPU transport", True, "gloo", "shared memory needs Linux on x86-64")
     return Capability("CPU transport", True, "shared memory", "between ranks of this machine; gloo between machines")
@@ -129,7 +129,7 @@ def _nccl(torch: ModuleType) -> Capability:
 
 def _several(torch: ModuleType) -> Capability:
     """How several ranks run on one GPU here: the driver's part of `shared_gpu` is tried, NCCL's version looked up."""
-    if not torch.cuda.is_available():  # before the imports, which take as long as all other findings together
+    if not torch.cuda.is_available():  # before the imports, which take as long as everything else here
         return Capability(SEVERAL, False, "none", "needs a GPU; transport shared_gpu rehearses it on CPU ranks")
     from fsdplab.engine.slots import machine_of_this_rank
     from fsdplab.sessions.spec.run_spec import MULTI_RANK_NCCL, nccl_version
@@ -148,7 +148,7 @@ def _several(torch: ModuleType) -> Capability:
 
 
 def _lacking(torch: ModuleType) -> str:
-    """What the driver lacks for `shared_gpu`; "" where it has all."""
+    """What the driver lacks for `shared_gpu`; "" if nothing."""
     from fsdplab.engine.shared_gpu_cuda import probe
 
     try:
@@ -179,7 +179,7 @@ def _package(name: str) -> Capability:
 
 
 def reality(found: list[Capability]) -> Mapping[str, str]:
-    """What a run on this machine measures, what it emulates, what it only simulates."""
+    """What a run on this machine measures, emulates and simulates."""
     by_name = {item.name: item for item in found}
     gpus, on_cpu = by_name["GPUs"].present, f"CPU processes over {by_name['CPU transport'].value}"
     ranks = f"one process a GPU over NCCL, or {on_cpu}" if gpus else on_cpu

@@ -1,4 +1,4 @@
-"""What is on the screen while runs go on: a live table in a terminal, one line a run elsewhere."""
+"""The output while runs go on: a live table in a terminal, else one line a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PENDING = "…"  # the verdict on the losses, until the twin has run
 
 
 class ProgressTable:
-    """Rows as runs finish, and where the run that goes on is; `detail` says how much of it."""
+    """Rows of finished runs, and the progress of the current one; `detail` says how much."""
 
     def __init__(self, console: Console, planned: int, detail: Detail = Detail.NORMAL) -> None:
         self._console, self._planned, self._detail = console, planned, detail
@@ -44,7 +44,7 @@ class ProgressTable:
             self._live.stop()
 
     def finished(self, record: RunRecord) -> None:
-        """A run ended: its row appears. The twin is no row, it is what the rows are checked against."""
+        """A run ended: its row appears. The twin has no row: it is the reference."""
         if record.spec["engine"] == "twin":
             return
         self._rows.append(view(record))
@@ -56,7 +56,7 @@ class ProgressTable:
             )
 
     def step(self, spec: RunSpec, step: int, steps: int, loss: float) -> None:
-        """Rank 0 of the run that is going on finished a step."""
+        """Rank 0 of the current run finished a step."""
         name = "the twin, for reference" if spec.engine == "twin" else f"{spec.strategy} ({spec.engine})"
         self._now = Text(
             f"{name}: step {step} of {steps}, loss {loss:.4f}  ({len(self._rows)} of {plural(self._planned, 'run')}"

@@ -48,9 +48,7 @@ def record_run(
 def record_on_nodes(
     common: dict[str, Any], nodes: int, ranks_per_node: int | None, folder: Path, detail: Detail
 ) -> None:
-    """Record one run on `nodes` network namespaces;
-    behind an emulated link where the system does not let us make them.
-    """
+    """Record one run on `nodes` network namespaces, or behind an emulated link where these cannot be made."""
     from fsdplab.planning.links import LinkError, parse_link
     from fsdplab.sessions import RunSpec
     from fsdplab.sessions.virtual_nodes import run_nodes, why_no_nodes

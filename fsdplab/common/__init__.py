@@ -1,4 +1,4 @@
 """What several folders need, with the standard library alone: files written whole, near words, sizes, process endings.
 
-Nothing here knows of training; everything may import it.
+Nothing here concerns training; everything may import it.
 """

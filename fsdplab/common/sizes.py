@@ -1,4 +1,4 @@
-"""How quantities read and are read: one way to write bytes and seconds, in figures, tables, pages and flags alike.
+"""Formats and parses quantities: one way to write bytes and seconds, in figures, tables, pages and flags.
 
 MB is 1e6 bytes, GB 1e9, as on a card's box; MiB is 2**20.
 """
@@ -17,7 +17,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", re.ASCII)
 
 
 def size(nbytes: float | None) -> str:
-    """Bytes as a reader sees them, three digits: `size(300_000_000) == "300 MB"`, `size(1536) == "1.54 kB"`."""
+    """Bytes as text, three digits: `size(300_000_000) == "300 MB"`, `size(1536) == "1.54 kB"`."""
     if nbytes is None:
         return MISSING
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

@@ -36,11 +36,11 @@ def run(
 ) -> RunRecord:
     """Run one spec on real ranks and return its record, written into `directory`.
 
-    Without a directory the record lives in a temporary folder that is deleted when Python ends. `on_progress(step,
-    total, loss)` is called from here after each of rank 0's steps: `on_progress(1, 10, 5.71)` first; `on_look()` about
-    twenty times a second. Their exceptions end the ranks. A rank that dies, raises, hangs or diverges, or a run longer
-    than `spec.time_limit`, raises RanksFailed; its `.record` is the record of the failed run. `program` is what each
-    rank executes, for workers other than the lab's own.
+    Without a directory the record is in a temporary folder that is deleted when Python ends. `on_progress(step, total,
+    loss)` is called from here after each of rank 0's steps: `on_progress(1, 10, 5.71)` first; `on_look()` about twenty
+    times a second. Their exceptions end the ranks. A rank that dies, raises, hangs or diverges, or a run longer than
+    `spec.time_limit`, raises RanksFailed; its `.record` is the record of the failed run. `program` is what each rank
+    executes, for workers other than the lab's own.
     """
     folder = _fresh(Path(directory) if directory is not None else _temporary())
     mailbox = Mailbox(folder / "ranks")

@@ -1,6 +1,4 @@
-"""What every rank did through one step: compute and collectives on one clock, and a red strip where communication was
-exposed.
-"""
+"""The timeline of one step on every rank: computing and collectives on one clock, exposed communication in red."""
 
 from __future__ import annotations
 
@@ -159,7 +157,7 @@ def phase_line(figure: go.Figure, begin: float, name: str, late: bool, bottom: f
 
 
 def _finding(record: RunRecord, step: int, rows: list[Row]) -> tuple[str, str]:
-    """(title, the same in words for the alternative text): how much of the step is exposed, and where most."""
+    """(title, the alternative text): how much of the step is exposed, and where most."""
     split = breakdown_of(record, step)
     if split is None:
         exposed = sum(row["end_ns"] - row["start_ns"] for row in rows if row["lane"] == "exposed") / len(_ranks(rows))

@@ -130,10 +130,10 @@ def united(storages: Iterable[Storage]) -> list[Storage]:
     return joined
 
 
-def live(baseline: Iterable[Storage], events: Iterable[AllocatorEvent], start_ns: int) -> BlockLifetimes:
+def lifetimes_of(baseline: Iterable[Storage], events: Iterable[AllocatorEvent], start_ns: int) -> BlockLifetimes:
     """The lifetimes of all blocks; events of the same time keep the order in which they are given.
 
-    >>> live([Storage(8, 100)], [AllocatorEvent(5, 900, 40), AllocatorEvent(7, 900, -40)], start_ns=0).totals
+    >>> lifetimes_of([Storage(8, 100)], [AllocatorEvent(5, 900, 40), AllocatorEvent(7, 900, -40)], start_ns=0).totals
     [100, 140, 100]
     """
     heap = _Heap()

@@ -73,7 +73,7 @@ def read_trace(
 ) -> Trace:
     """The memory of one device in a finished profile (made with `profile_memory` and `record_shapes`).
 
-    `buffers` are addresses that their engine announced as communication buffers; `alive()` gives those that live on
+    `buffers` are addresses that their engine announced as communication buffers; `alive()` gives those still alive
     after the profile (it is asked only where it matters). `gathers_into_parameters`: the outputs of all-gathers, and
     what is concatenated from them, are the parameters themselves (DeepSpeed).
     """

@@ -152,7 +152,7 @@ def gradient_tags(
 
 
 def alive_now(device: torch.device) -> Set[int]:
-    """The addresses that live on this device: all of them on CUDA, those that Python can reach on the CPU."""
+    """The addresses in use on this device: all of them on CUDA, those that Python can reach on the CPU."""
     if device.type == "cuda":
         return cuda_blocks(torch.cuda.memory_snapshot(), device.index).keys()
     return living_storages(device).keys()

@@ -23,7 +23,7 @@ from fsdplab.profiling.memory.block_lifetimes import (
     Block,
     BlockLifetimes,
     Storage,
-    live,
+    lifetimes_of,
 )
 
 MAX_POINTS = 500
@@ -99,7 +99,7 @@ def build_timeline(
 ) -> MemoryTimeline:
     """The timeline of a step whose last backward ended at `work_end_ns`; `measured` fills the fields of the same name.
 
-    Tags from before `start_ns` apply to baseline storages of exactly their size (an older tenant of the address differs
+    Tags from before `start_ns` apply to baseline storages of exactly their size (an older block at the address differs
     in that). A later tag that fits nothing names memory the profiler cannot see (a shared arena, a buffer made in C++):
     it is counted from the beginning.
 
@@ -109,8 +109,8 @@ def build_timeline(
     140
     """
     baseline, events = list(baseline), list(events)
-    strays = _strays(live(baseline, events, start_ns), [*tags, *hints], start_ns)
-    lifetimes = live([*baseline, *strays], events, start_ns)
+    strays = _strays(lifetimes_of(baseline, events, start_ns), [*tags, *hints], start_ns)
+    lifetimes = lifetimes_of([*baseline, *strays], events, start_ns)
     _name(lifetimes, tags, hints, start_ns, work_end_ns)
     held = _by_category(lifetimes)
     peak = int(np.argmax(lifetimes.totals))
@@ -157,10 +157,10 @@ class _Directory:
 
     def find(self, tag: Tag) -> Block | None:
         """The block alive at the tag's address and time; failing that the nearest in time within the tolerance."""
-        tenants = self._at.get(tag.pointer, ())
+        candidates = self._at.get(tag.pointer, ())
         if tag.time_ns < self._start_ns:
-            return next((b for b in tenants if b.born_ns == LONG_AGO and b.nbytes == tag.nbytes), None)
-        near = [block for block in tenants if _distance(block, tag.time_ns) <= TOLERANCE_NS] or self._around(tag)
+            return next((b for b in candidates if b.born_ns == LONG_AGO and b.nbytes == tag.nbytes), None)
+        near = [block for block in candidates if _distance(block, tag.time_ns) <= TOLERANCE_NS] or self._around(tag)
         return min(near, key=lambda block: (_distance(block, tag.time_ns), -block.born_ns), default=None)
 
     def _around(self, tag: Tag) -> list[Block]:

@@ -76,7 +76,7 @@ class WarmRanks:
         self.left: dict[int, int] = {}
 
     def poll(self) -> int | None:
-        """0 when all ranks have ended, None while one lives."""
+        """0 when all ranks have ended, None while one runs."""
         self._read(0.0)
         return 0 if self._ended else None
 
@@ -107,7 +107,7 @@ class WarmRanks:
         if self._ended:
             return
         try:
-            self._socket.shutdown(socket.SHUT_WR)  # at which the starter kills what still lives
+            self._socket.shutdown(socket.SHUT_WR)  # on which the starter kills remaining ranks
         except OSError:
             pass
         self._read(_GONE_WITHIN_S)
@@ -291,8 +291,8 @@ def start(
 
 
 def start_process(program: Sequence[str], log: Path, folder: Path, environment: Mapping[str, str]) -> WarmRanks:
-    """Fork one process that is no rank of a run, in a folder of its own; what it prints goes to `log`. StarterFailed
-    where that cannot be done.
+    """Fork one process that is no rank of a run, in a folder of its own; what it prints goes to `log`. StarterFailed if
+    that fails.
     """
     return _fork(program, 0, log, {**_inherited(), "folder": str(folder)}, environment, lambda: None, None)
 

@@ -170,7 +170,7 @@ class StayingRanks:
             return self._settle(cell, outcome).failure
         except CellInterrupted:
             raise
-        except BaseException:  # a second interrupt, or output that cannot be shown: nobody knows what the ranks do now
+        except BaseException:  # a second interrupt, or an error in on_output: the state of the ranks is unknown
             self._end(Failure("died", "The ranks were ended, because the caller left in the middle of a cell."))
             raise
 

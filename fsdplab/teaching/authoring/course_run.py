@@ -2,7 +2,7 @@
 
 Tagged sources are run twice, as the teacher edition (a failed check ends it) and as the learner edition (which must
 reach its end with every stub unsolved). Other notebooks are run as they are. The learner's folder is a temporary one,
-so a test never touches anybody's exercises.
+so a test never changes a learner's exercises.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class NotebookRun:
 
 
 def run_course(directory: Path | str, on_run: Callable[[NotebookRun], None] = lambda run: None) -> list[NotebookRun]:
-    """Run every notebook of a folder in order; `on_run` hears of each as it ends. CourseError where there are none."""
+    """Run every notebook of a folder in order; `on_run` is called as each ends. CourseError where there are none."""
     runs = []
     with tempfile.TemporaryDirectory(prefix="fsdplab-course-") as scratch:
         for name, edition, notebook, complaint in _editions(Path(directory)):

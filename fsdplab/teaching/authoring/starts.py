@@ -1,5 +1,4 @@
-"""What a learner waits for, cold beside warm: a `%%ranks` cell, and a check of notebook 05. `fsdplab bench --starts`
-runs this.
+"""Start times of a `%%ranks` cell and of a check of notebook 05, cold and warm. `fsdplab bench --starts` runs this.
 
     python -m fsdplab.teaching.authoring.starts REPETITIONS      one line of JSON a row
 
@@ -45,7 +44,7 @@ def check_once() -> None:
 
 
 def started(start: str, ask: Callable[[], None]) -> None:
-    """Ask with ranks that torchrun starts, or with forked ones; what it prints is thrown away."""
+    """Call `ask` with ranks of torchrun, or with forked ones, and discard its output."""
     how = ranks_started_by(start_torchrun) if start == COLD else contextlib.nullcontext()
     with how, contextlib.redirect_stdout(io.StringIO()):
         ask()

@@ -1,7 +1,7 @@
-"""`ask` and `answer`: numbers with units and lettered questions, with a diagnosis of the slip behind a wrong one.
+"""`ask` and `answer`: numbers with units and lettered questions, with the likely mistake behind a wrong one.
 
-A wrong number is compared with the numbers that known slips lead to (bits for bytes, MiB for MB, a forgotten
-(n-1)/n), so the learner is told which step went wrong and not only that one did.
+A wrong number is compared with the numbers that known slips lead to (bits for bytes, MiB for MB, a forgotten (n-1)/n),
+so the learner sees which step went wrong.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _grade_number(item: Question, value: Any, against: Any, hints: int) -> Verdi
     try:
         given = quantity(value, item.unit)
     except QuantityError as error:
-        return Verdict(item.id, Feedback("That cannot be read as an answer.", _form(item), repr(value), str(error)))
+        return Verdict(item.id, Feedback("The answer cannot be read.", _form(item), repr(value), str(error)))
     right = item.right(against)
     if close(given, right, item.tolerance):
         exactly = "" if shown(given, item.unit) == shown(right, item.unit) else f" (exactly: {shown(right, item.unit)})"
@@ -105,7 +105,7 @@ def slip_behind(item: Question, given: float, against: Any = None) -> str:
 
 
 def _wrong_numbers(item: Question, right: float, against: Any) -> Iterator[tuple[Slip, float]]:
-    """The question's own slips first, then those that any number of bytes invites."""
+    """The question's own slips first, then the usual ones with bytes."""
     general = (*_BYTE_SLIPS, *_SCALE_SLIPS) if "B" in item.unit else _SCALE_SLIPS
     for slip in (*item.slips, *general):
         if slip.factor is not None:

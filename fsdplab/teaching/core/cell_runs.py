@@ -1,10 +1,8 @@
-"""What `%%exercise`, `%%ranks` and `%ranks` do, as plain functions: a script says with them what a cell says, also
-where there is no IPython.
+"""`%%exercise`, `%%ranks` and `%ranks` as plain functions, which also work in a script without IPython.
 
-    run_ranks("3", "print(rank)")         %%ranks 3         three fresh ranks, which end with the cell
-    manage_ranks("4")                     %ranks 4          four ranks that stay until `%ranks stop`
-    run_ranks("", "x = rank")             %%ranks           all that stay; two fresh ones where none do
-    run_ranks("[0,2]", "print(x)")        %%ranks[0,2]      two of those that stay
+run_ranks("3", "print(rank)")         %%ranks 3         three fresh ranks, which end with the cell manage_ranks("4")
+%ranks 4          four ranks that stay until `%ranks stop` run_ranks("", "x = rank")             %%ranks           all
+that stay; two fresh ones where none do run_ranks("[0,2]", "print(x)")        %%ranks[0,2]      two of those that stay
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class CellFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class CellLine:
-    """What follows `%%ranks`: a number of fresh ranks, some of those that stay, or neither; and the cell's limit in
+    """The arguments of `%%ranks`: a number of fresh ranks, some of those that stay, or neither; and the limit in
     seconds.
     """
 
@@ -129,7 +127,7 @@ def _start(world_size: int) -> None:
 
 
 def _stop() -> str:
-    """End the ranks that stay, and say what is lost; empty where there were none."""
+    """End the ranks that stay and describe what is lost; empty where there were none."""
     if not _staying:
         return ""
     ranks = _staying.pop()
@@ -221,9 +219,7 @@ def _with_advice(failure: RanksFailed, ranks: StayingRanks) -> str:
 def run_cell_on_ranks(
     source: str, world_size: int, *, limit: float = RANKS_TIME_LIMIT, show: bool = False
 ) -> list[str]:
-    """What every fresh rank printed, by rank; CellFailed with the launcher's report when one raises, dies or does not
-    end.
-    """
+    """The output of every fresh rank, by rank; CellFailed with the report when one raises, dies or does not end."""
     payload = {"source": source, "workspace": str(current().workspace.path)}
     on_output = print_labelled if show else None
     try:
@@ -239,7 +235,7 @@ def run_cell_on_ranks(
 
 
 def usage_error(message: str) -> Exception:
-    """What IPython shows in one line, without a traceback; a ValueError where there is no IPython."""
+    """An error that IPython shows in one line, without a traceback; a ValueError without IPython."""
     try:
         from IPython.core.error import UsageError
     except ModuleNotFoundError:

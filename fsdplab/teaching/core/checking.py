@@ -1,7 +1,7 @@
-"""`check`, `hint`, `solution`: run the learner's saved function on real ranks, and say what happened.
+"""`check`, `hint`, `solution`: run the learner's saved function on real ranks and report the result.
 
-`judge` is pure: it turns what the ranks did (or how they failed) into feedback, or None where all is right. Values are
-compared first, then the exercise's rules look at the calls that were counted. Time is never judged.
+`judge` is pure: it turns the ranks' results or failure into feedback, or None where all is right. Values are compared
+first, then the exercise's rules look at the calls that were counted. Time is never judged.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _unwritten(exercise: Exercise, source: str | None) -> Feedback | None:
 
 
 def judge(exercise: Exercise, outcome: Tried | RanksFailed) -> Feedback | None:
-    """The first thing that is wrong with what the ranks did, or None: values first, then the exercise's rules."""
+    """The first error in the ranks' results, or None: values first, then the exercise's rules."""
     if isinstance(outcome, RanksFailed):
         return _feedback_on_failure(exercise, outcome.report)
     for case, trials in zip(outcome.cases, outcome.trials, strict=True):

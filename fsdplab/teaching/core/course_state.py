@@ -20,7 +20,7 @@ class CheckFailed(AssertionError):
     """A failed check in the teacher edition; its text is the whole report."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows instead of a traceback through the library."""
+        """The lines that IPython shows instead of a traceback through the library."""
         return [f"CheckFailed: {self}"]
 
 
@@ -36,7 +36,7 @@ _open: list[Course] = []
 
 
 def open_course(edition: str | None = None, workspace: Path | str | None = None) -> Course:
-    """Open the course: what is not given comes from FSDPLAB_EDITION and FSDPLAB_HOME, else learner and ./my_fsdp."""
+    """Open the course; defaults: FSDPLAB_EDITION and FSDPLAB_HOME, else learner and ./my_fsdp."""
     chosen = edition or os.environ.get("FSDPLAB_EDITION") or "learner"
     if chosen not in EDITIONS:
         raise ValueError(f"unknown edition {chosen!r}; expected one of: {', '.join(EDITIONS)}")
@@ -48,5 +48,5 @@ def open_course(edition: str | None = None, workspace: Path | str | None = None)
 
 
 def current() -> Course:
-    """The open course; the learner edition in the working folder where nobody called `start`."""
+    """The open course; without `start`, the learner edition in the working folder."""
     return _open[0] if _open else open_course()

@@ -1,8 +1,8 @@
-"""`start`, `%%exercise` and `%%ranks`: the three lines of machinery that a notebook of the course needs.
+"""`start`, `%%exercise` and `%%ranks`, which a notebook of the course needs.
 
 `%%exercise 01.ring_all_gather` saves its cell as a file of the learner's folder and runs it here as well. `%%ranks 3`
 runs its cell on three fresh processes joined into a group, which end with the cell. After `%ranks 3` three stay, and
-`%%ranks` cells find there what earlier ones have left. Nothing is carried over from the notebook to the ranks.
+`%%ranks` cells find the names of earlier ones. Nothing is copied from the notebook to the ranks.
 """
 
 from __future__ import annotations

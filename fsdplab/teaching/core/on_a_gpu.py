@@ -1,7 +1,6 @@
-"""The lesson's figure once more, from a real GPU: a check that `fsdplab gpu-check` made is kept in data/gpu, and opens
-on any machine.
+"""The lesson's figure from a real GPU: the result of `fsdplab gpu-check` is kept in data/gpu and opens on any machine.
 
-Where none was measured yet, the cell says so and how to make one; nothing else stands in for it.
+Without a result, the cell says how to make one.
 """
 
 from __future__ import annotations

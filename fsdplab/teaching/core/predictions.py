@@ -1,9 +1,8 @@
 """Predictions: a number with a stored default, its score, and the learner's calibration. With the default a notebook
-also runs where nobody answers.
+also runs unattended.
 
 Predicting before measuring is half of the course, so the record is kept: over many predictions a learner sees whether
-they guess high or low, and how far. Only predictions that the learner changed count; a stored default is nobody's
-guess.
+they guess high or low, and how far. Only predictions that the learner changed count.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class Score:
 
 
 def compared(ratio: float) -> str:
-    """A ratio in words: `compared(1.25) == "1.25 times the measurement (25 % high)"`."""
+    """A ratio as text: `compared(1.25) == "1.25 times the measurement (25 % high)"`."""
     if abs(ratio - 1) < 0.01:
         return "right within 1 %"
     side = "high" if ratio > 1 else "low"
@@ -179,7 +178,7 @@ def number_field(prediction: Prediction, changed: Callable[[], None]) -> ipywidg
 
 
 def standing(prediction: Prediction) -> Note:
-    """How a prediction stands, in one line that stays on the page where the field cannot."""
+    """The state of a prediction, in one line that stays in the saved notebook."""
     source = "your own number: run on" if prediction.by_learner else "a stored default: put your own number first"
     return Note((f"Prediction {prediction.name}: {shown(prediction.value, prediction.unit)} ({source})",))
 

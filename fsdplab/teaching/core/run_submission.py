@@ -1,4 +1,4 @@
-"""From a saved function to what it did: start fresh ranks, run every case, bring the trials back.
+"""Runs a saved function: start fresh ranks, run every case, collect the trials.
 
 One launch may carry several programs (the tests send all wrong solutions of an exercise at once); a learner's check
 carries one. A launch that ends badly gives a `Failure` in place of trials.
@@ -22,7 +22,7 @@ ON_RANKS = Path(__file__).with_name("on_ranks.py")
 
 @dataclass(frozen=True)
 class Tried:
-    """What one program did: `trials[case][rank]`."""
+    """The results of one program: `trials[case][rank]`."""
 
     cases: tuple[Case, ...]
     trials: tuple[tuple[Trial, ...], ...]
@@ -52,7 +52,7 @@ def try_one(exercise: Exercise, path: Path, workspace: Workspace) -> Tried | Ran
 
 
 def as_program(exercise: Exercise, path: Path, cases: Sequence[Case]) -> dict[str, object]:
-    """What the ranks need to know about one solution."""
+    """One solution as the payload for ranks."""
     arguments = [case.arguments for case in cases]
     function, driver, limit = exercise.function, exercise.driver, exercise.time_limit
     return {"path": str(path), "function": function, "driver": driver, "arguments": arguments, "time_limit": limit}

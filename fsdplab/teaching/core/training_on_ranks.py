@@ -1,6 +1,6 @@
-"""One rank's training of a run that a learner chose: its memory, and the clock of the link it is behind.
+"""One rank's training of a run that a learner chose: its memory, and the time on its emulated link.
 
-The drivers of lessons use it. They judge bytes, and seconds of the emulated link's clock; wall time is judged nowhere.
+For the drivers of lessons. They judge bytes and seconds of the emulated link's clock, never wall time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Training:
     def __init__(self, spec: RunSpec) -> None:
         device, self.rank, self.ranks, self.spec = torch.device("cpu"), dist.get_rank(), dist.get_world_size(), spec
         heartbeat = SimpleNamespace(enter=lambda *_: None)
-        # Any: the part of a RankContext that a setup and a fabric read; nobody reads this heartbeat
+        # Any: the part of a RankContext that a setup and a network read; this heartbeat is not read
         context: Any = SimpleNamespace(device=device, rank=self.rank, world_size=self.ranks, heartbeat=heartbeat)
         self._tags, self._text, self._done = TagLog(), ByteText.from_standard_library(), 0
         self._setup = build(spec, context)
@@ -84,26 +84,26 @@ class Training:
         return recorder.timeline
 
     def clocked(self) -> tuple[float, float]:
-        """(seconds a step on the link, hidden part of a typical gather's passage), the second agreed by all ranks.
+        """(seconds a step on the link, hidden part of a typical gather's transfer), the second agreed by all ranks.
 
         Typical is the median of all gathers of a few steps: on a busy machine some wait long for a rank that is not
         running.
         """
         steps = [self._step() for _ in range(LAST_STEPS)]
-        on_the_link = statistics.median(map(passage_ns, steps)) / 1e9
+        on_the_link = statistics.median(map(transfer_ns, steps)) / 1e9
         gathers = [hidden_part(each) for step in steps for each in step if each.kind == "all_gather"]
         typical = torch.tensor(statistics.median(gathers) if gathers else 1.0, dtype=torch.float64)
         dist.all_reduce(typical)
         return on_the_link, typical.item() / self.ranks
 
 
-def passage_ns(collectives: Sequence[events.Collective]) -> int:
+def transfer_ns(collectives: Sequence[events.Collective]) -> int:
     """How long the link carried these: 5 and 4 ns are 9."""
     return sum(each.end_ns - each.start_ns for each in collectives)
 
 
 def hidden_part(collective: events.Collective) -> float:
-    """The part of its passage for which the host was not blocked: 10 ns of which it waited 4 are 0.6; waiting for a
+    """The part of its transfer for which the host was not blocked: 10 ns of which it waited 4 are 0.6; waiting for a
     peer comes on top, so at least 0.
     """
-    return max(0.0, 1 - (collective.waited_ns or 0) / passage_ns([collective]))
+    return max(0.0, 1 - (collective.waited_ns or 0) / transfer_ns([collective]))

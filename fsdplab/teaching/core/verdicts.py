@@ -1,6 +1,6 @@
-"""What a check found: the first difference between two values, told so that a learner can act on it.
+"""The verdict of a check: the first difference between two values, and feedback for the learner.
 
-Pure functions and frozen records, no ranks and no notebook: every sentence of a failed check can be tested here.
+Pure functions and frozen records, without ranks and notebook, so every sentence of a failed check can be tested.
 """
 
 from __future__ import annotations

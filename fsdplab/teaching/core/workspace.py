@@ -1,8 +1,8 @@
 """The learner's folder, `my_fsdp/`: every exercise as a Python file of its own, and what was passed and predicted.
 
-An exercise lives in `my_fsdp/<id>.py`, because ranks are processes of their own and can only import what lies in a
-file. Ids such as `01.ring_all_gather` are no module names, so the folder's `__init__.py` finds them by their last part:
-`from my_fsdp import ring_all_gather` works in any later notebook and on any rank.
+An exercise is saved in `my_fsdp/<id>.py`, because ranks are separate processes and import from files. Ids such as
+`01.ring_all_gather` are no module names, so the folder's `__init__.py` finds them by their last part: `from my_fsdp
+import ring_all_gather` works in any later notebook and on any rank.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def load_function(path: Path, name: str) -> Callable[..., Any]:
 
 
 def fingerprint(source: str) -> str:
-    """What identifies a source text whatever its trailing blanks: a pass counts for this very text only."""
+    """A hash of a source text without trailing blanks: a pass counts for this text only."""
     lines = [line.rstrip() for line in source.strip().splitlines()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -84,7 +84,7 @@ class Workspace:
     path: Path
 
     def file_of(self, exercise: str) -> Path:
-        """Where the learner's version of an exercise lies (or would lie)."""
+        """The path of the learner's version of an exercise."""
         return self.path / f"{checked_id(exercise)}.py"
 
     def source_of(self, exercise: str) -> str | None:

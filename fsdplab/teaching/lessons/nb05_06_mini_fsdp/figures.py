@@ -110,7 +110,7 @@ def choices_figure(
     )
     marks = [f"{size(each.peak)} · {each.collectives} collectives" for each in plans.values()]
     figure = _stacked(
-        bars, "gathered parameters at the peak (MB)", names, totals, extra=target or 0, labels=marks, room=1.6
+        bars, "gathered parameters at the peak (MB)", names, totals, extra=target or 0, labels=marks, margin=1.6
     )
     _clear(figure, target or 0, 0.3 * 1.6 * max(totals))
     if target:
@@ -177,13 +177,13 @@ def _stacked(
     totals: list[int],
     extra: int = 0,
     labels: list[str] | None = None,
-    room: float = 1.25,
+    margin: float = 1.25,
 ) -> go.Figure:
     """Bars under each other with their totals at the ends; `extra` widens the axis for a line."""
     figure = go.Figure(bars)
     figure.update_layout(barmode="stack", xaxis_title=title)
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    figure.update_xaxes(range=[0, max(room * max(totals), 1.15 * extra) / MB])
+    figure.update_xaxes(range=[0, max(margin * max(totals), 1.15 * extra) / MB])
     for name, total, label in zip(names, totals, labels or [size(total) for total in totals]):
         figure.add_annotation(x=total / MB, y=name, text=f"<b>{label}</b>", showarrow=False, xanchor="left", xshift=6)
     return figure

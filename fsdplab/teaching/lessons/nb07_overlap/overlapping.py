@@ -207,7 +207,7 @@ def inflation(runs: Mapping[str, RunRecord]) -> Table:
 def moving(record: RunRecord) -> tuple[float, float]:
     """(exposed, communication) in seconds of the profiled step, on the rank that is exposed longest.
 
-    Behind an emulated link M are the passages on the link alone, so that neither copies nor a late peer, which a busy
+    Behind an emulated link M are the transfers on the link alone, so that neither copies nor a late peer, which a busy
     machine stretches, count.
     """
     if not record.summary.get("link"):
@@ -255,7 +255,7 @@ def floor_of(record: RunRecord) -> Callable[..., Table]:
     tokens_here = record.spec["batch_size"] * record.spec["sequence_length"] * record.spec["micro_batches"]
     rate, sent = computing_ms(record) / tokens_here, record.summary["comm"]["bytes_per_step"]
 
-    def floor(megabytes_per_second: float, tokens: int) -> Table:
+    def lower_bound(megabytes_per_second: float, tokens: int) -> Table:
         compute, communication = rate * tokens, 1e3 * sent / (megabytes_per_second * MB)
         least = least_exposed_ms(compute, communication)
         rows = [
@@ -269,7 +269,7 @@ def floor_of(record: RunRecord) -> Callable[..., Table]:
         )
         return table(["in one step", "ms"], rows, caption)
 
-    return floor
+    return lower_bound
 
 
 # ---- the card of the last exercise

@@ -21,7 +21,7 @@ from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Note, Table, table
 
 __all__ = [
-    "account_table", "at", "breakdown", "clock_table", "diagnosis", "exports", "gaps", "job", "key", "passages",
+    "account_table", "at", "breakdown", "clock_table", "diagnosis", "exports", "gaps", "job", "key", "transfers",
     "ranges", "recorded",
     "saved_percent", "seen", "sets", "trace_of", "worst",
 ]  # fmt: skip
@@ -153,7 +153,7 @@ def worst(record: RunRecord, rank: int = 0) -> Row:
     return gaps(record, rank)[0]
 
 
-def passages(record: RunRecord, rank: int = 0) -> Table:
+def transfers(record: RunRecord, rank: int = 0) -> Table:
     """When each collective was issued, taken up by the link and delivered;
     the causes are left for the reader to find.
     """
@@ -161,7 +161,8 @@ def passages(record: RunRecord, rank: int = 0) -> Table:
     begin = next(row["start_ns"] for row in analysis.rows("timeline") if row["lane"] == "step")
     computing = [(row["start_ns"], row["end_ns"]) for row in analysis.rows("timeline") if row["lane"] == "compute"]
     rows = [
-        _passage(row, begin, computing) for row in sorted(analysis.rows("collectives"), key=lambda row: row["issue_ns"])
+        _transfer(row, begin, computing)
+        for row in sorted(analysis.rows("collectives"), key=lambda row: row["issue_ns"])
     ]
     header = [
         "unit",
@@ -180,7 +181,7 @@ def passages(record: RunRecord, rank: int = 0) -> Table:
     )
 
 
-def _passage(row: Row, begin: int, computing: Sequence[tuple[int, int]]) -> list[str]:
+def _transfer(row: Row, begin: int, computing: Sequence[tuple[int, int]]) -> list[str]:
     before = length(clip(computing, begin, row["issue_ns"]))
     times = [_ms(row[name] - begin) for name in ("issue_ns", "start_ns", "end_ns")]
     return [row["unit"] or "root", row["phase"], row["kind"], *times, _ms(row["exposed_ns"]), _ms(before)]
@@ -225,7 +226,7 @@ def key(record: RunRecord, rank: int = 0) -> Table:
 
 
 def diagnosis(record: RunRecord) -> Note:
-    """The findings in words, the costliest first."""
+    """The findings as text, the costliest first."""
     return Note(
         tuple(f"{number}. {each.title}. {each.text} {each.remedy}" for number, each in enumerate(findings(record), 1))
     )

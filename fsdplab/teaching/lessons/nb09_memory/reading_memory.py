@@ -89,7 +89,7 @@ def seen(record: RunRecord) -> Note:
 
 
 def phase_at(record: RunRecord, at: int) -> str:
-    """Forward, backward or optimizer, by the units' lives: the backward ends when the last unit is dropped."""
+    """Forward, backward or optimizer, by the units' states: the backward ends when the last unit is dropped."""
     life = life_of(record, peak_row(record)["rank"])
     backward = [row["time_ns"] for row in life if row["phase"] == "backward"]
     if not backward:

@@ -36,7 +36,7 @@ def named(runs: Sequence[RunRecord]) -> list[RunView]:
 
 
 def choices_of(run: RunRecord) -> str:
-    """The choices of a record in words."""
+    """The choices of a record as text."""
     words = [run.spec["precision"]]
     words += [] if run.spec["checkpoint"] == "none" else [f"{run.spec['checkpoint']} checkpoint"]
     words += [] if run.spec["offload"] == "none" else ["offload"]
