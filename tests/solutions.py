@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from fsdplab.teaching.core import checking, run_submission
-from fsdplab.teaching.core.exercise import Exercise, Wrong
+from fsdplab.teaching.core import answers, checking, run_submission
+from fsdplab.teaching.core.exercise import Exercise, Question, Wrong
 from fsdplab.teaching.core.verdicts import Feedback
 from fsdplab.teaching.core.workspace import Workspace
 
@@ -113,3 +113,13 @@ def must_be_complete(item: object) -> None:
         assert item.wrong and item.stub != item.reference
         for source in (item.stub, item.reference, *(known.source for known in item.wrong)):
             compile(source, item.id, "exec")
+
+
+def must_name_each_slip(question: Question, against: object = None) -> None:
+    """The right number is accepted, and each known wrong one is answered by its cause; the course must be open."""
+    right = question.right(against)
+    assert answers.grade_answer(question.id, right, against).passed
+    for slip in question.slips:
+        value = slip.value(against) if callable(slip.value) else slip.value
+        verdict = answers.grade_answer(question.id, right * slip.factor if slip.factor else value, against)
+        assert not verdict.passed and slip.cause in str(verdict)

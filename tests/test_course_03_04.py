@@ -11,8 +11,8 @@ import pytest
 from fsdplab.teaching import by_hand
 from fsdplab.teaching.core import answers, display, registry
 from fsdplab.teaching.core.exercise import Call, Choice, Exercise, Question, Trial
-from fsdplab.teaching.lessons.nb03_04_by_hand import costs, grading
-from tests.solutions import ended_of, must_be_complete, solutions_of, try_ended
+from fsdplab.teaching.lessons.nb03_04_by_hand import grading
+from tests.solutions import ended_of, solutions_of, try_ended
 
 ITEMS = [item for notebook in ("03", "04") for item in registry.items_of(notebook)]
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
@@ -140,11 +140,6 @@ def test_the_feedback_names_step_parameter_and_index(tried):
     assert "the rows of rank 1" in tried["04.step_and_gather", "no gather"].step
 
 
-@pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.id)
-def test_every_item_is_complete(item):
-    must_be_complete(item)
-
-
 # --- questions
 
 
@@ -215,8 +210,12 @@ def test_rules_judge_hand_written_trials():
 
 
 def test_buckets_and_their_costs():
-    assert costs.buckets((3, 3, 3), 5) == [6, 3] and costs.buckets((3, 3), 3) == [3, 3] and costs.buckets((), 3) == []
-    rows = costs.bucket_table("gpt-tiny", 0.08, 50, 10, ranks=2).rows
+    assert (
+        by_hand.buckets((3, 3, 3), 5) == [6, 3]
+        and by_hand.buckets((3, 3), 3) == [3, 3]
+        and by_hand.buckets((), 3) == []
+    )
+    rows = by_hand.bucket_table("gpt-tiny", 0.08, 50, 10, ranks=2).rows
     assert [row[1] for row in rows] == ["37", "6", "1"]
 
 

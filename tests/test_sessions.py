@@ -29,7 +29,7 @@ from fsdplab.sessions.launch.mailbox import (
 from fsdplab.sessions.launch.stacks import of_exception, readable
 from fsdplab.sessions.summary import formula_bytes, mean_losses, sent_per_step, step_seconds, unit_shapes
 from fsdplab.sessions.worker.environment import capture_environment
-from fsdplab.sessions.worker.payload import unsupported_type
+from fsdplab.sessions.worker.remote_call_worker import unsupported_type
 
 pytestmark = pytest.mark.quick
 

@@ -20,7 +20,7 @@ from fsdplab.teaching import collectives, tour
 from fsdplab.teaching.core import answers, checking, display, exploring, predictions, provenance, registry
 from fsdplab.teaching.core.cell_runs import ranks_wanted
 from fsdplab.teaching.core.course_state import CheckFailed, current, open_course
-from fsdplab.teaching.core.exercise import Choice, Exercise, Question, edited
+from fsdplab.teaching.core.exercise import Choice, Question, edited
 from fsdplab.teaching.core.predictions import Prediction, calibration_of
 from fsdplab.teaching.core.quantities import QuantityError, quantity
 from fsdplab.teaching.core.verdicts import Feedback, Verdict, first_difference
@@ -171,15 +171,6 @@ def test_an_exercise_that_lacks_something_is_refused():
         Choice("78.other", "?", {"a": "x", "b": "y"}, "a", {"a": "x"})
     with pytest.raises(ValueError, match="exactly one 'x'"):
         edited("xx", ("x", "y"))
-
-
-@pytest.mark.parametrize("item", ALL, ids=lambda item: item.id)
-def test_every_item_is_complete(item):
-    assert item.statement and all(getattr(item, "hints", ["."]))
-    if isinstance(item, Exercise):
-        assert item.wrong and item.stub != item.reference
-        for source in (item.stub, item.reference, *(wrong.source for wrong in item.wrong)):
-            compile(source, item.id, "exec")
 
 
 # --- numeric answers and choices

@@ -18,6 +18,7 @@ from fsdplab.teaching.core import cell_runs, checking, on_ranks, registry, run_s
 from fsdplab.teaching.core.course_state import open_course
 from fsdplab.teaching.core.exercise import Call, Case, Exercise, Trial, Wrong
 from fsdplab.teaching.core.workspace import Workspace
+from tests.solutions import solutions_of
 
 EXERCISES = [item for notebook in ("00", "01") for item in registry.items_of(notebook) if isinstance(item, Exercise)]
 RIGHT = {  # other right answers than the reference
@@ -47,12 +48,6 @@ RIGHT = {  # other right answers than the reference
 }
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory) -> Workspace:
-    """One learner's folder for the whole module."""
-    return Workspace(tmp_path_factory.mktemp("learner") / "my_fsdp")
-
-
 @pytest.fixture
 def course(workspace):
     """That learner's course, open."""
@@ -62,40 +57,12 @@ def course(workspace):
     course_state._open.clear()
 
 
-def solutions(exercise: Exercise) -> list[tuple[str, str, str | None]]:
-    """(name, source, what the report must say or None where it must pass) of everything that returns."""
-    right = {"the reference": exercise.reference, **RIGHT.get(exercise.id, {})}
-    return [
-        *((name, source, None) for name, source in right.items()),
-        *((w.name, w.source, w.says) for w in exercise.wrong if w.ends == "returns"),
-    ]
+SOLUTIONS = solutions_of(EXERCISES, RIGHT)
 
 
-@pytest.fixture(scope="module")
-def tried(workspace):
-    """(exercise, name) -> the feedback of each solution that returns, all tried in one launch on three ranks."""
-    todo = [(exercise, name, source) for exercise in EXERCISES for name, source, _ in solutions(exercise)]
-    assert {exercise.world_size for exercise in EXERCISES} == {3}
-    paths = [
-        Workspace(workspace.path / f"solution{index}").save(exercise.id, source)
-        for index, (exercise, _, source) in enumerate(todo)
-    ]
-    outcomes = run_submission.try_programs([(exercise, path) for (exercise, _, _), path in zip(todo, paths)], workspace)
-    return {
-        (exercise.id, name): checking.judge(exercise, outcome) for (exercise, name, _), outcome in zip(todo, outcomes)
-    }
-
-
-@pytest.mark.parametrize(
-    "exercise,name,says", [(exercise.id, name, says) for exercise in EXERCISES for name, _, says in solutions(exercise)]
-)
-def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, exercise, name, says):
-    feedback = tried[exercise, name]
-    if says is None:
-        assert feedback is None
-    else:
-        assert feedback is not None and says in feedback.cause and feedback.rank is not None
-        assert feedback.expected and feedback.got and feedback.headline
+@pytest.mark.parametrize("solution", SOLUTIONS, ids=str)
+def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
+    solution.must_report(tried[solution.key])
 
 
 def wrong(exercise: str, ends: str) -> Wrong:

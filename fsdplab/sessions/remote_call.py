@@ -16,7 +16,7 @@ import torch
 from fsdplab.sessions.launch.launcher import run_ranks
 from fsdplab.sessions.launch.live_output import LiveOutput, OnOutput
 from fsdplab.sessions.launch.mailbox import Mailbox
-from fsdplab.sessions.worker.payload import VALUES, unsupported_type
+from fsdplab.sessions.worker.remote_call_worker import VALUES, unsupported_type
 
 
 class IssuedCollective(NamedTuple):

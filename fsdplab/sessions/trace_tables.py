@@ -28,7 +28,7 @@ def tables_of(spec: RunSpec, mailbox: Mailbox, ledger: Sequence[Row], folder: Pa
     was measured.
     """
     from fsdplab.profiling.traces.skew import with_peers
-    from fsdplab.sessions.worker.trace_analysis import MEMORY_TRACE, TRACE, analysis_of
+    from fsdplab.sessions.worker.profiler import MEMORY_TRACE, TRACE, analysis_of
 
     def analysed(traces: dict[int, Path], kind: str) -> list[TraceAnalysis]:
         """All ranks together, since waiting for a peer needs both traces."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdplab.engine.events import Tag
-from fsdplab.profiling.memory.block_lifetimes import Storage
+from fsdplab.profiling.memory.block_lifetimes import AllocatorEvent, Storage
 
 Named = dict[int, str]  # address of a storage -> its category
 
@@ -222,3 +222,36 @@ def _active(segment: dict[str, Any]) -> Iterator[tuple[int, int]]:
         if block["state"] == "active_allocated":
             yield at, block["size"]
         at += block["size"]
+
+
+# ---- offloaded memory on CPU ranks
+
+
+class OffloadedTensors:
+    """The offloaded tensors, and when gradients join them: `departures` are frees for the timeline.
+
+    On a GPU the allocator of the device never sees host memory. On CPU ranks there is one memory for both, so the split
+    is emulated: parameters at rest and optimizer state are left out from the beginning, a reduced gradient from the
+    moment its parameter gets it. Memory in use counts, as on a card, except a card's staging copy of the slice that is
+    being gathered in its own dtype: one unit's, at most.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any, device: torch.device) -> None:
+        self._model, self._optimizer, self._device = model, optimizer, device
+        self.departures: list[AllocatorEvent] = []
+
+    def resting(self) -> list[torch.Tensor]:
+        """Parameters at rest and the tensors of the optimizer's state."""
+        states = [] if self._optimizer is None else self._optimizer.state.values()
+        state = [value for each in states for value in each.values() if isinstance(value, torch.Tensor)]
+        return [*self._model.parameters(), *state]
+
+    def watch(self) -> list[Callable[[], None]]:
+        """Record every gradient from now on; returns functions that end that."""
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        return [parameter.register_post_accumulate_grad_hook(self._leave).remove for parameter in trained]
+
+    def _leave(self, parameter: torch.Tensor) -> None:
+        gradient = getattr(parameter.grad, "_local_tensor", parameter.grad)
+        if at := address(gradient, self._device):
+            self.departures.append(AllocatorEvent(time.time_ns(), at, -gradient.untyped_storage().nbytes()))

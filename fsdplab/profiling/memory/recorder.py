@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from fsdplab.engine.events import Event, Tag, subscribe
 from fsdplab.profiling.memory.events_of_trace import read_trace
 from fsdplab.profiling.memory.live_storages import (
+    OffloadedTensors,
     WatchedStorages,
     alive_now,
     gradient_tags,
@@ -37,7 +38,6 @@ from fsdplab.profiling.memory.live_storages import (
     named_storages,
     state_addresses,
 )
-from fsdplab.profiling.memory.offloaded_memory import OffloadedTensors
 from fsdplab.profiling.memory.resident_set import ResidentGrowth
 from fsdplab.profiling.memory.timeline import MemoryTimeline, build_timeline
 from fsdplab.profiling.saving import save_trace
@@ -83,7 +83,7 @@ class MemoryRecorder:
 
     `tags` is the log that was started before the model was built (lab engine); `ignore` lists tensors that are no part
     of training, such as the text that batches are cut from. With `offloaded`, offloaded tensors are left out, also
-    where the host computes (`offloaded_memory`). With `save_trace` the profiler's trace of the step is written there.
+    where the host computes (`OffloadedTensors`). With `save_trace` the profiler's trace of the step is written there.
     An exception inside the step passes through and leaves no timeline. No other `torch.profiler` may run.
 
     >>> model = torch.nn.Linear(1000, 10, bias=False)

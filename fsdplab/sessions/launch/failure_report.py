@@ -1,19 +1,24 @@
 """The report of a failed run: which rank, which step, which collective, and why.
 
 When one rank fails the others fail after it: their connections close, or they wait for ever and are ended. The report
-is about the first. Pure functions over the mailbox's content: exit codes, notes, heartbeats, stacks.
+is about the first. `gather` and `ask_for_stacks` collect the data from the mailbox and the ranks; the reports are pure
+functions of a `PostMortem`.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fsdplab.sessions.launch.mailbox import Heartbeat
-from fsdplab.sessions.launch.stacks import waits_for_others
+from fsdplab.common.processes import send
+from fsdplab.sessions.launch.mailbox import Heartbeat, Mailbox, read_heartbeats, read_lines
+from fsdplab.sessions.launch.stacks import readable, waits_for_others
 
 if TYPE_CHECKING:
     from fsdplab.records import RunRecord
@@ -59,6 +64,48 @@ class PostMortem:
     heartbeats: Mapping[int, Heartbeat] = field(default_factory=dict)
     stacks: Mapping[int, str] = field(default_factory=dict)
     printed: str = ""
+
+
+_LOOK_EVERY_S = 0.05
+_ANSWER_WITHIN_S = 2.0
+
+
+def gather(mailbox: Mailbox, world_size: int) -> PostMortem:
+    """Exit codes, notes, heartbeats and what was printed; no stacks, since the ranks may be gone."""
+    exits = json.loads(mailbox.exits.read_text()) if mailbox.exits.exists() else {}
+    notes = {rank: read_lines(mailbox.of(rank, "failure")) for rank in range(world_size)}
+    return PostMortem(
+        exits={int(rank): code for rank, code in exits.items()},
+        notes={rank: lines[0] for rank, lines in notes.items() if lines},
+        heartbeats=read_heartbeats(mailbox, world_size),
+        printed=_printed(mailbox, world_size),
+    )
+
+
+def _printed(mailbox: Mailbox, world_size: int) -> str:
+    """The output of a rank without a note: its standard error, or torchrun's log if it never started."""
+    errors = [mailbox.of(rank, "err") for rank in range(world_size)]
+    texts = [path.read_text(errors="replace") for path in errors if path.exists()]
+    return "\n".join(filter(None, texts)) or mailbox.agent_log.read_text(errors="replace")
+
+
+def ask_for_stacks(mailbox: Mailbox, heartbeats: Mapping[int, Heartbeat]) -> dict[int, str]:
+    """The stack of every rank; ranks that do not answer within two seconds are left out."""
+    asked = {rank: mailbox.of(rank, "stack") for rank in heartbeats}
+    for path in asked.values():
+        os.truncate(path, 0)  # an answer to an earlier question
+    for heartbeat in heartbeats.values():
+        send(heartbeat.pid, signal.SIGUSR1)
+    deadline, seen = time.monotonic() + _ANSWER_WITHIN_S, [0]
+    # an answer is written in several pieces
+    while time.monotonic() < deadline and not (all(seen) and seen == _sizes(asked)):
+        seen = _sizes(asked)
+        time.sleep(_LOOK_EVERY_S)
+    return {rank: stack for rank, path in asked.items() if (stack := readable(path.read_text(errors="replace")))}
+
+
+def _sizes(asked: Mapping[int, os.PathLike[str]]) -> list[int]:
+    return [os.stat(path).st_size for path in asked.values()]
 
 
 # Messages of gloo, nccl and the engine's shared memory when a peer is gone: another rank failed.

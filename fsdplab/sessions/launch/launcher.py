@@ -28,14 +28,15 @@ from fsdplab.sessions.launch.ending import Agent, end
 from fsdplab.sessions.launch.failure_report import (
     Failure,
     RanksFailed,
+    ask_for_stacks,
     failed_first,
+    gather,
     hung,
     lost_agent,
     not_started,
     too_slow,
 )
 from fsdplab.sessions.launch.mailbox import RANKS_STORE, Heartbeat, Mailbox, read_heartbeats
-from fsdplab.sessions.launch.post_mortem import ask_for_stacks, gather
 from fsdplab.sessions.spec import STARTS, SpecError
 
 _LOOK_EVERY_S = 0.05

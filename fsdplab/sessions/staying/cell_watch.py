@@ -12,11 +12,10 @@ from typing import Any
 
 from fsdplab.common.processes import gone, send
 from fsdplab.sessions.launch.ending import Agent
-from fsdplab.sessions.launch.failure_report import Failure, PostMortem, failed_first
+from fsdplab.sessions.launch.failure_report import Failure, PostMortem, ask_for_stacks, failed_first
 from fsdplab.sessions.launch.launcher import RankActivity, how_it_ended, still_running
 from fsdplab.sessions.launch.live_output import LiveOutput, Tail
 from fsdplab.sessions.launch.mailbox import Heartbeat, Mailbox, read_heartbeats
-from fsdplab.sessions.launch.post_mortem import ask_for_stacks
 from fsdplab.sessions.launch.stacks import waits_for_others
 from fsdplab.sessions.staying.cell_code import show_source, source_of, title
 from fsdplab.sessions.staying.cell_reports import interrupted, raised, waiting_for_ever

@@ -28,11 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.sessions.launch.ending import Agent, end
-from fsdplab.sessions.launch.failure_report import Failure, RanksFailed, hung, not_started
+from fsdplab.sessions.launch.failure_report import Failure, RanksFailed, ask_for_stacks, gather, hung, not_started
 from fsdplab.sessions.launch.launcher import how_it_ended, start_agent, still_running
 from fsdplab.sessions.launch.live_output import LiveOutput, OnOutput, Tail
 from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats
-from fsdplab.sessions.launch.post_mortem import ask_for_stacks, gather
 from fsdplab.sessions.spec import SpecError, check_whole
 from fsdplab.sessions.staying.cell_code import IDLE
 from fsdplab.sessions.staying.cell_reports import CellInterrupted

@@ -3,10 +3,15 @@
 Timed steps are never profiled, so a profile costs nothing but its own steps; how much slower those were is stated in
 the record. The profiler's schedule gives it one step to warm up. The engine's ranges carry FSDP2's names, so whatever
 reads traces of PyTorch's FSDP2 reads these.
+
+Each rank analyses its own trace, all ranks at once: it takes half a second of a core, and the starter has imported the
+analysis. The caller adds what one rank cannot know (trace_tables.py): whether it waited for another.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +19,17 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from fsdplab.engine import events
+from fsdplab.profiling import AccountingError, StepAnalysis, TraceAnalysis, TraceError, analyse_trace
 from fsdplab.profiling.saving import save_trace
+from fsdplab.sessions.launch.mailbox import Mailbox
+from fsdplab.sessions.worker.rank_process import RankContext
 
 WARMUP = 1  # profiled steps that the profiler discards
 RANGE = "ProfilerStep#"  # the profiler's own name for a step
+TRACE, MEMORY_TRACE = "pt.trace.json.gz", "memory.trace.json.gz"
+_SUFFIX = ".analysis"
+# bytes: about two seconds. The caller waits for a larger trace itself, so that no rank seems to hang over it
+_LARGEST = 8_000_000
 
 
 class StepProfiler:
@@ -66,3 +78,34 @@ class UnitStateLog:
             return
         row: dict[str, Any] = {"unit": event.unit, "state": event.after, "phase": event.phase, "time_ns": event.time_ns}
         self.rows.append({"rank": self._rank, "step": self.step, **row})
+
+
+def leave_analysis(context: RankContext, kind: str, ledger: Sequence[dict[str, Any]]) -> None:
+    """Analyse this rank's trace of one kind and write the rows; a large or bad trace is left to the caller."""
+    trace = context.mailbox.of(context.rank, kind)
+    if not trace.exists() or trace.stat().st_size > _LARGEST:
+        return
+    try:
+        found = analyse_trace(trace, ledger=ledger, rank=context.rank)
+    except (AccountingError, TraceError):
+        return
+    steps = [vars(step) for step in found.steps]
+    context.mailbox.of(context.rank, kind + _SUFFIX).write_text(
+        json.dumps([found.world_size, found.device, steps], default=lambda number: number.item())
+    )
+
+
+def analysis_of(mailbox: Mailbox, rank: int, kind: str, trace: Path, ledger: Sequence[dict[str, Any]]) -> TraceAnalysis:
+    """The rank's analysis of `trace`; the trace is read here if the rank wrote none."""
+    left = mailbox.of(rank, kind + _SUFFIX)
+    if not left.exists():
+        return analyse_trace(trace, ledger=ledger, rank=rank)
+    world_size, device, steps = json.loads(left.read_text())
+    rows = ("timeline", "exposed", "collectives")
+    return TraceAnalysis(
+        trace,
+        rank,
+        world_size,
+        device,
+        tuple(StepAnalysis(**{**step, **{name: tuple(step[name]) for name in rows}}) for step in steps),
+    )

@@ -1,5 +1,7 @@
 """The rank's side of `call_on_ranks`: load the function from its file, call it, return its value.
 
+A learner's code is not reviewed, so values are sent in a form that `torch.load` reads without running code.
+
 python -m fsdplab.sessions.worker.remote_call_worker FOLDER SOURCE FUNCTION
 """
 
@@ -15,8 +17,10 @@ from typing import Any
 
 import torch
 
-from fsdplab.sessions.worker.payload import VALUES, unsupported_type
 from fsdplab.sessions.worker.rank_process import RankContext, rank_process
+
+VALUES = "None, bool, int, float, str, plain tensors, and lists, tuples and dicts of them"
+_PLAIN = (type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter)
 
 
 def main(folder: str, source: str, function_name: str) -> None:
@@ -47,6 +51,24 @@ def _call(function: Callable[..., Any], context: RankContext, payload: Any) -> A
     if len(inspect.signature(function).parameters) == 1:
         return function(payload)
     return function(context.rank, context.world_size, payload)
+
+
+def unsupported_type(value: object) -> str | None:
+    """The name of the first type in a value that cannot be sent: `"DTensor"`; None when all can.
+
+    Subclasses are unsupported: a DTensor cannot be read without its process group, a numpy number not without numpy.
+    """
+    if type(value) in _PLAIN:
+        return None
+    if type(value) is dict:
+        return _first(*value.keys(), *value.values())
+    if type(value) is list or type(value) is tuple:
+        return _first(*value)
+    return type(value).__name__
+
+
+def _first(*values: object) -> str | None:
+    return next(filter(None, map(unsupported_type, values)), None)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,16 @@ from fsdplab.sessions.spec.sharing import carrier, device_of_ranks, nccl_variabl
 from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
 from fsdplab.sessions.worker.engines import Batch, TrainingSetup, build
 from fsdplab.sessions.worker.environment import capture_environment
-from fsdplab.sessions.worker.profiler import RANGE, WARMUP, StepProfiler, UnitStateLog
+from fsdplab.sessions.worker.profiler import (
+    MEMORY_TRACE,
+    RANGE,
+    TRACE,
+    WARMUP,
+    StepProfiler,
+    UnitStateLog,
+    leave_analysis,
+)
 from fsdplab.sessions.worker.rank_process import Diverged, RankContext, rank_process
-from fsdplab.sessions.worker.trace_analysis import MEMORY_TRACE, TRACE, leave_analysis
 from fsdplab.workloads import ByteText
 
 Build = Callable[[RunSpec, RankContext], TrainingSetup]
