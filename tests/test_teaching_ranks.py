@@ -121,7 +121,7 @@ def test_a_rank_that_returned_and_still_waits_is_told_apart(monkeypatch):
         (Failure("died", "Rank 1 died: it ended with SIGSEGV.", 1), "crash"),
         (
             Failure("raised", "Rank 1 raised.", 1, traceback="...\nRuntimeError: Timed out waiting for recv"),
-            "nobody sent",
+            "no rank sent",
         ),
         (Failure("raised", "Rank 1 raised.", 1, traceback="...\nIndexError: 3"), "read the last line"),
     ],

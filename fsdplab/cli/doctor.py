@@ -128,7 +128,9 @@ def _nccl(torch: ModuleType) -> Capability:
 
 
 def _several(torch: ModuleType) -> Capability:
-    """How several ranks run on one GPU here: the driver's part of `shared_gpu` is tried, NCCL's version looked up."""
+    """The ways to run several ranks on one GPU: the driver's part of `shared_gpu` is tried, NCCL's version looked
+    up.
+    """
     if not torch.cuda.is_available():  # before the imports, which take as long as everything else here
         return Capability(SEVERAL, False, "none", "needs a GPU; transport shared_gpu rehearses it on CPU ranks")
     from fsdplab.engine.slots import machine_of_this_rank

@@ -23,7 +23,7 @@ from fsdplab.figures.table import AGREE, COLUMNS, DIFFER, EQUAL, LEGEND, cells, 
 from fsdplab.figures.view import RunView, provenance, view
 from fsdplab.records import RunRecord
 
-WIDTH = 146  # columns of the table where no terminal says how wide it is
+WIDTH = 146  # columns of the table without a terminal
 STYLES = {AGREE: "bold green", EQUAL: "green", DIFFER: "bold red", "out of memory": "bold red", "failed": "bold red"}
 NUMBERS = ("step", "tokens/s", "peak", "sent", "loss")
 
@@ -66,7 +66,7 @@ class Outputs:
         return self
 
     def console(self) -> Console:
-        """Where the table goes: stdout, or stderr when stdout carries the JSON; wide where it is no terminal."""
+        """The console of the table: stdout, or stderr when stdout carries the JSON; wide if not a terminal."""
         console = Console(stderr=self.json_file == "-")
         return console if console.is_terminal else Console(stderr=self.json_file == "-", width=WIDTH)
 

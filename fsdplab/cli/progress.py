@@ -73,7 +73,7 @@ class ProgressTable:
 
 
 def headline(spec: RunSpec, card: int | None) -> str:
-    """What is about to run, in one line."""
+    """One line on the run that starts."""
     work = (
         f"{spec.model}, {plural(spec.world_size, 'rank')} on {spec.device_type}, batch {spec.batch_size} x"
         f" {spec.sequence_length} a rank, {spec.precision}"

@@ -1,4 +1,4 @@
-"""What several folders need, with the standard library alone: files written whole, near words, sizes, process endings.
+"""Helpers of several packages, with the standard library only: atomic files, near words, sizes, signals to processes.
 
 Nothing here concerns training; everything may import it.
 """

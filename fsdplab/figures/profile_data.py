@@ -140,8 +140,8 @@ def short_unit(unit: str) -> str:
 
 
 def conditions(records: RunRecord | Iterable[RunRecord], *more: str) -> str:
-    """What is real, the words of every subtitle: `"Measured on 2 CPU ranks; the link is emulated (25 GbE: 3.12 GB/s,
-    10.0 µs), step 11"`.
+    """The provenance, for every subtitle: `"Measured on 2 CPU ranks; the link is emulated (25 GbE: 3.12 GB/s, 10.0 µs),
+    step 11"`.
     """
     runs = listed(records)
     origins = [run.provenance.get("exposed_s", "measured") for run in runs]

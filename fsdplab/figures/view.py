@@ -119,7 +119,7 @@ def disambiguate_labels(seen: list[RunView], specs: Sequence[Mapping[str, Any]])
 
 
 def _notes(seen: list[RunView], specs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What differs between runs of one name: their ranks, else fields of their specs, else nothing."""
+    """The difference between runs of one name: their ranks, else fields of their specs, else nothing."""
     described = [{"world_size": run.world_size, **spec} for run, spec in zip(seen, specs)]
     differing = [name for name in _TELLING if len({str(fields.get(name)) for fields in described}) > 1]
     notes = [", ".join(_TELLING[name].format(_none(fields.get(name))) for name in differing) for fields in described]

@@ -151,9 +151,7 @@ class Cluster:
 
     @property
     def network(self) -> LinkSpec | None:
-        """What joins one GPU to its twins in the other nodes: its share of the node's network cards;
-        None on one node.
-        """
+        """The link of one GPU to those in other nodes: its share of the node's network cards; None on one node."""
         if self.nodes == 1:
             return None
         if self.gpu.nic_bytes_per_s is None:
@@ -162,7 +160,7 @@ class Cluster:
 
     @property
     def link(self) -> LinkSpec:
-        """What a ring over all GPUs runs on, as one of them sees it: the slow axis.
+        """The link of a ring over all GPUs, as one GPU sees it: the slow axis.
 
         Over several nodes that is the network, but all network cards of a node carry their part of the same ring's
         bytes (NCCL runs one ring a card, and each ring enters a node once): 8 GPUs with 50 GB/s each give a rank 400

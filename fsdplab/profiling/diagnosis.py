@@ -319,7 +319,7 @@ _REMEDIES = {
 
 
 def _peak(record: RunRecord) -> Finding | None:
-    """What fills the memory at its peak."""
+    """The largest category at the memory's peak."""
     split = (record.summary.get("peak_memory_bytes") or {}).get("by_category") or {}
     total = sum(split.values())
     if not total:

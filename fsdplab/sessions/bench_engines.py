@@ -69,7 +69,9 @@ class Timing:
 
 @dataclass(frozen=True)
 class Bench:
-    """What one interleaved run measured; `floor` (lower bound) is forward + backward + optimizer / n, in seconds."""
+    """The measurements of one interleaved run; `floor` (lower bound) is forward + backward + optimizer / n, in
+    seconds.
+    """
 
     spec: RunSpec
     timings: tuple[Timing, ...]
@@ -222,7 +224,7 @@ def _take_turns(
     for step in range(WARMUP_ROUNDS + rounds):
         batches = [_batches(spec, context, text, step)]
         for turn in range(len(setups)):
-            index = (turn + step) % len(setups)  # nobody always follows the same engine
+            index = (turn + step) % len(setups)  # no engine always follows the same one
             context.heartbeat.enter("bench", step)
             dist.barrier()
             start = time.perf_counter()

@@ -27,9 +27,7 @@ class IssuedCollective(NamedTuple):
 
 
 class RankValues(list[Any]):
-    """What a function returned, one value a rank; `output` and `collectives` hold what each rank printed and which
-    collectives it called.
-    """
+    """The returned values, one a rank; `output` and `collectives` hold what each rank printed and called."""
 
     def __init__(self, values: list[Any], output: list[str], collectives: list[list[IssuedCollective]]) -> None:
         super().__init__(values)
@@ -67,7 +65,7 @@ def call_on_ranks(
         mailbox = Mailbox(Path(folder))
         torch.save(payload, mailbox.folder / "payload")
         program = ["-m", "fsdplab.sessions.worker.remote_call_worker", str(mailbox.folder), str(source), function_name]
-        output = LiveOutput(mailbox, world_size if on_output else 0, on_output or _nobody_listens)
+        output = LiveOutput(mailbox, world_size if on_output else 0, on_output or _ignore_output)
         try:
             run_ranks(program, mailbox, world_size=world_size, time_limit=time_limit, start=start, on_look=output.look)
         finally:
@@ -75,7 +73,7 @@ def call_on_ranks(
         return _collect(mailbox, world_size)
 
 
-def _nobody_listens(rank: int, line: str) -> None:
+def _ignore_output(rank: int, line: str) -> None:
     """Ignore the line: the output is also in the returned values."""
 
 

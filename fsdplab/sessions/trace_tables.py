@@ -84,7 +84,7 @@ def profile_summary(
     ledger: Sequence[Row],
     breakdown: Sequence[Row],
 ) -> dict[str, Any]:
-    """How much communication was exposed, the source (`trace`, `ledger` or None), and the cost of profiling."""
+    """The exposed communication, its source (`trace`, `ledger` or None), and the cost of profiling."""
     on_the_link = waited(ledger, spec.untimed, spec.untimed + spec.steps)
     known, source = exposure(breakdown), "trace"
     # an emulated link's own clock says it without the profiler's overhead

@@ -28,7 +28,7 @@ BUSY = ("running", "cancelling")
 
 @dataclass(frozen=True)
 class BatchProgress:
-    """Where a batch of runs is: run `run` of `runs` (from 1), step `step` of `steps`; before its first step a run is
+    """The progress of a batch: run `run` of `runs` (from 1), step `step` of `steps`; before its first step a run is
     starting.
     """
 
@@ -88,7 +88,7 @@ class Batch:
 
     @property
     def title(self) -> str:
-        """What was run, for a menu: `1: gpt-tiny, 2 ranks, fp32, prefetch 1, 2 runs`."""
+        """A title for menus: `1: gpt-tiny, 2 ranks, fp32, prefetch 1, 2 runs`."""
         if not self.number:
             return f"all batches: {plural(len(self.rows), 'run')}"
         first = self.specs[0]

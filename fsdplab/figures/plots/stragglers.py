@@ -145,7 +145,7 @@ def _alike_ms(record: RunRecord) -> float:
 
 
 def _finding(record: RunRecord, late: dict[int, list[float]]) -> str:
-    """The title: who is late, by how much and how often; or that nobody is."""
+    """The title: which rank is late, by how much and how often; or that none is."""
     mean = {rank: statistics.fmean(values) for rank, values in late.items()}
     slow = max(mean, key=lambda rank: mean[rank])
     if mean[slow] <= _alike_ms(record):

@@ -36,7 +36,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Lanes:
-    """Where each rank's lanes lie, from the top down: `middle[rank, lane]` on an axis that ends at `bottom`."""
+    """The position of each rank's lanes, from the top down: `middle[rank, lane]` on an axis that ends at `bottom`."""
 
     middle: dict[tuple[int, str], float]
     bottom: float

@@ -32,7 +32,7 @@ class Mark:
 
     @property
     def hover(self) -> str:
-        """What the bar is, how long it took."""
+        """The bar's name and duration."""
         return f"{self.name.removeprefix(' · ')}<br>{seconds((self.busy or self.end - self.start) / 1e3)}"
 
 

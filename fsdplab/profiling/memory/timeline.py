@@ -62,7 +62,7 @@ class MemoryTimeline:
 
     @property
     def growth(self) -> int:
-        """How far the total rose above the beginning: what `resident_growth` cross-checks."""
+        """The growth of the total since the beginning, which `resident_growth` cross-checks."""
         return self.peak_total - self.baseline_total
 
     @property

@@ -1,4 +1,4 @@
-"""Which collective an exposed instant belongs to, and why it was exposed.
+"""Attributes exposed time to collectives and causes.
 
 An instant may have several collectives in flight. The host's own copies and waits name theirs; otherwise the instant
 goes to the collective that ends first, because the host goes on at its end. So every exposed nanosecond belongs to

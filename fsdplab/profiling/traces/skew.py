@@ -44,8 +44,8 @@ class CollectiveSkew:
 
 
 def bus_factor(kind: str, ranks: int) -> float:
-    """What turns bytes/t into the bandwidth of the busiest link: `bus_factor("all_gather", 4)` is 0.75, all_reduce 1.5;
-    1 for the others.
+    """The factor from bytes/t to the bandwidth of the busiest link: `bus_factor("all_gather", 4)` is 0.75, all_reduce
+    1.5; 1 for the others.
     """
     share = (ranks - 1) / ranks
     return {"all_gather": share, "reduce_scatter": share, "all_to_all": share, "all_reduce": 2 * share}.get(kind, 1.0)

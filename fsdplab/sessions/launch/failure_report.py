@@ -169,7 +169,7 @@ def _raised(rank: int, post_mortem: PostMortem) -> Failure:
         other for other, heartbeat in post_mortem.heartbeats.items() if heartbeat.phase == "finished" and other != rank
     ]
     if done and _PEER_IS_GONE.search(note["error"]):
-        message += f" {named(done)} had already finished, so rank {rank} waited for something that nobody sends."
+        message += f" {named(done)} had already finished, so rank {rank} waited for a message that no rank sends."
     return Failure(note["kind"], message, rank, note["step"], note["phase"], note["collective"], note["traceback"])
 
 

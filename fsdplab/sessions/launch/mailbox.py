@@ -49,8 +49,8 @@ class Mailbox:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Where a rank is: the phase and the collective it entered last, how many of each it has entered so far, and its
-    process id.
+    """The position of a rank: the phase and the collective it entered last, how many of each it has entered so far, and
+    its process id.
 
     `completed` is the last collective that the engine's ledger says is done; engines without a ledger leave it None.
     Ranks run the same program, so the rank with the lowest (`phases`, `collectives`) is the one the others wait for.

@@ -322,7 +322,7 @@ def _fork(
 
 
 def _inherited() -> dict[str, object]:
-    """What a child inherits from its parent; the starter, started earlier, must get it from the request."""
+    """The settings that a child inherits from its parent; the starter, started earlier, gets them with the request."""
     return {
         "folder": _folder(),
         "cores": sorted(os.sched_getaffinity(0)),
@@ -357,7 +357,7 @@ def _fitting(environment: Mapping[str, str]) -> _Starter:
 
 
 def _key(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """What must be equal for a starter to be reused: interpreter, start-up variables, and fsdplab's source files."""
+    """The conditions to reuse a starter: equal interpreter, start-up variables, and fsdplab's source files."""
     read = tuple(sorted((name, value) for name, value in environment.items() if name.startswith(_READ_AT_START)))
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
     relative = _folder() if any(path and not os.path.isabs(path) for path in paths) else None

@@ -20,7 +20,7 @@ FRESH_TITLE = "<%%ranks cell>"
 
 
 def source_of(mailbox: Mailbox, number: int) -> Path:
-    """The file of a cell's source; the rank reads it when it is told the number."""
+    """The file of a cell's source; the rank reads it when it gets the number."""
     return mailbox.folder / f"cell{number}.py"
 
 

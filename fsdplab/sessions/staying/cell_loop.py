@@ -4,7 +4,7 @@ how it ended, wait again.
     python -m fsdplab.sessions.staying.cell_loop FOLDER
 
     rank0.in        a FIFO: the number of the next cell; closing it ends the rank
-    cell3.py        the source of cell 3, whole before any rank is told
+    cell3.py        the source of cell 3, complete before any rank gets its number
     before.py       runs before each cell, with names of its own
     rank0.cells     one line of JSON a cell that has ended
 """

@@ -18,14 +18,14 @@ _STAY = "All ranks stay, with what they hold."
 
 
 class CellInterrupted(KeyboardInterrupt):
-    """The caller was interrupted while a cell ran, and the cell with it; `.report` says what became of the ranks."""
+    """The caller was interrupted while a cell ran, and the cell with it; `.report` says whether the ranks stay."""
 
     def __init__(self, report: Failure) -> None:
         super().__init__(in_full(report))
         self.report = report
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows instead of a traceback through the library."""
+        """The lines that IPython shows instead of a traceback through the library."""
         return [str(self)]
 
 

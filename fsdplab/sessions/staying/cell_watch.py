@@ -68,7 +68,9 @@ class Living:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a cell ended: well without a failure. `lost`: the ranks cannot be used again and must be ended."""
+    """The outcome of a cell: `failure` is None where it ended well. `lost`: the ranks cannot be used again and must be
+    ended.
+    """
 
     failure: Failure | None
     lost: bool = False

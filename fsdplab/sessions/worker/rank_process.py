@@ -1,4 +1,4 @@
-"""What every rank process does before and after its work.
+"""The start and the end of every rank process.
 
 It ends with its parent, reports to the mailbox, dumps its stack on request, joins the process group, and records a
 failure. A rank never cleans up after a failure: its peers may be gone, and waiting for them would hang the run.

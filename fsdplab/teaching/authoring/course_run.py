@@ -25,7 +25,7 @@ CELL_TIME_LIMIT = 180
 
 @dataclass(frozen=True)
 class NotebookRun:
-    """How one notebook ended: `failure` is None where it reached its end."""
+    """The outcome of one notebook: `failure` is None where it reached its end."""
 
     notebook: str
     edition: str
@@ -76,12 +76,12 @@ def run_notebook(
     try:
         client.execute(env={**os.environ, "FSDPLAB_HOME": str(workspace)})
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-        failure = _told(notebook, error)
+        failure = _failure_of(notebook, error)
     return NotebookRun(name, edition, time.monotonic() - began, failure)
 
 
-def _told(notebook: NotebookNode, error: Exception) -> str:
-    """Which cell failed, its first line, and the error's last lines."""
+def _failure_of(notebook: NotebookNode, error: Exception) -> str:
+    """The failed cell's number and first line, and the error's last lines."""
     number, cell = max(
         ((index, cell) for index, cell in enumerate(notebook.cells, 1) if cell.cell_type == "code" and _has_run(cell)),
         key=lambda pair: pair[0],

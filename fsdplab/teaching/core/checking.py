@@ -208,5 +208,5 @@ def _why_raised(report: Failure) -> str:
             "the cell is saved as a file of its own and runs on other processes: it needs its own imports and helpers"
         )
     if "Timed out" in error or "timeout" in error.lower():
-        return "a rank waited for a message that nobody sent"
+        return "a rank waited for a message that no rank sent"
     return "read the last line first: it names the error; the line above is yours"

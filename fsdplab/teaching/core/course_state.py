@@ -1,4 +1,4 @@
-"""Which edition of the course is open in this process, and where the learner's folder is.
+"""The open course of this process: its edition and the learner's folder.
 
 One value per process, set by `teaching.start`. The editions differ in one thing only: what a failed check does. In the
 teacher edition it raises, so that a broken course stops CI; in the learner edition it prints, so that the rest of the

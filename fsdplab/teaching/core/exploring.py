@@ -40,7 +40,7 @@ class Explorer:
         self.values[name] = value
 
     def render(self) -> Any:
-        """What the function gives for the present values."""
+        """The function's result for the present values."""
         return self.view(**self.values)
 
 

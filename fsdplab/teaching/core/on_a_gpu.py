@@ -65,7 +65,7 @@ def _none(why: str) -> Note:
 
 
 def _where(provenance: dict[str, Any], run: RunRecord) -> str:
-    """What it was measured on: "Measured on NVIDIA H200, torch 2.11.0, ... ; ranks on one gpu: emulated"."""
+    """The provenance line: "Measured on NVIDIA H200, torch 2.11.0, ... ; ranks on one gpu: emulated"."""
     parts = [
         f"Measured on {provenance.get('gpu', 'a GPU')}",
         *(f"{name} {provenance[name]}" for name in ("torch", "driver", "commit") if provenance.get(name)),

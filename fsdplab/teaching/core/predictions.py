@@ -104,8 +104,8 @@ def compared(ratio: float) -> str:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How the learner predicts: scores so far, their mean ratio (geometric),
-    and how many lie within a factor of two.
+    """The learner's calibration: scores so far, their mean ratio (geometric), and how many lie within a factor of
+    two.
     """
 
     scores: tuple[Score, ...]
@@ -133,7 +133,7 @@ def calibration_of(workspace: Workspace) -> Calibration:
 
 
 class Predicted:
-    """What `predict` returns: call `.score(measured)` once the measurement is there."""
+    """A prediction on the page: call `.score(measured)` after the measurement."""
 
     def __init__(self, prediction: Prediction) -> None:
         self.prediction = prediction

@@ -98,7 +98,7 @@ class Training:
 
 
 def transfer_ns(collectives: Sequence[events.Collective]) -> int:
-    """How long the link carried these: 5 and 4 ns are 9."""
+    """The time of these on the link: 5 and 4 ns are 9."""
     return sum(each.end_ns - each.start_ns for each in collectives)
 
 

@@ -30,8 +30,8 @@ TIME_LIMIT = 150.0
 
 
 def moved(megabytes: float, ranks: int) -> Table:
-    """What one rank sends in each collective on a payload of P = `megabytes` MB,
-    and in one step of three strategies.
+    """The MB that one rank sends in each collective on a payload of P = `megabytes` MB, and in one step of three
+    strategies.
     """
     one = megabytes * (ranks - 1) / ranks
     rows = [
@@ -47,9 +47,7 @@ def moved(megabytes: float, ranks: int) -> Table:
 
 
 def watch(world_size: int = 3, block: int = 2) -> Table:
-    """What every rank holds before and after each collective, on real ranks: whole numbers small enough to add in the
-    head.
-    """
+    """The values of every rank before and after each collective, on real ranks: small whole numbers."""
     by_rank = call_on_ranks(
         ON_THE_RANKS, "watch", world_size=world_size, payload={"block": block}, time_limit=TIME_LIMIT
     )
@@ -83,7 +81,7 @@ def compose(world_size: int = 2, elements: int = 1_000_000) -> Table:
 
 @dataclass(frozen=True, repr=False)
 class RingCount:
-    """What each rank sent, in bytes, while it gathered P = `payload` bytes; shows as a table beside the formula."""
+    """The bytes that each rank sent while it gathered P = `payload` bytes; shows as a table beside the formula."""
 
     whose: str
     payload: int

@@ -1,7 +1,7 @@
 """algbw and busbw: two bandwidths of one timing, and why both are quoted.
 
-algbw = P / t says what the caller gets. busbw = algbw (n-1)/n, twice that for an all_reduce, says what each rank's link
-carried: it is the one to compare across collectives, numbers of ranks, and with a link's data sheet.
+algbw = P / t is the caller's bandwidth. busbw = algbw (n-1)/n, twice that for an all_reduce, is that of each rank's
+link: it is the one to compare across collectives, numbers of ranks, and with a link's data sheet.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Timing:
 
     @property
     def busbw(self) -> float:
-        """What each rank's link carried, bytes a second: comparable across collectives and numbers of ranks."""
+        """The bytes a second of each rank's link: comparable across collectives and numbers of ranks."""
         return self.algbw * bus_factor(self.kind, self.ranks)
 
 

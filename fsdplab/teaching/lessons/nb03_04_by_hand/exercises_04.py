@@ -369,7 +369,7 @@ def _step_case() -> list[Case]:
 
 
 def _explain_step(case: Case, trial: Trial, difference: Difference) -> tuple[str | None, str]:
-    """Whose rows are wrong, and whether they are old, foreign or stepped twice."""
+    """Whose rows are wrong, and whether they are old, another rank's or stepped twice."""
     key = next((name for name in case.expected[0] if name in difference.tensor), None)
     if key is None or difference.problem != "value" or difference.index is None:
         return None, "write into the parameter's own memory; it keeps its shape"

@@ -1,7 +1,7 @@
 """The ways to train that lessons 03 and 04 compare: each is a model, its optimizer, and what happens after backward.
 
 `alone` sends nothing, `hook` and `finish` are data parallelism with the learner's functions, `zero1` and `zero2` shard
-with them; `ddp` and `lab` are torch's DistributedDataParallel and this package's engine, as their users call them.
+with them; `ddp` and `lab` are torch's DistributedDataParallel and this package's engine, as users call them.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _plain(model: nn.Module, way: dict[str, Any]) -> Trainer:
 
 
 def alone(model: nn.Module, way: dict[str, Any]) -> Trainer:
-    """Every rank trains on its own text and tells nobody."""
+    """Every rank trains on its own text and sends nothing."""
     trainer = _plain(model, way)
     trainer.watch_after()
     return trainer

@@ -19,7 +19,7 @@ ROOT_COLOUR = "#0064c8"
 
 
 class LayersLife(Protocol):
-    """What `life_of_a_layer` returns, as far as its figure reads it."""
+    """The fields of `life_of_a_layer` that its figure reads."""
 
     @property
     def moments(self) -> Sequence[Mapping[str, Any]]: ...
@@ -30,7 +30,7 @@ class LayersLife(Protocol):
 
 
 class Trained(Protocol):
-    """What `train` returns, as far as its figure reads it."""
+    """The fields of `train` that its figure reads."""
 
     @property
     def rows(self) -> Mapping[str, Sequence[Mapping[str, Any]]]: ...

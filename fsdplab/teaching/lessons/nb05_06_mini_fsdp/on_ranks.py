@@ -1,4 +1,4 @@
-"""The half of lessons 05 and 06 that runs on the ranks: one layer's life, and whole models under three engines.
+"""The part of lessons 05 and 06 that runs on the ranks: one layer's life, and whole models under three engines.
 
 The three are the learner's, the lab's own (`shard_model`), and the unsharded twin. All read the same text from the same
 seeds, so that their losses and parameters can be compared bit by bit.
@@ -119,7 +119,7 @@ def _of_the_twin(twin: nn.Linear, inputs: list[torch.Tensor]) -> tuple[list[torc
 
 
 def batch(text: ByteText, work: Work, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a rank reads at a step."""
+    """The batch of a rank at a step."""
     return text.batch(step, rank, work["ranks"], work["batch_size"], work["sequence_length"], seed=work["seed"])
 
 

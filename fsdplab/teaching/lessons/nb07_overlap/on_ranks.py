@@ -1,8 +1,8 @@
-"""The half of lesson 07 that runs on the ranks: a steady card, on which only the settings decide what is exposed.
+"""The part of lesson 07 that runs on the ranks: an emulated card, on which only the settings decide what is exposed.
 
-How fast a machine computes, and who else uses it, would decide whether communication is hidden. So the exercise is
-judged on an emulated card: a block's forward and backward take a fixed time (the rank sleeps), messages take the
-emulated link's. Engine, units, order of messages and ranks are the real ones.
+On a real machine its speed and load would decide whether communication is hidden. So the exercise uses an emulated
+card: a block's forward and backward take a fixed time (the rank sleeps), messages take the emulated link's. Engine,
+units, order of messages and ranks are the real ones.
 
 Why the reference passes and each single mistake fails, in ms a block with two sequences (gathers in bf16, reductions in
 fp32):
@@ -48,8 +48,7 @@ PLACES = {
 
 
 class Card:
-    """The clock of an emulated card: computing takes what it is said to take, and begins when the message it needs is
-    there.
+    """The clock of an emulated card: computing takes a given time, and begins when its message has arrived.
 
     The host sleeps along, and catches up when it woke late, as a queue of kernels would. Intervals are in ns.
     """
@@ -143,7 +142,9 @@ def complaint(settings: Any) -> str:
 
 
 def drive_hide(hide: Callable[[], Any]) -> dict[str, Any]:
-    """What the learner's settings expose: the excess over the target in ms, 0 where it is met; the split is printed."""
+    """The exposed time of the learner's settings: the excess over the target in ms, 0 where it is met; the split is
+    printed.
+    """
     settings = hide()
     refused = complaint(settings)
     if refused:

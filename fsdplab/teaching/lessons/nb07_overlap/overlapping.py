@@ -1,7 +1,7 @@
 """Lesson 07 in the notebook's process: one job behind an emulated link, and how much of its communication shows.
 
 M are the instants in which a message is on its way, C those in which the rank computes: what is exposed is M without C.
-Every sentence under a figure is made here, from the record, so that it says what this machine did.
+Every sentence under a figure is made here, from the record of this machine.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def raw(**choices: Any) -> RunSpec:
 
 
 def banner(link: str = LINK) -> Note:
-    """Which network the notebook's runs meet; to be shown before the first of them."""
+    """The network of the notebook's runs; shown before the first of them."""
     words = parse_link(link).words
     return Note(
         (
@@ -277,7 +277,7 @@ def floor_of(record: RunRecord) -> Callable[..., Table]:
 
 @dataclass(frozen=True, repr=False)
 class OnTheCard:
-    """What one choice of settings exposed on the steady card, in ms by collective and phase."""
+    """The exposed ms of one choice of settings on the emulated card, by collective and phase."""
 
     settings: dict[str, Any]
     exposed: dict[str, float]

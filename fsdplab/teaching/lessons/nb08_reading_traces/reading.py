@@ -1,7 +1,7 @@
-"""Lesson 08 in the notebook's process: one recorded trace, and the tables that it is read with.
+"""Lesson 08 in the notebook's process: one recorded trace, and tables of its content.
 
-Everybody reads the same trace, so that there is one answer to each question: it was recorded once and lies in the
-checkout's `data/`. Times in tables are ms since the step began on the rank that is read.
+All learners read the same trace, so that each question has one answer: it was recorded once and is in the checkout's
+`data/`. Times in tables are ms since the step began on the rank that is read.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def account_table(record: RunRecord, parts: Mapping[str, int], rank: int = 0) ->
 
 
 def seen(record: RunRecord, rank: int = 0) -> Note:
-    """What the step bar shows, with its numbers."""
+    """The numbers of the step bar."""
     row = breakdown(record, rank)
     talk = row["overlapped_ns"] + row["exposed_ns"]
     return Note(
@@ -192,7 +192,7 @@ def _analysed(record: RunRecord, rank: int) -> TraceAnalysis:
 
 
 def at(record: RunRecord, percent_of_step: int) -> Table:
-    """What every rank did at one instant, for a slider."""
+    """The activity of every rank at one instant, for a slider."""
     ranks = sorted({row["rank"] for row in record.table("breakdown")})
     begin = min(row["start_ns"] for rank in ranks for row in timeline(record, rank) if row["lane"] == "step")
     instant = begin + round(percent_of_step / 100 * breakdown(record)["step_ns"])

@@ -74,7 +74,7 @@ def peak_table(record: RunRecord) -> Table:
 
 
 def seen(record: RunRecord) -> Note:
-    """What the memory timeline shows, with its numbers."""
+    """The numbers of the memory timeline."""
     row, rows = peak_row(record), record.table("memory")
     rest = min(total(each) for each in rows if each["rank"] == row["rank"])
     return Note(

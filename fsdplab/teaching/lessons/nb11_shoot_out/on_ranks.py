@@ -1,4 +1,4 @@
-"""The half of lesson 11 that runs on the ranks: a few steps with the learner's choice, behind the link."""
+"""The part of lesson 11 that runs on the ranks: a few steps with the learner's choice, behind the link."""
 
 from __future__ import annotations
 

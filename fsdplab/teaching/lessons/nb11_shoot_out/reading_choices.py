@@ -54,7 +54,7 @@ def on_the_link(run: RunRecord) -> float:
 
 
 def traffic_table(runs: Sequence[RunRecord]) -> Table:
-    """What each run sends and what the formula says, and for how long the link carries it."""
+    """The bytes of each run, those of the formula, and their time on the link."""
     rows = []
     for run in runs:
         comm = run.summary["comm"]
@@ -99,7 +99,7 @@ def front_of(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def seen(runs: Sequence[RunRecord]) -> Note:
-    """What the Pareto figure shows, with its numbers."""
+    """The numbers of the Pareto figure."""
     low, high = (pick(runs, key=peak) for pick in (min, max))
     least = min(runs, key=exposed)
     return Note(

@@ -1,5 +1,4 @@
-"""The half of lesson 12 that runs on the ranks: train on the mesh that the learner chose, behind the links of the nodes
-it lies on.
+"""The part of lesson 12 that runs on the ranks: train on the learner's mesh, behind the links of its nodes.
 
 Which link an axis of the mesh gets follows from where its ranks are: fast if every group of the axis is on one node,
 else slow. The time on the links is the emulated clock's: bytes over bandwidth, equal on every machine.

@@ -63,7 +63,7 @@ def cut_by(strategy: str) -> list[str]:
 
 
 def kept_figure(bytes_each: Callable[[Sequence[str], int], dict[str, float]], ranks: int = 8) -> go.Figure:
-    """What `bytes_each(cut, n)` says of every strategy, stacked: bytes a parameter on one rank."""
+    """`bytes_each(cut, n)` of every strategy, stacked: bytes a parameter on one rank."""
     names = [name for name in STRATEGIES if name not in ("hybrid_shard", "shard_grad_op")]
     by_name = {name: bytes_each(cut_by(name), ranks) for name in names}
     totals = [sum(each.values()) for each in by_name.values()]
