@@ -47,12 +47,12 @@ class LinkSpec:
     @property
     def words(self) -> str:
         """Bandwidth and latency, to be read: `450 GB/s, 3.4 us a step`."""
-        unit, size = next(
+        symbol, size = next(
             (pair for pair in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)) if self.bytes_per_s >= pair[1]),
             ("B/s", 1.0),
         )
         latency = f", {self.latency_s * 1e6:.4g} us a step" if self.latency_s else ""
-        return f"{self.bytes_per_s / size:.4g} {unit}{latency}"
+        return f"{self.bytes_per_s / size:.4g} {symbol}{latency}"
 
 
 PRESETS: dict[str, LinkSpec] = {

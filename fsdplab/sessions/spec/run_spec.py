@@ -262,7 +262,7 @@ def _check_pairs(spec: RunSpec) -> None:
         )
     if spec.offload != "none" and spec.strategy not in ("full_shard", "shard_grad_op"):
         raise SpecError(
-            f"offload moves sharded parameters, but {spec.strategy} keeps them whole; give strategy='full_shard' or"
+            f"offload moves sharded slices, but {spec.strategy} keeps parameters whole; give strategy='full_shard' or"
             " 'shard_grad_op'"
         )
     if spec.engine != "lab" and spec.prefetch != 1:
