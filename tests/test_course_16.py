@@ -66,7 +66,7 @@ def test_a_solution_that_raises_is_reported(workspace, exercise, known):
 
 
 @pytest.mark.parametrize("question", [item for item in ITEMS if isinstance(item, Question)], ids=lambda item: item.id)
-def test_slips_are_told_apart(course, question: Question) -> None:
+def test_slips_are_distinguished(course, question: Question) -> None:
     assert answers.grade_answer(question.id, question.right()).passed
     for slip in question.slips:
         value = slip.value if slip.value is not None else slip.factor * question.right()

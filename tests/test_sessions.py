@@ -1,6 +1,4 @@
-"""Sessions without ranks: requests that cannot be are refused in one line, and what a failed run leaves behind becomes
-one report.
-"""
+"""Sessions without ranks: invalid requests fail in one line, and the data of a failed run becomes one report."""
 
 from __future__ import annotations
 
@@ -245,7 +243,7 @@ def test_records_and_engine_know_the_same_categories() -> None:
 # ---- mailbox, stacks, values, summary, environment
 
 
-def test_a_beat_is_read_as_written_and_a_torn_one_is_none(tmp_path: Path) -> None:
+def test_a_heartbeat_is_read_as_written_and_a_torn_one_is_none(tmp_path: Path) -> None:
     mailbox = Mailbox(tmp_path)
     writer = HeartbeatWriter(mailbox.of(0, "heartbeat"), 0)
     writer.enter("forward", 7)

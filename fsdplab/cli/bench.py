@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
 from rich.table import Table
@@ -15,6 +15,9 @@ from rich.table import Table
 from fsdplab.cli.errors import refusals, refuse
 from fsdplab.cli.outputs import Outputs
 from fsdplab.records import FORMAT
+
+if TYPE_CHECKING:
+    from fsdplab.sessions.bench_engines import Bench
 
 BESIDE = ("alone", "torch-ddp", "torch-fsdp2")  # ratios are to the medians of these, where they took part
 
@@ -72,7 +75,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _table(result: Any) -> Table:
+def _table(result: Bench) -> Table:
     table = Table(box=None, header_style="bold")
     ratios_to = [f"/ {name.removeprefix('torch-')}" for name in BESIDE]
     waits = (
@@ -95,7 +98,7 @@ def _table(result: Any) -> Table:
     return table
 
 
-def _as_dict(result: Any) -> dict[str, Any]:
+def _as_dict(result: Bench) -> dict[str, Any]:
     rows = [
         {
             **asdict(timing),
