@@ -1,7 +1,7 @@
 """fsdplab: a laboratory for Fully Sharded Data Parallel training, and the sharding engine it runs on.
 
-`import fsdplab` costs nothing: the names below load their room (and torch) when they are first used, so that a
-command line can print its help at once and a GPU machine needs no plotting library.
+`import fsdplab` is cheap: the names below import their package (and torch) when first used, so that the command line
+prints its help at once and a GPU machine needs no plotting library.
 """
 
 from __future__ import annotations

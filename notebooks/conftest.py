@@ -18,7 +18,7 @@ import pytest
 from nbformat.v4 import new_code_cell
 from nbval.plugin import IPyNbCell, IPyNbFile
 
-from fsdplab.teaching.core.workspace import Home
+from fsdplab.teaching.core.workspace import Workspace
 from tests.spread import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401 (hooks)
 
 NOTEBOOKS = Path(__file__).resolve().parent
@@ -41,7 +41,7 @@ class BothEditions(IPyNbFile):
         """A kernel that notes what its cells do, and the folder of a learner who has solved what it takes up."""
         own = Path(SCRATCH.name) / self.path.stem / "my_fsdp"
         if self.path.stem in TAKES_UP:
-            solve(NOTEBOOKS / f"{TAKES_UP[self.path.stem]}.ipynb", Home(own))
+            solve(NOTEBOOKS / f"{TAKES_UP[self.path.stem]}.ipynb", Workspace(own))
         os.environ["FSDPLAB_HOME"] = str(own)  # which the kernel inherits
         super().setup()
         self.kernel.await_idle(self.kernel.execute_cell_input(WATCH), timeout=60)
@@ -64,14 +64,14 @@ class BothEditions(IPyNbFile):
         )
 
 
-def solve(notebook: Path, home: Home) -> None:
+def solve(notebook: Path, workspace: Workspace) -> None:
     """Leave the notebook's exercises in the folder as its teacher edition does: saved, and passed."""
     for cell in nbformat.read(notebook, as_version=4).cells:
         first, _, body = cell.source.partition("\n")
         if "solution" in cell.metadata.get("tags", ()) and first.startswith("%%exercise"):
             exercise = first.split()[1]
-            home.save(exercise, body)
-            home.note_pass(exercise, body)
+            workspace.save(exercise, body)
+            workspace.note_pass(exercise, body)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.browser import jupyter_lab  # noqa: F401 (fixture)
 from tests.ranks import RankPool
 from tests.spread import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401 (hooks)
 
 if TYPE_CHECKING:
     from fsdplab.teaching.core.course_state import Course
-    from fsdplab.teaching.core.findings import Finding
-    from fsdplab.teaching.core.workspace import Home
+    from fsdplab.teaching.core.verdicts import Feedback
+    from fsdplab.teaching.core.workspace import Workspace
 
 
 # A shell makes what it starts in the background deaf to Ctrl-C, and so would be all processes that tests start and
@@ -53,25 +54,25 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     """One learner's folder for a module's tests."""
-    from fsdplab.teaching.core.workspace import Home
+    from fsdplab.teaching.core.workspace import Workspace
 
-    return Home(tmp_path_factory.mktemp("learner") / "my_fsdp")
+    return Workspace(tmp_path_factory.mktemp("learner") / "my_fsdp")
 
 
 @pytest.fixture(scope="module")
-def course(home: Home) -> Iterator[Course]:
+def course(workspace: Workspace) -> Iterator[Course]:
     """That learner's course, open; after the module no course is."""
     from fsdplab.teaching.core import course_state
 
-    yield course_state.open_course("learner", home.path)
+    yield course_state.open_course("learner", workspace.path)
     course_state._open.clear()
 
 
 @pytest.fixture(scope="module")
-def tried(request: pytest.FixtureRequest, home: Home) -> dict[tuple[str, str], Finding | None]:
-    """The finding on each of the module's SOLUTIONS, by its key."""
+def tried(request: pytest.FixtureRequest, workspace: Workspace) -> dict[tuple[str, str], Feedback | None]:
+    """The feedback on each of the module's SOLUTIONS, by its key."""
     from tests.solutions import try_all
 
-    return try_all(request.module.SOLUTIONS, home)
+    return try_all(request.module.SOLUTIONS, workspace)

@@ -36,11 +36,11 @@ FAULTS: dict[str, Callable[[], None]] = {"raise": raise_an_error, "sleep": sleep
 
 
 def main(fault: str, folder: str) -> None:
-    def build_faulty(spec: RunSpec, place: RankContext) -> TrainingSetup:
-        setup = build(spec, place)
+    def build_faulty(spec: RunSpec, context: RankContext) -> TrainingSetup:
+        setup = build(spec, context)
 
         def train_step(batches: Any) -> float:
-            if place.rank == 1 and place.heartbeat.step == FAULTY_STEP:
+            if context.rank == 1 and context.heartbeat.step == FAULTY_STEP:
                 FAULTS[fault]()
             return setup.train_step(batches)
 

@@ -29,7 +29,7 @@ from typing import Any
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import CapturedIO, capture_output
 
-from fsdplab.teaching.core.workspace import Home
+from fsdplab.teaching.core.workspace import Workspace
 
 Names = dict[str, Any]
 _ON_RANKS = re.compile(r"^%%?ranks\b", re.MULTILINE)
@@ -71,21 +71,21 @@ class Watched:
         }
 
     def _note_files_asked_for(self) -> None:
-        """Whatever depends on the learner's functions asks Home where one lies, in this process."""
-        file_of = self.file_of = Home.file_of
+        """Whatever depends on the learner's functions asks Workspace where one lies, in this process."""
+        file_of = self.file_of = Workspace.file_of
 
-        def noted(home: Home, exercise: str) -> Path:
+        def noted(workspace: Workspace, exercise: str) -> Path:
             if self.cells:
                 self.cells[-1].asked = True
-            return file_of(home, exercise)
+            return file_of(workspace, exercise)
 
-        Home.file_of = noted  # type: ignore[method-assign]
+        Workspace.file_of = noted  # type: ignore[method-assign]
 
     def stop(self) -> list[Seen]:
         """The cells of the notebook; the one that is running now is not of it."""
         self.shell.events.unregister("pre_run_cell", self._begin)
         self.shell.events.unregister("post_run_cell", self._end)
-        Home.file_of = self.file_of  # type: ignore[method-assign]
+        Workspace.file_of = self.file_of  # type: ignore[method-assign]
         return self.cells[:-1]
 
 
@@ -102,7 +102,7 @@ def kept(value: Any) -> Any:
     return copy(value) if type(value) in (list, dict) else value
 
 
-def run_learner_edition(notebook: str, home: str) -> list[str]:
+def run_learner_edition(notebook: str, workspace: str) -> list[str]:
     """Run what differs; AssertionError where a cell raises or the stubs say nothing. The first lines of the cells that
     ran.
     """
@@ -110,7 +110,7 @@ def run_learner_edition(notebook: str, home: str) -> list[str]:
     shell, printed = watched.shell, ""
     ran: list[str] = []
     cells = pair_up(Path(notebook), watched.stop())
-    _take_a_new_folder(Path(home))
+    _take_a_new_folder(Path(workspace))
     _forget(shell, watched)
     for number, (source, seen, then) in enumerate(cells, 1):
         named = names_in(shell.transform_cell(source))
@@ -191,14 +191,14 @@ def _text_of(shown: CapturedIO) -> str:
     return shown.stdout + "".join(str(output.data) for output in shown.outputs)
 
 
-def _take_a_new_folder(home: Path) -> None:
+def _take_a_new_folder(workspace: Path) -> None:
     """A learner's folder with the predictions of the cells that do not run again, and no exercise in it."""
     predictions = Path(os.environ["FSDPLAB_HOME"]) / "predictions.json"
-    shutil.rmtree(home, ignore_errors=True)
-    home.mkdir(parents=True)
+    shutil.rmtree(workspace, ignore_errors=True)
+    workspace.mkdir(parents=True)
     if predictions.exists():
-        shutil.copy(predictions, home)
-    os.environ["FSDPLAB_HOME"] = str(home)
+        shutil.copy(predictions, workspace)
+    os.environ["FSDPLAB_HOME"] = str(workspace)
     for name in [name for name in sys.modules if name.partition(".")[0] == "my_fsdp"]:
         del sys.modules[name]
 

@@ -16,15 +16,15 @@ TIMES = 12  # products of a block's own size before each block
 
 
 def main(folder: str) -> None:
-    def build_slow(spec: RunSpec, place: RankContext) -> TrainingSetup:
-        setup = build(spec, place)
+    def build_slow(spec: RunSpec, context: RankContext) -> TrainingSetup:
+        setup = build(spec, context)
         ballast = torch.ones(512, 512)
 
         def dawdle(*_: Any) -> None:
             for _ in range(TIMES):
                 ballast @ ballast
 
-        if place.rank == 1:
+        if context.rank == 1:
             for block in setup.model.blocks:
                 block.register_forward_pre_hook(dawdle)
         return setup

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from fsdplab.teaching.core import checking, run_submission
-from fsdplab.teaching.core.exercise import Exercise, Wrong
-from fsdplab.teaching.core.findings import Finding
-from fsdplab.teaching.core.workspace import Home
+from fsdplab.teaching.core import answers, checking, run_submission
+from fsdplab.teaching.core.exercise import Exercise, Question, Wrong
+from fsdplab.teaching.core.verdicts import Feedback
+from fsdplab.teaching.core.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,22 @@ class Solution:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What its finding is kept under: the exercise's id, and its own name."""
+        """What its feedback is kept under: the exercise's id, and its own name."""
         return self.exercise.id, self.name
 
     def __str__(self) -> str:
         return "-".join(self.key)
 
-    def must_find(self, finding: Finding | None, names_rank: bool = True) -> None:
+    def must_report(self, feedback: Feedback | None, names_rank: bool = True) -> None:
         """A right solution passed; a wrong one was told what it got, what was expected, why and (where it can be told)
         on which rank.
         """
         if self.says is None:
-            assert finding is None, f"{self} is right, and was refused: {finding}"
+            assert feedback is None, f"{self} is right, and was refused: {feedback}"
             return
-        assert finding is not None, f"{self} is wrong, and passed"
-        assert self.says in finding.cause and finding.expected and finding.got and finding.headline
-        assert finding.rank is not None or not names_rank
+        assert feedback is not None, f"{self} is wrong, and passed"
+        assert self.says in feedback.cause and feedback.expected and feedback.got and feedback.headline
+        assert feedback.rank is not None or not names_rank
 
 
 def solutions_of(exercises: Sequence[Exercise], right: Mapping[str, Mapping[str, str]]) -> list[Solution]:
@@ -66,40 +66,42 @@ def ended_of(exercises: Sequence[Exercise]) -> list[tuple[Exercise, Wrong]]:
     return [(exercise, known) for exercise in exercises for known in exercise.wrong if known.ends != "returns"]
 
 
-Findings = dict[tuple[str, str], Finding | None]
+FeedbackByKey = dict[tuple[str, str], Feedback | None]
 
 
-def try_all(solutions: Sequence[Solution], home: Home, launch: int = 0) -> Findings:
-    """The finding on each solution by its key; all that need the same number of ranks are tried in one launch."""
-    findings: Findings = {}
+def try_all(solutions: Sequence[Solution], workspace: Workspace, launch: int = 0) -> FeedbackByKey:
+    """The feedback on each solution by its key; all that need the same number of ranks are tried in one launch."""
+    feedback_by_key: FeedbackByKey = {}
     ranks = lambda solution: solution.exercise.world_size  # noqa: E731
     for count, group in groupby(sorted(solutions, key=ranks), key=ranks):
-        findings |= _try_together(list(group), home, home.path / f"launch-{launch}-on-{count}-ranks")
-    return findings
+        feedback_by_key |= _try_together(list(group), workspace, workspace.path / f"launch-{launch}-on-{count}-ranks")
+    return feedback_by_key
 
 
-def try_side_by_side(solutions: Sequence[Solution], home: Home, launches: int) -> Findings:
+def try_side_by_side(solutions: Sequence[Solution], workspace: Workspace, launches: int) -> FeedbackByKey:
     """The same in several launches at once, for solutions that mostly wait."""
     with ThreadPoolExecutor(launches) as pool:
-        found = list(pool.map(lambda launch: try_all(solutions[launch::launches], home, launch), range(launches)))
-    return {key: finding for findings in found for key, finding in findings.items()}
+        found = list(pool.map(lambda launch: try_all(solutions[launch::launches], workspace, launch), range(launches)))
+    return {key: feedback for feedback_by_key in found for key, feedback in feedback_by_key.items()}
 
 
-def _try_together(todo: Sequence[Solution], home: Home, folder: Path) -> Findings:
-    paths = [Home(folder / f"solution-{index}").save(each.exercise.id, each.source) for index, each in enumerate(todo)]
-    outcomes = run_submission.try_programs([(each.exercise, path) for each, path in zip(todo, paths)], home)
+def _try_together(todo: Sequence[Solution], workspace: Workspace, folder: Path) -> FeedbackByKey:
+    paths = [
+        Workspace(folder / f"solution-{index}").save(each.exercise.id, each.source) for index, each in enumerate(todo)
+    ]
+    outcomes = run_submission.try_programs([(each.exercise, path) for each, path in zip(todo, paths)], workspace)
     return {each.key: checking.judge(each.exercise, outcome) for each, outcome in zip(todo, outcomes, strict=True)}
 
 
-def try_ended(exercise: Exercise, known: Wrong, home: Home, hangs_for: float = 4.0) -> Finding:
-    """The finding on a solution that raises or hangs, which ends a launch and so has one of its own; time counts from
+def try_ended(exercise: Exercise, known: Wrong, workspace: Workspace, hangs_for: float = 4.0) -> Feedback:
+    """The feedback on a solution that raises or hangs, which ends a launch and so has one of its own; time counts from
     when all ranks stand ready.
     """
-    path = Home(home.path / "ends").save(exercise.id, known.source)
+    path = Workspace(workspace.path / "ends").save(exercise.id, known.source)
     limited = replace(exercise, time_limit=hangs_for) if known.ends == "hangs" else exercise
-    finding = checking.judge(exercise, run_submission.try_one(limited, path, home))
-    assert finding is not None, f"{exercise.id}, {known.name}: is wrong, and passed"
-    return finding
+    feedback = checking.judge(exercise, run_submission.try_one(limited, path, workspace))
+    assert feedback is not None, f"{exercise.id}, {known.name}: is wrong, and passed"
+    return feedback
 
 
 def must_be_complete(item: object) -> None:
@@ -111,3 +113,13 @@ def must_be_complete(item: object) -> None:
         assert item.wrong and item.stub != item.reference
         for source in (item.stub, item.reference, *(known.source for known in item.wrong)):
             compile(source, item.id, "exec")
+
+
+def must_name_each_slip(question: Question, against: object = None) -> None:
+    """The right number is accepted, and each known wrong one is answered by its cause; the course must be open."""
+    right = question.right(against)
+    assert answers.grade_answer(question.id, right, against).passed
+    for slip in question.slips:
+        value = slip.value(against) if callable(slip.value) else slip.value
+        verdict = answers.grade_answer(question.id, right * slip.factor if slip.factor else value, against)
+        assert not verdict.passed and slip.cause in str(verdict)

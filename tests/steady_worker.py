@@ -42,8 +42,8 @@ class Working(torch.autograd.Function):
 
 
 def main(folder: str) -> None:
-    def build_steady(spec: RunSpec, place: RankContext) -> TrainingSetup:
-        setup = build(spec, place)
+    def build_steady(spec: RunSpec, context: RankContext) -> TrainingSetup:
+        setup = build(spec, context)
         for block in setup.model.blocks:
             block.register_forward_pre_hook(lambda _, inputs: (Working.apply(inputs[0]), *inputs[1:]))
         return setup

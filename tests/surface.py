@@ -301,6 +301,6 @@ def error_of(action: Callable[[], Any]) -> str:
     return "none"
 
 
-def quiet() -> warnings.catch_warnings:
+def no_warnings() -> warnings.catch_warnings:
     """A context without warnings."""
     return warnings.catch_warnings(action="ignore")

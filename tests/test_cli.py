@@ -1,5 +1,5 @@
-"""The command line as a user meets it: one line for what cannot be, one report for what fails,
-and a whole comparison.
+"""The command line as a user sees it: one line for an invalid request, one report for what fails, and a whole
+comparison.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.console import Console
 import fsdplab
 from fsdplab import cli
 from fsdplab.cli.parse import names, parse_card
-from fsdplab.cli.progress import Progress
+from fsdplab.cli.progress import ProgressTable
 from fsdplab.records import CATEGORIES, RunRecord
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.spec import STRATEGIES
@@ -288,7 +288,7 @@ def test_report_reads_the_kept_records_and_says_the_same(comparison, capsys):
 def test_progress_in_a_terminal_shows_finished_rows_and_the_step_of_the_next(comparison):
     record = RunRecord.load(sorted((comparison[1] / "records").iterdir())[1])
     console = Console(force_terminal=True, width=150, file=io.StringIO())
-    with Progress(console, planned=2) as progress:
+    with ProgressTable(console, planned=2) as progress:
         progress.finished(record)
         progress.step(RunSpec(model="gpt-tiny", engine="torch-ddp", strategy="no_shard"), 3, 10, 5.25)
     drawn = console.file.getvalue()
@@ -318,4 +318,4 @@ def test_sizes_and_names():
 
 def test_a_folder_that_cannot_be_written_is_one_line_and_exit_code_2(capsys):
     code, _, err = ended(["run", "--model", "gpt-tiny", "--out", "/dev/null/x"], capsys)
-    assert code == 2 and err.count("\n") == 1 and "give a place that can be written" in err
+    assert code == 2 and err.count("\n") == 1 and "give a writable place" in err

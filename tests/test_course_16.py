@@ -53,24 +53,24 @@ SOLUTIONS = solutions_of(EXERCISES, RIGHT)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("solution", SOLUTIONS, ids=str)
 def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
-    solution.must_find(tried[solution.key], names_rank=False)
+    solution.must_report(tried[solution.key], names_rank=False)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "exercise,known", ended_of(EXERCISES), ids=lambda value: getattr(value, "id", None) or value.name
 )
-def test_a_solution_that_raises_is_reported(home, exercise, known):
-    finding = try_ended(exercise, known, home)
-    assert "raised an error" in finding.headline and known.says in finding.got
+def test_a_solution_that_raises_is_reported(workspace, exercise, known):
+    feedback = try_ended(exercise, known, workspace)
+    assert "raised an error" in feedback.headline and known.says in feedback.got
 
 
 @pytest.mark.parametrize("question", [item for item in ITEMS if isinstance(item, Question)], ids=lambda item: item.id)
-def test_slips_are_told_apart(course, question: Question) -> None:
+def test_slips_are_distinguished(course, question: Question) -> None:
     assert answers.grade_answer(question.id, question.right()).passed
     for slip in question.slips:
         value = slip.value if slip.value is not None else slip.factor * question.right()
-        assert slip.cause in answers.grade_answer(question.id, value).finding.cause
+        assert slip.cause in answers.grade_answer(question.id, value).feedback.cause
 
 
 def test_every_letter_is_explained(course) -> None:

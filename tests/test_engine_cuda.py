@@ -149,11 +149,11 @@ def test_a_link_delays_a_collective_by_the_formula_and_no_multiprocessor_waits(g
     for unit in units_of(model):
         unit.config = replace(unit.config, shard=transport)
     rows: list[events.Collective] = []
-    quiet = events.subscribe(lambda event: rows.append(event) if isinstance(event, events.Collective) else None)
+    unsubscribe = events.subscribe(lambda event: rows.append(event) if isinstance(event, events.Collective) else None)
     train(model, steps=2)
     torch.cuda.synchronize()
     events.flush()
-    quiet()
+    unsubscribe()
     assert rows and all(row.emulated for row in rows)
     for row in rows:
         _, passage_ns = link.collective(row.kind, row.logical_bytes, 4)

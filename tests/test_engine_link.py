@@ -41,7 +41,7 @@ def trained(
     model = shard_model(Net(), strategy, mesh=init_device_mesh("cpu", shape), prefetch=prefetch, transport=transport)
     emulate(model, **links)
     rows: list[events.Collective] = []
-    quiet = events.subscribe(lambda event: rows.append(event) if isinstance(event, events.Collective) else None)
+    unsubscribe = events.subscribe(lambda event: rows.append(event) if isinstance(event, events.Collective) else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, losses = torch.randn(2, WIDTH) + dist.get_rank(), []
     for _ in range(steps):
@@ -50,7 +50,7 @@ def trained(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    quiet()
+    unsubscribe()
     return losses, [vars(row) for row in rows]
 
 
@@ -157,7 +157,7 @@ def other_models_and_removal() -> list[bool]:
     models = [shard_model(Net(), "full_shard") for _ in range(2)]
     emulate(models[0], shard=Link(1e9))
     rows: list[bool] = []
-    quiet = events.subscribe(
+    unsubscribe = events.subscribe(
         lambda event: rows.append(event.emulated) if isinstance(event, events.Collective) else None
     )
 
@@ -171,7 +171,7 @@ def other_models_and_removal() -> list[bool]:
     answers = [emulated(model) for model in models]
     emulate(models[0])
     answers.append(emulated(models[0]))
-    quiet()
+    unsubscribe()
     return answers
 
 
@@ -196,14 +196,14 @@ def peers(bytes_per_s: float | None) -> tuple[float, int, list, float]:
     model = DistributedDataParallel(Net(), process_group=group)
     emulate_group(group, None if bytes_per_s is None else Link(bytes_per_s))
     rows: list[events.Collective] = []
-    quiet = events.subscribe(rows.append)
+    unsubscribe = events.subscribe(rows.append)
     x = torch.ones(2, WIDTH) * (1 + dist.get_rank())
     for _ in range(2):
         start = time.perf_counter()
         loss = model(x).square().mean()
         loss.backward()
         seconds = time.perf_counter() - start
-    quiet()
+    unsubscribe()
     gradient = next(model.parameters()).grad.sum().item()
     dist.destroy_process_group(group)
     kept = [

@@ -214,12 +214,12 @@ def test_nothing_is_left_after_kill_9(drive: Path) -> None:
 def test_a_file_system_without_nameless_files_works_too(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
-    def refusing(path: object, flags: int, *rest: int) -> int:
+    def failing_open(path: object, flags: int, *rest: int) -> int:
         if flags & os.O_TMPFILE == os.O_TMPFILE:
             raise OSError(errno.EOPNOTSUPP, "Operation not supported")
         return real(path, flags, *rest)
 
-    monkeypatch.setattr(os, "open", refusing)
+    monkeypatch.setattr(os, "open", failing_open)
     flat = FileStorage(drive).make(5, "u")
     assert flat.tolist() == [0] * 5 and os.listdir(drive) == []
 

@@ -98,7 +98,7 @@ def trained(linked: bool) -> tuple[list[float], list[dict], float]:
     for unit in units_of(model):
         unit.config = replace(unit.config, shard=transport)
     rows: list[events.Collective] = []
-    quiet = events.subscribe(lambda event: rows.append(event) if isinstance(event, events.Collective) else None)
+    unsubscribe = events.subscribe(lambda event: rows.append(event) if isinstance(event, events.Collective) else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, losses, start = torch.randn(2, WIDTH) + dist.get_rank(), [], time.perf_counter()
     for _ in range(2):
@@ -108,7 +108,7 @@ def trained(linked: bool) -> tuple[list[float], list[dict], float]:
         optimizer.zero_grad()
         losses.append(loss.item())
         events.flush()
-    quiet()
+    unsubscribe()
     return losses, [vars(row) for row in rows], time.perf_counter() - start
 
 
@@ -147,10 +147,12 @@ def imitated(count: int) -> list[dict]:
     for unit in units_of(model):
         unit.config = replace(unit.config, shard=transport)
     rows: list[dict] = []
-    quiet = events.subscribe(lambda event: rows.append(vars(event)) if isinstance(event, events.Collective) else None)
+    unsubscribe = events.subscribe(
+        lambda event: rows.append(vars(event)) if isinstance(event, events.Collective) else None
+    )
     with torch.no_grad():
         model(torch.ones(1, WIDTH))
-    quiet()
+    unsubscribe()
     return rows
 
 

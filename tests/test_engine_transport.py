@@ -90,12 +90,12 @@ def refused_to_rank_1() -> str:
     """One rank may not open its peers' memory: all of them agree on gloo, and nobody waits."""
     honest = os.open
 
-    def refusing(path: str, *rest: int) -> int:
+    def failing_open(path: str, *rest: int) -> int:
         if dist.get_rank() == 1 and str(path).startswith("/proc/"):
             raise PermissionError(13, "Permission denied", path)
         return honest(path, *rest)
 
-    os.open = refusing
+    os.open = failing_open
     try:
         with pytest.raises(ValueError, match="rank 1 may not open its peers' memory: .*Permission denied"):
             transport_of(dist.group.WORLD, CPU, "shm")

@@ -176,7 +176,7 @@ def test_memory_that_cannot_be_told_apart_is_shown_as_such(tmp_path):
     peer = record(tmp_path, "full_shard", engine="torch-fsdp2", card=None)
     peer.summary["peak_memory_bytes"]["by_category"] = {"optimizer_state": 20 * MB, "activations": None}
     figure = figures.memory_by_category(peer)
-    assert {bar.name: bar.x[0] for bar in figure.data} == {"optimizer state": 20, "not told apart": 41}
+    assert {bar.name: bar.x[0] for bar in figure.data} == {"optimizer state": 20, "no category": 41}
     assert "emulated" not in words(figure)
     assert cells(view(peer))[5] == "– + – + 20 + – + 41"
 

@@ -21,7 +21,7 @@ import pytest
 from fsdplab import figures
 from fsdplab.engine.core import unit
 from fsdplab.figures import style
-from fsdplab.figures.plots.shard_map import in_words
+from fsdplab.figures.plots.shard_map import hover_text
 from fsdplab.records import CATEGORIES, LANES, TABLES, RunRecord, comparison_json
 
 MB, US, EPOCH = 1_000_000, 1_000, 1_790_000_000_000_000_000
@@ -46,7 +46,7 @@ class Step:
     def __post_init__(self):
         self.clock = [self.begin + rank * 150 * US for rank in range(len(self.pace))]
         self.free = self.begin
-        self.passages, self.gathered, self.held = {}, {}, {}
+        self.transfers, self.gathered, self.held = {}, {}, {}
 
     def add(self, table, rank, **columns):
         self.rows[table].append({"rank": rank, "step": self.number, **columns})
@@ -76,7 +76,7 @@ class Step:
         last = max(self.clock)
         start = max(self.free, last)
         self.free = start + TRAVEL[kind] * US * BYTES[unit] // MB
-        self.passages[unit, phase, kind] = self.free
+        self.transfers[unit, phase, kind] = self.free
         for rank, issued in enumerate(list(self.clock)):
             begin = start if self.emulated else issued
             self.add(
@@ -95,7 +95,7 @@ class Step:
 
     def wait(self, unit, phase, kind="all_gather"):
         for rank in range(len(self.pace)):
-            start, end = self.clock[rank], max(self.clock[rank], self.passages[unit, phase, kind])
+            start, end = self.clock[rank], max(self.clock[rank], self.transfers[unit, phase, kind])
             if end > start:
                 self.lane(rank, "waiting", unit, phase, kind, start, end)
             self.clock[rank] = end
@@ -264,7 +264,7 @@ def behind(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def quiet(tmp_path_factory):
+def no_communication(tmp_path_factory):
     return profiled(tmp_path_factory.mktemp("quiet"), strategy="no_shard", ranks_talk=False)
 
 
@@ -276,12 +276,12 @@ def plain(tmp_path):
     return record
 
 
-def drawings(ahead, behind, quiet) -> dict:
+def drawings(ahead, behind, no_communication) -> dict:
     """Every figure of this file."""
     return {
         "rank_timeline": figures.rank_timeline(ahead),
-        "step_bar": figures.step_bar([ahead, behind, quiet]),
-        "pareto": figures.pareto([ahead, behind, quiet]),
+        "step_bar": figures.step_bar([ahead, behind, no_communication]),
+        "pareto": figures.pareto([ahead, behind, no_communication]),
         "exposed_heatmap": figures.exposed_heatmap(ahead),
         "straggler_map": figures.straggler_map(ahead),
         "difference": figures.difference(behind, ahead),
@@ -435,14 +435,14 @@ def test_thinning_keeps_the_peak():
     assert envelope(rows[:80], limit=50) == rows[:80]
 
 
-def test_step_bar_sums_to_the_step_of_the_most_exposed_rank(ahead, behind, quiet):
-    figure = figures.step_bar([ahead, behind, quiet])
+def test_step_bar_sums_to_the_step_of_the_most_exposed_rank(ahead, behind, no_communication):
+    figure = figures.step_bar([ahead, behind, no_communication])
     assert list(figure.data[0].y) == ["full_shard, prefetch 1", "full_shard, prefetch 0", "no_shard"]
-    for place, record in enumerate((ahead, behind, quiet)):
+    for place, record in enumerate((ahead, behind, no_communication)):
         assert sum(trace.x[place] for trace in figure.data) == pytest.approx(mean_of(record, 0, "step_ns") / MB)
         assert figure.data[2].x[place] == pytest.approx(mean_of(record, 0, "exposed_ns") / MB)
     assert [trace.name for trace in figure.data] == ["compute only", "overlapped", "exposed", "other"]
-    inflation = mean_of(ahead, 0, "compute_ns") / mean_of(quiet, 0, "compute_ns")
+    inflation = mean_of(ahead, 0, "compute_ns") / mean_of(no_communication, 0, "compute_ns")
     assert f"56 % hidden, compute ×{inflation:.2f}" in words(figure) and "no communication" in words(figure)
 
 
@@ -515,10 +515,10 @@ def test_straggler_map_names_the_slow_rank(tmp_path, emulated):
     assert "rank 1 straggles" in words(figure) and ("reductions: after backward" in words(figure)) is emulated
 
 
-def test_straggler_map_says_that_there_is_none(tmp_path, quiet):
+def test_straggler_map_says_that_there_is_none(tmp_path, no_communication):
     assert "no straggler" in words(figures.straggler_map(profiled(tmp_path, pace=(1.0, 1.0))))
     with pytest.raises(ValueError, match="no collective of two ranks to compare; run it with --world-size 2"):
-        figures.straggler_map(quiet)
+        figures.straggler_map(no_communication)
 
 
 def test_difference_is_the_second_run_minus_the_first(ahead, behind):
@@ -571,10 +571,10 @@ def test_slices_fill_what_each_rank_holds(ahead):
         next(trace for trace in figure.data if (trace.name or "").startswith("gathered")).hovertext
         for figure in (before, during, after)
     ]
-    there = in_words(0, "blocks.3", "unsharded")
+    there = hover_text(0, "blocks.3", "unsharded")
     assert there in gathered[2] and there not in gathered[1]
     assert (
-        in_words(0, "blocks.3", "unsharding")
+        hover_text(0, "blocks.3", "unsharding")
         in next(trace for trace in during.data if trace.name == "on its way").hovertext
     )
     for wrong in (-1, 10**18):
@@ -594,7 +594,7 @@ def test_the_map_names_the_line_of_unit_py_that_made_a_unit_what_it_is():
     for state, method in (("sharded", "reshard"), ("unsharding", "start_unshard"), ("unsharded", "finish_unshard")):
         line = int(
             re.fullmatch(
-                rf"rank 1, blocks.0: {state} \({method}, unit.py line (\d+)\)", in_words(1, "blocks.0", state)
+                rf"rank 1, blocks.0: {state} \({method}, unit.py line (\d+)\)", hover_text(1, "blocks.0", state)
             )[1]
         )
         assert Path(unit.__file__).read_text().splitlines()[line - 1].strip().startswith(f"def {method}(")
@@ -641,8 +641,8 @@ def test_a_run_without_profile_says_what_to_do(plain, ahead):
         figures.pareto(plain)
 
 
-def test_every_figure_has_its_words_and_its_static_picture(ahead, behind, quiet):
-    for name, figure in drawings(ahead, behind, quiet).items():
+def test_every_figure_has_its_words_and_its_static_picture(ahead, behind, no_communication):
+    for name, figure in drawings(ahead, behind, no_communication).items():
         assert len(figures.alt_text(figure)) > 60 and "Measured on 2 CPU ranks; the link is emulated" in words(
             figure
         ), name
@@ -706,7 +706,7 @@ CHROMIUM = shutil.which("chromium")
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a chromium on the path")
-def test_every_figure_renders_in_a_browser(ahead, behind, quiet, tmp_path):
+def test_every_figure_renders_in_a_browser(ahead, behind, no_communication, tmp_path):
     from playwright.sync_api import sync_playwright
     from plotly.offline import get_plotlyjs
 
@@ -715,7 +715,7 @@ def test_every_figure_renders_in_a_browser(ahead, behind, quiet, tmp_path):
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         page, problems = browser.new_page(viewport={"width": 1280, "height": 900}), []
         page.on("pageerror", lambda error: problems.append(str(error)))
-        for name, figure in drawings(ahead, behind, quiet).items():
+        for name, figure in drawings(ahead, behind, no_communication).items():
             drawn = figure.to_html(full_html=False, include_plotlyjs=False, default_width="100%")
             (tmp_path / "figure.html").write_text(
                 f'<!doctype html><meta charset="utf-8"><script src="plotly.js"></script>{drawn}', encoding="utf-8"

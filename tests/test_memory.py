@@ -299,7 +299,7 @@ def test_an_error_in_the_step_passes_through_and_leaves_nothing_behind(trained):
     assert measure(model, optimizer).peak_total > 0
 
 
-def test_a_closed_log_hears_no_more():
+def test_a_closed_log_records_no_more():
     log = TagLog()
     log.close()
     log.close()

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from fsdplab.engine.events import CATEGORIES, Tag
-from fsdplab.profiling.memory.block_lifetimes import AllocatorEvent, Storage, live, united
-from fsdplab.profiling.memory.timeline import MAX_POINTS, TOLERANCE_NS, AccountingError, build_timeline, thin
+from fsdplab.profiling.memory.block_lifetimes import AllocatorEvent, Storage, lifetimes_of, united
+from fsdplab.profiling.memory.timeline import MAX_POINTS, TOLERANCE_NS, AccountingError, build_timeline, downsample
 
 pytestmark = pytest.mark.quick
 
@@ -180,12 +180,12 @@ def test_a_block_over_a_live_one_proves_that_the_old_one_is_gone(pointer, nbytes
 
 
 def test_one_block_may_replace_several():
-    lives = live([Storage(100, 50), Storage(200, 50), Storage(300, 50)], [alloc(1, 120, 100)], 0)
+    lives = lifetimes_of([Storage(100, 50), Storage(200, 50), Storage(300, 50)], [alloc(1, 120, 100)], 0)
     assert lives.totals == [150, 150] and lives.unseen_frees == 2
 
 
 def test_neighbours_do_not_overlap():
-    lives = live([Storage(100, 50)], [alloc(1, 150, 10), alloc(2, 90, 10)], 0)
+    lives = lifetimes_of([Storage(100, 50)], [alloc(1, 150, 10), alloc(2, 90, 10)], 0)
     assert lives.totals == [50, 60, 70] and lives.unseen_frees == 0
 
 
@@ -220,9 +220,9 @@ def test_the_peak_is_found_between_the_points_that_are_kept():
 
 def test_thinning_keeps_troughs_and_crests_of_every_stretch():
     totals = [100 + 50 * (i % 2) for i in range(5000)]
-    kept = thin(totals)
+    kept = downsample(totals)
     assert len(kept) <= MAX_POINTS and {totals[i] for i in kept[5:]} == {100, 150}
-    assert thin(totals[:MAX_POINTS]) == list(range(MAX_POINTS))
+    assert downsample(totals[:MAX_POINTS]) == list(range(MAX_POINTS))
 
 
 def test_check_rejects_a_timeline_that_does_not_add_up():

@@ -1,6 +1,4 @@
-"""Sessions without ranks: requests that cannot be are refused in one line, and what a failed run leaves behind becomes
-one report.
-"""
+"""Sessions without ranks: invalid requests fail in one line, and the data of a failed run becomes one report."""
 
 from __future__ import annotations
 
@@ -15,12 +13,19 @@ import torch
 
 from fsdplab.sessions import ENGINES, RanksFailed, RunSpec, SpecError, bench, compare
 from fsdplab.sessions.launch.failure_report import PostMortem, failed_first, hung, not_started, too_slow
-from fsdplab.sessions.launch.launcher import Progress
-from fsdplab.sessions.launch.mailbox import Beat, Heartbeat, Mailbox, read_beat, read_beats, read_lines
+from fsdplab.sessions.launch.launcher import RankActivity
+from fsdplab.sessions.launch.mailbox import (
+    Heartbeat,
+    HeartbeatWriter,
+    Mailbox,
+    read_heartbeat,
+    read_heartbeats,
+    read_lines,
+)
 from fsdplab.sessions.launch.stacks import of_exception, readable
 from fsdplab.sessions.summary import formula_bytes, mean_losses, sent_per_step, step_seconds, unit_shapes
 from fsdplab.sessions.worker.environment import capture_environment
-from fsdplab.sessions.worker.payload import foreign_type
+from fsdplab.sessions.worker.remote_call_worker import unsupported_type
 
 pytestmark = pytest.mark.quick
 
@@ -103,7 +108,7 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
 def test_more_ranks_than_gpus_are_refused() -> None:
-    assert RunSpec(device="auto").place == "cpu"
+    assert RunSpec(device="auto").device_type == "cpu"
     with pytest.raises(SpecError, match="0 GPUs were found.*device='cpu'"):
         RunSpec(device="cuda")
 
@@ -131,12 +136,12 @@ def note(error: str, step: int = 3, time: float = 1.0, kind: str = "raised") -> 
     return {"kind": kind, "error": error, "time": time, "step": step, "phase": "backward", **said}
 
 
-def beat(rank: int, step: int = 3, phases: int = 10, collectives: int = 5, phase: str = "backward") -> Beat:
-    return Beat(rank, 1000 + rank, step, phase, phases, collectives, "all_reduce of 8 bytes")
+def heartbeat(rank: int, step: int = 3, phases: int = 10, collectives: int = 5, phase: str = "backward") -> Heartbeat:
+    return Heartbeat(rank, 1000 + rank, step, phase, phases, collectives, "all_reduce of 8 bytes")
 
 
 CLOSED = note("RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1", time=0.5)
-BEATS = {0: beat(0), 1: beat(1)}
+HEARTBEATS = {0: heartbeat(0), 1: heartbeat(1)}
 
 
 @pytest.mark.parametrize(
@@ -161,7 +166,7 @@ BEATS = {0: beat(0), 1: beat(1)}
     ],
 )
 def test_the_first_to_fail_is_blamed_not_those_that_follow(exits: dict, notes: dict, kind: str, rank: int) -> None:
-    report = failed_first(PostMortem(exits, notes, BEATS))
+    report = failed_first(PostMortem(exits, notes, HEARTBEATS))
     assert (report.kind, report.rank, report.step, report.phase) == (kind, rank, 3, "backward")
     assert report.collective == "all_reduce of 8 bytes"
     assert f"Rank {rank}" in report.message and "step 3" in report.message
@@ -177,21 +182,23 @@ SLEEPING = '  File "/x/my_fsdp.py", line 7, in shard\n    time.sleep(100)'
 
 
 @pytest.mark.parametrize(
-    ("beats", "stacks", "rank"),
+    ("heartbeats", "stacks", "rank"),
     [
-        ({0: beat(0, phases=11), 1: beat(1)}, {}, 1),  # the others are a phase further
-        ({0: beat(0, collectives=6), 1: beat(1)}, {}, 1),  # or a collective
-        ({0: beat(0), 1: beat(1)}, {0: WAITING, 1: SLEEPING}, 1),  # or alone outside one
-        ({0: beat(0), 1: beat(1)}, {0: WAITING, 1: WAITING}, None),
+        ({0: heartbeat(0, phases=11), 1: heartbeat(1)}, {}, 1),  # the others are a phase further
+        ({0: heartbeat(0, collectives=6), 1: heartbeat(1)}, {}, 1),  # or a collective
+        ({0: heartbeat(0), 1: heartbeat(1)}, {0: WAITING, 1: SLEEPING}, 1),  # or alone outside one
+        ({0: heartbeat(0), 1: heartbeat(1)}, {0: WAITING, 1: WAITING}, None),
     ],
 )
-def test_the_rank_that_the_others_wait_for_is_blamed_for_a_hang(beats: dict, stacks: dict, rank: int | None) -> None:
-    report = hung(PostMortem(beats=beats, stacks=stacks), 12.0)
+def test_the_rank_that_the_others_wait_for_is_blamed_for_a_hang(
+    heartbeats: dict, stacks: dict, rank: int | None
+) -> None:
+    report = hung(PostMortem(heartbeats=heartbeats, stacks=stacks), 12.0)
     assert (report.kind, report.rank) == ("hung", rank)
 
 
 def test_a_rank_that_never_started_is_named() -> None:
-    report = not_started(PostMortem(beats={0: beat(0)}), 9.0, 2)
+    report = not_started(PostMortem(heartbeats={0: heartbeat(0)}), 9.0, 2)
     assert (report.kind, report.rank) == (
         "timeout",
         1,
@@ -199,12 +206,12 @@ def test_a_rank_that_never_started_is_named() -> None:
 
 
 def test_a_run_that_still_moved_at_its_time_limit_was_slow() -> None:
-    report = too_slow(PostMortem(beats={0: beat(0, step=5, phases=20), 1: beat(1, step=4)}), 60.0)
+    report = too_slow(PostMortem(heartbeats={0: heartbeat(0, step=5, phases=20), 1: heartbeat(1, step=4)}), 60.0)
     assert report.kind == "timeout" and "60 s" in report.message and "step 4" in report.message
 
 
 def test_the_report_is_the_text_of_the_error() -> None:
-    report = failed_first(PostMortem({1: 1}, {1: note("ValueError: no")}, BEATS))
+    report = failed_first(PostMortem({1: 1}, {1: note("ValueError: no")}, HEARTBEATS))
     error = RanksFailed(report)
     assert str(error).startswith("Rank 1 raised in step 3 (backward): ValueError: no.") and str(error).endswith(
         "Traceback ..."
@@ -213,8 +220,8 @@ def test_the_report_is_the_text_of_the_error() -> None:
 
 
 def test_a_stall_is_a_pause_much_longer_than_any_before() -> None:
-    progress = Progress()
-    progress.look({0: beat(0), 1: beat(1)})
+    progress = RankActivity()
+    progress.look({0: heartbeat(0), 1: heartbeat(1)})
     assert not progress.stalled(2) and progress.moving
     progress.last -= 19.0
     assert not progress.stalled(2)
@@ -222,7 +229,7 @@ def test_a_stall_is_a_pause_much_longer_than_any_before() -> None:
     assert progress.stalled(2) and not progress.moving and not progress.stalled(3)
     progress.longest_pause = 5.0
     assert not progress.stalled(2)
-    progress.beats = {0: beat(0), 1: beat(1, step=0)}
+    progress.heartbeats = {0: heartbeat(0), 1: heartbeat(1, step=0)}
     progress.longest_pause = 0.0
     assert not progress.stalled(2), "a first step may take long"
 
@@ -230,16 +237,16 @@ def test_a_stall_is_a_pause_much_longer_than_any_before() -> None:
 # ---- mailbox, stacks, values, summary, environment
 
 
-def test_a_beat_is_read_as_written_and_a_torn_one_is_none(tmp_path: Path) -> None:
+def test_a_heartbeat_is_read_as_written_and_a_torn_one_is_none(tmp_path: Path) -> None:
     mailbox = Mailbox(tmp_path)
-    heartbeat = Heartbeat(mailbox.of(0, "beat"), 0)
-    heartbeat.enter("forward", 7)
-    heartbeat.issue("all_gather of 64 bytes")
-    heartbeat.enter("backward")
-    assert read_beats(mailbox, 2) == {0: heartbeat.beat()}
-    assert (heartbeat.beat().step, heartbeat.beat().phases, heartbeat.beat().collectives) == (7, 2, 1)
-    mailbox.of(1, "beat").write_text('{"rank": 1, "pi')
-    assert read_beat(mailbox.of(1, "beat")) is None
+    writer = HeartbeatWriter(mailbox.of(0, "heartbeat"), 0)
+    writer.enter("forward", 7)
+    writer.issue("all_gather of 64 bytes")
+    writer.enter("backward")
+    assert read_heartbeats(mailbox, 2) == {0: writer.last()}
+    assert (writer.last().step, writer.last().phases, writer.last().collectives) == (7, 2, 1)
+    mailbox.of(1, "heartbeat").write_text('{"rank": 1, "pi')
+    assert read_heartbeat(mailbox.of(1, "heartbeat")) is None
 
 
 def test_a_line_that_is_still_being_written_waits(tmp_path: Path) -> None:
@@ -275,9 +282,9 @@ def test_a_traceback_keeps_its_causes() -> None:
 
 def test_only_plain_values_travel() -> None:
     plain = {"a": [1, 2.0, None, True, "x", torch.ones(2), (torch.nn.Parameter(torch.ones(1)),)], 3: {}}
-    assert foreign_type(plain) is None
-    assert foreign_type([{"a": (set(),)}]) == "set"
-    assert foreign_type({torch.float32: 1}) == "dtype"
+    assert unsupported_type(plain) is None
+    assert unsupported_type([{"a": (set(),)}]) == "set"
+    assert unsupported_type({torch.float32: 1}) == "dtype"
 
 
 def test_a_step_is_as_slow_as_its_slowest_rank_and_its_loss_is_the_mean() -> None:

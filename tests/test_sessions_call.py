@@ -138,7 +138,7 @@ def test_ranks_that_return_at_once_do_not_break_the_connections_of_their_peers(t
 
 def test_a_value_that_cannot_travel_is_refused_by_its_type(outcomes: dict[str, Any]) -> None:
     assert (
-        "return_an_object returned something of type object, which cannot be handed over"
+        "return_an_object returned something of type object, which cannot be sent"
         in outcomes["return_an_object"].report.message
     )
 

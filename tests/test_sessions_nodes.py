@@ -16,16 +16,16 @@ import pytest
 from fsdplab.planning.links import LinkSpec, parse_link
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RanksFailed, RunSpec, SpecError, call_on_ranks
-from fsdplab.sessions.launch.mailbox import Mailbox, read_beat
-from fsdplab.sessions.launch.netns import ShapingError, address, bucket, shape
+from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeat
+from fsdplab.sessions.launch.netns import NetworkSetupError, address, bucket, shape
 from fsdplab.sessions.launch.netns_supervisor import _join_exits
-from fsdplab.sessions.virtual_nodes import ShapingRefused, check_nodes, run_nodes, shaped_nodes, shaping_refused
+from fsdplab.sessions.virtual_nodes import NodesUnavailable, check_nodes, run_nodes, shaped_nodes, why_no_nodes
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = {"model": "gpt-tiny", "world_size": 2, "steps": 4, "sequence_length": 32, "device": "cpu"}
 SLOW = parse_link("40mbit")
-WHY_NOT = shaping_refused()
-shaping = pytest.mark.skipif(WHY_NOT is not None, reason=f"this system shapes no network: {WHY_NOT}")
+WHY_NOT = why_no_nodes()
+needs_nodes = pytest.mark.skipif(WHY_NOT is not None, reason=f"this system shapes no network: {WHY_NOT}")
 
 ON_NODES = """
 import os, time
@@ -82,7 +82,7 @@ def in_use(networks: set[str]) -> set[str]:
 # ---- on real nodes
 
 
-@shaping
+@needs_nodes
 def test_ranks_of_different_nodes_have_the_network_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "on_nodes.py").write_text(ON_NODES)
     before, nbytes = interfaces(), 200_000
@@ -100,7 +100,7 @@ def test_ranks_of_different_nodes_have_the_network_and_nothing_else(tmp_path: Pa
     assert interfaces() == before
 
 
-@shaping
+@needs_nodes
 def test_a_run_on_nodes_is_recorded_as_measured(tmp_path: Path) -> None:
     seen: list[int] = []
     record = run_nodes(
@@ -116,14 +116,14 @@ def test_a_run_on_nodes_is_recorded_as_measured(tmp_path: Path) -> None:
     assert processes_of(tmp_path) == {}
 
 
-@shaping
+@needs_nodes
 def test_a_rank_that_dies_on_another_node_is_blamed_and_nothing_is_left(tmp_path: Path) -> None:
     folder, before, networks = tmp_path / "run", interfaces(), set()
 
     def kill_rank_1(step: int, *_: object) -> None:
         if step == 3:
             networks.update(processes_of(tmp_path).values())
-            os.kill(read_beat(Mailbox(folder / "ranks").of(1, "beat")).pid, signal.SIGKILL)
+            os.kill(read_heartbeat(Mailbox(folder / "ranks").of(1, "heartbeat")).pid, signal.SIGKILL)
 
     with pytest.raises(RanksFailed, match="Rank 1 died") as failed:
         run_nodes(RunSpec(**{**TINY, "steps": 200}), 2, 1, SLOW, directory=folder, on_progress=kill_rank_1)
@@ -133,7 +133,7 @@ def test_a_rank_that_dies_on_another_node_is_blamed_and_nothing_is_left(tmp_path
     assert processes_of(tmp_path) == {} and interfaces() == before and in_use(networks) == set()
 
 
-@shaping
+@needs_nodes
 def test_a_killed_caller_leaves_nothing(tmp_path: Path) -> None:
     calling = (
         "from fsdplab.sessions import RunSpec; from fsdplab.sessions.virtual_nodes import run_nodes; from"
@@ -141,8 +141,8 @@ def test_a_killed_caller_leaves_nothing(tmp_path: Path) -> None:
         f" parse_link('40mbit'), directory={str(tmp_path / 'run')!r})"
     )
     caller = subprocess.Popen([sys.executable, "-c", calling], cwd=ROOT)
-    beat = Mailbox(tmp_path / "run" / "ranks").of(1, "beat")
-    assert waited_for(lambda: (now := read_beat(beat)) is not None and now.step is not None, 120)
+    heartbeat = Mailbox(tmp_path / "run" / "ranks").of(1, "heartbeat")
+    assert waited_for(lambda: (now := read_heartbeat(heartbeat)) is not None and now.step is not None, 120)
     networks = set(processes_of(tmp_path).values()) - {os.readlink("/proc/self/ns/net")}
     assert len(networks) == 3
     caller.kill()
@@ -162,11 +162,11 @@ def waited_for(come: object, patience_s: float) -> bool:
 
 def test_a_system_that_refuses_says_why_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    refused = shaping_refused()
+    refused = why_no_nodes()
     assert "ip and tc" in refused and "iproute2" in refused and "\n" not in refused
-    with pytest.raises(ShapingRefused, match="Give the run an emulated link"), shaped_nodes(2, 1, SLOW):
+    with pytest.raises(NodesUnavailable, match="Give the run an emulated link"), shaped_nodes(2, 1, SLOW):
         pass
-    with pytest.raises(ShapingError, match="tc is not installed"):
+    with pytest.raises(NetworkSetupError, match="tc is not installed"):
         shape("lo", 1e6)
 
 
@@ -198,7 +198,7 @@ def test_a_link_that_cannot_be_shaped_is_refused(link: LinkSpec, said: str) -> N
     check_nodes(RunSpec(**TINY), 2, 1, parse_link("eth10"))  # 30 us, less than the kernel takes itself
 
 
-@shaping
+@needs_nodes
 def test_another_number_of_ranks_than_the_nodes_have_is_refused(tmp_path: Path) -> None:
     (tmp_path / "on_nodes.py").write_text(ON_NODES)
     with shaped_nodes(2, 2, SLOW), pytest.raises(SpecError, match="3 ranks on 2 nodes with 2 ranks each; expected 4"):

@@ -12,7 +12,7 @@ from fsdplab.planning.links import parse_link
 from fsdplab.records import CAUSES, LANES, RunRecord
 from fsdplab.sessions import RunSpec, SpecError, compare, run
 from fsdplab.sessions.trace_tables import exposure, overhead, waited
-from fsdplab.sessions.worker.emulated_network import in_words, scaled_card
+from fsdplab.sessions.worker.emulated_network import link_text, scaled_card
 
 TINY = RunSpec(model="gpt-tiny", steps=2, profile=2, device="cpu", batch_size=2, sequence_length=32)
 PARTS = ("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")
@@ -137,7 +137,7 @@ def test_a_wind_tunnel_gives_all_runs_one_link_and_the_twin_as_many_steps() -> N
         "wind tunnel"
     )
     assert len(one.summary["losses"]) == len(two.summary["losses"]) == len(twin.summary["losses"]) == 3
-    assert parse_link(in_words(one.summary["link"])).bytes_per_s == pytest.approx(
+    assert parse_link(link_text(one.summary["link"])).bytes_per_s == pytest.approx(
         one.summary["link"]["bytes_per_s"], rel=1e-6
     )
 

@@ -20,7 +20,7 @@ import pytest
 from fsdplab.records import RunRecord, comparison_json
 from fsdplab.sessions import RanksFailed, RunSpec, compare
 from fsdplab.sessions.launch.failure_report import NO_ANSWER
-from fsdplab.sessions.launch.mailbox import Mailbox, read_beats
+from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats
 from fsdplab.sessions.run_and_record import WORKER, run
 from tests.leftovers import processes_of
 
@@ -115,7 +115,7 @@ def test_warm_up_is_not_timed_and_memory_is_split_at_its_peak(compared: dict[str
 def signal_rank_1(which: signal.Signals) -> OnStep:
     def on_step(folder: Path, step: int) -> None:
         if step == 3:
-            os.kill(read_beats(Mailbox(folder / "ranks"), 2)[1].pid, which)
+            os.kill(read_heartbeats(Mailbox(folder / "ranks"), 2)[1].pid, which)
 
     return on_step
 

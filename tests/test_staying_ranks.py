@@ -366,7 +366,7 @@ def test_no_rank_outlives_its_caller(start: str, how: str, tmp_path: Path) -> No
 def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InteractiveShell]:
     """A shell with the course open and nothing that stays; what stays at the end is ended."""
     found = InteractiveShell()
-    teaching.start(home=tmp_path_factory.mktemp("learner") / "my_fsdp", shell=found)
+    teaching.start(workspace=tmp_path_factory.mktemp("learner") / "my_fsdp", shell=found)
     yield found
     cell_runs.manage_ranks("stop")
     course_state._open.clear()
@@ -419,7 +419,7 @@ def test_a_saved_exercise_is_the_latest_on_ranks_that_stay(
 ) -> None:
     told(shell, capsys, "%ranks 1")
     for answer in ("first", "the second"):
-        course_state.current().home.save("00.hello_ranks", f"def hello_ranks():\n    return {answer!r}\n")
+        course_state.current().workspace.save("00.hello_ranks", f"def hello_ranks():\n    return {answer!r}\n")
         assert told(shell, capsys, "%%ranks\nfrom my_fsdp import hello_ranks\nhello_ranks()") == [
             f"[rank 0] {answer!r}"
         ]
@@ -512,14 +512,14 @@ class Kernel:
         """What a cell prints, and its error; `at` gets each piece as it comes."""
         said: list[str] = []
 
-        def hear(message: dict) -> None:
+        def on_message(message: dict) -> None:
             content = message["content"]
             said.append(
                 content.get("text", "") if message["msg_type"] == "stream" else "\n".join(content.get("traceback", []))
             )
             at(said[-1])
 
-        self.client.execute_interactive(code, timeout=90, output_hook=hear)
+        self.client.execute_interactive(code, timeout=90, output_hook=on_message)
         return "".join(said)
 
     def close(self) -> None:

@@ -5,17 +5,12 @@ used.
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.test_lab_browser import CHROMIUM, address_of, needs_chromium
+from tests.browser import CHROMIUM, needs_chromium
 
 NOTEBOOK_11 = "11_strategy_shoot_out.ipynb"
 # The tab that is looked at has something in it, its plots have arrived, and its last words are not "drawing".
@@ -41,21 +36,6 @@ def cell_of_the_lab(notebook: Path) -> int:
     return next(index for index, source in enumerate(cells) if "StrategyLab(" in source)
 
 
-@pytest.fixture
-def lab(tmp_path: Path) -> Iterator[str]:
-    """JupyterLab on the learner edition of the course, ended with everything it started."""
-    server = subprocess.Popen(
-        [sys.executable, "-m", "fsdplab", "lab", "--no-browser", "--port", "0"],
-        cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        start_new_session=True, env={**os.environ, "JUPYTER_CONFIG_DIR": str(tmp_path / "config")},
-    )  # fmt: skip
-    try:
-        yield address_of(server, within_s=60)
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
 def picture(page: Any, path: Path) -> None:
     """A screenshot, with what was laid out wrongly in it as a failure: something wider than the lab, or a plot of no
     size.
@@ -69,13 +49,13 @@ def picture(page: Any, path: Path) -> None:
 
 @pytest.mark.timeout(300)
 @needs_chromium
-def test_run_shows_the_figure_and_cancel_leaves_the_lab_usable(lab: str, tmp_path: Path) -> None:
+def test_run_shows_the_figure_and_cancel_leaves_the_lab_usable(jupyter_lab: str, tmp_path: Path) -> None:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": 1280, "height": 1100})
-        page.goto(lab.replace("/lab?", f"/doc/tree/{NOTEBOOK_11}?"))
+        page.goto(jupyter_lab.replace("/lab?", f"/doc/tree/{NOTEBOOK_11}?"))
         # a kernel that is still starting would not hear it
         page.get_by_text("(ipykernel) | Idle").wait_for(timeout=RUN_MS)
         page.locator(".jp-Notebook .jp-Cell").first.click(timeout=60_000)

@@ -22,8 +22,8 @@ from tests.surface import (
     look,
     loss_of,
     mesh_of,
+    no_warnings,
     on_both,
-    quiet,
     sharded,
     shown,
     twin_gradients,
@@ -52,7 +52,7 @@ def divide_factors(fsdp: Any) -> Any:
     answers = [divided_by(fsdp, factor, force_sum=True) for factor in (1.0, 2.0, 3.0)]
     answers.append(divided_by(fsdp, float(dist.get_world_size()), force_sum=False))
     model = sharded(fsdp)
-    with quiet():
+    with no_warnings():
         model.set_reduce_scatter_divide_factor(1.0)  # the root's alone
     model.set_force_sum_reduction_for_comms(True)
     loss_of(model).backward()
@@ -243,7 +243,7 @@ def the_state(fsdp: Any) -> Any:
     with torch's own `fully_shard.state`.
     """
     model, twin = sharded(fsdp), Net()
-    with quiet():
+    with no_warnings():
         (
             model.set_is_last_backward(False),
             model.set_reshard_after_backward(False),

@@ -20,8 +20,8 @@ from tests.surface import (
     gradients,
     loss_of,
     mesh_of,
+    no_warnings,
     on_both,
-    quiet,
     sharded,
     twin_gradients,
 )  # fmt: skip
@@ -42,7 +42,7 @@ def bad_arguments(fsdp: Any) -> Any:
         "no dim": lambda: DataParallelMeshDims(),
         "positional mesh": lambda: shard(Net(), plain),
     }
-    with quiet():
+    with no_warnings():
         twice = error_of(lambda: (shard(m := Net(), mesh=plain), shard(m, mesh=plain)))
         return {name: error_of(action) for name, action in tries.items()} | {"twice": twice != "none"}
 
@@ -91,7 +91,7 @@ def order_of_calls(fsdp: Any) -> Any:
         "buffers": lambda: early.set_reduce_scatter_max_input_buffers(0),
         "buffers bool": lambda: early.set_reduce_scatter_max_input_buffers(True),
     }
-    with quiet():
+    with no_warnings():
         return {name: error_of(action) for name, action in tries.items()}
 
 

@@ -23,8 +23,8 @@ from tests.surface import (
     gradients,
     loss_of,
     mesh_of,
+    no_warnings,
     on_both,
-    quiet,
     sharded,
     shown,
     twin_gradients,
@@ -268,7 +268,7 @@ def compiled(fsdp: Any, backend: str, wrap: bool) -> Any:
     sharded(fsdp, model)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
     for step in range(3):
-        with quiet(), Collectives() as seen:
+        with no_warnings(), Collectives() as seen:
             loss_of(model, step).backward()
         expected = twin_gradients(twin, step)
         got = {name.replace("_orig_mod.", ""): value for name, value in gradients(model).items()}

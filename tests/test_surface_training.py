@@ -25,8 +25,8 @@ from tests.surface import (
     gradients,
     loss_of,
     mesh_of,
+    no_warnings,
     on_both,
-    quiet,
     sharded,
     twin_gradients,
     wholes,
@@ -235,7 +235,7 @@ def handed_on(route: list[str], policy: MixedPrecisionPolicy) -> list[torch.Tens
         model = shard_model(Net(seed=step), strategy, mesh=mesh, mp_policy=policy)  # other weights, to be replaced
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         if held is not None:
-            with quiet():
+            with no_warnings():
                 set_state_dict(
                     model, optimizer, model_state_dict=held[0], optim_state_dict=held[1], options=whole_states
                 )

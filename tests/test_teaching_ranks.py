@@ -17,7 +17,8 @@ from fsdplab.teaching import collectives
 from fsdplab.teaching.core import cell_runs, checking, on_ranks, registry, run_submission
 from fsdplab.teaching.core.course_state import open_course
 from fsdplab.teaching.core.exercise import Call, Case, Exercise, Trial, Wrong
-from fsdplab.teaching.core.workspace import Home
+from fsdplab.teaching.core.workspace import Workspace
+from tests.solutions import solutions_of
 
 EXERCISES = [item for notebook in ("00", "01") for item in registry.items_of(notebook) if isinstance(item, Exercise)]
 RIGHT = {  # other right answers than the reference
@@ -47,55 +48,21 @@ RIGHT = {  # other right answers than the reference
 }
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory) -> Home:
-    """One learner's folder for the whole module."""
-    return Home(tmp_path_factory.mktemp("learner") / "my_fsdp")
-
-
 @pytest.fixture
-def course(home):
+def course(workspace):
     """That learner's course, open."""
     from fsdplab.teaching.core import course_state
 
-    yield open_course("learner", home.path)
+    yield open_course("learner", workspace.path)
     course_state._open.clear()
 
 
-def solutions(exercise: Exercise) -> list[tuple[str, str, str | None]]:
-    """(name, source, what the report must say or None where it must pass) of everything that returns."""
-    right = {"the reference": exercise.reference, **RIGHT.get(exercise.id, {})}
-    return [
-        *((name, source, None) for name, source in right.items()),
-        *((w.name, w.source, w.says) for w in exercise.wrong if w.ends == "returns"),
-    ]
+SOLUTIONS = solutions_of(EXERCISES, RIGHT)
 
 
-@pytest.fixture(scope="module")
-def tried(home):
-    """(exercise, name) -> the finding of each solution that returns, all tried in one launch on three ranks."""
-    todo = [(exercise, name, source) for exercise in EXERCISES for name, source, _ in solutions(exercise)]
-    assert {exercise.world_size for exercise in EXERCISES} == {3}
-    paths = [
-        Home(home.path / f"solution{index}").save(exercise.id, source)
-        for index, (exercise, _, source) in enumerate(todo)
-    ]
-    outcomes = run_submission.try_programs([(exercise, path) for (exercise, _, _), path in zip(todo, paths)], home)
-    return {
-        (exercise.id, name): checking.judge(exercise, outcome) for (exercise, name, _), outcome in zip(todo, outcomes)
-    }
-
-
-@pytest.mark.parametrize(
-    "exercise,name,says", [(exercise.id, name, says) for exercise in EXERCISES for name, _, says in solutions(exercise)]
-)
-def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, exercise, name, says):
-    finding = tried[exercise, name]
-    if says is None:
-        assert finding is None
-    else:
-        assert finding is not None and says in finding.cause and finding.rank is not None
-        assert finding.expected and finding.got and finding.headline
+@pytest.mark.parametrize("solution", SOLUTIONS, ids=str)
+def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
+    solution.must_report(tried[solution.key])
 
 
 def wrong(exercise: str, ends: str) -> Wrong:
@@ -104,11 +71,11 @@ def wrong(exercise: str, ends: str) -> Wrong:
 
 def test_a_check_that_raises_shows_the_learners_line_and_unlocks_a_hint(course):
     known = wrong("01.ring_all_gather", "raises")
-    course.home.save("01.ring_all_gather", known.source)
+    course.workspace.save("01.ring_all_gather", known.source)
     report = str(checking.grade("01.ring_all_gather", hints=1))
     assert known.says in report and "NameError: name 'dist' is not defined" in report
     assert "01.ring_all_gather.py" in report and "rank, n = dist.get_rank(), dist.get_world_size()" in report
-    assert "Hint 1 (a nudge)" in report and course.home.failed_tries("01.ring_all_gather") == 1
+    assert "Hint 1 (a nudge)" in report and course.workspace.failed_tries("01.ring_all_gather") == 1
 
 
 @pytest.mark.parametrize(
@@ -118,13 +85,13 @@ def test_a_check_that_raises_shows_the_learners_line_and_unlocks_a_hint(course):
         ("receive before send", "dist.recv(whole[(rank - step - 1) % n]"),
     ],
 )
-def test_a_check_that_hangs_ends_within_its_limit_and_shows_the_line(home, name, line):
+def test_a_check_that_hangs_ends_within_its_limit_and_shows_the_line(workspace, name, line):
     exercise = replace(registry.find("01.ring_all_gather"), time_limit=3.0)
     known = next(known for known in exercise.wrong if known.name == name)
-    path = Home(home.path / "hangs").save(exercise.id, known.source)
-    finding = checking.judge(exercise, run_submission.try_one(exercise, path, home))
-    assert known.says in finding.cause and "did not return within 3 s" in finding.headline
-    assert "01.ring_all_gather.py" in finding.got and f"line 11: {line}" in finding.got
+    path = Workspace(workspace.path / "hangs").save(exercise.id, known.source)
+    feedback = checking.judge(exercise, run_submission.try_one(exercise, path, workspace))
+    assert known.says in feedback.cause and "did not return within 3 s" in feedback.headline
+    assert "01.ring_all_gather.py" in feedback.got and f"line 11: {line}" in feedback.got
 
 
 def test_a_rank_that_returned_and_still_waits_is_told_apart(monkeypatch):
@@ -154,25 +121,25 @@ def test_a_rank_that_returned_and_still_waits_is_told_apart(monkeypatch):
         (Failure("died", "Rank 1 died: it ended with SIGSEGV.", 1), "crash"),
         (
             Failure("raised", "Rank 1 raised.", 1, traceback="...\nRuntimeError: Timed out waiting for recv"),
-            "nobody sent",
+            "no rank sent",
         ),
         (Failure("raised", "Rank 1 raised.", 1, traceback="...\nIndexError: 3"), "read the last line"),
     ],
 )
 def test_every_way_to_fail_has_a_cause(failure, cause):
-    finding = checking.judge(registry.find("01.ring_all_gather"), RanksFailed(failure))
-    assert cause in finding.cause and finding.rank == failure.rank
+    feedback = checking.judge(registry.find("01.ring_all_gather"), RanksFailed(failure))
+    assert cause in feedback.cause and feedback.rank == failure.rank
 
 
 def test_a_passed_check_makes_the_learners_version_the_one_in_use(course, capsys):
     exercise = registry.find("00.hello_ranks")
-    course.home.save(exercise.id, exercise.reference)
+    course.workspace.save(exercise.id, exercise.reference)
     teaching.check(exercise.id)
     assert "00.hello_ranks: passed." in capsys.readouterr().out
-    assert teaching.solution_file(exercise.id) == course.home.file_of(exercise.id)
+    assert teaching.solution_file(exercise.id) == course.workspace.file_of(exercise.id)
 
 
-def test_a_driver_stands_between_the_ranks_and_the_function(home, tmp_path):
+def test_a_driver_stands_between_the_ranks_and_the_function(workspace, tmp_path):
     driver = tmp_path / "drive.py"
     driver.write_text(
         "import torch.distributed as dist\n\ndef drive(function, start):\n    return [function(start), function(start +"
@@ -182,16 +149,16 @@ def test_a_driver_stands_between_the_ranks_and_the_function(home, tmp_path):
         "78.double", "Double", "Double it.", "", "def double(x):\n    return 2 * x\n", ("a", "b", "c"),
         cases=lambda: [Case("one", ((1,), (1,)), ([2, 2], [2, 4]))], driver=(str(driver), "drive"),
     )  # fmt: skip
-    right = run_submission.try_one(exercise, home.save(exercise.id, exercise.reference), home)
+    right = run_submission.try_one(exercise, workspace.save(exercise.id, exercise.reference), workspace)
     assert checking.judge(exercise, right) is None
     assert right.trials[0][1] == Trial(1, [2, 4], "", ())
 
 
 def test_a_cell_runs_on_fresh_ranks(course, capsys):
     shell = InteractiveShell()
-    teaching.start(home=course.home.path, shell=shell)
+    teaching.start(workspace=course.workspace.path, shell=shell)
     capsys.readouterr()
-    course.home.save("00.hello_ranks", registry.find("00.hello_ranks").reference)
+    course.workspace.save("00.hello_ranks", registry.find("00.hello_ranks").reference)
     cell = (
         "from my_fsdp import hello_ranks\nprint(hello_ranks())\ntotal = torch.tensor([rank +"
         " 1])\ndist.all_reduce(total)\nif rank == 1:\n    print('I am last')\ntotal"

@@ -104,13 +104,13 @@ def test_dispatch_between_operators_computes_on_the_cpu(tmp_path):
 
 
 def test_what_waits_or_only_encloses_is_no_computing(tmp_path):
-    quiet = (
+    unmarked = (
         "autograd::engine::evaluate_function: A",
         "c10d::_allgather_base_",
         "torch::autograd::AccumulateGrad",
         "Optimizer.step#SGD.step",
     )
-    step = analysed(tmp_path, [*(event(name, 100, 300) for name in quiet), gloo("all_gather", 200, 250)])
+    step = analysed(tmp_path, [*(event(name, 100, 300) for name in unmarked), gloo("all_gather", 200, 250)])
     assert parts(step) == [0, 0, 50, 950]
 
 

@@ -15,7 +15,7 @@ from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.spec import ENGINES
 from fsdplab.widgets.choices import MODELS, TARGETS, Choices, check, label, parse_card
-from fsdplab.widgets.lab_state import Batch, LabState, Progress
+from fsdplab.widgets.lab_state import Batch, BatchProgress, LabState
 from fsdplab.widgets.running import Runner
 from fsdplab.widgets.stills import Still
 from fsdplab.widgets.strategy_lab import StrategyLab
@@ -236,10 +236,10 @@ def test_an_unknown_choice_is_an_error_of_the_caller() -> None:
 
 
 def test_progress_before_any_run_is_empty_and_shares_never_exceed_one() -> None:
-    assert (str(Progress()), Progress().share) == ("", 0.0)
+    assert (str(BatchProgress()), BatchProgress().share) == ("", 0.0)
     assert (
-        Progress(run=2, runs=2, step=5, steps=10).share == 0.75
-        and Progress(run=2, runs=1, step=10, steps=10).share == 1.0
+        BatchProgress(run=2, runs=2, step=5, steps=10).share == 0.75
+        and BatchProgress(run=2, runs=1, step=10, steps=10).share == 1.0
     )
 
 

@@ -1,7 +1,7 @@
-"""The command line: `fsdplab <command>`, one thin function a command.
+"""The command line: `fsdplab <command>`, one short function a command.
 
-What a request cannot be is said in one line on stderr with exit code 2; a run that fails ends with its one report and
-exit code 1. Commands load what they need when they run, so that `fsdplab --help` answers at once.
+An invalid request prints one line on stderr and exits with 2; a failed run prints its report and exits with 1. Commands
+import what they need when they run, so that `fsdplab --help` is quick.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdplab.sessions.spec import ENGINES, ENGINES_IN_WORDS, PEERS
 
 
 def examples(*lines: str) -> str:
-    """What stands below a command's flags."""
+    """The examples below a command's flags."""
     return "Examples:\n\n" + "\n\n".join(lines)
 
 
@@ -52,7 +52,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print also every
 
 
 def begin_warm(start: str) -> None:
-    """Before anything heavy is imported: the process that forks the ranks imports torch while this one does."""
+    """Start the warm starter before heavy imports, so that both processes import torch at the same time."""
     if start in ("auto", "warm"):
         from fsdplab.sessions.launch.launcher import begin_starter
 
@@ -119,7 +119,8 @@ def run(
     engine: Annotated[str, typer.Option(help=f"{ENGINES_IN_WORDS}.", autocompletion=lambda: list(ENGINES))] = "lab",
     settings: dict[str, Any] = SETTINGS,
     nodes: Annotated[
-        int, typer.Option(help="Nodes: more than one are network namespaces with a real, shaped link between them.")
+        int,
+        typer.Option(help="Nodes: more than one are network namespaces with a real, rate-limited link between them."),
     ] = 1,
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of each node; default: world size / nodes.")] = None,
     card: Card = "auto",
@@ -227,10 +228,10 @@ def bench(
 
 @app.command(epilog=examples("fsdplab doctor", "fsdplab doctor --json"))
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
-    """Say what this machine can do, and what is real, emulated or simulated on it."""
-    from fsdplab.cli.doctor import show_findings
+    """Show what this machine can do, and what is real, emulated or simulated on it."""
+    from fsdplab.cli.doctor import show_capabilities
 
-    show_findings(as_json)
+    show_capabilities(as_json)
 
 
 @app.command(epilog=examples("fsdplab lab", "fsdplab lab --edition teacher --no-browser --port 8899"))
@@ -310,7 +311,9 @@ def gpu_check(
         Path | None, typer.Option("--open", help="Print the table of an earlier check, and do nothing else.")
     ] = None,
 ) -> None:
-    """Run and record all that needs a GPU: tests, benchmarks, traces, memory, the course; or a dry run on the CPU."""
+    """Run and record everything that needs a GPU: tests, benchmarks, traces, memory, the course; or a dry run on the
+    CPU.
+    """
     from fsdplab.cli.processes import run_module
 
     given = {
@@ -322,7 +325,7 @@ def gpu_check(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 1 a run failed, 2 the request cannot be, 130 interrupted."""
+    """Run the command line and exit: 0 done, 1 a run failed, 2 invalid request, 130 interrupted."""
     try:
         status = app(args=arguments, prog_name="fsdplab", standalone_mode=False)
     except USAGE_ERROR as error:

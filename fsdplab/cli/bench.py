@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
 from rich.table import Table
@@ -18,7 +18,10 @@ from fsdplab.common.names import OVER_ALL_RANKS
 from fsdplab.records import FORMAT
 from fsdplab.sessions.spec import ENGINES, PEERS
 
-BESIDE = ("alone", "torch-ddp", "torch-fsdp2")  # whose medians the ratios are taken to, where they took part
+if TYPE_CHECKING:
+    from fsdplab.sessions.bench_engines import Bench
+
+BESIDE = ("alone", "torch-ddp", "torch-fsdp2")  # ratios are to the medians of these, where they took part
 
 
 def bench_engines(
@@ -71,7 +74,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _table(result: Any) -> Table:
+def _table(result: Bench) -> Table:
     table = Table(box=None, header_style="bold")
     ratios_to = [f"/ {name.removeprefix('torch-')}" for name in BESIDE]
     waits = (
@@ -94,7 +97,7 @@ def _table(result: Any) -> Table:
     return table
 
 
-def _as_dict(result: Any) -> dict[str, Any]:
+def _as_dict(result: Bench) -> dict[str, Any]:
     rows = [
         {
             **asdict(timing),

@@ -1,4 +1,4 @@
-"""`fsdplab bench --starts`: what starting costs, cold beside warm, in one table of one run."""
+"""`fsdplab bench --starts`: the cost of starting, cold and warm, in one table of one run."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def bench_starts(repetitions: int, quick: bool, json_file: Path | None) -> None:
 
 
 def _of_the_course(repetitions: int) -> list[dict[str, Any]]:
-    """The rows of the teaching room, a neighbour on this floor and so a process of its own; none where the notebook
-    tools are missing.
+    """The rows of the course, measured in a separate process (the command line imports no `teaching`); none without the
+    notebook tools.
     """
     if importlib.util.find_spec("IPython") is None:
         return []

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from fsdplab.cli.errors import failed, refusals, refuse
 from fsdplab.cli.outputs import Detail, Outputs, print_findings, print_output_of_ranks, report_of, show, with_verdicts
-from fsdplab.cli.progress import Progress, headline
+from fsdplab.cli.progress import ProgressTable, headline
 from fsdplab.figures.view import view
 from fsdplab.records import RunRecord, comparison_json
 from fsdplab.sessions.spec import ENGINES, PEERS
@@ -37,7 +37,7 @@ def compare_runs(strategies: list[str], engines: list[str], common: dict[str, An
     if outputs.detail is not Detail.QUIET:
         console.print(headline(twin, common["card"]), highlight=False)
     with refusals(), _folder(outputs.keep) as folder:
-        with Progress(console, len(specs), outputs.detail) as progress:
+        with ProgressTable(console, len(specs), outputs.detail) as progress:
             records = compare([*specs, twin], directory=folder, on_record=progress.finished, on_progress=progress.step)
         _conclude(records[:-1], records[-1], console, outputs)
 
@@ -59,14 +59,14 @@ def _peer(engine: str, common: dict[str, Any]) -> RunSpec:
 
 
 def own(strategy: str, common: dict[str, Any]) -> dict[str, Any]:
-    """What of the common settings concerns a strategy: only hybrid_shard has shard groups."""
+    """The common settings that a strategy uses: only hybrid_shard has shard groups."""
     groups = {} if strategy == "hybrid_shard" else dict(shard_size=None, link_across=None)
     return {**common, "strategy": strategy, **groups}
 
 
 @contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
-    """Where the records of a comparison live: the folder to keep, or one that is gone afterwards."""
+    """The folder of a comparison's records: the one to keep, or a temporary one."""
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         yield keep

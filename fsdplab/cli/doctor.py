@@ -1,4 +1,4 @@
-"""What this machine can do: the findings of `fsdplab doctor`, each looked up or tried here and now."""
+"""What this machine can do: `fsdplab doctor` looks up or tries each capability."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ WORD = {True: "[green]yes[/]", False: "[yellow]no[/]"}
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One thing looked at: its name, whether it is there, what was found, and what to do or know."""
+class Capability:
+    """One capability: its name, whether it is present, its value, and a note."""
 
     name: str
     present: bool
@@ -44,28 +44,28 @@ class Finding:
     note: str = ""
 
 
-def findings() -> list[Finding]:
-    """Everything `doctor` looks at, in the order it is shown."""
+def capabilities() -> list[Capability]:
+    """All capabilities, in the order of the table."""
     return [*_machine(), *_torch(), _browser(), *_packages()]
 
 
-def _machine() -> list[Finding]:
+def _machine() -> list[Capability]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
     return [
-        Finding("fsdplab", True, __version__),
-        Finding("python", True, platform.python_version(), f"{platform.system()} {platform.machine()}"),
-        Finding("cores", True, str(cores), "" if cores > 1 else "two ranks share one core: step times say little"),
-        Finding("memory", True, size(total), "" if total > 4e9 else "small: use --model gpt-tiny"),
+        Capability("fsdplab", True, __version__),
+        Capability("python", True, platform.python_version(), f"{platform.system()} {platform.machine()}"),
+        Capability("cores", True, str(cores), "" if cores > 1 else "two ranks share one core: step times say little"),
+        Capability("memory", True, size(total), "" if total > 4e9 else "small: use --model gpt-tiny"),
     ]
 
 
-def _torch() -> list[Finding]:
+def _torch() -> list[Capability]:
     import torch
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     return [
-        Finding("torch", True, torch.__version__, build),
+        Capability("torch", True, torch.__version__, build),
         _gloo(),
         _starts(),
         _transport(),
@@ -75,8 +75,8 @@ def _torch() -> list[Finding]:
     ]
 
 
-def _gloo() -> Finding:
-    """Starts a group of one rank and adds one number, which needs all that a CPU run needs."""
+def _gloo() -> Capability:
+    """Form a group of one rank and reduce one number, which needs everything that a CPU run needs."""
     import torch
     import torch.distributed as dist
 
@@ -86,61 +86,63 @@ def _gloo() -> Finding:
         dist.all_reduce(ones)
         dist.destroy_process_group()
     except RuntimeError as error:
-        return Finding(
+        return Capability(
             "gloo",
             False,
             "does not start",
             f"{' '.join(str(error).split())[:160]}; set GLOO_SOCKET_IFNAME to a working interface",
         )
-    return Finding("gloo", True, "works", "starts CPU ranks, on one machine or several")
+    return Capability("gloo", True, "works", "starts CPU ranks, on one machine or several")
 
 
-def _starts() -> Finding:
-    """How the ranks of this machine come to be."""
+def _starts() -> Capability:
+    """How ranks are started on this machine."""
     from fsdplab.sessions.launch.warm import why_not
 
     if (refused := why_not()) is not None:
-        return Finding("rank starts", True, "torchrun", f"some seconds a run: {refused}")
-    return Finding("rank starts", True, "warm", "forked in a tenth of a second; torchrun for several nodes")
+        return Capability("rank starts", True, "torchrun", f"some seconds a run: {refused}")
+    return Capability("rank starts", True, "warm", "forked in a tenth of a second; torchrun for several nodes")
 
 
-def _transport() -> Finding:
-    """What carries parameters and gradients between the CPU ranks of this machine."""
-    # the rule of engine/transport/shared_memory/slots.py, said again: importing the engine takes as long as all other
-    # findings together
+def _transport() -> Capability:
+    """The transport between the CPU ranks of this machine."""
+    # the rule of engine/transport/shared_memory/slots.py, repeated: importing the engine takes as long as everything
+    # else here
     if platform.system() != "Linux" or platform.machine() != "x86_64" or not hasattr(os, "pidfd_open"):
-        return Finding("CPU transport", True, "gloo", "shared memory needs Linux on x86-64")
-    return Finding("CPU transport", True, "shared memory", "between ranks of this machine; gloo between machines")
+        return Capability("CPU transport", True, "gloo", "shared memory needs Linux on x86-64")
+    return Capability("CPU transport", True, "shared memory", "between ranks of this machine; gloo between machines")
 
 
-def _gpus(torch: ModuleType) -> Finding:
+def _gpus(torch: ModuleType) -> Capability:
     if not torch.cuda.is_available():
-        return Finding("GPUs", False, "none", "CPU ranks run everything; GPU figures come from recorded runs")
+        return Capability("GPUs", False, "none", "CPU ranks run everything; GPU figures come from recorded runs")
     kinds = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     limit = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     warning = "CUDA_DEVICE_MAX_CONNECTIONS=1 silently removes overlap: unset it" if limit == "1" else ""
-    return Finding("GPUs", True, f"{len(kinds)}: {', '.join(sorted(set(kinds)))}", warning)
+    return Capability("GPUs", True, f"{len(kinds)}: {', '.join(sorted(set(kinds)))}", warning)
 
 
-def _nccl(torch: ModuleType) -> Finding:
+def _nccl(torch: ModuleType) -> Capability:
     if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
-        return Finding("NCCL", False, "none", "needs a GPU and a CUDA build of torch")
-    return Finding("NCCL", True, ".".join(map(str, torch.cuda.nccl.version())), "one rank a GPU")
+        return Capability("NCCL", False, "none", "needs a GPU and a CUDA build of torch")
+    return Capability("NCCL", True, ".".join(map(str, torch.cuda.nccl.version())), "one rank a GPU")
 
 
-def _several(torch: ModuleType) -> Finding:
-    """How several ranks run on one GPU here: the driver's part of `shared_gpu` is tried, NCCL's version looked up."""
-    if not torch.cuda.is_available():  # before the imports, which take as long as all other findings together
-        return Finding(SEVERAL, False, "none", "needs a GPU; transport shared_gpu rehearses it on CPU ranks")
+def _several(torch: ModuleType) -> Capability:
+    """The ways to run several ranks on one GPU: the driver's part of `shared_gpu` is tried, NCCL's version looked
+    up.
+    """
+    if not torch.cuda.is_available():  # before the imports, which take as long as everything else here
+        return Capability(SEVERAL, False, "none", "needs a GPU; transport shared_gpu rehearses it on CPU ranks")
     from fsdplab.engine.transport.shared_memory.slots import machine_of_this_rank
     from fsdplab.sessions.spec.run_spec import MULTI_RANK_NCCL, nccl_version
 
     ways = ["NCCL (transport nccl)"] if nccl_version() >= MULTI_RANK_NCCL else []
     lacking = "ranks cannot share memory here" if machine_of_this_rank() is None else _lacking(torch)
     if lacking and not ways:
-        return Finding(SEVERAL, False, "neither shared_gpu nor NCCL", f"{lacking}; NCCL does it from 2.30 on")
+        return Capability(SEVERAL, False, "neither shared_gpu nor NCCL", f"{lacking}; NCCL does it from 2.30 on")
     ways = [*([] if lacking else ["shared_gpu (taken by itself)"]), *ways]
-    return Finding(
+    return Capability(
         SEVERAL,
         True,
         ", ".join(ways),
@@ -149,7 +151,7 @@ def _several(torch: ModuleType) -> Finding:
 
 
 def _lacking(torch: ModuleType) -> str:
-    """What the driver lacks for `shared_gpu`; "" where it has all."""
+    """What the driver lacks for `shared_gpu`; "" if nothing."""
     from fsdplab.engine.transport.shared_gpu.cuda import probe
 
     try:
@@ -159,26 +161,28 @@ def _lacking(torch: ModuleType) -> str:
     return ""
 
 
-def _browser() -> Finding:
+def _browser() -> Capability:
     path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    return Finding(
+    return Capability(
         "browser", path is not None, os.path.basename(path) if path else "none", "for the notebooks' browser tests only"
     )
 
 
-def _packages() -> list[Finding]:
+def _packages() -> list[Capability]:
     return [_package(name) for name in PACKAGES]
 
 
-def _package(name: str) -> Finding:
+def _package(name: str) -> Capability:
     try:
-        return Finding(name, True, importlib.metadata.version(name))
+        return Capability(name, True, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, False, "not installed", f'pip install "fsdplab[{EXTRA[name]}]"' if name in EXTRA else "")
+        return Capability(
+            name, False, "not installed", f'pip install "fsdplab[{EXTRA[name]}]"' if name in EXTRA else ""
+        )
 
 
-def reality(found: list[Finding]) -> Mapping[str, str]:
-    """What a run on this machine measures, what it emulates, what it only simulates."""
+def reality(found: list[Capability]) -> Mapping[str, str]:
+    """What a run on this machine measures, emulates and simulates."""
     by_name = {item.name: item for item in found}
     gpus, on_cpu = by_name["GPUs"].present, f"CPU processes over {by_name['CPU transport'].value}"
     ranks = f"one process a GPU over NCCL, or {on_cpu}" if gpus else on_cpu
@@ -192,11 +196,11 @@ def reality(found: list[Finding]) -> Mapping[str, str]:
     }
 
 
-def show_findings(as_json: bool) -> None:
+def show_capabilities(as_json: bool) -> None:
     """Print the findings as a table, or as JSON: `{"format": 1, "findings": [...], "real": ..., "emulated": ...,
     "simulated": ...}`.
     """
-    found = findings()
+    found = capabilities()
     if as_json:
         print(json.dumps({"format": FORMAT, "findings": [asdict(item) for item in found], **reality(found)}, indent=1))
         return

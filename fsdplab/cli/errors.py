@@ -1,6 +1,4 @@
-"""How the command line says no: one line and exit code 2 for a request that cannot be, the report and 1 for a failed
-run.
-"""
+"""Errors of the command line: one line and exit code 2 for an invalid request, the report and 1 for a failed run."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ def one_line(error: Any) -> str:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Around a run: what the lab refuses becomes one line and exit code 2, what fails at run time its report and 1."""
+    """Around a run: an invalid request becomes one line and exit code 2, a failure its report and exit code 1."""
     from fsdplab.records import RecordError
     from fsdplab.sessions import RanksFailed, SpecError
     from fsdplab.workloads import TextError
@@ -56,6 +54,4 @@ def refusals() -> Iterator[None]:
     except RanksFailed as error:
         failed(str(error))
     except OSError as error:  # a folder that cannot be written, a full disk
-        refuse(
-            f"{error.filename or 'a file'}: {error.strerror or error}; give a place that can be written and has room"
-        )
+        refuse(f"{error.filename or 'a file'}: {error.strerror or error}; give a writable place with free space")

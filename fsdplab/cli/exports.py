@@ -15,7 +15,7 @@ from fsdplab.records import RunRecord
 
 @dataclass(frozen=True)
 class Exports:
-    """Where the traces and tables of reported records go; None: nowhere."""
+    """The targets of exported traces and tables; None: no export."""
 
     tensorboard: Path | None = None
     perfetto: Path | None = None
@@ -23,7 +23,7 @@ class Exports:
     snapshot: Path | None = None
 
     def write(self, records: Sequence[RunRecord], console: Console) -> None:
-        """Write what was asked for, and say how to open it; a record without a trace is refused."""
+        """Write the requested exports and print how to open them; a record without a trace is an error."""
         from fsdplab.profiling.exports import export_csv, export_perfetto, export_snapshots, export_tensorboard
 
         with refusals():

@@ -1,4 +1,4 @@
-"""Opening the course: JupyterLab on the notebooks, and the course's own tools, each in a process of its own."""
+"""Opening the course: JupyterLab on the notebooks, and the course's own tools, each in a separate process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def find_notebooks(folder: Path | None) -> Path:
-    """The folder given, else `notebooks/` here or in the checkout that the package runs from; refused where it has
-    none.
-    """
+    """The folder given, else `notebooks/` here or in the checkout of the package; an error if it has none."""
     places = [folder] if folder else [Path.cwd() / "notebooks", CHECKOUT / "notebooks"]
     for place in places:
         if place.is_dir() and any(place.rglob("*.ipynb")):
@@ -42,17 +40,15 @@ def open_lab(folder: Path | None, browser: bool, port: int | None, edition: str)
 
 
 def learner_edition(sources: Path) -> Path:
-    """`course-learner/` here, built from the sources the first time;
-    what a learner wrote there is never overwritten.
-    """
+    """`course-learner/` here, built from the sources the first time; a learner's work in it is never overwritten."""
     place = Path("course-learner")
     if not any(place.glob("*.ipynb")) and run_course(["build", "--source", str(sources), "--out", str(place)]):
-        refuse(f"the learner edition could not be built in {place.resolve()}; the reason stands above")
+        refuse(f"the learner edition could not be built in {place.resolve()}; see the reason above")
     return place
 
 
 def run_course(arguments: list[str]) -> int:
-    """Hand `fsdplab course ...` to the teaching room, a neighbour on this floor and so a process of its own."""
+    """Run `fsdplab course ...` in a separate process: the command line imports no `teaching`."""
     if importlib.util.find_spec("IPython") is None:
         refuse('the course needs the notebook tools; run: pip install -e ".[lab]"')
     return run_module("fsdplab.teaching", arguments)

@@ -1,6 +1,6 @@
-"""Flags that are fields of a `RunSpec`: their types, defaults and help are read from it, and so said once.
+"""Flags that are fields of a `RunSpec`: their types, defaults and help are read from it, and so written once.
 
-A command asks for some with `@settings_of("world_size", "model", profile=2)`, and gets them as one dict, `settings`.
+A command takes some with `@settings_of("world_size", "model", profile=2)`, and gets them as one dict, `settings`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _FLAGS = {"world_size": ("--world-size", "-n"), "as_model": ("--as",)}
 _FIELDS = {each.name: each for each in fields(RunSpec)}
 _TYPES = get_type_hints(RunSpec)
 
-SETTINGS: dict[str, Any] = {}  # stands where the flags go in a command's parameters; never handed over
+SETTINGS: dict[str, Any] = {}  # marks the place of the flags in a command's parameters; never passed on
 
-# What runs have in common, whoever asks for them; the order is that of `--help`.
+# Flags of all commands that run; the order is that of `--help`.
 OF_A_RUN = (
     "world_size", "model", "steps", "batch_size", "sequence_length", "micro_batches", "precision", "compile",
     "prefetch", "units", "shard_size", "profile", "link", "link_across", "link_queues", "emulate", "as_model", "text",
@@ -30,7 +30,7 @@ OF_A_RUN = (
 
 
 def settings_of(*names: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Have a command take these fields as flags, and hand them to it together as `settings`.
+    """Let a command take these fields as flags; it gets them together as `settings`.
 
     `defaults` replace those of RunSpec. A `--card` is not among them: as a flag it is a text ("300MB").
     """

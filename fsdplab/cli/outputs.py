@@ -23,20 +23,20 @@ from fsdplab.figures.table import COLUMNS, LEGEND, NUMBERS, cells, mood
 from fsdplab.figures.view import RunView, provenance, view
 from fsdplab.records import RunRecord
 
-WIDTH = 146  # columns of the table where no terminal says how wide it is
+WIDTH = 146  # columns of the table without a terminal
 STYLES = {"good": "bold green", "bad": "bold red", "": ""}
 
 
 class Detail(Enum):
-    """How much is printed: the result (-q), also progress, what the words mean and findings, or also every step and
-    what the ranks printed (-v).
+    """How much is printed: the result (-q); also progress, legend and findings; or also every step and the ranks'
+    output (-v).
     """
 
     QUIET, NORMAL, VERBOSE = range(3)
 
     @classmethod
     def of(cls, quiet: bool, verbose: bool) -> Detail:
-        """The level of the two flags; both together are refused."""
+        """The level of the two flags; both together are an error."""
         if quiet and verbose:
             refuse("--quiet and --verbose were given; expected one of them, or none")
         return cls.QUIET if quiet else cls.VERBOSE if verbose else cls.NORMAL
@@ -44,7 +44,9 @@ class Detail(Enum):
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where results go: how much to the terminal; JSON (a file, or `-` for stdout), a page, a folder of records."""
+    """The targets of results: how much to the terminal; JSON (a file, or `-` for stdout), a page, a folder of
+    records.
+    """
 
     json_file: str | None = None
     html_file: Path | None = None
@@ -52,7 +54,7 @@ class Outputs:
     detail: Detail = Detail.NORMAL
 
     def check(self) -> Outputs:
-        """Refuse, before anything runs, a place that cannot be written and a page that cannot be drawn."""
+        """Fail, before anything runs, for an unwritable target or a page without plotly."""
         if self.html_file and importlib.util.find_spec("plotly") is None:
             refuse('--html needs plotly; run: pip install "fsdplab[lab]"')
         for flag, path in (("--json", self.json_file), ("--html", self.html_file)):
@@ -63,12 +65,12 @@ class Outputs:
         return self
 
     def console(self) -> Console:
-        """Where the table goes: stdout, or stderr when stdout carries the JSON; wide where it is no terminal."""
+        """The console of the table: stdout, or stderr when stdout carries the JSON; wide if not a terminal."""
         console = Console(stderr=self.json_file == "-")
         return console if console.is_terminal else Console(stderr=self.json_file == "-", width=WIDTH)
 
     def write(self, comparison: dict[str, Any], shown: Sequence[RunView], records: Sequence[RunRecord]) -> None:
-        """Write what was asked for."""
+        """Write the requested files."""
         text = json.dumps(comparison, indent=1)
         if self.json_file == "-":
             sys.stdout.write(text + "\n")
@@ -91,7 +93,7 @@ def _check_place(flag: str, path: Path) -> None:
 def board(shown: Sequence[RunView], width: int, unknown: str = MISSING) -> Group:
     """The comparison as one rich table, or as two where the terminal is narrow.
 
-    `unknown` stands for a verdict on the losses that is not there (yet).
+    `unknown` is shown for a missing verdict on the losses.
     """
     rows = [dict(zip(COLUMNS, cells(run, unknown)), run=run.label) for run in shown]
     if width >= WIDTH:
@@ -119,7 +121,7 @@ def with_verdicts(records: Sequence[RunRecord], comparison: dict[str, Any]) -> l
 
 
 def show(console: Console, shown: Sequence[RunView], reference: RunRecord | None, detail: Detail) -> None:
-    """Print the table; unless quiet also what its words mean, and what of it is real."""
+    """Print the table; unless quiet also its legend, and what was measured, emulated or simulated."""
     console.print(board(shown, console.width))
     if detail is not Detail.QUIET:
         _explain(console, shown, reference)
@@ -152,13 +154,13 @@ def print_findings(console: Console, records: Sequence[RunRecord]) -> None:
 
 
 def report_of(record: RunRecord) -> str:
-    """The report of a failed run as its ranks left it: the message, then the traceback."""
+    """The report of a failed run: the message, then the traceback."""
     failure = record.failure or {}
     return "\n".join(text for text in (failure.get("message"), failure.get("traceback")) if text)
 
 
 def print_output_of_ranks(console: Console, records: Sequence[RunRecord]) -> None:
-    """What the ranks of these runs printed, each line with the run and the rank it came from."""
+    """Print the output of the ranks of these runs, each line with its run and rank."""
     for record in records:
         for path in sorted((record.path / "ranks").glob("rank*.*")):
             for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

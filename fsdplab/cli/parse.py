@@ -9,7 +9,7 @@ from fsdplab.common.sizes import parse_size
 
 
 def parse_card(text: str) -> int | None:
-    """Bytes of `300MB`, `1.5GB`, `2GiB` or a plain number; None for `none`. Anything else is refused in one line."""
+    """Bytes of `300MB`, `1.5GB`, `2GiB` or a plain number; None for `none`. Anything else is an error."""
     if text.strip().lower() == "none":
         return None
     try:

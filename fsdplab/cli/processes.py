@@ -1,6 +1,6 @@
-"""Parts of the command line that are processes of their own: JupyterLab, the course, the check of a GPU.
+"""Parts of the command line that run in a separate process: JupyterLab, the course, the check of a GPU.
 
-They stand beside the command line on the same floor, or belong to somebody else; Ctrl-C is theirs to answer.
+The command line must not import them, or they are other programs; they handle Ctrl-C themselves.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from types import FrameType
 def run_module(module: str, arguments: Sequence[str]) -> int:
     """Run `python -m module ...` in the foreground; its exit code, 128 + n where signal n killed it.
 
-    Ctrl-C in a terminal reaches both processes: this one waits until the other has ended in order. A signal that was
-    sent to this process alone (SIGTERM, SIGHUP) is handed on.
+    Ctrl-C in a terminal reaches both processes: this one waits until the other has ended. A signal to this process
+    alone (SIGTERM, SIGHUP) is forwarded.
     """
     process = subprocess.Popen([sys.executable, "-m", module, *arguments])
 

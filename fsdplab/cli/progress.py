@@ -1,4 +1,4 @@
-"""What is on the screen while runs go on: a live table in a terminal, one line a run elsewhere."""
+"""The output while runs go on: a live table in a terminal, else one line a run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 PENDING = "…"  # the verdict on the losses, until the twin has run
 
 
-class Progress:
-    """Rows as runs finish, and where the run that goes on is; `detail` says how much of it."""
+class ProgressTable:
+    """Rows of finished runs, and the progress of the current one; `detail` says how much."""
 
     def __init__(self, console: Console, planned: int, detail: Detail = Detail.NORMAL) -> None:
         self._console, self._planned, self._detail = console, planned, detail
@@ -32,7 +32,7 @@ class Progress:
         live = console.is_terminal and detail is not Detail.QUIET
         self._live = Live(self._draw(), console=console, transient=True, refresh_per_second=4) if live else None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressTable:
         if self._live:
             self._live.start()
         return self
@@ -44,7 +44,7 @@ class Progress:
             self._live.stop()
 
     def finished(self, record: RunRecord) -> None:
-        """A run ended: its row appears. The twin is no row, it is what the rows are checked against."""
+        """A run ended: its row appears. The twin has no row: it is the reference."""
         if record.spec["engine"] == "twin":
             return
         self._rows.append(view(record))
@@ -56,7 +56,7 @@ class Progress:
             )
 
     def step(self, spec: RunSpec, step: int, steps: int, loss: float) -> None:
-        """Rank 0 of the run that is going on finished a step."""
+        """Rank 0 of the current run finished a step."""
         name = "the twin, for reference" if spec.engine == "twin" else f"{spec.strategy} ({spec.engine})"
         self._now = Text(
             f"{name}: step {step} of {steps}, loss {loss:.4f}  ({len(self._rows)} of {plural(self._planned, 'run')}"
@@ -73,9 +73,9 @@ class Progress:
 
 
 def headline(spec: RunSpec, card: int | None) -> str:
-    """What is about to run, in one line."""
+    """One line on the run that starts."""
     work = (
-        f"{spec.model}, {plural(spec.world_size, 'rank')} on {spec.place}, batch {spec.batch_size} x"
+        f"{spec.model}, {plural(spec.world_size, 'rank')} on {spec.device_type}, batch {spec.batch_size} x"
         f" {spec.sequence_length} a rank, {spec.precision}"
     )
     return (

@@ -12,7 +12,7 @@ from fsdplab.records import RecordError, RunRecord, comparison_json
 
 
 def report_records(paths: Sequence[Path], outputs: Outputs, exports: Exports) -> None:
-    """Load recorded runs, show them, write what was asked for; a finished record of the twin is the reference."""
+    """Load recorded runs, show them, write the requested files; a finished record of the twin is the reference."""
     outputs.check()
     loaded = load_all(paths)
     twins = [record for record in loaded if record.spec.get("engine") == "twin"]

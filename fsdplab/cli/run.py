@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdplab.cli.errors import refusals, refuse
 from fsdplab.cli.outputs import Detail, Outputs, print_findings, print_output_of_ranks, show
-from fsdplab.cli.progress import Progress, headline
+from fsdplab.cli.progress import ProgressTable, headline
 from fsdplab.figures.view import view
 from fsdplab.records import RunRecord
 
@@ -35,7 +35,7 @@ def record_run(
             refuse(f"--out {folder} holds other files; expected a new folder, or that of an earlier run")
         if detail is not Detail.QUIET:
             console.print(headline(spec, spec.card), highlight=False)
-        with Progress(console, 1, detail) as progress:
+        with ProgressTable(console, 1, detail) as progress:
             record = (runner or run)(spec, directory=folder, on_progress=lambda *where: progress.step(spec, *where))
     show(console, [view(record)], None, detail)
     if detail is not Detail.QUIET:
@@ -48,12 +48,10 @@ def record_run(
 def record_on_nodes(
     common: dict[str, Any], nodes: int, ranks_per_node: int | None, folder: Path, detail: Detail
 ) -> None:
-    """Record one run on `nodes` network namespaces;
-    behind an emulated link where the system does not let us make them.
-    """
+    """Record one run on `nodes` network namespaces, or behind an emulated link where these cannot be made."""
     from fsdplab.planning.links import LinkError, parse_link
     from fsdplab.sessions import RunSpec
-    from fsdplab.sessions.virtual_nodes import run_nodes, shaping_refused
+    from fsdplab.sessions.virtual_nodes import run_nodes, why_no_nodes
 
     if nodes < 1 or common["world_size"] % nodes and ranks_per_node is None:
         refuse(
@@ -62,7 +60,7 @@ def record_on_nodes(
         )
     each = ranks_per_node or common["world_size"] // nodes
     settings = dict(common, world_size=nodes * each)
-    if (why := shaping_refused()) is not None:
+    if (why := why_no_nodes()) is not None:
         print(
             f"fsdplab: no nodes can be made here ({why}); the link between all ranks is emulated instead",
             file=sys.stderr,

@@ -1,3 +1,5 @@
-"""What several folders need, with the standard library alone: names of strategies and of memory's categories, files
-written whole, near words, sizes, process endings. Everything may import it.
+"""Helpers of several packages, with the standard library only: names of strategies and of memory's categories, atomic
+files, near words, sizes, signals to processes.
+
+Nothing here concerns training; everything may import it.
 """

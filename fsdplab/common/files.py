@@ -1,4 +1,4 @@
-"""Files that are whole or not there: a reader, or a program that is killed, never leaves or sees half of one."""
+"""Atomic file writes: a file is complete or absent, even if the program is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packages whose names load when they are first used, so that importing one costs nothing."""
+"""Packages whose names load when first used, so that importing one is cheap."""
 
 from __future__ import annotations
 

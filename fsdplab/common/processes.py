@@ -19,7 +19,7 @@ def send_group(pid: int, which: signal.Signals) -> None:
     """Send a signal to a process group, which may be gone, or to its leader where it forms none yet."""
     try:
         os.killpg(pid, which)
-    except (ProcessLookupError, PermissionError):  # macOS says "not permitted" of a zombie's group
+    except (ProcessLookupError, PermissionError):  # macOS reports "not permitted" for a zombie's group
         send(pid, which)
 
 

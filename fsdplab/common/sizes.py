@@ -1,4 +1,4 @@
-"""How quantities read and are read: one way to write bytes and seconds, in figures, tables, pages and flags alike.
+"""Formats and parses quantities: one way to write bytes and seconds, in figures, tables, pages and flags.
 
 MB is 1e6 bytes, GB 1e9, as on a card's box; MiB is 2**20.
 """
@@ -17,22 +17,22 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", re.ASCII)
 
 
 def size(nbytes: float | None) -> str:
-    """Bytes as a reader sees them, three digits: `size(300_000_000) == "300 MB"`, `size(1536) == "1.54 kB"`."""
+    """Bytes as text, three digits: `size(300_000_000) == "300 MB"`, `size(1536) == "1.54 kB"`."""
     if nbytes is None:
         return MISSING
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for symbol, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(nbytes) >= 0.9995 * scale:
-            return f"{three_digits(nbytes / scale)} {unit}"
+            return f"{three_digits(nbytes / scale)} {symbol}"
     return f"{nbytes:.0f} B"
 
 
 def parse_size(text: str) -> int:
-    """Whole bytes of `300MB`, `1.5 GB`, `2GiB` or a plain number, units in any case; ValueError for anything else.
+    """Whole bytes of `300MB`, `1.5 GB`, `2GiB` or a plain number, in upper or lower case; ValueError for anything else.
 
     >>> parse_size("2GiB"), parse_size("1_000")
     (2147483648, 1000)
     """
-    scales = {unit.lower(): scale for unit, scale in BYTES.items()}
+    scales = {symbol.lower(): scale for symbol, scale in BYTES.items()}
     found = _SIZE.fullmatch(text.replace("_", ""))
     scale = scales.get(found[2].lower()) if found else None
     if found is None or scale is None or len(found[1]) > 30 or float(found[1]) * scale < 1:

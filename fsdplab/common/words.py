@@ -1,4 +1,4 @@
-"""Words for messages: what was probably meant, and how many there are of a thing."""
+"""Words for messages: near matches of an unknown word, and plurals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 
-MISSING = "–"  # what a table shows where nothing was measured
+MISSING = "–"  # shown in tables where nothing was measured
 
 
 def near(got: object, known: Iterable[str], most: int = 2) -> list[str]:
@@ -20,7 +20,7 @@ def near(got: object, known: Iterable[str], most: int = 2) -> list[str]:
 
 
 def did_you_mean(got: object, known: Iterable[str]) -> str:
-    """What to put behind an unknown word in a message; empty where nothing is near.
+    """The text after an unknown word in a message; empty where nothing is near.
 
     >>> did_you_mean("fulshard", ["full_shard", "zero1"])
     ' (did you mean full_shard?)'

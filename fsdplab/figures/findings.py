@@ -1,6 +1,4 @@
-"""Findings of several runs, each under the name that tells its run from the others: for pages, widgets and the terminal
-alike.
-"""
+"""Findings of several runs, each with its run's unique label: for pages, widgets and the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from fsdplab.records import RunRecord
 
 
 def findings_by_run(records: Sequence[RunRecord]) -> list[tuple[str, list[Finding]]]:
-    """(label, findings) of every run that was profiled, in order."""
+    """(label, findings) of every profiled run, in order."""
     return [(run.label, findings(record)) for run, record in zip(views(records), records) if record.table("breakdown")]
 
 

@@ -1,7 +1,7 @@
 """plotly's `graph_objects`, loaded when a figure is first drawn: `from fsdplab.figures.plotly_go import go`.
 
-Lessons and figures then import where plotly is not installed (a GPU machine may have torch and numpy alone); only
-drawing needs it, and says so.
+So lessons and figures can be imported without plotly (a GPU machine may have only torch and numpy); only drawing needs
+it, with a clear error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["go"]
 
 
 class _WhenUsed:
-    """Stands for the module until a name of it is asked for."""
+    """A proxy for the module, imported when a name is first used."""
 
     def __getattr__(self, name: str) -> object:
         try:

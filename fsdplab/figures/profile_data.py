@@ -1,7 +1,6 @@
-"""What the figures of profiled steps share: which rows of a record they read, in which order, and how they name what is
-real.
+"""Shared by the figures of profiled steps: the rows that they read, their order, and the words of provenance.
 
-A record made without a profile has these tables empty. Every figure then ends in one line that says what to run.
+Without a profile these tables are empty, and every figure raises one line that says what to run.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ def natural(name: str) -> list[tuple[int, int, str]]:
 
 
 def unit_order(record: RunRecord, units: Iterable[str]) -> list[str]:
-    """Units in the order in which the forward reaches them; those it never tells of follow by name."""
+    """Units in the order in which the forward reaches them; units that it never reaches follow by name."""
     first: dict[str, int] = {}
     for row in named_rows(record, "timeline"):
         if row["phase"] == "forward" and row["lane"] == "compute":
@@ -141,8 +140,8 @@ def short_unit(unit: str) -> str:
 
 
 def conditions(records: RunRecord | Iterable[RunRecord], *more: str) -> str:
-    """What is real, the words of every subtitle: `"Measured on 2 CPU ranks; the link is emulated (25 GbE: 3.12 GB/s,
-    10.0 µs), step 11"`.
+    """The provenance, for every subtitle: `"Measured on 2 CPU ranks; the link is emulated (25 GbE: 3.12 GB/s, 10.0 µs),
+    step 11"`.
     """
     runs = listed(records)
     origins = [run.provenance.get("exposed_s", "measured") for run in runs]

@@ -57,9 +57,7 @@ def cells(run: RunView, unknown: str = MISSING) -> tuple[str, ...]:
 
 
 def split_of(run: RunView) -> str:
-    """The peak as a sum of five groups, in MB: `"39 + 39 + 77 + 31 + 15"`; a dash for a group that could not be told
-    apart.
-    """
+    """The peak as a sum of five groups, in MB: `"39 + 39 + 77 + 31 + 15"`; a dash for an unknown group."""
     if not run.peak or not run.split:
         return MISSING
     known = {group: [run.split[name] for name in names if name in run.split] for group, names in GROUPS.items()}

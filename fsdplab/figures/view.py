@@ -1,4 +1,4 @@
-"""What a figure needs to know of one run, whether it comes from a record folder or from the JSON of a comparison."""
+"""One run for figures and pages, from a record or from the JSON of a comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdplab.records import RunRecord
 from fsdplab.sessions.spec import ENGINES
 
 CATEGORY_NAMES = {row.name: row.words for row in CATEGORY_ROWS.values()}
-UNSPLIT = "not told apart"  # a peer's memory that could not be attributed to a category
+UNSPLIT = "no category"  # a peer's memory that could not be attributed to a category
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class RunView:
 
     @property
     def label(self) -> str:
-        """`full_shard` for the lab's own engine, `torch-fsdp2` or `torch-fsdp2 zero2` for others; then what tells it
-        from its namesakes.
+        """`full_shard` for the lab's own engine, `torch-fsdp2` or `torch-fsdp2 zero2` for others; then a note if other
+        runs have that name.
         """
         return f"{self._name}, {self.note}" if self.note else self._name
 
@@ -101,8 +101,7 @@ def _is_one(runs: Runs) -> TypeGuard[RunRecord]:
 def disambiguate_labels(seen: list[RunView], specs: Sequence[Mapping[str, Any]]) -> list[RunView]:
     """The views with a note wherever several have one name, because bars of one name would be drawn as one.
 
-    Two runs of full_shard become `full_shard, prefetch 0` and `full_shard, prefetch 1`; what nothing tells apart is
-    numbered.
+    Two runs of full_shard become `full_shard, prefetch 0` and `full_shard, prefetch 1`; equal runs are numbered.
     """
     noted = list(seen)
     for label in {run.label for run in seen}:
@@ -114,7 +113,7 @@ def disambiguate_labels(seen: list[RunView], specs: Sequence[Mapping[str, Any]])
 
 
 def _notes(seen: list[RunView], specs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What differs between runs of one name: their ranks, else fields of their specs, else nothing."""
+    """The difference between runs of one name: their ranks, else fields of their specs, else nothing."""
     described = [{"world_size": run.world_size, **spec} for run, spec in zip(seen, specs)]
     differing = [name for name in _TELLING if len({str(fields.get(name)) for fields in described}) > 1]
     notes = [", ".join(_TELLING[name].format(_none(fields.get(name))) for name in differing) for fields in described]
@@ -150,7 +149,7 @@ def view(run: RunRecord | RunView) -> RunView:
     same_fields["predicted"] = {"comm_bytes_per_step": summary.get("formula_bytes_per_step")}
     known = from_json(same_fields, {"card": card.get("bytes") or spec.get("card")}, run.environment or {})
     if run.status == "failed":
-        known = replace(known, comm_bytes=None)  # what its ranks sent before they failed is no step's traffic
+        known = replace(known, comm_bytes=None)  # traffic before a failure is no whole step's
     link = (summary.get("link") or {}).get("name") or spec.get("emulate") or spec.get("link")
     return replace(
         known,
@@ -162,7 +161,7 @@ def view(run: RunRecord | RunView) -> RunView:
 
 
 def from_json(run: Mapping[str, Any], spec: Mapping[str, Any], environment: Mapping[str, Any]) -> RunView:
-    """The RunView of one entry of a comparison's `runs` (fields of DESIGN section 6)."""
+    """The RunView of one entry of a comparison's `runs` (fields of records/comparison.py)."""
     step, peak, comm = (run.get(key) or {} for key in ("step_time_s", "peak_memory_bytes", "comm"))
     device = environment.get("device") or spec.get("device") or "cpu"
     seen = RunView(
@@ -196,7 +195,7 @@ def ranks_and_device(runs: list[RunView]) -> str:
 
 
 def provenance(runs: list[RunView]) -> list[tuple[str, str]]:
-    """What of a comparison is measured, computed, emulated and simulated, as (word, what) pairs."""
+    """The measured, computed, emulated and simulated quantities of a comparison, as (origin, text) pairs."""
     emulated = (
         ["the card: a run whose counted bytes exceed it ends as out of memory"]
         if any(run.card and run.card_emulated for run in runs)

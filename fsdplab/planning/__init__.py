@@ -1,4 +1,4 @@
-"""What a run will cost, by arithmetic: traffic now; memory and time build on it."""
+"""The cost of a run, by arithmetic: traffic, memory and time."""
 
 from .traffic import Traffic, UnitShapes, step_traffic
 

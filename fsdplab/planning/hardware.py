@@ -1,9 +1,9 @@
-"""What GPUs can do, as their makers print it, and how many of them make a cluster.
+"""GPUs with the figures of their data sheets, and clusters of them.
 
 The figures are data sheets' (dense, without sparsity); `source` says which. Two habits of data sheets to know: the
 memory on the label is in GiB (an "80 GB" H100 has 80 x 2^30 bytes, a little less of it usable), and a GPU whose sheet
-prints 1,979 TFLOP/s reaches half of that without sparsity. Where no figure could be read it is None, and whoever needs
-it says so instead of guessing.
+prints 1,979 TFLOP/s reaches half of that without sparsity. A missing figure is None, and its users raise an error
+instead of guessing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NODE = 8  # GPUs of a node unless the text says otherwise: HGX, DGX and the clo
 
 
 class HardwareError(ValueError):
-    """A cluster that cannot be; the message is one line: what, got, expected, what to do."""
+    """An invalid cluster; the message is one line: what happened, got, expected, what to do."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ GPUS: dict[str, Gpu] = {
         _gpu("MI300X", 191.98, 1307.4, 5.3, _XGMI, 400, f"amd.com/instinct/mi300x; {_QUOTED}"),
     )
 }
-# Short names that people use, squeezed, and the row they mean.
+# Usual short names, squeezed, and their rows.
 _SHORT = {
     "h100": "H100 SXM 80GB", "h100sxm": "H100 SXM 80GB", "h10080gb": "H100 SXM 80GB", "h10096gb": "H100 SXM 96GB",
     "h200": "H200 SXM 141GB",
@@ -151,9 +151,7 @@ class Cluster:
 
     @property
     def network(self) -> LinkSpec | None:
-        """What joins one GPU to its twins in the other nodes: its share of the node's network cards;
-        None on one node.
-        """
+        """The link of one GPU to those in other nodes: its share of the node's network cards; None on one node."""
         if self.nodes == 1:
             return None
         if self.gpu.nic_bytes_per_s is None:
@@ -162,7 +160,7 @@ class Cluster:
 
     @property
     def link(self) -> LinkSpec:
-        """What a ring over all GPUs runs on, as one of them sees it: the slow axis.
+        """The link of a ring over all GPUs, as one GPU sees it: the slow axis.
 
         Over several nodes that is the network, but all network cards of a node carry their part of the same ring's
         bytes (NCCL runs one ring a card, and each ring enters a node once): 8 GPUs with 50 GB/s each give a rank 400

@@ -1,5 +1,4 @@
-"""What a link is, in two numbers: bandwidth and latency. Presets for those that are sold, and a reader for those that
-are typed.
+"""Links as bandwidth and latency: presets of real ones, and a parser for typed ones.
 
 Bandwidths are the data sheets' nominal bytes per second in one direction (shared with hardware.py's table). Latencies
 are seconds per step of a ring collective. For NVLink, PCIe and InfiniBand they are the constants of NCCL's own cost
@@ -20,7 +19,7 @@ _NVLINK_S, _PCIE_S, _NETWORK_S = 3.4e-6, 5.7e-6, 14.0e-6
 
 
 class LinkError(ValueError):
-    """A link that cannot be; the message is one line: what, got, expected, what to do."""
+    """An invalid link; the message is one line: what happened, got, expected, what to do."""
 
 
 def _is_number(value: object) -> bool:
@@ -48,12 +47,12 @@ class LinkSpec:
     @property
     def words(self) -> str:
         """Bandwidth and latency, to be read: `450 GB/s, 3.4 us a step`."""
-        unit, size = next(
+        symbol, size = next(
             (pair for pair in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)) if self.bytes_per_s >= pair[1]),
             ("B/s", 1.0),
         )
         latency = f", {self.latency_s * 1e6:.4g} us a step" if self.latency_s else ""
-        return f"{self.bytes_per_s / size:.4g} {unit}{latency}"
+        return f"{self.bytes_per_s / size:.4g} {symbol}{latency}"
 
 
 PRESETS: dict[str, LinkSpec] = {
@@ -74,7 +73,7 @@ PRESETS: dict[str, LinkSpec] = {
     )
 }
 
-# The forms that people write, squeezed: lower case, no blanks, dashes, underscores or dots; `{}` is the figure.
+# The usual spellings, squeezed: lower case, no blanks, dashes, underscores or dots; `{}` is the figure.
 _ALIASES = (
     (r"nvlink([345])(?:0)?", "nvlink{}"),
     (r"pcie(?:gen)?([345])(?:0)?(?:x16)?", "pcie{}"),
@@ -97,7 +96,7 @@ _EXPECTED = (
 def parse_link(text: str) -> LinkSpec:
     """The link that `text` names: a preset, or a rate, either with a latency behind a comma; raises LinkError.
 
-    A rate without a latency has none. Bits are written bit, Bytes B: `800mb/s` could be either and is refused.
+    A rate without a latency has none. Bits are written bit, Bytes B: `800mb/s` could be either and is an error.
 
     >>> parse_link("NVLink 4").bytes_per_s
     450000000000.0

@@ -1,7 +1,6 @@
-"""The wind tunnel: a link and a card for this machine under which a toy model shows the picture of a real job.
+"""The wind tunnel: a link and a card for this machine with which a small model behaves like a real job.
 
-An aeroplane's model flies truly in a wind tunnel when one number, Reynolds', is that of the real flight. Here the
-number is
+A model aeroplane in a wind tunnel behaves like the real one when their Reynolds numbers are equal. Here the number is
 
     ratio = communication time / compute time of one step, with no overlap counted on either side.
 
@@ -42,7 +41,7 @@ _PARTS = {"parameters": 1, "gradients": 1, "optimizer": 2}
 
 
 class WindTunnelError(ValueError):
-    """A wind tunnel that cannot be; the message is one line: what, got, expected, what to do."""
+    """An invalid wind tunnel; the message is one line: what happened, got, expected, what to do."""
 
 
 @dataclass(frozen=True)

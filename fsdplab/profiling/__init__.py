@@ -1,6 +1,4 @@
-"""Profiling: what one step did with memory and with time, measured; overlap, skew and exports from the traces of any
-engine.
-"""
+"""Profiling: measured memory and time of one step; overlap, skew and exports from traces of any engine."""
 
 from fsdplab.profiling.exports import export_csv, export_perfetto, export_snapshots, export_tensorboard
 from fsdplab.profiling.memory.recorder import MemoryRecorder, TagLog

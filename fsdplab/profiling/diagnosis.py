@@ -1,10 +1,9 @@
-"""Why a step was slower than its computing, in words: at most five findings, the costliest first, each with its figure
-and a remedy.
+"""Why a step was slower than its computing: at most five findings, the costliest first, each with a number and a
+remedy.
 
 An engineer who opens a trace looks for one of a few causes. Each rule below looks for one in the record's tables and
-says how many seconds of a step it costs. What no schedule could hide (more communication than computing) is the link's;
-what the schedule left exposed beyond that is blamed on the gather that set out too late, the queue it stood in, the
-unit that had nothing beside it, or the rank that came late.
+says how many seconds of a step it costs. Communication beyond computing is due to the link. Further exposed time is due
+to a late gather, a busy queue, a unit without computing beside it, or a late rank.
 
 Figures are of the rank that is exposed longest, means over the profiled steps (step_summary.py).
 """
@@ -32,7 +31,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause: `seconds` of a step that it costs (0 where it is no matter of time), what was seen, what to do."""
+    """One cause: `seconds` of a step that it costs (0 for memory), what was seen, what to do."""
 
     kind: str
     seconds: float
@@ -43,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Scene:
-    """What the rules look at: one record's profiled steps, in seconds a step of the rank that exposes most."""
+    """The input of the rules: one record's profiled steps, in seconds a step of the most exposed rank."""
 
     record: RunRecord
     step_s: float
@@ -264,7 +263,7 @@ def _slow_rank(scene: Scene) -> Finding | None:
 
 
 def _skew(scene: Scene) -> Finding | None:
-    """No rank is slow on the whole, and still they wait for each other."""
+    """No rank is slow on average, but ranks wait for each other."""
     worst = scene.worst("waiting_for_peer")
     if worst is None:
         return None
@@ -304,7 +303,7 @@ _RULES: Sequence[Callable[[Scene], Finding | None]] = (
     _slow_link, _no_prefetch, _one_communicator, _tiny_units, _one_big_unit, _slow_rank, _nothing_beside,
 )  # fmt: skip
 
-_EXPLAINS = {  # what follows from a cause, and is no cause of its own
+_EXPLAINS = {  # consequences of a cause, which are no causes
     "one_big_unit": ("no_prefetch", "nothing_to_hide_behind"),
     "tiny_units": ("no_prefetch", "nothing_to_hide_behind", "one_communicator"),
 }
@@ -321,7 +320,7 @@ _REMEDIES = {
 
 
 def _peak(record: RunRecord) -> Finding | None:
-    """What fills the memory at its peak."""
+    """The largest category at the memory's peak."""
     split = (record.summary.get("peak_memory_bytes") or {}).get("by_category") or {}
     total = sum(split.values())
     if not total:

@@ -1,7 +1,7 @@
 """A record in the formats of other tools: a TensorBoard log folder, a merged trace for Perfetto, snapshots for the
 memory viewer, tables as CSV.
 
-The record stays what it is; exports are copies. torch-tb-profiler finds a run by the names of its files:
+The record is not changed; exports are copies. torch-tb-profiler finds a run by the names of its files:
 `<worker>.<time>.pt.trace.json.gz` in one folder a run, the same time for all workers, so that it shows them as one
 distributed step.
 """

@@ -1,9 +1,8 @@
 """Sets of instants as sorted, disjoint, half-open intervals of integer nanoseconds: the arithmetic under every overlap
 figure.
 
-Integers, because an identity that holds "up to rounding" proves nothing; numpy, because a trace has a million
-intervals. A set is an int64 array of shape [k, 2]; touching intervals are one, empty ones are dropped. All functions
-are pure and take anything `union` takes.
+Integers, so that sums are exact; numpy, because a trace has a million intervals. A set is an int64 array of shape [k,
+2]; touching intervals are one, empty ones are dropped. All functions are pure and take anything `union` takes.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def length(a: Any) -> int:
 
 
 def clip(a: Any, start: int, end: int) -> Intervals:
-    """What lies between two instants: `clip([(0, 9)], 2, 4)` is `[[2, 4]]`."""
+    """The part between two instants: `clip([(0, 9)], 2, 4)` is `[[2, 4]]`."""
     return union(np.clip(union(a), start, max(start, end)))
 
 

@@ -1,8 +1,7 @@
 """Writing a finished profile as a gzipped Chrome trace, in a tenth of the time that PyTorch's own export takes.
 
-`export_chrome_trace("x.json.gz")` compresses line by line in Python, at the highest level: seconds a rank, for a trace
-that is packed in a fraction of one as a whole and at the lowest level. It is then somewhat larger, and still a tenth of
-its text.
+`export_chrome_trace("x.json.gz")` compresses line by line in Python, at the highest level: seconds a rank. At the
+lowest level and as a whole it takes a fraction of a second; the file is somewhat larger, a tenth of its text.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _PIECE = 1 << 20  # so that a trace of a gigabyte needs no gigabyte of memory
 def save_trace(profile: torch.profiler.profile, path: Path) -> None:
     """Write the trace of a stopped profile to `path` (.json.gz)."""
     # a temporary name, as torch has it: the trace holds the name under which it was first written, and that must not
-    # tell whose folder it was
+    # name a user's folder
     with tempfile.NamedTemporaryFile(suffix=".json") as named:
         profile.export_chrome_trace(named.name)
         # opened now: the profiler puts a new file there

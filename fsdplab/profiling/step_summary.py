@@ -1,7 +1,7 @@
-"""What a profiled step was spent on, summed in one place: figures, findings, tables and JSON show the same numbers.
+"""The sums of a profiled step, computed in one place: figures, findings, tables and JSON show the same numbers.
 
 A summary is the mean over the profiled steps of one rank. Means of partitions are a partition again, so compute only +
-overlapped + exposed + other is the step; medians would not add up. The rank that is exposed longest stands for the run.
+overlapped + exposed + other is the step; medians would not add up. The rank that is exposed longest represents the run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The run record: the one contract between running a model and looking at what happened.
+"""The run record: the interface between running a model and analysing the run.
 
 Sessions write records; figures, widgets, reports and notebooks read them and nothing else, so a run recorded on another
 machine opens here exactly as a fresh one does.

@@ -1,7 +1,7 @@
-"""Several records side by side, in the fields that `fsdplab compare --json` promises.
+"""Several records side by side, with the fields of `fsdplab compare --json`.
 
-Readers of that file must never guess: every field is always present, and null says that this run did not measure it.
-Two runs agree when their losses do, step by step, within what their arithmetic can promise.
+Readers of that file need not guess: every field is always present, and null says that this run did not measure it. Two
+runs agree when their losses do, step by step, within the accuracy of their arithmetic.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _run_entry(record: RunRecord, reference: RunRecord | None) -> dict[str, Any]
     summary = record.summary
     times, memory, comm = (summary.get(name) or {} for name in ("step_time_s", "peak_memory_bytes", "comm"))
     if record.status == "failed":
-        comm = {}  # what its ranks sent before they failed is no step's traffic
+        comm = {}  # traffic before a failure is no whole step's
     return {
         "strategy": record.spec.get("strategy"),
         "engine": record.spec.get("engine"),

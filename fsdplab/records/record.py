@@ -8,8 +8,8 @@
     traces/          each rank's own trace, as PyTorch's profiler wrote it (profiled runs)
 
 The tables are written before run.json, and run.json is renamed into place last: a folder with a run.json is a complete
-record. `provenance` says for each quantity whether it was measured, emulated or simulated; nothing that shows a record
-may leave that out.
+record. `provenance` says for each quantity whether it was measured, emulated or simulated; everything that shows a
+record must show that too.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class RunRecord:
 
     @classmethod
     def load(cls, path: str | Path) -> RunRecord:
-        """Read a record folder; RecordError names the file and the remedy when it is missing, foreign or damaged."""
+        """Read a record folder; RecordError names the file and the remedy when it is missing, damaged or not a
+        record.
+        """
         folder = Path(path)
         content = _read_run_json(folder)
         try:

@@ -1,9 +1,8 @@
 """The three tables of a record, as compressed CSV with a declared type for every column.
 
-CSV because every tool of every learner opens it, and because a diff of two records can be read. CSV has no types, so
-the schema lives here, once: a file whose header or cells disagree with it is refused, instead of turning a damaged
-record into a wrong figure. An empty cell means "not measured" and reads as None (in a column of names it is the empty
-name: the root's, for one).
+CSV because every tool opens it, and because a diff of two records is readable. CSV has no types, so the schema is here:
+a file that does not match it is an error, so that a damaged record never becomes a wrong figure. An empty cell means
+"not measured" and reads as None (in a column of names it is the empty name: the root's, for one).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ TABLES: dict[str, Schema] = {
         "waited_ns": int,
     },
     "memory": {"rank": int, "step": int, "time_ns": int, **dict.fromkeys(CATEGORIES, int), "is_peak": _flag},
-    # what a profiled step did: one row an interval, on the lanes that a figure draws
+    # profiled steps: one row an interval, in the lanes of a figure
     "timeline": {
         "rank": int,
         "step": int,

@@ -1,7 +1,7 @@
 """From a RunSpec to a RunRecord: real ranks, one report when they fail, and no process left behind.
 
-The names below load when they are first used, because every rank and every launcher passes through this
-file: what it imports, each of them pays for before its work begins.
+The names below load when they are first used, because every rank and every launcher imports this file: each would wait
+for what is imported here.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""`bench`: several engines side by side in one run, step by step in turn, so that whatever the machine does, it does to
-all of them.
+"""`bench`: several engines in one run, step by step in turn, so that a slow machine slows all of them alike.
 
-An absolute time says more about the machine than about an engine. So the engines share their ranks and take turns; what
-is reported is the median of each and ratios between medians. Two limits stand beside them: `alone`, the same training
-with no communication at all, and the floor, which is what a perfect sharded engine could reach: forward + backward +
-one nth of the optimizer's step.
+An absolute time says more about the machine than about an engine. So the engines share their ranks and take turns; the
+report has the median of each and ratios between medians. It also has two limits: `alone`, the same training without
+communication, and the lower bound for a perfect sharded engine: forward + backward + one nth of the optimizer's step.
 
     python -m fsdplab.sessions.bench_engines FOLDER      what each rank runs
 """
@@ -31,7 +29,7 @@ from fsdplab.sessions.launch.launcher import run_ranks
 from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
 from fsdplab.sessions.spec import RunSpec, SpecError
 from fsdplab.sessions.spec.sharing import device_of_ranks
-from fsdplab.sessions.worker.emulated_network import Fabric
+from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
 from fsdplab.sessions.worker.engines import Batch, TrainingSetup, adamw, build
 from fsdplab.sessions.worker.rank_process import RankContext, rank_process
 from fsdplab.workloads import ByteText, build_model, loss_of
@@ -71,14 +69,16 @@ class Timing:
 
 @dataclass(frozen=True)
 class Bench:
-    """What one interleaved run measured; `floor` is forward + backward + optimizer / n of `alone`, in seconds."""
+    """The measurements of one interleaved run; `floor` (lower bound) is forward + backward + optimizer / n, in
+    seconds.
+    """
 
     spec: RunSpec
     timings: tuple[Timing, ...]
     floor: float
 
     def ratio(self, timing: Timing, engine: str) -> float | None:
-        """Median of `timing` over the median of the first row of `engine`; None where it did not take part."""
+        """Median of `timing` over the median of the first row of `engine`; None if it took no part."""
         others = [other.median for other in self.timings if other.engine == engine]
         return timing.median / others[0] if others else None
 
@@ -91,14 +91,14 @@ def bench(specs: Sequence[RunSpec], *, rounds: int = 10, on_round: Callable[[int
     folder = Path(tempfile.mkdtemp(prefix="fsdplab-bench-"))
     mailbox = Mailbox(folder)
     (folder / "bench.json").write_text(json.dumps({"specs": [spec.as_dict() for spec in specs], "rounds": rounds}))
-    told = 0
+    reported = 0
 
     def look() -> None:
-        nonlocal told
-        for _ in read_lines(mailbox.of(0, "steps"))[told:]:
-            told += 1
+        nonlocal reported
+        for _ in read_lines(mailbox.of(0, "steps"))[reported:]:
+            reported += 1
             if on_round is not None:
-                on_round(told, rounds + WARMUP_ROUNDS)
+                on_round(reported, rounds + WARMUP_ROUNDS)
 
     try:
         program = ["-m", "fsdplab.sessions.bench_engines", str(folder)]
@@ -151,13 +151,13 @@ def _joined(specs: Sequence[RunSpec], results: Sequence[dict[str, Any]]) -> Benc
 class Alone:
     """The same training without any communication: every rank on its own."""
 
-    def __init__(self, spec: RunSpec, place: RankContext) -> None:
-        self.model = _autocast(spec, build_model(spec.model, device=place.device, seed=spec.seed))
+    def __init__(self, spec: RunSpec, context: RankContext) -> None:
+        self.model = _autocast(spec, build_model(spec.model, device=context.device, seed=spec.seed))
         self.optimizer = adamw(spec, self.model)
         self.parts: dict[str, list[float]] = {"compute": [], "optimizer": []}
 
     def train_step(self, batches_by_rank: Sequence[Sequence[Batch]]) -> float:
-        """One step of this rank's own training; notes how long computing and stepping took."""
+        """One step of this rank's own training; records the times of computing and of the optimizer."""
         (batches,), start, total = batches_by_rank, time.perf_counter(), 0.0
         for tokens, targets in batches:
             loss = loss_of(self.model, tokens, targets) / len(batches)
@@ -178,20 +178,20 @@ def _autocast(spec: RunSpec, model: nn.Module) -> nn.Module:
 
 def main(folder: str) -> None:
     """Take turns, as one rank of the bench that FOLDER/bench.json describes."""
-    told = json.loads(Path(folder, "bench.json").read_text())
-    specs = [RunSpec(**each) for each in told["specs"]]
+    request = json.loads(Path(folder, "bench.json").read_text())
+    specs = [RunSpec(**each) for each in request["specs"]]
     wanted = {spec.backend for spec in specs}
     # the lab's engine works on either
-    with rank_process(folder, "shm" if "shm" in wanted else specs[0].backend, device_of_ranks(specs[0])) as place:
-        place.heartbeat.enter("build")
+    with rank_process(folder, "shm" if "shm" in wanted else specs[0].backend, device_of_ranks(specs[0])) as context:
+        context.heartbeat.enter("build")
         text = ByteText.from_path(specs[0].text) if specs[0].text else ByteText.from_standard_library()
-        alone = Alone(specs[0], place)
-        setups: list[TrainingSetup | Alone] = [alone, *(build(spec, place) for spec in specs)]
+        alone = Alone(specs[0], context)
+        setups: list[TrainingSetup | Alone] = [alone, *(build(spec, context) for spec in specs)]
         for spec, setup in zip(specs, setups[1:]):
-            Fabric(spec, place).begin(setup.model)
-        seconds, losses, waits = _take_turns(setups, specs[0], place, text, told["rounds"])
+            EmulatedNetwork(spec, context).begin(setup.model)
+        seconds, losses, waits = _take_turns(setups, specs[0], context, text, request["rounds"])
         parts = {name: statistics.median(values[WARMUP_ROUNDS:]) for name, values in alone.parts.items()}
-        place.write("result", {"seconds": seconds, "losses": losses, "waits": waits, "parts": parts})
+        context.write("result", {"seconds": seconds, "losses": losses, "waits": waits, "parts": parts})
 
 
 class _Waits:
@@ -200,12 +200,12 @@ class _Waits:
     def __init__(self) -> None:
         self._rows: list[tuple[int | None, int]] = []
 
-    def hear(self, event: events.Event) -> None:
+    def on_event(self, event: events.Event) -> None:
         if isinstance(event, events.Collective):
             self._rows.append((event.waited_ns, event.end_ns - event.start_ns))
 
     def take(self) -> tuple[float, float] | None:
-        """None where no ledger says it."""
+        """The seconds since the last call; None without a ledger."""
         rows, self._rows = self._rows, []
         waits = [waited for waited, _ in rows if waited is not None]
         if not rows or len(waits) < len(rows):
@@ -214,36 +214,36 @@ class _Waits:
 
 
 def _take_turns(
-    setups: Sequence[TrainingSetup | Alone], spec: RunSpec, place: RankContext, text: ByteText, rounds: int
+    setups: Sequence[TrainingSetup | Alone], spec: RunSpec, context: RankContext, text: ByteText, rounds: int
 ) -> tuple[list[list[float]], list[float], list[list[tuple[float, float]]]]:
     seconds: list[list[float]] = [[] for _ in setups]
     waits: list[list[tuple[float, float]]] = [[] for _ in setups]
-    heard = _Waits()
-    quiet = events.subscribe(heard.hear)
+    wait_log = _Waits()
+    unsubscribe = events.subscribe(wait_log.on_event)
     losses = [0.0 for _ in setups]
     for step in range(WARMUP_ROUNDS + rounds):
-        batches = [_batches(spec, place, text, step)]
+        batches = [_batches(spec, context, text, step)]
         for turn in range(len(setups)):
-            index = (turn + step) % len(setups)  # nobody always follows the same engine
-            place.heartbeat.enter("bench", step)
+            index = (turn + step) % len(setups)  # no engine always follows the same one
+            context.heartbeat.enter("bench", step)
             dist.barrier()
             start = time.perf_counter()
             losses[index] = setups[index].train_step(batches)
             if step >= WARMUP_ROUNDS:
                 seconds[index].append(time.perf_counter() - start)
-            if (waited := heard.take()) is not None and step >= WARMUP_ROUNDS:
+            if (waited := wait_log.take()) is not None and step >= WARMUP_ROUNDS:
                 waits[index].append(waited)
-        place.append("steps", {"round": step})
-    quiet()
+        context.append("steps", {"round": step})
+    unsubscribe()
     return seconds, losses, waits
 
 
-def _batches(spec: RunSpec, place: RankContext, text: ByteText, step: int) -> list[Batch]:
+def _batches(spec: RunSpec, context: RankContext, text: ByteText, step: int) -> list[Batch]:
     shape = (spec.world_size, spec.batch_size, spec.sequence_length)
     drawn = [
-        text.batch(step, place.rank, *shape, micro_batch=micro, seed=spec.seed) for micro in range(spec.micro_batches)
+        text.batch(step, context.rank, *shape, micro_batch=micro, seed=spec.seed) for micro in range(spec.micro_batches)
     ]
-    return [(tokens.to(place.device), targets.to(place.device)) for tokens, targets in drawn]
+    return [(tokens.to(context.device), targets.to(context.device)) for tokens, targets in drawn]
 
 
 if __name__ == "__main__":

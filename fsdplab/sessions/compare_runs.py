@@ -1,7 +1,7 @@
 """`compare`: several specs one after the other, each on fresh ranks, so that no run inherits memory or caches of
 another.
 
-A run that fails is a result too: its record says so, and the next run starts.
+A failed run is a result too: it is recorded, and the next run starts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fsdplab.records import RunRecord
 from fsdplab.sessions.launch.failure_report import RanksFailed
 from fsdplab.sessions.run_and_record import run
 from fsdplab.sessions.spec import RunSpec, SpecError
-from fsdplab.sessions.worker.emulated_network import in_words
+from fsdplab.sessions.worker.emulated_network import link_text
 
 SAME = ("model", "text", "seed", "batch_size", "sequence_length", "micro_batches", "world_size")
 
@@ -33,9 +33,8 @@ def compare(
     """Run several specs of the same model and data; `on_record(record)` is called as each ends, failed ones included.
 
     Records are written below `directory`, one folder each: `0-no_shard-lab`, `1-full_shard-lab`, ... `on_progress(spec,
-    step, total, loss)` follows rank 0 of the run that is going on; `on_look()` is called about twenty times a second,
-    and what it raises ends the comparison. Specs that would train different things raise SpecError before anything
-    runs.
+    step, total, loss)` follows rank 0 of the current run; `on_look()` is called about twenty times a second; an
+    exception in it ends the comparison. Specs of different work raise SpecError before anything runs.
     """
     _check_same(specs)
     specs = _on_one_network(specs, on_look)
@@ -57,7 +56,7 @@ def _on_one_network(specs: Sequence[RunSpec], on_look: Callable[[], None] | None
         open_ended[0], steps=1, profile=0, memory=False,
         engine="lab", strategy="full_shard", card=None, shard_size=None, link_across=None, prefetch=1,
     )  # fmt: skip
-    link = in_words(run(trial, on_look=on_look).summary["link"])
+    link = link_text(run(trial, on_look=on_look).summary["link"])
     return [replace(spec, link=link) if spec in open_ended else spec for spec in specs]
 
 

@@ -1,7 +1,7 @@
 """Call a function from a saved file on real ranks: what an exercise's check does with a learner's solution.
 
 The function is read from its file in fresh processes, so it may block, crash or call os._exit without harm to the
-caller. Values travel through files written by torch.save and read with `weights_only=True`: numbers, text, tensors, and
+caller. Values are sent in files written by torch.save and read with `weights_only=True`: numbers, text, tensors, and
 lists, tuples and dicts of them.
 """
 
@@ -16,7 +16,7 @@ import torch
 from fsdplab.sessions.launch.launcher import run_ranks
 from fsdplab.sessions.launch.live_output import LiveOutput, OnOutput
 from fsdplab.sessions.launch.mailbox import Mailbox
-from fsdplab.sessions.worker.payload import VALUES, foreign_type
+from fsdplab.sessions.worker.remote_call_worker import VALUES, unsupported_type
 
 
 class IssuedCollective(NamedTuple):
@@ -27,9 +27,7 @@ class IssuedCollective(NamedTuple):
 
 
 class RankValues(list[Any]):
-    """What a function returned, one value a rank; `output` and `collectives` hold what each rank printed and which
-    collectives it called.
-    """
+    """The returned values, one a rank; `output` and `collectives` hold what each rank printed and called."""
 
     def __init__(self, values: list[Any], output: list[str], collectives: list[list[IssuedCollective]]) -> None:
         super().__init__(values)
@@ -59,15 +57,15 @@ def call_on_ranks(
         raise ValueError(f"There is no file {source}; give the path of the saved source with `{function_name}` in it.")
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}; expected at least 1.")
-    if (foreign := foreign_type(payload)) is not None:
+    if (unsupported := unsupported_type(payload)) is not None:
         raise ValueError(
-            f"The payload holds something of type {foreign}, which cannot be sent to the ranks; give {VALUES}."
+            f"The payload holds something of type {unsupported}, which cannot be sent to the ranks; give {VALUES}."
         )
     with tempfile.TemporaryDirectory(prefix="fsdplab-call-") as folder:
         mailbox = Mailbox(Path(folder))
         torch.save(payload, mailbox.folder / "payload")
         program = ["-m", "fsdplab.sessions.worker.remote_call_worker", str(mailbox.folder), str(source), function_name]
-        output = LiveOutput(mailbox, world_size if on_output else 0, on_output or _nobody_listens)
+        output = LiveOutput(mailbox, world_size if on_output else 0, on_output or _ignore_output)
         try:
             run_ranks(program, mailbox, world_size=world_size, time_limit=time_limit, start=start, on_look=output.look)
         finally:
@@ -75,8 +73,8 @@ def call_on_ranks(
         return _collect(mailbox, world_size)
 
 
-def _nobody_listens(rank: int, line: str) -> None:
-    """What ranks print is in the values all the same."""
+def _ignore_output(rank: int, line: str) -> None:
+    """Ignore the line: the output is also in the returned values."""
 
 
 def _collect(mailbox: Mailbox, world_size: int) -> RankValues:

@@ -1,7 +1,6 @@
-"""`run`: start the ranks of one spec, follow them, and write down what they did.
+"""`run`: start the ranks of one spec, follow them, and record what they did.
 
-Whatever happens a record is written: of a finished run, of one that an emulated card stopped, and of a failed one, with
-its report and the steps it did.
+Every run is recorded: a finished one, one that ran out of an emulated card, and a failed one with its report and steps.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ def run(
 ) -> RunRecord:
     """Run one spec on real ranks and return its record, written into `directory`.
 
-    Without a directory the record lives in a temporary folder that is deleted when Python ends. `on_progress(step,
-    total, loss)` is called from here after each of rank 0's steps: `on_progress(1, 10, 5.71)` first; `on_look()` about
-    twenty times a second. What they raise ends the ranks. A rank that dies, raises, hangs or diverges, or a run longer
-    than `spec.time_limit`, raises RanksFailed; its `.record` is the record of the failed run. `program` is what each
-    rank executes, for workers other than the lab's own.
+    Without a directory the record is in a temporary folder that is deleted when Python ends. `on_progress(step, total,
+    loss)` is called from here after each of rank 0's steps: `on_progress(1, 10, 5.71)` first; `on_look()` about twenty
+    times a second. Their exceptions end the ranks. A rank that dies, raises, hangs or diverges, or a run longer than
+    `spec.time_limit`, raises RanksFailed; its `.record` is the record of the failed run. `program` is what each rank
+    executes, for workers other than the lab's own.
     """
     folder = _fresh(Path(directory) if directory is not None else _temporary())
     mailbox = Mailbox(folder / "ranks")
@@ -66,7 +65,7 @@ def run(
 
 
 class _Follower:
-    """Reports rank 0's steps as they appear in its file, and that it looked."""
+    """Reports rank 0's steps as they appear in its file, and calls `on_look`."""
 
     def __init__(
         self, mailbox: Mailbox, total: int, on_progress: OnProgress | None, on_look: Callable[[], None] | None
@@ -91,9 +90,7 @@ def _temporary() -> Path:
 
 
 def _fresh(folder: Path) -> Path:
-    """The folder without what an earlier run left there, run.json first:
-    half a record must not look like a whole one.
-    """
+    """The folder without an earlier run's files; run.json goes first, so that half a record never looks complete."""
     (folder / "run.json").unlink(missing_ok=True)
     if (folder / "ranks").exists():
         shutil.rmtree(folder / "ranks")
@@ -106,7 +103,7 @@ def _reachable(spec: RunSpec) -> dict[str, Any]:
 
 
 def _portable(spec: RunSpec) -> dict[str, Any]:
-    """The spec as a record keeps it: the text by its name only, since a path tells whose machine it was."""
+    """The spec as a record keeps it: the text by its name only, since a path identifies a machine."""
     return {**spec.as_dict(), "text": Path(spec.text).name if spec.text else None}
 
 
@@ -116,12 +113,12 @@ def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed |
     results = {rank: lines[0] for rank in ranks if (lines := read_lines(mailbox.of(rank, "result")))}
     memory = {rank: result["memory"] for rank, result in results.items() if result["memory"]}
     ledger = [row for result in results.values() for row in result["ledger"]]
-    traced = tables_of(spec, mailbox, ledger, folder) if spec.profile else {}
+    trace_tables = tables_of(spec, mailbox, ledger, folder) if spec.profile else {}
     summary = summarise(spec, steps, ledger, memory) | {
         "link": next((result["link"] for result in results.values()), None)
     }
     summary["profile"] = profile_summary(
-        spec, summary, [result["profiled_s"] for result in results.values()], ledger, traced.get("breakdown", [])
+        spec, summary, [result["profiled_s"] for result in results.values()], ledger, trace_tables.get("breakdown", [])
     )
     summary["comm"] |= {name: summary["profile"].pop(name) for name in ("exposed_s", "overlap")}
     return RunRecord(
@@ -137,21 +134,21 @@ def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed |
             "ledger": ledger,
             "memory": [row for peak in memory.values() for row in peak["rows"]],
             "life": [row for result in results.values() for row in result["life"]],
-            **traced,
+            **trace_tables,
         },
     )
 
 
 def _environment(spec: RunSpec, mailbox: Mailbox) -> dict[str, Any]:
-    """What rank 0 saw; what this process sees if the ranks did not get that far."""
+    """The environment of rank 0; this process's if the ranks did not get that far."""
     seen = read_lines(mailbox.of(0, "environment"))
-    return seen[0] if seen else capture_environment(spec.place)
+    return seen[0] if seen else capture_environment(spec.device_type)
 
 
 def _provenance(spec: RunSpec) -> dict[str, str]:
     measured = ["losses", "step_time_s", *(["peak_memory_bytes"] if spec.memory else []), "ledger"]
     others = {"formula_bytes_per_step": "simulated", **({"card": "emulated"} if spec.card is not None else {})}
-    if spec.offload != "none" and spec.place == "cpu":
+    if spec.offload != "none" and spec.device_type == "cpu":
         others["host_memory_beside_the_card"] = "emulated"
     if spec.linked and spec.engine != "twin":
         others |= {"link": "emulated", "exposed_s": "emulated"}
@@ -163,7 +160,7 @@ def _provenance(spec: RunSpec) -> dict[str, str]:
 
 
 def _tidy(mailbox: Mailbox) -> None:
-    """Keep of the mailbox what the ranks printed, if anything; the rest is in the record."""
+    """Keep only the ranks' output in the mailbox; the rest is in the record."""
     for path in mailbox.folder.iterdir():
         if path.suffix not in (".out", ".err") or not path.stat().st_size:
             path.unlink()

@@ -1,9 +1,8 @@
-"""What starting costs: the same things asked for cold (new Pythons, by torch.distributed.run) and warm (forked), in one
-run.
+"""The cost of starting: the same requests cold (new Pythons, by torch.distributed.run) and warm (forked), in one run.
 
 A quantity is a name and two callables; each is called once unmeasured where it is warm (the starter has then imported
 what it forks), and then a few times, cold and warm in turn, so that a machine that slows down slows both. Commands are
-timed as whole processes: their time is what a user waits for.
+timed as whole processes, as a user waits for them.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ OnRow = Callable[["Row"], None]
 
 
 class StartsFailed(RuntimeError):
-    """A command that was to be timed did not work; the message is one line."""
+    """A timed command failed; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds of one quantity, every repetition; `cold` is empty where there is no difference between cold and warm."""
+    """Seconds of one quantity, every repetition; `cold` is empty where cold and warm are the same."""
 
     name: str
     cold: tuple[float, ...]
@@ -100,7 +99,7 @@ def of_commands(repetitions: int, on_row: OnRow) -> None:
 
 
 def of_compare(on_row: OnRow, settings: Sequence[str] = ()) -> None:
-    """`fsdplab compare` once cold and once warm: until its first row is there, and until it has ended."""
+    """`fsdplab compare` once cold and once warm: until its first row, and until its end."""
     cold, warm = (_rows_of_compare([*settings, "--start", start]) for start in (COLD, WARM))
     on_row(Row(FIRST_ROW, (cold[0],), (warm[0],)))
     on_row(Row(WHOLE, (cold[1],), (warm[1],)))

@@ -1,4 +1,4 @@
-"""From rows to the few numbers that a comparison shows. Pure: rows in, numbers out.
+"""The few numbers that a comparison shows, from a record's rows. Pure functions.
 
 A step is as slow as its slowest rank, and a job needs cards as large as its largest rank, so times and memory are the
 worst rank's. Losses are means over ranks, because each rank reads other text.
@@ -73,12 +73,12 @@ def mean_losses(steps: Sequence[Row]) -> list[float | None]:
 
 
 def sent_per_step(spec: RunSpec, ledger: Sequence[Row]) -> dict[str, int | None]:
-    """Bytes that one rank sends in one step, and its collectives: of the last step, which the first ones may exceed
-    (they set up).
+    """Bytes that one rank sends in one step, and its collectives: of the last step, since the first ones may send
+    more.
     """
     if spec.engine != "lab":
         return {"bytes_per_step": None, "collectives_per_step": None}
-    if not ledger and spec.world_size > 1:  # the run ended before a rank handed its ledger over
+    if not ledger and spec.world_size > 1:  # the run ended before a rank wrote its ledger
         return {"bytes_per_step": None, "collectives_per_step": None}
     last = max((row["step"] for row in ledger), default=0)
     bytes_of, count_of = Counter[int](), Counter[int]()

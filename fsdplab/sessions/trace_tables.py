@@ -1,4 +1,4 @@
-"""From the traces that ranks left behind to the rows and numbers of their record.
+"""The rows and numbers of a record, from its ranks' traces.
 
 The traces themselves move into the record's folder, so that TensorBoard, Perfetto or a later version of the analysis
 can read them again.
@@ -28,10 +28,10 @@ def tables_of(spec: RunSpec, mailbox: Mailbox, ledger: Sequence[Row], folder: Pa
     was measured.
     """
     from fsdplab.profiling.traces.skew import with_peers
-    from fsdplab.sessions.worker.trace_analysis import MEMORY_TRACE, TRACE, analysis_of
+    from fsdplab.sessions.worker.profiler import MEMORY_TRACE, TRACE, analysis_of
 
     def analysed(traces: dict[int, Path], kind: str) -> list[TraceAnalysis]:
-        """All ranks together: whether one waited for another, only both can tell."""
+        """All ranks together, since waiting for a peer needs both traces."""
         mine = {rank: [row for row in ledger if row["rank"] == rank] for rank in traces}
         return with_peers([analysis_of(mailbox, rank, kind, path, mine[rank]) for rank, path in traces.items()])
 
@@ -84,7 +84,7 @@ def profile_summary(
     ledger: Sequence[Row],
     breakdown: Sequence[Row],
 ) -> dict[str, Any]:
-    """How much communication was exposed, who says so (`trace`, `ledger` or nobody), and what profiling cost."""
+    """The exposed communication, its source (`trace`, `ledger` or None), and the cost of profiling."""
     on_the_link = waited(ledger, spec.untimed, spec.untimed + spec.steps)
     known, source = exposure(breakdown), "trace"
     # an emulated link's own clock says it without the profiler's overhead
@@ -115,8 +115,8 @@ def exposure(breakdown: Sequence[Row]) -> tuple[float, float | None] | None:
 
 
 def waited(ledger: Sequence[Row], first: int, last: int) -> tuple[float, float | None] | None:
-    """The same from the ledger alone, of steps `first` to `last` - 1: how long the host was blocked; None where nobody
-    knows.
+    """The same from the ledger alone, of steps `first` to `last` - 1: how long the host was blocked; None if
+    unknown.
     """
     blocked: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
     for row in ledger:

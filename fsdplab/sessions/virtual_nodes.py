@@ -1,11 +1,10 @@
-"""Runs on several nodes of one machine, with a really slow network between them: nothing emulated, gloo's own packets
-wait in the kernel.
+"""Runs on several nodes of one machine, with a slow network between them: not emulated, the kernel delays the packets.
 
     with shaped_nodes(2, 2, parse_link("200mbit")):
         run(RunSpec(world_size=4))              # ranks 0 and 1 are node 0, ranks 2 and 3 node 1
 
-Ranks of one node may share memory; between nodes there is the network alone (netns.py). Bandwidth is shaped and
-latency is not: what the kernel's own way through two cables takes (about 0.1 ms) is what a step costs.
+Ranks of one node may share memory; nodes share the network only (netns.py). Its bandwidth is limited; its latency is
+that of two cables in the kernel, about 0.1 ms.
 """
 
 from __future__ import annotations
@@ -31,15 +30,14 @@ from fsdplab.sessions.run_and_record import WORKER, OnProgress, run
 from fsdplab.sessions.spec import RunSpec, SpecError
 
 MOST_NODES = 8
-_LEAST_BYTES_PER_S = 125e3  # 1 Mbit/s; below, not even the rendezvous comes through in time
-# A cable through the kernel has about this latency by itself: links with no more are let through, none can be given
-# more.
+_LEAST_BYTES_PER_S = 125e3  # 1 Mbit/s; below, the rendezvous times out
+# The latency of a cable in the kernel: links with less are accepted, higher latency cannot be set.
 _OWN_LATENCY_S = 100e-6
 _GONE_WITHIN_S = 5.0
 
 
-class ShapingRefused(RuntimeError):
-    """This system does not let us shape a network; the message is one line that says why and what to do."""
+class NodesUnavailable(RuntimeError):
+    """This system cannot limit a network's rate; the message is one line with the reason and what to do."""
 
 
 def run_nodes(
@@ -56,8 +54,8 @@ def run_nodes(
     does.
 
     Rank r is on node r // ranks_per_node. The record says `link: measured`. SpecError when the numbers do not fit the
-    spec, ShapingRefused where the system allows no shaping (give the spec an emulated `link` instead), RanksFailed as
-    `run`. `link=None` leaves the network unshaped.
+    spec, NodesUnavailable where the system cannot limit a rate (give the spec an emulated `link` instead), RanksFailed
+    as `run`. `link=None`: no limit.
     """
     check_nodes(spec, nodes, ranks_per_node, link)
     with shaped_nodes(nodes, ranks_per_node, link):
@@ -72,13 +70,13 @@ def run_nodes(
 
 @contextmanager
 def shaped_nodes(nodes: int, ranks_per_node: int, link: LinkSpec | None) -> Iterator[None]:
-    """Inside, the ranks that this thread starts (`run`, `call_on_ranks`) are on nodes; raises ShapingRefused.
+    """Inside, the ranks that this thread starts (`run`, `call_on_ranks`) are on nodes; raises NodesUnavailable.
 
-    Every run has a network of its own, which is gone when the run is, however it ended.
+    Every run has a network of its own, which ends with the run.
     """
     _check_link(link)
-    if (why := shaping_refused()) is not None:
-        raise ShapingRefused(f"No nodes can be made here: {why}. Give the run an emulated link instead of nodes.")
+    if (why := why_no_nodes()) is not None:
+        raise NodesUnavailable(f"No nodes can be made here: {why}. Give the run an emulated link instead of nodes.")
     switches: list[_Switch] = []
 
     def start(program: Sequence[str], mailbox: Mailbox, world_size: int) -> Process:
@@ -98,10 +96,8 @@ def shaped_nodes(nodes: int, ranks_per_node: int, link: LinkSpec | None) -> Iter
             switch.close()
 
 
-def shaping_refused() -> str | None:
-    """Why this system does not let us make nodes, in one line; None where it does. Tries it once, which takes a fifth
-    of a second.
-    """
+def why_no_nodes() -> str | None:
+    """Why nodes cannot be made here, in one line; None if they can. Tries it once, in a fifth of a second."""
     if sys.platform != "linux":
         return f"network namespaces are Linux's, and this is {sys.platform}"
     missing = [command for command in ("ip", "tc") if shutil.which(command) is None]
@@ -114,8 +110,8 @@ def shaping_refused() -> str | None:
         )
     except subprocess.TimeoutExpired:
         return "trying it did not end within 20 s"
-    said = (tried.stdout or tried.stderr).strip().splitlines()
-    return None if tried.returncode == 0 else said[-1] if said else f"trying it ended with exit code {tried.returncode}"
+    output = (tried.stdout or tried.stderr).strip().splitlines()
+    return None if tried.returncode == 0 else output[-1] if output else f"the trial ended with {tried.returncode}"
 
 
 def check_nodes(spec: RunSpec, nodes: int, ranks_per_node: int, link: LinkSpec | None) -> None:
@@ -132,7 +128,7 @@ def check_nodes(spec: RunSpec, nodes: int, ranks_per_node: int, link: LinkSpec |
         )
     if spec.engine == "twin":
         raise SpecError("the twin is one process, which has no nodes; give another engine")
-    if spec.place != "cpu":
+    if spec.device_type != "cpu":
         raise SpecError(
             "nodes are made for CPU ranks, whose gloo packets can be shaped, but this run is on cuda; give device='cpu'"
         )
@@ -159,7 +155,7 @@ def _check_link(link: LinkSpec | None) -> None:
 
 
 def _on_nodes(record: RunRecord, nodes: int, ranks_per_node: int, link: LinkSpec | None) -> RunRecord:
-    """The record, saved again, with where its ranks were; the latency is unknown, because nobody set it."""
+    """The record, saved again, with where its ranks were; the latency is unknown, because it was not set."""
     if link is not None:
         record.summary["link"] = {
             "name": link.name, "bytes_per_s": link.bytes_per_s, "latency_s": None, "queues": None, "across": None,
@@ -171,9 +167,7 @@ def _on_nodes(record: RunRecord, nodes: int, ranks_per_node: int, link: LinkSpec
 
 
 class _Switch:
-    """The process that holds the nodes (netns_supervisor.py),
-    and the pipe that tells when it and all agents are gone.
-    """
+    """The process of the network (netns_supervisor.py), and a pipe that closes when it and all agents are gone."""
 
     def __init__(
         self, program: Sequence[str], mailbox: Mailbox, nodes: int, ranks_per_node: int, link: LinkSpec | None
@@ -192,7 +186,7 @@ class _Switch:
             os.close(alive)
 
     def close(self) -> None:
-        """Return when nothing of it is left; the ranks were ended before (launcher.py)."""
+        """Return when all its processes are gone; the ranks were ended before (launcher.py)."""
         send_group(self.process.pid, signal.SIGKILL)
         select.select([self._gone], [], [], _GONE_WITHIN_S)
         os.close(self._gone)

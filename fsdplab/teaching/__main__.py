@@ -1,6 +1,6 @@
 """`fsdplab course build` and `fsdplab course test`: the editions, for teachers and for CI.
 
-The command line starts this as a process of its own (`python -m fsdplab.teaching`), a neighbour on the same floor.
+The command line starts this as a separate process (`python -m fsdplab.teaching`): it imports no `teaching`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHECKOUT = Path(__file__).resolve().parents[2] / "notebooks"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; 0 done, 1 a notebook failed, 2 the request cannot be (one line on stderr for each reason)."""
+    """Run one command; 0 done, 1 a notebook failed, 2 invalid request (one line on stderr for each reason)."""
     asked = _parser().parse_args(arguments)
     try:
         return asked.command(asked)
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as every fsdplab command does."""
+    """Prints errors in one line, as every fsdplab command."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see `fsdplab course --help`\n")

@@ -1,4 +1,4 @@
-"""The strategy lab: choose, run, look. State in plain objects; widgets only in front of them.
+"""The strategy lab: choose, run, look. State is in plain objects; widgets only show it.
 
 The names load when first used, so that choices, state and runner work (and are tested) where ipywidgets is not
 installed.
@@ -32,7 +32,7 @@ __all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> object:
-    """Load the chapter that a public name lives in, the first time the name is used."""
+    """Load the module of a public name when the name is first used."""
     if name not in _MODULES:
         raise AttributeError(f"module 'fsdplab.widgets' has no attribute {name!r}; public names: {', '.join(_MODULES)}")
     try:

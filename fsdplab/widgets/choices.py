@@ -1,7 +1,7 @@
-"""What the strategy lab can be asked for, and from a set of choices to the runs it means.
+"""The choices of the strategy lab, and the runs that they describe.
 
-A wrong choice is answered in one line that belongs to one control. `RunSpec` knows best what can be run, but not which
-control to blame: the blamed one is the first whose default would have made the run possible.
+A wrong choice gives one line at one control. `RunSpec` checks whether a run is possible, but does not name a control:
+the error is shown at the first control whose default would make the run possible.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ TUNNELS = ("8xH100", "64xH100", "8xA100")  # proposals; RunSpec reads others too
 MOST_STEPS = 200
 
 _SCALE = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-# What the twin, a plain loop in one process, has none of. (A wind tunnel and profiling add steps, so it has those.)
+# Choices that the twin, a plain loop in one process, lacks. (A wind tunnel and profiling add steps, so it has those.)
 _NOT_OF_THE_TWIN = ("card", "checkpoint", "prefetch")
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The controls' values: what is typed stays text (`card="300MB"`), what is picked several times is a tuple.
+    """The controls' values: typed ones stay text (`card="300MB"`), multiple choices are tuples.
 
     >>> Choices(strategies=("full_shard",), card="300MB").engines
     ('lab',)
@@ -57,8 +57,8 @@ class Choices:
 
 @dataclass(frozen=True)
 class Request:
-    """What choices mean: the runs, or one line for each control that prevents them; `left_out` names pairs that no
-    engine does.
+    """The runs of a set of choices, or one line for each control that prevents them; `left_out` names pairs that no
+    engine supports.
     """
 
     specs: tuple[RunSpec, ...] = ()
@@ -104,7 +104,7 @@ def label(spec: RunSpec) -> str:
 
 # ---- one control alone
 
-Judge = Callable[[Choices], str | None]  # what is wrong with a choice, in one line
+Judge = Callable[[Choices], str | None]  # the error of a choice, in one line
 
 
 def _one_of(name: str, expected: Sequence[str | int]) -> Judge:
@@ -214,7 +214,7 @@ def _pairs(choices: Choices) -> list[tuple[str, str]]:
 
 
 def _left_out(choices: Choices) -> str:
-    """One line on the pairs that were asked for and that no engine does."""
+    """One line on the requested pairs that no engine supports."""
     misses = [
         f"{engine} does not do {strategy}"
         for engine in choices.engines

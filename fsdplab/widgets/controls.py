@@ -1,6 +1,6 @@
 """The controls of the strategy lab: one widget a choice, its label above it and its error below it.
 
-They only translate: a move becomes `state.choose(...)`, and `refresh` writes back what the state says.
+A change becomes `state.choose(...)`, and `refresh` shows the state on the controls.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MENUS: tuple[tuple[str, str, Sequence[str | int]], ...] = (
     ("checkpoint", "Recompute activations", CHECKPOINTS),
 )
 _LINK_WORDS = {NO_LINK: "none", CUSTOM: "custom …", TUNNEL: "wind tunnel …"}
-# A choice that means something only beside another: the control is hidden until then.
+# A choice that depends on another: the control is hidden until then.
 _ONLY_WITH: dict[str, Callable[[Choices], bool]] = {
     "custom_link": lambda choices: choices.link == CUSTOM,
     "tunnel": lambda choices: choices.link == TUNNEL,
@@ -137,7 +137,7 @@ def _menu(title: str, options: Sequence[tuple[str, str | int]]) -> ipywidgets.Dr
 
 
 def _offers(widget: ipywidgets.Widget, value: str | int) -> bool:
-    """Whether a control can show a value; what a program chose wrongly is only in the line below the control."""
+    """Whether a control can show a value; a program's wrong choice appears only in the line below the control."""
     if isinstance(widget, ipywidgets.Dropdown):
         return value in [offered for _, offered in widget.options]
     return isinstance(value, int if isinstance(widget, ipywidgets.IntText) else str)

@@ -1,12 +1,11 @@
-"""The state of the strategy lab, with no widget in it: what is chosen, what runs, what came out.
+"""The state of the strategy lab, without widgets: choices, the current batch, and results.
 
     idle -> running -> done | failed
                |
-               +-> cancelling -> cancelled          and from any of the four that stand still -> running again
+               +-> cancelling -> cancelled          and from any of the four resting states -> running again
 
-The view calls the verbs of its buttons (`choose`, `begin`, `cancel`), the runner's thread those of the run (`started`,
-`stepped`, `recorded`, `ended`). After each, everybody who subscribed is told; nothing else is promised about who draws
-what.
+The view calls the methods of its buttons (`choose`, `begin`, `cancel`), the runner's thread those of the run
+(`started`, `stepped`, `recorded`, `ended`). After each, all subscribers are called.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ BUSY = ("running", "cancelling")
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Where a batch of runs is: run `run` of `runs` (from 1), step `step` of `steps`; before its first step a run is
+class BatchProgress:
+    """The progress of a batch: run `run` of `runs` (from 1), step `step` of `steps`; before its first step a run is
     starting.
     """
 
@@ -42,7 +41,7 @@ class Progress:
 
     @property
     def share(self) -> float:
-        """How much is done, 0 to 1: `Progress(run=2, runs=2, step=5, steps=10).share == 0.75`."""
+        """How much is done, 0 to 1: `BatchProgress(run=2, runs=2, step=5, steps=10).share == 0.75`."""
         inside = self.step / self.steps if self.steps else 0.0
         return min(1.0, (max(self.run - 1, 0) + inside) / self.runs) if self.runs else 0.0
 
@@ -56,8 +55,7 @@ class Progress:
 
 @dataclass
 class Batch:
-    """What one press of Run asked for and the records it has so far; a finished twin among them is the reference of the
-    others.
+    """The runs of one press of Run, and their records so far; a finished twin is the reference of the others.
 
     Number 0 is all batches together; it has no reference, for they may have trained different things.
     """
@@ -68,7 +66,7 @@ class Batch:
 
     @property
     def rows(self) -> list[RunRecord]:
-        """The records that stand in tables and figures: all but the twin's, unless there is no other."""
+        """The records in tables and figures: all but the twin's, unless there is no other."""
         return [record for record in self.records if record.spec["engine"] != "twin"] or self.records
 
     @property
@@ -90,7 +88,7 @@ class Batch:
 
     @property
     def title(self) -> str:
-        """What was run, for a menu: `1: gpt-tiny, 2 ranks, fp32, prefetch 1, 2 runs`."""
+        """A title for menus: `1: gpt-tiny, 2 ranks, fp32, prefetch 1, 2 runs`."""
         if not self.number:
             return f"all batches: {plural(len(self.rows), 'run')}"
         first = self.specs[0]
@@ -113,8 +111,8 @@ class Batch:
 
 
 class LabState:
-    """Choices, status, progress, batches of records, last error; `subscribe` to hear of every change. Safe to use from
-    two threads.
+    """Choices, status, progress, batches of records, last error; `subscribe` to be called after every change. Safe to
+    use from two threads.
 
     >>> state = LabState(ranks=9)
     >>> state.begin(), state.status, state.request.errors
@@ -126,7 +124,7 @@ class LabState:
         self.choices = Choices(**choices)
         self.request = check(self.choices, self.fixed)
         self.status = "idle"
-        self.progress = Progress()
+        self.progress = BatchProgress()
         self.batches: list[Batch] = []
         self.last_error: str | None = None
         self._presses = 0
@@ -150,7 +148,7 @@ class LabState:
 
     @property
     def offered(self) -> list[Batch]:
-        """The batches that have records, and behind several of them all together."""
+        """The batches that have records; after several of them, all together."""
         full = [batch for batch in self.batches if batch.records]
         together = [(spec, record) for batch in full for spec, record in zip(batch.specs, batch.records)]
         whole = Batch(0, tuple(spec for spec, _ in together), [record for _, record in together])
@@ -158,7 +156,7 @@ class LabState:
 
     @property
     def message(self) -> str:
-        """The one line under the buttons: what goes on, or how it ended and what is possible now."""
+        """The line under the buttons: what is running, or how it ended and what is possible now."""
         if self.status == "running":
             return str(self.progress)
         if self.status == "cancelling":
@@ -180,12 +178,10 @@ class LabState:
             else "not ready: see the choices marked in red"
         )
 
-    # ---- verbs of the controls and buttons
+    # ---- methods of the controls and buttons
 
     def choose(self, **changes: Any) -> None:
-        """Change choices; what does not fit is in `request.errors`. A batch that is running keeps what it was started
-        with.
-        """
+        """Change choices; errors are in `request.errors`. A running batch keeps its choices."""
         with self._told():
             self.choices = replace(self.choices, **changes)
             self.request = check(self.choices, self.fixed)
@@ -206,7 +202,7 @@ class LabState:
             self._presses += 1
             self.batches.append(Batch(self._presses, self.request.specs))
             self.status, self.last_error = "running", None
-            self.progress = Progress(runs=len(self.request.specs))
+            self.progress = BatchProgress(runs=len(self.request.specs))
             return self.request.specs
 
     def cancel(self) -> bool:
@@ -217,22 +213,22 @@ class LabState:
             self.status = "cancelling"
             return True
 
-    # ---- verbs of the run
+    # ---- methods of the run
 
     def started(self, run: int) -> None:
         """Run number `run` (from 0) of the batch begins."""
         with self._told():
             specs = self._running().specs
-            self.progress = Progress(run + 1, len(specs), label(specs[run]), 0, specs[run].total_steps)
+            self.progress = BatchProgress(run + 1, len(specs), label(specs[run]), 0, specs[run].total_steps)
 
     def stepped(self, step: int, steps: int, loss: float) -> None:
-        """The run that is going on has done `step` of its `steps`."""
+        """The current run has done `step` of its `steps`."""
         with self._told():
             self._running()
             self.progress = replace(self.progress, step=step, steps=steps, loss=loss)
 
     def recorded(self, record: RunRecord) -> None:
-        """A run ended, well or badly, and left its record."""
+        """A run ended, well or badly; keep its record."""
         with self._told():
             self._running().records.append(record)
             if record.status == "failed":
@@ -256,7 +252,7 @@ class LabState:
 
 @dataclass
 class _Told:
-    """One change: alone while it happens, and told to the observers when it is complete."""
+    """One change under the lock; the observers are called when it is complete."""
 
     lock: threading.RLock
     observers: Sequence[Callable[[], None]]

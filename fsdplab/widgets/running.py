@@ -1,8 +1,7 @@
-"""Runs a batch on a thread of its own, so that the page stays alive and Cancel is heard.
+"""Runs a batch on a separate thread, so that the page and Cancel keep working.
 
-Cancel is an exception raised where the session looks after its ranks: `run_ranks` ends all of them before it lets an
-exception pass, so when the batch has ended no process of it is left, whatever ended it. The look happens about twenty
-times a second, also while the ranks start.
+Cancel raises an exception in `on_look`, which the session calls about twenty times a second, also while ranks start:
+`run_ranks` ends all ranks before it lets an exception pass, so no process is left after a batch.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Runner:
             self._compare(specs)
         except Cancelled:
             pass
-        # whatever it was, the lab says it and can be used on; there is nobody above on this thread
+        # any error is shown in the lab, which stays usable; this thread has no caller
         except Exception as raised:
             error = _one_line(raised)
         self.state.ended(error)
@@ -91,7 +90,7 @@ class Runner:
             self.state.stepped(step, steps, loss)
 
         self.state.started(0)
-        # without this hook Cancel is heard at the next step only, not while ranks start
+        # without this hook Cancel works at the next step only, not while ranks start
         compare(specs, directory=folder, on_record=on_record, on_progress=on_progress, on_look=self._heed)
 
     def _heed(self) -> None:

@@ -1,7 +1,7 @@
-"""What stays of the lab on a page without widgets or scripts: a picture of each figure, and its words.
+"""Static forms of the lab for pages without widgets or scripts: a picture of each figure, and its alternative text.
 
-Live figures go out in plotly's own form with these beside them; the whole batch is left once more below the lab,
-folded, as an ordinary output, because the widgets' state is not saved in the notebook.
+Live figures are shown by plotly together with these; the whole batch is repeated below the lab, folded, as an ordinary
+output, because the widgets' state is not saved in the notebook.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from .tabs import EMPTY, Piece, note, pieces
 
 
 def outputs(piece: Piece) -> list[dict[str, Any]]:
-    """One piece as outputs of a notebook: a figure in three forms, and its words for those who do not see it; HTML as
-    it is.
-    """
+    """One piece as outputs of a notebook: a figure in three forms with its alternative text; HTML unchanged."""
     if isinstance(piece, str):
         return [_output({"text/html": piece})]
     words = alt_text(piece)
@@ -46,9 +44,7 @@ _UNSEEN = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inse
 
 @dataclass(frozen=True, repr=False)
 class Still:
-    """A batch as it stays in the saved notebook:
-    one line, and folded below it the table with its figure, and memory.
-    """
+    """A batch in the saved notebook: one line, and folded below it the table with its figure, and memory."""
 
     batch: Batch | None = None
 

@@ -1,8 +1,7 @@
-"""The view of the strategy lab: controls, Run and Cancel, and the tabs with what came out.
+"""The view of the strategy lab: controls, Run and Cancel, and the tabs of results.
 
-Everything it knows is in `state`, everything it starts is in `runner`; this file only lays out and redraws. A tab is
-filled when it is looked at and emptied when it is left: plotly measures the place that it draws into, and what is
-hidden has no size, now or when it comes back.
+The state is in `state`, runs are in `runner`; this file only lays out and redraws. A tab is filled when opened and
+emptied when left: plotly measures the area that it draws into, and a hidden one has no size.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ Wanted = tuple[tuple[int, int] | None, int | None]  # a batch's number and count
 
 @dataclass
 class _Shown:
-    """What the page shows of which runs: the tab that is filled, and what was drawn for it and for others before."""
+    """The tab that is filled and its runs, and what was drawn for it and others before."""
 
     runs: tuple[int, int] | None = None
     filled: tuple[str, Wanted] | None = None
@@ -93,9 +92,7 @@ class StrategyLab:
         return batch.rows if batch else []
 
     def run(self, timeout: float | None = None) -> list[RunRecord]:
-        """Press Run and wait, as a notebook that nobody watches does; the records. RuntimeError says why there are
-        none.
-        """
+        """Press Run, wait, and return the records, for unattended notebooks. RuntimeError says why there are none."""
         if not self.runner.start() or not self.runner.wait(timeout) or self.state.status == "failed":
             raise RuntimeError(self.state.message)
         return self.records
@@ -188,7 +185,7 @@ class StrategyLab:
             self._offer(self.run_menu, options, options[-1][1] if options else None)
 
     def _offer(self, menu: ipywidgets.Dropdown, options: list[tuple[str, int]], value: int | None) -> None:
-        """New options in a menu; nobody picked one, so nothing is drawn for those that it passes through."""
+        """Set a menu's options without drawing for intermediate values."""
         self._offering = True
         menu.options = options
         menu.value = value
@@ -199,7 +196,7 @@ class StrategyLab:
             self._draw()
 
     def _draw(self) -> None:
-        """Fill the tab that is looked at, unless it already shows this; two threads may ask for it at once."""
+        """Fill the open tab, unless it already shows this; two threads may call it at once."""
         with self._drawing:
             tab, batch = list(TABS)[self.tabs.selected_index or 0], self._batch
             shown = (batch.number, len(batch.records)) if batch else None
@@ -212,7 +209,7 @@ class StrategyLab:
             self._fill(tab, (shown, self.run_menu.value if tab in OF_ONE_RUN else None))
 
     def _fill(self, tab: str, wanted: Wanted) -> None:
-        """Put what is wanted into the tab, drawn before or now, and nothing into the others."""
+        """Fill the tab, from what was drawn before or now, and empty the others."""
         if self._shown.filled == (tab, wanted):
             return
         for name, place in self.outputs.items():

@@ -1,6 +1,6 @@
-"""What each tab of the strategy lab shows: pure functions from records to pieces of a page, with no widget in them.
+"""The content of each tab of the strategy lab: pure functions from records to pieces of a page, without widgets.
 
-A piece is a plotly figure or a text of HTML. A figure that has nothing to draw from says so in one line, in its place.
+A piece is a plotly figure or HTML. A figure without data is replaced by one line that says so.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def pieces(tab: str, batch: Batch | None, chosen: int = 0) -> list[Piece]:
 
 
 def note(words: str) -> str:
-    """One line in the place of something that cannot be shown."""
+    """One line in place of a missing figure."""
     return f"<p style='opacity:.75;margin:12px 4px'>{escape(words)}</p>"
 
 
 def table(runs: Sequence[RunView]) -> str:
-    """The comparison as HTML: one row a run, verdicts in colour, and under it what was real."""
+    """The comparison as HTML: one row a run, verdicts in colour, and the provenance below."""
     real = "<br>".join(f"<b>{word}</b>: {escape(what)}" for word, what in provenance(list(runs)))
     small = f"<p style='font-size:13px;opacity:.8;margin:6px 10px'>{escape(LEGEND)}.<br>{real}</p>"
     return f"<div style='overflow-x:auto'>{comparison_table(runs, _LOOK, caption='')}</div>{small}"
@@ -78,12 +78,12 @@ def _failures(batch: Batch) -> list[Piece]:
 
 
 def _drawn(name: str, data: RunRecord | list[RunRecord]) -> Piece:
-    """A figure of `fsdplab.figures`, or the line that says why it has nothing to draw."""
+    """A figure of `fsdplab.figures`, or one line with the reason why there is none."""
     try:
         return getattr(figures, name)(data)
     except ValueError as reason:
         return note(str(reason))
-    except Exception as bug:  # a fault in one figure must neither empty the page nor end the run that goes on behind it
+    except Exception as bug:  # an error in one figure must neither empty the page nor end the current run
         return note(f"{name} {FAULT} ({type(bug).__name__}: {bug})")
 
 

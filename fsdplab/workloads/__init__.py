@@ -1,4 +1,4 @@
-"""What is trained: models, their published shapes, and text to train them on."""
+"""Models, their published shapes, and text to train them on."""
 
 from __future__ import annotations
 

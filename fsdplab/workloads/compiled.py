@@ -1,6 +1,6 @@
-"""Compiled blocks: each transformer block's forward becomes one graph, whoever shards the block afterwards.
+"""Compiled blocks: each transformer block's forward becomes one graph, whatever engine shards it afterwards.
 
-The class of a block is exchanged for a subclass whose `forward` is compiled. Engines hang their hooks on the module, so
+The class of a block is replaced by a subclass whose `forward` is compiled. Engines hang their hooks on the module, so
 gathering, dropping and recomputing stay outside of the graph, and parameters keep their names (`torch.compile(block)`
 puts `_orig_mod.` into them). One compiled function serves all blocks of a class: parameters are inputs of the graph.
 """
@@ -46,9 +46,7 @@ def _compiled(kind: type[nn.Module], backend: str) -> type[nn.Module]:
 
 
 def missing_compiler(device_type: str) -> str | None:
-    """What `torch.compile` lacks here to make machine code for `device_type`, in words; None where nothing is known to
-    be missing.
-    """
+    """What `torch.compile` lacks here for `device_type`; None where nothing is known to be missing."""
     if device_type == "cpu":
         found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
         return None if found else "a C++ compiler (g++)"

@@ -1,7 +1,6 @@
-"""The shape of a model, before there is a model.
+"""The shape of a model: everything that follows from it by arithmetic, without a tensor.
 
-Planning asks about 405 billion parameters on a laptop, so everything that follows from the shape alone (is it
-possible at all, how many parameters has it) is answered here by arithmetic, without a tensor.
+So planning works for 405 billion parameters on a laptop.
 
 Letters used by the models:  B batch, T tokens, C width, H query heads, K key/value heads, D = C / H head width.
 """

@@ -13,7 +13,7 @@ from .config import ModelConfig
 
 
 class GPTFeedForward(nn.Module):
-    """Widen, bend, narrow. [B, T, C] -> [B, T, C]"""
+    """Linear, GELU, linear. [B, T, C] -> [B, T, C]"""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

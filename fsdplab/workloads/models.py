@@ -113,7 +113,7 @@ def _fill(parameter: nn.Parameter, value: Tensor) -> None:
     if not isinstance(parameter, DTensor):
         parameter.copy_(value)
         return
-    # src_data_rank=None: every rank has the whole value, so each cuts its own slice and nothing is sent.
+    # src_data_rank=None: every rank has the whole value, so each takes its own slice and nothing is sent.
     local = parameter.to_local()
     sliced = distribute_tensor(value.to(local.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
     local.copy_(sliced.to_local())

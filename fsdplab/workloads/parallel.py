@@ -1,7 +1,7 @@
 """Two ways to cut a model before it is sharded: across a layer (tensor parallel) and between layers (pipeline stages).
 
-Neither changes a parameter's name or its initial values, so a cut model still has its unsharded twin, and its
-checkpoint still is the whole model's.
+Neither changes a parameter's name or its initial values, so a cut model still has an unsharded twin, and the whole
+model's checkpoint fits it.
 
 Tensor parallel: a block's first projections keep some output channels each (columns), the last one the matching input
 channels (rows), so that a block needs one sum over the ranks per projection back into the residual stream.

@@ -2,8 +2,8 @@
 
 The lab presets read bytes (vocabulary 256), so model state dominates their memory as it does in the large ones. Those
 for one GPU (0.3 to 3 billion parameters, heads 128 wide, vocabulary of Llama 2) are no published models, but have their
-proportions. The published presets have exactly the parameter counts of their papers and checkpoints; nobody trains them
-here: they are built on the meta device, where a tensor has a shape and no memory.
+proportions. The published presets have exactly the parameter counts of their papers and checkpoints; they are not
+trained here, but built on the meta device, where a tensor has a shape and no memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How tokens find their experts: sorted by expert, exchanged between ranks, and put back in place.
 
-Everything is a permutation or a split, chosen by stable sorting, so the same tokens always travel in the same order.
+Everything is a permutation or a split, chosen by stable sorting, so the same tokens are always sent in the same order.
 
 Letters: N tokens, K experts per token, E experts, C width, L = E / n experts a rank, R rows that a rank receives.
 """
@@ -54,9 +54,7 @@ Experts = Callable[[Tensor, list[int]], Tensor]
 
 
 def dispatch(rows: Tensor, routing: Routing, experts: Experts, group: dist.ProcessGroup | None) -> Tensor:
-    """Have `rows` [N K, C], sorted by expert, worked on where their experts are; the answers come back in the same
-    order.
-    """
+    """Send `rows` [N K, C], sorted by expert, to their experts; the results come back in the same order."""
     if group is None:
         return experts(rows, routing.counts.tolist())
     ranks = group.size()

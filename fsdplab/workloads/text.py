@@ -1,7 +1,7 @@
-"""Real text without a download: bytes are the tokens, and every Python brings megabytes of them, its own sources.
+"""Real text without a download: the sources of Python's standard library, one token a byte.
 
-A batch is a pure function of (seed, split, step, rank, micro-batch), so anybody can replay what any rank saw: the
-unsharded twin does, and so does a run resumed at another step.
+A batch is a pure function of (seed, split, step, rank, micro-batch), so the batches of any rank can be repeated: by the
+unsharded twin, or by a run resumed at another step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ByteText:
     90
     """
 
-    source: str  # where it came from, in words
+    source: str  # its origin, for messages
     data: Tensor  # uint8 [bytes]
 
     @classmethod
@@ -101,11 +101,11 @@ class ByteText:
         self, step: int, rank: int, world_size: int, batch_size: int, sequence_length: int,
         micro_batch: int = 0, seed: int = 0, split: str = "train",
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """What `rank` reads at `step`: (tokens, targets), int64 [batch_size, sequence_length], targets one byte further
-        on.
+        """The batch of `rank` at `step`: (tokens, targets), int64 [batch_size, sequence_length], targets one byte
+        further on.
 
-        The world size is checked against the rank and changes nothing else: rank 1 of 2 reads what rank 1 of 4 reads.
-        A text too short for one sequence raises `TextError`.
+        The world size is checked against the rank and changes nothing else: rank 1 of 2 reads what rank 1 of 4 reads. A
+        text too short for one sequence raises `TextError`.
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be from 0 to world_size - 1 = {world_size - 1}, got {rank}")

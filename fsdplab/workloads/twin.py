@@ -1,7 +1,7 @@
 """The unsharded twin: one process that computes what all ranks together must compute.
 
 It replays each rank's micro-batches in rank order, sums the ranks' gradients in that order and divides by their number.
-A twin on the full batch would not do: it rounds differently, and ten Adam steps amplify the rounding to 2e-5.
+A twin on the full batch would differ: it rounds differently, and ten Adam steps amplify the rounding to 2e-5.
 """
 
 from __future__ import annotations

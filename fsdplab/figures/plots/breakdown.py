@@ -1,8 +1,7 @@
-"""Where a step's time goes: compute alone, compute with communication under it, communication alone (exposed), and the
-rest.
+"""A step's time: computing alone, overlapped with communication, exposed communication, and the rest.
 
-The four parts sum to the step, because they are one partition of it. A high overlap alone buys nothing on a busy CPU,
-so compute inflation stands beside it wherever a run of the same work without communication is among the runs.
+The four parts sum to the step, because they are one partition of it. A high overlap alone gains nothing on a busy CPU,
+so compute inflation is shown too if a run of the same work without communication is among the runs.
 """
 
 from __future__ import annotations
@@ -64,15 +63,15 @@ def compute_inflation(shown: dict[str, RunRecord]) -> dict[str, float]:
     `{"full_shard": 1.25}` says that its compute took a quarter longer than on a rank that sends nothing.
     """
     splits = _splits(shown)
-    quiet = [name for name, split in splits.items() if not split["overlapped_ns"] + split["exposed_ns"]]
+    idle = [name for name, split in splits.items() if not split["overlapped_ns"] + split["exposed_ns"]]
     partner = {
-        name: next((other for other in quiet if other != name and _work(shown[other]) == _work(run)), None)
+        name: next((other for other in idle if other != name and _work(shown[other]) == _work(run)), None)
         for name, run in shown.items()
     }
     return {
         name: splits[name]["compute_ns"] / splits[other]["compute_ns"]
         for name, other in partner.items()
-        if other and name not in quiet
+        if other and name not in idle
     }
 
 
@@ -86,7 +85,7 @@ def _work(run: RunRecord) -> list[Any]:
 
 
 def _segment(part: str, parts: dict[str, Row]) -> go.Bar:
-    """One part of every run's step, with its number where there is room."""
+    """One part of every run's step, with its number where it fits."""
     widest = max(split["step_ns"] for split in parts.values())
     spans = [split[COLUMN[part]] for split in parts.values()]
     return go.Bar(
@@ -100,7 +99,7 @@ def _segment(part: str, parts: dict[str, Row]) -> go.Bar:
 
 
 def _total(figure: go.Figure, name: str, split: Row, inflation: float | None) -> None:
-    """At the bar's end: the step, the overlap, and what compute paid for it."""
+    """At the bar's end: the step, the overlap, and the compute inflation."""
     communication = split["overlapped_ns"] + split["exposed_ns"]
     words = f"{percent(split['overlapped_ns'], communication)} hidden" if communication else "no communication"
     words += f", compute ×{inflation:.2f}" if inflation else ""

@@ -1,4 +1,4 @@
-"""Where communication is exposed: every unit's collectives, in ms, with the cause where it can be told."""
+"""Exposed communication: every unit's collectives, in ms, with the cause where it is known."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fsdplab.records import RunRecord
 
 _PHASES = ("forward", "backward", "optimizer", "")
 _CAUSES = {"hidden": "", "unknown": ""}
-MOST_ROWS = 90  # units that a page has room for; of more, those that matter most are drawn
+MOST_ROWS = 90  # units that fit on a page; of more, those with most exposed time are drawn
 
 Cell = tuple[float, float, str]  # exposed and communication in ms a step, and the usual cause
 
@@ -63,12 +63,12 @@ def exposed_heatmap(record: RunRecord) -> go.Figure:
 
 
 def foremost(weights: dict[str, float]) -> list[str]:
-    """The units of most weight, as many as a page has room for: all of them up to 90."""
+    """The units of most weight, as many as fit on a page: all of them up to 90."""
     return sorted(weights, key=lambda unit: -abs(weights[unit]))[:MOST_ROWS]
 
 
 def few_words(drawn: list[str], found: set[str]) -> str:
-    """What the subtitle says of units left out; nothing where none was: `"the 90 foremost of 224 units"`."""
+    """The subtitle's text on units left out; empty where none was: `"the 90 foremost of 224 units"`."""
     return f"the {len(drawn)} foremost of {len(found)} units" if len(drawn) < len(found) else ""
 
 

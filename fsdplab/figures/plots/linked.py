@@ -1,7 +1,7 @@
-"""One time cursor over three views of one step: what each rank did, what its memory held, which units were whole.
+"""One time cursor over three views of one step: each rank's timeline, its memory, and the gathered units.
 
-All views share one clock axis: hover draws the cursor through all of them, `linked_at` puts it at an instant and adds
-the map of slices there. The step is the one whose memory was measured.
+All views share one time axis: hover draws the cursor through all of them, `linked_at` puts it at an instant and adds
+the map of slices. The step is the one whose memory was measured.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from fsdplab.figures.plots.shard_map import (
     Lives,
     cells,
     finding,
-    in_words,
+    hover_text,
     lives,
     memory_starts,
     rank_axis,
     unit_axis,
 )
 from fsdplab.figures.plots.timeline import HEIGHTS, Lanes, lanes_of, phase_line, phases, step_marks, step_start
-from fsdplab.figures.plots.timeline_bars import Mark, bars, merge_words, thin
+from fsdplab.figures.plots.timeline_bars import Mark, bars, downsample, merge_words
 from fsdplab.figures.profile_data import MS, Row, conditions, label, rows_of, short_unit, timeline_of
 from fsdplab.figures.style import LANE_COLOURS, titled
 from fsdplab.records import CATEGORIES, RunRecord
 
-MARKS = 1_800  # of the timeline and of the lives each: with the memory's edges, at most about 5,000
+MARKS = 1_800  # of the timeline and of the units' states each: with the memory's edges, at most about 5,000
 _CURSOR = "#d0105a"
-_LANES = 120  # of lives: above it neighbouring units share a lane
+_LANES = 120  # of units' states: above it neighbouring units share a lane
 _GAP = 34  # pixels between two panels
 _LEGEND_ROW = 22  # pixels of a row of the legend, which has four names or more where a notebook's width is given
 _STATE_COLOURS = {
@@ -40,7 +40,7 @@ _STATE_COLOURS = {
 
 
 def linked_view(record: RunRecord) -> go.Figure:
-    """The memory step on one clock: rank timeline, memory of the worst rank by category (MB), and the units' lives on
+    """The memory step on one clock: rank timeline, memory of the worst rank by category (MB), and the units' states on
     every rank.
 
     Needs `timeline`, `memory` and `life` of that step (ValueError with the remedy). Hover shows the cursor in all
@@ -132,7 +132,7 @@ def _memory_bands(memory: list[Row], life: Lives) -> list[go.Scatter]:
 
 
 def _life_bars(life: Lives, end: float, limit: int) -> list[go.Bar]:
-    """A thin lane a rank and unit: pale while the unit is on its way, blue while it is whole."""
+    """A narrow lane for each rank and unit: pale while the unit is gathered, blue while it is whole."""
     marks, every = [], sharing(life)
     for place, (rank, unit) in enumerate((rank, unit) for rank in life.ranks for unit in life.units):
         row = place // every
@@ -140,8 +140,8 @@ def _life_bars(life: Lives, end: float, limit: int) -> list[go.Bar]:
         ends = [since for since, _ in states[1:]] + [life.length]
         for (since, state), until in zip(states, ends):
             if state != "sharded" and until > since:
-                marks.append(Mark(state, row + 0.5, since / MS, until / MS, f" · {in_words(rank, unit, state)}"))
-    drawn, _ = thin(marks, limit)
+                marks.append(Mark(state, row + 0.5, since / MS, until / MS, f" · {hover_text(rank, unit, state)}"))
+    drawn, _ = downsample(marks, limit)
     return [trace.update(showlegend=True) for trace in bars(drawn, _STATE_COLOURS, {}, end, yaxis="y3")]
 
 
@@ -191,7 +191,7 @@ def _axes(figure: go.Figure, heights: list[int], life: Lives, lanes: Lanes, end:
 
 
 def _life_axis(life: Lives) -> dict[str, Any]:
-    """Lanes of units, named where there is room: every unit of a few, else every rank."""
+    """Lanes of units, labelled where space allows: every unit of a few, else every rank."""
     count = len(life.ranks) * len(life.units)
     named = [
         (f"<b>rank {rank}</b>  " if not place else "") + short_unit(unit)
@@ -238,5 +238,5 @@ def _finding(record: RunRecord, life: Lives, memory: list[Row], at_ns: float | N
         f"{label(record)}: rank {top['rank']} peaks at {size(_total(top))} after {at}, when {len(whole)} of"
         f" {len(life.units)} units are gathered"
     )
-    words = f"Timeline, memory and units' lives of one step on one clock. {title}: {', '.join(whole) or 'none'}."
+    words = f"Timeline, memory and units' states of one step on one clock. {title}: {', '.join(whole) or 'none'}."
     return title, words

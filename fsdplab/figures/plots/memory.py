@@ -1,4 +1,4 @@
-"""Where memory goes: the peak of each run split by category, and one rank's memory through a step."""
+"""Memory by category: the peak of each run, and one rank's memory through a step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def memory_by_category(runs: Runs) -> go.Figure:
     widest = max(*(run.known_peak for run in shown), *cards, 0) / MB
     figure.update_xaxes(range=[0, 1.3 * widest])
     for run in shown:
-        _total_label(figure, run, room=0.1 * widest)
+        _total_label(figure, run, margin=0.1 * widest)
     for card in cards:
         _card_line(figure, card, emulated=any(run.card_emulated for run in shown))
     return titled(figure, _finding(shown), _conditions(shown), _alt(shown), height=260 + 52 * len(shown))
@@ -40,7 +40,7 @@ def _present(shown: list[RunView]) -> list[str]:
 
 
 def _unsplit(run: RunView) -> int:
-    """Bytes of the peak that no category accounts for: all of a peer engine's that cannot be told apart."""
+    """Bytes of the peak that no category accounts for: all of a peer engine's if unknown."""
     return max(0, run.known_peak - sum(run.split.values()))
 
 
@@ -62,13 +62,13 @@ def _category_bar(shown: list[RunView], name: str) -> go.Bar:
     )
 
 
-def _total_label(figure: go.Figure, run: RunView, room: float) -> None:
-    """The total at the bar's end, in the alarm colour where the card is exceeded; `room` (MB) keeps it off the card
+def _total_label(figure: go.Figure, run: RunView, margin: float) -> None:
+    """The total at the bar's end, in the alarm colour where the card is exceeded; `margin` (MB) keeps it off the card
     line.
     """
     end, card = run.known_peak / MB, (run.card or 0) / MB
     figure.add_annotation(
-        x=card if 0 <= card - end < room else end,
+        x=card if 0 <= card - end < margin else end,
         y=run.label,
         text=f"<b>{size(run.peak)}</b>" + (" · out of memory" if run.over_card else ""),
         font=dict(color=ALARM) if run.over_card else None,
@@ -84,7 +84,7 @@ def _cards(shown: list[RunView]) -> list[int]:
 
 
 def _far(card: int, shown: list[RunView]) -> bool:
-    """Whether a card is so large beside the runs that drawing it would squeeze the bars into the margin."""
+    """Whether a card is so much larger than the runs that the bars would become too small."""
     return card > 2.5 * max(run.known_peak for run in shown)
 
 
@@ -106,7 +106,7 @@ def _card_line(figure: go.Figure, card: int, emulated: bool) -> None:
 
 
 def _finding(shown: list[RunView]) -> str:
-    """The title: who exceeds the card, who fits."""
+    """The title: which runs exceed the card, which fit."""
     over = [run for run in shown if run.over_card]
     low = min(shown, key=lambda run: run.known_peak)
     if over and len(over) < len(shown):
@@ -140,7 +140,7 @@ def _conditions(shown: list[RunView]) -> str:
 
 
 def _alt(shown: list[RunView]) -> str:
-    """The bars in words: each run's total and its largest category."""
+    """The alternative text: each run's total and its largest category."""
     parts = []
     for run in shown:
         largest = max(run.split, key=lambda name: run.split[name]) if any(run.split.values()) else None

@@ -1,6 +1,6 @@
 """Which runs are worth choosing: peak memory against step time, where less of both is better.
 
-A run is on the front if no other needs less memory without being slower. What lies off the front has no reason left.
+A run is on the front if no other needs less memory without being slower. Other runs are not worth choosing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def front(runs: Sequence[RunView]) -> list[RunView]:
 
 
 def _ranges(drawn: list[RunView]) -> Ranges:
-    """Both axes from zero, with room for the bubbles and their labels."""
+    """Both axes from zero, with space for the bubbles and their labels."""
     return [0, 1.3 * max(run.known_peak for run in drawn) / MB], [0, 1.3e3 * max(run.known_step for run in drawn)]
 
 

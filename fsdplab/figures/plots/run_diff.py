@@ -1,6 +1,4 @@
-"""Two runs, unit by unit: where the second communicates more or less, where it is exposed more or less, what it keeps
-gathered.
-"""
+"""Two runs compared unit by unit: communication, exposed time and gathered memory."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ PANELS = {
 
 def difference(a: RunRecord, b: RunRecord) -> go.Figure:
     """Bars of b minus a for every unit and phase: communication and exposed time in ms a step, and mean gathered memory
-    in MB where both tell.
+    in MB where both have it.
 
     Both records need an `exposed` table (ValueError with the remedy). A unit that one of them lacks counts as zero
     there; 2.0 ms in a and 0.5 ms in b is -1.5.
@@ -56,7 +54,7 @@ def difference(a: RunRecord, b: RunRecord) -> go.Figure:
 
 
 def names_of(a: RunRecord, b: RunRecord) -> tuple[str, str]:
-    """The runs' labels, or only what tells them apart where they have one name: `("prefetch 0", "prefetch 1")`."""
+    """The runs' labels, or only their difference where they have one name: `("prefetch 0", "prefetch 1")`."""
     first, second = views([a, b])
     namesakes = first.note and second.note
     return (first.note, second.note) if namesakes else (first.label, second.label)
@@ -77,7 +75,7 @@ def spent(record: RunRecord) -> dict[UnitPhase, dict[str, float]]:
 
 def gathered_memory(record: RunRecord) -> dict[UnitPhase, float]:
     """Mean bytes that each unit's gathered parameters hold over a step, by the phase that gathered them; empty where
-    the record does not tell.
+    unknown.
 
     A unit of 8 MB that is unsharded for a quarter of the step holds 2 MB on average. From `life`, the ledger's gathers,
     and the steps' length.
@@ -140,13 +138,14 @@ def _signed(value: float) -> str:
 
 
 def _axis(figure: go.Figure, place: int, panels: int, title: str, changes: dict[UnitPhase, float]) -> None:
-    """A panel's axis: its third or half of the width, with room for the numbers at the bars' ends."""
+    """A panel's axis: its third or half of the width, with space for the numbers at the bars' ends."""
     low, high = min(0, *changes.values(), 0), max(0, *changes.values(), 0)
-    room = 0.22 * (high - low) or 1
+    margin = 0.22 * (high - low) or 1
     layout = {"xaxis" + (str(place + 1) if place else ""): dict(
         domain=[place / panels + 0.03 * (place > 0), (place + 1) / panels], anchor="y", title_text=title,
         title_font_size=15,
-        range=[low - room * (low < 0 or not high), high + room * (high > 0 or not low)], zeroline=True, zerolinewidth=2,
+        range=[low - margin * (low < 0 or not high), high + margin * (high > 0 or not low)],
+        zeroline=True, zerolinewidth=2,
         zerolinecolor="#808488",
     )}  # fmt: skip
     figure.update_layout(layout)

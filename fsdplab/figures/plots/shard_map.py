@@ -1,6 +1,4 @@
-"""Which slice lives where: every rank keeps 1/n of every unit,
-and gathers the rest for as long as it computes with it.
-"""
+"""The map of slices: every rank keeps 1/n of every unit, and gathers the rest while it computes with it."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ _MOST_CELLS = 1_500  # above it only the first ranks are drawn
 
 @dataclass(frozen=True)
 class Lives:
-    """One step's life of every unit on every rank, on a clock in ns from the step's begin.
+    """The states of every unit on every rank in one step, in ns since the step began.
 
     `states[rank, unit]` is a list of (since, state), the first at 0: `[(0, "sharded"), (1_000, "unsharding"), (5_000,
     "unsharded")]`.
@@ -42,7 +40,7 @@ class Lives:
 
     @property
     def shown(self) -> list[int]:
-        """The ranks that a map has room for: all, or the first of them where units times ranks are very many."""
+        """The ranks that fit on a map: all, or the first of them where units times ranks are very many."""
         return self.ranks[: max(1, _MOST_CELLS // len(self.units))]
 
     def at(self, at_ns: float) -> dict[tuple[int, str], str]:
@@ -51,9 +49,7 @@ class Lives:
 
 
 def lives(record: RunRecord) -> Lives:
-    """The life of the memory step, or of the first step that has one; ValueError with the remedy where the record has
-    none.
-    """
+    """The states in the memory step, or in the first step that has them; ValueError with the remedy without any."""
     rows = rows_of(record, "life")
     measured = {row["step"] for row in record.table("memory")}
     step = min((row["step"] for row in rows if row["step"] in measured), default=min(row["step"] for row in rows))
@@ -84,8 +80,8 @@ def memory_starts(record: RunRecord) -> dict[int, int]:
     return {int(rank): int(begin) for rank, begin in pairs if begin is not None}
 
 
-def in_words(rank: int, unit: str, state: str) -> str:
-    """What a unit is on a rank, and where in the engine it became so: "rank 0, blocks.3: unsharding (start_unshard,
+def hover_text(rank: int, unit: str, state: str) -> str:
+    """A unit's state on a rank, and the engine's method that set it: "rank 0, blocks.3: unsharding (start_unshard,
     unit.py line 148)".
     """
     method = _ENTERED_BY[state]
@@ -127,7 +123,7 @@ def slice_map(record: RunRecord, at_ns: float) -> go.Figure:
 
 
 def cells(life: Lives, at_ns: float, xaxis: str = "x", yaxis: str = "y") -> list[go.Bar]:
-    """The cells' fillings as bars: own slices, what is gathered, what is on its way. A unit is 0.9 wide."""
+    """The cells' fillings as bars: own slices, gathered slices, slices on their way. A unit is 0.9 wide."""
     state = {key: name for key, name in life.at(at_ns).items() if key[0] in life.shown}
     filled = {"own slice": list(state), "gathered from the other ranks": [], "on its way": []}
     filled["gathered from the other ranks"] = [key for key in state if state[key] == "unsharded"]
@@ -137,7 +133,7 @@ def cells(life: Lives, at_ns: float, xaxis: str = "x", yaxis: str = "y") -> list
 
 
 def _outline(life: Lives, xaxis: str, yaxis: str) -> list[go.Bar]:
-    """The empty cells, so that what is not there can be seen."""
+    """The empty cells, so that missing slices can be seen."""
     places = [(life.units.index(unit) - 0.45, rank) for rank in life.shown for unit in life.units]
     return [
         go.Bar(
@@ -159,7 +155,7 @@ def _filling(
         base=[life.units.index(unit) - 0.45 + (share * life.ranks.index(rank) if own else 0) for rank, unit in keys],
         x=[share if own else 0.9 for _ in keys], y=[life.ranks.index(rank) for rank, _ in keys],
         marker=dict(color=SLICE_COLOURS[name], line=dict(color=EDGE, width=1)),
-        hovertext=[in_words(rank, unit, state[rank, unit]) for rank, unit in keys],
+        hovertext=[hover_text(rank, unit, state[rank, unit]) for rank, unit in keys],
         hovertemplate="%{hovertext}<extra></extra>",
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""How long a step takes: the median of every run, its fastest step, and the tokens that gives per second."""
+"""Step times: the median of every run, its fastest step, and tokens per second."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Who keeps the others waiting: how much later than the first rank each rank issued each collective.
+"""Stragglers: how much later than the first rank each rank issued each collective.
 
 A collective cannot begin before its last rank has issued it, so a late rank is every rank's exposed time. On an
-emulated link a row of the ledger begins when the link takes the collective up, for all ranks at once; there, a gather's
+emulated link a row of the ledger begins when the link starts the collective, for all ranks at once; there, a gather's
 issue is read from the units' states and a reduction's from the end of the unit's backward.
 """
 
@@ -70,7 +70,7 @@ def straggler_map(record: RunRecord) -> go.Figure:
 
 
 def issues(record: RunRecord, rows: list[Row]) -> tuple[dict[Key, dict[int, int]], str]:
-    """({collective: {rank: when it issued, ns}}, how that is known)."""
+    """({collective: {rank: when it issued, ns}}, the source of these times)."""
     steps = {row["step"] for row in rows}
     # copies on the host are no collectives
     travel = [row for row in rows if row["lane"] in COLLECTIVES and row["name"] == row["lane"]]
@@ -139,13 +139,13 @@ def _heat(late: dict[int, list[float]], columns: list[str], most: float, numbers
 
 
 def _alike_ms(record: RunRecord) -> float:
-    """Lateness in ms that is none."""
+    """Lateness in ms that is ignored."""
     split = breakdown_of(record)
     return _ALIKE * split["step_ns"] / MS if split else 0.0
 
 
 def _finding(record: RunRecord, late: dict[int, list[float]]) -> str:
-    """The title: who is late, by how much and how often; or that nobody is."""
+    """The title: which rank is late, by how much and how often; or that none is."""
     mean = {rank: statistics.fmean(values) for rank, values in late.items()}
     slow = max(mean, key=lambda rank: mean[rank])
     if mean[slow] <= _alike_ms(record):

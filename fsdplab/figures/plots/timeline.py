@@ -1,6 +1,4 @@
-"""What every rank did through one step: compute and collectives on one clock, and a red strip where communication was
-exposed.
-"""
+"""The timeline of one step on every rank: computing and collectives on one clock, exposed communication in red."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from typing import Any
 
 from fsdplab.common.words import plural
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.plots.timeline_bars import LIMIT, Mark, bars, merge_words, thin
+from fsdplab.figures.plots.timeline_bars import LIMIT, Mark, bars, downsample, merge_words
 from fsdplab.figures.profile_data import (
     COLLECTIVES,
     MS,
@@ -38,7 +36,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Lanes:
-    """Where each rank's lanes lie, from the top down: `middle[rank, lane]` on an axis that ends at `bottom`."""
+    """The position of each rank's lanes, from the top down: `middle[rank, lane]` on an axis that ends at `bottom`."""
 
     middle: dict[tuple[int, str], float]
     bottom: float
@@ -106,7 +104,7 @@ def _ranks(rows: list[Row]) -> set[int]:
 def step_marks(rows: list[Row], lanes: Lanes, origin: int, limit: int) -> tuple[list[Mark], int, float]:
     """(marks, how many intervals there were, the window in ms within which neighbours were merged)."""
     marks = [_mark(row, lanes, origin) for row in rows if (row["rank"], row["lane"]) in lanes.middle]
-    drawn, window = thin(marks, limit)
+    drawn, window = downsample(marks, limit)
     return drawn, len(marks), window
 
 
@@ -159,7 +157,7 @@ def phase_line(figure: go.Figure, begin: float, name: str, late: bool, bottom: f
 
 
 def _finding(record: RunRecord, step: int, rows: list[Row]) -> tuple[str, str]:
-    """(title, the same in words for the alternative text): how much of the step is exposed, and where most."""
+    """(title, the alternative text): how much of the step is exposed, and where most."""
     split = breakdown_of(record, step)
     if split is None:
         exposed = sum(row["end_ns"] - row["start_ns"] for row in rows if row["lane"] == "exposed") / len(_ranks(rows))

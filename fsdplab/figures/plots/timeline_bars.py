@@ -1,6 +1,6 @@
-"""Bars on a clock: intervals as marks, few enough for a browser, labelled where there is room.
+"""Bars on a time axis: intervals as marks, few enough for a browser, labelled where space allows.
 
-A step of a large model has tens of thousands of intervals; a browser draws about five thousand at ease. Above that,
+A step of a large model has tens of thousands of intervals; a browser draws about five thousand quickly. Above that,
 neighbours that lie within the same small window become one mark that says how many it holds.
 """
 
@@ -32,11 +32,11 @@ class Mark:
 
     @property
     def hover(self) -> str:
-        """What the bar is, how long it took."""
+        """The bar's name and duration."""
         return f"{self.name.removeprefix(' · ')}<br>{seconds((self.busy or self.end - self.start) / 1e3)}"
 
 
-def thin(marks: list[Mark], limit: int = LIMIT) -> tuple[list[Mark], float]:
+def downsample(marks: list[Mark], limit: int = LIMIT) -> tuple[list[Mark], float]:
     """(at most `limit` marks, the window in ms within which neighbours were merged; 0 where none was).
 
     Marks merge only with neighbours of the same lane and group, the smallest first.
@@ -83,7 +83,7 @@ def _joined(run: list[Mark]) -> Mark:
 
 
 def merge_words(found: int, drawn: int, window: float) -> str:
-    """What the subtitle says of merged marks; nothing where none was merged."""
+    """The subtitle's text on merged marks; empty where none was merged."""
     return (
         f"{found:,} intervals drawn as {drawn:,} marks (neighbours within {seconds(window / 1e3)} are one)"
         if window

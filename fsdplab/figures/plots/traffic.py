@@ -1,4 +1,4 @@
-"""What travelled: the ledger's bytes of one step beside the formula's."""
+"""The ledger's bytes of one step, compared with the formula's."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Who lived at which address, and from when to when: allocator events made into blocks with a birth and a death.
+"""Lifetimes of memory blocks, from an allocator's events.
 
-Pure bookkeeping over hand-writable lists, because an allocator's log is never complete. Addresses are reused; storages
-that were there before profiling began die without a size; a few are freed on threads that the profiler does not see.
-The rules are few:
+Pure functions over lists, because an allocator's log is never complete. Addresses are reused; storages allocated before
+profiling are freed without a size; a few are freed on threads that the profiler does not see. The rules are few:
 
 - a storage that lies inside another one is the same memory, and is counted once;
 - a new block over the address of a live one proves that the old one is gone (an unseen free, counted);
-- a free of an address where nothing lives changes nothing (an unknown free, counted).
+- a free of an address where nothing lifetimes changes nothing (an unknown free, counted).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ NEVER = 2**62
 
 @dataclass(frozen=True)
 class Storage:
-    """Memory that was alive when profiling began; `gone_ns` is when its owner was seen to let it go, if it did."""
+    """Memory that was alive when profiling began; `gone_ns`: when it was freed, if that was seen."""
 
     pointer: int
     nbytes: int
@@ -32,8 +31,8 @@ class Storage:
 
 @dataclass(frozen=True)
 class AllocatorEvent:
-    """One event of an allocator: `nbytes` is positive for an allocation and negative for a free.
-    "" = not told apart.
+    """One event of an allocator: `nbytes` is positive for an allocation and negative for a free; an empty category is
+    unknown.
     """
 
     time_ns: int
@@ -45,7 +44,7 @@ class AllocatorEvent:
 
 @dataclass
 class Block:
-    """Memory in one life. `born` and `died` number the instants of `Lives`; instant 0 is the beginning of profiling."""
+    """Memory from allocation to free. `born` and `died` index `BlockLifetimes.times`; 0 is the start of profiling."""
 
     pointer: int
     nbytes: int
@@ -58,8 +57,8 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Lives:
-    """Every block that lived; the time of every instant and the bytes live after it, kept as a running sum."""
+class BlockLifetimes:
+    """All blocks; the time of every event, and the bytes allocated after it."""
 
     blocks: list[Block]
     times: list[int]
@@ -131,10 +130,10 @@ def united(storages: Iterable[Storage]) -> list[Storage]:
     return joined
 
 
-def live(baseline: Iterable[Storage], events: Iterable[AllocatorEvent], start_ns: int) -> Lives:
-    """The lives of all blocks; events of the same time keep the order in which they are given.
+def lifetimes_of(baseline: Iterable[Storage], events: Iterable[AllocatorEvent], start_ns: int) -> BlockLifetimes:
+    """The lifetimes of all blocks; events of the same time keep the order in which they are given.
 
-    >>> live([Storage(8, 100)], [AllocatorEvent(5, 900, 40), AllocatorEvent(7, 900, -40)], start_ns=0).totals
+    >>> lifetimes_of([Storage(8, 100)], [AllocatorEvent(5, 900, 40), AllocatorEvent(7, 900, -40)], start_ns=0).totals
     [100, 140, 100]
     """
     heap = _Heap()
@@ -150,7 +149,7 @@ def live(baseline: Iterable[Storage], events: Iterable[AllocatorEvent], start_ns
         _apply(heap, what, instant, time_ns)
         times.append(max(start_ns, time_ns))
         totals.append(heap.live_bytes)
-    return Lives(heap.blocks, times, totals, heap.unknown_frees, heap.unseen_frees)
+    return BlockLifetimes(heap.blocks, times, totals, heap.unknown_frees, heap.unseen_frees)
 
 
 def _apply(heap: _Heap, what: Block | AllocatorEvent, instant: int, time_ns: int) -> None:

@@ -1,9 +1,8 @@
-"""What the profiler knows of memory: its event tree, read into allocator events and into what those addresses were used
-for.
+"""The profiler's event tree, read into allocator events and the uses of their addresses.
 
 The tree (`kineto_results.experimental_event_tree()`) is the one route that carries an allocation's address, the ranges
-it happened in, and the addresses that operators were given. It is a private API of torch and this file is its only
-reader. What was found by experiment (torch 2.13, CPU):
+it happened in, and the addresses that operators were given. It is a private API of torch, used in this file only. Found
+by experiment (torch 2.13, CPU):
 
 - allocations of the calling thread, of autograd's threads and of gloo's worker threads are in it; those of plain Python
   threads are not, nor is what gloo allocates itself for its sockets;
@@ -40,8 +39,8 @@ _GATHERED_IN = (
     "FullyShardedDataParallel._pre_backward_prefetch",
     "FullyShardedDataParallel._pre_backward_hook",
 )
-# The innermost of these ranges around an allocation decides. What autograd's accumulation allocates and keeps is an
-# engine's bucket.
+# The innermost of these ranges around an allocation decides. Memory that autograd's accumulation keeps is an engine's
+# bucket.
 _CATEGORY_IN = (
     *((name, "communication_buffers") for name in _COLLECTIVES),
     ("FSDP::all_gather", "communication_buffers"),
@@ -74,7 +73,7 @@ def read_trace(
 ) -> Trace:
     """The memory of one device in a finished profile (made with `profile_memory` and `record_shapes`).
 
-    `buffers` are addresses that their engine announced as communication buffers; `alive()` gives those that live on
+    `buffers` are addresses that their engine announced as communication buffers; `alive()` gives those still alive
     after the profile (it is asked only where it matters). `gathers_into_parameters`: the outputs of all-gathers, and
     what is concatenated from them, are the parameters themselves (DeepSpeed).
     """
@@ -170,7 +169,7 @@ def _flat(inputs: Iterable[Any]) -> Iterator[Any]:
 
 
 class _Uses:
-    """Learns from operators, in order of time, what the addresses they were given are."""
+    """Infers from operators, in order of time, the uses of their addresses."""
 
     def __init__(self, device: torch.device, gathers_into_parameters: bool) -> None:
         self.gradients: list[Tag] = []
@@ -211,15 +210,13 @@ class _Uses:
 
 @dataclass
 class _Unfreed:
-    """An allocation without a free, and what is known of its end: before `until`, after the last operator that was
-    given it.
-    """
+    """An allocation without a free: it ended before `until`, after the last operator that used it."""
 
     born_ns: int
     pointer: int
     nbytes: int
     travelled: bool  # whether a collective allocated it or was given it
-    stays: bool  # whether only C++ holds it, so that nobody can say that it is alive
+    stays: bool  # whether only C++ holds it, so that Python cannot see it
     last_use_ns: int
     until: int = NEVER
 
@@ -231,9 +228,7 @@ def _unseen_frees(
     buffers: Set[int],
     alive: Callable[[], Set[int]],
 ) -> list[AllocatorEvent]:
-    """The frees that are missing: of memory that travelled, and that is neither alive at the end nor at its address any
-    more.
-    """
+    """The missing frees: of memory used by a collective that is neither alive at the end nor at its address."""
     waiting = _unfreed(nodes, events)
     _follow(waiting, nodes, device)
     blocks = [block for same in waiting.values() for block in same]

@@ -1,8 +1,8 @@
-"""What was already there when profiling began, and whose it is.
+"""The storages alive when profiling began, and their categories.
 
-On CUDA the allocator lists its own blocks. The CPU's allocator keeps no list, so the living tensors are asked for their
-storages (`gc`), and each storage is watched until it dies, because the CPU profiler does not report the free of what it
-did not see allocated. Memory that only C++ holds (DDP's buckets) shows up later, when a collective uses it.
+On CUDA the allocator lists its own blocks. The CPU's allocator keeps no list, so the storages of all tensors are found
+by `gc` and watched until they are freed, because the CPU profiler does not report frees of earlier allocations. Memory
+that only C++ holds (DDP's buckets) shows up later, when a collective uses it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdplab.engine.events import Tag
-from fsdplab.profiling.memory.block_lifetimes import Storage
+from fsdplab.profiling.memory.block_lifetimes import AllocatorEvent, Storage
 
 Named = dict[int, str]  # address of a storage -> its category
 
@@ -36,7 +36,7 @@ def address(tensor: torch.Tensor, device: torch.device) -> int:
 
 
 def _storage(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage | None:
-    # wrappers own nothing: what they wrap is found itself
+    # wrappers own no memory; the wrapped tensor is found too
     if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
         return None
     storage = tensor.untyped_storage()
@@ -47,7 +47,7 @@ def _storage(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage
 
 
 def living_storages(device: torch.device) -> dict[int, torch.UntypedStorage]:
-    """The storage at every address where a tensor that Python can reach lives; a larger one wins over a view of its
+    """The storage at every address where a tensor that Python can reach lifetimes; a larger one wins over a view of its
     beginning.
     """
     found: dict[int, torch.UntypedStorage] = {}
@@ -63,14 +63,14 @@ def living_storages(device: torch.device) -> dict[int, torch.UntypedStorage]:
 def _living_tensors() -> Iterator[torch.Tensor]:
     kinds: dict[type, bool] = {}
     for thing in gc.get_objects():
-        kind = type(thing)  # not isinstance: lazy proxies answer that by loading what they stand for
+        kind = type(thing)  # not isinstance: it makes lazy proxies load
         if kind not in kinds:
             kinds[kind] = issubclass(kind, torch.Tensor)
         if kinds[kind]:
             yield thing
 
 
-# ---- whose a storage is
+# ---- the category of a storage
 
 
 def named_storages(model: torch.nn.Module, optimizer: Any, engine: str, device: torch.device) -> Named:
@@ -93,7 +93,7 @@ def named_storages(model: torch.nn.Module, optimizer: Any, engine: str, device: 
 
 
 def _engine_buffers(optimizer: Any) -> list[tuple[torch.Tensor, str]]:
-    """Long-lived buffers under names that only their engine gives them: DeepSpeed 3's gradient slices and buckets."""
+    """Long-lived buffers with names specific to their engine: DeepSpeed 3's gradient slices and buckets."""
     slices = getattr(optimizer, "grad_partitions_flat_buffer", None)
     buckets = getattr(optimizer, "ipg_buckets", {}).values()
     owned = [] if slices is None else [(slices, "gradient_slices")]
@@ -148,18 +148,18 @@ def gradient_tags(
     return list(tags.values())
 
 
-# ---- what is there
+# ---- the storages alive now
 
 
 def alive_now(device: torch.device) -> Set[int]:
-    """The addresses that live on this device: all of them on CUDA, those that Python can reach on the CPU."""
+    """The addresses in use on this device: all of them on CUDA, those that Python can reach on the CPU."""
     if device.type == "cuda":
         return cuda_blocks(torch.cuda.memory_snapshot(), device.index).keys()
     return living_storages(device).keys()
 
 
-class Residents:
-    """The storages alive now; on the CPU they are watched until `stop`, and `storages()` says when each one went."""
+class WatchedStorages:
+    """The storages alive now; on the CPU they are watched until `stop`, and `storages()` says when each was freed."""
 
     def __init__(self, device: torch.device, named: Named, ignore: Iterable[torch.Tensor] = ()) -> None:
         self._named, self._gone = named, dict[int, int]()
@@ -185,23 +185,21 @@ class Residents:
         self._gone.setdefault(pointer, time.time_ns())
 
     def look(self) -> None:
-        """Note the storages that were resized away; nothing announces that,
-        so call this whenever an instant matters.
-        """
+        """Record the storages that were resized to zero; nothing announces that, so call it at important instants."""
         for pointer, (reference, _) in self._watched.items():
             storage = reference()
             if storage is not None and (not storage.nbytes() or storage.data_ptr() != pointer):
                 self._leave(pointer)
 
     def stop(self) -> None:
-        """Look a last time and watch no more."""
+        """Look a last time and stop watching."""
         self.look()
         for _, end in self._watched.values():
             end.detach()
         self._watched.clear()
 
     def storages(self) -> list[Storage]:
-        """What was there at the beginning, whose it was, and when it went."""
+        """The storages of the beginning, each with its category and the time of its free."""
         return [
             Storage(at, nbytes, self._named.get(at, ""), gone_ns=self._gone.get(at))
             for at, nbytes in self._sizes.items()
@@ -224,3 +222,36 @@ def _active(segment: dict[str, Any]) -> Iterator[tuple[int, int]]:
         if block["state"] == "active_allocated":
             yield at, block["size"]
         at += block["size"]
+
+
+# ---- offloaded memory on CPU ranks
+
+
+class OffloadedTensors:
+    """The offloaded tensors, and when gradients join them: `departures` are frees for the timeline.
+
+    On a GPU the allocator of the device never sees host memory. On CPU ranks there is one memory for both, so the split
+    is emulated: parameters at rest and optimizer state are left out from the beginning, a reduced gradient from the
+    moment its parameter gets it. Memory in use counts, as on a card, except a card's staging copy of the slice that is
+    being gathered in its own dtype: one unit's, at most.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any, device: torch.device) -> None:
+        self._model, self._optimizer, self._device = model, optimizer, device
+        self.departures: list[AllocatorEvent] = []
+
+    def resting(self) -> list[torch.Tensor]:
+        """Parameters at rest and the tensors of the optimizer's state."""
+        states = [] if self._optimizer is None else self._optimizer.state.values()
+        state = [value for each in states for value in each.values() if isinstance(value, torch.Tensor)]
+        return [*self._model.parameters(), *state]
+
+    def watch(self) -> list[Callable[[], None]]:
+        """Record every gradient from now on; returns functions that end that."""
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        return [parameter.register_post_accumulate_grad_hook(self._leave).remove for parameter in trained]
+
+    def _leave(self, parameter: torch.Tensor) -> None:
+        gradient = getattr(parameter.grad, "_local_tensor", parameter.grad)
+        if at := address(gradient, self._device):
+            self.departures.append(AllocatorEvent(time.time_ns(), at, -gradient.untyped_storage().nbytes()))

@@ -3,8 +3,8 @@
 `MemoryRecorder` is put around one step. The total is what was alive when it began plus every allocator event since;
 each shared arena counts once. Categories come from the engine's own tags (`TagLog`, `fsdplab.engine.events`), from the
 objects that own the memory (parameters, gradients, optimizer state), from the profiler's ranges and from what
-collectives were given, so other people's engines can be read too: FSDP2 fully, DDP and FSDP1 but for unit names,
-DeepSpeed but for the gradients that ZeRO-1 keeps between backward and step (`other`).
+collectives were given, so other engines can be measured too: FSDP2 fully, DDP and FSDP1 but for unit names, DeepSpeed
+but for the gradients that ZeRO-1 keeps between backward and step (`other`).
 
 Not seen: the sockets' buffers inside gloo, memory of plain Python threads, numpy's memory, and on CUDA what libraries
 take past torch's allocator. Temporaries of the optimizer's step are `other`: a fused optimizer has none, a looped one
@@ -12,8 +12,7 @@ up to three times its largest parameter, a foreach one as much as all its parame
 the step begins is `other` too.
 
 Overhead, measured on a GPT of 19 M parameters (2 x 64 tokens, one thread): profiling makes the step 4 % longer, and
-around it half a second goes into finding the living tensors and reading the trace. The step's own time is therefore not
-to be used.
+around it half a second goes into finding the living tensors and reading the trace. So do not use the step's time.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from torch.profiler import ProfilerActivity, profile
 from fsdplab.engine.events import Event, Tag, subscribe
 from fsdplab.profiling.memory.events_of_trace import read_trace
 from fsdplab.profiling.memory.live_storages import (
-    Residents,
+    OffloadedTensors,
+    WatchedStorages,
     alive_now,
     gradient_tags,
     inner_optimizer,
     named_storages,
     state_addresses,
 )
-from fsdplab.profiling.memory.offloaded_memory import Elsewhere
 from fsdplab.profiling.memory.resident_set import ResidentGrowth
 from fsdplab.profiling.memory.timeline import MemoryTimeline, build_timeline
 from fsdplab.profiling.saving import save_trace
@@ -55,9 +54,9 @@ class TagLog:
 
     def __init__(self) -> None:
         self._newest: dict[int, Tag] = {}
-        self._unsubscribe: Callable[[], None] | None = subscribe(self._hear)
+        self._unsubscribe: Callable[[], None] | None = subscribe(self._on_event)
 
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         if isinstance(event, Tag):
             self._newest[event.pointer] = event
 
@@ -67,7 +66,7 @@ class TagLog:
         return list(self._newest.values())
 
     def close(self) -> None:
-        """Listen no more; what was heard stays."""
+        """Stop recording; the tags stay."""
         if self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None
@@ -83,9 +82,9 @@ class MemoryRecorder:
     """Measures the memory of the one step inside its `with`: forward, backward, optimizer step, zero_grad.
 
     `tags` is the log that was started before the model was built (lab engine); `ignore` lists tensors that are no part
-    of training, such as the text that batches are cut from. With `offloaded`, what rests in host memory is left out,
-    also where the host computes (`elsewhere`). With `save_trace` the profiler's trace of the step is written there. An
-    exception inside the step passes through and leaves no timeline. No other `torch.profiler` may run.
+    of training, such as the text that batches are cut from. With `offloaded`, offloaded tensors are left out, also
+    where the host computes (`OffloadedTensors`). With `save_trace` the profiler's trace of the step is written there.
+    An exception inside the step passes through and leaves no timeline. No other `torch.profiler` may run.
 
     >>> model = torch.nn.Linear(1000, 10, bias=False)
     >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -113,7 +112,7 @@ class MemoryRecorder:
         self._model, self._engine = model, engine
         self._outer, self._optimizer = optimizer, inner_optimizer(optimizer)
         self._log, self._ignore, self._save_trace = tags, list(ignore), save_trace
-        self._elsewhere = Elsewhere(model, self._optimizer, self._device) if offloaded else None
+        self._offloaded = OffloadedTensors(model, self._optimizer, self._device) if offloaded else None
         self._heard: list[Tag] = []
         self._gradients: list[Tag] = []
         self._timeline: MemoryTimeline | None = None
@@ -129,18 +128,18 @@ class MemoryRecorder:
         return self._timeline
 
     def __enter__(self) -> MemoryRecorder:
-        gc.collect()  # garbage in cycles is no memory of the step, and would be freed at an instant of its own choosing
+        gc.collect()  # garbage in cycles is no memory of the step, and would be freed at any instant
         self._old_tags = self._trusted_tags()
         named = named_storages(self._model, self._outer, self._engine, self._device)
-        resting = self._elsewhere.resting() if self._elsewhere else []
-        self._residents = Residents(self._device, named, [*self._ignore, *resting])
+        resting = self._offloaded.resting() if self._offloaded else []
+        self._storages = WatchedStorages(self._device, named, [*self._ignore, *resting])
         self._settle_device()
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True)
         self._profile.start()
         self._undo = [
-            subscribe(self._hear),
+            subscribe(self._on_event),
             *self._watch_optimizer(),
-            *(self._elsewhere.watch() if self._elsewhere else []),
+            *(self._offloaded.watch() if self._offloaded else []),
         ]
         self._growth = ResidentGrowth()
         self._start_ns = time.time_ns()
@@ -151,7 +150,7 @@ class MemoryRecorder:
     ) -> None:
         measured = {"resident_growth": self._growth.stop(), **self._allocator_peaks()}
         self._note_gradients()
-        self._residents.stop()
+        self._storages.stop()
         for undo in self._undo:
             undo()
         tags = [*self._old_tags, *self._heard, *self._state_tags()]
@@ -164,7 +163,7 @@ class MemoryRecorder:
 
     # ---- while the step runs
 
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         if isinstance(event, Tag):
             self._heard.append(event)
 
@@ -172,25 +171,25 @@ class MemoryRecorder:
         if self._optimizer is None:
             return []
         before = self._optimizer.register_step_pre_hook(lambda *_: self._note_gradients())
-        after = self._optimizer.register_step_post_hook(lambda *_: self._residents.look())
+        after = self._optimizer.register_step_post_hook(lambda *_: self._storages.look())
         return [before.remove, after.remove]
 
     def _note_gradients(self) -> None:
-        self._residents.look()
-        if self._elsewhere is not None:
-            return  # they left when they were handed out
+        self._storages.look()
+        if self._offloaded is not None:
+            return  # they left when their parameters got them
         self._gradients += gradient_tags(self._model, self._optimizer, self._engine, self._device)
 
     # ---- before and after
 
     def _trusted_tags(self) -> list[Tag]:
-        """Tags from before the step, but for addresses where the optimizer's state lives now."""
+        """Tags from before the step, but for addresses where the optimizer's state lifetimes now."""
         state = state_addresses(self._optimizer, self._device)
         return [tag for tag in (self._log.tags if self._log else ()) if tag.pointer not in state]
 
     def _state_tags(self) -> list[Tag]:
         now = time.time_ns()
-        if self._elsewhere is not None:
+        if self._offloaded is not None:
             return []
         return [Tag("optimizer_state", at, 0, now, "") for at in state_addresses(self._optimizer, self._device)]
 
@@ -218,9 +217,9 @@ class MemoryRecorder:
             gathers_into_parameters=self._engine.startswith("deepspeed"),
         )
         timeline = build_timeline(
-            self._residents.storages(),
-            [*trace.events, *(self._elsewhere.departures if self._elsewhere else ())],
-            # what the engine and the optimizer say outranks what was inferred
+            self._storages.storages(),
+            [*trace.events, *(self._offloaded.departures if self._offloaded else ())],
+            # tags of the engine and the optimizer outrank inferred ones
             tags=[*trace.gradients, *self._gradients, *tags],
             hints=trace.hints,
             start_ns=self._start_ns,

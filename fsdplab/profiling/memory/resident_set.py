@@ -1,4 +1,4 @@
-"""How far a process's resident memory rose: the operating system's own figure, to cross-check the allocator's.
+"""The growth of a process's resident memory, from the operating system, to cross-check the allocator's figure.
 
 Both can be right and differ. Freed memory that glibc keeps is resident still: it serves blocks of up to 32 MB from
 heaps, one for each thread, that fragment (an FSDP2 step on gloo: 86 MB by the allocator, 390 MB resident).

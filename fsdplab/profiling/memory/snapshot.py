@@ -41,7 +41,7 @@ def memory_snapshot(path: Path | None, device: torch.device) -> Iterator[None]:
 
 def write_snapshot(snapshot: Any, path: Path) -> None:
     """Write what `torch.cuda.memory._snapshot()` returned, gzipped; of file names their last parts only, since a path
-    tells whose machine it was.
+    identifies a machine.
     """
     shorten_names(snapshot)
     with gzip.open(path, "wb") as file:

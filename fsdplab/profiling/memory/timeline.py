@@ -1,13 +1,11 @@
-"""A memory timeline: what lived when, split by category, with the peak taken at its own instant.
+"""A memory timeline: the allocated bytes at each instant by category, and the peak.
 
 Pure: a list of storages that were there at the beginning, a list of allocator events and a list of tags go in, a
-`MemoryTimeline` comes out. Capture is elsewhere (`trace`, `residents`, `memory`), so tiny hand-written traces test the
-accounting exactly.
+`MemoryTimeline` comes out. Measuring is done by recorder.py, so tiny hand-written traces test the accounting exactly.
 
-What a block is, in falling order of authority: a tag (its owner said so), the category its own record carries (the
-profiler range it was allocated in, or the object that owns it), a hint (a collective was seen to use it). What remains
-is `activations` when it was allocated before the last backward ended, and `other` when it was there from the beginning
-or came later.
+The category of a block comes from, in this order: a tag of its owner, its own record (the profiler range it was
+allocated in, or the object that owns it), a hint (a collective used it). All other blocks are `activations` when
+allocated before the last backward ended, and `other` when allocated before the step or later.
 """
 
 from __future__ import annotations
@@ -19,7 +17,15 @@ import numpy as np
 
 from fsdplab.common.names import CATEGORIES
 from fsdplab.engine.events import Tag
-from fsdplab.profiling.memory.block_lifetimes import LONG_AGO, NEVER, AllocatorEvent, Block, Lives, Storage, live
+from fsdplab.profiling.memory.block_lifetimes import (
+    LONG_AGO,
+    NEVER,
+    AllocatorEvent,
+    Block,
+    BlockLifetimes,
+    Storage,
+    lifetimes_of,
+)
 
 MAX_POINTS = 500
 # profiler and clock agree within microseconds; a busy machine may stop a thread between the two readings
@@ -57,12 +63,12 @@ class MemoryTimeline:
 
     @property
     def growth(self) -> int:
-        """How far the total rose above the beginning: what `resident_growth` cross-checks."""
+        """The growth of the total since the beginning, which `resident_growth` cross-checks."""
         return self.peak_total - self.baseline_total
 
     @property
     def other_share(self) -> float:
-        """The part of the peak that was not told apart, from 0 to 1."""
+        """The part of the peak without a category, from 0 to 1."""
         return self.peak["other"] / self.peak_total if self.peak_total else 0.0
 
     def check(self) -> None:
@@ -94,7 +100,7 @@ def build_timeline(
 ) -> MemoryTimeline:
     """The timeline of a step whose last backward ended at `work_end_ns`; `measured` fills the fields of the same name.
 
-    Tags from before `start_ns` apply to baseline storages of exactly their size (an older tenant of the address differs
+    Tags from before `start_ns` apply to baseline storages of exactly their size (an older block at the address differs
     in that). A later tag that fits nothing names memory the profiler cannot see (a shared arena, a buffer made in C++):
     it is counted from the beginning.
 
@@ -104,30 +110,30 @@ def build_timeline(
     140
     """
     baseline, events = list(baseline), list(events)
-    strays = _strays(live(baseline, events, start_ns), [*tags, *hints], start_ns)
-    lives = live([*baseline, *strays], events, start_ns)
-    _name(lives, tags, hints, start_ns, work_end_ns)
-    held = _by_category(lives)
-    peak = int(np.argmax(lives.totals))
+    strays = _strays(lifetimes_of(baseline, events, start_ns), [*tags, *hints], start_ns)
+    lifetimes = lifetimes_of([*baseline, *strays], events, start_ns)
+    _name(lifetimes, tags, hints, start_ns, work_end_ns)
+    held = _by_category(lifetimes)
+    peak = int(np.argmax(lifetimes.totals))
     # one row at the time of the peak
-    kept = [i for i in thin(lives.totals) if i == peak or lives.times[i] != lives.times[peak]]
+    kept = [i for i in downsample(lifetimes.totals) if i == peak or lifetimes.times[i] != lifetimes.times[peak]]
     return MemoryTimeline(
-        points=[_row(lives.times[i] - start_ns, held[i]) for i in kept],
-        totals=[lives.totals[i] for i in kept],
+        points=[_row(lifetimes.times[i] - start_ns, held[i]) for i in kept],
+        totals=[lifetimes.totals[i] for i in kept],
         peak=_row(0, held[peak], timed=False),
-        peak_total=lives.totals[peak],
-        peak_time_ns=lives.times[peak] - start_ns,
-        baseline_total=lives.totals[0],
-        unit_names_gathered_at_peak=_gathered(lives.blocks, peak),
-        unknown_frees=lives.unknown_frees,
-        unseen_frees=lives.unseen_frees,
+        peak_total=lifetimes.totals[peak],
+        peak_time_ns=lifetimes.times[peak] - start_ns,
+        baseline_total=lifetimes.totals[0],
+        unit_names_gathered_at_peak=_gathered(lifetimes.blocks, peak),
+        unknown_frees=lifetimes.unknown_frees,
+        unseen_frees=lifetimes.unseen_frees,
         found_late=len(strays),
         start_ns=start_ns,
         **measured,
     )
 
 
-def thin(totals: Sequence[int], limit: int = MAX_POINTS) -> list[int]:
+def downsample(totals: Sequence[int], limit: int = MAX_POINTS) -> list[int]:
     """At most `limit` indices in order: first, last, the (first) peak, and the lowest and highest of each of equal
     windows.
     """
@@ -141,7 +147,7 @@ def thin(totals: Sequence[int], limit: int = MAX_POINTS) -> list[int]:
 
 
 class _Directory:
-    """Finds the block that a tag speaks of."""
+    """Finds the block of a tag."""
 
     def __init__(self, blocks: Iterable[Block], start_ns: int) -> None:
         self._start_ns = start_ns
@@ -152,10 +158,10 @@ class _Directory:
 
     def find(self, tag: Tag) -> Block | None:
         """The block alive at the tag's address and time; failing that the nearest in time within the tolerance."""
-        tenants = self._at.get(tag.pointer, ())
+        candidates = self._at.get(tag.pointer, ())
         if tag.time_ns < self._start_ns:
-            return next((b for b in tenants if b.born_ns == LONG_AGO and b.nbytes == tag.nbytes), None)
-        near = [block for block in tenants if _distance(block, tag.time_ns) <= TOLERANCE_NS] or self._around(tag)
+            return next((b for b in candidates if b.born_ns == LONG_AGO and b.nbytes == tag.nbytes), None)
+        near = [block for block in candidates if _distance(block, tag.time_ns) <= TOLERANCE_NS] or self._around(tag)
         return min(near, key=lambda block: (_distance(block, tag.time_ns), -block.born_ns), default=None)
 
     def _around(self, tag: Tag) -> list[Block]:
@@ -168,8 +174,8 @@ def _distance(block: Block, time_ns: int) -> int:
     return max(block.born_ns - time_ns, time_ns - block.died_ns, 0)
 
 
-def _strays(lives: Lives, tags: Iterable[Tag], start_ns: int) -> list[Storage]:
-    directory = _Directory(lives.blocks, start_ns)
+def _strays(lifetimes: BlockLifetimes, tags: Iterable[Tag], start_ns: int) -> list[Storage]:
+    directory = _Directory(lifetimes.blocks, start_ns)
     strays: dict[int, Storage] = {}
     for tag in tags:
         if tag.time_ns >= start_ns and tag.pointer and tag.nbytes and directory.find(tag) is None:
@@ -178,8 +184,10 @@ def _strays(lives: Lives, tags: Iterable[Tag], start_ns: int) -> list[Storage]:
     return list(strays.values())
 
 
-def _name(lives: Lives, tags: Sequence[Tag], hints: Sequence[Tag], start_ns: int, work_end_ns: int) -> None:
-    directory = _Directory(lives.blocks, start_ns)
+def _name(
+    lifetimes: BlockLifetimes, tags: Sequence[Tag], hints: Sequence[Tag], start_ns: int, work_end_ns: int
+) -> None:
+    directory = _Directory(lifetimes.blocks, start_ns)
     for hint in hints:
         block = directory.find(hint)
         if block is not None and not block.category:
@@ -188,14 +196,14 @@ def _name(lives: Lives, tags: Sequence[Tag], hints: Sequence[Tag], start_ns: int
         block = directory.find(tag)
         if block is not None:
             block.category, block.unit = tag.category, tag.unit
-    for block in lives.blocks:
+    for block in lifetimes.blocks:
         if not block.category:
             block.category = "activations" if LONG_AGO < block.born_ns <= work_end_ns else "other"
 
 
-def _by_category(lives: Lives) -> np.ndarray:
-    changes: np.ndarray = np.zeros((len(lives.times), len(CATEGORIES)), dtype=np.int64)
-    for block in lives.blocks:
+def _by_category(lifetimes: BlockLifetimes) -> np.ndarray:
+    changes: np.ndarray = np.zeros((len(lifetimes.times), len(CATEGORIES)), dtype=np.int64)
+    for block in lifetimes.blocks:
         column = CATEGORIES.index(block.category)
         changes[block.born, column] += block.nbytes
         if block.died != NEVER:

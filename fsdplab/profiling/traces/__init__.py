@@ -1,1 +1,1 @@
-"""Traces of PyTorch's profiler: from the file to what overlapped and what was exposed; begin in overlap.py."""
+"""Traces of PyTorch's profiler: from the file to overlapped and exposed time; begin in overlap.py."""

@@ -1,8 +1,8 @@
-"""Which collective an exposed instant belongs to, and why it was exposed.
+"""Attributes exposed time to collectives and causes.
 
 An instant may have several collectives in flight. The host's own copies and waits name theirs; otherwise the instant
-goes to the collective that ends first, because that is the one whose end lets the host go on. So every exposed
-nanosecond belongs to exactly one collective.
+goes to the collective that ends first, because the host goes on at its end. So every exposed nanosecond belongs to
+exactly one collective.
 
 Causes, in the order in which they are tried:
 - `hidden`: nothing of it was exposed;
@@ -10,8 +10,8 @@ Causes, in the order in which they are tried:
 - `link_busy`: it spent at least half of what was exposed behind other collectives, between its issue and its start;
 - `waiting_for_peer`: as long between issue and start with a free link (an emulated link starts when the last rank has
   issued), or idle inside a copy by the host; over several ranks' traces `with_peers` (skew) finds the rest;
-- `late_start`: its consumer issued it when it needed it (no prefetch), or the issuing call held the host, though there
-  was computing to hide behind;
+- `late_start`: its consumer issued it when needed (no prefetch), or the issuing call blocked the host, though there was
+  computing to hide it;
 - `nothing_to_hide_behind`: issued early and on a free link, but too little computing was left: the first gather, the
   last reduction, small units.
 """
@@ -32,8 +32,8 @@ _ENOUGH = 0.1  # computing of a tenth of the exposed time is something to hide b
 
 @dataclass(frozen=True)
 class Context:
-    """What the causes look at, for one step: its window, when it computed, when the host ran operators, where each
-    phase ends, the device.
+    """The input of the causes for one step: its window, when it computed, when the host ran operators, where each phase
+    ends, the device.
     """
 
     start: int
@@ -62,7 +62,7 @@ def attribute(exposed: Intervals, collectives: Sequence[Collective]) -> list[Int
 
 
 def _take(left: Intervals, wanted: list[tuple[int, int]]) -> tuple[Intervals, Intervals]:
-    """What of `left` is wanted, and the rest; only the part of `left` around the wanted is looked at."""
+    """The wanted part of `left`, and the rest; only the part of `left` around the wanted is looked at."""
     if not len(left) or not wanted:
         return EMPTY, left
     first = np.searchsorted(left[:, 1], min(start for start, _ in wanted), side="right")

@@ -3,8 +3,8 @@ memory.
 
 `json.load` of a 100 MB trace takes ten times its size. Here a window of text slides over the file and one event at a
 time is decoded from it; what is around the events (ranks, devices, the clock's base) is kept as `metadata`. PyTorch 2.1
-and newer; plain or gzipped; an object with `traceEvents`, or the bare list of events of older exporters. Every way in
-which a file can be wrong is one `TraceError` with its remedy.
+and newer; plain or gzipped; an object with `traceEvents`, or the bare list of events of older exporters. Every kind of
+bad file is a `TraceError` with its remedy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AGAIN = "export it again with prof.export_chrome_trace(...), or copy it again f
 
 
 class TraceError(RuntimeError):
-    """A trace file is missing, truncated, empty, foreign, or holds nothing that can be analysed; one line, with the
+    """A trace file is missing, truncated, empty, not a trace, or without events to analyse; one line, with the
     remedy.
     """
 
@@ -174,7 +174,7 @@ class _Reader:
             self._more()
 
     def _more(self) -> None:
-        """Have more text, or say why the value that begins here cannot be read."""
+        """Read more text, or raise an error if the file ends here."""
         if len(self._text) - self._at > _LONGEST:
             raise self._damaged()
         if not self._fill():

@@ -1,11 +1,11 @@
-"""What each event of a trace is: computing, moving bytes, issuing, a range of the engine, or nothing that counts.
+"""The class of each event of a trace: computing, moving bytes, issuing, a range of the engine, or ignored.
 
-The policy, in one place. On the CPU, computing is every operator (`aten::mm`, custom ones too) on a thread that is no
+All rules are here. On the CPU, computing is every operator (`aten::mm`, custom ones too) on a thread that is no
 transport's; `c10d::*` only enqueues or waits, and autograd's own ranges hold Python hooks and waiting, so neither
 computes. On a GPU, computing is every kernel that is not NCCL's; copies and memsets by the copy engines are neither
 computing nor communication (they show as `other`). Communication is `gloo:*` on gloo's threads, `shm:*` and the
-engine's marked ranges on the thread that runs them, and NCCL's kernels. Only what these need is kept, in compact
-arrays: names of operators are judged once each and forgotten.
+engine's marked ranges on the thread that runs them, and NCCL's kernels. Only these are kept, in compact arrays; each
+operator name is classified once.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Passage:
-    """Bytes on their way: a gloo worker's or a main-thread transport's range, or an NCCL kernel; `launch` finds who
+class Transfer:
+    """A transfer of bytes: a gloo worker's or a main-thread transport's range, or an NCCL kernel; `launch` finds who
     launched a kernel.
     """
 
@@ -115,7 +115,7 @@ class TraceEvents:
     )
     ranges: list[Range] = field(default_factory=list)
     issues: list[Range] = field(default_factory=list)  # c10d:: operators; label = kind, unit = "asynchronous" or ""
-    passages: list[Passage] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
     blocked: Spans = field(default_factory=Spans)  # CUDA's own synchronising calls
     steps: list[tuple[int, int, int]] = field(default_factory=list)
     first: int | None = None
@@ -124,7 +124,7 @@ class TraceEvents:
     @property
     def on_gpu(self) -> bool:
         """Whether kernels ran: then the host's operators only launch."""
-        return bool(self.kernels.start) or any(passage.launch is not None for passage in self.passages)
+        return bool(self.kernels.start) or any(transfer.launch is not None for transfer in self.transfers)
 
     @property
     def distributed(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class TraceEvents:
         """Threads whose operators compute: all but gloo's own (a thread that runs the engine's ranges, or most
         operators, is never gloo's).
         """
-        gloo = {passage.thread[1:] for passage in self.passages if passage.thread[0] == "gloo"}
+        gloo = {transfer.thread[1:] for transfer in self.transfers if transfer.thread[0] == "gloo"}
         busiest = max(self.operators, key=lambda thread: len(self.operators[thread].start), default=None)
         return [
             thread
@@ -159,7 +159,7 @@ def read_events(path: str | Path) -> TraceEvents:
     if "mergedRanks" in found.metadata:
         ranks = found.metadata["mergedRanks"]
         raise TraceError(
-            f"{path} holds the ranks {ranks} merged into one file, which is for looking; analyse each rank's own trace."
+            f"{path} holds the ranks {ranks} merged into one file, which is for viewing; analyse each rank's own trace."
         )
     if found.first is None:
         raise TraceError(
@@ -179,7 +179,7 @@ class _Sorter:
         }  # fmt: skip
 
     def take(self, events: Iterable[dict[str, Any]]) -> None:
-        """The hot loop: most events are operators of the host, whose names have been judged before."""
+        """The hot loop: most events are operators of the host, whose names are classified already."""
         found, handlers, judged, first, last = self.found, self._by_category, self._judged, None, 0
         for event in events:
             if event.get("ph") != "X":
@@ -226,8 +226,8 @@ class _Sorter:
         elif verdict == "issue":
             found.issues.append(Range(kind_of(name), "", start, end, thread))
         else:
-            found.passages.append(
-                Passage(kind_of(name), start, end, (verdict, *thread), details=event.get("args") or {})
+            found.transfers.append(
+                Transfer(kind_of(name), start, end, (verdict, *thread), details=event.get("args") or {})
             )
 
     def _kernel(self, event: dict[str, Any], start: int, end: int) -> None:
@@ -236,8 +236,8 @@ class _Sorter:
         correlation = correlation if isinstance(correlation, int) else -1
         if "nccl" in event["name"].lower():
             kind = kind_of(str(arguments.get("Collective name") or event["name"]))
-            self.found.passages.append(
-                Passage(kind, start, end, ("nccl", event["pid"], event["tid"]), correlation, arguments)
+            self.found.transfers.append(
+                Transfer(kind, start, end, ("nccl", event["pid"], event["tid"]), correlation, arguments)
             )
         else:
             self.found.kernels.add(start, end)
@@ -260,7 +260,7 @@ class _Sorter:
 
 
 def _judge(name: str, category: str) -> str:
-    """What an event on the host is: "" where it does not count."""
+    """The class of an event on the host: "" where it is ignored."""
     if name.startswith("gloo:"):
         return "gloo"
     if name.startswith("shm:"):
@@ -279,8 +279,8 @@ def _judge(name: str, category: str) -> str:
 
 
 def kind_of(name: str) -> str:
-    """The collective a name speaks of: `c10d::_allgather_base_`, `gloo:all_gather`, `ncclDevKernel_AllGather_RING_LL`
-    -> all_gather; else "".
+    """The collective in a name: `c10d::_allgather_base_`, `gloo:all_gather`, `ncclDevKernel_AllGather_RING_LL` ->
+    all_gather; else "".
     """
     letters = "".join(each for each in name.split("::")[-1].lower() if each.isalpha())
     return next((kind for part, kind in KINDS.items() if part in letters), "")
@@ -304,7 +304,7 @@ def unit_name(unit: str | None) -> str:
 def _on_one_clock(found: TraceEvents, base: int) -> TraceEvents:
     """Sort what has an order; the base is added when rows are made, so that the arrays stay as they are."""
     found.base_ns = base
-    for each in (found.ranges, found.issues, found.passages):
+    for each in (found.ranges, found.issues, found.transfers):
         each.sort(key=lambda one: (one.start, -one.end))
     found.steps.sort(key=lambda step: step[1])
     return found

@@ -1,9 +1,9 @@
 """The collectives of a trace: each one's transport, the host's copies for it, who issued it, and when.
 
-A collective leaves scattered traces: a range on the thread that issued it, a `c10d::` operator, a range on one of
-gloo's threads or a kernel, and a copy-out later. Nothing in the file joins them, so the order does: gloo takes up work
-in the order of its issue, and a kernel carries the number of its launch. The ranges around the issue name the unit.
-Engines without ranges (DDP, DeepSpeed) leave the unit empty.
+A collective has several events: a range on the thread that issued it, a `c10d::` operator, a range on one of gloo's
+threads or a kernel, and a copy-out later. They are matched by order: gloo works in the order of issue, and a kernel has
+the number of its launch. The ranges around the issue name the unit. Engines without ranges (DDP, DeepSpeed) leave the
+unit empty.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdplab.profiling.traces.classify import Passage, Range, Thread, TraceEvents, unit_name
+from fsdplab.profiling.traces.classify import Range, Thread, TraceEvents, Transfer, unit_name
 from fsdplab.profiling.traces.segments import nests
 
 _FAMILY = {"all_gather": "gather", "reduce_scatter": "reduction", "all_reduce": "reduction", "all_to_all": "reduction"}
@@ -65,7 +65,7 @@ class Collective:
 
     @property
     def transport(self) -> Piece | None:
-        """The passage itself; None for transports that only copy on the host (shared memory)."""
+        """The transfer itself; None for transports that only copy on the host (shared memory)."""
         return next((piece for piece in self.pieces if not piece.role), None)
 
     @property
@@ -90,7 +90,7 @@ class Collective:
 def find_collectives(
     found: TraceEvents, ledger: Sequence[dict[str, Any]] = (), life: Sequence[dict[str, Any]] = ()
 ) -> list[Collective]:
-    """All collectives in order of issue. `ledger`: the emulated link's passages of this rank (absolute ns), which
+    """All collectives in order of issue. `ledger`: the emulated link's transfers of this rank (absolute ns), which
     replace the trace's transports.
     """
     if found.on_gpu:
@@ -113,7 +113,7 @@ class _Book:
         self.drafts: list[Collective] = []
         self._nests = nests(found.ranges)
         self._of_mark: dict[int, Collective] = {}
-        self._silent = not any(passage.thread[0] == "gloo" for passage in found.passages)
+        self._silent = not any(transfer.thread[0] == "gloo" for transfer in found.transfers)
         waiting: dict[tuple[str, str], deque[Collective]] = defaultdict(deque)
         for mark in found.ranges:
             if mark.label in MARKED:
@@ -144,31 +144,31 @@ class _Book:
     def _around(self, thread: Thread, instant: int) -> list[Range]:
         return self._nests[thread].around(instant) if thread in self._nests else []
 
-    def _complete(self, draft: Collective, passage: Passage, role: str = "") -> None:
-        draft.pieces.append(Piece(passage.start, passage.end, role))
-        draft.nbytes = _payload(passage, draft.kind, int(self.found.distributed.get("world_size") or 1))
+    def _complete(self, draft: Collective, transfer: Transfer, role: str = "") -> None:
+        draft.pieces.append(Piece(transfer.start, transfer.end, role))
+        draft.nbytes = _payload(transfer, draft.kind, int(self.found.distributed.get("world_size") or 1))
 
     def shared_memory(self, role: str = "") -> None:
-        """What the host copies for torch's own engines: the transport itself, or beside an emulated link's passage."""
-        for passage in self.found.passages:
-            if passage.thread[0] == "shm":
-                call = Range(passage.kind, "", passage.start, passage.end, passage.thread[1:])
+        """The host's copies for torch's own engines: the transport itself, or beside an emulated link's transfer."""
+        for transfer in self.found.transfers:
+            if transfer.thread[0] == "shm":
+                call = Range(transfer.kind, "", transfer.start, transfer.end, transfer.thread[1:])
                 owner = self._owner(call)
                 owner.by_host = True
-                self._complete(owner, passage, role)
+                self._complete(owner, transfer, role)
 
     def gloo(self) -> None:
         """Gloo's ranges in order of time, each with the oldest issue of its family that came before it."""
         issues: dict[str, deque[Range]] = defaultdict(deque)
         for call in _outermost(self.found.issues):
             issues[_FAMILY.get(call.label, call.label)].append(call)
-        for passage in self.found.passages:
-            if passage.thread[0] != "gloo":
+        for transfer in self.found.transfers:
+            if transfer.thread[0] != "gloo":
                 continue
-            family = _FAMILY.get(passage.kind, passage.kind)
+            family = _FAMILY.get(transfer.kind, transfer.kind)
             queue = issues[family]
-            known = bool(queue) and queue[0].start <= passage.start
-            self._complete(self._owner(queue.popleft()) if known else self._oldest(family, passage), passage)
+            known = bool(queue) and queue[0].start <= transfer.start
+            self._complete(self._owner(queue.popleft()) if known else self._oldest(family, transfer), transfer)
 
     def _owner(self, call: Range) -> Collective:
         """The draft that a call belongs to: of the engine's range around it, or the newest of the unit around it that
@@ -194,9 +194,9 @@ class _Book:
         draft.kind = call.label or draft.kind
         return draft
 
-    def _oldest(self, family: str, passage: Passage) -> Collective:
-        fitting = (each for each in self.drafts if self._awaits(each, family, passage.end))
-        draft = next(fitting, None) or self._open(passage.kind, "", passage.start)
+    def _oldest(self, family: str, transfer: Transfer) -> Collective:
+        fitting = (each for each in self.drafts if self._awaits(each, family, transfer.end))
+        draft = next(fitting, None) or self._open(transfer.kind, "", transfer.start)
         draft.issued = draft.mark is not None
         return draft
 
@@ -205,15 +205,15 @@ class _Book:
         return draft.transport is None and _FAMILY.get(draft.kind, draft.kind) == family and draft.issue <= until
 
     def emulated(self, ledger: Sequence[dict[str, Any]], life: Sequence[dict[str, Any]]) -> None:
-        """The link's passages in order, each with the oldest draft of its kind and unit; what blocked the host goes to
-        the passage it waited for.
+        """The link's transfers in order, each with the oldest draft of its kind and unit; what blocked the host goes to
+        the transfer it waited for.
         """
         base = self.found.base_ns
         for row in sorted(ledger, key=lambda each: each["start_ns"]):
             start, end, kind, unit = row["start_ns"] - base, row["end_ns"] - base, row["kind"], unit_name(row["unit"])
             if end < self.found.first or start > self.found.last:
                 continue
-            unnamed = row["unit"] == ""  # torch's engines tell the link no unit: then the order of issue decides
+            unnamed = row["unit"] == ""  # torch's engines give the link no unit: the order of issue decides
             fitting = (
                 each for each in self.drafts
                 if each.kind == kind and (unnamed or each.unit == unit) and each.transport is None and each.issue <= end
@@ -231,7 +231,7 @@ class _Book:
 
 
 def _issue(row: dict[str, Any], life: Sequence[dict[str, Any]], base: int) -> int:
-    """When a passage without a range was issued: for a gather the last time its unit began to unshard, else as it
+    """When a transfer without a range was issued: for a gather the last time its unit began to unshard, else as it
     began.
     """
     began = [
@@ -266,21 +266,21 @@ def _outermost(calls: Sequence[Range]) -> list[Range]:
 
 
 def _launched(found: TraceEvents) -> Iterable[Collective]:
-    """NCCL's kernels, and the passages of ranks that share a GPU,
-    each with the instant and the ranges of its launch.
+    """NCCL's kernels, and the transfers of ranks that share a GPU, each with the instant and the ranges of its
+    launch.
     """
     at = Launches(found)
     by_thread = nests(found.ranges)
-    for passage in found.passages:
-        if passage.launch is None:
+    for transfer in found.transfers:
+        if transfer.launch is None:
             continue
-        launch, thread = at.of(passage.launch)
+        launch, thread = at.of(transfer.launch)
         around = by_thread[thread].around(launch) if launch is not None and thread in by_thread else []
         unit = next((each.unit for each in around if each.label not in ("backward_prefetch", "optimizer")), "")
-        collective = Collective(passage.kind or "other", unit, passage.start if launch is None else launch)
+        collective = Collective(transfer.kind or "other", unit, transfer.start if launch is None else launch)
         collective.own, collective.issued = _issued_by_consumer(around, unit), launch is not None
-        collective.pieces.append(Piece(passage.start, passage.end))
-        collective.nbytes = _payload(passage, collective.kind, int(found.distributed.get("world_size") or 1))
+        collective.pieces.append(Piece(transfer.start, transfer.end))
+        collective.nbytes = _payload(transfer, collective.kind, int(found.distributed.get("world_size") or 1))
         yield collective
 
 
@@ -315,11 +315,11 @@ class Launches:
         return np.where(self._numbers[at] == correlations, self._starts[at], otherwise)
 
 
-def _payload(passage: Passage, kind: str, world_size: int) -> int | None:
-    """The whole payload in bytes: what all ranks' slices make together; from NCCL's own figures or from the shapes that
-    gloo was given.
+def _payload(transfer: Transfer, kind: str, world_size: int) -> int | None:
+    """The whole payload in bytes, of all ranks' slices; from NCCL's own figures or from the shapes that gloo was
+    given.
     """
-    details = passage.details
+    details = transfer.details
     if "bytes" in details:
         return details["bytes"]
     if "In msg nelems" in details:

@@ -1,9 +1,7 @@
-"""A record of traces that somebody hands in: what PyTorch's profiler wrote on any machine, read as if the run had been
-made here.
+"""A record made from traces of PyTorch's profiler, from any machine.
 
-A trace says less than a run: no losses, no memory by category, no ledger. What it does say (steps, overlap, exposed
-communication and its causes) becomes the same tables, so every figure and finding that needs no more than those works
-on it.
+A trace has less than a run: no losses, no memory by category, no ledger. Its steps, overlap and exposed communication
+become the same tables, so every figure and finding that needs only those works on it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Overlap: what one rank's trace says about computing and communicating, step by step.
+"""Overlap of computing and communication in one rank's trace, step by step.
 
 C is the union of computing, M the union of communication (`classify` says what counts). Exposed is M without C: the
 time that communication costs. compute only + overlapped + exposed + other = the step is asserted to the nanosecond for
-every step, so a figure cannot quietly lose time. On the CPU a gap below 20 us between two operators of a thread is the
-dispatch of the next one and counts as computing; on a GPU kernels count as they are. A step is a `ProfilerStep#k` range
-of the host, or the whole trace where there is none.
+every step, so no time is lost. On the CPU a gap below 20 us between two operators of a thread is the dispatch of the
+next one and counts as computing; on a GPU kernels count as they are. A step is a `ProfilerStep#k` range of the host, or
+the whole trace where there is none.
 
-An emulated link: the ledger's passages are M in place of the trace's transports, with the host's copies and its waits
+An emulated link: the ledger's transfers are M in place of the trace's transports, with the host's copies and its waits
 for the link.
 """
 
@@ -25,7 +25,7 @@ from fsdplab.profiling.traces.classify import Thread, TraceEvents, read_events
 from fsdplab.profiling.traces.collectives import MARKED, Collective, find_collectives
 from fsdplab.profiling.traces.segments import Segments
 from fsdplab.profiling.traces.shared_gpu import take_shared
-from fsdplab.profiling.traces.timeline_rows import DISPATCH_NS, Drawing
+from fsdplab.profiling.traces.timeline_rows import DISPATCH_NS, TimelineRows
 
 Row = dict[str, Any]
 _PARTS = ("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")
@@ -78,7 +78,7 @@ def analyse_trace(
     """Read one rank's trace and account for every nanosecond of its steps.
 
     `ledger`: this rank's ledger rows; those of an emulated link replace the trace's transports. `life`: the units'
-    transitions; they tell when a gather was issued whose range the trace lacks. `rank`: where the file does not say.
+    transitions; they give the issue time of a gather whose range the trace lacks. `rank`: where the file lacks it.
     `first_step` numbers the steps from there, else they keep the profiler's numbers. `whole`: the whole trace as one
     step. Raises TraceError for files that cannot be read, or of several ranks without any communication;
     AccountingError if a step did not add up. A step of 100 ms with 80 computing, 50 communicating and 40 of that at
@@ -90,9 +90,9 @@ def analyse_trace(
     if first_step is not None:
         steps = [(first_step + index, start, end) for index, (_, start, end) in enumerate(steps)]
     own_rank = found.distributed.get("rank", 0) if rank is None else rank
-    passages = [row for row in ledger or () if row["emulated"] and row["rank"] == own_rank]
+    transfers = [row for row in ledger or () if row["emulated"] and row["rank"] == own_rank]
     transitions = [row for row in life or () if row["rank"] == own_rank]
-    account = _Account(found, int(own_rank), find_collectives(found, passages, transitions), steps)
+    account = _Account(found, int(own_rank), find_collectives(found, transfers, transitions), steps)
     world_size = found.distributed.get("world_size")
     analysis = TraceAnalysis(
         Path(path), int(own_rank), world_size, "cuda" if found.on_gpu else "cpu", tuple(map(account.step, steps))
@@ -124,7 +124,7 @@ class _Account:
         self._segments = Segments(found, threads.values(), steps)
         for each, phase in zip(collectives, self._segments.phases_at([each.issue for each in collectives])):
             each.phase = each.phase or phase
-        self._drawing = Drawing(found, rank, self._segments)
+        self._timeline = TimelineRows(found, rank, self._segments)
 
     def step(self, step: tuple[int, int, int]) -> StepAnalysis:
         number, start, end = step
@@ -145,7 +145,7 @@ class _Account:
         return StepAnalysis(
             number,
             breakdown,
-            tuple(self._drawing.rows(number, start, end, computing, self._host_busy, mine, shares)),
+            tuple(self._timeline.rows(number, start, end, computing, self._host_busy, mine, shares)),
             tuple(_exposed_rows(self._rank, number, start, end, mine, shares, causes)),
             tuple(self._described(number, each, share, cause) for each, share, cause in zip(mine, shares, causes)),
         )
@@ -176,9 +176,9 @@ def _host_computing(found: TraceEvents, threads: dict[Thread, Intervals]) -> Int
     for each in found.ranges:
         if each.label in MARKED:
             marked.setdefault(each.thread, []).append((each.start, each.end))
-    for passage in found.passages:
-        if passage.thread[0] == "shm":
-            marked.setdefault(passage.thread[1:], []).append((passage.start, passage.end))
+    for transfer in found.transfers:
+        if transfer.thread[0] == "shm":
+            marked.setdefault(transfer.thread[1:], []).append((transfer.start, transfer.end))
     calls: dict[Thread, list[tuple[int, int]]] = {}
     for each in found.issues:  # inside a c10d call a thread enqueues or waits
         calls.setdefault(each.thread, []).append((each.start, each.end))

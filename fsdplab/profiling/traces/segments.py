@@ -1,9 +1,8 @@
-"""Whose turn it was: for any instant of a trace, the unit that the host worked on and the phase of the step.
+"""The unit that the host worked on and the phase of the step, at any instant of a trace.
 
-Engines mark where a unit's forward and backward begin and end; between these marks the innermost unit has the turn. The
-phase needs no marks: autograd's own ranges say when a backward ran, what follows the last backward of a step is the
-optimizer's, everything else is forward. On a GPU both are asked with the time of the launch, so a kernel belongs to the
-unit that launched it.
+Engines mark where a unit's forward and backward begin and end; the innermost unit counts. The phase needs no marks:
+autograd's ranges are the backward, time after the last backward of a step is the optimizer's, everything else is
+forward. A GPU kernel belongs to the unit and phase of its launch.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Segments:
         return np.unique(np.concatenate([self._unit_times, self._backward.ravel(), self._optimizer.ravel()]))
 
     def units_at(self, instants: Sequence[int] | np.ndarray) -> list[str]:
-        """The unit that had the turn; "" for the root, and where no engine marks units."""
+        """The unit at each instant; "" for the root, and where no engine marks units."""
         at = np.searchsorted(self._unit_times, np.asarray(instants, dtype=np.int64), side="right") - 1
         return [self._units[index] if index >= 0 else "" for index in at]
 

@@ -1,8 +1,8 @@
-"""What the transport `shared_gpu` moves, as passages: the GPU's work that was launched inside its ranges.
+"""The transfers of the transport `shared_gpu`: GPU work launched inside its ranges.
 
 NCCL moves bytes with kernels of its own, which are known by their names. Ranks that share a GPU move them with ordinary
-copies and sums, on streams of their own, and only the range around their launches tells what they are for. Such work is
-no computing; from the first to the last of it, and the waits for peers in between, it is one passage.
+copies and sums, on streams of their own, and only the range around their launches identifies them. Such work is no
+computing; from the first to the last of it, and the waits for peers in between, it is one transfer.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections import defaultdict
 
 import numpy as np
 
-from fsdplab.profiling.traces.classify import Passage, Range, Spans, TraceEvents, kind_of
+from fsdplab.profiling.traces.classify import Range, Spans, TraceEvents, Transfer, kind_of
 
 _BYTES = re.compile(r"\((\d+) bytes\)$")
 
 
 def take_shared(found: TraceEvents) -> TraceEvents:
-    """`found`, with the work launched inside `shared_gpu:` ranges as passages and no longer among the kernels."""
+    """`found`, with the work launched inside `shared_gpu:` ranges as transfers and no longer among the kernels."""
     if not found.shared:
         return found
     kernels, copies = found.kernels.pairs(), found.copies.pairs()
@@ -31,7 +31,7 @@ def take_shared(found: TraceEvents) -> TraceEvents:
     for index, call in enumerate(found.shared):
         mine = np.flatnonzero(owner == index)
         if len(mine):
-            found.passages.append(_passage(call, works[mine], int(numbers[mine[0]])))
+            found.transfers.append(_transfer(call, works[mine], int(numbers[mine[0]])))
     _keep_kernels(found, owner[: len(kernels)] < 0)
     return found
 
@@ -53,10 +53,10 @@ def _owners(found: TraceEvents, numbers: np.ndarray) -> np.ndarray:
     return np.array([launched.get(int(number), -1) for number in numbers], dtype=np.int64)
 
 
-def _passage(call: Range, works: np.ndarray, launch: int) -> Passage:
-    told = _BYTES.search(call.label)
-    details = {"bytes": int(told.group(1))} if told else {}
-    return Passage(
+def _transfer(call: Range, works: np.ndarray, launch: int) -> Transfer:
+    match = _BYTES.search(call.label)
+    details = {"bytes": int(match.group(1))} if match else {}
+    return Transfer(
         kind_of(call.label),
         int(works[:, 0].min()),
         int(works[:, 1].max()),

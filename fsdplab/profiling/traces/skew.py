@@ -1,8 +1,8 @@
-"""The same collective on several ranks: how far apart they began, how fast it was, and who kept the others waiting.
+"""The same collective on several ranks: how far apart they began, how fast it was, and which rank was late.
 
-A rank alone cannot tell a slow network from a late peer: both look like a long collective. Over all ranks they come
-apart. The latency is the shortest time any rank saw, because the last to arrive waited for nobody; what the others saw
-beyond it is skew. Clocks of the ranks must agree: those of one machine do.
+On one rank a slow network and a late peer look the same: a long collective. All ranks together show the difference. The
+latency is the shortest time of any rank, because the last to arrive did not wait; the rest of the others' time is skew.
+Clocks of the ranks must agree: those of one machine do.
 
 Pure: rows go in (the record's `ledger`, or `TraceAnalysis.rows("collectives")`), values come out.
 """
@@ -44,8 +44,8 @@ class CollectiveSkew:
 
 
 def bus_factor(kind: str, ranks: int) -> float:
-    """What turns bytes/t into the bandwidth of the busiest link: `bus_factor("all_gather", 4)` is 0.75, all_reduce 1.5;
-    1 for the others.
+    """The factor from bytes/t to the bandwidth of the busiest link: `bus_factor("all_gather", 4)` is 0.75, all_reduce
+    1.5; 1 for the others.
     """
     share = (ranks - 1) / ranks
     return {"all_gather": share, "reduce_scatter": share, "all_to_all": share, "all_reduce": 2 * share}.get(kind, 1.0)

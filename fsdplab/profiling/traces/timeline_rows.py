@@ -1,6 +1,6 @@
-"""Timeline rows: a step as a figure can draw it, few hundred marks a rank instead of the trace's hundred thousand.
+"""Timeline rows: a step for a figure, with a few hundred marks a rank instead of the trace's hundred thousand.
 
-Rows are for looking: neighbours of the same unit and phase are joined over gaps below 20 us, and over longer ones while
+Rows are for viewing: neighbours of the same unit and phase are joined over gaps below 20 us, and over longer ones while
 a lane has too many rows, and across an exposed or a blocked stretch only in the last resort. The figures (`breakdown`,
 `exposed`) are computed before anything is joined.
 """
@@ -33,7 +33,7 @@ _LIFECYCLE = (
 )
 
 
-class Drawing:
+class TimelineRows:
     """Makes the rows of one rank's steps."""
 
     def __init__(self, found: TraceEvents, rank: int, segments: Segments) -> None:

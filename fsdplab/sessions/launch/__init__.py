@@ -1,1 +1,1 @@
-"""How ranks are started, watched and ended; begin in launcher.py, then starter.py (forked) or torchrun_agent.py."""
+"""How ranks are started, watched and ended; begin in launcher.py, then starter.py (forked) or agent.py (torchrun)."""

@@ -1,10 +1,9 @@
-"""The process between the caller and the ranks: torch.distributed.run, tied to the life of the caller.
+"""The process between the caller and the ranks: torch.distributed.run, ended when the caller ends.
 
     caller  ->  python -m fsdplab.sessions.launch.agent CALLER_PID FOLDER [arguments of torchrun]  ->  ranks
 
 torchrun starts the ranks, gives them their addresses, and ends all when one ends badly. It knows which rank ended with
-which exit code and tells it only in a printed banner, so the agent writes that down in FOLDER/exits.json for the
-report.
+which exit code but only prints it, so the agent writes it to FOLDER/exits.json for the report.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from fsdplab.sessions.launch.parent_death import end_with_parent
 def main(caller: str, folder: str, *arguments: str, when_orphaned: signal.Signals = signal.SIGTERM) -> None:
     """Run torchrun until the ranks end; exit code 1 when a rank failed.
 
-    `when_orphaned` comes when the caller is gone: SIGTERM, because torchrun answers it by ending the ranks' whole
-    process groups.
+    `when_orphaned` is the signal sent when the caller is gone: SIGTERM, on which torchrun ends the ranks' whole process
+    groups.
     """
     end_with_parent(int(caller), when_orphaned)
     os.environ[AGENT_PID] = str(os.getpid())

@@ -1,8 +1,8 @@
-"""Ends the processes of a run, for certain and in bounded time.
+"""Ends the processes of a run in bounded time.
 
-The agent is what started the ranks: torchrun or the warm starter. torchrun answers SIGTERM by ending the ranks' process
-groups. If it does not within its time, or no rank is left, it is killed, which kills the ranks (see parent_death.py);
-what is still there after that is killed by id.
+The agent started the ranks: torchrun or the warm starter. torchrun answers SIGTERM by ending the ranks' process groups.
+If it does not within its time, or no rank is left, it is killed, which kills the ranks (see parent_death.py); any
+remaining process is then killed by id.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _LOOK_EVERY_S = 0.02
 
 
 class Agent(Protocol):
-    """What starts the ranks of one run and has ended when they have. `lost` says how it came to its end itself, where
-    it did; `left` holds the exit codes of ranks that ended before the others, where it knows them so early.
+    """The process that starts the ranks of one run and ends after them. `lost` says how it was killed, if it was;
+    `left` holds the exit codes of ranks that ended before the others, where it knows them.
     """
 
     left: dict[int, int]

@@ -1,19 +1,24 @@
-"""From what is left of a failed run to one report: which rank, which step, which collective, and why.
+"""The report of a failed run: which rank, which step, which collective, and why.
 
 When one rank fails the others fail after it: their connections close, or they wait for ever and are ended. The report
-is about the first. Pure functions over what the mailbox holds: exit codes, notes, beats, stacks.
+is about the first. `gather` and `ask_for_stacks` collect the data from the mailbox and the ranks; the reports are pure
+functions of a `PostMortem`.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fsdplab.sessions.launch.mailbox import Beat
-from fsdplab.sessions.launch.stacks import waits_for_others
+from fsdplab.common.processes import send
+from fsdplab.sessions.launch.mailbox import Heartbeat, Mailbox, read_heartbeats, read_lines
+from fsdplab.sessions.launch.stacks import readable, waits_for_others
 
 if TYPE_CHECKING:
     from fsdplab.records import RunRecord
@@ -52,18 +57,58 @@ class RanksFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class PostMortem:
-    """What a run left behind: by rank, the exit code, the note of an exception, the last beat, the stack; and what
-    torchrun printed.
-    """
+    """The data of a failed run: each rank's exit code, exception, last heartbeat and stack; and torchrun's output."""
 
     exits: Mapping[int, int] = field(default_factory=dict)
     notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    beats: Mapping[int, Beat] = field(default_factory=dict)
+    heartbeats: Mapping[int, Heartbeat] = field(default_factory=dict)
     stacks: Mapping[int, str] = field(default_factory=dict)
     printed: str = ""
 
 
-# What gloo, nccl and the engine's shared memory say when a peer is gone: the failure of another rank, seen from here.
+_LOOK_EVERY_S = 0.05
+_ANSWER_WITHIN_S = 2.0
+
+
+def gather(mailbox: Mailbox, world_size: int) -> PostMortem:
+    """Exit codes, notes, heartbeats and what was printed; no stacks, since the ranks may be gone."""
+    exits = json.loads(mailbox.exits.read_text()) if mailbox.exits.exists() else {}
+    notes = {rank: read_lines(mailbox.of(rank, "failure")) for rank in range(world_size)}
+    return PostMortem(
+        exits={int(rank): code for rank, code in exits.items()},
+        notes={rank: lines[0] for rank, lines in notes.items() if lines},
+        heartbeats=read_heartbeats(mailbox, world_size),
+        printed=_printed(mailbox, world_size),
+    )
+
+
+def _printed(mailbox: Mailbox, world_size: int) -> str:
+    """The output of a rank without a note: its standard error, or torchrun's log if it never started."""
+    errors = [mailbox.of(rank, "err") for rank in range(world_size)]
+    texts = [path.read_text(errors="replace") for path in errors if path.exists()]
+    return "\n".join(filter(None, texts)) or mailbox.agent_log.read_text(errors="replace")
+
+
+def ask_for_stacks(mailbox: Mailbox, heartbeats: Mapping[int, Heartbeat]) -> dict[int, str]:
+    """The stack of every rank; ranks that do not answer within two seconds are left out."""
+    asked = {rank: mailbox.of(rank, "stack") for rank in heartbeats}
+    for path in asked.values():
+        os.truncate(path, 0)  # an answer to an earlier question
+    for heartbeat in heartbeats.values():
+        send(heartbeat.pid, signal.SIGUSR1)
+    deadline, seen = time.monotonic() + _ANSWER_WITHIN_S, [0]
+    # an answer is written in several pieces
+    while time.monotonic() < deadline and not (all(seen) and seen == _sizes(asked)):
+        seen = _sizes(asked)
+        time.sleep(_LOOK_EVERY_S)
+    return {rank: stack for rank, path in asked.items() if (stack := readable(path.read_text(errors="replace")))}
+
+
+def _sizes(asked: Mapping[int, os.PathLike[str]]) -> list[int]:
+    return [os.stat(path).st_size for path in asked.values()]
+
+
+# Messages of gloo, nccl and the engine's shared memory when a peer is gone: another rank failed.
 _PEER_IS_GONE = re.compile(
     r"gloo/transport|rank \d+ has died|connection (was )?(closed|reset|refused)|broken pipe|remote process"
     r" exited|ncclRemoteError|ncclSystemError",
@@ -86,13 +131,11 @@ def failed_first(post_mortem: PostMortem) -> Failure:
     return _raised(rank, post_mortem) if rank in post_mortem.notes else _died(rank, post_mortem)
 
 
-_FOLLOWS = 4  # from here on, failures that only follow from another
+_FOLLOWS = 4  # from here on, consequences of another failure
 
 
 def _blame(rank: int, post_mortem: PostMortem) -> tuple[int, float, int]:
-    """Lower is guiltier: a crash, then an exception of its own, then an exit, and last what only follows when another
-    rank is gone.
-    """
+    """Sort key, the likeliest cause first: a crash, an exception of its own, an exit, a consequence of a lost peer."""
     note, code = post_mortem.notes.get(rank), post_mortem.exits.get(rank, 0)
     if note is not None:
         return (_FOLLOWS if _PEER_IS_GONE.search(note["error"]) else 1, note["time"], rank)
@@ -103,15 +146,17 @@ def _blame(rank: int, post_mortem: PostMortem) -> tuple[int, float, int]:
 
 
 def _left_early(post_mortem: PostMortem) -> Failure | None:
-    """A rank that ended with exit code 0 and did not finish: torchrun sees nothing wrong with it."""
-    unexplained = set(post_mortem.beats) - set(post_mortem.exits) - set(post_mortem.notes)
-    quitters = [post_mortem.beats[rank] for rank in sorted(unexplained) if post_mortem.beats[rank].phase != "finished"]
+    """A rank that ended with exit code 0 and did not finish: torchrun does not notice."""
+    unexplained = set(post_mortem.heartbeats) - set(post_mortem.exits) - set(post_mortem.notes)
+    quitters = [
+        post_mortem.heartbeats[rank] for rank in sorted(unexplained) if post_mortem.heartbeats[rank].phase != "finished"
+    ]
     if not quitters:
         return None
-    beat = quitters[0]
+    heartbeat = quitters[0]
     how = "with exit code 0 before its work was done (sys.exit or os._exit)"
-    message = f"Rank {beat.rank} left{_where(beat.step, beat.phase)} {how}.{_after(asdict(beat))}"
-    return Failure("died", message, beat.rank, beat.step, beat.phase, beat.collective)
+    message = f"Rank {heartbeat.rank} left{_where(heartbeat.step, heartbeat.phase)} {how}.{_after(asdict(heartbeat))}"
+    return Failure("died", message, heartbeat.rank, heartbeat.step, heartbeat.phase, heartbeat.collective)
 
 
 def _raised(rank: int, post_mortem: PostMortem) -> Failure:
@@ -120,44 +165,46 @@ def _raised(rank: int, post_mortem: PostMortem) -> Failure:
         f"Rank {rank} {note['kind']}{_where(note['step'], note['phase'])}:"
         f" {note['error'].rstrip('.')}.{_after(note)}{_ENDED}"
     )
-    done = [other for other, beat in post_mortem.beats.items() if beat.phase == "finished" and other != rank]
+    done = [
+        other for other, heartbeat in post_mortem.heartbeats.items() if heartbeat.phase == "finished" and other != rank
+    ]
     if done and _PEER_IS_GONE.search(note["error"]):
-        message += f" {named(done)} had already finished, so rank {rank} waited for something that nobody sends."
+        message += f" {named(done)} had already finished, so rank {rank} waited for a message that no rank sends."
     return Failure(note["kind"], message, rank, note["step"], note["phase"], note["collective"], note["traceback"])
 
 
 def _died(rank: int, post_mortem: PostMortem) -> Failure:
-    code, beat = post_mortem.exits[rank], post_mortem.beats.get(rank)
-    if beat is None:
+    code, heartbeat = post_mortem.exits[rank], post_mortem.heartbeats.get(rank)
+    if heartbeat is None:
         return Failure(
             "died", f"Rank {rank} ended with {_exit(code)} before it could start.{_tail(post_mortem.printed)}", rank
         )
     hint = " The system ends a process so when memory runs out." if code == -signal.SIGKILL else ""
     message = (
-        f"Rank {rank} died{_where(beat.step, beat.phase)}: it ended with"
-        f" {_exit(code)}.{hint}{_after(asdict(beat))}{_ENDED}"
+        f"Rank {rank} died{_where(heartbeat.step, heartbeat.phase)}: it ended with"
+        f" {_exit(code)}.{hint}{_after(asdict(heartbeat))}{_ENDED}"
     )
-    return Failure("died", message, rank, beat.step, beat.phase, beat.collective)
+    return Failure("died", message, rank, heartbeat.step, heartbeat.phase, heartbeat.collective)
 
 
 def lost_agent(how: str, post_mortem: PostMortem) -> Failure:
-    """The report of a run whose launcher was killed; its ranks ended with it and are not to blame."""
-    beat = min(post_mortem.beats.values(), key=_progress, default=None)
-    if beat is None:
+    """The report of a run whose launcher was killed; its ranks ended with it."""
+    heartbeat = min(post_mortem.heartbeats.values(), key=_progress, default=None)
+    if heartbeat is None:
         return Failure("died", how)
     return Failure(
         "died",
-        f"{how} The run was{_where(beat.step, beat.phase) or ' starting'}.",
+        f"{how} The run was{_where(heartbeat.step, heartbeat.phase) or ' starting'}.",
         None,
-        beat.step,
-        beat.phase,
-        beat.collective,
+        heartbeat.step,
+        heartbeat.phase,
+        heartbeat.collective,
     )
 
 
 def not_started(post_mortem: PostMortem, time_limit: float, world_size: int) -> Failure:
-    """The report of a run some of whose ranks had not even started when its time was up."""
-    silent = sorted(set(range(world_size)) - set(post_mortem.beats))
+    """The report of a run that reached its time limit before all ranks had started."""
+    silent = sorted(set(range(world_size)) - set(post_mortem.heartbeats))
     return Failure(
         "timeout",
         f"{named(silent)} did not start within the time limit of {time_limit:g} s.{_tail(post_mortem.printed)}",
@@ -166,54 +213,54 @@ def not_started(post_mortem: PostMortem, time_limit: float, world_size: int) -> 
 
 
 def hung(post_mortem: PostMortem, idle_s: float) -> Failure:
-    """The report of a run without progress: the rank that is behind, or that alone stands outside a collective."""
-    rank, ranks = _behind(post_mortem), sorted(post_mortem.beats)
-    beat = post_mortem.beats[ranks[0] if rank is None else rank]
+    """The report of a run without progress: the rank that is behind, or the only one outside a collective."""
+    rank, ranks = _behind(post_mortem), sorted(post_mortem.heartbeats)
+    heartbeat = post_mortem.heartbeats[ranks[0] if rank is None else rank]
     subject = "All ranks wait for each other" if rank is None else f"Rank {rank} hung"
     waited = ", and the other ranks waited for it" if rank is not None and len(ranks) > 1 else ""
     message = (
-        f"{subject}{_where(beat.step, beat.phase)}: no progress for {idle_s:.0f}"
-        f" s{waited}.{_after(asdict(beat))}{_ENDED}"
+        f"{subject}{_where(heartbeat.step, heartbeat.phase)}: no progress for {idle_s:.0f}"
+        f" s{waited}.{_after(asdict(heartbeat))}{_ENDED}"
     )
     stood = "\n\n".join(
         f"rank {each} stood in (innermost call first):\n{post_mortem.stacks.get(each) or NO_ANSWER}" for each in ranks
     )
-    return Failure("hung", message, rank, beat.step, beat.phase, beat.collective, stood)
+    return Failure("hung", message, rank, heartbeat.step, heartbeat.phase, heartbeat.collective, stood)
 
 
 NO_ANSWER = "  (it did not answer: the process is stopped, or stuck in the kernel)"
 
 
 def too_slow(post_mortem: PostMortem, time_limit: float) -> Failure:
-    """The report of a run that was still working when its time was up."""
-    beat = min(post_mortem.beats.values(), key=_progress)
-    where = _where(beat.step, beat.phase)
+    """The report of a run that was still working at its time limit."""
+    heartbeat = min(post_mortem.heartbeats.values(), key=_progress)
+    where = _where(heartbeat.step, heartbeat.phase)
     message = (
         f"The time limit of {time_limit:g} s ended the run{where} while its ranks still made progress; give a longer"
         " time limit or fewer steps."
     )
-    return Failure("timeout", message, beat.rank, beat.step, beat.phase, beat.collective)
+    return Failure("timeout", message, heartbeat.rank, heartbeat.step, heartbeat.phase, heartbeat.collective)
 
 
 def _behind(post_mortem: PostMortem) -> int | None:
-    least = min(map(_progress, post_mortem.beats.values()))
-    behind = [rank for rank, beat in post_mortem.beats.items() if _progress(beat) == least]
+    least = min(map(_progress, post_mortem.heartbeats.values()))
+    behind = [rank for rank, heartbeat in post_mortem.heartbeats.items() if _progress(heartbeat) == least]
     if len(behind) > 1:
         behind = [rank for rank in behind if not waits_for_others(post_mortem.stacks.get(rank, ""))]
     return min(behind, default=None)
 
 
-def _progress(beat: Beat) -> tuple[int, int]:
-    return beat.phases, beat.collectives
+def _progress(heartbeat: Heartbeat) -> tuple[int, int]:
+    return heartbeat.phases, heartbeat.collectives
 
 
 def _where(step: int | None, phase: str | None) -> str:
     return f" in step {step} ({phase})" if step is not None else ""
 
 
-def _after(said: Mapping[str, Any]) -> str:
-    entered = f" The last collective it entered: {said['collective']}." if said["collective"] else ""
-    return entered + (f" The last it completed: {said['completed']}." if said["completed"] else "")
+def _after(position: Mapping[str, Any]) -> str:
+    entered = f" The last collective it entered: {position['collective']}." if position["collective"] else ""
+    return entered + (f" The last it completed: {position['completed']}." if position["completed"] else "")
 
 
 def _exit(code: int) -> str:

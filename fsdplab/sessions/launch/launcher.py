@@ -1,8 +1,8 @@
-"""Starts the ranks, watches them, and ends them: when this module returns or raises, no process of the run is left.
+"""Starts the ranks, watches them, and ends them: no process of a run is left when this module returns.
 
-Ranks of this machine are forked by the warm starter (warm.py), in a tenth of a second and with nothing that listens.
-Where forking cannot work, and where `start="torchrun"` asks for it, torch.distributed.run starts them in a process of
-its own (agent.py): no fixed port, so runs can stand side by side.
+Ranks of this machine are forked by the warm starter (warm.py), in a tenth of a second and without a listening port.
+Where forking is impossible, or with `start="torchrun"`, torch.distributed.run starts them in a separate process
+(agent.py). It uses no fixed port, so several runs can go on at once.
 """
 
 from __future__ import annotations
@@ -28,41 +28,42 @@ from fsdplab.sessions.launch.ending import Agent, end
 from fsdplab.sessions.launch.failure_report import (
     Failure,
     RanksFailed,
+    ask_for_stacks,
     failed_first,
+    gather,
     hung,
     lost_agent,
     not_started,
     too_slow,
 )
-from fsdplab.sessions.launch.mailbox import RANKS_STORE, Beat, Mailbox, read_beats
-from fsdplab.sessions.launch.post_mortem import ask_for_stacks, gather
+from fsdplab.sessions.launch.mailbox import RANKS_STORE, Heartbeat, Mailbox, read_heartbeats
 from fsdplab.sessions.spec import STARTS, SpecError
 
 _LOOK_EVERY_S = 0.05
 # After the first step, a pause this many times as long as the longest before it, and at least this long, is a hang.
 _STALL_FACTOR, _STALL_LEAST_S = 20.0, 20.0
-# At the time limit, ranks that move within the grace were slow, not hung; so were ranks that pause no longer than they
-# did before.
+# At the time limit, ranks that move within this time are slow, not hung; so are ranks whose pause is no longer than
+# earlier ones.
 _GRACE_S = 5.0
 _STILL_MOVING_S = 2.0
 
 
 @dataclass
-class Progress:
+class RankActivity:
     """When the ranks last moved, and the longest pause between two moves so far."""
 
     last: float = field(default_factory=time.monotonic)
     longest_pause: float = 0.0
-    beats: dict[int, Beat] = field(default_factory=dict)
+    heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
 
-    def look(self, beats: dict[int, Beat]) -> None:
-        """Take in the latest beats."""
-        latest = {**self.beats, **beats}  # a beat that was being rewritten just now is missing
-        if latest == self.beats:
+    def look(self, heartbeats: dict[int, Heartbeat]) -> None:
+        """Take in the latest heartbeats."""
+        latest = {**self.heartbeats, **heartbeats}  # a heartbeat that was being rewritten just now is missing
+        if latest == self.heartbeats:
             return
-        if self.beats:
+        if self.heartbeats:
             self.longest_pause = max(self.longest_pause, self.idle)
-        self.beats, self.last = latest, time.monotonic()
+        self.heartbeats, self.last = latest, time.monotonic()
 
     @property
     def idle(self) -> float:
@@ -70,19 +71,19 @@ class Progress:
         return time.monotonic() - self.last
 
     def stalled(self, world_size: int) -> bool:
-        """Whether all ranks have finished a step and now none has moved for much longer than ever before."""
-        trained = len(self.beats) == world_size and all(beat.step for beat in self.beats.values())
+        """Whether all ranks have finished a step and none has moved for much longer than before."""
+        trained = len(self.heartbeats) == world_size and all(heartbeat.step for heartbeat in self.heartbeats.values())
         return trained and self.idle > max(_STALL_LEAST_S, _STALL_FACTOR * self.longest_pause)
 
     def finished(self, world_size: int) -> bool:
         """Whether all ranks have done their work and ended; torchrun would take another half second to notice."""
-        done = [beat for beat in self.beats.values() if beat.phase == "finished"]
-        return len(done) == world_size and all(gone(beat.pid) for beat in done)
+        done = [heartbeat for heartbeat in self.heartbeats.values() if heartbeat.phase == "finished"]
+        return len(done) == world_size and all(gone(heartbeat.pid) for heartbeat in done)
 
     @property
     def moving(self) -> bool:
         """Whether the ranks were still making progress a moment ago."""
-        return bool(self.beats) and self.idle < max(_STILL_MOVING_S, self.longest_pause)
+        return bool(self.heartbeats) and self.idle < max(_STILL_MOVING_S, self.longest_pause)
 
 
 def run_ranks(
@@ -94,44 +95,43 @@ def run_ranks(
     start: str = "auto",
     on_look: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run `python *program` as `world_size` ranks that speak into `mailbox`; RanksFailed when one fails or time is up.
+    """Run `python *program` as `world_size` ranks that write to `mailbox`; RanksFailed on failure or timeout.
 
-    `start` is "warm" (forked; SpecError where that cannot be), "torchrun", or "auto" (warm where it can be). `on_look`
-    is called about twenty times a second while the ranks run. An exception in it, Ctrl-C included, ends the ranks too.
+    `start` is "warm" (forked; SpecError where forking is impossible), "torchrun", or "auto" (warm where possible).
+    `on_look` is called about twenty times a second while the ranks run. An exception in it, Ctrl-C included, ends the
+    ranks too.
     """
     agent = start_agent(program, mailbox, world_size, start, on_look)
-    progress = Progress()
+    activity = RankActivity()
     try:
-        failure = _watch(agent, mailbox, world_size, time_limit, progress, on_look)
+        failure = _watch(agent, mailbox, world_size, time_limit, activity, on_look)
     finally:
-        end(agent, [beat.pid for beat in read_beats(mailbox, world_size).values()])
+        end(agent, [heartbeat.pid for heartbeat in read_heartbeats(mailbox, world_size).values()])
     if failure is not None:
         raise RanksFailed(failure)
 
 
 Start = Callable[[Sequence[str], Mailbox, int], Agent]
-_elsewhere: ContextVar[Start | None] = ContextVar("elsewhere", default=None)
+_other_start: ContextVar[Start | None] = ContextVar("other_start", default=None)
 
 
 @contextmanager
 def ranks_started_by(start: Start) -> Iterator[None]:
-    """Inside, `start(program, mailbox, world_size)` starts every run's agent (a session of its own), for ranks in other
-    places than here.
-    """
-    token = _elsewhere.set(start)
+    """Inside, `start(program, mailbox, world_size)` starts every run's agent, for ranks on other nodes."""
+    token = _other_start.set(start)
     try:
         yield
     finally:
-        _elsewhere.reset(token)
+        _other_start.reset(token)
 
 
 def start_agent(
     program: Sequence[str], mailbox: Mailbox, world_size: int, start: str, on_look: Callable[[], None] = lambda: None
 ) -> Agent:
-    """Start ranks and return at once: whoever asks watches them, and ends them (ending.py)."""
+    """Start ranks and return at once: the caller watches them and ends them (ending.py)."""
     mailbox.folder.mkdir(parents=True, exist_ok=True)
-    mailbox.folder.chmod(0o700)  # the ranks meet in a file of it
-    return (_elsewhere.get() or _starter(start, on_look))(program, mailbox, world_size)
+    mailbox.folder.chmod(0o700)  # the ranks rendezvous in a file of it
+    return (_other_start.get() or _starter(start, on_look))(program, mailbox, world_size)
 
 
 def begin_starter() -> None:
@@ -164,7 +164,7 @@ def _start_warm(
 
 
 class Process(subprocess.Popen[bytes]):
-    """An agent in a process of its own, which tells exit codes at its end."""
+    """An agent in a separate process, which reports exit codes at its end."""
 
     left: dict[int, int] = {}
 
@@ -201,7 +201,7 @@ def start_torchrun(program: Sequence[str], mailbox: Mailbox, world_size: int) ->
             stdout=log,
             stderr=subprocess.STDOUT,
             env=rank_environment(),
-            start_new_session=True,  # Ctrl-C in a terminal reaches the caller only, which then ends the ranks in order
+            start_new_session=True,  # Ctrl-C in a terminal reaches only the caller, which ends the ranks
         )
 
 
@@ -213,7 +213,7 @@ def rank_environment() -> dict[str, str]:
     checkout = str(Path(__file__).resolve().parents[3])
     inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [checkout, inherited.get("PYTHONPATH")]))
     inherited.setdefault("OMP_NUM_THREADS", "1")
-    # the profiler tells stderr when it starts and stops, and that it did not see the beginning
+    # the profiler logs its start and stop to stderr
     inherited.setdefault("KINETO_LOG_LEVEL", "99")
     inherited.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if loopback := _loopback():
@@ -222,8 +222,8 @@ def rank_environment() -> dict[str, str]:
 
 
 def _warm_environment() -> dict[str, str]:
-    """The same for ranks that are all on this machine: gloo speaks over loopback, whatever interface was chosen for
-    several machines.
+    """The same for ranks that are all on this machine: gloo uses loopback, whatever interface was chosen for several
+    machines.
     """
     inherited = rank_environment()
     if loopback := _loopback():
@@ -236,36 +236,39 @@ def _loopback() -> str | None:
 
 
 def _watch(
-    agent: Agent, mailbox: Mailbox, world_size: int, time_limit: float, progress: Progress, on_look: Callable[[], None]
+    agent: Agent,
+    mailbox: Mailbox,
+    world_size: int,
+    time_limit: float,
+    activity: RankActivity,
+    on_look: Callable[[], None],
 ) -> Failure | None:
     deadline = time.monotonic() + time_limit
     while still_running(agent):
-        progress.look(read_beats(mailbox, world_size))
+        activity.look(read_heartbeats(mailbox, world_size))
         on_look()
-        if progress.finished(world_size):
+        if activity.finished(world_size):
             return None
-        if time.monotonic() > deadline or progress.stalled(world_size):
-            return _late(agent, mailbox, world_size, time_limit, progress)
+        if time.monotonic() > deadline or activity.stalled(world_size):
+            return _late(agent, mailbox, world_size, time_limit, activity)
     on_look()
-    return _ended(agent, mailbox, world_size, progress)
+    return _ended(agent, mailbox, world_size, activity)
 
 
-def _ended(agent: Agent, mailbox: Mailbox, world_size: int, progress: Progress) -> Failure | None:
-    """What the agent's own end means: it ends when all ranks have,
-    or when one ended badly and it has ended the others.
-    """
-    progress.look(read_beats(mailbox, world_size))
-    return None if progress.finished(world_size) else how_it_ended(agent, mailbox, world_size)
+def _ended(agent: Agent, mailbox: Mailbox, world_size: int, activity: RankActivity) -> Failure | None:
+    """The outcome once the agent has ended: it ends after all ranks, or after a failed rank and ending the others."""
+    activity.look(read_heartbeats(mailbox, world_size))
+    return None if activity.finished(world_size) else how_it_ended(agent, mailbox, world_size)
 
 
 def how_it_ended(agent: Agent, mailbox: Mailbox, world_size: int) -> Failure:
     """The report of ranks that have ended without finishing their work."""
-    remains = gather(mailbox, world_size)
-    return lost_agent(agent.lost, remains) if agent.lost and not remains.exits else failed_first(remains)
+    post_mortem = gather(mailbox, world_size)
+    return lost_agent(agent.lost, post_mortem) if agent.lost and not post_mortem.exits else failed_first(post_mortem)
 
 
 def still_running(agent: Agent, within_s: float = _LOOK_EVERY_S) -> bool:
-    """Whether it lives that long."""
+    """Whether the agent still runs after `within_s` seconds."""
     try:
         agent.wait(within_s)
     except subprocess.TimeoutExpired:
@@ -273,15 +276,15 @@ def still_running(agent: Agent, within_s: float = _LOOK_EVERY_S) -> bool:
     return False
 
 
-def _late(agent: Agent, mailbox: Mailbox, world_size: int, time_limit: float, progress: Progress) -> Failure | None:
-    if len(progress.beats) < world_size:
+def _late(agent: Agent, mailbox: Mailbox, world_size: int, time_limit: float, activity: RankActivity) -> Failure | None:
+    if len(activity.heartbeats) < world_size:
         return not_started(gather(mailbox, world_size), time_limit, world_size)
-    last_move, grace_ends = progress.last, time.monotonic() + _GRACE_S
-    while progress.last == last_move and time.monotonic() < grace_ends:
+    last_move, grace_ends = activity.last, time.monotonic() + _GRACE_S
+    while activity.last == last_move and time.monotonic() < grace_ends:
         if not still_running(agent):
-            return _ended(agent, mailbox, world_size, progress)
-        progress.look(read_beats(mailbox, world_size))
-    remains = replace(gather(mailbox, world_size), beats=progress.beats)
-    if progress.moving:
-        return too_slow(remains, time_limit)
-    return hung(replace(remains, stacks=ask_for_stacks(mailbox, remains.beats)), progress.idle)
+            return _ended(agent, mailbox, world_size, activity)
+        activity.look(read_heartbeats(mailbox, world_size))
+    post_mortem = replace(gather(mailbox, world_size), heartbeats=activity.heartbeats)
+    if activity.moving:
+        return too_slow(post_mortem, time_limit)
+    return hung(replace(post_mortem, stacks=ask_for_stacks(mailbox, post_mortem.heartbeats)), activity.idle)

@@ -1,4 +1,4 @@
-"""What ranks print, line by line while they run: their files are read as they grow."""
+"""The output of ranks, line by line while they run: their files are read as they grow."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Tail:
             return []
         with self._path.open("rb") as file:
             file.seek(self._at)
-            new = file.read(size - self._at)  # no more: a rank that prints for ever would never let us go
+            new = file.read(size - self._at)  # no more: a rank may print for ever
         self._at += len(new)
         *whole, self._begun = (self._begun + new).split(b"\n")
         return [_shown(line) for line in whole]
 
     def last(self) -> list[str]:
-        """The new lines and the one that was begun and not ended."""
+        """The new lines and the unfinished one."""
         lines, begun = self.lines(), self._begun
         self._begun = b""
         return [*lines, _shown(begun)] if begun else lines
 
 
 def _shown(line: bytes) -> str:
-    """As a terminal would show it: what a progress bar wrote last over its line."""
+    """The line as a terminal shows it: after the last carriage return."""
     return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
 
 
@@ -56,7 +56,7 @@ class LiveOutput:
         self._hand_over([tail.lines() for tail in self._tails])
 
     def flush(self) -> None:
-        """Hand over everything, when the ranks have ended what they did."""
+        """Hand over everything, after the ranks have ended."""
         self._hand_over([tail.last() for tail in self._tails])
 
     def _hand_over(self, by_rank: list[list[str]]) -> None:

@@ -1,15 +1,10 @@
-"""The folder through which ranks and their caller speak: plain files, so that a rank that died has still said what it
-said.
+"""The folder through which ranks report to their caller: plain files, so that what a dead rank reported is still there.
 
-    rank0.beat          one line of JSON, rewritten in place: where the rank is now
-    rank0.steps         one line of JSON a finished step
-    rank0.failure       the exception that ended the rank
-    rank0.stack         where a rank stood when it was asked (SIGUSR1)
-    rank0.result        what the rank hands over at its end
-    rank0.out, .err     what it printed
-    exits.json          the exit code of each rank that ended badly
-    agent.log           what torchrun, or a rank that could not even start, printed
-    store               where forked ranks meet: the file of a FileStore
+rank0.heartbeat     one line of JSON, rewritten in place: where the rank is now rank0.steps         one line of JSON a
+finished step rank0.failure       the exception that ended the rank rank0.stack         the stack of a rank, written on
+SIGUSR1 rank0.result        the rank's result rank0.out, .err     what it printed exits.json          the exit code of
+each rank that ended badly agent.log           the output of torchrun, or of a rank that could not start store the
+rendezvous of forked ranks: the file of a FileStore
 """
 
 from __future__ import annotations
@@ -22,13 +17,13 @@ from typing import Any
 
 AGENT_PID = "FSDPLAB_AGENT_PID"
 RANKS_STORE = "FSDPLAB_RANKS_STORE"
-_BEAT_BYTES = 512  # a beat with two names of the longest kind fits
+_HEARTBEAT_BYTES = 512  # a heartbeat with two names of the longest kind fits
 _LONGEST_NAME = 100
 
 
 @dataclass(frozen=True)
 class Mailbox:
-    """Names of the files in one folder. `Mailbox(folder).of(1, "beat")` is `folder/rank1.beat`."""
+    """Names of the files in one folder. `Mailbox(folder).of(1, "heartbeat")` is `folder/rank1.heartbeat`."""
 
     folder: Path
 
@@ -43,19 +38,19 @@ class Mailbox:
 
     @property
     def store(self) -> Path:
-        """Where forked ranks meet."""
+        """The rendezvous file of forked ranks."""
         return self.folder / "store"
 
     @property
     def agent_log(self) -> Path:
-        """What torchrun, and a rank that could not even start, printed."""
+        """The output of torchrun, or of a rank that could not start."""
         return self.folder / "agent.log"
 
 
 @dataclass(frozen=True)
-class Beat:
-    """Where a rank is: the phase and the collective it entered last, how many of each it has entered so far, and its
-    process id.
+class Heartbeat:
+    """The position of a rank: the phase and the collective it entered last, how many of each it has entered so far, and
+    its process id.
 
     `completed` is the last collective that the engine's ledger says is done; engines without a ledger leave it None.
     Ranks run the same program, so the rank with the lowest (`phases`, `collectives`) is the one the others wait for.
@@ -71,12 +66,12 @@ class Beat:
     completed: str | None = None
 
 
-class Heartbeat:
-    """The rank's side of the beat: a few microseconds a call, no lock, no thread."""
+class HeartbeatWriter:
+    """The rank's side of the heartbeat: a few microseconds a call, no lock, no thread."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self._file = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
-        self._now: dict[str, Any] = asdict(Beat(rank, os.getpid()))
+        self._now: dict[str, Any] = asdict(Heartbeat(rank, os.getpid()))
         self.write()
 
     @property
@@ -103,24 +98,24 @@ class Heartbeat:
         self.write()
 
     def write(self) -> None:
-        """Write the beat in one piece and always the same length, so that a reader sees an old line or a new one."""
-        os.pwrite(self._file, json.dumps(self._now).ljust(_BEAT_BYTES - 1).encode() + b"\n", 0)
+        """Write the heartbeat at once and always of one length, so that a reader sees the old line or the new one."""
+        os.pwrite(self._file, json.dumps(self._now).ljust(_HEARTBEAT_BYTES - 1).encode() + b"\n", 0)
 
-    def beat(self) -> Beat:
-        """The beat as it was last written."""
-        return Beat(**self._now)
-
-
-def read_beats(mailbox: Mailbox, world_size: int) -> dict[int, Beat]:
-    """The beats of the ranks that have one."""
-    beats = {rank: read_beat(mailbox.of(rank, "beat")) for rank in range(world_size)}
-    return {rank: beat for rank, beat in beats.items() if beat is not None}
+    def last(self) -> Heartbeat:
+        """The heartbeat as it was last written."""
+        return Heartbeat(**self._now)
 
 
-def read_beat(path: Path) -> Beat | None:
-    """One rank's beat; None before the rank has started, or in the instant in which it is rewritten."""
+def read_heartbeats(mailbox: Mailbox, world_size: int) -> dict[int, Heartbeat]:
+    """The heartbeats of the ranks that have one."""
+    heartbeats = {rank: read_heartbeat(mailbox.of(rank, "heartbeat")) for rank in range(world_size)}
+    return {rank: heartbeat for rank, heartbeat in heartbeats.items() if heartbeat is not None}
+
+
+def read_heartbeat(path: Path) -> Heartbeat | None:
+    """One rank's heartbeat; None before the rank has started, or while it is rewritten."""
     try:
-        return Beat(**json.loads(path.read_text()))
+        return Heartbeat(**json.loads(path.read_text()))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
 

@@ -1,4 +1,4 @@
-"""Network namespaces and shaped cables: several nodes, with a slow network between them, on one machine.
+"""Network namespaces and rate-limited cables: several nodes, with a slow network between them, on one machine.
 
 A network namespace is a network stack of its own: ranks in two of them reach each other through the cable between them
 and through nothing else (shared memory aside, which the engine refuses across namespaces). Each node has one, and so
@@ -7,8 +7,8 @@ has the switch in the middle:
     [ node 0: cable ]====port0[ switch: bridge ]port1====[ node 1: cable ]         ==== is a veth pair
 
 Both ends of a cable send at the link's rate (`tc`, token bucket), so a node is as slow to receive as to send. The
-namespaces have no names: they live as long as a process is in them, and take bridge, cables and shaping with them.
-Nothing can be left behind, whoever is killed.
+namespaces have no names: they live as long as a process is in them, and take bridge, cables and rates with them.
+Nothing is left, whichever process is killed.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ CABLE = "cable"  # the node's end, and so the name of its interface
 # Jumbo frames: at 1,500 bytes headers are 4.4 % of what is sent, and every packet costs processor time that the ranks
 # need.
 _FRAME = 9000
-# room for what TCP has under way: a full queue drops packets, and TCP halves its speed
+# for what TCP has in flight: a full queue drops packets, and TCP halves its speed
 _QUEUE_S, _QUEUE_LEAST = 0.2, 4_000_000
 
 
-class ShapingError(RuntimeError):
-    """The system refused a namespace, a cable or its rate; one line."""
+class NetworkSetupError(RuntimeError):
+    """A namespace, a cable or its rate could not be set up; one line."""
 
 
 def enter_new_network() -> None:
-    """Put this process, which must have one thread, into a network namespace of its own; ShapingError where it may not.
+    """Put this process, which must have one thread, into its own network namespace; NetworkSetupError if forbidden.
 
     Without the right to do so it enters a user namespace too, in which it is root and has that right.
     """
     if sys.platform != "linux":
-        raise ShapingError(f"network namespaces are Linux's; this is {sys.platform}")
+        raise NetworkSetupError(f"network namespaces are Linux's; this is {sys.platform}")
     if _unshare(_NEW_NETWORK) == 0:
         return
     user, group = os.geteuid(), os.getegid()
     if (code := _unshare(_NEW_USER | _NEW_NETWORK)) != 0:
-        raise ShapingError(
+        raise NetworkSetupError(
             f"the system allows no network namespaces, neither to root nor to users ({os.strerror(code)})"
         )
     own = Path("/proc/self")
@@ -58,7 +58,7 @@ def _unshare(what: int) -> int:
 
 
 def address(node: int) -> str:
-    """The node's address: 10.77.0.1 for node 0. Nobody outside sees it, so it cannot clash."""
+    """The node's address: 10.77.0.1 for node 0. It is invisible outside, so it cannot clash."""
     return f"10.77.{(node + 1) // 256}.{(node + 1) % 256}"
 
 
@@ -70,7 +70,7 @@ def build_switch() -> None:
 
 
 def plug(node: int, process: int, bytes_per_s: float | None) -> None:
-    """Lay a cable from the switch into the namespace of `process`; what the switch sends to it keeps to the rate."""
+    """Connect the switch to the namespace of `process`; the switch sends to it at the given rate."""
     port = f"port{node}"
     ends = ("type", "veth", "peer", "name", CABLE, "mtu", str(_FRAME), "netns", str(process))
     _command("ip", "link", "add", port, "mtu", str(_FRAME), *ends)
@@ -80,7 +80,7 @@ def plug(node: int, process: int, bytes_per_s: float | None) -> None:
 
 
 def open_cable(node: int, bytes_per_s: float | None) -> None:
-    """Bring the node's own end up, shaped and with its address, in this process's namespace."""
+    """Bring up the node's end, with its rate and address, in this process's namespace."""
     _command("ip", "link", "set", "lo", "up")
     shape(CABLE, bytes_per_s)
     _command("ip", "address", "add", f"{address(node)}/16", "dev", CABLE)
@@ -88,7 +88,7 @@ def open_cable(node: int, bytes_per_s: float | None) -> None:
 
 
 def shape(interface: str, bytes_per_s: float | None) -> None:
-    """Let the interface send `bytes_per_s` and no more; None leaves it unshaped."""
+    """Limit what the interface sends to `bytes_per_s`; None: no limit."""
     if bytes_per_s is not None:
         _command("tc", "qdisc", "add", "dev", interface, "root", "tbf", *bucket(bytes_per_s))
 
@@ -106,21 +106,23 @@ def bucket(bytes_per_s: float) -> list[str]:
 
 def _command(*words: str) -> None:
     if shutil.which(words[0]) is None:
-        raise ShapingError(f"the command {words[0]} is not installed; install the package iproute2")
+        raise NetworkSetupError(f"the command {words[0]} is not installed; install the package iproute2")
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        raise ShapingError(f"`{' '.join(words)}` failed: {said[-1] if said else f'exit code {done.returncode}'}")
+        output = (done.stderr or done.stdout).strip().splitlines()
+        raise NetworkSetupError(
+            f"`{' '.join(words)}` failed: {output[-1] if output else f'exit code {done.returncode}'}"
+        )
 
 
 def main() -> None:
-    """Try all of it once, on a cable to this process itself; print why not and end with 1 where the system refuses."""
+    """Try all of it once, on a cable to this process; print the reason and exit with 1 if it fails."""
     try:
         enter_new_network()
         build_switch()
         plug(0, os.getpid(), 25e6)
         open_cable(0, 25e6)
-    except (ShapingError, OSError) as error:
+    except (NetworkSetupError, OSError) as error:
         print(str(error).replace("\n", " "))
         sys.exit(1)
 

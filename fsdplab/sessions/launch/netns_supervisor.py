@@ -1,12 +1,12 @@
-"""The process between the caller and the agents of several nodes: the switch of their network, tied to the life of the
-caller.
+"""The process between the caller and the agents of several nodes: the switch of their network, ended when the caller
+ends.
 
     caller  ->  this: python -m ... CALLER_PID FOLDER NOTES NODES RANKS_PER_NODE RATE ALIVE PROGRAM...
             ->  one a node, in a namespace of its own: python -m ... node SUPERVISOR_PID ...  ->  ranks
 
-For launcher.py it is what the single agent is otherwise: it ends when the ranks have ended, badly when one did, and
-SIGTERM ends all. FOLDER is the mailbox, NOTES a folder of its own, RATE in bytes per second or None. ALIVE is a pipe
-that switch and agents hold open and never use: its reader sees when all are gone.
+launcher.py uses it like a single agent: it ends after the ranks, with 1 when one failed, and SIGTERM ends all. FOLDER
+is the mailbox, NOTES a folder of its own, RATE in bytes per second or None. ALIVE is a pipe that switch and agents hold
+open and never use: its reader sees when all are gone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from fsdplab.sessions.launch.mailbox import Mailbox
 from fsdplab.sessions.launch.netns import (
     CABLE,
-    ShapingError,
+    NetworkSetupError,
     address,
     build_switch,
     enter_new_network,
@@ -32,10 +32,10 @@ from fsdplab.sessions.launch.netns import (
 )
 from fsdplab.sessions.launch.parent_death import end_with_parent
 
-_PORT = 29500  # fixed, since nobody else is in the first node's namespace
+_PORT = 29500  # fixed: the first node's namespace has no other process
 _LOOK_EVERY_S = 0.05
-# When one node's agent has failed, the others' ranks fail after it: their agents get this long to write down who ended
-# how.
+# When one node's agent has failed, the others' ranks fail after it: their agents get this long to write the exit
+# codes.
 _OTHERS_FOLLOW_S = 2.0
 _PATIENCE_S = 2.0  # for agents that were asked to end; less than launcher.py has for the switch
 _GO = "go\n"
@@ -45,7 +45,7 @@ Agents = Sequence["subprocess.Popen[str]"]
 
 def main(caller: str, folder: str, notes: str, nodes: str, per_node: str, rate: str, alive: str, *program: str) -> None:
     """Build the network, start the nodes, and wait for their ranks; exit code 1 when a rank failed."""
-    enter_new_network()  # first: to become another user's root takes back the tie to the parent
+    enter_new_network()  # first: a new user namespace resets the parent-death signal
     end_with_parent(int(caller), signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     build_switch()
@@ -79,7 +79,7 @@ def node_main(switch: str, notes: str, node: str, nodes: str, per_node: str, rat
         "--monitor-interval=0.1",
         f"--log-dir={os.devnull}", f"--master-addr={address(0)}", f"--master-port={_PORT}",
         f"--local-addr={address(int(node))}", *program,
-        when_orphaned=signal.SIGKILL,  # the switch has asked politely before it ended (see _end)
+        when_orphaned=signal.SIGKILL,  # the switch sends SIGTERM first (see _end)
     )  # fmt: skip
 
 
@@ -131,5 +131,5 @@ def _join_exits(notes: Path, mailbox: Mailbox) -> None:
 if __name__ == "__main__":
     try:
         node_main(*sys.argv[2:]) if sys.argv[1] == "node" else main(*sys.argv[1:])
-    except ShapingError as error:
+    except NetworkSetupError as error:
         sys.exit(f"The network of the nodes could not be built: {error}")

@@ -1,4 +1,4 @@
-"""Nothing outlives its parent: not after an error, not after Ctrl-C, not after `kill -9` of the notebook's kernel.
+"""No process outlives its parent, even after `kill -9` of the notebook's kernel.
 
 The kernel of Linux can send a signal to a child at the moment its parent dies. Where it cannot (macOS), a thread looks
 at the parent's id, which changes when the parent dies. Both begin only after the child has started, so a parent that
@@ -29,7 +29,9 @@ def end_with_parent(parent: int, with_signal: signal.Signals = signal.SIGKILL) -
                 "prctl(PR_SET_PDEATHSIG) failed, so this process could outlive the one that started it",
             )
     else:
-        threading.Thread(target=_look_for_parent, args=(parent, with_signal), daemon=True, name="fsdplab-guard").start()
+        threading.Thread(
+            target=_look_for_parent, args=(parent, with_signal), daemon=True, name="fsdplab-parent-watch"
+        ).start()
     _end_if_orphaned(parent, with_signal)
 
 

@@ -1,8 +1,7 @@
-"""Stacks that a reader can use: of an exception, and of a rank that was asked where it stands.
+"""Readable stacks: of an exception, and of a running rank.
 
-Both lose the frames of the lab's own scaffolding. The second comes from faulthandler and is cut to the main thread and
-given its source lines back, for faulthandler writes from inside a signal handler and so can afford file names and line
-numbers only:
+The lab's own frames are removed from both. The second comes from faulthandler, which runs inside a signal handler and
+writes file names and line numbers only; it is cut to the main thread, and the source lines are added:
 
     Thread 0x00007f2c (most recent call first):
       File "/tmp/my_fsdp.py", line 12 in shard
@@ -16,7 +15,7 @@ import traceback
 
 _FRAME = re.compile(r'^\s+File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _MOST_FRAMES = 8
-# Frames that belong to the lab's own scaffolding, or to PyTorch's logging, and tell nothing.
+# Frames of the lab itself and of PyTorch's logging, which do not help a reader.
 _SCAFFOLDING = (
     "/fsdplab/sessions/worker/collective_hooks.py",
     "/fsdplab/sessions/worker/remote_call_worker.py",
@@ -30,14 +29,14 @@ _SCAFFOLDING = (
 
 def of_exception(error: BaseException) -> str:
     """The traceback of an exception and of its causes, as Python prints it."""
-    told = traceback.TracebackException.from_exception(error)
-    link: traceback.TracebackException | None = told
+    formatted = traceback.TracebackException.from_exception(error)
+    link: traceback.TracebackException | None = formatted
     while link is not None:
         kept = [frame for frame in link.stack if not frame.filename.endswith(_SCAFFOLDING)]
-        # an error of the scaffolding itself keeps its frames
+        # an error of the lab itself keeps its frames
         link.stack = traceback.StackSummary.from_list(kept or list(link.stack))
         link = link.__cause__ or link.__context__
-    return "".join(told.format())
+    return "".join(formatted.format())
 
 
 def readable(dump: str, frames: int = _MOST_FRAMES) -> str:

@@ -4,15 +4,13 @@
     start)
 
 The starter imports torch and the rank side of fsdplab and does nothing else: no process group, no CUDA context, no
-thread. So a fork is as good as a fresh process, and nothing of one run can be seen by the next. It speaks with its
-caller (warm.py) over socket pairs that no other process can open: one to receive requests, and one a run, on which it
-tells process ids and exit codes. The end of a run's socket ends the run's ranks; the end of the caller, however it
-ends, ends everything.
+thread. So a fork is as good as a fresh process, and runs cannot affect each other. It talks to its caller (warm.py)
+over socket pairs: one for requests, and one a run for process ids and exit codes. The end of a run's socket ends the
+run's ranks; the end of the caller ends everything.
 
-Python's own means were judged first. multiprocessing's forkserver is one a process, shared with the user's own use of
-it; its children hold its life line, so ranks that hang would keep it and themselves alive after `kill -9` of the
-caller; its environment is that of its start; and it cannot be asked to start anew. torch.distributed.elastic forks from
-the process that it runs in, with threads and a TCP store.
+Why not Python's own means: multiprocessing's forkserver is shared with the user's code; its children keep it alive, so
+ranks that hang would survive `kill -9` of the caller; it keeps the environment of its start and cannot be restarted.
+torch.distributed.elastic forks from the process that it runs in, with threads and a TCP store.
 """
 
 from __future__ import annotations
@@ -37,21 +35,21 @@ from fsdplab.common.processes import send_group
 from fsdplab.sessions.launch.mailbox import AGENT_PID
 from fsdplab.sessions.launch.parent_death import end_with_parent
 
-# What ranks use, each on its way or lazily: whatever is missing here, every rank of every run imports again.
+# What ranks use, also lazily: anything missing here is imported again by every rank of every run.
 RANK_SIDE = (
     "numpy.ma", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor",
     "torch.distributed.checkpoint", "torch.profiler", "fsdplab.engine", "fsdplab.sessions.worker.training",
     "fsdplab.sessions.worker.remote_call_worker", "fsdplab.sessions.staying.cell_loop",
     "fsdplab.sessions.bench_engines",
 )  # fmt: skip
-_OTHERS_FOLLOW_S = 0.2  # after one rank ended badly, the others may still leave a note of what they saw
+_OTHERS_FOLLOW_S = 0.2  # after one rank ended badly, the others may still write their failures
 _TERM_S = 2.0  # then they are asked to end, and this much later killed
 _WHOLE_MESSAGE = b"\n"
 
 
 @dataclass
 class _Run:
-    """The ranks of one run that still live, how the others ended, and when the rest must follow."""
+    """The running ranks of one run, how the others ended, and when the rest must end."""
 
     socket: socket.socket
     living: dict[int, int] = field(default_factory=dict)  # process id -> rank
@@ -88,7 +86,7 @@ def main(descriptor: str, caller: str, *preload: str) -> None:
 
 
 def _why_not() -> str | None:
-    """Why this process must not be forked; None where it may."""
+    """Why this process must not be forked; None if it may be."""
     import torch
 
     if torch.cuda.is_initialized():
@@ -140,16 +138,16 @@ class _Starter:
             elif key.fileobj is self.wake:
                 self.wake.recv(4096)
             else:
-                self._hear(key.data)
+                self._read_run_socket(key.data)
         return True
 
     def _accept(self) -> None:
-        """A request: a descriptor of the run's own socket, on which the rest is written."""
+        """Accept a request: a descriptor of the run's own socket, which carries the rest."""
         try:
             message, descriptors, _, _ = socket.recv_fds(self.control, 1, 1)
         except ConnectionError:
             message = b""
-        if not message:  # the caller has closed its side: it asks another starter now
+        if not message:  # the caller has closed its side and uses another starter now
             self.asked = False
             self.selector.unregister(self.control)
             return
@@ -184,7 +182,7 @@ class _Starter:
         finally:
             os._exit(1)
 
-    def _hear(self, run: _Run) -> None:
+    def _read_run_socket(self, run: _Run) -> None:
         """The caller asks for the end, or has closed its side: either way the run ends."""
         try:
             asked = run.socket.recv(64)
@@ -197,7 +195,7 @@ class _Starter:
             run.end_soon(0.0)
 
     def _collect(self) -> None:
-        """Reap what has ended, tell exit codes, end what must follow."""
+        """Reap ended ranks, report exit codes, and end the other ranks of a failed run."""
         for run in list(self.runs):
             for pid in list(run.living):
                 self._reap(run, pid)
@@ -212,7 +210,7 @@ class _Starter:
     def _reap(self, run: _Run, pid: int) -> None:
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
-        send_group(pid, signal.SIGKILL)  # while its number is still taken: what the rank itself has started
+        send_group(pid, signal.SIGKILL)  # before its id is reused: processes that the rank has started
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)
         run.exits[run.living.pop(pid)] = code
@@ -235,8 +233,7 @@ def _leave(*_: object) -> NoReturn:
 
 
 def be_rank(request: Mapping[str, Any], rank: int) -> None:
-    """Be rank `rank` of the request, in a process that was forked for it: a session, environment, folder and program of
-    its own.
+    """Run as rank `rank` of the request in this forked process, with its own session, environment, folder and program.
 
     A world size of 0 asks for one process that is no rank.
     """
@@ -268,7 +265,7 @@ def be_rank(request: Mapping[str, Any], rank: int) -> None:
         sys.stderr.flush()
         os._exit(left.code if isinstance(left.code, int) else 0 if left.code is None else 1)
     except BaseException:
-        # a program that has set sys.excepthook (rank_process.py) leaves its note and ends there
+        # a program that has set sys.excepthook (rank_process.py) writes its failure and ends there
         sys.excepthook(*sys.exc_info())
         os._exit(1)
 
@@ -292,21 +289,19 @@ def _print_into(log: str) -> None:
 
 
 def _as_if_fresh() -> None:
-    """What a new interpreter would have chosen for itself:
-    threads by its environment, and a random state of its own.
-    """
+    """Set what a new interpreter would choose: the number of threads, and a fresh random state."""
     import numpy
     import torch
 
     threads = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else os.cpu_count() or 1)
-    tempfile.tempdir = None  # some import has asked for it already, in the environment of the starter
+    tempfile.tempdir = None  # an import may have set it from the environment of the starter
     numpy.random.seed()  # Python's own generator is seeded anew by fork
     torch.default_generator.seed()
 
 
 def run_program(program: Sequence[str]) -> None:
-    """What `python *program` would do: `-m fsdplab.sessions.worker.training FOLDER`, or `script.py ARGUMENTS`."""
+    """Do what `python *program` does: `-m fsdplab.sessions.worker.training FOLDER`, or `script.py ARGUMENTS`."""
     if program[0] != "-m":
         sys.argv = list(program)
         sys.path.insert(0, os.path.dirname(os.path.abspath(program[0])))
@@ -329,7 +324,7 @@ def _send(to: socket.socket, message: Mapping[str, Any]) -> None:
 
 
 def receive(source: socket.socket) -> dict[str, Any] | None:
-    """One message, waited for; None when the other side closed before it was whole."""
+    """Wait for one message; None when the other side closed before it was complete."""
     text = b""
     while not text.endswith(_WHOLE_MESSAGE):
         try:

@@ -1,12 +1,11 @@
-"""The caller's side of the warm starter: one process a caller, begun before it is needed, begun anew where it no longer
-fits.
+"""The caller's side of the warm starter: one process a caller, started early, and replaced when it is out of date.
 
     begin()                      in the background: importing torch takes it two seconds
     start(program, ...)          forks the ranks of one run; waits for the starter where it is still importing
     why_not()                    why no ranks can be forked here; torchrun starts them then
 
 A starter that was begun with other start-up variables (LD_PRELOAD, PYTHONPATH, ...), before a source file of fsdplab
-changed, or that was killed, is left to its running ranks and a new one takes its place.
+changed, or that was killed, is left to its running ranks, and a new one is started.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from fsdplab.sessions.launch.mailbox import Mailbox
 from fsdplab.sessions.launch.starter import receive
 
 _PACKAGE = Path(__file__).resolve().parents[2]
-# What a process reads once, when it starts or loads a library. Everything else a rank finds as the caller has it.
+# Variables that a process reads once, at its start or when it loads a library. Ranks get all others from the caller.
 _READ_AT_START = (
     "LD_",
     "PYTHON",
@@ -65,7 +64,7 @@ class StarterFailed(RuntimeError):
 
 
 class WarmRanks:
-    """The forked ranks of one run, spoken to like a process: it has ended when all of them have."""
+    """The forked ranks of one run, used like one process: it has ended when all of them have."""
 
     def __init__(self, starter: _Starter, own: socket.socket, exits_file: Path | None) -> None:
         self._starter, self._socket, self._exits_file = starter, own, exits_file
@@ -77,7 +76,7 @@ class WarmRanks:
         self.left: dict[int, int] = {}
 
     def poll(self) -> int | None:
-        """0 when all ranks have ended, None while one lives."""
+        """0 when all ranks have ended, None while one runs."""
         self._read(0.0)
         return 0 if self._ended else None
 
@@ -91,7 +90,7 @@ class WarmRanks:
     def first_pid(self) -> int:
         """The process id of rank 0, as soon as it is forked; StarterFailed where the starter ended before."""
         while not self.pids and not self._ended:
-            self._hear(math.inf)
+            self._read_message(math.inf)
         if not self.pids:
             raise StarterFailed(self.lost or "nothing was forked")
         return self.pids[0]
@@ -108,23 +107,23 @@ class WarmRanks:
         if self._ended:
             return
         try:
-            self._socket.shutdown(socket.SHUT_WR)  # at which the starter kills what still lives
+            self._socket.shutdown(socket.SHUT_WR)  # on which the starter kills remaining ranks
         except OSError:
             pass
         self._read(_GONE_WITHIN_S)
         if not self._ended:
-            # a stopped starter, say; its end is the end of its ranks, and the next run begins another
+            # a stopped starter, for example; its ranks end with it, and the next run starts another
             self._starter.end()
             self._finish()
 
     def _read(self, timeout: float) -> None:
-        """Hear what is said until all have ended, for `timeout` seconds at most."""
+        """Read messages until all have ended, for at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        while not self._ended and self._hear(deadline - time.monotonic()):
+        while not self._ended and self._read_message(deadline - time.monotonic()):
             pass
 
-    def _hear(self, timeout: float) -> bool:
-        """Take in what the starter says next; False where it said nothing within `timeout` seconds."""
+    def _read_message(self, timeout: float) -> bool:
+        """Read the starter's next message; False if none came within `timeout` seconds."""
         readable, _, _ = select.select([self._socket], [], [], None if timeout == math.inf else max(0.0, timeout))
         if not readable:
             return False
@@ -183,26 +182,26 @@ class _Starter:
         self._hearing = threading.Lock()
 
     def fits(self, environment: Mapping[str, str]) -> bool:
-        """Whether a rank forked by it would be as one started now."""
+        """Whether a rank forked by it equals one started now."""
         return not self.gone and self.key == _key(environment)
 
     def wait_until_ready(self, on_look: Callable[[], None]) -> None:
         """Return when it has imported everything, calling `on_look()` meanwhile; StarterFailed when it cannot."""
         deadline = time.monotonic() + _READY_WITHIN_S
-        while not self._hear_ready():
+        while not self._read_ready():
             if time.monotonic() > deadline:
                 raise StarterFailed(f"the warm starter was not ready within {_READY_WITHIN_S:g} s")
             on_look()
         if self._ready["why_not"]:
             raise StarterFailed(str(self._ready["why_not"]))
 
-    def _hear_ready(self) -> bool:
+    def _read_ready(self) -> bool:
         with self._hearing:
             if not self._ready and select.select([self._control], [], [], _LOOK_EVERY_S)[0]:
-                said = receive(self._control)
-                if said is None:
-                    raise StarterFailed(f"the warm starter {self.how_it_ended()}{self._said()}")
-                self._ready = said
+                message = receive(self._control)
+                if message is None:
+                    raise StarterFailed(f"the warm starter {self.how_it_ended()}{self._output()}")
+                self._ready = message
         return bool(self._ready)
 
     def fork(self, request: Mapping[str, object], exits_file: Path | None) -> WarmRanks:
@@ -219,7 +218,7 @@ class _Starter:
         return WarmRanks(self, own, exits_file)
 
     def retire(self) -> None:
-        """Ask no more of it: it ends when its last run has."""
+        """Send no more requests: it ends when its last run has."""
         if self.owner == os.getpid():
             self._control.close()
             self._log.close()
@@ -250,14 +249,14 @@ class _Starter:
             return "closed its connection"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
-    def _said(self) -> str:
+    def _output(self) -> str:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         return f": {lines[-1]}" if lines else ""
 
 
 _lock = threading.Lock()
-_starters: list[_Starter] = []  # the last one is asked; those before it only finish their runs
+_starters: list[_Starter] = []  # the last one gets requests; earlier ones only finish their runs
 
 
 def why_not() -> str | None:
@@ -283,17 +282,17 @@ def start(
     environment: Mapping[str, str],
     on_look: Callable[[], None],
 ) -> WarmRanks:
-    """Fork the ranks of one run, each as `python *program` would be; StarterFailed where that cannot be done.
+    """Fork the ranks of one run, each as `python *program` would be; StarterFailed if that fails.
 
-    Where the starter still imports, `on_look()` is called about twenty times a second until it is ready.
+    While the starter still imports, `on_look()` is called about twenty times a second until it is ready.
     """
     mailbox.agent_log.touch()
     return _fork(program, world_size, mailbox.agent_log, _inherited(), environment, on_look, mailbox.exits)
 
 
 def start_process(program: Sequence[str], log: Path, folder: Path, environment: Mapping[str, str]) -> WarmRanks:
-    """Fork one process that is no rank of a run, in a folder of its own; what it prints goes to `log`. StarterFailed
-    where that cannot be done.
+    """Fork one process that is no rank of a run, in a folder of its own; what it prints goes to `log`. StarterFailed if
+    that fails.
     """
     return _fork(program, 0, log, {**_inherited(), "folder": str(folder)}, environment, lambda: None, None)
 
@@ -323,7 +322,7 @@ def _fork(
 
 
 def _inherited() -> dict[str, object]:
-    """What a child would have from its parent, and a rank has not, because the starter was begun earlier."""
+    """The settings that a child inherits from its parent; the starter, started earlier, gets them with the request."""
     return {
         "folder": _folder(),
         "cores": sorted(os.sched_getaffinity(0)),
@@ -358,9 +357,7 @@ def _fitting(environment: Mapping[str, str]) -> _Starter:
 
 
 def _key(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """What must be equal for a starter to be used again: its interpreter, what it read when it started, and fsdplab's
-    own source files.
-    """
+    """The conditions to reuse a starter: equal interpreter, start-up variables, and fsdplab's source files."""
     read = tuple(sorted((name, value) for name, value in environment.items() if name.startswith(_READ_AT_START)))
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
     relative = _folder() if any(path and not os.path.isabs(path) for path in paths) else None

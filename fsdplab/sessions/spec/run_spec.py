@@ -1,8 +1,8 @@
-"""What to run, said once and checked once.
+"""What to run, described once and checked once.
 
-Ranks cost seconds to start, so a request that cannot work is refused here, before any process exists, in one line that
-says what was wrong, what was got, what is possible and what to do. A `RunSpec` that exists can be run. Its fields are
-the command line's flags too, and what is said of them here is their help; so this file imports torch when it is needed.
+Ranks take seconds to start, so an invalid request fails here, before any process exists, in one line: what happened,
+what was got, what was expected, what to do. An existing `RunSpec` can be run. Its fields are also the command line's
+flags, with the help texts below; so this file imports torch only when needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from fsdplab.common.names import OVER_ALL_RANKS, STRATEGIES, STRATEGIES_IN_WORDS, STRATEGY_ROWS
 from fsdplab.common.words import did_you_mean, squeezed
 
-# What each engine can do; the first is what it is best known for.
+# The strategies of each engine, the best known first.
 ENGINES: dict[str, tuple[str, ...]] = {
     "lab": (*reversed(OVER_ALL_RANKS), *(name for name in STRATEGIES if name not in OVER_ALL_RANKS)),
     "torch-ddp": ("no_shard",),
@@ -29,13 +29,13 @@ ENGINES: dict[str, tuple[str, ...]] = {
 }
 PEERS = tuple(name for name in ENGINES if name not in ("lab", "twin"))
 ENGINES_IN_WORDS = f"lab, {', '.join(PEERS)} or twin"
-STARTS = ("auto", "warm", "torchrun")  # how ranks are started: warm ones are forked, and auto is warm where that can be
+STARTS = ("auto", "warm", "torchrun")  # how ranks are started: warm ones are forked; auto is warm where possible
 COMPILES = ("none", "blocks")
 PRECISIONS = ("fp32", "bf16")
-CHECKPOINTS = ("none", "selective", "full")  # which activations the lab computes again in the backward
-OFFLOADS = ("none", "cpu")  # where the lab's slices and optimizer state rest: the device, or host memory
+CHECKPOINTS = ("none", "selective", "full")  # which activations the lab recomputes in the backward
+OFFLOADS = ("none", "cpu")  # where the lab keeps slices and optimizer state: the device, or host memory
 DEVICES = ("auto", "cpu", "cuda")
-# what travels together: a block (auto is the same), each linear layer, everything
+# the FSDP units: each block (as auto), each linear layer, the whole model
 UNITS = ("auto", "block", "linear", "model")
 OPTIMIZERS = ("adamw", "adamw-foreach")  # fused, and the one that makes temporaries
 TRANSPORTS = ("auto", "shm", "gloo", "nccl", "shared_gpu")
@@ -52,68 +52,68 @@ _BYTES_OF_A_PROCESS = 250_000_000  # Python and torch before any model, measured
 
 
 class SpecError(ValueError):
-    """A run that cannot be; the message is one line: what, got, expected, what to do."""
+    """An invalid run; the message is one line: what happened, got, expected, what to do."""
 
 
-def said(default: Any, help_text: str) -> Any:
-    """A field with its default and what it means, in the words of a flag's help."""
+def option(default: Any, help_text: str) -> Any:
+    """A field with its default and its help text."""
     return field(default=default, metadata={"help": help_text})
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run: model, data, strategy, engine, ranks. Sizes in bytes, times in seconds; raises SpecError when it cannot
-    be run.
+    """One run: model, data, strategy, engine, ranks. Sizes in bytes, times in seconds; raises SpecError when invalid.
 
     `steps` are timed, after `warmup` steps that are not; the second warm-up step's memory is measured. `batch_size`
     sequences of `sequence_length` tokens are read by each rank in each of `micro_batches`. `card` is the memory of an
     emulated accelerator: a run that needs more ends as out of memory. `profile` steps come after the timed ones, under
     PyTorch's profiler. `link` is an emulated network: a preset ("eth10"), or a bandwidth ("200mbit", "1GB/s,50us");
-    `emulate` ("8xH100") with `as_model` ("llama-3.1-8b") has it chosen so that communication takes the same part of a
-    step as on that machine (with a link as well, that link is taken to be the one so chosen). `compile="blocks"` makes
-    one graph of each block's forward. `start` is how ranks are started: "warm" (forked), "torchrun", or "auto" (warm
-    where that can be). `shard_size` ranks form a shard group of hybrid_shard, and `link_across` is the network between
-    the groups.
+    `emulate` ("8xH100") with `as_model` ("llama-3.1-8b") choose it so that communication takes the same part of a step
+    as on that machine (a link given as well is taken as that choice). `compile="blocks"` makes one graph of each
+    block's forward. `start` is how ranks are started: "warm" (forked), "torchrun", or "auto" (warm where possible).
+    `shard_size` ranks form a shard group of hybrid_shard, and `link_across` is the network between the groups.
 
     >>> RunSpec(strategy="zero1", world_size=2).total_steps
     10
     """
 
-    strategy: str = said("full_shard", f"{STRATEGIES_IN_WORDS}.")
-    engine: str = said("lab", f"{ENGINES_IN_WORDS}.")
-    world_size: int = said(2, "Ranks: real processes on this machine.")
-    model: str = said("gpt-20m", "Preset: gpt-tiny, gpt-20m, gpt-25m, llama-tiny, llama-20m, gpt2, ...")
-    text: str | None = said(None, "Train on this file or folder; default: Python's own library sources.")
-    batch_size: int = said(2, "Sequences that each rank reads in a micro-batch.")
-    sequence_length: int = said(64, "Tokens in a sequence.")
-    steps: int = said(8, "Timed steps, after two that warm up.")
-    warmup: int = said(2, "Steps before the timed ones; the memory of the second is measured.")
-    micro_batches: int = said(1, "Micro-batches a step (gradient accumulation).")
-    precision: str = said("fp32", "fp32, or bf16 (compute in bf16, float32 masters).")
-    units: str = said("auto", "What travels together: auto (a block), linear (each linear layer), model (everything).")
-    prefetch: int = said(1, "Units that the lab's engine gathers ahead; 0: none.")
-    learning_rate: float = said(3e-4, "AdamW's learning rate.")
-    optimizer: str = said("adamw", "adamw (fused) or adamw-foreach.")
-    transport: str = said("auto", "How bytes move: auto, shm, gloo, nccl, or shared_gpu (several ranks on one GPU).")
-    checkpoint: str = said("none", "Activations that the lab computes again: none, selective or full.")
-    offload: str = said("none", "Where the lab's slices and optimizer state rest: none (the device) or cpu.")
-    compile: str = said("none", "none, or blocks (torch.compile makes one graph of each block's forward).")
-    profile: int = said(0, "Steps under PyTorch's profiler, after the timed ones; 0: no trace.")
-    link: str | None = said(None, "Emulated network between ranks: eth10, nvlink4, ib400, ..., or 200mbit, 1GB/s,50us.")
-    link_across: str | None = said(None, "Emulated network between the shard groups of hybrid_shard.")
-    link_queues: int = said(1, "1: gathers and reductions share a communicator; 2: each has its own.")
-    emulate: str | None = said(
+    strategy: str = option("full_shard", f"{STRATEGIES_IN_WORDS}.")
+    engine: str = option("lab", f"{ENGINES_IN_WORDS}.")
+    world_size: int = option(2, "Ranks: real processes on this machine.")
+    model: str = option("gpt-20m", "Preset: gpt-tiny, gpt-20m, gpt-25m, llama-tiny, llama-20m, gpt2, ...")
+    text: str | None = option(None, "Train on this file or folder; default: Python's own library sources.")
+    batch_size: int = option(2, "Sequences that each rank reads in a micro-batch.")
+    sequence_length: int = option(64, "Tokens in a sequence.")
+    steps: int = option(8, "Timed steps, after two that warm up.")
+    warmup: int = option(2, "Steps before the timed ones; the memory of the second is measured.")
+    micro_batches: int = option(1, "Micro-batches a step (gradient accumulation).")
+    precision: str = option("fp32", "fp32, or bf16 (compute in bf16, float32 masters).")
+    units: str = option("auto", "FSDP units: auto (each block), linear (each linear layer) or model (the whole model).")
+    prefetch: int = option(1, "Units that the lab's engine gathers ahead; 0: none.")
+    learning_rate: float = option(3e-4, "AdamW's learning rate.")
+    optimizer: str = option("adamw", "adamw (fused) or adamw-foreach.")
+    transport: str = option("auto", "How bytes move: auto, shm, gloo, nccl, or shared_gpu (several ranks on one GPU).")
+    checkpoint: str = option("none", "Activations that the lab recomputes: none, selective or full.")
+    offload: str = option("none", "Where the lab keeps slices and optimizer state: none (the device) or cpu.")
+    compile: str = option("none", "none, or blocks (torch.compile makes one graph of each block's forward).")
+    profile: int = option(0, "Steps under PyTorch's profiler, after the timed ones; 0: no trace.")
+    link: str | None = option(
+        None, "Emulated network between ranks: eth10, nvlink4, ib400, ... or 200mbit, 1GB/s,50us."
+    )
+    link_across: str | None = option(None, "Emulated network between the shard groups of hybrid_shard.")
+    link_queues: int = option(1, "1: gathers and reductions share a communicator; 2: each has its own.")
+    emulate: str | None = option(
         None, "Wind tunnel: a machine such as 8xH100, whose network is slow or fast in proportion (with --as)."
     )
-    as_model: str | None = said(None, "The model whose training on --emulate is imitated, such as llama-3.1-8b.")
-    shard_size: int | None = said(None, "Ranks of one shard group of hybrid_shard.")
-    seed: int = said(0, "Seed of weights and data.")
-    card: int | None = said(None, "Bytes of an emulated card: a run that needs more ends as out of memory.")
-    device: str = said("auto", "auto, cpu or cuda.")
-    memory: bool = said(True, "Whether memory is measured.")
-    time_limit: float = said(120.0, "Seconds after which one run is ended with a report.")
-    start: str = said(
-        "auto", "How ranks are started: warm (forked), torchrun (new Pythons), or auto (warm where that can be)."
+    as_model: str | None = option(None, "The model whose training on --emulate is imitated, such as llama-3.1-8b.")
+    shard_size: int | None = option(None, "Ranks of one shard group of hybrid_shard.")
+    seed: int = option(0, "Seed of weights and data.")
+    card: int | None = option(None, "Bytes of an emulated card: a run that needs more ends as out of memory.")
+    device: str = option("auto", "auto, cpu or cuda.")
+    memory: bool = option(True, "Whether memory is measured.")
+    time_limit: float = option(120.0, "Seconds after which one run is ended with a report.")
+    start: str = option(
+        "auto", "How ranks are started: warm (forked), torchrun (new Pythons), or auto (warm if possible)."
     )
 
     def __post_init__(self) -> None:
@@ -158,7 +158,7 @@ class RunSpec:
         return self.batch_size * self.sequence_length * self.micro_batches
 
     @property
-    def place(self) -> str:
+    def device_type(self) -> str:
         """`cuda` or `cpu`: where the ranks run once `auto` is decided (cuda needs one GPU a rank, unless
         FSDPLAB_SHARE_A_GPU lets them share).
         """
@@ -167,34 +167,32 @@ class RunSpec:
         may_share = (
             self.transport == "auto" and self.engine in ON_SHARED_GPU and os.environ.get("FSDPLAB_SHARE_A_GPU") == "1"
         )
-        # of the twin too: it is compared with ranks
+        # also for the twin, which is compared with ranks
         enough = 1 if self.transport == "shared_gpu" or may_share else self.world_size
         return "cuda" if _gpus() >= enough else "cpu"
 
     @property
     def shares_a_gpu(self) -> bool:
-        """Whether ranks share a GPU, or rehearse it on the CPU: what such a run's times say of several GPUs is
-        emulated.
-        """
+        """Whether ranks share a GPU, or rehearse it on the CPU; such a run's times are emulated."""
         if self.engine == "twin" or self.world_size == 1:
             return False
         if self.transport == "shared_gpu":
             return True
-        # whoever asks for CUDA and for more ranks than there are GPUs gets shared_gpu by itself, where the engine can
+        # more CUDA ranks than GPUs: shared_gpu is chosen if the engine supports it
         able = self.transport == "nccl" or self.transport == "auto" and self.engine in ON_SHARED_GPU
-        return able and self.place == "cuda" and 0 < _gpus() < self.processes
+        return able and self.device_type == "cuda" and 0 < _gpus() < self.processes
 
     @property
     def backend(self) -> str:
         """The process group's backend: `nccl` on cuda, else `gloo`, or `shm` for an engine of torch that asks for
         shared memory.
 
-        The lab's engine makes its own choice on top of gloo. Torch's engines meet an emulated link in shared memory
+        The lab's engine chooses its transport on top of gloo. Torch's engines use shared memory behind an emulated link
         too.
         """
         if self.transport == "shared_gpu" or self.transport == "auto" and self.shares_a_gpu:
             return "gloo"
-        if self.place == "cuda":
+        if self.device_type == "cuda":
             return "nccl"
         return "shm" if (self.transport == "shm" or self.linked) and self.engine in ON_SHARED_MEMORY else "gloo"
 
@@ -263,7 +261,7 @@ def _check_pairs(spec: RunSpec) -> None:
         )
     if spec.offload != "none" and spec.strategy not in ("full_shard", "shard_grad_op"):
         raise SpecError(
-            f"offload moves slices that rest, but {spec.strategy} keeps parameters whole; give strategy='full_shard' or"
+            f"offload moves sharded slices, but {spec.strategy} keeps parameters whole; give strategy='full_shard' or"
             " 'shard_grad_op'"
         )
     if spec.engine != "lab" and spec.prefetch != 1:
@@ -281,8 +279,15 @@ def _check_pairs(spec: RunSpec) -> None:
             f"transport is {spec.transport}, but engine {spec.engine} brings its own; leave transport='auto', or give"
             f" {able}"
         )
-    if spec.transport == "nccl" and spec.place == "cpu" or spec.transport in ("shm", "gloo") and spec.place == "cuda":
-        raise SpecError(f"transport {spec.transport} does not move tensors on {spec.place}; leave transport='auto'")
+    if (
+        spec.transport == "nccl"
+        and spec.device_type == "cpu"
+        or spec.transport in ("shm", "gloo")
+        and spec.device_type == "cuda"
+    ):
+        raise SpecError(
+            f"transport {spec.transport} does not move tensors on {spec.device_type}; leave transport='auto'"
+        )
     if spec.memory and spec.warmup <= MEMORY_STEP:
         raise SpecError(
             f"memory is measured in the second warm-up step, but warmup is {spec.warmup}; give warmup=2 or more, or"
@@ -307,14 +312,14 @@ def _check_workload(spec: RunSpec) -> None:
 
 
 def _check_network(spec: RunSpec) -> None:
-    """Links and the mesh that they belong to: SpecError unless they go together."""
+    """Links and their mesh: SpecError unless they fit together."""
     from fsdplab.planning.hardware import HardwareError, parse_cluster
     from fsdplab.planning.links import LinkError, parse_link
     from fsdplab.workloads import ConfigError, preset
 
     _check_shard_group(spec)
     if spec.engine == "twin":
-        return  # the twin has no network: what is said of one is for the runs that it is compared with
+        return  # the twin has no network; the fields describe the runs it is compared with
     if bool(spec.emulate) != bool(spec.as_model):
         raise SpecError(
             f"emulate={spec.emulate!r}, as_model={spec.as_model!r}: give both, such as emulate='8xH100',"
@@ -325,12 +330,12 @@ def _check_network(spec: RunSpec) -> None:
             f"engine {spec.engine} cannot be put behind an emulated link; leave link and emulate out, or give"
             f" engine='lab' or {ON_SHARED_MEMORY[0]!r}"
         )
-    if spec.linked and spec.place == "cuda" and spec.engine != "lab":
+    if spec.linked and spec.device_type == "cuda" and spec.engine != "lab":
         raise SpecError(
             f"between CUDA ranks only the lab's engine meets an emulated link, got {spec.engine}; give engine='lab' or"
             " device='cpu'"
         )
-    if spec.linked and spec.place == "cuda" and spec.link_queues != 1:
+    if spec.linked and spec.device_type == "cuda" and spec.link_queues != 1:
         raise SpecError(
             f"an emulated link between CUDA ranks has one queue, got link_queues={spec.link_queues}; leave"
             " link_queues=1"
@@ -367,7 +372,7 @@ def _check_shard_group(spec: RunSpec) -> None:
 
 
 def _check_sharing(spec: RunSpec) -> None:
-    """SpecError where a spec asks for shared GPUs and cannot have them."""
+    """SpecError for a request of shared GPUs that is not supported."""
     if spec.transport == "shared_gpu":
         _check_shared_gpu(spec)
     elif spec.transport == "nccl" and spec.shares_a_gpu and (found := nccl_version()) < MULTI_RANK_NCCL:
@@ -384,7 +389,7 @@ def _check_shared_gpu(spec: RunSpec) -> None:
             f"transport is shared_gpu, but engine {spec.engine} brings its own; leave transport='auto', or give"
             f" engine={able}"
         )
-    if spec.profile and spec.place == "cpu" and spec.engine != "twin":
+    if spec.profile and spec.device_type == "cpu" and spec.engine != "twin":
         raise SpecError(
             "on the CPU shared_gpu is a rehearsal, whose traces show nothing of a GPU; give transport='shm', or"
             " profile=0"
@@ -405,12 +410,12 @@ def _check_machine(spec: RunSpec) -> None:
     from fsdplab.workloads import PRESETS
     from fsdplab.workloads.compiled import missing_compiler
 
-    if spec.compile != "none" and (missing := missing_compiler(spec.place)):
+    if spec.compile != "none" and (missing := missing_compiler(spec.device_type)):
         raise SpecError(
             f"compile is {spec.compile!r}, which needs {missing}, but this machine has none; install it, or leave"
             " compile='none'"
         )
-    if spec.place == "cuda":
+    if spec.device_type == "cuda":
         found = _gpus()
         if found < spec.processes and not (found and spec.shares_a_gpu):  # these share one
             raise SpecError(
@@ -428,8 +433,8 @@ def _check_machine(spec: RunSpec) -> None:
 
 
 def least_bytes(spec: RunSpec) -> int:
-    """Bytes that the ranks of one machine hold between two steps at the very least: processes, parameters, gradients,
-    two moments in fp32.
+    """The least bytes that the ranks of one machine hold between two steps: processes, parameters, gradients, two
+    moments in fp32.
 
     Every rank builds the whole model before it shards it, and what a strategy shards is held once by all ranks
     together.

@@ -1,1 +1,1 @@
-"""Ranks that live on from cell to cell of a notebook; begin in ranks.py."""
+"""Ranks that stay from cell to cell of a notebook; begin in ranks.py."""

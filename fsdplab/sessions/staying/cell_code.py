@@ -1,6 +1,4 @@
-"""A cell's source: where it lies for ranks that stay, what tracebacks call it, and which names it finds, and how a rank
-runs it.
-"""
+"""A cell's source on ranks that stay: its file, its title in tracebacks, its names, and how a rank runs it."""
 
 from __future__ import annotations
 
@@ -22,29 +20,29 @@ FRESH_TITLE = "<%%ranks cell>"
 
 
 def source_of(mailbox: Mailbox, number: int) -> Path:
-    """The file of a cell's source; the rank reads it when it is told the number."""
+    """The file of a cell's source; the rank reads it when it gets the number."""
     return mailbox.folder / f"cell{number}.py"
 
 
 def title(number: int) -> str:
-    """What tracebacks call a cell: each has its own, since a function of the first may raise in the fifth."""
+    """A cell's name in tracebacks: each has its own, since a function of the first may raise in the fifth."""
     return f"<%%ranks cell {number}>"
 
 
 def show_source(source: str, name: str) -> None:
-    """Let tracebacks and stacks of this process show the lines of a cell, which is no file to them."""
+    """Let tracebacks of this process show the lines of a cell, which has no file."""
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
 
 
 def cell_namespace() -> dict[str, Any]:
-    """What a cell finds, as the names of a module: a class that a cell defines can be pickled, and is found again."""
+    """The names of cells, as a module, so that a class defined in a cell can be pickled."""
     module = sys.modules["__ranks__"] = ModuleType("__ranks__")
     vars(module).update(given_names())
     return vars(module)
 
 
 def given_names() -> dict[str, Any]:
-    """What every cell finds."""
+    """The names that every cell has."""
     return {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "torch": torch, "dist": dist}
 
 

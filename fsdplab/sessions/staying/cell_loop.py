@@ -1,10 +1,10 @@
-"""The rank's side of ranks that stay (staying/ranks.py): wait for a cell, run it where the last one ran, say how it
-ended, wait again.
+"""The rank's side of ranks that stay (staying/ranks.py): wait for a cell, run it with the names of the last one, report
+how it ended, wait again.
 
     python -m fsdplab.sessions.staying.cell_loop FOLDER
 
-    rank0.in        a FIFO: the number of the next cell; its end is the end of the rank
-    cell3.py        the source of cell 3, whole before any rank is told
+    rank0.in        a FIFO: the number of the next cell; closing it ends the rank
+    cell3.py        the source of cell 3, complete before any rank gets its number
     before.py       runs before each cell, with names of its own
     rank0.cells     one line of JSON a cell that has ended
 """
@@ -25,11 +25,11 @@ _MOST_NAMES = 8
 
 
 def main(folder: str) -> None:
-    """Run cells on this rank until nobody can send one any more."""
-    with rank_process(folder) as place:
-        cells = _Cells(place)
-        place.heartbeat.enter(IDLE)
-        with place.mailbox.of(place.rank, "in").open() as requests:
+    """Run cells on this rank until the caller closes the FIFO."""
+    with rank_process(folder) as context:
+        cells = _Cells(context)
+        context.heartbeat.enter(IDLE)
+        with context.mailbox.of(context.rank, "in").open() as requests:
             for line in requests:
                 cells.run(int(line))
 
@@ -37,23 +37,23 @@ def main(folder: str) -> None:
 class _Cells:
     """Runs one cell after another in the same names."""
 
-    def __init__(self, place: RankContext) -> None:
-        self.place, self.names, self.interruptible = place, cell_namespace(), False
+    def __init__(self, context: RankContext) -> None:
+        self.context, self.names, self.interruptible = context, cell_namespace(), False
         self.given = set(self.names)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         signal.signal(signal.SIGINT, self._interrupt)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Only a cell is interrupted, and once: a signal that comes just after its end must not end the rank."""
+        """Interrupt a cell, once: a signal just after its end must not end the rank."""
         if self.interruptible:
             self.interruptible = False
             raise KeyboardInterrupt
 
     def run(self, number: int) -> None:
-        """Run a cell and say how it ended: the rank itself goes on."""
-        self.place.heartbeat.enter(f"cell {number}")
+        """Run a cell and report how it ended; the rank goes on."""
+        self.context.heartbeat.enter(f"cell {number}")
         signal.signal(signal.SIGINT, self._interrupt)
-        said: dict[str, Any] = {"cell": number, "error": None}
+        result: dict[str, Any] = {"cell": number, "error": None}
         try:
             try:
                 self.interruptible = True
@@ -61,20 +61,20 @@ class _Cells:
             finally:
                 self.interruptible = False
         except BaseException as error:  # SystemExit and KeyboardInterrupt too
-            said |= {"error": _headline(error), "traceback": of_exception(error)}
+            result |= {"error": _headline(error), "traceback": of_exception(error)}
         sys.stdout.flush()
         sys.stderr.flush()
-        self.place.append("cells", said | self._held())
-        self.place.heartbeat.enter(IDLE)
+        self.context.append("cells", result | self._held())
+        self.context.heartbeat.enter(IDLE)
 
     def _execute(self, number: int) -> None:
-        before = self.place.mailbox.folder / "before.py"
+        before = self.context.mailbox.folder / "before.py"
         exec(
             compile(before.read_text(encoding="utf-8"), str(before), "exec", dont_inherit=True),
             {"__name__": "__before__"},
         )
-        self.names.update(given_names())  # `for rank in ...` in one cell is no trap for the next
-        run_source(source_of(self.place.mailbox, number).read_text(encoding="utf-8"), self.names, title(number))
+        self.names.update(given_names())  # a cell may overwrite `rank`: restore it for the next
+        run_source(source_of(self.context.mailbox, number).read_text(encoding="utf-8"), self.names, title(number))
 
     def _held(self) -> dict[str, Any]:
         """The cells' own names: the latest, and how many."""
@@ -84,8 +84,8 @@ class _Cells:
 
 
 def _headline(error: BaseException) -> str:
-    told = str(traceback.TracebackException.from_exception(error)).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {told}" if told else type(error).__name__
+    message = str(traceback.TracebackException.from_exception(error)).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 if __name__ == "__main__":

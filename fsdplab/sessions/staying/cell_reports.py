@@ -1,8 +1,7 @@
-"""What is told of a cell on ranks that stay when it does not end well: one message, and the traceback or stack of each
-rank, labelled.
+"""The report of a cell that failed on ranks that stay: one message, and the traceback or stack of each rank, labelled.
 
-Pure functions, as those in failure_report.py: `said` is what each rank wrote when it ended the cell, `stacks` where the
-others stood.
+Pure functions, as in failure_report.py: `results` holds what each rank wrote at the end of the cell, `stacks` the
+stacks of the others.
 """
 
 from __future__ import annotations
@@ -11,33 +10,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdplab.sessions.launch.failure_report import NO_ANSWER, Failure, named
-from fsdplab.sessions.launch.mailbox import Beat
+from fsdplab.sessions.launch.mailbox import Heartbeat
 
-Said = Mapping[int, Mapping[str, Any]]
+CellResults = Mapping[int, Mapping[str, Any]]
 _LOST = "All ranks were ended, and what they held is lost."
 _STAY = "All ranks stay, with what they hold."
 
 
 class CellInterrupted(KeyboardInterrupt):
-    """The caller was interrupted while a cell ran, and the cell with it; `.report` says what became of the ranks."""
+    """The caller was interrupted while a cell ran, and the cell with it; `.report` says whether the ranks stay."""
 
     def __init__(self, report: Failure) -> None:
         super().__init__(in_full(report))
         self.report = report
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows instead of a traceback through the library."""
+        """The lines that IPython shows instead of a traceback through the library."""
         return [str(self)]
 
 
 def in_full(report: Failure) -> str:
-    """The message, and what each rank said."""
+    """The message, and what each rank results."""
     return "\n\n".join(filter(None, (report.message, report.traceback)))
 
 
-def raised(said: Said) -> Failure | None:
+def raised(results: CellResults) -> Failure | None:
     """The report of a cell that every rank has ended; None where it ended well on all."""
-    failed = {rank: each for rank, each in said.items() if each["error"]}
+    failed = {rank: each for rank, each in results.items() if each["error"]}
     if not failed:
         return None
     return Failure(
@@ -46,36 +45,37 @@ def raised(said: Said) -> Failure | None:
 
 
 def interrupted(
-    why: str, beats: Mapping[int, Beat], stacks: Mapping[int, str], said: Said, deaf: Sequence[int]
+    why: str, heartbeats: Mapping[int, Heartbeat], stacks: Mapping[int, str], results: CellResults, deaf: Sequence[int]
 ) -> Failure:
-    """The report of a cell that was interrupted while the ranks of `beats` ran it; the `deaf` did not let themselves be
-    interrupted.
-    """
-    blocks = _tracebacks({rank: each for rank, each in said.items() if each["error"]}) | _stood(beats, stacks)
+    """The report of a cell that was interrupted on the ranks of `heartbeats`; the `deaf` ranks could not be."""
+    blocks = _tracebacks({rank: each for rank, each in results.items() if each["error"]}) | _stood(heartbeats, stacks)
     became = (
         f"{named(deaf)} could not be interrupted. {_LOST}"
         if deaf
-        else f"{named(sorted(beats))} {_was(beats)} interrupted. {_STAY}"
+        else f"{named(sorted(heartbeats))} {_was(heartbeats)} interrupted. {_STAY}"
     )
-    rank = min(deaf or beats)
+    rank = min(deaf or heartbeats)
     return Failure(
         "hung",
         f"{why}. {became}",
         rank,
-        phase=beats[rank].phase,
-        collective=beats[rank].collective,
+        phase=heartbeats[rank].phase,
+        collective=heartbeats[rank].collective,
         traceback=_labelled(blocks),
     )
 
 
-def waiting_for_ever(beats: Mapping[int, Beat], stacks: Mapping[int, str], said: Said, world_size: int) -> Failure:
-    """The report of a cell whose last ranks, those of `beats`,
-    wait in a collective to which the others will not come.
-    """
-    failed = {rank: each for rank, each in said.items() if each["error"]}
-    absent = sorted(failed or set(range(world_size)) - set(beats))
-    first, alone = beats[min(beats)], len(beats) == 1
-    waiting, where = f"{named(sorted(beats))} {'waits' if alone else 'wait'} in", first.collective or "a collective"
+def waiting_for_ever(
+    heartbeats: Mapping[int, Heartbeat], stacks: Mapping[int, str], results: CellResults, world_size: int
+) -> Failure:
+    """The report of a cell whose ranks in `heartbeats` wait in a collective that the others will not enter."""
+    failed = {rank: each for rank, each in results.items() if each["error"]}
+    absent = sorted(failed or set(range(world_size)) - set(heartbeats))
+    first, alone = heartbeats[min(heartbeats)], len(heartbeats) == 1
+    waiting, where = (
+        f"{named(sorted(heartbeats))} {'waits' if alone else 'wait'} in",
+        first.collective or "a collective",
+    )
     if failed:
         message = (
             f"{_what_was_raised(failed)}, and {waiting[0].lower()}{waiting[1:]} {where}, which cannot be interrupted."
@@ -84,13 +84,13 @@ def waiting_for_ever(beats: Mapping[int, Beat], stacks: Mapping[int, str], said:
     else:
         come = f"{named(absent).lower()} {'does' if len(absent) == 1 else 'do'} not come"
         message = f"{waiting} {where}, to which {come}, and cannot be interrupted. {_LOST}"
-    blocks = _tracebacks(failed) | _stood(beats, stacks)
+    blocks = _tracebacks(failed) | _stood(heartbeats, stacks)
     return Failure(
         "raised" if failed else "hung", message, absent[0], collective=first.collective, traceback=_labelled(blocks)
     )
 
 
-def _what_was_raised(failed: Said) -> str:
+def _what_was_raised(failed: CellResults) -> str:
     errors = {each["error"].rstrip(".") for each in failed.values()}
     if len(errors) == 1:
         return f"{named(sorted(failed))} raised {errors.pop()}"
@@ -99,24 +99,24 @@ def _what_was_raised(failed: Said) -> str:
     )
 
 
-def _was(ranks: Mapping[int, Beat]) -> str:
+def _was(ranks: Mapping[int, Heartbeat]) -> str:
     return "was" if len(ranks) == 1 else "were"
 
 
-def _tracebacks(failed: Said) -> dict[int, str]:
+def _tracebacks(failed: CellResults) -> dict[int, str]:
     return {rank: failed[rank]["traceback"].rstrip() for rank in sorted(failed)}
 
 
-def _stood(beats: Mapping[int, Beat], stacks: Mapping[int, str]) -> dict[int, str]:
+def _stood(heartbeats: Mapping[int, Heartbeat], stacks: Mapping[int, str]) -> dict[int, str]:
     last = {
-        rank: f"last collective: {beat.collective or 'none'}; stood in (innermost call first):"
-        for rank, beat in beats.items()
+        rank: f"last collective: {heartbeat.collective or 'none'}; stood in (innermost call first):"
+        for rank, heartbeat in heartbeats.items()
     }
-    return {rank: f"{last[rank]}\n{stacks.get(rank) or NO_ANSWER}" for rank in sorted(beats)}
+    return {rank: f"{last[rank]}\n{stacks.get(rank) or NO_ANSWER}" for rank in sorted(heartbeats)}
 
 
 def _labelled(blocks: Mapping[int, str]) -> str:
-    """`[rank 1] ` before every line of what rank 1 says; ranks that say the same say it once."""
+    """`[rank 1] ` before every line of rank 1; equal blocks are shown once."""
     who: dict[str, list[int]] = {}
     for rank in blocks:
         who.setdefault(blocks[rank], []).append(rank)

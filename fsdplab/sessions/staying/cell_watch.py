@@ -1,6 +1,4 @@
-"""One cell on ranks that stay, from its sending to its end: all ranks ended it, or one died, or it hung and was
-interrupted.
-"""
+"""Watches one cell on ranks that stay until all ranks ended it, one died, or it hung and was interrupted."""
 
 from __future__ import annotations
 
@@ -14,35 +12,34 @@ from typing import Any
 
 from fsdplab.common.processes import gone, send
 from fsdplab.sessions.launch.ending import Agent
-from fsdplab.sessions.launch.failure_report import Failure, PostMortem, failed_first
-from fsdplab.sessions.launch.launcher import Progress, how_it_ended, still_running
+from fsdplab.sessions.launch.failure_report import Failure, PostMortem, ask_for_stacks, failed_first
+from fsdplab.sessions.launch.launcher import RankActivity, how_it_ended, still_running
 from fsdplab.sessions.launch.live_output import LiveOutput, Tail
-from fsdplab.sessions.launch.mailbox import Beat, Mailbox, read_beats
-from fsdplab.sessions.launch.post_mortem import ask_for_stacks
+from fsdplab.sessions.launch.mailbox import Heartbeat, Mailbox, read_heartbeats
 from fsdplab.sessions.launch.stacks import waits_for_others
 from fsdplab.sessions.staying.cell_code import show_source, source_of, title
 from fsdplab.sessions.staying.cell_reports import interrupted, raised, waiting_for_ever
 
 _LOOK_EVERY_S = 0.02
-# A rank that ended badly ends the others (starter.py, torchrun), and then the exit codes are told; one that left with
-# exit code 0 does not.
+# A failed rank ends the others (starter.py, torchrun), and exit codes are reported; a rank that left with exit code 0
+# does not.
 _OTHERS_FOLLOW_S, _OTHERS_GONE_S = 3.0, 15.0
 _ANSWER_WITHIN_S = 2.0
 # Ranks that wait in a collective, so long without a move, while another has raised; and while another has only no part
-# in it any more.
+# in it.
 _PATIENCE_S, _LONG_PATIENCE_S = 2.0, 5.0
 
 
 @dataclass(frozen=True)
 class Living:
-    """Ranks that stay, as those who watch them need them."""
+    """The handles of ranks that stay."""
 
     agent: Agent
     mailbox: Mailbox
     world_size: int
     pids: dict[int, int]
     requests: list[int]  # file descriptors, by rank: the writing end of its FIFO
-    ends: list[Tail]  # by rank: what it says at the end of each cell
+    ends: list[Tail]  # by rank: its results, a line a cell
     output: LiveOutput
 
     def missing(self) -> list[int]:
@@ -60,14 +57,20 @@ class Living:
             return how_it_ended(self.agent, self.mailbox, self.world_size)
         return failed_first(
             PostMortem(
-                beats={rank: beat for rank, beat in read_beats(self.mailbox, self.world_size).items() if rank == first}
+                heartbeats={
+                    rank: heartbeat
+                    for rank, heartbeat in read_heartbeats(self.mailbox, self.world_size).items()
+                    if rank == first
+                }
             )
         )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a cell ended: well without a failure. `lost`: the ranks are of no more use and must be ended."""
+    """The outcome of a cell: `failure` is None where it ended well. `lost`: the ranks cannot be used again and must be
+    ended.
+    """
 
     failure: Failure | None
     lost: bool = False
@@ -75,24 +78,24 @@ class Outcome:
 
 @dataclass
 class CellWatch:
-    """A cell on some of the ranks; `said` is what each told when it had ended it."""
+    """A cell on some of the ranks; `results` has what each rank wrote at its end."""
 
     living: Living
     number: int
     ranks: Sequence[int]
-    said: dict[int, dict[str, Any]] = field(default_factory=dict)
-    progress: Progress = field(default_factory=Progress)
+    results: dict[int, dict[str, Any]] = field(default_factory=dict)
+    activity: RankActivity = field(default_factory=RankActivity)
     _ask_again: float = 0.0
 
     def send(self, source: str) -> None:
-        """Let the ranks begin: the source is there as a whole before the first is told."""
+        """Write the source, then start the ranks."""
         show_source(source, title(self.number))
         source_of(self.living.mailbox, self.number).write_text(source, encoding="utf-8")
         for rank in self.ranks:
             os.write(self.living.requests[rank], f"{self.number}\n".encode())
 
     def wait(self, time_limit: float) -> Outcome:
-        """Return when the cell has ended, however."""
+        """Return when the cell has ended or failed."""
         deadline = time.monotonic() + time_limit
         while True:
             running = still_running(self.living.agent, _LOOK_EVERY_S)
@@ -107,61 +110,61 @@ class CellWatch:
                 return Outcome(stuck, lost=True)
 
     def interrupt(self, why: str) -> Outcome:
-        """Ask the ranks that still run the cell where they stand, interrupt them, and wait a moment for their end of
-        it.
-        """
+        """Take the stacks of the ranks that still run the cell, interrupt them, and wait a moment for their end."""
         self._look()
-        beats, before = self._beats(), dict(self.said)
-        if not beats:
+        heartbeats, before = self._heartbeats(), dict(self.results)
+        if not heartbeats:
             return self._ended()
-        stacks = ask_for_stacks(self.living.mailbox, beats)
-        for beat in beats.values():
-            send(beat.pid, signal.SIGINT)
+        stacks = ask_for_stacks(self.living.mailbox, heartbeats)
+        for heartbeat in heartbeats.values():
+            send(heartbeat.pid, signal.SIGINT)
         deadline = time.monotonic() + _ANSWER_WITHIN_S
         while self.unfinished() and time.monotonic() < deadline and still_running(self.living.agent, _LOOK_EVERY_S):
             self._look()
         self.living.output.flush()
         deaf = self.unfinished()
-        return Outcome(interrupted(why, beats, stacks, before, deaf), lost=bool(deaf))
+        return Outcome(interrupted(why, heartbeats, stacks, before, deaf), lost=bool(deaf))
 
     def unfinished(self) -> list[int]:
         """The ranks that have not ended the cell."""
-        return [rank for rank in self.ranks if rank not in self.said]
+        return [rank for rank in self.ranks if rank not in self.results]
 
     def _look(self) -> None:
-        for rank in self.unfinished():  # before the output: what a rank printed is there when it says that it has ended
+        for rank in self.unfinished():  # before the output: a rank prints before it reports its end
             for line in self.living.ends[rank].lines():
-                self._hear(rank, line)
-        self.progress.look(read_beats(self.living.mailbox, self.living.world_size))
+                self._read_result(rank, line)
+        self.activity.look(read_heartbeats(self.living.mailbox, self.living.world_size))
         before = self.living.output.lines
         self.living.output.look()
         if self.living.output.lines > before:
-            self.progress.last = time.monotonic()
+            self.activity.last = time.monotonic()
 
-    def _hear(self, rank: int, line: str) -> None:
-        said = json.loads(line)
-        if said["cell"] == self.number:
-            self.said[rank] = said
+    def _read_result(self, rank: int, line: str) -> None:
+        result = json.loads(line)
+        if result["cell"] == self.number:
+            self.results[rank] = result
 
     def _ended(self) -> Outcome:
         self.living.output.flush()
-        return Outcome(raised(self.said))
+        return Outcome(raised(self.results))
 
-    def _beats(self) -> dict[int, Beat]:
-        beats = {**self.progress.beats, **read_beats(self.living.mailbox, self.living.world_size)}
-        return {rank: beats[rank] for rank in self.unfinished()}
+    def _heartbeats(self) -> dict[int, Heartbeat]:
+        heartbeats = {**self.activity.heartbeats, **read_heartbeats(self.living.mailbox, self.living.world_size)}
+        return {rank: heartbeats[rank] for rank in self.unfinished()}
 
     def _stuck(self) -> Failure | None:
-        """The report of a cell in which all that still run wait in a collective to which another will not come; None as
-        long as they move.
-        """
-        patience = _PATIENCE_S if any(said["error"] for said in self.said.values()) else _LONG_PATIENCE_S
-        beats = self._beats()
-        if len(beats) == self.living.world_size or self.progress.idle < patience or time.monotonic() < self._ask_again:
+        """The report if all unfinished ranks wait in a collective that another will not enter; None while they move."""
+        patience = _PATIENCE_S if any(result["error"] for result in self.results.values()) else _LONG_PATIENCE_S
+        heartbeats = self._heartbeats()
+        if (
+            len(heartbeats) == self.living.world_size
+            or self.activity.idle < patience
+            or time.monotonic() < self._ask_again
+        ):
             return None
         self._ask_again = time.monotonic() + patience
-        stacks = ask_for_stacks(self.living.mailbox, beats)
-        if not all(waits_for_others(stacks.get(rank, "")) for rank in beats):
+        stacks = ask_for_stacks(self.living.mailbox, heartbeats)
+        if not all(waits_for_others(stacks.get(rank, "")) for rank in heartbeats):
             return None
         self.living.output.flush()
-        return waiting_for_ever(beats, stacks, self.said, self.living.world_size)
+        return waiting_for_ever(heartbeats, stacks, self.results, self.living.world_size)

@@ -1,17 +1,15 @@
-"""Ranks that stay: started once, they run one piece of source after another, and its names live on (the rank's side:
-cell_loop.py).
+"""Ranks that stay: started once, they run cells one after another with the same names (the rank's side: cell_loop.py).
 
     ranks = StayingRanks.start(2)
     ranks.run("x = torch.tensor([rank])")
     ranks.run("dist.all_reduce(x); print(x)")     # prints [rank 0] tensor([1]) and [rank 1] tensor([1]), while it runs
     ranks.stop()
 
-The warm starter (or torchrun) starts them as it does the ranks of every run, so they are watched and ended in the one
-way, no port listens and none outlives its caller; ipyparallel would bring a broker and engines with a life of their own
-for no more.
+The warm starter (or torchrun) starts them as it does the ranks of every run, so they are watched and ended the same
+way, need no port and end with their caller; ipyparallel would need a broker and separate engines.
 
-A rank that stands in Python can be interrupted and keeps its names. One that waits in a collective cannot, and a group
-that has lost a rank is of no use, so then all ranks end, and the report says so.
+A rank in Python code can be interrupted and keeps its names. One that waits in a collective cannot, and a group without
+one of its ranks is useless, so then all ranks end, with a report.
 """
 
 from __future__ import annotations
@@ -30,11 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.sessions.launch.ending import Agent, end
-from fsdplab.sessions.launch.failure_report import Failure, RanksFailed, hung, not_started
+from fsdplab.sessions.launch.failure_report import Failure, RanksFailed, ask_for_stacks, gather, hung, not_started
 from fsdplab.sessions.launch.launcher import how_it_ended, start_agent, still_running
 from fsdplab.sessions.launch.live_output import LiveOutput, OnOutput, Tail
-from fsdplab.sessions.launch.mailbox import Mailbox, read_beats
-from fsdplab.sessions.launch.post_mortem import ask_for_stacks, gather
+from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats
 from fsdplab.sessions.spec import SpecError, check_whole
 from fsdplab.sessions.staying.cell_code import IDLE
 from fsdplab.sessions.staying.cell_reports import CellInterrupted
@@ -43,7 +40,7 @@ from fsdplab.sessions.staying.cell_watch import CellWatch, Living, Outcome
 CELL_LIMIT_S = 90.0
 _START_LIMIT_S = 90.0
 _PROGRAM = ("-m", "fsdplab.sessions.staying.cell_loop")
-_numbers = itertools.count(1)  # of all cells of this process: the title of a cell stands for one text only
+_numbers = itertools.count(1)  # of all cells of this process, so that titles are unique
 _STOPPED = Failure("died", "The ranks were stopped, and what they held is gone.")
 
 
@@ -54,7 +51,7 @@ def print_labelled(rank: int, line: str) -> None:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where a rank is. `names`: the latest of those that its cells have defined, of `held` altogether."""
+    """The state of a rank. `names`: the latest names that its cells defined, of `held` in all."""
 
     rank: int
     pid: int
@@ -76,14 +73,14 @@ class RankStatus:
 
 
 class StayingRanks:
-    """Ranks of one group that run cells until they are stopped; `failure` says how they ended, None while they live."""
+    """Ranks of one group that run cells until they are stopped; `failure` says how they ended, None while they run."""
 
     def __init__(self, living: Living) -> None:
         """Use `StayingRanks.start`."""
         self.world_size = living.world_size
         self.failure: Failure | None = None
         self._living = living
-        self._told: dict[int, dict[str, Any]] = {}  # by rank: what it said after its last cell
+        self._last_results: dict[int, dict[str, Any]] = {}  # by rank: the result of its last cell
         self._one_cell = threading.Lock()
         self._end_all = weakref.finalize(self, _end, os.getpid(), living)
 
@@ -94,7 +91,7 @@ class StayingRanks:
         """Start ranks and return when they form a group; `start` as in run_ranks. RanksFailed when that fails or takes
         too long.
 
-        `before` is source that every rank runs before each cell, with names of its own.
+        `before` is source that every rank runs before each cell, in a separate namespace.
         """
         check_whole("world_size", world_size, 1)
         mailbox = Mailbox(Path(tempfile.mkdtemp(prefix="fsdplab-ranks-")))
@@ -144,14 +141,14 @@ class StayingRanks:
         return self.failure is None
 
     def status(self) -> list[RankStatus]:
-        """Where each rank is."""
-        alive, beats = self.alive, read_beats(self._living.mailbox, self.world_size)
+        """The state of each rank."""
+        alive, heartbeats = self.alive, read_heartbeats(self._living.mailbox, self.world_size)
         found = []
         for rank, pid in self._living.pids.items():
-            told, beat = self._told.get(rank, {}), beats.get(rank)
-            busy, collective = (beat.phase != IDLE, beat.collective) if beat else (False, None)
+            last, heartbeat = self._last_results.get(rank, {}), heartbeats.get(rank)
+            busy, collective = (heartbeat.phase != IDLE, heartbeat.collective) if heartbeat else (False, None)
             found.append(
-                RankStatus(rank, pid, alive, busy, tuple(told.get("names", ())), told.get("held", 0), collective)
+                RankStatus(rank, pid, alive, busy, tuple(last.get("names", ())), last.get("held", 0), collective)
             )
         return found
 
@@ -172,12 +169,12 @@ class StayingRanks:
             return self._settle(cell, outcome).failure
         except CellInterrupted:
             raise
-        except BaseException:  # a second interrupt, or output that cannot be shown: nobody knows what the ranks do now
+        except BaseException:  # a second interrupt, or an error in on_output: the state of the ranks is unknown
             self._end(Failure("died", "The ranks were ended, because the caller left in the middle of a cell."))
             raise
 
     def _settle(self, cell: CellWatch, outcome: Outcome) -> Outcome:
-        self._told.update(cell.said)
+        self._last_results.update(cell.results)
         if outcome.lost:
             self._end(outcome.failure)
         return outcome
@@ -213,14 +210,14 @@ def _wait_until_idle(agent: Agent, mailbox: Mailbox, world_size: int, time_limit
     """The process ids of the ranks, when all wait for their first cell."""
     deadline = time.monotonic() + time_limit
     while still_running(agent, 0.01):
-        beats = read_beats(mailbox, world_size)
-        if len(beats) == world_size and all(beat.phase == IDLE for beat in beats.values()):
-            return {rank: beat.pid for rank, beat in beats.items()}
+        heartbeats = read_heartbeats(mailbox, world_size)
+        if len(heartbeats) == world_size and all(heartbeat.phase == IDLE for heartbeat in heartbeats.values()):
+            return {rank: heartbeat.pid for rank, heartbeat in heartbeats.items()}
         if time.monotonic() > deadline:
-            remains = gather(mailbox, world_size)
-            if len(beats) < world_size:
-                raise RanksFailed(not_started(remains, time_limit, world_size))
-            raise RanksFailed(hung(replace(remains, stacks=ask_for_stacks(mailbox, beats)), time_limit))
+            post_mortem = gather(mailbox, world_size)
+            if len(heartbeats) < world_size:
+                raise RanksFailed(not_started(post_mortem, time_limit, world_size))
+            raise RanksFailed(hung(replace(post_mortem, stacks=ask_for_stacks(mailbox, heartbeats)), time_limit))
     raise RanksFailed(how_it_ended(agent, mailbox, world_size))
 
 
@@ -230,9 +227,9 @@ def _end(owner: int, living: Living) -> None:
 
 
 def _clear(agent: Agent | None, mailbox: Mailbox, world_size: int, requests: Sequence[int]) -> None:
-    """End the ranks, and leave nothing behind."""
+    """End the ranks and delete their files."""
     if agent is not None:
-        end(agent, [beat.pid for beat in read_beats(mailbox, world_size).values()])
+        end(agent, [heartbeat.pid for heartbeat in read_heartbeats(mailbox, world_size).values()])
     for descriptor in requests:
         os.close(descriptor)
     shutil.rmtree(mailbox.folder, ignore_errors=True)

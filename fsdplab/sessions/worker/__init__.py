@@ -1,1 +1,1 @@
-"""What runs on a rank; begin in training.py, which trains as a RunSpec says, and engines.py, one builder an engine."""
+"""The code of a rank; begin in training.py, which trains a RunSpec, and engines.py, with a builder for each engine."""

@@ -1,8 +1,8 @@
-"""Sees every collective at the moment it is issued, by standing in front of `torch.distributed`.
+"""Observes every collective when it is issued, by wrapping the functions of `torch.distributed`.
 
 The engine's ledger is written when a collective is complete; a rank that hangs never completes it. So the report of a
-hang, and the count of what a learner's function does, need the moment before. Code that says `dist.all_reduce(...)`
-passes here: the lab's engine, PyTorch's FSDP, a learner's function. DDP does not, as its reducer is C++.
+hang, and the count of a learner's collectives, need the moment before. Calls of `dist.all_reduce(...)` are observed:
+the lab's engine, PyTorch's FSDP, a learner's function. DDP's are not, as its reducer is C++.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COLLECTIVES = (
     "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "scatter", "send", "recv", "isend",
     "irecv",
 )  # fmt: skip
-# P2POp accepts only the very functions that distributed_c10d holds, so these are replaced there as well.
+# P2POp accepts only the functions of distributed_c10d, so these are replaced there too.
 _ALSO_INSIDE = ("isend", "irecv")
 
 OnIssue = Callable[[str, int], None]

@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO as an engine: stages 1, 2 and 3, configured to train what the other engines train.
 
-Apart from engines.py because DeepSpeed owns the whole step: it scales the loss, decides when gradients travel, and
-steps the optimizer. Importing it takes seconds, which only its own ranks pay.
+Apart from engines.py because DeepSpeed owns the whole step: it scales the loss, decides when gradients are reduced, and
+steps the optimizer. Importing it takes seconds, so only its own ranks do.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from fsdplab.workloads import loss_of, parameter_count, preset
 
 
 def deepspeed_setup(
-    stage: int, spec: RunSpec, place: RankContext, model: nn.Module, optimizer: torch.optim.Optimizer
+    stage: int, spec: RunSpec, context: RankContext, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, Any, Callable[..., float]]:
     """The (engine, optimizer, train_step) of ZeRO stage `stage`."""
-    os.environ.setdefault("DS_ACCELERATOR", place.device.type)
+    os.environ.setdefault("DS_ACCELERATOR", context.device.type)
     import deepspeed
 
     engine, optimizer, _, _ = deepspeed.initialize(
@@ -31,13 +31,13 @@ def deepspeed_setup(
 
     def train_step(batches_by_rank: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> float:
         (batches,) = batches_by_rank
-        total = torch.zeros((), device=place.device)
+        total = torch.zeros((), device=context.device)
         for tokens, targets in batches:
-            place.heartbeat.enter("forward")
+            context.heartbeat.enter("forward")
             loss = loss_of(engine, tokens, targets)
-            place.heartbeat.enter("backward")
+            context.heartbeat.enter("backward")
             engine.backward(loss)  # divides by the number of micro-batches itself
-            place.heartbeat.enter("optimizer")
+            context.heartbeat.enter("optimizer")
             engine.step()  # steps after the last micro-batch only
             total += loss.detach() / len(batches)
         return total.item()

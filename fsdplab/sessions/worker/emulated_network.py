@@ -1,4 +1,4 @@
-"""Puts the network that a spec asks for between the ranks: a link that was named, or the wind tunnel's.
+"""Installs the emulated network of a spec between the ranks: a named link, or the wind tunnel's.
 
 The wind tunnel asks how fast a link must be for communication to take the same part of a step as on another machine.
 That depends on how fast this machine computes, so it is measured on the run itself, in its warm-up, without a link.
@@ -41,8 +41,8 @@ def target_of(spec: RunSpec) -> Target:
 
 
 def scaled_card(spec: RunSpec) -> int:
-    """The emulated card of a wind tunnel: as full of this model's state as the target's is of the model that it stands
-    for.
+    """The emulated card of a wind tunnel: as full of this model's state as the target's card is of the target's
+    model.
     """
     shape = preset(_imitated(spec)[1])
     return card_for(
@@ -54,32 +54,32 @@ def scaled_card(spec: RunSpec) -> int:
 
 
 def _imitated(spec: RunSpec) -> tuple[str, str]:
-    """The machine and the model that a wind tunnel stands for."""
+    """The machine and the model that a wind tunnel imitates."""
     assert spec.emulate is not None and spec.as_model is not None, "the spec has no wind tunnel"
     return spec.emulate, spec.as_model
 
 
 @dataclass
-class Fabric:
-    """The links of one run, on one rank."""
+class EmulatedNetwork:
+    """The emulated links of one run, on one rank."""
 
     spec: RunSpec
-    place: RankContext
+    context: RankContext
     chosen: LinkSpec | None = None
     # seconds of each step of calibration, without its communication
     computing: list[float] = field(default_factory=list)
 
     def begin(self, model: torch.nn.Module) -> None:
-        """Put a link that was named in place."""
+        """Install the link that the spec names."""
         if self.spec.link or self.spec.link_across:
             self.chosen = parse_link(self.spec.link) if self.spec.link else None
             self._place(model)
 
     def warmed_up(self, model: torch.nn.Module) -> None:
         """The warm-up has ended: choose and place the wind tunnel's link."""
-        if not self.spec.emulate or self.spec.link or self.place.world_size == 1:
+        if not self.spec.emulate or self.spec.link or self.context.world_size == 1:
             return
-        slowest = torch.tensor(statistics.median(self.computing), device=self.place.device)
+        slowest = torch.tensor(statistics.median(self.computing), device=self.context.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         wire, collectives = full_shard_traffic(self.spec)
         self.chosen = link_for(
@@ -87,12 +87,12 @@ class Fabric:
             compute_s=slowest.item(),
             wire_bytes=wire,
             collectives=collectives,
-            ranks=self.place.world_size,
+            ranks=self.context.world_size,
         )
         self._place(model)
 
     def note_step(self, step: int, seconds: float, ledger: Sequence[dict[str, Any]]) -> None:
-        """A step of calibration took `seconds`; what it waited for others is no computing."""
+        """Record a calibration step of `seconds`, without its waiting for other ranks."""
         waited = sum(row["waited_ns"] or 0 for row in ledger if row["step"] == step) / 1e9
         self.computing.append(max(seconds - waited, 1e-6))
 
@@ -106,26 +106,26 @@ class Fabric:
     def _link(self, chosen: LinkSpec | None) -> Link | None:
         return None if chosen is None else Link(chosen.bytes_per_s, chosen.latency_s, self.spec.link_queues)
 
-    def told(self) -> dict[str, Any] | None:
-        """What the record says of the network; None without one."""
+    def as_dict(self) -> dict[str, Any] | None:
+        """The network as the record has it; None without one."""
         if not self.spec.linked:
             return None
         across = parse_link(self.spec.link_across) if self.spec.link_across else None
         return {
-            **(_told(self.chosen) or {"name": "none", "bytes_per_s": None, "latency_s": None}),
+            **(_link_as_dict(self.chosen) or {"name": "none", "bytes_per_s": None, "latency_s": None}),
             **({"name": f"wind tunnel of {self.spec.as_model} on {self.spec.emulate}"} if self.spec.emulate else {}),
             "queues": self.spec.link_queues,
-            "across": _told(across),
+            "across": _link_as_dict(across),
             "as": f"{self.spec.as_model} on {self.spec.emulate}" if self.spec.emulate else None,
         }
 
 
-def _told(link: LinkSpec | None) -> dict[str, Any] | None:
+def _link_as_dict(link: LinkSpec | None) -> dict[str, Any] | None:
     return None if link is None else {"name": link.name, "bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s}
 
 
-def in_words(link: dict[str, Any]) -> str:
-    """A link that a record tells of, as a spec takes it: `358.736589MB/s,4.870254us`."""
+def link_text(link: dict[str, Any]) -> str:
+    """A record's link in the form of a spec: `358.736589MB/s,4.870254us`."""
     return f"{link['bytes_per_s'] / 1e6:.6f}MB/s,{link['latency_s'] * 1e6:.6f}us"
 
 

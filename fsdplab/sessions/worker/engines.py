@@ -1,10 +1,10 @@
-"""One small builder an engine: from a RunSpec to a model, an optimizer and one step of training.
+"""One builder for each engine: from a RunSpec to a model, an optimizer and one step of training.
 
 All engines train the same model from the same weights with the same optimizer. AdamW is the fused one everywhere: it
 makes no temporaries (a looped one holds three times its largest parameter, a foreach one a copy of all), works on
-DTensors, and on the CPU takes a third of the time. What differs between engines is in this file and nowhere else; each
-is used as its own documentation says, with its defaults. gpu_check compares the same engines on one rank: it takes
-`held` and `one_step` from here, and reads no loss inside a step.
+DTensors, and on the CPU takes a third of the time. All differences between engines are in this file; each is used as
+its documentation says, with its defaults. gpu_check compares the same engines on one rank: it takes `held` and
+`one_step` from here, and reads no loss inside a step.
 
 bf16 means computing in bfloat16 with float32 masters and float32 reduction. DDP and the twin have no masters of their
 own: DDP runs under autocast, its usual form; the twin casts its parameters inside the forward, which is what sharding
@@ -62,16 +62,16 @@ class TrainingSetup:
     train_step: TrainStep
 
 
-def build(spec: RunSpec, place: RankContext) -> TrainingSetup:
+def build(spec: RunSpec, context: RankContext) -> TrainingSetup:
     """The setup of `spec.engine` on this rank; the weights depend on `spec.seed` alone."""
-    model = build_model(spec.model, device=place.device, seed=spec.seed)
+    model = build_model(spec.model, device=context.device, seed=spec.seed)
     if spec.compile == "blocks" and spec.engine != "twin":  # the twin is what others are compared with
         compile_blocks(model)
     if spec.engine == "twin":
-        return _twin(spec, place, model)
+        return _twin(spec, context, model)
     if spec.engine.startswith("deepspeed"):
-        return _deepspeed(spec, place, model)
-    return _trained(spec, place, held(spec, place.device, model))
+        return _deepspeed(spec, context, model)
+    return _trained(spec, context, held(spec, context.device, model))
 
 
 def held(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
@@ -105,12 +105,12 @@ def one_step(
     return total
 
 
-def _trained(spec: RunSpec, place: RankContext, mine: Held) -> TrainingSetup:
+def _trained(spec: RunSpec, context: RankContext, mine: Held) -> TrainingSetup:
     optimizer = adamw(spec, mine.model)
 
     def train_step(batches_by_rank: Sequence[Sequence[Batch]]) -> float:
         (batches,) = batches_by_rank
-        return one_step(mine, optimizer, batches, place.heartbeat.enter).item()
+        return one_step(mine, optimizer, batches, context.heartbeat.enter).item()
 
     return TrainingSetup(mine.model, optimizer, train_step)
 
@@ -140,7 +140,7 @@ def _lab(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
 
 
 def units_of(spec: RunSpec, model: nn.Module) -> Literal["root"] | tuple[type[nn.Module], ...]:
-    """What travels together, in the words of `shard_model`."""
+    """The `units` argument of `shard_model`."""
     if spec.units == "model":
         return "root"
     return (nn.Linear,) if spec.units == "linear" else block_types(model)
@@ -207,18 +207,18 @@ def _fsdp2(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
     return Held(sharded)
 
 
-def _twin(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
+def _twin(spec: RunSpec, context: RankContext, model: nn.Module) -> TrainingSetup:
     seen = _CastParameters(model) if spec.precision == "bf16" else model
     # a twin whose memory is measured computes on one thread: the profiler sees no other, and one set of gradients is
     # what it needs
-    spread = place.device.type == "cpu" and not spec.memory and hasattr(os, "sched_getaffinity")
+    spread = context.device.type == "cpu" and not spec.memory and hasattr(os, "sched_getaffinity")
     replay = SideBySide(seen, min(spec.world_size, len(os.sched_getaffinity(0))) if spread else 1)
     optimizer = adamw(spec, model)
 
     def train_step(batches_by_rank: Sequence[Sequence[Batch]]) -> float:
-        place.heartbeat.enter("replay")
+        context.heartbeat.enter("replay")
         loss = replay.replay_gradients(batches_by_rank, loss_of)
-        place.heartbeat.enter("optimizer")
+        context.heartbeat.enter("optimizer")
         optimizer.step()
         optimizer.zero_grad()
         return loss
@@ -226,11 +226,11 @@ def _twin(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
     return TrainingSetup(model, optimizer, train_step)
 
 
-def _deepspeed(spec: RunSpec, place: RankContext, model: nn.Module) -> TrainingSetup:
+def _deepspeed(spec: RunSpec, context: RankContext, model: nn.Module) -> TrainingSetup:
     from fsdplab.sessions.worker.deepspeed_engine import deepspeed_setup
 
     stage = int(spec.engine.removeprefix("deepspeed-"))
-    return TrainingSetup(*deepspeed_setup(stage, spec, place, model, adamw(spec, model)))
+    return TrainingSetup(*deepspeed_setup(stage, spec, context, model, adamw(spec, model)))
 
 
 class _Autocast(nn.Module):

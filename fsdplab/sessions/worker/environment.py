@@ -1,7 +1,7 @@
-"""What a run ran on, so that two records can be compared and a result repeated.
+"""The environment of a run, so that two records can be compared and a result repeated.
 
 Recorded: versions, processor, accelerators, and the variables that change speed or communication. Never recorded: names
-of users and hosts, and paths; a record is made to be handed on.
+of users and hosts, and paths; a record is made to be shared.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _commit() -> str | None:
 
 
 def _output(*command: str) -> str:
-    """What a command prints; empty when it fails or is not installed."""
+    """The output of a command; empty when it fails or is not installed."""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5)
     except (FileNotFoundError, subprocess.TimeoutExpired):

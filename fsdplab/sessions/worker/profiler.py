@@ -3,10 +3,15 @@
 Timed steps are never profiled, so a profile costs nothing but its own steps; how much slower those were is stated in
 the record. The profiler's schedule gives it one step to warm up. The engine's ranges carry FSDP2's names, so whatever
 reads traces of PyTorch's FSDP2 reads these.
+
+Each rank analyses its own trace, all ranks at once: it takes half a second of a core, and the starter has imported the
+analysis. The caller adds what one rank cannot know (trace_tables.py): whether it waited for another.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +19,20 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from fsdplab.engine import events
+from fsdplab.profiling import AccountingError, StepAnalysis, TraceAnalysis, TraceError, analyse_trace
 from fsdplab.profiling.saving import save_trace
+from fsdplab.sessions.launch.mailbox import Mailbox
+from fsdplab.sessions.worker.rank_process import RankContext
 
-WARMUP = 1  # profiled steps that the profiler throws away
+WARMUP = 1  # profiled steps that the profiler discards
 RANGE = "ProfilerStep#"  # the profiler's own name for a step
+TRACE, MEMORY_TRACE = "pt.trace.json.gz", "memory.trace.json.gz"
+_SUFFIX = ".analysis"
+# bytes: about two seconds. The caller waits for a larger trace itself, so that no rank seems to hang over it
+_LARGEST = 8_000_000
 
 
-class Capture:
+class StepProfiler:
     """Profiles `steps` steps from the first call of `step_done` on; `save` writes the trace.
 
     `first` is the number that the run gives to the first step whose trace is kept.
@@ -52,17 +64,48 @@ class Capture:
         return self.seconds[WARMUP:]
 
 
-class Lives:
-    """Hears when units are gathered and dropped: rows of the record's `life` table, of the steps where it is wanted."""
+class UnitStateLog:
+    """Records when units are gathered and dropped: rows of the record's `life` table, for chosen steps."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.rows: list[dict[str, Any]] = []
         self.step: int | None = None  # the step to note, None for no step
 
-    def hear(self, event: events.Event) -> None:
-        """A subscriber of the engine's events."""
+    def on_event(self, event: events.Event) -> None:
+        """Handle one event of the engine."""
         if self.step is None or not isinstance(event, events.Transition):
             return
         row: dict[str, Any] = {"unit": event.unit, "state": event.after, "phase": event.phase, "time_ns": event.time_ns}
         self.rows.append({"rank": self._rank, "step": self.step, **row})
+
+
+def leave_analysis(context: RankContext, kind: str, ledger: Sequence[dict[str, Any]]) -> None:
+    """Analyse this rank's trace of one kind and write the rows; a large or bad trace is left to the caller."""
+    trace = context.mailbox.of(context.rank, kind)
+    if not trace.exists() or trace.stat().st_size > _LARGEST:
+        return
+    try:
+        found = analyse_trace(trace, ledger=ledger, rank=context.rank)
+    except (AccountingError, TraceError):
+        return
+    steps = [vars(step) for step in found.steps]
+    context.mailbox.of(context.rank, kind + _SUFFIX).write_text(
+        json.dumps([found.world_size, found.device, steps], default=lambda number: number.item())
+    )
+
+
+def analysis_of(mailbox: Mailbox, rank: int, kind: str, trace: Path, ledger: Sequence[dict[str, Any]]) -> TraceAnalysis:
+    """The rank's analysis of `trace`; the trace is read here if the rank wrote none."""
+    left = mailbox.of(rank, kind + _SUFFIX)
+    if not left.exists():
+        return analyse_trace(trace, ledger=ledger, rank=rank)
+    world_size, device, steps = json.loads(left.read_text())
+    rows = ("timeline", "exposed", "collectives")
+    return TraceAnalysis(
+        trace,
+        rank,
+        world_size,
+        device,
+        tuple(StepAnalysis(**{**step, **{name: tuple(step[name]) for name in rows}}) for step in steps),
+    )

@@ -1,8 +1,7 @@
-"""What every rank process does before and after its work, whatever the work is.
+"""The start and the end of every rank process.
 
-It ties itself to its parent, speaks into the mailbox, can be asked where it stands, joins the process group, and leaves
-a note when it fails. A rank never cleans up after a failure: its peers may be gone, and waiting for them is how runs
-hang.
+It ends with its parent, reports to the mailbox, dumps its stack on request, joins the process group, and records a
+failure. A rank never cleans up after a failure: its peers may be gone, and waiting for them would hang the run.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import torch.distributed as dist
 
 from fsdplab.common.files import write_whole
 from fsdplab.engine.transport.shared_memory.process_group import register_backend
-from fsdplab.sessions.launch.mailbox import AGENT_PID, RANKS_STORE, Heartbeat, Mailbox
+from fsdplab.sessions.launch.mailbox import AGENT_PID, RANKS_STORE, HeartbeatWriter, Mailbox
 from fsdplab.sessions.launch.parent_death import end_with_parent
 from fsdplab.sessions.launch.stacks import of_exception
 from fsdplab.sessions.worker.collective_hooks import watch_collectives
@@ -41,14 +40,14 @@ class Diverged(RuntimeError):
 
 @dataclass(frozen=True)
 class RankContext:
-    """One rank's place in a run."""
+    """One rank of a run: its number, device, mailbox and heartbeat."""
 
     rank: int
     world_size: int
     device: torch.device
     mailbox: Mailbox
-    heartbeat: Heartbeat
-    issued: list[tuple[str, int]] = field(default_factory=list)  # every collective that passed the tap: name, bytes
+    heartbeat: HeartbeatWriter
+    issued: list[tuple[str, int]] = field(default_factory=list)  # every observed collective: name, bytes
 
     def note_collective(self, name: str, nbytes: int) -> None:
         """A collective is about to be issued."""
@@ -56,7 +55,7 @@ class RankContext:
         self.heartbeat.issue(f"{name} of {nbytes} bytes" if nbytes else name)
 
     def write(self, kind: str, content: dict[str, Any]) -> None:
-        """Leave a JSON file for the caller, whole or not at all."""
+        """Write a JSON file for the caller, whole or not at all."""
         write_whole(self.mailbox.of(self.rank, kind), json.dumps(content) + "\n")
 
     def append(self, kind: str, row: dict[str, Any]) -> None:
@@ -67,32 +66,31 @@ class RankContext:
 
 @contextmanager
 def rank_process(folder: str, backend: str = "gloo", device: str | None = None) -> Iterator[RankContext]:
-    """The frame of a rank's work: everything inside runs as one rank of a process group (gloo or shm on the CPU, nccl
-    on CUDA).
+    """Run the body as one rank of a process group (gloo or shm on the CPU, nccl on CUDA).
 
-    The process ends with the frame. `device` is "cuda" where the ranks of a gloo group compute on GPUs, "cuda:0" where
+    The process ends after the body. `device` is "cuda" where the ranks of a gloo group compute on GPUs, "cuda:0" where
     all share that one.
     """
     end_with_parent(int(os.environ[AGENT_PID]))
     mailbox, rank, world_size = Mailbox(Path(folder)), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _print_into(mailbox, rank)
     _answer_when_asked(mailbox, rank)
-    place = RankContext(
+    context = RankContext(
         rank,
         world_size,
         _own_device(device or ("cuda" if backend == "nccl" else "cpu")),
         mailbox,
-        Heartbeat(mailbox.of(rank, "beat"), rank),
+        HeartbeatWriter(mailbox.of(rank, "heartbeat"), rank),
     )
-    sys.excepthook = lambda kind, error, trace: _leave_note_and_end(place, error)
+    sys.excepthook = lambda kind, error, trace: _leave_note_and_end(context, error)
     dist.init_process_group(
         register_backend() if backend == "shm" else backend, timeout=_GROUP_PATIENCE, **_meeting_place(rank, world_size)
     )
     store = dist.distributed_c10d._get_default_store()
     store.set(_connected(rank), "")
-    with watch_collectives(place.note_collective):
-        yield place
-    place.heartbeat.enter("finished")
+    with watch_collectives(context.note_collective):
+        yield context
+    context.heartbeat.enter("finished")
     _wait_for_peers(store, world_size)
     dist.destroy_process_group()
     _end(0)
@@ -103,9 +101,9 @@ def _connected(rank: int) -> str:
 
 
 def _wait_for_peers(store: dist.Store, world_size: int) -> None:
-    """Return once every rank has formed its group: one that leaves sooner breaks the connection that a peer is making.
+    """Return once every rank has formed its group: leaving sooner breaks a peer's connection.
 
-    A peer that died meanwhile is not waited for longer than the launcher needs to see it.
+    The wait for a dead peer is bounded by the time that the launcher needs to notice.
     """
     try:
         store.wait([_connected(rank) for rank in range(world_size)], _PEERS_CONNECT)
@@ -114,9 +112,7 @@ def _wait_for_peers(store: dist.Store, world_size: int) -> None:
 
 
 def _meeting_place(rank: int, world_size: int) -> dict[str, Any]:
-    """Forked ranks meet in a file of the run's folder, so that nothing listens; torchrun's meet at the address in their
-    environment.
-    """
+    """Arguments of the rendezvous: a file of the run's folder for forked ranks (no port), else torchrun's address."""
     path = os.environ.get(RANKS_STORE)
     return {"store": dist.FileStore(path, world_size), "rank": rank, "world_size": world_size} if path else {}
 
@@ -132,7 +128,7 @@ def _own_device(kind: str) -> torch.device:
 
 
 def _print_into(mailbox: Mailbox, rank: int) -> None:
-    # the file descriptors, not sys.stdout: what C++ prints belongs here too
+    # the file descriptors, not sys.stdout: C++ prints too
     for descriptor, kind in ((1, "out"), (2, "err")):
         file = os.open(mailbox.of(rank, kind), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
@@ -142,15 +138,15 @@ def _print_into(mailbox: Mailbox, rank: int) -> None:
 def _answer_when_asked(mailbox: Mailbox, rank: int) -> None:
     faulthandler.enable()
     # faulthandler writes from the signal handler itself, so a rank that waits inside C++ answers too; the file stays
-    # open for it
+    # open
     faulthandler.register(signal.SIGUSR1, file=mailbox.of(rank, "stack").open("a"), all_threads=True)
 
 
-def _leave_note_and_end(place: RankContext, error: BaseException) -> None:
-    text, beat = of_exception(error), asdict(place.heartbeat.beat())
+def _leave_note_and_end(context: RankContext, error: BaseException) -> None:
+    text, heartbeat = of_exception(error), asdict(context.heartbeat.last())
     kind = "diverged" if isinstance(error, Diverged) else "raised"
-    where = {name: beat[name] for name in ("step", "phase", "collective", "completed")}
-    place.write("failure", {"kind": kind, "error": _headline(error), "traceback": text, "time": time.time(), **where})
+    where = {name: heartbeat[name] for name in ("step", "phase", "collective", "completed")}
+    context.write("failure", {"kind": kind, "error": _headline(error), "traceback": text, "time": time.time(), **where})
     sys.stderr.write(text)
     _end(1)
 

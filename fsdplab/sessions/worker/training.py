@@ -1,4 +1,4 @@
-"""What each rank of a run does: build, train, measure, hand over.
+"""The work of each rank of a run: build, train, measure, report.
 
     python -m fsdplab.sessions.worker.training FOLDER
 
@@ -27,12 +27,19 @@ from fsdplab.profiling.memory.snapshot import memory_snapshot
 from fsdplab.sessions.launch.mailbox import RANKS_STORE
 from fsdplab.sessions.spec import MEMORY_STEP, RunSpec
 from fsdplab.sessions.spec.sharing import carrier, device_of_ranks, nccl_variables
-from fsdplab.sessions.worker.emulated_network import Fabric
+from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
 from fsdplab.sessions.worker.engines import Batch, TrainingSetup, build
 from fsdplab.sessions.worker.environment import capture_environment
-from fsdplab.sessions.worker.profiler import RANGE, WARMUP, Capture, Lives
+from fsdplab.sessions.worker.profiler import (
+    MEMORY_TRACE,
+    RANGE,
+    TRACE,
+    WARMUP,
+    StepProfiler,
+    UnitStateLog,
+    leave_analysis,
+)
 from fsdplab.sessions.worker.rank_process import Diverged, RankContext, rank_process
-from fsdplab.sessions.worker.trace_analysis import MEMORY_TRACE, TRACE, leave_analysis
 from fsdplab.workloads import ByteText
 
 Build = Callable[[RunSpec, RankContext], TrainingSetup]
@@ -43,54 +50,56 @@ def main(folder: str, build_setup: Build = build) -> None:
     with open(f"{folder}/spec.json") as file:
         spec = RunSpec(**json.load(file))
     os.environ |= nccl_variables(spec)
-    with rank_process(folder, spec.backend, device_of_ranks(spec)) as place:
-        if place.rank == 0:
-            place.write("environment", capture_environment(spec.place) | carrier(spec) | {"start": how_started()})
-        place.heartbeat.enter("build")
-        Training(spec, place, build_setup).run()
+    with rank_process(folder, spec.backend, device_of_ranks(spec)) as context:
+        if context.rank == 0:
+            context.write(
+                "environment", capture_environment(spec.device_type) | carrier(spec) | {"start": how_started()}
+            )
+        context.heartbeat.enter("build")
+        Training(spec, context, build_setup).run()
 
 
 def how_started() -> str:
-    """How this rank came to be: only forked ones meet in a file."""
+    """How this rank was started: only forked ones use a file for rendezvous."""
     return "warm" if os.environ.get(RANKS_STORE) else "torchrun"
 
 
 class Training:
-    """One rank's run, from its text to what it hands over."""
+    """One rank's run, from its text to its results."""
 
-    def __init__(self, spec: RunSpec, place: RankContext, build_setup: Build) -> None:
-        self.spec, self.place = spec, place
+    def __init__(self, spec: RunSpec, context: RankContext, build_setup: Build) -> None:
+        self.spec, self.context = spec, context
         self.ledger: list[dict[str, Any]] = []
         self.tags = TagLog() if spec.memory else None
         self.text = ByteText.from_path(spec.text) if spec.text else ByteText.from_standard_library()
-        self.setup = build_setup(spec, place)
-        self.fabric, self.lives = Fabric(spec, place), Lives(place.rank)
-        self.capture = Capture(spec.profile, place.device) if spec.profile and spec.engine != "twin" else None
+        self.setup = build_setup(spec, context)
+        self.network, self.unit_states = EmulatedNetwork(spec, context), UnitStateLog(context.rank)
+        self.profiler = StepProfiler(spec.profile, context.device) if spec.profile and spec.engine != "twin" else None
 
     def run(self) -> None:
-        """Train all steps, or until the emulated card is full, and hand over what was measured."""
-        quiet = [events.subscribe(self._hear), events.subscribe(self.lives.hear)]
-        self.fabric.begin(self.setup.model)
+        """Train all steps, or until the emulated card is full, and write the measurements."""
+        subscriptions = [events.subscribe(self._on_event), events.subscribe(self.unit_states.on_event)]
+        self.network.begin(self.setup.model)
         timeline = self._warm_up()
         if timeline is None or not self._card_is_full(timeline):
-            self.fabric.warmed_up(self.setup.model)
+            self.network.warmed_up(self.setup.model)
             for step in range(self.spec.untimed, self.spec.untimed + self.spec.steps):
                 self._step(step, timed=True)
             profiled = self._profiled_steps()
         else:
             profiled = []
-        for unsubscribe in quiet:
+        for unsubscribe in subscriptions:
             unsubscribe()
         result = {
             "ledger": self.ledger,
-            "life": self.lives.rows,
+            "life": self.unit_states.rows,
             "memory": self._memory(timeline),
             "profiled_s": profiled,
-            "link": self.fabric.told(),
+            "link": self.network.as_dict(),
         }
-        self.place.write("result", result)
+        self.context.write("result", result)
         for kind in (TRACE, MEMORY_TRACE) if profiled else ():
-            leave_analysis(self.place, kind, self.ledger)
+            leave_analysis(self.context, kind, self.ledger)
 
     def _warm_up(self) -> MemoryTimeline | None:
         timeline = None
@@ -102,7 +111,7 @@ class Training:
                 continue
             seconds = self._step(step, timed=False)
             if step >= self.spec.warmup:
-                self.fabric.note_step(step, seconds, self.ledger)
+                self.network.note_step(step, seconds, self.ledger)
         return timeline
 
     def _profiled_steps(self) -> list[float]:
@@ -110,19 +119,19 @@ class Training:
         are compared.
         """
         first = self.spec.untimed + self.spec.steps
-        if self.capture is None:
+        if self.profiler is None:
             for step in range(first, self.spec.total_steps):
                 self._step(step, timed=False)
             return []
-        self.capture.begin()
+        self.profiler.begin()
         for step in range(first, self.spec.total_steps):
-            self.lives.step = step if step >= first + WARMUP else None
-            self.capture.step_done(self._step(step, timed=False))
-        self.lives.step = None
-        return self.capture.save(self.place.mailbox.of(self.place.rank, TRACE))
+            self.unit_states.step = step if step >= first + WARMUP else None
+            self.profiler.step_done(self._step(step, timed=False))
+        self.unit_states.step = None
+        return self.profiler.save(self.context.mailbox.of(self.context.rank, TRACE))
 
     def _step(self, step: int, timed: bool, around: AbstractContextManager[Any] = nullcontext()) -> float:
-        self.place.heartbeat.enter("data", step)
+        self.context.heartbeat.enter("data", step)
         batches = self._batches(step)
         with around:
             start = time.perf_counter()
@@ -131,38 +140,38 @@ class Training:
         events.flush()
         tokens = self.spec.tokens_per_rank * len(batches)
         row = {
-            "rank": self.place.rank,
+            "rank": self.context.rank,
             "step": step,
             "loss": loss,
             "step_time_s": seconds if timed else None,
             "tokens": tokens,
         }
-        self.place.append("steps", row)
+        self.context.append("steps", row)
         if not math.isfinite(loss):
             raise Diverged(f"the loss is {loss}; give a smaller learning_rate than {self.spec.learning_rate:g}")
         return seconds
 
     def _measured_step(self, step: int) -> MemoryTimeline:
         recorder = MemoryRecorder(
-            model=self.setup.model, optimizer=self.setup.optimizer, engine=self.spec.engine, device=self.place.device,
+            model=self.setup.model, optimizer=self.setup.optimizer, engine=self.spec.engine, device=self.context.device,
             tags=self.tags, ignore=[self.text.data], offloaded=self.spec.offload != "none",
-            save_trace=self.place.mailbox.of(self.place.rank, MEMORY_TRACE) if self.spec.profile else None,
+            save_trace=self.context.mailbox.of(self.context.rank, MEMORY_TRACE) if self.spec.profile else None,
         )  # fmt: skip
         around = ExitStack()
-        snapshot = self.place.mailbox.of(self.place.rank, "snapshot.pickle.gz") if self.spec.profile else None
-        around.enter_context(memory_snapshot(snapshot, self.place.device))
+        snapshot = self.context.mailbox.of(self.context.rank, "snapshot.pickle.gz") if self.spec.profile else None
+        around.enter_context(memory_snapshot(snapshot, self.context.device))
         around.enter_context(recorder)
         around.enter_context(torch.profiler.record_function(f"{RANGE}{step}"))
-        self.lives.step = step
+        self.unit_states.step = step
         self._step(step, timed=False, around=around)
-        self.lives.step = None
+        self.unit_states.step = None
         if self.tags is not None:
             self.tags.close()
         return recorder.timeline
 
     def _batches(self, step: int) -> Sequence[Sequence[Batch]]:
         """The micro-batches of each rank that this process plays."""
-        played = range(self.spec.world_size) if self.spec.engine == "twin" else [self.place.rank]
+        played = range(self.spec.world_size) if self.spec.engine == "twin" else [self.context.rank]
         return [[self._batch(step, rank, micro) for micro in range(self.spec.micro_batches)] for rank in played]
 
     def _batch(self, step: int, rank: int, micro: int) -> Batch:
@@ -170,26 +179,26 @@ class Training:
         tokens, targets = self.text.batch(
             step, rank, spec.world_size, spec.batch_size, spec.sequence_length, micro_batch=micro, seed=spec.seed
         )
-        return tokens.to(self.place.device), targets.to(self.place.device)
+        return tokens.to(self.context.device), targets.to(self.context.device)
 
     def _card_is_full(self, timeline: MemoryTimeline) -> bool:
         """Whether any rank needs more than the emulated card has: all ranks must stop together."""
         if self.spec.card is None:
             return False
-        needed = torch.tensor(timeline.peak_total, device=self.place.device)
+        needed = torch.tensor(timeline.peak_total, device=self.context.device)
         dist.all_reduce(needed, dist.ReduceOp.MAX)
         return needed.item() > self.spec.card
 
-    def _hear(self, event: events.Event) -> None:
+    def _on_event(self, event: events.Event) -> None:
         if not isinstance(event, events.Collective):
             return
-        self.place.heartbeat.complete(f"{event.kind} of {event.unit or 'the root'} in {event.phase}")
-        self.ledger.append({"rank": self.place.rank, "step": self.place.heartbeat.step, **vars(event)})
+        self.context.heartbeat.complete(f"{event.kind} of {event.unit or 'the root'} in {event.phase}")
+        self.ledger.append({"rank": self.context.rank, "step": self.context.heartbeat.step, **vars(event)})
 
     def _memory(self, timeline: MemoryTimeline | None) -> dict[str, Any] | None:
         if timeline is None:
             return None
-        where = {"rank": self.place.rank, "step": MEMORY_STEP}
+        where = {"rank": self.context.rank, "step": MEMORY_STEP}
         rows = [{**where, **point, "is_peak": point["time_ns"] == timeline.peak_time_ns} for point in timeline.points]
         return {
             "start_ns": timeline.start_ns,

@@ -19,7 +19,7 @@ from nbformat import NotebookNode
 from fsdplab.teaching.core.course_state import EDITIONS
 from fsdplab.teaching.core.exercise import Exercise
 from fsdplab.teaching.core.registry import find
-from fsdplab.teaching.core.workspace import HomeError, fingerprint
+from fsdplab.teaching.core.workspace import WorkspaceError, fingerprint
 
 DROPPED = {"learner": ("solution", "teacher"), "teacher": ("stub",)}
 EDITION_TAGS = ("solution", "stub", "teacher")
@@ -38,7 +38,7 @@ class CourseError(ValueError):
 
 @dataclass(frozen=True)
 class Built:
-    """What a build made: the edition and its notebooks, in order."""
+    """The result of a build: the edition and its notebooks, in order."""
 
     edition: str
     notebooks: tuple[Path, ...]
@@ -59,7 +59,7 @@ def build_course(source_dir: Path | str, out_dir: Path | str, edition: str = "le
     present = [path.name for path in sources if (target / path.name).exists()]
     if present:
         raise CourseError(
-            f"{target} already holds {', '.join(present)}, perhaps with somebody's work; give an empty folder"
+            f"{target} already holds {', '.join(present)}, perhaps a learner's work; give an empty folder"
         )
     target.mkdir(parents=True, exist_ok=True)
     for path in sources:
@@ -128,7 +128,7 @@ def _in_edition(cell: NotebookNode, edition: str) -> NotebookNode:
 
 
 def structure_complaints(name: str, notebook: NotebookNode) -> list[str]:
-    """What is wrong with a source's tags and exercises, one line each: empty where it can be built."""
+    """The errors in a source's tags and exercises, one line each; empty if it can be built."""
     complaints = [f"{name}, cell {number}: {line}" for number, line in _cell_complaints(notebook.cells)]
     starts = sum(cell.source.count(STARTS) for cell in notebook.cells if cell.cell_type == "code")
     if is_tagged(notebook) and starts != 1:
@@ -164,7 +164,7 @@ def _exercise_complaints(cell: NotebookNode) -> Iterator[str]:
         return
     try:
         exercise = find(first.split(maxsplit=1)[-1].strip(), Exercise)
-    except (HomeError, LookupError) as error:
+    except (WorkspaceError, LookupError) as error:
         yield str(error)
         return
     for tag, text in (("stub", exercise.stub), ("solution", exercise.reference)):

@@ -2,7 +2,7 @@
 
 Tagged sources are run twice, as the teacher edition (a failed check ends it) and as the learner edition (which must
 reach its end with every stub unsolved). Other notebooks are run as they are. The learner's folder is a temporary one,
-so a test never touches anybody's exercises.
+so a test never changes a learner's exercises.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BOTH = ("teacher", "learner")
 
 @dataclass(frozen=True)
 class NotebookRun:
-    """How one notebook ended: `failure` is None where it reached its end."""
+    """The outcome of one notebook: `failure` is None where it reached its end."""
 
     notebook: str
     edition: str
@@ -41,17 +41,17 @@ class NotebookRun:
 def run_course(
     directory: Path | str, on_run: Callable[[NotebookRun], None] = lambda run: None, editions: Sequence[str] = BOTH
 ) -> list[NotebookRun]:
-    """Run every notebook of a folder in order, sources in each of `editions`; `on_run` hears of each as it ends.
+    """Run every notebook of a folder in order, sources in each of `editions`; `on_run` is called as each ends.
     CourseError where there are none.
     """
     runs = []
     with tempfile.TemporaryDirectory(prefix="fsdplab-course-") as scratch:
         for name, edition, notebook, complaint in _editions(Path(directory), editions):
-            home = Path(scratch) / edition.replace(" ", "-") / "my_fsdp"
+            workspace = Path(scratch) / edition.replace(" ", "-") / "my_fsdp"
             runs.append(
                 NotebookRun(name, edition, 0.0, complaint)
                 if complaint
-                else run_notebook(name, edition, notebook, directory, home)
+                else run_notebook(name, edition, notebook, directory, workspace)
             )
             on_run(runs[-1])
     return runs
@@ -69,22 +69,24 @@ def _editions(directory: Path, editions: Sequence[str]) -> Iterator[tuple[str, s
             yield name, edition, edition_of(source, edition), "\n".join(structure_complaints(name, source)) or None
 
 
-def run_notebook(name: str, edition: str, notebook: NotebookNode, directory: Path | str, home: Path) -> NotebookRun:
-    """Run one notebook in a fresh kernel, in its own folder, with `home` as the learner's folder."""
+def run_notebook(
+    name: str, edition: str, notebook: NotebookNode, directory: Path | str, workspace: Path
+) -> NotebookRun:
+    """Run one notebook in a fresh kernel, in its own folder, with `workspace` as the learner's folder."""
     client = NotebookClient(
         notebook, timeout=CELL_TIME_LIMIT, kernel_name="python3", resources={"metadata": {"path": str(directory)}},
         store_widget_state=False,
     )  # fmt: skip
     began, failure = time.monotonic(), None
     try:
-        client.execute(env={**os.environ, "FSDPLAB_HOME": str(home)})
+        client.execute(env={**os.environ, "FSDPLAB_HOME": str(workspace)})
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-        failure = _told(notebook, error)
+        failure = _failure_of(notebook, error)
     return NotebookRun(name, edition, time.monotonic() - began, failure)
 
 
-def _told(notebook: NotebookNode, error: Exception) -> str:
-    """Which cell failed, its first line, and the error's last lines."""
+def _failure_of(notebook: NotebookNode, error: Exception) -> str:
+    """The failed cell's number and first line, and the error's last lines."""
     number, cell = max(
         ((index, cell) for index, cell in enumerate(notebook.cells, 1) if cell.cell_type == "code" and _has_run(cell)),
         key=lambda pair: pair[0],

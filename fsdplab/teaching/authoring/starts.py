@@ -1,5 +1,4 @@
-"""What a learner waits for, cold beside warm: a `%%ranks` cell, and a check of notebook 05. `fsdplab bench --starts`
-runs this.
+"""Start times of a `%%ranks` cell and of a check of notebook 05, cold and warm. `fsdplab bench --starts` runs this.
 
     python -m fsdplab.teaching.authoring.starts REPETITIONS      one line of JSON a row
 
@@ -31,8 +30,8 @@ def main(repetitions: str) -> None:
     """Time both, and print a line of JSON for each."""
     with tempfile.TemporaryDirectory(prefix="fsdplab-starts-") as folder:
         open_course("learner", folder)
-        home = current().home
-        home.save(CHECKED, find(CHECKED, Exercise).reference)
+        workspace = current().workspace
+        workspace.save(CHECKED, find(CHECKED, Exercise).reference)
         for name, ask in (("%%ranks cell", lambda: run_ranks("2", _CELL)), (f"check({CHECKED!r})", check_once)):
             print(json.dumps(in_turn(name, lambda start: started(start, ask), int(repetitions)).as_dict()), flush=True)
 
@@ -45,7 +44,7 @@ def check_once() -> None:
 
 
 def started(start: str, ask: Callable[[], None]) -> None:
-    """Ask with ranks that torchrun starts, or with forked ones; what it prints is thrown away."""
+    """Call `ask` with ranks of torchrun, or with forked ones, and discard its output."""
     how = ranks_started_by(start_torchrun) if start == COLD else contextlib.nullcontext()
     with how, contextlib.redirect_stdout(io.StringIO()):
         ask()

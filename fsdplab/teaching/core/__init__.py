@@ -1,5 +1,5 @@
-"""What every lesson uses, and nothing that belongs to one: exercises and their check, answers, hints, predictions, the
-learner's folder, what a cell shows, and the half of it that runs on ranks.
+"""Shared by all lessons: exercises and their check, answers, hints, predictions, the learner's folder, output of cells,
+and the part that runs on ranks.
 
-Begin with `exercise.py` (what is asked), then `checking.py` (how it is judged) and `on_ranks.py` (where it runs).
+Begin with `exercise.py` (the data), then `checking.py` (the check) and `on_ranks.py` (the ranks' side).
 """

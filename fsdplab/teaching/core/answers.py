@@ -1,7 +1,7 @@
-"""`ask` and `answer`: numbers with units and lettered questions, with a diagnosis of the slip behind a wrong one.
+"""`ask` and `answer`: numbers with units and lettered questions, with the likely mistake behind a wrong one.
 
-A wrong number is compared with the numbers that known slips lead to (bits for bytes, MiB for MB, a forgotten
-(n-1)/n), so the learner is told which step went wrong and not only that one did.
+A wrong number is compared with the numbers that known slips lead to (bits for bytes, MiB for MB, a forgotten (n-1)/n),
+so the learner sees which step went wrong.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from .checking import deliver, failed
 from .course_state import current
 from .display import present
 from .exercise import Choice, Question, Slip
-from .findings import Finding, Verdict, with_code
 from .quantities import QuantityError, quantity, shown
 from .registry import Item, find
+from .verdicts import Feedback, Verdict, with_code
 
 _BYTE_SLIPS = (
     Slip("bits, not bytes: divide by 8", factor=8.0),
@@ -47,7 +47,7 @@ def grade_answer(question: str, value: Any, against: Any = None, hints: int = 0)
         item = find(question, Question)
     if value is ...:
         return Verdict(
-            question, Finding("Not answered yet.", _form(item), "...", "replace the three dots by your answer")
+            question, Feedback("Not answered yet.", _form(item), "...", "replace the three dots by your answer")
         )
     if isinstance(item, Choice):
         return _grade_choice(item, value)
@@ -64,29 +64,29 @@ def _grade_choice(item: Choice, value: Any) -> Verdict:
     letter = str(value).strip().lower()
     if letter not in item.options:
         return Verdict(
-            item.id, Finding("That is not one of the letters.", _form(item), repr(value), "answer with one letter")
+            item.id, Feedback("That is not one of the letters.", _form(item), repr(value), "answer with one letter")
         )
     if letter == item.right:
         return Verdict(item.id, None, item.because[letter])
-    return Verdict(item.id, Finding(f"Not {letter}.", "another letter", item.options[letter], item.because[letter]))
+    return Verdict(item.id, Feedback(f"Not {letter}.", "another letter", item.options[letter], item.because[letter]))
 
 
 def _grade_number(item: Question, value: Any, against: Any, hints: int) -> Verdict:
     try:
         given = quantity(value, item.unit)
     except QuantityError as error:
-        return Verdict(item.id, Finding("That cannot be read as an answer.", _form(item), repr(value), str(error)))
+        return Verdict(item.id, Feedback("The answer cannot be read.", _form(item), repr(value), str(error)))
     right = item.right(against)
     if close(given, right, item.tolerance):
         exactly = "" if shown(given, item.unit) == shown(right, item.unit) else f" (exactly: {shown(right, item.unit)})"
         return Verdict(item.id, None, f"{shown(given, item.unit)}{exactly}. {item.explanation}".strip())
-    finding = Finding(
+    feedback = Feedback(
         item.statement,
         f"another number (right within {item.tolerance:.0%})",
         shown(given, item.unit),
         slip_behind(item, given, against),
     )
-    return failed(item, finding, current().home, hints)
+    return failed(item, feedback, current().workspace, hints)
 
 
 def close(given: float, right: float, tolerance: float) -> bool:
@@ -105,7 +105,7 @@ def slip_behind(item: Question, given: float, against: Any = None) -> str:
 
 
 def _wrong_numbers(item: Question, right: float, against: Any) -> Iterator[tuple[Slip, float]]:
-    """The question's own slips first, then those that any number of bytes invites."""
+    """The question's own slips first, then the usual ones with bytes."""
     general = (*_BYTE_SLIPS, *_SCALE_SLIPS) if "B" in item.unit else _SCALE_SLIPS
     for slip in (*item.slips, *general):
         if slip.factor is not None:

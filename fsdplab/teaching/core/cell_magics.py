@@ -1,6 +1,4 @@
-"""The course's magics as IPython takes them: a name each for the functions of cell_runs.py.
-Loaded in a notebook only.
-"""
+"""The course's magics for IPython, which call the functions of cell_runs.py; loaded in a notebook only."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ class CourseMagics(Magics):
 
 
 def register(shell: InteractiveShell) -> None:
-    """Give the shell the magics, and teach it that `%%ranks[0,2]` is one of them."""
+    """Register the magics with the shell, also the form `%%ranks[0,2]`."""
     shell.register_magics(CourseMagics(shell))
     if chosen_ranks not in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.append(chosen_ranks)

@@ -1,10 +1,8 @@
-"""What `%%exercise`, `%%ranks` and `%ranks` do, as plain functions: a script says with them what a cell says, also
-where there is no IPython.
+"""`%%exercise`, `%%ranks` and `%ranks` as plain functions, which also work in a script without IPython.
 
-    run_ranks("3", "print(rank)")         %%ranks 3         three fresh ranks, which end with the cell
-    manage_ranks("4")                     %ranks 4          four ranks that stay until `%ranks stop`
-    run_ranks("", "x = rank")             %%ranks           all that stay; two fresh ones where none do
-    run_ranks("[0,2]", "print(x)")        %%ranks[0,2]      two of those that stay
+run_ranks("3", "print(rank)")         %%ranks 3         three fresh ranks, which end with the cell manage_ranks("4")
+%ranks 4          four ranks that stay until `%ranks stop` run_ranks("", "x = rank")             %%ranks           all
+that stay; two fresh ones where none do run_ranks("[0,2]", "print(x)")        %%ranks[0,2]      two of those that stay
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from .course_state import current
 from .exercise import Exercise
 from .registry import find
 from .run_submission import ON_RANKS
-from .workspace import HomeError
+from .workspace import WorkspaceError
 
 MOST_RANKS = 16
 RANKS_TIME_LIMIT = 90.0
@@ -45,7 +43,7 @@ class CellFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class CellLine:
-    """What follows `%%ranks`: a number of fresh ranks, some of those that stay, or neither; and the cell's limit in
+    """The arguments of `%%ranks`: a number of fresh ranks, some of those that stay, or neither; and the limit in
     seconds.
     """
 
@@ -61,9 +59,9 @@ def run_exercise(line: str, cell: str, namespace: dict[str, Any]) -> None:
     """`%%exercise ID`: save the cell as `my_fsdp/<id>.py`, where ranks can import it, and run it in `namespace` too."""
     try:
         found = find(line.strip(), Exercise)
-    except (HomeError, LookupError) as error:
+    except (WorkspaceError, LookupError) as error:
         raise usage_error(f"%%exercise: {error}") from error
-    path = current().home.save(found.id, cell)
+    path = current().workspace.save(found.id, cell)
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
     if found.function not in namespace:
         raise usage_error(f"%%exercise {found.id}: the cell must define {found.function}(...)")
@@ -113,7 +111,9 @@ def _start(world_size: int) -> None:
     ended = _stop()
     if ended:
         print(ended)
-    before = f"from fsdplab.teaching.core.on_ranks import import_latest\nimport_latest({str(current().home.path)!r})\n"
+    before = (
+        f"from fsdplab.teaching.core.on_ranks import import_latest\nimport_latest({str(current().workspace.path)!r})\n"
+    )
     try:
         _staying[:] = [StayingRanks.start(world_size, before=before)]
     except RanksFailed as failure:
@@ -127,7 +127,7 @@ def _start(world_size: int) -> None:
 
 
 def _stop() -> str:
-    """End the ranks that stay, and say what is lost; empty where there were none."""
+    """End the ranks that stay and describe what is lost; empty where there were none."""
     if not _staying:
         return ""
     ranks = _staying.pop()
@@ -219,10 +219,8 @@ def _with_advice(failure: RanksFailed, ranks: StayingRanks) -> str:
 def run_cell_on_ranks(
     source: str, world_size: int, *, limit: float = RANKS_TIME_LIMIT, show: bool = False
 ) -> list[str]:
-    """What every fresh rank printed, by rank; CellFailed with the launcher's report when one raises, dies or does not
-    end.
-    """
-    payload = {"source": source, "home": str(current().home.path)}
+    """The output of every fresh rank, by rank; CellFailed with the report when one raises, dies or does not end."""
+    payload = {"source": source, "workspace": str(current().workspace.path)}
     on_output = print_labelled if show else None
     try:
         return call_on_ranks(
@@ -237,7 +235,7 @@ def run_cell_on_ranks(
 
 
 def usage_error(message: str) -> Exception:
-    """What IPython shows in one line, without a traceback; a ValueError where there is no IPython."""
+    """An error that IPython shows in one line, without a traceback; a ValueError without IPython."""
     try:
         from IPython.core.error import UsageError
     except ModuleNotFoundError:

@@ -1,7 +1,7 @@
-"""`check`, `hint`, `solution`: run the learner's saved function on real ranks, and say what happened.
+"""`check`, `hint`, `solution`: run the learner's saved function on real ranks and report the result.
 
-`judge` is pure: it turns what the ranks did (or how they failed) into a finding, or None where all is right. Values are
-compared first, then the exercise's rules look at the calls that were counted. Time is never judged.
+`judge` is pure: it turns the ranks' results or failure into feedback, or None where all is right. Values are compared
+first, then the exercise's rules look at the calls that were counted. Time is never judged.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fsdplab.sessions import Failure, RanksFailed
 from .course_state import CheckFailed, current
 from .display import Note, present
 from .exercise import Case, Choice, Exercise, Question, Trial
-from .findings import Difference, Finding, Verdict, first_difference
 from .on_ranks import LeftUnfinished, StillWaiting
 from .registry import find
 from .run_submission import Tried, try_one
-from .workspace import Home, fingerprint, load_function
+from .verdicts import Difference, Feedback, Verdict, first_difference
+from .workspace import Workspace, fingerprint, load_function
 
 GRADES = ("a nudge", "a pointer", "nearly the solution")
 
@@ -35,24 +35,24 @@ def check(exercise: str, hints: int = 0) -> None:
 
 def grade(exercise: str, hints: int = 0) -> Verdict:
     """The verdict of one check, noted in the learner's folder; `check` shows it."""
-    found, home = find(exercise, Exercise), current().home
-    source = home.source_of(exercise)
+    found, workspace = find(exercise, Exercise), current().workspace
+    source = workspace.source_of(exercise)
     unwritten = _unwritten(found, source)
     if unwritten:
         return Verdict(exercise, unwritten)
-    finding = judge(found, try_one(found, home.file_of(exercise), home))
-    if finding is None:
-        home.note_pass(exercise, source or "")
+    feedback = judge(found, try_one(found, workspace.file_of(exercise), workspace))
+    if feedback is None:
+        workspace.note_pass(exercise, source or "")
         return Verdict(exercise, None, f"Right on {found.world_size} ranks, in every case.")
-    return failed(found, finding, home, hints)
+    return failed(found, feedback, workspace, hints)
 
 
-def failed(item: Exercise | Question, finding: Finding, home: Home, hints: int) -> Verdict:
+def failed(item: Exercise | Question, feedback: Feedback, workspace: Workspace, hints: int) -> Verdict:
     """The verdict of a failed try: it is counted, and unlocks the next hint."""
-    unlocked = min(home.note_failure(item.id), len(item.hints))
-    told = tuple(f"Hint {n} ({GRADES[n - 1]}): {text}" for n, text in enumerate(item.hints[:hints], 1))
+    unlocked = min(workspace.note_failure(item.id), len(item.hints))
+    shown_hints = tuple(f"Hint {n} ({GRADES[n - 1]}): {text}" for n, text in enumerate(item.hints[:hints], 1))
     note = f'hint("{item.id}") shows {"the first hint" if unlocked == 1 else f"{unlocked} hints"} now.'
-    return Verdict(item.id, finding, "" if told else note, told)
+    return Verdict(item.id, feedback, "" if shown_hints else note, shown_hints)
 
 
 def deliver(verdict: Verdict) -> None:
@@ -65,24 +65,24 @@ def deliver(verdict: Verdict) -> None:
 def hint(exercise: str) -> None:
     """Show the hints that failed tries have unlocked, from a nudge to nearly the solution."""
     item = find(exercise)
-    unlocked = 0 if isinstance(item, Choice) else min(current().home.failed_tries(exercise), len(item.hints))
+    unlocked = 0 if isinstance(item, Choice) else min(current().workspace.failed_tries(exercise), len(item.hints))
     if isinstance(item, Choice):
-        told = [f"{exercise}: a wrong letter is explained by answer({exercise!r}, ...) itself"]
+        shown_hints = [f"{exercise}: a wrong letter is explained by answer({exercise!r}, ...) itself"]
     elif not unlocked:
-        told = [f"{exercise}: no hint yet; every failed try unlocks one, so try first"]
+        shown_hints = [f"{exercise}: no hint yet; every failed try unlocks one, so try first"]
     else:
-        told = [
+        shown_hints = [
             f"Hint {n} of {len(item.hints)} ({GRADES[n - 1]}): {text}"
             for n, text in enumerate(item.hints[:unlocked], 1)
         ]
-    present(Note(tuple(told)))
+    present(Note(tuple(shown_hints)))
 
 
 def solution(exercise: str) -> Callable[..., Any]:
     """The learner's function where its check passed, else the reference; says which."""
     found = find(exercise, Exercise)
     path = solution_file(exercise)
-    mine = path == current().home.file_of(exercise)
+    mine = path == current().workspace.file_of(exercise)
     why = "its check passed" if mine else "yours has not passed its check yet"
     print(f"{exercise}: using {'your' if mine else 'the reference'} {found.function} ({why})")
     return load_function(path, found.function)
@@ -90,22 +90,22 @@ def solution(exercise: str) -> Callable[..., Any]:
 
 def solution_file(exercise: str) -> Path:
     """The file of the version that `solution` takes, for ranks to load."""
-    found, home = find(exercise, Exercise), current().home
-    if home.has_passed(exercise):
-        return home.file_of(exercise)
-    reference = Home(home.path / "reference")
+    found, workspace = find(exercise, Exercise), current().workspace
+    if workspace.has_passed(exercise):
+        return workspace.file_of(exercise)
+    reference = Workspace(workspace.path / "reference")
     return reference.save(exercise, found.reference)
 
 
-def _unwritten(exercise: Exercise, source: str | None) -> Finding | None:
-    """A finding where there is nothing to run yet: no cell was run, or the stub is untouched."""
+def _unwritten(exercise: Exercise, source: str | None) -> Feedback | None:
+    """Feedback where there is nothing to run yet: no cell was run, or the stub is untouched."""
     expected = f"a cell that begins with %%exercise {exercise.id} and defines {exercise.function}"
     if source is None:
-        return Finding(
+        return Feedback(
             "There is nothing to check yet.", expected, "no such cell was run", "run the exercise's cell, then this one"
         )
     if fingerprint(source) == fingerprint(exercise.stub):
-        return Finding(
+        return Feedback(
             "This is still the stub; it was not run.",
             expected,
             "the stub as it was given",
@@ -114,39 +114,39 @@ def _unwritten(exercise: Exercise, source: str | None) -> Finding | None:
     return None
 
 
-def judge(exercise: Exercise, outcome: Tried | RanksFailed) -> Finding | None:
-    """The first thing that is wrong with what the ranks did, or None: values first, then the exercise's rules."""
+def judge(exercise: Exercise, outcome: Tried | RanksFailed) -> Feedback | None:
+    """The first error in the ranks' results, or None: values first, then the exercise's rules."""
     if isinstance(outcome, RanksFailed):
-        return _finding_of_failure(exercise, outcome.report)
+        return _feedback_on_failure(exercise, outcome.report)
     for case, trials in zip(outcome.cases, outcome.trials, strict=True):
         for trial in trials:
             difference = first_difference(case.expected[trial.rank], trial.returned, exercise.tolerance)
             if difference:
-                return _finding_of_difference(exercise, case, trial, difference)
+                return _feedback_on_difference(exercise, case, trial, difference)
     ruled = (exercise.rules(case, trials) for case, trials in zip(outcome.cases, outcome.trials, strict=True))
-    return next((finding for finding in ruled if finding), None)
+    return next((feedback for feedback in ruled if feedback), None)
 
 
-def _finding_of_difference(exercise: Exercise, case: Case, trial: Trial, difference: Difference) -> Finding:
+def _feedback_on_difference(exercise: Exercise, case: Case, trial: Trial, difference: Difference) -> Feedback:
     step, cause = exercise.explain(case, trial, difference)
     verb = "leads to" if exercise.driver else "returns"
     headline = f"{exercise.function} {verb} a wrong {difference.problem} on rank {trial.rank} (case: {case.name})."
     if trial.returned is None:
-        said = f"; it printed {trial.printed.split()[0]!r} ..." if trial.printed.split() else ""
+        printed = f"; it printed {trial.printed.split()[0]!r} ..." if trial.printed.split() else ""
         headline = f"{exercise.function} returns nothing (case: {case.name})."
-        step, cause = None, f"the function returns nothing{said}: end it with `return ...`"
+        step, cause = None, f"the function returns nothing{printed}: end it with `return ...`"
     elif difference.problem == "dtype":
         cause = "a buffer was made with torch's default dtype: make it like the input (new_empty, empty_like)"
     tensor = difference.tensor if difference.index is not None or "[" in difference.tensor else None
-    return Finding(headline, difference.expected, difference.got, cause, trial.rank, step, tensor, difference.index)
+    return Feedback(headline, difference.expected, difference.got, cause, trial.rank, step, tensor, difference.index)
 
 
-def _finding_of_failure(exercise: Exercise, report: Failure) -> Finding:
+def _feedback_on_failure(exercise: Exercise, report: Failure) -> Feedback:
     expected, got = f"every rank returns from {exercise.function}", report.message.splitlines()[0]
     step = None if report.step is None else str(report.step)
     if StillWaiting.__name__ in got:
         headline = f"{exercise.function} did not return within {exercise.time_limit:g} s."
-        return Finding(
+        return Feedback(
             headline, expected, got.partition(f"{StillWaiting.__name__}: ")[2], exercise.hung, report.rank, step
         )
     if LeftUnfinished.__name__ in got:
@@ -155,7 +155,7 @@ def _finding_of_failure(exercise: Exercise, report: Failure) -> Finding:
             " return; or the ranks "
         )
         cause += "called different collectives (an `if rank == 0` around one, say)"
-        return Finding(
+        return Feedback(
             f"{exercise.function} left messages unfinished.",
             "every message that is begun arrives",
             got.partition(f"{LeftUnfinished.__name__}: ")[2],
@@ -164,7 +164,7 @@ def _finding_of_failure(exercise: Exercise, report: Failure) -> Finding:
             step,
         )
     if report.kind == "raised":
-        return Finding(
+        return Feedback(
             f"{exercise.function} raised an error.",
             expected,
             _last_frames(report),
@@ -176,8 +176,8 @@ def _finding_of_failure(exercise: Exercise, report: Failure) -> Finding:
         cause = (
             "this machine is too busy to start ranks in time, or the code never lets go of the interpreter: check again"
         )
-        return Finding(f"{exercise.function} did not end.", expected, got, cause, report.rank, step)
-    return Finding(
+        return Feedback(f"{exercise.function} did not end.", expected, got, cause, report.rank, step)
+    return Feedback(
         f"{exercise.function} ended the run.",
         expected,
         got,
@@ -208,5 +208,5 @@ def _why_raised(report: Failure) -> str:
             "the cell is saved as a file of its own and runs on other processes: it needs its own imports and helpers"
         )
     if "Timed out" in error or "timeout" in error.lower():
-        return "a rank waited for a message that nobody sent"
+        return "a rank waited for a message that no rank sent"
     return "read the last line first: it names the error; the line above is yours"

@@ -1,6 +1,6 @@
-"""A ledger for the learner's own code: which `torch.distributed` calls a function makes, with bytes and peers.
+"""A ledger for the learner's own code: the `torch.distributed` calls of a function, with bytes and peers.
 
-The log sits under Python's dispatcher, where every c10d operation passes, so it does not matter whether the code says
+The log uses Python's dispatcher, which sees every c10d operation, so it does not matter whether the code has
 `dist.send`, `from torch.distributed import isend` or `batch_isend_irecv`.
 """
 

@@ -1,4 +1,4 @@
-"""Which edition of the course is open in this process, and where the learner's folder is.
+"""The open course of this process: its edition and the learner's folder.
 
 One value per process, set by `teaching.start`. The editions differ in one thing only: what a failed check does. In the
 teacher edition it raises, so that a broken course stops CI; in the learner edition it prints, so that the rest of the
@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from .workspace import Home
+from .workspace import Workspace
 
 EDITIONS = ("learner", "teacher")
 
@@ -20,7 +20,7 @@ class CheckFailed(AssertionError):
     """A failed check in the teacher edition; its text is the whole report."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows instead of a traceback through the library."""
+        """The lines that IPython shows instead of a traceback through the library."""
         return [f"CheckFailed: {self}"]
 
 
@@ -29,24 +29,24 @@ class Course:
     """The open course: its edition and the learner's folder."""
 
     edition: str
-    home: Home
+    workspace: Workspace
 
 
 _open: list[Course] = []
 
 
-def open_course(edition: str | None = None, home: Path | str | None = None) -> Course:
-    """Open the course: what is not given comes from FSDPLAB_EDITION and FSDPLAB_HOME, else learner and ./my_fsdp."""
+def open_course(edition: str | None = None, workspace: Path | str | None = None) -> Course:
+    """Open the course; defaults: FSDPLAB_EDITION and FSDPLAB_HOME, else learner and ./my_fsdp."""
     chosen = edition or os.environ.get("FSDPLAB_EDITION") or "learner"
     if chosen not in EDITIONS:
         raise ValueError(f"unknown edition {chosen!r}; expected one of: {', '.join(EDITIONS)}")
-    folder = Path(home or os.environ.get("FSDPLAB_HOME") or Path.cwd() / "my_fsdp").resolve()
-    course = Course(chosen, Home(folder))
-    course.home.make_importable()
+    folder = Path(workspace or os.environ.get("FSDPLAB_HOME") or Path.cwd() / "my_fsdp").resolve()
+    course = Course(chosen, Workspace(folder))
+    course.workspace.make_importable()
     _open[:] = [course]
     return course
 
 
 def current() -> Course:
-    """The open course; the learner edition in the working folder where nobody called `start`."""
+    """The open course; without `start`, the learner edition in the working folder."""
     return _open[0] if _open else open_course()

@@ -1,6 +1,6 @@
-"""What a cell leaves on the page: tables, figures that still show where no script runs, widgets where they can live.
+"""Output of cells: tables, figures that also show without scripts, and widgets.
 
-A figure goes out in three forms at once: plotly's own (interactive in JupyterLab), an SVG with alternative text (static
+A figure is shown in three forms at once: plotly's own (interactive in JupyterLab), an SVG with alternative text (static
 pages, printed notebooks), and the alternative text itself (terminals, screen readers). The reader's page picks.
 """
 
@@ -18,7 +18,7 @@ from fsdplab.figures.plotly_go import go
 from fsdplab.figures.report.parts import Cell, picture
 from fsdplab.figures.report.parts import table as html_table
 
-from .findings import with_code
+from .verdicts import with_code
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -40,9 +40,9 @@ def present(thing: object) -> None:
 
 
 def present_live(thing: object) -> Callable[[object], None]:
-    """Like `present`, and returns a function that puts something else in the same place later.
+    """Like `present`, and returns a function that replaces the output later.
 
-    The output is an ordinary one that stays in the saved notebook, so what a widget controls outlives the widget.
+    The output is an ordinary one that stays in the saved notebook, where a widget is not saved.
     """
     display = notebook_display()
     present_first = display(thing, display_id=True) if display else print(thing)
@@ -51,7 +51,7 @@ def present_live(thing: object) -> Callable[[object], None]:
 
 @dataclass(frozen=True, repr=False)
 class Table:
-    """Rows of cells under a header, with a caption that says what was measured, emulated or simulated."""
+    """Rows of cells under a header, with a caption on what was measured, emulated or simulated."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -136,7 +136,7 @@ def show(figure: go.Figure, alt: str | None = None) -> None:
 
 @dataclass(frozen=True)
 class WidgetView:
-    """A widget without the text that would stand for it on static pages (`FloatText(value=200.0, ...)`)."""
+    """A widget without its text form on static pages (`FloatText(value=200.0, ...)`)."""
 
     widget: ipywidgets.Widget
 
@@ -145,7 +145,7 @@ class WidgetView:
 
 
 def present_widget(make: Callable[[], ipywidgets.Widget]) -> None:
-    """Make a widget and show it in a notebook; elsewhere there is nobody to move it, and it is not made."""
+    """Make a widget and show it in a notebook; outside one nothing is made."""
     display = notebook_display()
     if display:
         display(WidgetView(make()))

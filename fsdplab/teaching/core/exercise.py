@@ -1,8 +1,8 @@
-"""What the course asks: code exercises, numeric questions and choices, as frozen records with everything in one place.
+"""Code exercises, numeric questions and choices, as frozen records with everything in one place.
 
 An `Exercise` holds its stub, its reference, its hints, the cases it is judged on and the wrong solutions it must
 reject. The notebook shows the stub and the reference; the validator of the sources compares them with the ones here, so
-the two cannot drift apart.
+they stay equal.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .findings import Difference, Finding
+from .verdicts import Difference, Feedback
 from .workspace import checked_id, function_name
 
 
@@ -35,7 +35,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Trial:
-    """What one rank did with one case: what came back, what it printed, and what it sent."""
+    """One rank's result of one case: the returned value, its output, and what it sent."""
 
     rank: int
     returned: Any
@@ -57,14 +57,14 @@ class Wrong:
 
 
 Explain = Callable[[Case, Trial, Difference], tuple[str | None, str]]
-Rules = Callable[[Case, Sequence[Trial]], Finding | None]
+Rules = Callable[[Case, Sequence[Trial]], Feedback | None]
 
 
 def _no_explanation(case: Case, trial: Trial, difference: Difference) -> tuple[str | None, str]:
     return None, "compare what your function does on this rank with the statement, line by line"
 
 
-def _no_rules(case: Case, trials: Sequence[Trial]) -> Finding | None:
+def _no_rules(case: Case, trials: Sequence[Trial]) -> Feedback | None:
     return None
 
 
@@ -73,10 +73,9 @@ class Exercise:
     """A function that the learner writes and that is checked on `world_size` real ranks.
 
     `explain(case, trial, difference)` turns the first difference into (step, likely cause). `rules(case, trials)`
-    judges what values cannot show (the calls counted), once all values are right. `time_limit` is for one case, in
-    seconds from a common start of the ranks; `hung` is the likely cause where it passes. `driver` names a file and a
-    function in it, `driver(function, *arguments)`, for exercises whose function is not simply called (a hook that must
-    be attached to a model first).
+    judges the counted calls, once all values are right. `time_limit` is for one case, in seconds from a common start of
+    the ranks; `hung` is the likely cause where it passes. `driver` names a file and a function in it, `driver(function,
+    *arguments)`, for exercises whose function is not simply called (a hook that must be attached to a model first).
     """
 
     id: str
@@ -107,7 +106,7 @@ class Exercise:
 
 @dataclass(frozen=True)
 class Slip:
-    """A known wrong number, as a value in the question's unit or as a factor of the right one, and what leads to it."""
+    """A known wrong number, as a value in the question's unit or as a factor of the right one, and its cause."""
 
     cause: str
     value: float | Callable[[Any], float] | None = None
@@ -116,9 +115,9 @@ class Slip:
 
 @dataclass(frozen=True)
 class Question:
-    """A number to work out or to read off a figure, in `unit`, right within `tolerance` (relative).
+    """A number to compute or to read from a figure, in `unit`, right within `tolerance` (relative).
 
-    `expected` is the number, or a function of what the notebook hands over (`answer(id, value, against=records)`).
+    `expected` is the number, or a function of the notebook's data (`answer(id, value, against=records)`).
     """
 
     id: str
@@ -164,7 +163,7 @@ def _three_hints(exercise: str, hints: Sequence[str]) -> None:
 
 
 def edited(source: str, *changes: tuple[str, str]) -> str:
-    """The source with some passages replaced, for wrong solutions that are one edit away from the reference."""
+    """The source with some parts replaced, for wrong solutions that are one edit away from the reference."""
     for old, new in changes:
         if source.count(old) != 1:
             raise ValueError(f"expected exactly one {old!r} in the source, found {source.count(old)}")

@@ -1,7 +1,7 @@
-"""Sliders over a pure function: move a number, see the table or sentence it leads to.
+"""Sliders over a pure function: move a number, see the resulting table or sentence.
 
-`Explorer` is the state, with no widget in it; `explore` puts sliders in front of it. The table is an output of its own,
-so that a page without widgets keeps it.
+`Explorer` is the state, without widgets; `explore` shows sliders for it. The table is an output of its own, so that a
+page without widgets keeps it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Explorer:
         self.values[name] = value
 
     def render(self) -> Any:
-        """What the function gives for the present values."""
+        """The function's result for the present values."""
         return self.view(**self.values)
 
 

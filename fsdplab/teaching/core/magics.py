@@ -1,8 +1,8 @@
-"""`start`, `%%exercise` and `%%ranks`: the three lines of machinery that a notebook of the course needs.
+"""`start`, `%%exercise` and `%%ranks`, which a notebook of the course needs.
 
 `%%exercise 01.ring_all_gather` saves its cell as a file of the learner's folder and runs it here as well. `%%ranks 3`
 runs its cell on three fresh processes joined into a group, which end with the cell. After `%ranks 3` three stay, and
-`%%ranks` cells find there what earlier ones have left. Nothing is carried over from the notebook to the ranks.
+`%%ranks` cells find the names of earlier ones. Nothing is copied from the notebook to the ranks.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 
-def start(edition: str | None = None, home: Path | str | None = None, shell: InteractiveShell | None = None) -> None:
+def start(
+    edition: str | None = None, workspace: Path | str | None = None, shell: InteractiveShell | None = None
+) -> None:
     """Open the course in this notebook: its edition, the learner's folder `my_fsdp` beside it, and the cell magics.
 
     `edition` is "learner" (a failed check prints) or "teacher" (it raises); by default FSDPLAB_EDITION, else learner.
     """
-    course = open_course(edition, home)
+    course = open_course(edition, workspace)
     _prefer_this_environments_commands()
     begin_starter()  # in the background: the first cell on ranks need not wait for torch to be imported
     shell = shell or _running_shell()
@@ -45,9 +47,9 @@ def _running_shell() -> InteractiveShell | None:
 def _greeting(course: Course) -> str:
     consequence = "prints and goes on" if course.edition == "learner" else "raises"
     try:
-        folder = course.home.path.relative_to(Path.cwd().resolve())
+        folder = course.workspace.path.relative_to(Path.cwd().resolve())
     except ValueError:
-        folder = course.home.path
+        folder = course.workspace.path
     return (
         f"{course.edition.capitalize()} edition: a failed check {consequence}. Your exercises are kept in"
         f" {folder}{os.sep}."

@@ -1,7 +1,6 @@
-"""The lesson's figure once more, from a real GPU: a check that `fsdplab gpu-check` made is kept in data/gpu, and opens
-on any machine.
+"""The lesson's figure from a real GPU: the result of `fsdplab gpu-check` is kept in data/gpu and opens on any machine.
 
-Where none was measured yet, the cell says so and how to make one; nothing else stands in for it.
+Without a result, the cell says how to make one.
 """
 
 from __future__ import annotations
@@ -66,10 +65,10 @@ def _none(why: str) -> Note:
 
 
 def _where(provenance: dict[str, Any], run: RunRecord) -> str:
-    """What it was measured on: "Measured on NVIDIA H200, torch 2.11.0, ... ; ranks on one gpu: emulated"."""
-    told = [
+    """The provenance line: "Measured on NVIDIA H200, torch 2.11.0, ... ; ranks on one gpu: emulated"."""
+    parts = [
         f"Measured on {provenance.get('gpu', 'a GPU')}",
         *(f"{name} {provenance[name]}" for name in ("torch", "driver", "commit") if provenance.get(name)),
     ]
     emulated = [name.replace("_", " ") for name, word in run.provenance.items() if word == "emulated"]
-    return ", ".join(told) + (f"; emulated: {', '.join(emulated)}" if emulated else "") + "."
+    return ", ".join(parts) + (f"; emulated: {', '.join(emulated)}" if emulated else "") + "."

@@ -1,7 +1,7 @@
-"""The half of the course that runs on the ranks: call a learner's function with a ledger around it, run a cell.
+"""The part of the course that runs on the ranks: call a learner's function with a ledger around it, run a cell.
 
-Sessions start the ranks, join them into a process group and call one function of this file with a payload; what it
-returns travels back. Imports torch only, so that ranks start quickly.
+Sessions start the ranks, form a process group and call one function of this file with a payload; its value is sent
+back. Imports torch only, so that ranks start quickly.
 """
 
 from __future__ import annotations
@@ -21,28 +21,26 @@ import torch.distributed as dist
 
 from fsdplab.sessions.staying.cell_code import FRESH_TITLE, cell_namespace, run_source
 from fsdplab.teaching.core.comm_log import WireLog
-from fsdplab.teaching.core.workspace import Home, load_function
+from fsdplab.teaching.core.workspace import Workspace, load_function
 
-GRACE = 2.0  # seconds longer than the function's own: a rank that stands in it reports first, it knows the line
+GRACE = 2.0  # seconds more than the function's limit: a rank still inside it reports first, with the line
 
 
 class StillWaiting(RuntimeError):
-    """A function that has not returned in its time; the text ends with the learner's line where it stands."""
+    """A function that has not returned in time; the text ends with the learner's current line."""
 
 
 class LeftUnfinished(RuntimeError):
-    """A function that returned on this rank, after which its ranks could not meet: a message was begun and not waited
-    for.
-    """
+    """The function returned on this rank, but the next barrier failed: a message was begun and not waited for."""
 
 
 def call_recorded(payload: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """Call every program on every case; `[program][case]` -> what came back, was printed, and was sent, on this rank.
+    """Call every program on every case; `[program][case]` -> the value, the output and the calls of this rank.
 
     `payload["programs"]`: dicts with `path`, `function`, `driver` (file and function, or None), `arguments`
     (`[case][rank]`, a tuple of arguments each) and `time_limit` (seconds for one case, from a common start).
     """
-    Home(Path(payload["home"])).make_importable()
+    Workspace(Path(payload["workspace"])).make_importable()
     return [_run_program(program) for program in payload["programs"]]
 
 
@@ -62,7 +60,7 @@ def _run_case(call: Callable[..., Any], arguments: tuple[Any, ...], program: dic
     with contextlib.redirect_stdout(printed), WireLog() as log, _given_up_after(program["time_limit"], program["path"]):
         returned = call(*arguments)
     with _given_up_after(program["time_limit"] + GRACE, program["path"]):
-        dist.barrier()  # nobody begins the next case while a slow rank still receives this one's messages
+        dist.barrier()  # no rank begins the next case while a slow one still receives messages
     calls = [(call.kind, call.nbytes, call.peer) for call in log.calls]
     return {"returned": _portable(returned), "printed": printed.getvalue(), "calls": calls}
 
@@ -80,7 +78,7 @@ def _given_up_after(seconds: float, path: str) -> Iterator[None]:
 
 
 def _give_up(seconds: float, path: str) -> None:
-    """Report the main thread's place as this process's uncaught error, which ends the rank."""
+    """Report the main thread's current line as an uncaught error, which ends the rank."""
     main = threading.main_thread().ident
     assert main is not None, "the main thread has started"
     stack = traceback.extract_stack(sys._current_frames()[main])
@@ -94,9 +92,7 @@ def _give_up(seconds: float, path: str) -> None:
 
 
 def _portable(value: Any) -> Any:
-    """The value as something that travels between processes: tensors without views, unknown objects by their type's
-    name.
-    """
+    """The value in a form that can be sent: tensors without views, unknown objects by their type's name."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -108,20 +104,20 @@ def _portable(value: Any) -> Any:
 
 
 def run_cell(payload: dict[str, Any]) -> None:
-    """Run a notebook cell on this rank; what it prints, its last expression's value included, is read while it runs.
+    """Run a notebook cell on this rank; its output, with the last expression's value, is read while it runs.
 
     The cell finds `rank`, `world_size`, `torch` and `dist`; nothing else of the notebook is here.
     """
-    Home(Path(payload["home"])).make_importable()
+    Workspace(Path(payload["workspace"])).make_importable()
     assert isinstance(sys.stdout, io.TextIOWrapper), "a rank prints into its own file"
     sys.stdout.reconfigure(line_buffering=True)
     run_source(payload["source"], cell_namespace(), FRESH_TITLE)
     dist.barrier()
 
 
-def import_latest(home: str) -> None:
+def import_latest(workspace: str) -> None:
     """Before each cell on ranks that stay: let it import what the learner has saved by now."""
-    Home(Path(home)).make_importable()
-    for name in [name for name in sys.modules if name.partition(".")[0] == Path(home).name]:
+    Workspace(Path(workspace)).make_importable()
+    for name in [name for name in sys.modules if name.partition(".")[0] == Path(workspace).name]:
         del sys.modules[name]
     importlib.invalidate_caches()

@@ -1,9 +1,8 @@
 """Predictions: a number with a stored default, its score, and the learner's calibration. With the default a notebook
-also runs where nobody answers.
+also runs unattended.
 
 Predicting before measuring is half of the course, so the record is kept: over many predictions a learner sees whether
-they guess high or low, and how far. Only predictions that the learner changed count; a stored default is nobody's
-guess.
+they guess high or low, and how far. Only predictions that the learner changed count.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .course_state import current
 from .display import Note, Table, present, present_live, present_widget, table
 from .quantities import kind_of, quantity, shown
-from .workspace import Home
+from .workspace import Workspace
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -32,14 +31,14 @@ class Prediction:
     name: str
     unit: str
     default: float
-    home: Home = field(repr=False)
+    workspace: Workspace = field(repr=False)
     value: float = field(init=False)
     by_learner: bool = field(init=False)
 
     def __post_init__(self) -> None:
         kind_of(self.unit)  # an unknown unit is an error here, not at the score
         self.default = quantity(self.default, self.unit)
-        stored = self.home.read(FILE).get(self.name, {})
+        stored = self.workspace.read(FILE).get(self.name, {})
         self.by_learner = stored.get("unit") == self.unit and bool(stored.get("by_learner"))
         self.value = float(stored["predicted"]) if self.by_learner else self.default
 
@@ -56,14 +55,14 @@ class Prediction:
         return Score(self.name, self.unit, self.value, reached, self.by_learner)
 
     def _store(self, measured: float | None) -> None:
-        kept = self.home.read(FILE)
+        kept = self.workspace.read(FILE)
         kept[self.name] = {
             "unit": self.unit,
             "predicted": self.value,
             "measured": measured,
             "by_learner": self.by_learner,
         }
-        self.home.write(FILE, kept)
+        self.workspace.write(FILE, kept)
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,7 +91,7 @@ class Score:
 
 
 def compared(ratio: float) -> str:
-    """A ratio in words: `compared(1.25) == "1.25 times the measurement (25 % high)"`."""
+    """A ratio as text: `compared(1.25) == "1.25 times the measurement (25 % high)"`."""
     if abs(ratio - 1) < 0.01:
         return "right within 1 %"
     side = "high" if ratio > 1 else "low"
@@ -105,8 +104,8 @@ def compared(ratio: float) -> str:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How the learner predicts: scores so far, their mean ratio (geometric),
-    and how many lie within a factor of two.
+    """The learner's calibration: scores so far, their mean ratio (geometric), and how many lie within a factor of
+    two.
     """
 
     scores: tuple[Score, ...]
@@ -123,9 +122,9 @@ class Calibration:
         return sum(0.5 <= score.ratio <= 2 for score in self.scores)
 
 
-def calibration_of(home: Home) -> Calibration:
+def calibration_of(workspace: Workspace) -> Calibration:
     """Every scored prediction that the learner made, by name."""
-    kept = sorted(home.read(FILE).items())
+    kept = sorted(workspace.read(FILE).items())
     scored = [(name, row) for name, row in kept if row["by_learner"] and row["measured"] is not None]
     return Calibration(tuple(Score(name, row["unit"], row["predicted"], row["measured"], True) for name, row in scored))
 
@@ -134,7 +133,7 @@ def calibration_of(home: Home) -> Calibration:
 
 
 class Predicted:
-    """What `predict` returns: call `.score(measured)` once the measurement is there."""
+    """A prediction on the page: call `.score(measured)` after the measurement."""
 
     def __init__(self, prediction: Prediction) -> None:
         self.prediction = prediction
@@ -155,7 +154,7 @@ def predict(name: str, unit: str, default: float, measured: float | str | None =
 
     With `measured`, the prediction is scored at once. A number entered earlier under this name comes back.
     """
-    prediction = Prediction(name, unit, default, current().home)
+    prediction = Prediction(name, unit, default, current().workspace)
     present_widget(lambda: number_field(prediction, lambda: update(standing(prediction))))
     update = present_live(standing(prediction))
     predicted = Predicted(prediction)
@@ -179,14 +178,14 @@ def number_field(prediction: Prediction, changed: Callable[[], None]) -> ipywidg
 
 
 def standing(prediction: Prediction) -> Note:
-    """How a prediction stands, in one line that stays on the page where the field cannot."""
-    told = "your own number: run on" if prediction.by_learner else "a stored default: put your own number first"
-    return Note((f"Prediction {prediction.name}: {shown(prediction.value, prediction.unit)} ({told})",))
+    """The state of a prediction, in one line that stays in the saved notebook."""
+    source = "your own number: run on" if prediction.by_learner else "a stored default: put your own number first"
+    return Note((f"Prediction {prediction.name}: {shown(prediction.value, prediction.unit)} ({source})",))
 
 
 def calibration() -> None:
     """Show every scored prediction of this learner, and whether they tend high or low."""
-    present(calibration_table(calibration_of(current().home)))
+    present(calibration_table(calibration_of(current().workspace)))
 
 
 def calibration_table(found: Calibration) -> Table | Note:

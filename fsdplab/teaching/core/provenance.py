@@ -1,6 +1,6 @@
 """The last cell of every notebook: what was measured, computed, emulated, simulated.
 
-Records carry the origin of each quantity; this collects them, so that no lesson can forget to say it.
+Records have the origin of each quantity; this collects them for a lesson.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 from .display import present, table
 
 _ORIGINS = ("measured", "computed", "emulated", "simulated")
-# arithmetic: a record knows no such origin, but a reader must not take it for a simulation
+# arithmetic: not an origin of records, but a reader must not take it for a simulation
 _COMPUTED = ("formula_bytes_per_step",)
 _WORDS = {
     "step_time_s": "step time",
@@ -22,7 +22,7 @@ _WORDS = {
 
 
 class HasProvenance(Protocol):
-    """A record, or anything else that was measured and says of what kind its quantities are."""
+    """A record, or anything else with the origin of its quantities."""
 
     @property
     def provenance(self) -> Mapping[str, str]: ...

@@ -28,7 +28,7 @@ class QuantityError(ValueError):
 
 
 def kind_of(unit: str) -> str:
-    """What a unit measures: `kind_of("MiB") == "bytes"`; QuantityError for an unknown unit."""
+    """The kind of quantity of a unit: `kind_of("MiB") == "bytes"`; QuantityError for an unknown unit."""
     for kind, scales in _SCALES.items():
         if unit in scales:
             return kind

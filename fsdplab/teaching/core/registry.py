@@ -48,6 +48,6 @@ def find(exercise: str, kind: type | None = None) -> Item:
         raise LookupError(f"there is no exercise {exercise!r}; near: {', '.join(near)}")
     item = known[exercise]
     if kind is not None and not isinstance(item, kind):
-        verb = "check" if isinstance(item, Exercise) else "answer"
-        raise LookupError(f"{exercise} is a {type(item).__name__.lower()}: use {verb}({exercise!r}, ...)")
+        verb, noun = ("check", "an exercise") if isinstance(item, Exercise) else ("answer", "a question")
+        raise LookupError(f"{exercise} is {noun}: use {verb}({exercise!r}, ...)")
     return item

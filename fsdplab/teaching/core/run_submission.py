@@ -1,4 +1,4 @@
-"""From a saved function to what it did: start fresh ranks, run every case, bring the trials back.
+"""Runs a saved function: start fresh ranks, run every case, collect the trials.
 
 One launch may carry several programs (the tests send all wrong solutions of an exercise at once); a learner's check
 carries one. A launch that ends badly gives a `Failure` in place of trials.
@@ -14,7 +14,7 @@ from typing import Any
 from fsdplab.sessions import RanksFailed, call_on_ranks
 
 from .exercise import Call, Case, Exercise, Trial
-from .workspace import Home
+from .workspace import Workspace
 
 START_LIMIT = 90.0  # seconds for the ranks to start, on a busy machine too
 ON_RANKS = Path(__file__).with_name("on_ranks.py")
@@ -22,20 +22,20 @@ ON_RANKS = Path(__file__).with_name("on_ranks.py")
 
 @dataclass(frozen=True)
 class Tried:
-    """What one program did: `trials[case][rank]`."""
+    """The results of one program: `trials[case][rank]`."""
 
     cases: tuple[Case, ...]
     trials: tuple[tuple[Trial, ...], ...]
 
 
-def try_programs(programs: Sequence[tuple[Exercise, Path]], home: Home) -> list[Tried]:
+def try_programs(programs: Sequence[tuple[Exercise, Path]], workspace: Workspace) -> list[Tried]:
     """Run saved solutions of exercises with one number of ranks, in one launch; RanksFailed when a rank raises or
     hangs.
     """
     world_size = programs[0][0].world_size
     cases = [tuple(exercise.cases()) for exercise, _ in programs]
     payload = {
-        "home": str(home.path),
+        "workspace": str(workspace.path),
         "programs": [as_program(exercise, path, of) for (exercise, path), of in zip(programs, cases, strict=True)],
     }
     limit = START_LIMIT + sum(exercise.time_limit * len(of) for (exercise, _), of in zip(programs, cases, strict=True))
@@ -43,16 +43,16 @@ def try_programs(programs: Sequence[tuple[Exercise, Path]], home: Home) -> list[
     return [Tried(of, _trials(by_rank, index, len(of))) for index, of in enumerate(cases)]
 
 
-def try_one(exercise: Exercise, path: Path, home: Home) -> Tried | RanksFailed:
+def try_one(exercise: Exercise, path: Path, workspace: Workspace) -> Tried | RanksFailed:
     """One solution on the exercise's own number of ranks, within its time limit; the failure itself if it fails."""
     try:
-        return try_programs([(exercise, path)], home)[0]
+        return try_programs([(exercise, path)], workspace)[0]
     except RanksFailed as failure:
         return failure
 
 
 def as_program(exercise: Exercise, path: Path, cases: Sequence[Case]) -> dict[str, object]:
-    """What the ranks need to know about one solution."""
+    """One solution as the payload for ranks."""
     arguments = [case.arguments for case in cases]
     function, driver, limit = exercise.function, exercise.driver, exercise.time_limit
     return {"path": str(path), "function": function, "driver": driver, "arguments": arguments, "time_limit": limit}

@@ -1,6 +1,6 @@
-"""One rank's training of a run that a learner chose: its memory, and the clock of the link it is behind.
+"""One rank's training of a run that a learner chose: its memory, and the time on its emulated link.
 
-The drivers of lessons use it. They judge bytes, and seconds of the emulated link's clock; wall time is judged nowhere.
+For the drivers of lessons. They judge bytes and seconds of the emulated link's clock, never wall time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fsdplab.engine import events
 from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
 from fsdplab.sessions import RunSpec, SpecError
-from fsdplab.sessions.worker.emulated_network import Fabric
+from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
 from fsdplab.sessions.worker.engines import build
 from fsdplab.workloads import ByteText
 
@@ -27,9 +27,9 @@ def complaint(choices: Any, job: dict[str, Any], names: Sequence[str]) -> str:
     """Why these choices cannot be run, or nothing."""
     if not isinstance(choices, dict):
         return f"expected a dict, got {type(choices).__name__}"
-    foreign = [str(name) for name in choices if name not in names]
-    if foreign:
-        return f"{', '.join(foreign)} belongs to the job; you choose {', '.join(names)}"
+    unsupported = [str(name) for name in choices if name not in names]
+    if unsupported:
+        return f"{', '.join(unsupported)} belongs to the job; you choose {', '.join(names)}"
     try:
         RunSpec(**{**job, **choices})
     except SpecError as error:
@@ -45,22 +45,24 @@ class Training:
     def __init__(self, spec: RunSpec) -> None:
         device, self.rank, self.ranks, self.spec = torch.device("cpu"), dist.get_rank(), dist.get_world_size(), spec
         heartbeat = SimpleNamespace(enter=lambda *_: None)
-        # Any: the part of a RankContext that a setup and a fabric read; nobody reads this heartbeat
-        place: Any = SimpleNamespace(device=device, rank=self.rank, world_size=self.ranks, heartbeat=heartbeat)
+        # Any: the part of a RankContext that a setup and a network read; this heartbeat is not read
+        context: Any = SimpleNamespace(device=device, rank=self.rank, world_size=self.ranks, heartbeat=heartbeat)
         self._tags, self._text, self._done = TagLog(), ByteText.from_standard_library(), 0
-        self._rig = build(spec, place)
-        Fabric(spec, place).begin(self._rig.model)
+        self._setup = build(spec, context)
+        EmulatedNetwork(spec, context).begin(self._setup.model)
 
     def _step(self, batch_size: int | None = None, sequence_length: int | None = None) -> list[events.Collective]:
-        heard: list[events.Collective] = []
-        quiet = events.subscribe(lambda event: heard.append(event) if isinstance(event, events.Collective) else None)
+        collectives: list[events.Collective] = []
+        unsubscribe = events.subscribe(
+            lambda event: collectives.append(event) if isinstance(event, events.Collective) else None
+        )
         shape = (batch_size or self.spec.batch_size, sequence_length or self.spec.sequence_length)
         batch = self._text.batch(self._done, self.rank, self.ranks, *shape)
-        self._rig.train_step([[batch]])
+        self._setup.train_step([[batch]])
         events.flush()
-        quiet()
+        unsubscribe()
         self._done += 1
-        return heard
+        return collectives
 
     def measured(self) -> MemoryTimeline:
         """The memory of the second step, as a run's record has it.
@@ -70,8 +72,8 @@ class Training:
         """
         self._step(batch_size=1, sequence_length=8)
         with MemoryRecorder(
-            model=self._rig.model,
-            optimizer=self._rig.optimizer,
+            model=self._setup.model,
+            optimizer=self._setup.optimizer,
             engine="lab",
             device=torch.device("cpu"),
             tags=self._tags,
@@ -82,26 +84,26 @@ class Training:
         return recorder.timeline
 
     def clocked(self) -> tuple[float, float]:
-        """(seconds a step on the link, hidden part of a typical gather's passage), the second agreed by all ranks.
+        """(seconds a step on the link, hidden part of a typical gather's transfer), the second agreed by all ranks.
 
         Typical is the median of all gathers of a few steps: on a busy machine some wait long for a rank that is not
         running.
         """
         steps = [self._step() for _ in range(LAST_STEPS)]
-        on_the_link = statistics.median(map(passage_ns, steps)) / 1e9
+        on_the_link = statistics.median(map(transfer_ns, steps)) / 1e9
         gathers = [hidden_part(each) for step in steps for each in step if each.kind == "all_gather"]
         typical = torch.tensor(statistics.median(gathers) if gathers else 1.0, dtype=torch.float64)
         dist.all_reduce(typical)
         return on_the_link, typical.item() / self.ranks
 
 
-def passage_ns(collectives: Sequence[events.Collective]) -> int:
-    """How long the link carried these: 5 and 4 ns are 9."""
+def transfer_ns(collectives: Sequence[events.Collective]) -> int:
+    """The time of these on the link: 5 and 4 ns are 9."""
     return sum(each.end_ns - each.start_ns for each in collectives)
 
 
 def hidden_part(collective: events.Collective) -> float:
-    """The part of its passage for which the host was not blocked: 10 ns of which it waited 4 are 0.6; waiting for a
+    """The part of its transfer for which the host was not blocked: 10 ns of which it waited 4 are 0.6; waiting for a
     peer comes on top, so at least 0.
     """
-    return max(0.0, 1 - (collective.waited_ns or 0) / passage_ns([collective]))
+    return max(0.0, 1 - (collective.waited_ns or 0) / transfer_ns([collective]))

@@ -1,8 +1,8 @@
 """The learner's folder, `my_fsdp/`: every exercise as a Python file of its own, and what was passed and predicted.
 
-An exercise lives in `my_fsdp/<id>.py`, because ranks are processes of their own and can only import what lies in a
-file. Ids such as `01.ring_all_gather` are no module names, so the folder's `__init__.py` finds them by their last part:
-`from my_fsdp import ring_all_gather` works in any later notebook and on any rank.
+An exercise is saved in `my_fsdp/<id>.py`, because ranks are separate processes and import from files. Ids such as
+`01.ring_all_gather` are no module names, so the folder's `__init__.py` finds them by their last part: `from my_fsdp
+import ring_all_gather` works in any later notebook and on any rank.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def __getattr__(name):
 '''
 
 
-class HomeError(ValueError):
+class WorkspaceError(ValueError):
     """The learner's folder cannot be used as asked; the message names the file and what to do."""
 
 
 def checked_id(exercise: str) -> str:
-    """The id itself if it is well formed, as `01.ring_all_gather` is; HomeError otherwise."""
+    """The id itself if it is well formed, as `01.ring_all_gather` is; WorkspaceError otherwise."""
     if not _ID.match(exercise) or keyword.iskeyword(exercise.split(".")[-1]):
-        raise HomeError(
+        raise WorkspaceError(
             f"{exercise!r} is not an exercise id; expected two digits, a dot and the function's name, "
             "such as 01.ring_all_gather"
         )
@@ -59,7 +59,7 @@ def function_name(exercise: str) -> str:
 
 
 def load_function(path: Path, name: str) -> Callable[..., Any]:
-    """The function `name` of the file at `path`; HomeError where the file defines no such function."""
+    """The function `name` of the file at `path`; WorkspaceError where the file defines no such function."""
     spec = importlib.util.spec_from_file_location(f"exercise_{name}", path)
     assert spec is not None and spec.loader is not None, f"{path} is no Python file"
     module = importlib.util.module_from_spec(spec)
@@ -67,24 +67,24 @@ def load_function(path: Path, name: str) -> Callable[..., Any]:
     spec.loader.exec_module(module)
     found = getattr(module, name, None)
     if not callable(found):
-        raise HomeError(f"{path.name} defines no function {name}: write `def {name}(...)` in the exercise's cell")
+        raise WorkspaceError(f"{path.name} defines no function {name}: write `def {name}(...)` in the exercise's cell")
     return found
 
 
 def fingerprint(source: str) -> str:
-    """What identifies a source text whatever its trailing blanks: a pass counts for this very text only."""
+    """A hash of a source text without trailing blanks: a pass counts for this text only."""
     lines = [line.rstrip() for line in source.strip().splitlines()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
-class Home:
+class Workspace:
     """The folder `my_fsdp` at `path`; made when something is first written."""
 
     path: Path
 
     def file_of(self, exercise: str) -> Path:
-        """Where the learner's version of an exercise lies (or would lie)."""
+        """The path of the learner's version of an exercise."""
         return self.path / f"{checked_id(exercise)}.py"
 
     def source_of(self, exercise: str) -> str | None:
@@ -140,9 +140,11 @@ class Home:
         try:
             found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         except ValueError as error:
-            raise HomeError(f"{path} is damaged ({error}); delete it to start that record afresh") from error
+            raise WorkspaceError(f"{path} is damaged ({error}); delete it to start that record afresh") from error
         if not isinstance(found, dict):
-            raise HomeError(f"{path} holds a {type(found).__name__}, expected a JSON object; delete it to start afresh")
+            raise WorkspaceError(
+                f"{path} holds a {type(found).__name__}, expected a JSON object; delete it to start afresh"
+            )
         return found
 
     def write(self, name: str, content: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from fsdplab.records import RunRecord
 from fsdplab.teaching.core.exercise import Case, Choice, Exercise, Question, Slip, Trial, Wrong, edited
-from fsdplab.teaching.core.findings import Difference
+from fsdplab.teaching.core.verdicts import Difference
 
 _STUB = '''\
 import torch.distributed as dist

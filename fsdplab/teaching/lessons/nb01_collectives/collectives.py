@@ -20,8 +20,7 @@ from fsdplab.teaching.core.exercise import Case, Exercise
 from fsdplab.teaching.core.registry import find
 from fsdplab.teaching.core.run_submission import ON_RANKS, as_program
 
-from .figures import bandwidth_figure
-from .timings import Bandwidth, Timing
+from .timings import Bandwidth, Timing, bandwidth_figure
 
 __all__ = ["bandwidth_figure", "compose", "count_ring", "measure_bandwidth", "moved", "watch"]
 
@@ -31,8 +30,8 @@ TIME_LIMIT = 150.0
 
 
 def moved(megabytes: float, ranks: int) -> Table:
-    """What one rank sends in each collective on a payload of P = `megabytes` MB,
-    and in one step of three strategies.
+    """The MB that one rank sends in each collective on a payload of P = `megabytes` MB, and in one step of three
+    strategies.
     """
     one = megabytes * (ranks - 1) / ranks
     rows = [
@@ -48,9 +47,7 @@ def moved(megabytes: float, ranks: int) -> Table:
 
 
 def watch(world_size: int = 3, block: int = 2) -> Table:
-    """What every rank holds before and after each collective, on real ranks: whole numbers small enough to add in the
-    head.
-    """
+    """The values of every rank before and after each collective, on real ranks: small whole numbers."""
     by_rank = call_on_ranks(
         ON_THE_RANKS, "watch", world_size=world_size, payload={"block": block}, time_limit=TIME_LIMIT
     )
@@ -84,7 +81,7 @@ def compose(world_size: int = 2, elements: int = 1_000_000) -> Table:
 
 @dataclass(frozen=True, repr=False)
 class RingCount:
-    """What each rank sent, in bytes, while it gathered P = `payload` bytes; shows as a table beside the formula."""
+    """The bytes that each rank sent while it gathered P = `payload` bytes; shows as a table beside the formula."""
 
     whose: str
     payload: int
@@ -115,13 +112,13 @@ class RingCount:
 
 def count_ring(exercise: str = "01.ring_all_gather", megabytes: float = 12, world_size: int = 3) -> RingCount:
     """Gather P = `megabytes` MB with the learner's ring (or the reference) on real ranks, and count what each sends."""
-    found, path, home = find(exercise, Exercise), solution_file(exercise), current().home
+    found, path, workspace = find(exercise, Exercise), solution_file(exercise), current().workspace
     elements = int(megabytes * 1e6 / 4 / world_size)
     case = Case("one gather", tuple((torch.full((elements,), float(rank)),) for rank in range(world_size)), ())
-    payload = {"home": str(home.path), "programs": [as_program(found, path, [case])]}
+    payload = {"workspace": str(workspace.path), "programs": [as_program(found, path, [case])]}
     by_rank = call_on_ranks(ON_RANKS, "call_recorded", world_size=world_size, payload=payload, time_limit=TIME_LIMIT)
     sent = [[nbytes for kind, nbytes, _ in results[0][0]["calls"] if kind == "send"] for results in by_rank]
-    whose = "your ring" if path.parent == home.path else "the reference ring"
+    whose = "your ring" if path.parent == workspace.path else "the reference ring"
     return RingCount(whose, elements * world_size * 4, tuple(map(len, sent)), tuple(map(sum, sent)))
 
 

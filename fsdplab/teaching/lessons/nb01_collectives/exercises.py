@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdplab.teaching.core.exercise import Call, Case, Exercise, Question, Slip, Trial, Wrong, edited
-from fsdplab.teaching.core.findings import Difference, Finding
+from fsdplab.teaching.core.verdicts import Difference, Feedback
 
 _STUB = '''\
 import torch
@@ -108,7 +108,7 @@ def _cause(held: list[int | None], rank: int) -> str:
     return "blocks lie in the wrong places: what arrives at step s is owned by rank `(r - s - 1) % n`"
 
 
-def _rules(case: Case, trials: Sequence[Trial]) -> Finding | None:
+def _rules(case: Case, trials: Sequence[Trial]) -> Feedback | None:
     """Right values are not enough: a ring uses no collective, one neighbour, and P (n-1)/n bytes."""
     for trial in trials:
         broken = _collective_used(trial) or _not_one_neighbour(trial) or _too_many_bytes(case, trial)
@@ -121,28 +121,28 @@ def _sends(trial: Trial) -> list[Call]:
     return [call for call in trial.calls if call.kind == "send"]
 
 
-def _collective_used(trial: Trial) -> Finding | None:
+def _collective_used(trial: Trial) -> Feedback | None:
     others = [call.kind for call in trial.calls if call.kind not in ("send", "recv", "barrier")]
     if not others:
         return None
     cause = f"{others[0]} does the whole work; the exercise is to do it with isend and recv"
-    return Finding(
+    return Feedback(
         "The values are right, but a collective was used.", "send and recv only", others[0], cause, trial.rank
     )
 
 
-def _not_one_neighbour(trial: Trial) -> Finding | None:
+def _not_one_neighbour(trial: Trial) -> Feedback | None:
     peers = sorted({call.peer for call in _sends(trial) if call.peer is not None})
     if len(peers) == 1 and peers[0] in ((trial.rank + 1) % _RANKS, (trial.rank - 1) % _RANKS):
         return None
     got = f"sends to {' and '.join(f'rank {peer}' for peer in peers)}"
     cause = "every rank sends its block to everybody; in a ring it talks to one neighbour and forwards what it received"
-    return Finding(
+    return Feedback(
         "The values are right, but this is no ring.", "every rank sends to one neighbour", got, cause, trial.rank
     )
 
 
-def _too_many_bytes(case: Case, trial: Trial) -> Finding | None:
+def _too_many_bytes(case: Case, trial: Trial) -> Feedback | None:
     piece = case.arguments[trial.rank][0]
     allowed = (_RANKS - 1) * piece.numel() * piece.element_size()
     sent = sum(call.nbytes for call in _sends(trial))
@@ -151,7 +151,7 @@ def _too_many_bytes(case: Case, trial: Trial) -> Finding | None:
     cause = "more bytes than needed: everything gathered so far is sent again; send only the block that arrived last"
     if len(_sends(trial)) > _RANKS - 1:
         cause = "more messages than needed: after n - 1 steps everybody has every block"
-    return Finding(
+    return Feedback(
         "The values are right, but too much was sent.",
         f"P (n-1)/n = {allowed} bytes",
         f"{sent} bytes",

@@ -1,4 +1,4 @@
-"""The half of lesson 01 that runs on the ranks: compose collectives, compare bits, time them.
+"""The part of lesson 01 that runs on the ranks: compose collectives, compare bits, time them.
 
 `reduce_scatter` here is the lab's own: an all-to-all, then each rank sums its block in rank order. gloo's own moves
 twice the bytes (it is a whole all-reduce inside), which `timed` shows.
@@ -17,8 +17,8 @@ from fsdplab.engine import compat
 
 
 def watch(payload: dict[str, Any]) -> dict[str, list[float]]:
-    """What this rank holds before and after each collective:
-    `payload["block"]` elements a rank, small whole numbers.
+    """The values of this rank before and after each collective: `payload["block"]` elements a rank, small whole
+    numbers.
     """
     rank, n = dist.get_rank(), dist.get_world_size()
     start = 10.0**rank * torch.arange(1, n * payload["block"] + 1)

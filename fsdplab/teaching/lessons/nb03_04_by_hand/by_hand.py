@@ -8,19 +8,20 @@ bundled text, with the same optimizer. P is the bytes of all parameters and n th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fsdplab.common.sizes import size
+from fsdplab.common.sizes import seconds, size
 from fsdplab.sessions import call_on_ranks
 from fsdplab.teaching.core.checking import solution_file
 from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Table, table
 from fsdplab.teaching.core.exercise import Call, Exercise
 from fsdplab.teaching.core.registry import find
-from fsdplab.teaching.core.workspace import Home
+from fsdplab.teaching.core.workspace import Workspace
+from fsdplab.workloads import build_model
 
-from .costs import bucket_table
 from .figures import bucket_figure, gradient_figure
 from .runs import Faulty, Run, Runs
 
@@ -48,7 +49,7 @@ def faulty(exercise: str = "03.small_together", steps: int = 12, world_size: int
     gradients.
     """
     found = find(exercise, Exercise)
-    path = Home(current().home.path / "reference" / "faulty").save(exercise, found.stub)
+    path = Workspace(current().workspace.path / "reference" / "faulty").save(exercise, found.stub)
     ways = [
         _way("finish", name, name, path=str(path), function=found.function, arguments=[]) for name in ("adamw", "sgd")
     ]
@@ -81,7 +82,7 @@ def zero(stage: int, steps: int = 6, world_size: int = 2) -> Runs:
 
 
 def _whose(path: Path) -> str:
-    return "your" if path.parent == current().home.path else "the reference"
+    return "your" if path.parent == current().workspace.path else "the reference"
 
 
 def _way(kind: str, name: str, optimizer: str = "adamw", steps: int | None = None, **needs: Any) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def _way(kind: str, name: str, optimizer: str = "adamw", steps: int | None = Non
 
 def _train(ways: Sequence[dict[str, Any]], steps: int, world_size: int) -> list[Run]:
     """One launch: every way on the same ranks; one Run a way."""
-    payload = {"home": str(current().home.path), "model": MODEL, "steps": steps, "ways": list(ways)}
+    payload = {"workspace": str(current().workspace.path), "model": MODEL, "steps": steps, "ways": list(ways)}
     by_rank = call_on_ranks(ON_THE_RANKS, "train", world_size=world_size, payload=payload, time_limit=TIME_LIMIT)
     return [_run(way["name"], [results[index] for results in by_rank]) for index, way in enumerate(ways)]
 
@@ -114,4 +115,42 @@ def _run(name: str, by_rank: Sequence[dict[str, Any]]) -> Run:
         held=tuple(first["held"]),
         ready=tuple(first["ready"]),
         sent=tuple(first["sent"]),
+    )
+
+
+@lru_cache(maxsize=8)
+def gradient_sizes(model: str) -> tuple[int, ...]:
+    """Bytes of every gradient (fp32) of a preset, head first: about the order in which they become ready."""
+    return tuple(4 * parameter.numel() for parameter in reversed(list(build_model(model, device="meta").parameters())))
+
+
+def buckets(sizes: tuple[int, ...], bucket_bytes: float) -> list[int]:
+    """Bytes of every bucket when each leaves as soon as it holds `bucket_bytes`: `buckets((3, 3, 3), 5) == [6, 3]`."""
+    full: list[int] = []
+    filled = 0
+    for nbytes in sizes:
+        filled += nbytes
+        if filled >= bucket_bytes:
+            full, filled = [*full, filled], 0
+    return [*full, filled] if filled else full
+
+
+def bucket_table(model: str, bucket_MB: float, start_us: float, GB_per_s: float, ranks: int = 8) -> Table:
+    """One step's messages under a simple model of a network: every message costs its start, then its bytes at full
+    speed.
+    """
+    sizes = gradient_sizes(model)
+    rows = []
+    for name, limit in (
+        ("one a gradient", 0),
+        (f"buckets of {bucket_MB:g} MB", bucket_MB * 1e6),
+        ("one for all", sum(sizes)),
+    ):
+        sent = buckets(sizes, limit)
+        moved = [2 * nbytes * (ranks - 1) / ranks / (GB_per_s * 1e9) for nbytes in sent]
+        starts = len(sent) * start_us * 1e-6
+        rows.append([name, len(sent), seconds(starts), seconds(sum(moved)), seconds(start_us * 1e-6 + moved[-1])])
+    caption = f"Computed for {model} ({size(sum(sizes))} of gradients) on {ranks} ranks; nothing was run."
+    return table(
+        ["messages", "how many", "their starts", "their bytes", "the last message (nothing hides it)"], rows, caption
     )

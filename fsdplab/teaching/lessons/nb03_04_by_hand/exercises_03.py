@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdplab.teaching.core.exercise import Call, Case, Choice, Exercise, Question, Slip, Trial, Wrong, edited
-from fsdplab.teaching.core.findings import Finding
+from fsdplab.teaching.core.verdicts import Feedback
 
 from . import grading
 
@@ -40,7 +40,7 @@ _ALL_REDUCE = "dist.all_reduce(parameter.grad)"
 _DIVIDE = "parameter.grad /= dist.get_world_size()"
 
 
-def _each_gradient_once(case: Case, trials: Sequence[Trial]) -> Finding | None:
+def _each_gradient_once(case: Case, trials: Sequence[Trial]) -> Feedback | None:
     """An all_reduce of each gradient sends 2 P (n-1)/n a step; gathering all gradients everywhere sends more."""
     cause = (
         "more travels than an all_reduce needs: the sum alone is wanted, not every rank's gradient; and each gradient"
@@ -284,7 +284,7 @@ _SIZES = (36_000, 1)  # with the first, a bucket is left when backward ends
 _MESSAGES = {"reduce_scatter": 0.5, "all_gather": 0.5}  # the two halves of an all_reduce
 
 
-def _bucket_rules(case: Case, trials: Sequence[Trial]) -> Finding | None:
+def _bucket_rules(case: Case, trials: Sequence[Trial]) -> Feedback | None:
     """Once every gradient is right: each travels once, in few messages, of the asked size, and most of them during
     backward.
     """
@@ -297,7 +297,7 @@ def _bucket_rules(case: Case, trials: Sequence[Trial]) -> Finding | None:
     return None
 
 
-def _bucket_step(trial: Trial, step: int, backward: list[Call], after: list[Call], limit: int) -> Finding | None:
+def _bucket_step(trial: Trial, step: int, backward: list[Call], after: list[Call], limit: int) -> Feedback | None:
     calls, most = [*backward, *after], grading.most_buckets(limit) + 1
     largest = max((call.nbytes for call in calls), default=0)
     twice = "a gradient travels twice in a step: empty the bucket once it is sent"
@@ -310,7 +310,7 @@ def _bucket_step(trial: Trial, step: int, backward: list[Call], after: list[Call
             "everything waits for the end of backward, so nothing can travel while backward still computes: call"
             " `send()` from `ready`, as soon as the bucket is full"
         )
-        return Finding(
+        return Feedback(
             "The values are right, but nothing was sent during backward.",
             "the first bucket leaves during backward",
             f"{len(after)} calls, all after backward",
@@ -323,7 +323,7 @@ def _bucket_step(trial: Trial, step: int, backward: list[Call], after: list[Call
             f"`bucket_bytes` is not what decides: a bucket leaves as soon as it holds {limit:,} bytes or more (bytes,"
             " not elements)"
         )
-        return Finding(
+        return Feedback(
             "The values are right, but a bucket was too large.",
             f"less than {limit + grading.LARGEST:,} bytes (bucket_bytes and one more gradient)",
             f"{largest:,} bytes",
@@ -336,7 +336,7 @@ def _bucket_step(trial: Trial, step: int, backward: list[Call], after: list[Call
             "more messages than buckets: one all_reduce for the whole bucket (join it with torch.cat), and only when it"
             " is full"
         )
-        return Finding(
+        return Feedback(
             "The values are right, but too many messages were sent.",
             f"at most {most} collectives a step",
             f"{len(calls)}",

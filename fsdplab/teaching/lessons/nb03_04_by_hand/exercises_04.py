@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdplab.teaching.core.exercise import Case, Exercise, Question, Rules, Slip, Trial, Wrong, edited
-from fsdplab.teaching.core.findings import Difference, Finding, first_difference
+from fsdplab.teaching.core.verdicts import Difference, Feedback, first_difference
 
 from . import grading
 
@@ -229,7 +229,7 @@ def _whose(got: Tensor, whole: Tensor, rank: int) -> str:
 def _within(half: str, cause: str) -> Rules:
     """A rule: at most P (n-1)/n bytes, where P is what `half` names."""
 
-    def rule(case: Case, trials: Sequence[Trial]) -> Finding | None:
+    def rule(case: Case, trials: Sequence[Trial]) -> Feedback | None:
         for trial in trials:
             allowed = _payload(case, trial.rank) * (_RANKS - 1) / _RANKS
             broken = grading.too_many_bytes(
@@ -369,7 +369,7 @@ def _step_case() -> list[Case]:
 
 
 def _explain_step(case: Case, trial: Trial, difference: Difference) -> tuple[str | None, str]:
-    """Whose rows are wrong, and whether they are old, foreign or stepped twice."""
+    """Whose rows are wrong, and whether they are old, another rank's or stepped twice."""
     key = next((name for name in case.expected[0] if name in difference.tensor), None)
     if key is None or difference.problem != "value" or difference.index is None:
         return None, "write into the parameter's own memory; it keeps its shape"

@@ -1,4 +1,4 @@
-"""How the by-hand exercises are judged: gradients beside the unsharded twin's, and bytes counted beside the formula's.
+"""The checks of the by-hand exercises: gradients against the unsharded twin's, and counted bytes against the formula.
 
 A wrong gradient is compared with what known mistakes lead to (the sum, one rank's own, divided twice), so that a failed
 check names the step, the parameter and the likely cause. Right values are not enough: the calls are counted too.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdplab.teaching.core.exercise import Call, Case, Trial
-from fsdplab.teaching.core.findings import Difference, Finding, first_difference
+from fsdplab.teaching.core.verdicts import Difference, Feedback, first_difference
 from fsdplab.workloads import ByteText, build_model, loss_of
 from fsdplab.workloads.twin import replay_gradients
 
@@ -58,13 +58,13 @@ def parts_of(calls: Sequence[Call]) -> list[list[Call]]:
 
 @lru_cache(maxsize=4)
 def twin_gradients(ranks: int, steps: int) -> dict[str, Tensor]:
-    """What every rank must hold after each step of a check: the unsharded twin's gradients."""
+    """The expected gradients after each step of a check: the unsharded twin's."""
     return _replayed(ranks, steps)[0]
 
 
 @lru_cache(maxsize=4)
 def own_gradients(ranks: int, steps: int) -> tuple[dict[str, Tensor], ...]:
-    """What each rank's own text alone leads to, by rank: the gradients before anything is sent."""
+    """The gradients of each rank's own text, by rank, before anything is sent."""
     return _replayed(ranks, steps)[1]
 
 
@@ -148,8 +148,8 @@ def _how_many(case: Case, trial: Trial, step: str) -> str:
 
 def too_many_bytes(
     trial: Trial, calls: Sequence[Call], ranks: int, formula: str, allowed: float, cause: str
-) -> Finding | None:
-    """A finding where these calls need more than `allowed` bytes to be sent by a rank."""
+) -> Feedback | None:
+    """Feedback where these calls need more than `allowed` bytes to be sent by a rank."""
     calls = [call for call in calls if not is_mark(call)]
     sent = wire_bytes(calls, ranks)
     if sent <= allowed * SLACK:
@@ -157,7 +157,7 @@ def too_many_bytes(
     kinds = ", ".join(dict.fromkeys(call.kind for call in calls))
     got = f"{sent:,.0f} bytes, in {len(calls)} calls ({kinds})"
     expected = f"at most {formula} = {allowed:,.0f} bytes"
-    return Finding("The values are right, but too much was sent.", expected, got, cause, trial.rank)
+    return Feedback("The values are right, but too much was sent.", expected, got, cause, trial.rank)
 
 
 def steps_of(calls: Sequence[Call]) -> list[tuple[list[Call], list[Call]]]:
@@ -176,7 +176,7 @@ LARGEST = 4 * SMALL.vocabulary * SMALL.width  # bytes of the head's gradient
 
 
 def step_bytes(ranks: int) -> float:
-    """What one rank sends when every gradient is all-reduced once: 2 P (n-1)/n."""
+    """The bytes that one rank sends when every gradient is all-reduced once: 2 P (n-1)/n."""
     return 2 * sum(gradient_sizes()) * (ranks - 1) / ranks
 
 

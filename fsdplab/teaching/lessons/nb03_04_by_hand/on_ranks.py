@@ -1,9 +1,8 @@
-"""The half of lessons 03 and 04 that runs on the ranks: drive a learner's function, train a GPT in several ways.
+"""The part of lessons 03 and 04 that runs on the ranks: drive a learner's function, train a GPT in several ways.
 
-A driver takes the learner's function and puts it where it belongs (on a model's parameters, after a backward); what it
-returns is compared with the unsharded twin. `train` takes real text and a real GPT through several ways of training,
-one after the other on the same ranks, from the same weights. Imports torch and the workloads only, so that ranks start
-quickly.
+A driver attaches the learner's function (to a model's parameters, after a backward); its result is compared with the
+unsharded twin. `train` takes real text and a real GPT through several ways of training, one after the other on the same
+ranks, from the same weights. Imports torch and the workloads only, so that ranks start quickly.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdplab.teaching.core.comm_log import WireLog
-from fsdplab.teaching.core.workspace import Home
+from fsdplab.teaching.core.workspace import Workspace
 from fsdplab.teaching.lessons.nb03_04_by_hand.trainers import WAYS, Trainer, make_optimizer
 from fsdplab.workloads import ByteText, ModelConfig, build_model, loss_of
 from fsdplab.workloads.twin import replay_gradients
@@ -30,12 +29,12 @@ MARK = 1  # bytes of the broadcast that a driver puts between parts of a step, f
 
 
 def batch(text: ByteText, step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """What `rank` reads at `step` of every by-hand training: two sequences of 32 bytes."""
+    """The batch of `rank` at `step` of every by-hand training: two sequences of 32 bytes."""
     return text.batch(step, rank, ranks, batch_size=2, sequence_length=32)
 
 
 def mark() -> None:
-    """Leave a mark among the counted calls."""
+    """Add a mark to the counted calls."""
     dist.broadcast(torch.zeros(MARK, dtype=torch.uint8), src=0)
 
 
@@ -93,7 +92,7 @@ def window(parameter: Tensor, rank: int, ranks: int) -> nn.Parameter:
 
 
 def reduced(function: Callable[[nn.Parameter, nn.Parameter], Any], gradient: Tensor) -> dict[str, Any]:
-    """What `function(parameter, mine)` leaves in both gradients."""
+    """Both gradients after `function(parameter, mine)`."""
     parameter = nn.Parameter(torch.zeros_like(gradient))
     parameter.grad, mine = gradient.clone(), window(parameter, dist.get_rank(), dist.get_world_size())
     function(parameter, mine)
@@ -127,7 +126,7 @@ def train(payload: dict[str, Any]) -> list[dict[str, Any]]:
     A way is a dict with `kind` (a name in WAYS), `optimizer`, `steps` (fewer than the twin's, or None) and what the
     kind needs: the files of the learner's functions.
     """
-    Home(Path(payload["home"])).make_importable()
+    Workspace(Path(payload["workspace"])).make_importable()
     text, steps, model = ByteText.from_standard_library(), payload["steps"], payload["model"]
     twins = {
         name: _twin(model, text, steps, name) for name in dict.fromkeys(way["optimizer"] for way in payload["ways"])
@@ -175,7 +174,7 @@ def _train(trainer: Trainer, text: ByteText, steps: int, twin: Twin) -> dict[str
 
 
 def _distance(parameters: dict[str, Tensor], twin: nn.Module) -> dict[str, Any]:
-    """Which parameters differ from the twin's in any bit, by how much, and how far apart the ranks are."""
+    """The parameters that differ from the twin's in any bit, by how much, and the difference between ranks."""
     pairs = {name: (parameters[name], whole.detach()) for name, whole in twin.named_parameters()}
     differing = [name for name, (own, whole) in pairs.items() if not torch.equal(own, whole)]
     largest = max(float((own - whole).abs().max()) for own, whole in pairs.values())

@@ -1,4 +1,4 @@
-"""What by-hand training leaves: one Run a way, shown as a table beside the twin and beside the formula."""
+"""The results of by-hand training: a Run for each way, as a table with the twin and the formula."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Runs:
 
 @dataclass(frozen=True, repr=False)
 class Faulty:
-    """A faulty version trained with AdamW and with SGD; its losses hide or show what its gradients tell."""
+    """A faulty version trained with AdamW and with SGD; its gradients show the error, its losses may not."""
 
     runs: tuple[Run, Run]
 

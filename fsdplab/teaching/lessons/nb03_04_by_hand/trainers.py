@@ -1,7 +1,7 @@
 """The ways to train that lessons 03 and 04 compare: each is a model, its optimizer, and what happens after backward.
 
 `alone` sends nothing, `hook` and `finish` are data parallelism with the learner's functions, `zero1` and `zero2` shard
-with them; `ddp` and `lab` are torch's DistributedDataParallel and this package's engine, as their users call them.
+with them; `ddp` and `lab` are torch's DistributedDataParallel and this package's engine, as users call them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Watched:
     lab_bytes: int = 0
     lab_collectives: int = 0
 
-    def hear(self, event: events.Event) -> None:
+    def on_event(self, event: events.Event) -> None:
         """Count one collective of the lab's engine."""
         if isinstance(event, events.Collective):
             self.lab_bytes += event.wire_bytes
@@ -109,7 +109,7 @@ class Trainer:
     def watching(self, log: WireLog) -> Iterator[Watched]:
         """Watch one step: `note` records after every gradient while this is open."""
         self.log, self.watched = log, Watched()
-        stop = events.subscribe(self.watched.hear)
+        stop = events.subscribe(self.watched.on_event)
         yield self.watched
         events.flush()
         stop()
@@ -142,7 +142,7 @@ def _plain(model: nn.Module, way: dict[str, Any]) -> Trainer:
 
 
 def alone(model: nn.Module, way: dict[str, Any]) -> Trainer:
-    """Every rank trains on its own text and tells nobody."""
+    """Every rank trains on its own text and sends nothing."""
     trainer = _plain(model, way)
     trainer.watch_after()
     return trainer

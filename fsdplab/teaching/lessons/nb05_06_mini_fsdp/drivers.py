@@ -1,7 +1,7 @@
 """How the checks of notebooks 05 and 06 call a learner's function on a rank: `driver(function, *arguments)`.
 
-A driver looks at what a returned value cannot show (the memory behind a tensor, an error that must be raised) and never
-reads a tensor without memory: that would end the process instead of giving a finding.
+A driver also checks what a returned value cannot show (the memory behind a tensor, a required error) and never reads a
+tensor without memory: that would end the process instead of giving feedback.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def drive_shard(shard: Callable[..., Any], whole: torch.Tensor) -> dict[str, Any
 
 
 def drive_unshard(unshard: Callable[..., Any], mine: torch.Tensor, rows: int) -> dict[str, Any]:
-    """What the dropped tensor holds afterwards, and what an alias that was made before sees."""
+    """The content of the dropped tensor afterwards, and of an alias made before."""
     whole = mine.new_zeros(rows, *mine.shape[1:])
     alias = whole[1:]
     whole.untyped_storage().resize_(0)
@@ -63,7 +63,7 @@ def drive_reshard(reshard: Callable[..., Any], whole: torch.Tensor) -> dict[str,
 
 
 def drive_guarded(guarded: Callable[..., Any], whole: torch.Tensor, name: str, dropped: bool) -> dict[str, Any]:
-    """What comes back, or what the error says."""
+    """The returned value, or the error's text."""
     whole = whole.clone()
     if dropped:
         whole.untyped_storage().resize_(0)

@@ -1,8 +1,8 @@
-"""The glue of lessons 05 and 06: it calls the learner's functions around the forward and the backward of every unit.
+"""The engine of lessons 05 and 06: it calls the learner's functions around the forward and the backward of every unit.
 
 Nothing here gathers, drops or reduces: that is done by the six functions in `Parts`. A unit's parameters become views
-of one flat tensor, `whole`, so that one message carries them all and one storage comes and goes. Units take and give
-one tensor each, as the blocks of a GPT do.
+of one flat tensor, `whole`, so that one message has them all and one storage is allocated and freed. Units take and
+give one tensor each, as the blocks of a GPT do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Parts:
 
 @dataclass
 class Log:
-    """What happened, in order: one row a call of the learner's unshard, reshard or reduce. Bytes are this rank's."""
+    """The events in order: one row a call of the learner's unshard, reshard or reduce. Bytes are this rank's."""
 
     step: int = 0
     phase: str = "forward"
@@ -42,9 +42,7 @@ class Log:
 
 
 class MiniUnit:
-    """Parameters that travel together: `mine`, the slice that the optimizer updates, and `whole`, with memory or
-    without.
-    """
+    """The parameters of one unit: `mine`, the slice that the optimizer updates, and `whole`, with memory or without."""
 
     def __init__(self, name: str, parameters: list[nn.Parameter], parts: Parts) -> None:
         self.name, self.is_root = name, name == "root"
@@ -86,7 +84,7 @@ class MiniFSDP:
         return [unit.mine for unit in self.units]
 
     def _attach(self, unit: MiniUnit, module: nn.Module) -> None:
-        """Have the learner's four functions called around this unit's forward and backward."""
+        """Call the learner's four functions around this unit's forward and backward."""
         functions = self.parts.hooks(unit, *(self._watched(unit, name) for name in ("unshard", "reshard", "reduce")))
         before_forward, after_forward, before_backward, after_backward = four(functions)
 
@@ -209,7 +207,7 @@ def wants_gradient(x: Any) -> bool:
 
 
 def require_arguments(unit: MiniUnit, name: str, arguments: tuple[Any, ...]) -> None:
-    """TypeError where a hook hands over something else than the unit's own tensors: a swap would read freed memory."""
+    """TypeError where a hook passes other arguments than the unit's own tensors: a swap would read freed memory."""
     wanted = {"unshard": ("mine", "whole"), "reshard": ("whole",)}.get(name)
     if wanted is None:
         return

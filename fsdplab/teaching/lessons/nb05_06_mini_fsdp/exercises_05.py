@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fsdplab.teaching.core.exercise import Case, Exercise, Trial, Wrong, edited
-from fsdplab.teaching.core.findings import Difference, Finding
+from fsdplab.teaching.core.verdicts import Difference, Feedback
 
 from .exercises_05_reduce import REDUCE_ITEMS
 
@@ -248,7 +248,7 @@ def _explain_unshard(case: Case, trial: Trial, difference: Difference) -> tuple[
     )
 
 
-def _unshard_rules(case: Case, trials: Sequence[Trial]) -> Finding | None:
+def _unshard_rules(case: Case, trials: Sequence[Trial]) -> Feedback | None:
     """Right values, with no more bytes than one all-gather moves."""
     for trial in trials:
         mine = case.arguments[trial.rank][0]
@@ -256,7 +256,7 @@ def _unshard_rules(case: Case, trials: Sequence[Trial]) -> Finding | None:
         wasteful = next((call.kind for call in moved if call.kind in ("all_reduce", "reduce", "reduce_scatter")), None)
         if wasteful:
             cause = "sums are not needed to collect rows, and an all_reduce moves twice the bytes: use all_gather"
-            return Finding(
+            return Feedback(
                 "The values are right, but rows were added up instead of gathered.",
                 "one all_gather",
                 wasteful,
@@ -266,7 +266,7 @@ def _unshard_rules(case: Case, trials: Sequence[Trial]) -> Finding | None:
         gathered = sum(call.nbytes for call in moved if call.kind == "all_gather")
         if gathered > _RANKS * mine.nbytes:
             cause = "it was gathered more than once, or more than the slices: one all_gather brings everything"
-            return Finding(
+            return Feedback(
                 "The values are right, but too much was gathered.",
                 f"{_RANKS * mine.nbytes} bytes",
                 f"{gathered} bytes",

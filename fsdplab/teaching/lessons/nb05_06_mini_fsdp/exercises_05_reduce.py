@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdplab.teaching.core.exercise import Case, Choice, Exercise, Question, Slip, Trial, Wrong, edited
-from fsdplab.teaching.core.findings import Difference, Finding
+from fsdplab.teaching.core.verdicts import Difference, Feedback
 
 _RANKS = 3
 
@@ -82,7 +82,7 @@ def _explain_reduce(case: Case, trial: Trial, difference: Difference) -> tuple[N
     )
 
 
-def _reduce_rules(case: Case, trials: Sequence[Trial]) -> Finding | None:
+def _reduce_rules(case: Case, trials: Sequence[Trial]) -> Feedback | None:
     """Right values, and no rank receives more than its share needs."""
     for trial in trials:
         kinds = [call.kind for call in trial.calls]
@@ -92,7 +92,7 @@ def _reduce_rules(case: Case, trials: Sequence[Trial]) -> Finding | None:
                     f"{kind} brings every rank the whole gradient, at {cost}, and then most of it is thrown away: use "
                     "reduce_scatter"
                 )
-                return Finding(
+                return Feedback(
                     "The values are right, but the whole gradient travelled to every rank.",
                     "one reduce_scatter",
                     kind,
@@ -101,7 +101,7 @@ def _reduce_rules(case: Case, trials: Sequence[Trial]) -> Finding | None:
                 )
         if kinds.count("reduce_scatter") > 1:
             cause = "one reduce_scatter does it"
-            return Finding(
+            return Feedback(
                 "The values are right, but it was reduced more than once.",
                 "one reduce_scatter",
                 f"{kinds.count('reduce_scatter')}",

@@ -11,7 +11,7 @@ import torch
 
 from fsdplab.teaching.core.checking import solution_file
 from fsdplab.teaching.core.exercise import Case, Exercise, Question, Slip, Trial, Wrong, edited
-from fsdplab.teaching.core.findings import Difference
+from fsdplab.teaching.core.verdicts import Difference
 from fsdplab.workloads import block_parameter_count, build_model, preset, root_parameter_count
 
 from .drivers import LOSSES, PARAMETERS, compared

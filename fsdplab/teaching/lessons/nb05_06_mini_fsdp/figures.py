@@ -19,7 +19,7 @@ ROOT_COLOUR = "#0064c8"
 
 
 class LayersLife(Protocol):
-    """What `life_of_a_layer` returns, as far as its figure reads it."""
+    """The fields of `life_of_a_layer` that its figure reads."""
 
     @property
     def moments(self) -> Sequence[Mapping[str, Any]]: ...
@@ -30,7 +30,7 @@ class LayersLife(Protocol):
 
 
 class Trained(Protocol):
-    """What `train` returns, as far as its figure reads it."""
+    """The fields of `train` that its figure reads."""
 
     @property
     def rows(self) -> Mapping[str, Sequence[Mapping[str, Any]]]: ...
@@ -56,7 +56,7 @@ def layer_figure(life: LayersLife) -> go.Figure:
     _level(figure, whole, f"unsharded: {size(whole)}")
     rest, peak = totals[-1], max(totals)
     title = f"A weight of {size(life.weight_bytes)} and its gradient: {size(rest)} at rest, {size(peak)} at the peak"
-    told = "; ".join(f"{name} {size(total)}" for name, total in zip(names, totals))
+    summary = "; ".join(f"{name} {size(total)}" for name, total in zip(names, totals))
     subtitle = (
         f"Measured on rank 0 of {life.ranks} CPU ranks: storages after each call; the messages' own buffers are"
         " left out"
@@ -65,7 +65,7 @@ def layer_figure(life: LayersLife) -> go.Figure:
         figure,
         title,
         subtitle,
-        f"Bars from top to bottom in time order: {told}. Unsharded {size(whole)}.",
+        f"Bars from top to bottom in time order: {summary}. Unsharded {size(whole)}.",
         height=300 + 34 * len(names),
     )
 
@@ -83,7 +83,7 @@ def gathered_figure(training: Trained, engine: str = "my_fsdp") -> go.Figure:
     whole = sum(nbytes for _, nbytes in training.plan.units)
     figure = _stacked(bars, "gathered parameters on one rank (MB)", names, totals, extra=whole)
     _level(figure, whole, f"whole model: {size(whole)}")
-    told = "; ".join(f"{name} {size(total)}" for name, total in zip(names, totals))
+    summary = "; ".join(f"{name} {size(total)}" for name, total in zip(names, totals))
     spec, how = (
         training.records[engine].spec,
         ("storages after each call" if engine == "my_fsdp" else "as its events announce"),
@@ -91,7 +91,7 @@ def gathered_figure(training: Trained, engine: str = "my_fsdp") -> go.Figure:
     subtitle = f"Measured on rank 0 of {spec['world_size']} CPU ranks, {spec['model']}, last step: {how}"
     title = f"{engine}: at most {size(max(totals))} of {size(whole)} gathered at once"
     return titled(
-        figure, title, subtitle, f"Bars from top to bottom in time order: {told}.", height=300 + 30 * len(names)
+        figure, title, subtitle, f"Bars from top to bottom in time order: {summary}.", height=300 + 30 * len(names)
     )
 
 
@@ -110,7 +110,7 @@ def choices_figure(
     )
     marks = [f"{size(each.peak)} · {each.collectives} collectives" for each in plans.values()]
     figure = _stacked(
-        bars, "gathered parameters at the peak (MB)", names, totals, extra=target or 0, labels=marks, room=1.6
+        bars, "gathered parameters at the peak (MB)", names, totals, extra=target or 0, labels=marks, margin=1.6
     )
     _clear(figure, target or 0, 0.3 * 1.6 * max(totals))
     if target:
@@ -144,13 +144,13 @@ def _chosen(plans: dict[str, Plan], target: int | None) -> str:
 
 def _extremes(plans: dict[str, Plan]) -> str:
     low, high = min(plans, key=lambda name: plans[name].peak), max(plans, key=lambda name: plans[name].peak)
-    told = [f"{name}: {size(plans[name].peak)} and {plans[name].collectives}" for name in (high, low)]
-    return " collectives; ".join(told)
+    summary = [f"{name}: {size(plans[name].peak)} and {plans[name].collectives}" for name in (high, low)]
+    return " collectives; ".join(summary)
 
 
 def _spoken_choices(plans: dict[str, Plan], target: int | None) -> str:
-    told = "; ".join(f"{name} {size(each.peak)} with {each.collectives} collectives" for name, each in plans.items())
-    return f"Bars of gathered bytes: {told}." + (f" Target {size(target)}." if target else "")
+    summary = "; ".join(f"{name} {size(each.peak)} with {each.collectives} collectives" for name, each in plans.items())
+    return f"Bars of gathered bytes: {summary}." + (f" Target {size(target)}." if target else "")
 
 
 def _spoken(row: Mapping[str, Any]) -> str:
@@ -177,13 +177,13 @@ def _stacked(
     totals: list[int],
     extra: int = 0,
     labels: list[str] | None = None,
-    room: float = 1.25,
+    margin: float = 1.25,
 ) -> go.Figure:
     """Bars under each other with their totals at the ends; `extra` widens the axis for a line."""
     figure = go.Figure(bars)
     figure.update_layout(barmode="stack", xaxis_title=title)
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    figure.update_xaxes(range=[0, max(room * max(totals), 1.15 * extra) / MB])
+    figure.update_xaxes(range=[0, max(margin * max(totals), 1.15 * extra) / MB])
     for name, total, label in zip(names, totals, labels or [size(total) for total in totals]):
         figure.add_annotation(x=total / MB, y=name, text=f"<b>{label}</b>", showarrow=False, xanchor="left", xshift=6)
     return figure

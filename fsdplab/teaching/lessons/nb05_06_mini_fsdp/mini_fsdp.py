@@ -37,8 +37,8 @@ WORK = {"batch_size": 2, "sequence_length": 64, "learning_rate": 3e-3, "seed": 0
 
 def take_parts() -> None:
     """Say whose functions of notebook 05 are in use, and let ranks say `from my_fsdp.in_use import shard, ...`."""
-    home, lines = (
-        current().home,
+    workspace, lines = (
+        current().workspace,
         [
             (
                 '"""The functions in use, yours where their checks passed. Written by the course; edit the exercises'
@@ -56,10 +56,10 @@ def take_parts() -> None:
     ]
     for name in STEPS:
         solution(f"05.{name}")
-        where = solution_file(f"05.{name}").relative_to(home.path).as_posix()
+        where = solution_file(f"05.{name}").relative_to(workspace.path).as_posix()
         lines.append(f'{name} = load_function(HERE / "{where}", "{name}")')
-    home.open()
-    (home.path / IN_USE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    workspace.open()
+    (workspace.path / IN_USE).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def rows_held(rows: int, ranks: int) -> Table:
@@ -82,10 +82,10 @@ def read_dropped() -> None:
     """Read a tensor without memory, in a process of its own, and show how that process ends."""
     try:
         call_on_ranks(ON_THE_RANKS, "read_dropped", world_size=1, time_limit=TIME_LIMIT)
-        told = "It returned a number: this torch noticed, or read whatever lay there."
+        outcome = "It returned a number: this torch noticed, or read whatever lay there."
     except RanksFailed as failure:
-        told = failure.report.message.splitlines()[0]
-    present(Note(("whole.untyped_storage().resize_(0); whole.sum()", told)))
+        outcome = failure.report.message.splitlines()[0]
+    present(Note(("whole.untyped_storage().resize_(0); whole.sum()", outcome)))
 
 
 @dataclass(frozen=True, repr=False)
@@ -124,7 +124,7 @@ def held(moment: dict[str, Any]) -> int:
 
 def life_of_a_layer(rows: int = 1025, columns: int = 512, world_size: int = 2) -> Life:
     """One Linear of `rows` x `columns`, sharded, through a training step on real ranks with the functions in use."""
-    payload = {"home": str(current().home.path), "parts": parts_in_use(), "rows": rows, "columns": columns}
+    payload = {"workspace": str(current().workspace.path), "parts": parts_in_use(), "rows": rows, "columns": columns}
     by_rank = call_on_ranks(ON_THE_RANKS, "layer_life", world_size=world_size, payload=payload, time_limit=TIME_LIMIT)
     worst = {name: max(each["differences"][name] for each in by_rank) for name in by_rank[0]["differences"]}
     return Life(4 * rows * columns, world_size, tuple(by_rank[0]["moments"]), worst)
@@ -250,7 +250,7 @@ def train(
     chosen = str(solution_file(units)) if units else ""
     work = {**WORK, "ranks": world_size, "model": model, "steps": steps}
     payload = {
-        "home": str(current().home.path),
+        "workspace": str(current().workspace.path),
         "parts": parts,
         "units": chosen,
         "work": work,
@@ -287,8 +287,8 @@ def _mean(by_rank: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _whose(parts: dict[str, str]) -> str:
-    """In words, whose functions ran: `"with your shard, reshard and the reference unshard"`."""
-    mine = [name for name, path in parts.items() if Path(path).parent == current().home.path]
+    """Whose functions ran: `"with your shard, reshard and the reference unshard"`."""
+    mine = [name for name, path in parts.items() if Path(path).parent == current().workspace.path]
     others = [name for name in parts if name not in mine]
-    told = [f"your {', '.join(mine)}"] if mine else []
-    return "with " + " and ".join([*told, *([f"the reference {', '.join(others)}"] if others else [])])
+    named = [f"your {', '.join(mine)}"] if mine else []
+    return "with " + " and ".join([*named, *([f"the reference {', '.join(others)}"] if others else [])])

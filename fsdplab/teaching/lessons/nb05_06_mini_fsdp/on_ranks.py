@@ -1,4 +1,4 @@
-"""The half of lessons 05 and 06 that runs on the ranks: one layer's life, and whole models under three engines.
+"""The part of lessons 05 and 06 that runs on the ranks: one layer's life, and whole models under three engines.
 
 The three are the learner's, the lab's own (`shard_model`), and the unsharded twin. All read the same text from the same
 seeds, so that their losses and parameters can be compared bit by bit.
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdplab.engine import events, shard_model
-from fsdplab.teaching.core.workspace import Home, load_function
+from fsdplab.teaching.core.workspace import Workspace, load_function
 from fsdplab.teaching.lessons.nb05_06_mini_fsdp.engine import MiniFSDP, Parts
 from fsdplab.workloads import ByteText, block_types, build_model, loss_of
 from fsdplab.workloads.twin import replay_gradients
@@ -48,9 +48,9 @@ def read_dropped(payload: None) -> float:
 def layer_life(payload: dict[str, Any]) -> dict[str, Any]:
     """One Linear's training step on this rank with the learner's functions, and how far it is from the whole layer's.
 
-    `payload`: home, parts, rows, columns. Returns the bytes held after each moment, and the largest differences.
+    `payload`: workspace, parts, rows, columns. Returns the bytes held after each moment, and the largest differences.
     """
-    Home(Path(payload["home"])).make_importable()
+    Workspace(Path(payload["workspace"])).make_importable()
     parts = loaded(payload["parts"], hooks=_no_hooks)
     layer, twin, inputs = _layer_and_twin(payload["rows"], payload["columns"])
     moments, outputs, gradients = _life(layer, inputs[dist.get_rank()], parts)
@@ -119,7 +119,7 @@ def _of_the_twin(twin: nn.Linear, inputs: list[torch.Tensor]) -> tuple[list[torc
 
 
 def batch(text: ByteText, work: Work, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a rank reads at a step."""
+    """The batch of a rank at a step."""
     return text.batch(step, rank, work["ranks"], work["batch_size"], work["sequence_length"], seed=work["seed"])
 
 
@@ -158,7 +158,7 @@ def train_all(payload: dict[str, Any]) -> dict[str, Any]:
     """Train under every engine of `payload["engines"]` in turn:
     losses, rows of the log, and differences from the twin.
     """
-    Home(Path(payload["home"])).make_importable()
+    Workspace(Path(payload["workspace"])).make_importable()
     work, units = payload["work"], payload["units"]
     is_unit = load_function(Path(units), "choose_units") if units else None
     done: dict[str, Any] = {}

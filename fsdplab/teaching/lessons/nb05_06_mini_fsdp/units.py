@@ -1,4 +1,4 @@
-"""Which modules are units, and what follows from it by arithmetic: bytes gathered at once, and collectives a step.
+"""Choices of units and their cost by arithmetic: bytes gathered at once, and collectives a step.
 
 A unit is gathered while it runs, and with it the root and every unit around it. So the peak of the gathered bytes is
 the largest chain of units, and a step has three collectives a unit (the root has two: it is gathered once).

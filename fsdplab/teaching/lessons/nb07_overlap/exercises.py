@@ -6,7 +6,7 @@ import ast
 from typing import Any
 
 from fsdplab.teaching.core.exercise import Case, Choice, Exercise, Question, Slip, Trial, Wrong, edited
-from fsdplab.teaching.core.findings import Difference
+from fsdplab.teaching.core.verdicts import Difference
 
 from . import on_ranks
 from .overlapping import least_exposed_ms

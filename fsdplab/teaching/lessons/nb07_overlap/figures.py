@@ -28,13 +28,18 @@ def communication_bars(split: Split) -> go.Figure:
     for name, (exposed, moved, step) in split.items():
         words = f"<b>{percent(moved - exposed, moved)} hidden</b> · step {seconds(step)}"
         figure.add_annotation(x=1e3 * moved, y=name, text=words, showarrow=False, xanchor="left", xshift=6)
-    told = "; ".join(
+    summary = "; ".join(
         f"{name}: {seconds(exposed)} of {seconds(moved)} exposed, step {seconds(step)}"
         for name, (exposed, moved, step) in split.items()
     )
     where = "Measured on 2 CPU ranks; all links are emulated, the raw transport is not"
     return titled(
-        figure, finding(split), where, f"Stacked bars of communication: {told}.", height=180 + 70 * len(split), top=130
+        figure,
+        finding(split),
+        where,
+        f"Stacked bars of communication: {summary}.",
+        height=180 + 70 * len(split),
+        top=130,
     )
 
 

@@ -1,8 +1,8 @@
-"""The half of lesson 07 that runs on the ranks: a steady card, on which only the settings decide what is exposed.
+"""The part of lesson 07 that runs on the ranks: an emulated card, on which only the settings decide what is exposed.
 
-How fast a machine computes, and who else uses it, would decide whether communication is hidden. So the exercise is
-judged on an emulated card: a block's forward and backward take a fixed time (the rank sleeps), messages take the
-emulated link's. Engine, units, order of messages and ranks are the real ones.
+On a real machine its speed and load would decide whether communication is hidden. So the exercise uses an emulated
+card: a block's forward and backward take a fixed time (the rank sleeps), messages take the emulated link's. Engine,
+units, order of messages and ranks are the real ones.
 
 Why the reference passes and each single mistake fails, in ms a block with two sequences (gathers in bf16, reductions in
 fp32):
@@ -48,8 +48,7 @@ PLACES = {
 
 
 class Card:
-    """The clock of an emulated card: computing takes what it is said to take, and begins when the message it needs is
-    there.
+    """The clock of an emulated card: computing takes a given time, and begins when its message has arrived.
 
     The host sleeps along, and catches up when it woke late, as a queue of kernels would. Intervals are in ns.
     """
@@ -69,7 +68,7 @@ class Card:
         self.computed.append((start, self.free_ns))
         time.sleep(max(0, self.free_ns - time.time_ns()) / 1e9)
 
-    def hear(self, event: events.Event) -> None:
+    def on_event(self, event: events.Event) -> None:
         """The host has waited for a message: the card goes on when the link has delivered it."""
         if isinstance(event, events.Collective):
             self.moved[PLACES[event.kind, event.phase]].append((event.start_ns, event.end_ns))
@@ -78,14 +77,14 @@ class Card:
     def exposed(self) -> dict[str, float]:
         """|M without C| in ms by place; what two messages expose at once is the first place's."""
         covered, found = union(self.computed), {}
-        for place, passages in self.moved.items():
-            found[place] = length(subtract(passages, covered)) / 1e6
-            covered = union(covered, passages)
+        for place, transfers in self.moved.items():
+            found[place] = length(subtract(transfers, covered)) / 1e6
+            covered = union(covered, transfers)
         return found
 
     def communication_ms(self) -> float:
         """All messages, each for itself."""
-        return sum(end - start for passages in self.moved.values() for start, end in passages) / 1e6
+        return sum(end - start for transfers in self.moved.values() for start, end in transfers) / 1e6
 
 
 class Computing(torch.autograd.Function):
@@ -143,7 +142,9 @@ def complaint(settings: Any) -> str:
 
 
 def drive_hide(hide: Callable[[], Any]) -> dict[str, Any]:
-    """What the learner's settings expose: the excess over the target in ms, 0 where it is met; the split is printed."""
+    """The exposed time of the learner's settings: the excess over the target in ms, 0 where it is met; the split is
+    printed.
+    """
     settings = hide()
     refused = complaint(settings)
     if refused:
@@ -162,13 +163,13 @@ def on_this_rank(payload: Mapping[str, Any]) -> dict[str, Any]:
     """
     card, seen = Card(), []
     model = _sharded(payload, card)
-    quiet = events.subscribe(card.hear)
+    unsubscribe = events.subscribe(card.on_event)
     for _ in range(1 + STEPS):
         card.begin()
         model(torch.ones(1, WIDTH)).sum().backward()
         model.zero_grad()
         seen.append({"exposed": card.exposed(), "communication_ms": card.communication_ms()})
-    quiet()
+    unsubscribe()
     return min(seen[1:], key=lambda one: sum(one["exposed"].values()))
 
 

@@ -1,7 +1,7 @@
 """Lesson 07 in the notebook's process: one job behind an emulated link, and how much of its communication shows.
 
 M are the instants in which a message is on its way, C those in which the rank computes: what is exposed is M without C.
-Every sentence under a figure is made here, from the record, so that it says what this machine did.
+Every sentence under a figure is made here, from the record of this machine.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def raw(**choices: Any) -> RunSpec:
 
 
 def banner(link: str = LINK) -> Note:
-    """Which network the notebook's runs meet; to be shown before the first of them."""
+    """The network of the notebook's runs; shown before the first of them."""
     words = parse_link(link).words
     return Note(
         (
@@ -207,7 +207,7 @@ def inflation(runs: Mapping[str, RunRecord]) -> Table:
 def moving(record: RunRecord) -> tuple[float, float]:
     """(exposed, communication) in seconds of the profiled step, on the rank that is exposed longest.
 
-    Behind an emulated link M are the passages on the link alone, so that neither copies nor a late peer, which a busy
+    Behind an emulated link M are the transfers on the link alone, so that neither copies nor a late peer, which a busy
     machine stretches, count.
     """
     if not record.summary.get("link"):
@@ -255,7 +255,7 @@ def floor_of(record: RunRecord) -> Callable[..., Table]:
     tokens_here = record.spec["batch_size"] * record.spec["sequence_length"] * record.spec["micro_batches"]
     rate, sent = computing_ms(record) / tokens_here, record.summary["comm"]["bytes_per_step"]
 
-    def floor(megabytes_per_second: float, tokens: int) -> Table:
+    def lower_bound(megabytes_per_second: float, tokens: int) -> Table:
         compute, communication = rate * tokens, 1e3 * sent / (megabytes_per_second * MB)
         least = least_exposed_ms(compute, communication)
         rows = [
@@ -269,7 +269,7 @@ def floor_of(record: RunRecord) -> Callable[..., Table]:
         )
         return table(["in one step", "ms"], rows, caption)
 
-    return floor
+    return lower_bound
 
 
 # ---- the card of the last exercise
@@ -277,7 +277,7 @@ def floor_of(record: RunRecord) -> Callable[..., Table]:
 
 @dataclass(frozen=True, repr=False)
 class OnTheCard:
-    """What one choice of settings exposed on the steady card, in ms by collective and phase."""
+    """The exposed ms of one choice of settings on the emulated card, by collective and phase."""
 
     settings: dict[str, Any]
     exposed: dict[str, float]

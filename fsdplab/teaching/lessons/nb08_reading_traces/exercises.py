@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdplab.records import RunRecord
 from fsdplab.teaching.core.exercise import Case, Choice, Exercise, Question, Slip, Trial, Wrong, edited
-from fsdplab.teaching.core.findings import Difference
+from fsdplab.teaching.core.verdicts import Difference
 
 from . import on_ranks
 from .reading import MS, PARTS, breakdown, gaps, reference_account, worst
@@ -49,10 +49,10 @@ def account(step, computing, communicating):
 Pairs = list[tuple[int, int]]
 _SMALL: tuple[tuple[str, int, Pairs, Pairs], ...] = (
     ("nothing overlaps: computes 0 to 10, talks 12 to 15, of 20", 20, [(0, 10)], [(12, 15)]),
-    ("one passage half hidden", 20, [(0, 10)], [(5, 15)]),
-    ("one passage hidden whole", 20, [(0, 16)], [(4, 9)]),
-    ("two passages at once, both exposed", 20, [(0, 4)], [(6, 12), (8, 14)]),
-    ("two passages at once under computing", 20, [(0, 15)], [(2, 8), (4, 10)]),
+    ("one transfer half hidden", 20, [(0, 10)], [(5, 15)]),
+    ("one transfer hidden whole", 20, [(0, 16)], [(4, 9)]),
+    ("two transfers at once, both exposed", 20, [(0, 4)], [(6, 12), (8, 14)]),
+    ("two transfers at once under computing", 20, [(0, 15)], [(2, 8), (4, 10)]),
     ("two threads compute at once, in any order", 30, [(12, 20), (0, 8), (6, 10)], [(18, 26), (9, 13)]),
     ("computing within computing", 20, [(0, 12), (2, 5)], [(10, 14)]),
     ("no communication", 10, [(1, 9)], []),

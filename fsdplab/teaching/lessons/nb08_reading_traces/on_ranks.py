@@ -1,4 +1,4 @@
-"""The half of lesson 08 that runs on the ranks: the driver that calls the learner's account of a step."""
+"""The part of lesson 08 that runs on the ranks: the driver that calls the learner's account of a step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Lesson 08 in the notebook's process: one recorded trace, and the tables that it is read with.
+"""Lesson 08 in the notebook's process: one recorded trace, and tables of its content.
 
-Everybody reads the same trace, so that there is one answer to each question: it was recorded once and lies in the
-checkout's `data/`. Times in tables are ms since the step began on the rank that is read.
+All learners read the same trace, so that each question has one answer: it was recorded once and is in the checkout's
+`data/`. Times in tables are ms since the step began on the rank that is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Note, Table, table
 
 __all__ = [
-    "account_table", "at", "breakdown", "clock_table", "diagnosis", "exports", "gaps", "job", "key", "passages",
+    "account_table", "at", "breakdown", "clock_table", "diagnosis", "exports", "gaps", "job", "key", "transfers",
     "ranges", "recorded",
     "saved_percent", "seen", "sets", "trace_of", "worst",
 ]  # fmt: skip
@@ -63,7 +63,7 @@ def trace_of(record: RunRecord, rank: int = 0) -> Path:
 
 def exports() -> Path:
     """A folder for exported traces, in the learner's own."""
-    folder = current().home.path / "exports"
+    folder = current().workspace.path / "exports"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -124,7 +124,7 @@ def account_table(record: RunRecord, parts: Mapping[str, int], rank: int = 0) ->
 
 
 def seen(record: RunRecord, rank: int = 0) -> Note:
-    """What the step bar shows, with its numbers."""
+    """The numbers of the step bar."""
     row = breakdown(record, rank)
     talk = row["overlapped_ns"] + row["exposed_ns"]
     return Note(
@@ -153,7 +153,7 @@ def worst(record: RunRecord, rank: int = 0) -> Row:
     return gaps(record, rank)[0]
 
 
-def passages(record: RunRecord, rank: int = 0) -> Table:
+def transfers(record: RunRecord, rank: int = 0) -> Table:
     """When each collective was issued, taken up by the link and delivered;
     the causes are left for the reader to find.
     """
@@ -161,7 +161,8 @@ def passages(record: RunRecord, rank: int = 0) -> Table:
     begin = next(row["start_ns"] for row in analysis.rows("timeline") if row["lane"] == "step")
     computing = [(row["start_ns"], row["end_ns"]) for row in analysis.rows("timeline") if row["lane"] == "compute"]
     rows = [
-        _passage(row, begin, computing) for row in sorted(analysis.rows("collectives"), key=lambda row: row["issue_ns"])
+        _transfer(row, begin, computing)
+        for row in sorted(analysis.rows("collectives"), key=lambda row: row["issue_ns"])
     ]
     header = [
         "unit",
@@ -180,7 +181,7 @@ def passages(record: RunRecord, rank: int = 0) -> Table:
     )
 
 
-def _passage(row: Row, begin: int, computing: Sequence[tuple[int, int]]) -> list[str]:
+def _transfer(row: Row, begin: int, computing: Sequence[tuple[int, int]]) -> list[str]:
     before = length(clip(computing, begin, row["issue_ns"]))
     times = [_ms(row[name] - begin) for name in ("issue_ns", "start_ns", "end_ns")]
     return [row["unit"] or "root", row["phase"], row["kind"], *times, _ms(row["exposed_ns"]), _ms(before)]
@@ -191,7 +192,7 @@ def _analysed(record: RunRecord, rank: int) -> TraceAnalysis:
 
 
 def at(record: RunRecord, percent_of_step: int) -> Table:
-    """What every rank did at one instant, for a slider."""
+    """The activity of every rank at one instant, for a slider."""
     ranks = sorted({row["rank"] for row in record.table("breakdown")})
     begin = min(row["start_ns"] for rank in ranks for row in timeline(record, rank) if row["lane"] == "step")
     instant = begin + round(percent_of_step / 100 * breakdown(record)["step_ns"])
@@ -225,7 +226,7 @@ def key(record: RunRecord, rank: int = 0) -> Table:
 
 
 def diagnosis(record: RunRecord) -> Note:
-    """The findings in words, the costliest first."""
+    """The findings as text, the costliest first."""
     return Note(
         tuple(f"{number}. {each.title}. {each.text} {each.remedy}" for number, each in enumerate(findings(record), 1))
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdplab.records import RunRecord
 from fsdplab.teaching.core.exercise import Case, Choice, Exercise, Question, Slip, Trial, Wrong, edited
-from fsdplab.teaching.core.findings import Difference
+from fsdplab.teaching.core.verdicts import Difference
 
 from . import on_ranks
 from .reading_memory import MB, by_category, gathered, more_sequences, peak_row, total, unit_bytes

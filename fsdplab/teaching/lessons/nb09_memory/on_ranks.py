@@ -1,6 +1,5 @@
-"""The half of lesson 09 that runs on the ranks: drivers that call what the learner wrote, or train as they chose.
-
-A driver returns names and bytes.
+"""The part of lesson 09 that runs on the ranks: drivers that call the learner's function, or train with their
+choice.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def peak_table(record: RunRecord) -> Table:
 
 
 def seen(record: RunRecord) -> Note:
-    """What the memory timeline shows, with its numbers."""
+    """The numbers of the memory timeline."""
     row, rows = peak_row(record), record.table("memory")
     rest = min(total(each) for each in rows if each["rank"] == row["rank"])
     return Note(
@@ -89,7 +89,7 @@ def seen(record: RunRecord) -> Note:
 
 
 def phase_at(record: RunRecord, at: int) -> str:
-    """Forward, backward or optimizer, by the units' lives: the backward ends when the last unit is dropped."""
+    """Forward, backward or optimizer, by the units' states: the backward ends when the last unit is dropped."""
     life = life_of(record, peak_row(record)["rank"])
     backward = [row["time_ns"] for row in life if row["phase"] == "backward"]
     if not backward:

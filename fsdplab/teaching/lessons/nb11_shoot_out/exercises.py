@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fsdplab.teaching.core.exercise import Case, Choice, Exercise, Question, Slip, Trial, Wrong, edited
-from fsdplab.teaching.core.findings import Difference
+from fsdplab.teaching.core.verdicts import Difference
 
 from . import on_ranks
 from .reading_choices import MB, of, on_the_link, peak

@@ -1,4 +1,4 @@
-"""The half of lesson 11 that runs on the ranks: a few steps with the learner's choice, behind the link."""
+"""The part of lesson 11 that runs on the ranks: a few steps with the learner's choice, behind the link."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdplab.teaching.core.training_on_ranks import Training, complaint
 JOB = {"model": "gpt-20m", "batch_size": 2, "sequence_length": 64, "steps": 2, "link": "400MB/s", "device": "cpu"}
 CARD = 300_000_000  # bytes of the emulated card
 LINK_SECONDS = 0.225  # seconds a step on the link, as long as twice the parameters take
-# part of a typical gather's passage that must pass under computing; of one that is issued when needed none does
+# part of a typical gather's transfer that must pass under computing; of one that is issued when needed none does
 HIDDEN_AT_LEAST = 0.2
 CHOICES = ("strategy", "prefetch", "link_queues", "units")
 

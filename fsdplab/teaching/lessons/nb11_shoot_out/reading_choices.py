@@ -54,7 +54,7 @@ def on_the_link(run: RunRecord) -> float:
 
 
 def traffic_table(runs: Sequence[RunRecord]) -> Table:
-    """What each run sends and what the formula says, and for how long the link carries it."""
+    """The bytes of each run, those of the formula, and their time on the link."""
     rows = []
     for run in runs:
         comm = run.summary["comm"]
@@ -76,12 +76,12 @@ def cost_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def _name(run: RunRecord) -> str:
-    said = [
+    numbers = [
         f"{name}={run.spec[name]}"
         for name, usual in (("prefetch", 1), ("link_queues", 1), ("units", "auto"))
         if run.spec[name] != usual
     ]
-    return ", ".join([run.spec["strategy"], *said])
+    return ", ".join([run.spec["strategy"], *numbers])
 
 
 def exposed_ratio(runs: Sequence[RunRecord]) -> float:
@@ -99,7 +99,7 @@ def front_of(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def seen(runs: Sequence[RunRecord]) -> Note:
-    """What the Pareto figure shows, with its numbers."""
+    """The numbers of the Pareto figure."""
     low, high = (pick(runs, key=peak) for pick in (min, max))
     least = min(runs, key=exposed)
     return Note(

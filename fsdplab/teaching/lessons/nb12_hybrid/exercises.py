@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from fsdplab.teaching.core.exercise import Case, Choice, Exercise, Question, Slip, Trial, Wrong, edited
-from fsdplab.teaching.core.findings import Difference
+from fsdplab.teaching.core.verdicts import Difference
 
 from . import on_ranks
 from .overlapping_axes import leaving_a_node
@@ -232,8 +232,8 @@ def _explain_mesh(case: Case, trial: Trial, difference: Difference) -> tuple[str
     if got["mesh"]:
         return None, got["mesh"]
     ranks, per_node, state, card = case.arguments[0]
-    told, times = trial.printed.strip().splitlines()[-2:]
-    rows = ast.literal_eval(told)
+    printed, times = trial.printed.strip().splitlines()[-2:]
+    rows = ast.literal_eval(printed)
     step = f"the mesh {rows}: {times}"
     if got["MB over the card"]:
         return (

@@ -31,7 +31,7 @@ def link_figure(runs: Sequence[RunRecord]) -> go.Figure:
         figure.add_annotation(
             x=1e3 * _total(split[name]), y=name, text=words, showarrow=False, xanchor="left", xshift=6
         )
-    told = "; ".join(
+    summary = "; ".join(
         f"{name}: " + ", ".join(f"{kind} {size(nbytes)} in {seconds(spent)}" for kind, (nbytes, spent) in found.items())
         for name, found in split.items()
     )
@@ -44,7 +44,7 @@ def link_figure(runs: Sequence[RunRecord]) -> go.Figure:
         figure,
         title,
         f"Counted on 4 CPU ranks; both links are emulated ({WITHIN} within a node, {ACROSS} between)",
-        f"Stacked bars: {told}.",
+        f"Stacked bars: {summary}.",
         height=320,
         top=130,
     )

@@ -1,5 +1,4 @@
-"""The half of lesson 12 that runs on the ranks: train on the mesh that the learner chose, behind the links of the nodes
-it lies on.
+"""The part of lesson 12 that runs on the ranks: train on the learner's mesh, behind the links of its nodes.
 
 Which link an axis of the mesh gets follows from where its ranks are: fast if every group of the axis is on one node,
 else slow. The time on the links is the emulated clock's: bytes over bandwidth, equal on every machine.
@@ -92,10 +91,10 @@ def _one_step(mesh: DeviceMesh, within: Link, across: Link) -> list[events.Colle
     model = shard_model(blocks, "hybrid_shard", units=(nn.Linear,), mesh=mesh)
     emulate(model, shard=within if mesh["shard"].size() > 1 else across, replicate=across)
     seen: list[events.Collective] = []
-    quiet = events.subscribe(lambda event: seen.append(event) if isinstance(event, events.Collective) else None)
+    unsubscribe = events.subscribe(lambda event: seen.append(event) if isinstance(event, events.Collective) else None)
     model(torch.ones(1, WIDTH)).sum().backward()
     events.flush()
-    quiet()
+    unsubscribe()
     return seen
 
 

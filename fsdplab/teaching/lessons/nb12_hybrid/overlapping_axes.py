@@ -52,7 +52,7 @@ def job(strategy: str, **choices: Any) -> RunSpec:
 
 
 def banner() -> Note:
-    """Which network the notebook's runs meet."""
+    """The network of the notebook's runs."""
     within, across = (parse_link(link).words for link in (WITHIN, ACROSS))
     return Note(
         (
@@ -183,7 +183,7 @@ def leaving_a_node(billions: float, nodes: int, per_node: int) -> tuple[float, f
 
 
 def node_table(billions: float, nodes: int, per_node: int) -> Table:
-    """What leaves a node in a step, and what a GPU keeps, under both strategies."""
+    """The bytes that leave a node in a step, and that a GPU keeps, under both strategies."""
     full, hybrid = leaving_a_node(billions, nodes, per_node)
     state = 16 * billions
     rows = [

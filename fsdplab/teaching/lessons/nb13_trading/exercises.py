@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fsdplab.teaching.core.exercise import Case, Choice, Exercise, Question, Slip, Trial, Wrong, edited
-from fsdplab.teaching.core.findings import Difference, Finding
+from fsdplab.teaching.core.verdicts import Difference, Feedback
 
 from .exercises_that_train import DRIVERS, fine_tune, fit, shard_tied
 from .figures import KEPT
@@ -211,7 +211,7 @@ def _explain_norm(case: Case, trial: Trial, difference: Difference) -> tuple[Non
     return None, "sum of squares over all tensors and all ranks, then the root"
 
 
-def _norm_rules(case: Case, trials: Sequence[Trial]) -> Finding | None:
+def _norm_rules(case: Case, trials: Sequence[Trial]) -> Feedback | None:
     for trial in trials:
         made = [call for call in trial.calls if call.kind != "barrier"]
         if len(made) > 1 or sum(call.nbytes for call in made) > 64:
@@ -220,7 +220,7 @@ def _norm_rules(case: Case, trials: Sequence[Trial]) -> Finding | None:
                 "the ranks need to exchange one number only: add up the squares of all tensors first, then all_reduce"
                 " that sum once"
             )
-            return Finding(
+            return Feedback(
                 "The norm is right, but too much was sent.", "one all_reduce of one number", got, cause, trial.rank
             )
     return None

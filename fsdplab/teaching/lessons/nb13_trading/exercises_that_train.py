@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fsdplab.teaching.core.exercise import Case, Exercise, Trial, Wrong, edited
-from fsdplab.teaching.core.findings import Difference
+from fsdplab.teaching.core.verdicts import Difference
 from fsdplab.workloads import build_model, loss_of
 from fsdplab.workloads.twin import replay_gradients
 

@@ -36,7 +36,7 @@ def named(runs: Sequence[RunRecord]) -> list[RunView]:
 
 
 def choices_of(run: RunRecord) -> str:
-    """The choices of a record in words."""
+    """The choices of a record as text."""
     words = [run.spec["precision"]]
     words += [] if run.spec["checkpoint"] == "none" else [f"{run.spec['checkpoint']} checkpoint"]
     words += [] if run.spec["offload"] == "none" else ["offload"]
@@ -63,7 +63,7 @@ def cut_by(strategy: str) -> list[str]:
 
 
 def kept_figure(bytes_each: Callable[[Sequence[str], int], dict[str, float]], ranks: int = 8) -> go.Figure:
-    """What `bytes_each(cut, n)` says of every strategy, stacked: bytes a parameter on one rank."""
+    """`bytes_each(cut, n)` of every strategy, stacked: bytes a parameter on one rank."""
     names = [name for name in STRATEGIES if name not in ("hybrid_shard", "shard_grad_op")]
     by_name = {name: bytes_each(cut_by(name), ranks) for name in names}
     totals = [sum(each.values()) for each in by_name.values()]
@@ -74,12 +74,12 @@ def kept_figure(bytes_each: Callable[[Sequence[str], int], dict[str, float]], ra
     for name, total in zip(names, totals):
         figure.add_annotation(x=total, y=name, text=f"<b>{total:g}</b>", showarrow=False, xanchor="left", xshift=6)
     title = f"Mixed precision keeps {totals[0]:g} bytes a parameter; full_shard on {ranks} ranks {totals[-1]:g}"
-    told = "; ".join(f"{name} {total:g} bytes" for name, total in zip(names, totals))
+    summary = "; ".join(f"{name} {total:g} bytes" for name, total in zip(names, totals))
     return titled(
         figure,
         title,
         f"Computed for n = {ranks} ranks; activations and gathered units come on top",
-        f"Stacked bars: {told}.",
+        f"Stacked bars: {summary}.",
         height=440,
     )
 

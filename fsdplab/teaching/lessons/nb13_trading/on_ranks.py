@@ -1,4 +1,4 @@
-"""The half of lesson 13 that runs on the ranks: drivers that train with what the learner wrote, and look at what it
+"""The part of lesson 13 that runs on the ranks: drivers that train with what the learner wrote, and look at what it
 held and sent.
 
 A driver returns names and numbers that can be judged: which parameters moved, how many bytes were reduced, which
@@ -34,7 +34,7 @@ STEPS = 2
 
 
 def batch(step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """What `rank` reads at `step` in every small training of this lesson: two sequences of 16 bytes."""
+    """The batch of `rank` at `step` in every small training of this lesson: two sequences of 16 bytes."""
     return ByteText.from_standard_library().batch(step, rank, ranks, batch_size=2, sequence_length=16)
 
 
@@ -78,13 +78,13 @@ class Ledger:
     def __init__(self) -> None:
         self.logical: dict[str, int] = {}
         self.wire: dict[str, int] = {}
-        self.stop = events.subscribe(self._hear)
+        self.stop = events.subscribe(self._on_event)
 
     def begin_step(self) -> None:
         """Forget the step before."""
         self.logical, self.wire = {}, {}
 
-    def _hear(self, event: events.Event) -> None:
+    def _on_event(self, event: events.Event) -> None:
         if isinstance(event, events.Collective):
             self.logical[event.kind] = self.logical.get(event.kind, 0) + event.logical_bytes
             self.wire[event.kind] = self.wire.get(event.kind, 0) + event.wire_bytes
@@ -196,9 +196,9 @@ def measured(spec: RunSpec) -> MemoryTimeline:
     device, rank, ranks = torch.device("cpu"), dist.get_rank(), dist.get_world_size()
     tags, text = TagLog(), ByteText.from_standard_library()
     heartbeat = SimpleNamespace(enter=lambda *_: None)
-    # Any: the part of a RankContext that a setup reads; nobody reads this heartbeat
-    place: Any = SimpleNamespace(device=device, rank=rank, world_size=ranks, heartbeat=heartbeat)
-    setup = build(spec, place)
+    # Any: the part of a RankContext that a setup reads; this heartbeat is not read
+    context: Any = SimpleNamespace(device=device, rank=rank, world_size=ranks, heartbeat=heartbeat)
+    setup = build(spec, context)
 
     def step(number: int, batch_size: int, sequence_length: int) -> None:
         setup.train_step([[text.batch(number, rank, ranks, batch_size, sequence_length)]])

@@ -106,7 +106,7 @@ def bus_table(billions: float, ranks: int, gigabytes_per_second: float) -> Table
 
 @dataclass(frozen=True, repr=False)
 class Frozen:
-    """What one rank sends and keeps when everything trains, and when only adapters do."""
+    """The bytes that one rank sends and keeps when everything trains, and when only adapters do."""
 
     costs: dict[str, dict[str, int]]
     ranks: int

@@ -22,7 +22,7 @@ TIME_LIMIT = 150.0
 
 
 def mesh(**axes: int) -> Table:
-    """Where each rank stands on a row-major mesh: `mesh(dp=2, tp=2)`; the last axis holds neighbours."""
+    """The position of each rank on a row-major mesh: `mesh(dp=2, tp=2)`; the last axis holds neighbours."""
     sizes = list(axes.values())
     rows = []
     for rank in range(prod(sizes)):
@@ -34,13 +34,13 @@ def mesh(**axes: int) -> Table:
 
 @dataclass(frozen=True)
 class Composed:
-    """What training a composed model beside its twin showed, on rank 0; each method is a table of it."""
+    """The training of a composed model compared with its twin, on rank 0; each method is a table of it."""
 
     what: str
     seen: dict[str, Any]
 
     def at_rest(self) -> Table:
-        """Which part of a parameter lies where between two steps."""
+        """The part of a parameter that each rank holds between two steps."""
         return table(
             ["parameter of block 0", "at rest", "rank 0 holds"], self.seen["at rest"], f"Measured: {self.what}."
         )
@@ -70,7 +70,7 @@ def tensor() -> Composed:
     """GPT-tiny on a 2 x 2 mesh (dp, tp), as the learner's `compose` does it where its check passed,
     else the reference.
     """
-    payload = {"home": str(current().home.path), "compose": str(solution_file("16.compose"))}
+    payload = {"workspace": str(current().workspace.path), "compose": str(solution_file("16.compose"))}
     return Composed("gpt-tiny, dp = 2 x tp = 2", _call("tensor", payload))
 
 
@@ -89,7 +89,7 @@ def pipeline() -> Table:
 
 
 def bubble(stages: int, micro_batches: int) -> Table:
-    """How much of a pipeline's time its stages stand idle (GPipe and 1F1B): (p - 1) / (m + p - 1)."""
+    """The idle part of a pipeline's time (GPipe and 1F1B): (p - 1) / (m + p - 1)."""
     idle = (stages - 1) / (micro_batches + stages - 1)
     row = [stages, micro_batches, f"{idle:.1%}", f"{1 - idle:.1%}"]
     return table(["stages p", "micro-batches m", "idle", "busy"], [row], "Computed: (p - 1) / (m + p - 1).")

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fsdplab.teaching.core.exercise import Case, Choice, Exercise, Question, Slip, Trial, Wrong, edited
-from fsdplab.teaching.core.findings import Difference
+from fsdplab.teaching.core.verdicts import Difference
 
 ON_THE_RANKS = str(Path(__file__).with_name("on_ranks.py"))
 _RANKS = 4

@@ -1,4 +1,4 @@
-"""The half of lesson 16 that runs on the ranks: drive the learner's functions, train composed models beside their
+"""The part of lesson 16 that runs on the ranks: drive the learner's functions, train composed models beside their
 twins.
 
 Bytes are counted per mesh axis: what the engine sends, by its own events, and what tensor and expert parallelism send,
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdplab.engine import FSDPModule, events, fully_shard
-from fsdplab.teaching.core.workspace import Home, load_function
+from fsdplab.teaching.core.workspace import Workspace, load_function
 from fsdplab.workloads import build_model, loss_of
 from fsdplab.workloads.moe import MoE, build_moe, moe_loss_of, spread_experts
 from fsdplab.workloads.twin import replay_gradients
@@ -32,7 +32,7 @@ SENT = {"all_reduce": 2.0, "all_gather_into_tensor": 1.0, "reduce_scatter_tensor
 
 
 def tokens_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """What a data-parallel rank reads: int64 [2, 16], and the same one further on."""
+    """The batch of a data-parallel rank: tokens int64 [2, 16], and targets one further on."""
     tokens = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(100 * step + rank))
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -41,7 +41,7 @@ def tokens_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def composed(compose: Callable[[nn.Module, DeviceMesh], nn.Module]) -> dict[str, Any]:
-    """What the learner's `compose(model, mesh)` made on a 2 x 2 mesh, and whether it trains as the twin does."""
+    """The result of the learner's `compose(model, mesh)` on a 2 x 2 mesh, and whether it trains as the twin."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = compose(build_model("gpt-tiny"), mesh)
     if model is None:
@@ -63,7 +63,7 @@ def averaged(average_expert: Callable[[Tensor, dist.ProcessGroup], Tensor], grad
 
 def tensor(payload: dict[str, Any]) -> dict[str, Any]:
     """Train GPT-tiny on a 2 x 2 mesh as `payload["compose"]` (path of the learner's file) composes it."""
-    Home(Path(payload["home"])).make_importable()
+    Workspace(Path(payload["workspace"])).make_importable()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = load_function(Path(payload["compose"]), "compose")(build_model("gpt-tiny"), mesh)
     axes = ("dp", {mesh["tp"].get_group().group_name: "tp"})

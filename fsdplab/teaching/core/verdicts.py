@@ -1,6 +1,6 @@
-"""What a check found: the first difference between two values, told so that a learner can act on it.
+"""The verdict of a check: the first difference between two values, and feedback for the learner.
 
-Pure functions and frozen records, no ranks and no notebook: every sentence of a failed check can be tested here.
+Pure functions and frozen records, without ranks and notebook, so every sentence of a failed check can be tested.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Feedback:
     """Why a check failed: what was expected and got, where (rank, step, tensor, first index), and the likely cause."""
 
     headline: str
@@ -49,32 +49,34 @@ class Finding:
 
 @dataclass(frozen=True, repr=False)
 class Verdict:
-    """The outcome of one check, ready to show; `finding` is None where it passed."""
+    """The outcome of one check, ready to show; `feedback` is None where it passed."""
 
     exercise: str
-    finding: Finding | None
+    feedback: Feedback | None
     note: str = ""
     hints: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
-        return self.finding is None
+        return self.feedback is None
 
     def __str__(self) -> str:
-        if self.finding is None:
+        if self.feedback is None:
             return f"{self.exercise}: passed. {self.note}".strip()
-        width = max(len(label) for label, _ in self.finding.rows())
-        rows = [f"  {label:<{width}}  {_hanging(text, width + 4)}" for label, text in self.finding.rows()]
-        return "\n".join([f"{self.exercise}: not yet. {self.finding.headline}", *rows, *self.hints, self.note]).rstrip()
+        width = max(len(label) for label, _ in self.feedback.rows())
+        rows = [f"  {label:<{width}}  {_hanging(text, width + 4)}" for label, text in self.feedback.rows()]
+        return "\n".join(
+            [f"{self.exercise}: not yet. {self.feedback.headline}", *rows, *self.hints, self.note]
+        ).rstrip()
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         colour, word = ("#2a9d5c", "passed") if self.passed else ("#c8553d", "not yet")
-        headline = self.note if self.finding is None else self.finding.headline
+        headline = self.note if self.feedback is None else self.feedback.headline
         parts = [f"<b style='color:{colour}'>{self.exercise}: {word}.</b> {with_code(headline)}"]
-        if self.finding is not None:
-            parts.append(_html_rows(self.finding))
+        if self.feedback is not None:
+            parts.append(_html_rows(self.feedback))
             parts += [
                 f"<div style='margin-top:4px'>{with_code(line)}</div>" for line in (*self.hints, self.note) if line
             ]
@@ -90,12 +92,12 @@ def with_code(text: str) -> str:
     return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(text))
 
 
-def _html_rows(finding: Finding) -> str:
+def _html_rows(feedback: Feedback) -> str:
     cell = "style='text-align:left;vertical-align:top;padding:1px 12px 1px 0'"
     rows = [
         f"<tr><td {cell}><i>{label}</i></td><td {cell}><span"
         f" style='white-space:pre-wrap'>{with_code(text)}</span></td></tr>"
-        for label, text in finding.rows()
+        for label, text in feedback.rows()
     ]
     return f"<table>{''.join(rows)}</table>"
 

@@ -82,7 +82,7 @@ def test_a_tool_has_nothing_to_say(command):
         ("widgets/tabs.py", "from fsdplab.cli import errors", "Imports run downwards"),
         ("planning/traffic.py", "from fsdplab.engine.core.unit import Unit", "Planning takes"),
         ("profiling/traces/skew.py", "import fsdplab.workloads.text", "Profiling takes"),
-        ("sessions/summary.py", "import plotly.graph_objects", "The lower floors"),
+        ("sessions/summary.py", "import plotly.graph_objects", "The lower layers"),
         ("figures/table.py", "from rich.table import Table", "Only the command line"),
         ("teaching/core/answers.py", "import fsdplab.teaching.lessons.nb00_tour.tour", "In the course"),
         ("teaching/lessons/nb00_tour/tour.py", "from fsdplab.teaching.lessons.nb12_hybrid import on_ranks", "A lesson"),
@@ -107,7 +107,7 @@ def test_a_wrong_import_is_rejected(tmp_path, path, source, rule):
 @pytest.mark.parametrize(
     "name,path", modules(ROOT / "fsdplab").items(), ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_a_module_is_a_chapter(name, path):
+def test_a_module_says_why_it_exists(name, path):
     text = path.read_text(encoding="utf-8")
     assert ast.get_docstring(ast.parse(text)), f"{path}: a module opens with a docstring that says why it exists"
 
@@ -172,6 +172,46 @@ def test_every_file_beside_the_code_is_package_data():
         assert any(path in package.glob(pattern) for pattern in patterns), f"{path} would not be in a wheel"
 
 
+METAPHORS = re.compile(
+    r"\b(house|rooms?|floors?|chapters?|arrows?|hears?|rankside|callee|tenants?|told[ _]apart|leaves? a note"
+    r"|speaks? into|passed the tap|what cannot be|the request cannot be|that cannot be(?! \w+(?:ed|n|t|d)\b)"
+    r"|in words(?=[,;:]|\. |\.\"|$))\b",
+    re.IGNORECASE,
+)
+LITERAL = {  # (path, word): the word is meant literally, or belongs to a fixed name
+    ("cli/bench.py", "floor"), ("sessions/bench_engines.py", "floor"), ("figures/static", "floor"),
+    ("figures/static", "room"), ("figures/report", "room"), ("figures/style.py", "room"), ("gpu_check", "room"),
+    ("engine/shm_moves.py", "room"), ("engine/mapped.py", "room"), ("engine/offload.py", "room"),
+    ("teaching/lessons/nb11_shoot_out/exercises.py", "room"),
+}  # fmt: skip
+STILL_THERE = {("figures/style.py", "house"), ("figures/style.py", "told apart"), ("figures/style.py", "in words"),
+               ("engine/watchdog.py", "in words"), ("gpu_check", "told apart"), ("gpu_check", "in words"),
+               ("gpu_check", "the request cannot be")}  # fmt: skip
+
+
+def metaphors(path: Path, root: Path = ROOT) -> list[str]:
+    """`file:line: word` of every banned word that is not listed as literal."""
+    name = path.relative_to(root).as_posix().removeprefix("fsdplab/")
+    return [
+        f"{name}:{number}: {found[0]}"
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        for found in METAPHORS.finditer(line)
+        if not any(
+            name.startswith(prefix) and found[0].lower().startswith(word) for prefix, word in LITERAL | STILL_THERE
+        )
+    ]
+
+
+def test_texts_have_no_metaphors():
+    files = [*(ROOT / "fsdplab").rglob("*.py"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    assert [found for path in sorted(files) for found in metaphors(path)] == []
+
+
+def test_a_metaphor_is_found(tmp_path):
+    (tmp_path / "README.md").write_text("The engine is a room.\nA file that cannot be read, a run that cannot be.\n")
+    assert metaphors(tmp_path / "README.md", tmp_path) == ["README.md:1: room", "README.md:2: that cannot be"]
+
+
 def test_plain_import_is_light():
     assert not loaded_after("import fsdplab") & {
         "torch",
@@ -185,7 +225,7 @@ def test_plain_import_is_light():
     }
 
 
-def test_inner_floors_run_without_outer_libraries():
+def test_inner_layers_run_without_outer_libraries():
     known = modules(ROOT / "fsdplab")
     inner = [name for name in known if name.partition(".")[0] in INNER and not name.endswith("__main__")]
     loaded = loaded_after("\n".join(f"import fsdplab.{name}" for name in inner))
