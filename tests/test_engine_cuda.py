@@ -156,8 +156,8 @@ def test_a_link_delays_a_collective_by_the_formula_and_no_multiprocessor_waits(g
     unsubscribe()
     assert rows and all(row.emulated for row in rows)
     for row in rows:
-        _, passage_ns = link.collective(row.kind, row.logical_bytes, 4)
-        assert row.end_ns - row.start_ns >= passage_ns - 20_000, row  # events have a resolution of some microseconds
+        _, transfer_ns = link.collective(row.kind, row.logical_bytes, 4)
+        assert row.end_ns - row.start_ns >= transfer_ns - 20_000, row  # events have a resolution of some microseconds
 
 
 def test_a_link_changes_no_bit_and_never_makes_the_host_wait(group) -> None:

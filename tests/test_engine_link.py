@@ -67,8 +67,8 @@ class Notes:
         return self._last[number - 1]
 
 
-def test_a_passage_is_latency_and_bytes_over_bandwidth() -> None:
-    assert Link(1e9, 1e-5).passage_ns(2_000_000, steps=3) == 2_030_000
+def test_a_transfer_is_latency_and_bytes_over_bandwidth() -> None:
+    assert Link(1e9, 1e-5).transfer_ns(2_000_000, steps=3) == 2_030_000
 
 
 def test_a_link_carries_one_collective_after_the_other() -> None:
@@ -124,7 +124,7 @@ def test_all_ranks_see_the_same_times_one_after_the_other(ranks, strategy: str) 
     assert times[0] == times[1]
     assert all(end <= start for (_, end), (start, _) in zip(times[0], times[0][1:]))
     for row in ledgers[0]:
-        assert row["end_ns"] - row["start_ns"] == link.passage_ns(
+        assert row["end_ns"] - row["start_ns"] == link.transfer_ns(
             row["wire_bytes"], 2 if row["kind"] == "all_reduce" else 1
         )
         assert row["waited_ns"] >= 0
@@ -147,7 +147,7 @@ def test_hybrid_sharding_has_a_link_within_and_one_across(ranks) -> None:
     for _, rows in ranks(4, trained, "hybrid_shard", {"shard": within, "replicate": across}):
         for row in rows:
             link, steps = (across, 2) if row["kind"] == "all_reduce" else (within, 1)
-            assert row["end_ns"] - row["start_ns"] == link.passage_ns(row["wire_bytes"], steps)
+            assert row["end_ns"] - row["start_ns"] == link.transfer_ns(row["wire_bytes"], steps)
 
 
 def other_models_and_removal() -> list[bool]:

@@ -164,7 +164,7 @@ def test_a_group_of_one_takes_as_long_as_many_ranks(ranks) -> None:
         assert row["end_ns"] - row["start_ns"] == row["wire_bytes"]  # at 1 GB/s
 
 
-def test_a_passage_behind_another_is_taken_up_when_that_is_over() -> None:
+def test_a_transfer_behind_another_is_taken_up_when_that_is_over() -> None:
     def note(start: int, end: int, waited: int | None) -> events.Collective:
         return events.Collective("a", "forward", "all_gather", 4, 0, 0, "float32", start, end, waited_ns=waited)
 

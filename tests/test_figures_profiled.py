@@ -585,9 +585,9 @@ def test_slices_fill_what_each_rank_holds(ahead):
 
 
 def figures_lives(record):
-    from fsdplab.figures.plots.shard_map import lives
+    from fsdplab.figures.plots.shard_map import unit_states
 
-    return lives(record)
+    return unit_states(record)
 
 
 def test_the_map_names_the_line_of_unit_py_that_made_a_unit_what_it_is():

@@ -257,7 +257,7 @@ def ledger(start, end, kind="all_gather", unit="b", rank=0):
     }  # fmt: skip
 
 
-def test_an_emulated_links_passages_replace_the_transport(tmp_path):
+def test_an_emulated_links_transfers_replace_the_transport(tmp_path):
     events = [
         *BEFORE,
         *fsdp_gather("b", 210, 240, prefetched_by="a"),

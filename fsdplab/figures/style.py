@@ -1,6 +1,6 @@
 """One look for every figure: a colour per category and per strategy, type that reads from the back of a room.
 
-Colours are told apart with every common colour vision (a test simulates them). Backgrounds are transparent, segments
+Colours are distinct with every common colour vision (a test simulates them). Backgrounds are transparent, segments
 have edges, and text takes its colour from the layout's font, which the HTML page switches: one figure serves a
 notebook, a printed page and a dark lecture room.
 """
@@ -78,7 +78,7 @@ def template() -> go.layout.Template:
 
 
 def titled(figure: go.Figure, title: str, subtitle: str, alt: str, height: int = 420, top: int = 160) -> go.Figure:
-    """Give a figure its finding (title), its conditions (subtitle), its alternative text and the house's look.
+    """Give a figure its finding (title), its conditions (subtitle), its alternative text and the common look.
 
     Long titles and subtitles take further lines, for which the figure grows; `height` and `top` (the margin above the
     plot) are without them.
@@ -114,7 +114,7 @@ def wrapped(text: str, characters: int) -> str:
 
 
 def alt_text(figure: go.Figure) -> str:
-    """What the figure shows, in words, for readers who do not see it; kept in the figure's `layout.meta`."""
+    """What the figure shows, as text for readers who do not see it; kept in the figure's `layout.meta`."""
     return (figure.layout.meta or {}).get("alt", "")
 
 

@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0 all passed, 1 something did not, 2 the request cannot be, 130 interrupted."""
+    """Run the command; 0 all passed, 1 something did not, 2 the request is invalid, 130 interrupted."""
     asked = parser().parse_args(arguments)
     try:
         if asked.open:

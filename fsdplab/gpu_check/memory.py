@@ -37,7 +37,7 @@ from .part import Sheet, part_main
 
 TOLERANCE = 0.03
 _SAME_FOR_S, _SETTLES_WITHIN_S = 0.1, 5.0
-_OTHER_LIMIT = 0.05  # of the peak may be told apart by nobody
+_OTHER_LIMIT = 0.05  # of the peak may have no category
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def by_category(sheet: Sheet, size: Size, device: torch.device) -> None:
         )
     other = timeline.other_share
     told, allowed = f"{other:.1%} other", f"at most {_OTHER_LIMIT:.0%}"
-    sheet.check(f"{size.step.model}: peak told apart", other <= _OTHER_LIMIT, told, allowed)
+    sheet.check(f"{size.step.model}: peak by category", other <= _OTHER_LIMIT, told, allowed)
     if timeline.allocated_peak is not None:
         far = apart(timeline.peak_total, timeline.allocated_peak)
         name = f"{size.step.model}: categories sum to the allocator's peak"

@@ -153,7 +153,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Hiding:
-    """One step, judged. `elsewhere` names, in words, communication that did not run under the computing of its slot."""
+    """One step, judged. `elsewhere` says which communication that did not run under the computing of its slot."""
 
     slots: tuple[Slot, ...]
     elsewhere: tuple[str, ...]
@@ -248,7 +248,7 @@ def measure(device: torch.device, size: Size, link: Link | None) -> Measured:
         model = Blocks(size)
     sharded = made_to_gather(shard_model(model, "full_shard", mp_policy=_BF16), device, link, RANKS)
     marks, collectives = Marks(sharded, device), []
-    quiet = events.subscribe(lambda event: collectives.append(event) if isinstance(event, events.Collective) else None)
+    unsubscribe = events.subscribe(lambda e: collectives.append(e) if isinstance(e, events.Collective) else None)
     x = torch.randn(size.tokens, size.width, device=device, requires_grad=True)
     seconds, spans = [], []
     for _step in range(3 + size.steps):
@@ -262,7 +262,7 @@ def measure(device: torch.device, size: Size, link: Link | None) -> Measured:
         spans.append((*marks.take(), *moved))
         collectives.clear()
         sharded.zero_grad()
-    quiet()
+    unsubscribe()
     return Measured(tuple(f"blocks.{index}" for index in range(size.blocks)), tuple(seconds[3:]), tuple(spans[3:]))
 
 

@@ -100,7 +100,7 @@ class UnitPlan:
         return self.compute_dtypes[0] if len(set(self.compute_dtypes)) == 1 and not self.parted else _BYTES
 
     def with_parts(self, config: UnitConfig) -> UnitPlan:
-        """This plan with room for the parts of the next gather instead of those of the last."""
+        """This plan for the parts of the next gather instead of those of the last."""
         if not self.parted:
             return self
         last = {id(slot) for param in self.parted for slot in param.slots(self.layout)}

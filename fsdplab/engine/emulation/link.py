@@ -44,7 +44,7 @@ class Link:
 
     A ring of n ranks takes n - 1 steps for an all-gather or a reduce-scatter, twice as many for an all-reduce.
 
-    >>> Link(bytes_per_s=1e9, latency_s=1e-5).passage_ns(wire_bytes=1_000_000, steps=1)
+    >>> Link(bytes_per_s=1e9, latency_s=1e-5).transfer_ns(wire_bytes=1_000_000, steps=1)
     1010000
     """
 
@@ -59,7 +59,7 @@ class Link:
                 f" bytes/s, {self.latency_s} s and {self.queues}"
             )
 
-    def passage_ns(self, wire_bytes: int, steps: int) -> int:
+    def transfer_ns(self, wire_bytes: int, steps: int) -> int:
         """Nanoseconds that `wire_bytes` take in `steps` steps on the free link."""
         return round(1e9 * (self.latency_s * steps + wire_bytes / self.bytes_per_s))
 
@@ -71,7 +71,7 @@ class Link:
         """
         rounds = 2 if kind == "all_reduce" else 1
         wire_bytes = rounds * logical_bytes * (ranks - 1) // ranks
-        return wire_bytes, self.passage_ns(wire_bytes, rounds * (ranks - 1))
+        return wire_bytes, self.transfer_ns(wire_bytes, rounds * (ranks - 1))
 
 
 class Board:
@@ -158,13 +158,13 @@ class Channel:
         self.link, self.ranks = link, ranks or group.size()
         self._queues = [Queue(Board(group)) for _ in range(link.queues)]
 
-    def enter(self, event: events.Collective) -> Passage:
+    def enter(self, event: events.Collective) -> Transfer:
         """A collective sets out."""
         queue = self._queues[0 if event.kind == "all_gather" else -1]
         wire, duration_ns = self.link.collective(event.kind, event.logical_bytes, self.ranks)
-        return Passage(queue, queue.enter(duration_ns), replace(event, wire_bytes=wire))
+        return Transfer(queue, queue.enter(duration_ns), replace(event, wire_bytes=wire))
 
-    def enter_for_torch(self, kind: str, outputs: Sequence[torch.Tensor]) -> Passage:
+    def enter_for_torch(self, kind: str, outputs: Sequence[torch.Tensor]) -> Transfer:
         """A collective of an engine that knows no units sets out; `outputs` are what this rank receives."""
         given = sum(output.nbytes for output in outputs)
         logical = given * (self.ranks if kind == "reduce_scatter" else 1)
@@ -174,7 +174,7 @@ class Channel:
 
 
 @dataclass
-class Passage:
+class Transfer:
     """One collective on its way over a link."""
 
     queue: Queue
@@ -207,24 +207,24 @@ class _Behind(Transport):
 
     _kind: type[Transport]  # that class
     _channel: Channel
-    _passage: Passage | None = None
+    _transfer: Transfer | None = None
 
     def note(self, stamp: Stamp, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Note:
         """The transport asks for its note right before it issues: the collective joins the queue."""
         event = super().note(stamp, kind, logical, padding, dtype)(0, 0, None)
         assert event is not None, "a link in front of a link"
-        self._passage = self._channel.enter(event)
+        self._transfer = self._channel.enter(event)
         return lambda start, end, waited: None  # `arrive` writes it
 
     def _carried(self, pending: Pending, unit: str) -> Pending:
-        passage, self._passage = self._passage, None
-        if passage is None:  # it was carried further in already
+        transfer, self._transfer = self._transfer, None
+        if transfer is None:  # it was carried further in already
             return pending
 
         def finish() -> None:
             awaited = time.time_ns()
             pending.wait()
-            passage.arrive(awaited, unit)
+            transfer.arrive(awaited, unit)
 
         return Pending(finish, pending)
 

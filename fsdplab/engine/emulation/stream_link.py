@@ -29,12 +29,12 @@ from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.transport import Note, Transport
 from fsdplab.engine.transport.streams import CommStream, CudaStream, StreamedTransport
 
-Passage = Callable[[str, int], tuple[int, int]]  # kind, logical bytes -> wire bytes, nanoseconds on the free link
+TransferTime = Callable[[str, int], tuple[int, int]]  # kind, logical bytes -> wire bytes, nanoseconds on the free link
 Hold = Callable[[int], None]  # have the current stream wait for that many nanoseconds; the host does not
 
 
 class HostFunctionHold:
-    """Has the current stream of `device` wait, through a stream of the link's own, which carries one passage after the
+    """Has the current stream of `device` wait, through a stream of the link's own, which carries one transfer after the
     other.
     """
 
@@ -89,7 +89,7 @@ class LinkedStream:
         """As the stream inside, but that it waits before `issue`."""
         event = note(0, 0, None)
         assert event is not None, "a link in front of a link"
-        wire_bytes, nanoseconds = self._wire.passage(event.kind, event.logical_bytes)
+        wire_bytes, nanoseconds = self._wire.transfer(event.kind, event.logical_bytes)
 
         def carried(asynchronous: bool) -> Any:
             self._wire.hold(nanoseconds)
@@ -99,17 +99,17 @@ class LinkedStream:
 
 
 class Wire:
-    """One link: how long each passage takes, how a stream waits for it, and until when the link is taken."""
+    """One link: how long each transfer takes, how a stream waits for it, and until when the link is taken."""
 
-    def __init__(self, passage: Passage, hold: Hold) -> None:
-        self.passage, self.hold = passage, hold
+    def __init__(self, transfer: TransferTime, hold: Hold) -> None:
+        self.transfer, self.hold = transfer, hold
         self._free_ns = 0
 
     def noted(self, note: Note, wire_bytes: int, nanoseconds: int) -> Note:
         """`note` with the time at which the link took the collective up, which is later than its issue while another
         one passes.
 
-        A passage of 5 ns that was ready at 3, behind one that was taken up at 0 and took 4: from 4 on.
+        A transfer of 5 ns that was ready at 3, behind one that was taken up at 0 and took 4: from 4 on.
         """
 
         def emulated(start: int, end: int, waited: int | None) -> events.Collective | None:
@@ -121,7 +121,7 @@ class Wire:
         return emulated
 
 
-def on_streams(transport: StreamedTransport, passage: Passage, hold: Hold | None = None) -> StreamedTransport:
+def on_streams(transport: StreamedTransport, transfer: TransferTime, hold: Hold | None = None) -> StreamedTransport:
     """`transport` whose gathers and reductions pass one link; the other users of `transport` are not slowed.
 
     `hold` says how a stream waits, if not by a host function of the driver.
@@ -130,7 +130,7 @@ def on_streams(transport: StreamedTransport, passage: Passage, hold: Hold | None
     if hold is None:
         assert isinstance(transport._reduce_stream, CudaStream), "no stream to hold"
         hold = HostFunctionHold(transport._reduce_stream._stream.device)
-    wire = Wire(passage, hold)
+    wire = Wire(transfer, hold)
     linked._gather_stream = LinkedStream(transport._gather_stream, wire)
     linked._reduce_stream = LinkedStream(transport._reduce_stream, wire)
     return linked

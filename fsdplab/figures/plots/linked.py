@@ -13,14 +13,14 @@ from fsdplab.figures.plotly_go import go
 from fsdplab.figures.plots.memory import MB, band, envelope
 from fsdplab.figures.plots.shard_map import (
     SLICE_COLOURS,
-    Lives,
+    UnitStates,
     cells,
     finding,
     hover_text,
-    lives,
     memory_starts,
     rank_axis,
     unit_axis,
+    unit_states,
 )
 from fsdplab.figures.plots.timeline import HEIGHTS, Lanes, lanes_of, phase_line, phases, step_marks, step_start
 from fsdplab.figures.plots.timeline_bars import Mark, bars, downsample, merge_words
@@ -54,7 +54,7 @@ def linked_at(record: RunRecord, at_ns: float) -> go.Figure:
 
     ValueError outside of the step. `linked_at(record, 3_000_000)` is 3 ms into the step.
     """
-    length = lives(record).length
+    length = unit_states(record).length
     if not 0 <= at_ns <= length:
         raise ValueError(
             f"at_ns is {at_ns:.0f}; expected 0 to {length}, ns since the memory step began; choose an instant of the"
@@ -72,12 +72,12 @@ def with_cursor(record: RunRecord, at_ns: float, limit: int = MARKS) -> go.Figur
 
 def peak_instant(record: RunRecord) -> int:
     """When the worst rank's memory peaks, in ns since the step began: where a cursor starts."""
-    life = lives(record)
+    life = unit_states(record)
     return min(max(0, max(memory_of_step(record, life), key=_total)["time_ns"]), life.length)
 
 
 def _linked(record: RunRecord, at_ns: float | None, with_slices: bool, limit: int = MARKS) -> go.Figure:
-    life = lives(record)
+    life = unit_states(record)
     memory = memory_of_step(record, life)
     _, rows = timeline_of(record, life.step)
     lanes, end = lanes_of(rows), life.length / MS
@@ -104,7 +104,7 @@ def _linked(record: RunRecord, at_ns: float | None, with_slices: bool, limit: in
     )
 
 
-def memory_of_step(record: RunRecord, life: Lives) -> list[Row]:
+def memory_of_step(record: RunRecord, life: UnitStates) -> list[Row]:
     """The memory rows of the rank with the highest peak, `time_ns` moved to the clock of `life`."""
     rows = [row for row in rows_of(record, "memory") if row["step"] == life.step]
     if not rows:
@@ -121,7 +121,7 @@ def _total(row: Row) -> int:
     return sum(row[name] for name in CATEGORIES)
 
 
-def _memory_bands(memory: list[Row], life: Lives) -> list[go.Scatter]:
+def _memory_bands(memory: list[Row], life: UnitStates) -> list[go.Scatter]:
     """The stack of categories, in MB."""
     drawn = envelope(memory, 300)
     last = {**drawn[-1], "time_ns": max(life.length, drawn[-1]["time_ns"])}
@@ -131,7 +131,7 @@ def _memory_bands(memory: list[Row], life: Lives) -> list[go.Scatter]:
     return bands
 
 
-def _life_bars(life: Lives, end: float, limit: int) -> list[go.Bar]:
+def _life_bars(life: UnitStates, end: float, limit: int) -> list[go.Bar]:
     """A narrow lane for each rank and unit: pale while the unit is gathered, blue while it is whole."""
     marks, every = [], sharing(life)
     for place, (rank, unit) in enumerate((rank, unit) for rank in life.ranks for unit in life.units):
@@ -145,7 +145,7 @@ def _life_bars(life: Lives, end: float, limit: int) -> list[go.Bar]:
     return [trace.update(showlegend=True) for trace in bars(drawn, _STATE_COLOURS, {}, end, yaxis="y3")]
 
 
-def sharing(life: Lives) -> int:
+def sharing(life: UnitStates) -> int:
     """How many units share a lane: 1 for up to 120 units times ranks, 2 for up to 240."""
     return -(-len(life.ranks) * len(life.units) // _LANES)
 
@@ -159,7 +159,7 @@ def _domains(heights: list[int]) -> list[tuple[float, float]]:
     return domains
 
 
-def _axes(figure: go.Figure, heights: list[int], life: Lives, lanes: Lanes, end: float, top: float) -> None:
+def _axes(figure: go.Figure, heights: list[int], life: UnitStates, lanes: Lanes, end: float, top: float) -> None:
     """One clock for the first three panels, its spike line through all of them; the map of slices has its own axis."""
     domains = _domains(heights)
     figure.update_layout(
@@ -190,7 +190,7 @@ def _axes(figure: go.Figure, heights: list[int], life: Lives, lanes: Lanes, end:
         )
 
 
-def _life_axis(life: Lives) -> dict[str, Any]:
+def _life_axis(life: UnitStates) -> dict[str, Any]:
     """Lanes of units, labelled where space allows: every unit of a few, else every rank."""
     count = len(life.ranks) * len(life.units)
     named = [
@@ -227,7 +227,7 @@ def _cursor(figure: go.Figure, at_ms: float, domains: list[tuple[float, float]])
     )  # fmt: skip
 
 
-def _finding(record: RunRecord, life: Lives, memory: list[Row], at_ns: float | None) -> tuple[str, str]:
+def _finding(record: RunRecord, life: UnitStates, memory: list[Row], at_ns: float | None) -> tuple[str, str]:
     if at_ns is not None:
         return finding(record, life, at_ns)
     top = max(memory, key=_total)

@@ -24,7 +24,7 @@ _MOST_CELLS = 1_500  # above it only the first ranks are drawn
 
 
 @dataclass(frozen=True)
-class Lives:
+class UnitStates:
     """The states of every unit on every rank in one step, in ns since the step began.
 
     `states[rank, unit]` is a list of (since, state), the first at 0: `[(0, "sharded"), (1_000, "unsharding"), (5_000,
@@ -48,7 +48,7 @@ class Lives:
         return {key: [state for since, state in states if since <= at_ns][-1] for key, states in self.states.items()}
 
 
-def lives(record: RunRecord) -> Lives:
+def unit_states(record: RunRecord) -> UnitStates:
     """The states in the memory step, or in the first step that has them; ValueError with the remedy without any."""
     rows = rows_of(record, "life")
     measured = {row["step"] for row in record.table("memory")}
@@ -60,7 +60,7 @@ def lives(record: RunRecord) -> Lives:
     ranks, units = sorted({row["rank"] for row in rows}), unit_order(record, {row["unit"] for row in rows})
     for key in ((rank, unit) for rank in ranks for unit in units):
         states.setdefault(key, [(0, "sharded")])
-    return Lives(step, begin, max(ends) - begin, ranks, units, states)
+    return UnitStates(step, begin, max(ends) - begin, ranks, units, states)
 
 
 def step_begin(record: RunRecord, step: int, rows: list[Row]) -> int:
@@ -103,7 +103,7 @@ def slice_map(record: RunRecord, at_ns: float) -> go.Figure:
     `at_ns`: ns since the memory step began, 0 to its length (ValueError names it). Needs a `life` table: the lab's
     engine, with a profile.
     """
-    life = lives(record)
+    life = unit_states(record)
     if not 0 <= at_ns <= life.length:
         raise ValueError(
             f"at_ns is {at_ns:.0f}; expected 0 to {life.length}, ns since step {life.step} began; choose an instant of"
@@ -122,7 +122,7 @@ def slice_map(record: RunRecord, at_ns: float) -> go.Figure:
     )
 
 
-def cells(life: Lives, at_ns: float, xaxis: str = "x", yaxis: str = "y") -> list[go.Bar]:
+def cells(life: UnitStates, at_ns: float, xaxis: str = "x", yaxis: str = "y") -> list[go.Bar]:
     """The cells' fillings as bars: own slices, gathered slices, slices on their way. A unit is 0.9 wide."""
     state = {key: name for key, name in life.at(at_ns).items() if key[0] in life.shown}
     filled = {"own slice": list(state), "gathered from the other ranks": [], "on its way": []}
@@ -132,7 +132,7 @@ def cells(life: Lives, at_ns: float, xaxis: str = "x", yaxis: str = "y") -> list
     return [*_outline(life, xaxis, yaxis), *(_filling(life, state, name, filled[name], xaxis, yaxis) for name in names)]
 
 
-def _outline(life: Lives, xaxis: str, yaxis: str) -> list[go.Bar]:
+def _outline(life: UnitStates, xaxis: str, yaxis: str) -> list[go.Bar]:
     """The empty cells, so that missing slices can be seen."""
     places = [(life.units.index(unit) - 0.45, rank) for rank in life.shown for unit in life.units]
     return [
@@ -146,7 +146,7 @@ def _outline(life: Lives, xaxis: str, yaxis: str) -> list[go.Bar]:
 
 
 def _filling(
-    life: Lives, state: dict[tuple[int, str], str], name: str, keys: list[tuple[int, str]], xaxis: str, yaxis: str
+    life: UnitStates, state: dict[tuple[int, str], str], name: str, keys: list[tuple[int, str]], xaxis: str, yaxis: str
 ) -> go.Bar:
     share = 0.9 / len(life.ranks)
     own = name == "own slice"
@@ -160,7 +160,7 @@ def _filling(
     )  # fmt: skip
 
 
-def unit_axis(life: Lives) -> dict[str, Any]:
+def unit_axis(life: UnitStates) -> dict[str, Any]:
     """The axis of the cells' columns."""
     every = -(-len(life.units) // _ROOM_FOR_NAMES)
     shown = [(index, unit) for index, unit in enumerate(life.units) if not index % every]
@@ -171,7 +171,7 @@ def unit_axis(life: Lives) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def rank_axis(life: Lives) -> dict[str, Any]:
+def rank_axis(life: UnitStates) -> dict[str, Any]:
     """The axis of the cells' rows, the first rank on top."""
     return dict(
         range=[len(life.shown) - 0.45, -0.55], tickmode="array", tickvals=list(range(len(life.shown))),
@@ -179,7 +179,7 @@ def rank_axis(life: Lives) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def finding(record: RunRecord, life: Lives, at_ns: float) -> tuple[str, str]:
+def finding(record: RunRecord, life: UnitStates, at_ns: float) -> tuple[str, str]:
     """(title, alternative text): which units are whole at the instant, on the first rank."""
     state, rank = life.at(at_ns), life.ranks[0]
     there = {name: [unit for unit in life.units if state[rank, unit] == name] for name in STATES}

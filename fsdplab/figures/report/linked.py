@@ -12,7 +12,7 @@ from typing import Any
 from markupsafe import Markup
 
 from fsdplab.figures.plots.linked import peak_instant, with_cursor
-from fsdplab.figures.plots.shard_map import SLICE_COLOURS, STATES, Lives, lives
+from fsdplab.figures.plots.shard_map import SLICE_COLOURS, STATES, UnitStates, unit_states
 from fsdplab.figures.profile_data import MS
 from fsdplab.figures.report.parts import plot
 from fsdplab.figures.report.rendering import rendered
@@ -28,7 +28,7 @@ def linked_html(record: RunRecord, standalone: bool = False) -> str:
     Needs `timeline`, `memory` and `life` (ValueError with the remedy).
     `Path("step.html").write_text(linked_html(record, standalone=True))`.
     """
-    start, life = peak_instant(record), lives(record)
+    start, life = peak_instant(record), unit_states(record)
     length = life.length / MS
     fragment = rendered(
         "linked.html",
@@ -42,7 +42,7 @@ def linked_html(record: RunRecord, standalone: bool = False) -> str:
     return str(_alone(fragment) if standalone else fragment)
 
 
-def states_json(life: Lives) -> dict[str, Any]:
+def states_json(life: UnitStates) -> dict[str, Any]:
     """Ranks, units and every unit's changes: `[[0, 0], [1.2, 1], [3.4, 2]]` is sharded, from 1.2 ms unsharding, from
     3.4 ms unsharded.
     """

@@ -88,8 +88,8 @@ def adamw(spec: RunSpec, model: nn.Module) -> torch.optim.AdamW:
 def one_step(
     mine: Held, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], enter: Callable[[str], None]
 ) -> Tensor:
-    """Forward and backward of every micro-batch, then the optimizer; the mean loss, still on the device. `enter` hears
-    each phase.
+    """Forward and backward of every micro-batch, then the optimizer; the mean loss, still on the device. `enter` is
+    called with each phase.
     """
     total = torch.zeros((), device=batches[0][0].device)
     for index, (tokens, targets) in enumerate(batches, start=1):

@@ -115,7 +115,7 @@ class Watchdog:
 
 
 def owed(timelines: Timelines, count: int, peer: int) -> str | None:
-    """What `peer` has not done of what this rank has begun and not finished, in words; None where nothing is lacking.
+    """The operation of this rank that `peer` keeps waiting, as a text; None where there is none.
 
     Example: "write operation 12 (all_gather of blocks.3)".
     """

@@ -78,10 +78,10 @@ class Moves:
         longest, word = max(len(each) for each in inputs), output.element_size()
         width = _PIECE // word // self._ranks
         for start in range(0, longest, width):
-            room = min(width, longest - start)
-            nbytes, label = room * word * self._ranks, f"reduce_scatter {operation} {_name(output)}"
-            number = self._publish([each[start : start + room] for each in inputs], nbytes, label)
-            self._reduce(number, nbytes, self._rank * room, output[start : start + room], operation)
+            length = min(width, longest - start)
+            nbytes, label = length * word * self._ranks, f"reduce_scatter {operation} {_name(output)}"
+            number = self._publish([each[start : start + length] for each in inputs], nbytes, label)
+            self._reduce(number, nbytes, self._rank * length, output[start : start + length], operation)
             self._slots.done(number)
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
@@ -104,8 +104,8 @@ class Moves:
         and `label`.
         """
         number, slot = self._slots.claim(nbytes, label)
-        for part, room in zip(parts, slot.chunk(len(parts) or 1)):
-            room[: part.nbytes].copy_(part.view(torch.uint8))
+        for part, place in zip(parts, slot.chunk(len(parts) or 1)):
+            place[: part.nbytes].copy_(part.view(torch.uint8))
         self._slots.publish(number)
         return number
 

@@ -85,7 +85,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._set_default_backend(_GLOO)
         self._moves, self._deliveries = Moves(gloo), Deliveries()
         self._channel: Channel | None = None  # an emulated link
-        self._passage: Crossing | None = None  # the operation that has just entered it
+        self._transfer: Crossing | None = None  # the operation that has just entered it
         # shows what runs here to CommDebugMode and the profiler
         self._silent = compat.silent_group(gloo.rank(), gloo.size())
 
@@ -210,7 +210,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """
         flats = [_flat(kind, output) for output in outputs]
         if self._channel is not None and kind in _ROUNDS:
-            self._passage = self._channel.enter_for_torch(kind, flats)
+            self._transfer = self._channel.enter_for_torch(kind, flats)
         with torch.profiler.record_function(f"shm:{kind}"):
             yield flats
             for flat, output in zip(flats, outputs):
@@ -218,8 +218,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
                     output.data.copy_(flat.view(output.shape))
 
     def _finished(self, result: Tensors) -> dist.Work:
-        passage, self._passage = self._passage, None
-        due = 0 if passage is None else passage.announce()
+        transfer, self._transfer = self._transfer, None
+        due = 0 if transfer is None else transfer.announce()
         return _create_work_from_future(self._deliveries.at(due, list(result)))
 
     def _check_whole(self, kind: str, wholes: Tensors, parts: Tensors) -> None:
