@@ -147,15 +147,16 @@ def test_engine_core_stays_small():
 
 
 def test_what_the_guides_name_exists():
-    """The order of long test files, and the paths that CONTRIBUTING names: a move must not leave one behind."""
+    """The order of long test files, and the paths in guides and docstrings: a move must not leave one behind."""
     from tests.spread import LONGEST
 
     files = {path.stem for folder in ("tests", "notebooks") for path in (ROOT / folder).glob("*.*")}
     assert not set(LONGEST) - files
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`([\w/]+/[\w/]+\.\w+)`", text))
+    texts = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", *(ROOT / "fsdplab").rglob("*.py")]
+    named = {name for path in texts for name in re.findall(r"`([\w/]+/[\w/]+\.py)`", path.read_text(encoding="utf-8"))}
+    tops = (ROOT, ROOT / "fsdplab", ROOT / "fsdplab" / "engine")
     assert len(named) > 15
-    assert [name for name in sorted(named) if not any((top / name).exists() for top in (ROOT, ROOT / "fsdplab"))] == []
+    assert [name for name in sorted(named) if not any((top / name).exists() for top in tops)] == []
 
 
 def test_every_file_beside_the_code_is_package_data():

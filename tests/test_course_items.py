@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from fsdplab.teaching.core import answers, registry
 from fsdplab.teaching.core.exercise import Choice
 from tests.solutions import must_be_complete
 
-NOTEBOOKS = ("00", "01", "03", "04", "05", "06", "07", "08", "09", "11", "12", "13", "16")
+NOTEBOOKS = sorted(path.name[:2] for path in (Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 ITEMS = [item for notebook in NOTEBOOKS for item in registry.items_of(notebook)]
 
 
