@@ -153,7 +153,9 @@ def test_what_the_guides_name_exists():
     files = {path.stem for folder in ("tests", "notebooks") for path in (ROOT / folder).glob("*.*")}
     assert not set(LONGEST) - files
     texts = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", *(ROOT / "fsdplab").rglob("*.py")]
-    named = {name for path in texts for name in re.findall(r"`([\w/]+/[\w/]+\.py)`", path.read_text(encoding="utf-8"))}
+    named = {
+        name for path in texts for name in re.findall(r"`(\w[\w/]*/[\w/]+\.py)`", path.read_text(encoding="utf-8"))
+    }
     tops = (ROOT, ROOT / "fsdplab", ROOT / "fsdplab" / "engine")
     assert len(named) > 15
     assert [name for name in sorted(named) if not any((top / name).exists() for top in tops)] == []

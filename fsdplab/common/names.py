@@ -1,8 +1,8 @@
 """The strategies and the categories of memory: a row each, with all that is said of them in more than one place.
 
 A request is checked, a help text printed and a figure coloured before torch is loaded, so the rows stand here, without
-it. What a strategy does is the engine's own table (`engine/core/policy.py`), and the bytes it must send are written down
-independently (`planning/traffic.py`); tests hold all of them to these names.
+it. What a strategy does is the engine's own table (`engine/core/policy.py`), and the bytes it must send are written
+down independently (`planning/traffic.py`); tests hold all of them to these names.
 """
 
 from __future__ import annotations
