@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
-from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -59,6 +59,18 @@ def reduce_scatter_single(output: torch.Tensor, source: torch.Tensor, **options:
     return call(output, source, **options)
 
 
+def collectives_are_watched() -> bool:
+    """Whether somebody has replaced a collective of `torch.distributed`, or sees all that the dispatcher does."""
+    own = dist.distributed_c10d
+    replaced = any(getattr(dist, name, None) is not getattr(own, name, None) for name in _COLLECTIVES)
+    return replaced or torch._C._len_torch_dispatch_stack() > 0
+
+
+_COLLECTIVES = (
+    "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single", "all_reduce",
+)  # fmt: skip
+
+
 def inside_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
@@ -67,6 +79,14 @@ def inside_backward() -> bool:
 def is_group_alive(group: dist.ProcessGroup) -> bool:
     """Whether `group` has not been destroyed."""
     return group in dist.distributed_c10d._world.pg_map
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that serves `device` in `group`; that of the group itself where Python implements it."""
+    try:
+        return group._get_backend(device).name()
+    except RuntimeError:  # "No backend type associated with device type cpu"
+        return group.name()
 
 
 def seconds_before_giving_up(group: dist.ProcessGroup) -> float:
@@ -103,6 +123,18 @@ def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor(local, spec, requires_grad=local.requires_grad)
 
 
+def own_storage(view: torch.Tensor) -> torch.Tensor:
+    """The memory of `view` as the whole of a storage; it keeps that of `view` alive.
+
+    What copies, saves or pickles a DTensor asks its local tensor for its storage, and takes an offset in it for a
+    pointer.
+    """
+    if view.numel() == 0 or view.is_meta:
+        return view.new_empty(view.shape)
+    flat = view.contiguous().view(-1).view(torch.uint8)
+    return torch.from_dlpack(torch.utils.dlpack.to_dlpack(flat)).view(view.dtype).view(view.shape)
+
+
 def silent_group(rank: int, ranks: int) -> dist.ProcessGroup:
     """A process group that moves nothing: it lets an algorithm show the collective that it implements."""
     kind = dist.ProcessGroup.BackendType.CUSTOM
@@ -113,8 +145,12 @@ def silent_group(rank: int, ranks: int) -> dist.ProcessGroup:
 
 
 def register_state(module: nn.Module, state: Any) -> None:
-    """Have torch's own `fully_shard.state(module)` answer `state`: pipelining asks that one, whoever sharded."""
+    """Have torch's own `fully_shard.state(module)` answer `state`: pipelining asks that one, whoever sharded.
+
+    `replicate` and other composable functions look into the registry, and leave what is sharded alone.
+    """
     module.__dict__.setdefault(STATE_KEY, {})[torch_fully_shard.__wrapped__] = state
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
 def registered_state(module: nn.Module) -> Any:

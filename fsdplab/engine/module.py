@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from fsdplab.engine.core.hooks import UnitHooks, bind_root, hooks_of, units_under
 from fsdplab.engine.core.runtime import Runtime
@@ -230,7 +231,7 @@ class GradientReductionHandle:
         """Return: the gradients are there."""
 
 
-class UnshardHandle:
+class UnshardHandle(TorchUnshardHandle):
     """Work begun by `unshard(async_op=True)`."""
 
     def __init__(self, unit: Unit) -> None:

@@ -8,13 +8,14 @@ never counted down: those of unused parameters never arrive.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fsdplab.engine import compat
 from fsdplab.engine.core.runtime import Runtime
@@ -64,14 +65,14 @@ class UnitHooks:
             self._to_run, self._pass = set(self._all), runtime.passes
         device = self.unit.config.device
         if self.unit is runtime.root and device.type != "cpu":
-            args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
+            args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(device))
         return self._plant(args, kwargs) if first and torch.is_grad_enabled() else (args, kwargs)
 
     @compat.not_compiled
     def after_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Drop the unit once all its modules ran, and ask to be called before its backward."""
         if not self._bound.recomputes(self.unit):
-            for tensor in _tensors_in(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     self._ask(tensor)
             self._to_run.discard(id(module))
@@ -104,14 +105,11 @@ class UnitHooks:
         self.unit.reshard_by_hand()
 
     def _plant(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        leaves, shape = tree_flatten((args, kwargs))
-        wanting = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        wanting = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if not wanting:
             return args, kwargs
-        planted = _EndOfBackward.apply(self, *(leaves[i] for i in wanting))
-        for i, tensor in zip(wanting, planted):
-            leaves[i] = tensor
-        return tree_unflatten(leaves, shape)
+        planted = iter(_EndOfBackward.apply(self, *wanting))
+        return map_tensors((args, kwargs), lambda tensor: next(planted) if tensor.requires_grad else tensor)
 
 
 class _EndOfBackward(torch.autograd.Function):
@@ -162,14 +160,37 @@ def units_under(module: nn.Module, recurse: bool) -> list[Unit]:
     return list(dict.fromkeys(hooks.unit for each in modules if (hooks := hooks_of(each)) is not None))
 
 
-def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of a nested output, those in dataclasses too."""
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of nested arguments or outputs, those in dataclasses too, in the order of `map_tensors`."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors_in(vars(leaf))
+        elif _is_data(leaf):
+            for each in fields(leaf):
+                yield from tensors_in(getattr(leaf, each.name, None))
+
+
+def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`tree` with `function` of every tensor in its place; a dataclass that holds one is copied."""
+    leaves, shape = tree_flatten(tree)
+    return tree_unflatten([_mapped(leaf, function) for leaf in leaves], shape)
+
+
+def _mapped(leaf: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return function(leaf)
+    if not _is_data(leaf) or not any(True for _ in tensors_in(leaf)):
+        return leaf
+    copied = copy.copy(leaf)
+    for each in fields(leaf):
+        if hasattr(leaf, each.name):  # also of frozen ones, and without running __post_init__ again
+            object.__setattr__(copied, each.name, map_tensors(getattr(leaf, each.name), function))
+    return copied
+
+
+def _is_data(leaf: Any) -> bool:
+    return is_dataclass(leaf) and not isinstance(leaf, type)
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+    return map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

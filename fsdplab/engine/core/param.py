@@ -57,7 +57,7 @@ class ShardedParam:
         if self._whole_at_rest:
             return
         original = self.at_rest
-        local = self.natural(self.rows_first(local_part(original))[start:stop])
+        local = self.natural(compat.own_storage(self.rows_first(local_part(original))[start:stop]))
         self.at_rest = nn.Parameter(compat.dtensor_of(local, self.spec), requires_grad=original.requires_grad)
         self.at_rest.__dict__.update(original.__dict__)
         mark_replaced(original)
@@ -98,10 +98,11 @@ class ShardedParam:
         local = self.local
         if local.data_ptr() != place.data_ptr() or local.device != place.device:
             place.copy_(local)
+        rows = self.natural(compat.own_storage(place))
         if isinstance(self.at_rest, DTensor):
-            self.at_rest._local_tensor = self.natural(place)
+            self.at_rest._local_tensor = rows
         else:
-            self.at_rest.data = self.natural(place)
+            self.at_rest.data = rows
         self._address = place.data_ptr() if place.numel() else 0
 
     def back(self, storage: torch.UntypedStorage, offset: int, dtype: torch.dtype) -> None:

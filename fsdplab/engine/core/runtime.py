@@ -26,7 +26,8 @@ class Runtime:
         self.passes = 0  # root forwards begun or ended: what ran in another one does not count in this one
         self._forward_root: Unit | None = None
         self._entered: list[Unit] = []  # units whose forward has begun and not ended
-        self._reducing: list[Unit] = []
+        self._reducing: list[Unit] = []  # whose first collective is under way, oldest first
+        self._replicating: list[Unit] = []  # whose second is: the all-reduce over the replicas of hybrid_shard
         self._backward_of: dict[str, str] = {}  # unit -> how far its backward has come in this pass; absent: not begun
         self._callback_queued = False
         self._accumulating = False
@@ -77,6 +78,7 @@ class Runtime:
         self._callback_queued = False
         self._backward_of.clear()
         self._reducing.clear()
+        self._replicating.clear()
         for unit in self.units.values():
             unit.abandon_gradients()
 
@@ -137,25 +139,37 @@ class Runtime:
         if unit.unshard_in_backward:
             unit.start_unshard("backward")
 
+    @torch.no_grad()  # a backward with create_graph=True records what its hooks do
     def after_backward(self, unit: Unit) -> None:
         """Collect the gradients of `unit`, drop it, and start to reduce."""
         self._backward_of[unit.name] = DONE
         with events.span("post_backward", unit.name):
-            while unit in self._reducing:
-                self._advance_reductions()
+            if unit in self._reducing or unit in self._replicating:
+                self._finish_reductions()  # it has run twice, and reduces for the second time
             unit.collect_gradients()
             if unit.reshard_after_backward:
                 unit.reshard("backward")
             if not unit.sync:
                 return
-            if len(self._reducing) >= unit.in_flight:
-                self._advance_reductions()
+            self._make_room(unit.in_flight)
             unit.start_reduce()
             self._reducing.append(unit)
 
-    def _advance_reductions(self) -> None:
-        """Complete a stage of every reduction in flight: each had the backward of one unit to hide behind."""
-        self._reducing = [unit for unit in self._reducing if not unit.finish_reduce()]
+    def _make_room(self, most: int) -> None:
+        """Wait for the oldest reductions until fewer than `most` are under way; those over replicas go on with their
+        all-reduce, which has the backward of another `most` units to hide behind.
+        """
+        while len(self._reducing) >= most:
+            oldest = self._reducing.pop(0)
+            if not oldest.finish_reduce():
+                while len(self._replicating) >= most:
+                    self._replicating.pop(0).finish_reduce()
+                self._replicating.append(oldest)
+
+    def _finish_reductions(self) -> None:
+        self._make_room(1)
+        while self._replicating:
+            self._replicating.pop(0).finish_reduce()
 
     def _queue_callback(self) -> None:
         if not self._callback_queued:
@@ -163,14 +177,14 @@ class Runtime:
             self._backward_of.clear()
             Variable._execution_engine.queue_callback(self.end_backward)
 
+    @torch.no_grad()
     def end_backward(self) -> None:
         """Complete units whose inputs carry no gradient or that were unused, then wait for every reduction."""
         with events.span("root_post_backward_callback"):
             for unit in reversed(self.units.values()):
                 if self._backward_of.get(unit.name) is not DONE:
                     self.after_backward(unit)
-            while self._reducing:
-                self._advance_reductions()
+            self._finish_reductions()
             self._drop_everything("backward")
             self._settle()
             for unit in self.units.values():

@@ -4,7 +4,7 @@ allocators.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,14 @@ class CustomTransport(StagedTransport):
 
     def __init__(self, below: Transport, device: torch.device, gather: Any = None, scatter: Any = None) -> None:
         super().__init__(below.group, device)
+        if isinstance(below, StagedTransport):
+            self._reduce_group = below._reduce_group
         self.below, self.device, self.gather, self.scatter = below, device, gather, scatter
+
+    def separate_reductions(self, enable: bool) -> None:
+        """As below, and for good: what is made over the same transport later reduces in the same group."""
+        self.below.separate_reductions(enable)
+        super().separate_reductions(enable)
 
     def _staging(self, like: torch.Tensor, numel: int, role: str) -> torch.Tensor:
         comm = self.gather if role == "gather" else self.scatter
@@ -41,47 +48,70 @@ class CustomTransport(StagedTransport):
         received = self._staging(output, output.numel(), "scatter")
 
         def issue(asynchronous: bool) -> Any:
-            return self.scatter(received, send, self.group, dist.ReduceOp.SUM, async_op=asynchronous)
+            return self.scatter(received, send, self._reduce_group, dist.ReduceOp.SUM, async_op=asynchronous)
 
         return issue, lambda: output.copy_(received).div_(divide), received
 
 
 class GroupMemory:
-    """An all-gather over staging memory of the process group's own allocator (NCCL's registered buffers)."""
+    """Staging memory of the process group's own allocator (NCCL's registered buffers)."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._backend = group._get_backend(device)
 
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory of the group."""
         return self._backend.allocate_tensor(*size, dtype=dtype, device=device)
 
-    def __call__(
-        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Any:
-        return compat.all_gather_single(output, source, group=group, async_op=async_op)
+    def register(self, group: dist.ProcessGroup, *tensors: torch.Tensor) -> None:
+        """Make `tensors` known to all ranks of `group`, before its collective uses them."""
 
 
 class SymmetricMemory(GroupMemory):
-    """An all-gather over symmetric memory, which NCCL then moves with copy engines or symmetric kernels."""
+    """Staging memory that all ranks map, which NCCL moves with copy engines or symmetric kernels."""
 
-    def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, backend: str = "NCCL") -> None:
         from torch.distributed import _symmetric_memory
 
         self._memory = _symmetric_memory
         self._memory.set_backend(backend)
         dist.barrier(group=group)  # the rendezvous needs a communicator that exists
 
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory of the pool that all ranks map."""
         with torch.cuda.use_mem_pool(self._memory.get_mem_pool(device)):
-            return torch.empty(size, dtype=dtype, device=device)
+            return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def register(self, group: dist.ProcessGroup, *tensors: torch.Tensor) -> None:
+        """Meet the other ranks over `tensors`."""
+        for tensor in tensors:
+            self._memory.rendezvous(tensor, group=group.group_name)
+
+
+class AllGatherIn:
+    """An all-gather into memory of a given kind."""
+
+    def __init__(self, memory: GroupMemory) -> None:
+        self.memory, self.allocate = memory, memory.allocate
 
     def __call__(
         self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        self._memory.rendezvous(output, group=group.group_name)
-        return super().__call__(output, source, group, async_op)
+        self.memory.register(group, output)  # the gather is in place: the source is a part of it
+        return compat.all_gather_single(output, source, group=group, async_op=async_op)
+
+
+class ReduceScatterIn:
+    """A reduce-scatter out of memory of a given kind."""
+
+    def __init__(self, memory: GroupMemory) -> None:
+        self.memory, self.allocate = memory, memory.allocate
+
+    def __call__(
+        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        self.memory.register(group, source, output)
+        return compat.reduce_scatter_single(output, source, group=group, op=op, async_op=async_op)
 
 
 def use(unit: Unit, gather: Any = None, scatter: Any = None) -> None:
@@ -96,22 +126,38 @@ def use(unit: Unit, gather: Any = None, scatter: Any = None) -> None:
 
 
 def allocate_from_group(unit: Unit, enable: bool) -> None:
-    """Stage this unit's gathers in memory of its process group, or no longer;
-    nothing changes where it allocates none.
+    """Stage this unit's collectives in memory of its process group, or no longer; nothing changes where it allocates
+    none.
     """
     now, device = unit.config.shard, unit.config.device
-    if enable and now is not None and now.group._get_backend(device).supports_tensor_alloc(device):
-        use(unit, gather=GroupMemory(now.group, device))
-    elif isinstance(now, CustomTransport) and isinstance(now.gather, GroupMemory):
+    if now is None:
+        return
+    _check_not_custom(now, "set_allocate_memory_from_process_group_for_comm")
+    if enable and now.group._get_backend(device).supports_tensor_alloc(device):
+        _stage_in(unit, GroupMemory(now.group, device))
+    elif not enable and isinstance(now, CustomTransport):
         unit.config = replace(unit.config, shard=now.below)
 
 
 def allocate_symmetric(unit: Unit, backend: str) -> None:
-    """Stage this unit's gathers in symmetric memory."""
-    if unit.config.device.type != "cuda":
-        raise RuntimeError(f"symmetric memory needs CUDA devices and NCCL, got {unit.config.device}")
-    if unit.config.shard is not None:
-        use(unit, gather=SymmetricMemory(unit.config.shard.group, backend))
+    """Stage this unit's collectives in symmetric memory."""
+    now, device = unit.config.shard, unit.config.device
+    if device.type != "cuda":
+        raise RuntimeError(f"symmetric memory needs CUDA devices and NCCL, got {device}")
+    if now is not None:
+        _check_not_custom(now, "set_symm_mem_for_comm")
+        _stage_in(unit, SymmetricMemory(now.group, device, backend))
+
+
+def _stage_in(unit: Unit, memory: GroupMemory) -> None:
+    use(unit, gather=AllGatherIn(memory), scatter=ReduceScatterIn(memory))
+
+
+def _check_not_custom(now: Transport, method: str) -> None:
+    """An `AssertionError`, as PyTorch's, where the user's own collectives choose their memory themselves."""
+    for comm in (now.gather, now.scatter) if isinstance(now, CustomTransport) else ():
+        if comm is not None and not isinstance(comm, (AllGatherIn, ReduceScatterIn)):
+            raise AssertionError(f"{method} cannot be used with a collective of your own ({type(comm).__name__})")
 
 
 def on_stream(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream) -> Callable[[torch.Tensor], None]:

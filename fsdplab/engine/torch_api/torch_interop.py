@@ -19,7 +19,7 @@ from fsdplab.engine.core.unit import UNSHARDED, Unit
 
 
 class State:
-    """The unit of a module. Whoever asks it about the run makes its module the root, if no root is above it."""
+    """The unit of a module. Reading it before the first forward does not decide who the root is."""
 
     def __init__(self, modules: Sequence[nn.Module], hooks: UnitHooks) -> None:
         self._module, self._hooks = weakref.ref(modules[0]), hooks
@@ -33,15 +33,15 @@ class State:
 
     @property
     def _state_ctx(self) -> Context:
-        return Context(self._runtime)
+        return Context(self._hooks)
 
     @property
-    def _comm_ctx(self) -> Runtime:
-        return self._runtime
+    def _comm_ctx(self) -> Runtime | None:
+        return self._hooks.runtime
 
     @property
     def _fsdp_param_groups(self) -> list[Group]:
-        return [Group(self._hooks.unit, self._runtime)] if self._hooks.unit.params else []
+        return [Group(self._hooks.unit, self._hooks)] if self._hooks.unit.params else []
 
     @property
     def _fsdp_param_group(self) -> Group | None:
@@ -57,7 +57,8 @@ class State:
         return self._hooks.after_forward(module, args, output)
 
     def _root_post_backward_final_callback(self) -> None:
-        self._runtime.end_backward()
+        if self._hooks.runtime is not None:
+            self._hooks.runtime.end_backward()
 
 
 def state_of(module: nn.Module) -> State | None:
@@ -68,33 +69,34 @@ def state_of(module: nn.Module) -> State | None:
 class Context:
     """What all units of a root share."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self.all_states = [UnitView(unit, runtime) for unit in runtime.units.values()]
+    def __init__(self, hooks: UnitHooks) -> None:
+        self._settings = hooks.runtime or hooks
+        units = hooks.runtime.units.values() if hooks.runtime is not None else ()
+        self.all_states = [UnitView(unit, hooks) for unit in units]
 
     @property
     def is_last_backward(self) -> bool:
         """Whether the optimizer steps after the next backward."""
-        return self._runtime.is_last_backward
+        return self._settings.is_last_backward
 
     @is_last_backward.setter
     def is_last_backward(self, value: bool) -> None:
-        self._runtime.is_last_backward = value
+        self._settings.is_last_backward = value
 
 
 class UnitView:
     """A unit as one of `all_states`."""
 
-    def __init__(self, unit: Unit, runtime: Runtime) -> None:
-        self._fsdp_param_groups = [Group(unit, runtime)] if unit.params else []
+    def __init__(self, unit: Unit, hooks: UnitHooks) -> None:
+        self._fsdp_param_groups = [Group(unit, hooks)] if unit.params else []
         self._fsdp_param_group = self._fsdp_param_groups[0] if self._fsdp_param_groups else None
 
 
 class Group:
     """A unit as a parameter group."""
 
-    def __init__(self, unit: Unit, runtime: Runtime) -> None:
-        self._unit, self._runtime = unit, runtime
+    def __init__(self, unit: Unit, hooks: UnitHooks) -> None:
+        self._unit, self._hooks = unit, hooks
         self.fsdp_params = unit.params
 
     @property
@@ -116,4 +118,5 @@ class Group:
 
     def post_backward(self, *_: Any) -> None:
         """Collect this unit's gradients and, if they are to be synchronised, begin to reduce them."""
-        self._runtime.after_backward(self._unit)
+        assert self._hooks.runtime is not None, "no forward has begun"
+        self._hooks.runtime.after_backward(self._unit)

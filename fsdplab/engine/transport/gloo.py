@@ -7,7 +7,7 @@ order, moves the textbook's bytes and gives the same bits in every run. Whatever
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,21 +30,28 @@ class GlooTransport(StagedTransport):
         events.tag("communication_buffers", received, "")
 
         def issue(asynchronous: bool) -> Any:
-            announce("reduce_scatter", self._announced)
+            announce("reduce_scatter", self._announced, lambda: (torch.empty_like(output), send))
             return self._backend.alltoall_base(received, send, [], [])
 
         return issue, lambda: sum_in_rank_order(received.view(self.ranks, -1), output, divide), received
 
 
-def announce(kind: str, group: dist.ProcessGroup) -> None:
-    """Show a collective, without moving anything, to whatever watches `torch.distributed` and the profiler."""
+def announce(
+    kind: str, group: dist.ProcessGroup, buffers: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
+) -> None:
+    """Show a collective, without moving anything, to whatever watches `torch.distributed` and the profiler.
+
+    Whoever has replaced the function, or sees the dispatcher, is shown `buffers` (output, source) of the true size and
+    dtype, on the CPU; nobody else pays for them. The output is written to.
+    """
     nothing = torch.empty(0, device="cpu")  # the group is the CPU's, whatever the default device is
+    output, source = buffers() if buffers is not None and compat.collectives_are_watched() else (nothing, nothing)
     if kind == "all_gather":
-        compat.all_gather_single(nothing, nothing, group=group)
+        compat.all_gather_single(output, source, group=group)
     elif kind == "reduce_scatter":
-        compat.reduce_scatter_single(nothing, nothing, group=group)
+        compat.reduce_scatter_single(output, source, group=group)
     else:
-        dist.all_reduce(nothing, group=group)
+        dist.all_reduce(output, group=group)
 
 
 def sum_in_rank_order(parts: Iterable[torch.Tensor], output: torch.Tensor, divide: float) -> None:

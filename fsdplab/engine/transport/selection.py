@@ -1,6 +1,7 @@
-"""Which transport a group gets: NCCL's on CUDA; on CPU shared memory where all its ranks are on one machine, else gloo.
+"""Which transport a group gets: over gloo on CPU shared memory where all ranks are on one machine, else gloo itself.
 
-A gloo group on CUDA is that of several ranks on one GPU: `shared_gpu` carries what gloo does not.
+Over any other backend (NCCL, those written in Python, torch's test backends) the staged one, which asks for nothing but
+the collectives. A gloo group on CUDA is that of several ranks on one GPU: `shared_gpu` carries what gloo does not.
 """
 
 from __future__ import annotations
@@ -48,16 +49,14 @@ def forget_destroyed() -> None:
 
 
 def _make(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transport:
-    if (
-        wanted == "shared_gpu"
-        or device.type == "cuda"
-        and wanted == "auto"
-        and group._get_backend(device).name() == "gloo"
-    ):
+    backend = compat.backend_of(group, device)
+    if wanted == "shared_gpu" or device.type == "cuda" and wanted == "auto" and backend == "gloo":
         return made_for(group, device)
-    if device.type == "cuda":
+    if device.type == "cuda" or wanted == "auto" and backend != "gloo":
         return StagedTransport(group, device)
-    if wanted == "gloo" or group._get_backend(device).name() != "gloo":
+    if backend != "gloo":
+        raise ValueError(f"transport {wanted!r} works over a gloo group, but this one's backend is {backend}")
+    if wanted == "gloo":
         return GlooTransport(group, device)
     machines = machines_of(group)
     refused = f"got {len(machines)} machines"

@@ -5,6 +5,7 @@ What gloo does differently is in `gloo.py`, what users bring along in `torch_api
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -79,11 +80,7 @@ class StagedTransport(StreamedTransport):
         """
         if isinstance(self._reduce_stream, HostStream):
             return
-        if enable and self._reduce_group is self.group:
-            members = dist.get_process_group_ranks(self.group)
-            self._reduce_group = dist.new_group(members, use_local_synchronization=True)
-        elif not enable:
-            self._reduce_group = self.group
+        self._reduce_group = reduction_group(self.group) if enable else self.group
 
     def _staging(self, like: torch.Tensor, numel: int, role: str) -> torch.Tensor:
         """Memory for a "gather" or a "scatter" of `numel` elements."""
@@ -101,3 +98,14 @@ class StagedTransport(StreamedTransport):
             return compat.reduce_scatter_single(output, send, group=self._reduce_group, async_op=asynchronous)
 
         return issue, lambda: output.div_(divide / before), send
+
+
+_reduction_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def reduction_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The one group of the same ranks for their reductions; making it is collective over `group`."""
+    if group not in _reduction_groups or not compat.is_group_alive(_reduction_groups[group]):
+        members = dist.get_process_group_ranks(group)
+        _reduction_groups[group] = dist.new_group(members, use_local_synchronization=True)
+    return _reduction_groups[group]

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from fsdplab.engine import events
 from fsdplab.engine.core.pending import Pending
@@ -36,8 +37,8 @@ class HostStream:
         start = time.time_ns()
         work = issue(True)
         done: list[int] = []
-        if events.listening() and work is not None:
-            work.get_future().then(lambda _: done.append(time.time_ns()))
+        if events.listening() and isinstance(work, dist.Work) and (future := _future(work)) is not None:
+            future.then(lambda _: done.append(time.time_ns()))
 
         def finish() -> None:
             awaited = time.time_ns()
@@ -49,6 +50,14 @@ class HostStream:
             complete()
 
         return Pending(finish, *buffers)
+
+
+def _future(work: dist.Work) -> torch.futures.Future | None:
+    """What tells when a collective is done; works of groups written in Python need not have it."""
+    try:
+        return work.get_future()
+    except RuntimeError:
+        return None
 
 
 class CudaStream:

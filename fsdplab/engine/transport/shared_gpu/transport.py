@@ -73,7 +73,7 @@ class SharedGpuTransport(StreamedTransport):
                 line.done(number)
 
         note = self.note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, outgoing.dtype)
-        announce("all_gather", self._announced)
+        announce("all_gather", self._announced, lambda: (_like(send, self.ranks), _like(send)))
         return self._gather_stream.run(issue, _nothing, note, send, whole)
 
     def reduce_scatter(
@@ -96,7 +96,7 @@ class SharedGpuTransport(StreamedTransport):
                 line.done(number)
 
         note = self.note(stamp, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
-        announce("reduce_scatter", self._announced)
+        announce("reduce_scatter", self._announced, lambda: (_like(output), _like(output, self.ranks)))
         return self._reduce_stream.run(issue, _nothing, note, gradients, output)
 
     def all_reduce(self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0) -> Pending:
@@ -115,7 +115,7 @@ class SharedGpuTransport(StreamedTransport):
                 self._share(pieces, stamp)
 
         note = self.note(stamp, "all_reduce", buffer.nbytes, padding, buffer.dtype)
-        announce("all_reduce", self._announced)
+        announce("all_reduce", self._announced, lambda: (_like(buffer), _like(buffer)))
         return self._reduce_stream.run(issue, _nothing, note, buffer)
 
     def _share(self, pieces: Sequence[torch.Tensor], stamp: Stamp) -> None:
@@ -169,3 +169,8 @@ def made_for(group: dist.ProcessGroup, device: torch.device) -> SharedGpuTranspo
 
 def _nothing() -> None:
     """What remains to be done after an operation."""
+
+
+def _like(tensor: torch.Tensor, times: int = 1) -> torch.Tensor:
+    """A flat tensor on the CPU of the size and dtype of `times` times `tensor`."""
+    return torch.empty(times * tensor.numel(), dtype=tensor.dtype, device="cpu")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fsdplab.engine import compat, events
 from fsdplab.engine.core.layout import Layout
-from fsdplab.engine.core.packing import halves, pack_range, pack_rank, scaled_copy, unpack_from
+from fsdplab.engine.core.packing import halves, pack, pack_range, pack_rank, scaled_copy, unpack_from
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.shard_storage import ShardStorage
 from fsdplab.engine.core.transport import Gradients, Note, Outgoing, Stamp, Transport
@@ -113,7 +113,7 @@ class SharedTransport(Transport):
             else:
                 number = operations.claim_place(nbytes, label, arena.place)
                 read = lambda peer: arena.of(peer, slots.processes[peer], slots.place_of(peer, number))  # noqa: E731
-            announce("all_gather", self._announced)
+            announce("all_gather", self._announced, lambda: _gather_buffers(outgoing, self.ranks))
 
         def finish() -> None:
             awaited = time.time_ns()
@@ -137,7 +137,7 @@ class SharedTransport(Transport):
 
         with events.span("post_backward_reduce", stamp.unit):
             sent = self._send(write, [output] * self.ranks, f"reduce_scatter of {stamp.unit}")
-            announce("reduce_scatter", self._announced)
+            announce("reduce_scatter", self._announced, lambda: _reduce_buffers(layout, gradients, output))
 
         def finish() -> None:
             awaited = time.time_ns()
@@ -182,7 +182,7 @@ class SharedTransport(Transport):
         start, pieces = time.time_ns(), buffer.tensor_split(self.ranks)
         with events.span("all_reduce", stamp.unit):
             sent = self._send(write, pieces, f"all_reduce of {stamp.unit}")
-            announce("all_reduce", self._announced)
+            announce("all_reduce", self._announced, lambda: (torch.empty_like(buffer), buffer))
 
         def finish() -> None:
             awaited = time.time_ns()
@@ -243,6 +243,18 @@ class SharedTransport(Transport):
     def _nearest_first(self) -> list[int]:
         """This rank, then the next ones: ranks do not all read the same owner at once."""
         return [(self.rank + step) % self.ranks for step in range(self.ranks)]
+
+
+def _gather_buffers(outgoing: Outgoing, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The flat output and source that a gather would have, were there any staging."""
+    source = outgoing.tensor()
+    return source.new_empty(ranks * source.numel()), source
+
+
+def _reduce_buffers(layout: Layout, gradients: Gradients, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    source = output.new_empty(layout.ranks * output.numel())
+    pack(layout, gradients, source)
+    return torch.empty_like(output), source
 
 
 def _emit(note: Note, start: int, awaited: int) -> None:
