@@ -15,7 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.two_tensor import TwoTensor
 
+from fsdplab import engine
 from tests.surface import Collectives, close, data, gradients, mesh_of, on_both, wholes
 
 aten = torch.ops.aten
@@ -262,3 +264,150 @@ def test_subclasses_that_train(ranks) -> None:
 
 def test_frozen_quantised_bases_under_adapters(ranks) -> None:
     on_both(ranks, 2, an_int8_base, a_four_bit_base)
+
+
+# ---- PyTorch's own subclass of two tensors, and methods given to a local tensor
+
+
+def two_parts(self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+    assert mesh.ndim == 1 and tuple(outer_size) == (8, 8) and isinstance(module, nn.Linear)
+    return (self.a, self.b), None
+
+
+def two_parts_of_old(self: Any, mesh: Any) -> Any:
+    return (self.a, self.b), None
+
+
+def both_together(self: Any, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+    a, b = outputs
+    if out is None:
+        return TwoTensor(a, b).to(param_dtype), (a, b)
+    assert isinstance(out, TwoTensor)
+    if a.dtype == param_dtype:
+        assert a.untyped_storage().data_ptr() == out.a.untyped_storage().data_ptr()
+    else:
+        out.a.copy_(a), out.b.copy_(b)
+    return None
+
+
+def of_two_tensors(fsdp: Any, ask: Any, on_meta: bool, policy: Any) -> Any:
+    TwoTensor.fsdp_pre_all_gather, TwoTensor.fsdp_post_all_gather = ask, both_together
+    try:
+        with torch.device("meta" if on_meta else "cpu"):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+            for layer in model:
+                layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach().clone()))
+        for layer in model:
+            fsdp.fully_shard(layer, mp_policy=policy)
+        fsdp.fully_shard(model, mp_policy=policy)
+        if on_meta:
+            model.to_empty(device="cpu")
+            for number, parameter in enumerate(model.parameters()):
+                torch.manual_seed(number)
+                nn.init.trunc_normal_(parameter)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
+        losses = []
+        for step in range(3):
+            x = torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            loss = model(x).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses
+    finally:
+        del TwoTensor.fsdp_pre_all_gather, TwoTensor.fsdp_post_all_gather
+
+
+def two_tensors(fsdp: Any) -> Any:
+    """Both signatures; made at once and on the meta device; in float32 and in bfloat16."""
+    low = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    plain = fsdp.MixedPrecisionPolicy()
+    return [
+        of_two_tensors(fsdp, ask, on_meta, policy)
+        for ask in (two_parts, two_parts_of_old)
+        for on_meta, policy in ((False, plain), (True, low))
+    ]
+
+
+def quantised_later(fsdp: Any, after: int = 0) -> Any:
+    """Plain parameters whose local tensors are given the methods after sharding, and after some steps: the gather is in
+    bfloat16.
+    """
+    asked = []
+
+    def ask(self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        asked.append(tuple(outer_size))
+        return (self.to(torch.bfloat16),), None
+
+    def make(self: Any, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        (gathered,) = outputs
+        assert gathered.dtype is torch.bfloat16
+        if out is not None:
+            with torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(gathered)
+            return None
+        wide = gathered.to(param_dtype)
+        return wide, (gathered, wide)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    for layer in model:
+        fsdp.fully_shard(layer)
+    fsdp.fully_shard(model)
+    losses = []
+    for step in range(4):
+        if step == after:
+            for name, parameter in model.named_parameters():
+                if "weight" in name:
+                    local = parameter._local_tensor
+                    local.fsdp_pre_all_gather = torch.no_grad()(ask).__get__(local)
+                    local.fsdp_post_all_gather = torch.no_grad()(make).__get__(local)
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        loss = model(x).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(parameter.grad, alpha=-0.1)
+                parameter.grad = None
+    assert asked and set(asked) == {(8, 8)}
+    return losses
+
+
+def quantised_after_two_steps() -> None:
+    quantised_later(engine, after=2)  # which PyTorch's does not take
+
+
+def padded_rows(fsdp: Any) -> Any:
+    """Rows that no number of ranks divides: parts travel padded, and the parameter has its own rows."""
+
+    def ask(self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        rows = -(-outer_size[0] // mesh.size())
+        padded = torch.zeros(rows, *outer_size[1:])
+        padded[: len(self)].copy_(self)
+        return (padded,), None
+
+    def make(self: Any, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        return None if out is not None else (outputs[0], outputs)
+
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 7)
+    fsdp.fully_shard(layer, reshard_after_forward=False)
+    local = layer.weight._local_tensor
+    local.fsdp_pre_all_gather = torch.no_grad()(ask).__get__(local)
+    local.fsdp_post_all_gather = torch.no_grad()(make).__get__(local)
+    output = layer(torch.ones(2, 3))
+    output.sum().backward()
+    return output.detach(), layer.weight.grad.full_tensor()
+
+
+def test_torchs_two_tensors(ranks) -> None:
+    on_both(ranks, 2, two_tensors)
+
+
+def test_methods_given_after_sharding(ranks) -> None:
+    on_both(ranks, 2, quantised_later, padded_rows)
+    ranks(2, quantised_after_two_steps)
+    on_both(ranks, 3, padded_rows)

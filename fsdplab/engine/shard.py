@@ -22,7 +22,7 @@ from fsdplab.engine.features.misuse_checks import warn_of_low_masters
 from fsdplab.engine.features.offload import storage_of
 from fsdplab.engine.features.partial_reshard import SlicesOverFewerRanks, ranks_after_forward, smaller_mesh
 from fsdplab.engine.features.recompute import recompute_of
-from fsdplab.engine.features.tensor_subclasses import SubclassParam, gathers_itself
+from fsdplab.engine.features.tensor_subclasses import SubclassParam, gathers_itself, own_form
 from fsdplab.engine.module import FSDPModule, below, bound, sharded_class
 from fsdplab.engine.torch_api import torch_interop
 from fsdplab.engine.transport.selection import transport_of
@@ -189,10 +189,10 @@ def _config(row: Strategy, axes: Axes, policy: MixedPrecisionPolicy, offload: Of
     if slices is not None and type(offload) is OffloadPolicy:
         storage = slices.storage(device)
     if not row.shard_optimizer:
-        return UnitConfig(row, policy, axes, device, storage, 0, shard=None, replicate=slices)
+        return UnitConfig(row, policy, axes, device, storage, 0, None, slices, own_form)
     rank = mesh.get_local_rank(mesh.ndim - 1)
     over_replicas = replicas[0] if replicas else None
-    return UnitConfig(row, policy, axes, device, storage, rank, shard=slices, replicate=over_replicas)
+    return UnitConfig(row, policy, axes, device, storage, rank, slices, over_replicas, own_form)
 
 
 def _owned(modules: Sequence[nn.Module], ignored: set[int]) -> dict[nn.Parameter, tuple[str, Sites]]:

@@ -93,7 +93,8 @@ class Unit:
             return
         for param in self.params:
             param.find()
-        if self.plan.outdated:
+        self.params[:] = map(self.config.own_form, self.params)
+        if self.plan.is_outdated(self.params):
             self._lay_out()
         if self._settled and all(param.settled() for param in self.plan.plain):
             return

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.placement import Axes
 from fsdplab.engine.core.policy import MixedPrecisionPolicy, Strategy
 from fsdplab.engine.core.shard_storage import ShardStorage
@@ -25,6 +26,7 @@ class UnitConfig:
     rank: int
     shard: Transport | None
     replicate: Transport | None
+    own_form: Callable[[ShardedParam], ShardedParam] = lambda param: param  # how a parameter travels now
 
     @property
     def ranks(self) -> int:

@@ -84,10 +84,9 @@ class UnitPlan:
             keeps_whole=aliased or not shards and config.ranks > 1,
         )
 
-    @property
-    def outdated(self) -> bool:
-        """Whether a parameter has another dtype now."""
-        return [param.dtype for param in self.plain] != self.rest_dtypes
+    def is_outdated(self, params: Sequence[ShardedParam]) -> bool:
+        """Whether one of the unit's `params` has another dtype now, or travels in another form."""
+        return [param.dtype for param in params if not isinstance(param, PartedParam)] != self.rest_dtypes
 
     @property
     def travels_as_it_rests(self) -> bool:

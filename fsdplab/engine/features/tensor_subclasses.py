@@ -14,18 +14,28 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.tensor import DTensor
 
 from fsdplab.engine import compat
 from fsdplab.engine.core.layout import Layout, Slot
-from fsdplab.engine.core.param import Sites, mark_replaced
+from fsdplab.engine.core.param import ShardedParam, Sites, mark_replaced
 from fsdplab.engine.core.placement import Axes, local_part
 from fsdplab.engine.core.unit_config import UnitConfig
 from fsdplab.engine.core.unit_plan import PartedParam
 
 
 def gathers_itself(parameter: torch.Tensor) -> bool:
-    """Whether `parameter` is of a subclass that says itself how it is gathered."""
-    return hasattr(local_part(parameter), "fsdp_pre_all_gather")
+    """Whether `parameter` says itself how it is gathered: by its class, or by methods given to its local tensor."""
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    return hasattr(local, "fsdp_pre_all_gather")
+
+
+def own_form(param: ShardedParam) -> ShardedParam:
+    """`param` as it travels now: a slice may be given the methods long after it was cut."""
+    if isinstance(param, PartedParam) or not gathers_itself(param.at_rest):
+        return param
+    return SubclassParam.of_slice(param)
 
 
 class SubclassParam(PartedParam):
@@ -33,9 +43,25 @@ class SubclassParam(PartedParam):
 
     def __init__(self, name: str, sites: Sites, original: nn.Parameter, axes: Axes, dim: int | None = 0) -> None:
         super().__init__(name, sites, original, axes, dim)
+        self._begin(original)
+
+    @classmethod
+    def of_slice(cls, param: ShardedParam) -> SubclassParam:
+        """The parameter of a slice that is cut already."""
+        made = cls.__new__(cls)
+        made.__dict__.update(param.__dict__)
+        made.gathered = None
+        made._begin(param.at_rest)
+        return made
+
+    def _begin(self, original: torch.Tensor) -> None:
         self._size, self._stride = original.size(), original.stride()
         self._parts: tuple[torch.Tensor, ...] = ()
         self._remembered: Any = None
+        self._outputs: list[torch.Tensor] = []  # everybody's parts, each in a storage that comes and goes
+        self._value: torch.Tensor | None = (
+            None  # what was made of them; longer than the parameter where rows are padded
+        )
         self._freed: tuple[torch.Tensor, ...] = ()
         self._dtype_wanted: torch.dtype = original.dtype
 
@@ -73,7 +99,10 @@ class SubclassParam(PartedParam):
         return [self._entry(number, part, config.ranks) for number, part in enumerate(self._parts)]
 
     def _entry(self, number: int, part: torch.Tensor, ranks: int) -> tuple[str, Sequence[int], int]:
-        return f"{self.name}[{number}]", (part.shape[0] * ranks, *part.shape[1:]), part.element_size()
+        """A part with a row for each of this rank's may be shorter than on other ranks: it travels padded."""
+        rows, chunk = part.shape[0], -(-self.shape[0] // ranks)
+        rows = chunk if rows == self.local.shape[0] else rows
+        return f"{self.name}[{number}]", (rows * ranks, *part.shape[1:]), part.element_size()
 
     def write_parts(self, layout: Layout, target: torch.Tensor) -> None:
         """Copy the parts to their places in this rank's slice (bytes)."""
@@ -83,27 +112,48 @@ class SubclassParam(PartedParam):
 
     def assemble(self, layout: Layout, whole: torch.Tensor) -> None:
         """Make the gathered value out of everybody's parts, in the same tensor as the first time."""
-        storage, outputs = whole.untyped_storage(), []
-        # not views of `whole`: its version changes with every gather
-        for slot, part in zip(self.slots(layout), self._parts):
-            empty = torch.empty(0, dtype=part.dtype, device=whole.device)
-            outputs.append(empty.set_(storage, layout.whole_offset(slot) // part.element_size(), slot.shape))
-        inner = self.local
+        self._receive(layout, whole)
+        inner, outputs = self.local, tuple(self._outputs)
         if self.gathered is None:
-            value, self._freed = inner.fsdp_post_all_gather(tuple(outputs), self._remembered, self._dtype_wanted)
-            self.gathered = nn.Parameter(value.detach(), requires_grad=self.at_rest.requires_grad)
+            self._value, self._freed = inner.fsdp_post_all_gather(outputs, self._remembered, self._dtype_wanted)
+            rows = self._value.detach()
+            if rows.shape[0] > self._size[0]:
+                rows = rows.narrow(0, 0, self._size[0])
+            self.gathered = nn.Parameter(rows, requires_grad=self.at_rest.requires_grad)
         else:
             for tensor in self._freed:
-                if tensor.untyped_storage().nbytes() == 0:
-                    tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
-            inner.fsdp_post_all_gather(tuple(outputs), self._remembered, self._dtype_wanted, out=self.gathered)
+                _allocate(tensor)
+            assert self._value is not None
+            out = self.gathered if self.gathered.shape == self._value.shape else self._value
+            inner.fsdp_post_all_gather(outputs, self._remembered, self._dtype_wanted, out=out)
         self._parts, self._remembered = (), None
+
+    def _receive(self, layout: Layout, whole: torch.Tensor) -> None:
+        """Copy everybody's parts out of `whole`: subclasses want tensors that begin with their storage, and autograd
+        may have saved them, so that their versions must not change.
+        """
+        slots = self.slots(layout)
+        if not self._outputs:
+            self._outputs = [
+                torch.empty(slot.shape, dtype=part.dtype, device=whole.device) for slot, part in zip(slots, self._parts)
+            ]
+        for slot, output in zip(slots, self._outputs):
+            start = layout.whole_offset(slot)
+            _allocate(output)
+            with _unsafe_preserve_version_counter(output):
+                output.view(-1).view(torch.uint8).copy_(whole[start : start + output.nbytes])
 
     def release(self) -> None:
         """Free what the gathered value was made of."""
-        for tensor in self._freed:
+        for tensor in (*self._freed, *self._outputs):
             tensor.untyped_storage().resize_(0)
 
     def slots(self, layout: Layout) -> list[Slot]:
         """Where the parts are in `layout`."""
         return [slot for slot in layout.slots if slot.name.rpartition("[")[0] == self.name]
+
+
+def _allocate(tensor: torch.Tensor) -> None:
+    """Give `tensor` its memory again."""
+    if tensor.untyped_storage().nbytes() == 0:
+        tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
