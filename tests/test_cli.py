@@ -203,7 +203,7 @@ def test_quiet_prints_the_table_only_and_verbose_every_step(tmp_path, capsys):
     (tmp_path / "run" / "ranks" / "rank1.out").write_text("hello\n")
     code, verbose, _ = ended(["report", str(tmp_path / "run"), "-v"], capsys)
     assert code == 0 and "zero1, rank1: hello" in verbose and "measured" in verbose
-    code, verbose, _ = ended(["run", "zero1", *TINY, *out, "-v"], capsys)
+    code, verbose, _ = ended(["run", "zero1", *TINY, *out, "-v", "--force"], capsys)
     assert code == 0 and "zero1 (lab): step 1 of " in verbose
     code, _, err = ended(["run", "zero1", *TINY, "-q", "-v"], capsys)
     assert code == 2 and "--quiet and --verbose" in err

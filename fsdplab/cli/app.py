@@ -47,6 +47,7 @@ Html = Annotated[Path | None, typer.Option("--html", help="Write a standalone pa
 Json = Annotated[
     str | None, typer.Option("--json", help="Write the comparison as JSON to a file, or to stdout with -.")
 ]
+Force = Annotated[bool, typer.Option("--force", help="Replace an earlier record in that folder.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only: no progress, legend or findings.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print also every step, and what the ranks printed.")]
 
@@ -91,6 +92,7 @@ def compare(
     json_file: Json = None,
     html_file: Html = None,
     keep: Annotated[Path | None, typer.Option(help="Keep the run records in this folder.")] = None,
+    force: Force = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
@@ -100,7 +102,7 @@ def compare(
     from fsdplab.cli.outputs import Detail, Outputs
 
     settings["card"] = card_of(card, settings, "330MB")
-    outputs = Outputs(json_file, html_file, keep, Detail.of(quiet, verbose))
+    outputs = Outputs(json_file, html_file, keep, Detail.of(quiet, verbose), force)
     compare_runs(names(strategies), names(engines), settings, outputs)
 
 
@@ -124,21 +126,24 @@ def run(
     ] = 1,
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of each node; default: world size / nodes.")] = None,
     card: Card = "auto",
-    out: Annotated[Path | None, typer.Option(help="Folder of the record; default: runs/<strategy>-<engine>.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the record; default: a new one, runs/<strategy>-<engine>.")
+    ] = None,
+    force: Force = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Run one strategy and record it in a folder, for `fsdplab report` and the notebooks."""
     begin_warm(settings["start"])
     from fsdplab.cli.outputs import Detail
-    from fsdplab.cli.run import record_on_nodes, record_run
+    from fsdplab.cli.run import record_on_nodes, record_run, where
 
     settings |= {"strategy": strategy, "engine": engine, "card": card_of(card, settings, "none")}
-    folder, detail = out or Path("runs") / f"{strategy}-{engine}", Detail.of(quiet, verbose)
+    place, detail = where(out, Path("runs") / f"{strategy}-{engine}", force), Detail.of(quiet, verbose)
     if nodes > 1 or ranks_per_node is not None:
-        record_on_nodes(settings, nodes, ranks_per_node, folder, detail)
+        record_on_nodes(settings, nodes, ranks_per_node, place, detail)
     else:
-        record_run(settings, folder, detail)
+        record_run(settings, place, detail)
 
 
 @app.command(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ def compare_runs(strategies: list[str], engines: list[str], common: dict[str, An
     console = outputs.console()
     if outputs.detail is not Detail.QUIET:
         console.print(headline(twin, common["card"]), highlight=False)
-    with refusals(), _folder(outputs.keep) as folder:
+    with refusals(), _folder(outputs, [*specs, twin]) as folder:
         with ProgressTable(console, len(specs), outputs.detail) as progress:
             records = compare([*specs, twin], directory=folder, on_record=progress.finished, on_progress=progress.step)
         _conclude(records[:-1], records[-1], console, outputs)
@@ -65,11 +65,15 @@ def own(strategy: str, common: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
-    """The folder of a comparison's records: the one to keep, or a temporary one."""
-    if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
-        yield keep
+def _folder(outputs: Outputs, specs: Sequence[RunSpec]) -> Iterator[Path]:
+    """The folder of a comparison's records: the one to keep, or one that is deleted afterwards."""
+    from fsdplab.records.folder import claim_folder
+    from fsdplab.sessions.compare_runs import folders_of
+
+    if outputs.keep is not None:
+        for own in folders_of(specs, outputs.keep):  # all of them, before the first run takes its time
+            claim_folder(own, replace=outputs.force)
+        yield outputs.keep
         return
     with tempfile.TemporaryDirectory(prefix="fsdplab-compare-") as folder:
         yield Path(folder)

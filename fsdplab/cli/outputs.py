@@ -52,6 +52,7 @@ class Outputs:
     html_file: Path | None = None
     keep: Path | None = None
     detail: Detail = Detail.NORMAL
+    force: bool = False  # whether records in the folder may be replaced
 
     def check(self) -> Outputs:
         """Fail, before anything runs, for an unwritable target or a page without plotly."""

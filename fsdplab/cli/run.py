@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,34 @@ from fsdplab.figures.view import view
 from fsdplab.records import RunRecord
 
 
+@dataclass(frozen=True)
+class Where:
+    """Where a record goes: the folder, and whether it may replace an earlier record there."""
+
+    folder: Path
+    force: bool
+
+
+def where(out: Path | None, default: Path, force: bool) -> Where:
+    """`--out`, or a folder below runs/ that is free: an earlier record stays unless it is to be replaced."""
+    from fsdplab.records.folder import free_folder
+
+    return Where(out or (default if force else free_folder(default)), force)
+
+
 def record_run(
-    settings: dict[str, Any], folder: Path, detail: Detail, runner: Callable[..., RunRecord] | None = None
+    settings: dict[str, Any], place: Where, detail: Detail, runner: Callable[..., RunRecord] | None = None
 ) -> None:
     """Run one spec into a folder that `fsdplab report` reads, and show its row; `runner` is `sessions.run` unless
     given.
     """
+    from fsdplab.records.folder import claim_folder
     from fsdplab.sessions import RunSpec, run
 
     console = Outputs().console()
     with refusals():
         spec = RunSpec(**settings)
-        if folder.exists() and not folder.is_dir():
-            refuse(f"--out {folder} is a file; expected a folder")
-        if (
-            folder.exists()
-            and any(folder.iterdir())
-            and not any((folder / name).exists() for name in ("run.json", "ranks"))
-        ):
-            refuse(f"--out {folder} holds other files; expected a new folder, or that of an earlier run")
+        folder = claim_folder(place.folder, replace=place.force)
         if detail is not Detail.QUIET:
             console.print(headline(spec, spec.card), highlight=False)
         with ProgressTable(console, 1, detail) as progress:
@@ -46,7 +56,7 @@ def record_run(
 
 
 def record_on_nodes(
-    common: dict[str, Any], nodes: int, ranks_per_node: int | None, folder: Path, detail: Detail
+    common: dict[str, Any], nodes: int, ranks_per_node: int | None, place: Where, detail: Detail
 ) -> None:
     """Record one run on `nodes` network namespaces, or behind an emulated link where these cannot be made."""
     from fsdplab.planning.links import LinkError, parse_link
@@ -65,7 +75,7 @@ def record_on_nodes(
             f"fsdplab: no nodes can be made here ({why}); the link between all ranks is emulated instead",
             file=sys.stderr,
         )
-        record_run(settings, folder, detail)
+        record_run(settings, place, detail)
         return
     try:
         link = parse_link(common["link"]) if common["link"] else None
@@ -75,4 +85,4 @@ def record_on_nodes(
     def on_nodes(spec: RunSpec, **how: Any) -> RunRecord:
         return run_nodes(spec, nodes, each, link, **how)
 
-    record_run(dict(settings, link=None), folder, detail, on_nodes)
+    record_run(dict(settings, link=None), place, detail, on_nodes)

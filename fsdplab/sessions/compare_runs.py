@@ -39,12 +39,19 @@ def compare(
     _check_same(specs)
     specs = _on_one_network(specs, on_look)
     records = []
-    for number, spec in enumerate(specs):
-        folder = None if directory is None else Path(directory) / f"{number}-{spec.strategy}-{spec.engine}"
+    folders: Sequence[Path | None] = [None] * len(specs)
+    if directory is not None:
+        folders = folders_of(specs, Path(directory))
+    for spec, folder in zip(specs, folders, strict=True):
         records.append(_recorded(spec, folder, on_progress, on_look))
         if on_record is not None:
             on_record(records[-1])
     return records
+
+
+def folders_of(specs: Sequence[RunSpec], directory: Path) -> list[Path]:
+    """Where `compare` records each run: `directory/0-no_shard-lab`, ..."""
+    return [directory / f"{number}-{spec.strategy}-{spec.engine}" for number, spec in enumerate(specs)]
 
 
 def _on_one_network(specs: Sequence[RunSpec], on_look: Callable[[], None] | None) -> list[RunSpec]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.records import RunRecord
+from fsdplab.records.folder import claim_folder, is_written
 from fsdplab.sessions.launch.failure_report import RanksFailed
 from fsdplab.sessions.launch.launcher import run_ranks
 from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
@@ -36,15 +37,16 @@ def run(
 ) -> RunRecord:
     """Run one spec on real ranks and return its record, written into `directory`.
 
-    Without a directory the record is in a temporary folder that is deleted when Python ends. `on_progress(step, total,
+    Without a directory the record is in a temporary folder that is deleted when Python ends. One that holds an earlier
+    record gets this one instead; one with other files and no record raises RecordError. `on_progress(step, total,
     loss)` is called from here after each of rank 0's steps: `on_progress(1, 10, 5.71)` first; `on_look()` about twenty
     times a second. Their exceptions end the ranks. A rank that dies, raises, hangs or diverges, or a run longer than
     `spec.time_limit`, raises RanksFailed; its `.record` is the record of the failed run. `program` is what each rank
     executes, for workers other than the lab's own.
     """
-    folder = _fresh(Path(directory) if directory is not None else _temporary())
-    mailbox = Mailbox(folder / "ranks")
-    mailbox.folder.mkdir(parents=True)
+    folder = claim_folder(Path(directory) if directory is not None else _temporary())
+    mailbox = Mailbox(folder.absolute() / "ranks")  # ranks start in another folder
+    mailbox.folder.mkdir(exist_ok=True)
     (mailbox.folder / "spec.json").write_text(json.dumps(_reachable(spec)))
     follower = _Follower(mailbox, spec.total_steps, on_progress, on_look)
     try:
@@ -86,14 +88,6 @@ class _Follower:
 def _temporary() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="fsdplab-run-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-def _fresh(folder: Path) -> Path:
-    """The folder without an earlier run's files; run.json goes first, so that half a record never looks complete."""
-    (folder / "run.json").unlink(missing_ok=True)
-    if (folder / "ranks").exists():
-        shutil.rmtree(folder / "ranks")
     return folder
 
 
@@ -162,7 +156,9 @@ def _provenance(spec: RunSpec) -> dict[str, str]:
 def _tidy(mailbox: Mailbox) -> None:
     """Keep only the ranks' output in the mailbox; the rest is in the record."""
     for path in mailbox.folder.iterdir():
-        if path.suffix not in (".out", ".err") or not path.stat().st_size:
+        if is_written(path.relative_to(mailbox.folder.parent)) and (
+            path.suffix not in (".out", ".err") or not path.stat().st_size
+        ):
             path.unlink()
     if not any(mailbox.folder.iterdir()):
         mailbox.folder.rmdir()

@@ -1,10 +1,14 @@
 """The folder through which ranks report to their caller: plain files, so that what a dead rank reported is still there.
 
-rank0.heartbeat     one line of JSON, rewritten in place: where the rank is now rank0.steps         one line of JSON a
-finished step rank0.failure       the exception that ended the rank rank0.stack         the stack of a rank, written on
-SIGUSR1 rank0.result        the rank's result rank0.out, .err     what it printed exits.json          the exit code of
-each rank that ended badly agent.log           the output of torchrun, or of a rank that could not start store the
-rendezvous of forked ranks: the file of a FileStore
+rank0.heartbeat    one line of JSON, rewritten in place: where the rank is now
+rank0.steps        one line of JSON a finished step
+rank0.failure      the exception that ended the rank
+rank0.stack        the stack of a rank, written on SIGUSR1
+rank0.result       the rank's result
+rank0.out, .err    what it printed
+exits.json         the exit code of each rank that ended badly
+agent.log          the output of torchrun, or of a rank that could not start
+store              the rendezvous of forked ranks: the file of a FileStore
 """
 
 from __future__ import annotations

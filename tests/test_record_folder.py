@@ -1,0 +1,114 @@
+"""Where records go: what a user keeps in a folder is never removed or overwritten, nor an earlier record unasked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdplab.cli.app import main
+from fsdplab.records import RecordError, RunRecord
+from fsdplab.records.folder import MARKER, claim_folder, free_folder, is_record
+from fsdplab.sessions import RunSpec, run
+
+pytestmark = pytest.mark.quick
+TINY = RunSpec(model="gpt-tiny", steps=1, warmup=1, memory=False, device="cpu")
+FLAGS = ["--model", "gpt-tiny", "--steps", "1", "--profile", "0"]
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Path -> content of all files below a folder."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes().hex() for path in folder.rglob("*") if path.is_file()
+    }
+
+
+def ended(arguments: list[str], capsys: pytest.CaptureFixture) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    said = capsys.readouterr()
+    return int(stop.value.code or 0), said.out, said.err
+
+
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "ranks/mine.txt", "ranks/rank0.out", "steps.csv.gz", "traces/rank0.json"]
+)
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path, name):
+    """Also where its files have the names that a run uses."""
+    mine = tmp_path / "data" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    before = tree(tmp_path)
+    with pytest.raises(RecordError, match="holds other files .*; expected a new or empty folder"):
+        run(TINY, directory=tmp_path / "data")
+    assert tree(tmp_path) == before and not is_record(tmp_path / "data")
+
+
+def test_a_record_is_replaced_and_notes_beside_it_stay(tmp_path):
+    first = run(TINY, directory=tmp_path / "run")
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    (tmp_path / "run" / "ranks").mkdir(exist_ok=True)
+    (tmp_path / "run" / "ranks" / "thoughts.md").write_text("mine too")
+    second = run(TINY, directory=tmp_path / "run")
+    assert first.path == second.path and RunRecord.load(second.path).status == "finished"
+    kept = tree(tmp_path / "run")
+    assert kept["notes.txt"] == b"mine".hex() and kept["ranks/thoughts.md"] == b"mine too".hex()
+
+
+def test_a_run_that_ended_in_the_middle_leaves_a_folder_that_can_be_used(tmp_path):
+    claim_folder(tmp_path / "run")
+    (tmp_path / "run" / "ranks").mkdir()
+    (tmp_path / "run" / "ranks" / "rank0.steps").write_text("half a li")
+    claim_folder(tmp_path / "run")
+    assert tree(tmp_path / "run").keys() == {MARKER}
+    claim_folder(tmp_path / "run", replace=False)  # nothing of a record is there
+
+
+def test_a_record_of_before_the_marker_is_one(tmp_path):
+    run(TINY, directory=tmp_path)
+    (tmp_path / MARKER).unlink()
+    assert is_record(tmp_path)
+    claim_folder(tmp_path)
+    assert tree(tmp_path).keys() == {MARKER}
+
+
+def test_a_link_is_not_followed(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "rank0.out").write_text("mine")
+    claim_folder(tmp_path / "run")
+    (tmp_path / "run" / "run.json").write_text("{}")
+    (tmp_path / "run" / "ranks").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RecordError, match="is no folder of a record"):
+        claim_folder(tmp_path / "run")
+    assert (tmp_path / "elsewhere" / "rank0.out").read_text() == "mine"
+
+
+def test_a_free_folder(tmp_path):
+    assert free_folder(tmp_path / "run") == tmp_path / "run"
+    claim_folder(tmp_path / "run")
+    (tmp_path / "run-2").write_text("a file")
+    (tmp_path / "run-3").mkdir()  # empty
+    assert free_folder(tmp_path / "run") == tmp_path / "run-3"
+    (tmp_path / "run-3" / "x").write_text("")
+    assert free_folder(tmp_path / "run") == tmp_path / "run-4"
+
+
+def test_the_command_asks_before_it_replaces(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for expected in ("runs/zero1-lab", "runs/zero1-lab-2"):
+        code, out, _ = ended(["run", "zero1", *FLAGS, "-q"], capsys)
+        assert code == 0 and f"recorded in {expected};" in out
+    before = tree(tmp_path)
+    code, _, err = ended(["run", "zero1", *FLAGS, "--out", "runs/zero1-lab"], capsys)
+    assert code == 2 and "holds an earlier record; give another folder, or --force" in err and tree(tmp_path) == before
+    code, _, _ = ended(["run", "zero1", *FLAGS, "--out", "runs/zero1-lab", "--force", "-q"], capsys)
+    assert code == 0 and tree(tmp_path) != before
+
+
+def test_comparisons_ask_too(tmp_path, capsys):
+    arguments = ["compare", "--strategies", "zero1", *FLAGS, "--keep", str(tmp_path / "kept"), "-q"]
+    assert ended(arguments, capsys)[0] == 0
+    before = tree(tmp_path)
+    code, _, err = ended(arguments, capsys)
+    assert code == 2 and "0-zero1-lab holds an earlier record" in err and tree(tmp_path) == before
+    assert ended([*arguments, "--force"], capsys)[0] == 0
