@@ -33,6 +33,8 @@ def claim_folder(folder: Path, replace: bool = True) -> Path:
     except FileNotFoundError:
         found = []
     except NotADirectoryError:
+        if not folder.exists():  # what is above it is a file
+            raise
         raise RecordError(f"{folder} is a file; expected a folder") from None
     if found == [MARKER]:  # a run that was ended before it wrote anything
         return folder

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import weakref
+from bisect import bisect_right, insort
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ class MappedFile(mmap.mmap):
     """
 
     descriptor: int
+    address: int
     label: str
     folder: Path
     _wanted: set[int]  # starts of spans that were brought in again: their pages stay
@@ -69,7 +71,8 @@ class MappedFile(mmap.mmap):
             _writer.put(partial(_write_back, weakref.ref(self), start, stop))
 
 
-_files: weakref.WeakValueDictionary[int, MappedFile] = weakref.WeakValueDictionary()
+_files: weakref.WeakValueDictionary[int, MappedFile] = weakref.WeakValueDictionary()  # by address
+_starts: list[int] = []  # the addresses, sorted; some of files that are gone
 
 
 def zeros(folder: Path, nbytes: int, label: str) -> torch.Tensor:
@@ -82,19 +85,29 @@ def zeros(folder: Path, nbytes: int, label: str) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
     file = MappedFile(folder, nbytes, label)
     data = torch.frombuffer(file, dtype=torch.uint8)
-    _files[data.data_ptr()] = file
+    file.address = data.data_ptr()
+    if file.address not in _files:
+        insort(_starts, file.address)
+    _files[file.address] = file
     return data
 
 
 def file_under(tensor: torch.Tensor) -> MappedFile | None:
     """The mapped file that holds `tensor`, if one does."""
-    return None if tensor.device.type != "cpu" else _files.get(tensor.untyped_storage().data_ptr())
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return None
+    at = tensor.data_ptr()
+    while _starts and (index := bisect_right(_starts, at)):
+        if (file := _files.get(_starts[index - 1])) is not None:
+            return file if at < file.address + len(file) else None
+        del _starts[index - 1]  # freed meanwhile
+    return None
 
 
 def bring_in(tensor: torch.Tensor) -> None:
     """Begin to read `tensor` from its file; nothing happens to tensors in memory."""
-    if (file := file_under(tensor)) is not None and tensor.numel():
-        file.bring_in(*_span(tensor))
+    if (file := file_under(tensor)) is not None:
+        file.bring_in(*_span(file, tensor))
 
 
 def bring_in_all(address: int) -> None:
@@ -105,8 +118,8 @@ def bring_in_all(address: int) -> None:
 
 def let_go(tensor: torch.Tensor, keep_cached: bool = False) -> None:
     """Take `tensor` out of memory, to its file; nothing happens to tensors in memory."""
-    if (file := file_under(tensor)) is not None and tensor.numel():
-        file.let_go(*_span(tensor), keep_cached)
+    if (file := file_under(tensor)) is not None:
+        file.let_go(*_span(file, tensor), keep_cached)
 
 
 def wait() -> None:
@@ -128,8 +141,8 @@ def is_in_memory(folder: Path) -> bool:
     return False
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    start = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
+def _span(file: MappedFile, tensor: torch.Tensor) -> tuple[int, int]:
+    start = tensor.data_ptr() - file.address
     return start, start + tensor.nbytes
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
@@ -47,8 +48,8 @@ def _storage(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage
 
 
 def living_storages(device: torch.device) -> dict[int, torch.UntypedStorage]:
-    """The storage at every address where a tensor that Python can reach lifetimes; a larger one wins over a view of its
-    beginning.
+    """Address -> storage of all tensors that Python can reach, without those that lie inside another one: the lab's
+    slices have a storage each, over their unit's.
     """
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in _living_tensors():
@@ -57,7 +58,31 @@ def living_storages(device: torch.device) -> dict[int, torch.UntypedStorage]:
             known = found.get(storage.data_ptr())
             if known is None or known.nbytes() < storage.nbytes():
                 found[storage.data_ptr()] = storage
-    return found
+    sizes = {pointer: storage.nbytes() for pointer, storage in found.items()}
+    return {pointer: found[pointer] for pointer in outermost(sizes)}
+
+
+def outermost(sizes: dict[int, int]) -> dict[int, int]:
+    """Those spans (address -> bytes) that lie in no other one.
+
+    >>> outermost({100: 50, 120: 10, 150: 5})
+    {100: 50, 150: 5}
+    """
+    kept: dict[int, int] = {}
+    end = 0
+    for pointer in sorted(sizes, key=lambda at: (at, -sizes[at])):
+        if pointer + sizes[pointer] > end:
+            kept[pointer] = sizes[pointer]
+            end = pointer + sizes[pointer]
+    return kept
+
+
+def holder(address: int, sizes: dict[int, int], starts: list[int]) -> int:
+    """The beginning of the span that holds `address`, or the address itself; `starts` are the spans' beginnings,
+    sorted.
+    """
+    index = bisect_right(starts, address) - 1
+    return starts[index] if index >= 0 and address < starts[index] + sizes[starts[index]] else address
 
 
 def _living_tensors() -> Iterator[torch.Tensor]:
@@ -162,17 +187,19 @@ class WatchedStorages:
     """The storages alive now; on the CPU they are watched until `stop`, and `storages()` says when each was freed."""
 
     def __init__(self, device: torch.device, named: Named, ignore: Iterable[torch.Tensor] = ()) -> None:
-        self._named, self._gone = named, dict[int, int]()
-        ignored = {address(tensor, device) for tensor in ignore}
+        self._gone: dict[int, int] = {}
+        self._watched: dict[int, tuple[weakref.ref[torch.UntypedStorage], weakref.finalize]] = {}
+        living = {} if device.type == "cuda" else living_storages(device)
         if device.type == "cuda":
-            self._sizes = cuda_blocks(torch.cuda.memory_snapshot(), device.index)
-            self._watched: dict[int, tuple[weakref.ref[torch.UntypedStorage], weakref.finalize]] = {}
+            sizes = cuda_blocks(torch.cuda.memory_snapshot(), device.index)
         else:
-            living = {
-                pointer: storage for pointer, storage in living_storages(device).items() if pointer not in ignored
-            }
-            self._sizes = {pointer: storage.nbytes() for pointer, storage in living.items()}
-            self._watched = {pointer: self._watch(pointer, storage) for pointer, storage in living.items()}
+            sizes = {pointer: storage.nbytes() for pointer, storage in living.items()}
+        starts = sorted(sizes)
+        self._named = {holder(at, sizes, starts): category for at, category in named.items()}
+        tensors = () if device.type == "cuda" else ignore  # whose allocator never sees host memory
+        ignored = {holder(address(tensor, device), sizes, starts) for tensor in tensors}
+        self._sizes = {pointer: nbytes for pointer, nbytes in sizes.items() if pointer not in ignored}
+        self._watched = {at: self._watch(at, storage) for at, storage in living.items() if at not in ignored}
 
     def _watch(
         self, pointer: int, storage: torch.UntypedStorage
