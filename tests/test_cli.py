@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from rich.console import Console
 
 import fsdplab
@@ -72,6 +73,21 @@ def ended(arguments: list[str], capsys) -> tuple[int, str, str]:
         (["run", "--checkpoint", "some"], "none, selective, full"),
         (["run", "--offload", "tape"], "none, cpu"),
         (["run", "zero2", "--offload", "cpu"], "zero2"),
+        (["run", "--nodes", "0"], "--nodes is 0"),
+        (["run", "--ranks-per-node", "0"], "--ranks-per-node is 0"),
+        (["run", "--link", ""], "link"),
+        (["run", "--batch-size", "1000000000000"], "smaller batch"),
+        (["run", "--steps", "9" * 20], "steps is 9"),
+        pytest.param(
+            ["run", "--device", "cuda", "-n", "1"],
+            "0 GPUs were found; give device='cpu'",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+        (["run", "--emulate", "1xH100", "--as", "gpt2"], "give at least 2 GPUs"),
+        (["compare", "--emulate", "1xH100", "--as", "gpt2"], "give at least 2 GPUs"),
+        (["run", "--prefetch", "²"], "--prefetch"),
+        (["run", "--card", "9" * 400], "--card"),
+        (["run", "[/b]"], "[/b]"),
         (["report"], "see `fsdplab report --help`"),
         (["report", "/no/such/record"], "/no/such/record"),
         (["lab", "--notebooks", "/no/such/folder"], "no notebooks in /no/such/folder"),

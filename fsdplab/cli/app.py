@@ -140,7 +140,7 @@ def run(
 
     settings |= {"strategy": strategy, "engine": engine, "card": card_of(card, settings, "none")}
     place, detail = where(out, Path("runs") / f"{strategy}-{engine}", force), Detail.of(quiet, verbose)
-    if nodes > 1 or ranks_per_node is not None:
+    if nodes != 1 or ranks_per_node is not None:
         record_on_nodes(settings, nodes, ranks_per_node, place, detail)
     else:
         record_run(settings, place, detail)

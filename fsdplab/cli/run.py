@@ -63,11 +63,15 @@ def record_on_nodes(
     from fsdplab.sessions import RunSpec
     from fsdplab.sessions.virtual_nodes import run_nodes, why_no_nodes
 
-    if nodes < 1 or common["world_size"] % nodes and ranks_per_node is None:
+    if nodes < 1:
+        refuse(f"--nodes is {nodes}; expected a whole number of at least 1")
+    if common["world_size"] % nodes and ranks_per_node is None:
         refuse(
             f"--nodes {nodes} with --world-size {common['world_size']}; expected a divisor of the ranks, or give"
             " --ranks-per-node"
         )
+    if ranks_per_node is not None and ranks_per_node < 1:
+        refuse(f"--ranks-per-node is {ranks_per_node}; expected a whole number of at least 1")
     each = ranks_per_node or common["world_size"] // nodes
     settings = dict(common, world_size=nodes * each)
     if (why := why_no_nodes()) is not None:

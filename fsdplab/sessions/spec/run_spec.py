@@ -47,6 +47,8 @@ ON_SHARED_MEMORY = ("torch-ddp", "torch-fsdp1", "torch-fsdp2")
 # second is typical.
 MEMORY_STEP = 1
 MULTI_RANK_NCCL = (2, 30)  # the first version that takes several ranks on one GPU
+# beyond these a run is a mistake, or would overflow a seed or an index
+_MOST = {"steps": 10_000_000, "warmup": 10_000_000, "profile": 1_000, "world_size": 100_000, "seed": 2**63 - 1}
 CALIBRATION = 3  # steps without a link that a wind tunnel measures
 _BYTES_OF_A_PROCESS = 250_000_000  # Python and torch before any model, measured
 
@@ -228,6 +230,9 @@ def _check_numbers(spec: RunSpec) -> None:
         check_whole(name, getattr(spec, name), 1)
     for name in ("warmup", "prefetch", "seed", "profile"):
         check_whole(name, getattr(spec, name), 0)
+    for name, most in _MOST.items():
+        if getattr(spec, name) > most:
+            raise SpecError(f"{name} is {getattr(spec, name)}; expected at most {most:,}")
     if spec.card is not None:
         check_whole("card", spec.card, 1, " (bytes of the emulated card, or None)")
     for name in ("learning_rate", "time_limit"):
@@ -315,7 +320,8 @@ def _check_network(spec: RunSpec) -> None:
     """Links and their mesh: SpecError unless they fit together."""
     from fsdplab.planning.hardware import HardwareError, parse_cluster
     from fsdplab.planning.links import LinkError, parse_link
-    from fsdplab.workloads import ConfigError, preset
+    from fsdplab.planning.windtunnel import WindTunnelError, wind_tunnel
+    from fsdplab.workloads import ConfigError, parameter_count, preset
 
     _check_shard_group(spec)
     if spec.engine == "twin":
@@ -346,12 +352,18 @@ def _check_network(spec: RunSpec) -> None:
             " leave it out"
         )
     try:
-        for text in filter(None, (spec.link, spec.link_across)):
-            parse_link(text)
+        for text in (spec.link, spec.link_across):
+            if text is not None:
+                parse_link(text)
         if spec.emulate and spec.as_model:
-            parse_cluster(spec.emulate)
-            preset(spec.as_model)
-    except (LinkError, HardwareError, ConfigError) as error:
+            shape = preset(spec.as_model)
+            wind_tunnel(
+                parse_cluster(spec.emulate),
+                target_parameters=parameter_count(shape),
+                target_layers=shape.layers,
+                tokens_per_gpu=1,
+            )
+    except (LinkError, HardwareError, ConfigError, WindTunnelError) as error:
         raise SpecError(str(error)) from error
 
 
@@ -418,32 +430,33 @@ def _check_machine(spec: RunSpec) -> None:
     if spec.device_type == "cuda":
         found = _gpus()
         if found < spec.processes and not (found and spec.shares_a_gpu):  # these share one
+            ways = f"world_size={found}, an engine whose ranks can share one (lab or torch-fsdp2), or " if found else ""
             raise SpecError(
-                f"device is cuda with {spec.processes} ranks, but {found} GPUs were found; give"
-                f" world_size={max(found, 1)} or device='cpu'"
-                + (", or an engine whose ranks can share one: lab or torch-fsdp2" if found else "")
+                f"device is cuda with {spec.processes} ranks, but {found} GPUs were found; give {ways}device='cpu'"
             )
         return
     needed, there = least_bytes(spec), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
         raise SpecError(
-            f"{spec.model} on {spec.world_size} ranks needs at least {needed / 1e9:.1f} GB of memory, but this machine"
-            f" has {there / 1e9:.1f} GB; give a smaller model ({', '.join(list(PRESETS)[:3])}) or fewer ranks"
+            f"{spec.model} on {spec.world_size} ranks with batch_size={spec.batch_size} needs at least"
+            f" {needed / 1e9:.1f} GB of memory, but this machine has {there / 1e9:.1f} GB; give a smaller model"
+            f" ({', '.join(list(PRESETS)[:3])}), fewer ranks or a smaller batch"
         )
 
 
 def least_bytes(spec: RunSpec) -> int:
-    """The least bytes that the ranks of one machine hold between two steps: processes, parameters, gradients, two
-    moments in fp32.
+    """The least bytes that the ranks of one machine hold: processes, parameters, gradients, two moments, and the logits
+    of a micro-batch, in fp32.
 
     Every rank builds the whole model before it shards it, and what a strategy shards is held once by all ranks
     together.
     """
     from fsdplab.workloads import parameter_count, preset
 
-    model = 4 * parameter_count(preset(spec.model))
+    shape = preset(spec.model)
+    model, logits = 4 * parameter_count(shape), 4 * spec.batch_size * spec.sequence_length * shape.vocabulary
     copies = spec.processes if spec.strategy == "no_shard" else 1
-    return spec.processes * (_BYTES_OF_A_PROCESS + model) + 3 * model * copies
+    return spec.processes * (_BYTES_OF_A_PROCESS + model + logits) + 3 * model * copies
 
 
 def _gpus() -> int:
