@@ -2,8 +2,9 @@
 
 The files are plain DCP with the keys of PyTorch's own recipe (`model`, `optim`): any number of ranks, any strategy,
 PyTorch's FSDP2 and an unsharded model read each other's. The traps: asking an optimizer that has not stepped for its
-state counts as a step (or leaves the state out, where gradients exist), saving over a checkpoint can lose both, and a
-"full" state dict may be the live parameters, which the next step changes.
+state counts as a step (or leaves the state out, where gradients exist), saving over a checkpoint can lose both, a
+"full" state dict may be the live parameters, which the next step changes, and loading a file runs the code that it
+holds, or leaves a model half overwritten (features/checked_files.py).
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
+
+from fsdplab.engine.features.checked_files import CheckedPlanner, CheckedReader, check_files, write_manifest
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
@@ -26,6 +30,7 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path)
     folder.
     """
     dcp.save(_slices(model, optimizer), storage_writer=dcp.FileSystemWriter(str(folder), overwrite=False))
+    write_manifest(Path(folder))
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
@@ -33,15 +38,18 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path)
     were.
 
     Hyperparameters (the learning rate too) become the saved ones. Before anything is changed, raises
-    `FileNotFoundError` if there is no checkpoint, and `ValueError` with name and shapes if it is of another model or
-    optimizer.
+    `FileNotFoundError` if there is no checkpoint, `CheckpointDamaged` (a `ValueError`) if a file is not as it was saved
+    or would run code, and `ValueError` with name, shapes and dtypes if it is of another model or optimizer.
     """
-    entries = _entries(Path(folder))
+    reader = CheckedReader(str(folder))
+    metadata = _metadata(Path(folder), reader)
+    check_files(Path(folder), metadata)
+    entries = metadata.state_dict_metadata
     state = _slices(model, optimizer)
     _check("model", "model.", state["model"], entries)
     states = {f"{name}.{key}": value for name, each in state["optim"]["state"].items() for key, value in each.items()}
     _check("optimizer", "optim.state.", states, entries)
-    dcp.load(state, checkpoint_id=str(folder))
+    dcp.load(state, storage_reader=reader, planner=CheckedPlanner())
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
 
@@ -72,22 +80,39 @@ def _slices(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
     return state
 
 
-def _entries(folder: Path) -> dict[str, Any]:
+def _metadata(folder: Path, reader: CheckedReader) -> Metadata:
     if not (folder / ".metadata").is_file():
         inside = ", ".join(sorted(path.name for path in folder.iterdir())[:3]) if folder.is_dir() else "no such folder"
         raise FileNotFoundError(
             f"no checkpoint in {folder}: got {inside or 'an empty folder'}, expected a .metadata file (a save that was"
             " cut short has none); name the folder that was given to `save`"
         )
-    return dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    return reader.read_metadata()
 
 
 def _check(what: str, prefix: str, expected: dict[str, Any], entries: dict[str, Any]) -> None:
-    saved = {n.removeprefix(prefix): tuple(getattr(e, "size", ())) for n, e in entries.items() if n.startswith(prefix)}
-    here = {name: tuple(getattr(value, "shape", ())) for name, value in expected.items()}
+    saved = {n.removeprefix(prefix): _kind_saved(e) for n, e in entries.items() if n.startswith(prefix)}
+    here = {name: _kind(value) for name, value in expected.items()}
     if wrong := [name for name in sorted({*saved, *here}) if saved.get(name) != here.get(name)]:
-        got, wanted = saved.get(wrong[0], "absent"), here.get(wrong[0], "absent")
+        got, wanted = _apart(saved.get(wrong[0]), here.get(wrong[0]))
         raise ValueError(
             f"the checkpoint is of another {what}: {wrong[0]!r} is {got} in it and {wanted} here "
             f"({len(wrong)} differ in all); build the {what} that was saved"
         )
+
+
+def _kind(value: Any) -> tuple[Any, ...]:
+    """Shape and dtype; () of what is no tensor."""
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else ()
+
+
+def _apart(saved: tuple[Any, ...] | None, here: tuple[Any, ...] | None) -> tuple[Any, Any]:
+    """What of two kinds differs: the shapes, or the dtypes where these are equal."""
+    if saved and here and saved[0] == here[0]:
+        return saved[1], here[1]
+    shown = ["absent" if kind is None else kind[0] if kind else kind for kind in (saved, here)]
+    return shown[0], shown[1]
+
+
+def _kind_saved(entry: Any) -> tuple[Any, ...]:
+    return (tuple(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else ()
