@@ -15,10 +15,11 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.tensor import DTensor
 
 from fsdplab import engine
-from fsdplab.engine import MixedPrecisionPolicy
+from fsdplab.engine import MixedPrecisionPolicy, compat
 from fsdplab.engine.torch_api.custom_collectives import AllGatherIn, CustomTransport, GroupMemory, _stage_in
 from fsdplab.engine.transport import staged
 from fsdplab.engine.transport.staged import StagedTransport, reduction_group
+from fsdplab.sessions.worker.collective_hooks import watch_collectives
 from tests.surface import (
     Collectives,
     Net,
@@ -345,6 +346,23 @@ def patched_collectives(fsdp: Any) -> Any:
 
 def test_patched_collectives_see_what_travels(ranks) -> None:
     on_both(ranks, 2, patched_collectives)
+
+
+def watched_by_the_lab() -> None:
+    """The lab's own hooks count collectives: nothing is made for them."""
+    assert not compat.collectives_are_replaced()
+    with watch_collectives(lambda name, nbytes: None):
+        assert not compat.collectives_are_replaced()
+    real = dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: real(*args, **kwargs)
+    try:
+        assert compat.collectives_are_replaced()
+    finally:
+        dist.all_reduce = real
+
+
+def test_only_others_are_shown_buffers(ranks) -> None:
+    ranks(1, watched_by_the_lab)
 
 
 def read_before_the_first_forward(fsdp: Any) -> Any:

@@ -59,11 +59,15 @@ def reduce_scatter_single(output: torch.Tensor, source: torch.Tensor, **options:
     return call(output, source, **options)
 
 
-def collectives_are_watched() -> bool:
-    """Whether somebody has replaced a collective of `torch.distributed`, or sees all that the dispatcher does."""
-    own = dist.distributed_c10d
-    replaced = any(getattr(dist, name, None) is not getattr(own, name, None) for name in _COLLECTIVES)
-    return replaced or torch._C._len_torch_dispatch_stack() > 0
+def collectives_are_replaced() -> bool:
+    """Whether somebody has replaced a collective of `torch.distributed` by a function that may look at its buffers; one
+    that does not has the attribute `only_counts`.
+    """
+    for name in _COLLECTIVES:
+        function = getattr(dist, name, None)
+        if function is not getattr(dist.distributed_c10d, name, None) and not getattr(function, "only_counts", False):
+            return True
+    return False
 
 
 _COLLECTIVES = (

@@ -41,11 +41,11 @@ def announce(
 ) -> None:
     """Show a collective, without moving anything, to whatever watches `torch.distributed` and the profiler.
 
-    Whoever has replaced the function, or sees the dispatcher, is shown `buffers` (output, source) of the true size and
-    dtype, on the CPU; nobody else pays for them. The output is written to.
+    Whoever has replaced the function is shown `buffers` (output, source) of the true size and dtype, on the CPU; nobody
+    else pays for them. The output is written to.
     """
     nothing = torch.empty(0, device="cpu")  # the group is the CPU's, whatever the default device is
-    output, source = buffers() if buffers is not None and compat.collectives_are_watched() else (nothing, nothing)
+    output, source = buffers() if buffers is not None and compat.collectives_are_replaced() else (nothing, nothing)
     if kind == "all_gather":
         compat.all_gather_single(output, source, group=group)
     elif kind == "reduce_scatter":

@@ -66,6 +66,7 @@ def _announcing(name: str, original: Callable[..., Any], on_issue: OnIssue) -> C
         finally:
             _inside.collective = False
 
+    announced.only_counts = True  # type: ignore[attr-defined]  # the engine need not make buffers for it
     return announced
 
 
