@@ -98,10 +98,14 @@ def test_unshard_and_reshard_by_hand(ranks) -> None:
 
 
 def at_rest(strategy: str) -> int:
-    """Bytes of all storages that the parameters at rest stand on."""
-    model = shard_model(build_model("gpt-tiny"), strategy)
-    locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in locals_}.values())
+    """Bytes of the buffers that the parameters at rest lie in."""
+    held = 0
+    for unit in units_of(shard_model(build_model("gpt-tiny"), strategy)):
+        buffer = unit._whole if unit.plan.aliased else unit._flat
+        begin, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
+        assert all(begin <= param.local.data_ptr() < end for param in unit.params if param.local.numel())
+        held += buffer.nbytes
+    return held
 
 
 def test_parameters_at_rest_are_whole_or_one_nth(ranks) -> None:

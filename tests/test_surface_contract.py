@@ -283,7 +283,10 @@ def handles(fsdp: Any) -> Any:
     model = sharded(fsdp)
     handle = model.blocks[0].unshard(async_op=True)
     handle.wait()
-    return isinstance(handle, torch_engine.UnshardHandle), isinstance(model.blocks[0].up.weight, DTensor)
+    gathered = isinstance(model.blocks[0].up.weight, DTensor)
+    model.blocks[0].reshard()
+    dist.barrier()
+    return isinstance(handle, torch_engine.UnshardHandle), gathered, isinstance(model.blocks[0].up.weight, DTensor)
 
 
 def test_a_handle_is_torchs(ranks) -> None:

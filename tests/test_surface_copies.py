@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from fsdplab import engine
-from fsdplab.engine import STRATEGIES, shard_model
+from fsdplab.engine import STRATEGIES, compat, shard_model
 from tests.surface import Net, loss_of, mesh_of, on_both, sharded, whole, wholes
 
 
@@ -108,3 +109,15 @@ def outlives_its_model() -> None:
 
 def test_a_state_outlives_its_model(ranks) -> None:
     ranks(2, outlives_its_model)
+
+
+def test_what_has_no_memory_stays_as_it_is():
+    with FakeTensorMode():
+        fake = torch.empty(4, 4)[1:3]
+        assert compat.own_storage(fake) is fake
+    meta = compat.own_storage(torch.empty(4, 4, device="meta")[1:3])
+    assert meta.is_meta and meta.shape == (2, 4) and meta.storage_offset() == 0
+    rows = torch.arange(16.0).view(4, 4)[1:3]
+    own = compat.own_storage(rows)
+    assert own.storage_offset() == 0 and own.untyped_storage().nbytes() == rows.nbytes
+    assert own.data_ptr() == rows.data_ptr() and torch.equal(own, rows)

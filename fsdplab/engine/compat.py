@@ -133,6 +133,8 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
     What copies, saves or pickles a DTensor asks its local tensor for its storage, and takes an offset in it for a
     pointer.
     """
+    if type(view) is not torch.Tensor:  # a fake one has no memory, a subclass has its own
+        return view
     if view.numel() == 0 or view.is_meta:
         return view.new_empty(view.shape)
     flat = view.contiguous().view(-1).view(torch.uint8)
