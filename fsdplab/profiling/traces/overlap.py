@@ -34,7 +34,7 @@ _PARTS = ("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")
 @dataclass(frozen=True)
 class StepAnalysis:
     """One step of one rank: a `breakdown` row, `timeline` and `exposed` rows as in the record's tables, and the
-    collectives behind them.
+    collectives that began in it: one that ends in the next step is listed once, and is exposed in both.
     """
 
     step: int
@@ -117,6 +117,7 @@ class _Account:
         self, found: TraceEvents, rank: int, collectives: list[Collective], steps: Sequence[tuple[int, int, int]]
     ) -> None:
         self._found, self._rank, self._collectives = found, rank, collectives
+        self._ends = [end for _, _, end in steps]
         threads = _host_threads(found)
         self._host_busy = union(*threads.values())
         self._computing = union(found.kernels.pairs()) if found.on_gpu else _host_computing(found, threads)
@@ -147,8 +148,17 @@ class _Account:
             breakdown,
             tuple(self._timeline.rows(number, start, end, computing, self._host_busy, mine, shares)),
             tuple(_exposed_rows(self._rank, number, start, end, mine, shares, causes)),
-            tuple(self._described(number, each, share, cause) for each, share, cause in zip(mine, shares, causes)),
+            tuple(
+                self._described(number, each, share, cause)
+                for each, share, cause in zip(mine, shares, causes)
+                if self._began_in(step, each)
+            ),
         )
+
+    def _began_in(self, step: tuple[int, int, int], each: Collective) -> bool:
+        """Whether no earlier step has it: gloo's range may end late, in the next step, and its bytes count once."""
+        began = min(piece.start for piece in each.pieces)
+        return next(end for end in self._ends if end > began) == step[2]
 
     def _phase_ends(self, start: int, end: int) -> dict[str, int]:
         changes = [start, *(change for change in self._segments.changes.tolist() if start < change < end)]

@@ -134,6 +134,10 @@ def _explained(step: StepAnalysis, late: dict[int, int]) -> StepAnalysis:
     collectives = tuple(row | {"cause": "waiting_for_peer"} if by_a_peer(row) else row for row in step.collectives)
     worst: dict[tuple, Row] = {}
     for row in sorted(collectives, key=lambda row: row["exposed_ns"]):
-        worst[row["unit"], row["phase"], row["kind"]] = row
-    exposed = tuple(row | {"cause": worst[row["unit"], row["phase"], row["kind"]]["cause"]} for row in step.exposed)
+        worst[_group(row)] = row
+    exposed = tuple(row | {"cause": worst.get(_group(row), row)["cause"]} for row in step.exposed)
     return replace(step, exposed=exposed, collectives=collectives)
+
+
+def _group(row: Row) -> tuple[str, str, str]:
+    return row["unit"], row["phase"], row["kind"]
