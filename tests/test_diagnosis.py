@@ -8,6 +8,7 @@ without one, so that the cause depends neither on how fast this machine is nor o
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,39 +67,47 @@ def told(record: RunRecord) -> str:
     return "\n".join(f"{finding.kind} {finding.seconds:.3f}: {finding.title}" for finding in findings(record))
 
 
+def injected(kind: str, make: Callable[[], RunRecord]) -> RunRecord:
+    """The record in which the injected cause is the first finding; made at most three times, since other work on the
+    machine may cost a run more than the cause that was injected.
+    """
+    for _ in range(3):
+        record = make()
+        if first(record).kind == kind:
+            return record
+    raise AssertionError(f"{kind} was injected three times, and the last run's findings are\n{told(record)}")
+
+
+def test_a_cause_that_was_not_injected_is_not_found(plain: RunRecord) -> None:
+    with pytest.raises(AssertionError, match="one_big_unit was injected three times"):
+        injected("one_big_unit", lambda: plain)
+
+
 def test_no_prefetch(plain: RunRecord) -> None:
-    record = behind(PLAIN, plain, 0.6, prefetch=0)
-    found = first(record)
-    assert found.kind == "no_prefetch", told(record)
+    found = first(injected("no_prefetch", lambda: behind(PLAIN, plain, 0.6, prefetch=0)))
     assert "prefetch=1" in found.remedy and "all_gather of" in found.title
 
 
 def test_a_slow_link(plain: RunRecord) -> None:
-    record = behind(PLAIN, plain, 5.0)
-    assert first(record).kind == "slow_link", told(record)
+    record = injected("slow_link", lambda: behind(PLAIN, plain, 5.0))
     assert "emulated" in first(record).text
 
 
 def test_tiny_units(plain: RunRecord) -> None:
-    record = run(
-        replace(PLAIN, units="linear", link=f"100GB/s,{1.5 * compute_s(plain) / 147 * 1e6:.0f}us"),
-        program=STEADY_WORKER,
-    )
-    assert first(record).kind == "tiny_units", told(record)
+    latency = f"100GB/s,{1.5 * compute_s(plain) / 147 * 1e6:.0f}us"
+    record = injected("tiny_units", lambda: run(replace(PLAIN, units="linear", link=latency), program=STEADY_WORKER))
     assert "collectives a step" in first(record).title
 
 
 def test_one_big_unit(plain: RunRecord) -> None:
-    record = behind(PLAIN, plain, 0.5, units="model")
-    assert first(record).kind == "one_big_unit", told(record)
+    record = injected("one_big_unit", lambda: behind(PLAIN, plain, 0.5, units="model"))
     assert "the root" in first(record).title
 
 
 def test_one_communicator(plain: RunRecord) -> None:
     spec = replace(PLAIN, precision="bf16")
     low = run(spec, program=STEADY_WORKER)
-    record = behind(spec, low, 1.6)
-    assert first(record).kind == "one_communicator", told(record)
+    injected("one_communicator", lambda: behind(spec, low, 1.6))
     apart = behind(spec, low, 1.6, link_queues=2)
     assert "one_communicator" not in kinds(apart), told(apart)
 
