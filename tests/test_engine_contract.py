@@ -101,7 +101,7 @@ def at_rest(strategy: str) -> int:
     """Bytes of the buffers that the parameters at rest lie in."""
     held = 0
     for unit in units_of(shard_model(build_model("gpt-tiny"), strategy)):
-        buffer = unit._whole if unit.plan.aliased else unit._flat
+        buffer = unit._whole.tensor if unit.plan.aliased else unit._flat
         begin, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
         assert all(begin <= param.local.data_ptr() < end for param in unit.params if param.local.numel())
         held += buffer.nbytes

@@ -8,8 +8,9 @@ import importlib
 import pytest
 import torch
 
-from fsdplab.engine.core.layout import Layout
-from fsdplab.engine.core.packing import pack, unpack
+from fsdplab.engine.core.gathered import Gathered
+from fsdplab.engine.core.layout import SLICES_ALIGNED, Layout
+from fsdplab.engine.core.packing import chunks, cut_out, pack, recast, unpack, unpack_from
 from fsdplab.engine.core.policy import STRATEGIES, Strategy, strategy_named
 from fsdplab.engine.core.schedule import Schedule
 from fsdplab.engine.transport.gloo import sum_in_rank_order
@@ -44,6 +45,61 @@ def test_mixed_dtypes_are_aligned_to_the_widest() -> None:
     layout = Layout.of([("half", (3,), 2), ("full", (3,), 4)], 1)
     assert [slot.offset for slot in layout.slots] == [0, 8]
     assert layout.slice_bytes == 20
+    assert [(piece.slot and piece.slot.name, piece.words) for piece in layout.pieces] == [
+        ("half", 3),
+        (None, 1),
+        ("full", 6),
+    ], "words of 2 bytes"
+
+
+def test_parameters_begin_at_multiples_of_16_bytes_in_memory() -> None:
+    entries = [("half", (3,), 2), ("full", (3,), 4), ("empty", (0, 3), 4), ("last", (40,), 1)]
+    layout = Layout.of(entries, 1, SLICES_ALIGNED)
+    assert [slot.offset for slot in layout.slots] == [0, 16, 32, 32] and layout.slice_bytes == 80
+    layout = Layout.of(entries, 2)
+    assert [slot.whole_offset for slot in layout.slots] == [0, 64, 128, 128] and layout.whole_bytes == 192
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 3, (torch.bfloat16, torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("shapes", [((5, 4), (3,), (8, 2)), ((8, 12), (12, 4), (24, 2))])
+def test_a_slice_is_recast_slot_by_slot(ranks: int, dtypes: tuple, shapes: tuple) -> None:
+    rest = Layout.of([("a", shapes[0], 4), ("b", shapes[1], 4), ("c", shapes[2], 4)], ranks, SLICES_ALIGNED)
+    made = Layout.of([(slot.name, slot.shape, dtype.itemsize) for slot, dtype in zip(rest.slots, dtypes)], ranks)
+    source = torch.randn(rest.slice_bytes // 4).view(torch.uint8)
+    target = torch.full((made.slice_bytes,), 7, dtype=torch.uint8)
+    recast(source, rest, [torch.float32] * 3, target, made, dtypes)
+    before, after = chunks(source, rest, [torch.float32] * 3), chunks(target, made, dtypes)
+    for was, now, dtype, slot in zip(before, after, dtypes, made.slots, strict=True):
+        assert now.dtype == dtype and now.nbytes == slot.chunk_bytes and torch.equal(was.to(dtype), now)
+
+
+def test_what_is_cut_out_of_a_whole_comes_back() -> None:
+    layout = Layout.of([("w", (5, 4), 4), ("b", (3,), 4)], 2)
+    whole, again = (Gathered(layout, torch.device("cpu")) for _ in range(2))
+    whole.tensor.random_()
+    for rank in range(2):
+        slice_ = torch.empty(layout.slice_bytes, dtype=torch.uint8)
+        cut_out(rank, whole, slice_)
+        unpack_from(rank, slice_, again)
+    for slot in layout.slots:
+        span = slice(slot.whole_offset, slot.whole_offset + slot.nbytes)
+        assert torch.equal(whole.tensor[span], again.tensor[span])
+
+
+def test_gathered_memory_comes_with_its_first_use_and_goes() -> None:
+    layout = Layout.of([("w", (4, 4), 4)], 2)
+    whole = Gathered(layout, torch.device("cpu"))
+    assert not whole.exists
+    (place,) = whole.places()
+    storage = whole.tensor.untyped_storage()
+    assert storage.nbytes() == layout.whole_bytes == place.nbytes
+    whole.free()
+    assert storage.nbytes() == 0
+    assert whole.places()[0] is place and storage.nbytes() == layout.whole_bytes
+    whole.free()
+    whole.lay_out(Layout.of([("w", (8, 4), 4)], 2))
+    assert whole.places()[0] is not place and whole.tensor.nbytes == 128 == storage.nbytes()
 
 
 def test_a_scalar_parameter_is_refused_with_the_remedy() -> None:
@@ -58,11 +114,11 @@ def test_pack_then_unpack_is_the_identity(ranks: int) -> None:
     tensors = [torch.randn(shape) for shape in shapes]
     send = torch.full((layout.total_bytes // 4,), torch.nan)
     pack(layout, tensors, send)
-    whole = torch.zeros(layout.total_bytes, dtype=torch.uint8)
-    unpack(layout, send, whole)
+    whole = Gathered(layout, torch.device("cpu"))
+    unpack(send, whole)
     for slot, tensor in zip(layout.slots, tensors):
-        start = layout.whole_offset(slot)
-        assert torch.equal(whole[start : start + slot.nbytes].view(torch.float32).view(slot.shape), tensor)
+        start = slot.whole_offset
+        assert torch.equal(whole.tensor[start : start + slot.nbytes].view(torch.float32).view(slot.shape), tensor)
 
 
 def test_a_missing_gradient_packs_as_zeros() -> None:
@@ -70,6 +126,16 @@ def test_a_missing_gradient_packs_as_zeros() -> None:
     send = torch.full((layout.total_bytes // 4,), torch.nan)
     pack(layout, [None, torch.ones(2)], send)
     assert send.view(2, -1).tolist() == [[0, 0, 0, 0, 1], [0, 0, 0, 0, 1]]
+    assert send.view(2, -1)[:, :4].signbit().all() and not send.view(2, -1)[:, 4:].signbit().any()
+
+
+def test_gradients_pack_from_any_layout_and_dtype() -> None:
+    layout = Layout.of([("a", (6, 4), 2), ("b", (5,), 2)], 4)
+    strided, wide = torch.randn(4, 6).t(), torch.randn(5, dtype=torch.float64)
+    sends = [torch.full((layout.total_bytes // 2,), torch.nan, dtype=torch.bfloat16) for _ in range(2)]
+    pack(layout, [strided, wide], sends[0])
+    pack(layout, [strided.contiguous().bfloat16(), wide.bfloat16()], sends[1])
+    assert torch.equal(*sends)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

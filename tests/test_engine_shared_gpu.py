@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdplab.engine import STRATEGIES, MixedPrecisionPolicy, shard_model
+from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.transport import Outgoing, Stamp
 from fsdplab.engine.transport.selection import forget_destroyed, transport_of
@@ -116,15 +117,9 @@ def gathers_far_ahead(slow: int, first_elements: int) -> None:
     for number in range(24):
         elements = first_elements << (number // 8)  # larger arenas at operations 9 and 17
         slice_ = torch.arange(elements, dtype=torch.float32) + 1000 * number + 7 * rank
-        whole = torch.empty(4 * n * elements, dtype=torch.uint8)
-        layout = Layout.of([("w", (n * elements,), 4)], n)
+        whole = Gathered(Layout.of([("w", (n * elements,), 4)], n), CPU)
         flying.append(
-            (
-                number,
-                elements,
-                whole,
-                transport.all_gather(layout, Outgoing.of(slice_), whole, Stamp("unit", "forward")),
-            )
+            (number, elements, whole, transport.all_gather(Outgoing.of(slice_), whole, Stamp("unit", "forward")))
         )
     if rank != slow:
         dist.barrier(group=began)
@@ -133,7 +128,9 @@ def gathers_far_ahead(slow: int, first_elements: int) -> None:
         expected = torch.cat(
             [torch.arange(elements, dtype=torch.float32) + 1000 * number + 7 * peer for peer in range(n)]
         )
-        assert torch.equal(whole.view(torch.float32), expected), f"gather {number} on rank {rank}"
+        assert torch.equal(whole.tensor.view(torch.float32)[: len(expected)], expected), (
+            f"gather {number} on rank {rank}"
+        )
 
 
 @pytest.mark.parametrize("slow", [0, 2])
@@ -230,8 +227,8 @@ def said_by(ranks: int, act: Callable[[int, SharedGpuTransport], None], patience
 
 def gather(transport: SharedGpuTransport, unit: str = "blocks.0", elements: int = 4) -> None:
     layout = Layout.of([("w", (transport.ranks * elements,), 4)], transport.ranks)
-    whole = torch.empty(layout.total_bytes, dtype=torch.uint8)
-    transport.all_gather(layout, Outgoing.of(torch.zeros(elements)), whole, Stamp(unit, "forward")).wait()
+    whole = Gathered(layout, torch.device("cpu"))
+    transport.all_gather(Outgoing.of(torch.zeros(layout.slice_bytes // 4)), whole, Stamp(unit, "forward")).wait()
 
 
 def dies_after_one(rank: int, transport: SharedGpuTransport) -> None:

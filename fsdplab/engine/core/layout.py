@@ -7,6 +7,9 @@ c = ceil(rows / n), so the last ranks may hold fewer rows, or none. Two orders o
     whole      parameter after parameter, each n*c rows: what a forward reads (its first `rows` rows are real)
 
 A gather turns n slices (rank-major) into the whole (parameter-major); a reduction goes the other way.
+
+What travels has no gaps, so collectives have the sizes of PyTorch's. In memory every parameter begins at a multiple of
+16 bytes or more: kernels read so much at a time, and are slow on other addresses or refuse them.
 """
 
 from __future__ import annotations
@@ -16,16 +19,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd, prod
 
+SLICES_ALIGNED, WHOLE_ALIGNED = 16, 64  # bytes between the beginnings of parameters in memory
+
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place: its shape, the rows a rank holds at most, and the offset in a slice, all in bytes."""
+    """One parameter's place: its shape, the rows a rank holds at most, and the bytes before it in a slice and in the
+    whole.
+    """
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
     chunk: int
     offset: int
+    whole_offset: int
 
     @property
     def rows(self) -> int:
@@ -53,11 +61,19 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A part of a slice that moves as one, `words` long: a slot, or (None) the gap behind one."""
+
+    slot: Slot | None
+    words: int
+
+
+@dataclass(frozen=True)
 class Layout:
     """The slots of one unit over `ranks` ranks.
 
     Example: shapes (5, 4) and (3,) in float32 on 2 ranks reserve 3*16 + 2*4 = 56 bytes a slice, 112 in all, of which
-    92 are parameters and 20 padding.
+    92 are parameters and 20 padding; the whole takes 192 bytes of memory.
     """
 
     slots: tuple[Slot, ...]
@@ -66,17 +82,20 @@ class Layout:
 
     @classmethod
     def of(cls, entries: Sequence[tuple[str, Sequence[int], int]], ranks: int, alignment: int = 0) -> Layout:
-        """Lay out (name, shape, itemsize) entries in order, aligned to `alignment` bytes (0: to the widest dtype)."""
+        """Lay out (name, shape, itemsize) entries in order, slots aligned to `alignment` bytes (0: to the widest
+        dtype).
+        """
         alignment = alignment or max((itemsize for _, _, itemsize in entries), default=1)
-        slots, offset = [], 0
+        slots, offset, whole_offset = [], 0, 0
         for name, shape, itemsize in entries:
             if len(shape) == 0:
                 raise ValueError(
                     f"parameter {name!r} is 0-dimensional and has no rows to shard; make it a tensor of shape (1,)"
                 )
-            slot = Slot(name, tuple(shape), itemsize, -(-shape[0] // ranks), offset)
+            slot = Slot(name, tuple(shape), itemsize, -(-shape[0] // ranks), offset, whole_offset)
             slots.append(slot)
-            offset += -(-slot.chunk_bytes // alignment) * alignment
+            offset += _aligned(slot.chunk_bytes, alignment)
+            whole_offset += _aligned(ranks * slot.chunk_bytes, WHOLE_ALIGNED)
         return cls(tuple(slots), ranks, alignment)
 
     @cached_property
@@ -85,7 +104,15 @@ class Layout:
         if not self.slots:
             return 0
         last = self.slots[-1]
-        return last.offset + -(-last.chunk_bytes // self.alignment) * self.alignment
+        return last.offset + _aligned(last.chunk_bytes, self.alignment)
+
+    @cached_property
+    def whole_bytes(self) -> int:
+        """Bytes of memory that the whole takes."""
+        if not self.slots:
+            return 0
+        last = self.slots[-1]
+        return last.whole_offset + _aligned(self.ranks * last.chunk_bytes, WHOLE_ALIGNED)
 
     @property
     def total_bytes(self) -> int:
@@ -105,6 +132,20 @@ class Layout:
             divisor = gcd(divisor, slot.offset, slot.chunk_bytes)
         return gcd(divisor, self.slice_bytes)
 
-    def whole_offset(self, slot: Slot) -> int:
-        """Where `slot` begins in the whole (parameter-major) buffer, in bytes."""
-        return self.ranks * slot.offset
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """A slice from its first word to its last: slots that hold anything, and the gaps behind them."""
+        found, ends = [], [slot.offset for slot in self.slots[1:]] + [self.slice_bytes]
+        for slot, end in zip(self.slots, ends):
+            gap = end - slot.offset - slot.chunk_bytes
+            found += [Piece(slot, slot.chunk_bytes // self.word), Piece(None, gap // self.word)]
+        return tuple(piece for piece in found if piece.words)
+
+    @cached_property
+    def piece_words(self) -> list[int]:
+        """The lengths of `pieces`."""
+        return [piece.words for piece in self.pieces]
+
+
+def _aligned(nbytes: int, alignment: int) -> int:
+    return -(-nbytes // alignment) * alignment

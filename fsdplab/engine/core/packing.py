@@ -11,25 +11,65 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdplab.engine.core.layout import Layout
+from fsdplab.engine.core.gathered import WORDS, Gathered
+from fsdplab.engine.core.layout import Layout, Slot
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def unpack(layout: Layout, staging: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy n slices (rank-major) into the whole (parameter-major bytes)."""
-    for rank, part in enumerate(staging.view(layout.ranks, -1)):
-        unpack_from(layout, rank, part, whole)
+Dtypes = Sequence[torch.dtype]
 
 
-def unpack_from(layout: Layout, rank: int, part: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy the slice of one rank to its rows in the whole (parameter-major bytes)."""
-    word = layout.word
-    source, target = part.view(_WORDS[word]), whole.view(_WORDS[word])
-    for slot in layout.slots:
-        offset, length = slot.offset // word, slot.chunk_bytes // word
-        start = layout.ranks * offset + rank * length
-        target[start : start + length].copy_(source[offset : offset + length])
+def unpack(staging: torch.Tensor, whole: Gathered) -> None:
+    """Copy n slices (rank-major) into the whole."""
+    slices = staging.view(WORDS[whole.layout.word]).view(whole.layout.ranks, -1)
+    _spread(slices, 1, whole.layout, whole.places())
+
+
+def unpack_from(rank: int, part: torch.Tensor, whole: Gathered) -> None:
+    """Copy the slice of one rank to its rows in the whole."""
+    _spread(part.view(WORDS[whole.layout.word]), 0, whole.layout, whole.places_of(rank))
+
+
+def _spread(source: torch.Tensor, dim: int, layout: Layout, places: list[torch.Tensor]) -> None:
+    if places:  # else nothing travels
+        torch.split_with_sizes_copy(source, layout.piece_words, dim, out=places)
+
+
+def cut_out(rank: int, whole: Gathered, part: torch.Tensor) -> None:
+    """Copy the rows of one rank out of the whole into its slice."""
+    layout = whole.layout
+    pieces = part.view(WORDS[layout.word]).split_with_sizes(layout.piece_words)
+    torch._foreach_copy_(list(pieces), whole.places_of(rank))
+
+
+def recast(
+    source: torch.Tensor, rest: Layout, rest_dtypes: Dtypes, target: torch.Tensor, layout: Layout, dtypes: Dtypes
+) -> None:
+    """Copy a slice (bytes) of `rest_dtypes` into another (bytes) of the same parameters, in their `dtypes`; what
+    `layout` has behind them is left.
+    """
+    if len(set(rest_dtypes)) == len(set(dtypes)) == 1 and _alike(rest, layout):
+        target.view(dtypes[0]).copy_(source.view(rest_dtypes[0]), non_blocking=True)
+    else:
+        into, out_of = chunks(target, layout, dtypes), chunks(source, rest, rest_dtypes)
+        torch._foreach_copy_(into, out_of, non_blocking=True)
+
+
+def _alike(one: Layout, other: Layout) -> bool:
+    """Whether every element is at the same index in both, each of one dtype."""
+    ends = [*((a.offset, b.offset) for a, b in zip(one.slots, other.slots)), (one.slice_bytes, other.slice_bytes)]
+    a, b = one.slots[0].itemsize, other.slots[0].itemsize
+    return len(one.slots) == len(other.slots) and all(first * b == second * a for first, second in ends)
+
+
+def chunks(slice_: torch.Tensor, layout: Layout, dtypes: Dtypes) -> list[torch.Tensor]:
+    """The first slots of a slice (bytes), one a dtype, in that dtype; those that hold nothing are left out."""
+    if len(set(dtypes)) == 1:
+        size = dtypes[0].itemsize
+        if layout.slice_bytes % size == 0 and len(dtypes) == len(layout.slots):
+            lengths = [piece.words * layout.word // size for piece in layout.pieces]
+            parts = slice_.view(dtypes[0]).split_with_sizes(lengths)
+            return [part for part, piece in zip(parts, layout.pieces) if piece.slot is not None]
+    filled = ((slot, dtype) for slot, dtype in zip(layout.slots, dtypes) if slot.chunk_bytes)
+    return [slice_[slot.offset : slot.offset + slot.chunk_bytes].view(dtype) for slot, dtype in filled]
 
 
 def mark_missing(part: torch.Tensor) -> None:
@@ -51,24 +91,27 @@ def pack(layout: Layout, gradients: Sequence[torch.Tensor | None], send: torch.T
     """Copy whole gradients into n slices (rank-major), casting to `send`'s dtype; padding becomes zeros, None is
     marked as missing.
     """
-    n, size = layout.ranks, send.element_size()
-    target = send.view(n, -1)  # [ranks, slice]
-    for slot, gradient in zip(layout.slots, gradients, strict=True):
-        columns = target[:, slot.offset // size : (slot.offset + slot.chunk_bytes) // size]  # [ranks, chunk]
-        if gradient is None:
-            mark_missing(columns)
-        elif slot.rows == n * slot.chunk:
-            columns.copy_(gradient.reshape(n, -1))
+    given = dict(zip(layout.slots, gradients, strict=True))
+    gaps = [layout.word * piece.words // send.element_size() for piece in layout.pieces if piece.slot is None]
+    zeros = iter(send.new_zeros(layout.ranks * sum(gaps)).split([layout.ranks * gap for gap in gaps]))
+    columns = []
+    for piece in layout.pieces:
+        if piece.slot is None:
+            columns.append(next(zeros))
         else:
-            _pack_uneven(slot.rows, slot.chunk, gradient, columns)
+            gradient = given[piece.slot]
+            columns.append(_missing(layout, piece.slot, send) if gradient is None else gradient)
+    if len({column.dtype for column in columns}) > 1:
+        columns = [column.to(send.dtype) for column in columns]
+    if columns:
+        torch._chunk_cat(columns, dim=0, num_chunks=layout.ranks, out=send.view(layout.ranks, -1))
 
 
-def _pack_uneven(rows: int, chunk: int, gradient: torch.Tensor, columns: torch.Tensor) -> None:
-    flat, row = gradient.reshape(-1), gradient.numel() // max(rows, 1)
-    for rank, column in enumerate(columns):
-        part = flat[min(rank * chunk, rows) * row : min((rank + 1) * chunk, rows) * row]
-        column[: part.numel()].copy_(part)
-        column[part.numel() :].zero_()
+def _missing(layout: Layout, slot: Slot, like: torch.Tensor) -> torch.Tensor:
+    """Marks for every row that travels, those that are padding too: a part is missing if all of it is marked."""
+    marked = like.new_empty(1)
+    mark_missing(marked)
+    return marked.expand(layout.ranks * slot.chunk, *slot.shape[1:])
 
 
 def pack_rank(

@@ -130,6 +130,11 @@ class ShardedParam:
         else:
             self.whole_gradient.add_(gradient)
 
+    @property
+    def reads_gradient_at_once(self) -> bool:
+        """Whether `give_gradient` adds to a gradient that is there, or calls hooks."""
+        return self.at_rest.grad is not None or bool(getattr(self.at_rest, "_post_accumulate_grad_hooks", None))
+
     def give_gradient(self, rows: torch.Tensor) -> None:
         """Add `rows`, this rank's part of the reduced gradient, to what the optimizer will read."""
         local = self.natural(rows.to(self.dtype))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 
 import torch
+from torch._prims_common import make_contiguous_strides_for as contiguous_strides
 
 from fsdplab.engine import events
 from fsdplab.engine.core.packing import is_missing, pack
@@ -25,6 +26,7 @@ class Reduction:
     """The reduction of one unit's whole gradients; `advance` completes a stage and says whether it was the last.
 
     `earlier` is what a reduction without its all-reduce left behind, and `partial_output` is what this one leaves.
+    `arriving` is over once the gradients may be read.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Reduction:
     ) -> None:
         self._params, self._config, self._options, self._earlier = params, config, options, earlier
         self.partial_output: torch.Tensor | None = None
+        self.arriving = Pending(lambda: None)
         gradients = [param.whole_gradient for param in params]
         dtype = config.policy.reduce_dtype or reduce(torch.promote_types, {param.gradient_dtype for param in params})
         self._missing = [gradient is None for gradient in gradients]
@@ -97,18 +100,27 @@ class Reduction:
         """
         if self._options.unused:
             return [True] * len(self._params)
+        if not any(self._missing):
+            return [True] * len(self._params)
         size, slots = self._output.element_size(), self._layout.slots
         parts = [self._output[slot.offset // size :][: slot.chunk_bytes // size] for slot in slots]
         return [not missing or not is_missing(part) for missing, part in zip(self._missing, parts)]
 
     def _hand_out(self, given: Sequence[bool]) -> None:
-        size, output = self._output.element_size(), self._config.storage.take(self._output)
+        """Give every parameter its rows; where they go to host memory they may still be on their way (`arriving`),
+        unless somebody reads them at once.
+        """
+        dtypes = {param.dtype for param in self._params}
+        cast = self._output.to(*dtypes) if len(dtypes) == 1 else self._output
+        output, self.arriving = self._config.storage.begin_take(cast)
+        if any(param.whole_gradient is not None or param.reads_gradient_at_once for param in self._params):
+            self.arriving.wait()
         for param, slot, has_gradient in zip(self._params, self._layout.slots, given):
             if not has_gradient:
                 continue
-            (start, stop), row = slot.span(self._config.rank), slot.row_bytes // size
-            first = slot.offset // size
-            rows = output[first : first + (stop - start) * row].view(stop - start, *param.shape[1:])
+            start, stop = slot.span(self._config.rank)
+            shape = (stop - start, *param.shape[1:])
+            rows = output.as_strided(shape, contiguous_strides(shape), slot.offset // slot.itemsize)
             if param.whole_gradient is not None:  # kept whole: the averaged rows take their place in it
                 rows = param.whole_gradient[start:stop].copy_(rows)
             param.whole_gradient = None

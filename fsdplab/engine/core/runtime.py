@@ -71,7 +71,6 @@ class Runtime:
         self.passes += 1
         for unit in self.units.values():
             unit.reshard_by_hand()
-            unit.forget_low_precision()
 
     def _abandon_backward(self) -> None:
         """The last backward ended in an exception: its gradients are lost, those handed out before it are kept."""
@@ -188,6 +187,7 @@ class Runtime:
             self._drop_everything("backward")
             self._settle()
             for unit in self.units.values():
+                unit.await_gradients()
                 if unit.sync:
                     unit.forget_whole_gradients()
         self._accumulating = not self.is_last_backward or not all(unit.sync for unit in self.units.values())
@@ -202,4 +202,3 @@ class Runtime:
         for unit in self.units.values():
             if not unit.keep_unsharded if phase == "forward" else unit.reshard_after_backward:
                 unit.reshard(phase)
-            unit.forget_low_precision()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from fsdplab.engine.core.pending import Pending
+
 
 class ShardStorage:
     """Memory of one device for the slices at rest; other storages (host memory, files) override what differs."""
@@ -27,6 +29,8 @@ class ShardStorage:
         """`flat` on the device that computes: itself if it lives there."""
         return flat if flat.device == device else flat.to(device, non_blocking=True)
 
-    def take(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A reduced gradient slice, moved to where its parameter lives."""
-        return gradient if gradient.device == self.device else gradient.to(self.device)
+    def begin_take(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Pending]:
+        """Begin to move a reduced gradient slice to where its parameter lives: where it will be, and what to wait for
+        before reading it there.
+        """
+        return gradient if gradient.device == self.device else gradient.to(self.device), Pending(lambda: None)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.engine import events
+from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.packing import pack
 from fsdplab.engine.core.pending import Pending
@@ -36,21 +37,28 @@ class Stamp:
 class Outgoing:
     """This rank's slice, `nbytes` in the dtype that travels.
 
-    `write` puts it into memory (bytes) of the transport's choice; `tensor` gives it as a tensor. `resident` is the
-    slice at rest (bytes), where that is what travels.
+    `write` puts it into memory (bytes) of the transport's choice. `resident` is the slice at rest (bytes), where that
+    is what travels, and rests where the transport can read it.
     """
 
     nbytes: int
     dtype: torch.dtype
     write: Callable[[torch.Tensor], object]
-    tensor: Callable[[], torch.Tensor]
     resident: torch.Tensor | None = None
 
     @classmethod
     def of(cls, slice_: torch.Tensor) -> Outgoing:
         """A slice that lies ready in a tensor."""
-        write = lambda target: target.copy_(slice_.view(torch.uint8))  # noqa: E731
-        return cls(slice_.nbytes, slice_.dtype, write, lambda: slice_)
+        resident = slice_.view(torch.uint8)
+        return cls(slice_.nbytes, slice_.dtype, lambda target: target.copy_(resident), resident)
+
+    def made(self, device: torch.device) -> torch.Tensor:
+        """The slice as a tensor of its dtype: the resident one, or one made for this."""
+        if self.resident is not None:
+            return self.resident.view(self.dtype)
+        slice_ = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        self.write(slice_)
+        return slice_.view(self.dtype)
 
 
 class Transport(ABC):
@@ -62,8 +70,8 @@ class Transport(ABC):
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
 
     @abstractmethod
-    def all_gather(self, layout: Layout, outgoing: Outgoing, whole: torch.Tensor, stamp: Stamp) -> Pending:
-        """Fill `whole` (bytes, parameter-major) from every rank's slice."""
+    def all_gather(self, outgoing: Outgoing, whole: Gathered, stamp: Stamp) -> Pending:
+        """Fill `whole` from every rank's slice; its memory is taken no earlier than it is written to."""
 
     @abstractmethod
     def reduce_scatter(

@@ -17,7 +17,9 @@ from typing import Protocol
 import torch
 
 from fsdplab.engine import events
-from fsdplab.engine.core.layout import Layout, Slot
+from fsdplab.engine.core.gathered import Gathered
+from fsdplab.engine.core.layout import Slot
+from fsdplab.engine.core.packing import cut_out, recast
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.reduction import Reduction
@@ -34,10 +36,10 @@ class PartialReshard(Protocol):
 
     kept: bool
 
-    def keep(self, layout: Layout, whole: torch.Tensor) -> None:
+    def keep(self, gathered: Gathered) -> None:
         """Copy this rank's rows out of the gathered parameters and show them."""
 
-    def gather(self, layout: Layout, whole: torch.Tensor, stamp: Stamp) -> Pending:
+    def gather(self, whole: Gathered, stamp: Stamp) -> Pending:
         """Fill `whole`, laid out for all ranks, from what `keep` kept."""
 
     def forget(self) -> None:
@@ -67,6 +69,7 @@ class Unit:
         self._gathered_versions: list[int] | None = None  # of the parameters; None: the whole buffer is out of date
         self._gathering: Pending | None = None
         self._reducing: Reduction | None = None
+        self._arriving = Pending(lambda: None)  # gradients on their way to host memory
         self._partial_output: torch.Tensor | None = None  # gradients summed over the shards, not yet over the replicas
         self._lay_out()
 
@@ -75,8 +78,9 @@ class Unit:
         self.plan = UnitPlan.of(self.params, self.config)
         self._settled = False  # whether the slices at rest lie in their buffer
         self._flat: torch.Tensor | None = None  # the slices at rest, end to end (bytes)
-        self._low: torch.Tensor | None = None  # their low-precision copy, from the root forward to the end of backward
-        self._whole: torch.Tensor | None = None  # the gathered parameters (bytes); its storage comes and goes
+        holds = "parameter_slices" if self.plan.keeps_whole else "gathered_parameters"
+        self._whole = Gathered(self.plan.layout, self.config.device, self.name, holds)
+        self._shown_whole = False  # whether the parameters' gathered forms lie in it
 
     # ---- shard
 
@@ -102,7 +106,7 @@ class Unit:
         self._settled = not any(param.local.is_meta for param in self.params)
         if not self._settled:
             return
-        buffer = self._make_whole() if self.plan.aliased else self._make_flat()
+        buffer = self._whole.tensor if self.plan.aliased else self._make_flat()
         for param, slot in zip(self.plan.plain, self.plan.rest_layout.slots):
             param.settle(self._rows_in(buffer, param, slot))
         if not self.plan.aliased:
@@ -111,7 +115,7 @@ class Unit:
     def _rows_in(self, buffer: torch.Tensor, param: ShardedParam, slot: Slot) -> torch.Tensor:
         """Where the rows of `param` that this rank keeps belong."""
         start, stop = slot.span(self.config.rank)
-        in_whole = self.plan.rest_layout.whole_offset(slot) + start * slot.row_bytes
+        in_whole = slot.whole_offset + start * slot.row_bytes
         offset = in_whole if self.plan.aliased else slot.offset
         rows = buffer[offset : offset + (stop - start) * slot.row_bytes]
         return rows.view(param.dtype).view(stop - start, *param.shape[1:])
@@ -122,16 +126,13 @@ class Unit:
             events.tag("parameter_slices", self._flat, self.name)
         return self._flat
 
-    def _make_whole(self) -> torch.Tensor:
-        layout = self.plan.layout
-        if self._whole is None:
-            self._whole = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=self.config.device)
+    def _lay_gathered_in_whole(self) -> None:
+        """Put the gathered forms of the parameters over the whole buffer, once it exists."""
+        if not self._shown_whole:
+            storage, layout = self._whole.tensor.untyped_storage(), self.plan.layout
             for param, slot, dtype in zip(self.plan.plain, layout.slots, self.plan.compute_dtypes):
-                param.back(self._whole.untyped_storage(), layout.whole_offset(slot), dtype)
-        elif self._whole.untyped_storage().nbytes() == 0:
-            self._whole.untyped_storage().resize_(layout.total_bytes)
-        events.tag("parameter_slices" if self.plan.keeps_whole else "gathered_parameters", self._whole, self.name)
-        return self._whole
+                param.back(storage, slot.whole_offset, dtype)
+            self._shown_whole = True
 
     # ---- start_unshard, finish_unshard
 
@@ -149,7 +150,6 @@ class Unit:
             return
         self.reshard("forward")
         self.settle()
-        self.forget_low_precision()
         if not (accumulating and unchanged):
             self._gathered_versions = None
 
@@ -157,7 +157,6 @@ class Unit:
         """Begin to gather outside a forward; the next forward uses what was gathered."""
         self.settle()
         if self.state is SHARDED:
-            self.forget_low_precision()
             self._gathered_versions = None
             self._unsharded_by_user = True
             self.start_unshard("forward")
@@ -173,51 +172,36 @@ class Unit:
             )
         self._move(UNSHARDING, phase)
         self.plan = self.plan.with_parts(self.config)
-        whole = self._make_whole()
+        self._whole.lay_out(self.plan.layout)
         if self._gathered_versions is None or not self.plan.keeps_whole:
-            if self._flat is not None and self._low is None:
+            if self._flat is not None:
                 self.config.storage.will_read(self._flat)
-            self._gathering = self._gather(whole, Stamp(self.name, phase))
+            self._gathering = self._gather(Stamp(self.name, phase))
 
-    def _gather(self, whole: torch.Tensor, stamp: Stamp) -> Pending | None:
+    def _gather(self, stamp: Stamp) -> Pending | None:
         if self.partial_reshard is not None and self.partial_reshard.kept:
-            return self.partial_reshard.gather(self.plan.layout, whole, stamp)
+            return self.partial_reshard.gather(self._whole, stamp)
         if self.config.shard is not None:
-            return self.config.shard.all_gather(self.plan.layout, self._outgoing(), whole, stamp)
+            return self.config.shard.all_gather(self._outgoing(), self._whole, stamp)
         if not self.plan.aliased:
-            self._fill(whole)
+            self._fill(self._whole.tensor)
         return None
 
     def _outgoing(self) -> Outgoing:
         """This rank's slice in the dtype that travels: the slices at rest themselves, or made from them."""
-        nbytes, dtype = self.plan.layout.slice_bytes, self.plan.wire_dtype
-        if not self.plan.travels_as_it_rests:
-            return Outgoing(nbytes, dtype, self._fill, lambda: self._made().view(dtype))
-        storage, device = self.config.storage, self.config.device
-        at_rest = self._flat if storage.device == device else None
-        return Outgoing(nbytes, dtype, self._fill, lambda: storage.bring(self._flat, device).view(dtype), at_rest)
-
-    def _made(self) -> torch.Tensor:
-        """The slice that travels, as a tensor: one low-precision copy from the root forward to the end of the
-        backward.
-        """
-        if self._low is not None and not self.plan.parted:
-            return self._low
-        made = torch.empty(self.plan.layout.slice_bytes, dtype=torch.uint8, device=self.config.device)
-        events.tag("communication_buffers" if self.plan.aliased else "parameter_slices", made, self.name)
-        self._fill(made)
-        if not self.plan.aliased:
-            self._low = made
-        return made
+        ready = self.plan.travels_as_it_rests and self.config.storage.device == self.config.device
+        return Outgoing(self.plan.layout.slice_bytes, self.plan.wire_dtype, self._fill, self._flat if ready else None)
 
     def _fill(self, target: torch.Tensor) -> None:
         """Write this rank's slice, in the dtypes that travel, into `target` (bytes)."""
-        for param, slot, dtype in zip(self.plan.plain, self.plan.layout.slots, self.plan.compute_dtypes):
-            own = param.local.reshape(-1)
-            place = target[slot.offset : slot.offset + slot.chunk_bytes].view(dtype)
-            place[: own.numel()].copy_(own, non_blocking=True)
-        for parted in self.plan.parted:
-            parted.write_parts(self.plan.layout, target)
+        plan = self.plan
+        if plan.aliased:
+            cut_out(self.config.rank, self._whole, target)
+        elif plan.plain:
+            at_rest = self.config.storage.bring(self._make_flat(), self.config.device)
+            recast(at_rest, plan.rest_layout, plan.rest_dtypes, target, plan.layout, plan.compute_dtypes)
+        for parted in plan.parted:
+            parted.write_parts(plan.layout, target)
 
     def finish_unshard(self, phase: str) -> None:
         """Wait for the gather and show the whole parameters to the modules."""
@@ -229,7 +213,8 @@ class Unit:
         if self._flat is not None:
             self.config.storage.done_reading(self._flat)
         for parted in self.plan.parted:
-            parted.assemble(self.plan.layout, self._whole)
+            parted.assemble(self.plan.layout, self._whole.tensor)
+        self._lay_gathered_in_whole()
         for param in self.params:
             gathered = param.gathered
             assert gathered is not None, f"{param.name} was not gathered"
@@ -259,15 +244,15 @@ class Unit:
         if self.state is UNSHARDED:
             self._show_slices()
             if self.partial_reshard is not None:
-                self.partial_reshard.keep(self.plan.layout, self._whole)
+                self.partial_reshard.keep(self._whole)
             self._drop_whole("forward")
 
     def _drop_whole(self, phase: str) -> None:
         self._unsharded_by_user = False
         for parted in self.plan.parted:
             parted.release()
-        if not self.plan.keeps_whole and self._whole is not None:
-            self._whole.untyped_storage().resize_(0)
+        if not self.plan.keeps_whole:
+            self._whole.free()
         self._move(SHARDED, phase)
 
     def reshard_by_hand(self) -> None:
@@ -280,16 +265,17 @@ class Unit:
         for param in self.params:
             param.show(param.at_rest)
 
-    def forget_low_precision(self) -> None:
-        """Free the low-precision slice: the optimizer is about to change the masters."""
-        self._low = None
-
     # ---- collect_gradients, start_reduce, finish_reduce
 
     def collect_gradients(self) -> None:
-        """Take the whole gradients that autograd left behind, adding them to those of earlier micro-batches."""
+        """Take the whole gradients that autograd left behind, adding them to those of earlier micro-batches.
+
+        What is reduced at once is cast as it is packed; what is added to or kept is cast here.
+        """
+        at_once = self.sync and (self.config.strategy.shard_gradients or self.config.shard is None)
+        accumulate_in = None if at_once else self.config.policy.reduce_dtype
         for param in self.params:
-            param.take_gradient(self.config.policy.reduce_dtype)
+            param.take_gradient(accumulate_in)
             if param.whole_gradient is not None:
                 events.tag("whole_gradients", param.whole_gradient, self.name)
 
@@ -307,11 +293,17 @@ class Unit:
     def finish_reduce(self) -> bool:
         """Wait for the stage in flight; True once every parameter at rest has its rows of the averaged gradient."""
         if self._reducing is not None and self._reducing.advance():
-            self._partial_output, self._reducing = self._reducing.partial_output, None
+            self._partial_output, self._arriving = self._reducing.partial_output, self._reducing.arriving
+            self._reducing = None
         return self._reducing is None
+
+    def await_gradients(self) -> None:
+        """Wait until the gradients that were handed out may be read."""
+        self._arriving.wait()
 
     def abandon_gradients(self) -> None:
         """Forget what a backward that raised has left behind."""
+        self.await_gradients()
         if self._reducing is not None:
             self._reducing.abandon()
         self._reducing = self._partial_output = None

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fsdplab.engine.core.layout import Layout, Slot
+from fsdplab.engine.core.layout import SLICES_ALIGNED, WHOLE_ALIGNED, Layout, Slot
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.unit_config import UnitConfig
 
-_ALIGNMENT = 16  # bytes between slots where parts of any dtype follow
 _BYTES = torch.uint8
 
 
@@ -78,8 +77,8 @@ class UnitPlan:
             parted,
             rest,
             compute,
-            layout_of(plain, rest, config.ranks),
-            layout_of(plain, compute, config.ranks, _ALIGNMENT if parted else 0),
+            layout_of(plain, rest, config.ranks, SLICES_ALIGNED),
+            layout_of(plain, compute, config.ranks, _alignment(parted, config)),
             aliased,
             keeps_whole=aliased or not shards and config.ranks > 1,
         )
@@ -90,8 +89,11 @@ class UnitPlan:
 
     @property
     def travels_as_it_rests(self) -> bool:
-        """Whether a gather may read the slices where they rest: nothing is cast, parted or cut out of a whole."""
-        return self.compute_dtypes == self.rest_dtypes and not self.parted and not self.aliased
+        """Whether a gather may read the slices where they rest: nothing is cast, parted or cut out of a whole, and no
+        gap is between them.
+        """
+        alike = self.compute_dtypes == self.rest_dtypes and self.layout.slots == self.rest_layout.slots
+        return alike and self.layout.slice_bytes == self.rest_layout.slice_bytes and not self.aliased
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -105,4 +107,13 @@ class UnitPlan:
         last = {id(slot) for param in self.parted for slot in param.slots(self.layout)}
         kept = [(slot.name, slot.shape, slot.itemsize) for slot in self.layout.slots if id(slot) not in last]
         entries = [*kept, *(entry for param in self.parted for entry in param.prepare(config))]
-        return replace(self, layout=Layout.of(entries, config.ranks, _ALIGNMENT))
+        return replace(self, layout=Layout.of(entries, config.ranks, _alignment(self.parted, config)))
+
+
+def _alignment(parted: Sequence[PartedParam], config: UnitConfig) -> int:
+    """Of what is gathered: slots follow each other without gaps, unless parts of any dtype follow; the one slice of one
+    rank lies as the whole does, because it is the whole.
+    """
+    if config.ranks == 1:
+        return WHOLE_ALIGNED
+    return SLICES_ALIGNED if parted else 0

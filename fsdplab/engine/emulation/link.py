@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdplab.engine import compat, events
+from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.hooks import units_under
 from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.pending import Pending
@@ -228,8 +229,8 @@ class _Behind(Transport):
 
         return Pending(finish, pending)
 
-    def all_gather(self, layout: Layout, outgoing: Outgoing, whole: torch.Tensor, stamp: Stamp) -> Pending:
-        return self._carried(self._kind.all_gather(self, layout, outgoing, whole, stamp), stamp.unit)
+    def all_gather(self, outgoing: Outgoing, whole: Gathered, stamp: Stamp) -> Pending:
+        return self._carried(self._kind.all_gather(self, outgoing, whole, stamp), stamp.unit)
 
     def reduce_scatter(
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float

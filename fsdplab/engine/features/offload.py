@@ -58,7 +58,6 @@ class HostStorage(ShardStorage):
         return tensor.device.type == "cpu"
 
     def begin_take(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Pending]:
-        """Begin to copy `gradient` to host memory: where it will be, and what to wait for before reading it there."""
         if gradient.device.type == "cpu":
             return gradient, Pending(lambda: None)
         landing = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=torch.accelerator.is_available())
@@ -66,12 +65,6 @@ class HostStorage(ShardStorage):
         arrived = torch.Event(gradient.device)
         arrived.record()
         return landing, Pending(arrived.synchronize, gradient)
-
-    def take(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A reduced gradient slice in host memory, complete."""
-        landing, copying = self.begin_take(gradient)
-        copying.wait()
-        return landing
 
 
 class FileStorage(HostStorage):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdplab.engine import compat, events
+from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.pending import Pending
@@ -45,8 +46,9 @@ class SlicesOverFewerRanks:
         self._layout = Layout.of([], transport.ranks)
         self._slice: torch.Tensor | None = None
 
-    def keep(self, layout: Layout, whole: torch.Tensor) -> None:
+    def keep(self, gathered: Gathered) -> None:
         """Copy this rank's rows out of the gathered parameters and show them as DTensors of the smaller mesh."""
+        layout, whole = gathered.layout, gathered.tensor
         entries = [(slot.name, slot.shape, slot.itemsize) for slot in layout.slots]
         self._layout = Layout.of(entries, self._transport.ranks)
         self._slice = torch.zeros(self._layout.slice_bytes, dtype=torch.uint8, device=whole.device)
@@ -54,7 +56,7 @@ class SlicesOverFewerRanks:
         for param, full, part in zip(self._params, layout.slots, self._layout.slots):
             start, stop = part.span(self._transport.rank)
             nbytes = (stop - start) * part.row_bytes
-            first = layout.whole_offset(full) + start * part.row_bytes
+            first = full.whole_offset + start * part.row_bytes
             rows = self._slice[part.offset : part.offset + nbytes].copy_(whole[first : first + nbytes])
             self._show(param, rows.view(_gathered(param).dtype).view(stop - start, *param.shape[1:]))
         self.kept = True
@@ -64,23 +66,23 @@ class SlicesOverFewerRanks:
         shown = nn.Parameter(compat.dtensor_of(param.natural(rows), spec), requires_grad=param.at_rest.requires_grad)
         param.show(shown)
 
-    def gather(self, layout: Layout, whole: torch.Tensor, stamp: Stamp) -> Pending:
+    def gather(self, whole: Gathered, stamp: Stamp) -> Pending:
         """Fill `whole`, laid out for all ranks, from the slices of the few."""
         kept = self._slice
         assert kept is not None, "no forward has kept anything"
-        near = torch.empty(self._layout.total_bytes, dtype=torch.uint8, device=whole.device)
-        events.tag("communication_buffers", near, stamp.unit)
+        near = Gathered(self._layout, kept.device, stamp.unit, "communication_buffers")
         dtypes = {_gathered(param).dtype for param in self._params}
         sent = kept.view(*dtypes) if len(dtypes) == 1 else kept
-        pending = self._transport.all_gather(self._layout, Outgoing.of(sent), near, stamp)
+        pending = self._transport.all_gather(Outgoing.of(sent), near, stamp)
 
         def finish() -> None:
             pending.wait()
-            for full, part in zip(layout.slots, self._layout.slots):
-                here, there = layout.whole_offset(full), self._layout.whole_offset(part)
-                whole[here : here + full.nbytes].copy_(near[there : there + full.nbytes])
+            target, source = whole.tensor, near.tensor
+            for full, part in zip(whole.layout.slots, near.layout.slots):
+                here, there = full.whole_offset, part.whole_offset
+                target[here : here + full.nbytes].copy_(source[there : there + full.nbytes])
 
-        return Pending(finish, near, whole)
+        return Pending(finish, near)
 
     def forget(self) -> None:
         """Let the slices go: a new forward begins, or the backward is over."""

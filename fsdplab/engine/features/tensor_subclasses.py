@@ -138,7 +138,7 @@ class SubclassParam(PartedParam):
                 torch.empty(slot.shape, dtype=part.dtype, device=whole.device) for slot, part in zip(slots, self._parts)
             ]
         for slot, output in zip(slots, self._outputs):
-            start = layout.whole_offset(slot)
+            start = slot.whole_offset
             _allocate(output)
             with _unsafe_preserve_version_counter(output):
                 output.view(-1).view(torch.uint8).copy_(whole[start : start + output.nbytes])

@@ -24,18 +24,19 @@ class CustomTransport(StagedTransport):
         super().__init__(below.group, device)
         if isinstance(below, StagedTransport):
             self._reduce_group = below._reduce_group
-        self.below, self.device, self.gather, self.scatter = below, device, gather, scatter
+        self.below, self.gather, self.scatter = below, gather, scatter
+        self._gathers_in_place = gather is not None  # as PyTorch's: memory that is registered holds both
 
     def separate_reductions(self, enable: bool) -> None:
         """As below, and for good: what is made over the same transport later reduces in the same group."""
         self.below.separate_reductions(enable)
         super().separate_reductions(enable)
 
-    def _staging(self, like: torch.Tensor, numel: int, role: str) -> torch.Tensor:
+    def _staging(self, numel: int, dtype: torch.dtype, role: str) -> torch.Tensor:
         comm = self.gather if role == "gather" else self.scatter
         if comm is None:
-            return super()._staging(like, numel, role)
-        return comm.allocate((numel,), dtype=like.dtype, device=self.device)
+            return super()._staging(numel, dtype, role)
+        return comm.allocate((numel,), dtype=dtype, device=self.device)
 
     def _gather(self, staging: torch.Tensor, send: torch.Tensor, asynchronous: bool) -> Any:
         if self.gather is None:
@@ -45,7 +46,7 @@ class CustomTransport(StagedTransport):
     def _reduction(self, send: torch.Tensor, output: torch.Tensor, divide: float) -> Reduction:
         if self.scatter is None:
             return super()._reduction(send, output, divide)
-        received = self._staging(output, output.numel(), "scatter")
+        received = self._staging(output.numel(), output.dtype, "scatter")
 
         def issue(asynchronous: bool) -> Any:
             return self.scatter(received, send, self._reduce_group, dist.ReduceOp.SUM, async_op=asynchronous)

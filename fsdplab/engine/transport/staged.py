@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.engine import compat, events
+from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.packing import half, pack, unpack
 from fsdplab.engine.core.pending import Pending
@@ -25,35 +26,49 @@ Reduction = tuple[Callable[[bool], Any], Callable[[], object], torch.Tensor]  # 
 class StagedTransport(StreamedTransport):
     """Gathers and reduces through flat buffers, over one process group, for tensors on one device."""
 
+    _gathers_in_place = False  # whether this rank's slice must lie where the gather ends
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
+        self.device = device
         self._reduce_group = group
         host = device.type == "cpu"
         self._gather_stream = HostStream() if host else comm_stream(device, "gather")
         self._reduce_stream = HostStream() if host else comm_stream(device, "reduce")
 
-    def all_gather(self, layout: Layout, outgoing: Outgoing, whole: torch.Tensor, stamp: Stamp) -> Pending:
-        """Fill `whole` (bytes, parameter-major) from every rank's slice."""
-        send = outgoing.tensor()
-        staging = self._staging(send, self.ranks * send.numel(), "gather")
+    def all_gather(self, outgoing: Outgoing, whole: Gathered, stamp: Stamp) -> Pending:
+        """Gather every rank's slice, and unpack them into `whole` once somebody waits: until then its memory is free.
+
+        A slice that has to be made (cast, or brought from the host) is made where its gather ends.
+        """
+        layout, numel = whole.layout, outgoing.nbytes // outgoing.dtype.itemsize
+        staging = self._staging(self.ranks * numel, outgoing.dtype, "gather")
         events.tag("communication_buffers", staging, stamp.unit)
+        if outgoing.resident is not None and not self._gathers_in_place:
+            send = outgoing.resident.view(outgoing.dtype)
+        else:
+            send = staging[self.rank * numel : (self.rank + 1) * numel]
+            outgoing.write(send.view(torch.uint8))
 
         def issue(asynchronous: bool) -> Any:
             with events.span("all_gather", stamp.unit):
                 return self._gather(staging, send, asynchronous)
 
-        def complete() -> None:
-            with events.span("all_gather_copy_out", stamp.unit):
-                unpack(layout, staging, whole)
+        note = self.note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, outgoing.dtype)
+        travelling = self._gather_stream.run(issue, lambda: None, note, staging, send)
 
-        note = self.note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, send.dtype)
-        return self._gather_stream.run(issue, complete, note, staging, send, whole)
+        def finish() -> None:
+            travelling.wait()
+            with events.span("all_gather_copy_out", stamp.unit):
+                unpack(staging, whole)
+
+        return Pending(finish, staging, travelling)
 
     def reduce_scatter(
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
     ) -> Pending:
         """Sum every rank's `gradients` (None where one is missing), divide, and leave this rank's slice in `output`."""
-        send = self._staging(output, self.ranks * output.numel(), "scatter")
+        send = self._staging(self.ranks * output.numel(), output.dtype, "scatter")
         events.tag("communication_buffers", send, stamp.unit)
         with events.span("post_backward_reduce", stamp.unit):
             pack(layout, gradients, send)
@@ -82,9 +97,9 @@ class StagedTransport(StreamedTransport):
             return
         self._reduce_group = reduction_group(self.group) if enable else self.group
 
-    def _staging(self, like: torch.Tensor, numel: int, role: str) -> torch.Tensor:
+    def _staging(self, numel: int, dtype: torch.dtype, role: str) -> torch.Tensor:
         """Memory for a "gather" or a "scatter" of `numel` elements."""
-        return like.new_empty(numel)
+        return torch.empty(numel, dtype=dtype, device=self.device)
 
     def _gather(self, staging: torch.Tensor, send: torch.Tensor, asynchronous: bool) -> Any:
         return compat.all_gather_single(staging, send, group=self.group, async_op=asynchronous)

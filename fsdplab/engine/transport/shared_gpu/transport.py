@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.engine import compat, events
+from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.packing import pack, unpack_from
 from fsdplab.engine.core.pending import Pending
@@ -59,9 +60,12 @@ class SharedGpuTransport(StreamedTransport):
         self.gathers.announce()
         self.reductions.announce()
 
-    def all_gather(self, layout: Layout, outgoing: Outgoing, whole: torch.Tensor, stamp: Stamp) -> Pending:
-        """Publish this rank's slice, and fill `whole` from every rank's."""
-        send, line = outgoing.tensor(), self.gathers
+    def all_gather(self, outgoing: Outgoing, whole: Gathered, stamp: Stamp) -> Pending:
+        """Publish this rank's slice, and fill `whole` from every rank's; it is allocated here, on the stream that will
+        free it.
+        """
+        layout, line, buffer = whole.layout, self.gathers, whole.tensor
+        send = outgoing.made(buffer.device)
 
         def issue(asynchronous: bool) -> None:
             with events.span("all_gather", stamp.unit), moving("all_gather", layout.total_bytes):
@@ -69,12 +73,12 @@ class SharedGpuTransport(StreamedTransport):
                 slot.copy_(send.view(torch.uint8))
                 line.publish(number)
                 for peer in self._nearest_first():
-                    unpack_from(layout, peer, line.read(peer, number, outgoing.nbytes), whole)
+                    unpack_from(peer, line.read(peer, number, outgoing.nbytes), whole)
                 line.done(number)
 
         note = self.note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, outgoing.dtype)
         announce("all_gather", self._announced, lambda: (_like(send, self.ranks), _like(send)))
-        return self._gather_stream.run(issue, _nothing, note, send, whole)
+        return self._gather_stream.run(issue, _nothing, note, send, buffer)
 
     def reduce_scatter(
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.engine import compat, events
+from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.packing import halves, pack, pack_range, pack_rank, scaled_copy, unpack_from
 from fsdplab.engine.core.pending import Pending
@@ -97,8 +98,9 @@ class SharedTransport(Transport):
         """Return once every peer has read this rank's slices: their owner may write to them again."""
         self._places.settle()
 
-    def all_gather(self, layout: Layout, outgoing: Outgoing, whole: torch.Tensor, stamp: Stamp) -> Pending:
+    def all_gather(self, outgoing: Outgoing, whole: Gathered, stamp: Stamp) -> Pending:
         """Publish this rank's slice, or where it rests; on waiting, copy every rank's slice into `whole`."""
+        layout = whole.layout
         note = self.note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, outgoing.dtype)
         start, label, nbytes = time.time_ns(), f"all_gather of {stamp.unit}", outgoing.nbytes
         resident = outgoing.resident
@@ -119,11 +121,11 @@ class SharedTransport(Transport):
             awaited = time.time_ns()
             with events.span("all_gather_copy_out", stamp.unit):
                 for peer in self._nearest_first():
-                    unpack_from(layout, peer, resident if arena and peer == self.rank else read(peer), whole)
+                    unpack_from(peer, resident if arena and peer == self.rank else read(peer), whole)
                 slots.done(number)
             _emit(note, start, awaited)
 
-        return operations.publish(number, Pending(finish, resident, whole))
+        return operations.publish(number, Pending(finish, resident))
 
     def reduce_scatter(
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
@@ -247,7 +249,7 @@ class SharedTransport(Transport):
 
 def _gather_buffers(outgoing: Outgoing, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The flat output and source that a gather would have, were there any staging."""
-    source = outgoing.tensor()
+    source = outgoing.made(torch.device("cpu"))
     return source.new_empty(ranks * source.numel()), source
 
 
