@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
-from fsdplab.engine import events, fully_shard, shard_model
+from fsdplab.engine import MixedPrecisionPolicy, events, fully_shard, shard_model
+from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.shard import units_of
 from fsdplab.planning import UnitShapes, step_traffic
 from fsdplab.workloads import build_model, loss_of
@@ -113,3 +116,64 @@ def other_rows(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "shard_grad_op"])
 def test_other_strategies_inside_the_shard_group(ranks, strategy: str) -> None:
     ranks(4, other_rows, strategy)
+
+
+# ---- streams, and low precision
+
+
+class OrderedStream:
+    """Like a CUDA stream, it gives out events that another stream can wait for; here everything is done at once."""
+
+    def __init__(self, role: str, issued: list[tuple[str, bool]]) -> None:
+        self.role, self.issued = role, issued
+
+    def run(self, issue, complete, note, *buffers: object, after: Pending | None = None) -> Pending:
+        self.issued.append((self.role, after is not None))
+        issue(True).wait()
+        complete()
+        return Pending(lambda: None, *buffers, event=torch.Event("cpu"))
+
+
+def on_ordered_streams() -> list[tuple[str, bool]]:
+    """What a step issues on the streams of reductions; and its gradients are those of a step on the host."""
+    issued: list[tuple[str, bool]] = []
+    found = []
+    for ordered in (False, True):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = shard_model(build_model("gpt-tiny", seed=1), "hybrid_shard", mesh=mesh, transport="gloo")
+        for unit in units_of(model) if ordered else ():
+            shard, replicate = copy.copy(unit.config.shard), copy.copy(unit.config.replicate)
+            shard._reduce_stream = OrderedStream("reduce", issued)
+            replicate._all_reduce_stream = OrderedStream("all_reduce", issued)
+            unit.config = replace(unit.config, shard=shard, replicate=replicate)
+        loss_of(model, *tokens_of(0, dist.get_rank())).backward()
+        found.append([parameter.grad.to_local() for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    return issued
+
+
+def test_where_streams_order_them_both_reductions_are_issued_together(ranks) -> None:
+    assert ranks(4, on_ordered_streams) == [[("reduce", False), ("all_reduce", True)] * 3] * 4
+
+
+def large_float16_gradients(strategy: str, shape: tuple[int, ...]) -> list[float]:
+    """The gradients of a model whose gradients are 20,000 on every rank, in float16: a sum of four overflows."""
+    names = ("replicate", "shard")[: len(shape)]
+    low = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = shard_model(
+        torch.nn.Linear(4, 4, bias=False), strategy, units="root", mesh=mesh, mp_policy=low, transport="gloo"
+    )
+    (20_000 * model(torch.ones(1, 4))).sum().backward()
+    (parameter,) = model.parameters()
+    return (
+        parameter.grad.to_local().flatten().tolist()
+        if hasattr(parameter, "to_local")
+        else parameter.grad.flatten().tolist()
+    )
+
+
+@pytest.mark.parametrize(("strategy", "shape"), [("hybrid_shard", (2, 2)), ("full_shard", (4,)), ("no_shard", (4,))])
+def test_float16_gradients_are_divided_before_they_overflow(ranks, strategy: str, shape: tuple[int, ...]) -> None:
+    for found in ranks(4, large_float16_gradients, strategy, shape):
+        assert set(found) == {20_000.0}

@@ -40,7 +40,7 @@ class InOrderStream:
         while True:
             self._jobs.get()()
 
-    def run(self, issue, complete, note, *buffers) -> Pending:
+    def run(self, issue, complete, note, *buffers, after: Pending | None = None) -> Pending:
         done, failed = threading.Event(), []
         times: list[int] = []
 

@@ -16,7 +16,7 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Gathered:
-    """A buffer of `layout.whole_bytes` bytes on `device`, parameter after parameter; `category` is what events call it."""
+    """A buffer of `layout.whole_bytes` bytes on `device`, parameter after parameter; events call it `category`."""
 
     def __init__(
         self, layout: Layout, device: torch.device, unit: str = "", category: str = "gathered_parameters"

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 Step = Callable[[], object]  # what it returns is not used
 
 
 class Pending:
-    """Holds `buffers` until `wait` has run `finish`, exactly once.
+    """Holds `buffers` until `wait` has run `finish`, exactly once. `event`: what another stream can wait for, where
+    the work runs on one.
 
     >>> done = []
     >>> work = Pending(lambda: done.append("waited"), "buffer")
@@ -20,9 +23,12 @@ class Pending:
     ['waited']
     """
 
-    __slots__ = ("_buffers", "_finish", "_on_drop")
+    __slots__ = ("_buffers", "_finish", "_on_drop", "event")
 
-    def __init__(self, finish: Step, *buffers: object, on_drop: Step | None = None) -> None:
+    def __init__(
+        self, finish: Step, *buffers: object, on_drop: Step | None = None, event: torch.Event | None = None
+    ) -> None:
+        self.event = event
         self._finish: Step | None = finish
         self._buffers = buffers
         self._on_drop = on_drop  # what makes it safe to free the buffers if nobody ever waits

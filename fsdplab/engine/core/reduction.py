@@ -14,12 +14,14 @@ import torch
 from torch._prims_common import make_contiguous_strides_for as contiguous_strides
 
 from fsdplab.engine import events
-from fsdplab.engine.core.packing import is_missing, pack
+from fsdplab.engine.core.packing import half, is_missing, pack
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.transport import Stamp, Transport
 from fsdplab.engine.core.unit_config import ReduceOptions, UnitConfig
 from fsdplab.engine.core.unit_plan import layout_of
+
+Stage = Callable[["Pending | None"], Pending]  # a collective, `after` the one on another stream that it goes on from
 
 
 class Reduction:
@@ -47,38 +49,46 @@ class Reduction:
         self._output = torch.empty(self._layout.slice_bytes // dtype.itemsize, dtype=dtype, device=config.device)
         events.tag("gradient_slices" if config.shard else "whole_gradients", self._output, unit)
         stages = self._stages(Stamp(unit, "backward"), gradients)
-        self._pending, self._ahead = stages[0](), stages[1:]
+        self._pending, self._ahead = stages[0](None), stages[1:]
+        if self._ahead and self._earlier is None and self._pending.event is not None:
+            following = self._ahead[0](self._pending)  # one stream waits for the other: it may be issued at once
+            self._ahead = [lambda _: following]
 
-    def _stages(self, stamp: Stamp, gradients: Sequence[torch.Tensor | None]) -> list[Callable[[], Pending]]:
+    def _stages(self, stamp: Stamp, gradients: Sequence[torch.Tensor | None]) -> list[Stage]:
         shard, replicate = self._config.shard, self._config.replicate
         divide, output = self._options.divide, self._output
-        over_replicas: list[Callable[[], Pending]] = []
+        over_replicas: list[Stage] = []
         if replicate and self._options.all_reduce:
-            over_replicas = [lambda: self._over_replicas(replicate, stamp)]
+            over_replicas = [lambda after: self._over_replicas(replicate, stamp, after)]
         if shard is None and replicate and over_replicas and self._earlier is None:
-            return [lambda: replicate.all_reduce_packed(self._layout, gradients, output, stamp, divide)]
+            return [lambda _: replicate.all_reduce_packed(self._layout, gradients, output, stamp, divide)]
         if shard is None:
             pack(self._layout, gradients, output)
             return over_replicas or [
-                lambda: Pending(lambda: None if replicate or divide == 1.0 else output.div_(divide))
+                lambda _: Pending(lambda: None if replicate or divide == 1.0 else output.div_(divide))
             ]
-        first = 1.0 if replicate else divide
-        return [lambda: shard.reduce_scatter(self._layout, gradients, output, stamp, first), *over_replicas]
+        first = self._before_replicas() if replicate else divide
+        return [lambda _: shard.reduce_scatter(self._layout, gradients, output, stamp, first), *over_replicas]
 
-    def _over_replicas(self, replicate: Transport, stamp: Stamp) -> Pending:
+    def _before_replicas(self) -> float:
+        """By how much to divide before the replicas sum: by one, but what could overflow is halfway small by then."""
+        return half(self._options.divide) if self._output.dtype is torch.float16 else 1.0
+
+    def _over_replicas(self, replicate: Transport, stamp: Stamp, after: Pending | None) -> Pending:
         if self._earlier is not None:
             self._output.add_(self._earlier)
         slots = self._layout.slots if self._config.shard else ()
         spans = [(slot, *slot.span(self._config.rank)) for slot in slots]
         real = sum((stop - start) * slot.row_bytes for slot, start, stop in spans)
         padding = self._layout.slice_bytes - real if slots else self._layout.padding_bytes
-        return replicate.all_reduce(self._output, stamp, self._options.divide, padding)
+        divide = self._options.divide / (self._before_replicas() if self._config.shard else 1.0)
+        return replicate.all_reduce(self._output, stamp, divide, padding, after)
 
     def advance(self) -> bool:
         """Wait for the stage in flight and start the next; True once the parameters have their gradients."""
         self._pending.wait()
         if self._ahead:
-            self._pending, self._ahead = self._ahead[0](), self._ahead[1:]
+            self._pending, self._ahead = self._ahead[0](None), self._ahead[1:]
             return False
         if self._config.replicate and not self._options.all_reduce:
             self.partial_output = self._output if self._earlier is None else self._output.add_(self._earlier)

@@ -80,8 +80,10 @@ class Transport(ABC):
         """Sum every rank's `gradients`, divide, and leave this rank's slice in `output`."""
 
     @abstractmethod
-    def all_reduce(self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0) -> Pending:
-        """Sum `buffer` over all ranks in place and divide."""
+    def all_reduce(
+        self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0, after: Pending | None = None
+    ) -> Pending:
+        """Sum `buffer` over all ranks in place and divide; `after`: the work on another stream that fills it."""
 
     def all_reduce_packed(
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float

@@ -237,8 +237,10 @@ class _Behind(Transport):
     ) -> Pending:
         return self._carried(self._kind.reduce_scatter(self, layout, gradients, output, stamp, divide), stamp.unit)
 
-    def all_reduce(self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0) -> Pending:
-        return self._carried(self._kind.all_reduce(self, buffer, stamp, divide, padding), stamp.unit)
+    def all_reduce(
+        self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0, after: Pending | None = None
+    ) -> Pending:
+        return self._carried(self._kind.all_reduce(self, buffer, stamp, divide, padding, after), stamp.unit)
 
     def all_reduce_packed(
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float

@@ -85,7 +85,14 @@ class LinkedStream:
     def __init__(self, inner: CommStream, wire: Wire) -> None:
         self._inner, self._wire = inner, wire
 
-    def run(self, issue: Callable[[bool], Any], complete: Callable[[], None], note: Note, *buffers: object) -> Pending:
+    def run(
+        self,
+        issue: Callable[[bool], Any],
+        complete: Callable[[], None],
+        note: Note,
+        *buffers: object,
+        after: Pending | None = None,
+    ) -> Pending:
         """As the stream inside, but that it waits before `issue`."""
         event = note(0, 0, None)
         assert event is not None, "a link in front of a link"
@@ -95,7 +102,8 @@ class LinkedStream:
             self._wire.hold(nanoseconds)
             return issue(asynchronous)
 
-        return self._inner.run(carried, complete, self._wire.noted(note, wire_bytes, nanoseconds), *buffers)
+        noted = self._wire.noted(note, wire_bytes, nanoseconds)
+        return self._inner.run(carried, complete, noted, *buffers, after=after)
 
 
 class Wire:
@@ -133,6 +141,7 @@ def on_streams(transport: StreamedTransport, transfer: TransferTime, hold: Hold 
     wire = Wire(transfer, hold)
     linked._gather_stream = LinkedStream(transport._gather_stream, wire)
     linked._reduce_stream = LinkedStream(transport._reduce_stream, wire)
+    linked._all_reduce_stream = LinkedStream(transport._all_reduce_stream, wire)
     return linked
 
 

@@ -35,6 +35,7 @@ class StagedTransport(StreamedTransport):
         host = device.type == "cpu"
         self._gather_stream = HostStream() if host else comm_stream(device, "gather")
         self._reduce_stream = HostStream() if host else comm_stream(device, "reduce")
+        self._all_reduce_stream = HostStream() if host else comm_stream(device, "all_reduce")
 
     def all_gather(self, outgoing: Outgoing, whole: Gathered, stamp: Stamp) -> Pending:
         """Gather every rank's slice, and unpack them into `whole` once somebody waits: until then its memory is free.
@@ -78,15 +79,20 @@ class StagedTransport(StreamedTransport):
             issue, events.span("reduce_scatter", stamp.unit)(sum_up), note, send, received, output
         )
 
-    def all_reduce(self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0) -> Pending:
+    def all_reduce(
+        self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0, after: Pending | None = None
+    ) -> Pending:
         """Sum `buffer` over all ranks in place and divide."""
+        before = half(divide) if buffer.dtype is torch.float16 else 1.0
 
         def issue(asynchronous: bool) -> Any:
             with events.span("all_reduce", stamp.unit):
+                if before != 1.0:
+                    buffer.div_(before)
                 return dist.all_reduce(buffer, group=self.group, async_op=asynchronous)
 
         note = self.note(stamp, "all_reduce", buffer.nbytes, padding, buffer.dtype)
-        return self._reduce_stream.run(issue, lambda: buffer.div_(divide), note, buffer)
+        return self._all_reduce_stream.run(issue, lambda: buffer.div_(divide / before), note, buffer, after=after)
 
     def separate_reductions(self, enable: bool) -> None:
         """Reduce over a communicator of its own, or over the group again; collective over the group.

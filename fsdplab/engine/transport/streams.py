@@ -18,21 +18,42 @@ from fsdplab.engine.core.transport import Note, Transport
 class CommStream(Protocol):
     """Where collectives run one after the other, and who waits for them."""
 
-    def run(self, issue: Callable[[bool], Any], complete: Callable[[], None], note: Note, *buffers: object) -> Pending:
-        """Issue a collective and `complete` it; `buffers` live until somebody has waited."""
+    def run(
+        self,
+        issue: Callable[[bool], Any],
+        complete: Callable[[], None],
+        note: Note,
+        *buffers: object,
+        after: Pending | None = None,
+    ) -> Pending:
+        """Issue a collective and `complete` it; `buffers` live until somebody has waited.
+
+        It begins after what the caller's stream has been given so far; or, where that is enough, `after` work of
+        another stream (one that has an event).
+        """
 
 
 class StreamedTransport(Transport):
-    """A transport that has a stream for its gathers and one for its reductions."""
+    """A transport that has streams for its gathers, for its reductions, and for what replicas reduce: the last do not
+    hold up the next unit's reductions.
+    """
 
     _gather_stream: CommStream
     _reduce_stream: CommStream
+    _all_reduce_stream: CommStream
 
 
 class HostStream:
     """Work that the host waits for: gloo's own threads move the bytes meanwhile."""
 
-    def run(self, issue: Callable[[bool], Any], complete: Callable[[], None], note: Note, *buffers: object) -> Pending:
+    def run(
+        self,
+        issue: Callable[[bool], Any],
+        complete: Callable[[], None],
+        note: Note,
+        *buffers: object,
+        after: Pending | None = None,
+    ) -> Pending:
         """Issue now; wait, note the times and `complete` when somebody needs the result."""
         start = time.time_ns()
         work = issue(True)
@@ -72,11 +93,21 @@ class CudaStream:
         self._stream = stream
         self._clock = clock
 
-    def run(self, issue: Callable[[bool], Any], complete: Callable[[], None], note: Note, *buffers: object) -> Pending:
+    def run(
+        self,
+        issue: Callable[[bool], Any],
+        complete: Callable[[], None],
+        note: Note,
+        *buffers: object,
+        after: Pending | None = None,
+    ) -> Pending:
         """Enqueue everything on the side stream; waiting is an event that the current stream waits for."""
         timed = events.listening()
         start, end = (torch.cuda.Event(enable_timing=timed) for _ in range(2))
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        if after is not None and after.event is not None:
+            self._stream.wait_event(after.event)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             start.record()
             issue(False)
@@ -85,7 +116,7 @@ class CudaStream:
         if timed:
             events.defer(lambda: note(*self._times_ns(start, end), None))
         finish = lambda: torch.cuda.current_stream(self._stream.device).wait_event(end)  # noqa: E731
-        return Pending(finish, *buffers, on_drop=finish)
+        return Pending(finish, *buffers, on_drop=finish, event=end)
 
     def _times_ns(self, start: torch.cuda.Event, end: torch.cuda.Event) -> tuple[int, int]:
         zero, zero_ns = self._clock
@@ -95,7 +126,7 @@ class CudaStream:
 
 @cache
 def comm_stream(device: torch.device, role: str) -> CudaStream:
-    """One high-priority stream per device and role (gather, reduce), shared by all units."""
+    """One high-priority stream per device and role (gather, reduce, all_reduce), shared by all units."""
     with torch.cuda.device(device):
         return CudaStream(torch.cuda.Stream(device, priority=-1), device_clock(device))
 

@@ -90,7 +90,14 @@ class ThreadStream:
         weakref.finalize(self, self._jobs.put, None)
         threading.Thread(target=_serve, args=(self._jobs,), name=f"fsdplab {name}", daemon=True).start()
 
-    def run(self, issue: Callable[[bool], Any], complete: Callable[[], None], note: Note, *buffers: object) -> Pending:
+    def run(
+        self,
+        issue: Callable[[bool], Any],
+        complete: Callable[[], None],
+        note: Note,
+        *buffers: object,
+        after: Pending | None = None,
+    ) -> Pending:
         """Queue the work; waiting for it raises what it raised."""
         start, done = time.time_ns(), Future[int]()
 

@@ -44,6 +44,7 @@ class SharedGpuTransport(StreamedTransport):
         host = device.type == "cpu"
         self._gather_stream = ThreadStream("gathers") if host else comm_stream(device, "gather")
         self._reduce_stream = ThreadStream("reduces") if host else comm_stream(device, "reduce")
+        self._all_reduce_stream = self._reduce_stream  # both use the same memory, in turn
         self._announced = compat.silent_group(self.rank, self.ranks)
 
     @property
@@ -103,7 +104,9 @@ class SharedGpuTransport(StreamedTransport):
         announce("reduce_scatter", self._announced, lambda: (_like(output), _like(output, self.ranks)))
         return self._reduce_stream.run(issue, _nothing, note, gradients, output)
 
-    def all_reduce(self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0) -> Pending:
+    def all_reduce(
+        self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0, after: Pending | None = None
+    ) -> Pending:
         """Publish `buffer`, sum one nth of it over all ranks, publish that, and gather the others' sums."""
         pieces, line = buffer.tensor_split(self.ranks), self.reductions
 
@@ -120,7 +123,7 @@ class SharedGpuTransport(StreamedTransport):
 
         note = self.note(stamp, "all_reduce", buffer.nbytes, padding, buffer.dtype)
         announce("all_reduce", self._announced, lambda: (_like(buffer), _like(buffer)))
-        return self._reduce_stream.run(issue, _nothing, note, buffer)
+        return self._all_reduce_stream.run(issue, _nothing, note, buffer, after=after)
 
     def _share(self, pieces: Sequence[torch.Tensor], stamp: Stamp) -> None:
         """Give every rank what each has summed."""

@@ -149,15 +149,17 @@ class SharedTransport(Transport):
 
         return self._reductions.publish(sent.number, Pending(finish, output))
 
-    def all_reduce(self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0) -> Pending:
+    def all_reduce(
+        self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0, after: Pending | None = None
+    ) -> Pending:
         """Publish what peers need of `buffer`; on waiting, sum one nth of it and gather the others' sums."""
         pieces = buffer.tensor_split(self.ranks)
-        before, after = halves(divide)
+        before, then = halves(divide)
 
         def write(peer: int, target: torch.Tensor) -> None:
             scaled_copy(pieces[peer], target, before)
 
-        return self._all_reduce(write, buffer, stamp, after, padding)
+        return self._all_reduce(write, buffer, stamp, then, padding)
 
     def all_reduce_packed(
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
