@@ -10,7 +10,7 @@ import torch
 
 from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import SLICES_ALIGNED, Layout
-from fsdplab.engine.core.packing import chunks, cut_out, pack, recast, unpack, unpack_from
+from fsdplab.engine.core.packing import chunks, cut_out, pack, same_order, unpack, unpack_from
 from fsdplab.engine.core.policy import STRATEGIES, Strategy, strategy_named
 from fsdplab.engine.core.schedule import Schedule
 from fsdplab.engine.transport.gloo import sum_in_rank_order
@@ -63,15 +63,27 @@ def test_parameters_begin_at_multiples_of_16_bytes_in_memory() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 3, (torch.bfloat16, torch.float32, torch.bfloat16)])
 @pytest.mark.parametrize("shapes", [((5, 4), (3,), (8, 2)), ((8, 12), (12, 4), (24, 2))])
-def test_a_slice_is_recast_slot_by_slot(ranks: int, dtypes: tuple, shapes: tuple) -> None:
+def test_a_slice_is_cast_slot_by_slot_or_at_once(ranks: int, dtypes: tuple, shapes: tuple) -> None:
     rest = Layout.of([("a", shapes[0], 4), ("b", shapes[1], 4), ("c", shapes[2], 4)], ranks, SLICES_ALIGNED)
     made = Layout.of([(slot.name, slot.shape, dtype.itemsize) for slot, dtype in zip(rest.slots, dtypes)], ranks)
     source = torch.randn(rest.slice_bytes // 4).view(torch.uint8)
     target = torch.full((made.slice_bytes,), 7, dtype=torch.uint8)
-    recast(source, rest, [torch.float32] * 3, target, made, dtypes)
     before, after = chunks(source, rest, [torch.float32] * 3), chunks(target, made, dtypes)
+    torch._foreach_copy_(after, before)
     for was, now, dtype, slot in zip(before, after, dtypes, made.slots, strict=True):
         assert now.dtype == dtype and now.nbytes == slot.chunk_bytes and torch.equal(was.to(dtype), now)
+    if len(set(dtypes)) == 1:
+        first_elements = [(a.offset // 4, b.offset // 2) for a, b in zip(rest.slots, made.slots)]
+        alike = all(a == b for a, b in first_elements) and rest.slice_bytes == 2 * made.slice_bytes
+        assert same_order(rest, made) == alike
+        assert not alike or torch.equal(target.view(dtypes[0]), source.view(torch.float32).to(dtypes[0]))
+
+
+def test_layouts_of_other_lengths_have_not_the_same_order() -> None:
+    layout = Layout.of([("a", (4, 4), 4), ("b", (8,), 4)], 2)
+    assert same_order(layout, Layout.of([("a", (4, 4), 2), ("b", (8,), 2)], 2))
+    assert not same_order(layout, Layout.of([("a", (4, 4), 2)], 2))
+    assert not same_order(layout, Layout.of([("a", (4, 4), 2), ("b", (8,), 2)], 2, alignment=64))
 
 
 def test_what_is_cut_out_of_a_whole_comes_back() -> None:

@@ -40,21 +40,8 @@ def cut_out(rank: int, whole: Gathered, part: torch.Tensor) -> None:
     torch._foreach_copy_(list(pieces), whole.places_of(rank))
 
 
-def recast(
-    source: torch.Tensor, rest: Layout, rest_dtypes: Dtypes, target: torch.Tensor, layout: Layout, dtypes: Dtypes
-) -> None:
-    """Copy a slice (bytes) of `rest_dtypes` into another (bytes) of the same parameters, in their `dtypes`; what
-    `layout` has behind them is left.
-    """
-    if len(set(rest_dtypes)) == len(set(dtypes)) == 1 and _alike(rest, layout):
-        target.view(dtypes[0]).copy_(source.view(rest_dtypes[0]), non_blocking=True)
-    else:
-        into, out_of = chunks(target, layout, dtypes), chunks(source, rest, rest_dtypes)
-        torch._foreach_copy_(into, out_of, non_blocking=True)
-
-
-def _alike(one: Layout, other: Layout) -> bool:
-    """Whether every element is at the same index in both, each of one dtype."""
+def same_order(one: Layout, other: Layout) -> bool:
+    """Whether every element has the same index in a slice of both, each of one dtype."""
     ends = [*((a.offset, b.offset) for a, b in zip(one.slots, other.slots)), (one.slice_bytes, other.slice_bytes)]
     a, b = one.slots[0].itemsize, other.slots[0].itemsize
     return len(one.slots) == len(other.slots) and all(first * b == second * a for first, second in ends)

@@ -19,7 +19,7 @@ import torch
 from fsdplab.engine import events
 from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import Slot
-from fsdplab.engine.core.packing import cut_out, recast
+from fsdplab.engine.core.packing import chunks, cut_out
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.reduction import Reduction
@@ -78,6 +78,7 @@ class Unit:
         self.plan = UnitPlan.of(self.params, self.config)
         self._settled = False  # whether the slices at rest lie in their buffer
         self._flat: torch.Tensor | None = None  # the slices at rest, end to end (bytes)
+        self._chunks: list[torch.Tensor] | None = None  # its parts, one a parameter
         holds = "parameter_slices" if self.plan.keeps_whole else "gathered_parameters"
         self._whole = Gathered(self.plan.layout, self.config.device, self.name, holds)
         self._shown_whole = False  # whether the parameters' gathered forms lie in it
@@ -198,10 +199,21 @@ class Unit:
         if plan.aliased:
             cut_out(self.config.rank, self._whole, target)
         elif plan.plain:
-            at_rest = self.config.storage.bring(self._make_flat(), self.config.device)
-            recast(at_rest, plan.rest_layout, plan.rest_dtypes, target, plan.layout, plan.compute_dtypes)
+            self._cast(self.config.storage.bring(self._make_flat(), self.config.device), target)
         for parted in plan.parted:
             parted.write_parts(plan.layout, target)
+
+    def _cast(self, at_rest: torch.Tensor, target: torch.Tensor) -> None:
+        plan = self.plan
+        if plan.casts_at_once:
+            source = at_rest.view(plan.rest_dtypes[0])
+            target.view(plan.compute_dtypes[0]).copy_(source, non_blocking=True)
+            return
+        if self._chunks is None or at_rest is not self._flat:
+            self._chunks = chunks(at_rest, plan.rest_layout, plan.rest_dtypes)
+        torch._foreach_copy_(chunks(target, plan.layout, plan.compute_dtypes), self._chunks, non_blocking=True)
+        if at_rest is not self._flat:
+            self._chunks = None
 
     def finish_unshard(self, phase: str) -> None:
         """Wait for the gather and show the whole parameters to the modules."""

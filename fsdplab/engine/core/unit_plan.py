@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from fsdplab.engine.core.layout import SLICES_ALIGNED, WHOLE_ALIGNED, Layout, Slot
+from fsdplab.engine.core.packing import same_order
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.unit_config import UnitConfig
 
@@ -94,6 +96,12 @@ class UnitPlan:
         """
         alike = self.compute_dtypes == self.rest_dtypes and self.layout.slots == self.rest_layout.slots
         return alike and self.layout.slice_bytes == self.rest_layout.slice_bytes and not self.aliased
+
+    @cached_property
+    def casts_at_once(self) -> bool:
+        """Whether one copy casts a slice at rest into what travels: one dtype each, elements in the same order."""
+        one_each = len(set(self.rest_dtypes)) == len(set(self.compute_dtypes)) == 1
+        return one_each and not self.parted and same_order(self.rest_layout, self.layout)
 
     @property
     def wire_dtype(self) -> torch.dtype:
