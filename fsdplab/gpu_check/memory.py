@@ -10,9 +10,7 @@ The arithmetic: what `full_shard` with AdamW in bf16 over fp32 masters must hold
     optimizer       8 P / n      two moments
     gradients       4 P / n      after a backward, until they are zeroed
     gathered        2 U          U: parameters of the units that are gathered at that instant, whole
-    staging         2 W          W: parameters of the units whose gather is in flight, from whose buffer it is copied
-    low precision   2 V / n      V: parameters of the units gathered since the forward began: their bf16 slices stay to
-                                 the backward's end
+    in flight       2 W          W: parameters of the units whose gather is in flight, in the buffer that it fills
 
 No padding: at n = 1 there is none, and it is below a thousandth where n divides the rows. Activations are not model
 state.
@@ -87,7 +85,7 @@ def by_arithmetic(sheet: Sheet, size: Size, device: torch.device) -> None:
     reduced = in_use(device)
     for what, expected, got in (
         ("parameter slices and optimizer state at rest", shape.at_rest, rest - before),
-        ("gathered units and low-precision slices in a forward", shape.in_forward(middle), seen - rest),
+        ("units gathered and in flight in a forward", shape.in_forward(middle), seen - rest),
         ("gradient slices after a backward", shape.gradients, reduced - rest),
     ):
         far = apart(got, expected)
@@ -165,14 +163,11 @@ class StateBytes:
     def in_forward(self, block: int, prefetch: int = 1) -> int:
         """What comes on top while `block` (from 0) computes.
 
-        The root, this block and `prefetch` after it are gathered (or in flight); of all units so far there are bf16
-        slices.
+        The root and this block are gathered, `prefetch` blocks after it are in flight.
         """
         root, each = root_parameter_count(self.config), block_parameter_count(self.config)
         ahead = min(prefetch, self.config.layers - 1 - block)
-        gathered = root + each * (1 + ahead)
-        begun = root + each * (block + 1 + ahead)
-        return 2 * gathered + 2 * each * ahead + 2 * begun // self.ranks
+        return 2 * (root + each * (1 + ahead))
 
 
 def apart(got: int, expected: int) -> float:

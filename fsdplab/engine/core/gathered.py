@@ -39,6 +39,12 @@ class Gathered:
         events.tag(self._category, self._tensor, self._unit)
         return self._tensor
 
+    def announce(self, unit: str) -> None:
+        """Tag what it holds, for whoever subscribed since; from now on it is of `unit`, who gets its name late."""
+        self._unit = unit
+        if self._tensor is not None:
+            events.tag(self._category, self._tensor, unit)
+
     @property
     def exists(self) -> bool:
         """Whether it has ever been allocated."""

@@ -174,6 +174,7 @@ class Unit:
         self._move(UNSHARDING, phase)
         self.plan = self.plan.with_parts(self.config)
         self._whole.lay_out(self.plan.layout)
+        self._whole.announce(self.name)
         if self._gathered_versions is None or not self.plan.keeps_whole:
             if self._flat is not None:
                 self.config.storage.will_read(self._flat)

@@ -99,8 +99,11 @@ class SharedTransport(Transport):
         self._places.settle()
 
     def all_gather(self, outgoing: Outgoing, whole: Gathered, stamp: Stamp) -> Pending:
-        """Publish this rank's slice, or where it rests; on waiting, copy every rank's slice into `whole`."""
-        layout = whole.layout
+        """Publish this rank's slice, or where it rests; on waiting, copy every rank's slice into `whole`.
+
+        The memory is taken now: what is gathered ahead costs as much as it does where collectives have buffers.
+        """
+        layout, _ = whole.layout, whole.tensor
         note = self.note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, outgoing.dtype)
         start, label, nbytes = time.time_ns(), f"all_gather of {stamp.unit}", outgoing.nbytes
         resident = outgoing.resident
