@@ -16,7 +16,7 @@ from fsdplab.engine import compat, events
 from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.pending import Pending
-from fsdplab.engine.core.placement import Axes, spec_at_rest
+from fsdplab.engine.core.placement import Axes, local_part, spec_at_rest
 from fsdplab.engine.core.transport import Outgoing, Stamp, Transport
 
 
@@ -24,7 +24,8 @@ def ranks_after_forward(wanted: int, ranks: int) -> int:
     """`wanted` if it divides `ranks`; a `ValueError` otherwise. 1 means: stay gathered; `ranks`: reshard as usual."""
     if wanted < 1 or ranks % wanted:
         raise ValueError(
-            f"reshard_after_forward={wanted} ranks: expected True, False, or a divisor of the {ranks} ranks that shard"
+            f"If passing reshard_after_forward as an int, it should be a factor of {ranks}, not {wanted}: it says over"
+            f" how many of the {ranks} ranks that shard the slices stay cut"
         )
     return wanted
 
@@ -51,18 +52,17 @@ class SlicesOverFewerRanks:
         self._layout = Layout.of(entries, self._transport.ranks)
         self._slice = torch.zeros(self._layout.slice_bytes, dtype=torch.uint8, device=whole.device)
         events.tag("gathered_parameters", self._slice, "")
-        for param, full, part in zip(self._params, layout.slots, self._layout.slots):
+        for param, part in zip(self._params, self._layout.slots):
             start, stop = part.span(self._transport.rank)
-            nbytes = (stop - start) * part.row_bytes
-            first = layout.whole_offset(full) + start * part.row_bytes
-            rows = self._slice[part.offset : part.offset + nbytes].copy_(whole[first : first + nbytes])
-            self._show(param, rows.view(_gathered(param).dtype).view(stop - start, *param.shape[1:]))
+            place = self._slice[part.offset : part.offset + (stop - start) * part.row_bytes]
+            value = param.rows_first(local_part(_gathered(param)))
+            self._show(param, place.view(value.dtype).view(stop - start, *param.shape[1:]).copy_(value[start:stop]))
         self.kept = True
 
     def _show(self, param: ShardedParam, rows: torch.Tensor) -> None:
         spec = spec_at_rest(param.name, _gathered(param), Axes(self._mesh), param.dim)
-        shown = nn.Parameter(compat.dtensor_of(param.natural(rows), spec), requires_grad=param.at_rest.requires_grad)
-        param.show(shown)
+        local = param.natural(rows).contiguous()
+        param.show(nn.Parameter(compat.dtensor_of(local, spec), requires_grad=param.at_rest.requires_grad))
 
     def gather(self, layout: Layout, whole: torch.Tensor, stamp: Stamp) -> Pending:
         """Fill `whole`, laid out for all ranks, from the slices of the few."""
@@ -76,9 +76,10 @@ class SlicesOverFewerRanks:
 
         def finish() -> None:
             pending.wait()
-            for full, part in zip(layout.slots, self._layout.slots):
-                here, there = layout.whole_offset(full), self._layout.whole_offset(part)
-                whole[here : here + full.nbytes].copy_(near[there : there + full.nbytes])
+            for param, part in zip(self._params, self._layout.slots):
+                there, dtype = self._layout.whole_offset(part), _gathered(param).dtype
+                rows = near[there : there + part.nbytes].view(dtype).view(param.shape)
+                param.write(param.natural(rows))
 
         return Pending(finish, near, whole)
 
