@@ -324,7 +324,7 @@ def test_two_forwards_before_one_backward(ranks) -> None:
 
 def from_meta(strategy: str) -> None:
     model = shard_model(build_model("llama-tiny", device="meta"), strategy)
-    with pytest.raises(RuntimeError, match="meta device; call model.to_empty"):
+    with pytest.raises(RuntimeError, match="meta device: .*call model.to_empty"):
         model(torch.zeros(1, 4, dtype=torch.int64))
     model.to_empty(device="cpu")
     initialise(model, seed=3)
@@ -379,7 +379,7 @@ def test_deleting_the_model_frees_everything_without_the_cyclic_collector(ranks,
 def refusals() -> None:
     model = Odd()
     fully_shard(model.blocks[0])
-    with pytest.raises(ValueError, match="already a unit"):
+    with pytest.raises(AssertionError, match="already a unit"):
         fully_shard(model.blocks[0])
     with pytest.raises(ValueError, match="has no forward.*shard its children"):
         fully_shard(model.blocks)
@@ -398,7 +398,7 @@ def refusals() -> None:
     across = Odd()
     across.spare.weight = across.blocks[0][0].weight
     fully_shard(across.blocks[0])
-    with pytest.raises(ValueError, match="'spare.weight' is tied to one that another unit holds"):
+    with pytest.raises(ValueError, match="'spare.weight' is shared with a parameter already managed by another"):
         fully_shard(across)
     inner = Odd()
     fully_shard(inner.blocks[0]), fully_shard(inner)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
@@ -14,12 +16,14 @@ from tests.surface import (
     Net,
     close,
     data,
+    engines_under_test,
     error_of,
     gradients,
     look,
     loss_of,
     mesh_of,
     on_both,
+    reference_is_here,
     sharded,
     shown,
     twin_gradients,
@@ -170,8 +174,98 @@ def uneven_columns(fsdp: Any) -> None:
     close(gradients(model), gradients(twin))
 
 
+class Flattens(nn.Linear):
+    """Reads its weight as one row of memory, as fused kernels do: only a contiguous one can be."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.weight.is_contiguous()
+        return x @ self.weight.view(-1).view(self.weight.shape).t() + self.bias
+
+
+def contiguous_columns(fsdp: Any) -> None:
+    """Cut along columns a parameter is contiguous at rest and gathered, and so is its gradient."""
+    for low in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        model, twin = Flattens(8, 12), Flattens(8, 12)
+        twin.load_state_dict(model.state_dict())
+        policy = fsdp.MixedPrecisionPolicy(low, torch.float32)
+        fsdp.fully_shard(model, mesh=mesh_of(), shard_placement_fn=lambda p: Shard(p.ndim - 1), mp_policy=policy)
+        for _ in range(2):
+            for each in (model, twin):
+                each(data()).float().square().sum().backward()
+            for parameter in model.parameters():
+                assert parameter.to_local().is_contiguous() and parameter.grad.to_local().is_contiguous()
+                assert parameter.is_contiguous() and parameter.grad.is_contiguous()
+        for parameter in twin.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(dist.get_world_size())
+        close(gradients(model), gradients(twin), **({} if low is None else {"rtol": 0.05, "atol": 0.5}))
+
+
+def columns_over_pairs(fsdp: Any) -> None:
+    """Cut along columns, and kept over fewer ranks between forward and backward: the numbers are the twin's."""
+    torch.manual_seed(0)
+    model, twin = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8)), nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))
+    twin.load_state_dict(model.state_dict())
+    for layer in model:
+        place = lambda p: Shard(p.ndim - 1)  # noqa: E731
+        fsdp.fully_shard(layer, mesh=mesh_of(), shard_placement_fn=place, reshard_after_forward=2)
+    fsdp.fully_shard(model, mesh=mesh_of())
+    for _ in range(2):
+        twin.zero_grad(), model.zero_grad()
+        loss_of(model).backward()
+        close(gradients(model), twin_gradients(twin))
+
+
 def test_shard_placement_fn(ranks) -> None:
-    on_both(ranks, 2, other_dimensions, wrong_dimensions, uneven_columns)
+    on_both(ranks, 2, other_dimensions, wrong_dimensions, uneven_columns, contiguous_columns)
+
+
+def with_each_transport(program: Any) -> None:
+    for engine in engines_under_test().values():
+        program(engine)
+
+
+def test_columns_over_fewer_ranks(ranks) -> None:
+    """PyTorch's engine raises an IndexError, so only the lab's is asked."""
+    ranks(4, with_each_transport, columns_over_pairs)
+
+
+# ---- a mesh for each parameter
+
+
+def experts_on_a_mesh_of_their_own(fsdp: Any) -> Any:
+    """Two meshes in one unit: what is cut over pairs and replicated, and what is cut over all; three steps of AdamW."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+
+    pairs, everybody = mesh_of(2, 2, names=("replicas", "pairs")), mesh_of(names=("all",))
+    near, all_of_them = HSDPMeshInfo(pairs, 1, 0), FSDPMeshInfo(everybody, 0)
+    model, twin = Net(), Net()
+    for block in model.blocks:
+        experts = {id(p) for p in block.down.parameters()}
+
+        def place(p: Any, experts: Any = experts) -> Any:
+            return ShardPlacementResult(Shard(0), near if id(p) in experts else all_of_them)
+
+        fsdp.fully_shard(block, mesh=everybody, shard_placement_fn=place)
+    fsdp.fully_shard(model, mesh=everybody)
+    answers = [shown(model), [len(fsdp.fully_shard.state(block)._fsdp_param_groups) for block in model.blocks]]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, twin)]
+    for step in range(3):
+        loss_of(model, step).backward()
+        close(gradients(model), twin_gradients(twin, step), rtol=1e-4, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step(), optimizer.zero_grad()
+    model.blocks[0].unshard()
+    answers.append({name: tuple(parameter.shape) for name, parameter in model.blocks[0].named_parameters()})
+    model.blocks[0].reshard()
+    hook = lambda reduced: None  # noqa: E731
+    return answers, shown(model), error_of(lambda: model.blocks[0].set_all_reduce_hook(hook))
+
+
+@pytest.mark.skipif(not reference_is_here(), reason="ShardPlacementResult is not in every torch")
+def test_a_mesh_for_each_parameter(ranks) -> None:
+    on_both(ranks, 4, experts_on_a_mesh_of_their_own)
 
 
 # ---- mp_policy

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from fsdplab.engine import DataParallelMeshDims
 from tests.surface import (
@@ -45,6 +46,51 @@ def bad_arguments(fsdp: Any) -> Any:
     with no_warnings():
         twice = error_of(lambda: (shard(m := Net(), mesh=plain), shard(m, mesh=plain)))
         return {name: error_of(action) for name, action in tries.items()} | {"twice": twice != "none"}
+
+
+def first_words(fsdp: Any) -> Any:
+    """Programs match on what an error says: the first words are the same, and so is its type."""
+    scalar, early = Net(), sharded(fsdp)
+    scalar.scale = nn.Parameter(torch.tensor(1.0))
+    early.blocks[0](data())
+    with torch.device("meta"):
+        meta = fsdp.fully_shard(Net().blocks[0], mesh=mesh_of())
+    shard, plain, two = fsdp.fully_shard, mesh_of(), mesh_of(2, 1, names=("a", "b"))
+    once = shard(nn.Linear(2, 2), mesh=plain)
+    tries = {
+        "container": (lambda: shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=plain), 10),
+        "dimensions": (lambda: shard(Net(), mesh=mesh_of(1, 1, 2, names=("a", "b", "c"))), 9),
+        "unnamed": (lambda: shard(Net(), mesh=mesh_of(2, 1)), 10),
+        "0-d": (lambda: shard(scalar, mesh=plain), 14),
+        "twice": (lambda: shard(once, mesh=plain), 14),
+        "copy": (lambda: copy.deepcopy(once), 5),
+        "after forward": (lambda: shard(Net(), mesh=plain, reshard_after_forward=3), 14),
+        "what after forward": (lambda: shard(Net(), mesh=plain, reshard_after_forward="yes"), 15),
+        "dim": (lambda: shard(Net(), mesh=plain, shard_placement_fn=lambda p: Shard(1)), 8),
+        "placement": (lambda: shard(Net(), mesh=plain, shard_placement_fn=lambda p: "rows"), 3),
+        "unnamed dims": (lambda: shard(Net(), mesh=plain, dp_mesh_dims=DataParallelMeshDims(shard="dp")), 8),
+        "unknown dim": (lambda: shard(Net(), mesh=two, dp_mesh_dims=DataParallelMeshDims(shard="dp")), 8),
+        "plain": (lambda: shard(Net(), mesh=two, dp_mesh_dims=DataParallelMeshDims(shard="a")), 20),
+        "meta": (lambda: meta(data()), 16),
+        "root after block": (lambda: early(data()), 18),
+        "register": (lambda: fsdp.register_fsdp_forward_method(early, "no_such_method"), 8),
+        "prefetch": (lambda: early.set_modules_to_forward_prefetch([early.first]), 4),
+        "share": (lambda: fsdp.share_comm_ctx([early, nn.Linear(2, 2)]), 6),
+        "buffers": (lambda: early.set_reduce_scatter_max_input_buffers(0), 6),
+        "reshard": (lambda: early.set_reshard_after_forward(2), 6),
+    }
+    return {name: words_of(*each) for name, each in tries.items()}
+
+
+def words_of(action: Any, count: int) -> tuple[str, list[str]]:
+    """The type of the error that `action` raises, and so many of its first words, without punctuation and classes."""
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, [
+            word.rstrip(":;,.") for word in str(error).split()[:count] if "FSDPNet" not in word
+        ]
+    return "none", []
 
 
 class Listed(nn.ModuleList):
@@ -147,7 +193,7 @@ def strided(fsdp: Any) -> None:
 
 
 def test_bad_arguments(ranks) -> None:
-    on_both(ranks, 2, bad_arguments, strided)
+    on_both(ranks, 2, bad_arguments, first_words, strided)
 
 
 def test_containers_and_copies(ranks) -> None:

@@ -122,6 +122,24 @@ def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return outside
 
 
+def is_transformed() -> bool:
+    """Whether `torch.func` transforms what runs now."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def outside_transforms(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which sees plain tensors also where `torch.func` transforms (jvp, vmap) what calls it."""
+
+    @wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if not is_transformed():
+            return function(*args, **kwargs)
+        with torch._C._DisableFuncTorch():
+            return function(*args, **kwargs)
+
+    return outside
+
+
 def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor around `local` itself: no copy, no autograd, none of `from_local`'s checks."""
     return DTensor(local, spec, requires_grad=local.requires_grad)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from fsdplab.engine.core.hooks import UnitHooks, bind_root, hooks_of, units_under
+from fsdplab.engine.core.hooks import UnitHooks, after_forward, before_forward, bind_root, hooks_of, units_under
 from fsdplab.engine.core.runtime import Runtime
 from fsdplab.engine.core.unit import UNSHARDED, Unit
 from fsdplab.engine.features.misuse_checks import left_empty, meta_buffers, warn_before_forward
@@ -37,27 +37,36 @@ class FSDPModule(TorchFSDPModule):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise AssertionError("a sharded model cannot be deep-copied; copy it first, then shard each copy")
+        raise AssertionError(
+            "FSDP does not support deepcopy. Please use state dict for serialization: a sharded model cannot be"
+            " deep-copied; copy it first, then shard each copy"
+        )
 
     # ---- by hand
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters; with `async_op`, returns a handle to wait on."""
-        unit = self._unit_hooks.unit
-        unit.unshard_by_hand()
-        if not async_op:
-            unit.finish_unshard("forward")
-        return UnshardHandle(unit) if async_op else None
+        units = units_under(self, recurse=False)
+        for unit in units:
+            unit.unshard_by_hand()
+        handle = UnshardHandle(units)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def reshard(self) -> None:
         """Drop this unit's gathered parameters and show the slices."""
-        self._unit_hooks.unit.reshard_by_hand()
+        for unit in units_under(self, recurse=False):
+            unit.reshard_by_hand()
 
     def reset_iter_state(self) -> None:
         """Make the root ready for the next forward after one or a backward raised; accumulated gradients are lost."""
         runtime, unit = bound(self), self._unit_hooks.unit
         if unit is not runtime.root:
-            raise RuntimeError(f"reset_iter_state belongs to the root; unit {unit.name!r} is below another")
+            raise RuntimeError(
+                f"reset_iter_state must be called on the root FSDP module; unit {unit.name!r} is below another"
+            )
         runtime.reset()
 
     # ---- what the next steps do
@@ -81,7 +90,10 @@ class FSDPModule(TorchFSDPModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether units drop their parameters after a forward; False keeps them through evaluation too."""
         if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward must be True or False here, got {reshard_after_forward!r}")
+            raise ValueError(
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}: {reshard_after_forward!r};"
+                " a number of ranks is an argument of fully_shard"
+            )
         for unit in units_under(self, recurse):
             unit.reshard_after_forward, unit.partial_reshard = reshard_after_forward, None
             unit.keep_unsharded = not reshard_after_forward
@@ -93,20 +105,23 @@ class FSDPModule(TorchFSDPModule):
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False where the backward of this unit reads no parameter (an embedding's, say)."""
-        self._unit_hooks.unit.unshard_in_backward = unshard_in_backward
+        for unit in units_under(self, recurse=False):
+            unit.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Gather exactly these behind this module's forward; an empty list restores the default."""
-        self._unit_hooks.unit.ahead["forward"] = _units_in(modules)
+        for unit in units_under(self, recurse=False):
+            unit.ahead["forward"] = _units_in(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Gather exactly these behind this module's backward; an empty list restores the default."""
-        self._unit_hooks.unit.ahead["backward"] = _units_in(modules)
+        for unit in units_under(self, recurse=False):
+            unit.ahead["backward"] = _units_in(modules)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by `factor` instead of by the number of ranks."""
-        unit = self._unit_hooks.unit
-        unit.reduce_options = replace(unit.reduce_options, divide=float(factor))
+        for unit in units_under(self, recurse=False):
+            unit.reduce_options = replace(unit.reduce_options, divide=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""
@@ -116,9 +131,11 @@ class FSDPModule(TorchFSDPModule):
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
     ) -> None:
         """Call `hook` with the reduced slice of this unit before the optimizer's gradients are made from it."""
-        unit = self._unit_hooks.unit
+        unit = self._only_unit("set_all_reduce_hook")
         if stream is not None and unit.config.shard and unit.config.replicate:
-            raise ValueError("stream cannot be set where the engine itself all-reduces over replicas")
+            raise ValueError(
+                "stream cannot be set when using native HSDP: the engine itself all-reduces over replicas there"
+            )
         unit.reduce_options = replace(
             unit.reduce_options, hook=hook if stream is None else custom_collectives.on_stream(hook, stream)
         )
@@ -131,19 +148,21 @@ class FSDPModule(TorchFSDPModule):
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather this unit with `comm` (PyTorch's `AllGather`: `allocate` and `__call__`)."""
-        custom_collectives.use(self._unit_hooks.unit, gather=comm)
+        custom_collectives.use(self._only_unit("set_custom_all_gather"), gather=comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce this unit with `comm` (PyTorch's `ReduceScatter`: `allocate` and `__call__`)."""
-        custom_collectives.use(self._unit_hooks.unit, scatter=comm)
+        custom_collectives.use(self._only_unit("set_custom_reduce_scatter"), scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take staging buffers of gathers from the process group's own allocator, where it has one (NCCL)."""
-        custom_collectives.allocate_from_group(self._unit_hooks.unit, enable)
+        for unit in units_under(self, recurse=False):
+            custom_collectives.allocate_from_group(unit, enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Take staging buffers of gathers from symmetric memory; a `RuntimeError` where that does not exist."""
-        custom_collectives.allocate_symmetric(self._unit_hooks.unit, backend)
+        for unit in units_under(self, recurse=False):
+            custom_collectives.allocate_symmetric(unit, backend)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted for compatibility: this engine always sums, then divides."""
@@ -160,7 +179,7 @@ class FSDPModule(TorchFSDPModule):
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers must be 1 or more, got {max_input_buffers}")
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         for unit in units_under(self, recurse):
             unit.in_flight = max_input_buffers
 
@@ -205,6 +224,15 @@ class FSDPModule(TorchFSDPModule):
                 "this engine frees gathered parameters when it drops them; set_keep_unsharded_storage takes False only"
             )
 
+    def _only_unit(self, method: str) -> Unit:
+        """The unit of this module; a `ValueError` where its parameters are cut over several meshes."""
+        if self._unit_hooks.beside:
+            raise ValueError(
+                f"{method} is not supported with multiple param groups (from per-param mesh via shard_placement_fn)."
+                " It would be ambiguous across groups with different meshes"
+            )
+        return self._unit_hooks.unit
+
     # ---- what torch looks for
 
     def _get_fsdp_state(self) -> torch_interop.State | None:
@@ -234,12 +262,13 @@ class GradientReductionHandle:
 class UnshardHandle(TorchUnshardHandle):
     """Work begun by `unshard(async_op=True)`."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
 
     def wait(self) -> None:
         """Return once the parameters may be read."""
-        self._unit.finish_unshard("forward")
+        for unit in self._units:
+            unit.finish_unshard("forward")
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -247,14 +276,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not isinstance(module, FSDPModule):
         return
     if not hasattr(module, method_name):
-        raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register as a forward method")
+        raise ValueError(
+            f"{type(module)} does not have a method {method_name} to register; expected the name of one that it has"
+        )
     original = getattr(module, method_name)
 
     @wraps(original)
     def hooked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        hooks: UnitHooks = self._unit_hooks
-        args, kwargs = hooks.before_forward(self, args, kwargs)
-        return hooks.after_forward(self, args, original(*args, **kwargs))
+        args, kwargs = before_forward(self, args, kwargs)
+        return after_forward(self, args, original(*args, **kwargs))
 
     setattr(module, method_name, MethodType(hooked, module))
 
@@ -263,7 +293,9 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     """Accepted for compatibility: roots over one group share streams and buffers always; a `ValueError` for other
     modules.
     """
-    _units_in(modules)
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects list of FSDPModules but got {module}: fully_shard it first")
 
 
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -280,7 +312,7 @@ def _guarded(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         hooks = self.__dict__["_unit_hooks"]
-        if hooks.unit.params and hooks.unit.state is not UNSHARDED:
+        if any(unit.params and unit.state is not UNSHARDED for unit in units_under(self, recurse=False)):
             return self(*args, **kwargs)  # `model.forward(x)`: nobody has gathered the parameters
         if hooks.recompute is not None and torch.is_grad_enabled():
             return hooks.recompute(forward, self, *args, **kwargs)
@@ -305,5 +337,6 @@ def below(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]
 def _units_in(modules: Sequence[nn.Module]) -> list[weakref.ref[Unit]]:
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ValueError(f"expected sharded modules (fully_shard them first), got {type(module).__name__}")
-    return [weakref.ref(unit) for unit in dict.fromkeys(module._unit_hooks.unit for module in modules)]
+            raise ValueError(f"Expects FSDPModule but got {type(module)}: fully_shard it first")
+    units = (unit for module in modules for unit in units_under(module, recurse=False))
+    return [weakref.ref(unit) for unit in dict.fromkeys(units)]

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdplab.engine.compat import DataParallelMeshDims
 from fsdplab.engine.core.hooks import UnitHooks, bind_root, hooks_of
 from fsdplab.engine.core.param import ShardedParam, Sites
-from fsdplab.engine.core.placement import Axes, axes_of, local_part
+from fsdplab.engine.core.placement import Axes, axes_of, axes_of_info, local_part
 from fsdplab.engine.core.policy import STRATEGIES, MixedPrecisionPolicy, OffloadPolicy, Strategy, strategy_named
 from fsdplab.engine.core.unit import Unit
 from fsdplab.engine.core.unit_config import UnitConfig
@@ -28,7 +28,7 @@ from fsdplab.engine.torch_api import torch_interop
 from fsdplab.engine.transport.selection import transport_of
 
 Units = Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool] | str
-PlacementFn = Callable[[nn.Parameter], Shard | None]
+PlacementFn = Callable[[nn.Parameter], Any]  # a Shard, None, or PyTorch's ShardPlacementResult
 _NO_OFFLOAD = OffloadPolicy()
 
 
@@ -55,15 +55,22 @@ def fully_shard(
     weight rows.
     """
     axes = axes_of(mesh or _default_mesh(), dp_mesh_dims)
+    if dp_mesh_dims is None and axes.mesh.ndim == 2 and axes.mesh.mesh_dim_names is None:
+        raise AssertionError(
+            "Please init the 2D mesh for HSDP with mesh_dim_names specified: expected names for replicas and shards,"
+            f" got {axes.mesh}"
+        )
     after = _after_forward(reshard_after_forward, axes)
     row = STRATEGIES["no_shard" if not axes.shards else "shard_grad_op" if after is False else "full_shard"]
     config = _config(row, axes, mp_policy, offload_policy, transport)
     modules = [module] if isinstance(module, nn.Module) else list(module)
-    unit = _make_unit(modules, config, after, shard_placement_fn, ignored_params or ())
-    if after not in (True, False, None):
-        near = smaller_mesh(axes.mesh, after)
-        over_few = transport_of(near.get_group(1), config.device, transport)
-        unit.partial_reshard = SlicesOverFewerRanks(unit.params, near, over_few)
+    over = lambda other: _config(row, other, mp_policy, offload_policy, transport)  # noqa: E731
+    for unit in _make_units(modules, config, after, shard_placement_fn, ignored_params or (), over):
+        unit.reshard_after_forward = after = _after_forward(reshard_after_forward, unit.config.axes)
+        if after not in (True, False, None):
+            near = smaller_mesh(unit.config.axes.mesh, after)
+            over_few = transport_of(near.get_group(1), config.device, transport)
+            unit.partial_reshard = SlicesOverFewerRanks(unit.params, near, over_few)
     return module
 
 
@@ -100,7 +107,7 @@ def shard_model(
     axes = axes_of(mesh or _default_mesh(), None)
     config = _config(row, axes, mp_policy, offload_policy, transport)
     for module in [*reversed(_select(model, units)), model]:
-        _make_unit([module], config, row.reshard_after_forward, None, ignored_params or ())
+        _make_units([module], config, row.reshard_after_forward, None, ignored_params or ())
         module._unit_hooks.recompute = None if module is model else recompute
     model._unit_hooks.prefetch = prefetch
     bind_root(model)
@@ -116,7 +123,10 @@ def _after_forward(wanted: bool | int | None, axes: Axes) -> bool | int | None:
     if wanted is None or isinstance(wanted, bool):
         return wanted
     if not isinstance(wanted, int):
-        raise ValueError(f"reshard_after_forward must be True, False, None or a number of ranks, got {wanted!r}")
+        raise ValueError(
+            "reshard_after_forward should be a bool or an int representing the group size to reshard to, not"
+            f" {wanted!r}; None leaves only the root gathered"
+        )
     if axes.full is not None:
         raise NotImplementedError("reshard_after_forward as a number of ranks does not go with dp_mesh_dims")
     ranks = ranks_after_forward(wanted, axes.slices)
@@ -138,35 +148,52 @@ def _select(model: nn.Module, units: Units) -> list[nn.Module]:
     return found
 
 
-def _make_unit(
+def _make_units(
     modules: Sequence[nn.Module],
     config: UnitConfig,
     reshard: bool | int | None,
     place: PlacementFn | None,
     ignored: Collection[nn.Parameter],
-) -> Unit:
+    over: Callable[[Axes], UnitConfig] | None = None,
+) -> list[Unit]:
+    """One unit of `modules`; one more for each further mesh that `place` names, configured by `over`."""
     for module in modules:
         _check(module)
     owned = _owned(modules, {id(parameter) for parameter in ignored})
     warn_of_low_masters([(name, original) for original, (name, _) in owned.items()], config.policy)
-    params = [_sharded_param(name, sites, original, config, place) for original, (name, sites) in owned.items()]
+    held: dict[Axes, list[ShardedParam]] = {config.axes: []}
+    configs = {config.axes: config}
+    for original, (name, sites) in owned.items():
+        dim, axes = _placed(name, original, config, place)
+        if axes not in configs and over is not None:
+            configs[axes], held[axes] = over(axes), []
+        held[axes].append(_sharded_param(name, sites, original, configs[axes], dim))
+    if len(held) > 1 and not held[config.axes]:
+        del held[config.axes]
     _move_buffers(modules, config.device)
-    unit = Unit("+".join(type(module).__name__ for module in modules), params, config, reshard)
-    unit.shard()
+    title = "+".join(type(module).__name__ for module in modules)
+    units = [Unit(title, params, configs[axes], reshard) for axes, params in held.items()]
+    for unit in units:
+        unit.shard()
     for original in owned:
         original._owned_by_unit = True
-    torch_interop.State(modules, UnitHooks(modules, unit))
+    beside = [UnitHooks(modules, unit) for unit in units[1:]]
+    torch_interop.State(modules, UnitHooks(modules, units[0], beside))
     for module in modules:
         module.__class__ = sharded_class(type(module))
-    return unit
+    return units
 
 
 def _check(module: nn.Module) -> None:
     if hooks_of(module) is not None:
-        raise ValueError(f"{type(module).__name__} is already a unit; call fully_shard once per module")
+        raise AssertionError(
+            "Each distinct composable distributed API can only be applied to a module once. fully_shard has already"
+            f" been applied: {type(module).__name__} is already a unit"
+        )
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
         raise ValueError(
-            f"{type(module).__name__} has no forward, so nothing would gather its parameters; shard its children"
+            "fully_shard does not support containers that do not implement forward: a"
+            f" {type(module).__name__} has no forward, so nothing would gather its parameters; shard its children"
         )
 
 
@@ -207,12 +234,17 @@ def _owned(modules: Sequence[nn.Module], ignored: set[int]) -> dict[nn.Parameter
 
 
 def _sharded_param(
-    name: str, sites: Sites, original: nn.Parameter, config: UnitConfig, place: PlacementFn | None
+    name: str, sites: Sites, original: nn.Parameter, config: UnitConfig, dim: int | None
 ) -> ShardedParam:
     if getattr(original, "_owned_by_unit", False):
         raise ValueError(
-            f"parameter {name!r} is tied to one that another unit holds; put both modules into one unit, "
-            "or leave both to the root"
+            f"Parameter '{name}' is shared with a parameter already managed by another FSDP group. For shared/tied"
+            " parameters, use fully_shard([module_a, module_b]) to place them in one unit, or leave both to the root"
+        )
+    if isinstance(original, DTensor) and original.device_mesh.device_type != config.device.type:
+        raise ValueError(
+            "Requires DTensor to have mesh of the same type as the FSDP mesh but got"
+            f" {original.device_mesh.device_type} for DTensor and {config.device.type} for FSDP: parameter {name!r}"
         )
     if not original.is_meta and original.device.type != config.device.type:
         original.data = original.data.to(config.device)
@@ -222,27 +254,47 @@ def _sharded_param(
             f"parameter {name!r} ({type(local_part(original)).__name__}) travels in a form of its own, which needs a "
             f"strategy that shards parameters; got {config.strategy.name}"
         )
-    cut = _dimension(name, original, place) if config.strategy.shard_optimizer else None
-    return (SubclassParam if parted else ShardedParam)(name, sites, original, config.axes, cut)
+    return (SubclassParam if parted else ShardedParam)(name, sites, original, config.axes, dim)
 
 
-def _dimension(name: str, original: nn.Parameter, place: PlacementFn | None) -> int:
-    """Along which dimension to cut `original`: 0, or what `shard_placement_fn` says."""
+def _placed(
+    name: str, original: nn.Parameter, config: UnitConfig, place: PlacementFn | None
+) -> tuple[int | None, Axes]:
+    """Along which dimension to cut `original` and over which mesh: 0 and the unit's, or what `shard_placement_fn`
+    says.
+    """
+    if not config.strategy.shard_optimizer:
+        if place is not None:
+            raise ValueError(
+                "Per-param mesh via shard_placement_fn is not supported with DDPMeshInfo; it requires FSDPMeshInfo (or"
+                f" subclass): the mesh {config.axes.mesh} shards nothing"
+            )
+        return None, config.axes
+    wanted, axes = None if place is None else place(original), config.axes
+    if wanted is not None and hasattr(wanted, "mesh_info"):  # PyTorch's ShardPlacementResult
+        wanted, axes = wanted.placement, axes_of_info(wanted.mesh_info)
+    return _dimension(name, original, wanted), axes
+
+
+def _dimension(name: str, original: nn.Parameter, wanted: Shard | None) -> int:
     local = local_part(original)
     if local.ndim == 0:
         raise ValueError(
-            f"parameter {name!r} is 0-dimensional and has no rows to shard; make it a tensor of shape (1,)"
+            f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
+            " It is 0-dimensional and has no rows to shard"
         )
-    wanted = None if place is None else place(original)
     if wanted is None:
         return 0
     if not isinstance(wanted, Shard):
         raise ValueError(
-            f"shard_placement_fn gave {wanted!r} for parameter {name!r}; expected a Shard or None (for another mesh, "
-            "make the module that holds the parameter a unit with that mesh)"
+            f"Invalid shard_placement_fn result: {wanted!r} for parameter {name!r}; expected a Shard, None or a"
+            " ShardPlacementResult"
         )
     if not -local.ndim <= wanted.dim < local.ndim:
-        raise ValueError(f"shard_placement_fn gave {wanted} for parameter {name!r} of shape {tuple(local.shape)}")
+        raise AssertionError(
+            f"Shard dim {wanted.dim} is invalid for {local.ndim}D tensor: {local.shape}. shard_placement_fn gave it for"
+            f" parameter {name!r}"
+        )
     return wanted.dim % local.ndim
 
 

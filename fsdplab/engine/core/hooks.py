@@ -26,10 +26,11 @@ class UnitHooks:
     """Binds a unit to its modules; holds no reference to them, so that deleting a model frees it at once.
 
     Several modules may form one unit. It is gathered before the first of them runs and dropped once all have run.
+    Modules whose parameters are cut over several meshes have a unit for each: `beside` are the hooks of the others.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], unit: Unit) -> None:
-        self.unit = unit
+    def __init__(self, modules: Sequence[nn.Module], unit: Unit, beside: Sequence[UnitHooks] = ()) -> None:
+        self.unit, self.beside = unit, beside
         self.policy = unit.config.policy
         self.runtime: Runtime | None = None
         self.prefetch = 1
@@ -75,6 +76,8 @@ class UnitHooks:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     self._ask(tensor)
+            if torch.is_grad_enabled() and compat.is_transformed():
+                output = map_tensors(output, self._ask_through)
             self._to_run.discard(id(module))
             if not self._to_run:
                 self._bound.after_forward(self.unit, will_backward=torch.is_grad_enabled())
@@ -86,6 +89,11 @@ class UnitHooks:
         below = output._base.grad_fn if output._is_view() else None
         if below is not None and not isinstance(below, torch.autograd.function.BackwardCFunction):
             below.register_prehook(self._before_backward_of_base)
+
+    def _ask_through(self, output: torch.Tensor) -> torch.Tensor:
+        """As `_ask` where `torch.func` hides that an output needs a gradient: a hook would never be called."""
+        hidden = not output.requires_grad and (output.is_floating_point() or output.is_complex())
+        return _BeginOfBackward.apply(self, output) if hidden else output
 
     @compat.not_compiled
     def _before_backward_of_base(self, gradients: tuple[torch.Tensor, ...]) -> None:
@@ -113,12 +121,24 @@ class UnitHooks:
 
 
 class _EndOfBackward(torch.autograd.Function):
-    """Identity on a unit's inputs whose backward says that the unit's own backward is over."""
+    """Identity on a unit's inputs whose backward says that the unit's own backward is over.
+
+    `torch.func` may transform it: it has a rule for vmap, and tangents pass as they are.
+    """
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, hooks: UnitHooks, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.hooks = hooks
+    def forward(hooks: UnitHooks, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.hooks = inputs[0]
+
+    @staticmethod
+    def jvp(ctx: Any, _: object, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tangents
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple:
@@ -126,38 +146,85 @@ class _EndOfBackward(torch.autograd.Function):
         return None, *gradients
 
 
+class _BeginOfBackward(torch.autograd.Function):
+    """Identity on an output, and on its tangent, whose backward asks for the unit first."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(hooks: UnitHooks, output: torch.Tensor) -> torch.Tensor:
+        return output
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.hooks = inputs[0]
+
+    @staticmethod
+    def jvp(ctx: Any, _: object, tangent: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tangent is None else _BeginOfBackward.apply(ctx.hooks, tangent)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        return None, ctx.hooks._before_backward(gradient)
+
+
 def hooks_of(module: nn.Module) -> UnitHooks | None:
     """The hooks that sharding put on `module`, if it is a unit."""
     return module.__dict__.get("_unit_hooks")
+
+
+def all_hooks_of(module: nn.Module) -> list[UnitHooks]:
+    """The hooks of every unit that `module` belongs to; one, unless its parameters are cut over several meshes."""
+    hooks = hooks_of(module)
+    return [] if hooks is None else [hooks, *hooks.beside]
+
+
+def before_forward(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """What the hooks of `module` do before its forward."""
+    for hooks in all_hooks_of(module):
+        args, kwargs = hooks.before_forward(module, args, kwargs)
+    return args, kwargs
+
+
+def after_forward(module: nn.Module, args: tuple, output: Any) -> Any:
+    """What the hooks of `module` do after its forward; the first to begin ends last."""
+    for hooks in reversed(all_hooks_of(module)):
+        output = hooks.after_forward(module, args, output)
+    return output
 
 
 def bind_root(root: nn.Module) -> Runtime:
     """Make `root`, the first unit to run, the root of all units below it, and name them by their place."""
     found: dict[UnitHooks, list[str]] = {}
     for name, module in root.named_modules():
-        if (hooks := hooks_of(module)) is not None:
+        for hooks in all_hooks_of(module):
             found.setdefault(hooks, []).append(name)
     for hooks, names in found.items():
         if hooks.runtime is not None:
             raise RuntimeError(
-                f"unit {names[0]!r} already ran under another root; run the outermost sharded module first, "
-                "so that it becomes the root of all units"
+                f"FSDP state has already been lazily initialized for {names[0]}\nFSDP requires running forward through"
+                f" the root module first: unit {names[0]!r} already ran under another root; run the outermost sharded"
+                " module first, so that it becomes the root of all units"
             )
+        hooks.unit.places = names
         hooks.unit.name = "+".join(names) or ("(root)" if ["root"] in found.values() else "root")
+    for hooks in found:
+        for number, other in enumerate(hooks.beside, 2):
+            other.unit.name = f"{hooks.unit.name} (mesh {number})"
     top: UnitHooks = root._unit_hooks
     runtime = Runtime({hooks.unit.name: hooks.unit for hooks in found}, top.prefetch)
     runtime.is_last_backward = top.is_last_backward
     for hooks in found:
         hooks.runtime = runtime
         if hooks.unit.reshard_after_forward is None:
-            hooks.unit.reshard_after_forward = hooks is not top
+            hooks.unit.reshard_after_forward = hooks not in (top, *top.beside)
     return runtime
 
 
 def units_under(module: nn.Module, recurse: bool) -> list[Unit]:
     """The unit of `module`, with `recurse` those below it too."""
     modules = module.modules() if recurse else [module]
-    return list(dict.fromkeys(hooks.unit for each in modules if (hooks := hooks_of(each)) is not None))
+    return list(dict.fromkeys(hooks.unit for each in modules for hooks in all_hooks_of(each)))
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:

@@ -4,14 +4,15 @@ At rest it is what the optimizer updates: a DTensor slice (or, where the strateg
 parameter itself). Gathered it is what a forward reads: one `nn.Parameter` for the whole life of the model, over storage
 that comes and goes, because autograd saves aliases of it that must be valid again in the backward.
 
-Slices are rows. A parameter cut along another dimension is seen here with that dimension first (`rows_first`), so that
-layouts and transports know rows only; the modules see its own order, as a strided view of the same bytes.
+Layouts and transports know rows only: a parameter cut along another dimension counts with that dimension first
+(`rows_first`). What lies in memory is contiguous in the parameter's own order all the same, at rest and gathered,
+because modules and kernels may ask for that; a gather of such a parameter ends in `join`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -57,7 +58,7 @@ class ShardedParam:
         if self._whole_at_rest:
             return
         original = self.at_rest
-        local = self.natural(compat.own_storage(self.rows_first(local_part(original))[start:stop]))
+        local = compat.own_storage(local_part(original).narrow(self.dim, start, stop - start))
         self.at_rest = nn.Parameter(compat.dtensor_of(local, self.spec), requires_grad=original.requires_grad)
         self.at_rest.__dict__.update(original.__dict__)
         mark_replaced(original)
@@ -65,8 +66,8 @@ class ShardedParam:
 
     @property
     def local(self) -> torch.Tensor:
-        """The rows that this rank holds at rest, as a plain tensor that shares their storage."""
-        return self.rows_first(self.at_rest._local_tensor if isinstance(self.at_rest, DTensor) else self.at_rest.data)
+        """What this rank holds at rest, as a plain tensor that shares its storage."""
+        return self.at_rest._local_tensor if isinstance(self.at_rest, DTensor) else self.at_rest.data
 
     @property
     def version(self) -> int:
@@ -95,22 +96,50 @@ class ShardedParam:
 
     def settle(self, place: torch.Tensor) -> None:
         """Move the slice at rest into `place`, a view of the unit's buffer, keeping the parameter object."""
-        local = self.local
+        local, place = self.local, place.view(self._own_order(place.shape))
         if local.data_ptr() != place.data_ptr() or local.device != place.device:
             place.copy_(local)
-        rows = self.natural(compat.own_storage(place))
+        held = compat.own_storage(place)
         if isinstance(self.at_rest, DTensor):
-            self.at_rest._local_tensor = rows
+            self.at_rest._local_tensor = held
         else:
-            self.at_rest.data = rows
+            self.at_rest.data = held
         self._address = place.data_ptr() if place.numel() else 0
 
     def back(self, storage: torch.UntypedStorage, offset: int, dtype: torch.dtype) -> None:
         """Put the gathered form over `storage`, `offset` bytes from its start."""
-        form = self.natural(torch.empty(self.shape, device="meta"))
         empty = torch.empty(0, dtype=dtype, device=storage.device)
-        value = empty.set_(storage, offset // dtype.itemsize, form.size(), form.stride())
+        value = empty.set_(storage, offset // dtype.itemsize, self._own_order(self.shape))
         self.gathered = nn.Parameter(wrapped(value, self.whole_spec), requires_grad=self.at_rest.requires_grad)
+
+    def join(self) -> None:
+        """Put the slices of all ranks, which a gather left end to end, in the parameter's own order; rows are already.
+
+        It writes through an alias: autograd may have saved the gathered form, whose version must not change.
+        """
+        ranks = self.axes.slices
+        if not self.dim or ranks == 1:
+            return
+        assert self.gathered is not None, f"{self.name} was not gathered"
+        value, rows, chunk = local_part(self.gathered), self.shape[0], -(-self.shape[0] // ranks)
+        each, begin = chunk * self.shape[1:].numel(), value.storage_offset()
+        parts = [
+            _alias(value, begin + rank * each, self._own_order((stop - start, *self.shape[1:])))
+            for rank in range(ranks)
+            if (start := min(rank * chunk, rows)) < (stop := min(rank * chunk + chunk, rows))
+        ]
+        self.write(torch.cat(parts, self.dim))
+
+    def write(self, whole: torch.Tensor) -> None:
+        """Give the gathered form the values of `whole`."""
+        assert self.gathered is not None, f"{self.name} was not gathered"
+        value = local_part(self.gathered)
+        _alias(value, value.storage_offset(), value.shape).copy_(whole)
+
+    def _own_order(self, rows_first: Sequence[int]) -> tuple[int, ...]:
+        """A shape with the dimension that is cut first, in the parameter's own order."""
+        first, *others = rows_first
+        return (*others[: self.dim], first, *others[self.dim :])
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -137,7 +166,7 @@ class ShardedParam:
 
     def give_gradient(self, rows: torch.Tensor) -> None:
         """Add `rows`, this rank's part of the reduced gradient, to what the optimizer will read."""
-        local = self.natural(rows.to(self.dtype))
+        local = self.natural(rows.to(self.dtype)).contiguous()
         if self.at_rest.grad is not None:
             held = self.at_rest.grad
             (held._local_tensor if isinstance(held, DTensor) else held).add_(local)
@@ -151,6 +180,11 @@ class ShardedParam:
             module = reference()
             if module is not None:
                 yield module, attribute
+
+
+def _alias(like: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
+    """Elements of the storage of `like`, from `offset` on, with a version counter of their own."""
+    return torch.empty(0, dtype=like.dtype, device=like.device).set_(like.untyped_storage(), offset, tuple(shape))
 
 
 def mark_replaced(original: torch.Tensor) -> None:

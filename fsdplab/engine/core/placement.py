@@ -9,6 +9,7 @@ to `Shard`. Same placements as PyTorch's FSDP2, so checkpoints are interchangeab
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,18 +43,35 @@ def axes_of(mesh: DeviceMesh, dims: compat.DataParallelMeshDims | None) -> Axes:
     """The axes of a 1-D or 2-D data-parallel `mesh`, or those that `dims` names on a full mesh; else a `ValueError`."""
     if dims is None:
         if mesh.ndim not in (1, 2):
-            raise ValueError(f"expected a 1-D mesh, or a 2-D one (replicas x shards); got {mesh}")
+            raise ValueError(
+                f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}; a 2-D one is replicas x shards"
+            )
         return Axes(mesh)
-    names = mesh.mesh_dim_names or ()
+    if mesh.mesh_dim_names is None:
+        raise ValueError(f"mesh must have mesh_dim_names when dp_mesh_dims is provided; got {mesh}")
+    names = mesh.mesh_dim_names
     if missing := [name for name in (*dims.shard_names, *dims.replicate_names) if name not in names]:
         raise ValueError(
-            f"dp_mesh_dims names {', '.join(missing)}, but the dimensions of the mesh are {names or 'unnamed'}"
+            f"Mesh dim name '{missing[0]}' not found in mesh.mesh_dim_names {names}: dp_mesh_dims may name those only"
         )
     parts = [_flat(mesh, group) for group in (dims.replicate_names, dims.shard_names) if group]
     named = tuple(names.index(name) for name in (*dims.replicate_names, *dims.shard_names))
     cut = tuple(names.index(name) for name in dims.shard_names)
     joined = parts[0] if len(parts) == 1 else compat.concatenated(parts)
     return Axes(joined, bool(dims.shard_names), mesh, named, cut)
+
+
+def axes_of_info(info: Any) -> Axes:
+    """The axes that a `FSDPMeshInfo` of PyTorch's describes; a `ValueError` where its mesh has further dimensions."""
+    if info.dp_mesh_dims is not None:
+        return axes_of(info.spmd_mesh or info.mesh, info.dp_mesh_dims)
+    dims = [dim for dim in (info.replicate_mesh_dim, info.shard_mesh_dim) if dim is not None]
+    mesh = info.mesh
+    if dims != [*range(mesh.ndim)]:
+        if mesh.mesh_dim_names is None:
+            raise ValueError(f"expected a mesh of replicas x shards, or one with mesh_dim_names; got {info}")
+        mesh = mesh[tuple(mesh.mesh_dim_names[dim] for dim in dims)]
+    return Axes(mesh, shards=info.shard_mesh_dim is not None)
 
 
 def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
@@ -81,18 +99,23 @@ def spec_at_rest(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> DT
 
 
 def _on_full_mesh(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> DTensorSpec:
-    if not isinstance(parameter, DTensor) or parameter._spec.mesh != axes.full:
+    if not isinstance(parameter, DTensor):
         raise ValueError(
-            f"with dp_mesh_dims every parameter must be a DTensor on the full mesh {axes.full}; parameter {name!r} is"
-            f" {'a plain tensor' if not isinstance(parameter, DTensor) else parameter._spec.mesh}: use"
-            " distribute_module first"
+            "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via"
+            f" distribute_module). Got plain tensor for parameter '{name}'"
+        )
+    if parameter._spec.mesh != axes.full:
+        raise ValueError(
+            "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got different mesh objects:"
+            f" parameter {name!r} is on {parameter._spec.mesh}, the call names {axes.full}"
         )
     placements = list(parameter._spec.placements)
     for position in axes.named:
         if not isinstance(placements[position], Replicate):
             raise ValueError(
-                f"parameter {name!r} has {placements[position]} on data-parallel dimension "
-                f"{axes.full.mesh_dim_names[position]!r}; expected Replicate()"
+                f"Expected Replicate() on DP {'shard' if position in axes.cut else 'replicate'} dim"
+                f" '{axes.full.mesh_dim_names[position]}' (index {position}) but got {placements[position]}, of"
+                f" parameter {name!r}"
             )
     cut: dict[int, Shard] = {}
     for position in axes.cut:

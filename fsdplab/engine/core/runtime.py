@@ -34,6 +34,7 @@ class Runtime:
 
     # ---- forward
 
+    @compat.outside_transforms
     def before_forward(self, unit: Unit) -> None:
         """Have `unit` gathered, and the next ones on their way."""
         again = compat.inside_backward()  # activation checkpointing computes a larger region a second time
@@ -81,6 +82,7 @@ class Runtime:
         for unit in self.units.values():
             unit.abandon_gradients()
 
+    @compat.outside_transforms
     def after_forward(self, unit: Unit, will_backward: bool) -> None:
         """Drop `unit` where its strategy drops it; after the root, drop whatever no backward will come for."""
         if compat.inside_backward():
@@ -109,11 +111,13 @@ class Runtime:
         """Whether a forward of `unit` now is activation checkpointing's second one, inside its backward."""
         return compat.inside_backward() and self._backward_of.get(unit.name) is RUNNING
 
+    @compat.outside_transforms
     def gather_again(self, unit: Unit) -> None:
         """A forward is computed again inside the backward of `unit`; an earlier backward may have dropped it."""
         unit.start_unshard("backward")
         unit.finish_unshard("backward")
 
+    @compat.outside_transforms
     def before_backward(self, unit: Unit) -> None:
         """Have `unit` gathered again, and the next ones on their way; a unit may run twice in a forward, and then has
         two backwards.
@@ -138,6 +142,7 @@ class Runtime:
         if unit.unshard_in_backward:
             unit.start_unshard("backward")
 
+    @compat.outside_transforms
     @torch.no_grad()  # a backward with create_graph=True records what its hooks do
     def after_backward(self, unit: Unit) -> None:
         """Collect the gradients of `unit`, drop it, and start to reduce."""

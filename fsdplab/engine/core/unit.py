@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -53,6 +54,7 @@ class Unit:
         self, name: str, params: list[ShardedParam], config: UnitConfig, reshard_after_forward: int | None
     ) -> None:
         self.name, self.params, self.config = name, params, config
+        self.places: Sequence[str] = ()  # what the root calls the modules; empty until there is a root
         # what a user may change from step to step
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
@@ -167,9 +169,11 @@ class Unit:
         if self.state is not SHARDED or not self.params:
             return
         if not self._settled:
+            names = [self.full_name(param) for param in self.params if param.local.is_meta]
             raise RuntimeError(
-                f"unit {self.name!r} cannot gather: its parameters are still on the meta device; "
-                "call model.to_empty(device=...) and initialise the weights before the first forward"
+                "FSDP parameters should be materialized from meta device before training, but the following were still"
+                f" on meta device: {names}, so unit {self.name!r} cannot gather; call model.to_empty(device=...) and"
+                " initialise the weights before the first forward"
             )
         self._move(UNSHARDING, phase)
         self.plan = self.plan.with_parts(self.config)
@@ -223,6 +227,10 @@ class Unit:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
+            self._lay_gathered_in_whole()
+            if self.partial_reshard is None or not self.partial_reshard.kept:
+                for param in self.plan.plain:
+                    param.join()
         if self._flat is not None:
             self.config.storage.done_reading(self._flat)
         for parted in self.plan.parted:
@@ -231,10 +239,15 @@ class Unit:
         for param in self.params:
             gathered = param.gathered
             assert gathered is not None, f"{param.name} was not gathered"
-            gathered.requires_grad_(param.at_rest.requires_grad)
+            if gathered.requires_grad != param.at_rest.requires_grad:  # `torch.func` lets nobody set it
+                gathered.requires_grad_(param.at_rest.requires_grad)
             param.show(gathered)
         self._gathered_versions = self._versions()
         self._move(UNSHARDED, phase)
+
+    def full_name(self, param: ShardedParam) -> str:
+        """What the root calls `param`; its name within the unit where several modules or no root make that unknown."""
+        return f"{self.places[0]}.{param.name}" if len(self.places) == 1 and self.places[0] else param.name
 
     def _versions(self) -> list[int]:
         return [param.version for param in self.params]

@@ -17,7 +17,7 @@ from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.pending import Pending
-from fsdplab.engine.core.placement import Axes, spec_at_rest
+from fsdplab.engine.core.placement import Axes, local_part, spec_at_rest
 from fsdplab.engine.core.transport import Outgoing, Stamp, Transport
 
 
@@ -25,7 +25,8 @@ def ranks_after_forward(wanted: int, ranks: int) -> int:
     """`wanted` if it divides `ranks`; a `ValueError` otherwise. 1 means: stay gathered; `ranks`: reshard as usual."""
     if wanted < 1 or ranks % wanted:
         raise ValueError(
-            f"reshard_after_forward={wanted} ranks: expected True, False, or a divisor of the {ranks} ranks that shard"
+            f"If passing reshard_after_forward as an int, it should be a factor of {ranks}, not {wanted}: it says over"
+            f" how many of the {ranks} ranks that shard the slices stay cut"
         )
     return wanted
 
@@ -53,18 +54,17 @@ class SlicesOverFewerRanks:
         self._layout = Layout.of(entries, self._transport.ranks)
         self._slice = torch.zeros(self._layout.slice_bytes, dtype=torch.uint8, device=whole.device)
         events.tag("gathered_parameters", self._slice, "")
-        for param, full, part in zip(self._params, layout.slots, self._layout.slots):
+        for param, part in zip(self._params, self._layout.slots):
             start, stop = part.span(self._transport.rank)
-            nbytes = (stop - start) * part.row_bytes
-            first = full.whole_offset + start * part.row_bytes
-            rows = self._slice[part.offset : part.offset + nbytes].copy_(whole[first : first + nbytes])
-            self._show(param, rows.view(_gathered(param).dtype).view(stop - start, *param.shape[1:]))
+            place = self._slice[part.offset : part.offset + (stop - start) * part.row_bytes]
+            value = param.rows_first(local_part(_gathered(param)))
+            self._show(param, place.view(value.dtype).view(stop - start, *param.shape[1:]).copy_(value[start:stop]))
         self.kept = True
 
     def _show(self, param: ShardedParam, rows: torch.Tensor) -> None:
         spec = spec_at_rest(param.name, _gathered(param), Axes(self._mesh), param.dim)
-        shown = nn.Parameter(compat.dtensor_of(param.natural(rows), spec), requires_grad=param.at_rest.requires_grad)
-        param.show(shown)
+        local = param.natural(rows).contiguous()
+        param.show(nn.Parameter(compat.dtensor_of(local, spec), requires_grad=param.at_rest.requires_grad))
 
     def gather(self, whole: Gathered, stamp: Stamp) -> Pending:
         """Fill `whole`, laid out for all ranks, from the slices of the few."""
@@ -77,10 +77,10 @@ class SlicesOverFewerRanks:
 
         def finish() -> None:
             pending.wait()
-            target, source = whole.tensor, near.tensor
-            for full, part in zip(whole.layout.slots, near.layout.slots):
-                here, there = full.whole_offset, part.whole_offset
-                target[here : here + full.nbytes].copy_(source[there : there + full.nbytes])
+            _, source = whole.tensor, near.tensor  # the parameters are written through views of the whole
+            for param, part in zip(self._params, near.layout.slots):
+                rows = source[part.whole_offset : part.whole_offset + part.nbytes].view(_gathered(param).dtype)
+                param.write(param.natural(rows.view(param.shape)))
 
         return Pending(finish, near)
 

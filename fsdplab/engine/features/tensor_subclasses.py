@@ -28,7 +28,13 @@ from fsdplab.engine.core.unit_plan import PartedParam
 def gathers_itself(parameter: torch.Tensor) -> bool:
     """Whether `parameter` says itself how it is gathered: by its class, or by methods given to its local tensor."""
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    return hasattr(local, "fsdp_pre_all_gather")
+    has = {name: hasattr(local, name) for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather")}
+    if len(set(has.values())) > 1:
+        raise AssertionError(
+            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using all-gather extensions:"
+            f" {type(local).__name__} has {' and '.join(name for name in has if has[name])} only"
+        )
+    return has["fsdp_pre_all_gather"]
 
 
 def own_form(param: ShardedParam) -> ShardedParam:
@@ -88,9 +94,9 @@ class SubclassParam(PartedParam):
         ask = inner.fsdp_pre_all_gather
         wanted = len(inspect.signature(ask).parameters)
         if wanted not in (1, 5):
-            raise TypeError(
-                f"{type(inner).__name__}.fsdp_pre_all_gather takes {wanted} arguments; expected 5: "
-                "(mesh, outer_size, outer_stride, module, mp_policy)"
+            raise AssertionError(
+                f"Invalid fsdp_pre_all_gather: {type(inner).__name__}'s takes {wanted} arguments. Expects"
+                " fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy)"
             )
         place = next(iter(self._places()))[0]
         more = () if wanted == 1 else (self._size, self._stride, place, config.policy)

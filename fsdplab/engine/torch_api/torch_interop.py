@@ -13,9 +13,11 @@ from typing import Any
 from torch import nn
 
 from fsdplab.engine import compat
-from fsdplab.engine.core.hooks import UnitHooks, bind_root
+from fsdplab.engine.core.hooks import UnitHooks, after_forward, before_forward, bind_root
 from fsdplab.engine.core.runtime import Runtime
 from fsdplab.engine.core.unit import UNSHARDED, Unit
+
+_states: weakref.WeakKeyDictionary[Unit, weakref.ref[State]] = weakref.WeakKeyDictionary()
 
 
 class State:
@@ -24,6 +26,7 @@ class State:
     def __init__(self, modules: Sequence[nn.Module], hooks: UnitHooks) -> None:
         self._module, self._hooks = weakref.ref(modules[0]), hooks
         self._mp_policy = hooks.policy
+        _states[hooks.unit] = weakref.ref(self)
         for module in modules:
             compat.register_state(module, self)
 
@@ -40,21 +43,31 @@ class State:
         return self._hooks.runtime
 
     @property
+    def _is_root(self) -> bool | None:
+        return None if self._hooks.runtime is None else self._hooks.runtime.root is self._hooks.unit
+
+    @property
     def _fsdp_param_groups(self) -> list[Group]:
-        return [Group(self._hooks.unit, self._hooks)] if self._hooks.unit.params else []
+        return [Group(hooks.unit, hooks) for hooks in (self._hooks, *self._hooks.beside) if hooks.unit.params]
 
     @property
     def _fsdp_param_group(self) -> Group | None:
-        return next(iter(self._fsdp_param_groups), None)
+        groups = self._fsdp_param_groups
+        if len(groups) > 1:
+            raise AssertionError(
+                f"Expected at most 1 param group for backward compatibility, but got {len(groups)}: use"
+                " _fsdp_param_groups where shard_placement_fn cuts parameters over several meshes"
+            )
+        return groups[0] if groups else None
 
     def _lazy_init(self) -> None:
         self._runtime  # noqa: B018  binding is all there is to do
 
     def _pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return self._hooks.before_forward(module, args, kwargs)
+        return before_forward(module, args, kwargs)
 
     def _post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        return self._hooks.after_forward(module, args, output)
+        return after_forward(module, args, output)
 
     def _root_post_backward_final_callback(self) -> None:
         if self._hooks.runtime is not None:
@@ -72,7 +85,8 @@ class Context:
     def __init__(self, hooks: UnitHooks) -> None:
         self._settings = hooks.runtime or hooks
         units = hooks.runtime.units.values() if hooks.runtime is not None else ()
-        self.all_states = [UnitView(unit, hooks) for unit in units]
+        found = (reference() for unit in units if (reference := _states.get(unit)) is not None)
+        self.all_states = [state for state in found if state is not None]
 
     @property
     def is_last_backward(self) -> bool:
@@ -84,20 +98,13 @@ class Context:
         self._settings.is_last_backward = value
 
 
-class UnitView:
-    """A unit as one of `all_states`."""
-
-    def __init__(self, unit: Unit, hooks: UnitHooks) -> None:
-        self._fsdp_param_groups = [Group(unit, hooks)] if unit.params else []
-        self._fsdp_param_group = self._fsdp_param_groups[0] if self._fsdp_param_groups else None
-
-
 class Group:
     """A unit as a parameter group."""
 
     def __init__(self, unit: Unit, hooks: UnitHooks) -> None:
         self._unit, self._hooks = unit, hooks
         self.fsdp_params = unit.params
+        self._module_fqn = ", ".join(unit.places) if hooks.runtime is not None else None
 
     @property
     def is_unsharded(self) -> bool:
