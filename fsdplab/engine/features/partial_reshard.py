@@ -41,18 +41,18 @@ class SlicesOverFewerRanks:
         if any(param.whole_spec is not None for param in params):
             raise NotImplementedError("reshard_after_forward as a number of ranks does not go with DTensor parameters")
         self.kept = False
-        self._params, self._mesh, self._transport = params, mesh, transport
+        self._params, self._mesh, self.transport = params, mesh, transport
         self._layout = Layout.of([], transport.ranks)
         self._slice: torch.Tensor | None = None
 
     def keep(self, layout: Layout, whole: torch.Tensor) -> None:
         """Copy this rank's rows out of the gathered parameters and show them as DTensors of the smaller mesh."""
         entries = [(slot.name, slot.shape, slot.itemsize) for slot in layout.slots]
-        self._layout = Layout.of(entries, self._transport.ranks)
+        self._layout = Layout.of(entries, self.transport.ranks)
         self._slice = torch.zeros(self._layout.slice_bytes, dtype=torch.uint8, device=whole.device)
         events.tag("gathered_parameters", self._slice, "")
         for param, full, part in zip(self._params, layout.slots, self._layout.slots):
-            start, stop = part.span(self._transport.rank)
+            start, stop = part.span(self.transport.rank)
             nbytes = (stop - start) * part.row_bytes
             first = layout.whole_offset(full) + start * part.row_bytes
             rows = self._slice[part.offset : part.offset + nbytes].copy_(whole[first : first + nbytes])
@@ -72,7 +72,7 @@ class SlicesOverFewerRanks:
         events.tag("communication_buffers", near, stamp.unit)
         dtypes = {_gathered(param).dtype for param in self._params}
         sent = kept.view(*dtypes) if len(dtypes) == 1 else kept
-        pending = self._transport.all_gather(self._layout, Outgoing.of(sent), near, stamp)
+        pending = self.transport.all_gather(self._layout, Outgoing.of(sent), near, stamp)
 
         def finish() -> None:
             pending.wait()
@@ -80,7 +80,7 @@ class SlicesOverFewerRanks:
                 here, there = layout.whole_offset(full), self._layout.whole_offset(part)
                 whole[here : here + full.nbytes].copy_(near[there : there + full.nbytes])
 
-        return Pending(finish, near, whole)
+        return Pending(finish, near, whole, on_drop=pending.abandon)
 
     def forget(self) -> None:
         """Let the slices go: a new forward begins, or the backward is over."""
