@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.engine import STRATEGIES, shard_model
-from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.transport.selection import transport_of
+from fsdplab.engine.transport.shared_memory.operations import Operations, Step
 from fsdplab.engine.transport.shared_memory.slots import machine_of_this_rank
-from fsdplab.engine.transport.shared_memory.transport import Operations, SharedTransport
+from fsdplab.engine.transport.shared_memory.transport import SharedTransport
 from fsdplab.workloads import build_model, loss_of
 
 ROWS = [name for name in STRATEGIES if name != "hybrid_shard"]  # that one needs a 2-D mesh
@@ -110,21 +110,22 @@ def test_a_system_that_forbids_sharing_gets_gloo(ranks) -> None:
 
 
 def many_in_flight() -> None:
-    """More operations than slots: the oldest is completed early, and every reader still gets its own data."""
-    operations = Operations(dist.group.WORLD, 3)
-    slots = operations.slots
+    """More operations than buffers: the oldest is completed early, and every reader still gets its own data."""
+    operations = Operations(dist.group.WORLD)
+    slots, staging = operations.slots, operations.staging(3)
     got: list[list[float]] = []
 
-    def finish(number: int) -> None:
+    def read(number: int) -> None:
         got.append([number, *(slots.read(peer, number, 4).view(torch.float32).item() for peer in range(slots.ranks))])
-        slots.done(number)
 
     started = []
     for step in range(1, 9):
-        number, slot = operations.claim(4 + 4096 * step)  # slots grow as payloads do
-        assert len(got) == max(0, step - 3), "no sooner and no later than its slot is needed"
-        slot[:4].view(torch.float32).fill_(100 * slots.rank + step)
-        started.append(operations.publish(number, Pending(lambda number=number: finish(number))))
+        operation = operations.claim(4 + 4096 * step, "")  # buffers grow as payloads do
+        buffer = operations.stage(staging, 4 + 4096 * step, "")
+        assert len(got) == max(0, step - 3), "no sooner and no later than its buffer is needed"
+        buffer[:4].view(torch.float32).fill_(100 * slots.rank + step)
+        steps = [Step(lambda number=operation.number: read(number))]
+        started.append(operations.publish(operation, buffer, staging, steps, lambda complete: complete()))
     for pending in started:
         pending.wait()
     assert got == [[step, float(step), 100.0 + step] for step in range(1, 9)]
@@ -157,7 +158,7 @@ def _member(rank: int, folder: str) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        transport._gathers.slots.read(1, 1, 4)
+        transport._slots.read(1, 1, 4)
     except RuntimeError as error:
         Path(folder, "said").write_text(str(error))
 

@@ -6,7 +6,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -83,6 +83,11 @@ def inside_backward() -> bool:
 def is_group_alive(group: dist.ProcessGroup) -> bool:
     """Whether `group` has not been destroyed."""
     return group in dist.distributed_c10d._world.pg_map
+
+
+def groups_alive() -> Container[dist.ProcessGroup]:
+    """The groups that are not destroyed, now and later; where ranks are threads, those of this thread's rank."""
+    return dist.distributed_c10d._world.pg_map
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

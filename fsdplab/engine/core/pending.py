@@ -14,8 +14,9 @@ Step = Callable[[], object]  # what it returns is not used
 
 
 class Pending:
-    """Holds `buffers` until `wait` has run `finish`, exactly once. `event`: what another stream can wait for, where
-    the work runs on one.
+    """Holds `buffers` until `wait` has run `finish` to its end, which it does once; a wait that was interrupted runs it
+    again. `on_drop` is run instead where the work is abandoned, or nobody ever waits. `event`: what another stream can
+    wait for, where the work runs on one.
 
     >>> done = []
     >>> work = Pending(lambda: done.append("waited"), "buffer")
@@ -23,7 +24,7 @@ class Pending:
     ['waited']
     """
 
-    __slots__ = ("_buffers", "_finish", "_on_drop", "event")
+    __slots__ = ("__weakref__", "_buffers", "_finish", "_on_drop", "event")
 
     def __init__(
         self, finish: Step, *buffers: object, on_drop: Step | None = None, event: torch.Event | None = None
@@ -35,10 +36,17 @@ class Pending:
 
     def wait(self) -> None:
         """Complete the work for the current stream (or the host), then let its buffers go."""
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
         self._buffers = ()
+
+    def abandon(self) -> None:
+        """Let the buffers go without the work's result: at once where that is safe, else when it is complete."""
+        if self._finish is not None and self._on_drop is not None:
+            self._finish = None
+            self._on_drop()
+        self.wait()
 
     def __del__(self) -> None:
         if self._finish is not None and self._on_drop is not None:

@@ -100,8 +100,8 @@ class Reduction:
         return True
 
     def abandon(self) -> None:
-        """Wait for what is in flight and hand out nothing."""
-        self._pending.wait()
+        """Let what is in flight go and hand out nothing."""
+        self._pending.abandon()
 
     def _given(self) -> list[bool]:
         """Which parameters have a gradient; one that this rank has none of may have one on another.

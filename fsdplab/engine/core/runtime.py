@@ -71,6 +71,10 @@ class Runtime:
         self._forward_root, self._accumulating = None, False
         self.passes += 1
         for unit in self.units.values():
+            unit.abandon_unshard()
+        for transport in dict.fromkeys(each for unit in self.units.values() for each in unit.transports()):
+            transport.recover()
+        for unit in self.units.values():
             unit.reshard_by_hand()
 
     def _abandon_backward(self) -> None:

@@ -99,6 +99,9 @@ class Transport(ABC):
     def settle(self) -> None:
         """Return once peers have read what they read in place; nothing is, here."""
 
+    def recover(self) -> None:
+        """Begin anew where a rank has failed in the middle of a collective: then all ranks must come here."""
+
     def announce_buffers(self) -> None:
         """Tag buffers that outlive a collective, for whoever subscribed since they were made."""
 

@@ -24,18 +24,19 @@ from fsdplab.engine.core.packing import chunks, cut_out
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.reduction import Reduction
-from fsdplab.engine.core.transport import Outgoing, Stamp
+from fsdplab.engine.core.transport import Outgoing, Stamp, Transport
 from fsdplab.engine.core.unit_config import ReduceOptions, UnitConfig
 from fsdplab.engine.core.unit_plan import UnitPlan, layout_of
 
 SHARDED, UNSHARDING, UNSHARDED = "sharded", "unsharding", "unsharded"
-_NEXT = {SHARDED: (UNSHARDING,), UNSHARDING: (UNSHARDED,), UNSHARDED: (SHARDED,)}
+_NEXT = {SHARDED: (UNSHARDING,), UNSHARDING: (UNSHARDED, SHARDED), UNSHARDED: (SHARDED,)}
 
 
 class PartialReshard(Protocol):
     """Slices over fewer ranks, which a unit may keep from its forward to its backward."""
 
     kept: bool
+    transport: Transport
 
     def keep(self, gathered: Gathered) -> None:
         """Copy this rank's rows out of the gathered parameters and show them."""
@@ -182,7 +183,11 @@ class Unit:
         if self._gathered_versions is None or not self.plan.keeps_whole:
             if self._flat is not None:
                 self.config.storage.will_read(self._flat)
-            self._gathering = self._gather(Stamp(self.name, phase))
+            try:
+                self._gathering = self._gather(Stamp(self.name, phase))
+            except BaseException:  # what could not begin is not under way
+                self._drop_whole(phase)
+                raise
 
     def _gather(self, stamp: Stamp) -> Pending | None:
         if self.partial_reshard is not None and self.partial_reshard.kept:
@@ -286,6 +291,23 @@ class Unit:
         self.reshard("forward")
         if self.config.shard is not None:
             self.config.shard.settle()
+
+    def transports(self) -> list[Transport]:
+        """What it gathers and reduces with, in an order that all ranks share."""
+        near = None if self.partial_reshard is None else self.partial_reshard.transport
+        return [each for each in (self.config.shard, self.config.replicate, near) if each is not None]
+
+    def abandon_unshard(self) -> None:
+        """Give up a gather that is under way: a step that raised has left it behind."""
+        if self.state is not UNSHARDING:
+            return
+        if self._gathering is not None:
+            self._gathering.abandon()
+            self._gathering = None
+        if self._flat is not None:
+            self.config.storage.done_reading(self._flat)
+        self._gathered_versions = None
+        self._drop_whole("forward")
 
     def _show_slices(self) -> None:
         for param in self.params:

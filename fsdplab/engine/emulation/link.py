@@ -32,8 +32,9 @@ from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.transport import Gradients, Note, Outgoing, Stamp, Transport
 from fsdplab.engine.emulation.stream_link import on_streams, runs_on_streams
+from fsdplab.engine.transport.shared_memory.peers import SharingRefused
 from fsdplab.engine.transport.shared_memory.process_group import SharedMemoryGroup
-from fsdplab.engine.transport.shared_memory.slots import SharingRefused, Slots, machine_of_this_rank
+from fsdplab.engine.transport.shared_memory.slots import Slots, machine_of_this_rank
 
 _RING = 1024  # issues that the board remembers: far more than can be in flight
 _SYNC_S = 20e-6  # how long to sleep while a peer's note has not arrived
@@ -227,7 +228,7 @@ class _Behind(Transport):
             pending.wait()
             transfer.arrive(awaited, unit)
 
-        return Pending(finish, pending)
+        return Pending(finish, pending, on_drop=pending.abandon)
 
     def all_gather(self, outgoing: Outgoing, whole: Gathered, stamp: Stamp) -> Pending:
         return self._carried(self._kind.all_gather(self, outgoing, whole, stamp), stamp.unit)

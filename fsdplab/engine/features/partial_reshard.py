@@ -43,7 +43,7 @@ class SlicesOverFewerRanks:
         if any(param.whole_spec is not None for param in params):
             raise NotImplementedError("reshard_after_forward as a number of ranks does not go with DTensor parameters")
         self.kept = False
-        self._params, self._mesh, self._transport = params, mesh, transport
+        self._params, self._mesh, self.transport = params, mesh, transport
         self._layout = Layout.of([], transport.ranks)
         self._slice: torch.Tensor | None = None
 
@@ -51,11 +51,11 @@ class SlicesOverFewerRanks:
         """Copy this rank's rows out of the gathered parameters and show them as DTensors of the smaller mesh."""
         layout, whole = gathered.layout, gathered.tensor
         entries = [(slot.name, slot.shape, slot.itemsize) for slot in layout.slots]
-        self._layout = Layout.of(entries, self._transport.ranks)
+        self._layout = Layout.of(entries, self.transport.ranks)
         self._slice = torch.zeros(self._layout.slice_bytes, dtype=torch.uint8, device=whole.device)
         events.tag("gathered_parameters", self._slice, "")
         for param, part in zip(self._params, self._layout.slots):
-            start, stop = part.span(self._transport.rank)
+            start, stop = part.span(self.transport.rank)
             place = self._slice[part.offset : part.offset + (stop - start) * part.row_bytes]
             value = param.rows_first(local_part(_gathered(param)))
             self._show(param, place.view(value.dtype).view(stop - start, *param.shape[1:]).copy_(value[start:stop]))
@@ -73,7 +73,7 @@ class SlicesOverFewerRanks:
         near = Gathered(self._layout, kept.device, stamp.unit, "communication_buffers")
         dtypes = {_gathered(param).dtype for param in self._params}
         sent = kept.view(*dtypes) if len(dtypes) == 1 else kept
-        pending = self._transport.all_gather(Outgoing.of(sent), near, stamp)
+        pending = self.transport.all_gather(Outgoing.of(sent), near, stamp)
 
         def finish() -> None:
             pending.wait()
@@ -82,7 +82,7 @@ class SlicesOverFewerRanks:
                 rows = source[part.whole_offset : part.whole_offset + part.nbytes].view(_gathered(param).dtype)
                 param.write(param.natural(rows.view(param.shape)))
 
-        return Pending(finish, near)
+        return Pending(finish, near, on_drop=pending.abandon)
 
     def forget(self) -> None:
         """Let the slices go: a new forward begins, or the backward is over."""

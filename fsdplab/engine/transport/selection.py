@@ -6,6 +6,9 @@ the collectives. A gloo group on CUDA is that of several ranks on one GPU: `shar
 
 from __future__ import annotations
 
+from collections.abc import Container
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
@@ -13,19 +16,31 @@ from fsdplab.engine import compat
 from fsdplab.engine.core.transport import Transport
 from fsdplab.engine.transport.gloo import GlooTransport
 from fsdplab.engine.transport.shared_gpu.transport import made_for
+from fsdplab.engine.transport.shared_memory.peers import SharingRefused
 from fsdplab.engine.transport.shared_memory.process_group import SharedMemoryGroup, machines_of
-from fsdplab.engine.transport.shared_memory.slots import SharingRefused
 from fsdplab.engine.transport.shared_memory.transport import SharedTransport
 from fsdplab.engine.transport.staged import StagedTransport
 
 TRANSPORTS = ("auto", "gloo", "shm", "nccl", "shared_gpu")
+
+
+@dataclass(frozen=True)
+class Known:
+    """A transport, its group, and where to look whether that was destroyed (threads that are ranks differ on that)."""
+
+    group: dist.ProcessGroup
+    transport: Transport
+    alive: Container[dist.ProcessGroup]
+
+
 # Kept until the group is destroyed, not until a model is deleted: setting up is collective, deleting is not.
-_known: dict[tuple[int, str], tuple[dist.ProcessGroup, Transport]] = {}
+_known: dict[tuple[int, str], Known] = {}
 
 
 def transport_of(group: dist.ProcessGroup, device: torch.device, wanted: str = "auto") -> Transport:
     """The transport for `group`, one for all units that use it; every rank of the group must call it, and no other.
 
+    One that has failed in the middle of a collective begins anew: who builds a model again after that can train.
     Raises `ValueError` for an unknown name, and where the wanted transport cannot work here.
     """
     if wanted not in TRANSPORTS:
@@ -36,16 +51,18 @@ def transport_of(group: dist.ProcessGroup, device: torch.device, wanted: str = "
     key = (id(group), wanted)  # the group is held, so its id is not used again while it is known
     if key not in _known:
         below = group.gloo if isinstance(group, SharedMemoryGroup) else group  # the engine brings its own algorithms
-        _known[key] = group, _make(below, device, wanted)
-    _known[key][1].announce_buffers()
-    return _known[key][1]
+        _known[key] = Known(group, _make(below, device, wanted), compat.groups_alive())
+    transport = _known[key].transport
+    transport.recover()
+    transport.announce_buffers()
+    return transport
 
 
 def forget_destroyed() -> None:
     """Free the transports, and their shared memory, of groups that were destroyed; making a transport does it too."""
-    for key, (owner, _) in list(_known.items()):
-        if not compat.is_group_alive(owner):
-            del _known[key]
+    for key, known in list(_known.items()):
+        if known.group not in known.alive:
+            _known.pop(key, None)
 
 
 def _make(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transport:

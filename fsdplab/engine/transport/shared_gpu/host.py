@@ -22,7 +22,7 @@ from fsdplab.engine import events
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.transport import Note
 from fsdplab.engine.transport.shared_gpu.timelines import Timelines
-from fsdplab.engine.transport.shared_memory.arenas import Arena
+from fsdplab.engine.transport.shared_memory.arenas import SharedFile
 
 _SPINS, _NAP_S = 200, 50e-6  # looks at a word before the first nap, and the nap
 
@@ -33,7 +33,7 @@ class HostFabric:
     unseen = False
 
     def __init__(self) -> None:
-        self._arenas: dict[int, Arena] = {}
+        self._arenas: dict[int, SharedFile] = {}
 
     def adopt(self, timelines: Timelines) -> None:
         """Hosts reach the words as they are."""
@@ -53,14 +53,14 @@ class HostFabric:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Anonymous shared memory."""
-        arena = Arena(nbytes)
-        made = torch.frombuffer(arena, dtype=torch.uint8)
+        arena = SharedFile()
+        made = arena.grow(nbytes).part(0, nbytes)
         self._arenas[made.data_ptr()] = arena
         return made
 
     def export(self, arena: torch.Tensor) -> bytes:
         """The descriptor of the arena in this process."""
-        return self._arenas[arena.data_ptr()].place[0].to_bytes(8, "little")
+        return self._arenas[arena.data_ptr()].descriptor.to_bytes(8, "little")
 
     def open(self, process: int, told: bytes, nbytes: int) -> Callable[[], torch.Tensor]:
         """Map a peer's arena; a tensor only while somebody holds it, so that its memory is not counted as ours."""

@@ -26,8 +26,8 @@ from fsdplab.engine.core.transport import Gradients, Outgoing, Stamp
 from fsdplab.engine.transport.gloo import announce, sum_in_rank_order
 from fsdplab.engine.transport.shared_gpu.host import HostFabric, ThreadStream
 from fsdplab.engine.transport.shared_gpu.series import Fabric, Series, moving, watched
+from fsdplab.engine.transport.shared_memory.peers import SharingRefused
 from fsdplab.engine.transport.shared_memory.process_group import machines_of
-from fsdplab.engine.transport.shared_memory.slots import SharingRefused
 from fsdplab.engine.transport.streams import StreamedTransport, comm_stream
 
 _SLOTS = 2  # the next operation may begin while peers still read the last

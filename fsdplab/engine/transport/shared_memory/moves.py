@@ -7,7 +7,8 @@ results carry the same bits in every run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -25,6 +26,17 @@ _FLOATS = (*_NARROW, torch.float32, torch.float64)
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
+def _unrepeatable(move: Callable[..., None]) -> Callable[..., None]:
+    """`move`, which no rank can go on after if it was interrupted on one."""
+
+    @wraps(move)
+    def moved(self: Moves, *arguments: Any) -> None:
+        with self._slots.unrepeatable(move.__name__):
+            move(self, *arguments)
+
+    return moved
+
+
 class Moves:
     """Collectives on flat tensors over the slots of `group`, which is used for set-up only."""
 
@@ -33,6 +45,7 @@ class Moves:
         self._slots = Slots(group, _SLOTS)
         self._nearest_first = [(self._rank + step) % self._ranks for step in range(self._ranks)]
 
+    @_unrepeatable
     def all_reduce(self, flat: torch.Tensor, operation: str) -> None:
         """Reduce in place."""
         for part in _cut(flat, _PIECE // flat.element_size()):
@@ -61,6 +74,7 @@ class Moves:
                 shares[peer].copy_(share)
         self._slots.done(summed)
 
+    @_unrepeatable
     def all_gather(self, wholes: Sequence[torch.Tensor], mine: torch.Tensor) -> None:
         """Fill `wholes[r]` from rank r's `mine`; all are bytes, and ranks may differ in size."""
         longest = max(len(whole) for whole in wholes)
@@ -73,6 +87,7 @@ class Moves:
                 part.copy_(own if peer == self._rank else self._slots.read(peer, number, size)[: len(part)])
             self._slots.done(number)
 
+    @_unrepeatable
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], operation: str) -> None:
         """Reduce `inputs[r]` into rank r's output; ranks may differ in size."""
         longest, word = max(len(each) for each in inputs), output.element_size()
@@ -84,6 +99,7 @@ class Moves:
             self._reduce(number, nbytes, self._rank * length, output[start : start + length], operation)
             self._slots.done(number)
 
+    @_unrepeatable
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
         """Give the root's bytes to all."""
         for part in _cut(flat, _PIECE):
@@ -92,6 +108,7 @@ class Moves:
                 part.copy_(self._slots.read(root, number, part.nbytes))
             self._slots.done(number)
 
+    @_unrepeatable
     def meet(self) -> None:
         """Return when all ranks are here."""
         number = self._publish([], 1, "barrier")

@@ -1,15 +1,14 @@
 """The transport of ranks that share a machine: slices are read straight out of their owner's memory.
 
 No sockets and no staging: a gather copies each peer's slice from where it rests (or, where it is cast or cut out on the
-way, from the peer's slot) into the place where the forward reads it; a reduction packs what peers need into this rank's
-slot once, and every rank sums its own slice out of all slots, in rank order, in float32, so results carry the same bits
-in every run and at every number of ranks.
+way, from the peer's buffer) into the place where the forward reads it; a reduction packs what peers need into a buffer
+once, and every rank sums its own slice out of all buffers, in rank order, in float32, so results carry the same bits in
+every run and at every number of ranks.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,54 +23,18 @@ from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.shard_storage import ShardStorage
 from fsdplab.engine.core.transport import Gradients, Note, Outgoing, Stamp, Transport
 from fsdplab.engine.transport.gloo import announce
-from fsdplab.engine.transport.shared_memory.arenas import SharedStorage
-from fsdplab.engine.transport.shared_memory.slots import Slots
+from fsdplab.engine.transport.shared_memory.operations import Operation, Operations, Staging, Step
 
-_GATHERS, _REDUCTIONS = 2, 2  # slots: the next operation may begin while peers still read the last
-_PLACES = 8  # gathers of slices that are read in place: they take no memory, so more may be in flight
+_BUFFERS = 2  # of each kind: the next operation may begin while peers still read the last
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A reduction under way: its number, and the bytes between the parts of a slot."""
+    """A reduction under way: the buffer that peers read, and the bytes between its parts."""
 
-    number: int
+    operation: Operation
+    buffer: torch.Tensor
     stride: int
-
-
-class Operations:
-    """Operations of one kind over slots of their own; of the latest, this rank may have yet to complete some."""
-
-    def __init__(self, group: dist.ProcessGroup, count: int) -> None:
-        self.slots = Slots(group, count)
-        self._latest: deque[Pending] = deque(maxlen=count)
-
-    def claim(self, nbytes: int, label: str = "") -> tuple[int, torch.Tensor]:
-        """As `Slots.claim`."""
-        self._make_room()
-        return self.slots.claim(nbytes, label)
-
-    def claim_place(self, nbytes: int, label: str, place: tuple[int, int]) -> int:
-        """As `Slots.claim_place`."""
-        self._make_room()
-        return self.slots.claim_place(nbytes, label, place)
-
-    def _make_room(self) -> None:
-        """Complete the oldest where every slot is taken; whoever waits for it later finds it done."""
-        if len(self._latest) == self._latest.maxlen:
-            self._latest[0].wait()
-
-    def publish(self, number: int, pending: Pending) -> Pending:
-        """This rank's slot holds operation `number`, which `pending` completes."""
-        self._latest.append(pending)
-        self.slots.publish(number)
-        return pending
-
-    def settle(self) -> None:
-        """Return once this rank has completed, and every peer has read, all that was published so far."""
-        for pending in list(self._latest):
-            pending.wait()
-        self.slots.wait_until_read()
 
 
 class SharedTransport(Transport):
@@ -81,22 +44,27 @@ class SharedTransport(Transport):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
-        self._gathers, self._reductions = Operations(group, _GATHERS), Operations(group, _REDUCTIONS)
-        self._places, self._storage = Operations(group, _PLACES), SharedStorage()
+        self._operations = Operations(group)
+        self._slots = self._operations.slots
+        self._gathers, self._reductions = (self._operations.staging(_BUFFERS) for _ in range(2))
         self._announced = compat.silent_group(self.rank, self.ranks)
 
     def announce_buffers(self) -> None:
-        """Tag this rank's slots."""
-        self._gathers.slots.announce()
-        self._reductions.slots.announce()
+        """Tag this rank's buffers."""
+        self._gathers.announce()
+        self._reductions.announce()
 
     def storage(self, device: torch.device) -> ShardStorage:
         """Memory that peers read in place."""
-        return self._storage
+        return self._operations.storage
 
     def settle(self) -> None:
         """Return once every peer has read this rank's slices: their owner may write to them again."""
-        self._places.settle()
+        self._operations.settle()
+
+    def recover(self) -> None:
+        """Begin anew with all ranks where one has failed in the middle; without trouble nobody waits."""
+        self._operations.recover()
 
     def all_gather(self, outgoing: Outgoing, whole: Gathered, stamp: Stamp) -> Pending:
         """Publish this rank's slice, or where it rests; on waiting, copy every rank's slice into `whole`.
@@ -105,30 +73,43 @@ class SharedTransport(Transport):
         """
         layout, _ = whole.layout, whole.tensor
         note = self.note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, outgoing.dtype)
-        start, label, nbytes = time.time_ns(), f"all_gather of {stamp.unit}", outgoing.nbytes
-        resident = outgoing.resident
-        arena = self._storage.arena_under(resident)
-        operations = self._gathers if arena is None else self._places
-        slots = operations.slots
+        start, nbytes = time.time_ns(), outgoing.nbytes
+        staging = self._gathers if outgoing.resident is None or nbytes == 0 else None
         with events.span("all_gather", stamp.unit):
-            if arena is None:
-                number, slot = operations.claim(nbytes, label)
-                outgoing.write(slot)
-                read = lambda peer: slots.read(peer, number, nbytes)  # noqa: E731
-            else:
-                number = operations.claim_place(nbytes, label, arena.place)
-                read = lambda peer: arena.of(peer, slots.processes[peer], slots.place_of(peer, number))  # noqa: E731
+            operation = self._operations.claim(nbytes, f"all_gather of {stamp.unit}")
+            mine = self._source(operation, outgoing, staging)
             announce("all_gather", self._announced, lambda: _gather_buffers(outgoing, self.ranks))
 
-        def finish() -> None:
+        def read() -> None:
+            for peer in self._nearest_first():
+                part = mine if peer == self.rank else self._slots.read(peer, operation.number, nbytes)
+                unpack_from(peer, part, whole)
+
+        finish = self._finisher("all_gather_copy_out", stamp, note, start)
+        return self._operations.publish(operation, mine, staging, [Step(read)], finish)
+
+    def _source(self, operation: Operation, outgoing: Outgoing, staging: Staging | None) -> torch.Tensor:
+        """What peers will read: the slice where it rests, or a copy of it."""
+        resident, nbytes = outgoing.resident, outgoing.nbytes
+        if staging is not None:
+            source = self._operations.stage(staging, nbytes, operation.label)
+        elif resident is not None and self._slots.arena.place_of(resident) is not None:
+            return resident
+        else:  # the arena had no room for it: buffers in turn are for gathers that no rank has in place
+            source = self._slots.allocate(nbytes, operation.label)
+        outgoing.write(source)
+        return source
+
+    def _finisher(self, span: str, stamp: Stamp, note: Note, start: int) -> Callable[[Callable[[], None]], None]:
+        """Completes an operation under a profiler range, and writes the ledger."""
+
+        def finish(complete: Callable[[], None]) -> None:
             awaited = time.time_ns()
-            with events.span("all_gather_copy_out", stamp.unit):
-                for peer in self._nearest_first():
-                    unpack_from(peer, resident if arena and peer == self.rank else read(peer), whole)
-                slots.done(number)
+            with events.span(span, stamp.unit):
+                complete()
             _emit(note, start, awaited)
 
-        return operations.publish(number, Pending(finish, resident))
+        return finish
 
     def reduce_scatter(
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
@@ -141,16 +122,9 @@ class SharedTransport(Transport):
             pack_rank(layout, gradients, peer, target, before)
 
         with events.span("post_backward_reduce", stamp.unit):
-            sent = self._send(write, [output] * self.ranks, f"reduce_scatter of {stamp.unit}")
+            sent = self._send(write, [output] * self.ranks, f"reduce_scatter of {stamp.unit}", self.ranks - 1)
             announce("reduce_scatter", self._announced, lambda: _reduce_buffers(layout, gradients, output))
-
-        def finish() -> None:
-            awaited = time.time_ns()
-            with events.span("reduce_scatter", stamp.unit):
-                self._sum(sent, output, after)
-            _emit(note, start, awaited)
-
-        return self._reductions.publish(sent.number, Pending(finish, output))
+        return self._reducing(sent, output, after, [], self._finisher("reduce_scatter", stamp, note, start))
 
     def all_reduce(
         self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0, after: Pending | None = None
@@ -188,38 +162,58 @@ class SharedTransport(Transport):
         note = self.note(stamp, "all_reduce", buffer.nbytes, padding, buffer.dtype)
         start, pieces = time.time_ns(), buffer.tensor_split(self.ranks)
         with events.span("all_reduce", stamp.unit):
-            sent = self._send(write, pieces, f"all_reduce of {stamp.unit}")
+            sent = self._send(write, pieces, f"all_reduce of {stamp.unit}", self.ranks)
             announce("all_reduce", self._announced, lambda: (torch.empty_like(buffer), buffer))
+        exchange = [Step(lambda: self._share(sent, pieces)), Step(lambda: self._collect(sent, pieces))]
+        finish = self._finisher("all_reduce", stamp, note, start)
+        return self._reducing(sent, pieces[self.rank], divide, exchange, finish)
 
-        def finish() -> None:
-            awaited = time.time_ns()
-            with events.span("all_reduce", stamp.unit):
-                self._sum(sent, pieces[self.rank], divide)
-                self._share(pieces)
-            _emit(note, start, awaited)
+    def _reducing(
+        self,
+        sent: Sent,
+        output: torch.Tensor,
+        divide: float,
+        further: Sequence[Step],
+        finish: Callable[[Callable[[], None]], None],
+    ) -> Pending:
+        """Publish; on waiting, sum this rank's part as soon as all peers' are there, then do what is `further`."""
+        steps = [
+            Step(lambda: self._await_peers(sent)),
+            Step(lambda: self._sum(sent, output, divide), repeatable=False),
+            *further,
+        ]
+        return self._operations.publish(sent.operation, sent.buffer, self._reductions, steps, finish)
 
-        return self._reductions.publish(sent.number, Pending(finish, buffer))
-
-    def _send(self, write: Callable[[int, torch.Tensor], None], parts: Sequence[torch.Tensor], label: str) -> Sent:
-        """Have every peer's part written to this rank's slot, and this rank's own where its sum will be."""
+    def _send(
+        self, write: Callable[[int, torch.Tensor], None], parts: Sequence[torch.Tensor], label: str, count: int
+    ) -> Sent:
+        """Have every peer's part written to a buffer for `count` parts, and this rank's own where its sum will be."""
         stride = parts[0].nbytes  # of the first, which is the longest
-        number, slot = self._reductions.claim((self.ranks - 1) * stride, label)
+        operation = self._operations.claim(count * stride, label)
+        sent = Sent(operation, self._operations.stage(self._reductions, count * stride, label), stride)
         for peer in self._nearest_first():
-            place = parts[peer] if peer == self.rank else self._part(slot, self.rank, peer, stride, parts[peer])
+            place = parts[peer] if peer == self.rank else self._part(sent, sent.buffer, self.rank, peer, parts[peer])
             write(peer, place)
-        return Sent(number, stride)
+        return sent
 
-    def _part(self, slot: torch.Tensor, owner: int, reader: int, stride: int, like: torch.Tensor) -> torch.Tensor:
-        """What `owner` wrote for `reader`: a slot has no part for its owner."""
-        first = (reader - (reader > owner)) * stride
-        return slot[first : first + like.nbytes].view(like.dtype)
+    def _part(self, sent: Sent, buffer: torch.Tensor, owner: int, reader: int, like: torch.Tensor) -> torch.Tensor:
+        """What `owner` wrote for `reader`: a buffer has no part for its owner."""
+        first = (reader - (reader > owner)) * sent.stride
+        return buffer[first : first + like.nbytes].view(like.dtype)
+
+    def _read(self, sent: Sent, peer: int) -> torch.Tensor:
+        """The buffer of a peer."""
+        return self._slots.read(peer, sent.operation.number, sent.buffer.nbytes)
+
+    def _await_peers(self, sent: Sent) -> None:
+        for peer in self._nearest_first():
+            self._slots.await_written(peer, sent.operation.number)
 
     def _sum(self, sent: Sent, output: torch.Tensor, divide: float) -> None:
         """`output`, which holds this rank's own part, becomes the sum over all ranks, in rank order, divided."""
 
         def part(peer: int) -> torch.Tensor:
-            written = self._reductions.slots.read(peer, sent.number, (self.ranks - 1) * sent.stride)
-            return self._part(written, peer, self.rank, sent.stride, output)
+            return self._part(sent, self._read(sent, peer), peer, self.rank, output)
 
         wide = torch.promote_types(output.dtype, torch.float32)
         total = output.to(wide)  # `output` itself, where it is wide enough
@@ -230,22 +224,23 @@ class SharedTransport(Transport):
             total.add_(earlier)  # the sum of the ranks before this one, plus this one's: two terms, in either order
         for peer in range(self.rank + 1, self.ranks):
             total.add_(part(peer))
-        self._reductions.slots.done(sent.number)
         if divide != 1.0:
             total.div_(divide)
         if total is not output:
             output.copy_(total)
 
-    def _share(self, pieces: Sequence[torch.Tensor]) -> None:
-        number, slot = self._gathers.claim(pieces[0].nbytes)
+    def _share(self, sent: Sent, pieces: Sequence[torch.Tensor]) -> None:
+        """Put this rank's sum behind the parts of its buffer, where nobody reads before it says so."""
         mine = pieces[self.rank]
-        slot[: mine.nbytes].copy_(mine.view(torch.uint8))
-        self._gathers.publish(number, Pending(lambda: None))
+        sent.buffer[-sent.stride :][: mine.nbytes].copy_(mine.view(torch.uint8))
+        self._slots.summed(sent.operation.number)
+
+    def _collect(self, sent: Sent, pieces: Sequence[torch.Tensor]) -> None:
         for peer in self._nearest_first():
             if peer != self.rank:
-                source = self._gathers.slots.read(peer, number, pieces[peer].nbytes)
+                self._slots.await_summed(peer, sent.operation.number)
+                source = self._read(sent, peer)[-sent.stride :][: pieces[peer].nbytes]
                 pieces[peer].copy_(source.view(pieces[peer].dtype))
-        self._gathers.slots.done(number)
 
     def _nearest_first(self) -> list[int]:
         """This rank, then the next ones: ranks do not all read the same owner at once."""
