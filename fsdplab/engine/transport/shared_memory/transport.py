@@ -116,7 +116,7 @@ class SharedTransport(Transport):
     ) -> Pending:
         """Publish what peers need of the gradients; on waiting, sum this rank's slice over the ranks and divide."""
         note = self.note(stamp, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
-        start, (before, after) = time.time_ns(), halves(divide)
+        start, (before, after) = time.time_ns(), _factors(gradients, output.dtype, divide)
 
         def write(peer: int, target: torch.Tensor) -> None:
             pack_rank(layout, gradients, peer, target, before)
@@ -144,7 +144,7 @@ class SharedTransport(Transport):
         """As `pack` and `all_reduce`, in one pass over the gradients."""
         pieces = output.tensor_split(self.ranks)
         firsts = [sum(piece.numel() for piece in pieces[:peer]) for peer in range(self.ranks)]
-        before, after = halves(divide)
+        before, after = _factors(gradients, output.dtype, divide)
 
         def write(peer: int, target: torch.Tensor) -> None:
             pack_range(layout, gradients, firsts[peer], target, before)
@@ -257,6 +257,14 @@ def _reduce_buffers(layout: Layout, gradients: Gradients, output: torch.Tensor) 
     source = output.new_empty(layout.ranks * output.numel())
     pack(layout, gradients, source)
     return torch.empty_like(output), source
+
+
+def _factors(gradients: Gradients, dtype: torch.dtype, divide: float) -> tuple[float, float]:
+    """As `halves`; gradients that are cast as they are packed are divided after the sum, which takes one nth of a pass
+    and rounds nothing twice.
+    """
+    cast = any(gradient is not None and gradient.dtype != dtype for gradient in gradients)
+    return (1.0, divide) if cast else halves(divide)
 
 
 def _emit(note: Note, start: int, awaited: int) -> None:
