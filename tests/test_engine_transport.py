@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from fsdplab.engine import STRATEGIES, shard_model
 from fsdplab.engine.transport.selection import transport_of
-from fsdplab.engine.transport.shared_memory.slots import machine_of_this_rank
 from fsdplab.engine.transport.shared_memory.operations import Operations, Step
+from fsdplab.engine.transport.shared_memory.slots import machine_of_this_rank
 from fsdplab.engine.transport.shared_memory.transport import SharedTransport
 from fsdplab.workloads import build_model, loss_of
 

@@ -126,9 +126,10 @@ class Unit:
     def _make_whole(self) -> torch.Tensor:
         layout = self.plan.layout
         if self._whole is None:
-            self._whole = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=self.config.device)
+            whole = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=self.config.device)
             for param, slot, dtype in zip(self.plan.plain, layout.slots, self.plan.compute_dtypes):
-                param.back(self._whole.untyped_storage(), layout.whole_offset(slot), dtype)
+                param.back(whole.untyped_storage(), layout.whole_offset(slot), dtype)
+            self._whole = whole  # once every parameter lies in it
         elif self._whole.untyped_storage().nbytes() == 0:
             self._whole.untyped_storage().resize_(layout.total_bytes)
         events.tag("parameter_slices" if self.plan.keeps_whole else "gathered_parameters", self._whole, self.name)
@@ -148,6 +149,7 @@ class Unit:
         unchanged = self._gathered_versions == self._versions()
         if self.state is UNSHARDED and unchanged:
             return
+        self.abandon_unshard()
         self.reshard("forward")
         self.settle()
         self.forget_low_precision()

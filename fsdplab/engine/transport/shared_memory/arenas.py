@@ -180,7 +180,11 @@ class Arena(SharedFile):
         """Nobody uses a range any more. A forked child that lets go of its copy leaves the memory alone; a range whose
         pages the system does not take back is not used again, because it is not zero.
         """
-        if not self._closed and process == os.getpid() and _libc.fallocate(self.descriptor, _PUNCH_HOLE, start, length) == 0:
+        if (
+            not self._closed
+            and process == os.getpid()
+            and _libc.fallocate(self.descriptor, _PUNCH_HOLE, start, length) == 0
+        ):
             self._given_back.append((start, length))
 
 
