@@ -123,6 +123,7 @@ def what_models_leave(count: int, ending: str) -> tuple[list[int], list[int], in
         model = shard_model(Units(5), "full_shard")
         arena = units_of(model)[1].config.shard._slots.arena
         if ending == "untrained":
+            del model
             continue
         loss = model(torch.randn(2, WIDTH)).sum()
         if ending == "trained":
@@ -136,7 +137,6 @@ def what_models_leave(count: int, ending: str) -> tuple[list[int], list[int], in
         used.append(arena.bytes_in_use)
         taken.append(opened() + mapped())
     if ending == "untrained":
-        del model
         return [0], [opened() + mapped()], arena.bytes_in_use
     return used, taken, 0
 

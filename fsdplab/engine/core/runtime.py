@@ -67,13 +67,14 @@ class Runtime:
 
     def reset(self) -> None:
         """Forget a forward or a backward that raised: nothing in flight, nothing gathered, no gradients accumulated."""
+        unfinished = self._forward_root is not None or self._callback_queued
         self._abandon_backward()
         self._forward_root, self._accumulating = None, False
         self.passes += 1
         for unit in self.units.values():
             unit.abandon_unshard()
         for transport in dict.fromkeys(each for unit in self.units.values() for each in unit.transports()):
-            transport.recover()
+            transport.leave_step(unfinished)
         for unit in self.units.values():
             unit.reshard_by_hand()
 
@@ -95,11 +96,11 @@ class Runtime:
         if self._forward_root is unit:
             while self._entered:  # units of which some modules were left out
                 self._end_forward(self._entered[-1], will_backward)
-            self._forward_root = None
             self.passes += 1
             if not will_backward:
                 self._drop_everything("forward")
             self._settle()
+            self._forward_root = None
 
     def _end_forward(self, unit: Unit, will_backward: bool) -> None:
         if unit in self._entered:

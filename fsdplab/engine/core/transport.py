@@ -102,6 +102,9 @@ class Transport(ABC):
     def recover(self) -> None:
         """Begin anew where a rank has failed in the middle of a collective: then all ranks must come here."""
 
+    def leave_step(self, unfinished: bool) -> None:
+        """The same, also where this rank has left a step `unfinished`."""
+
     def announce_buffers(self) -> None:
         """Tag buffers that outlive a collective, for whoever subscribed since they were made."""
 

@@ -152,6 +152,7 @@ class Unit:
         unchanged = self._gathered_versions == self._versions()
         if self.state is UNSHARDED and unchanged:
             return
+        self.abandon_unshard()
         self.reshard("forward")
         self.settle()
         if not (accumulating and unchanged):

@@ -70,7 +70,7 @@ class HostStream:
                 events.emit(note(start, done[0] if done else now, now - awaited))
             complete()
 
-        return Pending(finish, *buffers)
+        return Pending(finish, *buffers, on_drop=lambda: None)  # the work itself holds what it reads and writes
 
 
 def _future(work: dist.Work) -> torch.futures.Future | None:

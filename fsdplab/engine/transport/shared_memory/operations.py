@@ -166,9 +166,10 @@ class Operations:
             self.slots.await_read(number)
         self._let_go()
 
-    def recover(self) -> None:
-        """Where a rank is in trouble, wait until all have come here, and begin anew."""
-        if self.slots.recover():
+    def recover(self, wanted: bool) -> None:
+        """Where it is wanted, wait until all ranks want it, and begin anew."""
+        if wanted:
+            self.slots.recover()
             self._live.clear()
             self._in_place.clear()
 

@@ -67,7 +67,7 @@ class Slots:
 
     def __init__(self, group: dist.ProcessGroup, count: int, remedy: str = _NEW_GROUP) -> None:
         self.rank, self.ranks, self.count = group.rank(), group.size(), count
-        self.sequence, self.epoch = 0, 1
+        self.sequence, self.epoch, self._over = 0, 1, 0  # `_over`: the last epoch in which this rank has stopped
         self._patience_s, self._remedy = compat.seconds_before_giving_up(group), remedy
         fabric = peers.opened(group, Words.nbytes(count))
         self.arena, self._arenas = fabric.own, fabric.arenas
@@ -170,11 +170,10 @@ class Slots:
         words, slot = self._words[peer], number % self.count
 
         def check() -> None:
-            self.check()
             if words.done[slot].value >= number > words.summed[slot].value:
                 raise GivenUp(
-                    f"rank {peer} has dropped operation {number} ({self._claimed[slot].label}), which rank {self.rank}"
-                    " waits for; every rank must complete it, or none"
+                    f"rank {peer} has dropped operation {number} ({self._claimed[slot].label}), for which rank"
+                    f" {self.rank} waits; every rank must complete it, or none: {self._remedy}"
                 )
 
         self._await(words.summed[slot], number, peer, "sum its part of", check)
@@ -182,8 +181,10 @@ class Slots:
     # ---- trouble
 
     def check(self) -> None:
-        """`Broken` where a rank is in trouble."""
-        if any(words.trouble.value >= 2 * self.epoch for words in self._words):
+        """`Broken` where a rank is, or this one has stopped for good."""
+        if self._over >= self.epoch:
+            raise Broken(f"rank {self.rank} has left its step unfinished and not begun anew: {self._remedy}")
+        if self.broken:
             told = [f"rank {rank}: {words.reason}" for rank, words in enumerate(self._words) if words.reason]
             raise Broken(f"these ranks cannot go on sharing memory ({'; '.join(told)}): {self._remedy}")
 
@@ -196,29 +197,45 @@ class Slots:
             self._break(f"{what} was interrupted by {type(error).__name__}")
             raise
 
-    def recover(self) -> bool:
-        """Where a rank is in trouble, wait until all have come here, and begin anew: whether that was so.
+    @property
+    def broken(self) -> bool:
+        """Whether a rank is."""
+        return any(words.broken.value >= self.epoch for words in self._words)
 
-        No operation of before can be completed then. A wait that is interrupted here can be tried again.
+    def recover(self) -> None:
+        """Wait until all ranks have come here, and begin anew.
+
+        No operation of before can be completed then. Who has one to read may do so first; who waits for one that this
+        rank has not published is told. A wait that is interrupted here can be tried again.
         """
-        if all(words.trouble.value < 2 * self.epoch for words in self._words):
-            return False
-        own = self._words[self.rank]
+        own, self._over = self._words[self.rank], self.epoch
+        for word in own.done:
+            word.raise_to(self.sequence)
         own.stop(self.epoch, self.sequence)
-        own.trouble.raise_to(2 * self.epoch + 1)
         for peer, words in enumerate(self._words):
-            self._await(words.trouble, 2 * self.epoch + 1, peer, "begin anew", lambda: None)
-        last = max(words.stopped(self.epoch) for words in self._words)
+            if words.stopped.value < self.epoch:
+                self._sleep_until(words.stopped, self.epoch, peer, "begin anew", lambda: None)
+        last = max(words.stopped_at(self.epoch) for words in self._words)
         for word in (*own.ready, *own.done, *own.summed):
             word.raise_to(last)
         own.reason = ""
         self.sequence, self.epoch = last, self.epoch + 1
-        return True
 
-    def _await(self, word: Word, number: int, peer: int, what: str, check: Callable[[], None] | None = None) -> None:
+    def _await(self, word: Word, number: int, peer: int, what: str, check: Callable[[], None] = lambda: None) -> None:
+        """Return once a word of `peer` is `number`; `check` raises where it never will be."""
+
+        def both() -> None:
+            self.check()
+            check()
+            if self._words[peer].stopped.value >= self.epoch and word.value < number:
+                raise Broken(
+                    f"rank {self.rank} waited for rank {peer} to {what} operation {number}"
+                    f" ({self._claimed[number % self.count].label}), but rank {peer} has left its step unfinished and"
+                    f" begins anew: {self._remedy}"
+                )
+
         if word.value < number:
-            what = what if word is self._words[peer].trouble else f"{what} operation {number}"
-            self._sleep_until(word, number, peer, what, check or self.check)
+            self._sleep_until(word, number, peer, f"{what} operation {number}", both)
 
     def _sleep_until(self, word: Word, number: int, peer: int, what: str, check: Callable[[], None]) -> None:
         deadline = time.monotonic() + self._patience_s
@@ -250,6 +267,6 @@ class Slots:
 
     def _break(self, reason: str) -> None:
         own = self._words[self.rank]
-        if own.trouble.value < 2 * self.epoch:
+        if own.broken.value < self.epoch:
             own.reason = reason
-            own.trouble.raise_to(2 * self.epoch)
+            own.broken.raise_to(self.epoch)

@@ -63,8 +63,12 @@ class SharedTransport(Transport):
         self._operations.settle()
 
     def recover(self) -> None:
-        """Begin anew with all ranks where one has failed in the middle; without trouble nobody waits."""
-        self._operations.recover()
+        """Begin anew with all ranks where one has failed in the middle; else nobody waits."""
+        self._operations.recover(self._slots.broken)
+
+    def leave_step(self, unfinished: bool) -> None:
+        """Begin anew with all ranks where one has failed in the middle, or this one has left a step unfinished."""
+        self._operations.recover(unfinished or self._slots.broken)
 
     def all_gather(self, outgoing: Outgoing, whole: Gathered, stamp: Stamp) -> Pending:
         """Publish this rank's slice, or where it rests; on waiting, copy every rank's slice into `whole`.

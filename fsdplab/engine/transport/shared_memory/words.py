@@ -1,8 +1,8 @@
 """One rank's words in shared memory, which it alone writes and its peers read: the header of its arena.
 
-Some are the rank's (`trouble`, and where it stopped), four lines belong to each slot: `ready` and what the slot's
-operation is, its label, `done`, and `summed`. A word is 64 bits in a cache line of its own and only grows. Plain stores
-are ordered on x86-64 only, so sharing is offered there and nowhere else.
+Some are the rank's (in which epoch it is broken, or has stopped and where), four lines belong to each slot: `ready`
+with what the slot's operation is, its label, `done`, and `summed`. A word is 64 bits in a cache line of its own and
+only grows. Plain stores are ordered on x86-64 only, so sharing is offered there and nowhere else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fsdplab.engine.transport.shared_memory.arenas import Place, Segment
 _LINE = 64  # bytes
 _LABEL = 64  # bytes of a label
 _REASON = 640  # bytes of a reason
-_STOPPED, _REASON_AT, _SLOTS_AT = 2 * _LINE, 4 * _LINE, 16 * _LINE  # line 0: the cookie; line 1: `trouble`
+_BROKEN, _STOPPED, _STOPPED_AT, _REASON_AT, _SLOTS_AT = (line * _LINE for line in (1, 2, 3, 4, 16))  # 0: the cookie
 _SLOT = 4 * _LINE
 _WHAT = struct.Struct("<5Q")  # an operation's number and size, and a place
 _FUTEX, _WAIT, _WAKE = 202, 0, 1  # the x86-64 system call and its operations, for memory shared between processes
@@ -64,7 +64,7 @@ class Words:
 
     def __init__(self, header: Segment, count: int) -> None:
         self._memory = header.memory
-        self.trouble = Word(self._memory, _LINE)
+        self.broken, self.stopped = Word(self._memory, _BROKEN), Word(self._memory, _STOPPED)
         self.ready, self.done, self.summed = (
             [Word(self._memory, _SLOTS_AT + slot * _SLOT + line * _LINE) for slot in range(count)] for line in (0, 2, 3)
         )
@@ -92,15 +92,16 @@ class Words:
 
     def stop(self, epoch: int, sequence: int) -> None:
         """Say at which operation this rank has stopped in `epoch`; kept until it stops in the one after the next."""
-        struct.pack_into("<Q", self._memory, _STOPPED + epoch % 2 * 8, sequence)
+        struct.pack_into("<Q", self._memory, _STOPPED_AT + epoch % 2 * 8, sequence)
+        self.stopped.raise_to(epoch)
 
-    def stopped(self, epoch: int) -> int:
+    def stopped_at(self, epoch: int) -> int:
         """What `stop` said."""
-        return int(struct.unpack_from("<Q", self._memory, _STOPPED + epoch % 2 * 8)[0])
+        return int(struct.unpack_from("<Q", self._memory, _STOPPED_AT + epoch % 2 * 8)[0])
 
     @property
     def reason(self) -> str:
-        """Why this rank is in trouble."""
+        """Why this rank is broken."""
         return self._text(_REASON_AT, _REASON)
 
     @reason.setter
