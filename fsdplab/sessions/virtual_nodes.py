@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fsdplab.common.processes import send_group
+from fsdplab.common.pythons import run_of
 from fsdplab.planning.links import LinkSpec
 from fsdplab.records import RunRecord
 from fsdplab.sessions.launch.failure_report import RanksFailed
@@ -103,7 +104,7 @@ def why_no_nodes() -> str | None:
     missing = [command for command in ("ip", "tc") if shutil.which(command) is None]
     if missing:
         return f"the command {' and '.join(missing)} is not installed (package iproute2)"
-    words = [sys.executable, "-m", "fsdplab.sessions.launch.netns"]
+    words = run_of("fsdplab.sessions.launch.netns")
     try:
         tried = subprocess.run(
             words, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=rank_environment(), timeout=20
@@ -178,7 +179,7 @@ class _Switch:
         try:
             with mailbox.agent_log.open("wb") as log:
                 self.process = Process(
-                    [sys.executable, "-m", "fsdplab.sessions.launch.netns_supervisor", *map(str, words), *program],
+                    run_of("fsdplab.sessions.launch.netns_supervisor", *map(str, words), *program),
                     stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=rank_environment(),
                     start_new_session=True, pass_fds=(alive,),
                 )  # fmt: skip

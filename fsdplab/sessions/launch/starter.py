@@ -20,20 +20,20 @@ import importlib
 import json
 import os
 import resource
-import runpy
 import selectors
 import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from fsdplab.common.processes import send_group
+from fsdplab.common.processes import end_as_if_by, send_group
 from fsdplab.sessions.launch.mailbox import AGENT_PID
 from fsdplab.sessions.launch.parent_death import end_with_parent
+from fsdplab.sessions.launch.program import run_and_end
 
 # What ranks use, also lazily: anything missing here is imported again by every rank of every run.
 RANK_SIDE = (
@@ -80,8 +80,10 @@ def main(descriptor: str, caller: str, *preload: str) -> None:
     _send(control, {"ready": os.getpid(), "why_not": _why_not()})
     try:
         _Starter(control, int(caller)).serve()
-    except SystemExit:  # asked to end
+    except ProcessLookupError:  # the caller ended before it could be watched
         pass
+    except _Asked:
+        end_as_if_by(signal.SIGTERM)
     os._exit(0)  # taking torch apart would take a second
 
 
@@ -228,11 +230,15 @@ class _Starter:
             run.kill_at = None
 
 
+class _Asked(Exception):
+    """This process was asked to end."""
+
+
 def _leave(*_: object) -> NoReturn:
-    sys.exit(0)
+    raise _Asked
 
 
-def be_rank(request: Mapping[str, Any], rank: int) -> None:
+def be_rank(request: Mapping[str, Any], rank: int) -> NoReturn:
     """Run as rank `rank` of the request in this forked process, with its own session, environment, folder and program.
 
     A world size of 0 asks for one process that is no rank.
@@ -255,19 +261,7 @@ def be_rank(request: Mapping[str, Any], rank: int) -> None:
         os.environ.update({name: str(value) for name, value in variables.items()})
     _inherit(request)
     _as_if_fresh()
-    try:
-        run_program(request["program"])
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-    except SystemExit as left:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(left.code if isinstance(left.code, int) else 0 if left.code is None else 1)
-    except BaseException:
-        # a program that has set sys.excepthook (rank_process.py) writes its failure and ends there
-        sys.excepthook(*sys.exc_info())
-        os._exit(1)
+    run_and_end(request["program"])
 
 
 def _inherit(request: Mapping[str, Any]) -> None:
@@ -298,22 +292,6 @@ def _as_if_fresh() -> None:
     tempfile.tempdir = None  # an import may have set it from the environment of the starter
     numpy.random.seed()  # Python's own generator is seeded anew by fork
     torch.default_generator.seed()
-
-
-def run_program(program: Sequence[str]) -> None:
-    """Do what `python *program` does: `-m fsdplab.sessions.worker.training FOLDER`, or `script.py ARGUMENTS`."""
-    if program[0] != "-m":
-        sys.argv = list(program)
-        sys.path.insert(0, os.path.dirname(os.path.abspath(program[0])))
-        runpy.run_path(program[0], run_name="__main__")
-        return
-    sys.path.insert(0, os.getcwd())
-    sys.argv = list(program[1:])
-    module = sys.modules.get(program[1])
-    if module is not None and hasattr(module, "main"):
-        module.main(*program[2:])
-    else:
-        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
 
 
 def _send(to: socket.socket, message: Mapping[str, Any]) -> None:
