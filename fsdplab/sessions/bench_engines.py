@@ -26,6 +26,7 @@ from torch import nn
 
 from fsdplab.engine import events
 from fsdplab.sessions.launch.launcher import run_ranks
+from fsdplab.sessions.launch.live_output import Tail
 from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
 from fsdplab.sessions.spec import RunSpec, SpecError
 from fsdplab.sessions.spec.sharing import device_of_ranks
@@ -91,11 +92,11 @@ def bench(specs: Sequence[RunSpec], *, rounds: int = 10, on_round: Callable[[int
     folder = Path(tempfile.mkdtemp(prefix="fsdplab-bench-"))
     mailbox = Mailbox(folder)
     (folder / "bench.json").write_text(json.dumps({"specs": [spec.as_dict() for spec in specs], "rounds": rounds}))
-    reported = 0
+    steps, reported = Tail(mailbox.of(0, "steps")), 0
 
     def look() -> None:
         nonlocal reported
-        for _ in read_lines(mailbox.of(0, "steps"))[reported:]:
+        for _ in steps.lines():
             reported += 1
             if on_round is not None:
                 on_round(reported, rounds + WARMUP_ROUNDS)

@@ -2,6 +2,7 @@
 
 rank0.heartbeat    one line of JSON, rewritten in place: where the rank is now
 rank0.steps        one line of JSON a finished step
+rank0.ledger       one line of JSON a collective, written after each step
 rank0.failure      the exception that ended the rank
 rank0.stack        the stack of a rank, written on SIGUSR1
 rank0.result       the rank's result
@@ -130,4 +131,5 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    with path.open() as lines:  # one at a time: of a long run they are many
+        return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,29 +47,33 @@ class RankContext:
     device: torch.device
     mailbox: Mailbox
     heartbeat: HeartbeatWriter
-    issued: list[tuple[str, int]] = field(default_factory=list)  # every observed collective: name, bytes
+    # every observed collective, name and bytes, where that was asked for: of a long run they are many
+    issued: list[tuple[str, int]] | None = None
 
     def note_collective(self, name: str, nbytes: int) -> None:
         """A collective is about to be issued."""
-        self.issued.append((name, nbytes))
+        if self.issued is not None:
+            self.issued.append((name, nbytes))
         self.heartbeat.issue(f"{name} of {nbytes} bytes" if nbytes else name)
 
     def write(self, kind: str, content: dict[str, Any]) -> None:
         """Write a JSON file for the caller, whole or not at all."""
         write_whole(self.mailbox.of(self.rank, kind), json.dumps(content) + "\n")
 
-    def append(self, kind: str, row: dict[str, Any]) -> None:
-        """Add one line to a file of JSON lines."""
+    def append(self, kind: str, *rows: dict[str, Any]) -> None:
+        """Add a line for each row to a file of JSON lines."""
         with self.mailbox.of(self.rank, kind).open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @contextmanager
-def rank_process(folder: str, backend: str = "gloo", device: str | None = None) -> Iterator[RankContext]:
+def rank_process(
+    folder: str, backend: str = "gloo", device: str | None = None, keep_issued: bool = False
+) -> Iterator[RankContext]:
     """Run the body as one rank of a process group (gloo or shm on the CPU, nccl on CUDA).
 
     The process ends after the body. `device` is "cuda" where the ranks of a gloo group compute on GPUs, "cuda:0" where
-    all share that one.
+    all share that one. `keep_issued`: the context lists all collectives.
     """
     end_with_parent(int(os.environ[AGENT_PID]))
     mailbox, rank, world_size = Mailbox(Path(folder)), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -81,6 +85,7 @@ def rank_process(folder: str, backend: str = "gloo", device: str | None = None) 
         _own_device(device or ("cuda" if backend == "nccl" else "cpu")),
         mailbox,
         HeartbeatWriter(mailbox.of(rank, "heartbeat"), rank),
+        [] if keep_issued else None,
     )
     sys.excepthook = lambda kind, error, trace: _leave_note_and_end(context, error)
     dist.init_process_group(
