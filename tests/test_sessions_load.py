@@ -1,4 +1,4 @@
-"""A long run: what has been read is not read again, and what has been written is not kept. No test here judges a time."""
+"""A long run: what has been read is not read again, what has been written is not kept. No test here judges a time."""
 
 from __future__ import annotations
 

@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from fsdplab.cli.errors import failed, refusals, refuse
-from fsdplab.cli.outputs import Detail, Outputs, print_findings, print_output_of_ranks, report_of, show, with_verdicts
+from fsdplab.cli.errors import refusals, refuse
+from fsdplab.cli.outputs import (
+    Detail,
+    Outputs,
+    end_if_failed,
+    print_findings,
+    print_output_of_ranks,
+    show,
+    with_verdicts,
+)
 from fsdplab.cli.progress import ProgressTable, headline
-from fsdplab.figures.view import view
 from fsdplab.records import RunRecord, comparison_json
 from fsdplab.sessions.spec import ENGINES, PEERS
 
@@ -90,6 +97,4 @@ def _conclude(records: list[RunRecord], twin: RunRecord, console: Console, outpu
     if outputs.detail is Detail.VERBOSE:
         print_output_of_ranks(console, records)
     outputs.write(comparison, shown, records)
-    reports = [f"{view(record).label}: {report_of(record)}" for record in [*records, twin] if record.status == "failed"]
-    if reports:
-        failed("\n\n".join(reports))
+    end_if_failed([*records, twin])

@@ -17,7 +17,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from fsdplab.cli.errors import refuse
+from fsdplab.cli.errors import failed, refuse
 from fsdplab.common.words import MISSING
 from fsdplab.figures.table import COLUMNS, LEGEND, NUMBERS, cells, mood
 from fsdplab.figures.view import RunView, provenance, view
@@ -152,6 +152,13 @@ def print_findings(console: Console, records: Sequence[RunRecord]) -> None:
         for number, finding in enumerate(found, start=1):
             console.print(f"  {number}. {finding.title}. {finding.text}", highlight=False, markup=False)
             console.print(f"     -> {finding.remedy}", highlight=False, markup=False, style="dim")
+
+
+def end_if_failed(records: Sequence[RunRecord]) -> None:
+    """Exit with code 1 and the reports of the runs that failed; do nothing where none did."""
+    reports = [f"{view(record).label}: {report_of(record)}" for record in records if record.status == "failed"]
+    if reports:
+        failed("\n\n".join(reports))
 
 
 def report_of(record: RunRecord) -> str:
