@@ -21,6 +21,7 @@ from fsdplab.cli.outputs import (
     with_verdicts,
 )
 from fsdplab.cli.progress import ProgressTable, headline
+from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.records import RunRecord, comparison_json
 from fsdplab.sessions.spec import ENGINES, PEERS
 
@@ -82,7 +83,7 @@ def _folder(outputs: Outputs, specs: Sequence[RunSpec]) -> Iterator[Path]:
             claim_folder(own, replace=outputs.force)
         yield outputs.keep
         return
-    with tempfile.TemporaryDirectory(prefix="fsdplab-compare-") as folder:
+    with tempfile.TemporaryDirectory(prefix="compare-", dir=folder_of_this_process()) as folder:
         yield Path(folder)
 
 

@@ -13,7 +13,6 @@ import json
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdplab.common.temporary import temporary_folder
 from fsdplab.engine import events
 from fsdplab.sessions.launch.launcher import run_ranks
 from fsdplab.sessions.launch.live_output import Tail
@@ -89,7 +89,7 @@ def bench(specs: Sequence[RunSpec], *, rounds: int = 10, on_round: Callable[[int
     does.
     """
     _check(specs, rounds)
-    folder = Path(tempfile.mkdtemp(prefix="fsdplab-bench-"))
+    folder = temporary_folder("bench")
     mailbox = Mailbox(folder)
     (folder / "bench.json").write_text(json.dumps({"specs": [spec.as_dict() for spec in specs], "rounds": rounds}))
     steps, reported = Tail(mailbox.of(0, "steps")), 0

@@ -5,14 +5,12 @@ Every run is recorded: a finished one, one that ran out of an emulated card, and
 
 from __future__ import annotations
 
-import atexit
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdplab.common.temporary import temporary_folder
 from fsdplab.records import RunRecord
 from fsdplab.records.folder import claim_folder, is_written
 from fsdplab.sessions.launch.failure_report import RanksFailed
@@ -45,7 +43,7 @@ def run(
     `spec.time_limit`, raises RanksFailed; its `.record` is the record of the failed run. `program` is what each rank
     executes, for workers other than the lab's own.
     """
-    folder = claim_folder(Path(directory) if directory is not None else _temporary())
+    folder = claim_folder(Path(directory) if directory is not None else temporary_folder("run"))
     mailbox = Mailbox(folder.absolute() / "ranks")  # ranks start in another folder
     mailbox.folder.mkdir(exist_ok=True)
     (mailbox.folder / "spec.json").write_text(json.dumps(_reachable(spec)))
@@ -84,12 +82,6 @@ class _Follower:
         for line in self._steps.lines():
             self._told += 1
             self._tell(self._told, self._total, json.loads(line)["loss"])
-
-
-def _temporary() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="fsdplab-run-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
 
 
 def _reachable(spec: RunSpec) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.common.pythons import run_of, with_this_checkout
+from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.sessions.remote_call import call_on_ranks
 from fsdplab.sessions.run_and_record import run
 from fsdplab.sessions.spec import RunSpec
@@ -75,7 +76,7 @@ def in_turn(name: str, ask: Callable[[str], object], repetitions: int) -> Row:
 
 def of_ranks(repetitions: int, on_row: OnRow) -> None:
     """Ranks that answer, and a whole run of gpt-tiny."""
-    with tempfile.TemporaryDirectory(prefix="fsdplab-starts-") as folder:
+    with tempfile.TemporaryDirectory(prefix="starts-", dir=folder_of_this_process()) as folder:
         source = Path(folder) / "answer.py"
         source.write_text(_ANSWER)
         on_row(

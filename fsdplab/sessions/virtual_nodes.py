@@ -15,13 +15,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from fsdplab.common.processes import send_group
 from fsdplab.common.pythons import run_of
+from fsdplab.common.temporary import temporary_folder
 from fsdplab.planning.links import LinkSpec
 from fsdplab.records import RunRecord
 from fsdplab.sessions.launch.failure_report import RanksFailed
@@ -173,7 +173,7 @@ class _Switch:
     def __init__(
         self, program: Sequence[str], mailbox: Mailbox, nodes: int, ranks_per_node: int, link: LinkSpec | None
     ) -> None:
-        self._notes = tempfile.mkdtemp(prefix="fsdplab-nodes-")  # not in the mailbox, which is part of the record
+        self._notes = temporary_folder("nodes")  # not in the mailbox, which is part of the record
         self._gone, alive = os.pipe()
         words = [os.getpid(), mailbox.folder, self._notes, nodes, ranks_per_node, link and link.bytes_per_s, alive]
         try:

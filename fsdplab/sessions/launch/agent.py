@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from fsdplab.common.processes import end_as_if_by
-from fsdplab.sessions.launch.mailbox import AGENT_PID, Mailbox
+from fsdplab.sessions.launch.mailbox import AGENT_PID, TEMPORARY, Mailbox
 from fsdplab.sessions.launch.parent_death import end_with_parent
 
 
@@ -35,6 +36,8 @@ def main(caller: str, folder: str, *arguments: str, when_orphaned: signal.Signal
     try:
         torchrun.run(torchrun.parse_args(list(arguments)))
     except SignalException as asked:
+        if os.getppid() != int(caller):  # killed, perhaps: then it has left its temporary folders behind
+            shutil.rmtree(os.environ[TEMPORARY], ignore_errors=True)
         end_as_if_by(asked.sigval)
     except ChildFailedError as error:
         exits = {rank: failure.exitcode for rank, failure in error.failures.items()}

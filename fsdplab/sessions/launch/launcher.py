@@ -21,6 +21,7 @@ from functools import partial
 
 from fsdplab.common.processes import descendants, gone, name_of
 from fsdplab.common.pythons import run_of, with_this_checkout
+from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.sessions.launch import warm
 from fsdplab.sessions.launch.ending import Agent, end
 from fsdplab.sessions.launch.failure_report import (
@@ -38,7 +39,7 @@ from fsdplab.sessions.launch.failure_report import (
     too_slow,
     used_so_far,
 )
-from fsdplab.sessions.launch.mailbox import RANKS_STORE, Heartbeat, Mailbox, read_heartbeats
+from fsdplab.sessions.launch.mailbox import RANKS_STORE, TEMPORARY, Heartbeat, Mailbox, read_heartbeats
 from fsdplab.sessions.launch.program import as_ranks_of_torchrun
 from fsdplab.sessions.spec import STARTS, SpecError
 
@@ -209,6 +210,7 @@ def rank_environment() -> dict[str, str]:
     inherited = with_this_checkout(
         {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     )
+    inherited[TEMPORARY] = str(folder_of_this_process())
     inherited.setdefault("OMP_NUM_THREADS", "1")
     # the profiler logs its start and stop to stderr
     inherited.setdefault("KINETO_LOG_LEVEL", "99")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from typing import NoReturn
 
 from fsdplab.common.processes import end_as_if_by
 from fsdplab.common.pythons import run_of
-from fsdplab.sessions.launch.mailbox import Mailbox
+from fsdplab.sessions.launch.mailbox import TEMPORARY, Mailbox
 from fsdplab.sessions.launch.netns import (
     CABLE,
     NetworkSetupError,
@@ -68,8 +69,10 @@ def main(caller: str, folder: str, notes: str, nodes: str, per_node: str, rate: 
         failed, killed_by = True, signal.SIGTERM
     finally:
         _end(agents)
-    if failed:
+    if failed and Path(notes).is_dir():  # it is gone with a caller that has ended
         _join_exits(Path(notes), Mailbox(Path(folder)))
+    if os.getppid() != int(caller):
+        shutil.rmtree(os.environ[TEMPORARY], ignore_errors=True)
     if killed_by > 0:  # the launcher of a node, or this process: no rank is to blame
         end_as_if_by(killed_by)
     sys.exit(1 if failed else 0)

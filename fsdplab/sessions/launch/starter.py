@@ -6,7 +6,7 @@
 The starter imports torch and the rank side of fsdplab and does nothing else: no process group, no CUDA context, no
 thread. So a fork is as good as a fresh process, and runs cannot affect each other. It talks to its caller (warm.py)
 over socket pairs: one for requests, and one a run for process ids and exit codes. The end of a run's socket ends the
-run's ranks; the end of the caller ends everything.
+run's ranks; the end of the caller ends everything, and its temporary folders are removed, for it may have been killed.
 
 Why not Python's own means: multiprocessing's forkserver is shared with the user's code; its children keep it alive, so
 ranks that hang would survive `kill -9` of the caller; it keeps the environment of its start and cannot be restarted.
@@ -20,7 +20,9 @@ import importlib
 import json
 import os
 import resource
+import select
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -44,6 +46,7 @@ RANK_SIDE = (
 )  # fmt: skip
 _OTHERS_FOLLOW_S = 0.2  # after one rank ended badly, the others may still write their failures
 _TERM_S = 2.0  # then they are asked to end, and this much later killed
+_CALLER_ENDS_S = 1.0
 _WHOLE_MESSAGE = b"\n"
 
 
@@ -67,21 +70,25 @@ class _Run:
             self.kill_at = self.ask_at + _TERM_S
 
 
-def main(descriptor: str, caller: str, *preload: str) -> None:
+def main(descriptor: str, caller: str, temporary: str) -> None:
     """Import, say "ready", and fork on request until the caller is gone."""
     os.chdir("/")  # the caller's folder may be unmounted or deleted meanwhile
-    for module in (*RANK_SIDE, *preload):
+    for module in RANK_SIDE:
         importlib.import_module(module)
     control = socket.socket(fileno=int(descriptor))
     if os.getppid() != int(caller):
+        shutil.rmtree(temporary, ignore_errors=True)
         return
     gc.collect()
     gc.freeze()  # what was imported stays where it is: collections in ranks would copy its pages
     _send(control, {"ready": os.getpid(), "why_not": _why_not()})
     try:
-        _Starter(control, int(caller)).serve()
+        starter = _Starter(control, int(caller))
+        starter.serve()
+        if starter.caller_has_ended():
+            shutil.rmtree(temporary, ignore_errors=True)
     except ProcessLookupError:  # the caller ended before it could be watched
-        pass
+        shutil.rmtree(temporary, ignore_errors=True)
     except _Asked:
         end_as_if_by(signal.SIGTERM)
     os._exit(0)  # taking torch apart would take a second
@@ -127,6 +134,10 @@ class _Starter:
         finally:
             for run in self.runs:
                 run.signal_all(signal.SIGKILL)
+
+    def caller_has_ended(self) -> bool:
+        """Whether the caller is gone, and does not only use another starter; its end follows that of its sockets."""
+        return bool(select.select([self.caller], [], [], _CALLER_ENDS_S)[0])
 
     def _look(self) -> bool:
         """Wait for a request, an end or a deadline; False when the caller is gone."""

@@ -28,6 +28,7 @@ from typing import IO, Any
 
 from fsdplab.common.processes import name_of
 from fsdplab.common.pythons import SAFE_PATH
+from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.sessions.launch.mailbox import Mailbox
 from fsdplab.sessions.launch.starter import receive
 
@@ -171,7 +172,7 @@ class _Starter:
         self._control, theirs = socket.socketpair()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), str(folder_of_this_process())],
                 stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, pass_fds=(theirs.fileno(),),
                 # numpy would start threads, which no fork may have
                 env={**environment, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
