@@ -217,11 +217,14 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("sent,code", [(signal.SIGTERM, 7), (signal.SIGHUP, 128 + signal.SIGHUP)])
+@pytest.mark.parametrize("sent,code", [(signal.SIGTERM, 7), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
 def test_a_signal_is_handed_on_and_the_exit_code_comes_back(tmp_path, sent, code):
     (tmp_path / "waits.py").write_text(CHILD)
     run = "from fsdplab.cli.processes import run_module; import sys; sys.exit(run_module('waits', []))"
-    process = subprocess.Popen([sys.executable, "-c", run], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-c", run], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(sent)
     assert process.wait(30) == code

@@ -21,6 +21,7 @@ from fsdplab.cli.outputs import (
     with_verdicts,
 )
 from fsdplab.cli.progress import ProgressTable, headline
+from fsdplab.cli.terminal import look_for_signals
 from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.records import RunRecord, comparison_json
 from fsdplab.sessions.spec import ENGINES, PEERS
@@ -35,18 +36,23 @@ def compare_runs(strategies: list[str], engines: list[str], common: dict[str, An
     """
     from fsdplab.sessions import RunSpec, compare
 
-    outputs.check()
     with refusals():
         specs = [RunSpec(**own(name, common)) for name in strategies] + [_peer(name, common) for name in engines]
         twin = RunSpec(engine="twin", **own("full_shard", dict(common, card=None, prefetch=1)) | dict(memory=False))
         if not specs:
             refuse("nothing to compare; expected strategies or engines, such as --strategies no_shard,full_shard")
-    console = outputs.console()
+    console = outputs.check().console()
     if outputs.detail is not Detail.QUIET:
         console.print(headline(twin, common["card"]), highlight=False)
     with refusals(), _folder(outputs, [*specs, twin]) as folder:
         with ProgressTable(console, len(specs), outputs.detail) as progress:
-            records = compare([*specs, twin], directory=folder, on_record=progress.finished, on_progress=progress.step)
+            records = compare(
+                [*specs, twin],
+                directory=folder,
+                on_record=progress.finished,
+                on_progress=progress.step,
+                on_look=look_for_signals,
+            )
         _conclude(records[:-1], records[-1], console, outputs)
 
 

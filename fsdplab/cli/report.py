@@ -25,6 +25,7 @@ def report_records(paths: Sequence[Path], outputs: Outputs, exports: Exports) ->
     Where a run has failed it ends with its report and exit code 1, as the command did that recorded it.
     """
     outputs.check()
+    exports.check()
     loaded = load_all(paths)
     twins = [record for record in loaded if record.spec.get("engine") == "twin"]
     records = [record for record in loaded if record not in twins] or loaded

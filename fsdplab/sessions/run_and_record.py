@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdplab.common.files import write_whole
 from fsdplab.common.temporary import temporary_folder
 from fsdplab.records import RunRecord
 from fsdplab.records.folder import claim_folder, is_written
@@ -46,7 +47,7 @@ def run(
     folder = claim_folder(Path(directory) if directory is not None else temporary_folder("run"))
     mailbox = Mailbox(folder.absolute() / "ranks")  # ranks start in another folder
     mailbox.folder.mkdir(exist_ok=True)
-    (mailbox.folder / "spec.json").write_text(json.dumps(_reachable(spec)))
+    write_whole(mailbox.folder / "spec.json", json.dumps(_reachable(spec)))
     follower = _Follower(mailbox, spec.total_steps, on_progress, on_look)
     try:
         run_ranks(

@@ -15,7 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,6 +49,7 @@ def run_nodes(
     *,
     directory: str | Path | None = None,
     on_progress: OnProgress | None = None,
+    on_look: Callable[[], None] | None = None,
     program: Sequence[str] = WORKER,
 ) -> RunRecord:
     """Run one spec on `nodes` x `ranks_per_node` ranks with `link` between the nodes, and return its record, as `run`
@@ -61,7 +62,7 @@ def run_nodes(
     check_nodes(spec, nodes, ranks_per_node, link)
     with shaped_nodes(nodes, ranks_per_node, link):
         try:
-            record = run(spec, directory=directory, on_progress=on_progress, program=program)
+            record = run(spec, directory=directory, on_progress=on_progress, on_look=on_look, program=program)
         except RanksFailed as failed:
             assert failed.record is not None  # run() adds it
             failed.record = _on_nodes(failed.record, nodes, ranks_per_node, link)

@@ -124,6 +124,7 @@ _PEER_IS_GONE = re.compile(
     r" exited|ncclRemoteError|ncclSystemError",
     re.IGNORECASE,
 )
+_DISK_IS_FULL = re.compile("No space left on device|File too large|Disk quota exceeded")
 _ENDED = " All ranks were ended."
 _OWN_FAULT_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
@@ -186,7 +187,11 @@ def _raised(rank: int, post_mortem: PostMortem) -> Failure:
     ]
     if done and _PEER_IS_GONE.search(note["error"]):
         message += f" {named(done)} had already finished, so rank {rank} waited for a message that no rank sends."
-    return Failure(note["kind"], message, rank, note["step"], note["phase"], note["collective"], note["traceback"])
+    full = _DISK_IS_FULL.search(note["error"]) is not None  # no line of a program is to blame
+    if full:
+        message += " Give a place with free space, and no limit on the size of files (ulimit -f)."
+    traceback = None if full else note["traceback"]
+    return Failure(note["kind"], message, rank, note["step"], note["phase"], note["collective"], traceback)
 
 
 def _died(rank: int, post_mortem: PostMortem) -> Failure:

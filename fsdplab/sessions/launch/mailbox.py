@@ -76,6 +76,7 @@ class HeartbeatWriter:
     """The rank's side of the heartbeat: a few microseconds a call, no lock, no thread."""
 
     def __init__(self, path: Path, rank: int) -> None:
+        self._path = str(path)
         self._file = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
         self._now: dict[str, Any] = asdict(Heartbeat(rank, os.getpid()))
         self.write()
@@ -105,7 +106,11 @@ class HeartbeatWriter:
 
     def write(self) -> None:
         """Write the heartbeat at once and always of one length, so that a reader sees the old line or the new one."""
-        os.pwrite(self._file, json.dumps(self._now).ljust(_HEARTBEAT_BYTES - 1).encode() + b"\n", 0)
+        try:
+            os.pwrite(self._file, json.dumps(self._now).ljust(_HEARTBEAT_BYTES - 1).encode() + b"\n", 0)
+        except OSError as error:  # a full disk
+            error.filename = self._path
+            raise
 
     def last(self) -> Heartbeat:
         """The heartbeat as it was last written."""

@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from fsdplab.common.files import write_whole
 from fsdplab.common.processes import name_of
 from fsdplab.common.pythons import SAFE_PATH
 from fsdplab.common.temporary import folder_of_this_process
@@ -149,7 +150,7 @@ class WarmRanks:
 
     def _note_exits(self, bad: Mapping[int, int]) -> None:
         if bad and self._exits_file is not None:
-            self._exits_file.write_text(json.dumps(bad))
+            write_whole(self._exits_file, json.dumps(bad))
 
     def _lose(self) -> None:
         self.lost = (

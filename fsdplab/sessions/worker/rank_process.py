@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,10 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdplab.common.files import write_whole
+from fsdplab.common.files import naming, write_whole
 from fsdplab.engine.transport.shared_memory.process_group import register_backend
 from fsdplab.sessions.launch.mailbox import AGENT_PID, RANKS_STORE, HeartbeatWriter, Mailbox
 from fsdplab.sessions.launch.parent_death import end_with_parent
+from fsdplab.sessions.launch.program import end_process
 from fsdplab.sessions.launch.stacks import of_exception
 from fsdplab.sessions.worker.collective_hooks import watch_collectives
 
@@ -62,7 +63,8 @@ class RankContext:
 
     def append(self, kind: str, *rows: dict[str, Any]) -> None:
         """Add a line for each row to a file of JSON lines."""
-        with self.mailbox.of(self.rank, kind).open("a") as file:
+        path = self.mailbox.of(self.rank, kind)
+        with naming(path), path.open("a") as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -98,7 +100,9 @@ def rank_process(
     context.heartbeat.enter("finished")
     _wait_for_peers(store, world_size)
     dist.destroy_process_group()
-    _end(0)
+    # taking torch apart would cost half a second, and after a failure a destructor may wait for peers that wait for
+    # this rank
+    end_process(0)
 
 
 def _connected(rank: int) -> str:
@@ -151,20 +155,13 @@ def _leave_note_and_end(context: RankContext, error: BaseException) -> None:
     text, heartbeat = of_exception(error), asdict(context.heartbeat.last())
     kind = "diverged" if isinstance(error, Diverged) else "raised"
     where = {name: heartbeat[name] for name in ("step", "phase", "collective", "completed")}
-    context.write("failure", {"kind": kind, "error": _headline(error), "traceback": text, "time": time.time(), **where})
-    sys.stderr.write(text)
-    _end(1)
+    note = {"kind": kind, "error": _headline(error), "traceback": text, "time": time.time(), **where}
+    with suppress(OSError):  # on a full disk nobody can be told; the caller, which writes there too, says why
+        context.write("failure", note)
+        sys.stderr.write(text)
+    end_process(1)
 
 
 def _headline(error: BaseException) -> str:
     first = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
-def _end(code: int) -> None:
-    """End this process at once: after a failure a destructor may wait for peers that wait for this rank, and after a
-    success taking torch apart costs half a second.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
