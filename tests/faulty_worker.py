@@ -1,4 +1,4 @@
-"""A worker whose rank 1 misbehaves in its fourth step: `python faulty_worker.py raise|sleep|exit FOLDER`.
+"""A worker whose rank 1 misbehaves in its fourth step: `python faulty_worker.py raise|sleep|exit|compute FOLDER`.
 
 The lab's own worker knows nothing of faults; this one hands it a setup whose train_step goes wrong.
 """
@@ -28,11 +28,18 @@ def sleep_for_ever() -> None:
     time.sleep(10_000)
 
 
+def compute_for_ever() -> None:
+    while True:
+        pass
+
+
 def exit_at_once() -> None:
     os._exit(0)
 
 
-FAULTS: dict[str, Callable[[], None]] = {"raise": raise_an_error, "sleep": sleep_for_ever, "exit": exit_at_once}
+FAULTS: dict[str, Callable[[], None]] = {
+    "raise": raise_an_error, "sleep": sleep_for_ever, "exit": exit_at_once, "compute": compute_for_ever,
+}  # fmt: skip
 
 
 def main(fault: str, folder: str) -> None:

@@ -28,6 +28,7 @@ FIELDS = {  # DESIGN section 6, to the letter
     "strategy": None,
     "engine": None,
     "world_size": None,
+    "status": None,
     "step_time_s": {"median", "min"},
     "tokens_per_s": None,
     "peak_memory_bytes": {"total", "by_category"},
@@ -115,6 +116,23 @@ def test_a_run_that_fails_ends_with_its_report_and_exit_code_1(tmp_path, capsys)
     code, _, err = ended(["run", "full_shard", *TINY, "--time-limit", "0.05", "--out", str(tmp_path / "run")], capsys)
     assert code == 1 and "0.05 s" in err and "Traceback (most recent call last)" not in err
     assert RunRecord.load(tmp_path / "run").status == "failed"
+    code, out, err = ended(["report", str(tmp_path / "run"), "--json", str(tmp_path / "r.json")], capsys)
+    assert code == 1 and "failed" in out and "0.05 s" in err, "who shows it says the same"
+    assert json.loads((tmp_path / "r.json").read_text())["runs"][0]["status"] == "failed"
+
+
+def test_a_run_that_failed_after_timed_steps_is_shown_as_failed(tmp_path, capsys):
+    summary = {"step_time_s": {"median": 0.5, "min": 0.4}, "tokens_per_s": 9.0, "losses": [5.0], "comm": {}}
+    spec = {"strategy": "full_shard", "engine": "lab", "world_size": 2}
+    failure = {"message": "Rank 1 died in step 7 (forward): it ended with SIGKILL (signal 9)."}
+    record = RunRecord(tmp_path / "r", spec=spec, status="failed", failure=failure, summary=summary).save()
+    code, out, err = ended(["report", str(record.path), "--html", str(tmp_path / "page.html")], capsys)
+    row = next(line for line in out.splitlines() if line.strip().startswith("full_shard"))
+    assert code == 1 and " failed " in row and "500 ms" not in row and "Rank 1 died in step 7" in err
+    assert ">failed<" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    finished = RunRecord(tmp_path / "f", spec=spec, summary=summary).save()
+    code, out, err = ended(["report", str(finished.path), "--json", "-"], capsys)
+    assert (code, json.loads(out)["runs"][0]["status"]) == (0, "finished")
 
 
 def test_a_run_may_recompute_and_offload(tmp_path, capsys):
@@ -199,11 +217,14 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("sent,code", [(signal.SIGTERM, 7), (signal.SIGHUP, 128 + signal.SIGHUP)])
+@pytest.mark.parametrize("sent,code", [(signal.SIGTERM, 7), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
 def test_a_signal_is_handed_on_and_the_exit_code_comes_back(tmp_path, sent, code):
     (tmp_path / "waits.py").write_text(CHILD)
     run = "from fsdplab.cli.processes import run_module; import sys; sys.exit(run_module('waits', []))"
-    process = subprocess.Popen([sys.executable, "-c", run], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-c", run], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(sent)
     assert process.wait(30) == code

@@ -139,13 +139,13 @@ def worker_that_lists_modules(folder: str) -> None:
     """The lab's worker, which leaves behind what it had to import."""
     from fsdplab.sessions.worker import rank_process
 
-    before, end = set(sys.modules), rank_process._end
+    before, end = set(sys.modules), rank_process.end_process
 
     def listed(code: int) -> None:
         (Path(folder).parent / MODULES_OF_A_RANK).write_text(json.dumps(sorted(set(sys.modules) - before)))
         end(code)
 
-    rank_process._end = listed
+    rank_process.end_process = listed
     worker(folder)
 
 

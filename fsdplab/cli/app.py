@@ -13,9 +13,10 @@ from typing import Annotated, Any
 import typer
 
 from fsdplab import __version__
-from fsdplab.cli.errors import USAGE_ERROR, interrupted, one_line, refuse
+from fsdplab.cli.errors import USAGE_ERROR, interrupted, one_line, refuse, refuse_for
 from fsdplab.cli.options import OF_A_RUN, SETTINGS, settings_of
 from fsdplab.cli.parse import card_of, names
+from fsdplab.cli.terminal import show_what_can_be_shown, signals_as_exceptions
 from fsdplab.common.names import OVER_ALL_RANKS, STRATEGIES, STRATEGIES_IN_WORDS
 from fsdplab.sessions.spec import ENGINES, ENGINES_IN_WORDS, PEERS
 
@@ -250,7 +251,9 @@ def lab(
     browser: Annotated[
         bool, typer.Option("--browser/--no-browser", help="Open a browser, or only print the address.")
     ] = True,
-    port: Annotated[int | None, typer.Option(help="Port of the server; default: JupyterLab's choice.")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the server; default: JupyterLab's choice.", min=1, max=65535)
+    ] = None,
 ) -> None:
     """Open JupyterLab on the course's notebooks."""
     from fsdplab.cli.lab import open_lab
@@ -330,11 +333,18 @@ def gpu_check(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 1 a run failed, 2 invalid request, 130 interrupted."""
-    try:
-        status = app(args=arguments, prog_name="fsdplab", standalone_mode=False)
-    except USAGE_ERROR as error:
-        refuse(one_line(error))
-    except (KeyboardInterrupt, typer.Abort):
-        interrupted()
+    """Run the command line and exit: 0 done, 1 a run failed, 2 invalid request, 130 for Ctrl-C (128 + the signal)."""
+    show_what_can_be_shown()
+    with signals_as_exceptions(until_the_end=arguments is None) as signals:
+        try:
+            status = app(args=arguments, prog_name="fsdplab", standalone_mode=False)
+            sys.stdout.flush()
+        except USAGE_ERROR as error:
+            refuse(one_line(error))
+        except (KeyboardInterrupt, typer.Abort):
+            interrupted(signals.number)
+        except OSError as error:
+            refuse_for(error)
+        if signals.number is not None:  # typer makes a number of the exception
+            interrupted(signals.number)
     sys.exit(status or 0)

@@ -13,7 +13,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fsdplab.cli.errors import refusals, refuse
-from fsdplab.cli.outputs import Outputs
+from fsdplab.cli.outputs import Outputs, check_file
+from fsdplab.cli.terminal import look_for_signals
+from fsdplab.common.files import write_output
 from fsdplab.common.names import OVER_ALL_RANKS
 from fsdplab.records import FORMAT
 from fsdplab.sessions.spec import ENGINES, PEERS
@@ -43,11 +45,14 @@ def bench_engines(
             for name in strategies
             for text in prefetches
         ]
+        if json_file is not None:
+            check_file("--json", json_file)
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("rounds", total=None)
             result = bench(
                 [*ours, *peers],
                 rounds=rounds,
+                on_look=look_for_signals,
                 on_round=lambda done, total: progress.update(task, completed=done, total=total),
             )
     console.print(_table(result))
@@ -58,7 +63,7 @@ def bench_engines(
         highlight=False,
     )
     if json_file is not None:
-        json_file.write_text(json.dumps(_as_dict(result), indent=1))
+        write_output(json_file, json.dumps(_as_dict(result), indent=1) + "\n")
 
 
 def _strategies(name: str) -> tuple[str, ...]:

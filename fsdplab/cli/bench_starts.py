@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from fsdplab.cli.errors import refusals, refuse
-from fsdplab.cli.outputs import Outputs
+from fsdplab.cli.outputs import Outputs, check_file
+from fsdplab.common.files import write_output
 from fsdplab.records import FORMAT
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ def bench_starts(repetitions: int, quick: bool, json_file: Path | None) -> None:
 
     if repetitions < 1:
         refuse(f"--repetitions is {repetitions}; expected at least 1")
+    if json_file is not None:
+        check_file("--json", json_file)
     console, rows = Outputs().console(), []
 
     def keep(row: Row) -> None:
@@ -50,12 +53,8 @@ def bench_starts(repetitions: int, quick: bool, json_file: Path | None) -> None:
         highlight=False,
     )
     if json_file is not None:
-        json_file.write_text(
-            json.dumps(
-                {"format": FORMAT, "repetitions": repetitions, "rows": [row.as_dict() for row in rows]}, indent=1
-            )
-            + "\n"
-        )
+        found = {"format": FORMAT, "repetitions": repetitions, "rows": [row.as_dict() for row in rows]}
+        write_output(json_file, json.dumps(found, indent=1) + "\n")
 
 
 def _of_the_course(repetitions: int) -> list[dict[str, Any]]:

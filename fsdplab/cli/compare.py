@@ -10,10 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from fsdplab.cli.errors import failed, refusals, refuse
-from fsdplab.cli.outputs import Detail, Outputs, print_findings, print_output_of_ranks, report_of, show, with_verdicts
+from fsdplab.cli.errors import refusals, refuse
+from fsdplab.cli.outputs import (
+    Detail,
+    Outputs,
+    end_if_failed,
+    print_findings,
+    print_output_of_ranks,
+    show,
+    with_verdicts,
+)
 from fsdplab.cli.progress import ProgressTable, headline
-from fsdplab.figures.view import view
+from fsdplab.cli.terminal import look_for_signals
+from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.records import RunRecord, comparison_json
 from fsdplab.sessions.spec import ENGINES, PEERS
 
@@ -27,18 +36,23 @@ def compare_runs(strategies: list[str], engines: list[str], common: dict[str, An
     """
     from fsdplab.sessions import RunSpec, compare
 
-    outputs.check()
     with refusals():
         specs = [RunSpec(**own(name, common)) for name in strategies] + [_peer(name, common) for name in engines]
         twin = RunSpec(engine="twin", **own("full_shard", dict(common, card=None, prefetch=1)) | dict(memory=False))
         if not specs:
             refuse("nothing to compare; expected strategies or engines, such as --strategies no_shard,full_shard")
-    console = outputs.console()
+    console = outputs.check().console()
     if outputs.detail is not Detail.QUIET:
         console.print(headline(twin, common["card"]), highlight=False)
     with refusals(), _folder(outputs, [*specs, twin]) as folder:
         with ProgressTable(console, len(specs), outputs.detail) as progress:
-            records = compare([*specs, twin], directory=folder, on_record=progress.finished, on_progress=progress.step)
+            records = compare(
+                [*specs, twin],
+                directory=folder,
+                on_record=progress.finished,
+                on_progress=progress.step,
+                on_look=look_for_signals,
+            )
         _conclude(records[:-1], records[-1], console, outputs)
 
 
@@ -75,7 +89,7 @@ def _folder(outputs: Outputs, specs: Sequence[RunSpec]) -> Iterator[Path]:
             claim_folder(own, replace=outputs.force)
         yield outputs.keep
         return
-    with tempfile.TemporaryDirectory(prefix="fsdplab-compare-") as folder:
+    with tempfile.TemporaryDirectory(prefix="compare-", dir=folder_of_this_process()) as folder:
         yield Path(folder)
 
 
@@ -90,6 +104,4 @@ def _conclude(records: list[RunRecord], twin: RunRecord, console: Console, outpu
     if outputs.detail is Detail.VERBOSE:
         print_output_of_ranks(console, records)
     outputs.write(comparison, shown, records)
-    reports = [f"{view(record).label}: {report_of(record)}" for record in [*records, twin] if record.status == "failed"]
-    if reports:
-        failed("\n\n".join(reports))
+    end_if_failed([*records, twin])

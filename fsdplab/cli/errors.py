@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +12,14 @@ from typing import Any, NoReturn
 
 import typer
 
+from fsdplab.common.files import is_full
+
 # The base of all of typer's usage errors. Newer versions of typer carry their own copy of click, so it is not imported
 # by name.
 _base: Any = typer.BadParameter.__mro__[2]
 USAGE_ERROR: type[Exception] = _base
+# errors that another place to write to would not have
+_PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
 
 
 def refuse(message: str) -> NoReturn:
@@ -27,10 +34,20 @@ def failed(report: str) -> NoReturn:
     raise SystemExit(1)
 
 
-def interrupted() -> NoReturn:
-    """Ctrl-C: no traceback, the shell's usual code."""
+def interrupted(number: int | None) -> NoReturn:
+    """Ctrl-C, or the signal of that number: no traceback, the shell's usual code."""
     print("fsdplab: interrupted", file=sys.stderr)
-    raise SystemExit(130)
+    raise SystemExit(128 + (number or signal.SIGINT))
+
+
+def refuse_for(error: OSError) -> NoReturn:
+    """Exit for an error of the system, with the file's name; a full disk or a closed pipe may be that of stdout."""
+    if error.filename is None and (is_full(error) or isinstance(error, BrokenPipeError)):
+        # what is left in its buffer would fail again when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        error.filename = "standard output"
+    what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    refuse(f"{what}; give a writable place with free space" if error.errno in _PLACES else what)
 
 
 def one_line(error: Any) -> str:
@@ -54,4 +71,4 @@ def refusals() -> Iterator[None]:
     except RanksFailed as error:
         failed(str(error))
     except OSError as error:  # a folder that cannot be written, a full disk
-        refuse(f"{error.filename or 'a file'}: {error.strerror or error}; give a writable place with free space")
+        refuse_for(error)

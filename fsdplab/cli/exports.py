@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fsdplab.cli.errors import refusals, refuse
+from fsdplab.cli.outputs import check_file, check_folder
 from fsdplab.figures.view import view
 from fsdplab.records import RunRecord
 
@@ -21,6 +22,14 @@ class Exports:
     perfetto: Path | None = None
     csv: Path | None = None
     snapshot: Path | None = None
+
+    def check(self) -> None:
+        """Fail, before anything is read or written, for a target that cannot be written."""
+        for flag, folder in (("--tensorboard", self.tensorboard), ("--csv", self.csv), ("--snapshot", self.snapshot)):
+            if folder:
+                check_folder(flag, folder)
+        if self.perfetto:
+            check_file("--perfetto", self.perfetto)
 
     def write(self, records: Sequence[RunRecord], console: Console) -> None:
         """Write the requested exports and print how to open them; a record without a trace is an error."""

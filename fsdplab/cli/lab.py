@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
+import socket
 from pathlib import Path
 
 from fsdplab.cli.errors import refuse
@@ -29,14 +31,27 @@ def open_lab(folder: Path | None, browser: bool, port: int | None, edition: str)
     place = find_notebooks(folder)
     if importlib.util.find_spec("jupyterlab") is None:
         refuse('JupyterLab is not installed; run: pip install -e ".[lab]"')
+    if port is not None:
+        _check_free(port)
     if folder is None and edition == "learner":
         place = learner_edition(place)
     command = [str(place)]
     command += [] if browser else ["--no-browser"]
     # containers: Jupyter refuses root
     command += ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
-    command += [] if port is None else [f"--port={port}"]
-    return run_module("jupyterlab", command)
+    command += [] if port is None else [f"--port={port}", "--ServerApp.port_retries=0"]
+    # on SIGTERM JupyterLab ends its kernels; on SIGINT it would ask a question, on SIGHUP die
+    return run_module("jupyterlab", command, dict.fromkeys((signal.SIGINT, signal.SIGHUP), signal.SIGTERM))
+
+
+def _check_free(port: int) -> None:
+    """Refuse a port that another program uses, or that this user may not; JupyterLab would take another one."""
+    try:
+        with socket.socket() as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was closed a moment ago is free
+            trial.bind(("127.0.0.1", port))
+    except OSError as error:
+        refuse(f"--port {port} cannot be used ({error.strerror}); give another one, or none for JupyterLab's choice")
 
 
 def learner_edition(sources: Path) -> Path:

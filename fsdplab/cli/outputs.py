@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from fsdplab.cli.errors import refuse
+from fsdplab.cli.errors import failed, refuse
+from fsdplab.common.files import try_folder, try_output, write_output
 from fsdplab.common.words import MISSING
 from fsdplab.figures.table import COLUMNS, LEGEND, NUMBERS, cells, mood
 from fsdplab.figures.view import RunView, provenance, view
@@ -60,9 +60,9 @@ class Outputs:
             refuse('--html needs plotly; run: pip install "fsdplab[lab]"')
         for flag, path in (("--json", self.json_file), ("--html", self.html_file)):
             if path and str(path) != "-":
-                _check_place(flag, Path(path))
-        if self.keep and self.keep.exists() and not self.keep.is_dir():
-            refuse(f"--keep {self.keep} is a file; expected a folder")
+                check_file(flag, Path(path))
+        if self.keep:
+            check_folder("--keep", self.keep)
         return self
 
     def console(self) -> Console:
@@ -76,19 +76,35 @@ class Outputs:
         if self.json_file == "-":
             sys.stdout.write(text + "\n")
         elif self.json_file:
-            Path(self.json_file).write_text(text + "\n", encoding="utf-8")
+            write_output(Path(self.json_file), text + "\n")
         if self.html_file:
             from fsdplab.figures import comparison_page, findings_of
 
-            self.html_file.write_text(
-                comparison_page(comparison, shown, findings_of(records), records), encoding="utf-8"
-            )
+            write_output(self.html_file, comparison_page(comparison, shown, findings_of(records), records))
 
 
-def _check_place(flag: str, path: Path) -> None:
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        refuse(f"{flag} {path} cannot be written; expected a file name in an existing folder that is writable")
+def check_file(flag: str, path: Path) -> None:
+    """Refuse a file that cannot be written, before a command takes its time."""
+    try:
+        try_output(path)
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
+        refuse(
+            f"{flag} {path} cannot be written ({getattr(error, 'strerror', None) or error}); expected a file name in an"
+            " existing folder that is writable"
+        )
+
+
+def check_folder(flag: str, path: Path) -> None:
+    """Refuse a folder that cannot be made or written into."""
+    if path.exists() and not path.is_dir():
+        refuse(f"{flag} {path} is a file; expected a folder")
+    try:
+        try_folder(path)
+    except (OSError, ValueError) as error:
+        refuse(
+            f"{flag} {path} cannot be written ({getattr(error, 'strerror', None) or error}); expected a folder, or a"
+            " name for one, where there is free space"
+        )
 
 
 def board(shown: Sequence[RunView], width: int, unknown: str = MISSING) -> Group:
@@ -152,6 +168,13 @@ def print_findings(console: Console, records: Sequence[RunRecord]) -> None:
         for number, finding in enumerate(found, start=1):
             console.print(f"  {number}. {finding.title}. {finding.text}", highlight=False, markup=False)
             console.print(f"     -> {finding.remedy}", highlight=False, markup=False, style="dim")
+
+
+def end_if_failed(records: Sequence[RunRecord]) -> None:
+    """Exit with code 1 and the reports of the runs that failed; do nothing where none did."""
+    reports = [f"{view(record).label}: {report_of(record)}" for record in records if record.status == "failed"]
+    if reports:
+        failed("\n\n".join(reports))
 
 
 def report_of(record: RunRecord) -> str:

@@ -1,34 +1,47 @@
 """Parts of the command line that run in a separate process: JupyterLab, the course, the check of a GPU.
 
-The command line must not import them, or they are other programs; they handle Ctrl-C themselves.
+The command line must not import them, or they are other programs. Each has a session of its own, so that Ctrl-C in a
+terminal reaches this process alone and is handed on once, and it ends with this process, even after `kill -9`.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 
+from fsdplab.cli.errors import interrupted
+from fsdplab.common.pythons import run_of, with_this_checkout
 
-def run_module(module: str, arguments: Sequence[str]) -> int:
-    """Run `python -m module ...` in the foreground; its exit code, 128 + n where signal n killed it.
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
-    Ctrl-C in a terminal reaches both processes: this one waits until the other has ended. A signal to this process
-    alone (SIGTERM, SIGHUP) is forwarded.
+
+def run_module(module: str, arguments: Sequence[str], instead: Mapping[int, int] | None = None) -> int:
+    """Run `python -m module ...` and return its exit code; 128 + n where signal n killed it.
+
+    SIGINT, SIGTERM and SIGHUP are handed on, as the signal that `instead` has for them; what they end exits as an
+    interrupted command does, unless the module has an exit code of its own.
     """
-    process = subprocess.Popen([sys.executable, "-m", module, *arguments])
+    got: list[int] = []
+    command = run_of("fsdplab.sessions.launch.parent_death", str(os.getpid()), module, *arguments)
+    process = subprocess.Popen(
+        command, env=with_this_checkout(os.environ), stdin=subprocess.DEVNULL, start_new_session=True
+    )
 
     def hand_on(number: int, frame: FrameType | None) -> None:
-        process.send_signal(number)
+        got.append(number)
+        process.send_signal((instead or {}).get(number, number))
 
-    handed_on = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {number: signal.signal(number, hand_on) for number in handed_on}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda number, frame: None)
+    before = {
+        number: signal.signal(number, hand_on) for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN
+    }
     try:
         code = process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if got and code in (0, -signal.SIGINT, 128 + signal.SIGINT, *(-number for number in got)):
+        interrupted(got[0])
     return code if code >= 0 else 128 - code

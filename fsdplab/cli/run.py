@@ -11,6 +11,7 @@ from typing import Any
 from fsdplab.cli.errors import refusals, refuse
 from fsdplab.cli.outputs import Detail, Outputs, print_findings, print_output_of_ranks, show
 from fsdplab.cli.progress import ProgressTable, headline
+from fsdplab.cli.terminal import look_for_signals
 from fsdplab.figures.view import view
 from fsdplab.records import RunRecord
 
@@ -46,7 +47,9 @@ def record_run(
         if detail is not Detail.QUIET:
             console.print(headline(spec, spec.card), highlight=False)
         with ProgressTable(console, 1, detail) as progress:
-            record = (runner or run)(spec, directory=folder, on_progress=lambda *where: progress.step(spec, *where))
+            record = (runner or run)(
+                spec, directory=folder, on_progress=lambda *where: progress.step(spec, *where), on_look=look_for_signals
+            )
     show(console, [view(record)], None, detail)
     if detail is not Detail.QUIET:
         print_findings(console, [record])

@@ -1,9 +1,15 @@
-"""Atomic file writes: a file is complete or absent, even if the program is killed."""
+"""Files that are complete or absent, and errors that name the file: the system's own say nothing of a full disk's."""
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_TRIAL_BYTES = 4096  # a full disk still takes an empty file
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -13,8 +19,73 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
-        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(unfinished, path)
-    except OSError:
+        with naming(path):
+            unfinished.write_bytes(_bytes(content))
+            os.replace(unfinished, path)
+    except BaseException:  # Ctrl-C too
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def write_output(path: Path, content: str | bytes) -> None:
+    """Write what a user has asked for into a file that the user has named; a device or a pipe (/dev/stdout) is written
+    into, not replaced.
+    """
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        with naming(path):
+            target.write_bytes(_bytes(content))
+    else:
+        write_whole(target, content)
+
+
+def try_output(path: Path) -> None:
+    """Raise the OSError that `write_output(path, ...)` would raise now; nothing is left and nothing is changed."""
+    target = path.resolve()
+    if target.exists() and not target.is_file() and not target.is_dir():
+        if not os.access(target, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    _try_folder(target.parent, path)
+
+
+def try_folder(path: Path) -> None:
+    """Raise the OSError that writing into a folder would raise, which may not exist yet."""
+    place = path.resolve()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    _try_folder(place, path)
+
+
+def _try_folder(folder: Path, asked: Path) -> None:
+    trial = folder / f".fsdplab-{os.getpid()}.trial"
+    try:
+        try:
+            trial.write_bytes(bytes(_TRIAL_BYTES))
+        finally:
+            if folder.is_dir():
+                trial.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(asked)) from None
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError inside names this file: one of writing to an open file names none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        error.filename2 = None
+        raise
+
+
+def is_full(error: OSError) -> bool:
+    """Whether the disk is full, a quota is used up, or the file larger than `ulimit -f` allows."""
+    return error.errno in _FULL
+
+
+def _bytes(content: str | bytes) -> bytes:
+    return content.encode() if isinstance(content, str) else content

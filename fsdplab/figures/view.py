@@ -145,15 +145,18 @@ def view(run: RunRecord | RunView) -> RunView:
         return run
     spec, summary = run.spec, run.summary or {}
     card = summary.get("card") or {}
-    same_fields = {**summary, "strategy": spec["strategy"], "engine": spec["engine"], "world_size": spec["world_size"]}
+    same_fields = {
+        **summary,
+        "status": run.status,
+        "strategy": spec["strategy"],
+        "engine": spec["engine"],
+        "world_size": spec["world_size"],
+    }
     same_fields["predicted"] = {"comm_bytes_per_step": summary.get("formula_bytes_per_step")}
     known = from_json(same_fields, {"card": card.get("bytes") or spec.get("card")}, run.environment or {})
-    if run.status == "failed":
-        known = replace(known, comm_bytes=None)  # traffic before a failure is no whole step's
     link = (summary.get("link") or {}).get("name") or spec.get("emulate") or spec.get("link")
     return replace(
         known,
-        status=run.status,
         link=link,
         card_emulated=run.provenance.get("card", "emulated") == "emulated",
         one_gpu="ranks_on_one_gpu" in run.provenance,
@@ -184,7 +187,10 @@ def from_json(run: Mapping[str, Any], spec: Mapping[str, Any], environment: Mapp
         overlap=comm.get("overlap"),
         link=spec.get("emulate") or spec.get("link"),
     )
-    return replace(seen, status="out_of_memory") if seen.over_card else seen
+    status = run.get("status")
+    if status == "failed":  # what it did until then is no whole step's, and not to be compared with whole runs
+        return replace(seen, status=status, step_median=None, step_min=None, tokens_per_s=None, comm_bytes=None)
+    return replace(seen, status="out_of_memory") if seen.over_card else replace(seen, status=status or "finished")
 
 
 def ranks_and_device(runs: list[RunView]) -> str:

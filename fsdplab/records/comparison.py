@@ -46,7 +46,8 @@ def comparison_json(records: Sequence[RunRecord], reference: RunRecord | None = 
 
     `format` is raised when a field changes its meaning or goes; a new field leaves it. `spec` holds what all runs have
     in common (strategy, engine and world size differ and stand with each run).
-    `matches_reference` is null without a reference and for runs that did not finish.
+    `status` is `finished`, `out_of_memory` (of the emulated card) or `failed`: the times of such a run are of the steps
+    that it did. `matches_reference` is null without a reference and for runs that did not finish.
     """
     return {
         "format": FORMAT,
@@ -70,6 +71,7 @@ def _run_entry(record: RunRecord, reference: RunRecord | None) -> dict[str, Any]
         "strategy": record.spec.get("strategy"),
         "engine": record.spec.get("engine"),
         "world_size": record.spec.get("world_size"),
+        "status": record.status,
         "step_time_s": {name: times.get(name) for name in ("median", "min")},
         "tokens_per_s": summary.get("tokens_per_s"),
         "peak_memory_bytes": {name: memory.get(name) for name in ("total", "by_category")},

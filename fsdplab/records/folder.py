@@ -11,6 +11,7 @@ import os
 import re
 from pathlib import Path
 
+from fsdplab.common.files import write_whole
 from fsdplab.records.tables import TABLES, RecordError
 
 MARKER = ".fsdplab-record"
@@ -50,7 +51,7 @@ def claim_folder(folder: Path, replace: bool = True) -> Path:
             raise RecordError(f"{folder / name} is no folder of a record; expected a new or empty folder")
     folder.mkdir(parents=True, exist_ok=True)
     _remove_record(folder)
-    (folder / MARKER).write_text(_TOLD, encoding="utf-8")
+    write_whole(folder / MARKER, _TOLD)
     return folder
 
 

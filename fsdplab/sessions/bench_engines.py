@@ -13,7 +13,6 @@ import json
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdplab.common.files import write_whole
+from fsdplab.common.temporary import temporary_folder
 from fsdplab.engine import events
 from fsdplab.sessions.launch.launcher import run_ranks
+from fsdplab.sessions.launch.live_output import Tail
 from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
 from fsdplab.sessions.spec import RunSpec, SpecError
 from fsdplab.sessions.spec.sharing import device_of_ranks
@@ -83,19 +85,27 @@ class Bench:
         return timing.median / others[0] if others else None
 
 
-def bench(specs: Sequence[RunSpec], *, rounds: int = 10, on_round: Callable[[int, int], None] | None = None) -> Bench:
+def bench(
+    specs: Sequence[RunSpec],
+    *,
+    rounds: int = 10,
+    on_round: Callable[[int, int], None] | None = None,
+    on_look: Callable[[], None] = lambda: None,
+) -> Bench:
     """Time `specs` (same model, data and ranks) in turn for `rounds` rounds; raises SpecError, or RanksFailed as `run`
-    does.
+    does. `on_look` is `run`'s.
     """
     _check(specs, rounds)
-    folder = Path(tempfile.mkdtemp(prefix="fsdplab-bench-"))
+    folder = temporary_folder("bench")
     mailbox = Mailbox(folder)
-    (folder / "bench.json").write_text(json.dumps({"specs": [spec.as_dict() for spec in specs], "rounds": rounds}))
-    reported = 0
+    request = {"specs": [spec.as_dict() for spec in specs], "rounds": rounds}
+    write_whole(folder / "bench.json", json.dumps(request))
+    steps, reported = Tail(mailbox.of(0, "steps")), 0
 
     def look() -> None:
         nonlocal reported
-        for _ in read_lines(mailbox.of(0, "steps"))[reported:]:
+        on_look()
+        for _ in steps.lines():
             reported += 1
             if on_round is not None:
                 on_round(reported, rounds + WARMUP_ROUNDS)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.sessions.launch.launcher import run_ranks
 from fsdplab.sessions.launch.live_output import LiveOutput, OnOutput
 from fsdplab.sessions.launch.mailbox import Mailbox
@@ -61,7 +62,7 @@ def call_on_ranks(
         raise ValueError(
             f"The payload holds something of type {unsupported}, which cannot be sent to the ranks; give {VALUES}."
         )
-    with tempfile.TemporaryDirectory(prefix="fsdplab-call-") as folder:
+    with tempfile.TemporaryDirectory(prefix="call-", dir=folder_of_this_process()) as folder:
         mailbox = Mailbox(Path(folder))
         torch.save(payload, mailbox.folder / "payload")
         program = ["-m", "fsdplab.sessions.worker.remote_call_worker", str(mailbox.folder), str(source), function_name]

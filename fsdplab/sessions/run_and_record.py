@@ -5,18 +5,18 @@ Every run is recorded: a finished one, one that ran out of an emulated card, and
 
 from __future__ import annotations
 
-import atexit
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdplab.common.files import write_whole
+from fsdplab.common.temporary import temporary_folder
 from fsdplab.records import RunRecord
 from fsdplab.records.folder import claim_folder, is_written
 from fsdplab.sessions.launch.failure_report import RanksFailed
 from fsdplab.sessions.launch.launcher import run_ranks
+from fsdplab.sessions.launch.live_output import Tail
 from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.summary import summarise
@@ -44,10 +44,10 @@ def run(
     `spec.time_limit`, raises RanksFailed; its `.record` is the record of the failed run. `program` is what each rank
     executes, for workers other than the lab's own.
     """
-    folder = claim_folder(Path(directory) if directory is not None else _temporary())
+    folder = claim_folder(Path(directory) if directory is not None else temporary_folder("run"))
     mailbox = Mailbox(folder.absolute() / "ranks")  # ranks start in another folder
     mailbox.folder.mkdir(exist_ok=True)
-    (mailbox.folder / "spec.json").write_text(json.dumps(_reachable(spec)))
+    write_whole(mailbox.folder / "spec.json", json.dumps(_reachable(spec)))
     follower = _Follower(mailbox, spec.total_steps, on_progress, on_look)
     try:
         run_ranks(
@@ -67,12 +67,12 @@ def run(
 
 
 class _Follower:
-    """Reports rank 0's steps as they appear in its file, and calls `on_look`."""
+    """Reports rank 0's steps as they appear in its file, of which each look reads only what is new; calls `on_look`."""
 
     def __init__(
         self, mailbox: Mailbox, total: int, on_progress: OnProgress | None, on_look: Callable[[], None] | None
     ) -> None:
-        self._path, self._total, self._tell, self._looked = mailbox.of(0, "steps"), total, on_progress, on_look
+        self._steps, self._total, self._tell, self._looked = Tail(mailbox.of(0, "steps")), total, on_progress, on_look
         self._told = 0
 
     def look(self) -> None:
@@ -80,15 +80,9 @@ class _Follower:
             self._looked()
         if self._tell is None:
             return
-        for row in read_lines(self._path)[self._told :]:
+        for line in self._steps.lines():
             self._told += 1
-            self._tell(self._told, self._total, row["loss"])
-
-
-def _temporary() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="fsdplab-run-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+            self._tell(self._told, self._total, json.loads(line)["loss"])
 
 
 def _reachable(spec: RunSpec) -> dict[str, Any]:
@@ -106,7 +100,7 @@ def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed |
     steps = [row for rank in ranks for row in read_lines(mailbox.of(rank, "steps"))]
     results = {rank: lines[0] for rank in ranks if (lines := read_lines(mailbox.of(rank, "result")))}
     memory = {rank: result["memory"] for rank, result in results.items() if result["memory"]}
-    ledger = [row for result in results.values() for row in result["ledger"]]
+    ledger = [row for rank in ranks for row in read_lines(mailbox.of(rank, "ledger"))]
     trace_tables = tables_of(spec, mailbox, ledger, folder) if spec.profile else {}
     summary = summarise(spec, steps, ledger, memory) | {
         "link": next((result["link"] for result in results.values()), None)

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdplab.common.pythons import run_of, with_this_checkout
+from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.sessions.remote_call import call_on_ranks
 from fsdplab.sessions.run_and_record import run
 from fsdplab.sessions.spec import RunSpec
@@ -26,8 +28,8 @@ COLD, WARM = "torchrun", "warm"
 _ANSWER = "def answer(rank, world_size, payload):\n    return rank\n"
 _COMMANDS = {
     "import fsdplab": ("-c", "import fsdplab"),
-    "fsdplab --help": ("-m", "fsdplab", "--help"),
-    "fsdplab doctor": ("-m", "fsdplab", "doctor"),
+    "fsdplab --help": run_of("fsdplab", "--help")[1:],
+    "fsdplab doctor": run_of("fsdplab", "doctor")[1:],
 }
 FIRST_ROW, WHOLE = "fsdplab compare: first row", "fsdplab compare: all of it"
 OnRow = Callable[["Row"], None]
@@ -74,7 +76,7 @@ def in_turn(name: str, ask: Callable[[str], object], repetitions: int) -> Row:
 
 def of_ranks(repetitions: int, on_row: OnRow) -> None:
     """Ranks that answer, and a whole run of gpt-tiny."""
-    with tempfile.TemporaryDirectory(prefix="fsdplab-starts-") as folder:
+    with tempfile.TemporaryDirectory(prefix="starts-", dir=folder_of_this_process()) as folder:
         source = Path(folder) / "answer.py"
         source.write_text(_ANSWER)
         on_row(
@@ -108,7 +110,7 @@ def of_compare(on_row: OnRow, settings: Sequence[str] = ()) -> None:
 def _rows_of_compare(settings: Sequence[str]) -> tuple[float, float]:
     """Seconds until the first row (the line after the headline), and until the end."""
     began, first, lines = time.perf_counter(), None, []
-    command = [sys.executable, "-u", "-m", "fsdplab", "compare", *settings]
+    command = [sys.executable, "-u", *run_of("fsdplab", "compare", *settings)[1:]]
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -139,8 +141,7 @@ def _succeed(command: Sequence[str]) -> None:
 
 def _environment() -> dict[str, str]:
     """A checkout that is not installed is found too, wherever the command runs."""
-    checkout = str(Path(__file__).resolve().parents[2])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [checkout, os.environ.get("PYTHONPATH")]))}
+    return with_this_checkout(os.environ)
 
 
 def _last(text: str) -> str:

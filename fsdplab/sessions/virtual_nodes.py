@@ -15,12 +15,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from fsdplab.common.processes import send_group
+from fsdplab.common.pythons import run_of
+from fsdplab.common.temporary import temporary_folder
 from fsdplab.planning.links import LinkSpec
 from fsdplab.records import RunRecord
 from fsdplab.sessions.launch.failure_report import RanksFailed
@@ -48,6 +49,7 @@ def run_nodes(
     *,
     directory: str | Path | None = None,
     on_progress: OnProgress | None = None,
+    on_look: Callable[[], None] | None = None,
     program: Sequence[str] = WORKER,
 ) -> RunRecord:
     """Run one spec on `nodes` x `ranks_per_node` ranks with `link` between the nodes, and return its record, as `run`
@@ -60,7 +62,7 @@ def run_nodes(
     check_nodes(spec, nodes, ranks_per_node, link)
     with shaped_nodes(nodes, ranks_per_node, link):
         try:
-            record = run(spec, directory=directory, on_progress=on_progress, program=program)
+            record = run(spec, directory=directory, on_progress=on_progress, on_look=on_look, program=program)
         except RanksFailed as failed:
             assert failed.record is not None  # run() adds it
             failed.record = _on_nodes(failed.record, nodes, ranks_per_node, link)
@@ -103,7 +105,7 @@ def why_no_nodes() -> str | None:
     missing = [command for command in ("ip", "tc") if shutil.which(command) is None]
     if missing:
         return f"the command {' and '.join(missing)} is not installed (package iproute2)"
-    words = [sys.executable, "-m", "fsdplab.sessions.launch.netns"]
+    words = run_of("fsdplab.sessions.launch.netns")
     try:
         tried = subprocess.run(
             words, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=rank_environment(), timeout=20
@@ -172,13 +174,13 @@ class _Switch:
     def __init__(
         self, program: Sequence[str], mailbox: Mailbox, nodes: int, ranks_per_node: int, link: LinkSpec | None
     ) -> None:
-        self._notes = tempfile.mkdtemp(prefix="fsdplab-nodes-")  # not in the mailbox, which is part of the record
+        self._notes = temporary_folder("nodes")  # not in the mailbox, which is part of the record
         self._gone, alive = os.pipe()
         words = [os.getpid(), mailbox.folder, self._notes, nodes, ranks_per_node, link and link.bytes_per_s, alive]
         try:
             with mailbox.agent_log.open("wb") as log:
                 self.process = Process(
-                    [sys.executable, "-m", "fsdplab.sessions.launch.netns_supervisor", *map(str, words), *program],
+                    run_of("fsdplab.sessions.launch.netns_supervisor", *map(str, words), *program),
                     stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=rank_environment(),
                     start_new_session=True, pass_fds=(alive,),
                 )  # fmt: skip

@@ -6,12 +6,10 @@ Cancel raises an exception in `on_look`, which the session calls about twenty ti
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
 import threading
 from pathlib import Path
 
+from fsdplab.common.temporary import temporary_folder
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, compare
 
@@ -99,8 +97,7 @@ class Runner:
 
     def _folder(self) -> Path:
         if self._directory is None:
-            self._directory = Path(tempfile.mkdtemp(prefix="fsdplab-lab-"))
-            atexit.register(shutil.rmtree, self._directory, ignore_errors=True)
+            self._directory = temporary_folder("lab")
         return self._directory
 
 

@@ -3,26 +3,30 @@
     caller  ->  python -m fsdplab.sessions.launch.agent CALLER_PID FOLDER [arguments of torchrun]  ->  ranks
 
 torchrun starts the ranks, gives them their addresses, and ends all when one ends badly. It knows which rank ended with
-which exit code but only prints it, so the agent writes it to FOLDER/exits.json for the report.
+which exit code but only prints it, so the agent writes it to FOLDER/exits.json for the report. A signal to torchrun is
+an exception in it; the agent ends by that signal, so that the caller does not take it for the end of a rank.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
 
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from fsdplab.sessions.launch.mailbox import AGENT_PID, Mailbox
+from fsdplab.common.processes import end_as_if_by
+from fsdplab.sessions.launch.mailbox import AGENT_PID, TEMPORARY, Mailbox
 from fsdplab.sessions.launch.parent_death import end_with_parent
 
 
 def main(caller: str, folder: str, *arguments: str, when_orphaned: signal.Signals = signal.SIGTERM) -> None:
-    """Run torchrun until the ranks end; exit code 1 when a rank failed.
+    """Run torchrun until the ranks end; exit code 1 when a rank failed, and a signal's end when it got one.
 
     `when_orphaned` is the signal sent when the caller is gone: SIGTERM, on which torchrun ends the ranks' whole process
     groups.
@@ -31,6 +35,10 @@ def main(caller: str, folder: str, *arguments: str, when_orphaned: signal.Signal
     os.environ[AGENT_PID] = str(os.getpid())
     try:
         torchrun.run(torchrun.parse_args(list(arguments)))
+    except SignalException as asked:
+        if os.getppid() != int(caller):  # killed, perhaps: then it has left its temporary folders behind
+            shutil.rmtree(os.environ[TEMPORARY], ignore_errors=True)
+        end_as_if_by(asked.sigval)
     except ChildFailedError as error:
         exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
         Mailbox(Path(folder)).exits.write_text(json.dumps(exits))

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fsdplab.common.processes import send
+from fsdplab.common.processes import name_of, processor_seconds, send
 from fsdplab.sessions.launch.mailbox import Heartbeat, Mailbox, read_heartbeats, read_lines
-from fsdplab.sessions.launch.stacks import readable, waits_for_others
+from fsdplab.sessions.launch.stacks import readable, waits_for_device, waits_for_others
 
 if TYPE_CHECKING:
     from fsdplab.records import RunRecord
@@ -57,12 +57,16 @@ class RanksFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class PostMortem:
-    """The data of a failed run: each rank's exit code, exception, last heartbeat and stack; and torchrun's output."""
+    """The data of a failed run: each rank's exit code, exception, last heartbeat and stack; and torchrun's output.
+
+    `busy` is the part of a core that a rank used while it was watched without a move, where that was measured.
+    """
 
     exits: Mapping[int, int] = field(default_factory=dict)
     notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     heartbeats: Mapping[int, Heartbeat] = field(default_factory=dict)
     stacks: Mapping[int, str] = field(default_factory=dict)
+    busy: Mapping[int, float] = field(default_factory=dict)
     printed: str = ""
 
 
@@ -108,12 +112,19 @@ def _sizes(asked: Mapping[int, os.PathLike[str]]) -> list[int]:
     return [os.stat(path).st_size for path in asked.values()]
 
 
+def used_so_far(heartbeats: Mapping[int, Heartbeat]) -> dict[int, float]:
+    """Processor seconds of each rank until now, of those that have not ended."""
+    used = {rank: processor_seconds(heartbeat.pid) for rank, heartbeat in heartbeats.items()}
+    return {rank: seconds for rank, seconds in used.items() if seconds is not None}
+
+
 # Messages of gloo, nccl and the engine's shared memory when a peer is gone: another rank failed.
 _PEER_IS_GONE = re.compile(
     r"gloo/transport|rank \d+ has died|connection (was )?(closed|reset|refused)|broken pipe|remote process"
     r" exited|ncclRemoteError|ncclSystemError",
     re.IGNORECASE,
 )
+_DISK_IS_FULL = re.compile("No space left on device|File too large|Disk quota exceeded")
 _ENDED = " All ranks were ended."
 _OWN_FAULT_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
@@ -145,6 +156,12 @@ def _blame(rank: int, post_mortem: PostMortem) -> tuple[int, float, int]:
     return ({-signal.SIGABRT: 3, -signal.SIGTERM: _FOLLOWS + 1}.get(code, 2), 0.0, rank)
 
 
+def blames_a_rank(post_mortem: PostMortem) -> bool:
+    """Whether a rank ended by its own fault; not one that was ended, or that lost a peer."""
+    suspects = set(post_mortem.exits) | set(post_mortem.notes)
+    return any(_blame(rank, post_mortem)[0] < _FOLLOWS for rank in suspects)
+
+
 def _left_early(post_mortem: PostMortem) -> Failure | None:
     """A rank that ended with exit code 0 and did not finish: torchrun does not notice."""
     unexplained = set(post_mortem.heartbeats) - set(post_mortem.exits) - set(post_mortem.notes)
@@ -170,7 +187,11 @@ def _raised(rank: int, post_mortem: PostMortem) -> Failure:
     ]
     if done and _PEER_IS_GONE.search(note["error"]):
         message += f" {named(done)} had already finished, so rank {rank} waited for a message that no rank sends."
-    return Failure(note["kind"], message, rank, note["step"], note["phase"], note["collective"], note["traceback"])
+    full = _DISK_IS_FULL.search(note["error"]) is not None  # no line of a program is to blame
+    if full:
+        message += " Give a place with free space, and no limit on the size of files (ulimit -f)."
+    traceback = None if full else note["traceback"]
+    return Failure(note["kind"], message, rank, note["step"], note["phase"], note["collective"], traceback)
 
 
 def _died(rank: int, post_mortem: PostMortem) -> Failure:
@@ -222,24 +243,54 @@ def hung(post_mortem: PostMortem, idle_s: float) -> Failure:
         f"{subject}{_where(heartbeat.step, heartbeat.phase)}: no progress for {idle_s:.0f}"
         f" s{waited}.{_after(asdict(heartbeat))}{_ENDED}"
     )
-    stood = "\n\n".join(
+    stood = _stood(post_mortem, ranks)
+    return Failure("hung", message, rank, heartbeat.step, heartbeat.phase, heartbeat.collective, stood)
+
+
+def _stood(post_mortem: PostMortem, ranks: Sequence[int]) -> str:
+    return "\n\n".join(
         f"rank {each} stood in (innermost call first):\n{post_mortem.stacks.get(each) or NO_ANSWER}" for each in ranks
     )
-    return Failure("hung", message, rank, heartbeat.step, heartbeat.phase, heartbeat.collective, stood)
 
 
 NO_ANSWER = "  (it did not answer: the process is stopped, or stuck in the kernel)"
 
 
 def too_slow(post_mortem: PostMortem, time_limit: float) -> Failure:
-    """The report of a run that was still working at its time limit."""
+    """The report of a run that was still working at its time limit; of a rank that computed it shows where."""
     heartbeat = min(post_mortem.heartbeats.values(), key=_progress)
-    where = _where(heartbeat.step, heartbeat.phase)
-    message = (
-        f"The time limit of {time_limit:g} s ended the run{where} while its ranks still made progress; give a longer"
-        " time limit or fewer steps."
+    rank = computing(post_mortem)
+    heartbeat = heartbeat if rank is None else post_mortem.heartbeats[rank]
+    working = (
+        "its ranks still made progress"
+        if rank is None
+        else f"rank {rank} computed, at {_busy(post_mortem, rank):.0%} of a core"
     )
-    return Failure("timeout", message, heartbeat.rank, heartbeat.step, heartbeat.phase, heartbeat.collective)
+    message = (
+        f"The time limit of {time_limit:g} s ended the run{_where(heartbeat.step, heartbeat.phase)} while {working};"
+        " give a longer time limit or fewer steps."
+    )
+    stood = None if rank is None else _stood(post_mortem, [rank])
+    return Failure("timeout", message, heartbeat.rank, heartbeat.step, heartbeat.phase, heartbeat.collective, stood)
+
+
+# Between two looks a rank that waits uses next to nothing, one that computes what others leave it of a core.
+_COMPUTING = 0.1
+
+
+def computing(post_mortem: PostMortem) -> int | None:
+    """The rank that the others wait for, if it computes: it is not hung, however old its heartbeat is; else None.
+
+    A host that waits for a GPU is busy too, so where the stack says that, being busy says nothing.
+    """
+    rank = _behind(post_mortem)
+    if rank is None or waits_for_device(post_mortem.stacks.get(rank, "")):
+        return None
+    return rank if _busy(post_mortem, rank) >= _COMPUTING else None
+
+
+def _busy(post_mortem: PostMortem, rank: int) -> float:
+    return post_mortem.busy.get(rank, 0.0)
 
 
 def _behind(post_mortem: PostMortem) -> int | None:
@@ -266,8 +317,7 @@ def _after(position: Mapping[str, Any]) -> str:
 def _exit(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
-    names = {int(known): known.name for known in signal.Signals}
-    return f"{names.get(-code, 'an unknown signal')} (signal {-code})"
+    return f"{name_of(-code)} (signal {-code})"
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -8,35 +8,39 @@ Where forking is impossible, or with `start="torchrun"`, torch.distributed.run s
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
-import sys
 import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
-from fsdplab.common.processes import gone
+from fsdplab.common.processes import descendants, gone, name_of
+from fsdplab.common.pythons import run_of, with_this_checkout
+from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.sessions.launch import warm
 from fsdplab.sessions.launch.ending import Agent, end
 from fsdplab.sessions.launch.failure_report import (
     Failure,
+    PostMortem,
     RanksFailed,
     ask_for_stacks,
+    blames_a_rank,
+    computing,
     failed_first,
     gather,
     hung,
     lost_agent,
     not_started,
     too_slow,
+    used_so_far,
 )
-from fsdplab.sessions.launch.mailbox import RANKS_STORE, Heartbeat, Mailbox, read_heartbeats
+from fsdplab.sessions.launch.mailbox import RANKS_STORE, TEMPORARY, Heartbeat, Mailbox, read_heartbeats
+from fsdplab.sessions.launch.program import as_ranks_of_torchrun
 from fsdplab.sessions.spec import STARTS, SpecError
 
 _LOOK_EVERY_S = 0.05
@@ -168,15 +172,16 @@ class Process(subprocess.Popen[bytes]):
 
     left: dict[int, int] = {}
 
+    def started(self) -> list[int]:
+        """The ranks, and all that they and the agent have started."""
+        return descendants(self.pid)
+
     @property
     def lost(self) -> str | None:
         """How the agent was killed; None where it ended by itself."""
         if self.returncode is None or self.returncode >= 0:
             return None
-        return (
-            f"The launcher of the ranks was killed by {signal.Signals(-self.returncode).name}, and all ranks ended"
-            " with it."
-        )
+        return f"The launcher of the ranks was killed by {name_of(-self.returncode)}, and all ranks ended with it."
 
 
 def start_torchrun(program: Sequence[str], mailbox: Mailbox, world_size: int) -> Process:
@@ -186,17 +191,10 @@ def start_torchrun(program: Sequence[str], mailbox: Mailbox, world_size: int) ->
         f"--log-dir={os.devnull}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id={uuid.uuid4()}",
         "--local-addr=127.0.0.1",
     ]  # fmt: skip
+    words = [str(os.getpid()), str(mailbox.folder), *arguments, *as_ranks_of_torchrun(program)]
     with mailbox.agent_log.open("wb") as log:
         return Process(
-            [
-                sys.executable,
-                "-m",
-                "fsdplab.sessions.launch.agent",
-                str(os.getpid()),
-                str(mailbox.folder),
-                *arguments,
-                *program,
-            ],
+            run_of("fsdplab.sessions.launch.agent", *words),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -209,9 +207,10 @@ def rank_environment() -> dict[str, str]:
     """The caller's environment, so that a checkout works without being installed, each rank computes on one thread, and
     gloo finds loopback.
     """
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    checkout = str(Path(__file__).resolve().parents[3])
-    inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [checkout, inherited.get("PYTHONPATH")]))
+    inherited = with_this_checkout(
+        {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    )
+    inherited[TEMPORARY] = str(folder_of_this_process())
     inherited.setdefault("OMP_NUM_THREADS", "1")
     # the profiler logs its start and stop to stderr
     inherited.setdefault("KINETO_LOG_LEVEL", "99")
@@ -249,8 +248,10 @@ def _watch(
         on_look()
         if activity.finished(world_size):
             return None
-        if time.monotonic() > deadline or activity.stalled(world_size):
-            return _late(agent, mailbox, world_size, time_limit, activity)
+        if time.monotonic() > deadline:
+            return _late(agent, mailbox, world_size, time_limit, activity, on_look)
+        if activity.stalled(world_size) and (failure := _stalled(agent, mailbox, activity, on_look)) is not None:
+            return failure
     on_look()
     return _ended(agent, mailbox, world_size, activity)
 
@@ -264,7 +265,9 @@ def _ended(agent: Agent, mailbox: Mailbox, world_size: int, activity: RankActivi
 def how_it_ended(agent: Agent, mailbox: Mailbox, world_size: int) -> Failure:
     """The report of ranks that have ended without finishing their work."""
     post_mortem = gather(mailbox, world_size)
-    return lost_agent(agent.lost, post_mortem) if agent.lost and not post_mortem.exits else failed_first(post_mortem)
+    if agent.lost and not blames_a_rank(post_mortem):
+        return lost_agent(agent.lost, post_mortem)
+    return failed_first(post_mortem)
 
 
 def still_running(agent: Agent, within_s: float = _LOOK_EVERY_S) -> bool:
@@ -276,15 +279,54 @@ def still_running(agent: Agent, within_s: float = _LOOK_EVERY_S) -> bool:
     return False
 
 
-def _late(agent: Agent, mailbox: Mailbox, world_size: int, time_limit: float, activity: RankActivity) -> Failure | None:
+def _late(
+    agent: Agent,
+    mailbox: Mailbox,
+    world_size: int,
+    time_limit: float,
+    activity: RankActivity,
+    on_look: Callable[[], None],
+) -> Failure | None:
+    """The outcome of a run whose time is up: it may end just now, and may be slow or hung."""
     if len(activity.heartbeats) < world_size:
         return not_started(gather(mailbox, world_size), time_limit, world_size)
-    last_move, grace_ends = activity.last, time.monotonic() + _GRACE_S
-    while activity.last == last_move and time.monotonic() < grace_ends:
-        if not still_running(agent):
-            return _ended(agent, mailbox, world_size, activity)
-        activity.look(read_heartbeats(mailbox, world_size))
-    post_mortem = replace(gather(mailbox, world_size), heartbeats=activity.heartbeats)
-    if activity.moving:
+    busy = _watch_longer(agent, mailbox, activity, on_look)
+    if agent.poll() is not None:
+        return _ended(agent, mailbox, world_size, activity)
+    post_mortem = _position(mailbox, activity, busy)
+    if activity.moving or computing(post_mortem) is not None:
         return too_slow(post_mortem, time_limit)
-    return hung(replace(post_mortem, stacks=ask_for_stacks(mailbox, post_mortem.heartbeats)), activity.idle)
+    return hung(post_mortem, activity.idle)
+
+
+def _stalled(agent: Agent, mailbox: Mailbox, activity: RankActivity, on_look: Callable[[], None]) -> Failure | None:
+    """The report of a hang before the time limit; None where a rank has moved or ended after all, or computes."""
+    since = activity.last
+    busy = _watch_longer(agent, mailbox, activity, on_look)
+    if activity.last != since or agent.poll() is not None:
+        return None
+    post_mortem = _position(mailbox, activity, busy)
+    if computing(post_mortem) is None:
+        return hung(post_mortem, activity.idle)
+    activity.last = time.monotonic()  # computing is a move: the next look at it is after another such pause
+    return None
+
+
+def _watch_longer(
+    agent: Agent, mailbox: Mailbox, activity: RankActivity, on_look: Callable[[], None]
+) -> dict[int, float]:
+    """Look at the ranks until one moves, they have ended, or some seconds are over; the part of a core that each
+    used meanwhile.
+    """
+    since, began, before = activity.last, time.monotonic(), used_so_far(activity.heartbeats)
+    while activity.last == since and time.monotonic() < began + _GRACE_S and still_running(agent):
+        activity.look(read_heartbeats(mailbox, len(activity.heartbeats)))
+        on_look()
+    used, lasted = used_so_far(activity.heartbeats), max(time.monotonic() - began, _LOOK_EVERY_S)
+    return {rank: (used[rank] - before[rank]) / lasted for rank in before if rank in used}
+
+
+def _position(mailbox: Mailbox, activity: RankActivity, busy: dict[int, float]) -> PostMortem:
+    """Where the ranks stand, by their heartbeats and stacks, and how busy they were."""
+    beats = activity.heartbeats
+    return PostMortem(heartbeats=beats, stacks=ask_for_stacks(mailbox, beats), busy=busy)

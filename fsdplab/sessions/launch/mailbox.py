@@ -2,6 +2,7 @@
 
 rank0.heartbeat    one line of JSON, rewritten in place: where the rank is now
 rank0.steps        one line of JSON a finished step
+rank0.ledger       one line of JSON a collective, written after each step
 rank0.failure      the exception that ended the rank
 rank0.stack        the stack of a rank, written on SIGUSR1
 rank0.result       the rank's result
@@ -21,6 +22,7 @@ from typing import Any
 
 AGENT_PID = "FSDPLAB_AGENT_PID"
 RANKS_STORE = "FSDPLAB_RANKS_STORE"
+TEMPORARY = "FSDPLAB_TEMPORARY"  # the folder with the caller's temporary folders
 _HEARTBEAT_BYTES = 512  # a heartbeat with two names of the longest kind fits
 _LONGEST_NAME = 100
 
@@ -74,6 +76,7 @@ class HeartbeatWriter:
     """The rank's side of the heartbeat: a few microseconds a call, no lock, no thread."""
 
     def __init__(self, path: Path, rank: int) -> None:
+        self._path = str(path)
         self._file = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
         self._now: dict[str, Any] = asdict(Heartbeat(rank, os.getpid()))
         self.write()
@@ -103,7 +106,11 @@ class HeartbeatWriter:
 
     def write(self) -> None:
         """Write the heartbeat at once and always of one length, so that a reader sees the old line or the new one."""
-        os.pwrite(self._file, json.dumps(self._now).ljust(_HEARTBEAT_BYTES - 1).encode() + b"\n", 0)
+        try:
+            os.pwrite(self._file, json.dumps(self._now).ljust(_HEARTBEAT_BYTES - 1).encode() + b"\n", 0)
+        except OSError as error:  # a full disk
+            error.filename = self._path
+            raise
 
     def last(self) -> Heartbeat:
         """The heartbeat as it was last written."""
@@ -130,4 +137,5 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    with path.open() as lines:  # one at a time: of a long run they are many
+        return [json.loads(line) for line in lines if line.endswith("\n")]

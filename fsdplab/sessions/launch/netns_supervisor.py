@@ -4,23 +4,27 @@ ends.
     caller  ->  this: python -m ... CALLER_PID FOLDER NOTES NODES RANKS_PER_NODE RATE ALIVE PROGRAM...
             ->  one a node, in a namespace of its own: python -m ... node SUPERVISOR_PID ...  ->  ranks
 
-launcher.py uses it like a single agent: it ends after the ranks, with 1 when one failed, and SIGTERM ends all. FOLDER
-is the mailbox, NOTES a folder of its own, RATE in bytes per second or None. ALIVE is a pipe that switch and agents hold
-open and never use: its reader sees when all are gone.
+launcher.py uses it like a single agent: it ends after the ranks, with 1 when one failed, and SIGTERM ends all; when a
+launcher was killed it ends by the same signal. FOLDER is the mailbox, NOTES a folder of its own, RATE in bytes per
+second or None. ALIVE is a pipe that switch and agents hold open and never use: its reader sees when all are gone.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from fsdplab.sessions.launch.mailbox import Mailbox
+from fsdplab.common.processes import end_as_if_by
+from fsdplab.common.pythons import run_of
+from fsdplab.sessions.launch.mailbox import TEMPORARY, Mailbox
 from fsdplab.sessions.launch.netns import (
     CABLE,
     NetworkSetupError,
@@ -31,6 +35,7 @@ from fsdplab.sessions.launch.netns import (
     plug,
 )
 from fsdplab.sessions.launch.parent_death import end_with_parent
+from fsdplab.sessions.launch.program import as_ranks_of_torchrun
 
 _PORT = 29500  # fixed: the first node's namespace has no other process
 _LOOK_EVERY_S = 0.05
@@ -47,7 +52,7 @@ def main(caller: str, folder: str, notes: str, nodes: str, per_node: str, rate: 
     """Build the network, start the nodes, and wait for their ranks; exit code 1 when a rank failed."""
     enter_new_network()  # first: a new user namespace resets the parent-death signal
     end_with_parent(int(caller), signal.SIGTERM)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.signal(signal.SIGTERM, _leave)
     build_switch()
     agents: list[subprocess.Popen[str]] = []
     try:
@@ -59,11 +64,26 @@ def main(caller: str, folder: str, notes: str, nodes: str, per_node: str, rate: 
             agent.stdin.write(_GO)
             agent.stdin.flush()
         failed = _wait(agents)
+        killed_by = max((-agent.returncode for agent in agents if agent.returncode is not None), default=0)
+    except _Asked:
+        failed, killed_by = True, signal.SIGTERM
     finally:
         _end(agents)
-    if failed:
+    if failed and Path(notes).is_dir():  # it is gone with a caller that has ended
         _join_exits(Path(notes), Mailbox(Path(folder)))
-        sys.exit(1)
+    if os.getppid() != int(caller):
+        shutil.rmtree(os.environ[TEMPORARY], ignore_errors=True)
+    if killed_by > 0:  # the launcher of a node, or this process: no rank is to blame
+        end_as_if_by(killed_by)
+    sys.exit(1 if failed else 0)
+
+
+class _Asked(Exception):
+    """This process was asked to end."""
+
+
+def _leave(*_: object) -> NoReturn:
+    raise _Asked
 
 
 def node_main(switch: str, notes: str, node: str, nodes: str, per_node: str, rate: str, *program: str) -> None:
@@ -78,7 +98,7 @@ def node_main(switch: str, notes: str, node: str, nodes: str, per_node: str, rat
         switch, notes, f"--nnodes={nodes}", f"--node-rank={node}", f"--nproc-per-node={per_node}", "--max-restarts=0",
         "--monitor-interval=0.1",
         f"--log-dir={os.devnull}", f"--master-addr={address(0)}", f"--master-port={_PORT}",
-        f"--local-addr={address(int(node))}", *program,
+        f"--local-addr={address(int(node))}", *as_ranks_of_torchrun(program),
         when_orphaned=signal.SIGKILL,  # the switch sends SIGTERM first (see _end)
     )  # fmt: skip
 
@@ -90,7 +110,7 @@ def _start_node(
     own.mkdir()
     words = [str(os.getpid()), str(own), str(node), nodes, per_node, rate, *program]
     return subprocess.Popen(
-        [sys.executable, "-m", "fsdplab.sessions.launch.netns_supervisor", "node", *words],
+        run_of("fsdplab.sessions.launch.netns_supervisor", "node", *words),
         stdin=subprocess.PIPE, text=True, preexec_fn=enter_new_network, pass_fds=(int(alive),),
     )  # fmt: skip
 

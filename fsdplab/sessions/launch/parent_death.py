@@ -3,12 +3,15 @@
 The kernel of Linux can send a signal to a child at the moment its parent dies. Where it cannot (macOS), a thread looks
 at the parent's id, which changes when the parent dies. Both begin only after the child has started, so a parent that
 died before is looked for once.
+
+    python -m fsdplab.sessions.launch.parent_death PARENT MODULE ARGUMENTS     a module, asked to end then
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -44,3 +47,22 @@ def _look_for_parent(parent: int, with_signal: signal.Signals) -> None:
 def _end_if_orphaned(parent: int, with_signal: signal.Signals) -> None:
     if os.getppid() != parent:
         os.kill(os.getpid(), with_signal)
+
+
+def main(parent: str, module: str) -> None:
+    """Run a module as `python -m` does, in a process that is asked to end when its parent is gone.
+
+    A request to end (SIGTERM, SIGHUP, SIGINT) is a KeyboardInterrupt in a module without handlers of its own, so that
+    it cleans up; the exit code is then 130, and no traceback is printed.
+    """
+    for which in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(which, signal.default_int_handler)
+    end_with_parent(int(parent), signal.SIGTERM)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+if __name__ == "__main__":
+    main(sys.argv.pop(1), sys.argv.pop(1))

@@ -22,6 +22,7 @@ _SCAFFOLDING = (
     "/fsdplab/sessions/staying/cell_loop.py",
     "/fsdplab/sessions/staying/cell_code.py",
     "/fsdplab/sessions/launch/starter.py",
+    "/fsdplab/sessions/launch/program.py",
     "/c10d_logger.py",
     "<frozen runpy>",
 )
@@ -61,6 +62,12 @@ def _with_source(frame: re.Match[str]) -> str:
     return f'  File "{frame["file"]}", line {frame["line"]}, in {frame["function"]}' + (
         f"\n    {source}" if source else ""
     )
+
+
+def waits_for_device(stack: str) -> bool:
+    """Whether the innermost call of a readable stack is one in which a host waits for its GPU."""
+    innermost = "\n".join(stack.splitlines()[:2])
+    return any(sign in innermost for sign in (".item(", ".tolist(", ".cpu(", "synchronize("))
 
 
 def waits_for_others(stack: str) -> bool:

@@ -6,7 +6,7 @@
 The starter imports torch and the rank side of fsdplab and does nothing else: no process group, no CUDA context, no
 thread. So a fork is as good as a fresh process, and runs cannot affect each other. It talks to its caller (warm.py)
 over socket pairs: one for requests, and one a run for process ids and exit codes. The end of a run's socket ends the
-run's ranks; the end of the caller ends everything.
+run's ranks; the end of the caller ends everything, and its temporary folders are removed, for it may have been killed.
 
 Why not Python's own means: multiprocessing's forkserver is shared with the user's code; its children keep it alive, so
 ranks that hang would survive `kill -9` of the caller; it keeps the environment of its start and cannot be restarted.
@@ -20,20 +20,22 @@ import importlib
 import json
 import os
 import resource
-import runpy
+import select
 import selectors
+import shutil
 import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from fsdplab.common.processes import send_group
+from fsdplab.common.processes import end_as_if_by, send_group
 from fsdplab.sessions.launch.mailbox import AGENT_PID
 from fsdplab.sessions.launch.parent_death import end_with_parent
+from fsdplab.sessions.launch.program import run_and_end
 
 # What ranks use, also lazily: anything missing here is imported again by every rank of every run.
 RANK_SIDE = (
@@ -44,6 +46,7 @@ RANK_SIDE = (
 )  # fmt: skip
 _OTHERS_FOLLOW_S = 0.2  # after one rank ended badly, the others may still write their failures
 _TERM_S = 2.0  # then they are asked to end, and this much later killed
+_CALLER_ENDS_S = 1.0
 _WHOLE_MESSAGE = b"\n"
 
 
@@ -67,21 +70,27 @@ class _Run:
             self.kill_at = self.ask_at + _TERM_S
 
 
-def main(descriptor: str, caller: str, *preload: str) -> None:
+def main(descriptor: str, caller: str, temporary: str) -> None:
     """Import, say "ready", and fork on request until the caller is gone."""
     os.chdir("/")  # the caller's folder may be unmounted or deleted meanwhile
-    for module in (*RANK_SIDE, *preload):
+    for module in RANK_SIDE:
         importlib.import_module(module)
     control = socket.socket(fileno=int(descriptor))
     if os.getppid() != int(caller):
+        shutil.rmtree(temporary, ignore_errors=True)
         return
     gc.collect()
     gc.freeze()  # what was imported stays where it is: collections in ranks would copy its pages
     _send(control, {"ready": os.getpid(), "why_not": _why_not()})
     try:
-        _Starter(control, int(caller)).serve()
-    except SystemExit:  # asked to end
-        pass
+        starter = _Starter(control, int(caller))
+        starter.serve()
+        if starter.caller_has_ended():
+            shutil.rmtree(temporary, ignore_errors=True)
+    except ProcessLookupError:  # the caller ended before it could be watched
+        shutil.rmtree(temporary, ignore_errors=True)
+    except _Asked:
+        end_as_if_by(signal.SIGTERM)
     os._exit(0)  # taking torch apart would take a second
 
 
@@ -125,6 +134,10 @@ class _Starter:
         finally:
             for run in self.runs:
                 run.signal_all(signal.SIGKILL)
+
+    def caller_has_ended(self) -> bool:
+        """Whether the caller is gone, and does not only use another starter; its end follows that of its sockets."""
+        return bool(select.select([self.caller], [], [], _CALLER_ENDS_S)[0])
 
     def _look(self) -> bool:
         """Wait for a request, an end or a deadline; False when the caller is gone."""
@@ -228,11 +241,15 @@ class _Starter:
             run.kill_at = None
 
 
+class _Asked(Exception):
+    """This process was asked to end."""
+
+
 def _leave(*_: object) -> NoReturn:
-    sys.exit(0)
+    raise _Asked
 
 
-def be_rank(request: Mapping[str, Any], rank: int) -> None:
+def be_rank(request: Mapping[str, Any], rank: int) -> NoReturn:
     """Run as rank `rank` of the request in this forked process, with its own session, environment, folder and program.
 
     A world size of 0 asks for one process that is no rank.
@@ -255,19 +272,7 @@ def be_rank(request: Mapping[str, Any], rank: int) -> None:
         os.environ.update({name: str(value) for name, value in variables.items()})
     _inherit(request)
     _as_if_fresh()
-    try:
-        run_program(request["program"])
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-    except SystemExit as left:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(left.code if isinstance(left.code, int) else 0 if left.code is None else 1)
-    except BaseException:
-        # a program that has set sys.excepthook (rank_process.py) writes its failure and ends there
-        sys.excepthook(*sys.exc_info())
-        os._exit(1)
+    run_and_end(request["program"])
 
 
 def _inherit(request: Mapping[str, Any]) -> None:
@@ -298,22 +303,6 @@ def _as_if_fresh() -> None:
     tempfile.tempdir = None  # an import may have set it from the environment of the starter
     numpy.random.seed()  # Python's own generator is seeded anew by fork
     torch.default_generator.seed()
-
-
-def run_program(program: Sequence[str]) -> None:
-    """Do what `python *program` does: `-m fsdplab.sessions.worker.training FOLDER`, or `script.py ARGUMENTS`."""
-    if program[0] != "-m":
-        sys.argv = list(program)
-        sys.path.insert(0, os.path.dirname(os.path.abspath(program[0])))
-        runpy.run_path(program[0], run_name="__main__")
-        return
-    sys.path.insert(0, os.getcwd())
-    sys.argv = list(program[1:])
-    module = sys.modules.get(program[1])
-    if module is not None and hasattr(module, "main"):
-        module.main(*program[2:])
-    else:
-        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
 
 
 def _send(to: socket.socket, message: Mapping[str, Any]) -> None:

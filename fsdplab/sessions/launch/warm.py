@@ -16,7 +16,6 @@ import math
 import os
 import resource
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +26,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from fsdplab.common.files import write_whole
+from fsdplab.common.processes import name_of
+from fsdplab.common.pythons import SAFE_PATH
+from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.sessions.launch.mailbox import Mailbox
 from fsdplab.sessions.launch.starter import receive
 
@@ -52,11 +55,7 @@ _READ_AT_START = (
 _READY_WITHIN_S = 120.0
 _GONE_WITHIN_S = 3.0
 _LOOK_EVERY_S = 0.05
-# safe: the caller's folder, which -c puts first, may hold a random.py
-_BOOT = (
-    "import sys; sys.path[:] = [each for each in sys.path if each]; from fsdplab.sessions.launch.starter import main;"
-    " main(*sys.argv[1:])"
-)
+_BOOT = f"{SAFE_PATH}; from fsdplab.sessions.launch.starter import main; main(*sys.argv[1:])"
 
 
 class StarterFailed(RuntimeError):
@@ -74,6 +73,10 @@ class WarmRanks:
         self.exits: dict[int, int] = {}
         self.lost: str | None = None
         self.left: dict[int, int] = {}
+
+    def started(self) -> list[int]:
+        """The process ids of the ranks; none before the starter has answered."""
+        return self.pids
 
     def poll(self) -> int | None:
         """0 when all ranks have ended, None while one runs."""
@@ -147,7 +150,7 @@ class WarmRanks:
 
     def _note_exits(self, bad: Mapping[int, int]) -> None:
         if bad and self._exits_file is not None:
-            self._exits_file.write_text(json.dumps(bad))
+            write_whole(self._exits_file, json.dumps(bad))
 
     def _lose(self) -> None:
         self.lost = (
@@ -170,7 +173,7 @@ class _Starter:
         self._control, theirs = socket.socketpair()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), str(folder_of_this_process())],
                 stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, pass_fds=(theirs.fileno(),),
                 # numpy would start threads, which no fork may have
                 env={**environment, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
@@ -247,7 +250,7 @@ class _Starter:
             code = self.process.wait(_GONE_WITHIN_S)
         except subprocess.TimeoutExpired:
             return "closed its connection"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"was killed by {name_of(-code)}" if code < 0 else f"ended with exit code {code}"
 
     def _output(self) -> str:
         self._log.seek(0)

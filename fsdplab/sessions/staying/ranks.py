@@ -17,16 +17,15 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from fsdplab.common.temporary import temporary_folder
 from fsdplab.sessions.launch.ending import Agent, end
 from fsdplab.sessions.launch.failure_report import Failure, RanksFailed, ask_for_stacks, gather, hung, not_started
 from fsdplab.sessions.launch.launcher import how_it_ended, start_agent, still_running
@@ -94,7 +93,7 @@ class StayingRanks:
         `before` is source that every rank runs before each cell, in a separate namespace.
         """
         check_whole("world_size", world_size, 1)
-        mailbox = Mailbox(Path(tempfile.mkdtemp(prefix="fsdplab-ranks-")))
+        mailbox = Mailbox(temporary_folder("ranks"))
         (mailbox.folder / "before.py").write_text(before, encoding="utf-8")
         requests = [_fifo(mailbox, rank) for rank in range(world_size)]
         agent: Agent | None = None

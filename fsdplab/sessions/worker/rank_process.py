@@ -13,8 +13,8 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdplab.common.files import write_whole
+from fsdplab.common.files import naming, write_whole
 from fsdplab.engine.transport.shared_memory.process_group import register_backend
 from fsdplab.sessions.launch.mailbox import AGENT_PID, RANKS_STORE, HeartbeatWriter, Mailbox
 from fsdplab.sessions.launch.parent_death import end_with_parent
+from fsdplab.sessions.launch.program import end_process
 from fsdplab.sessions.launch.stacks import of_exception
 from fsdplab.sessions.worker.collective_hooks import watch_collectives
 
@@ -47,29 +48,34 @@ class RankContext:
     device: torch.device
     mailbox: Mailbox
     heartbeat: HeartbeatWriter
-    issued: list[tuple[str, int]] = field(default_factory=list)  # every observed collective: name, bytes
+    # every observed collective, name and bytes, where that was asked for: of a long run they are many
+    issued: list[tuple[str, int]] | None = None
 
     def note_collective(self, name: str, nbytes: int) -> None:
         """A collective is about to be issued."""
-        self.issued.append((name, nbytes))
+        if self.issued is not None:
+            self.issued.append((name, nbytes))
         self.heartbeat.issue(f"{name} of {nbytes} bytes" if nbytes else name)
 
     def write(self, kind: str, content: dict[str, Any]) -> None:
         """Write a JSON file for the caller, whole or not at all."""
         write_whole(self.mailbox.of(self.rank, kind), json.dumps(content) + "\n")
 
-    def append(self, kind: str, row: dict[str, Any]) -> None:
-        """Add one line to a file of JSON lines."""
-        with self.mailbox.of(self.rank, kind).open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    def append(self, kind: str, *rows: dict[str, Any]) -> None:
+        """Add a line for each row to a file of JSON lines."""
+        path = self.mailbox.of(self.rank, kind)
+        with naming(path), path.open("a") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @contextmanager
-def rank_process(folder: str, backend: str = "gloo", device: str | None = None) -> Iterator[RankContext]:
+def rank_process(
+    folder: str, backend: str = "gloo", device: str | None = None, keep_issued: bool = False
+) -> Iterator[RankContext]:
     """Run the body as one rank of a process group (gloo or shm on the CPU, nccl on CUDA).
 
     The process ends after the body. `device` is "cuda" where the ranks of a gloo group compute on GPUs, "cuda:0" where
-    all share that one.
+    all share that one. `keep_issued`: the context lists all collectives.
     """
     end_with_parent(int(os.environ[AGENT_PID]))
     mailbox, rank, world_size = Mailbox(Path(folder)), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -81,6 +87,7 @@ def rank_process(folder: str, backend: str = "gloo", device: str | None = None) 
         _own_device(device or ("cuda" if backend == "nccl" else "cpu")),
         mailbox,
         HeartbeatWriter(mailbox.of(rank, "heartbeat"), rank),
+        [] if keep_issued else None,
     )
     sys.excepthook = lambda kind, error, trace: _leave_note_and_end(context, error)
     dist.init_process_group(
@@ -93,7 +100,9 @@ def rank_process(folder: str, backend: str = "gloo", device: str | None = None) 
     context.heartbeat.enter("finished")
     _wait_for_peers(store, world_size)
     dist.destroy_process_group()
-    _end(0)
+    # taking torch apart would cost half a second, and after a failure a destructor may wait for peers that wait for
+    # this rank
+    end_process(0)
 
 
 def _connected(rank: int) -> str:
@@ -146,20 +155,13 @@ def _leave_note_and_end(context: RankContext, error: BaseException) -> None:
     text, heartbeat = of_exception(error), asdict(context.heartbeat.last())
     kind = "diverged" if isinstance(error, Diverged) else "raised"
     where = {name: heartbeat[name] for name in ("step", "phase", "collective", "completed")}
-    context.write("failure", {"kind": kind, "error": _headline(error), "traceback": text, "time": time.time(), **where})
-    sys.stderr.write(text)
-    _end(1)
+    note = {"kind": kind, "error": _headline(error), "traceback": text, "time": time.time(), **where}
+    with suppress(OSError):  # on a full disk nobody can be told; the caller, which writes there too, says why
+        context.write("failure", note)
+        sys.stderr.write(text)
+    end_process(1)
 
 
 def _headline(error: BaseException) -> str:
     first = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
-def _end(code: int) -> None:
-    """End this process at once: after a failure a destructor may wait for peers that wait for this rank, and after a
-    success taking torch apart costs half a second.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -25,7 +25,7 @@ _PLAIN = (type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter)
 
 def main(folder: str, source: str, function_name: str) -> None:
     """Call the function on this rank."""
-    with rank_process(folder) as context:
+    with rank_process(folder, keep_issued=True) as context:
         payload = torch.load(context.mailbox.folder / "payload", weights_only=True)
         function = getattr(_module(Path(source)), function_name)
         context.heartbeat.enter(function_name)

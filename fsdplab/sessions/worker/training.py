@@ -30,6 +30,7 @@ from fsdplab.sessions.spec.sharing import carrier, device_of_ranks, nccl_variabl
 from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
 from fsdplab.sessions.worker.engines import Batch, TrainingSetup, build
 from fsdplab.sessions.worker.environment import capture_environment
+from fsdplab.sessions.worker.ledger import Ledger
 from fsdplab.sessions.worker.profiler import (
     MEMORY_TRACE,
     RANGE,
@@ -69,7 +70,7 @@ class Training:
 
     def __init__(self, spec: RunSpec, context: RankContext, build_setup: Build) -> None:
         self.spec, self.context = spec, context
-        self.ledger: list[dict[str, Any]] = []
+        self.ledger = Ledger(context, self._is_traced)
         self.tags = TagLog() if spec.memory else None
         self.text = ByteText.from_path(spec.text) if spec.text else ByteText.from_standard_library()
         self.setup = build_setup(spec, context)
@@ -90,8 +91,8 @@ class Training:
             profiled = []
         for unsubscribe in subscriptions:
             unsubscribe()
+        self.ledger.write()
         result = {
-            "ledger": self.ledger,
             "life": self.unit_states.rows,
             "memory": self._memory(timeline),
             "profiled_s": profiled,
@@ -99,7 +100,10 @@ class Training:
         }
         self.context.write("result", result)
         for kind in (TRACE, MEMORY_TRACE) if profiled else ():
-            leave_analysis(self.context, kind, self.ledger)
+            leave_analysis(self.context, kind, self.ledger.kept)
+
+    def _is_traced(self, step: int) -> bool:
+        return bool(self.spec.profile) and (step == MEMORY_STEP or step >= self.spec.untimed + self.spec.steps)
 
     def _warm_up(self) -> MemoryTimeline | None:
         timeline = None
@@ -111,7 +115,7 @@ class Training:
                 continue
             seconds = self._step(step, timed=False)
             if step >= self.spec.warmup:
-                self.network.note_step(step, seconds, self.ledger)
+                self.network.note_step(step, seconds, self.ledger.of_step)
         return timeline
 
     def _profiled_steps(self) -> list[float]:
@@ -138,6 +142,7 @@ class Training:
             loss = self.setup.train_step(batches)
             seconds = time.perf_counter() - start
         events.flush()
+        self.ledger.write()
         tokens = self.spec.tokens_per_rank * len(batches)
         row = {
             "rank": self.context.rank,
@@ -193,7 +198,7 @@ class Training:
         if not isinstance(event, events.Collective):
             return
         self.context.heartbeat.complete(f"{event.kind} of {event.unit or 'the root'} in {event.phase}")
-        self.ledger.append({"rank": self.context.rank, "step": self.context.heartbeat.step, **vars(event)})
+        self.ledger.add({"rank": self.context.rank, "step": self.context.heartbeat.step, **vars(event)})
 
     def _memory(self, timeline: MemoryTimeline | None) -> dict[str, Any] | None:
         if timeline is None:

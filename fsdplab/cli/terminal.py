@@ -1,0 +1,92 @@
+"""The two sides of the command line that are not its own: what a terminal can show, and the signals that end a command.
+
+A terminal whose encoding lacks a sign (`LC_ALL=C`) gets a plain one. Ctrl-C, SIGTERM and SIGHUP all end a command as
+an exception does: ranks are ended and temporary folders removed on the way.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_PLAIN = {"–": "-", "…": "...", "µ": "u", "×": "x", "→": "->", "·": "|", "≤": "<=", "≥": ">=", "²": "2"}
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+_CLEANING_S = 15.0  # ending ranks is bounded by ten seconds; a signal after this long is taken again
+
+
+class Ended(KeyboardInterrupt):
+    """A signal asked the command to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def show_what_can_be_shown() -> None:
+    """Print plain signs for those that the encoding of stdout or stderr lacks."""
+    codecs.register_error("fsdplab.plain", _plain)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="fsdplab.plain")
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_PLAIN.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
+
+
+class Signals:
+    """What the signals of one command have asked for; `number` is the first, None while there was none."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._raised_at = -_CLEANING_S
+
+    def take(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: raise `Ended`, but not while what an earlier one has ended is cleaned up."""
+        self.number = self.number or number
+        if time.monotonic() - self._raised_at > _CLEANING_S:
+            self._raised_at = time.monotonic()
+            raise Ended(self.number)
+
+    def look(self) -> None:
+        """Raise `Ended` again where a library has caught it (an import that goes on without an optional part)."""
+        if self.number is not None:
+            raise Ended(self.number)
+
+
+of_this_command = Signals()
+
+
+def look_for_signals() -> None:
+    """For a command's `on_look`: end it, if a signal has asked for that."""
+    of_this_command.look()
+
+
+@contextmanager
+def signals_as_exceptions(until_the_end: bool) -> Iterator[Signals]:
+    """Inside, the first of the signals raises `Ended`; others do nothing, so that what it began is finished.
+
+    `until_the_end` of the process: afterwards signals are still ignored, while Python ends and the last processes with
+    it. A signal that whoever started this ignores (`nohup`) stays ignored. Only the main thread has signals.
+    """
+    global of_this_command
+    of_this_command = Signals()
+    if threading.current_thread() is not threading.main_thread():
+        yield of_this_command
+        return
+    taken = [number for number in _SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    before = {number: signal.signal(number, of_this_command.take) for number in taken}
+    try:
+        yield of_this_command
+    finally:
+        for number, handler in before.items() if not until_the_end else ():
+            signal.signal(number, handler)

@@ -1,0 +1,37 @@
+"""Temporary folders that are gone when this process is, however it ends.
+
+All of them lie in one folder of this process. It is removed at the end of Python; where the process is killed before
+(a notebook's kernel is, at every shutdown), the warm starter removes it, which lives a moment longer (starter.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+
+_lock = threading.Lock()
+_own: tuple[int, Path] | None = None  # the process that made it, and the folder
+
+
+def folder_of_this_process() -> Path:
+    """The folder with all temporary folders of this process, made when first asked for."""
+    global _own
+    with _lock:
+        if _own is None or _own[0] != os.getpid() or not _own[1].is_dir():  # a forked process has its own
+            _own = (os.getpid(), Path(tempfile.mkdtemp(prefix=f"fsdplab-{os.getpid()}-")))
+            atexit.register(_remove, *_own)
+        return _own[1]
+
+
+def temporary_folder(kind: str) -> Path:
+    """A new folder that is removed at the end of this process: `temporary_folder("run")` is `.../run-x1y2z3`."""
+    return Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=folder_of_this_process()))
+
+
+def _remove(owner: int, folder: Path) -> None:
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)

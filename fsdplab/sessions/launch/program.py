@@ -1,0 +1,79 @@
+"""What a rank's process does, forked or new: run a program as `python *program` would, and end.
+
+    python -m fsdplab.sessions.launch.program -m fsdplab.sessions.worker.training FOLDER      started by torchrun
+
+For a program of the lab's own (`-m fsdplab...`) the working folder stands on the path behind Python's own library: a
+learner's function finds the modules beside it, and a `random.py` among them is not imported by torch, which imports
+much only when it needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+from fsdplab.common.pythons import run_of
+
+
+def as_ranks_of_torchrun(program: Sequence[str]) -> list[str]:
+    """The last arguments of torchrun, by which each rank runs `program` with this module."""
+    python, *words = run_of("fsdplab.sessions.launch.program", *program)
+    return ["--no-python", python, "-u", *words]
+
+
+def run_and_end(program: Sequence[str]) -> NoReturn:
+    """Run the program and end this process with its exit code; no destructor and no exit handler runs."""
+    try:
+        run_program(program)
+        code: object = 0
+    except SystemExit as left:
+        code = left.code
+        if isinstance(code, str):  # sys.exit("why")
+            print(code, file=sys.stderr)
+    except BaseException:
+        code = 1
+        # a program that has set sys.excepthook (rank_process.py) writes its failure and ends there
+        with suppress(OSError):  # its standard error is on a full disk
+            sys.excepthook(*sys.exc_info())
+    end_process(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process at once, with all that it printed."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # on a full disk, what is left in its buffer is lost
+            stream.flush()
+    os._exit(code)
+
+
+def run_program(program: Sequence[str]) -> None:
+    """Do what `python *program` does: `-m fsdplab.sessions.worker.training FOLDER`, or `script.py ARGUMENTS`."""
+    if program[0] != "-m":
+        sys.argv = list(program)
+        sys.path.insert(0, os.path.dirname(os.path.abspath(program[0])))
+        runpy.run_path(program[0], run_name="__main__")
+        return
+    sys.argv = list(program[1:])
+    if not program[1].startswith("fsdplab."):
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        return
+    module = importlib.import_module(program[1])
+    sys.path[:] = _behind_the_library(os.getcwd())
+    module.main(*program[2:])
+
+
+def _behind_the_library(folder: str) -> list[str]:
+    """sys.path with Python's own library first, then a folder, then all other packages."""
+    library = os.path.dirname(os.__file__)
+    first = [each for each in sys.path if each in (library, os.path.join(library, "lib-dynload"))]
+    return [*first, folder, *(each for each in sys.path if each not in first)]
+
+
+if __name__ == "__main__":
+    run_and_end(sys.argv[1:])
