@@ -78,7 +78,6 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         error.filename = str(path)
-        error.filename2 = None
         raise
 
 

@@ -146,6 +146,7 @@ def begin_starter() -> None:
 def _starter(start: str, on_look: Callable[[], None]) -> Start:
     if start not in STARTS:
         raise SpecError(f"unknown start {start!r}; expected one of {', '.join(STARTS)}")
+    _check_loopback()
     if start == "torchrun":
         return start_torchrun
     refused = warm.why_not()
@@ -228,6 +229,18 @@ def _warm_environment() -> dict[str, str]:
     if loopback := _loopback():
         inherited["GLOO_SOCKET_IFNAME"] = loopback
     return inherited
+
+
+def _check_loopback() -> None:
+    """SpecError where ranks of this machine cannot meet; gloo would say so in its own words, torchrun after minutes."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
+        try:
+            trial.connect(("127.0.0.1", 9))  # nothing is sent
+        except OSError as error:
+            raise SpecError(
+                f"ranks meet at 127.0.0.1, which this machine does not reach ({error.strerror}); bring its loopback"
+                " interface up: ip link set lo up"
+            ) from None
 
 
 def _loopback() -> str | None:
