@@ -95,7 +95,7 @@ def check_file(flag: str, path: Path) -> None:
 
 
 def check_folder(flag: str, path: Path) -> None:
-    """Refuse a folder that cannot be made or written into."""
+    """Refuse a folder in which no file can be made."""
     if path.exists() and not path.is_dir():
         refuse(f"{flag} {path} is a file; expected a folder")
     try:

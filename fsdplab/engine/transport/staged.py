@@ -63,7 +63,7 @@ class StagedTransport(StreamedTransport):
             with events.span("all_gather_copy_out", stamp.unit):
                 unpack(staging, whole)
 
-        return Pending(finish, staging, travelling)
+        return Pending(finish, staging, travelling, on_drop=travelling.abandon)
 
     def reduce_scatter(
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
