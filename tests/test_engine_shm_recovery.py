@@ -315,7 +315,7 @@ def limited(kind: str) -> Callable[[], None]:
     "kind,reason",
     [
         ("file size", "rank 1 got no memory to share: .*File too large"),
-        ("descriptors", "rank 1 got no memory to share|rank 1 may not open|a rank that cannot share"),
+        ("descriptors", "rank 1 got no memory to share|rank 1 may not open|one of them cannot"),
         ("another file", "rank 1 may not open its peers' memory: .*another file"),
     ],
 )
