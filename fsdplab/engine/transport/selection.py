@@ -76,7 +76,7 @@ def _make(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transp
     if wanted == "gloo":
         return GlooTransport(group, device)
     machines = machines_of(group)
-    refused = f"got {len(machines)} machines"
+    refused = "one of them cannot" if None in machines else f"got {len(machines)} machines"
     if None not in machines and len(machines) == 1:
         try:
             return SharedTransport(group, device)

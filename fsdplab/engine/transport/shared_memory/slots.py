@@ -223,6 +223,8 @@ class Slots:
 
     def _await(self, word: Word, number: int, peer: int, what: str, check: Callable[[], None] = lambda: None) -> None:
         """Return once a word of `peer` is `number`; `check` raises where it never will be."""
+        if word.value >= number:
+            return
 
         def both() -> None:
             self.check()
@@ -234,8 +236,7 @@ class Slots:
                     f" begins anew: {self._remedy}"
                 )
 
-        if word.value < number:
-            self._sleep_until(word, number, peer, f"{what} operation {number}", both)
+        self._sleep_until(word, number, peer, f"{what} operation {number}", both)
 
     def _sleep_until(self, word: Word, number: int, peer: int, what: str, check: Callable[[], None]) -> None:
         deadline = time.monotonic() + self._patience_s

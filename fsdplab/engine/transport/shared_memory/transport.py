@@ -99,7 +99,7 @@ class SharedTransport(Transport):
             source = self._operations.stage(staging, nbytes, operation.label)
         elif resident is not None and self._slots.arena.place_of(resident) is not None:
             return resident
-        else:  # the arena had no space for it: buffers in turn are for gathers that no rank has in place
+        else:  # the arena refused to hold it; buffers in turn are for gathers that no rank has in place
             source = self._slots.allocate(nbytes, operation.label)
         outgoing.write(source)
         return source

@@ -63,7 +63,7 @@ class Words:
     """The words of one rank over `count` slots."""
 
     def __init__(self, header: Segment, count: int) -> None:
-        self._memory = header.memory
+        self._memory, self._start = header.memory, header.address
         self.broken, self.stopped = Word(self._memory, _BROKEN), Word(self._memory, _STOPPED)
         self.ready, self.done, self.summed = (
             [Word(self._memory, _SLOTS_AT + slot * _SLOT + line * _LINE) for slot in range(count)] for line in (0, 2, 3)
@@ -112,7 +112,7 @@ class Words:
         struct.pack_into(f"{size}s", self._memory, at, text.encode()[:size])
 
     def _text(self, at: int, size: int) -> str:
-        return bytes(self._memory[at : at + size]).rstrip(b"\0").decode(errors="ignore")
+        return ctypes.string_at(self._start + at, size).rstrip(b"\0").decode(errors="ignore")
 
 
 def shortened(label: str) -> str:
