@@ -141,7 +141,7 @@ def _scene(record: RunRecord) -> Scene:
 
 def _slow_link(scene: Scene) -> Finding | None:
     seconds = scene.excess_s - _latency_s(scene)
-    if seconds <= 0:
+    if seconds <= 0 or not scene.busy_s:  # nothing was computed: no schedule would hide anything
         return None
     factor = scene.communication_s / scene.busy_s
     title = (

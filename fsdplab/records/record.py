@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdplab.common.files import write_whole
 
+from .checks import shown, wrong_in
 from .tables import TABLES, RecordError, Row, read_table, write_table
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class RunRecord:
 def _read_run_json(folder: Path) -> dict[str, Any]:
     path = folder / "run.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
     except (FileNotFoundError, NotADirectoryError):
         if not folder.exists():
             raise RecordError(
@@ -114,26 +115,28 @@ def _read_run_json(folder: Path) -> dict[str, Any]:
         raise RecordError(
             f"{folder} holds no run.json, so it is no run record. Give the folder that `fsdplab run` printed."
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RecordError(
             f"{path} cannot be read ({error}). Copy it again from where it was recorded, or record the run again."
         ) from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
         raise RecordError(
-            f"{path} has the format {found!r}; expected {FORMAT!r}. Record the run again with this version of fsdplab."
+            f"{path} has the format {shown(found)}; expected {FORMAT!r}. Record the run again with this version of"
+            " fsdplab."
         )
     missing = [name for name in (*_FIELDS, "rows") if name not in content]
     if missing:
         raise RecordError(f"{path} lacks {', '.join(missing)}: it is damaged. Record the run again.")
-    _check_shapes(path, content)
+    if (wrong := wrong_in(content)) is not None:
+        raise RecordError(
+            f"{path} is damaged: {wrong}. Copy it again from where it was recorded, or record the run again."
+        )
     return content
 
 
-def _check_shapes(path: Path, content: dict[str, Any]) -> None:
-    for name in ("spec", "environment", "summary", "provenance", "rows"):
-        if not isinstance(content[name], dict):
-            raise RecordError(f"{path}: {name} is {content[name]!r}; expected an object. Record the run again.")
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _check_rows(folder: Path, table: str, found: int, expected: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import math
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 
 from fsdplab.common.files import write_whole
 from fsdplab.common.names import CATEGORIES
+
+from .checks import shown
 
 
 class RecordError(RuntimeError):
@@ -27,64 +30,84 @@ def _flag(text: str) -> bool:
     return {"True": True, "False": False}[text]
 
 
+def _whole(text: str) -> int:
+    value = int(text)
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{text[:20]}... has more than 64 bits")
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]!r} is no finite number")
+    return value
+
+
 Row = dict[str, Any]
 Schema = dict[str, Callable[[str], Any]]
 
 TABLES: dict[str, Schema] = {
     # step_time_s is empty for the steps that are not timed (warm-up, and the step whose memory was measured)
-    "steps": {"rank": int, "step": int, "loss": float, "step_time_s": float, "tokens": int},
+    "steps": {"rank": _whole, "step": _whole, "loss": float, "step_time_s": _finite, "tokens": _whole},
     "ledger": {
-        "rank": int,
-        "step": int,
+        "rank": _whole,
+        "step": _whole,
         "unit": str,
         "phase": str,
         "kind": str,
-        "logical_bytes": int,
-        "wire_bytes": int,
-        "padding_bytes": int,
+        "logical_bytes": _whole,
+        "wire_bytes": _whole,
+        "padding_bytes": _whole,
         "dtype": str,
-        "start_ns": int,
-        "end_ns": int,
+        "start_ns": _whole,
+        "end_ns": _whole,
         "emulated": _flag,
-        "waited_ns": int,
+        "waited_ns": _whole,
     },
-    "memory": {"rank": int, "step": int, "time_ns": int, **dict.fromkeys(CATEGORIES, int), "is_peak": _flag},
+    "memory": {
+        "rank": _whole,
+        "step": _whole,
+        "time_ns": _whole,
+        **dict.fromkeys(CATEGORIES, _whole),
+        "is_peak": _flag,
+    },
     # profiled steps: one row an interval, in the lanes of a figure
     "timeline": {
-        "rank": int,
-        "step": int,
+        "rank": _whole,
+        "step": _whole,
         "lane": str,
         "unit": str,
         "phase": str,
         "name": str,
-        "start_ns": int,
-        "end_ns": int,
+        "start_ns": _whole,
+        "end_ns": _whole,
         "emulated": _flag,
     },
     # one row a rank and profiled step; compute only + overlapped + exposed + other = the step, to the nanosecond
     "breakdown": {
-        "rank": int,
-        "step": int,
-        "step_ns": int,
-        "compute_ns": int,
-        "compute_only_ns": int,
-        "overlapped_ns": int,
-        "exposed_ns": int,
-        "other_ns": int,
+        "rank": _whole,
+        "step": _whole,
+        "step_ns": _whole,
+        "compute_ns": _whole,
+        "compute_only_ns": _whole,
+        "overlapped_ns": _whole,
+        "exposed_ns": _whole,
+        "other_ns": _whole,
     },
     # where communication was exposed, and why
     "exposed": {
-        "rank": int,
-        "step": int,
+        "rank": _whole,
+        "step": _whole,
         "unit": str,
         "phase": str,
         "kind": str,
-        "communication_ns": int,
-        "exposed_ns": int,
+        "communication_ns": _whole,
+        "exposed_ns": _whole,
         "cause": str,
     },
     # when a unit was gathered and dropped
-    "life": {"rank": int, "step": int, "unit": str, "state": str, "phase": str, "time_ns": int},
+    "life": {"rank": _whole, "step": _whole, "unit": str, "state": str, "phase": str, "time_ns": _whole},
 }
 LANES = ("step", "compute", "all_gather", "reduce_scatter", "all_reduce", "other_communication", "exposed", "waiting")
 CAUSES = ("hidden", "late_start", "link_busy", "nothing_to_hide_behind", "waiting_for_peer", "unknown")
@@ -117,14 +140,20 @@ def write_table(folder: Path, table: str, rows: list[Row]) -> None:
 def read_table(folder: Path, table: str) -> list[Row]:
     """Read one table as a list of typed rows; RecordError when the file is missing, damaged or has other columns."""
     path = folder / file_name(table)
-    lines = csv.reader(io.StringIO(_unpack(path)))
-    header = next(lines, [])
+    header, *lines = _lines(path) or [[]]
     if header != list(TABLES[table]):
         raise RecordError(
-            f"{path} has columns {header}; expected {list(TABLES[table])}. Record the run again with this version of"
-            " fsdplab."
+            f"{path} has columns {shown(header)}; expected {list(TABLES[table])}. Record the run again with this"
+            " version of fsdplab."
         )
     return [_typed_row(path, table, number, cells) for number, cells in enumerate(lines, start=2)]
+
+
+def _lines(path: Path) -> list[list[str]]:
+    try:
+        return list(csv.reader(io.StringIO(_unpack(path))))
+    except csv.Error as error:  # a cell of a hundred thousand signs
+        raise RecordError(f"{path} is damaged ({error}). Record the run again.") from error
 
 
 def _unpack(path: Path) -> str:

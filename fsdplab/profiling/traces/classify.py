@@ -47,6 +47,8 @@ KINDS = {  # in a name, letters only -> what the collective is; the order matter
     "gather": "gather", "scatter": "scatter", "reduce": "reduce",
 }  # fmt: skip
 
+_LATEST_NS = 2**62  # sums of two times fit 64 bits
+
 
 @dataclass(frozen=True)
 class Range:
@@ -151,9 +153,10 @@ def read_events(path: str | Path) -> TraceEvents:
     sorter = _Sorter(TraceEvents(trace.path, trace.metadata))
     try:
         sorter.take(trace)
-    except (KeyError, TypeError, ValueError) as error:
+        _check_metadata(trace.metadata)
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise TraceError(
-            f"{path} holds an event that PyTorch's profiler does not write ({error!r}); export the trace again."
+            f"{path} holds something that PyTorch's profiler does not write ({_shown(error)}); export the trace again."
         ) from None
     found = sorter.found
     if "mergedRanks" in found.metadata:
@@ -167,6 +170,22 @@ def read_events(path: str | Path) -> TraceEvents:
             " training step."
         )
     return _on_one_clock(found, trace.base_ns)
+
+
+def _check_metadata(metadata: dict[str, Any]) -> None:
+    """ValueError where what stands around the events is of another type than the profiler's."""
+    world = metadata.get("distributedInfo")
+    for name, value in (
+        ("baseTimeNanoseconds", metadata.get("baseTimeNanoseconds")),
+        *((name, world.get(name)) for name in ("rank", "world_size") if isinstance(world, dict)),
+    ):
+        if value is not None and (not isinstance(value, int) or not 0 <= value < _LATEST_NS):
+            raise ValueError(f"{name} is {value!r:.40}")
+
+
+def _shown(error: Exception) -> str:
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    return words if len(words) <= 100 else f"{words[:100]}..."
 
 
 class _Sorter:
@@ -201,6 +220,8 @@ class _Sorter:
             else:
                 handler(event, start, end)
         found.first, found.last = first, last
+        if first is not None and (first < -_LATEST_NS or last > _LATEST_NS):
+            raise ValueError("a time of more than 64 bits")
 
     def _host(self, event: dict[str, Any], start: int, end: int) -> None:
         name = event["name"]

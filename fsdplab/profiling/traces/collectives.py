@@ -319,22 +319,26 @@ def _payload(transfer: Transfer, kind: str, world_size: int) -> int | None:
     """The whole payload in bytes, of all ranks' slices; from NCCL's own figures or from the shapes that gloo was
     given.
     """
-    details = transfer.details
+    details = transfer.details if isinstance(transfer.details, dict) else {}
     if "bytes" in details:
-        return details["bytes"]
-    if "In msg nelems" in details:
-        elements = max(details["In msg nelems"], details.get("Out msg nelems") or 0)
+        return details["bytes"] if isinstance(details["bytes"], int) else None
+    given = [details.get("In msg nelems"), details.get("Out msg nelems")]
+    if elements := max((each for each in given if isinstance(each, int)), default=0):
         size = _ITEM.get(str(details.get("dtype")).lower())
         return elements * size if size else None
-    shapes, types = details.get("Input Dims") or [], details.get("Input type") or []
+    shapes, types = _list(details.get("Input Dims")), _list(details.get("Input type"))
     sizes = [
-        math.prod(shape) * _ITEM[kind_.lower()]
+        math.prod(shape) * _ITEM[str(kind_).lower()]
         for shape, kind_ in zip(shapes, types)
-        if shape and _flat(shape) and kind_.lower() in _ITEM
+        if shape and _flat(shape) and str(kind_).lower() in _ITEM
     ]
     if not sizes:
         return None
     return sum(sizes) * (world_size if kind == "all_gather" else 1)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _flat(shape: Any) -> bool:
