@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from fsdplab.engine import events
-from fsdplab.engine.core.layout import Layout
+from fsdplab.engine.core.layout import Layout, Piece
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -70,16 +70,17 @@ class Gathered:
         slots are pieces too, whose places nobody reads.
         """
         whole = self.tensor
-        if not self._places:
-            layout, words = self.layout, whole.view(WORDS[self.layout.word])
-            for piece in layout.pieces:
-                shape = (layout.ranks, piece.words)
-                if piece.slot is None:
-                    self._places.append(words.new_empty(shape))
-                else:
-                    start = piece.slot.whole_offset // layout.word
-                    self._places.append(words[start : start + layout.ranks * piece.words].view(shape))
+        if not self._places:  # assigned once it is complete: an interrupted wait is done again
+            words = whole.view(WORDS[self.layout.word])
+            self._places = [self._place(words, piece) for piece in self.layout.pieces]
         return self._places
+
+    def _place(self, words: torch.Tensor, piece: Piece) -> torch.Tensor:
+        shape = (self.layout.ranks, piece.words)
+        if piece.slot is None:
+            return words.new_empty(shape)
+        start = piece.slot.whole_offset // self.layout.word
+        return words[start : start + self.layout.ranks * piece.words].view(shape)
 
     def places_of(self, rank: int) -> list[torch.Tensor]:
         """As `places`, of the slice of one rank: [words of the piece] each."""
