@@ -41,21 +41,26 @@ class Exports:
                 console.print(
                     f"TensorBoard: tensorboard --logdir {self.tensorboard}   (pip install torch-tb-profiler)",
                     highlight=False,
+                    markup=False,
                 )
             if self.perfetto:
                 if len(records) > 1:
                     refuse(f"--perfetto writes one trace, but {len(records)} records were given; give one at a time")
                 export_perfetto(records[0], self.perfetto)
                 console.print(
-                    f"Perfetto: open {self.perfetto} in https://ui.perfetto.dev or chrome://tracing", highlight=False
+                    f"Perfetto: open {self.perfetto} in https://ui.perfetto.dev or chrome://tracing",
+                    highlight=False,
+                    markup=False,
                 )
             if self.csv:
                 _each(records, self.csv, export_csv)
-                console.print(f"tables: {self.csv}", highlight=False)
+                console.print(f"tables: {self.csv}", highlight=False, markup=False)
             if self.snapshot:
                 _each(records, self.snapshot, export_snapshots)
                 console.print(
-                    f"memory snapshots: {self.snapshot}, to open in https://pytorch.org/memory_viz", highlight=False
+                    f"memory snapshots: {self.snapshot}, to open in https://pytorch.org/memory_viz",
+                    highlight=False,
+                    markup=False,
                 )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -145,14 +146,15 @@ def show(console: Console, shown: Sequence[RunView], reference: RunRecord | None
     for run in shown:
         if run.matches is False:
             console.print(
-                f"[bold red]{run.label}: its losses differ from the reference's beyond rounding[/]", highlight=False
+                f"[bold red]{escape(run.label)}: its losses differ from the reference's beyond rounding[/]",
+                highlight=False,
             )
 
 
 def _explain(console: Console, shown: Sequence[RunView], reference: RunRecord | None) -> None:
     console.print(f"[dim]{LEGEND}[/]", highlight=False)
     for word, what in provenance(list(shown)):
-        console.print(f"[bold]{word}[/]: {what}", highlight=False)
+        console.print(f"[bold]{word}[/]: {escape(what)}", highlight=False)
     if reference is not None:
         console.print(
             "[bold]losses[/]: beside the unsharded twin, one process that replays every rank's batches", highlight=False
@@ -164,7 +166,9 @@ def print_findings(console: Console, records: Sequence[RunRecord]) -> None:
     from fsdplab.figures.findings import findings_by_run
 
     for label, found in findings_by_run(records):
-        console.print(f"\n[bold]{label}[/]: what a step lost time to, and what fills its memory", highlight=False)
+        console.print(
+            f"\n[bold]{escape(label)}[/]: what a step lost time to, and what fills its memory", highlight=False
+        )
         for number, finding in enumerate(found, start=1):
             console.print(f"  {number}. {finding.title}. {finding.text}", highlight=False, markup=False)
             console.print(f"     -> {finding.remedy}", highlight=False, markup=False, style="dim")

@@ -52,7 +52,9 @@ class ProgressTable:
             self._live.update(self._draw())
         elif self._detail is not Detail.QUIET:
             self._console.print(
-                "  ".join(text for text in cells(self._rows[-1], PENDING) if text != MISSING), highlight=False
+                "  ".join(text for text in cells(self._rows[-1], PENDING) if text != MISSING),
+                highlight=False,
+                markup=False,
             )
 
     def step(self, spec: RunSpec, step: int, steps: int, loss: float) -> None:

@@ -44,6 +44,7 @@ def report_records(paths: Sequence[Path], outputs: Outputs, exports: Exports) ->
 
 def load_all(paths: Sequence[Path]) -> list[RunRecord]:
     """Folders are records; files are traces, all of one run."""
+    from fsdplab.profiling import AccountingError
     from fsdplab.profiling.traces.chrome import TraceError
     from fsdplab.profiling.traces.import_traces import record_of_traces
 
@@ -51,5 +52,5 @@ def load_all(paths: Sequence[Path]) -> list[RunRecord]:
     try:
         loaded = [RunRecord.load(path) for path in paths if path not in traces]
         return loaded + ([record_of_traces(traces)] if traces else [])
-    except (RecordError, TraceError) as error:
+    except (AccountingError, RecordError, TraceError) as error:
         refuse(str(error))

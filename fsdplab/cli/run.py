@@ -55,7 +55,7 @@ def record_run(
         print_findings(console, [record])
     if detail is Detail.VERBOSE:
         print_output_of_ranks(console, [record])
-    console.print(f"recorded in {folder}; show it again with: fsdplab report {folder}", highlight=False)
+    console.print(f"recorded in {folder}; show it again with: fsdplab report {folder}", highlight=False, markup=False)
 
 
 def record_on_nodes(

@@ -66,7 +66,7 @@ class Scene:
         counts.
         """
         link = self.record.summary.get("link")
-        moving = max(self.by_kind().values(), default=0.0) if link and link["queues"] == 1 else self.communication_s
+        moving = max(self.by_kind().values(), default=0.0) if link and link.get("queues") == 1 else self.communication_s
         return max(0.0, min(moving, self.communication_s) - self.by_cause("waiting_for_peer") - self.busy_s)
 
     def by_kind(self) -> dict[str, float]:
@@ -177,7 +177,7 @@ def _no_prefetch(scene: Scene) -> Finding | None:
 
 def _one_communicator(scene: Scene) -> Finding | None:
     worst, link = scene.worst("link_busy"), scene.record.summary.get("link")
-    if worst is None or link and link["queues"] == 2:
+    if worst is None or link and link.get("queues") == 2:
         return None
     # side by side, the shorter of the two kinds is all that can be saved
     saved = scene.communication_s - max(scene.by_kind().values())
@@ -321,7 +321,8 @@ _REMEDIES = {
 
 def _peak(record: RunRecord) -> Finding | None:
     """The largest category at the memory's peak."""
-    split = (record.summary.get("peak_memory_bytes") or {}).get("by_category") or {}
+    measured = (record.summary.get("peak_memory_bytes") or {}).get("by_category") or {}
+    split = {name: nbytes for name, nbytes in measured.items() if name in CATEGORY_ROWS and nbytes is not None}
     total = sum(split.values())
     if not total:
         return None
@@ -354,7 +355,7 @@ def _latency_s(scene: Scene) -> float:
     rows, link = _last_step(scene.record), scene.record.summary.get("link")
     if not rows:
         return 0.0
-    if link and link["bytes_per_s"]:
+    if link and link.get("bytes_per_s"):
         return sum(
             (row["end_ns"] - row["start_ns"]) / 1e9 - row["wire_bytes"] / link["bytes_per_s"]
             for row in rows
@@ -373,7 +374,7 @@ def _row(row: Row) -> str:
 
 def _link(record: RunRecord) -> str:
     link = record.summary.get("link")
-    if not link or not link["bytes_per_s"]:
+    if not link or not link.get("bytes_per_s"):
         return "the machine's own transport, measured"
     return f"{link['name']}: {link['bytes_per_s'] / 1e6:,.0f} MB/s, {record.provenance.get('link', 'emulated')}"
 

@@ -107,6 +107,7 @@ def _read_run_json(folder: Path) -> dict[str, Any]:
     path = folder / "run.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+        json.dumps(content, ensure_ascii=False).encode()  # ValueError for halves of signs, which no file can hold
     except (FileNotFoundError, NotADirectoryError):
         if not folder.exists():
             raise RecordError(

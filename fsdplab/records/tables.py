@@ -109,6 +109,7 @@ TABLES: dict[str, Schema] = {
     # when a unit was gathered and dropped
     "life": {"rank": _whole, "step": _whole, "unit": str, "state": str, "phase": str, "time_ns": _whole},
 }
+_NOT_ALWAYS_MEASURED = ("loss", "step_time_s", "tokens", "waited_ns", *CATEGORIES)
 LANES = ("step", "compute", "all_gather", "reduce_scatter", "all_reduce", "other_communication", "exposed", "waiting")
 CAUSES = ("hidden", "late_start", "link_busy", "nothing_to_hide_behind", "waiting_for_peer", "unknown")
 
@@ -169,8 +170,8 @@ def _unpack(path: Path) -> str:
         ) from error
 
 
-def _value(cell: str, convert: Callable[[str], Any]) -> Any:
-    return None if cell == "" and convert is not str else convert(cell)
+def _value(name: str, cell: str, convert: Callable[[str], Any]) -> Any:
+    return None if cell == "" and name in _NOT_ALWAYS_MEASURED else convert(cell)
 
 
 def _typed_row(path: Path, table: str, number: int, cells: list[str]) -> Row:
@@ -180,7 +181,7 @@ def _typed_row(path: Path, table: str, number: int, cells: list[str]) -> Row:
             f"{path}, line {number}, has {len(cells)} cells; expected {len(schema)}. Record the run again."
         )
     try:
-        return {name: _value(cell, convert) for (name, convert), cell in zip(schema.items(), cells)}
+        return {name: _value(name, cell, convert) for (name, convert), cell in zip(schema.items(), cells)}
     except (ValueError, KeyError) as error:
         raise RecordError(
             f"{path}, line {number}, holds a value of the wrong type ({error}). Record the run again."

@@ -175,11 +175,11 @@ def read_events(path: str | Path) -> TraceEvents:
 def _check_metadata(metadata: dict[str, Any]) -> None:
     """ValueError where what stands around the events is of another type than the profiler's."""
     world = metadata.get("distributedInfo")
-    for name, value in (
-        ("baseTimeNanoseconds", metadata.get("baseTimeNanoseconds")),
-        *((name, world.get(name)) for name in ("rank", "world_size") if isinstance(world, dict)),
-    ):
-        if value is not None and (not isinstance(value, int) or not 0 <= value < _LATEST_NS):
+    held = [("baseTimeNanoseconds", metadata.get("baseTimeNanoseconds") or 0)]
+    if isinstance(world, dict):
+        held += [(name, world[name]) for name in ("rank", "world_size") if name in world]
+    for name, value in held:
+        if not isinstance(value, int) or not 0 <= value < _LATEST_NS:
             raise ValueError(f"{name} is {value!r:.40}")
 
 
@@ -209,6 +209,8 @@ class _Sorter:
                 continue
             start = nanoseconds(event["ts"])
             end = start + nanoseconds(event.get("dur") or 0)
+            if end < start:
+                raise ValueError(f"an event of {event['dur']} us")
             if first is None or start < first:
                 first = start
             if end > last:
@@ -238,6 +240,7 @@ class _Sorter:
     def _named(self, verdict: str, event: dict[str, Any], start: int, end: int) -> None:
         name, found = event["name"], self.found
         thread = (event["pid"], event["tid"])
+        hash(thread)  # TypeError for what is no number or text
         if verdict == "step":
             found.steps.append((int(name.partition("#")[2]), start, end))
         elif verdict == "range":

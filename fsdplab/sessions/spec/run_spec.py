@@ -48,7 +48,10 @@ ON_SHARED_MEMORY = ("torch-ddp", "torch-fsdp1", "torch-fsdp2")
 MEMORY_STEP = 1
 MULTI_RANK_NCCL = (2, 30)  # the first version that takes several ranks on one GPU
 # beyond these a run is a mistake, or would overflow a seed or an index
-_MOST = {"steps": 10_000_000, "warmup": 10_000_000, "profile": 1_000, "world_size": 100_000, "seed": 2**63 - 1}
+_MOST = {
+    "steps": 10_000_000, "warmup": 10_000_000, "profile": 1_000, "world_size": 100_000, "seed": 2**63 - 1,
+    "batch_size": 10**15, "micro_batches": 10**9, "prefetch": 10**9,
+}  # fmt: skip
 CALIBRATION = 3  # steps without a link that a wind tunnel measures
 _BYTES_OF_A_PROCESS = 250_000_000  # Python and torch before any model, measured
 
@@ -232,7 +235,7 @@ def _check_numbers(spec: RunSpec) -> None:
         check_whole(name, getattr(spec, name), 0)
     for name, most in _MOST.items():
         if getattr(spec, name) > most:
-            raise SpecError(f"{name} is {getattr(spec, name)}; expected at most {most:,}")
+            raise SpecError(f"{name} is {str(getattr(spec, name))[:40]}; expected at most {most:,}")
     if spec.card is not None:
         check_whole("card", spec.card, 1, " (bytes of the emulated card, or None)")
     for name in ("learning_rate", "time_limit"):

@@ -8,6 +8,7 @@ the learner edition turns it into code. The start cell says `edition="teacher"`,
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import nbformat
 from nbformat import NotebookNode
+from nbformat.validator import normalize
 
 from fsdplab.teaching.core.course_state import EDITIONS
 from fsdplab.teaching.core.exercise import Exercise
@@ -90,11 +92,40 @@ def _copy_helpers(source: Path, target: Path) -> None:
 def read(path: Path) -> NotebookNode:
     """A notebook in the present format; CourseError where the file is no notebook."""
     try:
-        notebook = nbformat.read(path, as_version=4)
-        nbformat.validate(notebook)
-    except (nbformat.ValidationError, nbformat.reader.NotJSONError, OSError, AttributeError) as error:
-        raise CourseError(f"{path.name} is not a valid notebook: {str(error).splitlines()[0]}") from error
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+        _check_format(content)
+        # before it is made a notebook: the library's errors on one of another shape say nothing of the file
+        _, sound = normalize(content)
+        nbformat.validate(sound)
+        text = json.dumps(sound, ensure_ascii=False)
+        text.encode()  # ValueError for halves of signs, which could not be written again
+        notebook = nbformat.reads(text, as_version=4)
+    except (nbformat.ValidationError, OSError, RecursionError, ValueError) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CourseError(f"{path.name} is not a valid notebook: {why:.200}") from error
     return notebook
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check_format(content: object) -> None:
+    """ValueError unless this is a notebook of a format that the library reads, and its cells have a kind each."""
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__}, a notebook is an object")
+    version = [content.get(name, 0) for name in ("nbformat", "nbformat_minor")]
+    if not all(type(each) is int for each in version) or version[0] != 4 or not 0 <= version[1] <= 100:
+        raise ValueError(
+            f"its format is {version[0]!r:.40}.{version[1]!r:.40}, expected 4.x: save it again in JupyterLab"
+        )
+    cells = content.get("cells")
+    if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
+        raise ValueError("it holds no list of cells")
+    if not all(isinstance(cell.get("id", ""), str) for cell in cells):
+        raise ValueError("the id of a cell is no text")
+    if odd := [cell.get("cell_type") for cell in cells if cell.get("cell_type") not in ("code", "markdown", "raw")]:
+        raise ValueError(f"a cell is of the kind {odd[0]!r:.40}, expected code, markdown or raw")
 
 
 def tags_of(cell: NotebookNode) -> tuple[str, ...]:
@@ -139,7 +170,7 @@ def structure_complaints(name: str, notebook: NotebookNode) -> list[str]:
 
 
 def _cell_complaints(cells: Sequence[NotebookNode]) -> Iterator[tuple[int, str]]:
-    following = [*cells[1:], None]
+    following = [*cells, None][1:]
     for number, (cell, after) in enumerate(zip(cells, following, strict=True), 1):
         tags = tags_of(cell)
         for tag in tags:
