@@ -13,7 +13,8 @@ Step = Callable[[], object]  # what it returns is not used
 
 class Pending:
     """Holds `buffers` until `wait` has run `finish` to its end, which it does once; a wait that was interrupted runs it
-    again. `on_drop` is run instead where the work is abandoned, or nobody ever waits.
+    again. `on_drop` is run instead where the work is abandoned, or nobody ever waits. A transport that began anew sets
+    `lost` on the work that it had under way.
 
     >>> done = []
     >>> work = Pending(lambda: done.append("waited"), "buffer")
@@ -21,10 +22,11 @@ class Pending:
     ['waited']
     """
 
-    __slots__ = ("__weakref__", "_buffers", "_finish", "_on_drop")
+    __slots__ = ("__weakref__", "_buffers", "_finish", "_on_drop", "lost")
 
     def __init__(self, finish: Step, *buffers: object, on_drop: Step | None = None) -> None:
         self._finish: Step | None = finish
+        self.lost = False
         self._buffers = buffers
         self._on_drop = on_drop  # what makes it safe to free the buffers if nobody ever waits
 
