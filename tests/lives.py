@@ -104,6 +104,7 @@ class Life:
     def __init__(self, transport: str, draw: random.Random, own: random.Random) -> None:
         self.transport, self.draw, self.own = transport, draw, own
         self.kept: list[list[Any]] = []  # [how many actions it stays, what]
+        self.left = False  # whether a step has raised and nothing was done about it: then a forward comes next
         self.build()
 
     def build(self) -> None:
@@ -129,7 +130,8 @@ class Life:
             self.train, self.train, self.evaluate, self.forward_only, self.accumulate, self.raise_in_step,
             self.raise_in_step, self.drop, self.by_hand, self.interrupt_by_hand, self.interrupt_step, self.write,
         )  # fmt: skip
-        return self.draw.choice(actions)()
+        action, self.left = self.train if self.left else self.draw.choice(actions), False
+        return action()
 
     def train(self) -> Any:
         return self._step(self.data())
@@ -168,6 +170,7 @@ class Life:
             self._keep(error)
         self.model.where = ("", 0)
         self.model.zero_grad()
+        self.left = afterwards == "nothing"
         if afterwards == "reset":
             self.model.reset_iter_state()
         if afterwards == "build":

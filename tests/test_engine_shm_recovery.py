@@ -252,6 +252,23 @@ def test_who_waits_for_a_rank_that_begins_anew_is_told(ranks) -> None:
     assert "rank 0 has left its step unfinished and begins anew: call reset_iter_state()" in second
 
 
+def left_behind_by_another() -> None:
+    """A gather that a forward has left behind, and another model's new beginning: by hand it is gathered again."""
+    model, other = built(3, prefetch=3), built(4)
+    for each in (model, other):
+        each.where = ("before", 1)
+        with pytest.raises(Raised):
+            stepped(each)
+    other.reset_iter_state()
+    model.blocks[3].unshard()
+    assert torch.equal(model.blocks[3].weight, weights(3)[3])
+    model.blocks[3].reshard()
+
+
+def test_a_gather_that_a_new_beginning_has_ended_can_be_begun_again(ranks) -> None:
+    ranks(2, left_behind_by_another)
+
+
 def interrupted_in_a_collective() -> list[str]:
     """The process group over shared memory: nothing can be repeated, so it says that a new one is needed."""
     group, said = dist.new_group(backend=register_backend()), []

@@ -16,7 +16,7 @@ Step = Callable[[], object]  # what it returns is not used
 class Pending:
     """Holds `buffers` until `wait` has run `finish` to its end, which it does once; a wait that was interrupted runs it
     again. `on_drop` is run instead where the work is abandoned, or nobody ever waits. `event`: what another stream can
-    wait for, where the work runs on one.
+    wait for, where the work runs on one. A transport that began anew sets `lost` on the work that it had under way.
 
     >>> done = []
     >>> work = Pending(lambda: done.append("waited"), "buffer")
@@ -24,13 +24,14 @@ class Pending:
     ['waited']
     """
 
-    __slots__ = ("__weakref__", "_buffers", "_finish", "_on_drop", "event")
+    __slots__ = ("__weakref__", "_buffers", "_finish", "_on_drop", "event", "lost")
 
     def __init__(
         self, finish: Step, *buffers: object, on_drop: Step | None = None, event: torch.Event | None = None
     ) -> None:
         self.event = event
         self._finish: Step | None = finish
+        self.lost = False
         self._buffers = buffers
         self._on_drop = on_drop  # what makes it safe to free the buffers if nobody ever waits
 

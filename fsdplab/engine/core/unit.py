@@ -161,6 +161,8 @@ class Unit:
     def unshard_by_hand(self) -> None:
         """Begin to gather outside a forward; the next forward uses what was gathered."""
         self.settle()
+        if self._gathering is not None and self._gathering.lost:
+            self.abandon_unshard()
         if self.state is SHARDED:
             self._gathered_versions = None
             self._unsharded_by_user = True

@@ -170,6 +170,8 @@ class Operations:
         """Where it is wanted, wait until all ranks want it, and begin anew."""
         if wanted:
             self.slots.recover()
+            for pending in list(self._live.values()):
+                pending.lost = True
             self._live.clear()
             self._in_place.clear()
 
@@ -180,7 +182,6 @@ class Operations:
                 pending.wait()
             except GivenUp:
                 pass  # nobody here needs it now; whoever waits for it after all is told
-            self._live.pop(number, None)
 
     def _let_go(self) -> None:
         for number in sorted(self._in_place):
