@@ -85,7 +85,7 @@ class Outputs:
 
 
 def check_file(flag: str, path: Path) -> None:
-    """Refuse a file that cannot be written, before a command takes its time."""
+    """Refuse a file that is not writable, before a command takes its time."""
     try:
         try_output(path)
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte
