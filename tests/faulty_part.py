@@ -25,7 +25,9 @@ def child() -> int:
 
 
 def keeps_a_record(sheet: Sheet, folder: Path) -> None:
-    RunRecord(folder / "run-a", spec={"strategy": "full_shard"}, summary={"losses": [2.5]}).save()
+    RunRecord(
+        folder / "run-a", spec={"strategy": "full_shard", "engine": "lab", "world_size": 1}, summary={"losses": [2.5]}
+    ).save()
     sheet.record("run-a")
 
 

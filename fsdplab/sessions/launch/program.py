@@ -63,6 +63,10 @@ def run_program(program: Sequence[str]) -> None:
         sys.path.insert(0, os.getcwd())
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         return
+    if not program[1].startswith("fsdplab.sessions."):  # has a command line of its own
+        sys.path[:] = _behind_the_library(os.getcwd())
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        return
     module = importlib.import_module(program[1])
     sys.path[:] = _behind_the_library(os.getcwd())
     module.main(*program[2:])
