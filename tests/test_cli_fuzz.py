@@ -31,15 +31,16 @@ from fsdplab.records import LANES, TABLES, RunRecord
 VALUES = (
     "", " ", "-", "--", "-1", "0", "1", "7", "1.5", "1e400", "nan", "inf", "-inf", "NaN", "9" * 20, "9" * 400,
     "-" + "9" * 400,
-    "1_000", "0x10", "²", "１２", "٣", "½", "[/b]", "[bold", "[/]", "x" * 5000, "a/" * 3000, "/no/such/path",
+    "1_000", "0x10", "²", "１２", "٣", "½", "[/b]", "[bold", "[/]", "x" * 5000, "a/" * 3000, "/dev/null/path",
     "/dev/null", "/dev/zero",
-    ".", "..", "/", "~", "a,b", ",", ",,,", "a=b", "%s%n{}", "{0}", "\n", "\t", "\u202e", "日本", "\udcff", "None",
+    ".", "..", "~", "a,b", ",", ",,,", "a=b", "%s%n{}", "{0}", "\n", "\t", "\u202e", "日本", "\udcff", "None",
     "true", "[]", "{}",
     "1GB", "-1GB", "1e3MB", "200mbit", "200mbit,", ",50us", "eth10,nan", "8xH100", "0xH100", "-3xH100",
     "99999999999xH100",
     "lab", "zero2,zero2", "full_shard", "torch-fsdp2", "gpt2", "llama-3.1-405b", "cuda", "twin",
 )  # fmt: skip
-FILE, MISSING = "FILE", "/no/such/folder/file"
+FILE, MISSING = "FILE", "/dev/null/folder/file"
+# Nobody can make a folder below /dev/null, and the working folder lies in another: nothing is written outside of that.
 # by command: a flag that is refused after all others were read, and another for when that flag itself is tried
 GUARDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "compare": (("--keep", FILE), ("--seed", "-1")),
@@ -142,12 +143,16 @@ def place() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("fsdplab.cli.processes.run_module", in_this_process)
         patch.setattr("fsdplab.cli.lab.run_module", in_this_process)
-        os.chdir(folder)
+        working = Path(folder) / "working"
+        working.mkdir()
+        os.chdir(working)
         Path(FILE).touch()
+        outside = set(os.listdir("/"))
         try:
-            yield Path(folder)
+            yield working
         finally:
             os.chdir(before)
+        assert set(os.listdir("/")) == outside
 
 
 # ---- records

@@ -149,6 +149,12 @@ def test_a_damaged_table_is_refused(tmp_path: Path, damage: object, message: str
         RunRecord.load(tmp_path)
 
 
+def test_numbers_of_a_run_that_diverged_are_read_again(tmp_path: Path) -> None:
+    spec = {"strategy": "zero1", "engine": "lab", "world_size": 2, "learning_rate": 1e30}
+    record = RunRecord(tmp_path, spec=spec, status="failed", summary={"losses": [5.0, 3e25, None]}).save()
+    assert RunRecord.load(tmp_path) == record
+
+
 def test_wrong_rows_and_tables_are_refused_before_they_reach_the_disk(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has columns"):
         RunRecord(tmp_path, tables={"steps": [{"rank": 0}]}).save()

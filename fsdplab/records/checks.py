@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Check = Callable[[Any], str | None]  # what was expected, where a value is not that; None for a sound one
-_MOST = 2**63
+_MOST, _MOST_FLOAT = 2**63, 1e100
 _LONGEST = 10_000  # characters of a text
 
 
@@ -20,7 +20,8 @@ def _whole(value: Any) -> str | None:
 
 
 def _number(value: Any) -> str | None:
-    sound = isinstance(value, (int, float)) and not isinstance(value, bool) and -_MOST <= value < _MOST
+    # a loss that diverges, or the learning rate that did it, is large, but a whole number counts something
+    sound = _whole(value) is None or isinstance(value, float) and abs(value) < _MOST_FLOAT
     return None if sound else "a number"
 
 
