@@ -319,8 +319,10 @@ def limited(kind: str) -> Callable[[], None]:
         )
         os.open = swapped
         return lambda: setattr(os, "open", honest)
+    lowest_free = os.open("/dev/null", os.O_RDONLY)
+    os.close(lowest_free)
     what, value = {
-        "descriptors": (resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd"))),
+        "descriptors": (resource.RLIMIT_NOFILE, lowest_free),
         "file size": (resource.RLIMIT_FSIZE, 1 << 20),
     }[kind]
     before = resource.getrlimit(what)

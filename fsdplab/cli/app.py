@@ -252,7 +252,8 @@ def lab(
         bool, typer.Option("--browser/--no-browser", help="Open a browser, or only print the address.")
     ] = True,
     port: Annotated[
-        int | None, typer.Option(help="Port of the server; default: JupyterLab's choice.", min=1, max=65535)
+        int | None,
+        typer.Option(help="Port of the server; 0: any that is free; default: JupyterLab's choice.", min=0, max=65535),
     ] = None,
 ) -> None:
     """Open JupyterLab on the course's notebooks."""

@@ -149,7 +149,7 @@ shard_tied = Exercise(
         Wrong(
             "embedding alone",
             edited(_TIED, (_PAIR, "fully_shard(model.token_embedding)")),
-            "tied to one that another unit holds",
+            "shared with a parameter already managed by another FSDP group",
             ends="raises",
         ),
     ),
