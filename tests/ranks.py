@@ -11,6 +11,7 @@ had connected to it would hang them. The mother imports the test's module too, o
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import multiprocessing
@@ -161,6 +162,7 @@ def _fork(
     if pid == 0:
         os.close(still_working)
         os.close(pipe)
+        faulthandler.enable()  # a rank that is killed by its own fault says where it was
         _be_rank(mother, rank, world_size, store, call, mouth, all_done)
     os.close(mouth)
     return _Forked(pid, pipe)
