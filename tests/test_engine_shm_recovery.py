@@ -321,10 +321,9 @@ def limited(kind: str) -> Callable[[], None]:
         return lambda: setattr(os, "open", honest)
     lowest_free = os.open("/dev/null", os.O_RDONLY)
     os.close(lowest_free)
-    what, value = {
-        "descriptors": (resource.RLIMIT_NOFILE, lowest_free),
-        "file size": (resource.RLIMIT_FSIZE, 1 << 20),
-    }[kind]
+    what, value = {"descriptors": (resource.RLIMIT_NOFILE, lowest_free), "file size": (resource.RLIMIT_FSIZE, 1 << 20)}[
+        kind
+    ]
     before = resource.getrlimit(what)
     resource.setrlimit(what, (value, before[1]))
     return lambda: resource.setrlimit(what, before)
