@@ -5,10 +5,12 @@ refusals.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from fsdplab.planning.links import parse_link
+from fsdplab.profiling.saving import save_trace
 from fsdplab.records import CAUSES, LANES, RunRecord
 from fsdplab.sessions import RunSpec, SpecError, compare, run
 from fsdplab.sessions.trace_tables import exposure, overhead, waited
@@ -200,3 +202,15 @@ def test_waiting_is_read_off_the_ledger() -> None:
 def test_overhead_is_the_slowest_rank_against_the_timed_steps() -> None:
     assert overhead([[1.0, 1.2], [1.5, 1.5]], 1.0) == pytest.approx(0.5)
     assert overhead([], 1.0) is None and overhead([[1.0]], None) is None
+
+
+def test_a_trace_that_the_disk_refuses_leaves_no_part_of_it(tmp_path):
+    class Silent:
+        """As torch's profiler where a file may not grow: it says nothing and leaves an empty one."""
+
+        def export_chrome_trace(self, name: str) -> None:
+            Path(name).write_text("")
+
+    with pytest.raises(OSError, match="the profiler wrote an empty file"):
+        save_trace(Silent(), tmp_path / "trace.json.gz")
+    assert list(tmp_path.iterdir()) == []
