@@ -138,15 +138,15 @@ def test_nccl_kernels_belong_to_the_unit_that_launched_them(tmp_path):
     name = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
     events = [
         mark("FSDP::pre_forward (blocks.0)", 40, 70), mark("FSDP::all_gather (blocks.0)", 45, 60), launch(50, 3),
-        launch(80, 1), launch(90, 2),
+        launch(80, 1), launch(90, 2), launch(96, 4),
         mark("FSDP::post_forward (blocks.0)", 95, 99), event("aten::mm", 80, 95),
         kernel(name, 200, 500, 3, stream=20, **{"In msg nelems": 512, "Out msg nelems": 1024, "dtype": "Float"}),
         kernel("sm90_gemm", 100, 300, 1), kernel("sm90_gemm", 500, 700, 2),
-        event("Memcpy HtoD", 700, 900, cat="gpu_memcpy", pid=0, tid=7),
-        event("cudaDeviceSynchronize", 900, 950, cat="cuda_runtime"),
+        event("Memcpy HtoD", 700, 900, cat="gpu_memcpy", pid=0, tid=7, correlation=4),
+        event("cudaDeviceSynchronize", 800, 950, cat="cuda_runtime"),
     ]  # fmt: skip
     step = analysed(tmp_path, events)
-    assert parts(step) == [300, 100, 200, 400]
+    assert parts(step) == [300, 100, 200, 200]  # the step is its device work, from 100 to 900 us
     (collective,) = step.collectives
     assert (collective["unit"], collective["phase"], collective["kind"], collective["logical_bytes"]) == (
         "blocks.0",
@@ -158,7 +158,7 @@ def test_nccl_kernels_belong_to_the_unit_that_launched_them(tmp_path):
         ("blocks.0", 100_000),
         ("blocks.0", 500_000),
     }
-    assert [row["end_ns"] for row in step.timeline if row["lane"] == "waiting"] == [950_000]
+    assert [row["end_ns"] for row in step.timeline if row["lane"] == "waiting"] == [900_000]
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,47 @@ def clip(a: Any, start: int, end: int) -> Intervals:
     return union(np.clip(union(a), start, max(start, end)))
 
 
+def within(whole: Intervals, start: int, end: int) -> Intervals:
+    """`clip` of a set that is sorted and disjoint already: only the part between the instants is looked at."""
+    first = np.searchsorted(whole[:, 1], start, side="right")
+    last = np.searchsorted(whole[:, 0], end, side="left")
+    return np.clip(whole[first:last], start, end) if first < last else EMPTY
+
+
+class Measure:
+    """How much of a set lies between two instants, found without looking at the set again.
+
+    >>> Measure([(0, 4), (6, 9)]).between(2, 7)
+    3
+    """
+
+    def __init__(self, a: Any) -> None:
+        whole = union(a)
+        self._starts, self._ends = whole[:, 0], whole[:, 1]
+        self._before = np.concatenate([[0], np.cumsum(self._ends - self._starts)])
+
+    def until(self, instants: Any) -> np.ndarray:
+        """Nanoseconds of the set before each instant."""
+        instants = np.asarray(instants, dtype=np.int64)
+        if not len(self._starts):
+            return np.zeros(instants.shape, dtype=np.int64)
+        begun = np.searchsorted(self._starts, instants, side="right")
+        return self._before[begun] - np.where(begun > 0, np.maximum(0, self._ends[begun - 1] - instants), 0)
+
+    def between(self, start: int, end: int) -> int:
+        """Nanoseconds of the set from `start` to `end`; 0 where `end` is earlier."""
+        return int(self.until(end) - self.until(start)) if end > start else 0
+
+    def of(self, pieces: Intervals) -> int:
+        """Nanoseconds of the set inside disjoint intervals."""
+        return int((self.until(pieces[:, 1]) - self.until(pieces[:, 0])).sum())
+
+
+def size(disjoint: Intervals) -> int:
+    """`length` of a set that is disjoint already."""
+    return int((disjoint[:, 1] - disjoint[:, 0]).sum())
+
+
 def close_gaps(a: Any, below: int) -> Intervals:
     """The set with every gap shorter than `below` filled: `close_gaps([(0, 3), (4, 5), (9, 10)], 2)` is `[[0, 5], [9,
     10]]`.

@@ -4,7 +4,7 @@
     steps.csv.gz     one row a rank and step: loss and time
     ledger.csv.gz    one row a collective (empty for engines that keep no ledger)
     memory.csv.gz    bytes by category over one step (empty when memory was not measured)
-    timeline, breakdown, exposed, life   what profiled steps did (empty when none was)
+    timeline, breakdown, idle, exposed, life   what profiled steps did (empty when none was)
     traces/          each rank's own trace, as PyTorch's profiler wrote it (profiled runs)
 
 The tables are written before run.json, and run.json is renamed into place last: a folder with a run.json is a complete
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from fsdplab.common.files import write_whole
 
 from .checks import shown, wrong_in
-from .tables import TABLES, RecordError, Row, read_table, write_table
+from .tables import LATER_TABLES, TABLES, RecordError, Row, file_name, read_table, write_table
 
 if TYPE_CHECKING:
     import pandas
@@ -98,6 +98,8 @@ class RunRecord:
         except ValueError as error:
             raise RecordError(f"{folder / 'run.json'} is damaged: {error} Record the run again.") from error
         for name in TABLES:
+            if name in LATER_TABLES and name not in content["rows"] and not (folder / file_name(name)).exists():
+                continue
             record.tables[name] = read_table(folder, name)
             _check_rows(folder, name, len(record.tables[name]), content["rows"].get(name))
         return record

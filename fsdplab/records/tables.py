@@ -44,6 +44,8 @@ def _finite(text: str) -> float:
     return value
 
 
+IDLE_PARTS = ("host_bound_ns", "kernel_gap_ns", "data_loading_ns", "synchronisation_ns", "copies_ns", "rest_ns")
+
 Row = dict[str, Any]
 Schema = dict[str, Callable[[str], Any]]
 
@@ -108,7 +110,10 @@ TABLES: dict[str, Schema] = {
     },
     # when a unit was gathered and dropped
     "life": {"rank": _whole, "step": _whole, "unit": str, "state": str, "phase": str, "time_ns": _whole},
+    # one row a rank and profiled step: the part "other" of the step by cause, which sum to it
+    "idle": {"rank": _whole, "step": _whole, **dict.fromkeys(IDLE_PARTS, _whole)},
 }
+LATER_TABLES = ("idle",)  # records of earlier versions lack their files
 _NOT_ALWAYS_MEASURED = ("loss", "step_time_s", "tokens", "waited_ns", *CATEGORIES)
 LANES = ("step", "compute", "all_gather", "reduce_scatter", "all_reduce", "other_communication", "exposed", "waiting")
 CAUSES = ("hidden", "late_start", "link_busy", "nothing_to_hide_behind", "waiting_for_peer", "unknown")

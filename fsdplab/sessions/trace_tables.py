@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from fsdplab.profiling.traces.overlap import TraceAnalysis
 
 Row = dict[str, Any]
-TABLES = ("timeline", "breakdown", "exposed")
+TABLES = ("timeline", "breakdown", "exposed", "idle")
 
 
 def tables_of(spec: RunSpec, mailbox: Mailbox, ledger: Sequence[Row], folder: Path) -> dict[str, list[Row]]:
-    """Rows of `timeline`, `breakdown` and `exposed` of all profiled steps, and the timeline of the step whose memory
+    """Rows of `timeline`, `breakdown`, `exposed` and `idle` of all profiled steps, and the timeline of the step whose memory
     was measured.
     """
     from fsdplab.profiling.traces.skew import with_peers
@@ -60,7 +60,7 @@ def _keep(trace: Path, folder: Path) -> Path | None:
 def _add(tables: dict[str, list[Row]], analysis: TraceAnalysis, names: Sequence[str], shift: int) -> None:
     """The profiler counts its own steps from 0, the first of them its warm-up; the record counts the run's."""
     for step in analysis.steps:
-        rows = {"timeline": step.timeline, "breakdown": [step.breakdown], "exposed": step.exposed}
+        rows = {"timeline": step.timeline, "breakdown": [step.breakdown], "exposed": step.exposed, "idle": [step.idle]}
         for name in names:
             tables[name] += [{**row, "step": row["step"] + shift, **_root(row, analysis)} for row in rows[name]]
 

@@ -2,9 +2,9 @@
 
 All rules are here. On the CPU, computing is every operator (`aten::mm`, custom ones too) on a thread that is no
 transport's; `c10d::*` only enqueues or waits, and autograd's own ranges hold Python hooks and waiting, so neither
-computes. On a GPU, computing is every kernel that is not NCCL's; copies and memsets by the copy engines are neither
+computes. On a GPU, computing is every kernel that moves no bytes between ranks (`comm_kernels`); copies and memsets by the copy engines are neither
 computing nor communication (they show as `other`). Communication is `gloo:*` on gloo's threads, `shm:*` and the
-engine's marked ranges on the thread that runs them, and NCCL's kernels. Only these are kept, in compact arrays; each
+engine's marked ranges on the thread that runs them, and such kernels. Only these are kept, in compact arrays; each
 operator name is classified once.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import numpy as np
 
 from fsdplab.profiling.intervals import EMPTY, Intervals
 from fsdplab.profiling.traces.chrome import ChromeTrace, TraceError, nanoseconds
+from fsdplab.profiling.traces.comm_kernels import CommKernels, kind_of
 
 Thread = tuple[int | str, int | str]  # process and thread, as the trace names them
 Carrier = tuple[str, int | str, int | str]  # gloo, shm, shared_gpu or nccl, and its thread
@@ -40,13 +41,11 @@ _NO_COMPUTING = (
     "shm:",
     "FSDP::",
 )
-KINDS = {  # in a name, letters only -> what the collective is; the order matters
-    "reducescatter": "reduce_scatter", "allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "sendrecv": "send_recv", "send": "send_recv", "recv": "send_recv", "barrier": "barrier",
-    "gather": "gather", "scatter": "scatter", "reduce": "reduce",
+_CATEGORIES = {  # as PyTorch has written them since 2021 -> as it does now
+    "Operator": "cpu_op", "Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Runtime": "cuda_runtime",
 }  # fmt: skip
-
+_SYNCHRONOUS_COPIES = ("cudaMemcpy", "hipMemcpy", "hipMemcpyWithStream")  # the host waits for these
+_MOST_CORRELATION = 2**62
 _LATEST_NS = 2**62  # sums of two times fit 64 bits
 
 
@@ -119,6 +118,7 @@ class TraceEvents:
     issues: list[Range] = field(default_factory=list)  # c10d:: operators; label = kind, unit = "asynchronous" or ""
     transfers: list[Transfer] = field(default_factory=list)
     blocked: Spans = field(default_factory=Spans)  # CUDA's own synchronising calls
+    loading: Spans = field(default_factory=Spans)  # the host takes a batch from a DataLoader
     steps: list[tuple[int, int, int]] = field(default_factory=list)
     first: int | None = None
     last: int = 0
@@ -147,10 +147,13 @@ class TraceEvents:
         ]
 
 
-def read_events(path: str | Path) -> TraceEvents:
-    """Read and sort a whole trace; TraceError when the file is damaged, or holds nothing that took time."""
+def read_events(path: str | Path, comm_patterns: Sequence[str] = ()) -> TraceEvents:
+    """Read and sort a whole trace; TraceError when the file is damaged, or holds nothing that took time.
+
+    `comm_patterns`: kernels that communicate beside those of the table, as `comm_kernels.comm_pattern` takes them.
+    """
     trace = ChromeTrace(path)
-    sorter = _Sorter(TraceEvents(trace.path, trace.metadata))
+    sorter = _Sorter(TraceEvents(trace.path, trace.metadata), CommKernels(comm_patterns))
     try:
         sorter.take(trace)
         _check_metadata(trace.metadata)
@@ -189,13 +192,14 @@ def _shown(error: Exception) -> str:
 
 
 class _Sorter:
-    def __init__(self, found: TraceEvents) -> None:
-        self.found = found
+    def __init__(self, found: TraceEvents, comm_kernels: CommKernels) -> None:
+        self.found, self._comm_kernels = found, comm_kernels
         self._judged: dict[str, str] = {}
         self._by_category = {
             "cpu_op": self._host, "user_annotation": self._host, "kernel": self._kernel, "gpu_memcpy": self._copy,
-            "cuda_runtime": self._launch, "cuda_driver": self._launch,
+            "gpu_memset": self._copy, "cuda_runtime": self._launch, "cuda_driver": self._launch,
         }  # fmt: skip
+        self._by_category |= {old: self._by_category[new] for old, new in _CATEGORIES.items()}
 
     def take(self, events: Iterable[dict[str, Any]]) -> None:
         """The hot loop: most events are operators of the host, whose names are classified already."""
@@ -229,11 +233,14 @@ class _Sorter:
         name = event["name"]
         verdict = self._judged.get(name)
         if verdict is None:
-            verdict = self._judged[name] = _judge(name, event["cat"])
+            category = event["cat"]
+            verdict = self._judged[name] = _judge(name, _CATEGORIES.get(category, category))
         if verdict == "operator":
             self.found.operators[event["pid"], event["tid"]].add(start, end)
         elif verdict == "autograd":
             self.found.autograd.add(start, end)
+        elif verdict == "loading":
+            self.found.loading.add(start, end)
         elif verdict:
             self._named(verdict, event, start, end)
 
@@ -256,31 +263,44 @@ class _Sorter:
 
     def _kernel(self, event: dict[str, Any], start: int, end: int) -> None:
         arguments = event.get("args") or {}
-        correlation = arguments.get("correlation")
-        correlation = correlation if isinstance(correlation, int) else -1
-        if "nccl" in event["name"].lower():
-            kind = kind_of(str(arguments.get("Collective name") or event["name"]))
-            self.found.transfers.append(
-                Transfer(kind, start, end, ("nccl", event["pid"], event["tid"]), correlation, arguments)
-            )
-        else:
+        correlation = _correlation(event)
+        kind = self._comm_kernels.kind(event["name"])
+        if kind is None:
             self.found.kernels.add(start, end)
             self.found.kernel_launches.append(correlation)
+            return
+        thread = (event["pid"], event["tid"])
+        hash(thread)
+        kind = kind_of(str(arguments.get("Collective name") or "")) or kind
+        self.found.transfers.append(Transfer(kind, start, end, ("nccl", *thread), correlation, arguments))
 
     def _copy(self, event: dict[str, Any], start: int, end: int) -> None:
-        correlation = (event.get("args") or {}).get("correlation")
-        if isinstance(correlation, int):
-            self.found.copies.add(start, end)
-            self.found.copy_launches.append(correlation)
+        self.found.copies.add(start, end)
+        self.found.copy_launches.append(_correlation(event))
 
     def _launch(self, event: dict[str, Any], start: int, end: int) -> None:
-        correlation = (event.get("args") or {}).get("correlation")
-        if isinstance(correlation, int) and ("Launch" in event["name"] or "Memcpy" in event["name"]):
+        correlation, name = _correlation(event), event["name"]
+        waits = "Synchronize" in name or name in _SYNCHRONOUS_COPIES
+        if waits:
+            self.found.blocked.add(start, end)
+        if correlation >= 0 and any(word in name for word in ("Launch", "Memcpy", "Memset")):
             correlations, spans = self.found.launches[event["pid"], event["tid"]]
             correlations.append(correlation)
             spans.add(start, end)
-        elif "Synchronize" in event["name"]:
-            self.found.blocked.add(start, end)
+
+
+def _correlation(event: dict[str, Any]) -> int:
+    """The number that a device's work shares with its launch; -1 where the trace has none. Earlier versions wrote it as
+    text.
+    """
+    given = (event.get("args") or {}).get("correlation", -1)
+    if isinstance(given, str) and given.isdecimal() and len(given) < 20:
+        given = int(given)
+    if not isinstance(given, int):
+        return -1
+    if not -1 <= given < _MOST_CORRELATION:
+        raise ValueError(f"the correlation {given!r:.40}")
+    return given
 
 
 def _judge(name: str, category: str) -> str:
@@ -297,17 +317,11 @@ def _judge(name: str, category: str) -> str:
         return "range"
     if name.startswith("autograd::engine::evaluate_function"):
         return "autograd"
-    if name.startswith(("c10d::", "_c10d_functional::")):
+    if name.startswith("enumerate(DataLoader)"):
+        return "loading"
+    if name.startswith(("c10d::", "_c10d_functional::", "nccl:")):
         return "issue" if kind_of(name) else ""
     return "operator" if category == "cpu_op" and "::" in name and not name.startswith(_NO_COMPUTING) else ""
-
-
-def kind_of(name: str) -> str:
-    """The collective in a name: `c10d::_allgather_base_`, `gloo:all_gather`, `ncclDevKernel_AllGather_RING_LL` ->
-    all_gather; else "".
-    """
-    letters = "".join(each for each in name.split("::")[-1].lower() if each.isalpha())
-    return next((kind for part, kind in KINDS.items() if part in letters), "")
 
 
 def _label(name: str) -> tuple[str, str]:

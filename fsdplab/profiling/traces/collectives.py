@@ -9,6 +9,7 @@ unit empty.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -111,6 +112,7 @@ class _Book:
     def __init__(self, found: TraceEvents) -> None:
         self.found = found
         self.drafts: list[Collective] = []
+        self._awaiting = _Awaiting()
         self._nests = nests(found.ranges)
         self._of_mark: dict[int, Collective] = {}
         self._silent = not any(transfer.thread[0] == "gloo" for transfer in found.transfers)
@@ -139,6 +141,7 @@ class _Book:
         draft = Collective(kind, unit, issue, mark=mark)
         draft.own = mark is not None and _issued_by_consumer(self._around(mark.thread, mark.start), unit)
         self.drafts.append(draft)
+        self._awaiting.add(draft)
         return draft
 
     def _around(self, thread: Thread, instant: int) -> list[Range]:
@@ -147,6 +150,8 @@ class _Book:
     def _complete(self, draft: Collective, transfer: Transfer, role: str = "") -> None:
         draft.pieces.append(Piece(transfer.start, transfer.end, role))
         draft.nbytes = _payload(transfer, draft.kind, int(self.found.distributed.get("world_size") or 1))
+        if not role:
+            self._awaiting.remove(draft)
 
     def shared_memory(self, role: str = "") -> None:
         """The host's copies for torch's own engines: the transport itself, or beside an emulated link's transfer."""
@@ -179,24 +184,19 @@ class _Book:
         draft = next((self._of_mark[id(each)] for each in around if id(each) in self._of_mark), None)
         unit = around[0].unit if around else ""
         if draft is None and around:
-            draft = next(
-                (
-                    each
-                    for each in reversed(self.drafts)
-                    if self._awaits(each, family, call.start) and each.unit == unit
-                ),
-                None,
-            )
+            draft = self._awaiting.newest(call.start, family, unit)
         if draft is None or not self._awaits(draft, family, call.start):
             draft = self._open(call.label, draft.unit if draft else unit, call.start, None)
             draft.own = _issued_by_consumer(around, draft.unit)
             draft.mark = call
-        draft.kind = call.label or draft.kind
+        if call.label != draft.kind:
+            self._awaiting.remove(draft)
+            draft.kind = call.label or draft.kind
+            self._awaiting.add(draft)
         return draft
 
     def _oldest(self, family: str, transfer: Transfer) -> Collective:
-        fitting = (each for each in self.drafts if self._awaits(each, family, transfer.end))
-        draft = next(fitting, None) or self._open(transfer.kind, "", transfer.start)
+        draft = self._awaiting.oldest(transfer.end, family) or self._open(transfer.kind, "", transfer.start)
         draft.issued = draft.mark is not None
         return draft
 
@@ -208,38 +208,103 @@ class _Book:
         """The link's transfers in order, each with the oldest draft of its kind and unit; what blocked the host goes to
         the transfer it waited for.
         """
-        base = self.found.base_ns
+        base, began = self.found.base_ns, _gathers_of(life)
         for row in sorted(ledger, key=lambda each: each["start_ns"]):
             start, end, kind, unit = row["start_ns"] - base, row["end_ns"] - base, row["kind"], unit_name(row["unit"])
             if end < self.found.first or start > self.found.last:
                 continue
-            unnamed = row["unit"] == ""  # torch's engines give the link no unit: the order of issue decides
-            fitting = (
-                each for each in self.drafts
-                if each.kind == kind and (unnamed or each.unit == unit) and each.transport is None and each.issue <= end
-            )  # fmt: skip
-            draft = next(fitting, None) or self._open(kind, unit, _issue(row, life, base))
+            # torch's engines give the link no unit: the order of issue decides
+            fitting = self._awaiting.oldest(end, "of kind", kind, *([] if row["unit"] == "" else [unit]))
+            draft = fitting or self._open(kind, unit, _issue(row, began) - base)
             draft.pieces.append(Piece(start, end))
+            self._awaiting.remove(draft)
             draft.phase, draft.emulated, draft.nbytes, draft.by_host = row["phase"], True, row["logical_bytes"], False
-        for wait in (each for each in self.found.ranges if each.label == "link"):
-            passing = [
-                each for each in self.drafts if each.unit == wait.unit and each.transport and each.issue <= wait.end
-            ]
-            if passing:
-                awaited = min(passing, key=lambda each: abs(each.end - wait.end))
+        passing: dict[str, list[Collective]] = defaultdict(list)
+        for draft in self.drafts:
+            if draft.transport:
+                passing[draft.unit].append(draft)
+        nearest = {unit: _ByEnd(drafts) for unit, drafts in passing.items()}
+        for wait in self.found.ranges:
+            if wait.label == "link" and wait.unit in nearest and (awaited := nearest[wait.unit].to(wait.end)):
                 awaited.pieces.append(Piece(wait.start, wait.end, "blocked"))
 
 
-def _issue(row: dict[str, Any], life: Sequence[dict[str, Any]], base: int) -> int:
+class _Awaiting:
+    """Drafts that lack a transport, in order of issue: of each family or kind, and of each unit in it."""
+
+    def __init__(self) -> None:
+        self._lists: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)
+        self._drafts: list[Collective] = []
+        self._numbers: dict[int, int] = {}
+
+    def add(self, draft: Collective) -> None:
+        number = self._numbers.setdefault(id(draft), len(self._drafts))
+        if number == len(self._drafts):
+            self._drafts.append(draft)
+        for key in self._keys(draft):
+            insort(self._lists[key], (draft.issue, number))
+
+    def remove(self, draft: Collective) -> None:
+        """Does nothing for one that was removed before."""
+        entry = draft.issue, self._numbers[id(draft)]
+        for key in self._keys(draft):
+            held = self._lists[key]
+            at = bisect_left(held, entry)
+            if at < len(held) and held[at] == entry:
+                del held[at]
+
+    def oldest(self, until: int, *key: str) -> Collective | None:
+        """The first that was issued by `until`: `oldest(9, "gather")`, `oldest(9, "of kind", "all_gather", "unit")`."""
+        held = self._lists.get(key)
+        return self._drafts[held[0][1]] if held and held[0][0] <= until else None
+
+    def newest(self, until: int, *key: str) -> Collective | None:
+        """The last that was issued by `until`."""
+        held = self._lists.get(key, [])
+        at = bisect_right(held, (until, len(self._drafts)))
+        return self._drafts[held[at - 1][1]] if at else None
+
+    @staticmethod
+    def _keys(draft: Collective) -> list[tuple[str, ...]]:
+        family = _FAMILY.get(draft.kind, draft.kind)
+        return [(family,), (family, draft.unit), ("of kind", draft.kind), ("of kind", draft.kind, draft.unit)]
+
+
+class _ByEnd:
+    """Collectives of one unit with a transport, to find the one that ends nearest to an instant."""
+
+    def __init__(self, drafts: Sequence[Collective]) -> None:
+        self._drafts = sorted(drafts, key=lambda each: each.end)  # stable: of equal ends the first issued stays first
+        self._ends = [each.end for each in self._drafts]
+
+    def to(self, instant: int) -> Collective | None:
+        """Of those issued by the instant; None where there is none."""
+        later = bisect_right(self._ends, instant)
+        before = self._drafts[bisect_left(self._ends, self._ends[later - 1])] if later else None
+        for after in self._drafts[later:]:
+            if before is not None and instant - before.end <= after.end - instant:
+                break
+            if after.issue <= instant:
+                return after
+        return before
+
+
+def _gathers_of(life: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
+    """When each unit began to unshard, in order."""
+    began: dict[str, list[int]] = defaultdict(list)
+    for each in life:
+        if each["state"] == "unsharding":
+            insort(began[each["unit"]], each["time_ns"])
+    return began
+
+
+def _issue(row: dict[str, Any], began: dict[str, list[int]]) -> int:
     """When a transfer without a range was issued: for a gather the last time its unit began to unshard, else as it
     began.
     """
-    began = [
-        each["time_ns"]
-        for each in life
-        if each["unit"] == row["unit"] and each["state"] == "unsharding" and each["time_ns"] <= row["start_ns"]
-    ]
-    return (max(began) if began and row["kind"] == "all_gather" else row["start_ns"]) - base
+    times = began.get(row["unit"], [])
+    at = bisect_right(times, row["start_ns"])
+    return times[at - 1] if at and row["kind"] == "all_gather" else row["start_ns"]
 
 
 def _issued_by_consumer(around: Iterable[Range], unit: str) -> bool:
@@ -266,18 +331,21 @@ def _outermost(calls: Sequence[Range]) -> list[Range]:
 
 
 def _launched(found: TraceEvents) -> Iterable[Collective]:
-    """NCCL's kernels, and the transfers of ranks that share a GPU, each with the instant and the ranges of its
-    launch.
+    """The kernels that communicate, and the transfers of ranks that share a GPU, each with the instant and the ranges
+    of its launch.
     """
     at = Launches(found)
-    by_thread = nests(found.ranges)
+    by_thread, calls = nests(found.ranges), nests(found.issues)
     for transfer in found.transfers:
         if transfer.launch is None:
             continue
         launch, thread = at.of(transfer.launch)
         around = by_thread[thread].around(launch) if launch is not None and thread in by_thread else []
         unit = next((each.unit for each in around if each.label not in ("backward_prefetch", "optimizer")), "")
-        collective = Collective(transfer.kind or "other", unit, transfer.start if launch is None else launch)
+        kind = transfer.kind
+        if not kind and launch is not None and thread in calls:  # RCCL's generic kernel: the call that launched it
+            kind = next((each.label for each in calls[thread].around(launch)), "")
+        collective = Collective(kind or "other", unit, transfer.start if launch is None else launch)
         collective.own, collective.issued = _issued_by_consumer(around, unit), launch is not None
         collective.pieces.append(Piece(transfer.start, transfer.end))
         collective.nbytes = _payload(transfer, collective.kind, int(found.distributed.get("world_size") or 1))
@@ -307,10 +375,10 @@ class Launches:
             return None, None
         return int(self._starts[at]), self._threads[int(self._owners[at])]
 
-    def starts(self, correlations: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
+    def starts(self, correlations: np.ndarray, otherwise: np.ndarray | int) -> np.ndarray:
         """The launches' starts for many kernels; `otherwise` where the trace lacks one."""
         if not len(self._numbers):
-            return otherwise
+            return np.broadcast_to(np.asarray(otherwise, dtype=np.int64), correlations.shape)
         at = np.minimum(np.searchsorted(self._numbers, correlations), len(self._numbers) - 1)
         return np.where(self._numbers[at] == correlations, self._starts[at], otherwise)
 

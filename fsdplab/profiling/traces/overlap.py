@@ -2,9 +2,11 @@
 
 C is the union of computing, M the union of communication (`classify` says what counts). Exposed is M without C: the
 time that communication costs. compute only + overlapped + exposed + other = the step is asserted to the nanosecond for
-every step, so no time is lost. On the CPU a gap below 20 us between two operators of a thread is the dispatch of the
-next one and counts as computing; on a GPU kernels count as they are. A step is a `ProfilerStep#k` range of the host, or
-the whole trace where there is none.
+every step, so no time is lost; the part "other" is split by cause (`idle_parts`). On the CPU a gap below 20 us between
+two operators of a thread is the dispatch of the next one and counts as computing; on a GPU kernels count as they are.
+
+On the CPU a step is a `ProfilerStep#k` range of the host; on a GPU it is the device work that this range launched
+(`steps`). A trace without such ranges is one step.
 
 An emulated link: the ledger's transfers are M in place of the trace's transports, with the host's copies and its waits
 for the link.
@@ -13,18 +15,42 @@ for the link.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdplab.profiling.intervals import EMPTY, Intervals, clip, close_gaps, intersect, length, subtract, union
+import numpy as np
+
+from fsdplab.profiling.intervals import (
+    EMPTY,
+    Intervals,
+    Measure,
+    close_gaps,
+    intersect,
+    length,
+    size,
+    subtract,
+    union,
+    within,
+)
 from fsdplab.profiling.memory.timeline import AccountingError
 from fsdplab.profiling.traces.attribution import Context, attribute, causes_of
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.profiling.traces.classify import Thread, TraceEvents, read_events
 from fsdplab.profiling.traces.collectives import MARKED, Collective, find_collectives
+from fsdplab.profiling.traces.idle_parts import IdleTime
 from fsdplab.profiling.traces.segments import Segments
 from fsdplab.profiling.traces.shared_gpu import take_shared
+from fsdplab.profiling.traces.steps import (
+    ByLaunch,
+    ByWindow,
+    HostStep,
+    NoStep,
+    Steps,
+    all_device_work,
+    pieces_of,
+    shows_launches,
+)
 from fsdplab.profiling.traces.timeline_rows import DISPATCH_NS, TimelineRows
 
 Row = dict[str, Any]
@@ -34,7 +60,8 @@ _PARTS = ("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")
 @dataclass(frozen=True)
 class StepAnalysis:
     """One step of one rank: a `breakdown` row, `timeline` and `exposed` rows as in the record's tables, and the
-    collectives that began in it: one that ends in the next step is listed once, and is exposed in both.
+    collectives that began in it: one that ends in the next step is listed once, and is exposed in both. `idle`: the
+    part "other" by cause, a row of the record's table of that name.
     """
 
     step: int
@@ -42,6 +69,7 @@ class StepAnalysis:
     timeline: tuple[Row, ...]
     exposed: tuple[Row, ...]
     collectives: tuple[Row, ...]
+    idle: Row = field(default_factory=dict)
 
     @property
     def overlap(self) -> float | None:
@@ -52,18 +80,21 @@ class StepAnalysis:
 
 @dataclass(frozen=True)
 class TraceAnalysis:
-    """All steps of one rank's trace. `device` is "cpu" or "cuda"; `world_size` is None where the trace does not say."""
+    """All steps of one rank's trace. `device` is "cpu" or "cuda"; `world_size` is None where the trace does not say;
+    `no_step`: device work outside of the steps.
+    """
 
     path: Path
     rank: int
     world_size: int | None
     device: str
     steps: tuple[StepAnalysis, ...]
+    no_step: NoStep = NoStep()
 
     def rows(self, table: str) -> list[Row]:
-        """The rows of `breakdown`, `timeline`, `exposed` or `collectives` over all steps."""
+        """The rows of `breakdown`, `idle`, `timeline`, `exposed` or `collectives` over all steps."""
         rows = [getattr(step, table) for step in self.steps]
-        return rows if table == "breakdown" else [row for each in rows for row in each]
+        return rows if table in ("breakdown", "idle") else [row for each in rows for row in each]
 
 
 def analyse_trace(
@@ -74,31 +105,40 @@ def analyse_trace(
     rank: int | None = None,
     first_step: int | None = None,
     whole: bool = False,
+    comm_patterns: Sequence[str] = (),
 ) -> TraceAnalysis:
     """Read one rank's trace and account for every nanosecond of its steps.
 
     `ledger`: this rank's ledger rows; those of an emulated link replace the trace's transports. `life`: the units'
     transitions; they give the issue time of a gather whose range the trace lacks. `rank`: where the file lacks it.
     `first_step` numbers the steps from there, else they keep the profiler's numbers. `whole`: the whole trace as one
-    step. Raises TraceError for files that cannot be read, or of several ranks without any communication;
-    AccountingError if a step did not add up. A step of 100 ms with 80 computing, 50 communicating and 40 of that at
-    once: overlapped 40, exposed 10, compute only 40, other 10 ms.
+    step. `comm_patterns`: kernels that communicate beside NCCL's (`comm_kernels.comm_pattern`). Raises TraceError for
+    files that cannot be read, or of several ranks without any communication; AccountingError if a step did not add up.
+    A step of 100 ms with 80 computing, 50 communicating and 40 of that at once: overlapped 40, exposed 10, compute only
+    40, other 10 ms.
     """
-    found = take_shared(read_events(path))
-    steps = [] if whole else found.steps
-    steps = steps or [(0 if first_step is None else first_step, found.first or 0, found.last)]
+    found = take_shared(read_events(path, comm_patterns))
+    whole = whole or not found.steps
+    steps = [(first_step or 0, found.first or 0, found.last)] if whole else found.steps
     if first_step is not None:
         steps = [(first_step + index, start, end) for index, (_, start, end) in enumerate(steps)]
     own_rank = found.distributed.get("rank", 0) if rank is None else rank
     transfers = [row for row in ledger or () if row["emulated"] and row["rank"] == own_rank]
     transitions = [row for row in life or () if row["rank"] == own_rank]
-    account = _Account(found, int(own_rank), find_collectives(found, transfers, transitions), steps)
-    world_size = found.distributed.get("world_size")
-    analysis = TraceAnalysis(
-        Path(path), int(own_rank), world_size, "cuda" if found.on_gpu else "cpu", tuple(map(account.step, steps))
-    )
+    account = _Account(found, int(own_rank), find_collectives(found, transfers, transitions), steps, whole)
+    world_size, device = found.distributed.get("world_size"), "cuda" if found.on_gpu else "cpu"
+    analysis = TraceAnalysis(Path(path), int(own_rank), world_size, device, account.analysed(), account.no_step)
+    _require_steps(analysis, len(steps))
     _require_communication(analysis)
     return analysis
+
+
+def _require_steps(analysis: TraceAnalysis, ranges: int) -> None:
+    if not analysis.steps:
+        raise TraceError(
+            f"{analysis.path} has {ranges} ProfilerStep ranges and device work, but no range launched any of it: the"
+            " trace lacks the host's launches; profile with ProfilerActivity.CPU and ProfilerActivity.CUDA."
+        )
 
 
 def _require_communication(analysis: TraceAnalysis) -> None:
@@ -114,65 +154,93 @@ class _Account:
     """One rank's sets of instants, cut into steps. All times are the trace's own until rows are made."""
 
     def __init__(
-        self, found: TraceEvents, rank: int, collectives: list[Collective], steps: Sequence[tuple[int, int, int]]
+        self, found: TraceEvents, rank: int, collectives: list[Collective], steps: Sequence[HostStep], whole: bool
     ) -> None:
-        self._found, self._rank, self._collectives = found, rank, collectives
-        self._ends = [end for _, _, end in steps]
+        self._found, self._rank = found, rank
         threads = _host_threads(found)
         self._host_busy = union(*threads.values())
-        self._computing = union(found.kernels.pairs()) if found.on_gpu else _host_computing(found, threads)
-        self._communication = union(*([(piece.start, piece.end) for piece in each.pieces] for each in collectives))
+        self._host_measure = Measure(self._host_busy)
         self._segments = Segments(found, threads.values(), steps)
         for each, phase in zip(collectives, self._segments.phases_at([each.issue for each in collectives])):
             each.phase = each.phase or phase
+        self._steps = _steps(
+            found, collectives, steps, EMPTY if found.on_gpu else _host_computing(found, threads), whole
+        )
         self._timeline = TimelineRows(found, rank, self._segments)
+        self._idle = IdleTime(found, collectives)
+        self.no_step = self._steps.no_step
 
-    def step(self, step: tuple[int, int, int]) -> StepAnalysis:
-        number, start, end = step
-        computing, communication = clip(self._computing, start, end), clip(self._communication, start, end)
+    def analysed(self) -> tuple[StepAnalysis, ...]:
+        """All steps, in order."""
+        return tuple(self._step(index) for index in range(len(self._steps.windows)))
+
+    def _step(self, index: int) -> StepAnalysis:
+        window = self._steps.windows[index]
+        number, start, end = window.number, window.start, window.end
+        computing, mine = self._steps.computing(index), self._steps.collectives(index)
+        communication = within(union(pieces_of(mine)), start, end)
         exposed = subtract(communication, computing)
         breakdown = _breakdown(self._rank, number, end - start, computing, communication, exposed)
-        mine = [
-            each for each in self._collectives if any(piece.start < end and piece.end > start for piece in each.pieces)
-        ]
         shares = attribute(exposed, mine)
-        if (attributed := sum(map(length, shares))) != breakdown["exposed_ns"]:
+        sizes = [size(share) for share in shares]
+        if (attributed := sum(sizes)) != breakdown["exposed_ns"]:
             raise AccountingError(
                 f"step {number}: {breakdown['exposed_ns']} ns were exposed, {attributed} attributed; report this with"
                 " the trace"
             )
-        context = Context(start, end, computing, self._host_busy, self._phase_ends(start, end), self._found.on_gpu)
+        context = Context(
+            start, end, Measure(computing), self._host_measure, self._phase_ends(start, end), self._found.on_gpu
+        )
         causes = causes_of(mine, shares, context)
+        host_busy = within(self._host_busy, start, end)
+        other = subtract([(start, end)], union(computing, communication))
         return StepAnalysis(
             number,
             breakdown,
-            tuple(self._timeline.rows(number, start, end, computing, self._host_busy, mine, shares)),
-            tuple(_exposed_rows(self._rank, number, start, end, mine, shares, causes)),
+            tuple(self._timeline.rows(window, computing, host_busy, mine, shares, self._steps.kernels(index))),
+            tuple(_exposed_rows(self._rank, number, start, end, mine, sizes, causes)),
             tuple(
-                self._described(number, each, share, cause)
-                for each, share, cause in zip(mine, shares, causes)
-                if self._began_in(step, each)
+                self._described(number, each, exposed_ns, cause)
+                for each, exposed_ns, cause in zip(mine, sizes, causes)
+                if self._steps.lists(index, each)
             ),
+            {"rank": self._rank, "step": number, **self._idle.parts(window, other)},
         )
 
-    def _began_in(self, step: tuple[int, int, int], each: Collective) -> bool:
-        """Whether no earlier step has it: gloo's range may end late, in the next step, and its bytes count once."""
-        began = min(piece.start for piece in each.pieces)
-        return next(end for end in self._ends if end > began) == step[2]
-
     def _phase_ends(self, start: int, end: int) -> dict[str, int]:
-        changes = [start, *(change for change in self._segments.changes.tolist() if start < change < end)]
-        return dict(zip(self._segments.phases_at(changes), [*changes[1:], end]))
+        changes = self._segments.changes
+        first, last = np.searchsorted(changes, start, side="right"), np.searchsorted(changes, end, side="left")
+        edges = [start, *changes[first:last].tolist()]
+        return dict(zip(self._segments.phases_at(edges), [*edges[1:], end]))
 
-    def _described(self, step: int, each: Collective, share: Intervals, cause: str) -> Row:
+    def _described(self, step: int, each: Collective, exposed_ns: int, cause: str) -> Row:
         base = self._found.base_ns
         return {
             "rank": self._rank, "step": step, "unit": each.unit, "phase": each.phase, "kind": each.kind,
             "issue_ns": base + each.issue,
             "start_ns": base + each.start, "end_ns": base + each.end, "logical_bytes": each.nbytes,
-            "exposed_ns": length(share), "cause": cause,
+            "exposed_ns": exposed_ns, "cause": cause,
             "emulated": each.emulated,
         }  # fmt: skip
+
+
+def _steps(
+    found: TraceEvents,
+    collectives: Sequence[Collective],
+    steps: Sequence[HostStep],
+    host_computing: Intervals,
+    whole: bool,
+) -> Steps:
+    """By launch on a GPU, where the trace tells who launched what; else by the clock. `whole`: all is one step."""
+    if not found.on_gpu:
+        return ByWindow(found, host_computing, collectives, steps, NoStep())
+    computing = union(found.kernels.pairs())
+    if whole:
+        device = all_device_work(found, collectives)
+        return ByWindow(found, computing, collectives, [(steps[0][0], int(device[0, 0]), int(device[-1, 1]))], NoStep())
+    if shows_launches(found):
+        return ByLaunch(found, collectives, steps)
+    return ByWindow(found, computing, collectives, steps, NoStep(by_launch=False))
 
 
 def _host_threads(found: TraceEvents) -> dict[Thread, Intervals]:
@@ -225,7 +293,7 @@ def _exposed_rows(
     start: int,
     end: int,
     collectives: Sequence[Collective],
-    shares: Sequence[Intervals],
+    sizes: Sequence[int],
     causes: Sequence[str],
 ) -> list[Row]:
     """One row a unit, phase and kind; of several collectives the most exposed one gives the cause."""
@@ -234,11 +302,11 @@ def _exposed_rows(
         groups.setdefault((each.unit, each.phase, each.kind), []).append(index)
     rows = []
     for (unit, phase, kind), members in groups.items():
-        pieces = union(*([(piece.start, piece.end) for piece in collectives[index].pieces] for index in members))
+        pieces = union(pieces_of([collectives[index] for index in members]))
         rows.append({
             "rank": rank, "step": step, "unit": unit, "phase": phase, "kind": kind,
-            "communication_ns": length(clip(pieces, start, end)),
-            "exposed_ns": sum(length(shares[index]) for index in members),
-            "cause": causes[max(members, key=lambda index: length(shares[index]))],
+            "communication_ns": size(within(pieces, start, end)),
+            "exposed_ns": sum(sizes[index] for index in members),
+            "cause": causes[max(members, key=lambda index: sizes[index])],
         })  # fmt: skip
     return rows

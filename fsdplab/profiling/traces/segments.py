@@ -8,6 +8,7 @@ forward. A GPU kernel belongs to the unit and phase of its launch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -36,7 +37,7 @@ class Segments:
             _after(self._backward, steps),
         )
 
-    @property
+    @cached_property
     def changes(self) -> np.ndarray:
         """Where the unit or the phase changes."""
         return np.unique(np.concatenate([self._unit_times, self._backward.ravel(), self._optimizer.ravel()]))
@@ -86,11 +87,13 @@ def _backward(found: TraceEvents, compute_starts: np.ndarray) -> Intervals:
 
 def _after(backward: Intervals, steps: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
     """From the end of each step's last backward to the end of the step."""
-    ends = [
-        (max((end for _, end in backward.tolist() if first < end <= last), default=last), last)
-        for _, first, last in steps
-    ]
-    return [pair for pair in ends if pair[0] < pair[1]]
+    ends = backward[:, 1]
+    pairs = []
+    for _, first, last in steps:
+        at = int(np.searchsorted(ends, last, side="right")) - 1
+        if at >= 0 and first < ends[at] < last:
+            pairs.append((int(ends[at]), last))
+    return pairs
 
 
 class Nest:

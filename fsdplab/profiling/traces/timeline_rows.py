@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from fsdplab.profiling.intervals import EMPTY, Intervals, clip, close_gaps, split, subtract, union
+from fsdplab.profiling.intervals import EMPTY, Intervals, close_gaps, split, subtract, union, within
 from fsdplab.profiling.traces.classify import TraceEvents
 from fsdplab.profiling.traces.collectives import Collective, Launches
 from fsdplab.profiling.traces.segments import Segments
+from fsdplab.profiling.traces.steps import Window, pieces_of
 
 Row = dict[str, Any]
 DISPATCH_NS = 20_000  # between two operators: the host dispatches the next one
@@ -40,26 +41,27 @@ class TimelineRows:
         self._found, self._rank, self._segments = found, rank, segments
         self._lifecycle = union([(each.start, each.end) for each in found.ranges if each.label.startswith(_LIFECYCLE)])
         self._blocked = union(found.blocked.pairs())
-        self._kernels, self._labels = self._launched() if found.on_gpu else (EMPTY, [])
+        self._labels = self._launched() if found.on_gpu else []
+        self._kernels = found.kernels.pairs()
 
     def rows(
         self,
-        step: int,
-        start: int,
-        end: int,
+        window: Window,
         computing: Intervals,
         host_busy: Intervals,
         collectives: Sequence[Collective],
         shares: Sequence[Intervals],
+        kernels: np.ndarray,
     ) -> list[Row]:
-        """All lanes of one step, in order of time within a lane;
-        `shares` are the exposed instants of each collective.
+        """All lanes of one step, in order of time within a lane; `shares` are the exposed instants of each collective,
+        `kernels` the step's own, as positions in `TraceEvents.kernels`.
         """
+        step, start, end = window.number, window.start, window.end
         waiting = self._waiting(start, end, host_busy, collectives)
         barriers = np.sort(union(*shares, waiting)[:, 0])
         lanes = [
             [("step", "", "", f"step {step}", start, end, False)],
-            self._compute(start, end, computing, barriers),
+            self._compute(start, end, computing, kernels, barriers),
             [row for each in collectives for row in _communication(each, start, end)],
             self._exposed(collectives, shares),
             self._waits(waiting, collectives),
@@ -73,11 +75,14 @@ class TimelineRows:
             "start_ns": base + int(start), "end_ns": base + int(end), "emulated": emulated,
         }  # fmt: skip
 
-    def _compute(self, start: int, end: int, computing: Intervals, barriers: np.ndarray) -> list[tuple]:
+    def _compute(
+        self, start: int, end: int, computing: Intervals, kernels: np.ndarray, barriers: np.ndarray
+    ) -> list[tuple]:
+        labels: Sequence[Any]
         if self._found.on_gpu:
-            inside = (self._kernels[:, 1] > start) & (self._kernels[:, 0] < end)
-            pieces = np.clip(self._kernels[inside], start, end)
-            labels = [label for label, held in zip(self._labels, inside) if held]
+            kernels = kernels[np.argsort(self._kernels[kernels, 0], kind="stable")]
+            pieces = np.clip(self._kernels[kernels], start, end)
+            labels = [self._labels[index] for index in kernels.tolist()]
         else:
             pieces = split(computing, self._segments.changes)
             labels = list(zip(self._segments.units_at(pieces[:, 0]), self._segments.phases_at(pieces[:, 0])))
@@ -86,13 +91,12 @@ class TimelineRows:
             for label, span in joined(pieces, labels, barriers, _MOST["compute"])
         ]
 
-    def _launched(self) -> tuple[Intervals, list[tuple[str, str]]]:
-        """Kernels in order of time, each with the unit and phase that launched it."""
-        kernels = self._found.kernels.pairs()
-        launches = Launches(self._found).starts(np.array(self._found.kernel_launches, dtype=np.int64), kernels[:, 0])
-        order = np.argsort(kernels[:, 0], kind="stable")
-        launches = launches[order]
-        return kernels[order], list(zip(self._segments.units_at(launches), self._segments.phases_at(launches)))
+    def _launched(self) -> list[tuple[str, str]]:
+        """The unit and phase that launched each kernel."""
+        starts = self._found.kernels.pairs()[:, 0]
+        numbers = np.array(self._found.kernel_launches, dtype=np.int64)
+        launches = Launches(self._found).starts(numbers, starts)
+        return list(zip(self._segments.units_at(launches), self._segments.phases_at(launches)))
 
     def _exposed(self, collectives: Sequence[Collective], shares: Sequence[Intervals]) -> list[tuple]:
         marked = sorted(
@@ -108,19 +112,26 @@ class TimelineRows:
 
     def _waiting(self, start: int, end: int, host_busy: Intervals, collectives: Sequence[Collective]) -> Intervals:
         if self._found.on_gpu:
-            return clip(self._blocked, start, end)
-        moving = union(*([(piece.start, piece.end) for piece in each.pieces] for each in collectives))
-        idle = subtract(clip(union(moving, self._lifecycle), start, end), host_busy)
-        idle = close_gaps(idle, 1_000)
+            return within(self._blocked, start, end)
+        moving = within(union(pieces_of(collectives), self._lifecycle), start, end)
+        idle = close_gaps(subtract(moving, host_busy), 1_000)
         return idle[idle[:, 1] - idle[:, 0] >= _BLOCKED_NS]
 
     def _waits(self, waiting: Intervals, collectives: Sequence[Collective]) -> list[tuple]:
         """Blocked stretches, each named by the collective of whose pieces it holds most."""
         longest = waiting[np.argsort(waiting[:, 0] - waiting[:, 1], kind="stable")[: _MOST["waiting"]]]
+        reach = np.array(
+            [
+                (min(piece.start for piece in each.pieces), max(piece.end for piece in each.pieces))
+                for each in collectives
+            ],
+            dtype=np.int64,
+        ).reshape(-1, 2)
         rows = []
         for start, end in longest.tolist():
             held = lambda each: sum(max(0, min(end, piece.end) - max(start, piece.start)) for piece in each.pieces)  # noqa: E731
-            best = max(collectives, key=held, default=None)
+            near = np.flatnonzero((reach[:, 0] < end) & (reach[:, 1] > start)).tolist()
+            best = max((collectives[index] for index in near), key=held, default=None)
             if best is not None and held(best) > 0:
                 rows.append(("waiting", best.unit, best.phase, best.kind, start, end, best.emulated))
             else:
@@ -131,14 +142,32 @@ class TimelineRows:
 def _communication(each: Collective, start: int, end: int) -> list[tuple]:
     """The transport as one row named by its kind, the host's copies beside it as rows of their own."""
     lane = each.kind if each.kind in _LANES else "other_communication"
-    rows = []
-    way = each.transport
-    moved = clip([(way.start, way.end)], start, end) if way else EMPTY
+    way, rows = each.transport, []
+    moved = (max(start, way.start), min(end, way.end)) if way else (start, start)
     for role in ("copy-in", "copy-out", "blocked"):
-        spans = [(piece.start, piece.end) for piece in each.pieces if piece.role == role]
-        for span in close_gaps(subtract(clip(spans, start, end), moved), DISPATCH_NS).tolist():
+        spans = [(max(start, piece.start), min(end, piece.end)) for piece in each.pieces if piece.role == role]
+        for span in _beside(spans, *moved):
             rows.append((lane, each.unit, each.phase, f"{each.kind} {role}", *span, False))
-    return rows + [(lane, each.unit, each.phase, each.kind, *span, each.emulated) for span in moved.tolist()]
+    if moved[0] < moved[1]:
+        rows.append((lane, each.unit, each.phase, each.kind, *moved, each.emulated))
+    return rows
+
+
+def _beside(spans: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
+    """The spans less what lies from `start` to `end`, joined over gaps below 20 us. Plain numbers: a collective has one
+    or two.
+    """
+    parts: list[tuple[int, int]] = []
+    for first, last in sorted(spans):
+        apart = [(first, min(last, start)), (max(first, end), last)] if start < end else [(first, last)]
+        parts += [part for part in apart if part[0] < part[1]]
+    rows: list[tuple[int, int]] = []
+    for first, last in sorted(parts):
+        if rows and first - rows[-1][1] < DISPATCH_NS:
+            rows[-1] = (rows[-1][0], max(rows[-1][1], last))
+        else:
+            rows.append((first, last))
+    return rows
 
 
 def joined(
@@ -150,25 +179,48 @@ def joined(
     >>> joined(np.array([[0, 5], [9, 12], [90_000, 95_000]]), ["a", "a", "a"], np.array([]), most=9)
     [('a', (0, 12)), ('a', (90000, 95000))]
     """
+    apart = _Neighbours(pieces, labels, barriers)
     gap = DISPATCH_NS
     while True:
-        rows = _join(pieces, labels, barriers if gap < _APART_NS else barriers[:0], gap)
-        if len(rows) <= most or gap > 10**9:
-            return rows
+        first = apart.rows(gap, across=gap >= _APART_NS)
+        if len(first) <= most or gap > 10**9:
+            return apart.spans(first)
         gap *= 2
 
 
-def _join(
-    pieces: Intervals, labels: Sequence[Any], barriers: np.ndarray, gap: int
-) -> list[tuple[Any, tuple[int, int]]]:
-    rows: list[list[Any]] = []
-    before = np.asarray(np.searchsorted(barriers, pieces[:, 0], side="right"))
-    since = -1
-    for index, (start, end) in enumerate(pieces.tolist()):
-        last = rows[-1] if rows else None
-        if last and last[0] == labels[index] and start - last[2] < gap and (before[index] == since or start <= last[2]):
-            last[2] = max(last[2], end)
-        else:
-            rows.append([labels[index], start, end])
-        since = before[index]
-    return [(label, (start, end)) for label, start, end in rows]
+class _Neighbours:
+    """Pieces in order of their starts, and what lies between each and the one before it."""
+
+    def __init__(self, pieces: Intervals, labels: Sequence[Any], barriers: np.ndarray) -> None:
+        self._pieces, self._labels = pieces, labels
+        numbers: dict[Any, int] = {}
+        codes = np.array([numbers.setdefault(label, len(numbers)) for label in labels], dtype=np.int64)
+        self._new_label = np.concatenate([[True], codes[1:] != codes[:-1]])[: len(codes)]
+        ends = _latest(pieces[:, 1], np.cumsum(self._new_label))
+        self._gap = np.concatenate([[0], pieces[1:, 0] - ends[:-1]])[: len(codes)]
+        before = np.asarray(np.searchsorted(barriers, pieces[:, 0], side="right"))
+        passed = np.concatenate([[False], before[1:] != before[:-1]])[: len(codes)]
+        self._barrier = passed & (self._gap > 0)
+
+    def rows(self, gap: int, across: bool) -> np.ndarray:
+        """The positions at which a row begins, where gaps below `gap` are closed; `across`: over barriers too."""
+        first = self._new_label | (self._gap >= gap)
+        return np.flatnonzero(first if across else first | self._barrier)
+
+    def spans(self, first: np.ndarray) -> list[tuple[Any, tuple[int, int]]]:
+        """Label, start and end of each row."""
+        if not len(first):
+            return []
+        ends = np.maximum.reduceat(self._pieces[:, 1], first)
+        starts = self._pieces[first, 0]
+        return [(self._labels[at], span) for at, span in zip(first.tolist(), zip(starts.tolist(), ends.tolist()))]
+
+
+def _latest(ends: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """The latest end so far, counted anew in each group; `groups` are numbers that only grow."""
+    if not len(ends):
+        return ends
+    order = np.argsort(ends, kind="stable")
+    place = np.empty(len(ends), dtype=np.int64)
+    place[order] = np.arange(len(ends))
+    return ends[order][np.maximum.accumulate(place + groups * len(ends)) - groups * len(ends)]
