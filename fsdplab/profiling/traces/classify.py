@@ -41,7 +41,7 @@ _NO_COMPUTING = (
     "shm:",
     "FSDP::",
 )
-_CATEGORIES = {  # as PyTorch has written them since 2021 -> as it does now
+CATEGORIES = {  # as PyTorch has written them since 2021 -> as it does now
     "Operator": "cpu_op", "Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Runtime": "cuda_runtime",
 }  # fmt: skip
 _SYNCHRONOUS_COPIES = ("cudaMemcpy", "hipMemcpy", "hipMemcpyWithStream")  # the host waits for these
@@ -199,7 +199,7 @@ class _Sorter:
             "cpu_op": self._host, "user_annotation": self._host, "kernel": self._kernel, "gpu_memcpy": self._copy,
             "gpu_memset": self._copy, "cuda_runtime": self._launch, "cuda_driver": self._launch,
         }  # fmt: skip
-        self._by_category |= {old: self._by_category[new] for old, new in _CATEGORIES.items()}
+        self._by_category |= {old: self._by_category[new] for old, new in CATEGORIES.items()}
 
     def take(self, events: Iterable[dict[str, Any]]) -> None:
         """The hot loop: most events are operators of the host, whose names are classified already."""
@@ -234,7 +234,7 @@ class _Sorter:
         verdict = self._judged.get(name)
         if verdict is None:
             category = event["cat"]
-            verdict = self._judged[name] = _judge(name, _CATEGORIES.get(category, category))
+            verdict = self._judged[name] = judge(name, CATEGORIES.get(category, category))
         if verdict == "operator":
             self.found.operators[event["pid"], event["tid"]].add(start, end)
         elif verdict == "autograd":
@@ -263,7 +263,7 @@ class _Sorter:
 
     def _kernel(self, event: dict[str, Any], start: int, end: int) -> None:
         arguments = event.get("args") or {}
-        correlation = _correlation(event)
+        correlation = correlation_of(event)
         kind = self._comm_kernels.kind(event["name"])
         if kind is None:
             self.found.kernels.add(start, end)
@@ -276,10 +276,10 @@ class _Sorter:
 
     def _copy(self, event: dict[str, Any], start: int, end: int) -> None:
         self.found.copies.add(start, end)
-        self.found.copy_launches.append(_correlation(event))
+        self.found.copy_launches.append(correlation_of(event))
 
     def _launch(self, event: dict[str, Any], start: int, end: int) -> None:
-        correlation, name = _correlation(event), event["name"]
+        correlation, name = correlation_of(event), event["name"]
         waits = "Synchronize" in name or name in _SYNCHRONOUS_COPIES
         if waits:
             self.found.blocked.add(start, end)
@@ -289,7 +289,7 @@ class _Sorter:
             spans.add(start, end)
 
 
-def _correlation(event: dict[str, Any]) -> int:
+def correlation_of(event: dict[str, Any]) -> int:
     """The number that a device's work shares with its launch; -1 where the trace has none. Earlier versions wrote it as
     text.
     """
@@ -303,7 +303,7 @@ def _correlation(event: dict[str, Any]) -> int:
     return given
 
 
-def _judge(name: str, category: str) -> str:
+def judge(name: str, category: str) -> str:
     """The class of an event on the host: "" where it is ignored."""
     if name.startswith("gloo:"):
         return "gloo"

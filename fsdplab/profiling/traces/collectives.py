@@ -63,6 +63,8 @@ class Collective:
     issued: bool = True
     emulated: bool = False
     nbytes: int | None = None
+    group: str = ""  # the process group and its ranks, where the trace names them
+    group_size: int | None = None
 
     @property
     def transport(self) -> Piece | None:
@@ -150,6 +152,7 @@ class _Book:
     def _complete(self, draft: Collective, transfer: Transfer, role: str = "") -> None:
         draft.pieces.append(Piece(transfer.start, transfer.end, role))
         draft.nbytes = _payload(transfer, draft.kind, int(self.found.distributed.get("world_size") or 1))
+        draft.group, draft.group_size = _group(transfer)
         if not role:
             self._awaiting.remove(draft)
 
@@ -349,6 +352,7 @@ def _launched(found: TraceEvents) -> Iterable[Collective]:
         collective.own, collective.issued = _issued_by_consumer(around, unit), launch is not None
         collective.pieces.append(Piece(transfer.start, transfer.end))
         collective.nbytes = _payload(transfer, collective.kind, int(found.distributed.get("world_size") or 1))
+        collective.group, collective.group_size = _group(transfer)
         yield collective
 
 
@@ -403,6 +407,14 @@ def _payload(transfer: Transfer, kind: str, world_size: int) -> int | None:
     if not sizes:
         return None
     return sum(sizes) * (world_size if kind == "all_gather" else 1)
+
+
+def _group(transfer: Transfer) -> tuple[str, int | None]:
+    """The process group's description, else its name, and how many ranks it has."""
+    details = transfer.details if isinstance(transfer.details, dict) else {}
+    names = (details.get(key) for key in ("Process Group Description", "Process Group Name"))
+    size = details.get("Group size")
+    return next((name for name in names if isinstance(name, str) and name), ""), size if type(size) is int else None
 
 
 def _list(value: Any) -> list[Any]:

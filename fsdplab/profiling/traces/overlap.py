@@ -220,7 +220,7 @@ class _Account:
             "issue_ns": base + each.issue,
             "start_ns": base + each.start, "end_ns": base + each.end, "logical_bytes": each.nbytes,
             "exposed_ns": exposed_ns, "cause": cause,
-            "emulated": each.emulated,
+            "emulated": each.emulated, "group": each.group, "group_size": each.group_size,
         }  # fmt: skip
 
 

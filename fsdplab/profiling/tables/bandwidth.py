@@ -1,0 +1,73 @@
+"""How fast collectives of each size were, beside what the link could do.
+
+Bus bandwidth is nccl-tests': bytes/t x (n-1)/n for all_gather and reduce_scatter, twice that for all_reduce, so it can
+be compared with the link's figure whatever n is. The time is the shortest of any rank: the last to arrive waited for
+nobody. HTA and TraceLens take each rank's own time; theirs is lower where ranks arrive apart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean, median
+
+from fsdplab.profiling.tables.table import Column, Row, Table
+from fsdplab.profiling.traces.overlap import TraceAnalysis
+from fsdplab.profiling.traces.skew import bandwidths, matched
+
+_COLUMNS = (
+    Column("kind", "collective"), Column("group", "process group"), Column("ranks", "ranks", "count"),
+    Column("size", "message", "bytes"), Column("count", "a step", "count"), Column("time_ns", "time, median", "ns"),
+    Column("algbw", "bytes/t", "bytes/s"), Column("busbw", "bus bandwidth", "bytes/s"),
+    Column("of_link", "of the link", "share"),
+)  # fmt: skip
+
+
+def bandwidths_by_size(analyses: Sequence[TraceAnalysis], link_bytes_per_s: float | None = None) -> Table:
+    """One row a collective, process group and size (powers of two), the largest first.
+
+    `analyses` are of one run's ranks. `link_bytes_per_s`: the link's figure in one direction, where it is known. 8 MB
+    gathered over 2 ranks in 1 ms are 8 GB/s, and 4 GB/s on the bus.
+    """
+    steps = max((len(each.steps) for each in analyses), default=0)
+    groups: dict[tuple[str, str, int, int], list[tuple[int, int]]] = defaultdict(list)
+    unknown = 0
+    for key, members in matched(row for each in analyses for row in each.rows("collectives")).items():
+        nbytes = next((row["logical_bytes"] for row in members if row["logical_bytes"]), None)
+        if nbytes is None:
+            unknown += 1
+            continue
+        ranks = members[0].get("group_size") or analyses[0].world_size or len(analyses)
+        name = key[3], members[0].get("group") or "", int(ranks), nbytes.bit_length()
+        groups[name].append((nbytes, min(row["end_ns"] - row["start_ns"] for row in members)))
+    rows = [_row(key[:3], found, max(1, steps), link_bytes_per_s) for key, found in groups.items()]
+    rows.sort(key=lambda row: -row["size"] * row["count"])
+    notes = [f"{unknown} collectives are left out: the trace does not say how many bytes they moved."] * bool(unknown)
+    if len(analyses) == 1:
+        notes.append("One rank's trace: the times hold waiting for peers, so the link did no worse than this.")
+    return Table("bandwidth", "Bandwidth by size", _sentence(rows), _COLUMNS, tuple(rows), tuple(notes))
+
+
+def _row(
+    key: tuple[str, str, int], found: Sequence[tuple[int, int]], steps: int, link_bytes_per_s: float | None
+) -> Row:
+    kind, group, ranks = key
+    size, time_ns = fmean(nbytes for nbytes, _ in found), median(ns for _, ns in found)
+    algbw, busbw = bandwidths(kind, int(size), int(time_ns), ranks)
+    return {
+        "kind": kind, "group": group, "ranks": ranks, "size": size, "count": len(found) / steps, "time_ns": time_ns,
+        "algbw": algbw, "busbw": busbw,
+        "of_link": busbw / link_bytes_per_s if busbw is not None and link_bytes_per_s else None,
+    }  # fmt: skip
+
+
+def _sentence(rows: Sequence[Row]) -> str:
+    known = [row for row in rows if row["busbw"] is not None]
+    if not known:
+        return "The traces do not say how many bytes their collectives moved."
+    most = known[0]
+    link = f", {most['of_link']:.0%} of what the link can do" if most["of_link"] is not None else ""
+    return (
+        f"Most bytes travel in {most['kind']} of {most['size'] / 1e6:.3g} MB over {most['ranks']} ranks, at"
+        f" {most['busbw'] / 1e9:.3g} GB/s of bus bandwidth{link}."
+    )

@@ -1,0 +1,41 @@
+"""Why nothing ran: the part "other" of the steps by cause, a row a rank. The definitions are in `traces/idle_parts`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from fsdplab.profiling.tables.table import Column, Table, milliseconds
+from fsdplab.profiling.traces.overlap import TraceAnalysis
+from fsdplab.records.tables import IDLE_PARTS
+
+_WORDS = {name: name.removesuffix("_ns").replace("_", " ") for name in IDLE_PARTS}
+
+
+def idle_time(analyses: Sequence[TraceAnalysis]) -> Table:
+    """Nanoseconds of a mean step in which a rank neither computed nor communicated, by cause; the idlest rank first.
+
+    A step of 100 ms with 62 computing or communicating: the causes sum to 38 ms.
+    """
+    rows = []
+    for each in analyses:
+        idle, whole = each.rows("idle"), [row["step_ns"] for row in each.rows("breakdown")]
+        parts = {name: fmean(row[name] for row in idle) for name in IDLE_PARTS} if idle else {}
+        if parts:
+            total = sum(parts.values())
+            rows.append({"rank": each.rank, "idle_ns": total, "share": total / fmean(whole), **parts})
+    rows.sort(key=lambda row: -row["idle_ns"])
+    columns = (
+        Column("rank", "rank", "count"), Column("idle_ns", "idle a step", "ns"),
+        Column("share", "of the step", "share"),
+        *(Column(name, _WORDS[name], "ns") for name in IDLE_PARTS),
+    )  # fmt: skip
+    if not rows or not rows[0]["idle_ns"]:
+        sentence = "No rank was idle: at every instant it computed or communicated."
+    else:
+        most = max(IDLE_PARTS, key=lambda name: rows[0][name])
+        sentence = (
+            f"Rank {rows[0]['rank']} is idle for {milliseconds(rows[0]['idle_ns'])} a step ({rows[0]['share']:.0%}),"
+            f" most of it {_WORDS[most]}: {milliseconds(rows[0][most])}."
+        )
+    return Table("idle", "Idle time by cause", sentence, columns, tuple(rows))

@@ -1,0 +1,94 @@
+"""How far ahead of the device the host ran: the delay from launch to start, and how much was queued.
+
+As in HTA: the delay is from the end of the launching call to the start of the work, and the queue is what was launched
+on a stream and had not started. A queue that is empty whenever work is launched says that the host is the bottleneck;
+kernels shorter than the call that launches them say why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fsdplab.profiling.tables.table import Column, Row, Table, milliseconds
+from fsdplab.profiling.tables.work import COMMUNICATION, COPY, KERNEL, Work, named_work
+from fsdplab.profiling.traces.classify import TraceEvents
+
+_COLUMNS = (
+    Column("stream", "stream"), Column("launches", "launches a step", "count"),
+    Column("delay_median_ns", "delay, median", "ns"), Column("delay_p95_ns", "delay, 95th percentile", "ns"),
+    Column("short_kernels", "shorter than their launch", "share"),
+    Column("queue_mean", "queued, mean", "count"), Column("queue_most", "queued, most", "count"),
+    Column("queue_empty", "launched into an empty queue", "share"),
+)  # fmt: skip
+_HOST_BOUND = 0.5  # part of launches into an empty queue from which on the host sets the pace
+
+
+def launches(path: str | Path, *, comm_patterns: Sequence[str] = ()) -> Table:
+    """One row a stream of the device, the busiest first; no rows for a trace of CPU ranks. Raises TraceError.
+
+    A kernel that starts 40 us after its launching call of 5 us began has a delay of 35 us.
+    """
+    work = named_work(path, comm_patterns)
+    rows = sorted(_rows(work), key=lambda row: -row["launches"])
+    return Table("launches", "Launches", _sentence(work, rows), _COLUMNS, tuple(rows))
+
+
+def _rows(work: Work) -> list[Row]:
+    numbers, starts, ends = _calls(work.found)
+    device = work.of_kind(KERNEL, COMMUNICATION, COPY)
+    if not len(numbers):
+        return []
+    at = np.minimum(np.searchsorted(numbers, work.correlation), len(numbers) - 1)
+    launched = device & (numbers[at] == work.correlation)
+    rows = []
+    for lane in np.unique(work.lane[launched]).tolist():
+        mine = launched & (work.lane == lane)
+        call_start, call_end, start, end = starts[at[mine]], ends[at[mine]], work.start[mine], work.end[mine]
+        delay = np.maximum(0, start - call_end)
+        queued, mean = _queue(call_start, start)
+        rows.append({
+            "stream": work.lanes[lane].removeprefix("stream "), "launches": len(start) / work.steps,
+            "delay_median_ns": float(np.median(delay)), "delay_p95_ns": float(np.percentile(delay, 95)),
+            "short_kernels": float(np.mean(end - start < call_end - call_start)),
+            "queue_mean": mean, "queue_most": int(queued.max()), "queue_empty": float(np.mean(queued == 1)),
+        })  # fmt: skip
+    return rows
+
+
+def _queue(calls: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, float]:
+    """How many were queued right after each launch, itself included, and the mean over time; the first call comes
+    before the first start.
+    """
+    calls, starts = np.sort(calls), np.sort(np.maximum(starts, calls))
+    queued = np.searchsorted(calls, calls, side="right") - np.searchsorted(starts, calls, side="left")
+    lasted = max(int(starts[-1] - calls[0]), 1)
+    return queued, float((starts - calls).sum() / lasted)
+
+
+def _calls(found: TraceEvents) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(correlation number, start, end) of every launching call, by number."""
+    parts = [(np.array(numbers, dtype=np.int64), spans.pairs()) for numbers, spans in found.launches.values()]
+    numbers = np.concatenate([np.empty(0, dtype=np.int64), *(each for each, _ in parts)])
+    pairs = np.concatenate([np.empty((0, 2), dtype=np.int64), *(each for _, each in parts)])
+    order = np.argsort(numbers, kind="stable")
+    return numbers[order], pairs[order, 0], pairs[order, 1]
+
+
+def _sentence(work: Work, rows: Sequence[Row]) -> str:
+    if not work.of_kind(KERNEL, COMMUNICATION, COPY).any():
+        return "This trace has no work of a device: on CPU ranks the host itself computes, and launches nothing."
+    if not rows:
+        return "The trace does not show which call launched what: it has no correlation numbers."
+    busiest = rows[0]
+    pace = (
+        "the host sets the pace (compile, use CUDA graphs, or give each launch more work)"
+        if busiest["queue_empty"] >= _HOST_BOUND
+        else "the host runs ahead, as it should"
+    )
+    return (
+        f"On stream {busiest['stream']} work starts {milliseconds(busiest['delay_median_ns'])} after its launch"
+        f" (median), and {busiest['queue_empty']:.0%} of launches found an empty queue: {pace}."
+    )

@@ -1,0 +1,74 @@
+"""Where the time of operators and kernels went, by name and by unit.
+
+Time is self time a step: an operator without the operators that it called (HTA and TraceLens have the same column), a
+kernel as long as it ran. Shares are of all work of the same kind: communication's kernels wait for peers, and would
+make every other share small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fsdplab.profiling.tables.table import Column, Row, Table, milliseconds
+from fsdplab.profiling.tables.work import KERNEL, KINDS, OPERATOR, Work, named_work
+
+_COLUMNS = (
+    Column("kind", "kind"), Column("name", "name"), Column("unit", "unit"), Column("time_ns", "time a step", "ns"),
+    Column("count", "calls a step", "count"), Column("mean_ns", "time a call", "ns"), Column("share", "share", "share"),
+)  # fmt: skip
+
+
+def operators(path: str | Path, *, by_unit: bool = False, comm_patterns: Sequence[str] = ()) -> Table:
+    """Operators of the host and kernels of the device of one rank's trace by their time a step, longest first.
+
+    `by_unit`: a row for each unit in which a name ran ("" is the root). Raises TraceError. Of two steps with 48 calls
+    of `aten::mm` of 1 ms each: `{"name": "aten::mm", "time_ns": 24e6, "count": 24, ...}`.
+    """
+    return table_of(named_work(path, comm_patterns), by_unit)
+
+
+def table_of(work: Work, by_unit: bool) -> Table:
+    """The table of work that has been read."""
+    rows = _rows(work, by_unit)
+    kind = KERNEL if any(row["kind"] == KERNEL for row in rows) else OPERATOR
+    most = next((row for row in rows if row["kind"] == kind), None)
+    sentence = "Nothing was computed in the profiled steps." if most is None else (
+        f"{short(most['name'])}{_of(most['unit'])} takes {most['share']:.0%} of the {kind}s' time:"
+        f" {milliseconds(most['time_ns'])} a step in {most['count']:.3g} calls."
+    )  # fmt: skip
+    columns = tuple(column for column in _COLUMNS if by_unit or column.key != "unit")
+    return Table("operators", "Operators and kernels", sentence, columns, tuple(rows))
+
+
+def _rows(work: Work, by_unit: bool) -> list[Row]:
+    keys = np.stack([work.kind, work.name, work.unit if by_unit else np.zeros_like(work.unit)])
+    groups, index = np.unique(keys, axis=1, return_inverse=True)
+    index = index.reshape(-1)
+    own, counts = np.bincount(index, work.own_ns).tolist(), np.bincount(index).tolist()
+    of_kind = np.bincount(work.kind, work.own_ns, minlength=len(KINDS)).tolist()
+    rows = []
+    for at in sorted(range(len(own)), key=lambda at: -own[at]):
+        kind, name, unit = groups[:, at].tolist()
+        rows.append({
+            "kind": KINDS[kind], "name": work.names[name], "unit": work.units[unit] if by_unit else "",
+            "time_ns": own[at] / work.steps, "count": counts[at] / work.steps, "mean_ns": own[at] / counts[at],
+            "share": own[at] / of_kind[kind] if of_kind[kind] else 0.0,
+        })  # fmt: skip
+    return rows
+
+
+def short(name: str, most: int = 60) -> str:
+    """A kernel's name without its template arguments and parameters, at most `most` characters:
+    `void at::native::add<float>(int)` is `at::native::add`.
+    """
+    plain = name.removeprefix("void ")
+    plain = plain.split("(")[0] if "(" in plain[1:] else plain
+    plain = plain.split("<")[0] if "<" in plain[1:] else plain
+    return plain if len(plain) <= most else f"{plain[: most - 1]}…"
+
+
+def _of(unit: str) -> str:
+    return f" of {unit}" if unit else ""

@@ -1,0 +1,52 @@
+"""A table as a value: what its columns mean, its rows, and the one sentence that a reader should take from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its key in the rows, its heading, and its unit: "ns", "bytes", "bytes/s", "share", "count" or "" for
+    text.
+    """
+
+    key: str
+    heading: str
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """`rows` with one value a column (None: the trace does not say), the weightiest first, and what they say together.
+
+    `notes` say where the definition differs from other tools', or what the trace lacks.
+    """
+
+    name: str
+    title: str
+    sentence: str
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    def frame(self) -> pandas.DataFrame:
+        """The rows as a pandas DataFrame, times in ns; ImportError with the install command where pandas is missing."""
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError(
+                'table.frame() needs pandas, which is not installed. Run: pip install "fsdplab[lab]"'
+            ) from None
+        return pandas.DataFrame(list(self.rows), columns=[column.key for column in self.columns])
+
+
+def milliseconds(ns: float) -> str:
+    """Nanoseconds, to be read: `milliseconds(2_150_000)` is "2.15 ms", and 2_150 are "2.15 us"."""
+    return f"{ns / 1e6:.3g} ms" if ns >= 1e6 or ns == 0 else f"{ns / 1e3:.3g} us"

@@ -1,0 +1,235 @@
+"""The tables of operators, launches, bandwidth, idle time, critical path and differences, on traces checked by eye."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdplab.profiling import TraceError, analyse_trace, tables
+from tests.gpu_traces import GpuRank
+
+DATA = Path(__file__).parent.parent / "data" / "traces-08"
+
+
+def rows(table: tables.Table) -> list[dict]:
+    assert table.sentence.endswith(".") and "\n" not in table.sentence
+    for row in table.rows:
+        assert {column.key for column in table.columns} <= set(row)
+    return list(table.rows)
+
+
+def a_step(rank: GpuRank, number: int = 1, late: float = 0) -> GpuRank:
+    """100 us of computing, a reduction of 30 us, and a copy."""
+    rank.step(number, 0, 200).kernel(5, 10 + late, 70 + late, name="gemm").kernel(6, 70 + late, 110 + late, name="add")
+    return rank.nccl("all_reduce", 7, 110, 150 + late, elements=2**20).copy(8, 150 + late, 160 + late)
+
+
+# ---- operators and kernels
+
+
+def test_kernels_by_time_with_shares_of_their_kind(tmp_path):
+    table = tables.operators(a_step(GpuRank()).write(tmp_path / "t.json"))
+    found = {(row["kind"], row["name"].split("(")[0]): row for row in rows(table)}
+    assert found["kernel", "gemm"]["time_ns"] == 60_000 and found["kernel", "gemm"]["share"] == 0.6
+    assert found["kernel", "add"]["share"] == 0.4
+    assert found["communication", "ncclDevKernel_AllReduce_Sum_f32_RING_LL"]["share"] == 1.0
+    assert found["copy", "Memcpy HtoD "]["time_ns"] == 10_000
+    assert table.sentence == "gemm takes 60% of the kernels' time: 60 us a step in 1 calls."
+
+
+def test_operators_count_without_what_they_call(tmp_path):
+    rank = GpuRank(world_size=1).operator("aten::linear", 0, 100).operator("aten::addmm", 20, 90)
+    rank.operator("aten::linear", 100, 110)
+    found = {row["name"]: row for row in rows(tables.operators(rank.write(tmp_path / "t.json")))}
+    assert found["aten::linear"]["time_ns"] == 40_000 and found["aten::linear"]["count"] == 2
+    assert found["aten::addmm"]["time_ns"] == 70_000 and found["aten::addmm"]["share"] == 70 / 110
+
+
+def test_kernels_are_of_the_unit_that_launched_them(tmp_path):
+    rank = GpuRank().step(1, 0, 50)
+    for unit, launched, start in (("blocks.0", 2, 100), ("blocks.1", 12, 200)):
+        rank.range(f"FSDP::pre_forward ({unit})", launched - 1, launched - 0.5)
+        rank.kernel(launched, start, start + 50, name="gemm").range(
+            f"FSDP::post_forward ({unit})", launched + 3, launched + 4
+        )
+    rank.nccl("all_gather", 20, 250, 260)
+    found = {
+        row["unit"]: row["time_ns"]
+        for row in rows(tables.operators(rank.write(tmp_path / "t.json"), by_unit=True))
+        if row["kind"] == "kernel"
+    }
+    assert found == {"blocks.0": 50_000, "blocks.1": 50_000}
+
+
+def test_times_are_of_a_mean_step_and_of_profiled_steps_only(tmp_path):
+    rank = GpuRank().step(1, 0, 10).kernel(5, 20, 40, name="gemm").step(2, 10, 20).kernel(15, 40, 80, name="gemm")
+    rank.kernel(30, 90, 190, name="gemm").nccl("all_gather", 6, 40, 41)
+    found = next(row for row in rows(tables.operators(rank.write(tmp_path / "t.json"))) if row["name"] == "gemm")
+    assert found["time_ns"] == 30_000 and found["count"] == 1 and found["mean_ns"] == 30_000
+
+
+def test_a_real_trace_of_cpu_ranks_lists_matrix_products_first():
+    table = tables.operators(next(DATA.glob("traces/rank0*")))
+    found = rows(table)
+    assert found[0]["kind"] == "operator" and found[0]["name"].startswith("aten::")
+    assert sum(row["share"] for row in found) == pytest.approx(1)
+    assert "a step in" in table.sentence
+
+
+# ---- launches
+
+
+def test_delays_and_queues_of_a_host_that_runs_ahead(tmp_path):
+    rank = GpuRank(world_size=1).step(1, 0, 20)
+    for number in range(4):  # four launches of 1 us at 0, 2, 4, 6; each kernel takes 100 us
+        rank.kernel(2 * number, 10 + 100 * number, 110 + 100 * number)
+    (row,) = rows(tables.launches(rank.write(tmp_path / "t.json")))
+    assert row["stream"] == "7" and row["launches"] == 4 and row["queue_most"] == 4
+    assert row["delay_median_ns"] == 156_000 and row["queue_empty"] == 0.25
+    assert row["short_kernels"] == 0
+
+
+def test_a_host_that_cannot_keep_up(tmp_path):
+    rank = GpuRank(world_size=1).step(1, 0, 400)
+    for number in range(4):  # each kernel of 0.5 us starts right after its launch
+        rank.kernel(100 * number, 100 * number + 2, 100 * number + 2.5)
+    table = tables.launches(rank.write(tmp_path / "t.json"))
+    (row,) = rows(table)
+    assert row["queue_most"] == 1 and row["queue_empty"] == 1 and row["short_kernels"] == 1
+    assert "the host sets the pace" in table.sentence
+
+
+def test_cpu_ranks_launch_nothing():
+    table = tables.launches(next(DATA.glob("traces/rank0*")))
+    assert not table.rows and "no work of a device" in table.sentence
+
+
+def test_a_trace_without_correlations_says_so(tmp_path):
+    table = tables.launches(a_step(GpuRank(correlated=False)).write(tmp_path / "t.json"))
+    assert not table.rows and "no correlation numbers" in table.sentence
+
+
+# ---- bandwidth
+
+
+def test_bandwidth_takes_the_rank_that_waited_for_nobody(tmp_path):
+    early = GpuRank(0).step(1, 0, 10).kernel(1, 20, 30).nccl("all_gather", 2, 30, 130, elements=2**20)
+    late = GpuRank(1).step(1, 0, 10).kernel(1, 20, 90).nccl("all_gather", 2, 90, 130, elements=2**20)
+    found = [analyse_trace(each.write(tmp_path / f"{each.rank}.json")) for each in (early, late)]
+    table = tables.bandwidths_by_size(found, link_bytes_per_s=100e9)
+    (row,) = rows(table)
+    assert row["size"] == 2**22 and row["time_ns"] == 40_000 and row["ranks"] == 2
+    assert row["busbw"] == pytest.approx(2**22 / 40e-6 / 2) and row["of_link"] == pytest.approx(row["busbw"] / 100e9)
+    assert "all_gather of 4.19 MB over 2 ranks, at 52.4 GB/s" in table.sentence and not table.notes
+    (alone,) = rows(tables.bandwidths_by_size(found[:1]))
+    assert alone["time_ns"] == 100_000 and alone["of_link"] is None
+    assert "waiting for peers" in tables.bandwidths_by_size(found[:1]).notes[0]
+
+
+def test_sizes_and_process_groups_are_told_apart(tmp_path):
+    rank = GpuRank().step(1, 0, 10).kernel(1, 20, 30)
+    rank.nccl("all_gather", 2, 30, 40, elements=2**10).nccl("all_gather", 3, 40, 80, elements=2**20)
+    rank.nccl("all_reduce", 4, 80, 90, elements=2**20, group="mesh_replicate")
+    table = tables.bandwidths_by_size([analyse_trace(rank.write(tmp_path / "t.json"))])
+    assert {(row["kind"], row["group"], row["size"]) for row in rows(table)} == {
+        ("all_gather", "default_pg", 2**12), ("all_gather", "default_pg", 2**22),
+        ("all_reduce", "mesh_replicate", 2**22),
+    }  # fmt: skip
+
+
+# ---- idle time
+
+
+def test_idle_time_sums_to_what_neither_computed_nor_communicated(tmp_path):
+    rank = GpuRank().step(1, 0, 100).kernel(1, 10, 20).kernel(60, 61, 70).nccl("all_gather", 62, 70, 75)
+    analysis = analyse_trace(rank.write(tmp_path / "t.json"))
+    (row,) = rows(tables.idle_time([analysis]))
+    assert row["idle_ns"] == 41_000 == analysis.rows("breakdown")[0]["other_ns"]
+    assert row["host_bound_ns"] == 41_000 and row["share"] == pytest.approx(41 / 65)
+
+
+# ---- critical path
+
+
+def two_ranks(tmp_path: Path, slow: int, collective_ends: float = 140) -> list:
+    """One rank computes for 80 us, the slow one for 110; both reduce until 140, then 20 us of optimizer."""
+    found = []
+    for rank in (0, 1):
+        computed = 120 if rank == slow else 90
+        trace = GpuRank(rank).step(1, 0, 10).kernel(1, 10, computed, name="backward")
+        trace.nccl("all_reduce", 2, computed, collective_ends).kernel(3, collective_ends, collective_ends + 20)
+        found.append(analyse_trace(trace.write(tmp_path / f"{slow}-{rank}.json")))
+    return found
+
+
+@pytest.mark.parametrize("slow", (0, 1))
+def test_the_path_goes_through_the_rank_that_arrived_last(tmp_path, slow):
+    table = tables.critical_path(two_ranks(tmp_path, slow))
+    found = [(row["rank"], row["what"], row["ns"]) for row in rows(table)]
+    assert found == [(slow, "compute", 110_000), (0, "all_reduce", 20_000), (0, "compute", 20_000)]
+    assert f"The longest part is compute on rank {slow}, 110 us" in table.sentence
+
+
+def test_the_parts_sum_to_the_step_of_a_real_run():
+    found = [analyse_trace(path) for path in sorted(DATA.glob("traces/rank*"))]
+    table = tables.critical_path(found)
+    whole = max(row["step_ns"] for each in found for row in each.rows("breakdown"))
+    total = sum(row["ns"] for row in rows(table))
+    assert total == pytest.approx(whole, rel=0.05)
+    assert all(a["start_ns"] + a["ns"] == b["start_ns"] for a, b in zip(table.rows, table.rows[1:]))
+
+
+def test_gaps_are_part_of_the_path(tmp_path):
+    rank = GpuRank(world_size=1).step(1, 0, 100).kernel(1, 10, 20).kernel(60, 61, 70)
+    found = rows(tables.critical_path([analyse_trace(rank.write(tmp_path / "t.json"))]))
+    assert [(row["what"], row["ns"]) for row in found] == [("compute", 10_000), ("idle", 41_000), ("compute", 9_000)]
+
+
+def test_clocks_that_disagree_are_refused(tmp_path):
+    found = two_ranks(tmp_path, 1)
+    apart = GpuRank(1).step(1, 9000, 9010).kernel(9001, 9010, 9120).nccl("all_reduce", 9002, 9120, 9140)
+    found[1] = analyse_trace(apart.write(tmp_path / "apart.json"))
+    with pytest.raises(
+        TraceError, match="clocks disagree: all_reduce of the root ended on one rank 8.98 ms before rank 1"
+    ):
+        tables.critical_path(found)
+
+
+def test_a_step_that_no_trace_has_is_refused(tmp_path):
+    with pytest.raises(TraceError, match=r"no trace has step 7; expected one of 1\."):
+        tables.critical_path(two_ranks(tmp_path, 0), step=7)
+
+
+# ---- difference
+
+
+def test_differences_sum_to_the_difference_of_the_whole(tmp_path):
+    first = GpuRank(world_size=1).step(1, 0, 10).kernel(1, 10, 40, name="gemm").kernel(2, 40, 50, name="add")
+    second = GpuRank(world_size=1).step(1, 0, 10).kernel(1, 10, 30, name="gemm").kernel(2, 40, 75, name="softmax")
+    paths = [each.write(tmp_path / f"{at}.json") for at, each in enumerate((first, second))]
+    table = tables.difference(*paths)
+    assert [(row["name"], row["difference_ns"]) for row in rows(table)] == [
+        ("softmax", 35_000),
+        ("gemm", -10_000),
+        ("add", -10_000),
+    ]
+    assert table.sentence == (
+        "The second is 15 us a step longer in operators and kernels; softmax makes the largest difference, 35 us more."
+    )  # fmt: skip
+    assert "the same time" in tables.difference(paths[0], paths[0]).sentence
+
+
+# ---- all
+
+
+def test_a_frame_has_the_columns_of_the_table(tmp_path):
+    table = tables.operators(a_step(GpuRank()).write(tmp_path / "t.json"))
+    frame = table.frame()
+    assert list(frame.columns) == [column.key for column in table.columns] and len(frame) == len(table.rows)
+
+
+def test_a_file_that_is_no_trace_is_refused(tmp_path):
+    (tmp_path / "t.json").write_text("[]")
+    with pytest.raises(TraceError):
+        tables.operators(tmp_path / "t.json")
