@@ -24,8 +24,8 @@ TABLES = ("timeline", "breakdown", "exposed", "idle")
 
 
 def tables_of(spec: RunSpec, mailbox: Mailbox, ledger: Sequence[Row], folder: Path) -> dict[str, list[Row]]:
-    """Rows of `timeline`, `breakdown`, `exposed` and `idle` of all profiled steps, and the timeline of the step whose memory
-    was measured.
+    """Rows of `timeline`, `breakdown`, `exposed` and `idle` of all profiled steps, and the timeline of the step
+    whose memory was measured.
     """
     from fsdplab.profiling.traces.skew import with_peers
     from fsdplab.sessions.worker.profiler import MEMORY_TRACE, TRACE, analysis_of

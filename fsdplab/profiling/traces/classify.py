@@ -2,10 +2,10 @@
 
 All rules are here. On the CPU, computing is every operator (`aten::mm`, custom ones too) on a thread that is no
 transport's; `c10d::*` only enqueues or waits, and autograd's own ranges hold Python hooks and waiting, so neither
-computes. On a GPU, computing is every kernel that moves no bytes between ranks (`comm_kernels`); copies and memsets by the copy engines are neither
-computing nor communication (they show as `other`). Communication is `gloo:*` on gloo's threads, `shm:*` and the
-engine's marked ranges on the thread that runs them, and such kernels. Only these are kept, in compact arrays; each
-operator name is classified once.
+computes. On a GPU, computing is every kernel that moves no bytes between ranks (`comm_kernels`); copies and memsets by
+the copy engines are neither computing nor communication (they show as `other`). Communication is `gloo:*` on gloo's
+threads, `shm:*` and the engine's marked ranges on the thread that runs them, and such kernels. Only these are kept, in
+compact arrays; each operator name is classified once.
 """
 
 from __future__ import annotations

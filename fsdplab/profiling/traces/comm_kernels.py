@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from fsdplab.profiling.traces.chrome import TraceError
 
@@ -88,6 +89,7 @@ def _kind(name: str, patterns: Iterable[CommPattern]) -> str | None:
     return kind_of(name) if found.kind == NAMED else found.kind
 
 
+@lru_cache(maxsize=4096)
 def kind_of(name: str) -> str:
     """The collective in a name: `c10d::_allgather_base_`, `gloo:all_gather`, `ncclDevKernel_AllGather_RING_LL` ->
     all_gather; else "".

@@ -7,6 +7,7 @@ forward. A GPU kernel belongs to the unit and phase of its launch.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
@@ -117,7 +118,7 @@ class Nest:
 
     def around(self, instant: int) -> list[Range]:
         """The ranges that hold an instant, innermost first."""
-        index = int(np.searchsorted(self._starts, instant, side="right")) - 1
+        index = bisect_right(self._starts, instant) - 1
         found = []
         while index >= 0:
             if instant < self._ranges[index].end or self._ranges[index].start == instant:

@@ -74,7 +74,7 @@ class NoStep:
 class Steps(Protocol):
     """The steps of a trace, and what belongs to each (by its index in `windows`)."""
 
-    windows: Sequence[Window]
+    windows: list[Window]
     no_step: NoStep
 
     def computing(self, index: int) -> Intervals:

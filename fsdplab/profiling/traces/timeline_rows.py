@@ -221,6 +221,6 @@ def _latest(ends: np.ndarray, groups: np.ndarray) -> np.ndarray:
     if not len(ends):
         return ends
     order = np.argsort(ends, kind="stable")
-    place = np.empty(len(ends), dtype=np.int64)
+    place: np.ndarray = np.empty(len(ends), dtype=np.int64)
     place[order] = np.arange(len(ends))
     return ends[order][np.maximum.accumulate(place + groups * len(ends)) - groups * len(ends)]
