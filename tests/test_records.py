@@ -188,7 +188,10 @@ def test_the_comparison_has_exactly_the_promised_fields(tmp_path: Path) -> None:
     }  # fmt: skip
     assert first["step_time_s"] == {"median": 0.5, "min": 0.4}
     assert first["peak_memory_bytes"].keys() == {"total", "by_category"}
-    assert first["comm"].keys() == {"bytes_per_step", "collectives_per_step", "exposed_s", "overlap"}
+    assert first["comm"].keys() == {
+        "bytes_per_step", "collectives_per_step", "exposed_s", "on_link_s", "copying_s", "waiting_s", "overlap",
+        "blocked_s",
+    }  # fmt: skip
     assert first["predicted"].keys() == {"peak_memory_bytes", "comm_bytes_per_step", "step_time_s"}
     assert first["matches_reference"] is True and second["matches_reference"] is False
     assert comparison_json(runs)["runs"][0]["matches_reference"] is None

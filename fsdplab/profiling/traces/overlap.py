@@ -23,6 +23,7 @@ from fsdplab.profiling.traces.attribution import Context, attribute, causes_of
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.profiling.traces.classify import Thread, TraceEvents, read_events
 from fsdplab.profiling.traces.collectives import MARKED, Collective, find_collectives
+from fsdplab.profiling.traces.exposed_parts import ExposedParts, exposed_parts, summed
 from fsdplab.profiling.traces.segments import Segments
 from fsdplab.profiling.traces.shared_gpu import take_shared
 from fsdplab.profiling.traces.timeline_rows import DISPATCH_NS, TimelineRows
@@ -141,16 +142,18 @@ class _Account:
                 f"step {number}: {breakdown['exposed_ns']} ns were exposed, {attributed} attributed; report this with"
                 " the trace"
             )
+        parts = exposed_parts(mine, shares, self._host_busy)
+        breakdown |= summed(parts)
         context = Context(start, end, computing, self._host_busy, self._phase_ends(start, end), self._found.on_gpu)
         causes = causes_of(mine, shares, context)
         return StepAnalysis(
             number,
             breakdown,
             tuple(self._timeline.rows(number, start, end, computing, self._host_busy, mine, shares)),
-            tuple(_exposed_rows(self._rank, number, start, end, mine, shares, causes)),
+            tuple(_exposed_rows(self._rank, number, start, end, mine, shares, causes, parts)),
             tuple(
-                self._described(number, each, share, cause)
-                for each, share, cause in zip(mine, shares, causes)
+                self._described(number, each, share, cause, part)
+                for each, share, cause, part in zip(mine, shares, causes, parts)
                 if self._began_in(step, each)
             ),
         )
@@ -164,14 +167,14 @@ class _Account:
         changes = [start, *(change for change in self._segments.changes.tolist() if start < change < end)]
         return dict(zip(self._segments.phases_at(changes), [*changes[1:], end]))
 
-    def _described(self, step: int, each: Collective, share: Intervals, cause: str) -> Row:
+    def _described(self, step: int, each: Collective, share: Intervals, cause: str, parts: ExposedParts) -> Row:
         base = self._found.base_ns
         return {
             "rank": self._rank, "step": step, "unit": each.unit, "phase": each.phase, "kind": each.kind,
             "issue_ns": base + each.issue,
             "start_ns": base + each.start, "end_ns": base + each.end, "logical_bytes": each.nbytes,
             "exposed_ns": length(share), "cause": cause,
-            "emulated": each.emulated,
+            "emulated": each.emulated, "on_link": (parts.on_link + base).tolist(),
         }  # fmt: skip
 
 
@@ -227,6 +230,7 @@ def _exposed_rows(
     collectives: Sequence[Collective],
     shares: Sequence[Intervals],
     causes: Sequence[str],
+    parts: Sequence[ExposedParts],
 ) -> list[Row]:
     """One row a unit, phase and kind; of several collectives the most exposed one gives the cause."""
     groups: dict[tuple[str, str, str], list[int]] = {}
@@ -240,5 +244,6 @@ def _exposed_rows(
             "communication_ns": length(clip(pieces, start, end)),
             "exposed_ns": sum(length(shares[index]) for index in members),
             "cause": causes[max(members, key=lambda index: length(shares[index]))],
+            **summed([parts[index] for index in members]),
         })  # fmt: skip
     return rows

@@ -236,7 +236,7 @@ def diagnosis(record: RunRecord) -> Note:
 
 
 def clock_table(runs: Sequence[RunRecord]) -> Table:
-    """Each run's exposed time on the link's clock, and what was sent."""
+    """Each run's exposed time, and what was sent."""
     rows = []
     for run in runs:
         comm = run.summary["comm"]
@@ -248,7 +248,7 @@ def clock_table(runs: Sequence[RunRecord]) -> Table:
                 f"{comm['overlap']:.0%}",
             ]
         )
-    caption = "Bytes measured; exposed time on the emulated link's clock, of the worst rank, median of the timed steps."
+    caption = "Bytes measured; exposed: the profiled step of the rank exposed longest, as in the figures."
     return table(["prefetch", "kB sent a step", "exposed, ms", "hidden"], rows, caption)
 
 
