@@ -64,26 +64,23 @@ class Claim:
 
 
 class Unclaimed:
-    """The exposed seconds of a step that no finding has claimed yet: on the link by collective, copying, waiting."""
+    """The exposed seconds of a step that no finding has claimed yet: on the link and copying by collective, waiting in
+    all.
+    """
 
     def __init__(self, cells: Sequence[ExposedCell]) -> None:
         self._cells = cells
         self._on_link = [cell.on_link_ns / 1e9 for cell in cells]
-        self.copying = sum(cell.copying_ns for cell in cells) / 1e9
+        self._copying = [cell.copying_ns / 1e9 for cell in cells]
         self.waiting = sum(cell.waiting_ns for cell in cells) / 1e9
 
     def on_link(self, which: Callable[[ExposedCell], bool], at_most: float = inf) -> Claim:
         """Claim at most so many seconds of some collectives' time on the link, the same part of each."""
-        mine = [index for index, cell in enumerate(self._cells) if which(cell) and self._on_link[index] > 0]
-        total = sum(self._on_link[index] for index in mine)
-        part = min(1.0, max(0.0, at_most) / total) if total else 0.0
-        if not part:
-            return Claim(0.0)
-        worst = max(mine, key=lambda index: self._on_link[index])
-        claim = Claim(part * total, self._cells[worst], part * self._on_link[worst])
-        for index in mine:
-            self._on_link[index] *= 1.0 - part
-        return claim
+        return self._claim(self._on_link, which, at_most)
+
+    def copies(self, which: Callable[[ExposedCell], bool]) -> Claim:
+        """Claim the copying of some collectives."""
+        return self._claim(self._copying, which, inf)
 
     def wait(self, at_most: float = inf) -> float:
         """Claim at most so many seconds of waiting for a peer."""
@@ -91,10 +88,17 @@ class Unclaimed:
         self.waiting -= claimed
         return claimed
 
-    def copies(self) -> float:
-        """Claim all copying."""
-        claimed, self.copying = self.copying, 0.0
-        return claimed
+    def _claim(self, left: list[float], which: Callable[[ExposedCell], bool], at_most: float) -> Claim:
+        mine = [index for index, cell in enumerate(self._cells) if which(cell) and left[index] > 0]
+        total = sum(left[index] for index in mine)
+        part = min(1.0, max(0.0, at_most) / total) if total else 0.0
+        if not part:
+            return Claim(0.0)
+        worst = max(mine, key=lambda index: left[index])
+        claim = Claim(part * total, self._cells[worst], part * left[worst])
+        for index in mine:
+            left[index] *= 1.0 - part
+        return claim
 
 
 @dataclass(frozen=True)
@@ -248,12 +252,12 @@ def _ahead(values: Mapping[tuple[int, int], float], rank: int, step: int) -> flo
 
 def _loading_everywhere(scene: Scene, left: Unclaimed) -> Finding | None:
     """All ranks wait for their data: no exposed time, but a part of every step."""
-    means = by_rank(scene.loading)
-    seconds = statistics.median(means.values()) if means else 0.0
-    if seconds < LOADING * scene.step_s:
+    seconds = min(by_rank(scene.loading).values(), default=0.0)
+    usual = min((statistics.median(each.values()) for each in _of_ranks(scene.loading).values()), default=0.0)
+    if usual < LOADING * scene.step_s:
         return None
     title = f"loading data takes {_ms(seconds)} of a step of {_ms(scene.step_s)}"
-    text = "Every rank waits for its data before it computes."
+    text = "Every rank waits for its data before it computes, in most of the steps."
     return Finding("slow_loading", seconds, title, text, f"Load while the step computes. {_LOADER}", of="step")
 
 
@@ -337,12 +341,14 @@ def _skew(scene: Scene, left: Unclaimed) -> Finding | None:
 
 
 def _copies(scene: Scene, left: Unclaimed) -> Finding | None:
-    seconds = left.copies()
-    title = f"copying takes {_ms(seconds)} a step beside computing"
+    claim = left.copies(lambda cell: True)
+    if claim.cell is None:
+        return None
+    title = f"copying takes {_ms(claim.seconds)} a step beside computing, {_alone(claim)}"
     text = "The rank packs what it sends and unpacks what it gets; meanwhile it computes nothing."
     ways = _fewer_bytes(scene)
     remedy = f"Copy less: {', or '.join([*ways, 'more tokens a step, which the same copies serve'])}."
-    return Finding("copies", seconds, title, text, remedy) if seconds else None
+    return Finding("copies", claim.seconds, title, text, remedy)
 
 
 def _fewer_bytes(scene: Scene) -> list[str]:
@@ -403,8 +409,9 @@ def _one_big_unit(scene: Scene, left: Unclaimed) -> Finding | None:
     if not total or (biggest := held.most_common(1)[0])[1] < BIG_UNIT * total:
         return None
     name, share = _named(biggest[0]), biggest[1] / total
-    claim = left.on_link(lambda cell: _named(cell.unit) == name)
-    title = f"one unit holds {share:.0%} of the parameters: {name} is exposed {_ms(claim.seconds)} a step"
+    mine = lambda cell: _named(cell.unit) == name  # noqa: E731
+    seconds = left.on_link(mine).seconds + left.copies(mine).seconds
+    title = f"one unit holds {share:.0%} of the parameters: {name} costs {_ms(seconds)} a step"
     text = (
         "Its gather has nothing to hide behind before it, its reduction nothing after it, and all of it is in memory at"
         " once."
@@ -412,7 +419,7 @@ def _one_big_unit(scene: Scene, left: Unclaimed) -> Finding | None:
     remedy = "Cut it: make parts of it units of their own, so that a unit travels while its neighbour computes."
     if scene.spec.get("units", "auto") not in ("auto", "block"):
         remedy = 'Cut it: make each block a unit (units="auto"), so that a unit travels while its neighbour computes.'
-    return Finding("one_big_unit", claim.seconds, title, text, remedy)
+    return Finding("one_big_unit", seconds, title, text, remedy)
 
 
 def _no_prefetch(scene: Scene, left: Unclaimed) -> Finding | None:
@@ -489,10 +496,10 @@ def _nothing_beside(scene: Scene, left: Unclaimed) -> Finding | None:
     return Finding("nothing_to_hide_behind", claim.seconds, title, f"{text}.", f"{remedy[0].upper()}{remedy[1:]}.")
 
 
-# a rank that others wait for, copies, the link; on the link a cause before its consequences
+# a rank that others wait for, the link, copies; a cause before its consequences
 _RULES: Sequence[Callable[[Scene, Unclaimed], Finding | None]] = (
-    _slow_loading, _long_step, _slow_rank, _skew, _copies,
-    _slow_link, _tiny_units, _one_big_unit, _no_prefetch, _one_communicator, _nothing_beside,
+    _slow_loading, _long_step, _slow_rank, _skew,
+    _slow_link, _tiny_units, _one_big_unit, _no_prefetch, _one_communicator, _nothing_beside, _copies,
     _loading_everywhere,
 )  # fmt: skip
 _OF_THE_SCHEDULE = (
