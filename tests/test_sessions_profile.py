@@ -11,10 +11,10 @@ import pytest
 
 from fsdplab.planning.links import parse_link
 from fsdplab.profiling.saving import save_trace
-from fsdplab.profiling.step_summary import step_summary
+from fsdplab.profiling.step_summary import exposure, step_summary
 from fsdplab.records import CAUSES, LANES, PARTS_OF_EXPOSED, RunRecord
 from fsdplab.sessions import RunSpec, SpecError, compare, run
-from fsdplab.sessions.trace_tables import blocked, exposure, overhead
+from fsdplab.sessions.trace_tables import blocked, overhead
 from fsdplab.sessions.worker.emulated_network import link_text, scaled_card
 
 TINY = RunSpec(model="gpt-tiny", steps=2, profile=2, device="cpu", batch_size=2, sequence_length=32)

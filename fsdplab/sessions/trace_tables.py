@@ -89,30 +89,14 @@ def profile_summary(
     `exposed_s` is the mean of the profiled steps, from the trace, with its parts. `blocked_s` is another quantity: for
     how long the host of a timed step was blocked for collectives, from the ledger.
     """
+    from fsdplab.profiling.step_summary import exposure
+
     cost = overhead(profiled_s, summary["step_time_s"]["median"])
     comm = exposure(breakdown)
     if spec.world_size == 1 and spec.engine != "twin":
         comm = dict.fromkeys(comm, 0.0) | {"overlap": None}  # nothing travels
     profile = {"steps": spec.profile, "overhead": cost, "source": "trace" if breakdown else None}
     return profile, {**comm, "blocked_s": blocked(ledger, spec.untimed, spec.untimed + spec.steps)}
-
-
-def exposure(breakdown: Sequence[Row]) -> dict[str, float | None]:
-    """Exposed seconds with their parts, and the overlapped part of communication, of the rank that is exposed longest;
-    None without rows.
-
-    A rank whose step has 6 ms of communication, 2 of them exposed: `exposed_s` is 0.002, `overlap` 0.667.
-    """
-    from fsdplab.profiling.step_summary import step_summary
-
-    worst = step_summary(breakdown)
-    if worst is None:
-        return dict.fromkeys((*EXPOSURE, "overlap"))
-    spans = {name: getattr(worst, f"{name.removesuffix('_s')}_ns") for name in EXPOSURE}
-    return {name: None if span is None else span / 1e9 for name, span in spans.items()} | {"overlap": worst.hidden}
-
-
-EXPOSURE = ("exposed_s", "on_link_s", "copying_s", "waiting_s")
 
 
 def blocked(ledger: Sequence[Row], first: int, last: int) -> float | None:

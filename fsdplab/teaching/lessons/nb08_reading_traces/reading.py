@@ -7,12 +7,14 @@ All learners read the same trace, so that each question has one answer: it was r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fsdplab.profiling.diagnosis import findings
 from fsdplab.profiling.exports import traces_of
 from fsdplab.profiling.intervals import clip, length, union
+from fsdplab.profiling.step_summary import step_summary
 from fsdplab.profiling.traces.chrome import ChromeTrace, nanoseconds
 from fsdplab.profiling.traces.overlap import TraceAnalysis, analyse_trace
 from fsdplab.records import RecordError, RunRecord
@@ -123,9 +125,11 @@ def account_table(record: RunRecord, parts: Mapping[str, int], rank: int = 0) ->
     return table(["part of the step", "yours, ms", "the lab's, ms"], rows, caption)
 
 
-def seen(record: RunRecord, rank: int = 0) -> Note:
-    """The numbers of the step bar."""
-    row = breakdown(record, rank)
+def seen(record: RunRecord) -> Note:
+    """The numbers of the step bar: of the rank that is exposed longest."""
+    summary = step_summary(record.table("breakdown"))
+    assert summary is not None, "the lesson's runs are profiled"
+    rank, row = summary.rank, asdict(summary)
     talk = row["overlapped_ns"] + row["exposed_ns"]
     return Note(
         (
