@@ -79,6 +79,10 @@ def test_cells_are_means_over_all_profiled_steps_with_one_cause():
     (cell,) = exposed_cells(rows, steps=3)
     assert (cell.exposed_ns, cell.on_link_ns, cell.copying_ns, cell.waiting_ns) == (6, 1, 2, 3)
     assert (cell.communication_ns, cell.cause) == (9, "link_busy"), "the cause of most of it"
+    assert cell.shown_cause == "link_busy", "neither copying nor waiting is more than half of it"
+    assert [exposed_cells([rows[0] | {"copying_ns": 4, "waiting_ns": 1}], 1)[0].shown_cause,
+            exposed_cells([rows[0] | {"copying_ns": 1, "waiting_ns": 4}], 1)[0].shown_cause,
+            ] == ["copying", "waiting_for_peer"]  # fmt: skip
     (seldom,) = exposed_cells(rows[:1], steps=3)
     assert seldom.exposed_ns == 2, "a collective of one step in three counts a third"
     del rows[0]["waiting_ns"]

@@ -93,7 +93,7 @@ def _heat(grid: list[list[ExposedCell | None]], units: list[str], columns: list[
 def _words(cell: ExposedCell | None) -> str:
     if cell is None:
         return ""
-    cause = _CAUSES.get(cell.cause, cell.cause.replace("_", " "))
+    cause = _CAUSES.get(cell.shown_cause, cell.shown_cause.replace("_", " "))
     return f"{three_digits(cell.exposed_ns / MS)} ms{' · ' if cause else ''}{cause}" if cell.exposed_ns else "hidden"
 
 
@@ -101,7 +101,7 @@ def _hover(cell: ExposedCell) -> str:
     """A cell's communication, its cause, and the parts of its exposed time that there are."""
     parts = {"on the link": cell.on_link_ns, "copying": cell.copying_ns, "waiting for a peer": cell.waiting_ns}
     of = ", ".join(f"{name} {part / MS:.3f} ms" for name, part in parts.items() if part)
-    cause = f"{cell.communication_ns / MS:.3f} ms of communication, {cell.cause.replace('_', ' ')}"
+    cause = f"{cell.communication_ns / MS:.3f} ms of communication, {cell.shown_cause.replace('_', ' ')}"
     return f"{cause}<br>{of}" if of else cause
 
 

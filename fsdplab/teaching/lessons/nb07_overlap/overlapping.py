@@ -117,7 +117,7 @@ def worst_place(record: RunRecord) -> Note:
     _, _, cells = worst_cells(record)
     by_cause: dict[str, float] = defaultdict(float)
     for cell in cells:
-        by_cause[cell.cause] += cell.exposed_ns
+        by_cause[cell.shown_cause] += cell.exposed_ns
     place, cause = max(cells, key=lambda cell: cell.exposed_ns), max(by_cause, key=by_cause.__getitem__)
     share = percent(by_cause[cause], sum(by_cause.values()))
     where = f"{place.kind} of {place.unit or 'the root'} in {place.phase}"

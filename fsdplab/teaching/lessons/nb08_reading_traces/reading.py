@@ -14,7 +14,7 @@ from typing import Any
 from fsdplab.profiling.diagnosis import findings
 from fsdplab.profiling.exports import traces_of
 from fsdplab.profiling.intervals import clip, length, union
-from fsdplab.profiling.step_summary import step_summary
+from fsdplab.profiling.step_summary import exposed_cells, step_summary
 from fsdplab.profiling.traces.chrome import ChromeTrace, nanoseconds
 from fsdplab.profiling.traces.overlap import TraceAnalysis, analyse_trace
 from fsdplab.records import RecordError, RunRecord
@@ -222,11 +222,11 @@ def _doing(rows: Sequence[Row], instant: int) -> list[str]:
 def key(record: RunRecord, rank: int = 0) -> Table:
     """The answer key: every exposed collective of a rank with its cause."""
     rows = []
-    for row in gaps(record, rank):
-        times = [_ms(row["communication_ns"]), _ms(row["exposed_ns"])]
-        rows.append([row["unit"] or "root", row["phase"], row["kind"], *times, row["cause"].replace("_", " ")])
+    for cell in exposed_cells(gaps(record, rank), steps=1):
+        times = [_ms(cell.communication_ns), _ms(cell.exposed_ns)]
+        rows.append([cell.unit or "root", cell.phase, cell.kind, *times, cell.shown_cause.replace("_", " ")])
     header = ["unit", "phase", "collective", "takes, ms", "exposed, ms", "cause"]
-    return table(header, rows, f"Rank {rank}, most exposed first; on the emulated link's clock.")
+    return table(header, rows, f"Rank {rank}, most exposed first; computing and copies measured, the link emulated.")
 
 
 def diagnosis(record: RunRecord) -> Note:
