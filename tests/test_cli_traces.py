@@ -130,7 +130,7 @@ def test_a_bench_behind_a_link_has_a_row_for_each_prefetch(tmp_path: Path) -> No
     rows = json.loads(file.read_text())["rows"]
     ours = [row for row in rows if row["engine"] == "lab"]
     assert [row["prefetch"] for row in ours] == [0, 1] and all(
-        0 <= row["overlap"] <= 1 and len(row["exposed"]) == 2 for row in ours
+        0 <= row["overlap"] <= 1 and len(row["blocked"]) == 2 for row in ours
     )
     assert ours[0]["loss"] == pytest.approx(rows[-1]["loss"], rel=1e-5)
-    assert "exposed" in done.stdout and "overlap" in done.stdout
+    assert "blocked" in done.stdout and "overlap" in done.stdout

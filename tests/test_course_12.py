@@ -134,7 +134,7 @@ def test_figures_and_sentences_come_from_the_records(small):
     assert (
         "hybrid_shard: " in alt_text(figure) and "all_reduce" in alt_text(figure) and "at the slow link" in svg(figure)
     )
-    assert "times as much" in str(axes.seen(full, hybrid)) and axes.exposed_factor(full, hybrid) > 1.5
+    assert "times as much" in str(axes.seen(full, hybrid)) and axes.blocked_factor(full, hybrid) > 1.5
     rows = axes.waits(full, hybrid).rows
     assert [row[1] for row in rows] == ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter", "all_reduce"]
     assert all(float(row[3]) <= float(row[2]) + 1 for row in rows) and axes.blocked_s(full, "all_reduce") == 0.0

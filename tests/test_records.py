@@ -54,6 +54,20 @@ def test_a_record_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert {path.name for path in read.path.iterdir()} == {"run.json", *(f"{name}.csv.gz" for name in TABLES)}
 
 
+def test_columns_of_later_versions_may_be_missing_from_a_whole_table_only(tmp_path: Path) -> None:
+    """Records of before steps had `loading_s`, and exposed time its parts, are read; a row without it among others is
+    damage.
+    """
+    older = record_in(tmp_path / "older")
+    assert "loading_s" not in RunRecord.load(older.path).table("steps")[0]
+    newer = record_in(tmp_path / "newer")
+    newer.tables["steps"] = [STEP | {"loading_s": 0.002}, STEP | {"rank": 1, "loading_s": None}]
+    assert RunRecord.load(newer.save().path).table("steps") == newer.table("steps")
+    newer.tables["steps"].append(STEP)
+    with pytest.raises(ValueError, match=r"has columns .*expected .*'loading_s'"):
+        newer.save()
+
+
 def test_the_same_record_gives_the_same_bytes(tmp_path: Path) -> None:
     one, two = record_in(tmp_path / "one").path, record_in(tmp_path / "two").path
     assert all((two / path.name).read_bytes() == path.read_bytes() for path in one.iterdir())
@@ -188,7 +202,10 @@ def test_the_comparison_has_exactly_the_promised_fields(tmp_path: Path) -> None:
     }  # fmt: skip
     assert first["step_time_s"] == {"median": 0.5, "min": 0.4}
     assert first["peak_memory_bytes"].keys() == {"total", "by_category"}
-    assert first["comm"].keys() == {"bytes_per_step", "collectives_per_step", "exposed_s", "overlap"}
+    assert first["comm"].keys() == {
+        "bytes_per_step", "collectives_per_step", "exposed_s", "on_link_s", "copying_s", "waiting_s", "overlap",
+        "blocked_s",
+    }  # fmt: skip
     assert first["predicted"].keys() == {"peak_memory_bytes", "comm_bytes_per_step", "step_time_s"}
     assert first["matches_reference"] is True and second["matches_reference"] is False
     assert comparison_json(runs)["runs"][0]["matches_reference"] is None

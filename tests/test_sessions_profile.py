@@ -11,9 +11,10 @@ import pytest
 
 from fsdplab.planning.links import parse_link
 from fsdplab.profiling.saving import save_trace
-from fsdplab.records import CAUSES, LANES, RunRecord
+from fsdplab.profiling.step_summary import exposure, step_summary
+from fsdplab.records import CAUSES, LANES, PARTS_OF_EXPOSED, RunRecord
 from fsdplab.sessions import RunSpec, SpecError, compare, run
-from fsdplab.sessions.trace_tables import exposure, overhead, waited
+from fsdplab.sessions.trace_tables import blocked, overhead
 from fsdplab.sessions.worker.emulated_network import link_text, scaled_card
 
 TINY = RunSpec(model="gpt-tiny", steps=2, profile=2, device="cpu", batch_size=2, sequence_length=32)
@@ -57,7 +58,7 @@ def test_every_profiled_step_of_every_rank_adds_up(records: dict[str, RunRecord]
             for each in record.table("exposed")
             if (each["rank"], each["step"]) == (row["rank"], row["step"])
         ]
-        assert sum(exposed) == row["exposed_ns"]
+        assert sum(exposed) == row["exposed_ns"] == sum(row[part] for part in PARTS_OF_EXPOSED)
     assert {row["cause"] for row in record.table("exposed")} <= set(CAUSES)
     assert {row["lane"] for row in record.table("timeline")} <= set(LANES)
 
@@ -67,8 +68,11 @@ def test_a_record_says_how_much_was_exposed_and_who_says_so(records: dict[str, R
     record, linked = records[name], SPECS[name].linked
     comm, profile = record.summary["comm"], record.summary["profile"]
     assert comm["exposed_s"] > 0 and 0 <= comm["overlap"] <= 1
+    assert comm["exposed_s"] == step_summary(record.table("breakdown")).exposed_ns / 1e9, "one number"
+    assert comm["on_link_s"] + comm["copying_s"] + comm["waiting_s"] == pytest.approx(comm["exposed_s"])
+    assert (comm["blocked_s"] is not None) == (SPECS[name].engine == "lab")
     assert profile["steps"] == 2 and isinstance(profile["overhead"], float)
-    assert profile["source"] == ("ledger" if linked and SPECS[name].engine == "lab" else "trace")
+    assert profile["source"] == "trace"
     assert record.provenance["exposed_s"] == ("emulated" if linked else "measured")
     assert (record.summary["link"] is None) is not linked
     assert sorted(path.name for path in (record.path / "traces").iterdir()) == [
@@ -185,18 +189,19 @@ def test_exposure_is_of_the_rank_that_exposes_most() -> None:
         }
         for rank, exposed, hidden in ((0, 10, 90), (0, 12, 88), (1, 40, 60), (1, 40, 60))
     ]  # fmt: skip
-    assert exposure(rows) == (40 / 1e9, 0.6)
-    assert exposure([]) is None
+    found = exposure(rows)
+    assert (found["exposed_s"], found["overlap"]) == (40 / 1e9, 0.6)
+    assert set(exposure([]).values()) == {None}
 
 
-def test_waiting_is_read_off_the_ledger() -> None:
+def test_being_blocked_is_read_off_the_ledger() -> None:
     rows = [
         {"rank": 0, "step": step, "waited_ns": waited_ns, "start_ns": 0, "end_ns": 100}
         for step, waited_ns in ((2, 20), (2, 30), (3, 50), (9, 99))
     ]
-    assert waited(rows, 2, 4) == (50 / 1e9, 1 - 50 / 150)
-    assert waited(rows, 4, 6) is None
-    assert waited([*rows, {"rank": 0, "step": 2, "waited_ns": None, "start_ns": 0, "end_ns": 1}], 2, 4) is None
+    assert blocked(rows, 2, 4) == 50 / 1e9
+    assert blocked(rows, 4, 6) is None
+    assert blocked([*rows, {"rank": 0, "step": 2, "waited_ns": None, "start_ns": 0, "end_ns": 1}], 2, 4) is None
 
 
 def test_overhead_is_the_slowest_rank_against_the_timed_steps() -> None:

@@ -83,7 +83,7 @@ def _table(result: Bench) -> Table:
     table = Table(box=None, header_style="bold")
     ratios_to = [f"/ {name.removeprefix('torch-')}" for name in BESIDE]
     waits = (
-        ("prefetch", "exposed", "overlap")
+        ("prefetch", "blocked", "overlap")
         if any(timing.prefetch != 1 for timing in result.timings) or result.spec.linked
         else ()
     )
@@ -92,10 +92,10 @@ def _table(result: Bench) -> Table:
     for timing in result.timings:
         ratios = [timing.median / result.floor, *(result.ratio(timing, name) for name in BESIDE)]
         shown = ["-" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
-        exposed = f"{statistics.median(timing.exposed) * 1e3:.0f} ms" if timing.exposed else "-"
+        blocked = f"{statistics.median(timing.blocked) * 1e3:.0f} ms" if timing.blocked else "-"
         overlap = "-" if timing.overlap is None else f"{timing.overlap:.0%}"
         prefetch = str(timing.prefetch) if timing.engine == "lab" else "-"
-        hidden = (prefetch, exposed, overlap)[: len(waits)]
+        hidden = (prefetch, blocked, overlap)[: len(waits)]
         table.add_row(
             timing.engine, timing.strategy, f"{timing.median * 1e3:.0f} ms", *hidden, *shown, f"{timing.loss:.4f}"
         )

@@ -12,6 +12,7 @@ from fsdplab.common.lazy import names_of
 
 if TYPE_CHECKING:
     from fsdplab.figures.findings import findings_of as findings_of
+    from fsdplab.figures.plots.breakdown import exposed_bar as exposed_bar
     from fsdplab.figures.plots.breakdown import step_bar as step_bar
     from fsdplab.figures.plots.exposed import exposed_heatmap as exposed_heatmap
     from fsdplab.figures.plots.linked import linked_at as linked_at
@@ -40,6 +41,7 @@ _MODULES = {
     "rank_timeline": "plots.timeline",
     "step_bar": "plots.breakdown",
     "pareto": "plots.pareto",
+    "exposed_bar": "plots.breakdown",
     "exposed_heatmap": "plots.exposed",
     "straggler_map": "plots.stragglers",
     "difference": "plots.run_diff",

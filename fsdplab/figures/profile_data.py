@@ -13,14 +13,15 @@ from typing import Any, TypeGuard, TypeVar
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures.view import ranks_and_device, views
-from fsdplab.profiling.step_summary import step_summary
+from fsdplab.profiling.arrivals import COLLECTIVES as COLLECTIVES
+from fsdplab.profiling.step_summary import ExposedCell, exposed_cells, step_summary
 from fsdplab.records import RunRecord
 
 Row = dict[str, Any]
 Key = TypeVar("Key", bound=Hashable)
 MS = 1e6  # nanoseconds
+_SLOWER = 1.1  # profiled steps over timed ones from which on a figure says so
 ROOT = "root"
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "other_communication")
 _REMEDIES = {
     "memory": "run it again with memory measured (memory=True)",
     "life": "only the lab's engine tells its units' states: run it again with --engines lab --profile 2",
@@ -98,18 +99,45 @@ def timeline_of(record: RunRecord, step: int | None) -> tuple[int, list[Row]]:
     return chosen, found
 
 
-def breakdown_of(record: RunRecord, step: int | None = None) -> Row | None:
-    """The breakdown of the rank that is exposed longest in a step (on average over the profiled steps by default), in
-    ns.
+def breakdown_of(record: RunRecord) -> Row | None:
+    """The breakdown of the rank that is exposed longest, on average over the profiled steps, in ns.
 
     Means of rows keep their sum, so compute_only + overlapped + exposed + other is the step here too. None without the
     table.
     """
-    rows = [row for row in record.table("breakdown") if step is None or row["step"] == step]
-    if not rows:
-        return None
-    worst = step_summary(profiled(rows, record))
+    worst = step_summary(profiled(record.table("breakdown"), record))
     return None if worst is None else asdict(worst)
+
+
+def worst_cells(record: RunRecord) -> tuple[int, int, list[ExposedCell]]:
+    """(the rank exposed longest over the profiled steps, how many these are, its exposed time by unit, phase and kind,
+    in ns a step, as the findings count it).
+    """
+    rows = profiled(rows_of(record, "exposed"), record)
+    split = breakdown_of(record)
+    sums: dict[int, int] = {}
+    for row in rows:
+        sums[row["rank"]] = sums.get(row["rank"], 0) + row["exposed_ns"]
+    worst = split["rank"] if split and split["rank"] in sums else max(sums, key=lambda rank: sums[rank])
+    mine = [row for row in rows if row["rank"] == worst]
+    steps = split["steps"] if split else len({row["step"] for row in mine})
+    return worst, steps, exposed_cells(mine, steps)
+
+
+def slower_words(record: RunRecord) -> str:
+    """By how much the profiled steps were slower than the timed ones, where that is more than a tenth: `"profiled steps
+    took 1.60 s, timed ones 729 ms (median)"`; else empty.
+    """
+    timed = (record.summary.get("step_time_s") or {}).get("median")
+    lengths: dict[int, int] = {}
+    for row in profiled(record.table("breakdown"), record) if record.spec.get("engine") != "trace" else ():
+        lengths[row["step"]] = max(lengths.get(row["step"], 0), row["step_ns"])
+    if not timed or not lengths:
+        return ""
+    took = statistics.median(lengths.values()) / 1e9
+    return (
+        f"profiled steps took {seconds(took)}, timed ones {seconds(timed)} (median)" if took > _SLOWER * timed else ""
+    )
 
 
 def group(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:

@@ -29,8 +29,9 @@ WRAPPED = (SPLIT, "formula")  # columns whose text may take a second line
 LEGEND = (
     "step: median; peak: memory of the worst rank, in MB = parameters (slices and gathered) + gradients (slices and"
     " whole) + optimizer state + activations + rest (communication buffers, other); sent: by one rank in one step;"
-    " formula: what the strategy must send; exposed: time a step that communication cost beyond computing, hidden: the"
-    " rest of it; loss: of the last step"
+    " formula: what the strategy must send; exposed: time of a profiled step (mean) in which the rank communicated and"
+    " did not compute, copies and waiting for other ranks included; hidden: the part of communication under computing;"
+    " loss: of the last step"
 )
 AGREE, DIFFER, EQUAL = "agree", "DIFFER", "equal"
 _MOODS = {AGREE: "good", EQUAL: "good", DIFFER: "bad", "out of memory": "bad", "failed": "bad"}

@@ -1,21 +1,30 @@
 """The sums of a profiled step, computed in one place: figures, findings, tables and JSON show the same numbers.
 
 A summary is the mean over the profiled steps of one rank. Means of partitions are a partition again, so compute only +
-overlapped + exposed + other is the step; medians would not add up. The rank that is exposed longest represents the run.
+overlapped + exposed + other is the step, and on the link + copying + waiting for a peer is exposed; medians would not
+add up. The rank that is exposed longest represents the run: its mean is the number that is called *exposed*.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isclose
 from statistics import fmean
 from typing import Any
+
+from fsdplab.records import PARTS_OF_EXPOSED
+
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class StepSummary:
-    """One rank's mean step, in nanoseconds: `compute_ns` is `compute_only_ns` + `overlapped_ns`."""
+    """One rank's mean step, in nanoseconds: `compute_ns` is `compute_only_ns` + `overlapped_ns`.
+
+    `on_link_ns` + `copying_ns` + `waiting_ns` is `exposed_ns`; None in records of earlier versions, which lack them.
+    """
 
     rank: int
     steps: int
@@ -25,6 +34,13 @@ class StepSummary:
     overlapped_ns: float
     exposed_ns: float
     other_ns: float
+    on_link_ns: float | None = None
+    copying_ns: float | None = None
+    waiting_ns: float | None = None
+
+    def __post_init__(self) -> None:
+        parts = [part for part in (self.on_link_ns, self.copying_ns, self.waiting_ns) if part is not None]
+        assert not parts or isclose(sum(parts), self.exposed_ns, rel_tol=1e-9, abs_tol=1e-3), (parts, self.exposed_ns)
 
     @property
     def communication_ns(self) -> float:
@@ -40,20 +56,97 @@ class StepSummary:
 _MEANS = ("step_ns", "compute_ns", "compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")
 
 
-def summaries(breakdown: Iterable[Mapping[str, Any]]) -> dict[int, StepSummary]:
+def summaries(breakdown: Iterable[Row]) -> dict[int, StepSummary]:
     """The summary of each rank, from rows of a record's `breakdown` table; {} without rows."""
-    by_rank: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    by_rank: dict[int, list[Row]] = defaultdict(list)
     for row in breakdown:
         by_rank[row["rank"]].append(row)
-    return {
-        rank: StepSummary(rank, len(rows), **{name: fmean(row[name] for row in rows) for name in _MEANS})
-        for rank, rows in sorted(by_rank.items())
-    }
+    return {rank: _summary(rank, rows) for rank, rows in sorted(by_rank.items())}
 
 
-def step_summary(breakdown: Iterable[Mapping[str, Any]]) -> StepSummary | None:
+def _summary(rank: int, rows: Sequence[Row]) -> StepSummary:
+    names = [*_MEANS, *(PARTS_OF_EXPOSED if all(map(_has_parts, rows)) else ())]
+    return StepSummary(rank, len(rows), **{name: fmean(row[name] for row in rows) for name in names})
+
+
+def _has_parts(row: Row) -> bool:
+    return all(row.get(name) is not None for name in PARTS_OF_EXPOSED)
+
+
+def step_summary(breakdown: Iterable[Row]) -> StepSummary | None:
     """The summary of the rank that is exposed longest, the first of equals; None without rows.
 
     A rank whose profiled steps are exposed for 10, 10 and 40 ms is exposed for 20 ms a step.
     """
     return max(summaries(breakdown).values(), key=lambda each: (each.exposed_ns, -each.rank), default=None)
+
+
+def exposure(breakdown: Iterable[Row]) -> dict[str, float | None]:
+    """What a record's summary says of communication: exposed seconds with their parts, and the part of communication
+    that computing hid, of the rank that is exposed longest; None without rows.
+
+    A rank whose step has 6 ms of communication, 2 of them exposed: `exposed_s` is 0.002, `overlap` 0.667.
+    """
+    worst = step_summary(breakdown)
+    if worst is None:
+        return dict.fromkeys((*_EXPOSURE, "overlap"))
+    spans = {name: getattr(worst, f"{name.removesuffix('_s')}_ns") for name in _EXPOSURE}
+    return {name: None if span is None else span / 1e9 for name, span in spans.items()} | {"overlap": worst.hidden}
+
+
+_EXPOSURE = ("exposed_s", "on_link_s", "copying_s", "waiting_s")
+
+
+@dataclass(frozen=True)
+class ExposedCell:
+    """One unit's collectives of one kind in one phase, in nanoseconds a step. `cause`: why the link was not hidden."""
+
+    unit: str
+    phase: str
+    kind: str
+    communication_ns: float
+    exposed_ns: float
+    on_link_ns: float
+    copying_ns: float
+    waiting_ns: float
+    cause: str
+
+    @property
+    def shown_cause(self) -> str:
+        """The one cause that figures and tables give for the whole: copying or waiting for a peer where these are most
+        of it, as the findings that claim it say.
+        """
+        if 2 * self.waiting_ns > self.exposed_ns:
+            return "waiting_for_peer"
+        return "copying" if 2 * self.copying_ns > self.exposed_ns else self.cause
+
+
+def exposed_cells(rows: Iterable[Row], steps: int) -> list[ExposedCell]:
+    """One rank's rows of `exposed`, summed over its profiled steps and divided by their number: together they are what
+    its summary calls exposed.
+
+    The cause is the one of most exposed time. 10 ms in one of two steps are 5 ms a step.
+    """
+    groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row["unit"], row["phase"], row["kind"]].append(row)
+    return [_cell(key, found, steps) for key, found in groups.items()]
+
+
+def _cell(key: tuple[str, str, str], found: Sequence[Row], steps: int) -> ExposedCell:
+    by_cause: dict[str, int] = defaultdict(int)
+    for row in found:
+        by_cause[row["cause"]] += row["exposed_ns"]
+    exposed = sum(by_cause.values())
+    on_link, copying, waiting = (sum(parts) / steps for parts in zip(*map(_parts, found)))
+    communication = sum(row["communication_ns"] for row in found) / steps
+    cause = max(by_cause, key=by_cause.__getitem__) if exposed else "hidden"
+    return ExposedCell(*key, communication, exposed / steps, on_link, copying, waiting, cause)
+
+
+def _parts(row: Row) -> tuple[int, int, int]:
+    """On the link, copying, waiting; by the cause alone in records of earlier versions."""
+    if _has_parts(row):
+        return row["on_link_ns"], row["copying_ns"], row["waiting_ns"]
+    waits = row["cause"] == "waiting_for_peer"
+    return (0, 0, row["exposed_ns"]) if waits else (row["exposed_ns"], 0, 0)

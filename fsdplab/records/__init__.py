@@ -8,13 +8,14 @@ from fsdplab.common.names import CATEGORIES
 
 from .comparison import FORMAT, comparison_json, losses_of, matches_reference
 from .record import RunRecord
-from .tables import CAUSES, LANES, TABLES, RecordError
+from .tables import CAUSES, LANES, PARTS_OF_EXPOSED, TABLES, RecordError
 
 __all__ = [
     "CATEGORIES",
     "CAUSES",
     "FORMAT",
     "LANES",
+    "PARTS_OF_EXPOSED",
     "TABLES",
     "RecordError",
     "RunRecord",

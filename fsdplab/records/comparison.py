@@ -19,6 +19,13 @@ from .record import RunRecord
 TOLERANCE = {"fp32": 2e-5, "bf16": 5e-3}
 
 
+# exposed_s: what no computing hid, mean of the profiled steps of the rank exposed longest; on_link_s + copying_s +
+# waiting_s is exposed_s. blocked_s: how long the host of a timed step was blocked for collectives, by the ledger
+COMM = (
+    "bytes_per_step", "collectives_per_step", "exposed_s", "on_link_s", "copying_s", "waiting_s", "overlap",
+    "blocked_s",
+)  # fmt: skip
+
 FORMAT = 1  # of the JSON that commands write
 
 
@@ -75,7 +82,7 @@ def _run_entry(record: RunRecord, reference: RunRecord | None) -> dict[str, Any]
         "step_time_s": {name: times.get(name) for name in ("median", "min")},
         "tokens_per_s": summary.get("tokens_per_s"),
         "peak_memory_bytes": {name: memory.get(name) for name in ("total", "by_category")},
-        "comm": {name: comm.get(name) for name in ("bytes_per_step", "collectives_per_step", "exposed_s", "overlap")},
+        "comm": {name: comm.get(name) for name in COMM},
         "losses": losses_of(record),
         "matches_reference": _agreement(record, reference),
         "predicted": {

@@ -12,7 +12,7 @@ import gzip
 import io
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,23 @@ def _finite(text: str) -> float:
 
 
 IDLE_PARTS = ("host_bound_ns", "kernel_gap_ns", "data_loading_ns", "synchronisation_ns", "copies_ns", "rest_ns")
+# exposed time is on the link (the transport moves bytes), copying (the host or the device), or waiting for a peer
+PARTS_OF_EXPOSED = ("on_link_ns", "copying_ns", "waiting_ns")
 
 Row = dict[str, Any]
 Schema = dict[str, Callable[[str], Any]]
 
 TABLES: dict[str, Schema] = {
-    # step_time_s is empty for the steps that are not timed (warm-up, and the step whose memory was measured)
-    "steps": {"rank": _whole, "step": _whole, "loss": float, "step_time_s": _finite, "tokens": _whole},
+    # step_time_s is empty for the steps that are not timed (warm-up, and the step whose memory was measured); loading_s
+    # is what the rank took to get the step's data, which step_time_s does not hold
+    "steps": {
+        "rank": _whole,
+        "step": _whole,
+        "loss": float,
+        "step_time_s": _finite,
+        "tokens": _whole,
+        "loading_s": _finite,
+    },
     "ledger": {
         "rank": _whole,
         "step": _whole,
@@ -86,7 +96,8 @@ TABLES: dict[str, Schema] = {
         "end_ns": _whole,
         "emulated": _flag,
     },
-    # one row a rank and profiled step; compute only + overlapped + exposed + other = the step, to the nanosecond
+    # one row a rank and profiled step; compute only + overlapped + exposed + other = the step, to the nanosecond, and
+    # on the link + copying + waiting for a peer = exposed
     "breakdown": {
         "rank": _whole,
         "step": _whole,
@@ -96,6 +107,7 @@ TABLES: dict[str, Schema] = {
         "overlapped_ns": _whole,
         "exposed_ns": _whole,
         "other_ns": _whole,
+        **dict.fromkeys(PARTS_OF_EXPOSED, _whole),
     },
     # where communication was exposed, and why
     "exposed": {
@@ -107,6 +119,7 @@ TABLES: dict[str, Schema] = {
         "communication_ns": _whole,
         "exposed_ns": _whole,
         "cause": str,
+        **dict.fromkeys(PARTS_OF_EXPOSED, _whole),
     },
     # when a unit was gathered and dropped
     "life": {"rank": _whole, "step": _whole, "unit": str, "state": str, "phase": str, "time_ns": _whole},
@@ -114,7 +127,9 @@ TABLES: dict[str, Schema] = {
     "idle": {"rank": _whole, "step": _whole, **dict.fromkeys(IDLE_PARTS, _whole)},
 }
 LATER_TABLES = ("idle",)  # records of earlier versions lack their files
-_NOT_ALWAYS_MEASURED = ("loss", "step_time_s", "tokens", "waited_ns", *CATEGORIES)
+_NOT_ALWAYS_MEASURED = ("loss", "step_time_s", "tokens", "loading_s", "waited_ns", *CATEGORIES)
+# columns that records of earlier versions lack; a table in which no row has one is written without it
+_LATER = {"steps": ("loading_s",), "breakdown": PARTS_OF_EXPOSED, "exposed": PARTS_OF_EXPOSED}
 LANES = ("step", "compute", "all_gather", "reduce_scatter", "all_reduce", "other_communication", "exposed", "waiting")
 CAUSES = ("hidden", "late_start", "link_busy", "nothing_to_hide_behind", "waiting_for_peer", "unknown")
 
@@ -128,15 +143,15 @@ def write_table(folder: Path, table: str, rows: list[Row]) -> None:
     """Write one table; a row with missing or unknown columns is a ValueError (`{"rank": 0, "step":
     1}` lacks `loss`).
     """
-    columns = list(TABLES[table])
+    columns = _columns(table, rows[0]) if rows else list(TABLES[table])
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
     for row in rows:
-        if row.keys() != TABLES[table].keys():
+        if row.keys() != set(columns):
             raise ValueError(
-                f"A row of `{table}` has columns {sorted(row)}; expected {sorted(columns)}. Give every column, and no"
-                " other."
+                f"A row of `{table}` has columns {sorted(row)}; expected {sorted(TABLES[table])}. Give every column,"
+                " and no other."
             )
         writer.writerow(["" if row[name] is None else row[name] for name in columns])
     # mtime=0: the same rows give the same bytes, so that records kept in version control do not change by themselves
@@ -147,12 +162,18 @@ def read_table(folder: Path, table: str) -> list[Row]:
     """Read one table as a list of typed rows; RecordError when the file is missing, damaged or has other columns."""
     path = folder / file_name(table)
     header, *lines = _lines(path) or [[]]
-    if header != list(TABLES[table]):
+    if header != _columns(table, header):
         raise RecordError(
             f"{path} has columns {shown(header)}; expected {list(TABLES[table])}. Record the run again with this"
             " version of fsdplab."
         )
-    return [_typed_row(path, table, number, cells) for number, cells in enumerate(lines, start=2)]
+    schema = {name: TABLES[table][name] for name in header}
+    return [_typed_row(path, schema, number, cells) for number, cells in enumerate(lines, start=2)]
+
+
+def _columns(table: str, given: Container[str]) -> list[str]:
+    """The table's columns in order, less those of later versions that were not given."""
+    return [name for name in TABLES[table] if name in given or name not in _LATER.get(table, ())]
 
 
 def _lines(path: Path) -> list[list[str]]:
@@ -179,8 +200,7 @@ def _value(name: str, cell: str, convert: Callable[[str], Any]) -> Any:
     return None if cell == "" and name in _NOT_ALWAYS_MEASURED else convert(cell)
 
 
-def _typed_row(path: Path, table: str, number: int, cells: list[str]) -> Row:
-    schema = TABLES[table]
+def _typed_row(path: Path, schema: Schema, number: int, cells: list[str]) -> Row:
     if len(cells) != len(schema):
         raise RecordError(
             f"{path}, line {number}, has {len(cells)} cells; expected {len(schema)}. Record the run again."

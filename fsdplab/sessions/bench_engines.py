@@ -44,7 +44,7 @@ WARMUP_ROUNDS = 2
 class Timing:
     """One engine's steps, in seconds: the slowest rank's time of each timed round.
 
-    `exposed` is how long the host was blocked for collectives in each of them (the emulated clock's, behind a link),
+    `blocked` is how long the host was blocked for collectives in each of them (the emulated clock's, behind a link),
     `communicating` how long those took: both of the rank that was blocked longest, by the ledger; empty for engines
     that keep none.
     """
@@ -54,7 +54,7 @@ class Timing:
     seconds: tuple[float, ...]
     loss: float
     prefetch: int = 1
-    exposed: tuple[float, ...] = ()
+    blocked: tuple[float, ...] = ()
     communicating: tuple[float, ...] = ()
 
     @property
@@ -65,7 +65,7 @@ class Timing:
     @property
     def overlap(self) -> float | None:
         """The part of communication that was hidden, 0 to 1, in the median round."""
-        parts = [1 - exposed / total for exposed, total in zip(self.exposed, self.communicating) if total]
+        parts = [1 - blocked / total for blocked, total in zip(self.blocked, self.communicating) if total]
         return statistics.median(parts) if parts else None
 
 
@@ -152,8 +152,8 @@ def _joined(specs: Sequence[RunSpec], results: Sequence[dict[str, Any]]) -> Benc
         by_rank = [result["seconds"][index] for result in results]
         slowest = tuple(max(times) for times in zip(*by_rank))  # a round is as slow as its slowest rank
         waits = [max(waits) for waits in zip(*(result["waits"][index] for result in results))]
-        exposed, communicating = zip(*waits) if waits else ((), ())
-        timings.append(Timing(engine, strategy, slowest, results[0]["losses"][index], prefetch, exposed, communicating))
+        blocked, communicating = zip(*waits) if waits else ((), ())
+        timings.append(Timing(engine, strategy, slowest, results[0]["losses"][index], prefetch, blocked, communicating))
     compute, optimizer = (max(result["parts"][part] for result in results) for part in ("compute", "optimizer"))
     return Bench(specs[0], tuple(timings), compute + optimizer / specs[0].world_size)
 

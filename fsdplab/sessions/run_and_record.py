@@ -105,10 +105,10 @@ def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed |
     summary = summarise(spec, steps, ledger, memory) | {
         "link": next((result["link"] for result in results.values()), None)
     }
-    summary["profile"] = profile_summary(
+    summary["profile"], cost = profile_summary(
         spec, summary, [result["profiled_s"] for result in results.values()], ledger, trace_tables.get("breakdown", [])
     )
-    summary["comm"] |= {name: summary["profile"].pop(name) for name in ("exposed_s", "overlap")}
+    summary["comm"] |= cost
     return RunRecord(
         folder,
         spec=_portable(spec),

@@ -83,58 +83,33 @@ def profile_summary(
     profiled_s: Sequence[Sequence[float]],
     ledger: Sequence[Row],
     breakdown: Sequence[Row],
-) -> dict[str, Any]:
-    """The exposed communication, its source (`trace`, `ledger` or None), and the cost of profiling."""
-    on_the_link = waited(ledger, spec.untimed, spec.untimed + spec.steps)
-    known, source = exposure(breakdown), "trace"
-    # an emulated link's own clock says it without the profiler's overhead
-    if known is None or spec.linked and on_the_link is not None:
-        known, source = on_the_link, "ledger"
-    if spec.world_size == 1 and spec.engine != "twin":
-        known, source = (0.0, None), "ledger"  # nothing travels
-    exposed, overlap = known or (None, None)
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the cost of profiling, what communication cost): the fields of the summary's `profile` and of its `comm`.
+
+    `exposed_s` is the mean of the profiled steps, from the trace, with its parts. `blocked_s` is another quantity: for
+    how long the host of a timed step was blocked for collectives, from the ledger.
+    """
+    from fsdplab.profiling.step_summary import exposure
+
     cost = overhead(profiled_s, summary["step_time_s"]["median"])
-    return {
-        "steps": spec.profile,
-        "overhead": cost,
-        "source": source if known else None,
-        "exposed_s": exposed,
-        "overlap": overlap,
-    }
+    comm = exposure(breakdown)
+    if spec.world_size == 1 and spec.engine != "twin":
+        comm = dict.fromkeys(comm, 0.0) | {"overlap": None}  # nothing travels
+    profile = {"steps": spec.profile, "overhead": cost, "source": "trace" if breakdown else None}
+    return profile, {**comm, "blocked_s": blocked(ledger, spec.untimed, spec.untimed + spec.steps)}
 
 
-def exposure(breakdown: Sequence[Row]) -> tuple[float, float | None] | None:
-    """(exposed seconds, overlapped part of communication) of the rank that is exposed longest; None without rows.
-
-    A rank whose step has 6 ms of communication, 2 of them exposed: (0.002, 0.667).
+def blocked(ledger: Sequence[Row], first: int, last: int) -> float | None:
+    """Seconds for which a rank was blocked for collectives in steps `first` to `last` - 1, by the ledger: the median
+    over steps of the rank that was blocked longest; None if unknown.
     """
-    from fsdplab.profiling.step_summary import step_summary
-
-    worst = step_summary(breakdown)
-    return None if worst is None else (worst.exposed_ns / 1e9, worst.hidden)
-
-
-def waited(ledger: Sequence[Row], first: int, last: int) -> tuple[float, float | None] | None:
-    """The same from the ledger alone, of steps `first` to `last` - 1: how long the host was blocked; None if
-    unknown.
-    """
-    blocked: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
+    waits: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for row in ledger:
         if first <= row["step"] < last:
             if row["waited_ns"] is None:
                 return None
-            sums = blocked[row["rank"], row["step"]]
-            sums[0] += row["waited_ns"]
-            sums[1] += row["end_ns"] - row["start_ns"]
-    if not blocked:
-        return None
-    by_rank: dict[int, list[list[int]]] = defaultdict(list)
-    for (rank, _), sums in blocked.items():
-        by_rank[rank].append(sums)
-    exposed, moving = max(
-        ([statistics.median(column) for column in zip(*steps)] for steps in by_rank.values()), key=lambda pair: pair[0]
-    )
-    return exposed / 1e9, max(0.0, 1 - exposed / moving) if moving else None
+            waits[row["rank"]][row["step"]] += row["waited_ns"]
+    return max((statistics.median(steps.values()) / 1e9 for steps in waits.values()), default=None)
 
 
 def overhead(profiled_s: Sequence[Sequence[float]], timed_median: float | None) -> float | None:

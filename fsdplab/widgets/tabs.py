@@ -92,7 +92,7 @@ def _table(batch: Batch, record: RunRecord) -> list[Piece]:
 
 
 def _timeline(batch: Batch, record: RunRecord) -> list[Piece]:
-    return [_drawn("rank_timeline", record), _drawn("exposed_heatmap", record)]
+    return [_drawn(name, record) for name in ("rank_timeline", "exposed_bar", "exposed_heatmap")]
 
 
 def _memory(batch: Batch, record: RunRecord) -> list[Piece]:

@@ -2,48 +2,44 @@
 
 from __future__ import annotations
 
-import statistics
-
 from fsdplab.common.sizes import three_digits
 from fsdplab.common.words import plural
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import (
     MS,
-    Row,
-    breakdown_of,
+    ROOT,
     conditions,
     duration,
-    group,
     label,
     percent,
-    profiled,
-    rows_of,
+    slower_words,
     unit_order,
+    worst_cells,
 )
 from fsdplab.figures.style import DARK_INK, HEAT, titled
+from fsdplab.profiling.step_summary import ExposedCell
 from fsdplab.records import RunRecord
 
 _PHASES = ("forward", "backward", "optimizer", "")
 _CAUSES = {"hidden": "", "unknown": ""}
 MOST_ROWS = 90  # units that fit on a page; of more, those with most exposed time are drawn
 
-Cell = tuple[float, float, str]  # exposed and communication in ms a step, and the usual cause
+Place = tuple[str, str, str]  # unit, phase and kind
 
 
 def exposed_heatmap(record: RunRecord) -> go.Figure:
     """Units (rows, in the forward's order) x collectives of each phase (columns): exposed ms a step, and the cause.
 
-    Means over the profiled steps of the rank that is exposed longest, so that the cells sum to that rank's exposed
-    time. Needs an `exposed` table (ValueError with the remedy without one). An empty cell: the unit has no such
-    collective.
+    Means over the profiled steps of the rank that is exposed longest, so that the cells sum to the run's exposed time;
+    the findings count the same cells with the same causes. Needs an `exposed` table (ValueError with the remedy without
+    one). An empty cell: the unit has no such collective.
     """
-    rank, rows = worst_rank(record)
-    cells = {
-        key: _cell(found) for key, found in group(rows, lambda row: (row["unit"], row["phase"], row["kind"])).items()
-    }
+    rank, steps, every = worst_cells(record)
+    cells: dict[Place, ExposedCell] = {(each.unit or ROOT, each.phase, each.kind): each for each in every}
     found = {unit for unit, _, _ in cells}
     units = unit_order(
-        record, foremost({unit: sum(cell[0] for key, cell in cells.items() if key[0] == unit) for unit in found})
+        record,
+        foremost({unit: sum(each.exposed_ns for key, each in cells.items() if key[0] == unit) for unit in found}),
     )
     columns = sorted(
         {key[1:] for key in cells},
@@ -53,12 +49,9 @@ def exposed_heatmap(record: RunRecord) -> go.Figure:
     figure = go.Figure(_heat(grid, units, columns))
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     figure.update_xaxes(side="top", type="category", showgrid=False)
-    total = sum(cell[0] for cell in cells.values())
-    title, alt = _finding(record, cells, total)
-    steps = len({row["step"] for row in rows})
-    where = conditions(
-        record, f"rank {rank}, the most exposed, mean of {plural(steps, 'profiled step')}", few_words(units, found)
-    )
+    title, alt = _finding(record, cells)
+    mean = f"rank {rank}, the most exposed, mean of {plural(steps, 'profiled step')}"
+    where = conditions(record, mean, slower_words(record), few_words(units, found))
     return titled(figure, title, where, alt, height=170 + max(14, min(38, 1300 // len(units))) * len(units), top=124)
 
 
@@ -72,45 +65,21 @@ def few_words(drawn: list[str], found: set[str]) -> str:
     return f"the {len(drawn)} foremost of {len(found)} units" if len(drawn) < len(found) else ""
 
 
-def worst_rank(record: RunRecord) -> tuple[int, list[Row]]:
-    """(the rank exposed longest over the profiled steps, its rows of `exposed`)."""
-    by_rank = group(profiled(rows_of(record, "exposed"), record), lambda row: row["rank"])
-    split = breakdown_of(record)
-    worst = (
-        split["rank"]
-        if split and split["rank"] in by_rank
-        else max(by_rank, key=lambda rank: sum(row["exposed_ns"] for row in by_rank[rank]))
-    )
-    return worst, by_rank[worst]
-
-
-def _cell(found: list[Row]) -> Cell:
-    """(exposed, communication) in ms a step and the usual cause, of one unit's collective in one phase."""
-    steps = len({row["step"] for row in found})
-    exposed, communication = (
-        sum(row[name] for row in found) / steps / MS for name in ("exposed_ns", "communication_ns")
-    )
-    causes = [row["cause"] for row in found if row["exposed_ns"]]
-    return exposed, communication, statistics.mode(causes) if causes else "hidden"
-
-
-def _heat(grid: list[list[Cell | None]], units: list[str], columns: list[tuple[str, str]]) -> go.Heatmap:
+def _heat(grid: list[list[ExposedCell | None]], units: list[str], columns: list[tuple[str, str]]) -> go.Heatmap:
     return go.Heatmap(
         x=[f"{phase} {kind}".strip() for phase, kind in columns],
         y=units,
-        z=[[cell and cell[0] for cell in row] for row in grid],
+        z=[[cell and cell.exposed_ns / MS for cell in row] for row in grid],
         text=[[_words(cell) for cell in row] for row in grid],
         texttemplate="%{text}",
         textfont=dict(size=14, color=DARK_INK),
-        customdata=[
-            [cell and f"{cell[1]:.3f} ms of communication, {cell[2].replace('_', ' ')}" for cell in row] for row in grid
-        ],
+        customdata=[[cell and _hover(cell) for cell in row] for row in grid],
         hovertemplate="%{y}, %{x}<br>exposed %{z:.3f} ms of %{customdata}<extra></extra>",
         hoverongaps=False,
         xgap=3,
         ygap=3,
         zmin=0,
-        zmax=max((cell[0] for row in grid for cell in row if cell), default=0) or 1,
+        zmax=max((cell.exposed_ns / MS for row in grid for cell in row if cell), default=0) or 1,
         colorscale=HEAT,
         colorbar=dict(
             title=dict(text="exposed<br>(ms a step)", font=dict(size=14)),
@@ -121,26 +90,37 @@ def _heat(grid: list[list[Cell | None]], units: list[str], columns: list[tuple[s
     )
 
 
-def _words(cell: Cell | None) -> str:
+def _words(cell: ExposedCell | None) -> str:
     if cell is None:
         return ""
-    cause = _CAUSES.get(cell[2], cell[2].replace("_", " "))
-    return f"{three_digits(cell[0])} ms{' · ' if cause else ''}{cause}" if cell[0] else "hidden"
+    cause = _CAUSES.get(cell.shown_cause, cell.shown_cause.replace("_", " "))
+    return f"{three_digits(cell.exposed_ns / MS)} ms{' · ' if cause else ''}{cause}" if cell.exposed_ns else "hidden"
 
 
-def _finding(record: RunRecord, cells: dict[tuple[str, str, str], Cell], total: float) -> tuple[str, str]:
+def _hover(cell: ExposedCell) -> str:
+    """A cell's communication, its cause, and the parts of its exposed time that there are."""
+    parts = {"on the link": cell.on_link_ns, "copying": cell.copying_ns, "waiting for a peer": cell.waiting_ns}
+    of = ", ".join(f"{name} {part / MS:.3f} ms" for name, part in parts.items() if part)
+    cause = f"{cell.communication_ns / MS:.3f} ms of communication, {cell.shown_cause.replace('_', ' ')}"
+    return f"{cause}<br>{of}" if of else cause
+
+
+def _finding(record: RunRecord, cells: dict[Place, ExposedCell]) -> tuple[str, str]:
     """(title, alternative text): the cell with most exposed time, and its share."""
+    total = sum(each.exposed_ns for each in cells.values())
     if not total:
         return (
             f"{label(record)}: all communication is hidden under compute",
             "Heat map of exposed communication: every cell is hidden.",
         )
-    ranked = sorted(cells, key=lambda key: -cells[key][0])
+    ranked = sorted(cells, key=lambda key: -cells[key].exposed_ns)
     first = ranked[0]
-    exposed = cells[first][0]
+    exposed = cells[first].exposed_ns
     title = (
-        f"{label(record)}: {first[2]} of {first[0]} in {first[1]} exposes {duration(exposed * MS)},"
+        f"{label(record)}: {first[2]} of {first[0]} in {first[1]} exposes {duration(exposed)},"
         f" {percent(exposed, total)} of the exposed time"
     )
-    most = "; ".join(f"{' '.join(key)} {duration(cells[key][0] * MS)}" for key in ranked[:5] if cells[key][0])
-    return title, f"Heat map of exposed communication, {duration(total * MS)} a step. Most: {most}."
+    most = "; ".join(
+        f"{' '.join(key)} {duration(cells[key].exposed_ns)}" for key in ranked[:5] if cells[key].exposed_ns
+    )
+    return title, f"Heat map of exposed communication, {duration(total)} a step. Most: {most}."

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from fsdplab.common.sizes import three_digits
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.plots.exposed import few_words, foremost, worst_rank
-from fsdplab.figures.profile_data import MS, Row, conditions, duration, group, label, named_rows, profiled, unit_order
+from fsdplab.figures.plots.exposed import few_words, foremost
+from fsdplab.figures.profile_data import (
+    MS,
+    ROOT,
+    Row,
+    conditions,
+    duration,
+    group,
+    label,
+    named_rows,
+    profiled,
+    unit_order,
+    worst_cells,
+)
 from fsdplab.figures.style import EDGE, PHASE_COLOURS, titled
 from fsdplab.figures.view import views
 from fsdplab.records import RunRecord
@@ -64,13 +76,12 @@ def spent(record: RunRecord) -> dict[UnitPhase, dict[str, float]]:
     """Communication and exposed ns a step of each (unit, phase), on the rank exposed longest, mean over its profiled
     steps.
     """
-    _, rows = worst_rank(record)
-    steps = len({row["step"] for row in rows})
-    grouped = group(rows, lambda row: (row["unit"], row["phase"]))
-    return {
-        key: {name: sum(row[name] for row in found) / steps for name in ("communication_ns", "exposed_ns")}
-        for key, found in grouped.items()
-    }
+    sums: dict[UnitPhase, dict[str, float]] = {}
+    for cell in worst_cells(record)[2]:
+        held = sums.setdefault((cell.unit or ROOT, cell.phase), {"communication_ns": 0.0, "exposed_ns": 0.0})
+        held["communication_ns"] += cell.communication_ns
+        held["exposed_ns"] += cell.exposed_ns
+    return sums
 
 
 def gathered_memory(record: RunRecord) -> dict[UnitPhase, float]:

@@ -18,6 +18,7 @@ from fsdplab.figures.profile_data import (
     label,
     percent,
     short_unit,
+    slower_words,
     timeline_of,
 )  # fmt: skip
 from fsdplab.figures.style import GRID, LANE_COLOURS, titled
@@ -84,11 +85,12 @@ def rank_timeline(record: RunRecord, step: int | None = None, limit: int = LIMIT
     figure.update_yaxes(range=[lanes.bottom + 0.15, -0.15], showgrid=False, zeroline=False, **lanes.ticks)
     for begin, name in phases(rows, origin):
         phase_line(figure, begin, name, late=begin > 0.9 * end)
-    title, words = _finding(record, step, rows)
+    title, words = _finding(record, rows)
     ends = merge_words(found, len(marks), window)
     height = 200 + round(min(34.0, max(9.0, 1500 / lanes.bottom)) * lanes.bottom)
     alt = f"Timeline of {plural(len(_ranks(rows)), 'rank')} through step {step}. {words}"
-    return titled(figure, title, conditions(record, f"step {step}", ends), alt, height, top=138)
+    where = conditions(record, _drawn_words(record, step), slower_words(record), ends)
+    return titled(figure, title, where, alt, height, top=138)
 
 
 def step_start(rows: list[Row]) -> int:
@@ -156,12 +158,12 @@ def phase_line(figure: go.Figure, begin: float, name: str, late: bool, bottom: f
     )  # fmt: skip
 
 
-def _finding(record: RunRecord, step: int, rows: list[Row]) -> tuple[str, str]:
-    """(title, the alternative text): how much of the step is exposed, and where most."""
-    split = breakdown_of(record, step)
+def _finding(record: RunRecord, rows: list[Row]) -> tuple[str, str]:
+    """(title, the alternative text): how much of a profiled step is exposed, the mean that is called so everywhere."""
+    split = breakdown_of(record)
     if split is None:
-        exposed = sum(row["end_ns"] - row["start_ns"] for row in rows if row["lane"] == "exposed") / len(_ranks(rows))
-        title = f"{label(record)}: {duration(exposed)} of communication is exposed in the step"
+        red = sum(row["end_ns"] - row["start_ns"] for row in rows if row["lane"] == "exposed") / len(_ranks(rows))
+        title = f"{label(record)}: {duration(red)} of communication is exposed in the step"
         return title, f"{title}."
     communication = split["overlapped_ns"] + split["exposed_ns"]
     title = f"{label(record)}: {percent(split['exposed_ns'], split['step_ns'])} of the step is exposed communication"
@@ -171,3 +173,9 @@ def _finding(record: RunRecord, step: int, rows: list[Row]) -> tuple[str, str]:
         " under compute"
     )
     return title, f"{title}; on rank {split['rank']}, the most exposed, {hidden}."
+
+
+def _drawn_words(record: RunRecord, step: int) -> str:
+    """The step that is drawn; of several, the title's numbers are means."""
+    steps = len({row["step"] for row in record.table("breakdown")})
+    return f"step {step} (title: mean of {steps} profiled steps)" if steps > 1 else f"step {step}"

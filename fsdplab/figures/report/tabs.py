@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from fsdplab.common.sizes import seconds
-from fsdplab.figures.plots.breakdown import step_bar
+from fsdplab.figures.plots.breakdown import exposed_bar, step_bar
 from fsdplab.figures.plots.exposed import exposed_heatmap
 from fsdplab.figures.plots.memory import memory_timeline
 from fsdplab.figures.plots.pareto import pareto
@@ -37,7 +37,8 @@ def tabbed(summary: str, records: Sequence[RunRecord], findings: Sequence[Findin
     panels = {
         "Summary": summary,
         "Timeline": drawn(step_bar, records) + _each(records, _timeline),
-        "Exposed": _each(records, lambda record: drawn(exposed_heatmap, record) + drawn(straggler_map, record)),
+        "Exposed": drawn(exposed_bar, records)
+        + _each(records, lambda record: drawn(exposed_heatmap, record) + drawn(straggler_map, record)),
         "Memory": _each(records, _memory),
         "Traffic": _each(records, lambda record: drawn(ledger_against_formula, record)),
         "Pareto": drawn(pareto, records),

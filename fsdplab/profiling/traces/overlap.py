@@ -38,6 +38,7 @@ from fsdplab.profiling.traces.attribution import Context, attribute, causes_of
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.profiling.traces.classify import Thread, TraceEvents, read_events
 from fsdplab.profiling.traces.collectives import MARKED, Collective, find_collectives
+from fsdplab.profiling.traces.exposed_parts import ExposedParts, exposed_parts, summed
 from fsdplab.profiling.traces.idle_parts import IdleTime
 from fsdplab.profiling.traces.segments import Segments
 from fsdplab.profiling.traces.shared_gpu import take_shared
@@ -188,6 +189,8 @@ class _Account:
                 f"step {number}: {breakdown['exposed_ns']} ns were exposed, {attributed} attributed; report this with"
                 " the trace"
             )
+        parts = exposed_parts(mine, shares, self._host_busy)
+        breakdown |= summed(parts)
         context = Context(
             start, end, Measure(computing), self._host_measure, self._phase_ends(start, end), self._found.on_gpu
         )
@@ -198,10 +201,10 @@ class _Account:
             number,
             breakdown,
             tuple(self._timeline.rows(window, computing, host_busy, mine, shares, self._steps.kernels(index))),
-            tuple(_exposed_rows(self._rank, number, start, end, mine, sizes, causes)),
+            tuple(_exposed_rows(self._rank, number, start, end, mine, sizes, causes, parts)),
             tuple(
-                self._described(number, each, exposed_ns, cause)
-                for each, exposed_ns, cause in zip(mine, sizes, causes)
+                self._described(number, each, exposed_ns, cause, part)
+                for each, exposed_ns, cause, part in zip(mine, sizes, causes, parts)
                 if self._steps.lists(index, each)
             ),
             {"rank": self._rank, "step": number, **self._idle.parts(window, other)},
@@ -213,14 +216,15 @@ class _Account:
         edges = [start, *changes[first:last].tolist()]
         return dict(zip(self._segments.phases_at(edges), [*edges[1:], end]))
 
-    def _described(self, step: int, each: Collective, exposed_ns: int, cause: str) -> Row:
+    def _described(self, step: int, each: Collective, exposed_ns: int, cause: str, parts: ExposedParts) -> Row:
         base = self._found.base_ns
         return {
             "rank": self._rank, "step": step, "unit": each.unit, "phase": each.phase, "kind": each.kind,
             "issue_ns": base + each.issue,
             "start_ns": base + each.start, "end_ns": base + each.end, "logical_bytes": each.nbytes,
             "exposed_ns": exposed_ns, "cause": cause,
-            "emulated": each.emulated, "group": each.group, "group_size": each.group_size,
+            "emulated": each.emulated, "on_link": (parts.on_link + base).tolist(),
+            "group": each.group, "group_size": each.group_size,
         }  # fmt: skip
 
 
@@ -295,6 +299,7 @@ def _exposed_rows(
     collectives: Sequence[Collective],
     sizes: Sequence[int],
     causes: Sequence[str],
+    parts: Sequence[ExposedParts],
 ) -> list[Row]:
     """One row a unit, phase and kind; of several collectives the most exposed one gives the cause."""
     groups: dict[tuple[str, str, str], list[int]] = {}
@@ -308,5 +313,6 @@ def _exposed_rows(
             "communication_ns": size(within(pieces, start, end)),
             "exposed_ns": sum(sizes[index] for index in members),
             "cause": causes[max(members, key=lambda index: sizes[index])],
+            **summed([parts[index] for index in members]),
         })  # fmt: skip
     return rows

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from fsdplab.profiling.intervals import clip, length
 from fsdplab.profiling.traces.overlap import StepAnalysis, TraceAnalysis
 
 Row = dict[str, Any]
@@ -114,29 +115,42 @@ def compute_inflation(with_: Iterable[Row], without: Iterable[Row]) -> float | N
 
 
 def with_peers(analyses: Sequence[TraceAnalysis]) -> list[TraceAnalysis]:
-    """The same analyses with `waiting_for_peer` where the other ranks tell: a peer issued later by at least half of
-    what was exposed.
+    """The same analyses with `waiting_for_peer` where the other ranks tell: a peer came later by at least half of what
+    was exposed.
 
-    All analyses of one run; ranks on clocks of their own (several machines) cannot be compared and must not be given
-    together.
+    What a transport spent before its last rank came is waiting for a peer, and no longer on the link. All analyses of
+    one run; ranks on clocks of their own (several machines) cannot be compared and must not be given together.
     """
+    came = "start_ns" if any(each.device == "cuda" for each in analyses) else "issue_ns"  # a GPU's host runs ahead
     groups = matched(row for analysis in analyses for row in analysis.rows("collectives"))
-    late = {
-        id(row): max(each["issue_ns"] for each in members) - row["issue_ns"]
-        for members in groups.values()
-        for row in members
-    }
-    return [replace(analysis, steps=tuple(_explained(step, late) for step in analysis.steps)) for analysis in analyses]
+    last = {id(row): max(each[came] for each in members) for members in groups.values() for row in members}
+    return [
+        replace(analysis, steps=tuple(_explained(step, last, came) for step in analysis.steps)) for analysis in analyses
+    ]
 
 
-def _explained(step: StepAnalysis, late: dict[int, int]) -> StepAnalysis:
-    by_a_peer = lambda row: 0 < row["exposed_ns"] <= 2 * late[id(row)] and row["cause"] in _MAY_BE_A_PEER  # noqa: E731
+def _explained(step: StepAnalysis, last: dict[int, int], came: str) -> StepAnalysis:
+    by_a_peer = lambda row: (  # noqa: E731
+        0 < row["exposed_ns"] <= 2 * (last[id(row)] - row[came]) and row["cause"] in _MAY_BE_A_PEER
+    )
     collectives = tuple(row | {"cause": "waiting_for_peer"} if by_a_peer(row) else row for row in step.collectives)
     worst: dict[tuple, Row] = {}
     for row in sorted(collectives, key=lambda row: row["exposed_ns"]):
         worst[_group(row)] = row
-    exposed = tuple(row | {"cause": worst.get(_group(row), row)["cause"]} for row in step.exposed)
-    return replace(step, exposed=exposed, collectives=collectives)
+    waited: dict[tuple, int] = defaultdict(int)
+    for row in step.collectives:
+        if not row["emulated"]:  # an emulated link begins when the last rank has issued
+            waited[_group(row)] += length(clip(row["on_link"], 0, last[id(row)]))
+    exposed = tuple(
+        _waiting(row | {"cause": worst.get(_group(row), row)["cause"]}, waited[_group(row)]) for row in step.exposed
+    )
+    breakdown = _waiting(step.breakdown, sum(waited.values()))
+    return replace(step, breakdown=breakdown, exposed=exposed, collectives=collectives)
+
+
+def _waiting(row: Row, waited_ns: int) -> Row:
+    """The row with so many ns of its time on the link as waiting for a peer."""
+    return row | {"on_link_ns": row["on_link_ns"] - waited_ns, "waiting_ns": row["waiting_ns"] + waited_ns}
 
 
 def _group(row: Row) -> tuple[str, str, str]:

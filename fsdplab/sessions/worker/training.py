@@ -136,7 +136,9 @@ class Training:
 
     def _step(self, step: int, timed: bool, around: AbstractContextManager[Any] = nullcontext()) -> float:
         self.context.heartbeat.enter("data", step)
+        asked = time.perf_counter()
         batches = self._batches(step)
+        loading = time.perf_counter() - asked
         with around:
             start = time.perf_counter()
             loss = self.setup.train_step(batches)
@@ -150,6 +152,7 @@ class Training:
             "loss": loss,
             "step_time_s": seconds if timed else None,
             "tokens": tokens,
+            "loading_s": loading,
         }
         self.context.append("steps", row)
         if not math.isfinite(loss):

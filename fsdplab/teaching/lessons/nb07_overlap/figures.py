@@ -15,22 +15,22 @@ Split = Mapping[str, tuple[float, float, float]]
 
 
 def communication_bars(split: Split) -> go.Figure:
-    """Communication of a step on each network, hidden and exposed, stacked, in ms.
+    """Communication of a step on each network, hidden and not, stacked, in ms.
 
-    `split` holds (exposed, communication, step) in seconds by the network's name: `{"1 GB/s": (0.02, 0.1, 0.3)}` is 80
-    % hidden.
+    `split` holds (not hidden, communication, step) in seconds by the network's name: `{"1 GB/s": (0.02, 0.1, 0.3)}` is
+    80 % hidden.
     """
     longest = max(moved for _, moved, _ in split.values())
     figure = go.Figure([_segment(part, split, longest) for part in ("overlapped", "exposed")])
     figure.update_layout(barmode="stack", xaxis_title="communication in one step (ms)")
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     figure.update_xaxes(range=[0, 1.75e3 * longest])
-    for name, (exposed, moved, step) in split.items():
-        words = f"<b>{percent(moved - exposed, moved)} hidden</b> · step {seconds(step)}"
+    for name, (shown, moved, step) in split.items():
+        words = f"<b>{percent(moved - shown, moved)} hidden</b> · step {seconds(step)}"
         figure.add_annotation(x=1e3 * moved, y=name, text=words, showarrow=False, xanchor="left", xshift=6)
     summary = "; ".join(
-        f"{name}: {seconds(exposed)} of {seconds(moved)} exposed, step {seconds(step)}"
-        for name, (exposed, moved, step) in split.items()
+        f"{name}: {seconds(shown)} of {seconds(moved)} not hidden, step {seconds(step)}"
+        for name, (shown, moved, step) in split.items()
     )
     where = "Measured on 2 CPU ranks; all links are emulated, the raw transport is not"
     return titled(
@@ -47,14 +47,14 @@ def finding(split: Split) -> str:
     """The slowest and the fastest network in one line."""
     slow, fast = (pick(split, key=lambda name: split[name][1]) for pick in (max, min))
     if slow == fast:
-        return f"{slow}: {seconds(split[slow][0])} of {seconds(split[slow][1])} of communication is exposed"
+        return f"{slow}: {seconds(split[slow][0])} of {seconds(split[slow][1])} of communication is not hidden"
     return f"{slow}: {seconds(split[slow][0])} of communication shows; {fast}: {seconds(split[fast][0])}"
 
 
 def _segment(part: str, split: Split, longest: float) -> go.Bar:
-    spans = [exposed if part == "exposed" else moved - exposed for exposed, moved, _ in split.values()]
+    spans = [shown if part == "exposed" else moved - shown for shown, moved, _ in split.values()]
     return go.Bar(
-        name="hidden under compute" if part == "overlapped" else part, orientation="h", y=list(split),
+        name="hidden under compute" if part == "overlapped" else "not hidden", orientation="h", y=list(split),
         x=[1e3 * span for span in spans],
         marker=dict(color=STEP_COLOURS[part], line=dict(color=EDGE, width=1)),
         text=[seconds(span) if span > 0.1 * longest else "" for span in spans],

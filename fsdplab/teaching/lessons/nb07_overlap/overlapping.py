@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.plots.exposed import worst_rank
-from fsdplab.figures.profile_data import COLLECTIVES, breakdown_of, duration, group, percent, timeline_of
+from fsdplab.figures.profile_data import COLLECTIVES, breakdown_of, duration, percent, timeline_of, worst_cells
 from fsdplab.planning.links import parse_link
 from fsdplab.profiling.intervals import length, subtract
 from fsdplab.records import RunRecord
@@ -105,8 +104,9 @@ def seen(record: RunRecord) -> Note:
     return Note(
         (
             (
-                f"{first}({percent(exposed, split['step_ns'])}, copies included). Of {duration(link)} on the link"
-                f" {percent(link - shown, link)} was hidden, {duration(shown)} was not."
+                f"{first}({percent(exposed, split['step_ns'])}), copies and waiting for the other rank included. The"
+                f" link carried messages for {duration(link)}: {percent(link - shown, link)} of that under computing,"
+                f" {duration(shown)} not."
             ),
         )
     )
@@ -114,28 +114,21 @@ def seen(record: RunRecord) -> Note:
 
 def worst_place(record: RunRecord) -> Note:
     """The unit and collective that are exposed longest, and the usual cause of all exposed time."""
-    _, rows = worst_rank(record)
-    by_place, by_cause = (
-        sums(rows, key)
-        for key in (lambda row: (row["kind"], row["unit"] or "the root", row["phase"]), lambda row: row["cause"])
-    )
-    place, cause = (max(found, key=found.__getitem__) for found in (by_place, by_cause))
+    _, _, cells = worst_cells(record)
+    by_cause: dict[str, float] = defaultdict(float)
+    for cell in cells:
+        by_cause[cell.shown_cause] += cell.exposed_ns
+    place, cause = max(cells, key=lambda cell: cell.exposed_ns), max(by_cause, key=by_cause.__getitem__)
     share = percent(by_cause[cause], sum(by_cause.values()))
-    steps = len({row["step"] for row in rows})
-    where = f"{place[0]} of {place[1]} in {place[2]}"
+    where = f"{place.kind} of {place.unit or 'the root'} in {place.phase}"
     return Note(
         (
             (
-                f"Seen here: the longest is the {where}, {duration(by_place[place] / steps)} a step. Most frequent"
+                f"Seen here: the longest is the {where}, {duration(place.exposed_ns)} a step. Most frequent"
                 f" cause: {cause.replace('_', ' ')}, {share} of the exposed time."
             ),
         )
     )
-
-
-def sums(rows: list[Row], key: Callable[[Row], Any]) -> dict[Any, int]:
-    """Exposed ns by a key of the rows."""
-    return {name: sum(row["exposed_ns"] for row in found) for name, found in group(rows, key).items()}
 
 
 def by_hand(exposed: Callable[[Intervals, Intervals], float], record: RunRecord) -> Table:
@@ -184,8 +177,8 @@ def inflation(runs: Mapping[str, RunRecord]) -> Table:
     base = computing_ms(next(iter(runs.values())))
     rows = []
     for name, record in runs.items():
-        exposed, whole = moving(record)
-        hidden = percent(whole - exposed, whole) if whole else "nothing sent"
+        shown, whole = moving(record)
+        hidden = percent(whole - shown, whole) if whole else "nothing sent"
         computed = computing_ms(record)
         rows.append(
             [
@@ -205,10 +198,11 @@ def inflation(runs: Mapping[str, RunRecord]) -> Table:
 
 
 def moving(record: RunRecord) -> tuple[float, float]:
-    """(exposed, communication) in seconds of the profiled step, on the rank that is exposed longest.
+    """(not hidden, all) in seconds of the profiled step in which the link carried messages, on the rank where most
+    shows.
 
-    Behind an emulated link M are the transfers on the link alone, so that neither copies nor a late peer, which a busy
-    machine stretches, count.
+    Neither copies nor a late peer, which a busy machine stretches, count: the transfers on the link alone do. Without a
+    link both are what the trace says of all communication.
     """
     if not record.summary.get("link"):
         split = _split(record)
@@ -222,19 +216,19 @@ def moving(record: RunRecord) -> tuple[float, float]:
 
 
 def sweep_figure(runs: Mapping[str, RunRecord]) -> go.Figure:
-    """Communication of each run, hidden and exposed; `runs` are records by the name of their network."""
+    """Communication of each run, hidden and not; `runs` are records by the name of their network."""
     return communication_bars(
         {name: (*moving(record), _split(record)["step_ns"] / 1e9) for name, record in runs.items()}
     )
 
 
 def swept(runs: Mapping[str, RunRecord]) -> Note:
-    """How much of the communication each network left exposed, and the step beside it, in one sentence."""
+    """How much of the communication of each network was not hidden, and the step beside it, in one sentence."""
     parts = []
     for name, record in runs.items():
-        exposed, whole = moving(record)
+        shown, whole = moving(record)
         parts.append(
-            f"{name}: {duration(1e9 * exposed)} of {duration(1e9 * whole)} exposed, step"
+            f"{name}: {duration(1e9 * shown)} of {duration(1e9 * whole)} of communication not hidden, step"
             f" {duration(_split(record)['step_ns'])}"
         )
     return Note((f"Seen here: {'; '.join(parts)}.",))

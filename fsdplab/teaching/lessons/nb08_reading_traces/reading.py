@@ -7,12 +7,14 @@ All learners read the same trace, so that each question has one answer: it was r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fsdplab.profiling.diagnosis import findings
 from fsdplab.profiling.exports import traces_of
 from fsdplab.profiling.intervals import clip, length, union
+from fsdplab.profiling.step_summary import exposed_cells, step_summary
 from fsdplab.profiling.traces.chrome import ChromeTrace, nanoseconds
 from fsdplab.profiling.traces.overlap import TraceAnalysis, analyse_trace
 from fsdplab.records import RecordError, RunRecord
@@ -123,9 +125,11 @@ def account_table(record: RunRecord, parts: Mapping[str, int], rank: int = 0) ->
     return table(["part of the step", "yours, ms", "the lab's, ms"], rows, caption)
 
 
-def seen(record: RunRecord, rank: int = 0) -> Note:
-    """The numbers of the step bar."""
-    row = breakdown(record, rank)
+def seen(record: RunRecord) -> Note:
+    """The numbers of the step bar: of the rank that is exposed longest."""
+    summary = step_summary(record.table("breakdown"))
+    assert summary is not None, "the lesson's runs are profiled"
+    rank, row = summary.rank, asdict(summary)
     talk = row["overlapped_ns"] + row["exposed_ns"]
     return Note(
         (
@@ -218,11 +222,11 @@ def _doing(rows: Sequence[Row], instant: int) -> list[str]:
 def key(record: RunRecord, rank: int = 0) -> Table:
     """The answer key: every exposed collective of a rank with its cause."""
     rows = []
-    for row in gaps(record, rank):
-        times = [_ms(row["communication_ns"]), _ms(row["exposed_ns"])]
-        rows.append([row["unit"] or "root", row["phase"], row["kind"], *times, row["cause"].replace("_", " ")])
+    for cell in exposed_cells(gaps(record, rank), steps=1):
+        times = [_ms(cell.communication_ns), _ms(cell.exposed_ns)]
+        rows.append([cell.unit or "root", cell.phase, cell.kind, *times, cell.shown_cause.replace("_", " ")])
     header = ["unit", "phase", "collective", "takes, ms", "exposed, ms", "cause"]
-    return table(header, rows, f"Rank {rank}, most exposed first; on the emulated link's clock.")
+    return table(header, rows, f"Rank {rank}, most exposed first; computing and copies measured, the link emulated.")
 
 
 def diagnosis(record: RunRecord) -> Note:
@@ -236,7 +240,7 @@ def diagnosis(record: RunRecord) -> Note:
 
 
 def clock_table(runs: Sequence[RunRecord]) -> Table:
-    """Each run's exposed time on the link's clock, and what was sent."""
+    """Each run's exposed time, and what was sent."""
     rows = []
     for run in runs:
         comm = run.summary["comm"]
@@ -248,7 +252,7 @@ def clock_table(runs: Sequence[RunRecord]) -> Table:
                 f"{comm['overlap']:.0%}",
             ]
         )
-    caption = "Bytes measured; exposed time on the emulated link's clock, of the worst rank, median of the timed steps."
+    caption = "Bytes measured; exposed: the profiled step of the rank exposed longest, as in the figures."
     return table(["prefetch", "kB sent a step", "exposed, ms", "hidden"], rows, caption)
 
 

@@ -42,7 +42,7 @@ def peak(run: RunRecord) -> int:
 
 
 def exposed(run: RunRecord) -> float:
-    """Exposed seconds a step, on the emulated link's clock."""
+    """Exposed seconds a step, as in the figures: copies and waiting for the other rank included."""
     return run.summary["comm"]["exposed_s"]
 
 
@@ -71,7 +71,7 @@ def cost_table(runs: Sequence[RunRecord]) -> Table:
     for run in (run for run in runs if run.status == "finished"):
         times = [f"{1e3 * on_the_link(run):.0f}", f"{1e3 * exposed(run):.0f}"]
         rows.append([_name(run), f"{peak(run) / MB:.0f}", *times, f"{run.summary['comm']['overlap']:.0%}"])
-    caption = "Peak measured; times on the emulated link's clock, of the worst rank."
+    caption = "Peak measured; on the link: emulated clock; exposed and hidden: the profiled step, worst rank."
     return table(["run", "peak, MB", "ms on the link", "exposed, ms", "hidden"], rows, caption)
 
 

@@ -27,7 +27,7 @@ __all__ = [
     "WITHIN",
     "banner",
     "beside_the_formula",
-    "exposed_factor",
+    "blocked_factor",
     "job",
     "leaving_a_node",
     "link_figure",
@@ -85,14 +85,14 @@ def beside_the_formula(traffic: Callable[[float, int, int], dict[str, float]], r
 # ---- what the figures showed, in a sentence
 
 
-def exposed_factor(full: RunRecord, hybrid: RunRecord) -> float:
-    """How many times as long `full` is exposed as `hybrid`, on the emulated clock."""
-    return full.summary["comm"]["exposed_s"] / hybrid.summary["comm"]["exposed_s"]
+def blocked_factor(full: RunRecord, hybrid: RunRecord) -> float:
+    """How many times as long ranks are blocked for messages under `full` as under `hybrid`, on the emulated clock."""
+    return full.summary["comm"]["blocked_s"] / hybrid.summary["comm"]["blocked_s"]
 
 
 def seen(full: RunRecord, hybrid: RunRecord) -> Note:
-    """Bytes at the slow link's pace and exposed time of both runs."""
-    first, second = ((slow(record), record.summary["comm"]["exposed_s"]) for record in (full, hybrid))
+    """Bytes at the slow link's pace of both runs, and for how long their ranks were blocked."""
+    first, second = ((slow(record), record.summary["comm"]["blocked_s"]) for record in (full, hybrid))
     words = (
         f"Seen here: {size(first[0])} against {size(second[0])} a rank at the slow link's pace"
         f" ({first[0] / second[0]:.2f} times as much); "
@@ -100,7 +100,7 @@ def seen(full: RunRecord, hybrid: RunRecord) -> Note:
     return Note(
         (
             words
-            + f"exposed {seconds(first[1])} against {seconds(second[1])} a step ({first[1] / second[1]:.1f} times as"
+            + f"blocked {seconds(first[1])} against {seconds(second[1])} a step ({first[1] / second[1]:.1f} times as"
             " long).",
         )
     )
@@ -148,23 +148,23 @@ def weighed(full: RunRecord, hybrid: RunRecord) -> Note:
 
 
 def steps(runs: dict[str, RunRecord]) -> Table:
-    """Step, exposed time and communication of each run by its name."""
+    """Step, time blocked for messages, and link of each run by its name."""
     rows = []
     for name, record in runs.items():
         # without a link a rank waits for cores more than for bytes
-        exposed = record.summary["comm"]["exposed_s"] if record.summary["link"] else None
+        blocked = record.summary["comm"]["blocked_s"] if record.summary["link"] else None
         rows.append(
             [
                 name,
                 f"{1e3 * record.summary['step_time_s']['median']:.0f}",
-                "-" if exposed is None else f"{1e3 * exposed:.0f}",
+                "-" if blocked is None else f"{1e3 * blocked:.0f}",
                 "emulated" if record.summary["link"] else "none: raw transport",
             ]
         )
     return table(
-        ["run", "step, ms", "exposed, ms", "link"],
+        ["run", "step, ms", "blocked, ms", "link"],
         rows,
-        "Steps measured: four ranks share this machine's cores. Exposed time of a link: emulated clock.",
+        "Steps measured: four ranks share this machine's cores. Blocked for a link: emulated clock.",
     )
 
 
