@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from markupsafe import escape
 
+from fsdplab.cli.app import app
+from fsdplab.figures.report.tabs import tabbed
+from fsdplab.figures.trace_tables import cells
 from fsdplab.profiling import TraceError, analyse_trace, tables
+from fsdplab.records import RunRecord
 from tests.gpu_traces import GpuRank
 
 DATA = Path(__file__).parent.parent / "data" / "traces-08"
@@ -35,7 +41,7 @@ def test_kernels_by_time_with_shares_of_their_kind(tmp_path):
     assert found["kernel", "add"]["share"] == 0.4
     assert found["communication", "ncclDevKernel_AllReduce_Sum_f32_RING_LL"]["share"] == 1.0
     assert found["copy", "Memcpy HtoD "]["time_ns"] == 10_000
-    assert table.sentence == "gemm takes 60% of the kernels' time: 60 us a step in 1 calls."
+    assert table.sentence == "gemm takes 60% of the kernels' time: 60.0 µs a step in 1 calls."
 
 
 def test_operators_count_without_what_they_call(tmp_path):
@@ -121,7 +127,7 @@ def test_bandwidth_takes_the_rank_that_waited_for_nobody(tmp_path):
     (row,) = rows(table)
     assert row["size"] == 2**22 and row["time_ns"] == 40_000 and row["ranks"] == 2
     assert row["busbw"] == pytest.approx(2**22 / 40e-6 / 2) and row["of_link"] == pytest.approx(row["busbw"] / 100e9)
-    assert "all_gather of 4.19 MB over 2 ranks, at 52.4 GB/s" in table.sentence and not table.notes
+    assert "all_gather of 4.19 MB over 2 ranks, at 52.4 GB/s of bus bandwidth" in table.sentence and not table.notes
     (alone,) = rows(tables.bandwidths_by_size(found[:1]))
     assert alone["time_ns"] == 100_000 and alone["of_link"] is None
     assert "waiting for peers" in tables.bandwidths_by_size(found[:1]).notes[0]
@@ -168,7 +174,7 @@ def test_the_path_goes_through_the_rank_that_arrived_last(tmp_path, slow):
     table = tables.critical_path(two_ranks(tmp_path, slow))
     found = [(row["rank"], row["what"], row["ns"]) for row in rows(table)]
     assert found == [(slow, "compute", 110_000), (0, "all_reduce", 20_000), (0, "compute", 20_000)]
-    assert f"The longest part is compute on rank {slow}, 110 us" in table.sentence
+    assert f"The longest part is compute on rank {slow}, 110 µs" in table.sentence
 
 
 def test_the_parts_sum_to_the_step_of_a_real_run():
@@ -215,7 +221,8 @@ def test_differences_sum_to_the_difference_of_the_whole(tmp_path):
         ("add", -10_000),
     ]
     assert table.sentence == (
-        "The second is 15 us a step longer in operators and kernels; softmax makes the largest difference, 35 us more."
+        "The second is 15.0 µs a step longer in operators and kernels;"
+        " softmax makes the largest difference, 35.0 µs more."
     )  # fmt: skip
     assert "the same time" in tables.difference(paths[0], paths[0]).sentence
 
@@ -233,3 +240,35 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path):
     (tmp_path / "t.json").write_text("[]")
     with pytest.raises(TraceError):
         tables.operators(tmp_path / "t.json")
+
+
+# ---- of a record, in the report and on the page
+
+
+def test_every_table_of_a_record_has_a_sentence_and_the_record_s_steps():
+    record = RunRecord.load(DATA)
+    found = {table.name: table for table in tables.tables_of_record(record)}
+    assert list(found) == ["critical_path", "idle", "bandwidth", "operators"]
+    assert all(rows(table) for table in found.values())
+    (step,) = {row["step"] for row in record.table("breakdown")}
+    assert found["critical_path"].title == f"Critical path of step {step}"
+    link = record.summary["link"]["bytes_per_s"]
+    best = max(row["busbw"] for row in found["bandwidth"].rows)
+    assert 0.5 < best / link <= 1.001, "an emulated link lets nothing pass faster than it is"
+    assert {row["unit"] for row in found["operators"].rows} >= {"", "blocks.0"}
+
+
+def test_the_terminal_and_the_page_show_the_same_cells(capsys):
+    app(["report", str(DATA), "--tables"], standalone_mode=False)
+    printed = capsys.readouterr().out
+    page = str(tabbed("", [RunRecord.load(DATA)], []))
+    for table in tables.tables_of_record(RunRecord.load(DATA)):
+        assert table.title in printed and table.title in page
+        assert str(escape(table.sentence)) in page and table.sentence.split(".")[0][:60] in " ".join(printed.split())
+        for cell in cells(table)[0]:
+            assert cell in printed and str(escape(cell)) in page
+
+
+def test_a_record_without_traces_says_so(tmp_path):
+    record = replace(RunRecord.load(DATA), path=tmp_path)
+    assert "was not profiled" in str(tabbed("", [record], []))

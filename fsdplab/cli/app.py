@@ -173,6 +173,13 @@ def report(
     snapshot: Annotated[
         Path | None, typer.Option(help="Write CUDA memory snapshots for PyTorch's memory viewer into this folder.")
     ] = None,
+    tables: Annotated[
+        bool,
+        typer.Option(
+            "--tables",
+            help="Print what the traces tell: critical path, idle time, bandwidth by size, operators, launches.",
+        ),
+    ] = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
@@ -184,7 +191,7 @@ def report(
     from fsdplab.cli.report import report_records
 
     outputs = Outputs(json_file, html_file, detail=Detail.of(quiet, verbose))
-    report_records(records, outputs, Exports(tensorboard, perfetto, csv, snapshot))
+    report_records(records, outputs, Exports(tensorboard, perfetto, csv, snapshot), tables)
 
 
 @app.command(

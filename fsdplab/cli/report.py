@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
+
 from fsdplab.cli.errors import refuse
 from fsdplab.cli.exports import Exports
 from fsdplab.cli.outputs import (
@@ -16,10 +20,13 @@ from fsdplab.cli.outputs import (
     show,
     with_verdicts,
 )
+from fsdplab.figures.trace_tables import cells, headings, is_number, left_out
+from fsdplab.figures.view import views
+from fsdplab.profiling.tables import Table
 from fsdplab.records import RecordError, RunRecord, comparison_json
 
 
-def report_records(paths: Sequence[Path], outputs: Outputs, exports: Exports) -> None:
+def report_records(paths: Sequence[Path], outputs: Outputs, exports: Exports, tables: bool = False) -> None:
     """Load recorded runs, show them, write the requested files; a finished record of the twin is the reference.
 
     Where a run has failed it ends with its report and exit code 1, as the command did that recorded it.
@@ -35,11 +42,41 @@ def report_records(paths: Sequence[Path], outputs: Outputs, exports: Exports) ->
     show(outputs.console(), shown, reference, outputs.detail)
     if outputs.detail is not Detail.QUIET:
         print_findings(outputs.console(), records)
+    if tables:
+        _print_tables(outputs.console(), records)
     if outputs.detail is Detail.VERBOSE:
         print_output_of_ranks(outputs.console(), records)
     outputs.write(comparison, shown, records)
     exports.write(records, outputs.console())
     end_if_failed(loaded)
+
+
+def _print_tables(console: Console, records: Sequence[RunRecord]) -> None:
+    """The tables of every record's traces."""
+    from fsdplab.profiling.tables import tables_of_record
+    from fsdplab.profiling.traces.chrome import TraceError
+
+    for record, shown in zip(records, views(records)):
+        try:
+            found = tables_of_record(record)
+        except (RecordError, TraceError) as error:
+            refuse(str(error))
+        for each in found:
+            console.print(f"\n{shown.label}: {each.title}", style="bold", highlight=False, markup=False)
+            console.print(each.sentence, highlight=False, markup=False)
+            if each.rows:
+                console.print(_grid(each))
+            for note in filter(None, (left_out(each), *each.notes)):
+                console.print(note, style="dim", highlight=False, markup=False)
+
+
+def _grid(shown: Table) -> Grid:
+    grid = Grid(box=None, pad_edge=False, header_style="bold")
+    for column, heading in zip(shown.columns, headings(shown)):
+        grid.add_column(heading, justify="right" if is_number(column) else "left", no_wrap=is_number(column))
+    for row in cells(shown):
+        grid.add_row(*map(Text, row))
+    return grid
 
 
 def load_all(paths: Sequence[Path]) -> list[RunRecord]:

@@ -20,10 +20,13 @@ from fsdplab.figures.plots.stragglers import straggler_map
 from fsdplab.figures.plots.timeline import rank_timeline
 from fsdplab.figures.plots.traffic import ledger_against_formula
 from fsdplab.figures.report.linked import linked_html
-from fsdplab.figures.report.parts import drawn, note
+from fsdplab.figures.report.parts import Cell, drawn, note, table
 from fsdplab.figures.report.rendering import part, rendered
+from fsdplab.figures.trace_tables import cells, headings, is_number, left_out
 from fsdplab.figures.view import views
-from fsdplab.records import RunRecord
+from fsdplab.profiling.tables import Table, tables_of_record
+from fsdplab.profiling.traces.chrome import TraceError
+from fsdplab.records import RecordError, RunRecord
 
 if TYPE_CHECKING:
     from fsdplab.profiling.diagnosis import Finding
@@ -42,6 +45,7 @@ def tabbed(summary: str, records: Sequence[RunRecord], findings: Sequence[Findin
         "Memory": _each(records, _memory),
         "Traffic": _each(records, lambda record: drawn(ledger_against_formula, record)),
         "Pareto": drawn(pareto, records),
+        "Tables": _each(records, _tables),
         "Difference": _pairs(records),
         "Findings": _findings(findings),
     }
@@ -67,6 +71,24 @@ def _memory(record: RunRecord) -> Markup:
         peaks = record.summary.get("peak_by_rank") or [0]
         worst = max(range(len(peaks)), key=lambda rank: peaks[rank] or 0)
         return drawn(memory_timeline, record, rank=worst) + note(str(reason))
+
+
+def _tables(record: RunRecord) -> Markup:
+    """What the record's traces tell, each table under the sentence that it comes to."""
+    try:
+        found = tables_of_record(record)
+    except (RecordError, TraceError) as reason:
+        return note(str(reason))
+    return Markup("\n").join(map(_table, found))
+
+
+def _table(shown: Table) -> Markup:
+    look = [{"class": "number"} if is_number(column) else {"class": "name"} for column in shown.columns]
+    head = [Cell(text, attributes) for text, attributes in zip(headings(shown), look)]
+    rows = [[Cell(text, attributes) for text, attributes in zip(row, look)] for row in cells(shown)]
+    notes = [each for each in (left_out(shown), *shown.notes) if each]
+    body = table(head, rows) if rows else Markup("")
+    return part("trace_table", title=shown.title, sentence=shown.sentence, body=body, notes=notes)
 
 
 def _pairs(records: Sequence[RunRecord]) -> Markup:

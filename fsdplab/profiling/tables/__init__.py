@@ -5,7 +5,18 @@ from fsdplab.profiling.tables.critical_path import critical_path
 from fsdplab.profiling.tables.difference import difference
 from fsdplab.profiling.tables.idle import idle_time
 from fsdplab.profiling.tables.launches import launches
+from fsdplab.profiling.tables.of_record import tables_of_record
 from fsdplab.profiling.tables.operators import operators
 from fsdplab.profiling.tables.table import Column, Table
 
-__all__ = ["Column", "Table", "bandwidths_by_size", "critical_path", "difference", "idle_time", "launches", "operators"]
+__all__ = [
+    "Column",
+    "Table",
+    "bandwidths_by_size",
+    "critical_path",
+    "difference",
+    "idle_time",
+    "launches",
+    "operators",
+    "tables_of_record",
+]

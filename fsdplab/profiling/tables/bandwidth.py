@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean, median
 
+from fsdplab.common.sizes import size
 from fsdplab.profiling.tables.table import Column, Row, Table
 from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.skew import bandwidths, matched
@@ -52,10 +53,10 @@ def _row(
     key: tuple[str, str, int], found: Sequence[tuple[int, int]], steps: int, link_bytes_per_s: float | None
 ) -> Row:
     kind, group, ranks = key
-    size, time_ns = fmean(nbytes for nbytes, _ in found), median(ns for _, ns in found)
-    algbw, busbw = bandwidths(kind, int(size), int(time_ns), ranks)
+    nbytes, time_ns = fmean(nbytes for nbytes, _ in found), median(ns for _, ns in found)
+    algbw, busbw = bandwidths(kind, int(nbytes), int(time_ns), ranks)
     return {
-        "kind": kind, "group": group, "ranks": ranks, "size": size, "count": len(found) / steps, "time_ns": time_ns,
+        "kind": kind, "group": group, "ranks": ranks, "size": nbytes, "count": len(found) / steps, "time_ns": time_ns,
         "algbw": algbw, "busbw": busbw,
         "of_link": busbw / link_bytes_per_s if busbw is not None and link_bytes_per_s else None,
     }  # fmt: skip
@@ -68,6 +69,6 @@ def _sentence(rows: Sequence[Row]) -> str:
     most = known[0]
     link = f", {most['of_link']:.0%} of what the link can do" if most["of_link"] is not None else ""
     return (
-        f"Most bytes travel in {most['kind']} of {most['size'] / 1e6:.3g} MB over {most['ranks']} ranks, at"
-        f" {most['busbw'] / 1e9:.3g} GB/s of bus bandwidth{link}."
+        f"Most bytes travel in {most['kind']} of {size(most['size'])} over {most['ranks']} ranks, at"
+        f" {size(most['busbw'])}/s of bus bandwidth{link}."
     )

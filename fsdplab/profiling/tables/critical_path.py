@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fsdplab.common.sizes import seconds
 from fsdplab.profiling.memory.timeline import AccountingError
-from fsdplab.profiling.tables.table import Column, Row, Table, milliseconds
+from fsdplab.profiling.tables.table import Column, Row, Table
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.skew import matched
@@ -97,7 +98,7 @@ def _arrivals(rows: Sequence[Row]) -> dict[int, tuple[int, int]]:
         if key[3] in _WAITS_FOR_ALL and last["start_ns"] - first_end > _CLOCKS_AGREE_NS:
             raise TraceError(
                 f"the ranks' clocks disagree: {key[3]} of {key[1] or 'the root'} ended on one rank"
-                f" {milliseconds(last['start_ns'] - first_end)} before rank {last['rank']} began it; a path across"
+                f" {seconds((last['start_ns'] - first_end) / 1e9)} before rank {last['rank']} began it; a path across"
                 " ranks needs traces of one machine, or of machines whose clocks are synchronised."
             )
         for row in members:
@@ -172,10 +173,10 @@ def _sentence(step: int, rows: Sequence[Row]) -> str:
     by_what: dict[str, int] = {}
     for row in rows:
         by_what[row["what"]] = by_what.get(row["what"], 0) + row["ns"]
-    shares = ", ".join(f"{milliseconds(ns)} {what}" for what, ns in sorted(by_what.items(), key=lambda each: -each[1]))
+    shares = ", ".join(f"{seconds(ns / 1e9)} {what}" for what, ns in sorted(by_what.items(), key=lambda each: -each[1]))
     longest = max(rows, key=lambda row: row["ns"])
     unit = f" of {longest['unit']}" if longest["unit"] else ""
     return (
-        f"Step {step} lasts {milliseconds(sum(by_what.values()))}: {shares}. The longest part is"
-        f" {longest['what']}{unit} on rank {longest['rank']}, {milliseconds(longest['ns'])}."
+        f"Step {step} lasts {seconds(sum(by_what.values()) / 1e9)}: {shares}. The longest part is"
+        f" {longest['what']}{unit} on rank {longest['rank']}, {seconds(longest['ns'] / 1e9)}."
     )

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from fsdplab.common.sizes import seconds
 from fsdplab.profiling.tables.operators import short, table_of
-from fsdplab.profiling.tables.table import Column, Row, Table, milliseconds
+from fsdplab.profiling.tables.table import Column, Row, Table
 from fsdplab.profiling.tables.work import named_work
 
 _COLUMNS = (
@@ -59,6 +60,7 @@ def _sentence(rows: Sequence[Row], total: float) -> str:
     way = "longer" if total > 0 else "shorter"
     more = "more" if changed["difference_ns"] > 0 else "less"
     return (
-        f"The second is {milliseconds(abs(total))} a step {way} in operators and kernels;"
-        f" {short(changed['name'])} makes the largest difference, {milliseconds(abs(changed['difference_ns']))} {more}."
+        f"The second is {seconds(abs(total) / 1e9)} a step {way} in operators and kernels;"
+        f" {short(changed['name'])} makes the largest difference, {seconds(abs(changed['difference_ns']) / 1e9)}"
+        f" {more}."
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from fsdplab.profiling.tables.table import Column, Table, milliseconds
+from fsdplab.common.sizes import seconds
+from fsdplab.profiling.tables.table import Column, Table
 from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.records.tables import IDLE_PARTS
 
@@ -35,7 +36,7 @@ def idle_time(analyses: Sequence[TraceAnalysis]) -> Table:
     else:
         most = max(IDLE_PARTS, key=lambda name: rows[0][name])
         sentence = (
-            f"Rank {rows[0]['rank']} is idle for {milliseconds(rows[0]['idle_ns'])} a step ({rows[0]['share']:.0%}),"
-            f" most of it {_WORDS[most]}: {milliseconds(rows[0][most])}."
+            f"Rank {rows[0]['rank']} is idle for {seconds(rows[0]['idle_ns'] / 1e9)} a step ({rows[0]['share']:.0%}),"
+            f" most of it {_WORDS[most]}: {seconds(rows[0][most] / 1e9)}."
         )
     return Table("idle", "Idle time by cause", sentence, columns, tuple(rows))

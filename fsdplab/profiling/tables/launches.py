@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdplab.profiling.tables.table import Column, Row, Table, milliseconds
+from fsdplab.common.sizes import seconds
+from fsdplab.profiling.tables.table import Column, Row, Table
 from fsdplab.profiling.tables.work import COMMUNICATION, COPY, KERNEL, Work, named_work
 from fsdplab.profiling.traces.classify import TraceEvents
 
@@ -89,6 +90,6 @@ def _sentence(work: Work, rows: Sequence[Row]) -> str:
         else "the host runs ahead, as it should"
     )
     return (
-        f"On stream {busiest['stream']} work starts {milliseconds(busiest['delay_median_ns'])} after its launch"
+        f"On stream {busiest['stream']} work starts {seconds(busiest['delay_median_ns'] / 1e9)} after its launch"
         f" (median), and {busiest['queue_empty']:.0%} of launches found an empty queue: {pace}."
     )

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdplab.profiling.tables.table import Column, Row, Table, milliseconds
+from fsdplab.common.sizes import seconds
+from fsdplab.profiling.tables.table import Column, Row, Table
 from fsdplab.profiling.tables.work import KERNEL, KINDS, OPERATOR, Work, named_work
 
 _COLUMNS = (
@@ -37,7 +38,7 @@ def table_of(work: Work, by_unit: bool) -> Table:
     most = next((row for row in rows if row["kind"] == kind), None)
     sentence = "Nothing was computed in the profiled steps." if most is None else (
         f"{short(most['name'])}{_of(most['unit'])} takes {most['share']:.0%} of the {kind}s' time:"
-        f" {milliseconds(most['time_ns'])} a step in {most['count']:.3g} calls."
+        f" {seconds(most['time_ns'] / 1e9)} a step in {most['count']:.3g} calls."
     )  # fmt: skip
     columns = tuple(column for column in _COLUMNS if by_unit or column.key != "unit")
     return Table("operators", "Operators and kernels", sentence, columns, tuple(rows))

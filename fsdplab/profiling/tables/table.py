@@ -45,8 +45,3 @@ class Table:
                 'table.frame() needs pandas, which is not installed. Run: pip install "fsdplab[lab]"'
             ) from None
         return pandas.DataFrame(list(self.rows), columns=[column.key for column in self.columns])
-
-
-def milliseconds(ns: float) -> str:
-    """Nanoseconds, to be read: `milliseconds(2_150_000)` is "2.15 ms", and 2_150 are "2.15 us"."""
-    return f"{ns / 1e6:.3g} ms" if ns >= 1e6 or ns == 0 else f"{ns / 1e3:.3g} us"

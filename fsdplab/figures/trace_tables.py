@@ -1,0 +1,50 @@
+"""The tables of traces as text cells: the terminal and the page print the same rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdplab.common.sizes import seconds, size, three_digits
+from fsdplab.common.words import MISSING
+from fsdplab.profiling.tables import Column, Table
+
+MOST = 12  # rows of a table that are shown; a function's frame has all
+_LONGEST = 64  # characters of a kernel's name
+
+
+def headings(table: Table) -> list[str]:
+    """The headings of the columns."""
+    return [column.heading for column in table.columns]
+
+
+def cells(table: Table, most: int = MOST) -> list[list[str]]:
+    """The first rows as text: times, bytes and shares in their units, a dash where the trace does not say."""
+    return [[_shown(column, row[column.key]) for column in table.columns] for row in table.rows[:most]]
+
+
+def is_number(column: Column) -> bool:
+    """Whether a column is set flush right."""
+    return bool(column.unit)
+
+
+def left_out(table: Table, most: int = MOST) -> str:
+    """How many rows are not shown: "and 30 more"; "" where all are."""
+    return f"and {len(table.rows) - most} more" if len(table.rows) > most else ""
+
+
+def _shown(column: Column, value: Any) -> str:
+    if value is None:
+        return MISSING
+    if column.unit == "ns":
+        return f"-{seconds(-value / 1e9)}" if value < 0 else seconds(value / 1e9)
+    if column.unit == "bytes":
+        return size(value)
+    if column.unit == "bytes/s":
+        return f"{size(value)}/s"
+    if column.unit == "share":
+        return f"{value:.1%}"
+    if column.unit == "count":
+        return str(value) if isinstance(value, int) else three_digits(value).removesuffix(".00")
+    if column.key == "unit":
+        return value or "root"
+    return value if len(value) <= _LONGEST else f"{value[: _LONGEST - 1]}…"

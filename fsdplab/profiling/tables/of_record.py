@@ -1,0 +1,49 @@
+"""All tables of one recorded run, from the traces that lie in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from fsdplab.profiling.exports import traces_of
+from fsdplab.profiling.step_summary import step_summary
+from fsdplab.profiling.tables.bandwidth import bandwidths_by_size
+from fsdplab.profiling.tables.critical_path import critical_path
+from fsdplab.profiling.tables.idle import idle_time
+from fsdplab.profiling.tables.launches import launches
+from fsdplab.profiling.tables.operators import operators
+from fsdplab.profiling.tables.table import Table
+from fsdplab.profiling.traces.chrome import TraceError
+from fsdplab.profiling.traces.overlap import TraceAnalysis, analyse_trace
+from fsdplab.records import RunRecord
+
+
+def tables_of_record(record: RunRecord) -> list[Table]:
+    """Critical path, idle time, bandwidth, operators and (of a GPU) launches; of one rank where a table is of one: the
+    rank that is exposed longest. Raises RecordError for a record without traces, TraceError for damaged ones.
+    """
+    traces = traces_of(record)
+    analyses = analyses_of(record, traces)
+    worst = step_summary([row for each in analyses for row in each.rows("breakdown")])
+    shown = traces[worst.rank if worst is not None and worst.rank in traces else min(traces)]
+    link = record.summary.get("link") or {}
+    tables = [
+        idle_time(analyses),
+        bandwidths_by_size(analyses, link.get("bytes_per_s")),
+        operators(shown, by_unit=True),
+        *([launches(shown)] if analyses[0].device == "cuda" else []),
+    ]
+    try:
+        return [critical_path(analyses), *tables]
+    except TraceError:  # ranks of several machines without a common clock
+        return tables
+
+
+def analyses_of(record: RunRecord, traces: Mapping[int, Path]) -> list[TraceAnalysis]:
+    """The analyses of a record's traces, with the record's numbers of steps."""
+    first = min((row["step"] for row in record.table("breakdown")), default=None)
+    mine = {rank: [row for row in record.table("ledger") if row["rank"] == rank] for rank in traces}
+    life = record.table("life")
+    return [
+        analyse_trace(path, ledger=mine[rank], life=life, rank=rank, first_step=first) for rank, path in traces.items()
+    ]
