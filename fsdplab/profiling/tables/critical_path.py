@@ -21,7 +21,11 @@ from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.skew import matched
 
 COMPUTE, IDLE = "compute", "idle"
-_COLUMNS = (
+_SHARES = (
+    Column("rank", "rank", "count"), Column("what", "what"), Column("unit", "unit"), Column("phase", "phase"),
+    Column("parts", "parts", "count"), Column("ns", "lasts", "ns"), Column("share", "of the step", "share"),
+)  # fmt: skip
+_PARTS = (
     Column("order", "part", "count"), Column("rank", "rank", "count"), Column("what", "what"), Column("unit", "unit"),
     Column("phase", "phase"), Column("start_ns", "begins", "ns"), Column("ns", "lasts", "ns"),
     Column("share", "of the step", "share"),
@@ -50,8 +54,9 @@ class _Rank:
     collectives: list[Row]
 
 
-def critical_path(analyses: Sequence[TraceAnalysis], step: int | None = None) -> Table:
-    """The parts of one step's critical path, in order of time; `step` is the slowest one unless given.
+def critical_path(analyses: Sequence[TraceAnalysis], step: int | None = None, *, in_order: bool = False) -> Table:
+    """What one step's critical path is made of, the longest first, or every part of it `in_order` of time; `step` is
+    the slowest one unless given.
 
     `analyses` are of one run's ranks on one clock; raises TraceError where their clocks disagree, or none has the step.
     Two ranks that compute for 80 and 100 ms and then reduce for 10: 100 ms of the second rank's computing, then the
@@ -74,7 +79,8 @@ def critical_path(analyses: Sequence[TraceAnalysis], step: int | None = None) ->
         }
         for order, part in enumerate(parts, start=1)
     )  # fmt: skip
-    return Table("critical_path", f"Critical path of step {step}", _sentence(step, rows), _COLUMNS, rows)
+    columns, shown = (_PARTS, rows) if in_order else (_SHARES, _shares(rows))
+    return Table("critical_path", f"Critical path of step {step}", _sentence(step, rows), columns, shown)
 
 
 def _rank(analysis: TraceAnalysis, step: int | None) -> _Rank:
@@ -169,14 +175,29 @@ def _kind(part: _Part) -> tuple[int, str, str, str]:
     return part.rank, part.what, part.unit, part.phase
 
 
+def _shares(parts: Sequence[Row]) -> tuple[Row, ...]:
+    """The parts of one rank, unit, phase and kind as one row, the longest first."""
+    groups: dict[tuple[int, str, str, str], list[Row]] = {}
+    for row in parts:
+        groups.setdefault((row["rank"], row["what"], row["unit"], row["phase"]), []).append(row)
+    rows = [
+        {
+            "rank": rank, "what": what, "unit": unit, "phase": phase, "parts": len(members),
+            "ns": sum(row["ns"] for row in members), "share": sum(row["share"] for row in members),
+        }
+        for (rank, what, unit, phase), members in groups.items()
+    ]  # fmt: skip
+    return tuple(sorted(rows, key=lambda row: -row["ns"]))
+
+
 def _sentence(step: int, rows: Sequence[Row]) -> str:
     by_what: dict[str, int] = {}
     for row in rows:
         by_what[row["what"]] = by_what.get(row["what"], 0) + row["ns"]
     shares = ", ".join(f"{seconds(ns / 1e9)} {what}" for what, ns in sorted(by_what.items(), key=lambda each: -each[1]))
-    longest = max(rows, key=lambda row: row["ns"])
+    longest = _shares(rows)[0]
     unit = f" of {longest['unit']}" if longest["unit"] else ""
     return (
-        f"Step {step} lasts {seconds(sum(by_what.values()) / 1e9)}: {shares}. The longest part is"
+        f"Step {step} lasts {seconds(sum(by_what.values()) / 1e9)}: {shares}. Most of it is"
         f" {longest['what']}{unit} on rank {longest['rank']}, {seconds(longest['ns'] / 1e9)}."
     )

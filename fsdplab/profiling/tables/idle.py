@@ -29,7 +29,7 @@ def idle_time(analyses: Sequence[TraceAnalysis]) -> Table:
     columns = (
         Column("rank", "rank", "count"), Column("idle_ns", "idle a step", "ns"),
         Column("share", "of the step", "share"),
-        *(Column(name, _WORDS[name], "ns") for name in IDLE_PARTS),
+        *(Column(name, _WORDS[name], "ns") for name in IDLE_PARTS if any(row[name] for row in rows)),
     )  # fmt: skip
     if not rows or not rows[0]["idle_ns"]:
         sentence = "No rank was idle: at every instant it computed or communicated."
