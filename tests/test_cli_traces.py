@@ -5,6 +5,7 @@ nodes, links.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,16 @@ def test_exports(recorded: tuple[str, Path], tmp_path: Path) -> None:
     assert "tensorboard --logdir" in done.stdout
 
 
+def test_exports_from_traces(recorded: tuple[str, Path], tmp_path: Path) -> None:
+    """A folder of ranks, without a record around them."""
+    folder, log = tmp_path / "ranks", tmp_path / "tb"
+    shutil.copytree(recorded[1] / "traces", folder)
+    done = fsdplab("report", str(folder), "--tensorboard", str(log), "--perfetto", str(tmp_path / "all.json"))
+    assert done.returncode == 0, done.stderr
+    assert len(list(log.rglob("rank[01].*.pt.trace.json.gz"))) == 2
+    assert json.loads((tmp_path / "all.json").read_text())["mergedRanks"] == [0, 1]
+
+
 def test_what_is_no_trace_is_refused(
     recorded: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,7 +106,8 @@ def test_what_is_no_trace_is_refused(
     assert "notes.json" in refused(["report", str(text)], capsys)
     assert "empty.json" in refused(["report", str(empty)], capsys)
     assert "both of rank" in refused(["report", trace, trace], capsys)
-    assert "no traces" in refused(["report", trace, "--tensorboard", str(tmp_path / "tb")], capsys)
+    unprofiled = RunRecord(tmp_path / "unprofiled", spec={"strategy": "x", "engine": "lab", "world_size": 1}).save()
+    assert "no traces" in refused(["report", str(unprofiled.path), "--tensorboard", str(tmp_path / "tb")], capsys)
     half = tmp_path / "half.json.gz"
     half.write_bytes(Path(trace).read_bytes()[:3000])
     assert "half.json.gz" in refused(["report", str(half)], capsys)

@@ -15,7 +15,7 @@ import typer
 from fsdplab import __version__
 from fsdplab.cli.errors import USAGE_ERROR, interrupted, one_line, refuse, refuse_for
 from fsdplab.cli.options import OF_A_RUN, SETTINGS, settings_of
-from fsdplab.cli.parse import card_of, names
+from fsdplab.cli.parse import card_of, names, whole_numbers
 from fsdplab.cli.terminal import show_what_can_be_shown, signals_as_exceptions
 from fsdplab.common.names import OVER_ALL_RANKS, STRATEGIES, STRATEGIES_IN_WORDS
 from fsdplab.sessions.spec import ENGINES, ENGINES_IN_WORDS, PEERS
@@ -151,6 +151,7 @@ def run(
     epilog=examples(
         "fsdplab report runs/full_shard-lab --html page.html",
         "fsdplab report rank0.json rank1.json",
+        "fsdplab report folder/of/traces --comm-pattern my_dispatch=all_to_all",
         "fsdplab report runs/full_shard-lab --perfetto trace.json.gz",
     )
 )
@@ -158,7 +159,8 @@ def report(
     records: Annotated[
         list[Path],
         typer.Argument(
-            help="Folders that `fsdplab run` or `compare --keep` wrote, or traces of PyTorch's profiler, one a rank."
+            help="Folders that `fsdplab run` or `compare --keep` wrote, or traces of PyTorch's profiler, one a rank, or"
+            " a folder of them."
         ),
     ],
     html_file: Html = None,
@@ -180,6 +182,16 @@ def report(
             help="Print what the traces tell: critical path, idle time, bandwidth by size, operators, launches.",
         ),
     ] = False,
+    ranks: Annotated[
+        str | None, typer.Option(help="The ranks of the traces, in the files' order, where they do not tell: 0,1,2.")
+    ] = None,
+    comm_pattern: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A kernel that communicates beside NCCL's: a part of its name, =collective behind it where the name"
+            " does not say which (my_dispatch=all_to_all). May be given several times."
+        ),
+    ] = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
@@ -188,10 +200,11 @@ def report(
     """
     from fsdplab.cli.exports import Exports
     from fsdplab.cli.outputs import Detail, Outputs
-    from fsdplab.cli.report import report_records
+    from fsdplab.cli.report import TraceOptions, report_records
 
     outputs = Outputs(json_file, html_file, detail=Detail.of(quiet, verbose))
-    report_records(records, outputs, Exports(tensorboard, perfetto, csv, snapshot), tables)
+    options = TraceOptions(whole_numbers("--ranks", ranks) if ranks else None, comm_pattern or [])
+    report_records(records, outputs, Exports(tensorboard, perfetto, csv, snapshot), options, tables)
 
 
 @app.command(

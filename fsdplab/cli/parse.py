@@ -35,3 +35,11 @@ def card_of(text: str, common: dict[str, Any], otherwise: str) -> int | None:
 def names(text: str) -> list[str]:
     """`"a, b"` -> `["a", "b"]`; empty parts are dropped."""
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def whole_numbers(flag: str, text: str) -> list[int]:
+    """`"0, 1"` -> `[0, 1]`; anything else than whole numbers of at least 0 is an error that names the flag."""
+    parts = names(text)
+    if not parts or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        refuse(f"{flag} has {text!r}; expected whole numbers of at least 0, such as 0,1,2")
+    return [int(part) for part in parts]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -26,14 +28,24 @@ from fsdplab.profiling.tables import Table
 from fsdplab.records import RecordError, RunRecord, comparison_json
 
 
-def report_records(paths: Sequence[Path], outputs: Outputs, exports: Exports, tables: bool = False) -> None:
+@dataclass(frozen=True)
+class TraceOptions:
+    """What the files of foreign traces do not tell: their ranks, in the files' order, and kernels that communicate."""
+
+    ranks: Sequence[int] | None = None
+    comm_patterns: Sequence[str] = ()
+
+
+def report_records(
+    paths: Sequence[Path], outputs: Outputs, exports: Exports, options: TraceOptions | None = None, tables: bool = False
+) -> None:
     """Load recorded runs, show them, write the requested files; a finished record of the twin is the reference.
 
     Where a run has failed it ends with its report and exit code 1, as the command did that recorded it.
     """
     outputs.check()
     exports.check()
-    loaded = load_all(paths)
+    loaded = load_all(paths, options or TraceOptions(), outputs.detail)
     twins = [record for record in loaded if record.spec.get("engine") == "twin"]
     records = [record for record in loaded if record not in twins] or loaded
     reference = next((twin for twin in twins if twin.status == "finished"), None)
@@ -41,6 +53,7 @@ def report_records(paths: Sequence[Path], outputs: Outputs, exports: Exports, ta
     shown = with_verdicts(records, comparison)
     show(outputs.console(), shown, reference, outputs.detail)
     if outputs.detail is not Detail.QUIET:
+        print_notes(outputs.console(), records)
         print_findings(outputs.console(), records)
     if tables:
         _print_tables(outputs.console(), records)
@@ -79,15 +92,44 @@ def _grid(shown: Table) -> Grid:
     return grid
 
 
-def load_all(paths: Sequence[Path]) -> list[RunRecord]:
-    """Folders are records; files are traces, all of one run."""
+def print_notes(console: Console, records: Sequence[RunRecord]) -> None:
+    """What the tables of foreign traces leave out, a line each."""
+    for record in records:
+        for note in (record.summary.get("traces") or {}).get("notes", []):
+            console.print(f"note: {note}", highlight=False, markup=False)
+
+
+def load_all(paths: Sequence[Path], options: TraceOptions, detail: Detail) -> list[RunRecord]:
+    """Folders are records, or hold one run's traces; files are traces, all of one run."""
     from fsdplab.profiling import AccountingError
     from fsdplab.profiling.traces.chrome import TraceError
     from fsdplab.profiling.traces.import_traces import record_of_traces
 
-    traces = [path for path in paths if path.is_file()]
     try:
-        loaded = [RunRecord.load(path) for path in paths if path not in traces]
-        return loaded + ([record_of_traces(traces)] if traces else [])
+        runs = _runs_of_traces(paths)
+        loaded = [RunRecord.load(path) for path in paths if not path.is_file() and not _traces_below(path)]
+        progress = None if detail is Detail.QUIET else _print_progress
+        return loaded + [
+            record_of_traces(run, ranks=options.ranks, comm_patterns=options.comm_patterns, progress=progress)
+            for run in runs
+        ]
     except (AccountingError, RecordError, TraceError) as error:
         refuse(str(error))
+
+
+def _runs_of_traces(paths: Sequence[Path]) -> list[list[Path]]:
+    """The traces of each run: all files are one run, each folder of traces another."""
+    files = [path for path in paths if path.is_file()]
+    return [run for run in [files, *map(_traces_below, paths)] if run]
+
+
+def _traces_below(path: Path) -> list[Path]:
+    """The traces of a folder that is no record."""
+    from fsdplab.profiling.traces.ranks_of_files import traces_in
+
+    return traces_in(path) if path.is_dir() and not (path / "run.json").exists() else []
+
+
+def _print_progress(done: int, of: int, path: Path) -> None:
+    if of > 1:
+        print(f"read {path.name}: {done} of {of} traces", file=sys.stderr, flush=True)

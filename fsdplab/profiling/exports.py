@@ -14,6 +14,7 @@ import re
 import shutil
 from pathlib import Path
 
+from fsdplab.profiling.traces.chrome import is_gzipped
 from fsdplab.profiling.traces.merge import merge_traces
 from fsdplab.records import TABLES, RecordError, RunRecord
 
@@ -21,7 +22,9 @@ _RANK = re.compile(r"^rank(\d+)\.pt\.trace\.json(\.gz)?$")
 
 
 def traces_of(record: RunRecord) -> dict[int, Path]:
-    """rank -> trace file of a profiled record; RecordError where it has none."""
+    """rank -> trace file of a profiled record, or of one made from traces; RecordError where it has none."""
+    if read_from := (record.summary.get("traces") or {}).get("files"):
+        return {int(rank): Path(path) for rank, path in sorted(read_from.items(), key=lambda each: int(each[0]))}
     files = sorted((record.path / "traces").glob("rank*.pt.trace.json*"))
     found = {int(name.group(1)): file for file in files if (name := _RANK.match(file.name))}
     if not found:
@@ -43,7 +46,8 @@ def export_tensorboard(record: RunRecord, folder: str | Path) -> Path:
     run.mkdir(parents=True, exist_ok=True)
     taken = int(min(file.stat().st_mtime for file in traces.values()) * 1000)
     for rank, file in traces.items():
-        shutil.copyfile(file, run / f"rank{rank}.{taken}{file.name.removeprefix(f'rank{rank}')}")
+        ending = ".pt.trace.json.gz" if is_gzipped(file) else ".pt.trace.json"
+        shutil.copyfile(file, run / f"rank{rank}.{taken}{ending}")
     return run
 
 

@@ -7,6 +7,7 @@ Integers, so that sums are exact; numpy, because a trace has a million intervals
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,18 +73,23 @@ class Measure:
         whole = union(a)
         self._starts, self._ends = whole[:, 0], whole[:, 1]
         self._before = np.concatenate([[0], np.cumsum(self._ends - self._starts)])
+        self._lists = self._starts.tolist(), self._ends.tolist(), self._before.tolist()  # for one instant at a time
 
-    def until(self, instants: Any) -> np.ndarray:
+    def until(self, instants: np.ndarray) -> np.ndarray:
         """Nanoseconds of the set before each instant."""
-        instants = np.asarray(instants, dtype=np.int64)
         if not len(self._starts):
-            return np.zeros(instants.shape, dtype=np.int64)
+            return np.zeros(len(instants), dtype=np.int64)
         begun = np.searchsorted(self._starts, instants, side="right")
         return self._before[begun] - np.where(begun > 0, np.maximum(0, self._ends[begun - 1] - instants), 0)
 
     def between(self, start: int, end: int) -> int:
         """Nanoseconds of the set from `start` to `end`; 0 where `end` is earlier."""
-        return int(self.until(end) - self.until(start)) if end > start else 0
+        return self._until(end) - self._until(start) if end > start else 0
+
+    def _until(self, instant: int) -> int:
+        starts, ends, before = self._lists
+        begun = bisect_right(starts, instant)
+        return before[begun] - max(0, ends[begun - 1] - instant) if begun else 0
 
     def of(self, pieces: Intervals) -> int:
         """Nanoseconds of the set inside disjoint intervals."""

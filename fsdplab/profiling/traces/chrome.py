@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+LATEST_NS = 2**62  # sums of two times fit 64 bits
 _WINDOW = 1 << 20
 _LONGEST = 64 << 20  # no single value of a trace is larger; what does not decode within this is damaged
 _BETWEEN = re.compile(r"[\s,]*")
@@ -50,6 +51,8 @@ class ChromeTrace:
                 yield from _Reader(self.path, file, self.metadata).events()
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise TraceError(f"{self.path} is a truncated or damaged gzip file ({error}); {_AGAIN}.") from None
+        except RecursionError:
+            raise TraceError(f"{self.path} holds a value nested too deeply to be a profiler's; {_AGAIN}.") from None
         except OSError as error:
             why = error.strerror or error
             raise TraceError(
@@ -61,7 +64,10 @@ class ChromeTrace:
         """Added to every event's time to get `time.time_ns()`; 0 for files whose times are absolute (before PyTorch
         2.3).
         """
-        return int(self.metadata.get("baseTimeNanoseconds") or 0)
+        base = self.metadata.get("baseTimeNanoseconds") or 0
+        if type(base) is not int or not 0 <= base < LATEST_NS:
+            raise TraceError(f"{self.path} has the clock's base {base!r:.40}, expected nanoseconds; {_AGAIN}.")
+        return base
 
 
 def nanoseconds(microseconds: float | int) -> int:
@@ -74,10 +80,14 @@ def nanoseconds(microseconds: float | int) -> int:
     return whole * 1000 + round((microseconds - whole) * 1000)
 
 
-def _open(path: Path) -> io.BufferedIOBase:
+def is_gzipped(path: Path) -> bool:
+    """Whether a file's first bytes are gzip's, whatever its name says."""
     with path.open("rb") as file:
-        zipped = file.read(2) == b"\x1f\x8b"
-    return gzip.open(path) if zipped else path.open("rb")
+        return file.read(2) == b"\x1f\x8b"
+
+
+def _open(path: Path) -> io.BufferedIOBase:
+    return gzip.open(path) if is_gzipped(path) else path.open("rb")
 
 
 class _Reader:
@@ -181,7 +191,8 @@ class _Reader:
             raise self._truncated()
 
     def _fill(self) -> bool:
-        piece = self._file.read(_WINDOW)
+        # a value longer than the window is decoded anew each time: doubling what is held keeps that cheap
+        piece = self._file.read(max(_WINDOW, len(self._text) - self._at))
         self._passed += self._at
         self._text, self._at = self._text[self._at :] + self._decode(piece, final=not piece), 0
         return bool(piece)

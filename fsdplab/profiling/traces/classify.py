@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from fsdplab.profiling.intervals import EMPTY, Intervals
-from fsdplab.profiling.traces.chrome import ChromeTrace, TraceError, nanoseconds
+from fsdplab.profiling.traces.chrome import LATEST_NS, ChromeTrace, TraceError, nanoseconds
 from fsdplab.profiling.traces.comm_kernels import CommKernels, kind_of
 
 Thread = tuple[int | str, int | str]  # process and thread, as the trace names them
@@ -46,7 +46,6 @@ CATEGORIES = {  # as PyTorch has written them since 2021 -> as it does now
 }  # fmt: skip
 _SYNCHRONOUS_COPIES = ("cudaMemcpy", "hipMemcpy", "hipMemcpyWithStream")  # the host waits for these
 _MOST_CORRELATION = 2**62
-_LATEST_NS = 2**62  # sums of two times fit 64 bits
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,7 @@ def _check_metadata(metadata: dict[str, Any]) -> None:
     if isinstance(world, dict):
         held += [(name, world[name]) for name in ("rank", "world_size") if name in world]
     for name, value in held:
-        if not isinstance(value, int) or not 0 <= value < _LATEST_NS:
+        if not isinstance(value, int) or not 0 <= value < LATEST_NS:
             raise ValueError(f"{name} is {value!r:.40}")
 
 
@@ -226,7 +225,7 @@ class _Sorter:
             else:
                 handler(event, start, end)
         found.first, found.last = first, last
-        if first is not None and (first < -_LATEST_NS or last > _LATEST_NS):
+        if first is not None and (first < -LATEST_NS or last > LATEST_NS):
             raise ValueError("a time of more than 64 bits")
 
     def _host(self, event: dict[str, Any], start: int, end: int) -> None:

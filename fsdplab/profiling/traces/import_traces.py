@@ -1,7 +1,8 @@
 """A record made from traces of PyTorch's profiler, from any machine.
 
 A trace has less than a run: no losses, no memory by category, no ledger. Its steps, overlap and exposed communication
-become the same tables, so every figure and finding that needs only those works on it.
+become the same tables, so every figure and finding that needs only those works on it. What the tables leave out (device
+work of no step, ranks that were not given) is kept as notes, so that it can be said beside them.
 """
 
 from __future__ import annotations
@@ -14,48 +15,69 @@ from typing import Any
 
 from fsdplab.profiling.step_summary import step_summary
 from fsdplab.profiling.traces.chrome import TraceError
-from fsdplab.profiling.traces.overlap import TraceAnalysis, analyse_trace
+from fsdplab.profiling.traces.overlap import TraceAnalysis
+from fsdplab.profiling.traces.ranks_of_files import check_one_job, ranks_by_name
+from fsdplab.profiling.traces.side_by_side import Progress, Reading, read_all
 from fsdplab.profiling.traces.skew import with_peers
 from fsdplab.records import RunRecord
 
 ENGINE = "trace"
+TABLES = ("timeline", "breakdown", "exposed", "idle")
 
 
-def record_of_traces(paths: Sequence[str | Path]) -> RunRecord:
+def record_of_traces(
+    paths: Sequence[str | Path],
+    *,
+    ranks: Sequence[int] | None = None,
+    comm_patterns: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> RunRecord:
     """One record of the traces of one run's ranks, each a .json or .json.gz; nothing is written.
 
-    Raises TraceError for files that cannot be read, and for two of the same rank. `record_of_traces(["rank0.json.gz",
+    `ranks`: of the files in their order, where neither they nor their names tell. `comm_patterns`: kernels that
+    communicate beside NCCL's (`comm_kernels.comm_pattern`). `progress` is called after each trace. Raises TraceError
+    for files that cannot be read, and for traces that are not of one job. `record_of_traces(["rank0.json.gz",
     "rank1.json.gz"])`.
     """
-    analyses = [analyse_trace(path) for path in paths]
-    _check_ranks(analyses)
+    files = [Path(path) for path in paths]
+    if ranks is not None and len(ranks) != len(files):
+        raise TraceError(
+            f"{len(ranks)} ranks were given for {len(files)} traces; expected one for each file, in the files' order."
+        )
+    named: Sequence[int | None] = ranks_by_name(files)
+    given: Sequence[int | None] = [None] * len(files) if ranks is None else ranks
+    readings = [Reading(*one, tuple(comm_patterns)) for one in zip(files, given, named)]
+    analyses = read_all(readings, progress)
+    check_one_job(analyses)
     analyses = with_peers(analyses)
-    tables = {
-        name: [row for each in analyses for row in each.rows(name)] for name in ("timeline", "breakdown", "exposed")
-    }
+    tables = {name: [row for each in analyses for row in each.rows(name)] for name in TABLES}
     return RunRecord(
-        Path(paths[0]).parent,
+        files[0].parent,
         spec={
-            "strategy": Path(paths[0]).name.partition(".")[0],
+            "strategy": files[0].name.partition(".")[0],
             "engine": ENGINE,
             "world_size": analyses[0].world_size or len(analyses),
         },
         environment={"device": analyses[0].device},
-        summary=_summary(tables["breakdown"]),
+        summary={**_summary(tables["breakdown"]), "traces": _sources(analyses)},
         provenance={"step_time_s": "measured", "exposed_s": "measured"},
         tables=tables,
     )
 
 
-def _check_ranks(analyses: Sequence[TraceAnalysis]) -> None:
-    seen: dict[int, Path] = {}
-    for each in analyses:
-        if each.rank in seen:
-            raise TraceError(
-                f"{seen[each.rank]} and {each.path} are both of rank {each.rank}; give the traces of one run, one a"
-                " rank."
-            )
-        seen[each.rank] = each.path
+def _sources(analyses: Sequence[TraceAnalysis]) -> dict[str, Any]:
+    """What the record was read from: each rank's file, and what its tables leave out."""
+    work = [each.no_step for each in analyses]
+    notes = [f"rank {each.rank}: {said}" for each in analyses for said in each.no_step.sentences()]
+    held, job = len(analyses), analyses[0].world_size
+    if job and held < job:
+        notes.insert(0, f"{held} of the job's {job} ranks were given: what the others did is not known")
+    return {
+        "files": {str(each.rank): str(each.path) for each in analyses},
+        "no_step_s": sum(each.ns for each in work) / 1e9,
+        "no_step_share": sum(each.ns for each in work) / (sum(each.device_ns for each in work) or 1),
+        "notes": notes,
+    }
 
 
 def _summary(breakdown: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -107,23 +107,24 @@ def analyse_trace(
     first_step: int | None = None,
     whole: bool = False,
     comm_patterns: Sequence[str] = (),
+    default_rank: int = 0,
 ) -> TraceAnalysis:
     """Read one rank's trace and account for every nanosecond of its steps.
 
     `ledger`: this rank's ledger rows; those of an emulated link replace the trace's transports. `life`: the units'
-    transitions; they give the issue time of a gather whose range the trace lacks. `rank`: where the file lacks it.
-    `first_step` numbers the steps from there, else they keep the profiler's numbers. `whole`: the whole trace as one
-    step. `comm_patterns`: kernels that communicate beside NCCL's (`comm_kernels.comm_pattern`). Raises TraceError for
-    files that cannot be read, or of several ranks without any communication; AccountingError if a step did not add up.
-    A step of 100 ms with 80 computing, 50 communicating and 40 of that at once: overlapped 40, exposed 10, compute only
-    40, other 10 ms.
+    transitions; they give the issue time of a gather whose range the trace lacks. `rank`: in place of the file's own;
+    `default_rank` where the file has none. `first_step` numbers the steps from there, else they keep the profiler's
+    numbers. `whole`: the whole trace as one step. `comm_patterns`: kernels that communicate beside NCCL's
+    (`comm_kernels.comm_pattern`). Raises TraceError for files that cannot be read, or of several ranks without any
+    communication; AccountingError if a step did not add up. A step of 100 ms with 80 computing, 50 communicating and 40
+    of that at once: overlapped 40, exposed 10, compute only 40, other 10 ms.
     """
     found = take_shared(read_events(path, comm_patterns))
     whole = whole or not found.steps
     steps = [(first_step or 0, found.first or 0, found.last)] if whole else found.steps
     if first_step is not None:
         steps = [(first_step + index, start, end) for index, (_, start, end) in enumerate(steps)]
-    own_rank = found.distributed.get("rank", 0) if rank is None else rank
+    own_rank = found.distributed.get("rank", default_rank) if rank is None else rank
     transfers = [row for row in ledger or () if row["emulated"] and row["rank"] == own_rank]
     transitions = [row for row in life or () if row["rank"] == own_rank]
     account = _Account(found, int(own_rank), find_collectives(found, transfers, transitions), steps, whole)

@@ -1,0 +1,148 @@
+"""Which files are the traces of one job, and of which ranks.
+
+An engineer gives a folder, or files whose `distributedInfo` is missing because an older profiler wrote them. Then the
+names tell the ranks, or an option does. What is not one job (two runs mixed, a rank twice, a rank whose trace was cut
+short) would give figures of nothing, so it is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdplab.profiling.traces.chrome import TraceError
+from fsdplab.profiling.traces.overlap import TraceAnalysis
+
+_ENDINGS = (".json", ".json.gz")
+_RANK = re.compile(r"(?:^|[^a-z])(?:rank|worker)[-_.=]?(\d{1,6})(?!\d)", re.IGNORECASE)
+_NUMBER = re.compile(r"\d+")
+_CLOCKS_NS = 1_000_000_000  # clocks of several machines differ by less
+_CUT_SHORT = 0.5  # part of the collectives of the other ranks below which a trace without step ranges was cut short
+
+
+def traces_in(folder: Path) -> list[Path]:
+    """The traces in a folder, in the order of the numbers in their names; [] where it holds none."""
+    found = [path for path in folder.iterdir() if path.name.endswith(_ENDINGS) and path.is_file()]
+    return sorted(found, key=lambda path: [int(part) if part.isdigit() else part for part in _parts(path.name)])
+
+
+def _parts(name: str) -> list[str]:
+    """Text and numbers in turn, so that two names compare part by part."""
+    return re.split(r"(\d+)", name)
+
+
+def ranks_by_name(paths: Sequence[Path]) -> list[int | None]:
+    """The rank in each file's name; None where the names do not tell.
+
+    `rank3.json` is rank 3. Of names that differ in one number only, that number is the rank if they count from 0.
+
+    >>> ranks_by_name([Path("run_7_0.json"), Path("run_7_1.json")])
+    [0, 1]
+    """
+    told = [_RANK.search(path.name) for path in paths]
+    if all(told):
+        return [int(match.group(1)) for match in told if match]
+    numbers = [_NUMBER.findall(path.name) for path in paths]
+    if len({_NUMBER.sub("#", path.name) for path in paths}) == 1 and len(paths) > 1:
+        columns = [column for column in zip(*numbers) if len(set(column)) > 1]
+        if len(columns) == 1 and sorted(map(int, columns[0])) == list(range(len(paths))):
+            return [int(number) for number in columns[0]]
+    return [None] * len(paths)
+
+
+def check_one_job(analyses: Sequence[TraceAnalysis]) -> None:
+    """TraceError where the traces are not of one job: each rank once, the same job, the same steps, the same time."""
+    _check_ranks(analyses)
+    _check_sizes(analyses)
+    _check_times(analyses)
+    _check_steps(analyses)
+    _check_whole(analyses)
+
+
+def _check_ranks(analyses: Sequence[TraceAnalysis]) -> None:
+    seen: dict[int, Path] = {}
+    for each in analyses:
+        if each.rank in seen:
+            raise TraceError(
+                f"{seen[each.rank]} and {each.path} are both of rank {each.rank}; give the traces of one run, one a"
+                " rank; where the files do not name their ranks, --ranks 0,1,... does, in the files' order."
+            )
+        seen[each.rank] = each.path
+
+
+def _check_sizes(analyses: Sequence[TraceAnalysis]) -> None:
+    told = [each for each in analyses if each.world_size is not None]
+    for each in told:
+        if each.world_size != told[0].world_size:
+            raise TraceError(
+                f"two runs are mixed: {told[0].path} is of a job of {told[0].world_size} ranks, {each.path} of one of"
+                f" {each.world_size}; give the traces of one run."
+            )
+        if each.rank >= (each.world_size or 0):
+            raise TraceError(
+                f"{each.path} is of rank {each.rank} of {each.world_size}, which cannot be; expected a rank below"
+                f" {each.world_size}: give its right number with --ranks."
+            )
+    for each in analyses:
+        if each.device != analyses[0].device:
+            raise TraceError(
+                f"two runs are mixed: {analyses[0].path} is of {_device(analyses[0])}, {each.path} of {_device(each)};"
+                " give the traces of one run, all profiled alike."
+            )
+
+
+def _device(analysis: TraceAnalysis) -> str:
+    return "a GPU" if analysis.device == "cuda" else "a CPU"
+
+
+def _check_times(analyses: Sequence[TraceAnalysis]) -> None:
+    """Traces that share no instant, on one clock, are of two runs (or of two parts of one)."""
+    spans = [_span(each) for each in analyses]
+    latest = max(range(len(spans)), key=lambda index: spans[index][0])
+    earliest = min(range(len(spans)), key=lambda index: spans[index][1])
+    apart = spans[latest][0] - spans[earliest][1]
+    if apart > max(_CLOCKS_NS, *(end - start for start, end in spans)):
+        raise TraceError(
+            f"two runs are mixed: {analyses[latest].path} begins {apart / 1e9:.3g} s after {analyses[earliest].path}"
+            " has ended, so these ranks never met; give the traces of one run, taken at the same steps."
+        )
+
+
+def _span(analysis: TraceAnalysis) -> tuple[int, int]:
+    return analysis.steps[0].timeline[0]["start_ns"], analysis.steps[-1].timeline[0]["end_ns"]
+
+
+def _check_steps(analyses: Sequence[TraceAnalysis]) -> None:
+    steps = {each.path: {step.step for step in each.steps} for each in analyses}
+    usual = Counter(map(frozenset, steps.values())).most_common(1)[0][0]
+    for path, own in steps.items():
+        if not own & usual:
+            raise TraceError(
+                f"two runs are mixed: {path} holds the steps {_listed(own)}, another rank's trace {_listed(usual)};"
+                " give the traces of one run, taken at the same steps."
+            )
+        if own != usual:
+            raise TraceError(
+                f"{path} holds the steps {_listed(own)}, another rank's trace {_listed(usual)}: one of them was cut"
+                " short, or was taken with another schedule; give traces of the same steps."
+            )
+
+
+def _listed(steps: set[int] | frozenset[int]) -> str:
+    ordered = sorted(steps)
+    return str(ordered[0]) if len(ordered) == 1 else f"{ordered[0]} to {ordered[-1]} ({len(ordered)})"
+
+
+def _check_whole(analyses: Sequence[TraceAnalysis]) -> None:
+    """Without step ranges only the number of collectives tells; stages of a pipeline send differently often."""
+    if any(len(each.steps) > 1 for each in analyses):
+        return
+    counts = [sum(row["kind"] != "send_recv" for row in each.rows("collectives")) for each in analyses]
+    for each, count in zip(analyses, counts):
+        if count < _CUT_SHORT * max(counts):
+            raise TraceError(
+                f"{each.path} shows {count} collectives, another rank's trace {max(counts)}: it was cut short, or is of"
+                " another run; export it again."
+            )

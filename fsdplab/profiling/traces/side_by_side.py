@@ -1,0 +1,123 @@
+"""The traces of several ranks, read side by side on the cores there are.
+
+Reading is Python's own work, so it takes processes. They are fresh ones and no forks, because whoever calls may have
+threads (a notebook has), and they are started by name, so that the caller's script needs no guard. A process costs two
+seconds of importing; small traces are read one after the other.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import fsdplab
+from fsdplab.profiling.memory.timeline import AccountingError
+from fsdplab.profiling.traces.chrome import TraceError
+from fsdplab.profiling.traces.overlap import TraceAnalysis, analyse_trace
+
+_SMALL = 24_000_000  # bytes of all traces, unpacked: what a process would read while it is started
+_PACKED = 10  # a gzipped trace is about this much larger than its file
+
+Progress = Callable[[int, int, Path], None]  # traces read, of how many, the one just read
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One trace to read: the file, its rank (given, or by its name where the file does not tell), and more
+    communication patterns.
+    """
+
+    path: Path
+    rank: int | None = None
+    rank_by_name: int | None = None
+    comm_patterns: tuple[str, ...] = ()
+
+    def read(self) -> TraceAnalysis:
+        """Analyse the trace; TraceError and AccountingError as `analyse_trace`."""
+        return analyse_trace(
+            self.path, rank=self.rank, default_rank=self.rank_by_name or 0, comm_patterns=self.comm_patterns
+        )
+
+
+def read_all(
+    readings: Sequence[Reading], progress: Progress | None = None, processes: int | None = None
+) -> list[TraceAnalysis]:
+    """All traces, in the given order. `processes`: how many at once; by default as many as there are cores, and one for
+    traces that are small together. `progress` is called after each trace where they are not small.
+
+    Raises the first TraceError or AccountingError.
+    """
+    small = _bytes(readings) < _SMALL
+    many = processes or (1 if small else min(len(readings), _cores()))
+    if many == 1 and small:
+        return [reading.read() for reading in readings]
+    return _in_processes(readings, progress, many)
+
+
+def _bytes(readings: Sequence[Reading]) -> int:
+    sizes = [(each.path, each.path.stat().st_size) for each in readings if each.path.exists()]
+    return sum(size * (_PACKED if path.suffix == ".gz" else 1) for path, size in sizes)
+
+
+def _cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _in_processes(readings: Sequence[Reading], progress: Progress | None, many: int) -> list[TraceAnalysis]:
+    found: dict[int, TraceAnalysis] = {}
+    with ThreadPoolExecutor(many) as pool:
+        waiting = {pool.submit(_read_elsewhere, reading): index for index, reading in enumerate(readings)}
+        try:
+            for done in as_completed(waiting):
+                index = waiting[done]
+                found[index] = done.result()
+                if progress:
+                    progress(len(found), len(readings), readings[index].path)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # the first error ends the reading; what has begun is finished
+            raise
+    return [found[index] for index in range(len(readings))]
+
+
+def _read_elsewhere(reading: Reading) -> TraceAnalysis:
+    """Read one trace in a process of its own."""
+    package = str(Path(fsdplab.__file__).resolve().parents[1])
+    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdplab.profiling.traces.side_by_side"],
+        input=pickle.dumps(reading),
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise TraceError(
+            f"{reading.path} could not be read: its process ended with status {done.returncode}"
+            f" ({said[-1] if said else 'it said nothing'}); free memory, or give fewer traces at once."
+        )
+    answer = pickle.loads(done.stdout)
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def main() -> None:
+    """Read the trace that stdin names, write its analysis, or the error, to stdout."""
+    reading: Reading = pickle.load(sys.stdin.buffer)
+    answer: TraceAnalysis | Exception
+    try:
+        answer = reading.read()
+    except (AccountingError, TraceError) as error:
+        answer = error
+    sys.stdout.buffer.write(pickle.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

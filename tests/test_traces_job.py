@@ -1,0 +1,196 @@
+"""What opens as one job, and what is refused: folders, files without `distributedInfo`, older profilers, kernels in no
+table, runs that are mixed; ranks read side by side.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdplab.profiling import TraceError, analyse_trace, export_perfetto, export_tensorboard
+from fsdplab.profiling.traces.comm_kernels import CommKernels, comm_pattern
+from fsdplab.profiling.traces.import_traces import record_of_traces
+from fsdplab.profiling.traces.ranks_of_files import ranks_by_name, traces_in
+from fsdplab.profiling.traces.side_by_side import Reading, read_all
+from tests.gpu_traces import GpuRank
+
+SECOND = 10**9
+
+
+def rank(number=0, steps=(1, 2), **options):
+    """100 us of computing and 50 of an exposed all-reduce a step."""
+    found = GpuRank(number, **options)
+    for index, step in enumerate(steps):
+        host, device = 100 * index, 500 + 150 * index
+        found.step(step, host, host + 99).kernel(host + 10, device, device + 100)
+        found.nccl("all_reduce", host + 20, device + 100, device + 150)
+    return found
+
+
+def without_world(path: Path, content: dict) -> Path:
+    content.pop("distributedInfo")
+    path.write_text(json.dumps(content))
+    return path
+
+
+def refused(*paths, **options) -> str:
+    with pytest.raises(TraceError) as caught:
+        record_of_traces(paths, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- what opens
+
+
+def test_a_folder_of_ranks_is_in_the_order_of_their_numbers(tmp_path):
+    for number in (10, 9, 0):
+        rank(number, world_size=16).write(tmp_path / f"rank{number}.json")
+    (tmp_path / "notes.txt").write_text("not a trace")
+    found = traces_in(tmp_path)
+    assert [path.name for path in found] == ["rank0.json", "rank9.json", "rank10.json"]
+    record = record_of_traces(found)
+    assert sorted({row["rank"] for row in record.table("breakdown")}) == [0, 9, 10]
+    (note,) = record.summary["traces"]["notes"]
+    assert note.startswith("3 of the job's 16 ranks were given")
+
+
+@pytest.mark.parametrize(
+    "names,expected",
+    [
+        (["rank0.json", "rank1.json"], [0, 1]),
+        (["rank-70.Mar_25.2861.pt.trace.json.gz", "rank-71.Mar_25.2861.pt.trace.json.gz"], [70, 71]),
+        (["job12_0.json", "job12_1.json"], [0, 1]),
+        (["host_4711.json", "host_4712.json"], [None, None]),
+        (["a.json", "b.json"], [None, None]),
+        (["frank3.json"], [None]),
+    ],
+)
+def test_ranks_by_name(names, expected):
+    assert ranks_by_name([Path(name) for name in names]) == expected
+
+
+def test_files_without_distributed_info(tmp_path):
+    """The names tell the ranks; where they do not, an option does; else the question is asked."""
+    named = [without_world(tmp_path / f"rank{number}.json", rank().content()) for number in (0, 1)]
+    assert {row["rank"] for row in record_of_traces(named).table("breakdown")} == {0, 1}
+    unnamed = [without_world(tmp_path / name, rank().content()) for name in ("a.json", "b.json")]
+    assert {row["rank"] for row in record_of_traces(unnamed, ranks=[4, 2]).table("breakdown")} == {4, 2}
+    assert "both of rank 0" in refused(*unnamed) and "--ranks 0,1,..." in refused(*unnamed)
+    assert "1 ranks were given for 2 traces" in refused(*unnamed, ranks=[1])
+
+
+def test_kineto_of_2021(tmp_path):
+    """Categories of another name, correlation numbers as text, no base, no distributedInfo."""
+    content = rank().content()
+    older = {"kernel": "Kernel", "cuda_runtime": "Runtime", "user_annotation": "Operator", "cpu_op": "Operator"}
+    for event in content["traceEvents"]:
+        event["cat"] = older[event["cat"]]
+        if "correlation" in event["args"]:
+            event["args"]["correlation"] = str(event["args"]["correlation"])
+    del content["baseTimeNanoseconds"]
+    found = analyse_trace(without_world(tmp_path / "worker0.json", content))
+    assert found.device == "cuda" and [step.step for step in found.steps] == [1, 2]
+    assert [row["exposed_ns"] for row in found.rows("breakdown")] == [50_000, 50_000]
+
+
+def test_rccls_generic_kernel_is_what_its_call_says(tmp_path):
+    trace = GpuRank().step(1, 0, 50).operator("c10d::_reduce_scatter_base_", 8, 15)
+    trace.kernel(10, 100, 200, name="ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)", stream=20)
+    (step,) = analyse_trace(trace.write(tmp_path / "t.json")).steps
+    assert [row["kind"] for row in step.collectives] == ["reduce_scatter"]
+
+
+@pytest.mark.parametrize(
+    "name,kind",
+    [
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all_gather"),
+        ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)", "send_recv"),
+        ("ncclDevKernel_Generic(ncclDevComm*)", ""),
+        ("void deep_ep::intranode::dispatch<8, 768>(int4*, float*)", "all_to_all"),
+        ("void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*)", "all_reduce"),
+        ("one_shot_all_reduce_kernel", "all_reduce"),
+        ("void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<...>", "all_reduce"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", None),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", None),
+    ],
+)
+def test_kernels_that_communicate(name, kind):
+    assert CommKernels().kind(name) == kind
+
+
+def test_a_pattern_extends_the_table(tmp_path):
+    trace = GpuRank().step(1, 0, 50).kernel(10, 100, 200).kernel(20, 200, 300, name="acme_Exchange_v2<bf16>")
+    path = trace.write(tmp_path / "t.json")
+    with pytest.raises(TraceError, match="shows no communication"):
+        analyse_trace(path)
+    (step,) = analyse_trace(path, comm_patterns=["acme_exchange=all_to_all"]).steps
+    assert [row["kind"] for row in step.collectives] == ["all_to_all"]
+    for wrong, complaint in (("a=gossip", "gossip"), ("(", "no regular expression"), (".*", "every name")):
+        with pytest.raises(TraceError, match=complaint):
+            comm_pattern(wrong)
+
+
+def test_exports_of_traces(tmp_path):
+    """One gzipped, one plain, under names of their own."""
+    first, second = rank(0).write(tmp_path / "first.json"), tmp_path / "second.bin"
+    second.write_bytes(gzip.compress(json.dumps(rank(1).content()).encode()))
+    record = record_of_traces([first, second])
+    merged = json.loads(export_perfetto(record, tmp_path / "all.json").read_text())
+    assert merged["mergedRanks"] == [0, 1]
+    written = sorted(path.name.split(".", 2)[::2] for path in export_tensorboard(record, tmp_path / "tb").iterdir())
+    assert written == [["rank0", "pt.trace.json"], ["rank1", "pt.trace.json.gz"]]
+
+
+# ---- what is not one job
+
+
+def test_two_runs_mixed(tmp_path):
+    here = rank(0).write(tmp_path / "a.json")
+    other_size = rank(1, world_size=4).write(tmp_path / "b.json")
+    assert "two runs are mixed" in refused(here, other_size) and "job of 2 ranks" in refused(here, other_size)
+    later = rank(1, base=5 * SECOND).write(tmp_path / "c.json")
+    assert "begins 5 s after" in refused(here, later)
+    other_steps = rank(1, steps=(7, 8)).write(tmp_path / "d.json")
+    assert "holds the steps 7 to 8 (2), another rank's trace 1 to 2 (2)" in refused(here, other_steps)
+    on_cpu = GpuRank(1).step(1, 0, 99).step(2, 100, 199).operator("aten::mm", 0, 50)
+    on_cpu.range("gloo:all_reduce", 60, 90, thread=9)
+    assert "e.json of a CPU" in refused(here, on_cpu.write(tmp_path / "e.json"))
+    beyond = rank(5).write(tmp_path / "f.json")
+    assert "rank 5 of 2" in refused(beyond)
+
+
+def test_one_rank_twice(tmp_path):
+    here = rank(0).write(tmp_path / "a.json")
+    assert "both of rank 0" in refused(here, here)
+
+
+def test_one_rank_cut_short(tmp_path):
+    here = rank(0, steps=(1, 2, 3)).write(tmp_path / "a.json")
+    assert "cut short" in refused(here, rank(1, steps=(1, 2)).write(tmp_path / "b.json"))
+
+    def without_ranges(number, collectives):
+        found = GpuRank(number)
+        for at in range(collectives):
+            found.nccl("all_reduce", 10 * at, 1000 + 10 * at, 1005 + 10 * at)
+        return found.write(tmp_path / f"whole{number}.json")
+
+    assert "shows 2 collectives, another rank's trace 9: it was cut short" in refused(
+        without_ranges(0, 9), without_ranges(1, 2)
+    )
+
+
+# ---- side by side
+
+
+def test_ranks_are_read_in_processes_of_their_own_with_the_same_result(tmp_path):
+    readings = [Reading(rank(number).write(tmp_path / f"rank{number}.json")) for number in (0, 1)]
+    told = []
+    found = read_all(readings, lambda *one: told.append(one[:2]), processes=2)
+    assert found == [reading.read() for reading in readings] and told == [(1, 2), (2, 2)]
+    (tmp_path / "rank1.json").write_text("no trace")
+    with pytest.raises(TraceError, match="rank1.json is no Chrome trace"):
+        read_all(readings, processes=2)
