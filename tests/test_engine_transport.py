@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.engine import STRATEGIES, shard_model
+from fsdplab.engine.core.transport import Stamp
 from fsdplab.engine.transport.selection import transport_of
-from fsdplab.engine.transport.shared_memory.operations import Operations, Step
+from fsdplab.engine.transport.shared_memory.operations import Ending, Operations, Step
 from fsdplab.engine.transport.shared_memory.slots import machine_of_this_rank
 from fsdplab.engine.transport.shared_memory.transport import SharedTransport
 from fsdplab.workloads import build_model, loss_of
@@ -125,7 +126,8 @@ def many_in_flight() -> None:
         assert len(got) == max(0, step - 3), "no sooner and no later than its buffer is needed"
         buffer[:4].view(torch.float32).fill_(100 * slots.rank + step)
         steps = [Step(lambda number=operation.number: read(number))]
-        started.append(operations.publish(operation, buffer, staging, steps, lambda complete: complete()))
+        ending = Ending("test", Stamp("block", "forward"), lambda start, end, waited: None, 0)
+        started.append(operations.publish(operation, buffer, staging, steps, ending))
     for pending in started:
         pending.wait()
     assert got == [[step, float(step), 100.0 + step] for step in range(1, 9)]
@@ -134,6 +136,25 @@ def many_in_flight() -> None:
 @shares_memory
 def test_a_fast_rank_overwrites_nothing_unread(ranks) -> None:
     ranks(2, many_in_flight)
+
+
+def summed_early() -> float:
+    """Rank 1 ends an all-reduce while rank 0 has only made its sum."""
+    transport, rank = transport_of(dist.group.WORLD, torch.device("cpu"), "shm"), dist.get_rank()
+    buffer = torch.full((5,), float(rank + 1))
+    work = transport.all_reduce(buffer, Stamp("block", "backward"), 2.0)
+    if rank == 0:
+        work.advance()
+        dist.barrier()
+    work.wait()
+    if rank == 1:
+        dist.barrier()
+    assert buffer.unique().numel() == 1
+    return buffer[0].item()
+
+
+def test_a_rank_that_has_made_its_sum_keeps_nobody_waiting(ranks) -> None:
+    assert ranks(2, summed_early) == [1.5, 1.5]
 
 
 def open_descriptors() -> tuple[int, int]:

@@ -24,12 +24,18 @@ class Pending:
     ['waited']
     """
 
-    __slots__ = ("__weakref__", "_buffers", "_finish", "_on_drop", "event", "lost")
+    __slots__ = ("__weakref__", "_buffers", "_early", "_finish", "_on_drop", "event", "lost")
 
     def __init__(
-        self, finish: Step, *buffers: object, on_drop: Step | None = None, event: torch.Event | None = None
+        self,
+        finish: Step,
+        *buffers: object,
+        early: Step | None = None,
+        on_drop: Step | None = None,
+        event: torch.Event | None = None,
     ) -> None:
         self.event = event
+        self._early = early
         self._finish: Step | None = finish
         self.lost = False
         self._buffers = buffers
@@ -41,6 +47,11 @@ class Pending:
             self._finish()
             self._finish = None
         self._buffers = ()
+
+    def advance(self) -> None:
+        """Do what peers wait for, where the work has such a part; the rest is left to `wait`."""
+        if self._finish is not None and self._early is not None:
+            self._early()
 
     def abandon(self) -> None:
         """Let the buffers go without the work's result: at once where that is safe, else when it is complete."""

@@ -2,7 +2,8 @@
 out.
 
 Which of the two collectives happen is read from the unit's configuration: `no_shard` has replicas only, `full_shard`
-shards only, `hybrid_shard` both, and then each hides behind the backward of one further unit.
+shards only, `hybrid_shard` both, and then each hides behind the backward of one further unit; so do the two halves of
+an all-reduce between CPU ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Reduction:
         if replicate and self._options.all_reduce:
             over_replicas = [lambda after: self._over_replicas(replicate, stamp, after)]
         if shard is None and replicate and over_replicas and self._earlier is None:
-            return [lambda _: replicate.all_reduce_packed(self._layout, gradients, output, stamp, divide)]
+            return _in_two_parts(replicate.all_reduce_packed(self._layout, gradients, output, stamp, divide))
         if shard is None:
             pack(self._layout, gradients, output)
             return over_replicas or [
@@ -135,3 +136,10 @@ class Reduction:
                 rows = param.whole_gradient[start:stop].copy_(rows)
             param.whole_gradient = None
             param.give_gradient(rows)
+
+
+def _in_two_parts(work: Pending) -> list[Stage]:
+    """Peers wait for this rank's sum: it is made when they can have sent their parts, and what is left is done one unit
+    later, when they have made their own sums.
+    """
+    return [lambda _: Pending(work.advance, work, on_drop=work.abandon), lambda _: work]

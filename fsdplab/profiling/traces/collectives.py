@@ -23,7 +23,8 @@ from fsdplab.profiling.traces.segments import nests
 _FAMILY = {"all_gather": "gather", "reduce_scatter": "reduction", "all_reduce": "reduction", "all_to_all": "reduction"}
 _OPENS = {"all_gather": "all_gather", "post_backward_reduce": "reduce_scatter", "all_reduce": "all_reduce"}
 _CLOSES = {"all_gather_copy_out": "all_gather", "reduce_scatter": "reduce_scatter"}
-MARKED = {*_OPENS, *_CLOSES, "link"}
+_GOES_ON = {"all_reduce_sum": "all_reduce"}
+MARKED = {*_OPENS, *_CLOSES, *_GOES_ON, "link"}
 _CONSUMERS = {"pre_forward", "pre_backward"}
 _ITEM = {
     "float": 4, "double": 8, "int": 4, "long": 8, "bfloat16": 2, "half": 2, "c10::bfloat16": 2, "c10::half": 2,
@@ -124,6 +125,10 @@ class _Book:
                 self._mark(mark, waiting)
 
     def _mark(self, mark: Range, waiting: dict[tuple[str, str], deque[Collective]]) -> None:
+        if (goes_on := _GOES_ON.get(mark.label)) and (unit := waiting[goes_on, mark.unit]):
+            unit[0].pieces.append(Piece(mark.start, mark.end, "copy-out"))
+            self._of_mark[id(mark)] = unit[0]
+            return
         kind = _CLOSES.get(mark.label)
         if mark.label == "all_reduce" and self._silent and waiting["all_reduce", mark.unit]:
             kind = "all_reduce"  # shared memory: the second range of a pair

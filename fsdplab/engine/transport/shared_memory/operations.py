@@ -8,6 +8,7 @@ have said the same.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from fsdplab.engine import events
 from fsdplab.engine.core.pending import Pending
+from fsdplab.engine.core.transport import Note, Stamp
 from fsdplab.engine.transport.shared_memory.arenas import PAGE, SharedStorage
 from fsdplab.engine.transport.shared_memory.slots import Broken, GivenUp, Slots
 
@@ -39,6 +41,7 @@ class Operation:
     def __init__(self, slots: Slots, number: int, label: str) -> None:
         self.number, self.label, self._slots, self._epoch = number, label, slots, slots.epoch
         self.steps: list[Step] = []
+        self.kept = 0  # steps that `advance` leaves to `complete`
         self._published = False
         self._lost: GivenUp | None = None
 
@@ -47,8 +50,16 @@ class Operation:
         self._published = True
         self._slots.publish(self.number, source)
 
+    def advance(self) -> None:
+        """Run the steps that peers wait for."""
+        self._go_on(self.kept)
+
     def complete(self) -> None:
         """Run what is left of the steps, then let the peers go on; nothing happens the second time."""
+        self._go_on(0)
+        self._slots.done(self.number)
+
+    def _go_on(self, left: int) -> None:
         if self.steps:
             self._slots.check()
         if self._lost is not None:
@@ -56,15 +67,14 @@ class Operation:
         if self.steps and self._epoch != self._slots.epoch:
             raise Broken(f"{self.label} was given up when all ranks began anew: {_REMEDY}")
         try:
-            self._run()
+            self._run(left)
         except GivenUp as error:
             self._lost = error
             self._slots.done(self.number)
             raise
-        self._slots.done(self.number)
 
-    def _run(self) -> None:
-        while self.steps:
+    def _run(self, left: int) -> None:
+        while len(self.steps) > left:
             step = self.steps[0]
             if step.repeatable:
                 step.run()
@@ -79,6 +89,32 @@ class Operation:
         self.steps.clear()
         if self._published:
             self._slots.done(self.number)
+
+
+class Ending:
+    """What a wait adds to an operation: profiler ranges, and its line in the ledger once it is complete."""
+
+    def __init__(self, span: str, stamp: Stamp, note: Note, start: int) -> None:
+        self._span, self._stamp, self._note, self._start = span, stamp, note, start
+        self._waited = 0
+
+    def advance(self, operation: Operation) -> None:
+        """Run the operation's early steps."""
+        self._timed(f"{self._span}_sum", operation.advance)
+
+    def complete(self, operation: Operation) -> None:
+        """Run all that is left of it."""
+        now = self._timed(self._span, operation.complete)
+        if events.listening():
+            events.emit(self._note(self._start, now, self._waited))
+
+    def _timed(self, span: str, run: Callable[[], None]) -> int:
+        awaited = time.time_ns()
+        with events.span(span, self._stamp.unit):
+            run()
+        now = time.time_ns()
+        self._waited += now - awaited
+        return now
 
 
 class Staging:
@@ -137,19 +173,19 @@ class Operations:
         return staging.buffers[turn][:nbytes]
 
     def publish(
-        self,
-        operation: Operation,
-        source: torch.Tensor,
-        staging: Staging | None,
-        steps: Sequence[Step],
-        finish: Callable[[Callable[[], None]], None],
+        self, operation: Operation, source: torch.Tensor, staging: Staging | None, steps: Sequence[Step], ending: Ending
     ) -> Pending:
         """Peers may read `source`, a buffer of `staging` or memory of the arena; on waiting, `steps` complete the
-        operation on this rank, inside `finish`. Where its slot is needed that happens sooner, and whoever waits later
+        operation on this rank, as `ending` says. Where its slot is needed that happens sooner, and whoever waits later
         finds it done.
         """
         operation.steps = list(steps)
-        pending = Pending(lambda: finish(operation.complete), source, on_drop=operation.give_up)
+        pending = Pending(
+            lambda: ending.complete(operation),
+            source,
+            early=lambda: ending.advance(operation),
+            on_drop=operation.give_up,
+        )
         with self.slots.unrepeatable(f"telling its peers of {operation.label}"):
             self._live[operation.number] = pending
             if staging is None:

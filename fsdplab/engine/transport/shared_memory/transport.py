@@ -21,9 +21,9 @@ from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.packing import halves, pack, pack_range, pack_rank, scaled_copy, unpack_from
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.shard_storage import ShardStorage
-from fsdplab.engine.core.transport import Gradients, Note, Outgoing, Stamp, Transport
+from fsdplab.engine.core.transport import Gradients, Outgoing, Stamp, Transport
 from fsdplab.engine.transport.gloo import announce
-from fsdplab.engine.transport.shared_memory.operations import Operation, Operations, Staging, Step
+from fsdplab.engine.transport.shared_memory.operations import Ending, Operation, Operations, Staging, Step
 
 _BUFFERS = 2  # of each kind: the next operation may begin while peers still read the last
 
@@ -47,6 +47,7 @@ class SharedTransport(Transport):
         self._operations = Operations(group)
         self._slots = self._operations.slots
         self._gathers, self._reductions = (self._operations.staging(_BUFFERS) for _ in range(2))
+        self._exchanges = self._operations.staging(_BUFFERS + 1)  # an all-reduce ends one unit later than it sums
         self._announced = compat.silent_group(self.rank, self.ranks)
 
     def announce_buffers(self) -> None:
@@ -89,8 +90,8 @@ class SharedTransport(Transport):
                 part = mine if peer == self.rank else self._slots.read(peer, operation.number, nbytes)
                 unpack_from(peer, part, whole)
 
-        finish = self._finisher("all_gather_copy_out", stamp, note, start)
-        return self._operations.publish(operation, mine, staging, [Step(read)], finish)
+        ending = Ending("all_gather_copy_out", stamp, note, start)
+        return self._operations.publish(operation, mine, staging, [Step(read)], ending)
 
     def _source(self, operation: Operation, outgoing: Outgoing, staging: Staging | None) -> torch.Tensor:
         """What peers will read: the slice where it rests, or a copy of it."""
@@ -104,17 +105,6 @@ class SharedTransport(Transport):
         outgoing.write(source)
         return source
 
-    def _finisher(self, span: str, stamp: Stamp, note: Note, start: int) -> Callable[[Callable[[], None]], None]:
-        """Completes an operation under a profiler range, and writes the ledger."""
-
-        def finish(complete: Callable[[], None]) -> None:
-            awaited = time.time_ns()
-            with events.span(span, stamp.unit):
-                complete()
-            _emit(note, start, awaited)
-
-        return finish
-
     def reduce_scatter(
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
     ) -> Pending:
@@ -126,9 +116,10 @@ class SharedTransport(Transport):
             pack_rank(layout, gradients, peer, target, before)
 
         with events.span("post_backward_reduce", stamp.unit):
-            sent = self._send(write, [output] * self.ranks, f"reduce_scatter of {stamp.unit}", self.ranks - 1)
+            parts = [output] * self.ranks
+            sent = self._send(write, parts, f"reduce_scatter of {stamp.unit}", self.ranks - 1, self._reductions)
             announce("reduce_scatter", self._announced, lambda: _reduce_buffers(layout, gradients, output))
-        return self._reducing(sent, output, after, [], self._finisher("reduce_scatter", stamp, note, start))
+        return self._reducing(sent, output, after, [], Ending("reduce_scatter", stamp, note, start))
 
     def all_reduce(
         self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0, after: Pending | None = None
@@ -166,35 +157,38 @@ class SharedTransport(Transport):
         note = self.note(stamp, "all_reduce", buffer.nbytes, padding, buffer.dtype)
         start, pieces = time.time_ns(), buffer.tensor_split(self.ranks)
         with events.span("all_reduce", stamp.unit):
-            sent = self._send(write, pieces, f"all_reduce of {stamp.unit}", self.ranks)
+            sent = self._send(write, pieces, f"all_reduce of {stamp.unit}", self.ranks, self._exchanges)
             announce("all_reduce", self._announced, lambda: (torch.empty_like(buffer), buffer))
         exchange = [Step(lambda: self._share(sent, pieces)), Step(lambda: self._collect(sent, pieces))]
-        finish = self._finisher("all_reduce", stamp, note, start)
-        return self._reducing(sent, pieces[self.rank], divide, exchange, finish)
+        return self._reducing(sent, pieces[self.rank], divide, exchange, Ending("all_reduce", stamp, note, start))
 
     def _reducing(
-        self,
-        sent: Sent,
-        output: torch.Tensor,
-        divide: float,
-        further: Sequence[Step],
-        finish: Callable[[Callable[[], None]], None],
+        self, sent: Sent, output: torch.Tensor, divide: float, further: Sequence[Step], ending: Ending
     ) -> Pending:
-        """Publish; on waiting, sum this rank's part as soon as all peers' are there, then do what is `further`."""
+        """Publish; on waiting, sum this rank's part as soon as all peers' are there, then do what is `further`: all but
+        the last of it may be done early, and then peers find this rank's sum when they come for it.
+        """
         steps = [
             Step(lambda: self._await_peers(sent)),
             Step(lambda: self._sum(sent, output, divide), repeatable=False),
             *further,
         ]
-        return self._operations.publish(sent.operation, sent.buffer, self._reductions, steps, finish)
+        sent.operation.kept = 1 if further else 0
+        staging = self._exchanges if further else self._reductions
+        return self._operations.publish(sent.operation, sent.buffer, staging, steps, ending)
 
     def _send(
-        self, write: Callable[[int, torch.Tensor], None], parts: Sequence[torch.Tensor], label: str, count: int
+        self,
+        write: Callable[[int, torch.Tensor], None],
+        parts: Sequence[torch.Tensor],
+        label: str,
+        count: int,
+        staging: Staging,
     ) -> Sent:
         """Have every peer's part written to a buffer for `count` parts, and this rank's own where its sum will be."""
         stride = parts[0].nbytes  # of the first, which is the longest
         operation = self._operations.claim(count * stride, label)
-        sent = Sent(operation, self._operations.stage(self._reductions, count * stride, label), stride)
+        sent = Sent(operation, self._operations.stage(staging, count * stride, label), stride)
         for peer in self._nearest_first():
             place = parts[peer] if peer == self.rank else self._part(sent, sent.buffer, self.rank, peer, parts[peer])
             write(peer, place)
@@ -269,9 +263,3 @@ def _factors(gradients: Gradients, dtype: torch.dtype, divide: float) -> tuple[f
     """
     cast = any(gradient is not None and gradient.dtype != dtype for gradient in gradients)
     return (1.0, divide) if cast else halves(divide)
-
-
-def _emit(note: Note, start: int, awaited: int) -> None:
-    if events.listening():
-        now = time.time_ns()
-        events.emit(note(start, now, now - awaited))
