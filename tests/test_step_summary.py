@@ -133,7 +133,7 @@ def test_no_two_winners_for_one_word(tmp_path: Path):
 def test_figures_say_where_profiled_steps_were_slower(tmp_path: Path):
     slow, alike = recorded(tmp_path, "zero2", 0, 0.05), recorded(tmp_path, "full_shard", 0, 0.095)
     words = figures.step_bar([slow, alike]).layout.title.subtitle.text.replace("<br>", " ")
-    assert "zero2: profiled steps took 100 ms, timed ones 50.0 ms (median)" in words and words.count("took") == 1
+    assert "zero2: profiled steps took 100 ms (mean), timed ones 50.0 ms (median)" in words and words.count("took") == 1
     assert "profiled steps took" in figures.exposed_heatmap(slow).layout.title.subtitle.text
 
 

@@ -126,18 +126,13 @@ def worst_cells(record: RunRecord) -> tuple[int, int, list[ExposedCell]]:
 
 def slower_words(record: RunRecord) -> str:
     """By how much the profiled steps were slower than the timed ones, where that is more than a tenth: `"profiled steps
-    took 1.60 s, timed ones 729 ms (median)"`; else empty.
+    took 1.60 s (mean), timed ones 729 ms (median)"`; else empty.
     """
     timed = (record.summary.get("step_time_s") or {}).get("median")
-    lengths: dict[int, int] = {}
-    for row in profiled(record.table("breakdown"), record) if record.spec.get("engine") != "trace" else ():
-        lengths[row["step"]] = max(lengths.get(row["step"], 0), row["step_ns"])
-    if not timed or not lengths:
+    split = breakdown_of(record)
+    if not timed or split is None or split["step_ns"] / 1e9 <= _SLOWER * timed or record.spec.get("engine") == "trace":
         return ""
-    took = statistics.median(lengths.values()) / 1e9
-    return (
-        f"profiled steps took {seconds(took)}, timed ones {seconds(timed)} (median)" if took > _SLOWER * timed else ""
-    )
+    return f"profiled steps took {duration(split['step_ns'])} (mean), timed ones {seconds(timed)} (median)"
 
 
 def group(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:

@@ -135,11 +135,14 @@ class Scene:
 
     @property
     def link_s(self) -> float:
-        """Seconds of a step in which bytes travelled; copies on the host and waiting for a late rank are not the
-        link's.
+        """Seconds of a step in which bytes travelled: an emulated link's own; else all communication but for copies on
+        the host and waiting for a late rank.
         """
-        others = sum(cell.copying_ns + cell.waiting_ns for cell in self.cells) / 1e9
-        return max(0.0, self.communication_s - others)
+        waiting = sum(cell.waiting_ns for cell in self.cells) / 1e9
+        copying = sum(cell.copying_ns for cell in self.cells) / 1e9
+        carried = sum(row["end_ns"] - row["start_ns"] for row in _last_step(self.record) if row["emulated"]) / 1e9
+        # copies of one unit may last while the link carries another
+        return max(0.0, min(carried or self.communication_s - copying, self.communication_s) - waiting)
 
     @property
     def excess_s(self) -> float:
@@ -372,7 +375,10 @@ def _slow_link(scene: Scene, left: Unclaimed) -> Finding | None:
         f"the link is too slow for this work: {_ms(scene.link_s)} of communication beside {_ms(scene.busy_s)}"
         " of computing"
     )
-    text = f"Even a perfect schedule would leave {_ms(claim.seconds)} a step exposed ({_link(scene.record)})."
+    apart = (
+        ", gathers and reductions side by side," if (scene.record.summary.get("link") or {}).get("queues") == 1 else ""
+    )
+    text = f"Even a perfect schedule{apart} would leave {_ms(claim.seconds)} a step exposed ({_link(scene.record)})."
     batch = "a larger batch" + (
         ", or more micro-batches" if scene.spec.get("strategy") in ("no_shard", "zero1") else ""
     )
@@ -483,7 +489,7 @@ def _nothing_beside(scene: Scene, left: Unclaimed) -> Finding | None:
     if claim.cell is None:
         return None
     title = f"communication with nothing to hide behind: {_ms(claim.seconds)} a step, {_alone(claim)}"
-    text = "The first gather of a step and the last reduction have no computing beside them"
+    text = "Too little computing was left beside it: the first gathers of a step and the last reductions have none"
     ways = []
     blocks, root = _blocks_and_root(scene.record)
     if not blocks or max(blocks) > ALIKE * min(blocks):

@@ -89,7 +89,7 @@ def export_csv(record: RunRecord, folder: str | Path) -> list[Path]:
         if rows := record.table(table):
             written.append(folder / f"{table}.csv")
             with written[-1].open("w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, list(columns), lineterminator="\n")
+                writer = csv.DictWriter(file, [name for name in columns if name in rows[0]], lineterminator="\n")
                 writer.writeheader()
                 writer.writerows(rows)
     return written

@@ -10,9 +10,9 @@ import statistics
 
 from fsdplab.common.sizes import three_digits
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profile_data import MS, breakdown_of, conditions, duration, label, profiled, rows_of
+from fsdplab.figures.profile_data import MS, Row, breakdown_of, conditions, duration, label, profiled, rows_of
 from fsdplab.figures.style import DARK_INK, HEAT, titled
-from fsdplab.profiling.arrivals import Arrivals, Key, arrivals_of, late_rank
+from fsdplab.profiling.arrivals import Arrivals, Key, LateRank, arrivals_of, late_rank
 from fsdplab.profiling.diagnosis import WORTH_SAYING
 from fsdplab.records import RunRecord
 
@@ -112,15 +112,19 @@ def _alike_ms(record: RunRecord) -> float:
 
 
 def _finding(record: RunRecord, late: Late, issued: Arrivals) -> str:
-    """The title: which rank is late, by how much and how often; or that none is, again and again."""
+    """The title: which rank is late, by how much and how often; or that none is so again and again."""
     found, split = late_rank(issued), breakdown_of(record)
-    if found is None or split and found.a_step_ns < WORTH_SAYING * split["step_ns"]:
+    if found is None or split and not _costs(found, split):
         most = duration(max(max(_known(values)) for values in late.values()) * MS)
-        return (
-            f"{label(record)}: no straggler, no rank is late again and again; ranks come within {most} of one another"
-        )
+        return f"{label(record)}: no straggler, ranks come within {most} of one another"
     where = f" in {found.phase}" if found.phase else ""
     return (
         f"{label(record)}: rank {found.rank} straggles, last to {found.last} of {found.of} collectives{where},"
         f" {duration(found.by_ns)} after the others (median)"
     )
+
+
+def _costs(found: LateRank, split: Row) -> bool:
+    """Whether others wait for the late rank for long enough to be a finding: who sends ahead may be late for free."""
+    waiting = found.a_step_ns if split["waiting_ns"] is None else split["waiting_ns"]
+    return min(found.a_step_ns, waiting) >= WORTH_SAYING * split["step_ns"]
