@@ -80,6 +80,12 @@ def nanoseconds(microseconds: float | int) -> int:
     return whole * 1000 + round((microseconds - whole) * 1000)
 
 
+def shown(error: Exception) -> str:
+    """An error in at most a hundred characters of one line."""
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    return words if len(words) <= 100 else f"{words[:100]}..."
+
+
 def is_gzipped(path: Path) -> bool:
     """Whether a file's first bytes are gzip's, whatever its name says."""
     with path.open("rb") as file:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from fsdplab.profiling.intervals import EMPTY, Intervals
-from fsdplab.profiling.traces.chrome import LATEST_NS, ChromeTrace, TraceError, nanoseconds
+from fsdplab.profiling.traces.chrome import LATEST_NS, ChromeTrace, TraceError, nanoseconds, shown
 from fsdplab.profiling.traces.comm_kernels import CommKernels, kind_of
 
 Thread = tuple[int | str, int | str]  # process and thread, as the trace names them
@@ -29,7 +29,7 @@ Carrier = tuple[str, int | str, int | str]  # gloo, shm, shared_gpu or nccl, and
 
 _ENGINE_RANGE = re.compile(r"^FSDP::(\w+?)(?: \((.*)\))?$")
 _PREFETCH_RANGE = re.compile(r"^FSDP::backward_prefetch (?:for (.+)|\((.*) for .*\))$")
-_STEP = re.compile(r"^ProfilerStep#(\d+)$")
+_STEP = re.compile(r"^ProfilerStep#(\d{1,18})$")  # a record holds 64 bits
 _NO_COMPUTING = (
     "c10d::",
     "_c10d_functional::",
@@ -156,9 +156,11 @@ def read_events(path: str | Path, comm_patterns: Sequence[str] = ()) -> TraceEve
     try:
         sorter.take(trace)
         _check_metadata(trace.metadata)
+        if trace.base_ns + sorter.found.last >= 2 * LATEST_NS:
+            raise ValueError("a time of more than 64 bits")
     except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise TraceError(
-            f"{path} holds something that PyTorch's profiler does not write ({_shown(error)}); export the trace again."
+            f"{path} holds something that PyTorch's profiler does not write ({shown(error)}); export the trace again."
         ) from None
     found = sorter.found
     if "mergedRanks" in found.metadata:
@@ -183,11 +185,6 @@ def _check_metadata(metadata: dict[str, Any]) -> None:
     for name, value in held:
         if not isinstance(value, int) or not 0 <= value < LATEST_NS:
             raise ValueError(f"{name} is {value!r:.40}")
-
-
-def _shown(error: Exception) -> str:
-    words = " ".join(f"{type(error).__name__}: {error}".split())
-    return words if len(words) <= 100 else f"{words[:100]}..."
 
 
 class _Sorter:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fsdplab.profiling.traces.chrome import ChromeTrace, nanoseconds
+from fsdplab.profiling.traces.chrome import ChromeTrace, TraceError, nanoseconds, shown
 
 _FLOWS = ("s", "t", "f")
 _PROCESSES = 1000  # a rank's processes: the host's, one a GPU, the profiler's own
@@ -49,11 +50,28 @@ def merge_traces(traces: Mapping[int, str | Path], file: str | Path) -> Path:
 def _base_and_first(path: str | Path) -> tuple[int, int]:
     """The base of a trace's clock and its earliest event on that clock, in ns."""
     trace = ChromeTrace(path)
-    first = min((nanoseconds(event["ts"]) for event in trace if event.get("ph") == "X"), default=0)
+    with _profilers_own(trace.path):
+        first = min((nanoseconds(event["ts"]) for event in trace if event.get("ph") == "X"), default=0)
     return trace.base_ns, first
 
 
+@contextmanager
+def _profilers_own(path: Path) -> Iterator[None]:
+    """What is of another type than the profiler's is a TraceError."""
+    try:
+        yield
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise TraceError(
+            f"{path} holds something that PyTorch's profiler does not write ({shown(error)}); export the trace again."
+        ) from None
+
+
 def _renamed(rank: int, trace: ChromeTrace, shift: int) -> Iterator[dict[str, Any]]:
+    with _profilers_own(trace.path):
+        yield from _with_own_numbers(rank, trace, shift)
+
+
+def _with_own_numbers(rank: int, trace: ChromeTrace, shift: int) -> Iterator[dict[str, Any]]:
     processes: dict[Any, int] = {}
     for event in trace:
         pid = event.get("pid", "")

@@ -1,0 +1,72 @@
+"""The finding on idle time: when neither computing nor communication ran for a large part of the steps, and why.
+
+A trace's part "other" is split by cause (`profiling/traces/idle_parts.py`). One cause is named, the largest that
+something can be done about, with the seconds of a step that it costs.
+"""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from fsdplab.profiling.step_summary import step_summary
+from fsdplab.records import RunRecord
+
+Cause = tuple[str, float, str, str, str]  # kind, seconds of a step, title, text, remedy
+LARGE = 0.1  # part of a step below which idle time is usual
+
+_WORDS = {  # column -> kind, why the device was idle, remedy
+    "host_bound_ns": (
+        "host_bound",
+        "the host launched its next work too late",
+        "Give the device more work a launch (larger batch, torch.compile, fused operators, CUDA graphs), and keep"
+        " Python out of the step.",
+    ),
+    "data_loading_ns": (
+        "data_loading",
+        "the host was waiting for its DataLoader",
+        "Load ahead: more workers (num_workers), a larger prefetch_factor, pin_memory=True; or prepare the data once"
+        " before training.",
+    ),
+    "synchronisation_ns": (
+        "synchronisation",
+        "the host was blocked in a synchronising call, so nothing was queued",
+        "Take .item(), .cpu() and print of tensors out of the step, or do them every hundredth step; copy with"
+        " non_blocking=True.",
+    ),
+    "copies_ns": (
+        "copies",
+        "data was copied to or from the device, and nothing ran beside it",
+        "Copy the next batch on a stream of its own while this one computes (pin_memory=True, non_blocking=True).",
+    ),
+    "kernel_gap_ns": (
+        "kernel_gaps",
+        "many short kernels followed each other, with a gap before each",
+        "Fuse them: torch.compile, fused optimizers, CUDA graphs.",
+    ),
+}
+
+
+def idle(record: RunRecord) -> Cause | None:
+    """The largest known cause of idle time of the rank that represents the run; None where it is no tenth of a step, or
+    the record says nothing of idle time.
+
+    A step of 100 ms whose loader kept the device idle for 40: `("data_loading", 0.04, "the device is idle for 45 ms of
+    100 ms a step: ...", ...)`.
+    """
+    worst = step_summary(record.table("breakdown"))
+    rows = [row for row in record.table("idle") if worst is not None and row["rank"] == worst.rank]
+    if worst is None or not rows:
+        return None
+    means = {name: fmean(row[name] for row in rows) for name in _WORDS}
+    largest = max(means, key=lambda name: means[name])
+    if means[largest] < LARGE * worst.step_ns:
+        return None
+    kind, why, remedy = _WORDS[largest]
+    title = (
+        f"nothing ran for {worst.other_ns / 1e6:.3g} ms of {worst.step_ns / 1e6:.3g} ms a step: for"
+        f" {means[largest] / 1e6:.3g} ms {why}"
+    )
+    others = [f"{_WORDS[name][0].replace('_', ' ')} {means[name] / 1e6:.3g} ms" for name in means if name != largest]
+    rest = worst.other_ns - sum(means.values())
+    text = f"Neither computing nor communication ran. The rest of it: {', '.join(others)}, other {rest / 1e6:.3g} ms."
+    return kind, means[largest] / 1e9, title, text, remedy
