@@ -179,7 +179,7 @@ def test_a_record_that_was_not_profiled_says_so(tmp_path):
 def test_csv_has_every_table_with_rows(tmp_path):
     steps = [{"rank": 0, "step": 1, "loss": 5.5, "step_time_s": None, "tokens": 64}]
     files = export_csv(RunRecord(tmp_path, tables={"steps": steps}), tmp_path / "out")
-    assert [file.name for file in files] == ["steps.csv"]
+    assert [file.name for file in files] == ["steps.csv", "provenance.csv"]
     with files[0].open(newline="") as file:
         assert list(csv.DictReader(file)) == [
             {"rank": "0", "step": "1", "loss": "5.5", "step_time_s": "", "tokens": "64"}
@@ -189,5 +189,5 @@ def test_csv_has_every_table_with_rows(tmp_path):
 def test_tensorboard_files_share_one_time(record, tmp_path):
     shutil.copytree(record.path / "traces", tmp_path / "again" / "traces")
     run = export_tensorboard(RunRecord(tmp_path / "again"), tmp_path / "log")
-    names = sorted(file.name.split(".") for file in run.iterdir())
+    names = sorted(file.name.split(".") for file in run.glob("*.json.gz"))
     assert [name[0] for name in names] == ["rank0", "rank1"] and len({name[1] for name in names}) == 1

@@ -688,7 +688,9 @@ def test_page_has_tabs_for_records_and_none_for_a_comparison(ahead, behind, plai
     assert len(page.encode()) - len(get_plotlyjs().encode()) < 2_000_000
     body = page.replace(get_plotlyjs(), "")
     tabs = re.findall(r'data-panel="panel-(\w+)"', body)
-    assert tabs == ["Summary", "Timeline", "Exposed", "Memory", "Traffic", "Pareto", "Difference", "Findings"]
+    assert tabs == [
+        "Summary", "Timeline", "Exposed", "Memory", "Traffic", "Pareto", "Tables", "Difference", "Findings",
+    ]  # fmt: skip
     assert "one &amp; all · 2.10 ms a step" in body and "&lt;b&gt;two" in body
     assert not re.search(r"""(src|href)=["']""", body)
     assert 'role="tab"' not in figures.comparison_page(comparison_json([ahead]))

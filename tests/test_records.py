@@ -198,7 +198,7 @@ def test_the_comparison_has_exactly_the_promised_fields(tmp_path: Path) -> None:
     first, second = comparison["runs"]
     assert first.keys() == {
         "strategy", "engine", "world_size", "status", "step_time_s", "tokens_per_s", "peak_memory_bytes", "comm",
-        "losses", "matches_reference", "predicted",
+        "losses", "matches_reference", "provenance", "predicted",
     }  # fmt: skip
     assert first["step_time_s"] == {"median": 0.5, "min": 0.4}
     assert first["peak_memory_bytes"].keys() == {"total", "by_category"}

@@ -16,6 +16,16 @@ UNSPLIT = "no category"  # a peer's memory that could not be attributed to a cat
 
 
 @dataclass(frozen=True)
+class TraceSource:
+    """What traces of PyTorch's profiler say of where they were made; "" for what they do not say."""
+
+    ranks: int
+    device_name: str = ""
+    backend: str = ""
+    torch: str = ""
+
+
+@dataclass(frozen=True)
 class RunView:
     """One run as figures and pages read it: sizes in bytes, times in seconds, None for what was not measured."""
 
@@ -39,6 +49,7 @@ class RunView:
     overlap: float | None = None
     link: str | None = None
     one_gpu: bool = False  # whether ranks shared a GPU, or rehearsed it
+    traced: TraceSource | None = None  # of a run that is known by its traces alone
     note: str = ""
 
     @property
@@ -160,7 +171,16 @@ def view(run: RunRecord | RunView) -> RunView:
         link=link,
         card_emulated=run.provenance.get("card", "emulated") == "emulated",
         one_gpu="ranks_on_one_gpu" in run.provenance,
+        traced=_trace_source(run),
     )
+
+
+def _trace_source(run: RunRecord) -> TraceSource | None:
+    traces = run.summary.get("traces")
+    if not traces:
+        return None
+    said = {name: str((run.environment or {}).get(name) or "") for name in ("device_name", "backend", "torch")}
+    return TraceSource(traces["ranks"], **said)
 
 
 def from_json(run: Mapping[str, Any], spec: Mapping[str, Any], environment: Mapping[str, Any]) -> RunView:
@@ -195,13 +215,47 @@ def from_json(run: Mapping[str, Any], spec: Mapping[str, Any], environment: Mapp
 
 def ranks_and_device(runs: list[RunView]) -> str:
     """`"2 CPU ranks"`, the words of every subtitle."""
+    if len(runs) == 1 and runs[0].traced is not None:
+        return _traced_ranks(runs[0], runs[0].traced)
     sizes = sorted({run.world_size for run in runs if run.engine != "twin"} or {run.world_size for run in runs})
     kind = "CPU" if all(run.device == "cpu" for run in runs) else "GPU"
     return plural(sizes[0], f"{kind} rank") if len(sizes) == 1 else f"{' and '.join(map(str, sizes))} {kind} ranks"
 
 
+def _traced_ranks(run: RunView, traced: TraceSource) -> str:
+    """`"2 of 8 NVIDIA A100 ranks"`."""
+    of_job = f"{traced.ranks} of " if traced.ranks < run.world_size else ""
+    kind = traced.device_name or ("CPU" if run.device == "cpu" else "GPU")
+    return f"{of_job}{plural(run.world_size, f'{kind} rank')}"
+
+
 def provenance(runs: list[RunView]) -> list[tuple[str, str]]:
     """The measured, computed, emulated and simulated quantities of a comparison, as (origin, text) pairs."""
+    traced = [run for run in runs if run.traced is not None]
+    own = [run for run in runs if run.traced is None]
+    pairs = ([("measured", _measured(own))] if own else []) + [("measured", _traced(run)) for run in traced]
+    pairs += [("not in the traces", "memory, tokens/s, bytes sent, losses")] if traced else []
+    pairs += [("computed", "formula: the bytes that each strategy must send")] if own else []
+    return [*pairs, ("emulated", "; ".join(_emulated(runs)) or "nothing"), ("simulated", "nothing")]
+
+
+def _measured(runs: list[RunView]) -> str:
+    return (
+        f"step time, tokens/s, peak memory, bytes sent, losses: on {ranks_and_device(runs)}, real processes of one"
+        " machine"
+    )
+
+
+def _traced(run: RunView) -> str:
+    """What a trace measured, and where, in its own words."""
+    assert run.traced is not None, f"{run.label} is no trace"
+    backend = run.traced.backend and f"backend {run.traced.backend}"
+    torch = run.traced.torch and f"PyTorch {run.traced.torch}"
+    where = ", ".join(filter(None, (ranks_and_device([run]), backend, torch)))
+    return f"step time, exposed time: by PyTorch's profiler on {where}"
+
+
+def _emulated(runs: list[RunView]) -> list[str]:
     emulated = (
         ["the card: a run whose counted bytes exceed it ends as out of memory"]
         if any(run.card and run.card_emulated for run in runs)
@@ -217,18 +271,7 @@ def provenance(runs: list[RunView]) -> list[tuple[str, str]]:
         if any(run.one_gpu for run in runs)
         else []
     )
-    return [
-        (
-            "measured",
-            (
-                f"step time, tokens/s, peak memory, bytes sent, losses: on {ranks_and_device(runs)}, real processes of"
-                " one machine"
-            ),
-        ),
-        ("computed", "formula: the bytes that each strategy must send"),
-        ("emulated", "; ".join(emulated) or "nothing"),
-        ("simulated", "nothing"),
-    ]
+    return emulated
 
 
 def emulated_links(runs: list[RunView]) -> list[str]:

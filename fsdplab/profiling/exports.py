@@ -48,14 +48,15 @@ def export_tensorboard(record: RunRecord, folder: str | Path) -> Path:
     for rank, file in traces.items():
         ending = ".pt.trace.json.gz" if is_gzipped(file) else ".pt.trace.json"
         shutil.copyfile(file, run / f"rank{rank}.{taken}{ending}")
+    (run / "provenance.txt").write_text(_marks(record, ": "), encoding="utf-8")
     return run
 
 
 def export_perfetto(record: RunRecord, file: str | Path) -> Path:
     """Write all ranks into one trace for ui.perfetto.dev or chrome://tracing: a process a rank, named `rank k`, on one
-    clock.
+    clock; an emulated link's passages are in processes of their own.
     """
-    return merge_traces(traces_of(record), file)
+    return merge_traces(traces_of(record), file, ledger=record.table("ledger"), provenance=record.provenance)
 
 
 def export_snapshots(record: RunRecord, folder: str | Path) -> list[Path]:
@@ -79,8 +80,8 @@ def export_snapshots(record: RunRecord, folder: str | Path) -> list[Path]:
 
 
 def export_csv(record: RunRecord, folder: str | Path) -> list[Path]:
-    """Write every table of the record that has rows as plain `<table>.csv`, columns as in the record; returns the
-    files.
+    """Write every table of the record that has rows as plain `<table>.csv`, columns as in the record, and
+    `provenance.csv`, which says what was measured; returns the files.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,4 +93,11 @@ def export_csv(record: RunRecord, folder: str | Path) -> list[Path]:
                 writer = csv.DictWriter(file, [name for name in columns if name in rows[0]], lineterminator="\n")
                 writer.writeheader()
                 writer.writerows(rows)
+    written.append(folder / "provenance.csv")
+    written[-1].write_text(f"quantity,origin\n{_marks(record, ',')}", encoding="utf-8")
     return written
+
+
+def _marks(record: RunRecord, between: str) -> str:
+    """What was measured, emulated and simulated, a line each."""
+    return "".join(f"{quantity}{between}{origin}\n" for quantity, origin in record.provenance.items())

@@ -85,6 +85,7 @@ def _run_entry(record: RunRecord, reference: RunRecord | None) -> dict[str, Any]
         "comm": {name: comm.get(name) for name in COMM},
         "losses": losses_of(record),
         "matches_reference": _agreement(record, reference),
+        "provenance": record.provenance,
         "predicted": {
             "peak_memory_bytes": None,
             "comm_bytes_per_step": summary.get("formula_bytes_per_step"),

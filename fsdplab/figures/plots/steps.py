@@ -65,6 +65,8 @@ def _label(figure: go.Figure, run: RunView) -> None:
 
 
 def _tokens(run: RunView) -> str:
+    if run.traced is not None:
+        return "tokens are not in a trace"
     return f"{three_digits(run.tokens_per_s)} tokens/s" if run.tokens_per_s else "no throughput"
 
 
@@ -86,6 +88,9 @@ def _finding(timed: list[RunView]) -> str:
 
 def _conditions(shown: list[RunView]) -> str:
     links = emulated_links(shown)
+    if any(run.traced is not None for run in shown):
+        linked = f"; the link is emulated ({', '.join(links)})" if links else ""
+        return f"Measured by PyTorch's profiler on {ranks_and_device(shown)}{linked}"
     between = f"the link between them is emulated ({', '.join(links)})" if links else "no network between them"
     return f"Measured on {ranks_and_device(shown)} of one machine: {between}"
 

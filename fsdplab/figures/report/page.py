@@ -49,12 +49,21 @@ def comparison_page(
     summary = _summary(comparison, comparison if runs is None else with_verdicts(runs, comparison))
     page = rendered(
         "page.html",
+        title=_title(views(runs if runs is not None else comparison)),
         plotly_js=get_plotlyjs(),
         setting=_setting(comparison.get("spec") or {}),
         content=tabbed(summary, records, findings) if records else summary,
         comparison=json.dumps(comparison, separators=(",", ":")),
     )
     return f"{page}\n"
+
+
+def _title(runs: Sequence[RunView]) -> str:
+    """What the page is about: strategies, or somebody's traces."""
+    traced = [run for run in runs if run.traced is not None]
+    if not traced or len(traced) < len(runs):
+        return "What each sharding strategy costs"
+    return f"What the traces of {' and '.join(run.strategy for run in traced)} show"
 
 
 def with_verdicts(runs: Sequence[RunRecord | RunView], comparison: Mapping[str, Any]) -> list[RunView]:
@@ -69,11 +78,12 @@ def with_verdicts(runs: Sequence[RunRecord | RunView], comparison: Mapping[str, 
 def _summary(comparison: Mapping[str, Any], source: Runs) -> Markup:
     """The table, the figures that every run has, what was real, what was run and where."""
     shown = views(source)
+    measured = any(run.traced is None for run in shown)  # traces know of no memory by category
     return rendered(
         "summary.html",
         comparison=comparison_table(shown, _LOOK),
-        figures=[drawn(draw, source) for draw in (memory_by_category, step_time)],
-        categories=_categories_table(shown),
+        figures=[drawn(draw, source) for draw in ((memory_by_category, step_time) if measured else (step_time,))],
+        categories=_categories_table(shown) if measured else None,
         real=provenance(shown),
         run=_flat(comparison.get("spec") or {}),
         place=_flat(comparison.get("environment") or {}),

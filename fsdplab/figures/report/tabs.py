@@ -42,9 +42,13 @@ def tabbed(summary: str, records: Sequence[RunRecord], findings: Sequence[Findin
         "Timeline": drawn(step_bar, records) + _each(records, _timeline),
         "Exposed": drawn(exposed_bar, records)
         + _each(records, lambda record: drawn(exposed_heatmap, record) + drawn(straggler_map, record)),
-        "Memory": _each(records, _memory),
-        "Traffic": _each(records, lambda record: drawn(ledger_against_formula, record)),
-        "Pareto": drawn(pareto, records),
+        "Memory": _each(records, _of_a_run("memory by category", _memory)),
+        "Traffic": _each(
+            records, _of_a_run("what the strategy must send", lambda record: drawn(ledger_against_formula, record))
+        ),
+        "Pareto": drawn(pareto, own)
+        if (own := [record for record in records if not _is_traced(record)])
+        else _not_in_traces("memory, one of the two axes"),
         "Tables": _each(records, _tables),
         "Difference": _pairs(records),
         "Findings": _findings(findings),
@@ -57,6 +61,19 @@ def _each(records: Sequence[RunRecord], fill: Callable[[RunRecord], Markup]) -> 
     if len(records) == 1:
         return fill(records[0])
     return part("under_names", bodies=[(view.label, fill(record)) for view, record in zip(views(records), records)])
+
+
+def _is_traced(record: RunRecord) -> bool:
+    return "traces" in record.summary
+
+
+def _of_a_run(what: str, fill: Callable[[RunRecord], Markup]) -> Callable[[RunRecord], Markup]:
+    """`fill`, for runs of the lab's; foreign traces lack `what`."""
+    return lambda record: _not_in_traces(what) if _is_traced(record) else fill(record)
+
+
+def _not_in_traces(what: str) -> Markup:
+    return note(f"Not in these traces: {what}. The lab records it in runs of its own: fsdplab run or fsdplab compare.")
 
 
 def _timeline(record: RunRecord) -> Markup:
@@ -92,11 +109,14 @@ def _table(shown: Table) -> Markup:
 
 
 def _pairs(records: Sequence[RunRecord]) -> Markup:
-    """Every later run against the first; a single run has nothing to differ from."""
+    """Every later run against the first, of those that ended whole; a single run has nothing to differ from."""
+    left_out = [shown.label for shown, record in zip(views(records), records) if record.status != "finished"]
+    records = [record for record in records if record.status == "finished"]
     if len(records) < 2:
+        why = f" Not compared, since they did not end whole: {', '.join(left_out)}." if left_out else ""
         return note(
             "A difference needs two runs: give two records, such as the same strategy with --prefetch 0 and"
-            " --prefetch 1."
+            f" --prefetch 1.{why}"
         )
     return Markup("\n").join(drawn(difference, records[0], other) for other in records[1 : 1 + _MOST_PAIRS])
 

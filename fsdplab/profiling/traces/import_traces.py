@@ -15,6 +15,7 @@ from typing import Any
 
 from fsdplab.profiling.step_summary import step_summary
 from fsdplab.profiling.traces.chrome import TraceError
+from fsdplab.profiling.traces.origin import Origin
 from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.ranks_of_files import check_one_job, ranks_by_name
 from fsdplab.profiling.traces.side_by_side import Progress, Reading, read_all
@@ -58,11 +59,28 @@ def record_of_traces(
             "engine": ENGINE,
             "world_size": analyses[0].world_size or len(analyses),
         },
-        environment={"device": analyses[0].device},
-        summary={**_summary(tables["breakdown"]), "traces": _sources(analyses)},
-        provenance={"step_time_s": "measured", "exposed_s": "measured"},
+        environment=_environment(analyses[0]),
+        summary={**_summary(tables["breakdown"]), "traces": _sources(analyses), "link": _link(analyses[0].origin)},
+        provenance=_provenance(analyses[0].origin),
         tables=tables,
     )
+
+
+def _environment(analysis: TraceAnalysis) -> dict[str, Any]:
+    """Where the traces were made, as far as they say."""
+    origin = analysis.origin
+    said = {"device_name": origin.device_name, "backend": origin.backend, "torch": origin.torch}
+    return {"device": analysis.device, **{name: text for name, text in said.items() if text}}
+
+
+def _link(origin: Origin) -> dict[str, Any] | None:
+    """The emulated link that the lab's own traces tell of; its speed is in their record only."""
+    return None if origin.link is None else {"name": origin.link, "bytes_per_s": None, "latency_s": None}
+
+
+def _provenance(origin: Origin) -> dict[str, str]:
+    emulated = {"link": "emulated", "exposed_s": "emulated"} if origin.link is not None else {"exposed_s": "measured"}
+    return {"step_time_s": "measured", **emulated}
 
 
 def _sources(analyses: Sequence[TraceAnalysis]) -> dict[str, Any]:
@@ -73,6 +91,7 @@ def _sources(analyses: Sequence[TraceAnalysis]) -> dict[str, Any]:
     if job and held < job:
         notes.insert(0, f"{held} of the job's {job} ranks were given: what the others did is not known")
     return {
+        "ranks": held,
         "files": {str(each.rank): str(each.path) for each in analyses},
         "no_step_s": sum(each.ns for each in work) / 1e9,
         "no_step_share": sum(each.ns for each in work) / (sum(each.device_ns for each in work) or 1),

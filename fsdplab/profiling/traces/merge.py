@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,17 @@ _FLOWS = ("s", "t", "f")
 _PROCESSES = 1000  # a rank's processes: the host's, one a GPU, the profiler's own
 
 
-def merge_traces(traces: Mapping[int, str | Path], file: str | Path) -> Path:
+def merge_traces(
+    traces: Mapping[int, str | Path],
+    file: str | Path,
+    *,
+    ledger: Sequence[dict[str, Any]] = (),
+    provenance: Mapping[str, str] | None = None,
+) -> Path:
     """Write the traces of several ranks (rank -> file) into one (gzipped where its name ends in .gz); returns its path.
 
+    An emulated link moves nothing that a profiler could see: its passages come from the record's `ledger`, each rank's
+    as a process of its own. `provenance` (quantity -> measured, emulated, simulated) is written beside the events.
     Raises TraceError for a damaged trace and ValueError for none at all. Rank 1 whose clock began 5 us after rank 0's
     shows its events 5 us later.
     """
@@ -31,28 +40,57 @@ def merge_traces(traces: Mapping[int, str | Path], file: str | Path) -> Path:
             "merge_traces got no traces; expected rank -> file, such as {0: 'rank0.pt.trace.json.gz'}. Profile the run"
             " first."
         )
-    ranks = {rank: (ChromeTrace(path), _base_and_first(path)) for rank, path in sorted(traces.items())}
-    origin = min(base + first for _, (base, first) in ranks.values())
+    ranks = {rank: (ChromeTrace(path), _clock(path)) for rank, path in sorted(traces.items())}
+    origin = min(base + first for _, (base, first, _) in ranks.values())
     file = Path(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(file, "wt") if file.suffix == ".gz" else file.open("w") as out:
         out.write(
             f'{{"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": {origin}, "mergedRanks":'
-            f' {list(ranks)}, "traceEvents": [\n'
+            f' {list(ranks)}, "provenance": {json.dumps(dict(provenance or {}))}, "traceEvents": [\n'
         )
-        events = (event for rank, (trace, (base, _)) in ranks.items() for event in _renamed(rank, trace, base - origin))
-        for index, event in enumerate(events):
+        events = (
+            event for rank, (trace, (base, *_)) in ranks.items() for event in _renamed(rank, trace, base - origin)
+        )
+        passages = (
+            event
+            for rank, (_, (base, first, last)) in ranks.items()
+            for event in _passages(rank, ledger, base + first, base + last, origin)
+        )
+        for index, event in enumerate(chain(events, passages)):
             out.write((",\n" if index else "") + json.dumps(event))
         out.write("\n]}\n")
     return file
 
 
-def _base_and_first(path: str | Path) -> tuple[int, int]:
-    """The base of a trace's clock and its earliest event on that clock, in ns."""
-    trace = ChromeTrace(path)
+def _clock(path: str | Path) -> tuple[int, int, int]:
+    """The base of a trace's clock, its earliest event on that clock and the last end, in ns."""
+    trace, first, last = ChromeTrace(path), None, 0
     with _profilers_own(trace.path):
-        first = min((nanoseconds(event["ts"]) for event in trace if event.get("ph") == "X"), default=0)
-    return trace.base_ns, first
+        for event in trace:
+            if event.get("ph") == "X":
+                start = nanoseconds(event["ts"])
+                first = start if first is None else min(first, start)
+                last = max(last, start + nanoseconds(event.get("dur", 0)))
+    return trace.base_ns, first or 0, last
+
+
+def _passages(
+    rank: int, ledger: Sequence[dict[str, Any]], first: int, last: int, origin: int
+) -> Iterator[dict[str, Any]]:
+    """What the emulated link carried for this rank while it was profiled."""
+    mine = [row for row in ledger if row["rank"] == rank and row["emulated"]]
+    mine = [row for row in mine if row["end_ns"] > first and row["start_ns"] < last]
+    process = _PROCESSES * rank + _PROCESSES - 1
+    if mine:
+        yield from _names(rank, "the emulated link", process)
+    for row in mine:
+        yield {
+            "ph": "X", "cat": "emulated", "name": f"{row['kind']} ({row['unit']}), emulated", "pid": process,
+            "tid": row["kind"], "ts": (row["start_ns"] - origin) / 1000,
+            "dur": (row["end_ns"] - row["start_ns"]) / 1000,
+            "args": {"bytes": row["logical_bytes"], "phase": row["phase"], "step": row["step"]},
+        }  # fmt: skip
 
 
 @contextmanager

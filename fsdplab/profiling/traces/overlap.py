@@ -40,6 +40,7 @@ from fsdplab.profiling.traces.classify import Thread, TraceEvents, read_events
 from fsdplab.profiling.traces.collectives import MARKED, Collective, find_collectives
 from fsdplab.profiling.traces.exposed_parts import ExposedParts, exposed_parts, summed
 from fsdplab.profiling.traces.idle_parts import IdleTime
+from fsdplab.profiling.traces.origin import Origin, origin_of
 from fsdplab.profiling.traces.segments import Segments
 from fsdplab.profiling.traces.shared_gpu import take_shared
 from fsdplab.profiling.traces.steps import (
@@ -82,7 +83,7 @@ class StepAnalysis:
 @dataclass(frozen=True)
 class TraceAnalysis:
     """All steps of one rank's trace. `device` is "cpu" or "cuda"; `world_size` is None where the trace does not say;
-    `no_step`: device work outside of the steps.
+    `no_step`: device work outside of the steps. `origin`: where it was made.
     """
 
     path: Path
@@ -91,6 +92,7 @@ class TraceAnalysis:
     device: str
     steps: tuple[StepAnalysis, ...]
     no_step: NoStep = NoStep()
+    origin: Origin = Origin()
 
     def rows(self, table: str) -> list[Row]:
         """The rows of `breakdown`, `idle`, `timeline`, `exposed` or `collectives` over all steps."""
@@ -129,7 +131,9 @@ def analyse_trace(
     transitions = [row for row in life or () if row["rank"] == own_rank]
     account = _Account(found, int(own_rank), find_collectives(found, transfers, transitions), steps, whole)
     world_size, device = found.distributed.get("world_size"), "cuda" if found.on_gpu else "cpu"
-    analysis = TraceAnalysis(Path(path), int(own_rank), world_size, device, account.analysed(), account.no_step)
+    origin = origin_of(found.metadata, any(each.label == "link" for each in found.ranges))
+    steps_found = account.analysed()
+    analysis = TraceAnalysis(Path(path), int(own_rank), world_size, device, steps_found, account.no_step, origin)
     _require_steps(analysis, len(steps))
     _require_communication(analysis)
     return analysis

@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from fsdplab.engine import events
 from fsdplab.profiling import AccountingError, StepAnalysis, TraceAnalysis, TraceError, analyse_trace
 from fsdplab.profiling.saving import save_trace
+from fsdplab.profiling.traces.origin import MARK
 from fsdplab.sessions.launch.mailbox import Mailbox
 from fsdplab.sessions.worker.rank_process import RankContext
 
@@ -47,14 +48,18 @@ class StepProfiler:
             profile_memory=True,
         )
         self.seconds: list[float] = []
+        self._mark: dict[str, str] = {"torch": torch.__version__}
 
-    def begin(self) -> None:
-        """The next step is the profiler's warm-up."""
+    def begin(self, link: str | None) -> None:
+        """The next step is the profiler's warm-up. The trace will say that `link`, if there is one, was emulated."""
+        self._mark |= {"link": link} if link else {}
         self._profile.start()
 
     def step_done(self, seconds: float) -> None:
         """A step has ended after `seconds`."""
         self.seconds.append(seconds)
+        if len(self.seconds) == WARMUP + 1:  # the profiler takes it only while it records
+            self._profile.add_metadata_json(MARK, json.dumps(self._mark))
         self._profile.step()
 
     def save(self, path: Path) -> list[float]:

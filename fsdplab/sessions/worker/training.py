@@ -127,7 +127,7 @@ class Training:
             for step in range(first, self.spec.total_steps):
                 self._step(step, timed=False)
             return []
-        self.profiler.begin()
+        self.profiler.begin((self.network.as_dict() or {}).get("name"))
         for step in range(first, self.spec.total_steps):
             self.unit_states.step = step if step >= first + WARMUP else None
             self.profiler.step_done(self._step(step, timed=False))
