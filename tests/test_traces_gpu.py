@@ -84,7 +84,6 @@ def test_units_and_phases_are_those_of_the_launching_ranges(tmp_path):
         .range("Optimizer.step#AdamW.step", 70, 95)
         .kernel(75, 700, 800)
     )
-    rank.events[6]["cat"] = rank.events[6]["cat"]
     (step,) = analysed(tmp_path, rank).steps
     assert [(row["kind"], row["unit"], row["phase"]) for row in step.collectives] == [
         ("all_gather", "blocks.0", "forward"),
@@ -115,6 +114,14 @@ def test_work_of_no_step_is_reported_and_counts_in_no_step(tmp_path):
     assert (found.no_step.ns, found.no_step.device_ns) == (150_000, 450_000)
     (sentence,) = found.no_step.sentences()
     assert "0.15 ms of device work (33.3%) belong to no profiled step" in sentence
+
+
+def test_the_first_step_begins_when_older_work_has_ended(tmp_path):
+    """Its batch (10 us) is copied at 100 while the device still does 400 us of work launched before the trace."""
+    rank = GpuRank(world_size=1).kernel(None, 0, 400).step(1, 10, 50).copy(15, 100, 110, stream=COPY)
+    found = analysed(tmp_path, rank.kernel(20, 405, 500).step(2, 50, 90).kernel(60, 500, 600))
+    assert [window(step) for step in found.steps] == [(400, 500), (500, 600)]
+    assert found.no_step.ns == 400_000  # the copy ran beside older work, and is counted once
 
 
 def test_a_step_that_launched_nothing_is_named(tmp_path):
@@ -229,6 +236,14 @@ def test_a_late_launch_is_the_hosts(tmp_path):
     """The device is done at 200; the host launches the next kernel at 250, and it starts at 255."""
     (step,) = analysed(tmp_path, GpuRank(world_size=1).step(1, 0, 300).kernel(10, 100, 200).kernel(250, 255, 400)).steps
     assert idle(step) == {"host_bound_ns": 55}
+
+
+def test_a_launch_that_takes_long_is_the_hosts(tmp_path):
+    """The first launch of a kernel loads its code: called at 190, done at 600, the kernel runs at 610."""
+    rank = GpuRank(world_size=1).step(1, 0, 700).kernel(10, 100, 200).kernel(190, 610, 700)
+    launch = next(each for each in rank.events if each["ts"] == 190)
+    launch["dur"] = 410
+    assert idle(analysed(tmp_path, rank).steps[0]) == {"host_bound_ns": 410}
 
 
 def test_a_gap_between_queued_kernels_is_the_devices(tmp_path):

@@ -191,6 +191,7 @@ class _Sorter:
     def __init__(self, found: TraceEvents, comm_kernels: CommKernels) -> None:
         self.found, self._comm_kernels = found, comm_kernels
         self._judged: dict[str, str] = {}
+        self._calls: dict[str, tuple[bool, bool]] = {}  # of the CUDA runtime: whether it waits, whether it launches
         self._by_category = {
             "cpu_op": self._host, "user_annotation": self._host, "kernel": self._kernel, "gpu_memcpy": self._copy,
             "gpu_memset": self._copy, "cuda_runtime": self._launch, "cuda_driver": self._launch,
@@ -275,14 +276,24 @@ class _Sorter:
         self.found.copy_launches.append(correlation_of(event))
 
     def _launch(self, event: dict[str, Any], start: int, end: int) -> None:
-        correlation, name = correlation_of(event), event["name"]
-        waits = "Synchronize" in name or name in _SYNCHRONOUS_COPIES
-        if waits:
+        name = event["name"]
+        call = self._calls.get(name)
+        if call is None:
+            call = self._calls[name] = _waits(name), _launches(name)
+        if call[0]:
             self.found.blocked.add(start, end)
-        if correlation >= 0 and any(word in name for word in ("Launch", "Memcpy", "Memset")):
+        if call[1] and (correlation := correlation_of(event)) >= 0:
             correlations, spans = self.found.launches[event["pid"], event["tid"]]
             correlations.append(correlation)
             spans.add(start, end)
+
+
+def _waits(name: str) -> bool:
+    return "Synchronize" in name or name in _SYNCHRONOUS_COPIES
+
+
+def _launches(name: str) -> bool:
+    return any(word in name for word in ("Launch", "Memcpy", "Memset"))
 
 
 def correlation_of(event: dict[str, Any]) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdplab.profiling.intervals import EMPTY
 from fsdplab.profiling.traces.classify import Range, Thread, TraceEvents, Transfer, unit_name
 from fsdplab.profiling.traces.segments import nests
 
@@ -367,15 +368,13 @@ class Launches:
     def __init__(self, found: TraceEvents) -> None:
         threads = list(found.launches)
         logged = enumerate(found.launches.values())
-        parts = [
-            (np.array(numbers), spans.pairs()[:, 0], np.full(len(numbers), index)) for index, (numbers, spans) in logged
-        ]
+        parts = [(np.array(numbers), spans.pairs(), np.full(len(numbers), index)) for index, (numbers, spans) in logged]
         empty: np.ndarray = np.empty(0, dtype=np.int64)
-        numbers, starts, owners = (
-            (np.concatenate([empty, *column]) for column in zip(*parts)) if parts else (empty,) * 3
-        )
+        numbers = np.concatenate([empty, *(part[0] for part in parts)])
         order = np.argsort(numbers, kind="stable")
-        self._numbers, self._starts, self._owners, self._threads = numbers[order], starts[order], owners[order], threads
+        spans = np.concatenate([EMPTY, *(part[1] for part in parts)])[order]
+        self._numbers, self._starts, self._ends = numbers[order], spans[:, 0], spans[:, 1]
+        self._owners, self._threads = np.concatenate([empty, *(part[2] for part in parts)])[order], threads
 
     def of(self, correlation: int) -> tuple[int | None, Thread | None]:
         """The launch's start and thread; (None, None) where the trace lacks it."""
@@ -386,10 +385,17 @@ class Launches:
 
     def starts(self, correlations: np.ndarray, otherwise: np.ndarray | int) -> np.ndarray:
         """The launches' starts for many kernels; `otherwise` where the trace lacks one."""
+        return self._picked(self._starts, correlations, otherwise)
+
+    def ends(self, correlations: np.ndarray, otherwise: np.ndarray | int) -> np.ndarray:
+        """When the host had launched each of many kernels."""
+        return self._picked(self._ends, correlations, otherwise)
+
+    def _picked(self, times: np.ndarray, correlations: np.ndarray, otherwise: np.ndarray | int) -> np.ndarray:
         if not len(self._numbers):
             return np.broadcast_to(np.asarray(otherwise, dtype=np.int64), correlations.shape)
         at = np.minimum(np.searchsorted(self._numbers, correlations), len(self._numbers) - 1)
-        return np.where(self._numbers[at] == correlations, self._starts[at], otherwise)
+        return np.where(self._numbers[at] == correlations, times[at], otherwise)
 
 
 def _payload(transfer: Transfer, kind: str, world_size: int) -> int | None:

@@ -27,7 +27,7 @@ from fsdplab.profiling.intervals import Intervals, intersect, size, subtract, un
 from fsdplab.profiling.memory.timeline import AccountingError
 from fsdplab.profiling.traces.classify import TraceEvents
 from fsdplab.profiling.traces.collectives import Collective
-from fsdplab.profiling.traces.steps import Window, all_device_work, known, launches_of
+from fsdplab.profiling.traces.steps import Window, all_device_work, known, launch_ends_of
 from fsdplab.records.tables import IDLE_PARTS
 
 _AT_ONCE_NS = 100_000  # work that starts this soon after its late launch waited for nothing else
@@ -45,7 +45,7 @@ class IdleTime:
         blocked = found.blocked.pairs()
         self._blocked = union(blocked)
         self._just_blocked = union(np.stack([blocked[:, 0], blocked[:, 1] + _RETURN_NS], axis=1))
-        self._starts, self._launches = _work(found, collectives)
+        self._starts, self._launched = _work(found)
 
     def parts(self, window: Window, other: Intervals) -> dict[str, int]:
         """Nanoseconds of each cause; they sum to `other`, which is sorted, disjoint and inside the window.
@@ -89,23 +89,22 @@ class IdleTime:
     def _by_launch(self, gaps: Intervals) -> tuple[Intervals, Intervals]:
         """(what of the gaps is the host's, gaps whose next work was queued before they began)."""
         at = np.minimum(np.searchsorted(self._starts, gaps[:, 1], side="left"), len(self._starts) - 1)
-        launches = self._launches[at]
-        told = (self._starts[at] == gaps[:, 1]) & known(launches)
-        late = told & (launches > gaps[:, 0])
-        until = np.minimum(launches, gaps[:, 1])
+        launched = self._launched[at]
+        told = (self._starts[at] == gaps[:, 1]) & known(launched)
+        late = told & (launched > gaps[:, 0])
+        until = np.minimum(launched, gaps[:, 1])
         until = np.where(gaps[:, 1] - until < _AT_ONCE_NS, gaps[:, 1], until)
         return np.stack([gaps[late, 0], until[late]], axis=1), gaps[told & ~late]
 
 
-def _work(found: TraceEvents, collectives: Sequence[Collective]) -> tuple[np.ndarray, np.ndarray]:
-    """All work of the device in order of its start, and when the host launched each; of equal starts the first
-    launched.
+def _work(found: TraceEvents) -> tuple[np.ndarray, np.ndarray]:
+    """All work of the device in order of its start, and when the host had launched each (a launch may take long: the
+    first of a kernel loads its code); of equal starts the first launched.
     """
-    spans = [found.kernels.pairs()[:, 0], found.copies.pairs()[:, 0]]
-    launched = [launches_of(found, found.kernel_launches), launches_of(found, found.copy_launches)]
-    issued = [each for each in collectives if each.issued]
-    spans.append(np.array([each.start for each in issued], dtype=np.int64))
-    launched.append(np.array([each.issue for each in issued], dtype=np.int64))
-    starts, launches = np.concatenate(spans), np.concatenate(launched)
-    order = np.lexsort((launches, starts))
-    return starts[order], launches[order]
+    moving = [each for each in found.transfers if each.launch is not None]
+    moved = np.array([each.start for each in moving], dtype=np.int64)
+    starts = np.concatenate([found.kernels.pairs()[:, 0], found.copies.pairs()[:, 0], moved])
+    numbers = [*found.kernel_launches, *found.copy_launches, *(each.launch for each in moving)]
+    launched = launch_ends_of(found, numbers)
+    order = np.lexsort((launched, starts))
+    return starts[order], launched[order]

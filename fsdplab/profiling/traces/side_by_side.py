@@ -7,6 +7,7 @@ seconds of importing; small traces are read one after the other.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import subprocess
@@ -110,6 +111,7 @@ def _read_elsewhere(reading: Reading) -> TraceAnalysis:
 
 def main() -> None:
     """Read the trace that stdin names, write its analysis, or the error, to stdout."""
+    gc.disable()  # the process ends with its answer, and millions of events hold no cycles
     reading: Reading = pickle.load(sys.stdin.buffer)
     answer: TraceAnalysis | Exception
     try:

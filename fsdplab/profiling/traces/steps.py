@@ -4,8 +4,8 @@ A host that runs ahead has left its `ProfilerStep` range long before the GPU beg
 a GPU a step is the device work that its range launched, found by correlation number, and its window goes from the first
 start to the last end of that work. Where the windows of two steps overlap (a copy for the next batch on a stream of its
 own), they are cut at the instant that leaves the least work outside of its own window, so no nanosecond is in two
-steps. Work launched outside of every step, before the trace began, or left beyond a cut belongs to no step; it is
-summed up, never dropped.
+steps. The first step is cut likewise against what the device still had to do when the profiler began. Work launched
+outside of every step, before the trace began, or left beyond a cut belongs to no step; it is summed up, never dropped.
 
 On the CPU, and for GPU traces without correlation numbers, a step is the range of the host.
 """
@@ -157,7 +157,8 @@ class ByLaunch:
         ]
         of_none = union(kernels[self._kernel_steps < 0], copies[copy_steps < 0], pieces_of(self._members[-1]))
         self._index = [index for index, work in enumerate(own) if len(work)]
-        bounds = device_windows([own[index] for index in self._index])
+        earlier = of_none[of_none[:, 0] < steps[0][2]]
+        bounds = _windows_after(earlier, [own[index] for index in self._index])
         kept = [(index, bound) for index, bound in zip(self._index, bounds) if bound[0] < bound[1]]
         self._index = [index for index, _ in kept]
         self.windows = [Window(steps[index][0], *bound) for index, bound in kept]
@@ -196,6 +197,11 @@ def launches_of(found: TraceEvents, correlations: Sequence[int]) -> np.ndarray:
     return Launches(found).starts(np.array(correlations, dtype=np.int64), _UNKNOWN)
 
 
+def launch_ends_of(found: TraceEvents, correlations: Sequence[int]) -> np.ndarray:
+    """When the host had launched each work, as `launches_of`."""
+    return Launches(found).ends(np.array(correlations, dtype=np.int64), _UNKNOWN)
+
+
 def known(launches: np.ndarray) -> np.ndarray:
     """Of `launches_of`: which of them the trace shows."""
     return launches != _UNKNOWN
@@ -228,6 +234,11 @@ def device_windows(own: Sequence[Intervals]) -> list[tuple[int, int]]:
             cut = _cut(own[index - 1], own[index], max(before, start), max(before, min(until, end)))
             bounds[index - 1], bounds[index] = (before, cut), (cut, max(cut, end))
     return bounds
+
+
+def _windows_after(earlier: Intervals, own: Sequence[Intervals]) -> list[tuple[int, int]]:
+    """The windows, the first one cut against what the device still had to do when profiling began."""
+    return device_windows([earlier, *own])[1:] if len(earlier) and len(own) else device_windows(own)
 
 
 def _cut(before: Intervals, after: Intervals, first: int, last: int) -> int:

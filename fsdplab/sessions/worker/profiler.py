@@ -22,6 +22,7 @@ from fsdplab.engine import events
 from fsdplab.profiling import AccountingError, StepAnalysis, TraceAnalysis, TraceError, analyse_trace
 from fsdplab.profiling.saving import save_trace
 from fsdplab.profiling.traces.origin import MARK
+from fsdplab.profiling.traces.steps import NoStep
 from fsdplab.sessions.launch.mailbox import Mailbox
 from fsdplab.sessions.worker.rank_process import RankContext
 
@@ -96,7 +97,7 @@ def leave_analysis(context: RankContext, kind: str, ledger: Sequence[dict[str, A
         return
     steps = [vars(step) for step in found.steps]
     context.mailbox.of(context.rank, kind + _SUFFIX).write_text(
-        json.dumps([found.world_size, found.device, steps], default=lambda number: number.item())
+        json.dumps([found.world_size, found.device, steps, vars(found.no_step)], default=lambda number: number.item())
     )
 
 
@@ -105,7 +106,7 @@ def analysis_of(mailbox: Mailbox, rank: int, kind: str, trace: Path, ledger: Seq
     left = mailbox.of(rank, kind + _SUFFIX)
     if not left.exists():
         return analyse_trace(trace, ledger=ledger, rank=rank)
-    world_size, device, steps = json.loads(left.read_text())
+    world_size, device, steps, no_step = json.loads(left.read_text())
     rows = ("timeline", "exposed", "collectives")
     return TraceAnalysis(
         trace,
@@ -113,4 +114,5 @@ def analysis_of(mailbox: Mailbox, rank: int, kind: str, trace: Path, ledger: Seq
         world_size,
         device,
         tuple(StepAnalysis(**{**step, **{name: tuple(step[name]) for name in rows}}) for step in steps),
+        NoStep(**{**no_step, "empty_steps": tuple(no_step["empty_steps"])}),
     )
