@@ -630,12 +630,16 @@ def _latency_s(scene: Scene) -> float:
 
 
 def _alone(claim: Claim) -> str:
+    """The collective of which most was claimed; with its exposed time where the claim has all of that, as figures show
+    it.
+    """
     assert claim.cell is not None
-    return f"{_cell(claim.cell)} alone {_ms(claim.of_cell)}"
+    whole = claim.cell.exposed_ns / 1e9
+    return f"{_cell(claim.cell)} alone {_ms(whole)}" if claim.of_cell > 0.99 * whole else f"most at {_cell(claim.cell)}"
 
 
 def _cell(cell: ExposedCell) -> str:
-    """The collective in words; where no unit has a name, none is meant."""
+    """The collective's name; without its unit where no unit has a name."""
     of = f" of {_named(cell.unit)}" if cell.unit else ""
     return f"{cell.kind}{of} in {cell.phase or 'the step'}"
 
