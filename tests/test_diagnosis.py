@@ -214,9 +214,11 @@ def test_a_slow_link_comes_before_what_a_schedule_could_hide_on_it_and_the_peak_
     record = by_hand(tmp_path, compute=30, other_rank=30, exposed=exposed, peak_memory_bytes=peak)
     found = findings(record)
     assert len(found) <= MOST and found[-1].kind == "peak" and "80% of it activations" in found[-1].title
-    assert [finding.kind for finding in found[:-1]] == ["slow_link", "no_prefetch", "nothing_to_hide_behind"]
+    assert [finding.kind for finding in found[:-1]] == [
+        "slow_link", "no_prefetch", "nothing_to_hide_behind", "busy_link",
+    ]  # fmt: skip
     assert found[0].seconds < found[1].seconds > found[2].seconds, "costliest first but for the link"
-    assert "880" not in found[0].title and "36 ms of communication beside 30 ms of computing" in found[0].title
+    assert "36 ms of communication beside 30 ms of computing" in found[0].title
 
 
 def test_a_run_that_was_not_profiled_has_no_findings(tmp_path: Path) -> None:
@@ -273,6 +275,17 @@ def test_a_mean_is_set_beside_means_only(tmp_path: Path) -> None:
     assert found.seconds == pytest.approx(0.010) and found.title.count("10 ms") == 2
 
 
+def test_a_unit_is_named_where_units_have_names(tmp_path: Path) -> None:
+    """DDP's buckets have none: its all-reduce is not the root's."""
+    ddp = by_hand(tmp_path, exposed=[("", "backward", "all_reduce", 20, 15, "nothing_to_hide_behind")])
+    assert "all_reduce in backward alone 15 ms" in findings(ddp)[0].title
+    fsdp = by_hand(
+        tmp_path,
+        exposed=[("a", "forward", "all_gather", 9, 0, "hidden"), ("", "forward", "all_gather", 20, 15, "late_start")],
+    )
+    assert "all_gather of the root in forward alone 15 ms" in findings(fsdp)[0].title
+
+
 # ---- no remedy that the run already follows
 
 
@@ -292,6 +305,9 @@ def test_units_that_are_alike_are_not_to_be_made_alike(tmp_path: Path) -> None:
     record.tables["ledger"] = ledger(root=4_000_000, a=5_000_000, b=5_000_000)
     (alike,) = findings(record)
     assert alike.kind == "nothing_to_hide_behind" and "alike" not in alike.remedy and "root" not in alike.remedy
+    record.tables["ledger"] = []
+    (unknown,) = findings(record)
+    assert "if units or buckets differ" in unknown.remedy and "root" not in unknown.remedy
     record.tables["ledger"] = ledger(root=40_000_000, a=5_000_000, b=15_000_000, c=9_000_000)
     (unlike,) = findings(record)
     assert "alike" in unlike.remedy and "keep the root small" in unlike.remedy
@@ -313,6 +329,9 @@ def test_who_has_two_communicators_is_not_told_to_have_them(tmp_path: Path) -> N
     one = by_hand(tmp_path, exposed=exposed, link={"queues": 1, "name": "eth1", "bytes_per_s": 125e6})
     two = by_hand(tmp_path, exposed=exposed, link={"queues": 2, "name": "eth1", "bytes_per_s": 125e6})
     assert "communicator of their own" in findings(one)[0].remedy
+    assert [finding.kind for finding in findings(one)] == ["one_communicator"]
+    alike = by_hand(tmp_path, exposed=exposed[:1])
+    assert findings(alike)[0].kind == "busy_link", "gathers alone queue behind gathers"
     assert findings(two)[0].kind == "busy_link" and "communicator" not in findings(two)[0].remedy
 
 

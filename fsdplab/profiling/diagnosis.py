@@ -210,12 +210,19 @@ def _scene(record: RunRecord, loading: Loading | None) -> Scene:
         step_s=worst.step_ns / 1e9,
         communication_s=worst.communication_ns / 1e9,
         exposed_s=worst.exposed_ns / 1e9,
-        cells=exposed_cells([row for row in record.table("exposed") if row["rank"] == worst.rank], worst.steps),
+        cells=exposed_cells(
+            _with_root([row for row in record.table("exposed") if row["rank"] == worst.rank]), worst.steps
+        ),
         compute_s={(row["rank"], row["step"]): row["compute_ns"] / 1e9 for row in breakdown},
         own_s={(row["rank"], row["step"]): (row["step_ns"] - row["exposed_ns"]) / 1e9 for row in breakdown},
         loading=loading_of(record, steps) if loading is None else loading,
         arrivals=arrivals_of(record, steps)[0] if len(summaries(breakdown)) > 1 else {},
     )
+
+
+def _with_root(rows: Sequence[Row]) -> Sequence[Row]:
+    """Where other units have names, the one without is the root; where none has, there are no units."""
+    return [row | {"unit": row["unit"] or "root"} for row in rows] if any(row["unit"] for row in rows) else rows
 
 
 def loading_of(record: RunRecord, steps: set[int]) -> dict[tuple[int, int], float]:
@@ -450,7 +457,7 @@ def _no_prefetch(scene: Scene, left: Unclaimed) -> Finding | None:
 def _one_communicator(scene: Scene, left: Unclaimed) -> Finding | None:
     link = scene.record.summary.get("link")
     if link and link.get("queues") == 2:
-        return _busy_link(scene, left)
+        return None
     # side by side, the shorter of the two kinds is all that can be saved
     saved = scene.communication_s - max(scene.by_kind().values(), default=0.0)
     claim = left.on_link(lambda cell: cell.cause == "link_busy", saved)
@@ -469,13 +476,14 @@ def _one_communicator(scene: Scene, left: Unclaimed) -> Finding | None:
 
 
 def _busy_link(scene: Scene, left: Unclaimed) -> Finding | None:
-    """Gathers and reductions travel side by side already, and queue behind their own kind."""
+    """What gathers and reductions side by side would not save: collectives that queue behind their own kind."""
     claim = left.on_link(lambda cell: cell.cause == "link_busy")
     if claim.cell is None:
         return None
     title = f"collectives queue behind others of their kind: {_ms(claim.seconds)} a step exposed, {_alone(claim)}"
-    text = "Gathers and reductions have a communicator each; here the link cannot keep up with one of them."
-    remedy = f"Give each unit more work (a larger batch){_deeper(scene, 'or')}."
+    text = "The link was still carrying earlier ones when they were issued: for a while it cannot keep up."
+    deeper = _deeper(scene, "or") if scene.spec.get("engine") == "lab" else ""
+    remedy = f"Give the step more work beside them (a larger batch){deeper}."
     return Finding("busy_link", claim.seconds, title, text, remedy)
 
 
@@ -492,12 +500,14 @@ def _nothing_beside(scene: Scene, left: Unclaimed) -> Finding | None:
     text = "Too little computing was left beside it: the first gathers of a step and the last reductions have none"
     ways = []
     blocks, root = _blocks_and_root(scene.record)
-    if not blocks or max(blocks) > ALIKE * min(blocks):
+    if blocks and max(blocks) > ALIKE * min(blocks):
         text += ", and a large unit outlasts its small neighbour"
         ways.append("make units alike in size")
-    if root is None or not blocks or root > ALIKE * statistics.median(blocks):
+    if blocks and root is not None and root > ALIKE * statistics.median(blocks):
         ways.append("keep the root small (embedding and head in units of their own)")
     ways.append("give each step more work (a larger batch)")
+    if not blocks:  # a trace does not say how large units are
+        ways.append("if units or buckets differ in size, make them alike")
     remedy = ", or ".join(ways)
     return Finding("nothing_to_hide_behind", claim.seconds, title, f"{text}.", f"{remedy[0].upper()}{remedy[1:]}.")
 
@@ -505,7 +515,7 @@ def _nothing_beside(scene: Scene, left: Unclaimed) -> Finding | None:
 # a rank that others wait for, the link, copies; a cause before its consequences
 _RULES: Sequence[Callable[[Scene, Unclaimed], Finding | None]] = (
     _slow_loading, _long_step, _slow_rank, _skew,
-    _slow_link, _tiny_units, _one_big_unit, _no_prefetch, _one_communicator, _nothing_beside, _copies,
+    _slow_link, _tiny_units, _one_big_unit, _no_prefetch, _one_communicator, _busy_link, _nothing_beside, _copies,
     _loading_everywhere,
 )  # fmt: skip
 _OF_THE_SCHEDULE = (
@@ -620,12 +630,18 @@ def _latency_s(scene: Scene) -> float:
 
 
 def _alone(claim: Claim) -> str:
+    """The collective of which most was claimed; with its exposed time where the claim has all of that, as figures show
+    it.
+    """
     assert claim.cell is not None
-    return f"{_cell(claim.cell)} alone {_ms(claim.of_cell)}"
+    whole = claim.cell.exposed_ns / 1e9
+    return f"{_cell(claim.cell)} alone {_ms(whole)}" if claim.of_cell > 0.99 * whole else f"most at {_cell(claim.cell)}"
 
 
 def _cell(cell: ExposedCell) -> str:
-    return f"{cell.kind} of {_named(cell.unit)} in {cell.phase or 'the step'}"
+    """The collective's name; without its unit where no unit has a name."""
+    of = f" of {_named(cell.unit)}" if cell.unit else ""
+    return f"{cell.kind}{of} in {cell.phase or 'the step'}"
 
 
 def _link(record: RunRecord) -> str:
