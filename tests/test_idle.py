@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdplab.profiling.diagnosis import findings
 from fsdplab.profiling.idle import idle
 from fsdplab.profiling.traces.import_traces import record_of_traces
 from fsdplab.records import RunRecord
@@ -61,3 +62,29 @@ def test_the_table_is_saved_and_an_older_record_is_read_without_it(tmp_path):
     assert RunRecord.load(saved.save().path).table("idle") == saved.table("idle") != []
     older = RunRecord.load(Path(__file__).resolve().parents[1] / "data" / "traces-08")
     assert older.table("idle") == [] and older.table("breakdown") != []
+
+
+def test_idle_time_is_among_the_findings_and_claims_no_exposed_time(tmp_path):
+    found = findings(record(tmp_path, busy(400)))
+    assert [(each.kind, each.of) for each in found] == [("host_bound", "step")]
+
+
+def test_a_loader_is_told_once(tmp_path):
+    found = findings(record(tmp_path, busy(400).loader(310, 690)))
+    assert [each.kind for each in found] == ["slow_loading"] and "num_workers" in found[0].remedy
+
+
+def test_one_rank_s_loader_is_told_by_the_traces_of_two(tmp_path):
+    """Three steps: rank 1 takes 300 us to load in each, and rank 0 waits for it in its collective."""
+    files = []
+    for rank in (0, 1):
+        trace, late = GpuRank(rank), 300 * rank
+        for step in range(3):
+            at = 1000 * step
+            trace.step(step, at, at + 999).loader(at + 1, at + 5 + late).kernel(
+                at + 6 + late, at + 7 + late, at + 207 + late
+            )
+            trace.nccl("all_reduce", at + 8 + late, at + 207 + late, at + 520)
+        files.append(trace.write(tmp_path / f"rank{rank}.json"))
+    first = findings(record_of_traces(files))[0]
+    assert first.kind == "slow_loading" and first.title.startswith("rank 1 waits 0.304 ms a step")

@@ -21,6 +21,7 @@ from typing import Any
 
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.profiling.arrivals import Arrivals, arrivals_of, late_rank
+from fsdplab.profiling.idle import idle
 from fsdplab.profiling.step_summary import ExposedCell, exposed_cells, step_summary, summaries
 from fsdplab.records import RunRecord
 
@@ -174,10 +175,19 @@ def findings(record: RunRecord, loading: Loading | None = None) -> list[Finding]
     left = Unclaimed(scene.cells)
     found = [finding for rule in _RULES if (finding := rule(scene, left)) is not None]
     _check_sums(scene, found)
+    found += _idle(record, found)
     found = [finding for finding in found if finding.seconds >= WORTH_SAYING * scene.step_s]
     found = _in_order(found)[: MOST - 1]
     peak = _peak(record)
     return found + ([peak] if peak else [])
+
+
+def _idle(record: RunRecord, found: Sequence[Finding]) -> list[Finding]:
+    """Idle time, where it is large and no finding on a loader has told of it."""
+    cause = idle(record)
+    if cause is None or cause[0] == "data_loading" and any(each.kind.endswith("loading") for each in found):
+        return []
+    return [Finding(*cause, of="step")]
 
 
 def _in_order(found: Sequence[Finding]) -> list[Finding]:

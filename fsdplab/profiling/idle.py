@@ -34,7 +34,7 @@ _WORDS = {  # column -> kind, why the device was idle, remedy
         " non_blocking=True.",
     ),
     "copies_ns": (
-        "copies",
+        "device_copies",
         "data was copied to or from the device, and nothing ran beside it",
         "Copy the next batch on a stream of its own while this one computes (pin_memory=True, non_blocking=True).",
     ),

@@ -52,6 +52,7 @@ def record_of_traces(
     check_one_job(analyses)
     analyses = with_peers(analyses)
     tables = {name: [row for each in analyses for row in each.rows(name)] for name in TABLES}
+    tables["steps"] = _steps(analyses)
     return RunRecord(
         files[0].parent,
         spec={
@@ -64,6 +65,18 @@ def record_of_traces(
         provenance=_provenance(analyses[0].origin),
         tables=tables,
     )
+
+
+def _steps(analyses: Sequence[TraceAnalysis]) -> list[dict[str, Any]]:
+    """Rows of the table `steps`, where a trace shows a DataLoader: how long each step's data took, and no more."""
+    if not any(step.loading_ns for each in analyses for step in each.steps):
+        return []
+    return [
+        {"rank": each.rank, "step": step.step, "loss": None, "step_time_s": None, "tokens": None,
+         "loading_s": step.loading_ns / 1e9}
+        for each in analyses
+        for step in each.steps
+    ]  # fmt: skip
 
 
 def _environment(analysis: TraceAnalysis) -> dict[str, Any]:

@@ -63,7 +63,7 @@ _PARTS = ("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")
 class StepAnalysis:
     """One step of one rank: a `breakdown` row, `timeline` and `exposed` rows as in the record's tables, and the
     collectives that began in it: one that ends in the next step is listed once, and is exposed in both. `idle`: the
-    part "other" by cause, a row of the record's table of that name.
+    part "other" by cause, a row of the record's table of that name. `loading_ns`: until the host had the step's data.
     """
 
     step: int
@@ -72,6 +72,7 @@ class StepAnalysis:
     exposed: tuple[Row, ...]
     collectives: tuple[Row, ...]
     idle: Row = field(default_factory=dict)
+    loading_ns: int = 0
 
     @property
     def overlap(self) -> float | None:
@@ -175,6 +176,8 @@ class _Account:
         self._timeline = TimelineRows(found, rank, self._segments)
         self._idle = IdleTime(found, collectives)
         self.no_step = self._steps.no_step
+        self._loading = union(found.loading.pairs())
+        self._host_steps = {number: (start, end) for number, start, end in steps}
 
     def analysed(self) -> tuple[StepAnalysis, ...]:
         """All steps, in order."""
@@ -213,6 +216,7 @@ class _Account:
                 if self._steps.lists(index, each)
             ),
             {"rank": self._rank, "step": number, **self._idle.parts(window, other)},
+            size(within(self._loading, *self._host_steps[number])),
         )
 
     def _phase_ends(self, start: int, end: int) -> dict[str, int]:
