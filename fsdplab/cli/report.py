@@ -86,7 +86,7 @@ def _print_tables(console: Console, records: Sequence[RunRecord]) -> None:
 def _grid(shown: Table) -> Grid:
     grid = Grid(box=None, pad_edge=False, header_style="bold")
     for column, heading in zip(shown.columns, headings(shown)):
-        grid.add_column(heading, justify="right" if is_number(column) else "left", no_wrap=is_number(column))
+        grid.add_column(heading, justify="right" if is_number(column) else "left", overflow="fold")
     for row in cells(shown):
         grid.add_row(*map(Text, row))
     return grid

@@ -23,6 +23,7 @@ from fsdplab.records import RunRecord
 _PHASES = ("forward", "backward", "optimizer", "")
 _CAUSES = {"hidden": "", "unknown": ""}
 MOST_ROWS = 90  # units that fit on a page; of more, those with most exposed time are drawn
+_LEAST = 90  # pixels of the cells, so that the labels of the colour bar stay apart
 
 Place = tuple[str, str, str]  # unit, phase and kind
 
@@ -52,7 +53,8 @@ def exposed_heatmap(record: RunRecord) -> go.Figure:
     title, alt = _finding(record, cells)
     mean = f"rank {rank}, the most exposed, mean of {plural(steps, 'profiled step')}"
     where = conditions(record, mean, slower_words(record), few_words(units, found))
-    return titled(figure, title, where, alt, height=170 + max(14, min(38, 1300 // len(units))) * len(units), top=124)
+    rows = max(_LEAST, max(14, min(38, 1300 // len(units))) * len(units))
+    return titled(figure, title, where, alt, height=170 + rows, top=124)
 
 
 def foremost(weights: dict[str, float]) -> list[str]:
@@ -86,6 +88,7 @@ def _heat(grid: list[list[ExposedCell | None]], units: list[str], columns: list[
             thickness=16,
             tickfont=dict(size=14),
             outlinewidth=0,
+            nticks=4 if len(grid) < 4 else 8,
         ),
     )
 

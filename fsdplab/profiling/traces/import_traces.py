@@ -55,16 +55,20 @@ def record_of_traces(
     tables["steps"] = _steps(analyses)
     return RunRecord(
         files[0].parent,
-        spec={
-            "strategy": files[0].name.partition(".")[0],
-            "engine": ENGINE,
-            "world_size": analyses[0].world_size or len(analyses),
-        },
+        spec={"strategy": _name(files), "engine": ENGINE, "world_size": analyses[0].world_size or len(analyses)},
         environment=_environment(analyses[0]),
         summary={**_summary(tables["breakdown"]), "traces": _sources(analyses), "link": _link(analyses[0].origin)},
         provenance=_provenance(analyses[0].origin),
         tables=tables,
     )
+
+
+def _name(files: Sequence[Path]) -> str:
+    """What the job is called: its folder, where that holds nothing but its ranks; else the first file."""
+    folder = files[0].absolute().parent
+    if len(files) > 1 and {each for each in folder.iterdir() if each.is_file()} == {each.absolute() for each in files}:
+        return folder.name
+    return files[0].name.partition(".")[0]
 
 
 def _steps(analyses: Sequence[TraceAnalysis]) -> list[dict[str, Any]]:
