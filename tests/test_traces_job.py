@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdplab.cli import main
 from fsdplab.profiling import TraceError, analyse_trace, export_perfetto, export_tensorboard
 from fsdplab.profiling.traces.comm_kernels import CommKernels, comm_pattern
 from fsdplab.profiling.traces.import_traces import record_of_traces
@@ -194,3 +195,35 @@ def test_ranks_are_read_in_processes_of_their_own_with_the_same_result(tmp_path)
     (tmp_path / "rank1.json").write_text("no trace")
     with pytest.raises(TraceError, match="rank1.json is no Chrome trace"):
         read_all(readings, processes=2)
+
+
+# ---- the command
+
+
+def test_the_report_says_what_the_tables_leave_out(tmp_path, capsys):
+    """A folder of one rank of two: 70 us of work were launched before the trace, one kernel only an option knows."""
+    trace = GpuRank().kernel(None, 0, 70).step(1, 5, 50).kernel(10, 100, 200).kernel(20, 200, 300, name="acme_exchange")
+    trace.write(tmp_path / "rank0.json")
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path), "--comm-pattern", "acme_exchange=all_to_all"])
+    assert not ended.value.code
+    said = " ".join(capsys.readouterr().out.split())
+    assert "note: 1 of the job's 2 ranks were given" in said
+    assert "note: rank 0: 0.07 ms of device work (25.9%) belong to no profiled step" in said
+
+
+@pytest.mark.parametrize(
+    "options,complaint",
+    [
+        (["--ranks", "first"], "--ranks has 'first'; expected whole numbers"),
+        (["--ranks", "0,1,2"], "3 ranks were given for 1 traces"),
+        (["--comm-pattern", "("], "no regular expression"),
+        ([], "shows no communication"),
+    ],
+)
+def test_wrong_options_are_one_line(tmp_path, capsys, options, complaint):
+    path = GpuRank().step(1, 0, 50).kernel(10, 100, 200).write(tmp_path / "rank0.json")
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(path), *options])
+    error = capsys.readouterr().err.strip()
+    assert ended.value.code == 2 and complaint in error and "\n" not in error

@@ -59,7 +59,7 @@ def within(whole: Intervals, start: int, end: int) -> Intervals:
     """`clip` of a set that is sorted and disjoint already: only the part between the instants is looked at."""
     first = np.searchsorted(whole[:, 1], start, side="right")
     last = np.searchsorted(whole[:, 0], end, side="left")
-    return np.clip(whole[first:last], start, end) if first < last else EMPTY
+    return np.clip(whole[first:last], start, end) if first < last and start < end else EMPTY
 
 
 class Measure:

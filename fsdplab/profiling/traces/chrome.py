@@ -2,9 +2,9 @@
 memory.
 
 `json.load` of a 100 MB trace takes ten times its size. Here a window of text slides over the file and one event at a
-time is decoded from it; what is around the events (ranks, devices, the clock's base) is kept as `metadata`. PyTorch 2.1
-and newer; plain or gzipped; an object with `traceEvents`, or the bare list of events of older exporters. Every kind of
-bad file is a `TraceError` with its remedy.
+time is decoded from it; what is around the events (ranks, devices, the clock's base) is kept as `metadata`. PyTorch of
+2021 and newer; plain or gzipped; an object with `traceEvents`, or the bare list of events of older exporters. Every
+kind of bad file is a `TraceError` with its remedy.
 """
 
 from __future__ import annotations

@@ -1,0 +1,97 @@
+"""The work of an analysis grows with the number of collectives, not with its square; and the sweep that attributes
+exposed time gives what taking collective by collective gave.
+
+Calls are counted, not seconds: the count is the same on a busy machine.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+
+import numpy as np
+import pytest
+
+from fsdplab.profiling import analyse_trace
+from fsdplab.profiling.intervals import EMPTY, Measure, intersect, length, subtract, union, within
+from fsdplab.profiling.traces.attribution import attribute
+from fsdplab.profiling.traces.collectives import Collective, Piece
+from tests.gpu_traces import GpuRank
+
+
+def gathers(many):
+    """Gloo's gathers in a step, 30 us each and 100 us apart: an operator beside the first half of each."""
+    rank = GpuRank().step(1, 0, 100 * many)
+    for start in range(0, 100 * many, 100):
+        rank.range("FSDP::pre_forward (a)", start, start + 40)
+        rank.operator("c10d::_allgather_base_", start + 1, start + 4)
+        rank.range("gloo:all_gather", start + 5, start + 35, thread=9)
+        rank.operator("aten::mm", start + 5, start + 20)
+    return rank
+
+
+def kernels(many):
+    """The same on a GPU."""
+    rank = GpuRank().step(1, 0, 10 * many)
+    for start in range(many):
+        rank.kernel(start, 10_000 + 50 * start, 10_020 + 50 * start)
+        rank.nccl("all_gather", start, 10_010 + 50 * start, 10_040 + 50 * start)
+    return rank
+
+
+def calls(path):
+    profile = cProfile.Profile()
+    profile.enable()
+    analyse_trace(path)
+    profile.disable()
+    return pstats.Stats(profile).total_calls
+
+
+@pytest.mark.parametrize("trace", [gathers, kernels])
+def test_four_times_the_collectives_are_four_times_the_calls(tmp_path, trace):
+    few, many = (calls(trace(count).write(tmp_path / f"{count}.json")) for count in (200, 800))
+    assert many < 5 * few
+
+
+def reference(exposed, collectives):
+    """Collective by collective: the host's pieces first, then the one that ends first."""
+    shares, left = [EMPTY] * len(collectives), exposed
+    by_end = sorted(range(len(collectives)), key=lambda index: (collectives[index].end, collectives[index].issue))
+    for of_host in (True, False):
+        for index in by_end:
+            wanted = [(each.start, each.end) for each in collectives[index].pieces if bool(each.role) is of_host]
+            shares[index] = union(shares[index], intersect(left, wanted))
+            left = subtract(left, wanted)
+    return shares
+
+
+def test_attribution_is_that_of_taking_one_after_the_other():
+    chance = np.random.default_rng(3)
+    for _ in range(150):
+        collectives = []
+        for _ in range(int(chance.integers(1, 12))):
+            start = int(chance.integers(0, 80))
+            pieces = [Piece(start, start + int(chance.integers(0, 30)))]
+            for role in ("copy-in", "copy-out", "blocked")[: int(chance.integers(0, 4))]:
+                at = int(chance.integers(0, 100))
+                pieces.append(Piece(at, at + int(chance.integers(0, 20)), role))
+            host_alone = len(pieces) > 1 and chance.random() < 0.3  # shared memory: no transport of its own
+            collectives.append(Collective("all_gather", "a", start - 5, pieces[1:] if host_alone else pieces))
+        spans = union([(piece.start, piece.end) for each in collectives for piece in each.pieces])
+        computing = union([(at, at + 9) for at in chance.integers(0, 100, size=4).tolist()])
+        exposed = subtract(spans, computing)
+        found, expected = attribute(exposed, collectives), reference(exposed, collectives)
+        assert [each.tolist() for each in found] == [each.tolist() for each in expected]
+
+
+def test_measures_agree_with_the_sets_they_measure():
+    chance = np.random.default_rng(4)
+    for _ in range(100):
+        edges = np.sort(chance.integers(0, 60, size=(6, 2)), axis=1)
+        whole, measure = union(edges), Measure(edges)
+        start, end = sorted(chance.integers(-5, 70, size=2).tolist())
+        assert measure.between(start, end) == length(intersect(whole, [(start, end)]))
+        assert within(whole, start, end).tolist() == intersect(whole, [(start, end)]).tolist()
+        pieces = union(chance.integers(0, 60, size=(3, 2)))
+        assert measure.of(pieces) == length(intersect(whole, pieces))
+    assert Measure([]).between(0, 9) == 0 and measure.between(9, 3) == 0
