@@ -232,6 +232,66 @@ def bench(
     bench_engines(names(strategies), names(engines), settings, rounds, json_file, peer_transport, names(prefetch))
 
 
+@app.command(
+    epilog=examples(
+        "fsdplab plan --model llama-3.1-70b --gpu h100-80gb --gpus 16 --checkpointing full",
+        "fsdplab plan --model mistral-7b --gpu 4090 --gpus 4 --lora-rank 16 --base-dtype nf4 --json -",
+    )
+)
+def plan(
+    model: Annotated[
+        str, typer.Option(help="A model such as llama-3.1-70b, or the config.json of a Hugging Face model.")
+    ] = "llama-3.1-8b",
+    gpu: Annotated[str, typer.Option(help="The kind of GPU, such as h100-80gb, a100-40gb or 4090.")] = "h100-80gb",
+    gpus: Annotated[int, typer.Option(help="GPUs in all.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node.")] = 8,
+    strategy: Annotated[
+        str, typer.Option(help=f"{STRATEGIES_IN_WORDS}.", autocompletion=lambda: list(STRATEGIES))
+    ] = "full_shard",
+    shard_size: Annotated[
+        int | None, typer.Option(help="Of hybrid_shard: GPUs of a group; default: those of a node.")
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence; default: 4096, or the model's context.")
+    ] = None,
+    micro_batch: Annotated[int, typer.Option(help="Sequences of a rank's micro-batch.")] = 1,
+    grad_accum: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
+    checkpointing: Annotated[str, typer.Option(help="none, selective or full recomputation in the backward.")] = "none",
+    param_dtype: Annotated[str, typer.Option(help="What is gathered and computed with: fp32, bf16, fp16.")] = "bf16",
+    reduce_dtype: Annotated[str, typer.Option(help="Of gradients while they are reduced.")] = "fp32",
+    master_dtype: Annotated[str, typer.Option(help="Of what the optimizer updates, and of its state.")] = "fp32",
+    masters: Annotated[
+        str, typer.Option(help="slices: the optimizer updates the slices (FSDP); separate: a copy beside them (ZeRO).")
+    ] = "slices",
+    optimizer: Annotated[
+        str, typer.Option(help="adamw (fused), adamw-foreach, adamw-8bit, sgd or sgd-momentum.")
+    ] = "adamw",
+    tp: Annotated[int, typer.Option("--tp", help="GPUs of a tensor-parallel group.")] = 1,
+    compile: Annotated[bool, typer.Option("--compile", help="Blocks are compiled.")] = False,
+    flash: Annotated[bool, typer.Option("--flash/--no-flash", help="Attention without its matrix of scores.")] = True,
+    offload: Annotated[bool, typer.Option("--offload", help="States rest in host memory.")] = False,
+    lora_rank: Annotated[int, typer.Option(help="Train adapters of this rank on a frozen base; 0: train all.")] = 0,
+    base_dtype: Annotated[str | None, typer.Option(help="Of a frozen base: bf16, int8, nf4.")] = None,
+    tokens: Annotated[
+        float | None, typer.Option(help="Tokens of the whole training, such as 15e12: hours and GPU-hours.")
+    ] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", help="Write the plan as JSON to a file, or to stdout with -.")
+    ] = None,
+) -> None:
+    """Predict memory, traffic and step time of a training job, and say what fits: nothing is run."""
+    from fsdplab.cli.plan import show_plan
+
+    choices = {
+        "gpus": gpus, "gpus_per_node": gpus_per_node, "strategy": strategy, "shard_size": shard_size, "seq": seq,
+        "micro_batch": micro_batch, "grad_accum": grad_accum, "checkpointing": checkpointing,
+        "param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "master_dtype": master_dtype, "masters": masters,
+        "optimizer": optimizer, "tensor_parallel": tp, "compile": compile, "flash": flash, "offload": offload,
+        "lora_rank": lora_rank, "base_dtype": base_dtype,
+    }  # fmt: skip
+    show_plan(model, gpu, choices, tokens, json_file)
+
+
 @app.command(epilog=examples("fsdplab doctor", "fsdplab doctor --json"))
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
     """Show what this machine can do, and what is real, emulated or simulated on it."""
