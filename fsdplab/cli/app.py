@@ -263,9 +263,7 @@ def plan(
     masters: Annotated[
         str, typer.Option(help="slices: the optimizer updates the slices (FSDP); separate: a copy beside them (ZeRO).")
     ] = "slices",
-    optimizer: Annotated[
-        str, typer.Option(help="adamw (fused), adamw-foreach, adamw-8bit, sgd or sgd-momentum.")
-    ] = "adamw",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw-foreach, adamw-8bit, sgd, sgd-momentum.")] = "adamw",
     tp: Annotated[int, typer.Option("--tp", help="GPUs of a tensor-parallel group.")] = 1,
     compile: Annotated[bool, typer.Option("--compile", help="Blocks are compiled.")] = False,
     flash: Annotated[bool, typer.Option("--flash/--no-flash", help="Attention without its matrix of scores.")] = True,

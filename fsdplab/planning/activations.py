@@ -2,8 +2,8 @@
 
 Korthikanti et al. 2022 (arXiv 2205.05198), equation 2, counts s b h (34 + 5 a s / h) bytes a GPT block in 16 bits: 32
 of the 34 are the tensors below, 2 are the masks of dropout, which today's models leave out; 5 a s / h is attention
-without flash attention, with dropout (2 without). Llama's blocks are counted in the same way, with their own operators. The
-bytes are those that PyTorch's autograd saves: what two operators read is kept once.
+without flash attention, with dropout (2 without). Llama's blocks are counted alike, with their own operators. The bytes
+are those that PyTorch's autograd saves: what two operators read is kept once.
 
 Under tensor parallelism, with the sequence cut between the products (their equation 4), what is read by the products
 that are cut by rows is gathered before, and so kept whole; all other tensors are cut.

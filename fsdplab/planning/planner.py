@@ -101,7 +101,7 @@ def plan(model: str | ModelShape, gpu: str, **choices: Any) -> Plan:
 
     >>> found = plan("llama-3.1-70b", "h100-80gb", gpus=16, checkpointing="full")
     >>> found.fits, round(found.memory.resting.by_category["parameter_slices"] / 1e9, 1)
-    (True, 17.6)
+    (False, 17.6)
     """
     return plan_of(plan_spec(model, gpu, **choices))
 
