@@ -162,9 +162,7 @@ def test_c3_fully_sharded_over_16_it_is_70_gb_and_what_is_gathered():
     assert 2 * shape.block_parameters == pytest.approx(1.7e9, rel=0.01)
     assert 2 * shape.root_parameters == pytest.approx(4.2e9, rel=0.01)
     assert found.fits and not plan_of(replace(found.spec, optimizer="adamw-foreach")).fits
-    assert not plan_of(replace(found.spec, reduce_dtype="fp32")).fits, (
-        "the root's reduction takes 8.4 GB instead of 4.2"
-    )
+    assert not plan_of(replace(found.spec, reduce_dtype="fp32")).fits, "the root reduces 8.4 GB, not 4.2"
     left = found.spec.gpu.memory_bytes - found.memory.peak.total
     assert 0 < left < 10e9, "it fits, but not comfortably"
     backward = next(each for each in found.memory.moments if each.name == "backward of the last block")

@@ -14,7 +14,7 @@ from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.engine.core.layout import Layout
 
 from .models import Parameter
-from .plan_spec import BASE_BYTES, PlanSpec
+from .plan_spec import BASE_BYTES, ITEMSIZES, PlanSpec
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _trained(parameters: Sequence[Parameter], spec: PlanSpec) -> UnitBytes:
     updated = own if "optimizer" in cuts else whole
     state = dict(
         optimizer_state=updated * spec.optimizer_bytes,
-        step_scratch=updated * spec.rest_bytes if spec.optimizer == "adamw-foreach" else 0.0,
+        step_scratch=updated * ITEMSIZES[spec.master_dtype] if spec.optimizer == "adamw-foreach" else 0.0,
         whole_gradients=float(whole * spec.param_bytes),
         reduction=float((padded if cuts else whole) * spec.reduce_bytes) if spec.shards * spec.replicas > 1 else 0.0,
     )
