@@ -38,10 +38,10 @@ def block_tensors(spec: PlanSpec) -> list[Saved]:
     """What one block keeps without checkpointing: Llama's 4C + 2HD + 2KD + 4F channels, GPT's with 2F."""
     shape, b = spec.model, spec.param_bytes
     norm = 4 if shape.norm_bias else 2  # two norms, each with a mean and a deviation, or the latter only
-    inner = [] if shape.parallel else [Saved("input of the second norm", shape.width, b)]
+    inner = [] if shape.parallel else _norm_reads("input of the second norm", spec)
     gate = ["gate", "up", "activation", "gated"] if shape.gated else ["up", "activation"]
     return [
-        Saved("input", shape.width, b),
+        *_norm_reads("input", spec),
         Saved("first norm", shape.width, b, whole=True, fusible=True),
         Saved("query, key, value", shape.query_width + 2 * shape.kv_width, b),
         *_attention(spec),
@@ -51,6 +51,15 @@ def block_tensors(spec: PlanSpec) -> list[Saved]:
         *(Saved(name, shape.ffn, b, fusible=name in ("activation", "gated")) for name in gate),
         Saved("statistics of the norms", norm, _STATISTIC),
     ]
+
+
+def _norm_reads(name: str, spec: PlanSpec) -> list[Saved]:
+    """What a norm keeps of its input: the input itself, or in steps of float32 a copy and what it is normed to."""
+    steps = not (spec.fused_norms or spec.model.norm_bias)
+    if not steps:
+        return [Saved(name, spec.model.width, spec.param_bytes)]
+    width = spec.model.width
+    return [Saved(f"{name} in float32", width, 4), Saved(f"{name}, normed in float32", width, 4, fusible=True)]
 
 
 def _attention(spec: PlanSpec) -> list[Saved]:
@@ -107,10 +116,14 @@ def recomputed_per_token(spec: PlanSpec) -> float:
 
 
 def backward_per_token(spec: PlanSpec) -> float:
-    """Bytes a token of gradients inside of a block's backward: the widest place, and the residual stream's own."""
-    shape, cut = spec.model, spec.tensor_parallel
-    widest = (3 if shape.gated else 2) * shape.ffn / cut
-    return spec.param_bytes * (widest + 2 * shape.width / cut)
+    """Bytes a token of gradients at the widest place of a block's backward, less what has been freed by then.
+
+    Behind the last product (its input is freed, F) stand the gradients of a gate and of what it gates, or that of a
+    GELU's input and result; the residual stream's own gradient comes to them.
+    """
+    shape = spec.model
+    widest = (2 if shape.gated else 1) * shape.ffn + 2 * shape.width
+    return spec.param_bytes * widest / spec.tensor_parallel
 
 
 def root_kept_per_token(spec: PlanSpec) -> float:
@@ -119,8 +132,8 @@ def root_kept_per_token(spec: PlanSpec) -> float:
     A rank keeps tokens and targets as 64-bit numbers.
     """
     norm = _STATISTIC * (2 if spec.model.norm_bias else 1)
-    cut = spec.tensor_parallel
-    return spec.model.width * spec.param_bytes * (1 + 1 / cut) + norm / cut + 2 * 8
+    read = _on_rank(_norm_reads("input", spec), spec)
+    return spec.model.width * spec.param_bytes + read + norm / spec.tensor_parallel + 2 * 8
 
 
 @dataclass(frozen=True)
@@ -132,6 +145,7 @@ class LossBytes:
     forward: float
     backward: float
     after: float
+    saved: float  # what the forward keeps: the log-softmax
     held: float  # what the training loop itself keeps until the backward has ended
 
 
@@ -144,7 +158,7 @@ def loss_bytes(spec: PlanSpec) -> LossBytes:
     logits = spec.tokens * spec.model.vocabulary / spec.tensor_parallel
     held = 4 * logits if spec.keeps_logits else 0.0
     copies = spec.param_bytes if spec.param_bytes < 4 else 0
-    return LossBytes((8 + copies) * logits, 12 * logits + held, (4 + copies) * logits + held, held)
+    return LossBytes((8 + copies) * logits, 12 * logits + held, (4 + copies) * logits + held, 4 * logits + held, held)
 
 
 def _on_rank(tensors: list[Saved], spec: PlanSpec) -> float:

@@ -61,6 +61,10 @@ class Memory:
         """Bytes that the allocator is likely to have taken from the device at the peak."""
         return self.used_bytes * RESERVED_OVER_USED
 
+    def at(self, name: str) -> Moment:
+        """The moment of that name."""
+        return next(moment for moment in self.moments if moment.name == name)
+
     @property
     def resting(self) -> Moment:
         """Between two steps: what the model's states take."""
@@ -82,6 +86,7 @@ class _Step:
         self.all: UnitBytes = self.block.times(spec.model.layers) + self.root
         head = spec.model.root[:1] if spec.model.tied else spec.model.root[-1:]
         self.head = unit_bytes(head, spec)
+        self.last = unit_bytes([each for each in spec.model.block if each.name == "down.weight"], spec, adapted=True)
         self.kept = kept_per_token(spec) * spec.tokens
         self.loss = loss_bytes(spec)
 
@@ -90,10 +95,13 @@ class _Step:
         return Memory(
             (
                 self._resting(),
+                self._forward(),
                 self._loss(),
                 self._head(),
                 self._block("backward of the last block", saved=last + 1, reduced=0),
+                self._block_reduction("reduction of the last block", saved=last + 1, reduced=0),
                 self._block("backward of the first block", saved=1, reduced=last),
+                self._block_reduction("reduction of the first block", saved=1, reduced=last),
                 self._root(),
                 self._moment("optimizer step", reduced=None, other=self.all.step_scratch),
             )
@@ -105,6 +113,11 @@ class _Step:
             found["parameter_slices"] = self.all.parameter_slices
             found["optimizer_state"] = self.all.optimizer_state
         return Moment("between steps", found | {"other": FRAMEWORK_BYTES})
+
+    def _forward(self) -> Moment:
+        layers = self.spec.model.layers
+        kept, gathered = self._activations(layers) + self.loss.saved, self._gathered(layers, 0)
+        return self._moment("end of the forward", activations=kept, gathered_parameters=gathered)
 
     def _loss(self) -> Moment:
         spec = self.spec
@@ -121,15 +134,29 @@ class _Step:
         )
 
     def _block(self, name: str, saved: int, reduced: int) -> Moment:
-        """The backward of a block with `saved` blocks' activations left, and `reduced` blocks behind it."""
+        """The backward of a block with `saved` blocks' activations left and `reduced` blocks behind it, at its widest:
+        of its gradients there is that of the last product, and the block behind it may still be reduced.
+        """
         spec = self.spec
         inside = (recomputed_per_token(spec) + backward_per_token(spec)) * spec.tokens
-        ahead = min(1 + spec.prefetch, saved)
         return self._moment(
             name,
             reduced=reduced,
             activations=self._activations(saved) + inside + self.loss.held,
-            gathered_parameters=self._gathered(saved, ahead),
+            gathered_parameters=self._gathered(saved, min(1 + spec.prefetch, saved)),
+            whole_gradients=self.last.whole_gradients + self.head.whole_gradients,
+            communication_buffers=self.block.reduction if reduced else 0.0,
+        )
+
+    def _block_reduction(self, name: str, saved: int, reduced: int) -> Moment:
+        """Behind that backward: all of the block's gradients are copied into the buffer of their reduction."""
+        spec = self.spec
+        stream = 2 * spec.model.width * spec.param_bytes / spec.tensor_parallel * spec.tokens
+        return self._moment(
+            name,
+            reduced=reduced + 1,
+            activations=self._activations(saved - 1) + stream + self.loss.held,
+            gathered_parameters=self._gathered(saved, min(spec.prefetch, saved - 1)),
             whole_gradients=self.block.whole_gradients + self.head.whole_gradients,
             communication_buffers=self.block.reduction,
         )

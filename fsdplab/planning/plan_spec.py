@@ -62,6 +62,7 @@ class PlanSpec:
     context_parallel: int = 1
     compile: bool = False
     flash: bool = True
+    fused_norms: bool = True  # RMSNorm is one operator, as on GPUs today; else steps in float32, as on the CPU
     prefetch: int = 1
     offload: bool = False  # slices, gradients and optimizer state in host memory
     lora_rank: int = 0  # 0: all parameters are trained; else adapters of this rank on a frozen base
