@@ -13,7 +13,9 @@ import pytest
 from fsdplab import cli
 from fsdplab.common.names import CATEGORIES, STRATEGIES
 from fsdplab.planning import HardwareError, ModelError, PlanError, models, plan, plan_traffic, planner
+from fsdplab.planning import fit as fit_module
 from fsdplab.planning.activations import block_tensors, computed_per_token, kept_per_token
+from fsdplab.planning.fit import fit
 from fsdplab.planning.memory import FRAMEWORK_BYTES
 from fsdplab.planning.model_files import model_named, shape_of_config
 from fsdplab.planning.models import MODELS
@@ -36,7 +38,7 @@ PUBLISHED = {  # of model cards, papers and checkpoints
 # ---- parameters
 
 
-@pytest.mark.parametrize("module", [models, planner], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [models, planner, fit_module], ids=lambda module: module.__name__)
 def test_the_docstrings_examples_hold(module):
     tried = doctest.testmod(module)
     assert tried.attempted and not tried.failed
@@ -345,6 +347,48 @@ def test_the_command_prints_a_table_and_writes_json(capsys, tmp_path):
 def test_json_to_stdout_is_all_of_stdout(capsys):
     code, out, err = ended(["plan", "--model", "gpt2", "--json", "-"], capsys)
     assert code == 0 and json.loads(out)["fits"] is True and "fits" in err
+
+
+def test_fit_is_the_cheapest_that_fits_and_the_fewest_gpus(capsys):
+    found = fit(plan_spec("llama-3.1-8b", "h100-80gb", gpus=16))
+    assert found.best is not None and found.fewest is not None
+    speeds = [each.tokens_per_s_per_gpu for each in found.candidates]
+    assert speeds == sorted(speeds, reverse=True) and all(each.fits for each in found.candidates)
+    best = found.best.spec
+    assert not plan_of(replace(best, micro_batch=best.micro_batch + 1)).fits, "the micro-batch is the largest"
+    assert found.fewest.fits and found.fewest.spec.gpus == 2
+    code, out, _ = ended(["plan", "--model", "llama-3.1-8b", "--gpus", "16", "--fit"], capsys)
+    assert code == 0 and "cheapest" in out and "fewest GPUs: 2" in out and "hybrid_shard" in out
+
+
+def test_a_sweep_is_a_table_and_a_figure(capsys, tmp_path):
+    path, rows = tmp_path / "sweep.svg", tmp_path / "rows.json"
+    given = ["--model", "llama-3.1-70b", "--checkpointing", "full", "--sweep", "gpus=8..64"]
+    code, out, _ = ended(["plan", *given, "--figure", str(path), "--json", str(rows)], capsys)
+    assert code == 0 and out.count("does not fit") == 2 and "gpus 64" in out
+    found = [row["memory_bytes"]["total"] for row in json.loads(rows.read_text())["rows"]]
+    assert found == sorted(found, reverse=True) and len(found) == 4
+    picture = path.read_text()
+    assert "llama-3.1-70b fits with gpus 32, 64" in picture and picture.startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (["--sweep", "gpu=8..64"], "did you mean gpus"),
+        (["--sweep", "gpus"], "--sweep is 'gpus'"),
+        (["--sweep", "gpus=8..x"], "--sweep has values"),
+        (["--sweep", "gpus=0..8"], "--sweep has values"),
+        (["--sweep", "gpus=8,12"], "12 GPUs do not fill nodes of 8"),
+        (["--sweep", "gpus=8,16", "--figure", "a.png"], "ends in .svg or .html"),
+        (["--sweep", "gpus=8,16", "--figure", "/no/such/folder/a.svg"], "--figure /no/such/folder/a.svg cannot be"),
+        (["--json", "/no/such/folder/a.json"], "--json /no/such/folder/a.json cannot be written"),
+    ],
+    ids=str,
+)
+def test_wrong_sweeps_and_targets_are_refused(arguments, words, capsys):
+    code, _, said = ended(["plan", *arguments], capsys)
+    assert code == 2 and words in said and said.count("\n") == 1
 
 
 def test_a_gpu_of_unknown_speed_has_memory_and_no_time(capsys):

@@ -236,6 +236,8 @@ def bench(
     epilog=examples(
         "fsdplab plan --model llama-3.1-70b --gpu h100-80gb --gpus 16 --checkpointing full",
         "fsdplab plan --model mistral-7b --gpu 4090 --gpus 4 --lora-rank 16 --base-dtype nf4 --json -",
+        "fsdplab plan --model llama-3.1-8b --gpus 16 --fit",
+        "fsdplab plan --model llama-3.1-70b --checkpointing full --sweep gpus=8..1024 --figure sweep.svg",
     )
 )
 def plan(
@@ -273,13 +275,22 @@ def plan(
     tokens: Annotated[
         float | None, typer.Option(help="Tokens of the whole training, such as 15e12: hours and GPU-hours.")
     ] = None,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Search: the cheapest strategy, the largest micro-batch, the fewest GPUs.")
+    ] = False,
+    sweep: Annotated[
+        str | None, typer.Option(help="Plan for each value of one choice: gpus=8..1024 (doubling), seq=1024,4096.")
+    ] = None,
+    figure: Annotated[Path | None, typer.Option(help="Of --sweep: write a figure, .svg or .html.")] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write the plan as JSON to a file, or to stdout with -.")
     ] = None,
 ) -> None:
     """Predict memory, traffic and step time of a training job, and say what fits: nothing is run."""
-    from fsdplab.cli.plan import show_plan
+    if json_file not in (None, "-"):
+        from fsdplab.cli.outputs import check_file
 
+        check_file("--json", Path(str(json_file)))
     choices = {
         "gpus": gpus, "gpus_per_node": gpus_per_node, "strategy": strategy, "shard_size": shard_size, "seq": seq,
         "micro_batch": micro_batch, "grad_accum": grad_accum, "checkpointing": checkpointing,
@@ -287,6 +298,16 @@ def plan(
         "optimizer": optimizer, "tensor_parallel": tp, "compile": compile, "flash": flash, "offload": offload,
         "lora_rank": lora_rank, "base_dtype": base_dtype,
     }  # fmt: skip
+    if fit or sweep is not None:
+        from fsdplab.cli.plan_search import show_fit, show_sweep
+
+        if sweep is None:
+            show_fit(model, gpu, choices, tokens, json_file)
+        else:
+            show_sweep(model, gpu, choices, sweep, json_file, figure)
+        return
+    from fsdplab.cli.plan import show_plan
+
     show_plan(model, gpu, choices, tokens, json_file)
 
 

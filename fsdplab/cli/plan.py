@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fsdplab.cli.errors import refuse
-from fsdplab.common.files import try_output, write_output
+from fsdplab.common.files import write_output
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.planning import HardwareError, ModelError, PlanError
@@ -25,7 +25,7 @@ _BAR = 30  # columns of a whole card
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
+def refusals() -> Iterator[None]:
     """An invalid plan becomes one line and exit code 2."""
     try:
         yield
@@ -35,8 +35,7 @@ def _refusals() -> Iterator[None]:
 
 def show_plan(model: str, gpu: str, choices: dict[str, Any], tokens: float | None, json_file: str | None) -> None:
     """Plan one step, print the table, and write JSON if asked."""
-    check_json(json_file)
-    with _refusals():
+    with refusals():
         found = plan_of(plan_spec(model, gpu, **choices))
         text = json.dumps(found.as_dict(tokens), indent=1)
         missing = shortfall(found)
@@ -48,23 +47,10 @@ def show_plan(model: str, gpu: str, choices: dict[str, Any], tokens: float | Non
     write_json(json_file, text)
 
 
-def check_json(json_file: str | None) -> None:
-    """Refuse a file that cannot be written, before anything is computed."""
-    if json_file in (None, "-"):
-        return
-    try:
-        try_output(Path(str(json_file)))
-    except (OSError, ValueError) as error:
-        refuse(
-            f"--json {json_file} cannot be written ({getattr(error, 'strerror', None) or error}); expected a file name"
-            " in an existing folder that is writable"
-        )
-
-
-def console_beside(json_file: str | None) -> Console:
-    """stdout, or stderr when stdout carries the JSON."""
+def console_beside(json_file: str | None, width: int = _WIDTH) -> Console:
+    """stdout, or stderr when stdout carries the JSON; so wide if it is no terminal."""
     console = Console(stderr=json_file == "-")
-    return console if console.is_terminal else Console(stderr=json_file == "-", width=_WIDTH)
+    return console if console.is_terminal else Console(stderr=json_file == "-", width=width)
 
 
 def write_json(json_file: str | None, text: str) -> None:
