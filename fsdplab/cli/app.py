@@ -238,9 +238,13 @@ def bench(
         "fsdplab plan --model mistral-7b --gpu 4090 --gpus 4 --lora-rank 16 --base-dtype nf4 --json -",
         "fsdplab plan --model llama-3.1-8b --gpus 16 --fit",
         "fsdplab plan --model llama-3.1-70b --checkpointing full --sweep gpus=8..1024 --figure sweep.svg",
+        "fsdplab plan --validate --figure validation.svg",
     )
 )
 def plan(
+    file: Annotated[
+        Path | None, typer.Argument(help="Of --validate: a CSV with the columns of data/published.csv.")
+    ] = None,
     model: Annotated[
         str, typer.Option(help="A model such as llama-3.1-70b, or the config.json of a Hugging Face model.")
     ] = "llama-3.1-8b",
@@ -275,13 +279,16 @@ def plan(
     tokens: Annotated[
         float | None, typer.Option(help="Tokens of the whole training, such as 15e12: hours and GPU-hours.")
     ] = None,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Predict published measurements: of FILE, or of data/published.csv.")
+    ] = False,
     fit: Annotated[
         bool, typer.Option("--fit", help="Search: the cheapest strategy, the largest micro-batch, the fewest GPUs.")
     ] = False,
     sweep: Annotated[
         str | None, typer.Option(help="Plan for each value of one choice: gpus=8..1024 (doubling), seq=1024,4096.")
     ] = None,
-    figure: Annotated[Path | None, typer.Option(help="Of --sweep: write a figure, .svg or .html.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Of --sweep or --validate: a figure, .svg or .html.")] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write the plan as JSON to a file, or to stdout with -.")
     ] = None,
@@ -298,6 +305,13 @@ def plan(
         "optimizer": optimizer, "tensor_parallel": tp, "compile": compile, "flash": flash, "offload": offload,
         "lora_rank": lora_rank, "base_dtype": base_dtype,
     }  # fmt: skip
+    if file is not None and not validate:
+        refuse(f"plan takes no {str(file)!r}; give flags, or --validate before a file of measurements")
+    if validate:
+        from fsdplab.cli.plan_validation import show_validation
+
+        show_validation(file, json_file, figure)
+        return
     if fit or sweep is not None:
         from fsdplab.cli.plan_search import show_fit, show_sweep
 

@@ -24,7 +24,8 @@ class Saved:
     """A tensor that a block's forward keeps: channels a token, bytes of each, and what can be done about it.
 
     `whole`: tensor parallelism does not cut it. `fusible`: a compiler makes it again in the backward from what it keeps
-    anyway (an element-wise operator's result).
+    anyway: an element-wise operator's result that no matrix product reads (torch._functorch.config,
+    `ban_recompute_materialized_backward`: what a product of the backward reads is kept).
     """
 
     name: str
@@ -42,13 +43,13 @@ def block_tensors(spec: PlanSpec) -> list[Saved]:
     gate = ["gate", "up", "activation", "gated"] if shape.gated else ["up", "activation"]
     return [
         *_norm_reads("input", spec),
-        Saved("first norm", shape.width, b, whole=True, fusible=True),
+        Saved("first norm", shape.width, b, whole=True),
         Saved("query, key, value", shape.query_width + 2 * shape.kv_width, b),
         *_attention(spec),
         Saved("attention's output", shape.query_width, b),
         *inner,
-        Saved("second norm", shape.width, b, whole=True, fusible=True),
-        *(Saved(name, shape.ffn, b, fusible=name in ("activation", "gated")) for name in gate),
+        Saved("second norm", shape.width, b, whole=True),
+        *(Saved(name, shape.ffn, b, fusible=name == "activation" and shape.gated) for name in gate),
         Saved("statistics of the norms", norm, _STATISTIC),
     ]
 
@@ -153,12 +154,16 @@ def loss_bytes(spec: PlanSpec) -> LossBytes:
     """Cross entropy in float32 on logits of `param_dtype`, over a vocabulary that tensor parallelism cuts.
 
     Forward: logits, their float32 copy, its log-softmax. Backward: log-softmax, its gradient and the copy's gradient,
-    12 bytes a logit; a loop that keeps the float32 logits holds 4 more. Llama 3.1 8B, 16,384 tokens: 25 GB.
+    12 bytes a logit; a loop that keeps the float32 logits holds 4 more. Llama 3.1 8B, 16,384 tokens: 25 GB. A loss over
+    a vocabulary that is cut has its softmax in steps, with a fourth copy (torch.distributed.tensor.parallel.loss).
     """
     logits = spec.tokens * spec.model.vocabulary / spec.tensor_parallel
     held = 4 * logits if spec.keeps_logits else 0.0
     copies = spec.param_bytes if spec.param_bytes < 4 else 0
-    return LossBytes((8 + copies) * logits, 12 * logits + held, (4 + copies) * logits + held, 4 * logits + held, held)
+    widest = 12 if spec.tensor_parallel == 1 else 16
+    return LossBytes(
+        (8 + copies) * logits, widest * logits + held, (4 + copies) * logits + held, 4 * logits + held, held
+    )
 
 
 def _on_rank(tensors: list[Saved], spec: PlanSpec) -> float:

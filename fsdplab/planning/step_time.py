@@ -22,6 +22,10 @@ from .unit_bytes import unit_bytes
 # (validate.py prints them beside the other half), 0.6 where nothing was published.
 MATMUL_EFFICIENCY: dict[str, float] = {}
 _USUAL_EFFICIENCY = 0.6
+# FLOP/s that flash attention reaches of the data sheet's: "only 35%" of an H100 (Shah et al. 2024, FlashAttention-3,
+# abstract, of FlashAttention-2), 50 to 73% of an A100 (Dao 2023, FlashAttention-2, abstract)
+_ATTENTION_EFFICIENCY = {"H100": 0.35, "H200": 0.35}
+_USUAL_ATTENTION = 0.6
 _HBM_EFFICIENCY = 0.85  # of the data sheet's rate, what streaming kernels reach
 # the H100 of torchtitan's tables (500 W, HBM2e) has no data sheet: its efficiency is of the 80 GB model's rate
 _ASSUMED_FLOPS = {"H100 SXM 96GB": 989e12}
@@ -79,6 +83,8 @@ class _Compute:
     def __init__(self, spec: PlanSpec, efficiency: float | None) -> None:
         reached = efficiency or MATMUL_EFFICIENCY.get(spec.gpu.name, _USUAL_EFFICIENCY)
         self.flops = reached * peak_flops(spec.gpu) * (1.0 if spec.param_bytes == 2 else 0.5)
+        at_attention = _ATTENTION_EFFICIENCY.get(spec.gpu.name.split()[0], _USUAL_ATTENTION) if spec.flash else reached
+        self.attention_flops = min(at_attention, reached) * self.flops / reached
         self.bytes_per_s = _HBM_EFFICIENCY * spec.gpu.hbm_bytes_per_s
         self.spec = spec
         products, attention = self._products_s(), self._attention_s()
@@ -101,7 +107,7 @@ class _Compute:
         """
         spec = self.spec
         pairs = spec.seq * (0.5 if spec.flash else 1.0)
-        return 4 * spec.model.query_width * pairs * spec.tokens / spec.tensor_parallel / self.flops
+        return 4 * spec.model.query_width * pairs * spec.tokens / spec.tensor_parallel / self.attention_flops
 
     def _head_s(self) -> tuple[float, float]:
         """The head's product, and the loss: some 16 bytes a logit forward and 24 backward in float32."""
