@@ -20,7 +20,7 @@ from .model_files import model_named
 from .models import ModelShape
 from .plan_spec import PlanError, PlanSpec
 from .plan_traffic import AxisTraffic, bytes_by_axis, plan_traffic
-from .step_time import StepTime, model_flops, peak_flops, step_time
+from .step_time import StepTime, has_known_flops, model_flops, peak_flops, step_time
 
 _USUAL_SEQUENCE = 4096
 _MOST_GPUS = 2**16  # of a suggestion
@@ -108,8 +108,8 @@ def plan(model: str | ModelShape, gpu: str, **choices: Any) -> Plan:
 
 def plan_of(spec: PlanSpec) -> Plan:
     """The plan of a spec."""
-    known = spec.gpu.bf16_flops is not None
-    return Plan(spec, memory_of(spec), tuple(plan_traffic(spec)), step_time(spec) if known else None)
+    time = step_time(spec) if has_known_flops(spec.gpu) else None
+    return Plan(spec, memory_of(spec), tuple(plan_traffic(spec)), time)
 
 
 # ---- where it does not fit

@@ -20,7 +20,7 @@ from .unit_bytes import unit_bytes
 
 # FLOP/s that matrix products of a training step reach, of the data sheet's: fitted to half of the published rows a GPU
 # (validate.py prints them beside the other half), 0.6 where nothing was published.
-MATMUL_EFFICIENCY: dict[str, float] = {}
+MATMUL_EFFICIENCY = {"H100 SXM 96GB": 0.43, "H100 SXM 80GB": 0.485, "A100 SXM 80GB": 0.72, "A100 SXM 40GB": 0.655}
 _USUAL_EFFICIENCY = 0.6
 # FLOP/s that flash attention reaches of the data sheet's: "only 35%" of an H100 (Shah et al. 2024, FlashAttention-3,
 # abstract, of FlashAttention-2), 50 to 73% of an A100 (Dao 2023, FlashAttention-2, abstract)
@@ -60,6 +60,11 @@ def peak_flops(gpu: Gpu) -> float:
     if found is None:
         raise PlanError(f"no bf16 FLOP/s are known for {gpu.name} ({gpu.source}); give another GPU")
     return found
+
+
+def has_known_flops(gpu: Gpu) -> bool:
+    """Whether times can be predicted for a GPU."""
+    return bool(gpu.bf16_flops or _ASSUMED_FLOPS.get(gpu.name))
 
 
 def model_flops(spec: PlanSpec) -> float:
