@@ -186,6 +186,42 @@ def test_c22_four_24_gb_cards_do_not_hold_70_b_and_a_quantised_base_does():
     assert plan("llama-3.1-70b", "4090", **base).fits
 
 
+def test_torchtitans_one_published_out_of_memory():
+    """Llama 2 70B on 64 A100 80 GB, selective checkpointing, sequences of 4,096: 2 a micro-batch did not fit, 1 did."""
+    given = dict(gpus=64, seq=4096, checkpointing="selective")
+    assert not plan("llama-2-70b", "a100-80gb", micro_batch=2, **given).fits
+    assert plan("llama-2-70b", "a100-80gb", micro_batch=1, **given).fits
+
+
+def test_adapters_have_gradients_and_state_and_a_frozen_base_has_none():
+    """LoRA: rank x (in + out) of each matrix is trained; the base rests in its own dtype."""
+    found = plan("llama-3.1-8b", "h100-80gb", gpus=8, lora_rank=16, base_dtype="nf4", micro_batch=1)
+    shape = found.spec.model
+    matrices = [each for each in shape.block if each.is_matrix]
+    trained = shape.layers * sum(16 * sum(each.shape) for each in matrices)
+    states = found.memory.moments[-1].by_category
+    assert states["optimizer_state"] == 8 * trained / 8 and states["gradient_slices"] == 4 * trained / 8
+    frozen = sum(each.count for each in matrices) * shape.layers * 4.127 / 8
+    others = 2 * (shape.parameters - shape.layers * sum(each.count for each in matrices))
+    assert states["parameter_slices"] == pytest.approx((4 * trained + frozen + others) / 8, rel=1e-3)
+    whole = plan("llama-3.1-8b", "h100-80gb", gpus=8, micro_batch=1).as_dict()["comm_bytes_per_step"]["shard"]
+    assert found.as_dict()["comm_bytes_per_step"]["shard"] < 0.25 * whole, "a base is gathered in 4 bits, never reduced"
+
+
+def test_offload_takes_states_to_the_host_and_accumulation_keeps_gradients():
+    given = dict(model="llama-3.1-8b", gpu="h100-80gb", gpus=8, checkpointing="full")
+    here, there = plan(**given), plan(**given, offload=True)
+    states = ("parameter_slices", "gradient_slices", "optimizer_state")
+    assert all(there.memory.peak.by_category[name] == 0 for name in states)
+    stepping = here.memory.moments[-1].by_category
+    assert there.as_dict()["host_bytes"] == pytest.approx(sum(stepping[name] for name in states))
+    loss = plan(**given, grad_accum=8).memory.at("loss").by_category
+    assert (
+        loss["gradient_slices"] == stepping["gradient_slices"]
+        and not here.memory.at("loss").by_category["gradient_slices"]
+    )
+
+
 def test_zeros_table_1():
     """7.5 B parameters, fp16 and Adam, in units of 1e9 bytes (Rajbhandari et al. 2020, table 1)."""
     shape = replace(MODELS["mpt-7b"], name="7.5 B")
@@ -376,6 +412,9 @@ def test_a_sweep_is_a_table_and_a_figure(capsys, tmp_path):
     "arguments,words",
     [
         (["--sweep", "gpu=8..64"], "did you mean gpus"),
+        (["--tokens", "-5"], "--tokens is -5.0"),
+        (["--tokens", "nan"], "--tokens is nan"),
+        (["--tokens", "1e400"], "--tokens is inf"),
         (["--sweep", "gpus"], "--sweep is 'gpus'"),
         (["--sweep", "gpus=8..x"], "--sweep has values"),
         (["--sweep", "gpus=0..8"], "--sweep has values"),

@@ -118,7 +118,7 @@ def test_the_command_prints_rows_and_errors_and_draws_them(capsys, tmp_path):
     code, out, _ = ended(["plan", "--validate", "--json", str(path), "--figure", str(figure)], capsys)
     assert code == 0 and "held out" in out and "median error" in out and "left out: tt-l31-8b-8-cp1" in out
     assert json.loads(path.read_text())["memory"]["count"] == 28
-    assert "predicted memory (GiB)" in figure.read_text()
+    assert "published memory (GiB)" in figure.read_text()
     code, again, _ = ended(["plan", "--validate", str(TABLE)], capsys)
     assert code == 0 and again == out
 

@@ -305,6 +305,9 @@ def plan(
         "optimizer": optimizer, "tensor_parallel": tp, "compile": compile, "flash": flash, "offload": offload,
         "lora_rank": lora_rank, "base_dtype": base_dtype,
     }  # fmt: skip
+    from fsdplab.cli.plan import check_tokens, show_plan
+
+    check_tokens(tokens)
     if file is not None and not validate:
         refuse(f"plan takes no {str(file)!r}; give flags, or --validate before a file of measurements")
     if validate:
@@ -320,8 +323,6 @@ def plan(
         else:
             show_sweep(model, gpu, choices, sweep, json_file, figure)
         return
-    from fsdplab.cli.plan import show_plan
-
     show_plan(model, gpu, choices, tokens, json_file)
 
 

@@ -24,6 +24,12 @@ _WIDTH = 110
 _BAR = 30  # columns of a whole card
 
 
+def check_tokens(tokens: float | None) -> None:
+    """Refuse a number of tokens that no training has."""
+    if tokens is not None and not 1 <= tokens <= 1e18:
+        refuse(f"--tokens is {tokens!r}; expected a number from 1 to 1e18, such as 15e12")
+
+
 @contextmanager
 def refusals() -> Iterator[None]:
     """An invalid plan becomes one line and exit code 2."""

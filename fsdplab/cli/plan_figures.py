@@ -44,18 +44,15 @@ def sweep_figure(name: str, values: Sequence[int], plans: Sequence[Plan]) -> go.
     return titled(figure, title, subtitle, f"Stacked bars of peak memory by category. {title}. {subtitle}")
 
 
-def validation_figure(rows: Sequence[tuple[str, str, float, float]]) -> go.Figure:
+def validation_figure(rows: Sequence[tuple[str, str, float, float]], title: str) -> go.Figure:
     """Predicted against published, log-log, a panel for memory and one for throughput; rows are (quantity, source,
     published, predicted) in units of their own.
     """
     figure = go.Figure()
     for place, quantity in enumerate(dict.fromkeys(row[0] for row in rows)):
         _add_panel(figure, place, quantity, [row for row in rows if row[0] == quantity])
-    count = len(rows)
-    title = f"Predicted against published, {count} figures"
-    return titled(
-        figure, title, "Both axes logarithmic; on the line a prediction equals what was published", title, height=520
-    )
+    subtitle = f"{len(rows)} figures; both axes logarithmic; on the line a prediction equals what was published"
+    return titled(figure, title, subtitle, f"Scatter of predicted against published. {title}.", height=520)
 
 
 def _add_panel(figure: go.Figure, place: int, quantity: str, rows: Sequence[tuple[str, str, float, float]]) -> None:
@@ -78,16 +75,14 @@ def _add_panel(figure: go.Figure, place: int, quantity: str, rows: Sequence[tupl
                 marker=dict(size=10, color=_COLOURS[index % len(_COLOURS)]),
             )
         )  # fmt: skip
-    ticks = [power for power in _ROUND if low <= math.log10(power) <= high]
-    axis = dict(tickvals=[math.log10(tick) for tick in ticks], ticktext=[f"{tick:g}" for tick in ticks])
-    span = [0.0, 0.44] if place == 0 else [0.58, 1.0]
-    figure.update_layout(
-        {
-            f"xaxis{number}": axis | dict(domain=span, title=f"published {quantity}", anchor=f"y{suffix}"),
-            f"yaxis{number}": axis | dict(title=f"predicted {quantity}", anchor=f"x{suffix}"),
-        }
-    )
+    ticks = [tick for tick in _ROUND if low <= math.log10(tick) <= high]
+    axis = dict(tickvals=[math.log10(tick) for tick in ticks], ticktext=[f"{tick:,}" for tick in ticks])
+    axis |= dict(range=[low, high])
+    span = [0.0, 0.44] if place == 0 else [0.56, 1.0]
+    up = axis | dict(title="predicted" if place == 0 else "", anchor=f"x{suffix}")
+    across = axis | dict(domain=span, title=f"published {quantity}", anchor=f"y{suffix}")
+    figure.update_layout({f"xaxis{number}": across, f"yaxis{number}": up})
 
 
 _COLOURS = ("#0064c8", "#b84a0a", "#0aa06c", "#cc7fa8", "#6435b0", "#8a4a9e")
-_ROUND = tuple(base * 10**power for power in range(-1, 6) for base in (1, 2, 5))
+_ROUND = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)

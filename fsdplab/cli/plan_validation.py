@@ -38,7 +38,14 @@ def show_validation(file: Path | None, json_file: str | None, figure: Path | Non
     if figure is not None:
         from fsdplab.cli.plan_figures import validation_figure
 
-        write_figure(figure, validation_figure([_point(row) for row in found.rows]))
+        write_figure(figure, validation_figure([_point(row) for row in found.rows], _finding(found)))
+
+
+def _finding(found: Validation) -> str:
+    """The figure's title: the two medians, of throughput over rows that the fit has not seen."""
+    named = {"memory": found.errors("memory"), "tokens/s": found.errors("tokens/s", HELD_OUT, NOT_FITTED)}
+    shown = [f"{name} {median:.1%}" for name, (count, median, _) in named.items() if count]
+    return f"Predicted against published: median error {', '.join(shown)}"
 
 
 def _point(row: Row) -> tuple[str, str, float, float]:
