@@ -150,6 +150,8 @@ def test_wrong_files_end_in_one_line(content, words, tmp_path, capsys):
         ("gpu", "Z9000", "unknown GPU"),
         ("strategy", "pipeline", "which is not known here"),
         ("activation_checkpointing", "every 2nd block", "which is not known here"),
+        ("source", "fms-fsdp", "some whole blocks"),
+        ("layers", "", "layers were not published"),
         ("params_B", "900", "no known kind of block"),
         ("heads", "7", "7 heads do not divide"),
     ],
@@ -160,6 +162,35 @@ def test_a_row_that_is_not_understood_is_left_out_with_the_reason(column, value,
     found = validate(written(tmp_path / "one.csv", rows))
     assert len({row.id.split(",")[0] for row in found.rows}) == 1
     assert words in found.left_out[0][1], found.left_out
+
+
+WORDS = [  # what other sources write, and what a plan makes of it
+    ({"strategy": "HSDP"}, {"strategy": "hybrid_shard"}),
+    ({"strategy": "FSDP 4 x TP 2"}, {"strategy": "full_shard", "tensor_parallel": 2}),
+    ({"strategy": "full_shard, CPU offload"}, {"offload": True}),
+    ({"strategy": "single GPU", "gpus": "1"}, {"strategy": "no_shard"}),
+    ({"param_dtype": "bf16"}, {"master_dtype": "bf16"}),
+    ({"gpu": "A100 SXM 80GB"}, {"gpu": "A100 SXM 80GB"}),
+    ({"gpu": "RTX 4090 24GB"}, {"gpu": "RTX 4090"}),
+    ({"notes": "QLoRA, rank 32, no gradient of the base"}, {"lora_rank": 32, "base_dtype": "nf4"}),
+    ({"optimizer": "AdamW, LoRA"}, {"lora_rank": 64, "base_dtype": None}),
+]
+
+
+@pytest.mark.parametrize("written_as,meant", WORDS, ids=str)
+def test_words_of_other_sources_are_understood(written_as, meant, tmp_path):
+    row = rows_of_the_table()[0] | written_as
+    ((case,), _) = read_published(written(tmp_path / "one.csv", [row]))
+    for name, value in meant.items():
+        found = getattr(case.spec, name)
+        assert (found.name if name == "gpu" else found) == value
+
+
+def test_a_network_is_a_gpus_share_of_its_node(tmp_path):
+    cases, _ = read_published(TABLE)
+    by_id = {case.id: case.spec.gpu.nic_bytes_per_s for case in cases}
+    assert by_id["mosaic-a100_80gb-bf16-70b-s2048-g64-mb8x4"] == 25e9, "1,600 Gb/s a node"
+    assert by_id["tt-l31-8b-128"] == 50e9, "400 Gb/s a GPU"
 
 
 def test_a_file_without_validate_is_refused(capsys):

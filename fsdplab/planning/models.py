@@ -188,6 +188,11 @@ def _gpt(
     )  # fmt: skip
 
 
+def _lab_gpt(name: str, layers: int, width: int, heads: int, context: int) -> ModelShape:
+    """The models that the lab itself trains (workloads/presets.py): bytes, a product each for query, key and value."""
+    return replace(_gpt(name, layers, width, heads, 256, context, context, tied=False), fused=False)
+
+
 def _mpt(name: str, layers: int, width: int, heads: int) -> ModelShape:
     """MosaicML's benchmark models: L (12 d^2 + 13 d) + 2 d + 50368 d + context d parameters."""
     return _gpt(name, layers, width, heads, 50_368, 2048, 2048)
@@ -196,6 +201,14 @@ def _mpt(name: str, layers: int, width: int, heads: int) -> ModelShape:
 MODELS: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
+        _lab_gpt("gpt-tiny", 2, 64, 4, 128),
+        _lab_gpt("gpt-20m", 12, 384, 6, 256),
+        _lab_gpt("gpt-25m", 8, 512, 8, 256),
+        _llama("llama-tiny", 2, 64, 4, 2, 224, 256, 128),
+        _llama("llama-20m", 6, 512, 8, 2, 1792, 256, 256),
+        _llama("llama-0.3b", 20, 1024, 8, 4, 2816, 32_000, 4096),
+        _llama("llama-1b", 20, 2048, 16, 8, 5632, 32_000, 4096),
+        _llama("llama-3b", 28, 3072, 24, 8, 8192, 32_000, 4096),
         _gpt("gpt2", 12, 768, 12, 50_257, 1024, 1024),
         _gpt("gpt2-medium", 24, 1024, 16, 50_257, 1024, 1024),
         _gpt("gpt2-large", 36, 1280, 20, 50_257, 1024, 1024),

@@ -100,11 +100,13 @@ def _case(name: str, row: Mapping[str, str]) -> Case:
     speed = _number(row, "tokens_per_s_per_gpu") if row["tokens_per_s_per_gpu"] else None
     if not memory and speed is None:
         raise PublishedError("neither memory nor tokens/s were published")
+    if not row["layers"] and (speed is not None or any(each.kind != "arithmetic" for each in memory)):
+        raise PublishedError("the model's layers were not published")
     gpu = _gpu_of(row) if row["gpu"] else None
     shape, scale = _shape_of(name, row)
     spec = PlanSpec(
-        model=shape, gpu=gpu or find_gpu("h100-80gb"), **_mesh(row), **_work(row, shape), **_dtypes(row),
-        **_CONVENTIONS.get(_source(row), {}),
+        model=shape, gpu=gpu or find_gpu("h100-80gb"), **_mesh(row), **_work(row), **_dtypes(row),
+        **_adapters(row), **_CONVENTIONS.get(_source(row), {}),
     )  # fmt: skip
     words = "" if gpu else "the GPU is not named"
     words = "fp8 products, whose rate is not known here" if row["fp8"] == "y" else words
@@ -168,28 +170,34 @@ def _gpu_of(row: Mapping[str, str]) -> Gpu:
     return replace(gpu, nic_bytes_per_s=float(network[1]) * 1e9 / 8 / (8 if per_node else 1))
 
 
+# in the order in which they are looked for: "shard_grad_op (ZeRO-2, P_os+g)" is ZeRO's own stage 2
+_STRATEGY_WORDS = {
+    "zero-1": "zero1", "zero-2": "zero2", "shard_grad_op": "shard_grad_op", "hybrid": "hybrid_shard",
+    "hsdp": "hybrid_shard", "ddp": "no_shard", "no_shard": "no_shard", "full_shard": "full_shard",
+    "zero-3": "full_shard", "full shard": "full_shard", "fsdp": "full_shard",
+}  # fmt: skip
+
+
 def _mesh(row: Mapping[str, str]) -> dict[str, Any]:
     words = row["strategy"].lower()
-    names = {"zero-1": "zero1", "shard_grad_op": "shard_grad_op", "zero-2": "zero2", "hybrid": "hybrid_shard"}
-    strategy = next((name for word, name in names.items() if word in words), "")
-    if strategy == "shard_grad_op" and "zero-2" in words:
-        strategy = "zero2"
-    strategy = strategy or ("no_shard" if "ddp" in words else "full_shard" if "full_shard" in words else "")
+    gpus = _count(row, "gpus", 1)
+    strategy = next((name for word, name in _STRATEGY_WORDS.items() if word in words), "no_shard" if gpus == 1 else "")
     if not strategy:
         raise PublishedError(f"strategy is {words[:40]!r}, which is not known here")
-    cut = {name: re.search(rf"{name} (\d+)", words) for name in ("tp", "cp")}
-    gpus = _count(row, "gpus", 1)
+    cut = {name: re.search(rf"\b{name}\s*=?\s*(\d+)", words) for name in ("tp", "cp")}
     return dict(
-        gpus=gpus, gpus_per_node=_count(row, "gpus_per_node", 8), strategy=strategy,
+        gpus=gpus, gpus_per_node=_count(row, "gpus_per_node", 8), strategy=strategy, offload="offload" in words,
         tensor_parallel=int(cut["tp"][1]) if cut["tp"] else 1, context_parallel=int(cut["cp"][1]) if cut["cp"] else 1,
     )  # fmt: skip
 
 
-def _work(row: Mapping[str, str], shape: ModelShape) -> dict[str, Any]:
+def _work(row: Mapping[str, str]) -> dict[str, Any]:
     words = row["activation_checkpointing"].lower()
     kind = words.split()[0] if words else "none"
-    if kind not in ("none", "selective", "full") or "block" in words:
+    if kind not in ("none", "selective", "full"):
         raise PublishedError(f"activation_checkpointing is {words!r}, which is not known here")
+    if kind == "selective" and ("block" in words or "fms-fsdp" in row["source"]):
+        raise PublishedError("its selective checkpointing is of some whole blocks, how many is not known here")
     return dict(
         seq=_count(row, "seq_len", 1), micro_batch=_count(row, "micro_batch_per_gpu", 1),
         grad_accum=_count(row, "grad_accum", 1), checkpointing=kind, compile=row["compile"] == "y",
@@ -197,15 +205,25 @@ def _work(row: Mapping[str, str], shape: ModelShape) -> dict[str, Any]:
 
 
 def _dtypes(row: Mapping[str, str]) -> dict[str, Any]:
-    """Slices that are masters, or (DeepSpeed, ZeRO) masters beside slices in 16 bits."""
+    """Slices that are masters, or (DeepSpeed, ZeRO) masters beside slices in 16 bits; `bf16` alone is bf16 all over."""
     words = f"{row['param_dtype']} {row['notes']}"
     reduced = "bf16" if row["reduce_dtype"].startswith("bf16") else "fp32"
     separate = row["framework"].startswith(("DeepSpeed", "ZeRO"))
-    low = "bf16 master" in words or row["param_dtype"].startswith("pure bf16")
+    low = "bf16 master" in words or (not separate and row["param_dtype"].lower() in ("bf16", "pure bf16"))
     return dict(
         reduce_dtype="bf16" if separate else reduced, master_dtype="bf16" if low else "fp32",
         masters="separate" if separate else "slices",
     )  # fmt: skip
+
+
+def _adapters(row: Mapping[str, str]) -> dict[str, Any]:
+    """LoRA on a frozen base, which is in 4 bits where a row says so; a rank that is not stated is 64."""
+    words = " ".join(row[name] for name in ("framework", "strategy", "param_dtype", "optimizer", "notes")).lower()
+    if not re.search(r"\bq?lora\b", words):
+        return {}
+    rank = re.search(r"\brank\s*=?\s*(\d+)", words)
+    quantised = re.search(r"\bqlora\b|\bnf4\b|\b4.?bit", words)
+    return {"lora_rank": int(rank[1]) if rank else 64, "base_dtype": "nf4" if quantised else None}
 
 
 def _shape_of(name: str, row: Mapping[str, str]) -> tuple[ModelShape, float]:
