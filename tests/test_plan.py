@@ -16,6 +16,7 @@ from fsdplab.planning import HardwareError, ModelError, PlanError, models, plan,
 from fsdplab.planning import fit as fit_module
 from fsdplab.planning.activations import block_tensors, computed_per_token, kept_per_token
 from fsdplab.planning.fit import fit
+from fsdplab.planning.links import LinkSpec
 from fsdplab.planning.memory import FRAMEWORK_BYTES
 from fsdplab.planning.model_files import model_named, shape_of_config
 from fsdplab.planning.models import MODELS
@@ -291,6 +292,50 @@ def test_traffic_is_design_2_1s():
     hybrid = plan("mpt-70b", "h100-80gb", seq=2048, strategy="hybrid_shard", **one).as_dict()["comm_bytes_per_step"]
     assert hybrid["shard"] == pytest.approx((3 * model_bytes - root) * 7 / 8, rel=1e-5)
     assert hybrid["replicate"] == pytest.approx(2 * model_bytes / 8 / 2, rel=1e-5)
+
+
+def on_a_link(bytes_per_s, **choices):
+    """A plan of one node whose GPUs have another link, without latency."""
+    spec = plan_spec("llama-2-7b", "h100-80gb", gpus=8, **choices)
+    return plan_of(replace(spec, gpu=replace(spec.gpu, link=LinkSpec("other", bytes_per_s, 0.0)))).time
+
+
+def test_on_an_infinitely_fast_link_nothing_is_exposed():
+    time = on_a_link(1e18)
+    assert time.exposed_s < 1e-6 * time.step_s
+
+
+def test_on_a_slow_link_communication_hides_all_but_the_ends_of_compute():
+    """Collectives follow each other without a gap but where the next one waits for compute: the head, a block."""
+    for strategy in ("full_shard", "shard_grad_op", "no_shard"):
+        time = on_a_link(1e9, strategy=strategy)
+        assert time.communication_s < time.step_s < time.communication_s + time.compute_s, strategy
+
+
+def test_on_a_fast_enough_link_only_the_first_gathers_and_the_last_reductions_are_exposed():
+    spec = plan_spec("llama-2-7b", "h100-80gb", gpus=8, micro_batch=8)
+    rows = {(row.unit, row.kind): plan_traffic.seconds_each(spec, row) for row in plan_traffic.plan_traffic(spec)}
+    ends = rows["root", "all_gather"] + rows["block", "all_gather"]
+    ends += rows["block", "reduce_scatter"] + rows["root", "reduce_scatter"]
+    assert plan_of(spec).time.exposed_s == pytest.approx(ends, rel=1e-6)
+
+
+def test_without_prefetch_every_gather_is_exposed():
+    spec = plan_spec("llama-2-7b", "h100-80gb", gpus=8, micro_batch=8)
+    gather = next(
+        plan_traffic.seconds_each(spec, row)
+        for row in plan_traffic.plan_traffic(spec)
+        if (row.unit, row.kind) == ("block", "all_gather")
+    )
+    more = plan_of(replace(spec, prefetch=0)).time.exposed_s - plan_of(spec).time.exposed_s
+    assert more > 2 * (spec.model.layers - 2) * gather
+
+
+def test_accumulation_sends_once_a_micro_batch_but_zero1_once_a_step():
+    for strategy, grows in (("full_shard", 4), ("zero1", 1), ("no_shard", 1)):
+        sent = [plan("llama-2-7b", "h100-80gb", strategy=strategy, grad_accum=count) for count in (1, 4)]
+        one, four = (sum(each.as_dict()["comm_bytes_per_step"].values()) for each in sent)
+        assert four == pytest.approx(grows * one, rel=1e-6), strategy
 
 
 def test_an_axis_takes_the_link_it_leaves_its_node_by():
