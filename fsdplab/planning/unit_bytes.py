@@ -87,7 +87,7 @@ def _with_whole_parameters(
         copy, grown = whole * spec.param_bytes if spec.mixed else 0, float(whole * spec.rest_bytes)
         return UnitBytes(whole * spec.rest_bytes, copy, **state, kept_gradients=grown)
     slices = whole * spec.param_bytes + (piece * spec.rest_bytes if spec.mixed else 0)
-    kept = 0.0 if "gradients" in cuts else state["whole_gradients"]
+    kept = 0.0 if "gradients" in cuts else float(whole * spec.rest_bytes)  # accumulated in the dtype of the slices
     reduced = piece * spec.rest_bytes if "gradients" in cuts or spec.masters == "slices" else 0
     return UnitBytes(slices, 0.0, reduced, **state, kept_gradients=kept)
 
