@@ -179,14 +179,14 @@ _STRATEGY_WORDS = {
 
 
 def _mesh(row: Mapping[str, str]) -> dict[str, Any]:
-    words = row["strategy"].lower()
+    said = row["strategy"].lower()
     gpus = _count(row, "gpus", 1)
-    strategy = next((name for word, name in _STRATEGY_WORDS.items() if word in words), "no_shard" if gpus == 1 else "")
+    strategy = next((name for word, name in _STRATEGY_WORDS.items() if word in said), "no_shard" if gpus == 1 else "")
     if not strategy:
-        raise PublishedError(f"strategy is {words[:40]!r}, which is not known here")
-    cut = {name: re.search(rf"\b{name}\s*=?\s*(\d+)", words) for name in ("tp", "cp")}
+        raise PublishedError(f"strategy is {said[:40]!r}, which is not known here")
+    cut = {name: re.search(rf"\b{name}\s*=?\s*(\d+)", said) for name in ("tp", "cp")}
     return dict(
-        gpus=gpus, gpus_per_node=_count(row, "gpus_per_node", 8), strategy=strategy, offload="offload" in words,
+        gpus=gpus, gpus_per_node=_count(row, "gpus_per_node", 8), strategy=strategy, offload="offload" in said,
         tensor_parallel=int(cut["tp"][1]) if cut["tp"] else 1, context_parallel=int(cut["cp"][1]) if cut["cp"] else 1,
     )  # fmt: skip
 
