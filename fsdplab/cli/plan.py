@@ -128,5 +128,5 @@ def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
     yield "tokens/s a GPU", f"{three_digits(speed)} (MFU {mfu:.1%})"
     hours = found.hours(tokens) if tokens else None
     if hours:
-        yield f"{tokens:.3g} tokens", f"{hours:,.1f} hours, {hours * found.spec.gpus:,.0f} GPU-hours"
+        yield f"{tokens:,.0f} tokens", f"{hours:,.1f} hours, {hours * found.spec.gpus:,.0f} GPU-hours"
     yield "provenance", "all figures are predicted, in closed form"

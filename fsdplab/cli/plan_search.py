@@ -43,7 +43,7 @@ def _print_choice(console: Console, found: Fit, gpus: int, tokens: float | None)
         console.print(f"[bold red]nothing fits[/] on {gpus} GPUs with a micro-batch of 1", highlight=False)
     else:
         hours = best.hours(tokens) if tokens else None
-        cost = f", {hours * gpus:,.0f} GPU-hours for {tokens:.3g} tokens" if hours else ""
+        cost = f", {hours * gpus:,.0f} GPU-hours for {tokens:,.0f} tokens" if hours else ""
         console.print(f"[bold green]cheapest[/]: {_words(best)}{cost}", highlight=False)
     if fewest is None:
         console.print("no number of these GPUs holds it", highlight=False)

@@ -162,9 +162,11 @@ class _Step:
         )
 
     def _root(self) -> Moment:
-        """The reduction of the root's gradients, when all blocks' are reduced."""
+        """The reduction of the root's gradients into their slices, when all blocks' are reduced."""
+        own = 0.0 if self.spec.grad_accum > 1 else self.root.gradient_slices  # accumulated: counted with all others
         return self._moment(
             "reduction of the root",
+            gradient_slices=own,
             reduced=self.spec.model.layers,
             activations=self.loss.held,
             gathered_parameters=self.root.gathered,
