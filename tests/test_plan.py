@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +21,7 @@ from fsdplab.planning.links import LinkSpec
 from fsdplab.planning.memory import FRAMEWORK_BYTES
 from fsdplab.planning.model_files import model_named, shape_of_config
 from fsdplab.planning.models import MODELS
+from fsdplab.planning.plan_spec import CHECKPOINTINGS, MASTERS, OPTIMIZERS
 from fsdplab.planning.planner import plan_of, plan_spec, shortfall
 from fsdplab.workloads import build_model
 from fsdplab.workloads.presets import PRESETS
@@ -282,6 +284,32 @@ def test_every_strategy_has_a_plan_whose_parts_add_up(strategy):
     assert found["gpu_hours"] == pytest.approx(16 * found["hours"])
 
 
+CHOICES = {
+    "gpus": (1, 2, 6, 8, 16, 24, 512), "gpus_per_node": (1, 4, 8), "strategy": STRATEGIES, "seq": (1, 128, 1024),
+    "micro_batch": (1, 3, 16), "grad_accum": (1, 2, 5), "checkpointing": CHECKPOINTINGS, "param_dtype": ("bf16", "fp32"),
+    "masters": MASTERS, "optimizer": tuple(OPTIMIZERS), "tensor_parallel": (1, 1, 2, 4), "context_parallel": (1, 1, 2),
+    "compile": (False, True), "flash": (True, False), "prefetch": (0, 1, 2), "offload": (False, True),
+    "lora_rank": (0, 0, 16),
+}  # fmt: skip
+
+
+def test_choices_drawn_at_random_are_planned_soundly_or_refused():
+    """No negative bytes, no more exposed than sent, an MFU below 1; what contradicts itself is a PlanError."""
+    chance, planned = random.Random(7), 0
+    for _ in range(300):
+        choices = {name: chance.choice(values) for name, values in CHOICES.items()}
+        try:
+            found = plan(chance.choice(("gpt2", "llama-3.1-8b", "qwen3-8b", "gpt-neox-20b")), "h100", **choices)
+        except PlanError:
+            continue
+        planned += 1
+        time = found.time
+        assert all(nbytes >= 0 for moment in found.memory.moments for nbytes in moment.by_category.values()), choices
+        assert -1e-9 <= time.exposed_s <= time.communication_s * (1 + 1e-9) and 0 < found.mfu < 1, choices
+        assert (shortfall(found) is None) == found.fits, choices
+    assert planned > 100
+
+
 def test_traffic_is_design_2_1s():
     """3 P (n-1)/n for full_shard with one dtype; hybrid: inside 3 P (s-1)/s, across 2 (P/s)(r-1)/r."""
     one = dict(param_dtype="bf16", reduce_dtype="bf16", gpus=16)
@@ -371,6 +399,7 @@ def test_context_parallelism_cuts_the_sequence_and_shares_states():
         (dict(gpus=8, tensor_parallel=3), "groups of 3 x 1; give a multiple of 3"),
         (dict(gpus=16, tensor_parallel=16), "8 key/value heads, not divisible by --tp 16; give a common divisor"),
         (dict(gpus=16, strategy="hybrid_shard", shard_size=3), "groups of 3 do not divide the 16 ranks"),
+        (dict(gpus=12, gpus_per_node=4, strategy="hybrid_shard", tensor_parallel=2, shard_size=4), "divisor of 6"),
         (dict(gpus=16, shard_size=8), "--shard-size is hybrid_shard's"),
         (dict(strategy="fullshard"), "did you mean full_shard"),
         (dict(checkpointing="some"), "none, selective, full"),

@@ -107,6 +107,11 @@ class PlanSpec:
                 f" {self.context_parallel}; give a multiple of {inner} GPUs"
             )
         if self.shard_size is None:
+            if self._ranks % self.shards:
+                raise PlanError(
+                    f"groups of {self.shards}, those of a node, do not divide the {self._ranks} ranks that are left"
+                    f" beside tensor parallelism; give --shard-size, a divisor of {self._ranks}"
+                )
             return
         if self.strategy != "hybrid_shard":
             raise PlanError(f"--shard-size is hybrid_shard's, and the strategy is {self.strategy}; leave it out")
