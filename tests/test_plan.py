@@ -287,7 +287,8 @@ def test_every_strategy_has_a_plan_whose_parts_add_up(strategy):
 CHOICES = {
     "gpus": (1, 2, 6, 8, 16, 24, 512), "gpus_per_node": (1, 4, 8), "strategy": STRATEGIES, "seq": (1, 128, 1024),
     "micro_batch": (1, 3, 16), "grad_accum": (1, 2, 5), "checkpointing": CHECKPOINTINGS,
-    "param_dtype": ("bf16", "fp32"), "masters": MASTERS, "optimizer": tuple(OPTIMIZERS), "tensor_parallel": (1, 1, 2, 4), "context_parallel": (1, 1, 2),
+    "param_dtype": ("bf16", "fp32"), "masters": MASTERS, "optimizer": tuple(OPTIMIZERS),
+    "tensor_parallel": (1, 1, 2, 4), "context_parallel": (1, 1, 2),
     "compile": (False, True), "flash": (True, False), "prefetch": (0, 1, 2), "offload": (False, True),
     "lora_rank": (0, 0, 16),
 }  # fmt: skip
