@@ -383,7 +383,7 @@ def damaged_notebooks(chance: random.Random, count: int) -> Iterator[tuple[str, 
 
 def test_every_command_is_tried() -> None:
     found = commands()
-    assert set(GUARDS) | {"report", "doctor"} == set(found)
+    assert set(GUARDS) | {"report", "doctor", "plan"} == set(found)
     assert sum(len(flags_of(parameters)) for parameters in found.values()) > 80
 
 

@@ -252,6 +252,100 @@ def bench(
     bench_engines(names(strategies), names(engines), settings, rounds, json_file, peer_transport, names(prefetch))
 
 
+@app.command(
+    epilog=examples(
+        "fsdplab plan --model llama-3.1-70b --gpu h100-80gb --gpus 16 --checkpointing full",
+        "fsdplab plan --model mistral-7b --gpu 4090 --gpus 4 --lora-rank 16 --base-dtype nf4 --json -",
+        "fsdplab plan --model llama-3.1-8b --gpus 16 --fit",
+        "fsdplab plan --model llama-3.1-70b --checkpointing full --sweep gpus=8..1024 --figure sweep.svg",
+        "fsdplab plan --validate --figure validation.svg",
+    )
+)
+def plan(
+    file: Annotated[
+        Path | None, typer.Argument(help="Of --validate: a CSV with the columns of data/published.csv.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="A model such as llama-3.1-70b, or the config.json of a Hugging Face model.")
+    ] = "llama-3.1-8b",
+    gpu: Annotated[str, typer.Option(help="The kind of GPU, such as h100-80gb, a100-40gb or 4090.")] = "h100-80gb",
+    gpus: Annotated[int, typer.Option(help="GPUs in all.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node.")] = 8,
+    strategy: Annotated[
+        str, typer.Option(help=f"{STRATEGIES_IN_WORDS}.", autocompletion=lambda: list(STRATEGIES))
+    ] = "full_shard",
+    shard_size: Annotated[
+        int | None, typer.Option(help="Of hybrid_shard: GPUs of a group; default: those of a node.")
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence; default: 4096, or the model's context.")
+    ] = None,
+    micro_batch: Annotated[int, typer.Option(help="Sequences of a rank's micro-batch.")] = 1,
+    grad_accum: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
+    checkpointing: Annotated[str, typer.Option(help="none, selective or full recomputation in the backward.")] = "none",
+    param_dtype: Annotated[str, typer.Option(help="What is gathered and computed with: fp32, bf16, fp16.")] = "bf16",
+    reduce_dtype: Annotated[str, typer.Option(help="Of gradients while they are reduced.")] = "fp32",
+    master_dtype: Annotated[str, typer.Option(help="Of what the optimizer updates, and of its state.")] = "fp32",
+    masters: Annotated[
+        str, typer.Option(help="slices: the optimizer updates the slices (FSDP); separate: a copy beside them (ZeRO).")
+    ] = "slices",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw-foreach, adamw-8bit, sgd, sgd-momentum.")] = "adamw",
+    tp: Annotated[int, typer.Option("--tp", help="GPUs of a tensor-parallel group.")] = 1,
+    compile: Annotated[bool, typer.Option("--compile", help="Blocks are compiled.")] = False,
+    flash: Annotated[bool, typer.Option("--flash/--no-flash", help="Attention without its matrix of scores.")] = True,
+    offload: Annotated[bool, typer.Option("--offload", help="States rest in host memory.")] = False,
+    lora_rank: Annotated[int, typer.Option(help="Train adapters of this rank on a frozen base; 0: train all.")] = 0,
+    base_dtype: Annotated[str | None, typer.Option(help="Of a frozen base: bf16, int8, nf4.")] = None,
+    tokens: Annotated[
+        float | None, typer.Option(help="Tokens of the whole training, such as 15e12: hours and GPU-hours.")
+    ] = None,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Predict published measurements: of FILE, or of data/published.csv.")
+    ] = False,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Search: the cheapest strategy, the largest micro-batch, the fewest GPUs.")
+    ] = False,
+    sweep: Annotated[
+        str | None, typer.Option(help="Plan for each value of one choice: gpus=8..1024 (doubling), seq=1024,4096.")
+    ] = None,
+    figure: Annotated[Path | None, typer.Option(help="Of --sweep or --validate: a figure, .svg or .html.")] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", help="Write the plan as JSON to a file, or to stdout with -.")
+    ] = None,
+) -> None:
+    """Predict memory, traffic and step time of a training job, and say what fits: nothing is run."""
+    if json_file not in (None, "-"):
+        from fsdplab.cli.outputs import check_file
+
+        check_file("--json", Path(str(json_file)))
+    choices = {
+        "gpus": gpus, "gpus_per_node": gpus_per_node, "strategy": strategy, "shard_size": shard_size, "seq": seq,
+        "micro_batch": micro_batch, "grad_accum": grad_accum, "checkpointing": checkpointing,
+        "param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "master_dtype": master_dtype, "masters": masters,
+        "optimizer": optimizer, "tensor_parallel": tp, "compile": compile, "flash": flash, "offload": offload,
+        "lora_rank": lora_rank, "base_dtype": base_dtype,
+    }  # fmt: skip
+    from fsdplab.cli.plan import check_tokens, show_plan
+
+    check_tokens(tokens)
+    if file is not None and not validate:
+        refuse(f"plan takes no {str(file)!r}; give flags, or --validate before a file of measurements")
+    if validate:
+        from fsdplab.cli.plan_validation import show_validation
+
+        show_validation(file, json_file, figure)
+        return
+    if fit or sweep is not None:
+        from fsdplab.cli.plan_search import show_fit, show_sweep
+
+        if sweep is None:
+            show_fit(model, gpu, choices, tokens, json_file)
+        else:
+            show_sweep(model, gpu, choices, sweep, json_file, figure)
+        return
+    show_plan(model, gpu, choices, tokens, json_file)
+
+
 @app.command(epilog=examples("fsdplab doctor", "fsdplab doctor --json"))
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
     """Show what this machine can do, and what is real, emulated or simulated on it."""

@@ -1,0 +1,132 @@
+"""`fsdplab plan`: memory by category with the card, traffic, step time and throughput of a job, as a table or JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fsdplab.cli.errors import refuse
+from fsdplab.common.files import write_output
+from fsdplab.common.names import CATEGORY_ROWS
+from fsdplab.common.sizes import seconds, size, three_digits
+from fsdplab.planning import HardwareError, ModelError, PlanError
+from fsdplab.planning.planner import Plan, plan_of, plan_spec, shortfall
+
+_WIDTH = 110
+_BAR = 30  # columns of a whole card
+
+
+def check_tokens(tokens: float | None) -> None:
+    """Refuse a number of tokens that no training has."""
+    if tokens is not None and not 1 <= tokens <= 1e18:
+        refuse(f"--tokens is {tokens!r}; expected a number from 1 to 1e18, such as 15e12")
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """An invalid plan becomes one line and exit code 2."""
+    try:
+        yield
+    except (ModelError, HardwareError, PlanError) as error:
+        refuse(str(error))
+
+
+def show_plan(model: str, gpu: str, choices: dict[str, Any], tokens: float | None, json_file: str | None) -> None:
+    """Plan one step, print the table, and write JSON if asked."""
+    with refusals():
+        found = plan_of(plan_spec(model, gpu, **choices))
+        text = json.dumps(found.as_dict(tokens), indent=1)
+        missing = shortfall(found)
+    console = console_beside(json_file)
+    console.print(f"[bold]{escape(_headline(found))}[/]", highlight=False)
+    console.print(_memory_table(found))
+    _print_card(console, found, missing)
+    console.print(_times_table(found, tokens))
+    write_json(json_file, text)
+
+
+def console_beside(json_file: str | None, width: int = _WIDTH) -> Console:
+    """stdout, or stderr when stdout carries the JSON; so wide if it is no terminal."""
+    console = Console(stderr=json_file == "-")
+    return console if console.is_terminal else Console(stderr=json_file == "-", width=width)
+
+
+def write_json(json_file: str | None, text: str) -> None:
+    """To the file, to stdout for `-`, nowhere for None."""
+    if json_file == "-":
+        sys.stdout.write(text + "\n")
+    elif json_file is not None:
+        write_output(Path(json_file), text + "\n")
+
+
+def _headline(found: Plan) -> str:
+    spec = found.spec
+    mesh = f", {spec.tensor_parallel}-way tensor parallel" if spec.tensor_parallel > 1 else ""
+    groups = f" in {spec.replicas} groups of {spec.shards}" if spec.strategy == "hybrid_shard" else ""
+    return (
+        f"{spec.model.name}, {spec.model.parameters / 1e9:.3f} B parameters, {spec.strategy}{groups} on {spec.gpus} x"
+        f" {spec.gpu.name}{mesh}: {spec.micro_batch} x {spec.seq} tokens a micro-batch, {spec.grad_accum} a step"
+    )
+
+
+def _memory_table(found: Plan) -> Table:
+    """Categories at the peak and between steps."""
+    table = Table(box=None, header_style="bold")
+    for name in ("memory of a rank", "between steps", "at the peak"):
+        table.add_column(name, justify="left" if name == "memory of a rank" else "right", no_wrap=True)
+    table.add_column("of the card", no_wrap=True)
+    peak, resting, card = found.memory.peak, found.memory.resting, found.spec.gpu.memory_bytes
+    for name, row in CATEGORY_ROWS.items():
+        here, rests = peak.by_category[name], resting.by_category[name]
+        bar = "#" * min(_BAR, round(_BAR * here / card))
+        table.add_row(row.words, size(rests) if rests else "-", size(here) if here else "-", bar)
+    table.add_row("total", size(resting.total), size(peak.total), f"{peak.total / card:.0%}", style="bold")
+    return table
+
+
+def _print_card(console: Console, found: Plan, missing: str | None) -> None:
+    memory, card = found.memory, found.spec.gpu.memory_bytes
+    if missing:
+        console.print(f"[bold red]does not fit[/]: {escape(missing)}", highlight=False)
+        return
+    left = card - memory.peak.total
+    tight = "" if memory.reserved_bytes <= card else "; tight: fragments of the allocator may take more than is left"
+    console.print(
+        f"[bold green]fits[/]: {size(left)} of {size(card)} are left at the peak ({memory.peak.name}){tight}",
+        highlight=False,
+    )
+
+
+def _times_table(found: Plan, tokens: float | None) -> Table:
+    table = Table(box=None, show_header=False)
+    for name, value in _times(found, tokens):
+        table.add_row(name, value)
+    return table
+
+
+def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
+    sent = found.as_dict()["comm_bytes_per_step"]
+    yield "sent by a rank a step", ", ".join(f"{axis} {size(nbytes)}" for axis, nbytes in sent.items()) or "nothing"
+    time = found.time
+    if time is None:
+        yield "step time", f"unknown: no bf16 FLOP/s are known for {found.spec.gpu.name}"
+        return
+    yield "step", f"{seconds(time.step_s)}: compute {seconds(time.compute_s)}, exposed {seconds(time.exposed_s)}"
+    yield (
+        "communication alone",
+        f"{seconds(time.communication_s)}, exposed {time.exposed_s / time.step_s:.1%} of a step",
+    )
+    speed, mfu = found.tokens_per_s_per_gpu or 0.0, found.mfu or 0.0
+    yield "tokens/s a GPU", f"{three_digits(speed)} (MFU {mfu:.1%})"
+    hours = found.hours(tokens) if tokens else None
+    if hours:
+        yield f"{tokens:,.0f} tokens", f"{hours:,.1f} hours, {hours * found.spec.gpus:,.0f} GPU-hours"
+    yield "provenance", "all figures are predicted, in closed form"

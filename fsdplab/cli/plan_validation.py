@@ -1,0 +1,86 @@
+"""`fsdplab plan --validate`: predicted beside published, row by row, with the median and the worst error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fsdplab.cli.errors import refuse
+from fsdplab.cli.outputs import WIDTH
+from fsdplab.cli.plan import console_beside, write_json
+from fsdplab.cli.plan_search import check_figure, write_figure
+from fsdplab.common.sizes import three_digits
+from fsdplab.planning.published import PublishedError
+from fsdplab.planning.validate import FITTED, HELD_OUT, NOT_FITTED, Row, Validation, validate
+
+_TABLE = Path(__file__).resolve().parents[2] / "data" / "published.csv"
+_UNITS = {"memory": ("GiB", 2.0**30), "memory (arithmetic)": ("GiB", 2.0**30), "tokens/s": ("", 1.0)}
+
+
+def show_validation(file: Path | None, json_file: str | None, figure: Path | None) -> None:
+    """Predict every usable row of a file of published measurements, and print how far off the predictions are."""
+    if file is None and not _TABLE.exists():
+        refuse(f"{_TABLE} is not there; give a file of measurements: fsdplab plan --validate FILE.csv")
+    if figure is not None:
+        check_figure(figure)
+    try:
+        found = validate(file or _TABLE)
+    except PublishedError as error:
+        refuse(str(error))
+    console = console_beside(json_file, WIDTH)
+    console.print(_table(found))
+    _print_summary(console, found)
+    write_json(json_file, json.dumps(found.as_dict(), indent=1))
+    if figure is not None:
+        from fsdplab.cli.plan_figures import validation_figure
+
+        write_figure(figure, validation_figure([_point(row) for row in found.rows], _finding(found)))
+
+
+def _finding(found: Validation) -> str:
+    """The figure's title: the two medians, of throughput over rows that the fit has not seen."""
+    named = {"memory": found.errors("memory"), "tokens/s": found.errors("tokens/s", HELD_OUT, NOT_FITTED)}
+    shown = [f"{name} {median:.1%}" for name, (count, median, _) in named.items() if count]
+    return f"Predicted against published: median error {', '.join(shown)}"
+
+
+def _point(row: Row) -> tuple[str, str, float, float]:
+    """A row for the figure, in the unit that it is printed in; ZeRO's own arithmetic is drawn with memory."""
+    unit, scale = _UNITS[row.quantity]
+    quantity = f"memory ({unit})" if unit else row.quantity
+    return (quantity, row.source, row.published / scale, row.predicted / scale)
+
+
+def _table(found: Validation) -> Table:
+    table = Table(box=None, header_style="bold")
+    for name in ("row", "quantity", "predicted", "published", "ratio", "efficiency"):
+        table.add_column(name, justify="right" if name in ("predicted", "published", "ratio") else "left", no_wrap=True)
+    for row in found.rows:
+        unit, scale = _UNITS[row.quantity]
+        shown = [f"{three_digits(value / scale)} {unit}".strip() for value in (row.predicted, row.published)]
+        part = row.part if row.part != NOT_FITTED else ""
+        table.add_row(escape(row.id), row.quantity, *shown, f"{row.ratio:.2f}", part)
+    return table
+
+
+def _print_summary(console: Console, found: Validation) -> None:
+    for name, quantity, parts in (
+        ("memory", "memory", ()),
+        ("memory by a source's own arithmetic", "memory (arithmetic)", ()),
+        ("tokens/s, rows that the fit has not seen", "tokens/s", (HELD_OUT, NOT_FITTED)),
+        ("tokens/s, rows of the fit", "tokens/s", (FITTED,)),
+    ):
+        count, median, worst = found.errors(quantity, *parts)
+        if count:
+            console.print(f"[bold]{name}[/]: {count} figures, median error {median:.1%}, worst {worst:.1%}")
+    fitted = ", ".join(f"{name} {value:.3f}" for name, value in found.efficiencies.items())
+    console.print(f"one fitted number a GPU type, the part of its FLOP/s that products reach: {fitted or 'none'}")
+    fits = found.ran - len(found.too_large)
+    large = f"; predicted not to fit: {', '.join(found.too_large)}" if found.too_large else ""
+    console.print(f"of {found.ran} runs that took place, {fits} are predicted to fit{large}")
+    for name, reason in found.left_out:
+        console.print(f"left out: {escape(name)}: {escape(reason)}", highlight=False)

@@ -1,0 +1,171 @@
+"""What autograd keeps of a token between its forward and its backward, operator by operator.
+
+Korthikanti et al. 2022 (arXiv 2205.05198), equation 2, counts s b h (34 + 5 a s / h) bytes a GPT block in 16 bits: 32
+of the 34 are the tensors below, 2 are the masks of dropout, which today's models leave out; 5 a s / h is attention
+without flash attention, with dropout (2 without). Llama's blocks are counted alike, with their own operators. The bytes
+are those that PyTorch's autograd saves: what two operators read is kept once.
+
+Under tensor parallelism, with the sequence cut between the products (their equation 4), what is read by the products
+that are cut by rows is gathered before, and so kept whole; all other tensors are cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .models import ModelShape
+from .plan_spec import PlanSpec
+
+_STATISTIC = 4  # bytes: norms keep their statistics, attention its log-sum-exp, in float32
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor that a block's forward keeps: channels a token, bytes of each, and what can be done about it.
+
+    `whole`: tensor parallelism does not cut it. `fusible`: a compiler makes it again in the backward from what it keeps
+    anyway: an element-wise operator's result that no matrix product reads (torch._functorch.config,
+    `ban_recompute_materialized_backward`: what a product of the backward reads is kept).
+    """
+
+    name: str
+    channels: float
+    itemsize: int
+    whole: bool = False
+    fusible: bool = False
+
+
+def block_tensors(spec: PlanSpec) -> list[Saved]:
+    """What one block keeps without checkpointing: Llama's 4C + 2HD + 2KD + 4F channels, GPT's with 2F."""
+    shape, b = spec.model, spec.param_bytes
+    norm = 4 if shape.norm_bias else 2  # two norms, each with a mean and a deviation, or the latter only
+    inner = [] if shape.parallel else _norm_reads("input of the second norm", spec)
+    gate = ["gate", "up", "activation", "gated"] if shape.gated else ["up", "activation"]
+    return [
+        *_norm_reads("input", spec),
+        Saved("first norm", shape.width, b, whole=True),
+        Saved("query, key, value", shape.query_width + 2 * shape.kv_width, b),
+        *_attention(spec),
+        Saved("attention's output", shape.query_width, b),
+        *inner,
+        Saved("second norm", shape.width, b, whole=True),
+        *(Saved(name, shape.ffn, b, fusible=name == "activation" and shape.gated) for name in gate),
+        Saved("statistics of the norms", norm, _STATISTIC),
+    ]
+
+
+def _norm_reads(name: str, spec: PlanSpec) -> list[Saved]:
+    """What a norm keeps of its input: the input itself, or in steps of float32 a copy and what it is normed to."""
+    steps = not (spec.fused_norms or spec.model.norm_bias)
+    if not steps:
+        return [Saved(name, spec.model.width, spec.param_bytes)]
+    width = spec.model.width
+    return [Saved(f"{name} in float32", width, 4), Saved(f"{name}, normed in float32", width, 4, fusible=True)]
+
+
+def _attention(spec: PlanSpec) -> list[Saved]:
+    """Flash attention keeps a log-sum-exp a head; plain attention the probabilities, a row of `seq` a head."""
+    if spec.flash:
+        return [Saved("log-sum-exp", spec.model.heads, _STATISTIC)]
+    return [Saved("attention's probabilities", spec.model.heads * spec.seq, spec.param_bytes)]
+
+
+def selective_tensors(spec: PlanSpec) -> list[Saved]:
+    """What selective checkpointing keeps: the input, attention, and every other matrix product (torchtitan's choice,
+    and this engine's).
+    """
+    kept = [Saved("input", spec.model.width, spec.param_bytes), *_attention(spec)]
+    kept.append(Saved("attention's output", spec.model.query_width, spec.param_bytes))
+    products = _products(spec.model)
+    return kept + [Saved(name, width, spec.param_bytes, whole=name in _UNCUT) for name, width in products[::2]]
+
+
+_UNCUT = ("output", "down")  # partial sums over the tensor-parallel ranks: whole until they are reduced
+
+
+def _products(shape: ModelShape) -> list[tuple[str, int]]:
+    """The matrix products of a block in order, each with the width of its result."""
+    ups = [("gate", shape.ffn), ("up", shape.ffn)] if shape.gated else [("up", shape.ffn)]
+    return [*shape.qkv, ("output", shape.width), *ups, ("down", shape.width)]
+
+
+def kept_per_token(spec: PlanSpec) -> float:
+    """Bytes a token that one block keeps until its backward, on one rank.
+
+    Llama 2 7B in bf16, nothing checkpointed: 2 x (8 x 4096 + 4 x 11008) + 4 x (32 + 2) bytes.
+    """
+    if spec.checkpointing == "full":
+        return _on_rank([Saved("input", spec.model.width, spec.param_bytes)], spec)
+    if spec.checkpointing == "selective":
+        return _on_rank(selective_tensors(spec), spec)
+    return computed_per_token(spec)
+
+
+def computed_per_token(spec: PlanSpec) -> float:
+    """Bytes a token that a block's forward keeps while nothing is checkpointed: also what a recomputation brings back.
+
+    A compiled block makes the results of element-wise operators again.
+    """
+    return _on_rank([each for each in block_tensors(spec) if not (spec.compile and each.fusible)], spec)
+
+
+def recomputed_per_token(spec: PlanSpec) -> float:
+    """Bytes a token that the backward of one block adds while it runs the forward again."""
+    if spec.checkpointing == "none":
+        return 0.0
+    return max(0.0, computed_per_token(spec) - kept_per_token(spec))
+
+
+def backward_per_token(spec: PlanSpec) -> float:
+    """Bytes a token of gradients at the widest place of a block's backward, less what has been freed by then.
+
+    Behind the last product (its input is freed, F) stand the gradients of a gate and of what it gates, or that of a
+    GELU's input and result; the residual stream's own gradient comes to them.
+    """
+    shape = spec.model
+    widest = (2 if shape.gated else 1) * shape.ffn + 2 * shape.width
+    return spec.param_bytes * widest / spec.tensor_parallel
+
+
+def root_kept_per_token(spec: PlanSpec) -> float:
+    """Bytes a token that the root keeps: the last norm's input and result, its statistics, and the tokens themselves.
+
+    A rank keeps tokens and targets as 64-bit numbers.
+    """
+    norm = _STATISTIC * (2 if spec.model.norm_bias else 1)
+    read = _on_rank(_norm_reads("input", spec), spec)
+    return spec.model.width * spec.param_bytes + read + norm / spec.tensor_parallel + 2 * 8
+
+
+@dataclass(frozen=True)
+class LossBytes:
+    """Bytes of logits and of what is made of them: at the end of the forward, at their backward's peak, after it (their
+    gradient, for the head), and until the backward has ended.
+    """
+
+    forward: float
+    backward: float
+    after: float
+    saved: float  # what the forward keeps: the log-softmax
+    held: float  # what the training loop itself keeps until the backward has ended
+
+
+def loss_bytes(spec: PlanSpec) -> LossBytes:
+    """Cross entropy in float32 on logits of `param_dtype`, over a vocabulary that tensor parallelism cuts.
+
+    Forward: logits, their float32 copy, its log-softmax. Backward: log-softmax, its gradient and the copy's gradient,
+    12 bytes a logit; a loop that keeps the float32 logits holds 4 more. Llama 3.1 8B, 16,384 tokens: 25 GB. A loss over
+    a vocabulary that is cut has its softmax in steps, with a fourth copy (torch.distributed.tensor.parallel.loss).
+    """
+    logits = spec.tokens * spec.model.vocabulary / spec.tensor_parallel
+    held = 4 * logits if spec.keeps_logits else 0.0
+    copies = spec.param_bytes if spec.param_bytes < 4 else 0
+    widest = 12 if spec.tensor_parallel == 1 else 16
+    return LossBytes(
+        (8 + copies) * logits, widest * logits + held, (4 + copies) * logits + held, 4 * logits + held, held
+    )
+
+
+def _on_rank(tensors: list[Saved], spec: PlanSpec) -> float:
+    cut = spec.tensor_parallel
+    return sum(each.channels * each.itemsize / (1 if each.whole else cut) for each in tensors)

@@ -1,0 +1,128 @@
+"""What to choose: every strategy with its largest micro-batch that fits, the cheapest of them, and the fewest GPUs; and
+one choice swept over values.
+
+Cheapest means most tokens/s a GPU, and so fewest GPU-hours for the same tokens. Of what is searched, the largest
+micro-batch is found by doubling and halving: memory grows with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fsdplab.common.names import STRATEGIES
+from fsdplab.common.words import did_you_mean
+
+from .plan_spec import CHECKPOINTINGS, PlanError, PlanSpec
+from .planner import Plan, least_gpus, plan_memory_fits, plan_of
+
+_MOST_SEQUENCES = 2**12
+SWEPT = ("gpus", "seq", "micro_batch", "grad_accum", "tensor_parallel", "prefetch", "lora_rank")
+_SHORT = {"tp": "tensor_parallel"}
+_MOST_VALUES = 64
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Plans that fit, the cheapest first; `fewest` is the plan on fewest GPUs, or None where no number of them does."""
+
+    candidates: tuple[Plan, ...]
+    fewest: Plan | None
+
+    @property
+    def best(self) -> Plan | None:
+        """The cheapest plan on the GPUs asked for; None where nothing fits there."""
+        return self.candidates[0] if self.candidates else None
+
+
+def fit(spec: PlanSpec) -> Fit:
+    """Search strategies, checkpointing and micro-batches for `spec`'s model and GPUs; its other choices stay.
+
+    `fewest` has micro-batches of one sequence, whose number is searched for over all strategies.
+    """
+    tried = [_largest(each) for each in _variants(spec)]
+    plans = [plan_of(each) for each in tried if each is not None]
+    return Fit(tuple(sorted(plans, key=_cost)), _fewest(spec))
+
+
+def _variants(spec: PlanSpec) -> list[PlanSpec]:
+    """Every strategy with every checkpointing; groups of ranks only where there are several."""
+    found = []
+    for strategy in STRATEGIES:
+        for checkpointing in CHECKPOINTINGS:
+            size = spec.shard_size if strategy == "hybrid_shard" else None
+            each = replace(spec, strategy=strategy, checkpointing=checkpointing, shard_size=size)
+            if strategy != "hybrid_shard" or each.replicas > 1:
+                found.append(each)
+    return found
+
+
+def _largest(spec: PlanSpec) -> PlanSpec | None:
+    """`spec` with the largest micro-batch that fits; None where not even one sequence does."""
+
+    def fits(count: int) -> bool:
+        return plan_memory_fits(replace(spec, micro_batch=count))
+
+    if not fits(1):
+        return None
+    high = 2
+    while high <= _MOST_SEQUENCES and fits(high):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return replace(spec, micro_batch=low)
+
+
+def _cost(found: Plan) -> tuple[float, float]:
+    """Seconds of one GPU a token; where no speed is known, the memory decides."""
+    speed = found.tokens_per_s_per_gpu
+    return (1 / speed if speed else 0.0, found.memory.peak.total)
+
+
+def _fewest(spec: PlanSpec) -> Plan | None:
+    found = []
+    for each in _variants(replace(spec, micro_batch=1)):
+        if each.strategy != "hybrid_shard" and (gpus := least_gpus(each)) is not None:
+            found.append(plan_of(replace(each, gpus=gpus)))
+    return min(found, key=lambda each: (each.spec.gpus, _cost(each)), default=None)
+
+
+# ---- sweeps
+
+
+def parse_sweep(text: str) -> tuple[str, list[int]]:
+    """`gpus=8..1024` (doubling) or `seq=1024,4096,8192` -> the choice and its values; raises PlanError.
+
+    >>> parse_sweep("gpus=8..64")
+    ('gpus', [8, 16, 32, 64])
+    """
+    name, equals, values = text.partition("=")
+    name = name.strip().replace("-", "_")
+    name = _SHORT.get(name, name)
+    if not equals or name not in SWEPT:
+        meant = did_you_mean(name, SWEPT)
+        raise PlanError(
+            f"--sweep is {text[:60]!r}{meant}; expected one of {', '.join(SWEPT)} and its values, such as gpus=8..1024"
+            " or seq=1024,4096"
+        )
+    if span := re.fullmatch(r"\s*(\d{1,9})\s*\.\.\s*(\d{1,9})\s*", values, re.ASCII):
+        low, high = int(span[1]), int(span[2])
+        found = [low * 2**power for power in range(_MOST_VALUES) if 0 < low * 2**power <= high]
+    else:
+        parts = [part.strip() for part in values.split(",")]
+        found = [int(part) for part in parts if re.fullmatch(r"\d{1,9}", part, re.ASCII)]
+        found = found if len(found) == len(parts) else []
+    if not found or len(found) > _MOST_VALUES:
+        raise PlanError(
+            f"--sweep has values {values[:60]!r}; expected 1 to {_MOST_VALUES} whole numbers: 8..1024 (doubling) or"
+            " 8,16,64"
+        )
+    return name, found
+
+
+def sweep(spec: PlanSpec, name: str, values: Sequence[int]) -> list[Plan]:
+    """The plan for each value of one choice; raises PlanError for a value that contradicts the others."""
+    return [plan_of(replace(spec, **{name: value})) for value in values]  # type: ignore[arg-type]

@@ -1,0 +1,207 @@
+"""Peak memory of a step in closed form: what is alive at each of the moments at which a peak can lie.
+
+The bytes of a rank grow through the forward (activations) and then change hands in the backward (activations go,
+gradient slices come), unit by unit and in equal parts. So a peak lies at an end: at the loss, in the backward of the
+last block, in that of the first, when the root's gradients are reduced, or in the optimizer's step. Each is a sum over
+the categories of `fsdplab compare`; the largest sum is the peak.
+
+Sources: model states, Rajbhandari et al. 2020, section 3.1; activations, activations.py; gathered units and the
+buffers of collectives, DESIGN.md 2.1 (at most prefetch depth + 1 units and the root).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdplab.common.names import CATEGORIES
+
+from .activations import backward_per_token, kept_per_token, loss_bytes, recomputed_per_token, root_kept_per_token
+from .plan_spec import PlanSpec
+from .unit_bytes import UnitBytes, unit_bytes
+
+# An assumption, not measured here: the CUDA context and its kernels (some 0.5 GiB) and NCCL's channels (as much).
+# The allocator knows nothing of them.
+FRAMEWORK_BYTES = 2**30
+# Reserved bytes over bytes in use, of the one published run that prints both (torchtitan PR #165, FSDP2, eager:
+# 59.41 GiB reserved, 49.54 active). Expandable segments come closer to 1.
+RESERVED_OVER_USED = 59.41 / 49.54
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes by category on one rank at one instant of a step."""
+
+    name: str
+    by_category: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """All bytes."""
+        return sum(self.by_category.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The moments of a step; the peak is the largest."""
+
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak(self) -> Moment:
+        """The moment with most bytes."""
+        return max(self.moments, key=lambda moment: moment.total)
+
+    @property
+    def used_bytes(self) -> float:
+        """Bytes that the allocator has given out at the peak: without the framework's own."""
+        return self.peak.total - FRAMEWORK_BYTES
+
+    @property
+    def reserved_bytes(self) -> float:
+        """Bytes that the allocator is likely to have taken from the device at the peak."""
+        return self.used_bytes * RESERVED_OVER_USED
+
+    def at(self, name: str) -> Moment:
+        """The moment of that name."""
+        return next(moment for moment in self.moments if moment.name == name)
+
+    @property
+    def resting(self) -> Moment:
+        """Between two steps: what the model's states take."""
+        return self.moments[0]
+
+
+def memory_of(spec: PlanSpec) -> Memory:
+    """The memory of one rank through a step."""
+    return _Step(spec).memory()
+
+
+class _Step:
+    """The units of a plan and what each moment adds up."""
+
+    def __init__(self, spec: PlanSpec) -> None:
+        self.spec = spec
+        self.block = unit_bytes(spec.model.block, spec, adapted=True)
+        self.root = unit_bytes(spec.model.root, spec)
+        self.all: UnitBytes = self.block.times(spec.model.layers) + self.root
+        head = spec.model.root[:1] if spec.model.tied else spec.model.root[-1:]
+        self.head = unit_bytes(head, spec)
+        self.last = unit_bytes([each for each in spec.model.block if each.name == "down.weight"], spec, adapted=True)
+        self.kept = kept_per_token(spec) * spec.tokens
+        self.loss = loss_bytes(spec)
+
+    def memory(self) -> Memory:
+        last = self.spec.model.layers - 1
+        return Memory(
+            (
+                self._resting(),
+                self._forward(),
+                self._loss(),
+                self._head(),
+                self._block("backward of the last block", saved=last + 1, reduced=0),
+                self._block_reduction("reduction of the last block", saved=last + 1, reduced=0),
+                self._block("backward of the first block", saved=1, reduced=last),
+                self._block_reduction("reduction of the first block", saved=1, reduced=last),
+                self._root(),
+                self._moment("optimizer step", reduced=None, other=self.all.step_scratch),
+            )
+        )
+
+    def _resting(self) -> Moment:
+        found = dict.fromkeys(CATEGORIES, 0.0)
+        if not self.spec.offload:
+            found["parameter_slices"] = self.all.parameter_slices
+            found["optimizer_state"] = self.all.optimizer_state
+        return Moment("between steps", found | {"other": FRAMEWORK_BYTES})
+
+    def _forward(self) -> Moment:
+        layers = self.spec.model.layers
+        kept, gathered = self._activations(layers) + self.loss.saved, self._gathered(layers, 0)
+        return self._moment("end of the forward", activations=kept, gathered_parameters=gathered)
+
+    def _loss(self) -> Moment:
+        spec = self.spec
+        activations = self._activations(spec.model.layers) + max(self.loss.forward, self.loss.backward)
+        return self._moment("loss", activations=activations, gathered_parameters=self._gathered(spec.model.layers, 0))
+
+    def _head(self) -> Moment:
+        layers = self.spec.model.layers
+        return self._moment(
+            "backward of the head",
+            activations=self._activations(layers) + self.loss.after,
+            gathered_parameters=self._gathered(layers, min(1, self.spec.prefetch)),
+            whole_gradients=self.head.whole_gradients,
+        )
+
+    def _block(self, name: str, saved: int, reduced: int) -> Moment:
+        """The backward of a block with `saved` blocks' activations left and `reduced` blocks behind it, at its widest:
+        of its gradients there is that of the last product, and the block behind it may still be reduced.
+        """
+        spec = self.spec
+        inside = (recomputed_per_token(spec) + backward_per_token(spec)) * spec.tokens
+        return self._moment(
+            name,
+            reduced=reduced,
+            activations=self._activations(saved) + inside + self.loss.held,
+            gathered_parameters=self._gathered(saved, min(1 + spec.prefetch, saved)),
+            whole_gradients=self.last.whole_gradients + self.head.whole_gradients,
+            communication_buffers=self.block.reduction if reduced else 0.0,
+        )
+
+    def _block_reduction(self, name: str, saved: int, reduced: int) -> Moment:
+        """Behind that backward: all of the block's gradients are copied into the buffer of their reduction."""
+        spec = self.spec
+        stream = 2 * spec.model.width * spec.param_bytes / spec.tensor_parallel * spec.tokens
+        return self._moment(
+            name,
+            reduced=reduced + 1,
+            activations=self._activations(saved - 1) + stream + self.loss.held,
+            gathered_parameters=self._gathered(saved, min(spec.prefetch, saved - 1)),
+            whole_gradients=self.block.whole_gradients + self.head.whole_gradients,
+            communication_buffers=self.block.reduction,
+        )
+
+    def _root(self) -> Moment:
+        """The reduction of the root's gradients into their slices, when all blocks' are reduced."""
+        own = 0.0 if self.spec.grad_accum > 1 else self.root.gradient_slices  # accumulated: counted with all others
+        return self._moment(
+            "reduction of the root",
+            gradient_slices=own,
+            reduced=self.spec.model.layers,
+            activations=self.loss.held,
+            gathered_parameters=self.root.gathered,
+            whole_gradients=self.root.whole_gradients,
+            communication_buffers=self.root.reduction,
+        )
+
+    def _activations(self, blocks: int) -> float:
+        return blocks * self.kept + root_kept_per_token(self.spec) * self.spec.tokens
+
+    def _gathered(self, blocks: int, in_use: int) -> float:
+        """The root, and the blocks in use; all that are left where none is dropped after its forward."""
+        keeps_all = self.spec.strategy in ("no_shard", "shard_grad_op")
+        return self.root.gathered + self.block.gathered * (blocks if keeps_all else in_use)
+
+    def _moment(
+        self, name: str, *, reduced: int | None = 0, whole_gradients: float = 0.0, other: float = 0.0, **more: float
+    ) -> Moment:
+        """A sum by category; `reduced`: blocks whose gradients have been reduced, None for all and the root's."""
+        spec, every = self.spec, self.all
+        complete = reduced is None or spec.grad_accum > 1
+        slices = every.gradient_slices if complete else self.block.gradient_slices * (reduced or 0)
+        kept = every.kept_gradients if complete else self.block.kept_gradients * (reduced or 0)
+        found = self._resting().by_category | more
+        found["gradient_slices"] += 0.0 if spec.offload else slices
+        found["whole_gradients"] += whole_gradients + (0.0 if spec.offload else kept)
+        found["other"] += 0.0 if spec.offload else other
+        return Moment(name, found)
+
+
+def host_bytes(spec: PlanSpec) -> float:
+    """Bytes of host memory that one rank's offloaded states take; 0 without offload."""
+    if not spec.offload:
+        return 0.0
+    every = unit_bytes(spec.model.block, spec, adapted=True).times(spec.model.layers) + unit_bytes(
+        spec.model.root, spec
+    )
+    return every.parameter_slices + every.gradient_slices + every.optimizer_state

@@ -1,0 +1,167 @@
+"""Shapes from Hugging Face's `config.json`: each known `model_type` has a reader of its own field names.
+
+Defaults of absent fields are those of transformers' configuration classes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdplab.common.words import did_you_mean
+
+from .models import ModelError, ModelShape, model
+
+_LARGEST_FILE = 10**6  # bytes; a configuration has some thousand
+
+
+def model_named(name: str) -> ModelShape:
+    """The shape of a known name, of a `config.json`, or of a folder with one; raises ModelError."""
+    path = Path(name)
+    if "\0" in name or not (name.endswith(".json") or "/" in name):
+        return model(name)
+    return shape_of_config(_read(path / "config.json" if path.is_dir() else path), name)
+
+
+def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
+    """The shape that a parsed `config.json` describes; raises ModelError for a type that is not known here."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in _READERS:
+        meant = did_you_mean(kind, _READERS) if isinstance(kind, str) else ""
+        raise ModelError(
+            f"{name}: model_type is {kind!r}{meant}; expected one of {', '.join(_READERS)}: other models have other"
+            " blocks, whose memory is not known here"
+        )
+    return _READERS[kind](_Config(config, name))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise ModelError(f"{path} has more than {_LARGEST_FILE} bytes; expected a Hugging Face config.json")
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror or error}; give a known model, or a config.json") from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{path} is no JSON file; expected a Hugging Face config.json") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} holds no JSON object; expected a Hugging Face config.json")
+    return config
+
+
+class _Config:
+    """A configuration whose fields are read with their types checked."""
+
+    def __init__(self, config: Mapping[str, Any], name: str) -> None:
+        self.config, self.name = config, name
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1; absent or null: the default."""
+        found = self.config.get(key)
+        found = default if found is None else found
+        if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= 10**9:
+            raise ModelError(f"{self.name}: {key} is {found!r}; expected a whole number from 1 to 1,000,000,000")
+        return found
+
+    def flag(self, key: str, default: bool) -> bool:
+        """true or false; absent: the default."""
+        found = self.config.get(key, default)
+        if not isinstance(found, bool):
+            raise ModelError(f"{self.name}: {key} is {found!r}; expected true or false")
+        return found
+
+    def inner(self, key: str) -> _Config:
+        """An object inside of this one; absent: an empty one."""
+        found = self.config.get(key) or {}
+        if not isinstance(found, dict):
+            raise ModelError(f"{self.name}: {key} is {found!r}; expected a JSON object")
+        return _Config(found, f"{self.name}, {key}")
+
+
+def _head_width(config: _Config, width: int, heads: int) -> int:
+    if config.config.get("head_dim") is None and width % heads:
+        raise ModelError(f"{config.name}: {heads} heads do not divide the width {width}; expected that they do")
+    return config.size("head_dim", max(1, width // heads))
+
+
+def _like_llama(config: _Config, **changed: Any) -> ModelShape:
+    width, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    attention_bias = config.flag("attention_bias", False)
+    read: dict[str, Any] = dict(
+        name=config.name, layers=config.size("num_hidden_layers"), width=width, heads=heads,
+        kv_heads=config.size("num_key_value_heads", heads), head_width=_head_width(config, width, heads),
+        ffn=config.size("intermediate_size"), vocabulary=config.size("vocab_size"),
+        context=config.size("max_position_embeddings", 2048), qkv_bias=attention_bias, output_bias=attention_bias,
+        ffn_bias=config.flag("mlp_bias", False), tied=config.flag("tie_word_embeddings", False),
+    )  # fmt: skip
+    return ModelShape(**(read | changed))
+
+
+def _gemma(config: _Config) -> ModelShape:
+    return _like_llama(config, tied=config.flag("tie_word_embeddings", True), head_width=config.size("head_dim", 256))
+
+
+def _gpt2(config: _Config) -> ModelShape:
+    width, heads = config.size("n_embd", 768), config.size("n_head", 12)
+    context = config.size("n_positions", 1024)
+    return ModelShape(
+        name=config.name, layers=config.size("n_layer", 12), width=width, heads=heads, kv_heads=heads,
+        head_width=_head_width(config, width, heads), ffn=config.size("n_inner", 4 * width),
+        vocabulary=config.size("vocab_size", 50_257), context=context, positions=context, gated=False, norm_bias=True,
+        qkv_bias=True, output_bias=True, ffn_bias=True, fused=True, tied=config.flag("tie_word_embeddings", True),
+    )  # fmt: skip
+
+
+def _gpt_neox(config: _Config) -> ModelShape:
+    width, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    bias = config.flag("attention_bias", True)
+    return ModelShape(
+        name=config.name, layers=config.size("num_hidden_layers"), width=width, heads=heads, kv_heads=heads,
+        head_width=_head_width(config, width, heads), ffn=config.size("intermediate_size"),
+        vocabulary=config.size("vocab_size"), context=config.size("max_position_embeddings", 2048), gated=False,
+        norm_bias=True, qkv_bias=bias, output_bias=bias, ffn_bias=True, fused=True,
+        parallel=config.flag("use_parallel_residual", True), tied=config.flag("tie_word_embeddings", False),
+    )  # fmt: skip
+
+
+def _mpt(config: _Config) -> ModelShape:
+    width, heads = config.size("d_model", 2048), config.size("n_heads", 16)
+    bias, context = not config.flag("no_bias", True), config.size("max_seq_len", 2048)
+    return ModelShape(
+        name=config.name, layers=config.size("n_layers", 24), width=width, heads=heads, kv_heads=heads,
+        head_width=_head_width(config, width, heads), ffn=config.size("expansion_ratio", 4) * width,
+        vocabulary=config.size("vocab_size", 50_368), context=context, gated=False, norm_bias=bias, qkv_bias=bias,
+        output_bias=bias, ffn_bias=bias, fused=True, tied=config.flag("tie_word_embeddings", True),
+        positions=0 if config.inner("attn_config").flag("alibi", True) else context,
+    )  # fmt: skip
+
+
+def _opt(config: _Config) -> ModelShape:
+    width, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    if config.size("word_embed_proj_dim", width) != width:
+        raise ModelError(f"{config.name}: word_embed_proj_dim differs from hidden_size; such a model is not known here")
+    context = config.size("max_position_embeddings", 2048)
+    return ModelShape(
+        name=config.name, layers=config.size("num_hidden_layers"), width=width, heads=heads, kv_heads=heads,
+        head_width=_head_width(config, width, heads), ffn=config.size("ffn_dim"),
+        vocabulary=config.size("vocab_size"), context=context, positions=context + 2, gated=False, norm_bias=True,
+        qkv_bias=True, output_bias=True, ffn_bias=True, tied=config.flag("tie_word_embeddings", True),
+    )  # fmt: skip
+
+
+_READERS = {
+    "llama": _like_llama,
+    "mistral": _like_llama,
+    "qwen2": lambda config: _like_llama(config, qkv_bias=True, output_bias=False),
+    "qwen3": lambda config: _like_llama(config, query_key_norm=True),
+    "phi3": lambda config: _like_llama(config, fused=True),
+    "gemma": _gemma,
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+    "mpt": _mpt,
+    "opt": _opt,
+}

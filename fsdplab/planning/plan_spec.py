@@ -1,0 +1,221 @@
+"""What to plan: a model, GPUs, a strategy and the choices of a training step, frozen and checked once.
+
+The GPUs form a mesh of up to four axes: `tensor` (innermost, inside a node), `context` (cuts the sequence), `shard`
+(over which states are cut; context-parallel ranks cut them too) and `replicate` (hybrid_shard's groups).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from fsdplab.common.names import STRATEGIES
+from fsdplab.common.words import did_you_mean
+
+from .hardware import Gpu
+from .models import ModelShape
+
+ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
+# Bytes of a frozen base's weight. nf4: 4 bits and the scales of QLoRA's double quantisation, 0.127 bits a weight
+# (Dettmers et al. 2023, section 3); int8: with one fp32 scale a row of a matrix, which is left out.
+BASE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "nf4": 4.127 / 8}
+CHECKPOINTINGS = ("none", "selective", "full")
+MASTERS = ("slices", "separate")
+# bytes of optimizer state a parameter, beside masters: as multiples of the master dtype, or in bytes
+OPTIMIZERS = {"adamw": 2.0, "adamw-foreach": 2.0, "adamw-8bit": 0.5, "sgd": 0.0, "sgd-momentum": 1.0}
+_LARGEST = {
+    "gpus": 10**6, "gpus_per_node": 10**6, "seq": 10**8, "micro_batch": 10**6, "grad_accum": 10**6,
+    "tensor_parallel": 10**4, "context_parallel": 10**4, "prefetch": 100,
+}  # fmt: skip
+_FLAGS = {"tensor_parallel": "--tp"}
+
+
+class PlanError(ValueError):
+    """An invalid plan; the message is one line: what happened, got, expected, what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSpec:
+    """One training step of `model` on `gpus` GPUs; a contradiction raises PlanError.
+
+    `masters`: "slices" where the optimizer updates the slices themselves and a low-precision copy is made for each
+    gather (FSDP2's and this engine's mixed precision); "separate" where slices and gradients have `param_dtype` and the
+    optimizer keeps masters beside its moments (ZeRO, Rajbhandari et al. 2020, section 3.1).
+    """
+
+    model: ModelShape
+    gpu: Gpu
+    gpus: int = 8
+    gpus_per_node: int = 8
+    strategy: str = "full_shard"
+    shard_size: int | None = None  # hybrid_shard: GPUs over which states are cut; None: those of a node
+    seq: int = 4096
+    micro_batch: int = 1  # sequences a data-parallel rank computes at once
+    grad_accum: int = 1
+    checkpointing: str = "none"
+    param_dtype: str = "bf16"
+    reduce_dtype: str = "fp32"
+    master_dtype: str = "fp32"
+    masters: str = "slices"
+    optimizer: str = "adamw"
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    compile: bool = False
+    flash: bool = True
+    fused_norms: bool = True  # RMSNorm is one operator, as on GPUs today; else steps in float32, as on the CPU
+    prefetch: int = 1
+    offload: bool = False  # slices, gradients and optimizer state in host memory
+    lora_rank: int = 0  # 0: all parameters are trained; else adapters of this rank on a frozen base
+    base_dtype: str | None = None  # of a frozen base; None: param_dtype
+    keeps_logits: bool = False  # whether the training loop holds the logits until its backward has ended
+
+    def __post_init__(self) -> None:
+        for name, most in _LARGEST.items():
+            _check_count(name, getattr(self, name), most, least=0 if name == "prefetch" else 1)
+        _check_count("lora_rank", self.lora_rank, 10**5, least=0)
+        for name, known in (
+            ("strategy", STRATEGIES), ("checkpointing", CHECKPOINTINGS), ("param_dtype", tuple(ITEMSIZES)),
+            ("reduce_dtype", tuple(ITEMSIZES)), ("master_dtype", tuple(ITEMSIZES)), ("masters", MASTERS),
+            ("optimizer", tuple(OPTIMIZERS)), ("base_dtype", (None, *BASE_BYTES)),
+        ):  # fmt: skip
+            _check_word(name, getattr(self, name), known)
+        self._check_nodes()
+        self._check_mesh()
+        self._check_model()
+        if self.base_dtype is not None and not self.lora_rank:
+            raise PlanError(
+                f"--base-dtype {self.base_dtype} needs a frozen base, and all parameters are trained; give --lora-rank"
+            )
+
+    def _check_nodes(self) -> None:
+        per_node = min(self.gpus, self.gpus_per_node)
+        if self.gpus % per_node:
+            raise PlanError(
+                f"{self.gpus} GPUs do not fill nodes of {per_node}; give a multiple of {per_node}, or other"
+                " --gpus-per-node"
+            )
+        if self.gpus > per_node and self.gpu.nic_bytes_per_s is None:
+            raise PlanError(
+                f"no network between nodes is known for {self.gpu.name}; give at most {per_node} GPUs, in one node"
+            )
+
+    def _check_mesh(self) -> None:
+        inner = self.tensor_parallel * self.context_parallel
+        if self.gpus % inner:
+            raise PlanError(
+                f"{self.gpus} GPUs cannot be cut into tensor x context groups of {self.tensor_parallel} x"
+                f" {self.context_parallel}; give a multiple of {inner} GPUs"
+            )
+        if self.shard_size is None:
+            if self._ranks % self.shards:
+                raise PlanError(
+                    f"groups of {self.shards}, those of a node, do not divide the {self._ranks} ranks that are left"
+                    f" beside tensor parallelism; give --shard-size, a divisor of {self._ranks}"
+                )
+            return
+        if self.strategy != "hybrid_shard":
+            raise PlanError(f"--shard-size is hybrid_shard's, and the strategy is {self.strategy}; leave it out")
+        _check_count("shard_size", self.shard_size, 10**6)
+        if self._ranks % self.shard_size:
+            raise PlanError(
+                f"groups of {self.shard_size} do not divide the {self._ranks} ranks that are left beside tensor"
+                f" parallelism; give a divisor of {self._ranks}"
+            )
+
+    def _check_model(self) -> None:
+        shape, cut = self.model, self.tensor_parallel
+        if shape.heads % cut or shape.kv_heads % cut:
+            raise PlanError(
+                f"{shape.name} has {shape.heads} heads and {shape.kv_heads} key/value heads, not divisible by --tp"
+                f" {cut}; give a common divisor such as {_largest_divisor(shape, cut)}"
+            )
+        if self.seq > shape.context:
+            raise PlanError(
+                f"a sequence of {self.seq} tokens is longer than the {shape.context} positions of {shape.name}; give"
+                " a shorter --seq"
+            )
+        if self.seq % self.context_parallel:
+            raise PlanError(f"{self.context_parallel} context-parallel ranks do not divide a sequence of {self.seq}")
+
+    # ---- the mesh
+
+    @property
+    def _ranks(self) -> int:
+        """Ranks that share states: all but tensor parallelism's."""
+        return self.gpus // self.tensor_parallel
+
+    @cached_property
+    def shards(self) -> int:
+        """Ranks over which states are cut, where the strategy cuts them."""
+        if self.strategy != "hybrid_shard":
+            return self._ranks
+        if self.shard_size is not None:
+            return self.shard_size
+        return min(self._ranks, max(1, self.gpus_per_node // self.tensor_parallel))
+
+    @property
+    def replicas(self) -> int:
+        """Groups that hold the same slices."""
+        return self._ranks // self.shards
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different data."""
+        return self._ranks // self.context_parallel
+
+    # ---- sizes
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch that one rank holds activations for, before tensor parallelism cuts them."""
+        return self.micro_batch * self.seq // self.context_parallel
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step over all GPUs."""
+        return self.micro_batch * self.seq * self.grad_accum * self.data_ranks
+
+    @property
+    def param_bytes(self) -> int:
+        """Of an element that is computed with."""
+        return ITEMSIZES[self.param_dtype]
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Of an element of a reduction."""
+        return ITEMSIZES[self.reduce_dtype]
+
+    @property
+    def rest_bytes(self) -> int:
+        """Of an element of the slices at rest, and of their gradients."""
+        return ITEMSIZES[self.param_dtype if self.masters == "separate" else self.master_dtype]
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Of optimizer state a trained element: moments in the master dtype, and masters where they are separate."""
+        moments = OPTIMIZERS[self.optimizer] * ITEMSIZES[self.master_dtype]
+        return moments + (ITEMSIZES[self.master_dtype] if self.masters == "separate" else 0)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether what rests has another dtype than what is computed with."""
+        return self.rest_bytes != self.param_bytes
+
+
+def _check_count(name: str, value: object, most: int, least: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        shown = str(value)[:30]
+        flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
+        raise PlanError(f"{flag} is {shown}; expected a whole number from {least} to {most:,}")
+
+
+def _check_word(name: str, value: object, known: tuple[str | None, ...]) -> None:
+    if value not in known:
+        words = [word for word in known if word]
+        meant = did_you_mean(value, words)
+        flag = name.replace("_", "-")
+        raise PlanError(f"--{flag} is {value!r}{meant}; expected one of {', '.join(words)}")
+
+
+def _largest_divisor(shape: ModelShape, below: int) -> int:
+    return max(each for each in range(1, below + 1) if shape.kv_heads % each == 0 and shape.heads % each == 0)

@@ -1,0 +1,155 @@
+"""The collectives of a planned step by mesh axis: whose ranks they join, over which link, how many, how many bytes.
+
+Sharded and replicated axes: traffic.py's counts, which the ledger of real runs is held against. Tensor parallelism with
+the sequence cut between the products: an all-gather before and a reduce-scatter behind each of a block's two halves,
+and the same in its backward (Korthikanti et al. 2022, section 4.2.2). Context parallelism: keys and values travel round
+a ring (Liu et al. 2023, Ring Attention), and their gradients with them in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .links import LinkSpec, ring_steps, transfer_s
+from .models import Parameter
+from .plan_spec import BASE_BYTES, PlanSpec
+from .traffic import Traffic, UnitShapes, step_traffic
+from .unit_bytes import adapters
+
+AXES = ("shard", "replicate", "tensor", "context")
+# Of a link's data sheet, what collectives reach: 376 to 380 of 450 GB/s measured between two GPUs (NVIDIA/nccl #1264).
+LINK_EFFICIENCY = 0.84
+
+
+@dataclass(frozen=True)
+class AxisTraffic:
+    """Collectives of one kind of one kind of unit along one axis in a step; bytes are what one rank sends for each."""
+
+    axis: str
+    unit: str  # "block" (all blocks together) or "root"
+    kind: str
+    count: float
+    wire_bytes: float
+    ranks: int
+
+    @property
+    def step_bytes(self) -> float:
+        """Bytes that one rank sends for them in a step."""
+        return self.count * self.wire_bytes
+
+
+def plan_traffic(spec: PlanSpec) -> list[AxisTraffic]:
+    """Every collective of a step of `spec`; nothing for an axis of one rank."""
+    return [*_state_traffic(spec), *_tensor_traffic(spec), *_context_traffic(spec)]
+
+
+def bytes_by_axis(rows: Sequence[AxisTraffic]) -> dict[str, int]:
+    """Axis -> bytes that one rank sends in a step; axes without traffic are left out."""
+    found = {axis: sum(row.step_bytes for row in rows if row.axis == axis) for axis in AXES}
+    return {axis: round(sent) for axis, sent in found.items() if sent}
+
+
+def axis_link(spec: PlanSpec, axis: str) -> LinkSpec:
+    """The link of a rank along an axis, at what collectives reach of it.
+
+    Axes lie inside each other: tensor, context, shard, replicate. Where an axis stays inside a node, it has the GPUs'
+    own link. Where it leaves, its ring enters a node once and all network cards of its members there carry a part
+    (hardware.py): 8 members of a node reach 8 times one card's rate, at most their own link's.
+    """
+    inner, ranks = _inner_size(spec, axis), _size(spec, axis)
+    link, per_node = spec.gpu.link, min(spec.gpus, spec.gpus_per_node)
+    if inner * ranks > per_node and spec.gpu.nic_bytes_per_s is not None:
+        members = max(1, per_node // inner)
+        rate = min(members * spec.gpu.nic_bytes_per_s, link.bytes_per_s)
+        latency = ((members - 1) * link.latency_s + _NETWORK_S) / members
+        link = LinkSpec("network", rate, latency)
+    return replace(link, bytes_per_s=link.bytes_per_s * LINK_EFFICIENCY)
+
+
+def seconds_each(spec: PlanSpec, row: AxisTraffic) -> float:
+    """Seconds of one collective of the row, on an otherwise free link."""
+    steps = row.ranks - 1 if row.kind == "ring" else ring_steps(row.kind, row.ranks)
+    return transfer_s(axis_link(spec, row.axis), row.wire_bytes, steps)
+
+
+_NETWORK_S = 14.0e-6  # NCCL's own constant of a network's step, as in links.py
+
+
+def _size(spec: PlanSpec, axis: str) -> int:
+    sizes = {"tensor": spec.tensor_parallel, "context": spec.context_parallel, "shard": spec.shards}
+    return sizes.get(axis, spec.replicas)
+
+
+def _inner_size(spec: PlanSpec, axis: str) -> int:
+    """GPUs of one rank of this axis: those of the axes inside it; context-parallel ranks are among the shards."""
+    tensor = spec.tensor_parallel
+    return {"tensor": 1, "context": tensor, "shard": tensor, "replicate": tensor * spec.shards}[axis]
+
+
+# ---- states
+
+
+def _state_traffic(spec: PlanSpec) -> list[AxisTraffic]:
+    ranks = spec.shards * spec.replicas
+    found = []
+    for unit, parameters, count in (("block", spec.model.block, spec.model.layers), ("root", spec.model.root, 1)):
+        held = [each.on(spec.tensor_parallel) for each in parameters]
+        rows = _lora_rows(held, unit, spec) if spec.lora_rank else _rows(held, unit, spec, spec.param_bytes)
+        found += [_on_axis(row, unit, count, spec, ranks) for row in rows]
+    return [row for row in found if row.wire_bytes]
+
+
+def _on_axis(row: Traffic, unit: str, units: int, spec: PlanSpec, ranks: int) -> AxisTraffic:
+    across = row.kind == "all_reduce" and spec.strategy == "hybrid_shard"
+    members = spec.replicas if across else ranks if spec.strategy == "no_shard" else spec.shards
+    return AxisTraffic("replicate" if across else "shard", unit, row.kind, row.count * units, row.wire_bytes, members)
+
+
+def _rows(parameters: Sequence[Parameter], unit: str, spec: PlanSpec, itemsize: int) -> list[Traffic]:
+    shapes = UnitShapes(unit, tuple((each.name, each.shape) for each in parameters))
+    return step_traffic(
+        [shapes], spec.strategy, spec.shards * spec.replicas, param_itemsize=itemsize,
+        reduce_itemsize=spec.reduce_bytes, micro_batches=spec.grad_accum, replicas=spec.replicas,
+    )  # fmt: skip
+
+
+def _lora_rows(parameters: Sequence[Parameter], unit: str, spec: PlanSpec) -> list[Traffic]:
+    """A frozen base is gathered, in its own bytes, and never reduced; adapters are gathered and reduced."""
+    matrices = [each for each in parameters if each.is_matrix and unit == "block"]
+    width = BASE_BYTES[spec.base_dtype or spec.param_dtype]
+    packed = round(sum(each.count for each in matrices) * width)
+    packed += sum(each.count for each in parameters if each not in matrices) * spec.param_bytes
+    base = _rows([Parameter("base", (packed,))], unit, spec, 1)
+    return [row for row in base if row.kind == "all_gather"] + _rows(
+        adapters(matrices, spec.lora_rank), unit, spec, spec.param_bytes
+    )
+
+
+# ---- activations
+
+
+def _tensor_traffic(spec: PlanSpec) -> list[AxisTraffic]:
+    ranks, accum = spec.tensor_parallel, spec.grad_accum
+    if ranks == 1:
+        return []
+    wire = spec.tokens * spec.model.width * spec.param_bytes * (ranks - 1) / ranks
+    again = 0 if spec.checkpointing == "none" else 2  # a recomputed forward gathers again
+    reduced_again = 2 if spec.checkpointing == "full" else 0
+    blocks = spec.model.layers * accum
+    return [
+        AxisTraffic("tensor", "block", "all_gather", (4 + again) * blocks, wire, ranks),
+        AxisTraffic("tensor", "block", "reduce_scatter", (4 + reduced_again) * blocks, wire, ranks),
+        AxisTraffic("tensor", "root", "all_gather", 2 * accum, wire, ranks),
+        AxisTraffic("tensor", "root", "reduce_scatter", 2 * accum, wire, ranks),
+    ]
+
+
+def _context_traffic(spec: PlanSpec) -> list[AxisTraffic]:
+    ranks = spec.context_parallel
+    if ranks == 1:
+        return []
+    keys_and_values = 2 * spec.tokens * spec.model.kv_width * spec.param_bytes / spec.tensor_parallel
+    passes = 3 + (spec.checkpointing != "none")  # one forward, two backward: gradients travel too
+    blocks = spec.model.layers * spec.grad_accum
+    return [AxisTraffic("context", "block", "ring", passes * blocks, keys_and_values * (ranks - 1), ranks)]

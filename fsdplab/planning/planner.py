@@ -1,0 +1,214 @@
+"""`plan(...)`: what one step of a job needs and takes, before anybody rents a GPU.
+
+Memory by category against the card, traffic by mesh axis, step time with its exposed share, tokens/s, MFU and
+GPU-hours; and where it does not fit, what is missing and what would fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fsdplab.common.names import STRATEGY_ROWS
+from fsdplab.common.sizes import size
+
+from .hardware import find_gpu
+from .memory import Memory, host_bytes, memory_of
+from .model_files import model_named
+from .models import ModelShape
+from .plan_spec import PlanError, PlanSpec
+from .plan_traffic import AxisTraffic, bytes_by_axis, plan_traffic
+from .step_time import StepTime, has_known_flops, model_flops, peak_flops, step_time
+
+_USUAL_SEQUENCE = 4096
+_MOST_GPUS = 2**16  # of a suggestion
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer; `time` is None where no FLOP/s of the GPU are known."""
+
+    spec: PlanSpec
+    memory: Memory
+    traffic: tuple[AxisTraffic, ...]
+    time: StepTime | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the card."""
+        return self.memory.peak.total <= self.spec.gpu.memory_bytes
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float | None:
+        """Tokens of the data, over all GPUs."""
+        return self.spec.step_tokens / self.time.step_s / self.spec.gpus if self.time else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOP/s over the data sheet's."""
+        if self.time is None:
+            return None
+        return model_flops(self.spec) / (self.time.step_s * self.spec.gpus * peak_flops(self.spec.gpu))
+
+    def hours(self, tokens: float) -> float | None:
+        """Hours of training on so many tokens."""
+        return tokens / self.spec.step_tokens * self.time.step_s / 3600 if self.time else None
+
+    def as_dict(self, tokens: float | None = None) -> dict[str, Any]:
+        """For `--json`: bytes, seconds and shares of one rank."""
+        peak, time = self.memory.peak, self.time
+        found: dict[str, Any] = {
+            "model": self.spec.model.name,
+            "parameters": self.spec.model.parameters,
+            "gpu": self.spec.gpu.name,
+            "gpus": self.spec.gpus,
+            "strategy": self.spec.strategy,
+            "micro_batch": self.spec.micro_batch,
+            "seq": self.spec.seq,
+            "memory_bytes": {
+                "total": round(sum(map(round, peak.by_category.values()))),
+                "by_category": {name: round(nbytes) for name, nbytes in peak.by_category.items()},
+            },
+            "peak_moment": peak.name,
+            "card_bytes": self.spec.gpu.memory_bytes,
+            "host_bytes": round(host_bytes(self.spec)),
+            "fits": self.fits,
+            "comm_bytes_per_step": bytes_by_axis(self.traffic),
+            "step_time_s": time and time.step_s,
+            "compute_s": time and time.compute_s,
+            "communication_s": time and time.communication_s,
+            "exposed_s": time and time.exposed_s,
+            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
+            "mfu": self.mfu,
+        }
+        hours = self.hours(tokens) if tokens else None
+        return found | ({"hours": hours, "gpu_hours": hours * self.spec.gpus} if hours else {})
+
+
+def plan_spec(model: str | ModelShape, gpu: str, **choices: Any) -> PlanSpec:
+    """A plan's spec from names; `seq` is 4,096 or the model's context where that is shorter, unless it is given."""
+    shape = model if isinstance(model, ModelShape) else model_named(model)
+    seq = choices.pop("seq", None)
+    return PlanSpec(
+        model=shape, gpu=find_gpu(gpu), seq=min(_USUAL_SEQUENCE, shape.context) if seq is None else seq, **choices
+    )
+
+
+def plan(model: str | ModelShape, gpu: str, **choices: Any) -> Plan:
+    """The plan of one step; raises ModelError, HardwareError or PlanError, each one line.
+
+    >>> found = plan("llama-3.1-70b", "h100-80gb", gpus=16, checkpointing="full")
+    >>> found.fits, round(found.memory.resting.by_category["parameter_slices"] / 1e9, 1)
+    (False, 17.6)
+    """
+    return plan_of(plan_spec(model, gpu, **choices))
+
+
+def plan_of(spec: PlanSpec) -> Plan:
+    """The plan of a spec."""
+    time = step_time(spec) if has_known_flops(spec.gpu) else None
+    return Plan(spec, memory_of(spec), tuple(plan_traffic(spec)), time)
+
+
+# ---- where it does not fit
+
+
+def shortfall(found: Plan) -> str | None:
+    """What is missing, by how much, and what would fit, in one line; None for a plan that fits.
+
+    `35.3 GB of parameter slices on a 25.8 GB card, 152 GB too much in all; needs 44 cards for the states alone, or CPU
+    offload of 141 GB a rank, or ...`
+    """
+    if found.fits:
+        return None
+    peak, card = found.memory.peak, found.spec.gpu.memory_bytes
+    alone = next((name for name, nbytes in peak.by_category.items() if nbytes > card), None)
+    what = f"{size(peak.by_category[alone])} of {alone.replace('_', ' ')}" if alone else f"{size(peak.total)}"
+    advice = ", or ".join(_ways(found.spec)) or "a smaller model or larger cards: no other choice tried would fit"
+    return f"{what} on a {size(card)} card, {size(peak.total - card)} too much in all; needs {advice}"
+
+
+def _ways(spec: PlanSpec) -> Iterator[str]:
+    """Changes that make it fit, each tried: more GPUs, host memory, recomputation, smaller pieces, adapters."""
+    gpus = least_gpus(spec)
+    if gpus is not None and gpus > spec.gpus:
+        yield f"{gpus} cards"
+    elif states := _cards_for_states(spec):
+        yield states
+    for kind, changes in _changes(spec).items():
+        for words, changed in changes:
+            if plan_memory_fits(changed):
+                host = host_bytes(changed) if kind == "offload" else 0
+                yield words.format(f"of {size(host)} a rank")
+                break
+
+
+def _cards_for_states(spec: PlanSpec) -> str | None:
+    """How many cards could hold the states, where more of them are known to be of no help or cannot be joined."""
+    stepping = memory_of(spec).moments[-1].by_category
+    states = [stepping[name] for name in ("parameter_slices", "gradient_slices", "optimizer_state")]
+    card = spec.gpu.memory_bytes
+    if "parameters" not in STRATEGY_ROWS[spec.strategy].cuts or spec.replicas > 1 or sum(states) <= card:
+        return None
+    slices, every = (math.ceil(nbytes * spec.gpus / card) for nbytes in (states[0], sum(states)))
+    return f"{slices} cards for the parameter slices and {every} for all states"
+
+
+def _changes(spec: PlanSpec) -> dict[str, list[tuple[str, PlanSpec]]]:
+    """By kind, what to try, the least change first; `{}` in its words stands for the host memory."""
+    full, small = replace(spec, checkpointing="full"), replace(spec, checkpointing="full", micro_batch=1)
+    sharded = replace(spec, strategy="full_shard", shard_size=None)
+    found = {
+        "recompute": [("--checkpointing full", full), ("--checkpointing full and --micro-batch 1", small)],
+        "shard": [
+            ("--strategy full_shard", sharded),
+            ("--strategy full_shard with --checkpointing full", replace(sharded, checkpointing="full")),
+        ],
+        "offload": [
+            ("CPU offload {}", replace(spec, offload=True)),
+            ("CPU offload {} with --checkpointing full and --micro-batch 1", replace(small, offload=True)),
+        ],
+    }
+    if not spec.lora_rank:
+        words = "a frozen base in nf4 (--base-dtype nf4 --lora-rank 16)"
+        base = dict(lora_rank=16, base_dtype="nf4")
+        found["adapters"] = [
+            (words, replace(spec, **base)),  # type: ignore[arg-type]
+            (f"{words} with --checkpointing full and --micro-batch 1", replace(small, **base)),  # type: ignore[arg-type]
+        ]
+    return found
+
+
+def plan_memory_fits(spec: PlanSpec) -> bool:
+    """Whether the peak of a spec is within its card."""
+    return memory_of(spec).peak.total <= spec.gpu.memory_bytes
+
+
+def least_gpus(spec: PlanSpec) -> int | None:
+    """The fewest GPUs on which the same choices fit: whole nodes beyond the first; None where no number does."""
+    step = spec.tensor_parallel * spec.context_parallel * (spec.shard_size or 1)
+    inside = list(range(step, min(spec.gpus_per_node, _MOST_GPUS) + 1, step))
+    nodes = range(2 * spec.gpus_per_node, _MOST_GPUS + 1, spec.gpus_per_node) if spec.gpu.nic_bytes_per_s else range(0)
+    if (found := _least(inside, spec)) is not None:
+        return found
+    return _least([each for each in nodes if each % step == 0], spec)
+
+
+def _least(counts: list[int], spec: PlanSpec) -> int | None:
+    """The first count that fits; memory falls with GPUs, so by halving."""
+    if not counts or not _fits_on(counts[-1], spec):
+        return None
+    low, high = 0, len(counts) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fits_on(counts[middle], spec) else (middle + 1, high)
+    return counts[low]
+
+
+def _fits_on(gpus: int, spec: PlanSpec) -> bool:
+    try:
+        return plan_memory_fits(replace(spec, gpus=gpus))
+    except PlanError:
+        return False

@@ -1,0 +1,264 @@
+"""Reads published measurements into plans: one row of `data/published.csv`, or of any file with its columns, a case.
+
+What a source means by its words is read from them in one place, for all of its rows (`_CONVENTIONS` names the few that
+the words do not say): which bytes "reserved", "active" or "steady" are, how gradients and masters are kept, what the
+training loop holds. A row whose words are not known here is left out with the reason; nothing is set by a row's name.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .hardware import Gpu, find_gpu
+from .models import ModelShape
+from .plan_spec import PlanSpec
+
+COLUMNS = (
+    "id", "source", "model", "params_B", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq_len",
+    "micro_batch_per_gpu", "grad_accum", "gpus", "gpus_per_node", "gpu", "interconnect", "framework", "strategy",
+    "param_dtype", "reduce_dtype", "optimizer", "activation_checkpointing", "compile", "fp8", "tokens_per_s_per_gpu",
+    "peak_mem_GiB", "notes",
+)  # fmt: skip
+_LARGEST_FILE = 10**7
+_NEAR_COUNT = 0.02  # of a stated number of parameters, what a shape may differ by
+_GIB = 2**30
+
+
+class PublishedError(ValueError):
+    """A file of measurements that is not usable, or a row; the message is one line."""
+
+
+@dataclass(frozen=True)
+class MemoryFigure:
+    """Published bytes of a rank and what they are: reserved, used (allocated, active), states between two steps, or
+    states by the source's own arithmetic.
+    """
+
+    kind: str
+    nbytes: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """One usable row: the plan of it, and what was published."""
+
+    id: str
+    source: str
+    spec: PlanSpec
+    scale: float  # parameters that were stated over those of the shape, where a row has no shape
+    memory: tuple[MemoryFigure, ...]
+    tokens_per_s: float | None
+    without_time: str  # why a throughput that was published is not predicted; else empty
+
+
+def read_published(path: Path) -> tuple[list[Case], list[tuple[str, str]]]:
+    """The usable rows of a file, and the (id, reason) of the others; raises PublishedError, one line."""
+    cases, left_out = [], []
+    for number, row in enumerate(_rows(path), start=2):
+        name = row["id"] or f"line {number}"
+        try:
+            cases.append(_case(name, row))
+        except ValueError as error:
+            left_out.append((name, " ".join(str(error).split())))
+    if not cases:
+        raise PublishedError(f"{path} has no usable row{_reason(left_out)}; expected the columns of data/published.csv")
+    return cases, left_out
+
+
+def _reason(left_out: list[tuple[str, str]]) -> str:
+    return f" ({left_out[0][0]}: {left_out[0][1][:80]})" if left_out else ""
+
+
+def _rows(path: Path) -> Iterator[Mapping[str, str]]:
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise PublishedError(f"{path} has more than {_LARGEST_FILE} bytes; expected a table of measurements")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PublishedError(f"{path}: {error.strerror or error}; give a CSV of published measurements") from None
+    except UnicodeDecodeError:
+        raise PublishedError(f"{path} is no text; expected a CSV of published measurements") from None
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    try:
+        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+        rows = [{name: (row.get(name) or "").strip() for name in COLUMNS} for row in reader] if not missing else []
+    except csv.Error as error:
+        raise PublishedError(f"{path} is no CSV file ({error}); expected the columns of data/published.csv") from None
+    if missing:
+        raise PublishedError(f"{path} lacks the column {missing[0]}; expected {', '.join(COLUMNS)}")
+    return iter(rows)
+
+
+def _case(name: str, row: Mapping[str, str]) -> Case:
+    memory = tuple(_memory_figures(row["peak_mem_GiB"]))
+    speed = _number(row, "tokens_per_s_per_gpu") if row["tokens_per_s_per_gpu"] else None
+    if not memory and speed is None:
+        raise PublishedError("neither memory nor tokens/s were published")
+    if not row["layers"] and (speed is not None or any(each.kind != "arithmetic" for each in memory)):
+        raise PublishedError("the model's layers were not published")
+    gpu = _gpu_of(row) if row["gpu"] else None
+    shape, scale = _shape_of(name, row)
+    spec = PlanSpec(
+        model=shape, gpu=gpu or find_gpu("h100-80gb"), **_mesh(row), **_work(row), **_dtypes(row),
+        **_adapters(row), **_CONVENTIONS.get(_source(row), {}),
+    )  # fmt: skip
+    words = "" if gpu else "the GPU is not named"
+    words = "fp8 products, whose rate is not known here" if row["fp8"] == "y" else words
+    return Case(name, _source(row), spec, scale, memory, speed, words)
+
+
+# What the words of a source's rows do not say. The training loop of PR #165 held the logits, in float32, until its
+# backward had ended (torchtitan deletes them since mid 2024).
+_CONVENTIONS: dict[str, dict[str, Any]] = {"torchtitan PR #165": {"keeps_logits": True}}
+
+
+def _source(row: Mapping[str, str]) -> str:
+    """A short name of who measured."""
+    names = {
+        "PR #165": "torchtitan PR #165", "torchtitan": "torchtitan", "mosaicml": "MosaicML",
+        "DeepSpeedExamples": "DeepSpeed", "1910.02054": "ZeRO", "accelerate": "accelerate",
+    }  # fmt: skip
+    return next((short for words, short in names.items() if words in row["source"]), row["source"][:40])
+
+
+def _number(row: Mapping[str, str], column: str) -> float:
+    try:
+        found = float(row[column])
+    except ValueError:
+        raise PublishedError(f"{column} is {row[column][:30]!r}; expected a number") from None
+    if not 0 < found < 1e15:
+        raise PublishedError(f"{column} is {row[column][:30]!r}; expected a number above 0")
+    return found
+
+
+def _count(row: Mapping[str, str], column: str, otherwise: int) -> int:
+    """A whole number; empty: `otherwise`."""
+    return round(_number(row, column)) if row[column] else otherwise
+
+
+def _memory_figures(text: str) -> Iterator[MemoryFigure]:
+    """`50.35 active; 63.90 reserved` in GiB; `31.4 GB decimal, analytic` in units of 1e9 bytes."""
+    for part in filter(None, (each.strip() for each in text.split(";"))):
+        match = re.match(r"([0-9.]+)\s*(.*)", part)
+        if match is None:
+            continue
+        words, unit = match[2], 1e9 if "GB decimal" in match[2] else _GIB
+        kinds = {"analytic": "arithmetic", "steady": "states", "reserved": "reserved"}
+        kind = next((kind for word, kind in kinds.items() if word in words), "used")
+        yield MemoryFigure(kind, float(match[1]) * unit)
+
+
+def _gpu_of(row: Mapping[str, str]) -> Gpu:
+    """The row of the hardware table that the words name, with the network that the row states."""
+    words = row["gpu"]
+    sizes = re.findall(r"(\d+(?:\.\d+)?)\s*Gi?B(?!/)", words)
+    kind = re.search(r"[A-Z]{1,3}\s?\d{2,4}[A-Z]?", words)
+    if kind is None:
+        raise PublishedError(f"gpu is {words[:40]!r}; expected a GPU's name")
+    memory = f"-{round(float(sizes[0]) / 8) * 8}gb" if sizes else ""
+    gpu = find_gpu(kind[0] + memory if kind[0] in ("H100", "A100") else kind[0])
+    network = re.search(r"(\d+)\s*Gb/s\s*(.*)", row["interconnect"])
+    if network is None:
+        return gpu
+    per_node = "node" in network[2] and "per GPU" not in network[2]
+    return replace(gpu, nic_bytes_per_s=float(network[1]) * 1e9 / 8 / (8 if per_node else 1))
+
+
+# in the order in which they are looked for: "shard_grad_op (ZeRO-2, P_os+g)" is ZeRO's own stage 2
+_STRATEGY_WORDS = {
+    "zero-1": "zero1", "zero-2": "zero2", "shard_grad_op": "shard_grad_op", "hybrid": "hybrid_shard",
+    "hsdp": "hybrid_shard", "ddp": "no_shard", "no_shard": "no_shard", "full_shard": "full_shard",
+    "zero-3": "full_shard", "full shard": "full_shard", "fsdp": "full_shard",
+}  # fmt: skip
+
+
+def _mesh(row: Mapping[str, str]) -> dict[str, Any]:
+    said = row["strategy"].lower()
+    gpus = _count(row, "gpus", 1)
+    strategy = next((name for word, name in _STRATEGY_WORDS.items() if word in said), "no_shard" if gpus == 1 else "")
+    if not strategy:
+        raise PublishedError(f"strategy is {said[:40]!r}, which is not known here")
+    cut = {name: re.search(rf"\b{name}\s*=?\s*(\d+)", said) for name in ("tp", "cp")}
+    return dict(
+        gpus=gpus, gpus_per_node=_count(row, "gpus_per_node", 8), strategy=strategy, offload="offload" in said,
+        tensor_parallel=int(cut["tp"][1]) if cut["tp"] else 1, context_parallel=int(cut["cp"][1]) if cut["cp"] else 1,
+    )  # fmt: skip
+
+
+def _work(row: Mapping[str, str]) -> dict[str, Any]:
+    words = row["activation_checkpointing"].lower()
+    kind = words.split()[0] if words else "none"
+    if kind not in ("none", "selective", "full"):
+        raise PublishedError(f"activation_checkpointing is {words!r}, which is not known here")
+    if kind == "selective" and ("block" in words or "fms-fsdp" in row["source"]):
+        raise PublishedError("its selective checkpointing is of some whole blocks, how many is not known here")
+    return dict(
+        seq=_count(row, "seq_len", 1), micro_batch=_count(row, "micro_batch_per_gpu", 1),
+        grad_accum=_count(row, "grad_accum", 1), checkpointing=kind, compile=row["compile"] == "y",
+    )  # fmt: skip
+
+
+def _dtypes(row: Mapping[str, str]) -> dict[str, Any]:
+    """Slices that are masters, or (DeepSpeed, ZeRO) masters beside slices in 16 bits; `bf16` alone is bf16 all over."""
+    words = f"{row['param_dtype']} {row['notes']}"
+    reduced = "bf16" if row["reduce_dtype"].startswith("bf16") else "fp32"
+    separate = row["framework"].startswith(("DeepSpeed", "ZeRO"))
+    low = "bf16 master" in words or (not separate and row["param_dtype"].lower() in ("bf16", "pure bf16"))
+    return dict(
+        reduce_dtype="bf16" if separate else reduced, master_dtype="bf16" if low else "fp32",
+        masters="separate" if separate else "slices",
+    )  # fmt: skip
+
+
+def _adapters(row: Mapping[str, str]) -> dict[str, Any]:
+    """LoRA on a frozen base, which is in 4 bits where a row says so; a rank that is not stated is 64."""
+    words = " ".join(row[name] for name in ("framework", "strategy", "param_dtype", "optimizer", "notes")).lower()
+    if not re.search(r"\bq?lora\b", words):
+        return {}
+    rank = re.search(r"\brank\s*=?\s*(\d+)", words)
+    quantised = re.search(r"\bqlora\b|\bnf4\b|\b4.?bit", words)
+    return {"lora_rank": int(rank[1]) if rank else 64, "base_dtype": "nf4" if quantised else None}
+
+
+def _shape_of(name: str, row: Mapping[str, str]) -> tuple[ModelShape, float]:
+    """The shape whose number of parameters is the stated one: with or without a gate, with the head tied or not.
+
+    A row without layers states its parameters only: then a shape stands for it, and the scale is returned.
+    """
+    stated = _number(row, "params_B") * 1e9
+    if not row["layers"]:
+        shape = _candidate(name, {**row, **_STAND_IN}, gated=False, tied=True)
+        return shape, stated / shape.parameters
+    found = [_candidate(name, row, gated=gated, tied=tied) for gated in (True, False) for tied in (False, True)]
+    best = min(found, key=lambda shape: abs(shape.parameters - stated))
+    if abs(best.parameters / stated - 1) > _NEAR_COUNT:
+        raise PublishedError(
+            f"no known kind of block gives {stated / 1e9:g} B parameters; the nearest has {best.parameters / 1e9:g} B"
+        )
+    return best, 1.0
+
+
+_STAND_IN = {
+    "layers": "32", "hidden": "4096", "ffn": "16384", "heads": "32", "kv_heads": "32", "vocab": "50368",
+    "seq_len": "2048",
+}  # fmt: skip
+
+
+def _candidate(name: str, row: Mapping[str, str], *, gated: bool, tied: bool) -> ModelShape:
+    """A block like Llama's, or like GPT's with biases, fused products and learned positions."""
+    heads, width = _count(row, "heads", 0), _count(row, "hidden", 0)
+    if not heads or width % heads:
+        raise PublishedError(f"{heads} heads do not divide a width of {width}")
+    seq = _count(row, "seq_len", 2048)
+    return ModelShape(
+        name=row["model"] or name, layers=_count(row, "layers", 0), width=width, heads=heads,
+        kv_heads=_count(row, "kv_heads", heads), head_width=width // heads, ffn=_count(row, "ffn", 4 * width),
+        vocabulary=_count(row, "vocab", 0), context=max(seq, 1), gated=gated, norm_bias=not gated, qkv_bias=not gated,
+        output_bias=not gated, ffn_bias=not gated, fused=not gated, positions=0 if gated else seq, tied=tied,
+    )  # fmt: skip

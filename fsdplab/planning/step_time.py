@@ -1,0 +1,252 @@
+"""Seconds of a step: compute by a roofline, communication by the links, and what of it no compute hides.
+
+Compute of a block: its matrix products at a fraction of the GPU's peak, plus the bytes that its element-wise operators
+move at the memory's rate (Williams et al. 2009, Roofline). A backward is twice the forward; attention's is 2.5 times,
+because flash attention computes its scores again (Dao 2023, section 4.1).
+
+Overlap: collectives of the shard axis run one after the other, in the order in which the engine issues them: a gather
+one unit ahead, a reduction behind each block's backward. A block computes when its parameters are there. Tensor and
+context parallelism's collectives stand in the way of the next product, and so hide nothing and are not hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .hardware import Gpu
+from .plan_spec import PlanError, PlanSpec
+from .plan_traffic import AxisTraffic, plan_traffic, seconds_each
+from .unit_bytes import unit_bytes
+
+# FLOP/s that matrix products of a training step reach, of the data sheet's: fitted to half of the published rows a GPU
+# (validate.py prints them beside the other half), 0.6 where nothing was published.
+MATMUL_EFFICIENCY = {"H100 SXM 96GB": 0.43, "H100 SXM 80GB": 0.485, "A100 SXM 80GB": 0.72, "A100 SXM 40GB": 0.655}
+_USUAL_EFFICIENCY = 0.6
+# FLOP/s that flash attention reaches of the data sheet's: "only 35%" of an H100 (Shah et al. 2024, FlashAttention-3,
+# abstract, of FlashAttention-2), 50 to 73% of an A100 (Dao 2023, FlashAttention-2, abstract)
+_ATTENTION_EFFICIENCY = {"H100": 0.35, "H200": 0.35}
+_USUAL_ATTENTION = 0.6
+_HBM_EFFICIENCY = 0.85  # of the data sheet's rate, what streaming kernels reach
+# the H100 of torchtitan's tables (500 W, HBM2e) has no data sheet: its efficiency is of the 80 GB model's rate
+_ASSUMED_FLOPS = {"H100 SXM 96GB": 989e12}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step of one rank, and its parts: compute; communication as if alone; what of it was waited for."""
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+
+
+def step_time(spec: PlanSpec, efficiency: float | None = None) -> StepTime:
+    """The step's seconds; `efficiency` replaces the fitted one. Raises PlanError for a GPU of unknown FLOP/s."""
+    compute = _Compute(spec, efficiency)
+    rows = plan_traffic(spec)
+    inline_s = sum(row.count * seconds_each(spec, row) for row in rows if row.axis in ("tensor", "context"))
+    lanes = _Lanes(compute, _Collectives.of(spec, rows), spec)
+    through_s, micro_s = lanes.step()
+    alone_s = sum(row.count * seconds_each(spec, row) for row in rows)
+    compute_s = micro_s + compute.optimizer_s
+    step_s = through_s + compute.optimizer_s + inline_s
+    return StepTime(step_s, compute_s, alone_s, step_s - compute_s)
+
+
+def peak_flops(gpu: Gpu) -> float:
+    """FLOP/s in bf16 that efficiencies refer to; raises PlanError where no figure is known."""
+    found = gpu.bf16_flops or _ASSUMED_FLOPS.get(gpu.name)
+    if found is None:
+        raise PlanError(f"no bf16 FLOP/s are known for {gpu.name} ({gpu.source}); give another GPU")
+    return found
+
+
+def has_known_flops(gpu: Gpu) -> bool:
+    """Whether times can be predicted for a GPU."""
+    return bool(gpu.bf16_flops or _ASSUMED_FLOPS.get(gpu.name))
+
+
+def model_flops(spec: PlanSpec) -> float:
+    """Arithmetic of a step over all GPUs without any recomputation: 6 a parameter that is multiplied, and attention's
+    12 x layers x width x context a token (Chowdhery et al. 2022, appendix B), causality not taken off.
+    """
+    shape = spec.model
+    multiplied = shape.layers * _multiplied(spec) * spec.tensor_parallel + shape.vocabulary * shape.width
+    a_token = 6 * multiplied + 12 * shape.layers * shape.query_width * spec.seq
+    return a_token * spec.step_tokens
+
+
+def _multiplied(spec: PlanSpec) -> float:
+    """Elements of one block's matrices on one tensor-parallel rank."""
+    return sum(each.on(spec.tensor_parallel).count for each in spec.model.block if each.is_matrix)
+
+
+class _Compute:
+    """Seconds of compute of one micro-batch's parts on one rank."""
+
+    def __init__(self, spec: PlanSpec, efficiency: float | None) -> None:
+        reached = efficiency or MATMUL_EFFICIENCY.get(spec.gpu.name, _USUAL_EFFICIENCY)
+        self.flops = reached * peak_flops(spec.gpu) * (1.0 if spec.param_bytes == 2 else 0.5)
+        at_attention = _ATTENTION_EFFICIENCY.get(spec.gpu.name.split()[0], _USUAL_ATTENTION) if spec.flash else reached
+        self.attention_flops = min(at_attention, reached) * self.flops / reached
+        self.bytes_per_s = _HBM_EFFICIENCY * spec.gpu.hbm_bytes_per_s
+        self.spec = spec
+        products, attention = self._products_s(), self._attention_s()
+        moved = _elementwise_bytes(spec) * spec.tokens / spec.tensor_parallel / self.bytes_per_s
+        again = _recomputed_share(spec)
+        input_only = 1.0 if spec.lora_rank else 2.0  # a frozen matrix has no gradient of its own
+        self.forward_s = products + attention + moved
+        backward_s = input_only * products + (2.5 if spec.flash else 2.0) * attention + 2 * moved
+        self.backward_s = backward_s + again * products + (spec.checkpointing == "full") * attention
+        self.backward_s += (spec.checkpointing != "none") * moved
+        self.head_forward_s, self.head_backward_s = self._head_s()
+        self.optimizer_s = _optimizer_bytes(spec) / self.bytes_per_s
+
+    def _products_s(self) -> float:
+        return 2 * _multiplied(self.spec) * self.spec.tokens / self.flops
+
+    def _attention_s(self) -> float:
+        """Scores and their product with the values: 4 x width x context a token, half of it where flash attention
+        leaves out what causality masks.
+        """
+        spec = self.spec
+        pairs = spec.seq * (0.5 if spec.flash else 1.0)
+        return 4 * spec.model.query_width * pairs * spec.tokens / spec.tensor_parallel / self.attention_flops
+
+    def _head_s(self) -> tuple[float, float]:
+        """The head's product, and the loss: some 16 bytes a logit forward and 24 backward in float32."""
+        spec = self.spec
+        logits = spec.tokens * spec.model.vocabulary / spec.tensor_parallel
+        product = 2 * logits * spec.model.width / self.flops
+        return product + 16 * logits / self.bytes_per_s, 2 * product + 24 * logits / self.bytes_per_s
+
+
+def _elementwise_bytes(spec: PlanSpec) -> float:
+    """Bytes a token that element-wise operators of one block's forward read and write, in 16-bit elements.
+
+    Eager Llama: a norm in float32 steps 32 bytes a channel, rotary 20, SwiGLU 10, two residual sums 12; compiled: each
+    fused into one pass. GPT: fused norms 4 each, GELU 4.
+    """
+    shape, scale = spec.model, spec.param_bytes / 2
+    turned = shape.query_width + shape.kv_width
+    if not shape.gated:
+        moved = (8 if spec.compile else 20) * shape.width + 4 * shape.ffn
+    elif spec.compile:
+        moved = 16 * shape.width + 4 * turned + 6 * shape.ffn
+    else:
+        moved = (2 * 32 + 12) * shape.width + 20 * turned + 10 * shape.ffn
+    return scale * moved
+
+
+def _recomputed_share(spec: PlanSpec) -> float:
+    """The part of a block's products that its backward computes again."""
+    if spec.checkpointing != "selective":
+        return float(spec.checkpointing == "full")
+    matrices = [each.count for each in spec.model.block if each.is_matrix]
+    return sum(matrices[1::2]) / sum(matrices)
+
+
+def _optimizer_bytes(spec: PlanSpec) -> float:
+    """Bytes that the optimizer moves: gradient, parameter and state read, parameter and state written; three times as
+    much where its operators are not fused.
+    """
+    every = unit_bytes(spec.model.block, spec, adapted=True).times(spec.model.layers)
+    every += unit_bytes(spec.model.root, spec)
+    once = 2 * every.optimizer_state + 3 * max(every.gradient_slices, every.kept_gradients)
+    return 3 * once if spec.optimizer == "adamw-foreach" else once
+
+
+@dataclass(frozen=True)
+class _Collectives:
+    """Seconds of each collective of a block and of the root on the shard and replicate axes, and how often a block is
+    gathered in a micro-batch.
+    """
+
+    gather: float = 0.0
+    root_gather: float = 0.0
+    reduce: float = 0.0
+    root_reduce: float = 0.0
+    across: float = 0.0
+    root_across: float = 0.0
+
+    @classmethod
+    def of(cls, spec: PlanSpec, rows: list[AxisTraffic]) -> _Collectives:
+        def seconds(unit: str, axis: str, *kinds: str) -> float:
+            return sum(
+                seconds_each(spec, row) for row in rows if (row.unit, row.axis) == (unit, axis) and row.kind in kinds
+            )
+
+        reduces = ("reduce_scatter", "all_reduce")
+        return cls(
+            seconds("block", "shard", "all_gather"), seconds("root", "shard", "all_gather"),
+            seconds("block", "shard", *reduces), seconds("root", "shard", *reduces),
+            seconds("block", "replicate", "all_reduce"), seconds("root", "replicate", "all_reduce"),
+        )  # fmt: skip
+
+
+class _Lanes:
+    """The clocks of one rank: compute, collectives of the shard axis, collectives across replicas."""
+
+    def __init__(self, compute: _Compute, collectives: _Collectives, spec: PlanSpec) -> None:
+        self.compute, self.each, self.spec = compute, collectives, spec
+        self.computed = self.sent = self.crossed = 0.0
+
+    def step(self) -> tuple[float, float]:
+        """Seconds of all micro-batches, and those of their compute; micro-batches in the middle are alike."""
+        spec, count = self.spec, self.spec.grad_accum
+        once = spec.strategy in ("no_shard", "zero1")
+        gathers_once = spec.strategy in ("zero1", "zero2")
+        compute, layers = self.compute, spec.model.layers
+        alone = layers * (compute.forward_s + compute.backward_s) + compute.head_forward_s + compute.head_backward_s
+        first = self._micro_batch(True, count == 1 or not once)
+        if count == 1:
+            return first, alone
+        last = self._micro_batch(not gathers_once, True)
+        middle = self._micro_batch(not gathers_once, not once) if count > 2 else 0.0
+        return first + last + (count - 2) * middle, count * alone
+
+    def _micro_batch(self, gathers: bool, reduces: bool) -> float:
+        self.computed = self.sent = self.crossed = 0.0
+        self._forward(gathers)
+        self.computed += self.compute.head_forward_s
+        self._backward(self.spec.strategy in ("full_shard", "hybrid_shard"), reduces)
+        return max(self.computed, self.sent, self.crossed)
+
+    def _forward(self, gathers: bool) -> None:
+        layers, depth = self.spec.model.layers, self.spec.prefetch
+        started = [0.0] * layers
+        if gathers:
+            self._send(0.0, self.each.root_gather)
+            self.computed = self.sent
+        for block in range(layers):
+            if gathers:  # issued when the block `depth` before it began; without prefetch when that one has ended
+                issued = started[block - depth] if depth and block >= depth else self.computed if not depth else 0.0
+                self.computed = max(self.computed, self._send(issued, self.each.gather))
+            started[block] = self.computed
+            self.computed += self.compute.forward_s
+
+    def _backward(self, gathers: bool, reduces: bool) -> None:
+        layers, depth, compute = self.spec.model.layers, self.spec.prefetch, self.compute
+        arrived = self._send(self.computed, self.each.gather) if gathers and depth else self.computed
+        self.computed += compute.head_backward_s
+        for block in reversed(range(layers)):
+            if gathers and not depth:
+                arrived = self._send(self.computed, self.each.gather)
+            began = self.computed = max(self.computed, arrived)
+            if gathers and depth and block:
+                arrived = self._send(began, self.each.gather)
+            self.computed += compute.backward_s
+            if reduces:
+                self._reduce(self.each.reduce, self.each.across)
+        if reduces:
+            self._reduce(self.each.root_reduce, self.each.root_across)
+
+    def _send(self, issued: float, seconds: float) -> float:
+        self.sent = max(self.sent, issued) + seconds
+        return self.sent
+
+    def _reduce(self, seconds: float, across: float) -> None:
+        done = self._send(self.computed, seconds)
+        if across:
+            self.crossed = max(self.crossed, done) + across

@@ -1,0 +1,521 @@
+"""The closed form: parameter counts, the published claims, errors, and the command's table and JSON."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from fsdplab import cli
+from fsdplab.common.names import CATEGORIES, STRATEGIES
+from fsdplab.planning import HardwareError, ModelError, PlanError, models, plan, plan_traffic, planner
+from fsdplab.planning import fit as fit_module
+from fsdplab.planning.activations import block_tensors, computed_per_token, kept_per_token
+from fsdplab.planning.fit import fit
+from fsdplab.planning.links import LinkSpec
+from fsdplab.planning.memory import FRAMEWORK_BYTES
+from fsdplab.planning.model_files import model_named, shape_of_config
+from fsdplab.planning.models import MODELS
+from fsdplab.planning.plan_spec import CHECKPOINTINGS, MASTERS, OPTIMIZERS
+from fsdplab.planning.planner import plan_of, plan_spec, shortfall
+from fsdplab.workloads import build_model
+from fsdplab.workloads.presets import PRESETS
+
+pytestmark = pytest.mark.quick
+
+PUBLISHED = {  # of model cards, papers and checkpoints
+    "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616, "llama-2-13b": 13_015_864_320, "llama-2-70b": 68_976_648_192,
+    "llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496, "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400, "llama-3.2-3b": 3_212_749_824, "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648, "qwen3-8b": 8_190_735_360, "gpt-neox-20b": 20_554_567_680,
+}  # fmt: skip
+
+
+# ---- parameters
+
+
+@pytest.mark.parametrize("module", [models, planner, fit_module], ids=lambda module: module.__name__)
+def test_the_docstrings_examples_hold(module):
+    tried = doctest.testmod(module)
+    assert tried.attempted and not tried.failed
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_the_published_counts(name):
+    assert model_named(name).parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) & set(PRESETS)))
+def test_parameters_are_those_of_a_model_on_the_meta_device(name):
+    assert set(PRESETS) <= set(MODELS), "all that is trained here has a plan"
+    built = build_model(name, device="meta")
+    assert model_named(name).parameters == sum(each.numel() for each in built.parameters())
+
+
+@pytest.mark.parametrize("name", [each for each in MODELS if each.startswith("mpt-")])
+def test_mosaics_own_formula(name):
+    shape = MODELS[name]
+    d, L = shape.width, shape.layers
+    assert shape.parameters == L * (12 * d * d + 13 * d) + 2 * d + 50_368 * d + 2048 * d
+
+
+CONFIGS = {
+    "llama": (
+        {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+         "intermediate_size": 14_336, "vocab_size": 128_256, "max_position_embeddings": 131_072}, 8_030_261_248),
+    "mistral": (
+        {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+         "intermediate_size": 14_336, "vocab_size": 32_000}, 7_241_732_096),
+    "qwen2": (
+        {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+         "intermediate_size": 4864, "vocab_size": 151_936, "tie_word_embeddings": True}, 494_032_768),
+    "qwen3": (
+        {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+         "head_dim": 128, "intermediate_size": 12_288, "vocab_size": 151_936}, 8_190_735_360),
+    "phi3": (
+        {"hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+         "intermediate_size": 8192, "vocab_size": 32_064}, 3_821_079_552),
+    "gemma": (
+        {"hidden_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 8, "num_key_value_heads": 1,
+         "intermediate_size": 16_384, "vocab_size": 256_000}, 2_506_172_416),
+    "gpt2": ({}, 124_439_808),
+    "gpt_neox": (
+        {"hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64, "intermediate_size": 24_576,
+         "vocab_size": 50_432}, 20_554_567_680),
+    "mpt": ({"d_model": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 50_432, "no_bias": True,
+             "attn_config": {"alibi": True}}, 6_649_286_656),
+    "opt": (
+        {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "ffn_dim": 8192,
+         "vocab_size": 50_272}, 1_315_758_080),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_config_json_gives_the_published_count(kind, tmp_path):
+    config, count = CONFIGS[kind]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": kind, **config}))
+    assert model_named(str(path)).parameters == model_named(str(tmp_path)).parameters == count
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_config_json_gives_what_transformers_builds(kind):
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    config = {"model_type": kind, **CONFIGS[kind][0]}
+    with torch.device("meta"):
+        built = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    assert shape_of_config(config, kind).parameters == sum(each.numel() for each in built.parameters())
+
+
+@pytest.mark.parametrize(
+    "text,words",
+    [
+        ('{"model_type": "mixtral"}', "model_type is 'mixtral' (did you mean mistral"),
+        ('{"hidden_size": 8}', "model_type is None"),
+        ("{", "is no JSON file"),
+        ("[1]", "holds no JSON object"),
+        ('{"model_type": "llama"}', "hidden_size is None"),
+        ('{"model_type": "llama", "hidden_size": -1}', "hidden_size is -1"),
+        ('{"model_type": "gpt2", "n_head": 7}', "7 heads do not divide the width 768"),
+        ('{"model_type": "gpt2", "tie_word_embeddings": 1}', "expected true or false"),
+        ('{"model_type": "mpt", "attn_config": 3}', "expected a JSON object"),
+    ],
+)
+def test_a_wrong_config_json_is_refused(text, words, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ModelError, match="config.json") as refused:
+        model_named(str(path))
+    assert words in str(refused.value)
+
+
+# ---- claims (C1 to C4, C22)
+
+SEVENTY = dict(model="llama-3.1-70b", gpu="h100-80gb", masters="separate", param_dtype="bf16", master_dtype="fp32")
+P = 70_553_706_496
+
+
+def test_c1_a_replica_of_70_b_takes_1_12_tb():
+    (resting, *_, stepping) = plan(**SEVENTY, gpus=16, strategy="no_shard").memory.moments
+    assert resting.by_category["parameter_slices"] == 2 * P
+    assert stepping.by_category["whole_gradients"] == 2 * P
+    assert resting.by_category["optimizer_state"] == (8 + 4) * P
+    states = ("parameter_slices", "whole_gradients", "optimizer_state")
+    assert sum(stepping.by_category[name] for name in states) == 16 * P == pytest.approx(1.12e12, rel=0.01)
+
+
+def test_c2_under_ddp_every_gpu_holds_it():
+    peaks = [plan(**SEVENTY, gpus=gpus, strategy="no_shard") for gpus in (16, 256)]
+    assert all(found.memory.peak.total > 16 * P and not found.fits for found in peaks)
+    assert "--strategy full_shard" not in (shortfall(peaks[0]) or "")
+
+
+def test_c3_fully_sharded_over_16_it_is_70_gb_and_what_is_gathered():
+    found = plan(**SEVENTY, gpus=16, checkpointing="full", reduce_dtype="bf16")
+    stepping = found.memory.moments[-1].by_category
+    states = sum(stepping[name] for name in ("parameter_slices", "gradient_slices", "optimizer_state"))
+    assert states == pytest.approx(16 * P / 16, rel=1e-4)
+    shape = found.spec.model
+    assert 2 * shape.block_parameters == pytest.approx(1.7e9, rel=0.01)
+    assert 2 * shape.root_parameters == pytest.approx(4.2e9, rel=0.01)
+    assert found.fits and not plan_of(replace(found.spec, optimizer="adamw-foreach")).fits
+    assert not plan_of(replace(found.spec, reduce_dtype="fp32")).fits, "the root reduces 8.4 GB, not 4.2"
+    left = found.spec.gpu.memory_bytes - found.memory.peak.total
+    assert 0 < left < 10e9, "it fits, but not comfortably"
+    backward = next(each for each in found.memory.moments if each.name == "backward of the last block")
+    assert backward.by_category["gathered_parameters"] == 2 * (shape.root_parameters + 2 * shape.block_parameters)
+
+
+def test_c4_over_512_gpus_a_rank_holds_276_mb():
+    resting = plan(**SEVENTY, gpus=512).memory.resting.by_category
+    assert resting["parameter_slices"] == pytest.approx(2 * P / 512, rel=1e-3)
+    assert resting["parameter_slices"] == pytest.approx(273e6, rel=0.02)
+
+
+def test_c22_four_24_gb_cards_do_not_hold_70_b_and_a_quantised_base_does():
+    found = plan(**(SEVENTY | {"gpu": "4090"}), gpus=4, checkpointing="full", seq=1024)
+    said = shortfall(found) or ""
+    assert "on a 25.8 GB card" in said and "nf4" in said and "--lora-rank" in said
+    assert found.memory.resting.by_category["parameter_slices"] == pytest.approx(35.3e9, rel=0.01)
+    base = dict(gpus=4, checkpointing="full", seq=1024, lora_rank=16, base_dtype="nf4")
+    assert plan("llama-3.1-70b", "4090", **base).fits
+
+
+def test_torchtitans_one_published_out_of_memory():
+    """Llama 2 70B on 64 A100 80 GB, selective checkpointing, sequences of 4,096: 2 a micro-batch did not fit, 1 did."""
+    given = dict(gpus=64, seq=4096, checkpointing="selective")
+    assert not plan("llama-2-70b", "a100-80gb", micro_batch=2, **given).fits
+    assert plan("llama-2-70b", "a100-80gb", micro_batch=1, **given).fits
+
+
+def test_adapters_have_gradients_and_state_and_a_frozen_base_has_none():
+    """LoRA: rank x (in + out) of each matrix is trained; the base rests in its own dtype."""
+    found = plan("llama-3.1-8b", "h100-80gb", gpus=8, lora_rank=16, base_dtype="nf4", micro_batch=1)
+    shape = found.spec.model
+    matrices = [each for each in shape.block if each.is_matrix]
+    trained = shape.layers * sum(16 * sum(each.shape) for each in matrices)
+    states = found.memory.moments[-1].by_category
+    assert states["optimizer_state"] == 8 * trained / 8 and states["gradient_slices"] == 4 * trained / 8
+    frozen = sum(each.count for each in matrices) * shape.layers * 4.127 / 8
+    others = 2 * (shape.parameters - shape.layers * sum(each.count for each in matrices))
+    assert states["parameter_slices"] == pytest.approx((4 * trained + frozen + others) / 8, rel=1e-3)
+    whole = plan("llama-3.1-8b", "h100-80gb", gpus=8, micro_batch=1).as_dict()["comm_bytes_per_step"]["shard"]
+    assert found.as_dict()["comm_bytes_per_step"]["shard"] < 0.25 * whole, "a base is gathered in 4 bits, never reduced"
+
+
+def test_offload_takes_states_to_the_host_and_accumulation_keeps_gradients():
+    given = dict(model="llama-3.1-8b", gpu="h100-80gb", gpus=8, checkpointing="full")
+    here, there = plan(**given), plan(**given, offload=True)
+    states = ("parameter_slices", "gradient_slices", "optimizer_state")
+    assert all(there.memory.peak.by_category[name] == 0 for name in states)
+    stepping = here.memory.moments[-1].by_category
+    assert there.as_dict()["host_bytes"] == pytest.approx(sum(stepping[name] for name in states))
+    loss = plan(**given, grad_accum=8).memory.at("loss").by_category
+    assert (
+        loss["gradient_slices"] == stepping["gradient_slices"]
+        and not here.memory.at("loss").by_category["gradient_slices"]
+    )
+
+
+def test_zeros_table_1():
+    """7.5 B parameters, fp16 and Adam, in units of 1e9 bytes (Rajbhandari et al. 2020, table 1)."""
+    shape = replace(MODELS["mpt-7b"], name="7.5 B")
+    scale = 7.5e9 / shape.parameters
+    table = {"no_shard": 120, "zero1": 31.4, "zero2": 16.6, "full_shard": 1.88}
+    for strategy, published in table.items():
+        found = plan(shape, "h100-80gb", gpus=64, strategy=strategy, masters="separate", seq=1)
+        stepping = found.memory.moments[-1]
+        states = stepping.total - stepping.by_category["gathered_parameters"] - FRAMEWORK_BYTES
+        assert states * scale / 1e9 == pytest.approx(published, rel=0.005), strategy
+
+
+# ---- activations
+
+
+def test_a_gpt_block_keeps_korthikantis_bytes():
+    """Equation 2 without dropout's masks: 32 bytes x sequence x batch x width, and 2 a s / h with plain attention."""
+    spec = plan_spec("gpt2-xl", "h100-80gb", seq=1024)
+    shape, statistics = spec.model, 4 * (4 + spec.model.heads)
+    assert kept_per_token(spec) == 32 * shape.width + statistics
+    plain = kept_per_token(replace(spec, flash=False))
+    assert plain == 32 * shape.width + 4 * 4 + 2 * shape.heads * 1024
+
+
+def test_a_llama_block_keeps_its_own_operators():
+    spec = plan_spec("llama-2-7b", "h100-80gb")
+    assert kept_per_token(spec) == 2 * (8 * 4096 + 4 * 11_008) + 4 * (32 + 2)
+    assert kept_per_token(replace(spec, checkpointing="full")) == 2 * 4096
+    some = kept_per_token(replace(spec, checkpointing="selective"))
+    assert some == 2 * (5 * 4096 + 11_008) + 4 * 32, "input, query, value, gate, down and attention"
+
+
+def test_a_compiled_block_keeps_of_element_wise_results_only_what_products_read():
+    spec = plan_spec("llama-2-7b", "h100-80gb", compile=True)
+    assert kept_per_token(spec) == 2 * (8 * 4096 + 3 * 11_008) + 4 * (32 + 2)
+
+
+def test_tensor_parallelism_cuts_all_but_what_was_gathered():
+    spec = plan_spec("llama-3.1-70b", "h100-80gb", gpus=8, tensor_parallel=8)
+    whole = sum(each.channels * each.itemsize for each in block_tensors(spec) if each.whole)
+    alone = computed_per_token(replace(spec, tensor_parallel=1))
+    assert computed_per_token(spec) == pytest.approx(whole + (alone - whole) / 8)
+
+
+# ---- strategies and meshes
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_has_a_plan_whose_parts_add_up(strategy):
+    found = plan("llama-3.1-8b", "h100-80gb", gpus=16, strategy=strategy, checkpointing="full").as_dict(15e12)
+    by_category = found["memory_bytes"]["by_category"]
+    assert tuple(by_category) == CATEGORIES and sum(by_category.values()) == found["memory_bytes"]["total"]
+    assert all(value >= 0 for value in by_category.values())
+    assert found["step_time_s"] == pytest.approx(found["compute_s"] + found["exposed_s"])
+    assert 0 <= found["exposed_s"] <= found["communication_s"] and 0 < found["mfu"] < 1
+    assert found["gpu_hours"] == pytest.approx(16 * found["hours"])
+
+
+CHOICES = {
+    "gpus": (1, 2, 6, 8, 16, 24, 512), "gpus_per_node": (1, 4, 8), "strategy": STRATEGIES, "seq": (1, 128, 1024),
+    "micro_batch": (1, 3, 16), "grad_accum": (1, 2, 5), "checkpointing": CHECKPOINTINGS,
+    "param_dtype": ("bf16", "fp32"), "masters": MASTERS, "optimizer": tuple(OPTIMIZERS),
+    "tensor_parallel": (1, 1, 2, 4), "context_parallel": (1, 1, 2),
+    "compile": (False, True), "flash": (True, False), "prefetch": (0, 1, 2), "offload": (False, True),
+    "lora_rank": (0, 0, 16),
+}  # fmt: skip
+
+
+def test_choices_drawn_at_random_are_planned_soundly_or_refused():
+    """No negative bytes, no more exposed than sent, an MFU below 1; what contradicts itself is a PlanError."""
+    chance, planned = random.Random(7), 0
+    for _ in range(300):
+        choices = {name: chance.choice(values) for name, values in CHOICES.items()}
+        try:
+            found = plan(chance.choice(("gpt2", "llama-3.1-8b", "qwen3-8b", "gpt-neox-20b")), "h100", **choices)
+        except PlanError:
+            continue
+        planned += 1
+        time = found.time
+        assert all(nbytes >= 0 for moment in found.memory.moments for nbytes in moment.by_category.values()), choices
+        rounding = 1e-9 * time.step_s
+        assert -rounding <= time.exposed_s <= time.communication_s + rounding and 0 < found.mfu < 1, choices
+        assert (shortfall(found) is None) == found.fits, choices
+    assert planned > 100
+
+
+def test_traffic_is_design_2_1s():
+    """3 P (n-1)/n for full_shard with one dtype; hybrid: inside 3 P (s-1)/s, across 2 (P/s)(r-1)/r."""
+    one = dict(param_dtype="bf16", reduce_dtype="bf16", gpus=16)
+    model_bytes = 2 * MODELS["mpt-70b"].parameters
+    root = 2 * MODELS["mpt-70b"].root_parameters  # gathered once
+    sent = plan("mpt-70b", "h100-80gb", seq=2048, **one).as_dict()["comm_bytes_per_step"]
+    assert sent == {"shard": pytest.approx((3 * model_bytes - root) * 15 / 16, rel=1e-5)}
+    hybrid = plan("mpt-70b", "h100-80gb", seq=2048, strategy="hybrid_shard", **one).as_dict()["comm_bytes_per_step"]
+    assert hybrid["shard"] == pytest.approx((3 * model_bytes - root) * 7 / 8, rel=1e-5)
+    assert hybrid["replicate"] == pytest.approx(2 * model_bytes / 8 / 2, rel=1e-5)
+
+
+def on_a_link(bytes_per_s, **choices):
+    """A plan of one node whose GPUs have another link, without latency."""
+    spec = plan_spec("llama-2-7b", "h100-80gb", gpus=8, **choices)
+    return plan_of(replace(spec, gpu=replace(spec.gpu, link=LinkSpec("other", bytes_per_s, 0.0)))).time
+
+
+def test_on_an_infinitely_fast_link_nothing_is_exposed():
+    time = on_a_link(1e18)
+    assert time.exposed_s < 1e-6 * time.step_s
+
+
+def test_on_a_slow_link_communication_hides_all_but_the_ends_of_compute():
+    """Collectives follow each other without a gap but where the next one waits for compute: the head, a block."""
+    for strategy in ("full_shard", "shard_grad_op", "no_shard"):
+        time = on_a_link(1e9, strategy=strategy)
+        assert time.communication_s < time.step_s < time.communication_s + time.compute_s, strategy
+
+
+def test_on_a_fast_enough_link_only_the_first_gathers_and_the_last_reductions_are_exposed():
+    spec = plan_spec("llama-2-7b", "h100-80gb", gpus=8, micro_batch=8)
+    rows = {(row.unit, row.kind): plan_traffic.seconds_each(spec, row) for row in plan_traffic.plan_traffic(spec)}
+    ends = rows["root", "all_gather"] + rows["block", "all_gather"]
+    ends += rows["block", "reduce_scatter"] + rows["root", "reduce_scatter"]
+    assert plan_of(spec).time.exposed_s == pytest.approx(ends, rel=1e-6)
+
+
+def test_without_prefetch_every_gather_is_exposed():
+    spec = plan_spec("llama-2-7b", "h100-80gb", gpus=8, micro_batch=8)
+    gather = next(
+        plan_traffic.seconds_each(spec, row)
+        for row in plan_traffic.plan_traffic(spec)
+        if (row.unit, row.kind) == ("block", "all_gather")
+    )
+    more = plan_of(replace(spec, prefetch=0)).time.exposed_s - plan_of(spec).time.exposed_s
+    assert more > 2 * (spec.model.layers - 2) * gather
+
+
+def test_accumulation_sends_once_a_micro_batch_but_zero1_once_a_step():
+    for strategy, grows in (("full_shard", 4), ("zero1", 1), ("no_shard", 1)):
+        sent = [plan("llama-2-7b", "h100-80gb", strategy=strategy, grad_accum=count) for count in (1, 4)]
+        one, four = (sum(each.as_dict()["comm_bytes_per_step"].values()) for each in sent)
+        assert four == pytest.approx(grows * one, rel=1e-6), strategy
+
+
+def test_an_axis_takes_the_link_it_leaves_its_node_by():
+    spec = plan_spec("llama-3.1-70b", "h100-80gb", gpus=64, tensor_parallel=8)
+    inside, outside = (plan_traffic.axis_link(spec, axis).bytes_per_s for axis in ("tensor", "shard"))
+    assert inside == pytest.approx(450e9 * plan_traffic.LINK_EFFICIENCY)
+    assert outside == pytest.approx(50e9 * plan_traffic.LINK_EFFICIENCY), "one member a node: one network card"
+
+
+def test_context_parallelism_cuts_the_sequence_and_shares_states():
+    alone = plan("llama-3.1-8b", "h100-96gb", gpus=8, seq=32_768, checkpointing="full").memory.peak.total
+    spec = plan_spec("llama-3.1-8b", "h100-96gb", gpus=8, seq=65_536, checkpointing="full", context_parallel=2)
+    assert plan_of(spec).memory.peak.total == pytest.approx(alone, rel=1e-6)
+    assert "context" in plan_of(spec).as_dict()["comm_bytes_per_step"]
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    "choices,words",
+    [
+        (dict(gpu="h200-80gb"), "did you mean"),
+        (dict(model="llama-3.1-70"), "did you mean llama-3.1-70b"),
+        (dict(model="no/such/config.json"), "No such file"),
+        (dict(gpus=0), "--gpus is 0"),
+        (dict(gpus=-8), "--gpus is -8"),
+        (dict(gpus=10**30), "--gpus is 1000"),
+        (dict(micro_batch=0), "--micro-batch is 0"),
+        (dict(seq=10**9), "--seq is 1000000000"),
+        (dict(seq=200_000), "longer than the 131072 positions"),
+        (dict(gpus=12), "12 GPUs do not fill nodes of 8"),
+        (dict(gpus=8, tensor_parallel=3), "groups of 3 x 1; give a multiple of 3"),
+        (dict(gpus=16, tensor_parallel=16), "8 key/value heads, not divisible by --tp 16; give a common divisor"),
+        (dict(gpus=16, strategy="hybrid_shard", shard_size=3), "groups of 3 do not divide the 16 ranks"),
+        (dict(gpus=12, gpus_per_node=4, strategy="hybrid_shard", tensor_parallel=2, shard_size=4), "divisor of 6"),
+        (dict(gpus=16, shard_size=8), "--shard-size is hybrid_shard's"),
+        (dict(strategy="fullshard"), "did you mean full_shard"),
+        (dict(checkpointing="some"), "none, selective, full"),
+        (dict(param_dtype="fp8"), "--param-dtype is 'fp8'"),
+        (dict(optimizer="lion"), "adamw"),
+        (dict(gpu="4090", gpus=16), "no network between nodes is known for RTX 4090"),
+        (dict(base_dtype="nf4"), "give --lora-rank"),
+    ],
+    ids=str,
+)
+def test_wrong_input_is_one_clear_line(choices, words, capsys):
+    given = {"model": "llama-3.1-70b", "gpu": "h100-80gb", **choices}
+    with pytest.raises((ModelError, PlanError, HardwareError)) as refused:
+        plan(**given)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+    names = {"tensor_parallel": "tp"}
+    flags = [f"--{names.get(name, name).replace('_', '-')}={value}" for name, value in given.items()]
+    code, _, said = ended(["plan", *flags], capsys)
+    assert code == 2 and said.count("\n") == 1 and words in said
+
+
+def test_an_impossible_request_says_what_is_missing_and_what_would_do():
+    alone = plan("llama-3.1-70b", "4090", gpus=4, master_dtype="bf16", checkpointing="full", seq=512)
+    said = shortfall(alone) or ""
+    assert said.startswith("35.3 GB of parameter slices on a 25.8 GB card, "), said
+    assert "needs 6 cards for the parameter slices" in said and "CPU offload of 141 GB a rank" in said
+    many = plan("llama-3.1-70b", "h100-80gb", gpus=8, checkpointing="full")
+    gpus = planner.least_gpus(many.spec)
+    assert gpus and f"needs {gpus} cards" in (shortfall(many) or "")
+    assert plan_of(replace(many.spec, gpus=gpus)).fits
+    assert not plan_of(replace(many.spec, gpus=gpus - 8)).fits, "it is the least"
+
+
+# ---- the command
+
+
+def ended(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    printed = capsys.readouterr()
+    return stop.value.code, printed.out, printed.err
+
+
+def test_the_command_prints_a_table_and_writes_json(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    given = ["--model", "llama-3.1-70b", "--gpu", "h100-80gb", "--gpus", "8", "--strategy", "full_shard"]
+    code, out, _ = ended(["plan", *given, "--tokens", "15e12", "--json", str(path)], capsys)
+    assert code == 0 and all(each.replace("_", " ") in out for each in CATEGORIES)
+    assert "does not fit" in out and "GPU-hours" in out and "predicted" in out
+    found = json.loads(path.read_text())
+    for name in ("fits", "comm_bytes_per_step", "step_time_s", "exposed_s", "tokens_per_s_per_gpu", "mfu"):
+        assert name in found
+    assert set(found["memory_bytes"]) == {"total", "by_category"} and found["fits"] is False
+
+
+def test_json_to_stdout_is_all_of_stdout(capsys):
+    code, out, err = ended(["plan", "--model", "gpt2", "--json", "-"], capsys)
+    assert code == 0 and json.loads(out)["fits"] is True and "fits" in err
+
+
+def test_fit_is_the_cheapest_that_fits_and_the_fewest_gpus(capsys):
+    found = fit(plan_spec("llama-3.1-8b", "h100-80gb", gpus=16))
+    assert found.best is not None and found.fewest is not None
+    speeds = [each.tokens_per_s_per_gpu for each in found.candidates]
+    assert speeds == sorted(speeds, reverse=True) and all(each.fits for each in found.candidates)
+    best = found.best.spec
+    assert not plan_of(replace(best, micro_batch=best.micro_batch + 1)).fits, "the micro-batch is the largest"
+    assert found.fewest.fits and found.fewest.spec.gpus == 2
+    code, out, _ = ended(["plan", "--model", "llama-3.1-8b", "--gpus", "16", "--fit"], capsys)
+    assert code == 0 and "cheapest" in out and "fewest GPUs: 2" in out and "hybrid_shard" in out
+
+
+def test_a_sweep_is_a_table_and_a_figure(capsys, tmp_path):
+    path, rows = tmp_path / "sweep.svg", tmp_path / "rows.json"
+    given = ["--model", "llama-3.1-70b", "--checkpointing", "full", "--sweep", "gpus=8..64"]
+    code, out, _ = ended(["plan", *given, "--figure", str(path), "--json", str(rows)], capsys)
+    assert code == 0 and out.count("does not fit") == 2 and "gpus 64" in out
+    found = [row["memory_bytes"]["total"] for row in json.loads(rows.read_text())["rows"]]
+    assert found == sorted(found, reverse=True) and len(found) == 4
+    picture = path.read_text()
+    assert "llama-3.1-70b fits with gpus 32, 64" in picture and picture.startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (["--sweep", "gpu=8..64"], "did you mean gpus"),
+        (["--tokens", "-5"], "--tokens is -5.0"),
+        (["--tokens", "nan"], "--tokens is nan"),
+        (["--tokens", "1e400"], "--tokens is inf"),
+        (["--sweep", "gpus"], "--sweep is 'gpus'"),
+        (["--sweep", "gpus=8..x"], "--sweep has values"),
+        (["--sweep", "gpus=0..8"], "--sweep has values"),
+        (["--sweep", "gpus=8,12"], "12 GPUs do not fill nodes of 8"),
+        (["--sweep", "gpus=8,16", "--figure", "a.png"], "ends in .svg or .html"),
+        (["--sweep", "gpus=8,16", "--figure", "/no/such/folder/a.svg"], "--figure /no/such/folder/a.svg cannot be"),
+        (["--json", "/no/such/folder/a.json"], "--json /no/such/folder/a.json cannot be written"),
+    ],
+    ids=str,
+)
+def test_wrong_sweeps_and_targets_are_refused(arguments, words, capsys):
+    code, _, said = ended(["plan", *arguments], capsys)
+    assert code == 2 and words in said and said.count("\n") == 1
+
+
+def test_a_gpu_of_unknown_speed_has_memory_and_no_time(capsys):
+    code, out, _ = ended(["plan", "--model", "gpt2", "--gpu", "a10g", "--gpus", "1"], capsys)
+    assert code == 0 and "no bf16 FLOP/s are known" in out
+
+
+def test_the_help_of_plan_loads_no_torch():
+    code = (
+        "import sys\nfrom fsdplab import cli\ntry: cli.main(['plan', '--help'])\nexcept SystemExit: pass\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.rstrip().endswith("False") and "--checkpointing" in done.stdout
