@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdplab.profiling.arrivals import LateRank, arrivals_of, late_rank
+from fsdplab.profiling.arrivals import LateRank, arrivals_of, late_rank, late_rank_of
 from fsdplab.records import RunRecord
 
 pytestmark = pytest.mark.quick
@@ -80,3 +80,18 @@ def test_late_in_one_phase_is_late_there() -> None:
     backward = {key: {0: 1, 1: 0, 2: 0} for key in arrivals(*[0] * 30, phase="backward")}
     late = late_rank(arrivals(5, 5, 6, 5, phase="forward") | backward)
     assert late == LateRank(1, 4, 4, 5 * MS, 21 * MS, "forward")
+
+
+def test_timed_steps_count_where_the_ledger_has_them() -> None:
+    """Late in the two profiled steps, in turns in the six timed ones: a busy machine."""
+    late = lambda rank, step: rank == (1 if step >= 6 else step % 2)  # noqa: E731
+    ledger = [
+        {"rank": rank, "step": step, "unit": "a", "phase": "forward", "kind": "all_gather",
+         "start_ns": (10 * number + 3 * late(rank, step)) * MS, "end_ns": (10 * number + 5) * MS}
+        for step in range(8) for rank in (0, 1) for number in range(5)
+    ]  # fmt: skip
+    steps = [{"step": step, "step_time_s": 0.1 if step < 6 else None} for step in range(8)]
+    record = RunRecord(Path("nowhere"), tables={"ledger": ledger, "steps": steps})
+    assert late_rank(arrivals_of(record, {6, 7})[0]) == LateRank(1, 10, 10, 3 * MS, 15 * MS)
+    assert late_rank_of(record, {6, 7}) is None
+    assert late_rank_of(RunRecord(Path("nowhere"), tables={"ledger": ledger}), {6, 7}) is not None

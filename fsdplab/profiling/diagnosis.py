@@ -20,7 +20,7 @@ from math import inf
 from typing import Any
 
 from fsdplab.common.names import CATEGORY_ROWS
-from fsdplab.profiling.arrivals import Arrivals, arrivals_of, late_rank
+from fsdplab.profiling.arrivals import LateRank, late_rank_of
 from fsdplab.profiling.idle import idle
 from fsdplab.profiling.step_summary import ExposedCell, exposed_cells, step_summary, summaries
 from fsdplab.records import RunRecord
@@ -117,7 +117,7 @@ class Scene:
     compute_s: Mapping[tuple[int, int], float]
     own_s: Mapping[tuple[int, int], float]
     loading: Loading
-    arrivals: Arrivals
+    late: LateRank | None
 
     @property
     def steps(self) -> list[int]:
@@ -226,7 +226,7 @@ def _scene(record: RunRecord, loading: Loading | None) -> Scene:
         compute_s={(row["rank"], row["step"]): row["compute_ns"] / 1e9 for row in breakdown},
         own_s={(row["rank"], row["step"]): (row["step_ns"] - row["exposed_ns"]) / 1e9 for row in breakdown},
         loading=loading_of(record, steps) if loading is None else loading,
-        arrivals=arrivals_of(record, steps)[0] if len(summaries(breakdown)) > 1 else {},
+        late=late_rank_of(record, steps) if len(summaries(breakdown)) > 1 else None,
     )
 
 
@@ -312,7 +312,7 @@ def _long_step(scene: Scene, left: Unclaimed) -> Finding | None:
 
 def _slow_rank(scene: Scene, left: Unclaimed) -> Finding | None:
     """A rank that comes late again and again; slow if its computing takes longer, too."""
-    late = late_rank(scene.arrivals)
+    late = scene.late
     if late is None:
         return None
     means = by_rank(scene.compute_s)

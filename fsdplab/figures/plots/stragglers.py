@@ -12,7 +12,7 @@ from fsdplab.common.sizes import three_digits
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import MS, Row, breakdown_of, conditions, duration, label, profiled, rows_of
 from fsdplab.figures.style import DARK_INK, HEAT, titled
-from fsdplab.profiling.arrivals import Arrivals, Key, LateRank, arrivals_of, late_rank
+from fsdplab.profiling.arrivals import Arrivals, Key, LateRank, arrivals_of, late_rank_of
 from fsdplab.profiling.diagnosis import WORTH_SAYING
 from fsdplab.records import RunRecord
 
@@ -113,7 +113,7 @@ def _alike_ms(record: RunRecord) -> float:
 
 def _finding(record: RunRecord, late: Late, issued: Arrivals) -> str:
     """The title: which rank is late, by how much and how often; or that none is so again and again."""
-    found, split = late_rank(issued), breakdown_of(record)
+    found, split = late_rank_of(record, {key[0] for key in issued}), breakdown_of(record)
     if found is None or split and not _costs(found, split):
         most = duration(max(max(_known(values)) for values in late.values()) * MS)
         return f"{label(record)}: no straggler, ranks come within {most} of one another"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdplab.profiling.step_summary import step_summary
+from fsdplab.profiling.step_summary import exposure
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.profiling.traces.origin import Origin
 from fsdplab.profiling.traces.overlap import TraceAnalysis
@@ -120,14 +120,8 @@ def _summary(breakdown: Sequence[dict[str, Any]]) -> dict[str, Any]:
     by_step: dict[int, int] = defaultdict(int)
     for row in breakdown:
         by_step[row["step"]] = max(by_step[row["step"]], row["step_ns"])
-    worst = step_summary(breakdown)
     return {
         "step_time_s": {"median": statistics.median(by_step.values()) / 1e9, "min": min(by_step.values()) / 1e9},
-        "comm": {
-            "bytes_per_step": None,
-            "collectives_per_step": None,
-            "exposed_s": worst.exposed_ns / 1e9 if worst else None,
-            "overlap": worst.hidden if worst else None,
-        },
+        "comm": {"bytes_per_step": None, "collectives_per_step": None, **exposure(breakdown)},
         "profile": {"steps": len(by_step), "overhead": None, "source": "trace"},
     }
