@@ -27,6 +27,7 @@ from fsdplab import cli
 from fsdplab.cli.app import app
 from fsdplab.common.names import CATEGORIES
 from fsdplab.records import LANES, TABLES, RunRecord
+from fsdplab.records.tables import IDLE_PARTS
 
 VALUES = (
     "", " ", "-", "--", "-1", "0", "1", "7", "1.5", "1e400", "nan", "inf", "-inf", "NaN", "9" * 20, "9" * 400,
@@ -189,6 +190,7 @@ def sound_record(folder: Path) -> Path:
             {**where, "unit": "blocks.0", "phase": "forward", "kind": "all_gather", "communication_ns": 2_500_000,
              "exposed_ns": 1_500_000, "cause": "late_start"}
         )  # fmt: skip
+        rows["idle"].append({**where, **dict.fromkeys(IDLE_PARTS, 80_000), "rest_ns": 100_000})
         for state in ("gathered", "sharded"):
             rows["life"].append({**where, "unit": "blocks.0", "state": state, "phase": "forward", "time_ns": start})
     summary = {
