@@ -53,6 +53,25 @@ def test_four_times_the_collectives_are_four_times_the_calls(tmp_path, trace):
     assert many < 5 * few
 
 
+@pytest.mark.parametrize("trace", [gathers, kernels])
+def test_no_collective_looks_at_the_whole_trace_again(tmp_path, trace, monkeypatch):
+    """Of sets of instants: every operation on them joins them first."""
+    looked_at, join = [0], np.concatenate
+
+    def counted(arrays, *arguments, **options):
+        joined = join(arrays, *arguments, **options)
+        looked_at[0] += joined.size
+        return joined
+
+    monkeypatch.setattr(np, "concatenate", counted)
+    sizes = []
+    for count in (200, 800):
+        looked_at[0] = 0
+        analyse_trace(trace(count).write(tmp_path / f"{count}.json"))
+        sizes.append(looked_at[0])
+    assert sizes[1] < 5 * sizes[0]
+
+
 def reference(exposed, collectives):
     """Collective by collective: the host's pieces first, then the one that ends first."""
     shares, left = [EMPTY] * len(collectives), exposed

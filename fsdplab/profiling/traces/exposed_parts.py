@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdplab.profiling.intervals import EMPTY, Intervals, intersect, length, subtract, union
+from fsdplab.profiling.intervals import EMPTY, Intervals, intersect, size, subtract, union, within
 from fsdplab.profiling.traces.collectives import Collective
 from fsdplab.records import PARTS_OF_EXPOSED
 
@@ -29,7 +29,7 @@ class ExposedParts:
 
     def lengths(self) -> dict[str, int]:
         """Nanoseconds of each part, by the columns of a record's tables."""
-        return dict(zip(PARTS_OF_EXPOSED, map(length, (self.on_link, self.copying, self.waiting))))
+        return dict(zip(PARTS_OF_EXPOSED, map(size, (self.on_link, self.copying, self.waiting))))
 
 
 def exposed_parts(
@@ -55,6 +55,10 @@ def _transport(each: Collective) -> tuple[int, int] | None:
 def _parts(each: Collective, share: Intervals, moving: Intervals, host_busy: Intervals) -> ExposedParts:
     if not len(share):
         return ExposedParts(EMPTY, EMPTY, EMPTY)
+    if len(each.pieces) == 1 and _transport(each) is not None:  # a kernel: all that it exposes is on the link
+        return ExposedParts(share, EMPTY, EMPTY)
+    first, last = int(share[0, 0]), int(share[-1, 1])
+    moving, host_busy = within(moving, first, last), within(host_busy, first, last)
     at_host = intersect(share, [(piece.start, piece.end) for piece in each.pieces if _copies(piece.role, each.by_host)])
     idle = subtract(at_host, host_busy)
     copying = subtract(at_host, idle[idle[:, 1] - idle[:, 0] >= _DISPATCH_NS])
