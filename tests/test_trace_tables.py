@@ -12,6 +12,7 @@ from fsdplab.cli.app import app
 from fsdplab.figures.report.tabs import tabbed
 from fsdplab.figures.trace_tables import cells
 from fsdplab.profiling import TraceError, analyse_trace, tables
+from fsdplab.profiling.traces.import_traces import record_of_traces
 from fsdplab.records import RunRecord
 from tests.gpu_traces import GpuRank
 
@@ -258,6 +259,13 @@ def test_every_table_of_a_record_has_a_sentence_and_the_record_s_steps():
     best = max(row["busbw"] for row in found["bandwidth"].rows)
     assert 0.5 < best / link <= 1.001, "an emulated link lets nothing pass faster than it is"
     assert {row["unit"] for row in found["operators"].rows} >= {"", "blocks.0"}
+
+
+def test_a_record_of_gpu_traces_has_launches_too(tmp_path):
+    paths = [a_step(GpuRank(rank)).write(tmp_path / f"rank{rank}.json") for rank in (0, 1)]
+    found = {table.name: rows(table) for table in tables.tables_of_record(record_of_traces(paths))}
+    assert list(found) == ["critical_path", "idle", "bandwidth", "operators", "launches"]
+    assert {row["stream"] for row in found["launches"]} == {"7", "20"}
 
 
 def test_the_terminal_and_the_page_show_the_same_cells(capsys):

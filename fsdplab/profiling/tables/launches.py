@@ -32,7 +32,11 @@ def launches(path: str | Path, *, comm_patterns: Sequence[str] = ()) -> Table:
 
     A kernel that starts 40 us after its launching call of 5 us began has a delay of 35 us.
     """
-    work = named_work(path, comm_patterns)
+    return table_of(named_work(path, comm_patterns))
+
+
+def table_of(work: Work) -> Table:
+    """The table of work that has been read."""
     rows = sorted(_rows(work), key=lambda row: -row["launches"])
     return Table("launches", "Launches", _sentence(work, rows), _COLUMNS, tuple(rows))
 

@@ -10,9 +10,10 @@ from fsdplab.profiling.step_summary import step_summary
 from fsdplab.profiling.tables.bandwidth import bandwidths_by_size
 from fsdplab.profiling.tables.critical_path import critical_path
 from fsdplab.profiling.tables.idle import idle_time
-from fsdplab.profiling.tables.launches import launches
-from fsdplab.profiling.tables.operators import operators
+from fsdplab.profiling.tables.launches import table_of as launches_of
+from fsdplab.profiling.tables.operators import table_of as operators_of
 from fsdplab.profiling.tables.table import Table
+from fsdplab.profiling.tables.work import named_work
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.profiling.traces.overlap import TraceAnalysis, analyse_trace
 from fsdplab.records import RunRecord
@@ -25,13 +26,13 @@ def tables_of_record(record: RunRecord) -> list[Table]:
     traces = traces_of(record)
     analyses = analyses_of(record, traces)
     worst = step_summary([row for each in analyses for row in each.rows("breakdown")])
-    shown = traces[worst.rank if worst is not None and worst.rank in traces else min(traces)]
+    shown = named_work(traces[worst.rank if worst is not None and worst.rank in traces else min(traces)])
     link = record.summary.get("link") or {}
     tables = [
         idle_time(analyses),
         bandwidths_by_size(analyses, link.get("bytes_per_s")),
-        operators(shown, by_unit=True),
-        *([launches(shown)] if analyses[0].device == "cuda" else []),
+        operators_of(shown, by_unit=True),
+        *([launches_of(shown)] if analyses[0].device == "cuda" else []),
     ]
     try:
         return [critical_path(analyses), *tables]
