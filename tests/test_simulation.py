@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from fsdplab import figures
 from fsdplab.engine.core.schedule import Schedule
 from fsdplab.figures.style import alt_text
+from fsdplab.figures.view import provenance, views
 from fsdplab.planning import PlanError
 from fsdplab.planning.models import MODELS
 from fsdplab.planning.planner import plan_spec
@@ -18,7 +20,8 @@ from fsdplab.planning.simulation import StepWork, Transfer, UnitWork, classes, p
 from fsdplab.planning.simulation import simulate as simulate_module
 from fsdplab.planning.simulation.accounting import account
 from fsdplab.planning.step_time import step_time
-from fsdplab.records import CAUSES, LANES, RunRecord
+from fsdplab.profiling.arrivals import late_rank_of
+from fsdplab.records import CAUSES, LANES, RunRecord, comparison_json
 from fsdplab.sessions import RunSpec, run
 
 pytestmark = pytest.mark.quick
@@ -167,7 +170,9 @@ def test_collectives_are_issued_in_the_order_of_a_recorded_run():
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_collectives_are_issued_in_the_order_of_a_run(strategy, tmp_path):
     ran = run(
-        RunSpec(model="gpt-tiny", strategy=strategy, steps=2, prefetch=1, link="400MB/s", micro_batches=2, memory=False),
+        RunSpec(
+            model="gpt-tiny", strategy=strategy, steps=2, prefetch=1, link="400MB/s", micro_batches=2, memory=False
+        ),
         directory=tmp_path / "run",
     )
     spec = plan_spec(MODELS["gpt-tiny"], "h100", gpus=2, seq=64, strategy=strategy, grad_accum=2)
@@ -311,3 +316,51 @@ def test_bad_choices_are_refused(how, words):
     with pytest.raises(PlanError, match="expected") as refused:
         simulate(plan_spec("llama-3.1-8b", "h100", gpus=8), **how)
     assert words in str(refused.value)
+
+
+# ---- figures
+
+
+@pytest.fixture(scope="module")
+def late() -> RunRecord:
+    """A late rank among 16, on a network that does not hide everything."""
+    return simulate(plan_spec("llama-3.1-8b", "h100", gpus=16, seq=1024), paces={3: 1.5})
+
+
+FIGURES = (
+    "rank_timeline", "step_bar", "exposed_bar", "exposed_heatmap", "straggler_map", "step_time", "memory_by_category",
+    "ledger_against_formula", "pareto",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_draws_it_and_says_simulated(name, late):
+    drawn = getattr(figures, name)(late)
+    said = drawn.layout.title.subtitle.text
+    assert said.startswith("Simulated for 16 GPU ranks") and "easured" not in said
+    assert drawn.data and alt_text(drawn)
+
+
+def test_a_figure_of_both_says_which_is_simulated(late):
+    measured = RunRecord.load(DATA / "traces-08")
+    for draw in (figures.step_time, figures.memory_by_category, figures.step_bar):
+        said = draw([measured, late]).layout.title.subtitle.text.replace("<br>", " ")
+        assert said.startswith("Measured on 2 CPU ranks and simulated for 16 GPU ranks (full_shard, llama"), said
+
+
+def test_the_difference_of_two_simulations_says_so(late):
+    eager = simulate(plan_spec("llama-3.1-8b", "h100", gpus=16, seq=1024, prefetch=0))
+    assert figures.difference(late, eager).layout.title.subtitle.text.startswith("Simulated for 16 GPU ranks")
+
+
+def test_a_page_claims_nothing_measured(late):
+    said = dict(provenance(views([late])))
+    assert "measured" not in said and "full_shard, for 16 GPU ranks" in said["simulated"]
+    page = figures.comparison_page(comparison_json([late]), [late])
+    text = re.sub(r"<script.*?</script>", "", page[page.index("<body>") :], flags=re.DOTALL)
+    assert "Simulated for 16 GPU ranks" in text and "Measured on" not in text and "real processes" not in text
+
+
+def test_the_late_rank_is_found(late):
+    found = late_rank_of(simulate(plan_spec("llama-3.1-8b", "h100", gpus=8, seq=8192), paces={3: 1.5}), [0])
+    assert found is not None and found.rank == 3
