@@ -38,7 +38,8 @@ def overlap_roofline(
     figure = go.Figure()
     for name, each in found.items():
         for label, phase, colour in _lines(name, each, list(found)):
-            _add_line(figure, label, colour, each.ratio(phase, low), low, high)
+            named = f"{label}: hidden from {three_digits(each.crossover(phase))} tokens on"
+            _add_line(figure, named, colour, each.ratio(phase, low), low, high)
             _add_crossover(figure, each.crossover(phase), colour)
     for view, point in points:
         _add_point(figure, view, point, low, high)
@@ -80,8 +81,8 @@ def _add_line(
 def _add_crossover(figure: go.Figure, tokens: float, colour: str) -> None:
     figure.add_trace(
         go.Scatter(
-            x=[math.log10(tokens)], y=[0.0], mode="markers+text", showlegend=False, textposition="top right",
-            text=[f"{three_digits(tokens)} tokens"], textfont=dict(size=14), hoverinfo="text",
+            x=[math.log10(tokens)], y=[0.0], mode="markers", showlegend=False,
+            hovertemplate=f"{three_digits(tokens)} tokens<extra></extra>",
             marker=dict(symbol="diamond", size=13, color=colour, line=dict(color=EDGE, width=1)),
         )
     )  # fmt: skip
@@ -109,8 +110,11 @@ def _axes(figure: go.Figure, low: float, high: float) -> None:
         range=[math.log10(low), math.log10(high)], tickvals=across, ticktext=[f"{10**power:,}" for power in across],
         title_text="tokens of a rank's micro-batch",
     )  # fmt: skip
+    drawn = [value for trace in figure.data for value in trace.y] + [0.0]
+    bottom, top = min(drawn) - 0.2, max(drawn) + 0.2
+    up = list(range(math.ceil(bottom), math.floor(top) + 1))
     figure.update_yaxes(
-        tickvals=list(range(-6, 7)), ticktext=[f"{10.0**power:g}" for power in range(-6, 7)],
+        range=[bottom, top], tickvals=up, ticktext=[f"{10.0**power:g}" for power in up],
         title_text="communication / compute of a block",
     )  # fmt: skip
     figure.add_shape(type="line", x0=0, x1=1, xref="paper", y0=0, y1=0, line=dict(color=GRID, width=3))
