@@ -14,6 +14,7 @@ from fsdplab.engine.core.schedule import Schedule
 from fsdplab.figures.style import alt_text
 from fsdplab.figures.view import provenance, views
 from fsdplab.planning import PlanError
+from fsdplab.planning.memory import memory_of
 from fsdplab.planning.models import MODELS
 from fsdplab.planning.planner import plan_spec
 from fsdplab.planning.simulation import StepWork, Transfer, UnitWork, classes, program, simulate, simulate_work
@@ -21,7 +22,7 @@ from fsdplab.planning.simulation import simulate as simulate_module
 from fsdplab.planning.simulation.accounting import account
 from fsdplab.planning.step_time import step_time
 from fsdplab.profiling.arrivals import late_rank_of
-from fsdplab.records import CAUSES, LANES, RunRecord, comparison_json
+from fsdplab.records import CATEGORIES, CAUSES, LANES, RunRecord, comparison_json
 from fsdplab.sessions import RunSpec, run
 
 pytestmark = pytest.mark.quick
@@ -295,6 +296,23 @@ def test_causes_are_those_of_measured_steps():
     assert not any(row["cause"] == "waiting_for_peer" for row in late if row["rank"] == 3)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_row_of_memory_is_the_plans_peak(kind):
+    choices, how = KINDS[kind]
+    spec = plan_spec("llama-3.1-8b", "h100", **choices)
+    record, memory = simulate(spec, **how), memory_of(spec)
+    lengths = {row["rank"]: row["step_ns"] for row in record.table("breakdown")}
+    for rank, length in lengths.items():
+        rows = [row for row in record.table("memory") if row["rank"] == rank]
+        (peak,) = [row for row in rows if row["is_peak"]]
+        assert {name: peak[name] for name in CATEGORIES} == pytest.approx(memory.peak.by_category, abs=1)
+        assert all(sum(row[name] for name in CATEGORIES) <= memory.peak.total + 8 for row in rows)
+        times = [row["time_ns"] for row in rows]
+        assert times == sorted(times) and (times[0], times[-1]) == (0, length)
+        resting = {name: rows[-1][name] for name in CATEGORIES}
+        assert resting == pytest.approx(memory.resting.by_category, abs=1)
+
+
 def test_a_saved_record_is_read_back(tmp_path):
     record = simulate(plan_spec("llama-3.1-8b", "h100", gpus=16), paces={3: 1.5}, folder=tmp_path / "run").save()
     again = RunRecord.load(tmp_path / "run")
@@ -329,7 +347,7 @@ def late() -> RunRecord:
 
 FIGURES = (
     "rank_timeline", "step_bar", "exposed_bar", "exposed_heatmap", "straggler_map", "step_time", "memory_by_category",
-    "ledger_against_formula", "pareto",
+    "ledger_against_formula", "pareto", "memory_timeline", "linked_view",
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from fsdplab.planning.plan_traffic import bytes_by_axis, plan_traffic
 from fsdplab.records import RunRecord
 
 from .classes import rank_classes
+from .memory_rows import memory_rows
 from .network import Clock, Network
 from .program import Rank, RankLog
 from .tables import STEP, Row, tables_of
@@ -78,6 +79,12 @@ def simulate(
     names = {kind: _DTYPES[dtype] for kind, dtype in (dtypes | reduced).items()}
     tables = tables_of(list(found.logs), spec.tensor_parallel, names)
     tables["steps"] = [_step_row(spec, log) for log in found.logs]
+    memory = memory_of(spec)
+    tables["memory"] = [
+        {"rank": log.rank.first * spec.tensor_parallel, "step": STEP, **row}
+        for log in found.logs
+        for row in memory_rows(memory, log)
+    ]
     quantities = ("step_time_s", "tokens_per_s", "exposed_s", "comm", "peak_memory_bytes")
     return RunRecord(
         Path(folder or f"simulated-{spec.strategy}-{spec.gpus}-ranks"),
@@ -141,6 +148,7 @@ def _summary(spec: PlanSpec, found: Simulated, tables: Mapping[str, list[Row]]) 
     return {
         "step_time_s": {"median": step_s, "min": step_s},
         "tokens_per_s": spec.step_tokens / step_s,
+        "memory_start_ns": {str(log.rank.first * inner): 0 for log in found.logs},
         "peak_memory_bytes": {
             "total": round(peak.total), "by_category": {name: round(part) for name, part in peak.by_category.items()}
         },
