@@ -17,8 +17,9 @@ from fsdplab.planning import PlanError
 from fsdplab.planning.memory import memory_of
 from fsdplab.planning.models import MODELS
 from fsdplab.planning.planner import plan_spec
-from fsdplab.planning.simulation import StepWork, Transfer, UnitWork, classes, program, simulate, simulate_work
-from fsdplab.planning.simulation import simulate as simulate_module
+from fsdplab.planning.simulation import (
+    StepWork, Transfer, UnitWork, classes, program, simulate, simulate_work, simulated_step, trees,
+)  # fmt: skip
 from fsdplab.planning.simulation.accounting import account
 from fsdplab.planning.step_time import step_time
 from fsdplab.profiling.arrivals import late_rank_of
@@ -50,9 +51,8 @@ def computed(found, rank: int = 0) -> list[tuple[float, float]]:
     return [(span.start, span.end) for span in found.logs[rank].computed]
 
 
-@pytest.mark.parametrize("module", [classes, simulate_module], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [classes, trees, simulated_step], ids=lambda module: module.__name__)
 def test_the_docstrings_examples_hold(module):
-    module = module if hasattr(module, "__file__") else __import__(module.__module__, fromlist=["simulate"])
     tried = doctest.testmod(module)
     assert tried.attempted and not tried.failed
 
@@ -217,6 +217,23 @@ def test_hybrid_is_near_the_closed_form():
     spec = plan_spec("llama-3.1-8b", "h100", gpus=64, strategy="hybrid_shard")
     found = simulate(spec).summary["step_time_s"]["median"]
     assert step_time(spec).step_s <= found < 1.02 * step_time(spec).step_s
+
+
+def test_trees_are_taken_where_they_are_faster():
+    ring = Transfer("all_reduce", 14.0, 1.0, latency_s=14.0)  # 8 ranks, 8 bytes: 14 steps of 1 s, 14 bytes each
+    tree = trees.faster_all_reduce(ring, 8)
+    assert tree.seconds == pytest.approx(2 * 3 * 1 + 2 * 8) and tree.wire_bytes == ring.wire_bytes
+    large = replace(ring, wire_bytes=14_000.0)
+    assert trees.faster_all_reduce(large, 8) is large and trees.faster_all_reduce(ring, 1) is ring
+
+
+def test_trees_shorten_a_step_with_many_replicas():
+    spec = plan_spec("llama-3.1-8b", "h100", gpus=4096, strategy="hybrid_shard", seq=1024)
+    rings, faster = simulate(spec), simulate(spec, trees=True)
+    assert faster.summary["step_time_s"]["median"] < 0.9 * rings.summary["step_time_s"]["median"]
+    assert faster.summary["comm"]["bytes_per_step"] == rings.summary["comm"]["bytes_per_step"]
+    sharded = plan_spec("llama-3.1-8b", "h100", gpus=64)
+    assert simulate(sharded, trees=True).table("ledger") == simulate(sharded).table("ledger")
 
 
 # ---- many ranks

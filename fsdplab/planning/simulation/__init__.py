@@ -4,7 +4,7 @@
 than the others, gathers and reductions on communicators of their own, any prefetch depth. The result is a run record.
 """
 
-from .simulate import Simulated, simulate, simulate_work
+from .simulated_step import Simulated, simulate, simulate_work
 from .work import StepWork, Transfer, UnitWork, work_of
 
 __all__ = ["Simulated", "StepWork", "Transfer", "UnitWork", "simulate", "simulate_work", "work_of"]

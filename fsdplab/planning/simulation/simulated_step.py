@@ -22,6 +22,7 @@ from .memory_rows import memory_rows
 from .network import Clock, Network
 from .program import Rank, RankLog
 from .tables import STEP, Row, tables_of
+from .trees import with_trees
 from .work import StepWork, work_of
 
 _MOST_IN_FLIGHT = 10_000
@@ -58,13 +59,14 @@ def simulate_work(work: StepWork, *, communicators: int = 1, paces: Mapping[int,
 
 def simulate(
     spec: PlanSpec, *, communicators: int = 1, in_flight: int = 1, paces: Mapping[int, float] | None = None,
-    efficiency: float | None = None, folder: str | Path | None = None,
+    trees: bool = False, efficiency: float | None = None, folder: str | Path | None = None,
 ) -> RunRecord:  # fmt: skip
     """A record of one simulated step of `spec`, not saved: `.save()` writes it to `folder`.
 
     `communicators`: 2 lets reductions and gathers share the link at once; `in_flight`: reductions under way, as
     `set_reduce_scatter_max_input_buffers` sets; `paces`: GPU -> by how much its compute takes longer (1.5). The ranks
-    of a tensor- or context-parallel group go at the pace of their slowest. Raises PlanError.
+    of a tensor- or context-parallel group go at the pace of their slowest. `trees`: all-reduces take trees where these
+    are faster than rings. Raises PlanError.
 
     >>> from fsdplab.planning.planner import plan_spec
     >>> found = simulate(plan_spec("llama-3.1-8b", "h100", gpus=8))
@@ -73,6 +75,7 @@ def simulate(
     """
     _check(spec, communicators, in_flight, paces or {})
     work = work_of(spec, efficiency, in_flight)
+    work = with_trees(work) if trees else work
     found = simulate_work(work, communicators=communicators, paces=_group_paces(spec, paces or {}))
     dtypes = {"all_gather": spec.param_dtype, "ring": spec.param_dtype}
     reduced = dict.fromkeys(("reduce_scatter", "all_reduce"), spec.reduce_dtype)
@@ -88,7 +91,7 @@ def simulate(
     quantities = ("step_time_s", "tokens_per_s", "exposed_s", "comm", "peak_memory_bytes")
     return RunRecord(
         Path(folder or f"simulated-{spec.strategy}-{spec.gpus}-ranks"),
-        spec=_spec_of(spec, communicators, in_flight),
+        spec={**_spec_of(spec, communicators, in_flight), "trees": trees},
         environment={"device": "cuda", "device_name": spec.gpu.name},
         summary=_summary(spec, found, tables),
         provenance=dict.fromkeys(quantities, "simulated"),
