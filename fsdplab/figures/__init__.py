@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fsdplab.figures.plots.memory import memory_by_category as memory_by_category
     from fsdplab.figures.plots.memory import memory_timeline as memory_timeline
     from fsdplab.figures.plots.pareto import pareto as pareto
+    from fsdplab.figures.plots.roofline import overlap_roofline as overlap_roofline
     from fsdplab.figures.plots.run_diff import difference as difference
     from fsdplab.figures.plots.shard_map import slice_map as slice_map
     from fsdplab.figures.plots.steps import step_time as step_time
@@ -44,6 +45,7 @@ _MODULES = {
     "exposed_bar": "plots.breakdown",
     "exposed_heatmap": "plots.exposed",
     "straggler_map": "plots.stragglers",
+    "overlap_roofline": "plots.roofline",
     "difference": "plots.run_diff",
     "slice_map": "plots.shard_map",
     "linked_view": "plots.linked",

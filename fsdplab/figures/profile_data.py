@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any, TypeGuard, TypeVar
 
 from fsdplab.common.sizes import seconds, size
-from fsdplab.figures.view import ranks_and_device, views
+from fsdplab.figures.view import how_and_where, views
 from fsdplab.profiling.arrivals import COLLECTIVES as COLLECTIVES
 from fsdplab.profiling.step_summary import ExposedCell, exposed_cells, step_summary
 from fsdplab.records import RunRecord
@@ -168,7 +168,6 @@ def conditions(records: RunRecord | Iterable[RunRecord], *more: str) -> str:
     """
     runs = listed(records)
     origins = [run.provenance.get("exposed_s", "measured") for run in runs]
-    first = "Simulated for" if "simulated" in origins else "Measured on"
     links = list(dict.fromkeys(link_words(run) for run in runs if run.summary.get("link")))
     emulated = (
         f"; the link is emulated ({' / '.join(links)})"
@@ -177,7 +176,7 @@ def conditions(records: RunRecord | Iterable[RunRecord], *more: str) -> str:
         if "emulated" in origins
         else ""
     )
-    return ", ".join([f"{first} {ranks_and_device(views(runs))}{emulated}", *filter(None, more)])
+    return ", ".join([f"{how_and_where(views(runs))}{emulated}", *filter(None, more)])
 
 
 def link_words(record: RunRecord) -> str:

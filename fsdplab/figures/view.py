@@ -50,6 +50,7 @@ class RunView:
     link: str | None = None
     one_gpu: bool = False  # whether ranks shared a GPU, or rehearsed it
     traced: TraceSource | None = None  # of a run that is known by its traces alone
+    simulated: bool = False
     note: str = ""
 
     @property
@@ -162,6 +163,7 @@ def view(run: RunRecord | RunView) -> RunView:
         "strategy": spec["strategy"],
         "engine": spec["engine"],
         "world_size": spec["world_size"],
+        "provenance": run.provenance,
     }
     same_fields["predicted"] = {"comm_bytes_per_step": summary.get("formula_bytes_per_step")}
     known = from_json(same_fields, {"card": card.get("bytes") or spec.get("card")}, run.environment or {})
@@ -206,6 +208,7 @@ def from_json(run: Mapping[str, Any], spec: Mapping[str, Any], environment: Mapp
         exposed_s=comm.get("exposed_s"),
         overlap=comm.get("overlap"),
         link=spec.get("emulate") or spec.get("link"),
+        simulated="simulated" in [(run.get("provenance") or {}).get(name) for name in ("step_time_s", "exposed_s")],
     )
     status = run.get("status")
     if status == "failed":  # what it did until then is no whole step's, and not to be compared with whole runs
@@ -222,6 +225,16 @@ def ranks_and_device(runs: list[RunView]) -> str:
     return plural(sizes[0], f"{kind} rank") if len(sizes) == 1 else f"{' and '.join(map(str, sizes))} {kind} ranks"
 
 
+def how_and_where(runs: list[RunView]) -> str:
+    """`"Measured on 2 CPU ranks"`, `"Simulated for 16 GPU ranks"`; where some of the runs are simulated, which."""
+    simulated, others = [run for run in runs if run.simulated], [run for run in runs if not run.simulated]
+    words = [f"Measured on {ranks_and_device(others)}"] if others else []
+    if simulated:
+        named = f" ({', '.join(run.label for run in simulated)})" if others else ""
+        words.append(f"{'simulated' if others else 'Simulated'} for {ranks_and_device(simulated)}{named}")
+    return " and ".join(words)
+
+
 def _traced_ranks(run: RunView, traced: TraceSource) -> str:
     """`"2 of 8 NVIDIA A100 ranks"`."""
     of_job = f"{traced.ranks} of " if traced.ranks < run.world_size else ""
@@ -232,11 +245,18 @@ def _traced_ranks(run: RunView, traced: TraceSource) -> str:
 def provenance(runs: list[RunView]) -> list[tuple[str, str]]:
     """The measured, computed, emulated and simulated quantities of a comparison, as (origin, text) pairs."""
     traced = [run for run in runs if run.traced is not None]
-    own = [run for run in runs if run.traced is None]
+    own = [run for run in runs if run.traced is None and not run.simulated]
+    simulated = [run for run in runs if run.simulated]
     pairs = ([("measured", _measured(own))] if own else []) + [("measured", _traced(run)) for run in traced]
     pairs += [("not in the traces", "memory, tokens/s, bytes sent, losses")] if traced else []
-    pairs += [("computed", "formula: the bytes that each strategy must send")] if own else []
-    return [*pairs, ("emulated", "; ".join(_emulated(runs)) or "nothing"), ("simulated", "nothing")]
+    pairs += [("computed", "formula: the bytes that each strategy must send")] if own or simulated else []
+    pairs += [("emulated", "; ".join(_emulated(runs)) or "nothing")]
+    return [*pairs, ("simulated", _simulated(simulated) if simulated else "nothing")]
+
+
+def _simulated(runs: list[RunView]) -> str:
+    names = ", ".join(dict.fromkeys(run.label for run in runs))
+    return f"step time, tokens/s, exposed time, memory, bytes sent: of {names}, for {ranks_and_device(runs)}"
 
 
 def _measured(runs: list[RunView]) -> str:

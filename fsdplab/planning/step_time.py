@@ -43,7 +43,7 @@ class StepTime:
 
 def step_time(spec: PlanSpec, efficiency: float | None = None) -> StepTime:
     """The step's seconds; `efficiency` replaces the fitted one. Raises PlanError for a GPU of unknown FLOP/s."""
-    compute = _Compute(spec, efficiency)
+    compute = Compute(spec, efficiency)
     rows = plan_traffic(spec)
     inline_s = sum(row.count * seconds_each(spec, row) for row in rows if row.axis in ("tensor", "context"))
     lanes = _Lanes(compute, _Collectives.of(spec, rows), spec)
@@ -82,8 +82,8 @@ def _multiplied(spec: PlanSpec) -> float:
     return sum(each.on(spec.tensor_parallel).count for each in spec.model.block if each.is_matrix)
 
 
-class _Compute:
-    """Seconds of compute of one micro-batch's parts on one rank."""
+class Compute:
+    """Seconds of compute of one micro-batch's parts on one rank; the simulation computes with the same."""
 
     def __init__(self, spec: PlanSpec, efficiency: float | None) -> None:
         reached = efficiency or MATMUL_EFFICIENCY.get(spec.gpu.name, _USUAL_EFFICIENCY)
@@ -188,7 +188,7 @@ class _Collectives:
 class _Lanes:
     """The clocks of one rank: compute, collectives of the shard axis, collectives across replicas."""
 
-    def __init__(self, compute: _Compute, collectives: _Collectives, spec: PlanSpec) -> None:
+    def __init__(self, compute: Compute, collectives: _Collectives, spec: PlanSpec) -> None:
         self.compute, self.each, self.spec = compute, collectives, spec
         self.computed = self.sent = self.crossed = 0.0
 

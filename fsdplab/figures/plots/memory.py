@@ -6,7 +6,7 @@ from fsdplab.common.sizes import size
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import Row
 from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, EDGE, titled
-from fsdplab.figures.view import CATEGORY_NAMES, UNSPLIT, Runs, RunView, ranks_and_device, views
+from fsdplab.figures.view import CATEGORY_NAMES, UNSPLIT, Runs, RunView, how_and_where, views
 from fsdplab.records import CATEGORIES, RunRecord
 
 MB = 1e6
@@ -133,10 +133,7 @@ def _listed(runs: list[RunView]) -> str:
 def _conditions(shown: list[RunView]) -> str:
     emulated = "; the card is emulated" if any(run.card and run.card_emulated for run in shown) else ""
     far = [f" and holds {size(card)}, beyond this axis" for card in _cards(shown) if _far(card, shown)]
-    return (
-        f"Measured on {ranks_and_device(shown)}, split at the instant of the"
-        f" peak{emulated}{far[0] if far and emulated else ''}"
-    )
+    return f"{how_and_where(shown)}, split at the instant of the peak{emulated}{far[0] if far and emulated else ''}"
 
 
 def _alt(shown: list[RunView]) -> str:
@@ -177,9 +174,7 @@ def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
     figure.update_xaxes(range=[times[0], times[-1]], showgrid=False)
     figure.update_yaxes(range=[0, 1.18 * max(totals[top], run.card or 0) / MB])
     title = f"{run.label}: rank {rank} peaks at {size(totals[top])} after {times[top]:.0f} ms"
-    where = f"Measured on {ranks_and_device([run])}, one step" + (
-        "; the card is emulated" if run.card and run.card_emulated else ""
-    )
+    where = f"{how_and_where([run])}, one step" + ("; the card is emulated" if run.card and run.card_emulated else "")
     return titled(figure, title, where, f"Stacked area of memory through one step. {title}.", height=520)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, EDGE, strategy_colour, titled
-from fsdplab.figures.view import Runs, RunView, emulated_links, ranks_and_device, views
+from fsdplab.figures.view import Runs, RunView, emulated_links, how_and_where, views
 
 MB = 1e6
 _LARGEST, _SMALLEST = 64, 12  # bubbles' diameters in pixels
@@ -214,7 +214,7 @@ def _conditions(shown: list[RunView], drawn: list[RunView]) -> str:
         if run not in drawn
     ]
     linked = f"; the link is emulated ({', '.join(links)})" if links else ""
-    return "; ".join([f"Measured on {ranks_and_device(shown)}{linked}", area, *missing[:2]])
+    return "; ".join([f"{how_and_where(shown)}{linked}", area, *missing[:2]])
 
 
 def _alt(drawn: list[RunView], best: list[RunView]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdplab.common.sizes import seconds, three_digits
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, EDGE, strategy_colour, titled
-from fsdplab.figures.view import Runs, RunView, emulated_links, ranks_and_device, views
+from fsdplab.figures.view import Runs, RunView, emulated_links, how_and_where, ranks_and_device, views
 
 
 def step_time(runs: Runs) -> go.Figure:
@@ -92,7 +92,9 @@ def _conditions(shown: list[RunView]) -> str:
         linked = f"; the link is emulated ({', '.join(links)})" if links else ""
         return f"Measured by PyTorch's profiler on {ranks_and_device(shown)}{linked}"
     between = f"the link between them is emulated ({', '.join(links)})" if links else "no network between them"
-    return f"Measured on {ranks_and_device(shown)} of one machine: {between}"
+    if any(run.simulated for run in shown):
+        return how_and_where(shown)
+    return f"{how_and_where(shown)} of one machine: {between}"
 
 
 def _alt(shown: list[RunView]) -> str:

@@ -8,7 +8,7 @@ from fsdplab.common.sizes import size
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import Row
 from fsdplab.figures.style import COLLECTIVE_COLOURS, EDGE, STRATEGY_COLOURS, titled
-from fsdplab.figures.view import RunView, ranks_and_device, views
+from fsdplab.figures.view import RunView, how_and_where, ranks_and_device, views
 from fsdplab.records import RunRecord
 
 MB = 1e6
@@ -79,6 +79,8 @@ def _finding(run: RunView, total: int) -> str:
 
 
 def _conditions(run: RunView, rank: int, step: int) -> str:
+    if run.simulated:
+        return f"{how_and_where([run])}, rank {rank}; the formula is computed"
     return (
         f"Rank {rank} of {ranks_and_device([run])}, step {step}: counted at every collective; the formula is computed"
     )

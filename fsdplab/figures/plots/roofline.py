@@ -1,0 +1,144 @@
+"""The roofline of overlap: T_comm / T_compute of a block against the tokens of a rank, and where it crosses 1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from fsdplab.common.sizes import three_digits
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.profile_data import conditions
+from fsdplab.figures.style import ALARM, COLLECTIVE_COLOURS, EDGE, GRID, titled
+from fsdplab.figures.view import RunView, views
+from fsdplab.planning.overlap import PHASES, Overlap, OverlapPoint, overlap_of, overlap_point
+from fsdplab.planning.plan_spec import PlanSpec
+from fsdplab.records import RunRecord
+
+_COLOURS = ("#0064c8", "#b84a0a", "#0aa06c", "#8a4a9e", "#d9b84a", "#6b7380")
+_PHASE_COLOURS = {"forward": COLLECTIVE_COLOURS["all_gather"], "backward": COLLECTIVE_COLOURS["all_gather in backward"]}
+_MOST_LINES = len(_COLOURS)
+
+
+def overlap_roofline(
+    specs: PlanSpec | Mapping[str, PlanSpec], measured: RunRecord | Sequence[RunRecord] = ()
+) -> go.Figure:
+    """One plan: a line each for its forward and its backward. Several by name: each one's phase that hides last.
+
+    Both axes are logarithmic. A diamond marks the crossover: right of it communication is hidden. `measured`: profiled
+    runs, each a point of its own and, where its link was emulated, the line that the link's formula gives.
+    ValueError for no or more than six plans, and for a run without a profile.
+    """
+    plans = {"": specs} if isinstance(specs, PlanSpec) else dict(specs)
+    if not 1 <= len(plans) <= _MOST_LINES:
+        raise ValueError(f"a roofline draws 1 to {_MOST_LINES} plans, got {len(plans)}; leave some out, or add one")
+    records = [measured] if isinstance(measured, RunRecord) else list(measured)
+    found = {name: overlap_of(spec) for name, spec in plans.items()}
+    points = [(view, overlap_point(record)) for view, record in zip(views(records), records)] if records else []
+    low, high = _range(list(found.values()), [point.tokens for _, point in points])
+    figure = go.Figure()
+    for name, each in found.items():
+        for label, phase, colour in _lines(name, each, list(found)):
+            named = f"{label}: hidden from {three_digits(each.crossover(phase))} tokens on"
+            _add_line(figure, named, colour, each.ratio(phase, low), low, high)
+            _add_crossover(figure, each.crossover(phase), colour)
+    for view, point in points:
+        _add_point(figure, view, point, low, high)
+    _axes(figure, low, high)
+    title = _finding(plans, found)
+    alt = f"Lines of communication over compute against tokens, falling to the right. {title}."
+    return titled(figure, title, _conditions(plans, records), alt, height=540, top=150)
+
+
+def _lines(name: str, overlap: Overlap, names: Sequence[str]) -> list[tuple[str, str, str]]:
+    """(label, phase, colour) of a plan's lines that are above zero."""
+    if not name:
+        return [(phase, phase, _PHASE_COLOURS[phase]) for phase in PHASES if overlap.crossover(phase)]
+    last = max(PHASES, key=overlap.crossover)
+    return [(f"{name}, {last}", last, _COLOURS[names.index(name)])] if overlap.crossover(last) else []
+
+
+def _range(found: Sequence[Overlap], points: Sequence[int]) -> tuple[float, float]:
+    """From a tenth of the first crossover to ten times the last, with all points."""
+    crossings = [each.crossover(phase) for each in found for phase in PHASES if each.crossover(phase)]
+    tokens = [*points, *(crossings or [each.tokens for each in found])]
+    return max(1.0, min(tokens) / 10), 10 * max(tokens)
+
+
+def _add_line(
+    figure: go.Figure, label: str, colour: str, at_low: float, low: float, high: float, dash: str = "solid"
+) -> None:
+    """From the ratio at the fewest tokens with the slope of -1."""
+    first, last = math.log10(low), math.log10(high)
+    ratio = math.log10(at_low)
+    figure.add_trace(
+        go.Scatter(
+            x=[first, last], y=[ratio, ratio - (last - first)], mode="lines", name=label,
+            line=dict(color=colour, width=3, dash=dash),
+        )
+    )  # fmt: skip
+
+
+def _add_crossover(figure: go.Figure, tokens: float, colour: str) -> None:
+    figure.add_trace(
+        go.Scatter(
+            x=[math.log10(tokens)], y=[0.0], mode="markers", showlegend=False,
+            hovertemplate=f"{three_digits(tokens)} tokens<extra></extra>",
+            marker=dict(symbol="diamond", size=13, color=colour, line=dict(color=EDGE, width=1)),
+        )
+    )  # fmt: skip
+
+
+def _add_point(figure: go.Figure, view: RunView, point: OverlapPoint, low: float, high: float) -> None:
+    """The run's own point, and the line through what its link's formula predicts at its tokens."""
+    how = "simulated" if view.simulated else "measured"
+    if point.predicted:
+        at_low = point.predicted * point.tokens / low
+        _add_line(figure, f"{view.label}: its link's formula", ALARM, at_low, low, high, "dot")
+    figure.add_trace(
+        go.Scatter(
+            x=[math.log10(point.tokens)], y=[math.log10(point.measured)], mode="markers", name=f"{view.label}, {how}",
+            marker=dict(size=13, color=ALARM, line=dict(color=EDGE, width=1)),
+            hovertemplate=f"{view.label}<br>{point.tokens:,} tokens, {point.measured:.3f}<extra></extra>",
+        )
+    )  # fmt: skip
+
+
+def _axes(figure: go.Figure, low: float, high: float) -> None:
+    """Logarithms on linear axes, with labels of round values; what is below the line of 1 is hidden."""
+    across = [power for power in range(12) if math.log10(low) <= power <= math.log10(high)]
+    figure.update_xaxes(
+        range=[math.log10(low), math.log10(high)], tickvals=across, ticktext=[f"{10**power:,}" for power in across],
+        title_text="tokens of a rank's micro-batch",
+    )  # fmt: skip
+    drawn = [value for trace in figure.data for value in trace.y] + [0.0]
+    bottom, top = min(drawn) - 0.2, max(drawn) + 0.2
+    up = list(range(math.ceil(bottom), math.floor(top) + 1))
+    figure.update_yaxes(
+        range=[bottom, top], tickvals=up, ticktext=[f"{10.0**power:g}" for power in up],
+        title_text="communication / compute of a block",
+    )  # fmt: skip
+    figure.add_shape(type="line", x0=0, x1=1, xref="paper", y0=0, y1=0, line=dict(color=GRID, width=3))
+    for text, anchor in (("exposed", "bottom"), ("hidden", "top")):
+        figure.add_annotation(
+            x=0.01, xref="paper", y=0, text=text, showarrow=False, xanchor="left", yanchor=anchor, font=dict(size=14)
+        )
+
+
+def _finding(plans: Mapping[str, PlanSpec], found: Mapping[str, Overlap]) -> str:
+    """When it hides, and for several, where first and where last."""
+    if len(plans) == 1:
+        (name, spec), (each,) = next(iter(plans.items())), found.values()
+        where = name or f"{spec.model.name} on {spec.gpus} {spec.gpu.name}"
+        tokens = each.crossover_tokens
+        return f"{where}: hidden from {three_digits(tokens)} tokens a rank on" if tokens else f"{where} sends nothing"
+    ranked = sorted(found, key=lambda name: found[name].crossover_tokens)
+    first, last = (f"{name} ({three_digits(found[name].crossover_tokens)} tokens)" for name in (ranked[0], ranked[-1]))
+    return f"Communication hides soonest on {first}, and last on {last}"
+
+
+def _conditions(plans: Mapping[str, PlanSpec], records: list[RunRecord]) -> str:
+    """What is predicted, and what was measured."""
+    models = ", ".join(dict.fromkeys(spec.model.name for spec in plans.values()))
+    strategies = ", ".join(dict.fromkeys(spec.strategy for spec in plans.values()))
+    said = f"Predicted for {models}, {strategies}, prefetching one block"
+    return f"{said}. {conditions(records)}" if records else said

@@ -1,0 +1,131 @@
+"""When does communication hide? T_comm / T_compute of one block against the tokens of a rank.
+
+Collectives of a block carry parameters and gradients, whose bytes do not depend on the batch; its compute grows with
+it. So the ratio falls as 1 / tokens, a line of slope -1 on logarithmic axes (a roofline of overlap, after Williams et
+al. 2009, Roofline), and the batch at which it is 1 is the crossover: from there on, a gather one block ahead is hidden
+by compute. A forward hides one gather. A backward hides a gather and a reduction, and behind replicas an all-reduce on
+a link of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from fsdplab.records import RunRecord
+
+from .links import LinkSpec, ring_steps, transfer_s
+from .plan_spec import PlanError, PlanSpec
+from .plan_traffic import LINK_EFFICIENCY
+from .simulation.work import ROOT, Transfer, work_of
+
+PHASES = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Seconds of one block on a rank with a micro-batch of `tokens`: compute and communication of each phase."""
+
+    tokens: int
+    compute_s: dict[str, float]
+    communication_s: dict[str, float]
+
+    def ratio(self, phase: str, tokens: float | None = None) -> float:
+        """T_comm / T_compute at so many tokens of a micro-batch, those of the spec by default."""
+        at_spec = self.communication_s[phase] / self.compute_s[phase]
+        return at_spec if tokens is None else at_spec * self.tokens / tokens
+
+    def crossover(self, phase: str) -> float:
+        """Tokens of a micro-batch at which communication takes as long as compute; 0 where nothing travels."""
+        return self.ratio(phase) * self.tokens
+
+    @property
+    def crossover_tokens(self) -> float:
+        """Tokens from which on both phases hide theirs."""
+        return max(self.crossover(phase) for phase in PHASES)
+
+
+def overlap_of(spec: PlanSpec, link: LinkSpec | None = None, efficiency: float | None = None) -> Overlap:
+    """The overlap of a block of `spec`; `link` replaces the links of all axes, at the rate given.
+
+    Sequences keep their length: more tokens are more sequences. Raises PlanError for a GPU of unknown FLOP/s.
+
+    >>> from fsdplab.planning.planner import plan_spec
+    >>> found = overlap_of(plan_spec("llama-3.1-8b", "h100", gpus=8, micro_batch=2))
+    >>> round(found.ratio("forward"), 2), round(found.ratio("backward"), 2), round(found.crossover_tokens)
+    (0.1, 0.15, 1255)
+    """
+    block = work_of(spec if link is None else _on_link(spec, link), efficiency).blocks[0]
+    gather, reduce, across = (_seconds(each) for each in (block.gather, block.reduce, block.across))
+    again = gather if spec.strategy in ("full_shard", "hybrid_shard") else 0.0
+    return Overlap(
+        spec.tokens,
+        {"forward": block.forward_s, "backward": block.backward_s},
+        {"forward": gather, "backward": max(again + reduce, across)},
+    )
+
+
+def _seconds(transfer: Transfer | None) -> float:
+    return transfer.seconds if transfer else 0.0
+
+
+def _on_link(spec: PlanSpec, link: LinkSpec) -> PlanSpec:
+    """The spec with all its GPUs on one link: as in one node, whose link reaches the rate that was asked for."""
+    asked = replace(link, bytes_per_s=link.bytes_per_s / LINK_EFFICIENCY)
+    shard_size = spec.shards if spec.strategy == "hybrid_shard" else None
+    return replace(spec, gpu=replace(spec.gpu, link=asked), gpus_per_node=spec.gpus, shard_size=shard_size)
+
+
+def crossover_batch(spec: PlanSpec, link: LinkSpec | None = None, efficiency: float | None = None) -> int:
+    """The fewest sequences of a micro-batch at which a prefetch of one block hides every block's communication.
+
+    `Llama 3.1 8B` in sequences of 512 on 8 H100: 3. Without prefetch none does: PlanError.
+    """
+    if not spec.prefetch:
+        raise PlanError(
+            "without prefetch no gather is hidden at any batch: --prefetch is 0; give at least 1 to find the crossover"
+        )
+    one = spec.tokens / spec.micro_batch
+    return max(1, math.ceil(overlap_of(spec, link, efficiency).crossover_tokens / one))
+
+
+@dataclass(frozen=True)
+class OverlapPoint:
+    """A recorded run: its tokens a rank, T_comm / T_compute of its blocks, and the ratio that its link's formula gives
+    with the same compute; None where no link was emulated.
+    """
+
+    tokens: int
+    measured: float
+    predicted: float | None
+
+
+def overlap_point(record: RunRecord) -> OverlapPoint:
+    """The point of a profiled run; ValueError with the remedy for a run without a profile or without collectives."""
+    steps = {row["step"] for row in record.table("breakdown")}
+    sent = [row for row in record.table("ledger") if row["step"] in steps and row["unit"] not in (ROOT, "")]
+    computed = sum(
+        row["end_ns"] - row["start_ns"]
+        for row in record.table("timeline")
+        if row["lane"] == "compute" and row["step"] in steps and row["unit"] not in (ROOT, "")
+    )
+    if not sent or not computed:
+        raise ValueError(
+            f"{record.path} has no profiled compute and collectives of blocks; run it again with --profile 2 and"
+            " --world-size 2 or more"
+        )
+    tokens = int(record.spec["batch_size"]) * int(record.spec["sequence_length"])
+    measured = sum(row["end_ns"] - row["start_ns"] for row in sent) / computed
+    predicted = _by_formula(record, [(row["kind"], row["wire_bytes"]) for row in sent])
+    return OverlapPoint(tokens, measured, predicted and predicted * 1e9 / computed)
+
+
+def _by_formula(record: RunRecord, sent: Iterable[tuple[str, int]]) -> float | None:
+    """Seconds that the record's emulated link needs for what was sent; None without one, or with groups of ranks."""
+    link = record.summary.get("link") or {}
+    if not link.get("bytes_per_s") or record.spec["strategy"] == "hybrid_shard":
+        return None
+    known = LinkSpec(str(link.get("name")), link["bytes_per_s"], link.get("latency_s") or 0.0)
+    ranks = record.spec["world_size"]
+    return sum(transfer_s(known, wire, ring_steps(kind, ranks)) for kind, wire in sent)

@@ -1,0 +1,170 @@
+"""`simulate(spec)`: a plan's step, event by event, as a run record that every figure draws.
+
+Ranks that are alike are simulated once, so 10,000 ranks cost what one does, and a slow rank costs a few classes more.
+The record holds a rank of each class; its summary says how many ranks each stands for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdplab.planning.memory import memory_of
+from fsdplab.planning.plan_spec import PlanError, PlanSpec
+from fsdplab.planning.plan_traffic import bytes_by_axis, plan_traffic
+from fsdplab.records import RunRecord
+
+from .classes import rank_classes
+from .memory_rows import memory_rows
+from .network import Clock, Network
+from .program import Rank, RankLog
+from .tables import STEP, Row, tables_of
+from .trees import with_trees
+from .work import StepWork, work_of
+
+_MOST_IN_FLIGHT = 10_000
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The logs of a step, one a class of ranks, and how many events it took."""
+
+    logs: tuple[RankLog, ...]
+    operations: int
+
+    @property
+    def step_s(self) -> float:
+        """Until the last rank has ended."""
+        return max(log.end for log in self.logs)
+
+
+def simulate_work(work: StepWork, *, communicators: int = 1, paces: Mapping[int, float] | None = None) -> Simulated:
+    """Simulate a step of units whose costs are given; `paces` are those of slow ranks, over `shards` x `replicas`.
+
+    Two blocks of 1 s forward and 2 s backward without communication take 6 s, and the optimizer's time.
+    """
+    clock = Clock()
+    network = Network(clock, communicators)
+    classes = rank_classes(work.shards, work.replicas, paces or {})
+    ranks = [Rank(index, each, work, clock, network) for index, each in enumerate(classes)]
+    for rank in ranks:
+        clock.at(0.0, rank.go_on)
+    clock.run()
+    return Simulated(tuple(rank.log for rank in ranks), clock.operations)
+
+
+def simulate(
+    spec: PlanSpec, *, communicators: int = 1, in_flight: int = 1, paces: Mapping[int, float] | None = None,
+    trees: bool = False, efficiency: float | None = None, folder: str | Path | None = None,
+) -> RunRecord:  # fmt: skip
+    """A record of one simulated step of `spec`, not saved: `.save()` writes it to `folder`.
+
+    `communicators`: 2 lets reductions and gathers share the link at once; `in_flight`: reductions under way, as
+    `set_reduce_scatter_max_input_buffers` sets; `paces`: GPU -> by how much its compute takes longer (1.5). The ranks
+    of a tensor- or context-parallel group go at the pace of their slowest. `trees`: all-reduces take trees where these
+    are faster than rings. Raises PlanError.
+
+    >>> from fsdplab.planning.planner import plan_spec
+    >>> found = simulate(plan_spec("llama-3.1-8b", "h100", gpus=8))
+    >>> found.provenance["step_time_s"], found.summary["simulated"]["ranks"]
+    ('simulated', {'0': 8})
+    """
+    _check(spec, communicators, in_flight, paces or {})
+    work = work_of(spec, efficiency, in_flight)
+    work = with_trees(work) if trees else work
+    found = simulate_work(work, communicators=communicators, paces=_group_paces(spec, paces or {}))
+    dtypes = {"all_gather": spec.param_dtype, "ring": spec.param_dtype}
+    reduced = dict.fromkeys(("reduce_scatter", "all_reduce"), spec.reduce_dtype)
+    names = {kind: _DTYPES[dtype] for kind, dtype in (dtypes | reduced).items()}
+    tables = tables_of(list(found.logs), spec.tensor_parallel, names)
+    tables["steps"] = [_step_row(spec, log) for log in found.logs]
+    memory = memory_of(spec)
+    tables["memory"] = [
+        {"rank": log.rank.first * spec.tensor_parallel, "step": STEP, **row}
+        for log in found.logs
+        for row in memory_rows(memory, log)
+    ]
+    quantities = ("step_time_s", "tokens_per_s", "exposed_s", "comm", "peak_memory_bytes")
+    return RunRecord(
+        Path(folder or f"simulated-{spec.strategy}-{spec.gpus}-ranks"),
+        spec={**_spec_of(spec, communicators, in_flight), "trees": trees},
+        environment={"device": "cuda", "device_name": spec.gpu.name},
+        summary=_summary(spec, found, tables),
+        provenance=dict.fromkeys(quantities, "simulated"),
+        tables=tables,
+    )
+
+
+def _check(spec: PlanSpec, communicators: int, in_flight: int, paces: Mapping[int, float]) -> None:
+    if communicators not in (1, 2):
+        raise PlanError(f"communicators is {communicators!r}; expected 1, or 2 for reductions on one of their own")
+    if not isinstance(in_flight, int) or isinstance(in_flight, bool) or not 1 <= in_flight <= _MOST_IN_FLIGHT:
+        raise PlanError(f"in_flight is {in_flight!r}; expected a whole number from 1 to {_MOST_IN_FLIGHT:,}")
+    for rank, pace in paces.items():
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < spec.gpus:
+            raise PlanError(f"a pace is given for rank {rank!r}; expected one from 0 to {spec.gpus - 1:,}")
+        if not isinstance(pace, (int, float)) or isinstance(pace, bool) or not math.isfinite(pace) or pace <= 0:
+            raise PlanError(
+                f"the pace of rank {rank} is {pace!r}; expected a number above 0, such as 1.5 for a slow one"
+            )
+
+
+def _group_paces(spec: PlanSpec, paces: Mapping[int, float]) -> dict[int, float]:
+    """GPU -> pace becomes rank of the shards -> pace of its tensor- and context-parallel group."""
+    slowest: dict[int, float] = {}
+    members = spec.tensor_parallel * spec.context_parallel
+    for group in {rank // members for rank in paces}:
+        pace = max(paces.get(rank, 1.0) for rank in range(group * members, (group + 1) * members))
+        first = group * spec.context_parallel
+        slowest |= dict.fromkeys(range(first, first + spec.context_parallel), float(pace))
+    return slowest
+
+
+def _spec_of(spec: PlanSpec, communicators: int, in_flight: int) -> dict[str, Any]:
+    return {
+        "strategy": spec.strategy, "engine": "lab", "world_size": spec.gpus, "model": spec.model.name,
+        "gpu": spec.gpu.name, "batch_size": spec.micro_batch, "sequence_length": spec.seq,
+        "micro_batches": spec.grad_accum, "precision": spec.param_dtype, "checkpoint": spec.checkpointing,
+        "prefetch": spec.prefetch, "optimizer": spec.optimizer, "shard_size": spec.shard_size,
+        "tensor_parallel": spec.tensor_parallel, "context_parallel": spec.context_parallel,
+        "communicators": communicators, "in_flight": in_flight,
+    }  # fmt: skip
+
+
+def _step_row(spec: PlanSpec, log: RankLog) -> Row:
+    return {
+        "rank": log.rank.first * spec.tensor_parallel, "step": STEP, "loss": None, "step_time_s": log.end,
+        "tokens": spec.tokens * spec.grad_accum, "loading_s": None,
+    }  # fmt: skip
+
+
+def _summary(spec: PlanSpec, found: Simulated, tables: Mapping[str, list[Row]]) -> dict[str, Any]:
+    worst = max(tables["breakdown"], key=lambda row: (row["exposed_ns"], -row["rank"]))
+    communication = worst["overlapped_ns"] + worst["exposed_ns"]
+    peak, step_s = memory_of(spec).peak, found.step_s
+    parts = {f"{name}_s": worst[f"{name}_ns"] / 1e9 for name in ("exposed", "on_link", "copying", "waiting")}
+    inner = spec.tensor_parallel
+    return {
+        "step_time_s": {"median": step_s, "min": step_s},
+        "tokens_per_s": spec.step_tokens / step_s,
+        "memory_start_ns": {str(log.rank.first * inner): 0 for log in found.logs},
+        "peak_memory_bytes": {
+            "total": round(peak.total), "by_category": {name: round(part) for name, part in peak.by_category.items()}
+        },
+        "comm": {
+            "bytes_per_step": sum(bytes_by_axis(plan_traffic(spec)).values()),
+            "collectives_per_step": sum(row["rank"] == worst["rank"] for row in tables["ledger"]),
+            **parts,
+            "overlap": worst["overlapped_ns"] / communication if communication else None,
+        },
+        "formula_bytes_per_step": sum(bytes_by_axis(plan_traffic(spec)).values()),
+        "profile": {"steps": 1, "overhead": None, "source": "simulation"},
+        "simulated": {
+            "ranks": {str(log.rank.first * inner): log.rank.count * inner for log in found.logs},
+            "operations": found.operations,
+        },
+    }  # fmt: skip

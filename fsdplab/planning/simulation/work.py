@@ -1,0 +1,130 @@
+"""The input of a simulated step: seconds of compute and collectives of every unit, taken from a plan's spec.
+
+Compute is `step_time`'s roofline and traffic is `plan_traffic`'s, so that the simulation and the closed form differ in
+the order of events only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fsdplab.common.names import STRATEGY_ROWS
+from fsdplab.planning.links import ring_steps
+from fsdplab.planning.plan_spec import PlanSpec
+from fsdplab.planning.plan_traffic import AxisTraffic, axis_link, plan_traffic
+from fsdplab.planning.step_time import Compute
+
+ROOT = "root"
+# collectives of tensor and context parallelism in one forward of a unit, of each kind; the backward has the others
+_IN_FORWARD = {("tensor", "block"): 2, ("tensor", "root"): 1, ("context", "block"): 1}
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective on an otherwise free link: the latency of all its steps, then the bytes that one rank sends."""
+
+    kind: str
+    wire_bytes: float
+    bytes_per_s: float
+    latency_s: float = 0.0
+    axis: str = "shard"
+
+    @property
+    def seconds(self) -> float:
+        """Latency and bytes together: 1 ms and 10 MB at 10 GB/s are 2 ms."""
+        return self.latency_s + self.wire_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class UnitWork:
+    """One unit on one rank. `inline_*`: collectives that stand between the unit's products, and hide nothing."""
+
+    name: str
+    forward_s: float
+    backward_s: float
+    gather: Transfer | None = None
+    reduce: Transfer | None = None
+    across: Transfer | None = None  # the all-reduce of the slice over the replicas
+    inline_forward: tuple[Transfer, ...] = ()
+    inline_backward: tuple[Transfer, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """A step of a rank: blocks in the forward's order inside a root, whose own compute follows them (the head)."""
+
+    root: UnitWork
+    blocks: tuple[UnitWork, ...]
+    optimizer_s: float = 0.0
+    prefetch: int = 1
+    micro_batches: int = 1
+    drops_after_forward: bool = True  # blocks; the root is kept until its backward
+    drops_after_backward: bool = True
+    reduces_once: bool = False  # in the last micro-batch only
+    in_flight: int = 1  # reductions that may be under way when the next begins: the engine's default
+    shards: int = 1
+    replicas: int = 1
+
+    @property
+    def units(self) -> tuple[UnitWork, ...]:
+        """Root first, as the forward reaches them."""
+        return (self.root, *self.blocks)
+
+
+def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1) -> StepWork:
+    """The work of a plan's step; raises PlanError for a GPU of unknown FLOP/s."""
+    compute, rows = Compute(spec, efficiency), plan_traffic(spec)
+    cuts = STRATEGY_ROWS[spec.strategy].cuts
+    block = _unit(spec, rows, "block", compute.forward_s, compute.backward_s)
+    root = _unit(spec, rows, ROOT, compute.head_forward_s, compute.head_backward_s)
+    return StepWork(
+        root=root,
+        blocks=tuple(replace(block, name=f"blocks.{index}") for index in range(spec.model.layers)),
+        optimizer_s=compute.optimizer_s,
+        prefetch=spec.prefetch,
+        micro_batches=spec.grad_accum,
+        drops_after_forward=spec.strategy in ("full_shard", "hybrid_shard"),
+        drops_after_backward="parameters" in cuts,
+        reduces_once="gradients" not in cuts,
+        in_flight=in_flight,
+        shards=spec.shards,
+        replicas=spec.replicas,
+    )
+
+
+def _unit(spec: PlanSpec, rows: Sequence[AxisTraffic], unit: str, forward_s: float, backward_s: float) -> UnitWork:
+    mine = [row for row in rows if row.unit == unit]
+    own = {
+        name: _joined(spec, [row for row in mine if row.axis == axis and row.kind in kinds])
+        for name, axis, kinds in (
+            ("gather", "shard", ("all_gather",)),
+            ("reduce", "shard", ("reduce_scatter", "all_reduce")),
+            ("across", "replicate", ("all_reduce",)),
+        )
+    }
+    passes = spec.grad_accum * (spec.model.layers if unit == "block" else 1)
+    forward: list[Transfer] = []
+    backward: list[Transfer] = []
+    for row in mine:
+        if first := _IN_FORWARD.get((row.axis, unit)):
+            each = _transfer(spec, row)
+            forward += [each] * first
+            backward += [each] * (round(row.count / passes) - first)
+    return UnitWork(unit, forward_s, backward_s, inline_forward=tuple(forward), inline_backward=tuple(backward), **own)
+
+
+def _transfer(spec: PlanSpec, row: AxisTraffic) -> Transfer:
+    link = axis_link(spec, row.axis)
+    steps = row.ranks - 1 if row.kind == "ring" else ring_steps(row.kind, row.ranks)
+    return Transfer(row.kind, row.wire_bytes, link.bytes_per_s, link.latency_s * steps, row.axis)
+
+
+def _joined(spec: PlanSpec, rows: Sequence[AxisTraffic]) -> Transfer | None:
+    """Rows of one unit that travel behind each other, as one: a frozen base and its adapters."""
+    each = [_transfer(spec, row) for row in rows]
+    if not each:
+        return None
+    return replace(
+        each[0], wire_bytes=sum(one.wire_bytes for one in each), latency_s=sum(one.latency_s for one in each)
+    )
