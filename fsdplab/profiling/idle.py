@@ -62,11 +62,13 @@ def idle(record: RunRecord) -> Cause | None:
     if means[largest] < LARGE * worst.step_ns:
         return None
     kind, why, remedy = _WORDS[largest]
-    title = (
-        f"nothing ran for {worst.other_ns / 1e6:.3g} ms of {worst.step_ns / 1e6:.3g} ms a step: for"
-        f" {means[largest] / 1e6:.3g} ms {why}"
-    )
-    others = [f"{_WORDS[name][0].replace('_', ' ')} {means[name] / 1e6:.3g} ms" for name in means if name != largest]
+    title = f"nothing ran for {_ms(worst.other_ns)} of {_ms(worst.step_ns)} a step: for {_ms(means[largest])} {why}"
+    others = [f"{_WORDS[name][0].replace('_', ' ')} {_ms(means[name])}" for name in means if name != largest]
     rest = worst.other_ns - sum(means.values())
-    text = f"Neither computing nor communication ran. The rest of it: {', '.join(others)}, other {rest / 1e6:.3g} ms."
+    text = f"Neither computing nor communication ran. The rest of it: {', '.join(others)}, other {_ms(rest)}."
     return kind, means[largest] / 1e9, title, text, remedy
+
+
+def _ms(ns: float) -> str:
+    """As the other findings write it: never 1.01e+03 ms."""
+    return f"{ns / 1e6:.3g} ms" if ns < 1e9 else f"{ns / 1e9:.3g} s"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fsdplab.profiling.exports import traces_of
@@ -30,8 +30,8 @@ def tables_of_record(record: RunRecord) -> list[Table]:
     tables = [
         idle_time(analyses),
         bandwidths_by_size(analyses, link.get("bytes_per_s")),
-        operators(shown, by_unit=True),
-        *([launches(shown)] if analyses[0].device == "cuda" else []),
+        operators(shown, by_unit=True, comm_patterns=_patterns(record)),
+        *([launches(shown, comm_patterns=_patterns(record))] if analyses[0].device == "cuda" else []),
     ]
     try:
         return [critical_path(analyses), *tables]
@@ -44,6 +44,13 @@ def analyses_of(record: RunRecord, traces: Mapping[int, Path]) -> list[TraceAnal
     first = min((row["step"] for row in record.table("breakdown")), default=None)
     mine = {rank: [row for row in record.table("ledger") if row["rank"] == rank] for rank in traces}
     life = record.table("life")
+    more: Sequence[str] = _patterns(record)
     return [
-        analyse_trace(path, ledger=mine[rank], life=life, rank=rank, first_step=first) for rank, path in traces.items()
+        analyse_trace(path, ledger=mine[rank], life=life, rank=rank, first_step=first, comm_patterns=more)
+        for rank, path in traces.items()
     ]
+
+
+def _patterns(record: RunRecord) -> Sequence[str]:
+    """The kernels that communicate beside NCCL's, as they were given when the traces were read."""
+    return (record.summary.get("traces") or {}).get("comm_patterns", ())
