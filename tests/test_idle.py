@@ -126,3 +126,11 @@ def test_one_rank_of_several_tells_no_waiting_from_sending(tmp_path):
     assert first.kind == "slow_link" and first.title.startswith("communication takes longer than the work: 0.9 ms of")
     assert "Waiting for 1 of the 2 ranks, whose traces were not given, is in it" in first.text
     assert first.remedy.startswith("Give the other ranks' traces too")
+
+
+def test_long_idle_time_that_the_trace_does_not_explain_is_told(tmp_path):
+    """The second kernel was launched at once and began 900 us later."""
+    trace = GpuRank(world_size=1).step(1, 0, 50).kernel(10, 100, 200).kernel(20, 1100, 1200)
+    (found,) = findings(record(tmp_path, trace))
+    assert (found.kind, found.of) == ("idle", "step") and "for 0.9 ms the trace does not tell why" in found.title
+    assert "host bound 0 ms" in found.text and found.text.endswith("kernel gaps 0 ms.")

@@ -173,7 +173,7 @@ def print_findings(console: Console, records: Sequence[RunRecord]) -> None:
             console.print(f"  {number}. {finding.title}. {finding.text}", highlight=False, markup=False)
             console.print(f"     -> {finding.remedy}", highlight=False, markup=False, style="dim")
         if not found:
-            console.print("  nothing that costs 2% of a step or more, as far as the profile tells", highlight=False)
+            console.print("  nothing stands out in the profiled steps", highlight=False)
 
 
 def end_if_failed(records: Sequence[RunRecord]) -> None:
