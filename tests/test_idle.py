@@ -88,3 +88,49 @@ def test_one_rank_s_loader_is_told_by_the_traces_of_two(tmp_path):
         files.append(trace.write(tmp_path / f"rank{rank}.json"))
     first = findings(record_of_traces(files))[0]
     assert first.kind == "slow_loading" and first.title.startswith("rank 1 waits 0.304 ms a step")
+
+
+def ahead(loading, computes=200):
+    """Three steps of one rank, launched 30 us after they began; the host takes `loading` us for each batch."""
+    trace = GpuRank(world_size=1)
+    for step in range(3):
+        at = 1000 * step
+        trace.step(step, at, at + 999).loader(at + 1, at + 1 + loading)
+        trace.kernel(at + loading + 10, at + loading + 30, at + loading + 30 + computes)
+    return trace
+
+
+def test_loading_that_the_device_works_through_is_no_finding(tmp_path):
+    """The host takes 600 us for a batch; the device is busy with the step before for all but 30 us of a step of 970."""
+    assert all(each.kind != "slow_loading" for each in findings(record(tmp_path, ahead(600, computes=970))))
+
+
+def test_loading_before_the_first_work_of_a_step_is_told_as_such(tmp_path):
+    (found,) = findings(record(tmp_path, ahead(600)))
+    assert (found.kind, found.of, found.seconds) == ("slow_loading", "step", pytest.approx(600e-6))
+    assert found.title == "the device does nothing for 0.6 ms a step while data is loaded; a step takes 0.2 ms"
+    assert found.text.startswith("The rank waits for its data")
+    assert found.text.endswith("Of that 0 ms lies inside the step, the rest before its first work on the device.")
+
+
+def test_seconds_are_written_as_seconds(tmp_path):
+    trace = GpuRank(world_size=1).step(1, 0, 2e6).kernel(10, 100, 300).kernel(1.2e6, 1_200_300, 1_200_500)
+    title = idle(record(tmp_path, trace))[2]
+    assert title.startswith("nothing ran for 1.2 s of 1.2 s a step: for 1.2 s the host launched")
+
+
+def test_one_rank_of_several_tells_no_waiting_from_sending(tmp_path):
+    """The all_reduce of 900 us may be rank 1's lateness, and rank 1's trace is not there."""
+    trace = GpuRank(0, world_size=2).step(1, 0, 100).kernel(5, 100, 200).nccl("all_reduce", 10, 200, 1100)
+    first = findings(record(tmp_path, trace))[0]
+    assert first.kind == "slow_link" and first.title.startswith("communication takes longer than the work: 0.9 ms of")
+    assert "Waiting for 1 of the 2 ranks, whose traces were not given, is in it" in first.text
+    assert first.remedy.startswith("Give the other ranks' traces too")
+
+
+def test_long_idle_time_that_the_trace_does_not_explain_is_told(tmp_path):
+    """The second kernel was launched at once and began 900 us later."""
+    trace = GpuRank(world_size=1).step(1, 0, 50).kernel(10, 100, 200).kernel(20, 1100, 1200)
+    (found,) = findings(record(tmp_path, trace))
+    assert (found.kind, found.of) == ("idle", "step") and "for 0.9 ms the trace does not tell why" in found.title
+    assert "host bound 0 ms" in found.text and found.text.endswith("kernel gaps 0 ms.")

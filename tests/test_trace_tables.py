@@ -195,6 +195,36 @@ def test_gaps_are_part_of_the_path(tmp_path):
     assert [(row["what"], row["ns"]) for row in found] == [("compute", 10_000), ("idle", 41_000), ("compute", 9_000)]
 
 
+def test_computing_on_the_path_is_what_the_breakdown_calls_computing(tmp_path):
+    """400 kernels of 5 us, 10 us apart: the timeline joins them to one row, and yet half of the step is idle."""
+    rank = GpuRank(world_size=1).step(1, 0, 10)
+    for number in range(400):
+        rank.kernel(1, 100 + 10 * number, 105 + 10 * number)
+    found = analyse_trace(rank.write(tmp_path / "t.json"))
+    assert sum(row["lane"] == "compute" for row in found.steps[0].timeline) == 1
+    path = {row["what"]: row["ns"] for row in rows(tables.critical_path([found]))}
+    (breakdown,) = found.rows("breakdown")
+    assert path == {"compute": 2_000_000, "idle": 1_995_000}
+    assert path == {"compute": breakdown["compute_ns"], "idle": breakdown["other_ns"]}
+
+
+def test_the_path_begins_with_the_first_rank_s_work(tmp_path):
+    """Rank 1 begins 500 us after rank 0, which waits for it in the collective: the step is 760 us long, not 260."""
+    found = []
+    for rank, late in ((0, 0), (1, 500)):
+        trace = GpuRank(rank).step(1, 0, 1000).kernel(1, 10 + late, 110 + late)
+        trace.nccl("all_reduce", 2, 110 + late, 750).kernel(3, 750, 770)
+        found.append(analyse_trace(trace.write(tmp_path / f"{rank}.json")))
+    table = tables.critical_path(found, in_order=True)
+    assert [(row["rank"], row["what"], row["ns"]) for row in rows(table)] == [
+        (1, "before its step", 500_000),
+        (1, "compute", 100_000),
+        (0, "all_reduce", 140_000),
+        (0, "compute", 20_000),
+    ]
+    assert table.sentence.startswith("Step 1 lasts 760 µs from the first rank's start to the last rank's end: 500 µs")
+
+
 def test_clocks_that_disagree_are_refused(tmp_path):
     found = two_ranks(tmp_path, 1)
     apart = GpuRank(1).step(1, 9000, 9010).kernel(9001, 9010, 9120).nccl("all_reduce", 9002, 9120, 9140)
@@ -282,3 +312,12 @@ def test_the_terminal_and_the_page_show_the_same_cells(capsys):
 def test_a_record_without_traces_says_so(tmp_path):
     record = replace(RunRecord.load(DATA), path=tmp_path)
     assert "was not profiled" in str(tabbed("", [record], []))
+
+
+def test_the_tables_of_traces_know_the_kernels_that_were_said_to_communicate(tmp_path):
+    rank = GpuRank(world_size=1).step(1, 0, 10).kernel(1, 100, 200).kernel(2, 200, 500, name="my_dispatch")
+    path = rank.write(tmp_path / "rank0.json")
+    record = record_of_traces([path], comm_patterns=["my_dispatch=all_to_all"])
+    found = {table.name: table for table in tables.tables_of_record(record)}
+    assert {row["what"] for row in found["critical_path"].rows} == {"compute", "all_to_all"}
+    assert [row["name"] for row in found["operators"].rows if row["kind"] == "communication"] == ["my_dispatch"]

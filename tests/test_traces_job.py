@@ -51,6 +51,8 @@ def test_a_folder_of_ranks_is_in_the_order_of_their_numbers(tmp_path):
     for number in (10, 9, 0):
         rank(number, world_size=16).write(tmp_path / f"rank{number}.json")
     (tmp_path / "notes.txt").write_text("not a trace")
+    (tmp_path / "config.json").write_text('{"lr": 0.1}')
+    (tmp_path / "losses.json").write_text("[3.1, 2.9]")
     found = traces_in(tmp_path)
     assert [path.name for path in found] == ["rank0.json", "rank9.json", "rank10.json"]
     record = record_of_traces(found)
@@ -143,7 +145,7 @@ def test_exports_of_traces(tmp_path):
     merged = json.loads(export_perfetto(record, tmp_path / "all.json").read_text())
     assert merged["mergedRanks"] == [0, 1]
     written = sorted(path.name.split(".", 2)[::2] for path in export_tensorboard(record, tmp_path / "tb").iterdir())
-    assert written == [["rank0", "pt.trace.json"], ["rank1", "pt.trace.json.gz"]]
+    assert written == [["provenance"], ["rank0", "pt.trace.json"], ["rank1", "pt.trace.json.gz"]]
 
 
 # ---- what is not one job
@@ -227,3 +229,38 @@ def test_wrong_options_are_one_line(tmp_path, capsys, options, complaint):
         main(["report", str(path), *options])
     error = capsys.readouterr().err.strip()
     assert ended.value.code == 2 and complaint in error and "\n" not in error
+
+
+def test_a_damaged_trace_in_a_folder_is_not_taken_for_something_else(tmp_path):
+    rank(0).write(tmp_path / "rank0.json")
+    (tmp_path / "rank1.json").write_text(rank(1).write(tmp_path / "whole.txt").read_text()[:500])
+    assert "rank1.json" in refused(*traces_in(tmp_path))
+
+
+def reported(*arguments) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["report", *map(str, arguments)])
+    return ended.value.code or 0
+
+
+def test_a_folder_without_traces_is_one_line(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    assert reported(tmp_path) == 2
+    assert "no run.json, so it is no run record, and no trace (.json, .json.gz)." in capsys.readouterr().err
+
+
+def test_a_page_on_one_rank_of_several_says_so_wherever_it_matters(tmp_path, capsys):
+    """What one rank waits for cannot be told from what it sends."""
+    path, page = rank(0, world_size=8).write(tmp_path / "rank0.json"), tmp_path / "page.html"
+    assert reported(path, "--html", page) == 0
+    shown = page.read_text()
+    assert ">1 of 8 GPU ranks<" in shown and ">8 ranks<" not in shown
+    assert "most of it on the link or waiting for ranks whose traces were not given" in shown
+    assert "no collective of two ranks to compare; give the traces of two ranks or more" in shown
+    assert "or two folders of traces" in shown
+
+
+def test_a_report_without_findings_says_that_there_are_none(tmp_path, capsys):
+    trace = GpuRank(world_size=1).step(1, 0, 50).kernel(10, 100, 1000)
+    assert reported(trace.write(tmp_path / "rank0.json")) == 0
+    assert "nothing stands out in the profiled steps" in capsys.readouterr().out

@@ -172,6 +172,8 @@ def print_findings(console: Console, records: Sequence[RunRecord]) -> None:
         for number, finding in enumerate(found, start=1):
             console.print(f"  {number}. {finding.title}. {finding.text}", highlight=False, markup=False)
             console.print(f"     -> {finding.remedy}", highlight=False, markup=False, style="dim")
+        if not found:
+            console.print("  nothing stands out in the profiled steps", highlight=False)
 
 
 def end_if_failed(records: Sequence[RunRecord]) -> None:

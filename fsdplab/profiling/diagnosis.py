@@ -130,6 +130,18 @@ class Scene:
         return self.record.spec
 
     @property
+    def of_device_work(self) -> bool:
+        """Whether steps are what a GPU did for them, without the time before: so in traces."""
+        on_gpu = self.record.environment.get("device") == "cuda"
+        return on_gpu and self.spec.get("engine") == "trace" and bool(self.record.table("idle"))
+
+    @property
+    def absent(self) -> str:
+        """How many of the job's ranks gave no trace: "7 of the 8 ranks"; "" where none is known to be absent."""
+        held, job = (self.record.summary.get("traces") or {}).get("ranks"), self.spec.get("world_size")
+        return f"{job - held} of the {job} ranks" if held and job and held < job else ""
+
+    @property
     def busy_s(self) -> float:
         """Seconds of computing a step: the ranks' median."""
         return statistics.median(by_rank(self.compute_s).values())
@@ -272,12 +284,21 @@ def _ahead(values: Mapping[tuple[int, int], float], rank: int, step: int) -> flo
 
 def _loading_everywhere(scene: Scene, left: Unclaimed) -> Finding | None:
     """All ranks wait for their data: no exposed time, but a part of every step."""
-    seconds = min(by_rank(scene.loading).values(), default=0.0)
+    means = by_rank(scene.loading)
+    seconds = min(means.values(), default=0.0)
     usual = min((statistics.median(each.values()) for each in _of_ranks(scene.loading).values()), default=0.0)
     if usual < LOADING * scene.step_s:
         return None
+    who = "Every rank" if len(means) > 1 else "The rank"
     title = f"loading data takes {_ms(seconds)} of a step of {_ms(scene.step_s)}"
-    text = "Every rank waits for its data before it computes, in most of the steps."
+    text = f"{who} waits for its data before it computes, in most of the steps."
+    if scene.of_device_work:
+        rank = min(means, key=means.__getitem__)
+        inside = statistics.fmean([row["data_loading_ns"] for row in scene.record.table("idle") if row["rank"] == rank])
+        title = (
+            f"the device does nothing for {_ms(seconds)} a step while data is loaded; a step takes {_ms(scene.step_s)}"
+        )
+        text += f" Of that {_ms(inside / 1e9)} lies inside the step, the rest before its first work on the device."
     return Finding("slow_loading", seconds, title, text, f"Load while the step computes. {_LOADER}", of="step")
 
 
@@ -403,6 +424,10 @@ def _slow_link(scene: Scene, left: Unclaimed) -> Finding | None:
     if scene.spec.get("strategy") != "hybrid_shard":
         less.append("hybrid_shard with the shard group on a fast axis")
     remedy = f"About {scene.link_s / scene.busy_s:.1f} times the tokens a rank and step would hide it ({batch})"
+    if scene.absent:
+        title = f"communication takes longer than the work: {title.partition(': ')[2]}"
+        text += f" Waiting for {scene.absent}, whose traces were not given, is in it: the link may be faster than this."
+        remedy = f"Give the other ranks' traces too, which tell waiting from sending. {remedy}"
     return Finding(
         "slow_link", claim.seconds, title, text, remedy + (f"; or send less: {', '.join(less)}." * bool(less))
     )

@@ -1,7 +1,8 @@
 """The finding on idle time: when neither computing nor communication ran for a large part of the steps, and why.
 
 A trace's part "other" is split by cause (`profiling/traces/idle_parts.py`). One cause is named, the largest that
-something can be done about, with the seconds of a step that it costs.
+something can be done about, with the seconds of a step that it costs. Where a GPU was idle for long and no such cause
+is large, that is said too.
 """
 
 from __future__ import annotations
@@ -44,6 +45,12 @@ _WORDS = {  # column -> kind, why the device was idle, remedy
         "Fuse them: torch.compile, fused optimizers, CUDA graphs.",
     ),
 }
+_UNTOLD = (
+    "idle",
+    "the trace does not tell why: the next work's launch is not in it, or that work was queued and had to wait",
+    "Profile with ProfilerActivity.CPU and ProfilerActivity.CUDA, so that launches are in the trace; where they are,"
+    " look in Perfetto for what the queued work waited for: another stream, an event, a peer.",
+)
 
 
 def idle(record: RunRecord) -> Cause | None:
@@ -59,14 +66,20 @@ def idle(record: RunRecord) -> Cause | None:
         return None
     means = {name: fmean(row[name] for row in rows) for name in _WORDS}
     largest = max(means, key=lambda name: means[name])
-    if means[largest] < LARGE * worst.step_ns:
-        return None
-    kind, why, remedy = _WORDS[largest]
-    title = (
-        f"nothing ran for {worst.other_ns / 1e6:.3g} ms of {worst.step_ns / 1e6:.3g} ms a step: for"
-        f" {means[largest] / 1e6:.3g} ms {why}"
-    )
-    others = [f"{_WORDS[name][0].replace('_', ' ')} {means[name] / 1e6:.3g} ms" for name in means if name != largest]
     rest = worst.other_ns - sum(means.values())
-    text = f"Neither computing nor communication ran. The rest of it: {', '.join(others)}, other {rest / 1e6:.3g} ms."
-    return kind, means[largest] / 1e9, title, text, remedy
+    costs, (kind, why, remedy) = means[largest], _WORDS[largest]
+    others = [f"{_WORDS[name][0].replace('_', ' ')} {_ms(means[name])}" for name in means if name != largest]
+    others.append(f"other {_ms(rest)}")
+    if costs < LARGE * worst.step_ns:
+        if rest < LARGE * worst.step_ns or record.environment.get("device") != "cuda":
+            return None
+        costs, (kind, why, remedy) = rest, _UNTOLD
+        others = [f"{words[0].replace('_', ' ')} {_ms(means[name])}" for name, words in _WORDS.items()]
+    title = f"nothing ran for {_ms(worst.other_ns)} of {_ms(worst.step_ns)} a step: for {_ms(costs)} {why}"
+    text = f"Neither computing nor communication ran. The rest of it: {', '.join(others)}."
+    return kind, costs / 1e9, title, text, remedy
+
+
+def _ms(ns: float) -> str:
+    """As the other findings write it: never 1.01e+03 ms."""
+    return f"{ns / 1e6:.3g} ms" if ns < 1e9 else f"{ns / 1e9:.3g} s"

@@ -116,7 +116,8 @@ def _read_run_json(folder: Path) -> dict[str, Any]:
                 f"{folder} does not exist. Give the folder that `fsdplab run` printed, or the file of a trace."
             ) from None
         raise RecordError(
-            f"{folder} holds no run.json, so it is no run record. Give the folder that `fsdplab run` printed."
+            f"{folder} holds no run.json, so it is no run record, and no trace (.json, .json.gz). Give the folder that"
+            " `fsdplab run` printed, or a folder of traces."
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise RecordError(

@@ -88,6 +88,9 @@ def exposed_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
         _end(figure, name, split["exposed_ns"], f"{duration(split['exposed_ns'])}</b> exposed")
     most = max(parts, key=lambda name: parts[name]["exposed_ns"])
     largest = max(PART_COLUMN, key=lambda part: parts[most][PART_COLUMN[part]])
+    run = next(view for view in views(runs) if view.label == most)
+    if largest == "on the link" and run.traced is not None and run.traced.ranks < run.world_size:
+        largest += " or waiting for ranks whose traces were not given"
     title = f"{most}: {duration(parts[most]['exposed_ns'])} a step are exposed, most of it {largest}"
     if not parts[most]["exposed_ns"]:
         title = "No run has exposed communication"

@@ -34,10 +34,10 @@ def straggler_map(record: RunRecord) -> go.Figure:
     columns = _columns(issued)
     ranks = sorted({rank for times in issued.values() for rank in times})
     if len(ranks) < 2 or not columns:
-        raise ValueError(
-            f"{label(record)} has no collective of two ranks to compare; run it with --world-size 2 or more and"
-            " --profile 2"
-        )
+        remedy = "run it with --world-size 2 or more and --profile 2"
+        if record.spec.get("engine") == "trace":
+            remedy = "give the traces of two ranks or more"
+        raise ValueError(f"{label(record)} has no collective of two ranks to compare; {remedy}")
     late = {rank: [_lateness(keys, issued, rank) for keys in columns.values()] for rank in ranks}
     most = max(*(value or 0 for values in late.values() for value in values), 2 * _alike_ms(record)) or 1
     every = -(-len(columns) * len(ranks) // _MOST_CELLS)

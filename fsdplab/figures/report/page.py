@@ -23,7 +23,7 @@ from fsdplab.figures.report.parts import Attributes, Cell, Look, comparison_tabl
 from fsdplab.figures.report.rendering import rendered
 from fsdplab.figures.report.tabs import tabbed
 from fsdplab.figures.table import WRAPPED, mood
-from fsdplab.figures.view import CATEGORY_NAMES, Runs, RunView, provenance, views
+from fsdplab.figures.view import CATEGORY_NAMES, Runs, RunView, provenance, ranks_and_device, views
 from fsdplab.records import CATEGORIES, RunRecord
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def comparison_page(
         "page.html",
         title=_title(views(runs if runs is not None else comparison)),
         plotly_js=get_plotlyjs(),
-        setting=_setting(comparison.get("spec") or {}),
+        setting=_setting(comparison.get("spec") or {}, views(runs if runs is not None else comparison)),
         content=tabbed(summary, records, findings) if records else summary,
         comparison=json.dumps(comparison, separators=(",", ":")),
     )
@@ -90,8 +90,10 @@ def _summary(comparison: Mapping[str, Any], source: Runs) -> Markup:
     )
 
 
-def _setting(spec: Mapping[str, Any]) -> str:
-    """One sentence on what was trained, of the fields that the spec has."""
+def _setting(spec: Mapping[str, Any], runs: Sequence[RunView]) -> str:
+    """One sentence on what was trained, of the fields that the spec has; of traces, whose they are."""
+    if len(runs) == 1 and runs[0].traced is not None:
+        return ranks_and_device(list(runs))
     words = {
         "model": "model {}",
         "world_size": "{} ranks",

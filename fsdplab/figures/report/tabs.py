@@ -116,7 +116,7 @@ def _pairs(records: Sequence[RunRecord]) -> Markup:
         why = f" Not compared, since they did not end whole: {', '.join(left_out)}." if left_out else ""
         return note(
             "A difference needs two runs: give two records, such as the same strategy with --prefetch 0 and"
-            f" --prefetch 1.{why}"
+            f" --prefetch 1, or two folders of traces.{why}"
         )
     return Markup("\n").join(drawn(difference, records[0], other) for other in records[1 : 1 + _MOST_PAIRS])
 

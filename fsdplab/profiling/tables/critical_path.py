@@ -2,7 +2,9 @@
 
 It is walked backwards from the instant at which the last rank ends. Where that rank computed, the path goes through its
 computing; where it waited in a collective, through the collective back to the start of the rank that arrived last, and
-goes on there; where it did neither, through the gap. The parts are one after the other, so they sum to the step.
+goes on there; where it did neither, through the gap. Where it reaches a rank that began later than the first one, the
+time until then is "before its step". The parts are one after the other, so they sum to the step from the first rank's
+first work to the last rank's end. Computing is what the breakdown counts as computing, not the timeline's joined rows.
 
 HTA builds a graph of operators, launches and synchronisations of one rank; here the granularity is coarser and the path
 crosses ranks, since what a sharded step waits for is usually another rank.
@@ -13,14 +15,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from fsdplab.common.sizes import seconds
+from fsdplab.profiling.intervals import Intervals
 from fsdplab.profiling.memory.timeline import AccountingError
 from fsdplab.profiling.tables.table import Column, Row, Table
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.skew import matched
 
-COMPUTE, IDLE = "compute", "idle"
+COMPUTE, IDLE, BEFORE = "compute", "idle", "before its step"
 _SHARES = (
     Column("rank", "rank", "count"), Column("what", "what"), Column("unit", "unit"), Column("phase", "phase"),
     Column("parts", "parts", "count"), Column("ns", "lasts", "ns"), Column("share", "of the step", "share"),
@@ -80,19 +85,32 @@ def critical_path(analyses: Sequence[TraceAnalysis], step: int | None = None, *,
         for order, part in enumerate(parts, start=1)
     )  # fmt: skip
     columns, shown = (_PARTS, rows) if in_order else (_SHARES, _shares(rows))
-    return Table("critical_path", f"Critical path of step {step}", _sentence(step, rows), columns, shown)
+    return Table(
+        "critical_path", f"Critical path of step {step}", _sentence(step, rows, len(ranks) > 1), columns, shown
+    )
 
 
 def _rank(analysis: TraceAnalysis, step: int | None) -> _Rank:
     found = next(each for each in analysis.steps if each.step == step)
     whole = next(row for row in found.timeline if row["lane"] == "step")
-    computing = [row for row in found.timeline if row["lane"] == COMPUTE]
+    computing = _exactly([row for row in found.timeline if row["lane"] == COMPUTE], found.computing)
     return _Rank(
         whole["start_ns"],
         whole["end_ns"],
         sorted(computing, key=lambda row: row["end_ns"]),
         sorted(found.collectives, key=lambda row: row["end_ns"]),
     )
+
+
+def _exactly(rows: Sequence[Row], computing: Intervals) -> list[Row]:
+    """Of the timeline's joined rows the parts in which the rank did compute."""
+    pieces = []
+    for row in rows:
+        first = np.searchsorted(computing[:, 1], row["start_ns"], side="right")
+        last = np.searchsorted(computing[:, 0], row["end_ns"], side="left")
+        spans = np.clip(computing[first:last], row["start_ns"], row["end_ns"]).tolist()
+        pieces += [row | {"start_ns": start, "end_ns": end} for start, end in spans]
+    return pieces
 
 
 def _arrivals(rows: Sequence[Row]) -> dict[int, tuple[int, int]]:
@@ -123,7 +141,8 @@ def _walked(ranks: dict[int, _Rank], arrivals: dict[int, tuple[int, int]]) -> li
         part, follow = _part(rank, here, now, left[rank], arrivals)
         parts.append(part)
         now, rank = part.start, follow
-    return parts
+    first = min(each.start for each in ranks.values())
+    return [*parts, _Part(rank, BEFORE, "", "", first, now)] if first < now else parts
 
 
 def _before(rank: _Rank, now: int, computing: int, collectives: int) -> tuple[int, int]:
@@ -144,7 +163,7 @@ def _part(
     row = here.computing[left[0] - 1] if left[0] else None
     if row is not None and row["end_ns"] >= now:
         return _Part(rank, COMPUTE, row["unit"], row["phase"], max(row["start_ns"], here.start), now), rank
-    under_way = [each for each in here.collectives[: left[1]] if each["start_ns"] < now <= each["end_ns"]]
+    under_way, ended = _lately(here.collectives, left[1], now)
     if under_way:
         each = min(under_way, key=lambda one: (one["end_ns"], -one["start_ns"]))
         last, began = arrivals[id(each)]
@@ -153,8 +172,20 @@ def _part(
         return _Part(rank, each["kind"], each["unit"], each["phase"], max(began, here.start), now), last
     ends = [here.start]
     ends += [row["end_ns"]] if row is not None else []
-    ends += [each["end_ns"] for each in here.collectives[: left[1]] if each["end_ns"] < now]
+    ends += [] if ended is None else [ended]
     return _Part(rank, IDLE, "", "", max(each for each in ends if each < now), now), rank
+
+
+def _lately(collectives: Sequence[Row], count: int, now: int) -> tuple[list[Row], int | None]:
+    """Of the first `count`, in order of their ends: those under way at `now`, and when the last one before ended."""
+    under_way: list[Row] = []
+    for at in range(count - 1, -1, -1):
+        each = collectives[at]
+        if each["end_ns"] < now:
+            return under_way, each["end_ns"]
+        if each["start_ns"] < now:
+            under_way.append(each)
+    return under_way, None
 
 
 def _joined(backwards: Sequence[_Part]) -> list[_Part]:
@@ -190,14 +221,15 @@ def _shares(parts: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(sorted(rows, key=lambda row: -row["ns"]))
 
 
-def _sentence(step: int, rows: Sequence[Row]) -> str:
+def _sentence(step: int, rows: Sequence[Row], several: bool) -> str:
     by_what: dict[str, int] = {}
     for row in rows:
         by_what[row["what"]] = by_what.get(row["what"], 0) + row["ns"]
     shares = ", ".join(f"{seconds(ns / 1e9)} {what}" for what, ns in sorted(by_what.items(), key=lambda each: -each[1]))
     longest = _shares(rows)[0]
     unit = f" of {longest['unit']}" if longest["unit"] else ""
+    across = " from the first rank's start to the last rank's end" if several else ""
     return (
-        f"Step {step} lasts {seconds(sum(by_what.values()) / 1e9)}: {shares}. Most of it is"
+        f"Step {step} lasts {seconds(sum(by_what.values()) / 1e9)}{across}: {shares}. Most of it is"
         f" {longest['what']}{unit} on rank {longest['rank']}, {seconds(longest['ns'] / 1e9)}."
     )

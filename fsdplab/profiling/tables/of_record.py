@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fsdplab.profiling.exports import traces_of
@@ -26,7 +26,9 @@ def tables_of_record(record: RunRecord) -> list[Table]:
     traces = traces_of(record)
     analyses = analyses_of(record, traces)
     worst = step_summary([row for each in analyses for row in each.rows("breakdown")])
-    shown = named_work(traces[worst.rank if worst is not None and worst.rank in traces else min(traces)])
+    shown = named_work(
+        traces[worst.rank if worst is not None and worst.rank in traces else min(traces)], _patterns(record)
+    )
     link = record.summary.get("link") or {}
     tables = [
         idle_time(analyses),
@@ -45,6 +47,13 @@ def analyses_of(record: RunRecord, traces: Mapping[int, Path]) -> list[TraceAnal
     first = min((row["step"] for row in record.table("breakdown")), default=None)
     mine = {rank: [row for row in record.table("ledger") if row["rank"] == rank] for rank in traces}
     life = record.table("life")
+    more: Sequence[str] = _patterns(record)
     return [
-        analyse_trace(path, ledger=mine[rank], life=life, rank=rank, first_step=first) for rank, path in traces.items()
+        analyse_trace(path, ledger=mine[rank], life=life, rank=rank, first_step=first, comm_patterns=more)
+        for rank, path in traces.items()
     ]
+
+
+def _patterns(record: RunRecord) -> Sequence[str]:
+    """The kernels that communicate beside NCCL's, as they were given when the traces were read."""
+    return (record.summary.get("traces") or {}).get("comm_patterns", ())

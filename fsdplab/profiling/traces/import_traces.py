@@ -57,7 +57,11 @@ def record_of_traces(
         files[0].parent,
         spec={"strategy": _name(files), "engine": ENGINE, "world_size": analyses[0].world_size or len(analyses)},
         environment=_environment(analyses[0]),
-        summary={**_summary(tables["breakdown"]), "traces": _sources(analyses), "link": _link(analyses[0].origin)},
+        summary={
+            **_summary(tables["breakdown"]),
+            "traces": _sources(analyses, comm_patterns),
+            "link": _link(analyses[0].origin),
+        },
         provenance=_provenance(analyses[0].origin),
         tables=tables,
     )
@@ -100,8 +104,8 @@ def _provenance(origin: Origin) -> dict[str, str]:
     return {"step_time_s": "measured", **emulated}
 
 
-def _sources(analyses: Sequence[TraceAnalysis]) -> dict[str, Any]:
-    """What the record was read from: each rank's file, and what its tables leave out."""
+def _sources(analyses: Sequence[TraceAnalysis], comm_patterns: Sequence[str]) -> dict[str, Any]:
+    """What the record was read from and how: each rank's file, and what its tables leave out."""
     work = [each.no_step for each in analyses]
     notes = [f"rank {each.rank}: {said}" for each in analyses for said in each.no_step.sentences()]
     held, job = len(analyses), analyses[0].world_size
@@ -110,6 +114,7 @@ def _sources(analyses: Sequence[TraceAnalysis]) -> dict[str, Any]:
     return {
         "ranks": held,
         "files": {str(each.rank): str(each.path) for each in analyses},
+        "comm_patterns": list(comm_patterns),
         "no_step_s": sum(each.ns for each in work) / 1e9,
         "no_step_share": sum(each.ns for each in work) / (sum(each.device_ns for each in work) or 1),
         "notes": notes,

@@ -63,7 +63,8 @@ _PARTS = ("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")
 class StepAnalysis:
     """One step of one rank: a `breakdown` row, `timeline` and `exposed` rows as in the record's tables, and the
     collectives that began in it: one that ends in the next step is listed once, and is exposed in both. `idle`: the
-    part "other" by cause, a row of the record's table of that name. `loading_ns`: until the host had the step's data.
+    part "other" by cause, a row of the record's table of that name. `loading_ns`: until the host had the step's data,
+    on a GPU as far as the device did nothing meanwhile. `computing`: when the step computed, sorted and disjoint.
     """
 
     step: int
@@ -73,6 +74,7 @@ class StepAnalysis:
     collectives: tuple[Row, ...]
     idle: Row = field(default_factory=dict)
     loading_ns: int = 0
+    computing: Intervals = field(default_factory=lambda: EMPTY, compare=False)
 
     @property
     def overlap(self) -> float | None:
@@ -176,7 +178,7 @@ class _Account:
         self._timeline = TimelineRows(found, rank, self._segments)
         self._idle = IdleTime(found, collectives)
         self.no_step = self._steps.no_step
-        self._loading = union(found.loading.pairs())
+        self._loading = subtract(union(found.loading.pairs()), all_device_work(found, collectives))
         self._host_steps = {number: (start, end) for number, start, end in steps}
 
     def analysed(self) -> tuple[StepAnalysis, ...]:
@@ -217,6 +219,7 @@ class _Account:
             ),
             {"rank": self._rank, "step": number, **self._idle.parts(window, other)},
             size(within(self._loading, *self._host_steps[number])),
+            computing + self._found.base_ns,
         )
 
     def _phase_ends(self, start: int, end: int) -> dict[str, int]:

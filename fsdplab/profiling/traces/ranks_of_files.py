@@ -7,6 +7,7 @@ short) would give figures of nothing, so it is refused.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -19,13 +20,27 @@ _ENDINGS = (".json", ".json.gz")
 _RANK = re.compile(r"(?:^|[^a-z])(?:rank|worker)[-_.=]?(\d{1,6})(?!\d)", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+")
 _CLOCKS_NS = 1_000_000_000  # clocks of several machines differ by less
+_SMALL = 1_000_000  # bytes of a file that is looked into before it is taken for a trace
 _CUT_SHORT = 0.5  # part of the collectives of the other ranks below which a trace without step ranges was cut short
 
 
 def traces_in(folder: Path) -> list[Path]:
-    """The traces in a folder, in the order of the numbers in their names; [] where it holds none."""
+    """The traces in a folder, in the order of the numbers in their names; [] where it holds none. Small JSON files of
+    another kind (settings, results) may lie beside them; a damaged trace is kept, so that reading it says so.
+    """
     found = [path for path in folder.iterdir() if path.name.endswith(_ENDINGS) and path.is_file()]
+    found = [path for path in found if not _is_other_json(path)]
     return sorted(found, key=lambda path: [int(part) if part.isdigit() else part for part in _parts(path.name)])
+
+
+def _is_other_json(path: Path) -> bool:
+    """Whether it is whole JSON, small and no trace: settings have no list of events."""
+    if path.suffix != ".json" or not 0 < path.stat().st_size <= _SMALL:
+        return False
+    try:
+        return "traceEvents" not in json.loads(path.read_bytes())
+    except (TypeError, ValueError, RecursionError):
+        return False
 
 
 def _parts(name: str) -> list[str]:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -97,7 +98,7 @@ def leave_analysis(context: RankContext, kind: str, ledger: Sequence[dict[str, A
         return
     steps = [vars(step) for step in found.steps]
     context.mailbox.of(context.rank, kind + _SUFFIX).write_text(
-        json.dumps([found.world_size, found.device, steps, vars(found.no_step)], default=lambda number: number.item())
+        json.dumps([found.world_size, found.device, steps, vars(found.no_step)], default=lambda value: value.tolist())
     )
 
 
@@ -113,6 +114,13 @@ def analysis_of(mailbox: Mailbox, rank: int, kind: str, trace: Path, ledger: Seq
         rank,
         world_size,
         device,
-        tuple(StepAnalysis(**{**step, **{name: tuple(step[name]) for name in rows}}) for step in steps),
+        tuple(
+            StepAnalysis(**{**step, **{name: tuple(step[name]) for name in rows}, "computing": _pairs(step)})
+            for step in steps
+        ),
         NoStep(**{**no_step, "empty_steps": tuple(no_step["empty_steps"])}),
     )
+
+
+def _pairs(step: dict[str, Any]) -> np.ndarray:
+    return np.array(step["computing"], dtype=np.int64).reshape(-1, 2)
