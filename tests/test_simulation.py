@@ -18,7 +18,15 @@ from fsdplab.planning.memory import memory_of
 from fsdplab.planning.models import MODELS
 from fsdplab.planning.planner import plan_spec
 from fsdplab.planning.simulation import (
-    StepWork, Transfer, UnitWork, classes, program, simulate, simulate_work, simulated_step, trees,
+    StepWork,
+    Transfer,
+    UnitWork,
+    classes,
+    program,
+    simulate,
+    simulate_work,
+    simulated_step,
+    trees,
 )  # fmt: skip
 from fsdplab.planning.simulation.accounting import account
 from fsdplab.planning.step_time import step_time
