@@ -112,7 +112,7 @@ def _axes(figure: go.Figure, low: float, high: float) -> None:
     )  # fmt: skip
     drawn = [value for trace in figure.data for value in trace.y] + [0.0]
     bottom, top = min(drawn) - 0.2, max(drawn) + 0.2
-    up = list(range(math.ceil(bottom), math.floor(top) + 1))
+    up = list(range(math.ceil(bottom), int(top) + 1))
     figure.update_yaxes(
         range=[bottom, top], tickvals=up, ticktext=[f"{10.0**power:g}" for power in up],
         title_text="communication / compute of a block",
