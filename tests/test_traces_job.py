@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdplab.cli import main
+from fsdplab.figures.plots.stragglers import straggler_map
 from fsdplab.profiling import TraceError, analyse_trace, export_perfetto, export_tensorboard
 from fsdplab.profiling.traces.comm_kernels import CommKernels, comm_pattern
 from fsdplab.profiling.traces.import_traces import record_of_traces
@@ -278,3 +279,15 @@ def test_backward_of_older_versions_is_told_by_its_nodes(tmp_path):
     rank.operator("MmBackward0", 40, 60, thread=4300).kernel(50, 200, 300, thread=4300)
     (step,) = analyse_trace(rank.write(tmp_path / "t.json")).steps
     assert [row["phase"] for row in step.timeline if row["lane"] == "compute"] == ["forward", "backward"]
+
+
+def test_long_names_of_units_leave_room_for_the_straggler_map(tmp_path):
+    files = []
+    for number in (0, 1):
+        trace = GpuRank(number).step(1, 0, 400)
+        for layer in range(4):
+            unit, at = f"model.module.transformer.layers.{layer}.feed_forward_with_a_long_name", 100 * layer
+            trace.range(f"FSDP::all_gather ({unit})", at + 1, at + 20).nccl("all_gather", at + 5, at + 500, at + 520)
+        files.append(trace.kernel(390, 1000, 1100).write(tmp_path / f"rank{number}.json"))
+    names = straggler_map(record_of_traces(files)).data[0].x
+    assert [name.split()[1] for name in names] == [f"….{layer}.feed_forward_with_a…" for layer in range(4)]
