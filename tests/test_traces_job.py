@@ -281,7 +281,7 @@ def test_backward_of_older_versions_is_told_by_its_nodes(tmp_path):
     assert [row["phase"] for row in step.timeline if row["lane"] == "compute"] == ["forward", "backward"]
 
 
-def test_long_names_of_units_leave_room_for_the_straggler_map(tmp_path):
+def test_long_names_of_units_are_cut_in_the_straggler_map(tmp_path):
     files = []
     for number in (0, 1):
         trace = GpuRank(number).step(1, 0, 400)

@@ -70,7 +70,7 @@ def _columns(issued: Arrivals) -> dict[str, list[Key]]:
 
 
 def _short_names(units: set[str]) -> dict[str, str]:
-    """Units as a slanted label has room for them: long names without their common beginning."""
+    """Units short enough for a slanted label: long names without their common beginning."""
     if max(map(len, units), default=0) <= _LONGEST_NAME:
         return {unit: unit for unit in units}
     named = [unit for unit in units if "." in unit]
