@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdplab.cli import main
+from fsdplab.figures.plots.stragglers import straggler_map
 from fsdplab.profiling import TraceError, analyse_trace, export_perfetto, export_tensorboard
 from fsdplab.profiling.traces.comm_kernels import CommKernels, comm_pattern
 from fsdplab.profiling.traces.import_traces import record_of_traces
@@ -264,3 +265,29 @@ def test_a_report_without_findings_says_that_there_are_none(tmp_path, capsys):
     trace = GpuRank(world_size=1).step(1, 0, 50).kernel(10, 100, 1000)
     assert reported(trace.write(tmp_path / "rank0.json")) == 0
     assert "nothing stands out in the profiled steps" in capsys.readouterr().out
+
+
+def test_a_page_on_a_rank_that_sends_nothing_does_not_ask_for_a_profile(tmp_path, capsys):
+    trace, page = GpuRank(world_size=1).step(1, 0, 50).kernel(10, 100, 1000), tmp_path / "page.html"
+    assert reported(trace.write(tmp_path / "rank0.json"), "--html", page) == 0
+    assert "has no exposed table to draw; its profiled steps show no communication" in page.read_text()
+
+
+def test_backward_of_older_versions_is_told_by_its_nodes(tmp_path):
+    """PyTorch 1.9 writes a node of autograd under its own name alone."""
+    rank = GpuRank(world_size=1).step(1, 0, 100).operator("aten::mm", 5, 20).kernel(10, 100, 200)
+    rank.operator("MmBackward0", 40, 60, thread=4300).kernel(50, 200, 300, thread=4300)
+    (step,) = analyse_trace(rank.write(tmp_path / "t.json")).steps
+    assert [row["phase"] for row in step.timeline if row["lane"] == "compute"] == ["forward", "backward"]
+
+
+def test_long_names_of_units_are_cut_in_the_straggler_map(tmp_path):
+    files = []
+    for number in (0, 1):
+        trace = GpuRank(number).step(1, 0, 400)
+        for layer in range(4):
+            unit, at = f"model.module.transformer.layers.{layer}.feed_forward_with_a_long_name", 100 * layer
+            trace.range(f"FSDP::all_gather ({unit})", at + 1, at + 20).nccl("all_gather", at + 5, at + 500, at + 520)
+        files.append(trace.kernel(390, 1000, 1100).write(tmp_path / f"rank{number}.json"))
+    names = straggler_map(record_of_traces(files)).data[0].x
+    assert [name.split()[1] for name in names] == [f"….{layer}.feed_forward_with_a…" for layer in range(4)]

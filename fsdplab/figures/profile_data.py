@@ -44,6 +44,8 @@ def rows_of(record: RunRecord, table: str) -> list[Row]:
     rows = named_rows(record, table)
     if not rows:
         remedy = _REMEDIES.get(table, "run it again with --profile 2 (RunSpec(profile=2))")
+        if table == "exposed" and named_rows(record, "breakdown"):
+            remedy = "its profiled steps show no communication"
         raise ValueError(f"{label(record)} has no {table} table to draw; {remedy}")
     return rows
 

@@ -6,6 +6,7 @@ every lateness; its title names a rank only where the findings would, too (profi
 
 from __future__ import annotations
 
+import os
 import statistics
 
 from fsdplab.common.sizes import three_digits
@@ -61,12 +62,27 @@ def straggler_map(record: RunRecord) -> go.Figure:
 def _columns(issued: Arrivals) -> dict[str, list[Key]]:
     """{column: its collective in each step}, in the order of the step."""
     columns: dict[str, list[Key]] = {}
+    names = _short_names({key[1] for key in issued})
     for key in sorted(issued, key=lambda key: (key[0], min(issued[key].values()))):
         again = f" #{key[4] + 1}" if key[4] else ""
-        columns.setdefault(f"{key[3]} {key[1]} {_SHORT.get(key[2], key[2])}{again}", []).append(key)
+        columns.setdefault(f"{key[3]} {names[key[1]]} {_SHORT.get(key[2], key[2])}{again}", []).append(key)
     return columns
 
 
+def _short_names(units: set[str]) -> dict[str, str]:
+    """Units short enough for a slanted label: long names without their common beginning."""
+    if max(map(len, units), default=0) <= _LONGEST_NAME:
+        return {unit: unit for unit in units}
+    named = [unit for unit in units if "." in unit]
+    common = os.path.commonprefix(named).rpartition(".")[0] if len(named) > 1 else ""
+    found = {unit: f"…{unit[len(common) :]}" if common and unit.startswith(f"{common}.") else unit for unit in units}
+    cut = {
+        unit: name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…" for unit, name in found.items()
+    }
+    return cut if len(set(cut.values())) == len(units) else found
+
+
+_LONGEST_NAME = 24
 _SHORT = {"forward": "fwd", "backward": "bwd"}
 
 

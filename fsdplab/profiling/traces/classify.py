@@ -30,6 +30,7 @@ Carrier = tuple[str, int | str, int | str]  # gloo, shm, shared_gpu or nccl, and
 _ENGINE_RANGE = re.compile(r"^FSDP::(\w+?)(?: \((.*)\))?$")
 _PREFETCH_RANGE = re.compile(r"^FSDP::backward_prefetch (?:for (.+)|\((.*) for .*\))$")
 _STEP = re.compile(r"^ProfilerStep#(\d{1,18})$")  # a record holds 64 bits
+_BACKWARD_NODE = re.compile(r"^\w+Backward\d*$")  # what PyTorch of before 1.10 shows of a node, with nothing around it
 _NO_COMPUTING = (
     "c10d::",
     "_c10d_functional::",
@@ -322,7 +323,7 @@ def judge(name: str, category: str) -> str:
         return "step"
     if name.startswith(("FSDP::", "Optimizer.")):
         return "range"
-    if name.startswith("autograd::engine::evaluate_function"):
+    if name.startswith("autograd::engine::evaluate_function") or _BACKWARD_NODE.search(name):
         return "autograd"
     if name.startswith("enumerate(DataLoader)"):
         return "loading"
