@@ -166,9 +166,8 @@ def print_findings(console: Console, records: Sequence[RunRecord]) -> None:
     from fsdplab.figures.findings import findings_by_run
 
     for label, found in findings_by_run(records):
-        console.print(
-            f"\n[bold]{escape(label)}[/]: what a step lost time to, and what fills its memory", highlight=False
-        )
+        memory = ", and what fills its memory" if any(finding.of == "memory" for finding in found) else ""
+        console.print(f"\n[bold]{escape(label)}[/]: what a step lost time to{memory}", highlight=False)
         for number, finding in enumerate(found, start=1):
             console.print(f"  {number}. {finding.title}. {finding.text}", highlight=False, markup=False)
             console.print(f"     -> {finding.remedy}", highlight=False, markup=False, style="dim")
