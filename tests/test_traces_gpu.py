@@ -124,6 +124,14 @@ def test_the_first_step_begins_when_older_work_has_ended(tmp_path):
     assert found.no_step.ns == 400_000  # the copy ran beside older work, and is counted once
 
 
+def test_work_of_an_unknown_launch_behind_a_step_is_no_older_work(tmp_path):
+    """A copy whose launch the trace lacks, after the only step's kernels: the step stays, and the copy is of none."""
+    rank = GpuRank(world_size=1).step(1, 0, 1000).kernel(10, 200, 400).copy(None, 500, 510)
+    found = analysed(tmp_path, rank)
+    assert [window(step) for step in found.steps] == [(200, 400)]
+    assert found.no_step.ns == 10_000
+
+
 def test_a_step_that_launched_nothing_is_named(tmp_path):
     rank = run_ahead().step(7, 100, 150)
     found = analysed(tmp_path, rank)

@@ -157,12 +157,21 @@ class ByLaunch:
         ]
         of_none = union(kernels[self._kernel_steps < 0], copies[copy_steps < 0], pieces_of(self._members[-1]))
         self._index = [index for index, work in enumerate(own) if len(work)]
-        earlier = of_none[of_none[:, 0] < steps[0][2]]
-        bounds = _windows_after(earlier, [own[index] for index in self._index])
+        bounds = _windows_after(self._earlier(of_none), [own[index] for index in self._index])
         kept = [(index, bound) for index, bound in zip(self._index, bounds) if bound[0] < bound[1]]
         self._index = [index for index, _ in kept]
         self.windows = [Window(steps[index][0], *bound) for index, bound in kept]
         self.no_step = _no_step(own, of_none, dict(kept), steps)
+
+    def _earlier(self, of_none: Intervals) -> Intervals:
+        """What the device still had to do when the first step came to it: work of no step that began before the step's
+        own kernels. A copy of the step may run beside it; what is launched unseen later on is not older.
+        """
+        if not self._index:
+            return EMPTY
+        first = self._index[0]
+        work = union(self._kernels[self._kernel_steps == first], pieces_of(self._members[first]))
+        return of_none[of_none[:, 0] < work[0, 0]] if len(work) else EMPTY
 
     def computing(self, index: int) -> Intervals:
         """The step's own kernels."""
