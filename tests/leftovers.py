@@ -5,6 +5,7 @@ looked at too.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -16,9 +17,21 @@ def processes_of(folder: Path) -> list[str]:
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            files = [os.readlink(link) for link in (entry / "fd").iterdir()] if entry.name != str(os.getpid()) else []
         except OSError:  # ended while we looked
             continue
+        files = _open_files(entry) if entry.name != str(os.getpid()) else []
         if any(str(folder) in text for text in (command, *files)):
             found.append(command)
+    return found
+
+
+def _open_files(process: Path) -> list[str]:
+    """The files that a process has open; it may close some, or end, while they are listed."""
+    found = []
+    try:
+        for link in (process / "fd").iterdir():
+            with suppress(OSError):
+                found.append(os.readlink(link))
+    except OSError:
+        pass
     return found
