@@ -323,6 +323,18 @@ def test_reset_buffers_alone_repairs_a_loaded_model():
     assert torch.equal(loaded(some_tokens()), whole(some_tokens()))
 
 
+def test_a_model_on_the_meta_device_is_built_without_torchs_compiler():
+    """Importing it takes longer than all else that a command does between a run's end and its row."""
+    code = (
+        "import sys; from fsdplab.workloads import build_model, build_moe\n"
+        "for build in (lambda: build_model('gpt-tiny', device='meta'), lambda: build_moe(device='meta')):\n"
+        "    assert all(p.is_meta for p in build().parameters())\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "False", done.stderr
+
+
 def test_initialising_on_the_meta_device_is_rejected():
     with pytest.raises(ConfigError, match="token_embedding.weight: it is on the meta device.*to_empty"):
         initialise(build_model("gpt-tiny", device="meta"))

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn import functional
+from torch.nn import functional, init
+from torch.overrides import TorchFunctionMode
 
 from .config import ConfigError, ModelConfig
 from .gpt import GPT
@@ -38,12 +41,26 @@ def build_model(model: str | ModelConfig, device: torch.device | str | None = No
     """
     config = model if isinstance(model, ModelConfig) else preset(model)
     target = torch.get_default_device() if device is None else torch.device(device)
-    with torch.device("meta"):
+    with torch.device("meta"), WithoutValues():
         built = _FAMILIES[config.family](config)
     tie_embeddings(built)
     if target.type == "meta":
         return built
     return initialise(built.to_empty(device=target), seed)
+
+
+class WithoutValues(TorchFunctionMode):
+    """Modules built inside draw no random values: on the meta device there is nothing to fill, and asking for it imports
+    torch's compiler (0.7 s).
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__module__", None) == init.__name__:
+            return args[0] if args else given["tensor"]
+        return func(*args, **given)
 
 
 def initialise(model: GPT | Llama, seed: int = 0) -> GPT | Llama:

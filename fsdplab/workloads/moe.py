@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from .attention import CausalAttention
 from .config import ConfigError, ModelConfig, root_parameter_count
-from .models import initialise
+from .models import WithoutValues, initialise
 from .routing import Routing, dispatch
 
 
@@ -137,7 +137,7 @@ def build_moe(model: str | MoEConfig = "moe-tiny", device: torch.device | str = 
     config = model if isinstance(model, MoEConfig) else MOE_PRESETS.get(model)
     if config is None:
         raise ConfigError(f"unknown mixture-of-experts model {model!r}: expected one of {', '.join(MOE_PRESETS)}")
-    with torch.device("meta"):
+    with torch.device("meta"), WithoutValues():
         built = MoE(config)
     return built if torch.device(device).type == "meta" else initialise(built.to_empty(device=device), seed)
 

@@ -79,7 +79,7 @@ class RunSpec:
     `shard_size` ranks form a shard group of hybrid_shard, and `link_across` is the network between the groups.
 
     >>> RunSpec(strategy="zero1", world_size=2).total_steps
-    10
+    7
     """
 
     strategy: str = option("full_shard", f"{STRATEGIES_IN_WORDS}.")
@@ -89,7 +89,7 @@ class RunSpec:
     text: str | None = option(None, "Train on this file or folder; default: Python's own library sources.")
     batch_size: int = option(2, "Sequences that each rank reads in a micro-batch.")
     sequence_length: int = option(64, "Tokens in a sequence.")
-    steps: int = option(8, "Timed steps, after two that warm up.")
+    steps: int = option(5, "Timed steps, after two that warm up.")
     warmup: int = option(2, "Steps before the timed ones; the memory of the second is measured.")
     micro_batches: int = option(1, "Micro-batches a step (gradient accumulation).")
     precision: str = option("fp32", "fp32, or bf16 (compute in bf16, float32 masters).")
