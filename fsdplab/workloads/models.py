@@ -50,8 +50,8 @@ def build_model(model: str | ModelConfig, device: torch.device | str | None = No
 
 
 class WithoutValues(TorchFunctionMode):
-    """Modules built inside draw no random values: on the meta device there is nothing to fill, and asking for it imports
-    torch's compiler (0.7 s).
+    """Modules built inside draw no random values: on the meta device there is nothing to fill, and asking for it
+    imports torch's compiler (0.7 s).
     """
 
     def __torch_function__(
