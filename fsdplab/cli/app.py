@@ -376,7 +376,9 @@ def lab(
     raise typer.Exit(open_lab(notebooks, browser, port, edition))
 
 
-course = typer.Typer(help="Build and test the course's editions, for teachers and for CI.", no_args_is_help=True)
+course = typer.Typer(
+    help="Build and test the course's editions, for teachers and for CI; write it as pages.", no_args_is_help=True
+)
 app.add_typer(course, name="course")
 
 Source = Annotated[Path | None, typer.Option(help="Folder of the sources; default: notebooks, here or in the clone.")]
@@ -410,6 +412,26 @@ def course_test(
     from fsdplab.cli.lab import run_course
 
     raise typer.Exit(run_course(["test", *([str(directory)] if directory else []), *flag("--edition", edition)]))
+
+
+@course.command(
+    "site", epilog=examples("fsdplab course site pages", "fsdplab course site pages --source my-executed --executed")
+)
+def course_site(
+    out: Annotated[Path, typer.Argument(help="Folder to write to.")],
+    source: Source = None,
+    executed: Annotated[
+        bool, typer.Option("--executed", help="The sources were run already: take the outputs that are in them.")
+    ] = False,
+    keep: Annotated[
+        Path | None, typer.Option(help="Keep the executed notebooks in this folder, for --source and --executed.")
+    ] = None,
+) -> None:
+    """Run the notebooks and write them as static pages: text, code, figures, search; no server, no network."""
+    from fsdplab.cli.lab import run_course
+
+    given = [*flag("--source", source), *(["--executed"] if executed else []), *flag("--keep", keep)]
+    raise typer.Exit(run_course(["site", str(out), *given]))
 
 
 @app.command(

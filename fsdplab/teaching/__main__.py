@@ -1,4 +1,4 @@
-"""`fsdplab course build` and `fsdplab course test`: the editions, for teachers and for CI.
+"""`fsdplab course build`, `test` and `site`: the editions, for teachers and for CI, and the course as static pages.
 
 The command line starts this as a separate process (`python -m fsdplab.teaching`): it imports no `teaching`.
 """
@@ -13,6 +13,8 @@ from typing import NoReturn
 from .authoring.course import CourseError, build_course
 from .authoring.course_run import BOTH, run_course
 from .core.course_state import EDITIONS
+from .site.build import build_site
+from .site.execution import executed_in
 
 CHECKOUT = Path(__file__).resolve().parents[2] / "notebooks"
 
@@ -36,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="fsdplab course", description="Build and test the course's editions.")
-    commands = parser.add_subparsers(required=True, metavar="build | test")
+    commands = parser.add_subparsers(required=True, metavar="build | test | site")
     build = commands.add_parser("build", help="write one edition of tagged source notebooks to a folder")
     build.add_argument("--edition", choices=EDITIONS, default="learner", help="default: learner")
     build.add_argument("--out", type=Path, help="folder to write to; default: course-<edition>")
@@ -46,6 +48,12 @@ def _parser() -> argparse.ArgumentParser:
     test.add_argument("directory", type=Path, nargs="?", default=_sources(), help="default: notebooks")
     test.add_argument("--edition", choices=EDITIONS, help="run sources in this edition only")
     test.set_defaults(command=_test)
+    site = commands.add_parser("site", help="run the notebooks and write them as static pages")
+    site.add_argument("out", type=Path, help="folder to write to")
+    site.add_argument("--source", type=Path, default=_sources(), help="folder of sources; default: notebooks")
+    site.add_argument("--executed", action="store_true", help="the sources were run already: take their outputs")
+    site.add_argument("--keep", type=Path, help="keep the executed notebooks in this folder, for --executed")
+    site.set_defaults(command=_site)
     return parser
 
 
@@ -66,6 +74,18 @@ def _test(asked: argparse.Namespace) -> int:
     editions = (asked.edition,) if asked.edition else BOTH
     runs = run_course(asked.directory, lambda run: print(run, flush=True), editions)
     return 1 if any(run.failure for run in runs) else 0
+
+
+def _site(asked: argparse.Namespace) -> int:
+    if asked.executed:
+        site = build_site(asked.source, asked.out)
+    else:
+        with executed_in(asked.source, asked.keep, lambda run: print(run, flush=True)) as executed:
+            if executed.failed:
+                return 1
+            site = build_site(executed.folder, asked.out, executed.where)
+    print(f"{site.folder / 'index.html'}: {len(site.pages)} pages, {site.nbytes / 1e6:.1f} MB")
+    return 0
 
 
 if __name__ == "__main__":

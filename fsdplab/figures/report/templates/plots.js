@@ -9,7 +9,8 @@ function drawIn(place) {
     div.dataset.drawn = "yes";
     const figure = JSON.parse(div.nextElementSibling.textContent);
     figure.layout.font = Object.assign({}, figure.layout.font, {color: ink(div)});
-    Plotly.newPlot(div, figure.data, figure.layout, {displayModeBar: false});
+    const made = Plotly.newPlot(div, figure.data, figure.layout, {displayModeBar: false});
+    if (figure.frames) made.then(() => Plotly.addFrames(div, figure.frames));
     follow(div);
   }
   for (const view of place.querySelectorAll(".linked")) link(view);

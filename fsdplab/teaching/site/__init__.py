@@ -1,0 +1,1 @@
+"""The course as static pages: what somebody reads before anything is installed."""

@@ -1,0 +1,150 @@
+"""`build_site`: executed notebooks -> a folder of pages that needs no network and no server.
+
+Every page is made before the first file is written. The folder keeps a list of the site's own files: building again
+replaces these, and nothing that somebody else put beside them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from fsdplab.common.files import write_whole
+from fsdplab.figures.report.rendering import in_script
+from fsdplab.figures.style import DARK_TEXT, FONT, TEXT
+from fsdplab.teaching.authoring.course import CourseError, notebooks_in, read
+from fsdplab.teaching.site.lesson import Lesson, code_colours, lesson_of
+
+MOST_BYTES = 15_000_000
+MANIFEST = "site.json"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A site that was written: its folder, its pages in order, and its size in bytes."""
+
+    folder: Path
+    pages: tuple[Path, ...]
+    nbytes: int
+
+
+def build_site(executed: Path | str, out: Path | str, where: str = "") -> Site:
+    """Write the site of every executed notebook in a folder to `out`; `where` says on which machine they ran.
+
+    Raises CourseError for notebooks that cannot be read or were not executed, for a folder that holds files of
+    somebody else's under the names of the site's, and for a site of more than 15 MB.
+    """
+    lessons = [_lesson(path) for path in notebooks_in(executed)]
+    files = _files(lessons, where)
+    nbytes = sum(len(content.encode()) for content in files.values())
+    if nbytes > MOST_BYTES:
+        heaviest = max(lessons, key=lambda lesson: len(lesson.body))
+        raise CourseError(
+            f"the site would take {nbytes / 1e6:.1f} MB, more than {MOST_BYTES / 1e6:.0f} MB; the heaviest page is"
+            f" {heaviest.name} with {len(heaviest.body) / 1e6:.1f} MB: show fewer or smaller figures there"
+        )
+    folder = Path(out)
+    earlier = _earlier(folder, files)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in earlier - set(files):
+        (folder / name).unlink(missing_ok=True)
+    for name, content in files.items():
+        write_whole(folder / name, content)
+    pages = tuple(folder / name for name in files if name.endswith(".html"))
+    return Site(folder, pages, nbytes)
+
+
+def _lesson(path: Path) -> Lesson:
+    notebook = read(path)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+    if code and not any(cell.get("execution_count") or cell.get("outputs") for cell in code):
+        raise CourseError(
+            f"{path.name} was not executed: its cells have no outputs; `fsdplab course site OUT` executes sources, and"
+            " --executed takes a folder of notebooks that were run"
+        )
+    return lesson_of(path.stem, notebook)
+
+
+def _earlier(folder: Path, files: Mapping[str, str]) -> set[str]:
+    """The names that an earlier build left; CourseError where a file would replace somebody else's."""
+    if folder.exists() and not folder.is_dir():
+        raise CourseError(f"{folder} is a file; give a folder to write the site to")
+    manifest = folder / MANIFEST
+    own: set[str] = set()
+    if manifest.is_file():
+        try:
+            listed = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+            own = {name for name in listed if isinstance(name, str) and name == Path(name).name}
+        except (ValueError, KeyError, TypeError, OSError):
+            raise CourseError(
+                f"{manifest} is no list of a site's files; give an empty folder, or delete that file"
+            ) from None
+    foreign = sorted(name for name in files if name not in own and (folder / name).exists())
+    if foreign:
+        raise CourseError(
+            f"{folder} already holds {', '.join(foreign[:5])}, not written by `fsdplab course site`; give an empty"
+            " folder"
+        )
+    return own
+
+
+def _files(lessons: Sequence[Lesson], where: str) -> dict[str, str]:
+    """File name -> content."""
+    from plotly.offline import get_plotlyjs
+
+    files = {
+        f"{lesson.name}.html": _rendered(
+            "lesson.html",
+            lesson=lesson,
+            lessons=lessons,
+            before=lessons[place - 1] if place else None,
+            after=lessons[place + 1] if place + 1 < len(lessons) else None,
+            title=lesson.label,
+        )
+        for place, lesson in enumerate(lessons)
+    }
+    files["index.html"] = _rendered("index.html", lessons=lessons, title="The course")
+    files["real.html"] = _rendered("real.html", lessons=lessons, where=where, title="What was real")
+    files["site.css"] = str(_rendered("site.css", code_colours=Markup(code_colours())))
+    files["site.js"] = _verbatim("plots.js") + _verbatim("site.js")
+    files["search.js"] = f"const PAGES = {in_script(json.dumps(_index(lessons), separators=(',', ':')))};\n"
+    files["plotly.js"] = get_plotlyjs()
+    files[MANIFEST] = json.dumps({"files": sorted([*files, MANIFEST])}, indent=1) + "\n"
+    return files
+
+
+def _index(lessons: Sequence[Lesson]) -> list[dict[str, Any]]:
+    """What the search looks through: every section of every page."""
+    return [
+        {"page": f"{lesson.name}.html", "title": lesson.label, "sections": [vars(part) for part in lesson.sections]}
+        for lesson in lessons
+    ]
+
+
+def _templates() -> Environment:
+    """The site's own templates, and the report's, whose tables and figures it shares."""
+    made = Environment(
+        loader=ChoiceLoader([PackageLoader("fsdplab.teaching.site"), PackageLoader("fsdplab.figures.report")]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.globals.update(verbatim=_verbatim, ink=TEXT, ink_on_dark=DARK_TEXT, font=Markup(FONT))
+    return made
+
+
+def _rendered(template: str, **values: Any) -> str:
+    return _templates().get_template(template).render(values) + "\n"
+
+
+def _verbatim(file: str) -> Markup:
+    made = _templates()
+    assert made.loader is not None
+    return Markup(made.loader.get_source(made, file)[0])

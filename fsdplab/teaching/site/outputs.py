@@ -1,0 +1,129 @@
+"""Outputs of executed cells as HTML: the richest form that a page without a kernel can show.
+
+A figure is drawn by the site's one copy of plotly.js, and stays a picture for readers without scripts. What only a
+kernel can answer (sliders, buttons) leaves one sentence.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from fsdplab.figures.report.rendering import in_script
+
+PLOTLY, WIDGET = "application/vnd.plotly.v1+json", "application/vnd.jupyter.widget-view+json"
+WITHOUT_A_KERNEL = "In the notebook, controls stand here; this page shows where they begin."
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_SCRIPT = re.compile(r"<script\b.*?</script\s*>", re.DOTALL | re.IGNORECASE)
+_IMAGE = re.compile(r"<img\b[^>]*>")
+_DRAWN = ("data", "layout", "frames")
+_TALL_AS_PLOTLY = 450  # px: what plotly.js takes where a figure says nothing
+
+
+def shown(outputs: Sequence[Mapping[str, Any]]) -> Markup:
+    """All outputs of one cell, in order; neighbouring pieces of one stream are joined."""
+    return Markup("\n").join(piece for output in _joined(outputs) if (piece := _of(output)))
+
+
+def _joined(outputs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    joined: list[dict[str, Any]] = []
+    for output in outputs:
+        last = joined[-1] if joined else {}
+        if output["output_type"] == "stream" and (last.get("output_type"), last.get("name")) == (
+            "stream",
+            output["name"],
+        ):
+            last["text"] = _text(last["text"]) + _text(output["text"])
+        else:
+            joined.append(dict(output))
+    return list(joined)
+
+
+def _of(output: Mapping[str, Any]) -> Markup:
+    if output["output_type"] == "stream":
+        return _preformatted(_overwritten(_text(output["text"])), "stream")
+    if output["output_type"] == "error":
+        lines = output.get("traceback") or [f"{output.get('ename')}: {output.get('evalue')}"]
+        return _preformatted("\n".join(lines), "error")
+    return _richest(output.get("data") or {})
+
+
+def _richest(data: Mapping[str, Any]) -> Markup:
+    """The first form of a bundle that this page can show."""
+    for kind, form in _FORMS.items():
+        if kind in data and (made := form(data)):
+            return made
+    return Markup()
+
+
+def _figure(data: Mapping[str, Any]) -> Markup:
+    figure = data[PLOTLY]
+    words = _text(data.get("text/plain", "")).removeprefix("[figure] ")
+    still = _IMAGE.search(_text(data.get("text/html", "")))
+    height = (figure.get("layout") or {}).get("height") or _TALL_AS_PLOTLY
+    return Markup(
+        '<figure role="img" aria-label="{}"><div class="plot" style="height:{}px"></div>'
+        '<script type="application/json">{}</script><noscript>{}</noscript></figure>'
+    ).format(
+        words,
+        int(height),
+        in_script(json.dumps({name: figure[name] for name in _DRAWN if name in figure}, separators=(",", ":"))),
+        Markup(still.group()) if still else words,
+    )
+
+
+def _html(data: Mapping[str, Any]) -> Markup:
+    """HTML as the cell made it, without scripts: no page carries a second copy of a library."""
+    return Markup('<div class="rich">{}</div>').format(Markup(_SCRIPT.sub("", _text(data["text/html"]))))
+
+
+def _picture(kind: str) -> Callable[[Mapping[str, Any]], Markup]:
+    def form(data: Mapping[str, Any]) -> Markup:
+        content = _text(data[kind])
+        encoded = base64.b64encode(content.encode()).decode() if kind == "image/svg+xml" else "".join(content.split())
+        words = _text(data.get("text/plain", "")) or "a picture"
+        return Markup('<p><img src="data:{};base64,{}" alt="{}"></p>').format(kind, encoded, words)
+
+    return form
+
+
+def _words(data: Mapping[str, Any]) -> Markup:
+    text = _text(data["text/plain"])
+    return _preformatted(text, "result") if text.strip() else Markup()
+
+
+_FORMS: dict[str, Callable[[Mapping[str, Any]], Markup]] = {
+    PLOTLY: _figure,
+    WIDGET: lambda data: Markup('<p class="no-kernel">{}</p>').format(WITHOUT_A_KERNEL),
+    "text/html": _html,
+    "image/svg+xml": _picture("image/svg+xml"),
+    "image/png": _picture("image/png"),
+    "image/jpeg": _picture("image/jpeg"),
+    "text/markdown": lambda data: Markup("<p>{}</p>").format(_text(data["text/markdown"])),
+    "text/plain": _words,
+}
+
+
+def plain(markup: str) -> str:
+    """The words of a piece of HTML, for the search: tags, scripts and pictures gone, spaces single."""
+    without = re.sub(r"<(script|style|noscript)\b.*?</\1\s*>", " ", markup, flags=re.DOTALL | re.IGNORECASE)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", without)).split())
+
+
+def _preformatted(text: str, kind: str) -> Markup:
+    return Markup('<pre class="{}">{}</pre>').format(kind, escape(_ANSI.sub("", text).rstrip()))
+
+
+def _overwritten(text: str) -> str:
+    """What a terminal shows in the end: a line that was written anew (progress) in its last form."""
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+
+
+def _text(value: str | Sequence[str]) -> str:
+    return value if isinstance(value, str) else "".join(value)
