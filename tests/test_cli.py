@@ -19,6 +19,8 @@ import fsdplab
 from fsdplab import cli
 from fsdplab.cli.parse import names, parse_card
 from fsdplab.cli.progress import ProgressTable
+from fsdplab.cli.verdict import readiness, verdict_lines
+from fsdplab.common.places import how_to_install
 from fsdplab.records import CATEGORIES, RunRecord
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.spec import STRATEGIES
@@ -260,7 +262,7 @@ def test_quiet_prints_the_table_only_and_verbose_every_step(tmp_path, capsys):
 def test_doctor_says_what_is_here(capsys):
     code, out, _ = ended(["doctor", "--json"], capsys)
     found = json.loads(out)
-    assert code == 0 and set(found) == {"format", "findings", "real", "emulated", "simulated"}
+    assert code == 0 and set(found) == {"format", "findings", "real", "emulated", "simulated", "verdict"}
     by_name = {item["name"]: item for item in found["findings"]}
     assert by_name["gloo"]["present"] and by_name["torch"]["value"].startswith("2.")
     carries = by_name["CPU transport"]["value"]
@@ -268,6 +270,23 @@ def test_doctor_says_what_is_here(capsys):
     assert set(by_name["cores"]) == {"name", "present", "value", "note"}
     code, out, _ = ended(["doctor"], capsys)
     assert code == 0 and "gloo" in out and "emulated" in out
+    assert out.splitlines()[-1].startswith(("ready for: ", "not for: "))
+
+
+def test_the_verdict_says_what_to_do_about_what_lacks():
+    names = ("gloo", "plotly", "jupyterlab", "ipywidgets", "pandas", "deepspeed", "GPUs")
+    notes = {name: f"note on {name}" for name in names}
+    assert verdict_lines(readiness(dict.fromkeys(names, True), notes)) == [
+        "ready for: plans and recorded runs (plan, report); training on CPU ranks (compare, run, bench); pages and"
+        " figures (--html, --figure); the course (lab, course); DeepSpeed beside our engine (--engines deepspeed-3);"
+        " training on GPUs (gpu-check, --device cuda)"
+    ]
+    lacking = verdict_lines(readiness({**dict.fromkeys(names, True), "gloo": False, "pandas": False}, notes))
+    assert lacking[1:] == [
+        "not for: training on CPU ranks (compare, run, bench): lacks gloo; do: note on gloo",
+        f"not for: the course (lab, course): lacks pandas; do: {how_to_install('lab')}",
+    ]
+    assert "compare" not in lacking[0] and "--html" in lacking[0]
 
 
 @pytest.fixture(scope="module")

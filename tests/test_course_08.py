@@ -130,5 +130,5 @@ def test_exports_lie_where_the_notebook_says(course, record, tmp_path):
 
 def test_a_missing_record_is_said_so(monkeypatch, tmp_path):
     monkeypatch.setattr(reading, "RECORDED", tmp_path / "nowhere")
-    with pytest.raises(RecordError, match="clone of the repository"):
+    with pytest.raises(RecordError, match="install fsdplab again"):
         reading.recorded()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fsdplab import figures
+from fsdplab.common.places import how_to_install
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import plural
 from fsdplab.figures import style
@@ -231,7 +232,7 @@ def test_figures_refuse_what_they_cannot_draw(tmp_path, runs):
 def test_without_plotly_the_remedy_is_named():
     code = "import sys; sys.modules['plotly'] = None; from fsdplab.figures.plotly_go import go; go.Figure()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stderr.splitlines()[-1].endswith('figures need plotly: pip install "fsdplab[lab]"')
+    assert done.stderr.splitlines()[-1].endswith(f"figures need plotly: {how_to_install('lab')}")
 
 
 def test_records_and_their_comparison_draw_the_same(runs):

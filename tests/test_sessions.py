@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import re
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fsdplab.common.places import how_to_install
 from fsdplab.sessions import ENGINES, RanksFailed, RunSpec, SpecError, bench, compare
 from fsdplab.sessions.launch.failure_report import PostMortem, failed_first, hung, not_started, too_slow
 from fsdplab.sessions.launch.launcher import RankActivity
@@ -117,7 +119,7 @@ def test_deepspeed_that_is_not_installed_comes_with_the_command() -> None:
     if __import__("importlib.util").util.find_spec("deepspeed"):
         pytest.skip("deepspeed is installed here")
     for engine in ("deepspeed-1", "deepspeed-2", "deepspeed-3"):
-        with pytest.raises(SpecError, match=r"pip install \"fsdplab\[peers\]\""):
+        with pytest.raises(SpecError, match=re.escape(how_to_install("peers"))):
             RunSpec(engine=engine, strategy=ENGINES[engine][0])
 
 

@@ -1,4 +1,4 @@
-"""What this machine can do: `fsdplab doctor` looks up or tries each capability."""
+"""What this machine can do: `fsdplab doctor` looks up or tries each capability, and ends in a verdict."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from fsdplab import __version__
+from fsdplab.cli.verdict import readiness, verdict_lines
 from fsdplab.common.sizes import size
 from fsdplab.records import FORMAT
 
 PACKAGES = ("numpy", "plotly", "pandas", "jupyterlab", "ipywidgets", "transformers", "deepspeed", "tensorboard")
-EXTRA = {
-    "plotly": "lab",
-    "pandas": "lab",
-    "jupyterlab": "lab",
-    "ipywidgets": "lab",
-    "transformers": "hf",
-    "deepspeed": "peers",
+NEEDED_FOR = {
+    "plotly": "for figures, pages and the course",
+    "pandas": "for the course",
+    "jupyterlab": "for the course",
+    "ipywidgets": "for the course",
+    "transformers": "for programs of your own that train its models",
+    "deepspeed": "for DeepSpeed beside our engine",
+    "tensorboard": "to look at exported traces",
 }
 SEVERAL = "ranks on one GPU"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -176,9 +178,7 @@ def _package(name: str) -> Capability:
     try:
         return Capability(name, True, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        return Capability(
-            name, False, "not installed", f'pip install "fsdplab[{EXTRA[name]}]"' if name in EXTRA else ""
-        )
+        return Capability(name, False, "not installed", NEEDED_FOR.get(name, ""))
 
 
 def reality(found: list[Capability]) -> Mapping[str, str]:
@@ -197,12 +197,14 @@ def reality(found: list[Capability]) -> Mapping[str, str]:
 
 
 def show_capabilities(as_json: bool) -> None:
-    """Print the findings as a table, or as JSON: `{"format": 1, "findings": [...], "real": ..., "emulated": ...,
-    "simulated": ...}`.
+    """Print the findings and the verdict as a table, or as JSON: `{"format": 1, "findings": [...], "real": ...,
+    "emulated": ..., "simulated": ..., "verdict": [{"use": ..., "lacks": ..., "remedy": ...}, ...]}`.
     """
     found = capabilities()
+    verdict = readiness({item.name: item.present for item in found}, {item.name: item.note for item in found})
     if as_json:
-        print(json.dumps({"format": FORMAT, "findings": [asdict(item) for item in found], **reality(found)}, indent=1))
+        said = {"findings": [asdict(item) for item in found], **reality(found)}
+        print(json.dumps({"format": FORMAT, **said, "verdict": [asdict(each) for each in verdict]}, indent=1))
         return
     table = Table("", "there", "found", "note", box=None, pad_edge=False)
     for item in found:
@@ -211,3 +213,7 @@ def show_capabilities(as_json: bool) -> None:
     console.print(table)
     for word, what in reality(found).items():
         console.print(f"\n[bold]{word}[/]: {what}", highlight=False)
+    console.print()
+    for line in verdict_lines(verdict):
+        name, _, rest = line.partition(": ")
+        console.print(f"[bold]{name}[/]: {escape(rest)}", highlight=False, soft_wrap=True)

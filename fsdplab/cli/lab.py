@@ -10,13 +10,12 @@ from pathlib import Path
 
 from fsdplab.cli.errors import refuse
 from fsdplab.cli.processes import run_module
-
-CHECKOUT = Path(__file__).resolve().parents[2]
+from fsdplab.common.places import how_to_install, shared_folder
 
 
 def find_notebooks(folder: Path | None) -> Path:
-    """The folder given, else `notebooks/` here or in the checkout of the package; an error if it has none."""
-    places = [folder] if folder else [Path.cwd() / "notebooks", CHECKOUT / "notebooks"]
+    """The folder given, else `notebooks/` here or those of this copy of fsdplab; an error if it has none."""
+    places = [folder] if folder else [Path.cwd() / "notebooks", shared_folder("notebooks")]
     for place in places:
         if place.is_dir() and any(place.rglob("*.ipynb")):
             return place
@@ -30,7 +29,7 @@ def open_lab(folder: Path | None, browser: bool, port: int | None, edition: str)
         refuse(f"--edition is {edition!r}; expected learner (exercises to solve) or teacher (with solutions)")
     place = find_notebooks(folder)
     if importlib.util.find_spec("jupyterlab") is None:
-        refuse('JupyterLab is not installed; run: pip install -e ".[lab]"')
+        refuse(f"JupyterLab is not installed; run: {how_to_install('lab')}")
     if port is not None:
         _check_free(port)
     if folder is None and edition == "learner":
@@ -65,5 +64,5 @@ def learner_edition(sources: Path) -> Path:
 def run_course(arguments: list[str]) -> int:
     """Run `fsdplab course ...` in a separate process: the command line imports no `teaching`."""
     if importlib.util.find_spec("IPython") is None:
-        refuse('the course needs the notebook tools; run: pip install -e ".[lab]"')
+        refuse(f"the course needs the notebook tools; run: {how_to_install('lab')}")
     return run_module("fsdplab.teaching", arguments)

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from fsdplab.cli.errors import failed, refuse
 from fsdplab.common.files import try_folder, try_output, write_output
+from fsdplab.common.places import how_to_install
 from fsdplab.common.words import MISSING
 from fsdplab.figures.table import COLUMNS, LEGEND, NUMBERS, cells, mood
 from fsdplab.figures.view import RunView, provenance, view
@@ -58,7 +59,7 @@ class Outputs:
     def check(self) -> Outputs:
         """Fail, before anything runs, for an unwritable target or a page without plotly."""
         if self.html_file and importlib.util.find_spec("plotly") is None:
-            refuse('--html needs plotly; run: pip install "fsdplab[lab]"')
+            refuse(f"--html needs plotly; run: {how_to_install('lab')}")
         for flag, path in (("--json", self.json_file), ("--html", self.html_file)):
             if path and str(path) != "-":
                 check_file(flag, Path(path))

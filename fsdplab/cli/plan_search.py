@@ -14,6 +14,7 @@ from fsdplab.cli.errors import refuse
 from fsdplab.cli.outputs import WIDTH, check_file
 from fsdplab.cli.plan import console_beside, refusals, write_json
 from fsdplab.common.files import write_output
+from fsdplab.common.places import how_to_install
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING
 from fsdplab.planning.fit import Fit, fit, parse_sweep, sweep
@@ -83,7 +84,7 @@ def check_figure(path: Path) -> None:
     if path.suffix not in (".svg", ".html"):
         refuse(f"--figure is {str(path)!r}; expected a file name that ends in .svg or .html")
     if importlib.util.find_spec("plotly") is None:
-        refuse('--figure needs plotly; run: pip install "fsdplab[lab]"')
+        refuse(f"--figure needs plotly; run: {how_to_install('lab')}")
     check_file("--figure", path)
 
 

@@ -13,11 +13,12 @@ from fsdplab.cli.errors import refuse
 from fsdplab.cli.outputs import WIDTH
 from fsdplab.cli.plan import console_beside, write_json
 from fsdplab.cli.plan_search import check_figure, write_figure
+from fsdplab.common.places import shared_folder
 from fsdplab.common.sizes import three_digits
 from fsdplab.planning.published import PublishedError
 from fsdplab.planning.validate import FITTED, HELD_OUT, NOT_FITTED, Row, Validation, validate
 
-_TABLE = Path(__file__).resolve().parents[2] / "data" / "published.csv"
+_TABLE = shared_folder("data") / "published.csv"
 _UNITS = {"memory": ("GiB", 2.0**30), "memory (arithmetic)": ("GiB", 2.0**30), "tokens/s": ("", 1.0)}
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from fsdplab.common.places import how_to_install
+
 __all__ = ["go"]
 
 
@@ -19,7 +21,7 @@ class _WhenUsed:
         try:
             return getattr(import_module("plotly.graph_objects"), name)
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError('figures need plotly: pip install "fsdplab[lab]"', name="plotly") from error
+            raise ModuleNotFoundError(f"figures need plotly: {how_to_install('lab')}", name="plotly") from error
 
 
 if TYPE_CHECKING:

@@ -20,8 +20,10 @@ from pathlib import Path
 
 import torch
 
+from fsdplab.common.places import shared_folder
+
 from .part import Refused, Sheet, need, part_parser, run_part
-from .runner import CHECKOUT, end_tree, last_line
+from .runner import end_tree, last_line
 
 FIRST, LAST = 1, 13
 ON_CPU = ("08",)  # a dry run shows that notebooks run; all of them would take it many minutes
@@ -144,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
         default="",
         help=f"numbers, comma-separated; default: all from 01 to 13 on cuda, {','.join(ON_CPU)} on cpu",
     )
-    parser.add_argument("--folder", type=Path, default=CHECKOUT / "notebooks", help="where the notebooks lie")
+    parser.add_argument("--folder", type=Path, default=shared_folder("notebooks"), help="where the notebooks lie")
     asked = parser.parse_args(arguments)
     return run_part("course", lambda sheet, device: _work(sheet, device, asked), asked)
 

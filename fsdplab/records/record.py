@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdplab.common.files import write_whole
+from fsdplab.common.places import how_to_install
 
 from .checks import shown, wrong_in
 from .tables import LATER_TABLES, TABLES, RecordError, Row, file_name, read_table, write_table
@@ -72,7 +73,7 @@ class RunRecord:
             import pandas
         except ImportError:
             raise RecordError(
-                'record.frame() needs pandas, which is not installed. Run: pip install "fsdplab[lab]"'
+                f"record.frame() needs pandas, which is not installed. Run: {how_to_install('lab')}"
             ) from None
         return pandas.DataFrame(self.table(name), columns=list(TABLES[name]))
 

@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from fsdplab.common.places import shared_folder
+
 from .authoring.course import CourseError, build_course
 from .authoring.course_run import BOTH, run_course
 from .core.course_state import EDITIONS
 from .site.build import build_site
 from .site.execution import executed_in
-
-CHECKOUT = Path(__file__).resolve().parents[2] / "notebooks"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,9 +58,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _sources() -> Path:
-    """`notebooks/` here, else the checkout's."""
+    """`notebooks/` here, else those of this copy of fsdplab."""
     here = Path("notebooks")
-    return here if here.is_dir() else CHECKOUT
+    return here if here.is_dir() else shared_folder("notebooks")
 
 
 def _build(asked: argparse.Namespace) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from fsdplab.common.places import how_to_install
+
 if TYPE_CHECKING:
     from .choices import Choices as Choices
     from .choices import Request as Request
@@ -41,5 +43,5 @@ def __getattr__(name: str) -> object:
         if (error.name or "").partition(".")[0] not in ("ipywidgets", "plotly", "IPython"):
             raise
         raise ModuleNotFoundError(
-            'the strategy lab needs ipywidgets and plotly: pip install "fsdplab[lab]"', name=error.name
+            f"the strategy lab needs ipywidgets and plotly: {how_to_install('lab')}", name=error.name
         ) from error

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fsdplab.common.places import how_to_install
+
 if TYPE_CHECKING:
     import pandas
 
@@ -42,6 +44,6 @@ class Table:
             import pandas
         except ImportError:
             raise ImportError(
-                'table.frame() needs pandas, which is not installed. Run: pip install "fsdplab[lab]"'
+                f"table.frame() needs pandas, which is not installed. Run: {how_to_install('lab')}"
             ) from None
         return pandas.DataFrame(list(self.rows), columns=[column.key for column in self.columns])

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fsdplab.common.names import OVER_ALL_RANKS, STRATEGIES, STRATEGIES_IN_WORDS, STRATEGY_ROWS
+from fsdplab.common.places import how_to_install
 from fsdplab.common.words import did_you_mean, squeezed
 
 # The strategies of each engine, the best known first.
@@ -253,9 +254,7 @@ def _check_pairs(spec: RunSpec) -> None:
             " engine='lab'"
         )
     if spec.engine.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
-        raise SpecError(
-            f'engine {spec.engine} needs DeepSpeed, which is not installed; run: pip install "fsdplab[peers]"'
-        )
+        raise SpecError(f"engine {spec.engine} needs DeepSpeed, which is not installed; run: {how_to_install('peers')}")
     for name in ("checkpoint", "offload"):
         if spec.engine != "lab" and getattr(spec, name) != "none":
             raise SpecError(

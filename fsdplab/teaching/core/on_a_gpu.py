@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdplab.common.places import checkout, shared_folder
 from fsdplab.gpu_check.check import open_check
 from fsdplab.records import RunRecord
 
@@ -18,7 +19,7 @@ from .display import Note, present, show
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-KEPT = Path(__file__).resolve().parents[3] / "data" / "gpu"
+KEPT = shared_folder("data") / "gpu"
 
 
 def on_a_gpu(draw: Callable[[RunRecord], go.Figure], strategy: str = "full_shard", folder: Path = KEPT) -> None:
@@ -57,11 +58,16 @@ def _none(why: str) -> Note:
         (
             f"Not measured on a GPU: {why}.",
             (
-                "On a machine with one, `fsdplab gpu-check --out data/gpu` measures it, and this cell then shows the"
+                f"On a machine with one, `fsdplab gpu-check --out {_place()}` measures it, and this cell then shows the"
                 " figure."
             ),
         )
     )
+
+
+def _place() -> str:
+    """The folder as it is typed: short in a clone."""
+    return "data/gpu" if checkout() else str(KEPT)
 
 
 def _where(provenance: dict[str, Any], run: RunRecord) -> str:

@@ -1,6 +1,6 @@
 """Lesson 08 in the notebook's process: one recorded trace, and tables of its content.
 
-All learners read the same trace, so that each question has one answer: it was recorded once and is in the checkout's
+All learners read the same trace, so that each question has one answer: it was recorded once and lies in
 `data/`. Times in tables are ms since the step began on the rank that is read.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fsdplab.common.places import shared_folder
 from fsdplab.profiling.diagnosis import findings
 from fsdplab.profiling.exports import traces_of
 from fsdplab.profiling.intervals import clip, length, union
@@ -28,7 +29,7 @@ __all__ = [
     "saved_percent", "seen", "sets", "trace_of", "worst",
 ]  # fmt: skip
 
-RECORDED = Path(__file__).resolve().parents[4] / "data" / "traces-08"
+RECORDED = shared_folder("data") / "traces-08"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "other_communication")
 PARTS = ("compute_only", "overlapped", "exposed", "other")
 MS = 1e6
@@ -50,10 +51,10 @@ def job(prefetch: int = 0) -> RunSpec:
 
 
 def recorded() -> RunRecord:
-    """The record of lesson 08; RecordError says what to do where the checkout is not there."""
+    """The record of lesson 08; RecordError says what to do where it is missing."""
     if not RECORDED.exists():
         raise RecordError(
-            f"the recorded trace of lesson 08 is not in {RECORDED}; run the notebook in a clone of the repository"
+            f"the recorded trace of lesson 08 is not in {RECORDED}; install fsdplab again, from a wheel or a clone"
         )
     return RunRecord.load(RECORDED)
 

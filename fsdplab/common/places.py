@@ -1,0 +1,49 @@
+"""What depends on where this package came from: the folders of the course and the data, and how to install what lacks.
+
+In a clone of the repository `notebooks/` and `data/` lie beside the package. A wheel holds copies inside the package
+(setup.py puts them there), so a plain installation has them too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_WITHOUT_METADATA = {"lab": ("jupyterlab", "ipywidgets", "plotly", "jinja2", "pandas"), "peers": ("deepspeed",)}
+IN_A_WHEEL = "_beside"  # the folder of the copies; setup.py reads this name
+
+
+def checkout() -> Path | None:
+    """The clone that this package is used from; None where it was installed."""
+    root = _PACKAGE.parent
+    return root if (root / "pyproject.toml").is_file() and (root / "notebooks").is_dir() else None
+
+
+def shared_folder(name: str) -> Path:
+    """The folder `notebooks` or `data` of the clone or the installation: `shared_folder("data") / "hardware.csv"`."""
+    return (checkout() or _PACKAGE / IN_A_WHEEL) / name
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs the packages of an extra for this very copy of fsdplab.
+
+    In the clone's folder `how_to_install("lab")` is `pip install -e ".[lab]"`; elsewhere it has the clone's path. For
+    an installed copy it lists the packages: fsdplab's own name may be another project's in the user's package index.
+    """
+    clone = checkout()
+    if clone is not None:
+        return f'pip install -e "{"." if clone == Path.cwd().resolve() else clone}[{extra}]"'
+    return " ".join(["pip install", *(f'"{package}"' for package in _packages_of(extra))])
+
+
+def _packages_of(extra: str) -> list[str]:
+    """What the extra asks for, as the installed package's own metadata say: `plotly<8,>=6`."""
+    from importlib.metadata import PackageNotFoundError, requires  # a twentieth of a second, when something lacks
+
+    try:
+        wanted = requires("fsdplab") or []
+    except PackageNotFoundError:  # a folder that was copied: no metadata
+        wanted = []
+    parts = [each.partition(";") for each in wanted]
+    found = [name.strip() for name, _, when in parts if when.strip().replace("'", '"') == f'extra == "{extra}"']
+    return found or list(_WITHOUT_METADATA[extra])

@@ -1,0 +1,145 @@
+"""A wheel holds all that commands and the course read: built, installed in a folder, and used far from the clone.
+
+The installed copy is put before everything else on the path, with the other packages of this environment behind it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from fsdplab.common import places
+
+pytestmark = pytest.mark.timeout(600)  # notebooks and builds on a machine that others use too
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = ("fsdplab", "notebooks", "data", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+END = "=== end ==="
+ONE_AFTER_THE_OTHER = f"""
+import ast, sys
+from fsdplab import cli
+for arguments in ast.literal_eval(sys.argv[1]):
+    try:
+        cli.main(arguments)
+    except SystemExit as end:
+        assert not end.code, (arguments, end.code)
+    print({END!r}, flush=True)
+"""
+
+
+def run(*command: str, cwd: Path, **environment: str) -> str:
+    """What the command printed; the test fails with all of it where its exit status is not 0."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "FSDPLAB"))}
+    done = subprocess.run(
+        command, cwd=cwd, env={**inherited, **environment}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's wheel, built from a copy, so that the clone gets no build folder."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for part in PARTS:
+        if (ROOT / part).is_dir():
+            shutil.copytree(ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(ROOT / part, source / part)
+    (source / "notebooks" / "my_fsdp").mkdir(exist_ok=True)
+    (source / "notebooks" / "my_fsdp" / "mine.md").write_text("somebody's work")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    run(*pip, "--wheel-dir", str(target), ".", cwd=source)
+    return next(target.glob("fsdplab-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the wheel was installed in."""
+    site = tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    run(*pip, "--target", str(site), str(wheel), cwd=site)
+    return site
+
+
+@pytest.fixture
+def fsdplab(installed: Path, tmp_path: Path):
+    """The installed command, run in an empty folder."""
+
+    def command(*arguments: str) -> str:
+        return run(sys.executable, "-m", "fsdplab", *arguments, cwd=tmp_path, PYTHONPATH=str(installed))
+
+    return command
+
+
+def test_a_wheel_holds_the_course_and_the_data_and_nobodys_work(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    held = {name.removeprefix(f"fsdplab/{places.IN_A_WHEEL}/") for name in names if places.IN_A_WHEEL in name}
+    notebooks = {f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")}
+    data = {path.relative_to(ROOT).as_posix() for path in (ROOT / "data").rglob("*.*") if path.is_file()}
+    assert len(notebooks) >= 13 and "data/published.csv" in data
+    assert held == notebooks | data | {"notebooks/README.md"}
+    assert not [name for name in names if name.startswith(("tests/", "notebooks/", "data/")) or "conftest" in name]
+    assert wheel.stat().st_size < 5_000_000
+
+
+def test_the_installed_copy_is_the_one_that_runs(installed, tmp_path):
+    code = (
+        "import fsdplab; from fsdplab.common import places as p;"
+        " print(fsdplab.__file__, p.checkout(), p.how_to_install('lab'))"
+    )
+    said = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(installed))
+    assert said.startswith(f"{installed}/fsdplab/__init__.py None pip install ")
+    assert '"jupyterlab' in said and '"plotly' in said and "fsdplab[" not in said
+
+
+def test_commands_work_where_there_is_no_clone(installed, tmp_path):
+    """One process for all of them: each would import torch again."""
+    traces = installed / "fsdplab" / places.IN_A_WHEEL / "data" / "traces-torch-2.1"
+    commands = (["--help"], ["plan", "--validate"], ["report", str(traces), "--html", "page.html"], ["doctor"])
+    said = run(sys.executable, "-c", ONE_AFTER_THE_OTHER, repr(commands), cwd=tmp_path, PYTHONPATH=str(installed))
+    helped, planned, reported, checked = said.split(END)[:4]
+    assert "compare" in helped and "median error" in planned
+    assert "exposed" in reported and (tmp_path / "page.html").stat().st_size > 100_000
+    assert "ready for: plans and recorded runs" in checked and "pip install -e" not in checked
+
+
+def test_a_comparison_trains_where_there_is_no_clone(fsdplab):
+    said = fsdplab("compare", "--strategies", "full_shard", "--model", "gpt-tiny", "--steps", "1", "--profile", "0")
+    assert re.search(r"full_shard\s+lab\s.*agree", said)
+
+
+def test_the_course_is_there_and_lesson_08_reads_its_trace(fsdplab, installed, tmp_path):
+    built = fsdplab("course", "build").split()
+    assert len(built) == len(list((ROOT / "notebooks").glob("*.ipynb")))
+    (tmp_path / "one").mkdir()
+    source = installed / "fsdplab" / places.IN_A_WHEEL / "notebooks" / "08_reading_a_trace.ipynb"
+    shutil.copy2(source, tmp_path / "one")
+    assert "08_reading_a_trace.ipynb (learner): ran to its end" in fsdplab(
+        "course", "test", "one", "--edition", "learner"
+    )
+
+
+# ---- in a clone
+
+
+def test_advice_in_a_clone_installs_the_clone(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    assert places.how_to_install("lab") == 'pip install -e ".[lab]"'
+    monkeypatch.chdir(tmp_path)
+    assert places.how_to_install("peers") == f'pip install -e "{ROOT}[peers]"'
+    assert places.shared_folder("data") == ROOT / "data"
+
+
+def test_no_message_sends_to_a_package_index_for_fsdplab():
+    """`pip install fsdplab` may install something else: messages ask how_to_install."""
+    texts = [*(ROOT / "fsdplab").rglob("*.py"), *(ROOT / "notebooks").glob("*.ipynb"), *ROOT.glob("*.md")]
+    named = re.compile(r"pip install (?:-\S+ )*[\\\"']*fsdplab")
+    assert [path.name for path in texts if named.search(path.read_text(encoding="utf-8"))] == []
