@@ -37,7 +37,8 @@ _START_LIMIT = 120.0
 _PRELOAD = (
     "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint", "torch.profiler",
-    "fsdplab.engine", "fsdplab.engine.checkpoint", "fsdplab.workloads", "pytest",
+    "fsdplab.engine.shard", "fsdplab.engine.features.clipping", "fsdplab.engine.features.offloaded_optimizer",
+    "fsdplab.engine.checkpoint", "fsdplab.workloads", "pytest",
 )  # fmt: skip
 
 

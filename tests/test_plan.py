@@ -501,10 +501,25 @@ def test_a_gpu_of_unknown_speed_has_memory_and_no_time(capsys):
     assert code == 0 and "no bf16 FLOP/s are known" in out
 
 
-def test_the_help_of_plan_loads_no_torch():
+@pytest.mark.parametrize(
+    "arguments,printed",
+    [(["--help"], "--checkpointing"), ([], "tokens/s a GPU"), (["--sweep", "gpus=8,16"], "gpus 16")],
+    ids=["help", "plan", "sweep"],
+)
+def test_planning_loads_no_torch(arguments, printed):
+    """Torch takes seconds to import; a plan is arithmetic."""
     code = (
-        "import sys\nfrom fsdplab import cli\ntry: cli.main(['plan', '--help'])\nexcept SystemExit: pass\n"
+        f"import sys\nfrom fsdplab import cli\ntry: cli.main(['plan', *{arguments!r}])\nexcept SystemExit: pass\n"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.rstrip().endswith("False") and "--checkpointing" in done.stdout
+    assert done.stdout.rstrip().endswith("False") and printed in done.stdout
+
+
+def test_the_engines_names_load_when_used():
+    """The package's names are those that it lists, and another name is refused with them."""
+    from fsdplab import engine
+
+    assert all(callable(getattr(engine, name)) or name == "STRATEGIES" for name in engine.__all__)
+    with pytest.raises(AttributeError, match="fully_shard"):
+        engine.full_shard

@@ -197,6 +197,9 @@ AGREED = {
     "zero2": dict(strategy="zero2", grad_accum=4), "shard_grad_op": dict(strategy="shard_grad_op", grad_accum=2),
     "context": dict(gpus=64, context_parallel=2), "recomputed": dict(checkpointing="full", micro_batch=2),
     "lora": dict(lora_rank=16, base_dtype="nf4"), "one": dict(gpus=1),
+    "hybrid": dict(gpus=64, strategy="hybrid_shard"),
+    "hybrid, exposed": dict(gpus=512, strategy="hybrid_shard", seq=512, grad_accum=2),
+    "hybrid, groups of one": dict(gpus=16, strategy="hybrid_shard", shard_size=1, seq=512),
 }  # fmt: skip
 
 
@@ -218,13 +221,6 @@ def test_tensor_parallelism_leaves_the_other_link_free():
     spec = plan_spec("llama-3.1-8b", "h100", gpus=64, tensor_parallel=8)
     found, closed = simulate(spec).summary["step_time_s"]["median"], step_time(spec)
     assert max(closed.compute_s, 0.8 * closed.step_s) < found <= closed.step_s
-
-
-def test_hybrid_is_near_the_closed_form():
-    """The engine waits for an all-reduce before the next but one begins, which the closed form leaves out."""
-    spec = plan_spec("llama-3.1-8b", "h100", gpus=64, strategy="hybrid_shard")
-    found = simulate(spec).summary["step_time_s"]["median"]
-    assert step_time(spec).step_s <= found < 1.02 * step_time(spec).step_s
 
 
 def test_trees_are_taken_where_they_are_faster():

@@ -258,12 +258,16 @@ def bench(
         "fsdplab plan --model mistral-7b --gpu 4090 --gpus 4 --lora-rank 16 --base-dtype nf4 --json -",
         "fsdplab plan --model llama-3.1-8b --gpus 16 --fit",
         "fsdplab plan --model llama-3.1-70b --checkpointing full --sweep gpus=8..1024 --figure sweep.svg",
+        "fsdplab plan --ask hybrid --model llama-3.1-70b --gpus 16 --figure hybrid.svg",
         "fsdplab plan --validate --figure validation.svg",
     )
 )
 def plan(
     file: Annotated[
-        Path | None, typer.Argument(help="Of --validate: a CSV with the columns of data/published.csv.")
+        Path | None,
+        typer.Argument(
+            help="Of --validate: a CSV with the columns of data/published.csv. Of --ask: a question's name."
+        ),
     ] = None,
     model: Annotated[
         str, typer.Option(help="A model such as llama-3.1-70b, or the config.json of a Hugging Face model.")
@@ -308,7 +312,12 @@ def plan(
     sweep: Annotated[
         str | None, typer.Option(help="Plan for each value of one choice: gpus=8..1024 (doubling), seq=1024,4096.")
     ] = None,
-    figure: Annotated[Path | None, typer.Option(help="Of --sweep or --validate: a figure, .svg or .html.")] = None,
+    questions: Annotated[
+        bool, typer.Option("--ask", help="Answer one of 14 questions (plan --ask hybrid), or list them all.")
+    ] = False,
+    figure: Annotated[
+        Path | None, typer.Option(help="Of --sweep, --validate or --ask: a figure, .svg or .html.")
+    ] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write the plan as JSON to a file, or to stdout with -.")
     ] = None,
@@ -328,8 +337,16 @@ def plan(
     from fsdplab.cli.plan import check_tokens, show_plan
 
     check_tokens(tokens)
-    if file is not None and not validate:
-        refuse(f"plan takes no {str(file)!r}; give flags, or --validate before a file of measurements")
+    if file is not None and not validate and not questions:
+        refuse(f"plan takes no {str(file)!r}; give flags, --validate before a file of measurements, or --ask")
+    if questions:
+        from fsdplab.cli.plan_questions import show_answer, show_questions
+
+        if file is None:
+            show_questions(json_file)
+        else:
+            show_answer(str(file), model, gpu, choices, json_file, figure)
+        return
     if validate:
         from fsdplab.cli.plan_validation import show_validation
 

@@ -12,6 +12,7 @@ from fsdplab.common.lazy import names_of
 
 if TYPE_CHECKING:
     from fsdplab.figures.findings import findings_of as findings_of
+    from fsdplab.figures.plots.answers import answer_figure as answer_figure
     from fsdplab.figures.plots.breakdown import exposed_bar as exposed_bar
     from fsdplab.figures.plots.breakdown import step_bar as step_bar
     from fsdplab.figures.plots.exposed import exposed_heatmap as exposed_heatmap
@@ -46,6 +47,7 @@ _MODULES = {
     "exposed_heatmap": "plots.exposed",
     "straggler_map": "plots.stragglers",
     "overlap_roofline": "plots.roofline",
+    "answer_figure": "plots.answers",
     "difference": "plots.run_diff",
     "slice_map": "plots.shard_map",
     "linked_view": "plots.linked",

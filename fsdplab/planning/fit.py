@@ -8,7 +8,7 @@ micro-batch is found by doubling and halving: memory grows with it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fsdplab.common.names import STRATEGIES
@@ -41,7 +41,7 @@ def fit(spec: PlanSpec) -> Fit:
 
     `fewest` has micro-batches of one sequence, whose number is searched for over all strategies.
     """
-    tried = [_largest(each) for each in _variants(spec)]
+    tried = [largest_micro_batch(each) for each in _variants(spec)]
     plans = [plan_of(each) for each in tried if each is not None]
     return Fit(tuple(sorted(plans, key=_cost)), _fewest(spec))
 
@@ -58,22 +58,26 @@ def _variants(spec: PlanSpec) -> list[PlanSpec]:
     return found
 
 
-def _largest(spec: PlanSpec) -> PlanSpec | None:
+def largest_micro_batch(spec: PlanSpec) -> PlanSpec | None:
     """`spec` with the largest micro-batch that fits; None where not even one sequence does."""
+    most = largest_that_fits(lambda count: plan_memory_fits(replace(spec, micro_batch=count)), _MOST_SEQUENCES)
+    return replace(spec, micro_batch=most) if most else None
 
-    def fits(count: int) -> bool:
-        return plan_memory_fits(replace(spec, micro_batch=count))
 
-    if not fits(1):
-        return None
-    high = 2
-    while high <= _MOST_SEQUENCES and fits(high):
-        high *= 2
-    low = high // 2
+def largest_that_fits(fits: Callable[[int], bool], most: int) -> int:
+    """The largest count up to `most` that fits, where smaller ones do too: by doubling and halving; 0 for none.
+
+    >>> largest_that_fits(lambda count: count < 14, 100), largest_that_fits(lambda count: True, 100)
+    (13, 100)
+    """
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return replace(spec, micro_batch=low)
+    return low
 
 
 def _cost(found: Plan) -> tuple[float, float]:

@@ -11,6 +11,7 @@ buffers of collectives, DESIGN.md 2.1 (at most prefetch depth + 1 units and the 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fsdplab.common.names import CATEGORIES
@@ -71,17 +72,22 @@ class Memory:
         return self.moments[0]
 
 
-def memory_of(spec: PlanSpec) -> Memory:
-    """The memory of one rank through a step."""
-    return _Step(spec).memory()
+def memory_of(spec: PlanSpec, blocks_per_unit: float = 1.0) -> Memory:
+    """The memory of one rank through a step; `blocks_per_unit` blocks travel together (0.25: four units a block).
+
+    What is gathered, and the gradients that wait for their reduction, are a unit's; activations are a block's.
+    """
+    return _Step(spec, blocks_per_unit).memory()
 
 
 class _Step:
     """The units of a plan and what each moment adds up."""
 
-    def __init__(self, spec: PlanSpec) -> None:
-        self.spec = spec
+    def __init__(self, spec: PlanSpec, blocks_per_unit: float) -> None:
+        self.spec, self.per_unit = spec, blocks_per_unit
+        self.together = max(1, round(blocks_per_unit))  # blocks whose backward ends before a reduction
         self.block = unit_bytes(spec.model.block, spec, adapted=True)
+        self.unit = self.block.times(blocks_per_unit)
         self.root = unit_bytes(spec.model.root, spec)
         self.all: UnitBytes = self.block.times(spec.model.layers) + self.root
         head = spec.model.root[:1] if spec.model.tied else spec.model.root[-1:]
@@ -91,17 +97,20 @@ class _Step:
         self.loss = loss_bytes(spec)
 
     def memory(self) -> Memory:
-        last = self.spec.model.layers - 1
+        layers, per_unit = self.spec.model.layers, self.together
+        first = layers - per_unit  # blocks behind the first unit
         return Memory(
             (
                 self._resting(),
                 self._forward(),
                 self._loss(),
                 self._head(),
-                self._block("backward of the last block", saved=last + 1, reduced=0),
-                self._block_reduction("reduction of the last block", saved=last + 1, reduced=0),
-                self._block("backward of the first block", saved=1, reduced=last),
-                self._block_reduction("reduction of the first block", saved=1, reduced=last),
+                self._block("backward of the last block", saved=layers, reduced=0),
+                *([self._block("end of the last unit's backward", first + 1, 0)] if per_unit > 1 else []),
+                self._unit_reduction("reduction of the last block", saved=first),
+                *([self._block("backward of the first unit", per_unit, first)] if per_unit > 1 else []),
+                self._block("backward of the first block", saved=1, reduced=first),
+                self._unit_reduction("reduction of the first block", saved=0),
                 self._root(),
                 self._moment("optimizer step", reduced=None, other=self.all.step_scratch),
             )
@@ -134,32 +143,39 @@ class _Step:
         )
 
     def _block(self, name: str, saved: int, reduced: int) -> Moment:
-        """The backward of a block with `saved` blocks' activations left and `reduced` blocks behind it, at its widest:
-        of its gradients there is that of the last product, and the block behind it may still be reduced.
+        """The backward of a block with `saved` blocks' activations left and `reduced` blocks behind its unit, at its
+        widest: of its gradients there is that of the last product, and the unit behind may still be reduced.
         """
         spec = self.spec
         inside = (recomputed_per_token(spec) + backward_per_token(spec)) * spec.tokens
+        waiting = spec.model.layers - saved - reduced  # blocks of the same unit whose backward has ended
         return self._moment(
             name,
             reduced=reduced,
             activations=self._activations(saved) + inside + self.loss.held,
-            gathered_parameters=self._gathered(saved, min(1 + spec.prefetch, saved)),
-            whole_gradients=self.last.whole_gradients + self.head.whole_gradients,
-            communication_buffers=self.block.reduction if reduced else 0.0,
+            gathered_parameters=self._gathered(saved, min(1 + spec.prefetch, self._units(saved))),
+            whole_gradients=self.last.whole_gradients
+            + self.head.whole_gradients
+            + waiting * self.block.whole_gradients,
+            communication_buffers=self.unit.reduction if reduced else 0.0,
         )
 
-    def _block_reduction(self, name: str, saved: int, reduced: int) -> Moment:
-        """Behind that backward: all of the block's gradients are copied into the buffer of their reduction."""
+    def _unit_reduction(self, name: str, saved: int) -> Moment:
+        """Behind the last backward of a unit: all of its gradients are copied into the buffer of their reduction."""
         spec = self.spec
         stream = 2 * spec.model.width * spec.param_bytes / spec.tensor_parallel * spec.tokens
         return self._moment(
             name,
-            reduced=reduced + 1,
-            activations=self._activations(saved - 1) + stream + self.loss.held,
-            gathered_parameters=self._gathered(saved, min(spec.prefetch, saved - 1)),
-            whole_gradients=self.block.whole_gradients + self.head.whole_gradients,
-            communication_buffers=self.block.reduction,
+            reduced=spec.model.layers - saved,
+            activations=self._activations(saved) + stream + self.loss.held,
+            gathered_parameters=self._gathered(saved + self.together, min(spec.prefetch, self._units(saved))),
+            whole_gradients=self.unit.whole_gradients + self.head.whole_gradients,
+            communication_buffers=self.unit.reduction,
         )
+
+    def _units(self, blocks: int) -> int:
+        """Units of so many blocks."""
+        return math.ceil(blocks / self.per_unit - 1e-9)
 
     def _root(self) -> Moment:
         """The reduction of the root's gradients into their slices, when all blocks' are reduced."""
@@ -178,9 +194,9 @@ class _Step:
         return blocks * self.kept + root_kept_per_token(self.spec) * self.spec.tokens
 
     def _gathered(self, blocks: int, in_use: int) -> float:
-        """The root, and the blocks in use; all that are left where none is dropped after its forward."""
+        """The root, and the units in use; all that are left where none is dropped after its forward."""
         keeps_all = self.spec.strategy in ("no_shard", "shard_grad_op")
-        return self.root.gathered + self.block.gathered * (blocks if keeps_all else in_use)
+        return self.root.gathered + self.unit.gathered * (self._units(blocks) if keeps_all else in_use)
 
     def _moment(
         self, name: str, *, reduced: int | None = 0, whole_gradients: float = 0.0, other: float = 0.0, **more: float

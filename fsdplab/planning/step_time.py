@@ -5,8 +5,9 @@ move at the memory's rate (Williams et al. 2009, Roofline). A backward is twice 
 because flash attention computes its scores again (Dao 2023, section 4.1).
 
 Overlap: collectives of the shard axis run one after the other, in the order in which the engine issues them: a gather
-one unit ahead, a reduction behind each block's backward. A block computes when its parameters are there. Tensor and
-context parallelism's collectives stand in the way of the next product, and so hide nothing and are not hidden.
+one unit ahead, a reduction behind each block's backward. A block computes when its parameters are there. One reduction
+is under way at a time: before the next, the engine waits for it, and only then all-reduces its slice across replicas.
+Tensor and context parallelism's collectives stand in the way of the next product: they hide nothing and are not hidden.
 """
 
 from __future__ import annotations
@@ -190,7 +191,11 @@ class _Lanes:
 
     def __init__(self, compute: Compute, collectives: _Collectives, spec: PlanSpec) -> None:
         self.compute, self.each, self.spec = compute, collectives, spec
+        self._begin()
+
+    def _begin(self) -> None:
         self.computed = self.sent = self.crossed = 0.0
+        self.reducing: tuple[float, float] | None = None  # when it ends, and its all-reduce across replicas
 
     def step(self) -> tuple[float, float]:
         """Seconds of all micro-batches, and those of their compute; micro-batches in the middle are alike."""
@@ -207,7 +212,7 @@ class _Lanes:
         return first + last + (count - 2) * middle, count * alone
 
     def _micro_batch(self, gathers: bool, reduces: bool) -> float:
-        self.computed = self.sent = self.crossed = 0.0
+        self._begin()
         self._forward(gathers)
         self.computed += self.compute.head_forward_s
         self._backward(self.spec.strategy in ("full_shard", "hybrid_shard"), reduces)
@@ -241,12 +246,26 @@ class _Lanes:
                 self._reduce(self.each.reduce, self.each.across)
         if reduces:
             self._reduce(self.each.root_reduce, self.each.root_across)
+        self._await_reduction()
 
     def _send(self, issued: float, seconds: float) -> float:
         self.sent = max(self.sent, issued) + seconds
         return self.sent
 
     def _reduce(self, seconds: float, across: float) -> None:
-        done = self._send(self.computed, seconds)
+        """Behind a unit's backward, when the reduction before has ended: the engine keeps one under way."""
+        self._await_reduction()
+        if seconds:
+            self.reducing = self._send(self.computed, seconds), across
+        else:  # groups of one rank
+            self.crossed = max(self.crossed, self.computed) + across
+
+    def _await_reduction(self) -> None:
+        """Only then its slice is all-reduced across replicas, once the all-reduce before that has ended."""
+        if self.reducing is None:
+            return
+        ended, across = self.reducing
+        self.reducing, self.computed = None, max(self.computed, ended)
         if across:
-            self.crossed = max(self.crossed, done) + across
+            before, self.crossed = self.crossed, max(self.crossed, self.computed) + across
+            self.computed = max(self.computed, before)

@@ -33,8 +33,8 @@ class UnitBytes:
     def __add__(self, other: UnitBytes) -> UnitBytes:
         return UnitBytes(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
-    def times(self, count: int) -> UnitBytes:
-        """Of `count` such units."""
+    def times(self, count: float) -> UnitBytes:
+        """Of `count` such units, or of a part of one."""
         return UnitBytes(*(getattr(self, each.name) * count for each in fields(self)))
 
 

@@ -40,7 +40,8 @@ from fsdplab.sessions.launch.program import run_and_end
 # What ranks use, also lazily: anything missing here is imported again by every rank of every run.
 RANK_SIDE = (
     "numpy.ma", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor",
-    "torch.distributed.checkpoint", "torch.profiler", "fsdplab.engine", "fsdplab.sessions.worker.training",
+    "torch.distributed.checkpoint", "torch.profiler", "fsdplab.engine.shard", "fsdplab.engine.features.clipping",
+    "fsdplab.engine.features.offloaded_optimizer", "fsdplab.sessions.worker.training",
     "fsdplab.sessions.worker.remote_call_worker", "fsdplab.sessions.staying.cell_loop",
     "fsdplab.sessions.bench_engines",
 )  # fmt: skip

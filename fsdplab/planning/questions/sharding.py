@@ -1,0 +1,258 @@
+"""Questions about what ranks send each other: strategies, groups, units, prefetch, precision, accumulation, meshes.
+
+Each function answers for a plan's spec; the sentence is made from the rows of its own table.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from fsdplab.common.names import STRATEGIES
+from fsdplab.common.sizes import seconds, size, three_digits
+from fsdplab.planning.overlap import PHASES, overlap_of
+from fsdplab.planning.plan_spec import PlanError, PlanSpec
+from fsdplab.planning.planner import plan_of
+from fsdplab.planning.step_time import step_time
+
+from .answer import (
+    ACTIVATIONS,
+    ALIKE,
+    EXPOSED,
+    FITS,
+    GATHERED,
+    PEAK,
+    SENT,
+    SPEED,
+    STEP,
+    Answer,
+    Column,
+    Panel,
+    Row,
+    Value,
+    facts,
+    fastest,
+    joined,
+    memory_panel,
+    number,
+    rate,
+    share,
+    tabled,
+)  # fmt: skip
+
+
+def strategy(spec: PlanSpec) -> Answer:
+    """Every strategy with the same choices: memory, traffic, throughput."""
+    tried = [replace(spec, strategy=name, shard_size=_size_for(name, spec)) for name in STRATEGIES]
+    rows = [_of(each, strategy=each.strategy) for each in tried if each.strategy != "hybrid_shard" or each.replicas > 1]
+    columns, table = tabled(Column("strategy"), rows, (PEAK, SENT, STEP, EXPOSED, SPEED, FITS))
+    fitting, least = [row for row in rows if row[FITS]], min(rows, key=lambda row: number(row, PEAK))
+    if not fitting:
+        sentence = f"No strategy fits; {least['strategy']} needs least: {_size(least)} at the peak"
+    else:
+        best, names = fastest(rows), joined([str(row["strategy"]) for row in fitting])
+        sentence = (
+            f"Of those that fit ({names}) none is over a percent faster than {best['strategy']},"
+            f" with {_speed(best)} tokens/s a GPU and {_size(best)} at the peak; {least['strategy']} needs least:"
+            f" {_size(least)}"
+        )
+    return Answer("strategy", "", spec, sentence, columns, table, (memory_panel(spec), Panel((SPEED,))))
+
+
+def _size_for(name: str, spec: PlanSpec) -> int | None:
+    return spec.shard_size if name == "hybrid_shard" else None
+
+
+# ---- groups
+
+
+def hybrid(spec: PlanSpec) -> Answer:
+    """full_shard and hybrid_shard in groups of a node over networks of different speed, and where they cross."""
+    own = spec.gpu.nic_bytes_per_s
+    if own is None:
+        raise PlanError(
+            f"hybrid_shard is for several nodes, and {spec.gpu.name} has no known network; give another GPU"
+        )
+    over_nodes = replace(spec, gpus=max(spec.gpus, 2 * spec.gpus_per_node), strategy="full_shard", shard_size=None)
+    crossing = _crossing_rate(over_nodes)
+    rates = sorted({own * 2.0**power for power in range(-4, 3)} | ({crossing} if crossing else set()))
+    rows = [_both(over_nodes, each) for each in rates]
+    columns, table = tabled(
+        Column("network of a GPU", "rate"), rows, (Column("full_shard", "seconds"), Column("hybrid_shard", "seconds"))
+    )
+    here = next(row for row in rows if row["network of a GPU"] == own)
+    nodes = over_nodes.gpus // over_nodes.gpus_per_node
+    sentence = (
+        f"On {over_nodes.gpus:,} GPUs in {nodes:,} nodes {_where_hybrid_pays(crossing, rows)}; at this one's"
+        f" {rate(own)} a step takes {seconds(number(here, 'full_shard'))} under full_shard and"
+        f" {seconds(number(here, 'hybrid_shard'))} under hybrid_shard"
+    )
+    panels = (Panel(("full_shard", "hybrid_shard"), kind="lines"),)
+    memory = [plan_of(each).memory.peak.total for each in (over_nodes, replace(over_nodes, strategy="hybrid_shard"))]
+    note = f"at the peak a rank holds {size(memory[0])} under full_shard and {size(memory[1])} under hybrid_shard"
+    if over_nodes.gpus > spec.gpus:
+        note = f"{spec.gpus:,} GPUs are one node, where both are the same, so two nodes are planned; {note}"
+    return Answer("hybrid", "", over_nodes, sentence, columns, table, panels, note=note)
+
+
+def _both(spec: PlanSpec, network: float) -> Row:
+    """Seconds of a step under both, where the network gives each GPU so many bytes a second."""
+    at = replace(spec, gpu=replace(spec.gpu, nic_bytes_per_s=network))
+    full, groups = (step_time(each).step_s for each in (at, replace(at, strategy="hybrid_shard")))
+    return {"network of a GPU": network, "full_shard": full, "hybrid_shard": groups}
+
+
+def _crossing_rate(spec: PlanSpec) -> float | None:
+    """The rate below which hybrid_shard's step is shorter by a percent; None where there is none."""
+
+    def pays(network: float) -> bool:
+        row = _both(spec, network)
+        return number(row, "hybrid_shard") < ALIKE * number(row, "full_shard")
+
+    low, high = 1e8, 1e12
+    if not pays(low) or pays(high):
+        return None
+    for _ in range(30):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if pays(middle) else (low, middle)
+    return low
+
+
+def _where_hybrid_pays(crossing: float | None, rows: list[Row]) -> str:
+    if crossing is not None:
+        return f"hybrid_shard pays where the network gives a GPU less than {rate(crossing)}"
+    always = all(number(row, "hybrid_shard") < ALIKE * number(row, "full_shard") for row in rows)
+    return f"hybrid_shard pays at {'every' if always else 'no'} rate of the network that was tried"
+
+
+# ---- how far ahead
+
+
+def prefetch(spec: PlanSpec) -> Answer:
+    """Units gathered ahead: none, one, two, four."""
+    rows = [_of(replace(spec, prefetch=depth), **{"units ahead": depth}) for depth in (0, 1, 2, 4)]
+    columns, table = tabled(Column("units ahead", "count"), rows, (PEAK, GATHERED, STEP, EXPOSED, SPEED, FITS))
+    none, one, _, four = rows
+    sentence = (
+        f"Without prefetch {_exposed(none)} of a step is exposed communication, with one unit gathered ahead"
+        f" {_exposed(one)}, with four {_exposed(four)}, for which a rank gathers at most"
+        f" {', '.join(size(number(row, GATHERED)) for row in (none, one))} and {size(number(four, GATHERED))}"
+    )
+    panels = (memory_panel(spec), Panel((STEP,)))
+    return Answer("prefetch", "", spec, sentence, columns, table, panels)
+
+
+def overlap(spec: PlanSpec) -> Answer:
+    """Communication over compute of a block against the tokens of a micro-batch, and where it is 1."""
+    found = overlap_of(spec)
+    crossover = found.crossover_tokens
+    base = crossover or spec.tokens
+    tokens = sorted({base * 2.0**power for power in range(-3, 4)} | {float(spec.tokens)})
+    rows: list[Row] = [{"tokens": each, **{phase: found.ratio(phase, each) for phase in PHASES}} for each in tokens]
+    columns, table = tabled(Column("tokens", "number"), rows, [Column(phase, "number") for phase in PHASES])
+    mine = next(row for row in rows if row["tokens"] == spec.tokens)
+    if not crossover:
+        sentence = "Nothing is sent for a block, so there is nothing to hide"
+    else:
+        verdict = "hidden" if spec.tokens >= crossover else "exposed"
+        sentence = (
+            f"Communication of a block hides behind its compute from {three_digits(crossover)} tokens a micro-batch on;"
+            f" at this plan's {three_digits(spec.tokens)} its ratio to compute is"
+            f" {three_digits(number(mine, 'forward'))} forward and {three_digits(number(mine, 'backward'))} backward:"
+            f" {verdict}"
+        )
+    panels = (Panel(PHASES, kind="lines", limit=(1.0, "all of compute")),)
+    note = "" if spec.prefetch else "without prefetch no gather is hidden, whatever the ratio"
+    return Answer("overlap", "", spec, sentence, columns, table, panels, note=note)
+
+
+# ---- what travels
+
+
+def precision(spec: PlanSpec) -> Answer:
+    """What is computed with and reduced in: float32, bf16 with float32 masters, bf16 throughout."""
+    kinds = {
+        "fp32": dict(param_dtype="fp32", reduce_dtype="fp32", master_dtype="fp32"),
+        "bf16, fp32 reduction": dict(param_dtype="bf16", reduce_dtype="fp32", master_dtype="fp32"),
+        "bf16, bf16 reduction": dict(param_dtype="bf16", reduce_dtype="bf16", master_dtype="fp32"),
+        "bf16 without masters": dict(param_dtype="bf16", reduce_dtype="bf16", master_dtype="bf16"),
+    }
+    rows = [
+        _of(replace(spec, masters="slices", **kind), precision=name)  # type: ignore[arg-type]
+        for name, kind in kinds.items()
+    ]
+    columns, table = tabled(Column("precision"), rows, (PEAK, SENT, STEP, SPEED, FITS))
+    single, mixed, narrow, pure = rows
+    sentence = (
+        f"Computing in bf16 over fp32 masters takes a step from {seconds(number(single, STEP))} to"
+        f" {seconds(number(mixed, STEP))} and the peak from {_size(single)} to {_size(mixed)}; reducing in bf16 too"
+        f" sends {size(number(narrow, SENT))} instead of {size(number(mixed, SENT))}; without masters the peak is"
+        f" {_size(pure)}"
+    )
+    return Answer("precision", "", spec, sentence, columns, table, (memory_panel(spec), Panel((STEP,))))
+
+
+def accumulation(spec: PlanSpec) -> Answer:
+    """Micro-batches a step, of the same size: bytes a step, and throughput, beside what zero1 would send."""
+    rows = []
+    for count in (1, 2, 4, 8):
+        each = replace(spec, grad_accum=count)
+        once = plan_of(replace(each, strategy="zero1", shard_size=None))
+        rows.append(_of(each, **{"micro-batches": count, "sent by zero1": facts(once)[SENT]}))
+    columns, table = tabled(
+        Column("micro-batches", "count"), rows, (PEAK, SENT, Column("sent by zero1", "bytes"), STEP, SPEED, FITS)
+    )
+    one, *_, eight = rows
+    sentence = (
+        f"From 1 to 8 micro-batches a step {spec.strategy} sends {_sent(one)} and {_sent(eight)}, where zero1 sends"
+        f" {size(number(one, 'sent by zero1'))} and {size(number(eight, 'sent by zero1'))}; throughput goes from"
+        f" {_speed(one)} to {_speed(eight)} tokens/s a GPU and the peak from {_size(one)} to {_size(eight)}"
+    )
+    return Answer("accumulation", "", spec, sentence, columns, table, (Panel((SENT, "sent by zero1")), Panel((SPEED,))))
+
+
+def tensor(spec: PlanSpec) -> Answer:
+    """Tensor parallelism inside a node at the same micro-batch of each group: memory and throughput."""
+    rows = []
+    for ways in (1, 2, 4, 8):
+        try:
+            rows.append(_of(replace(spec, tensor_parallel=ways), **{"ranks of a group": ways}))
+        except PlanError:  # heads or GPUs that it does not divide
+            continue
+    columns, table = tabled(Column("ranks of a group", "count"), rows, (PEAK, ACTIVATIONS, STEP, EXPOSED, SPEED, FITS))
+    first, last = rows[0], rows[-1]
+    if len(rows) == 1:
+        sentence = (
+            f"Tensor parallelism cannot cut these heads over these GPUs; with groups of 1 the peak is {_size(first)}"
+        )
+    else:
+        best = max([row for row in rows if row[FITS]] or rows, key=lambda row: number(row, SPEED))
+        sentence = (
+            f"Groups of {last['ranks of a group']} lower the peak from {_size(first)} to {_size(last)}, and throughput"
+            f" goes from {_speed(first)} to {_speed(last)} tokens/s a GPU; groups of {best['ranks of a group']} are the"
+            f" fastest {'that fit' if best[FITS] else 'of these, and none fits'}"
+        )
+    return Answer("tensor", "", spec, sentence, columns, table, (memory_panel(spec), Panel((SPEED,))))
+
+
+# ---- shared
+
+
+def _of(spec: PlanSpec, **more: Value) -> dict[str, Value]:
+    return {**more, **facts(plan_of(spec))}
+
+
+def _size(row: Row) -> str:
+    return size(number(row, PEAK))
+
+
+def _sent(row: Row) -> str:
+    return size(number(row, SENT))
+
+
+def _speed(row: Row) -> str:
+    return three_digits(number(row, SPEED))
+
+
+def _exposed(row: Row) -> str:
+    return share(number(row, EXPOSED))
