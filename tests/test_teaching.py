@@ -33,7 +33,7 @@ from fsdplab.teaching.core.cell_runs import ranks_wanted
 from fsdplab.teaching.core.course_state import CheckFailed, current, open_course
 from fsdplab.teaching.core.exercise import Case, Choice, Exercise, Question, Trial, edited
 from fsdplab.teaching.core.on_ranks import with_plain_numbers
-from fsdplab.teaching.core.predictions import Prediction, calibration_of
+from fsdplab.teaching.core.predictions import Prediction, PredictionLocked, calibration_of
 from fsdplab.teaching.core.quantities import QuantityError, plain, quantity
 from fsdplab.teaching.core.run_submission import Tried
 from fsdplab.teaching.core.verdicts import Feedback, Verdict, first_difference
@@ -393,23 +393,39 @@ def test_a_verdict_reads_well_as_text_and_html():
 # --- predictions
 
 
-def test_a_prediction_keeps_its_default_until_it_is_changed(course):
-    prediction = Prediction("00.peak", "MB", 200, course.workspace)
-    assert (
-        str(prediction.score(100))
-        == "The stored default predicted 200 MB, measured 100 MB: 2.00 times the measurement (100 % high)."
-    )
-    assert calibration_of(course.workspace).scores == ()
+def test_a_prediction_is_empty_until_the_learner_writes_one(course):
+    prediction = Prediction("00.peak", "MB", course.workspace)
+    assert prediction.value is None and "write your own number" in str(predictions.standing(prediction))
     prediction.set("0.12 GB")
-    assert "You predicted 120 MB" in str(prediction.score("100 MB"))
-    again = Prediction("00.peak", "MB", 200, course.workspace)
-    assert (again.value, again.by_learner) == (120, True)
-    assert Prediction("00.peak", "GB", 1, course.workspace).value == 1, "another unit is another question"
+    assert "120 MB (your own number" in str(predictions.standing(prediction))
+    assert str(prediction.score("100 MB")).startswith("You predicted 120 MB, measured 100 MB: 1.20 times")
+    assert "120 MB (locked, measured 100 MB)" in str(predictions.standing(prediction))
+    assert Prediction("00.peak", "MB", course.workspace).value == 120
+    assert Prediction("00.peak", "GB", course.workspace).value is None, "another unit is another question"
+
+
+def test_a_number_that_comes_after_the_run_is_no_prediction(course):
+    prediction = Prediction("00.peak", "MB", course.workspace)
+    prediction.set(300)
+    prediction.lock()
+    with pytest.raises(PredictionLocked, match="its run has started"):
+        prediction.set(100)
+    assert prediction.score(100).predicted == 300
+    again = Prediction("00.peak", "MB", course.workspace)
+    assert again.locked and again.value == 300, "it stays what it was, also when the notebook is run again"
+    with pytest.raises(PredictionLocked):
+        again.set(100)
+
+
+def test_a_run_without_a_prediction_says_so_and_leaves_the_field_open(course):
+    score = Prediction("00.peak", "MB", course.workspace).score(100)
+    assert "No prediction, measured 100 MB" in str(score) and calibration_of(course.workspace).scores == ()
+    assert not Prediction("00.peak", "MB", course.workspace).locked
 
 
 def test_calibration_counts_the_learners_own_predictions(course):
     for name, predicted, measured in (("a", 4, 1), ("b", 1, 1), ("c", 1, 1.5)):
-        prediction = Prediction(name, "MB", 9, course.workspace)
+        prediction = Prediction(name, "MB", course.workspace)
         prediction.set(predicted)
         prediction.score(measured)
     found = calibration_of(course.workspace)
@@ -419,20 +435,42 @@ def test_calibration_counts_the_learners_own_predictions(course):
 
 
 def test_the_field_hands_its_number_to_the_prediction(course):
-    prediction, changes = Prediction("00.peak", "MB", 200, course.workspace), []
+    prediction, changes = Prediction("00.peak", "MB", course.workspace), []
     box = predictions.number_field(prediction, lambda: changes.append(str(predictions.standing(prediction))))
-    box.children[1].value = 321.0
-    assert (prediction.value, prediction.by_learner) == (321, True)
+    entry, complaint = box.children[1], box.children[3]
+    assert entry.value == "" and not entry.disabled, "nothing in it, so nothing is given away"
+    entry.value = "32 l"
+    assert prediction.value is None and "unknown unit" in complaint.value and changes == []
+    entry.value = "321"
+    assert prediction.value == 321 and complaint.value == ""
     assert changes == ["Prediction 00.peak: 321 MB (your own number: run on)"]
     assert Workspace(course.workspace.path).read("predictions.json")["00.peak"]["predicted"] == 321
+    prediction.lock()
+    entry.value = "5"
+    assert prediction.value == 321 and "is locked" in complaint.value
+    predictions.close(box, prediction)
+    assert entry.disabled
+
+
+def test_the_cell_that_scores_locks_before_it_runs(course, tmp_path):
+    shell = InteractiveShell.instance()
+    try:
+        shell.user_ns["predict"] = teaching.predict
+        shell.run_cell('peak = predict("00.peak", unit="MB"); other = predict("00.other", unit="MB")').raise_error()
+        shell.run_cell("peak.prediction.set(300)\n40 + 2  # a calculation may come between").raise_error()
+        assert not shell.user_ns["peak"].prediction.locked
+        shell.run_cell("locked = peak.prediction.locked, other.prediction.locked\npeak.score(100)").raise_error()
+        assert shell.user_ns["locked"] == (True, False)
+    finally:
+        InteractiveShell.clear_instance()
 
 
 def test_predict_runs_with_nobody_there(course, capsys):
     predicted = teaching.predict("00.peak", unit="MB", default=200, measured="0.1 GB")
     said = capsys.readouterr().out
-    assert predicted.value == 200 and "a stored default" in said and "2.00 times the measurement" in said
+    assert predicted.value is None and "200" not in said and "No prediction, measured 100 MB" in said
     with pytest.raises(QuantityError):
-        teaching.predict("00.peak", unit="elephants", default=2)
+        teaching.predict("00.peak", unit="elephants")
 
 
 # --- what a page keeps
