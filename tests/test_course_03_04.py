@@ -20,6 +20,10 @@ QUESTIONS = [item for item in ITEMS if isinstance(item, Question)]
 CHOICES = [item for item in ITEMS if isinstance(item, Choice)]
 RIGHT = {  # other right answers than the references
     "03.average_in_hook": {
+        "torch's own average": (
+            "import torch.distributed as dist\n\n\ndef average_in_hook(parameter):\n    dist.all_reduce(parameter.grad,"
+            " op=dist.ReduceOp.AVG)\n"
+        ),
         "divides first": (
             "import torch.distributed as dist\n\n\ndef average_in_hook(parameter):\n   "
             " parameter.grad.div_(dist.get_world_size())\n    dist.all_reduce(parameter.grad)\n"
@@ -73,6 +77,10 @@ RIGHT = {  # other right answers than the references
         ),
     },
     "04.rows_of": {
+        "numpy's numbers": (
+            "import numpy as np\n\n\ndef rows_of(rows, rank, n):\n    size = int(np.ceil(rows / n))\n    return"
+            " np.minimum(rank * size, rows), np.minimum((rank + 1) * size, rows)\n"
+        ),
         "as torch.chunk cuts": (
             "import torch\n\n\ndef rows_of(rows, rank, n):\n    blocks = list(torch.arange(rows).chunk(n))\n    if rank"
             " >= len(blocks):\n        return [rows, rows]\n    return [int(blocks[rank][0]), int(blocks[rank][-1]) +"
@@ -84,6 +92,11 @@ RIGHT = {  # other right answers than the references
         ),
     },
     "04.reduce_rows": {
+        "torch's own average": (
+            registry.find("04.reduce_rows")
+            .reference.replace("blocks)\n    mine", "blocks, op=dist.ReduceOp.AVG)\n    mine")
+            .replace("    mine.grad /= dist.get_world_size()\n", "")
+        ),
         "one tensor": (
             "import torch\nimport torch.distributed as dist\n\n\ndef reduce_rows(parameter, mine):\n    own ="
             " torch.empty_like(mine)\n    dist.reduce_scatter_tensor(own, parameter.grad)\n    mine.grad,"

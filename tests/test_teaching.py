@@ -7,22 +7,35 @@ from __future__ import annotations
 import importlib
 import sys
 
+import numpy as np
 import plotly.graph_objects as go
 import pytest
 import torch
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
-from fsdplab import teaching
+from fsdplab import RunSpec, teaching
 from fsdplab.figures import memory_by_category
 from fsdplab.records import RunRecord
 from fsdplab.teaching import collectives, tour
-from fsdplab.teaching.core import answers, checking, display, exploring, predictions, provenance, registry
+from fsdplab.teaching.core import (
+    answers,
+    checking,
+    display,
+    exploring,
+    on_ranks,
+    predictions,
+    provenance,
+    registry,
+    run_submission,
+)
 from fsdplab.teaching.core.cell_runs import ranks_wanted
 from fsdplab.teaching.core.course_state import CheckFailed, current, open_course
-from fsdplab.teaching.core.exercise import Choice, Question, edited
-from fsdplab.teaching.core.predictions import Prediction, calibration_of
-from fsdplab.teaching.core.quantities import QuantityError, quantity
+from fsdplab.teaching.core.exercise import Case, Choice, Exercise, Question, Trial, edited
+from fsdplab.teaching.core.on_ranks import with_plain_numbers
+from fsdplab.teaching.core.predictions import Prediction, PredictionLocked, calibration_of
+from fsdplab.teaching.core.quantities import QuantityError, plain, quantity
+from fsdplab.teaching.core.run_submission import Tried
 from fsdplab.teaching.core.verdicts import Feedback, Verdict, first_difference
 from fsdplab.teaching.core.workspace import Workspace, WorkspaceError, checked_id, load_function
 from fsdplab.teaching.lessons.nb01_collectives.timings import Timing
@@ -75,13 +88,20 @@ RUNS = [
         ("50 %", "x", 0.5),
         ("20 ms", "s", 0.02),
         (torch.tensor(2.0), "MB", 2),
+        (np.float32(2), "MB", 2),
+        (np.int64(36), "MB", 36),
+        (np.array([3]), "MB", 3),
+        (torch.tensor([4]), "MB", 4),
     ],
 )
 def test_a_quantity_is_read_in_the_asked_unit(value, unit, expected):
     assert quantity(value, unit) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("value", ["many", "", "36 MB/s", "36 parsec", "3 s", None, True, [1], "12 MB 4"])
+@pytest.mark.parametrize(
+    "value",
+    ["many", "", "36 MB/s", "36 parsec", "3 s", None, True, np.True_, [1], "12 MB 4", np.ones(2), torch.ones(2), 1j],
+)
 def test_a_quantity_that_measures_something_else_is_refused(value):
     with pytest.raises(QuantityError):
         quantity(value, "MB")
@@ -270,6 +290,35 @@ def test_an_untouched_stub_is_not_run(course):
     assert "still the stub" in str(verdict) and course.workspace.failed_tries(exercise.id) == 0
 
 
+# --- pure functions, called in this process
+
+DOUBLE = Exercise(
+    "78.double", "Double", "Double it.", "", "def double(x):\n    return 2 * x\n", ("a", "b", "c"),
+    cases=lambda: [Case("one", ((1,), (2,)), (2, 4))], pure=True, time_limit=0.3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "body,says",
+    [
+        ("return 2 * x", None),
+        ("return 2", "returns a wrong value for rank 1"),
+        ("return x / 0", "ZeroDivisionError"),
+        ("print('two')", "it printed 'two'"),
+        ("while True:\n        x += 1", "it stood in 78.double.py, line"),
+        ("return np.int64(2 * x)", "its own imports"),
+        ("import numpy\n    return numpy.int64(2 * x)", None),
+    ],
+)
+def test_a_pure_function_is_judged_without_ranks(course, monkeypatch, body, says):
+    monkeypatch.setattr(run_submission, "call_on_ranks", None)
+    path = course.workspace.save("78.double", f"def double(x):\n    {body}\n")
+    feedback = checking.judge(DOUBLE, run_submission.try_one(DOUBLE, path, course.workspace))
+    assert feedback is None if says is None else says in f"{feedback.headline} {feedback.got} {feedback.cause}"
+    if says and "it stood" in says:
+        assert feedback.cause == "a loop that never ends" and "did not return within 0.3 s" in feedback.headline
+
+
 # --- differences and verdicts
 
 
@@ -296,6 +345,10 @@ def test_an_untouched_stub_is_not_run(course):
         ({"a": 1}, [1], 0, "type", None),
         (1.0, 1.0005, 1e-3, None, None),
         (1.0, "1", 0, "value", None),
+        (3, np.int64(3), 0, None, None),
+        ([3, 1.5], (np.int32(3), np.float32(1.5)), 0, None, None),
+        ({"steps": 3}, {"steps": np.int64(4)}, 0, "value", None),
+        (True, np.True_, 0, None, None),
         ("a", "b", 0, "value", None),
         ("a", None, 0, "type", None),
         (True, False, 0, "value", None),
@@ -304,6 +357,26 @@ def test_an_untouched_stub_is_not_run(course):
 def test_the_first_difference(expected, got, tolerance, problem, index):
     found = first_difference(expected, got, tolerance)
     assert (found.problem if found else None, found.index if found else None) == (problem, index)
+
+
+def test_numpys_numbers_are_numbers():
+    """In settings that a learner returns, and in what a rank sends back, whatever they are inside."""
+    settings = {"steps": np.int64(3), "rate": [np.float32(0.5)], "ranks": {np.int64(1)}, "deep": ({"x": np.True_},)}
+    as_python = {"steps": 3, "rate": [0.5], "ranks": {1}, "deep": ({"x": True},)}
+    assert repr(plain(settings)) == repr(as_python) and repr(on_ranks.portable(settings["deep"])) == "[{'x': True}]"
+    assert with_plain_numbers(lambda: settings)() == as_python
+    whole = torch.ones(2)
+    assert plain([whole])[0] is whole
+    assert RunSpec(**plain({"steps": np.int64(3), "learning_rate": np.float64(1e-3)})).steps == 3
+
+
+def test_a_wrong_answer_reads_well(course):
+    """Not "leads to a wrong keys"."""
+    exercise = registry.find("04.reduce_rows")
+    case = exercise.cases()[0]
+    trials = [Trial(rank, {"mine.grad": 1}, "", ()) for rank in range(3)]
+    headline = checking.judge(exercise, Tried((case,), (tuple(trials),))).headline
+    assert "leads to a dict with other keys on rank 0" in headline
 
 
 def test_a_verdict_reads_well_as_text_and_html():
@@ -320,23 +393,39 @@ def test_a_verdict_reads_well_as_text_and_html():
 # --- predictions
 
 
-def test_a_prediction_keeps_its_default_until_it_is_changed(course):
-    prediction = Prediction("00.peak", "MB", 200, course.workspace)
-    assert (
-        str(prediction.score(100))
-        == "The stored default predicted 200 MB, measured 100 MB: 2.00 times the measurement (100 % high)."
-    )
-    assert calibration_of(course.workspace).scores == ()
+def test_a_prediction_is_empty_until_the_learner_writes_one(course):
+    prediction = Prediction("00.peak", "MB", course.workspace)
+    assert prediction.value is None and "write your own number" in str(predictions.standing(prediction))
     prediction.set("0.12 GB")
-    assert "You predicted 120 MB" in str(prediction.score("100 MB"))
-    again = Prediction("00.peak", "MB", 200, course.workspace)
-    assert (again.value, again.by_learner) == (120, True)
-    assert Prediction("00.peak", "GB", 1, course.workspace).value == 1, "another unit is another question"
+    assert "120 MB (your own number" in str(predictions.standing(prediction))
+    assert str(prediction.score("100 MB")).startswith("You predicted 120 MB, measured 100 MB: 1.20 times")
+    assert "120 MB (locked, measured 100 MB)" in str(predictions.standing(prediction))
+    assert Prediction("00.peak", "MB", course.workspace).value == 120
+    assert Prediction("00.peak", "GB", course.workspace).value is None, "another unit is another question"
+
+
+def test_a_number_that_comes_after_the_run_is_no_prediction(course):
+    prediction = Prediction("00.peak", "MB", course.workspace)
+    prediction.set(300)
+    prediction.lock()
+    with pytest.raises(PredictionLocked, match="its run has started"):
+        prediction.set(100)
+    assert prediction.score(100).predicted == 300
+    again = Prediction("00.peak", "MB", course.workspace)
+    assert again.locked and again.value == 300, "it stays what it was, also when the notebook is run again"
+    with pytest.raises(PredictionLocked):
+        again.set(100)
+
+
+def test_a_run_without_a_prediction_says_so_and_leaves_the_field_open(course):
+    score = Prediction("00.peak", "MB", course.workspace).score(100)
+    assert "No prediction, measured 100 MB" in str(score) and calibration_of(course.workspace).scores == ()
+    assert not Prediction("00.peak", "MB", course.workspace).locked
 
 
 def test_calibration_counts_the_learners_own_predictions(course):
     for name, predicted, measured in (("a", 4, 1), ("b", 1, 1), ("c", 1, 1.5)):
-        prediction = Prediction(name, "MB", 9, course.workspace)
+        prediction = Prediction(name, "MB", course.workspace)
         prediction.set(predicted)
         prediction.score(measured)
     found = calibration_of(course.workspace)
@@ -346,20 +435,42 @@ def test_calibration_counts_the_learners_own_predictions(course):
 
 
 def test_the_field_hands_its_number_to_the_prediction(course):
-    prediction, changes = Prediction("00.peak", "MB", 200, course.workspace), []
+    prediction, changes = Prediction("00.peak", "MB", course.workspace), []
     box = predictions.number_field(prediction, lambda: changes.append(str(predictions.standing(prediction))))
-    box.children[1].value = 321.0
-    assert (prediction.value, prediction.by_learner) == (321, True)
+    entry, complaint = box.children[1], box.children[3]
+    assert entry.value == "" and not entry.disabled, "nothing in it, so nothing is given away"
+    entry.value = "32 l"
+    assert prediction.value is None and "unknown unit" in complaint.value and changes == []
+    entry.value = "321"
+    assert prediction.value == 321 and complaint.value == ""
     assert changes == ["Prediction 00.peak: 321 MB (your own number: run on)"]
     assert Workspace(course.workspace.path).read("predictions.json")["00.peak"]["predicted"] == 321
+    prediction.lock()
+    entry.value = "5"
+    assert prediction.value == 321 and "is locked" in complaint.value
+    predictions.close(box, prediction)
+    assert entry.disabled
+
+
+def test_the_cell_that_scores_locks_before_it_runs(course, tmp_path):
+    shell = InteractiveShell.instance()
+    try:
+        shell.user_ns["predict"] = teaching.predict
+        shell.run_cell('peak = predict("00.peak", unit="MB"); other = predict("00.other", unit="MB")').raise_error()
+        shell.run_cell("peak.prediction.set(300)\n40 + 2  # a calculation may come between").raise_error()
+        assert not shell.user_ns["peak"].prediction.locked
+        shell.run_cell("locked = peak.prediction.locked, other.prediction.locked\npeak.score(100)").raise_error()
+        assert shell.user_ns["locked"] == (True, False)
+    finally:
+        InteractiveShell.clear_instance()
 
 
 def test_predict_runs_with_nobody_there(course, capsys):
     predicted = teaching.predict("00.peak", unit="MB", default=200, measured="0.1 GB")
     said = capsys.readouterr().out
-    assert predicted.value == 200 and "a stored default" in said and "2.00 times the measurement" in said
+    assert predicted.value is None and "200" not in said and "No prediction, measured 100 MB" in said
     with pytest.raises(QuantityError):
-        teaching.predict("00.peak", unit="elephants", default=2)
+        teaching.predict("00.peak", unit="elephants")
 
 
 # --- what a page keeps

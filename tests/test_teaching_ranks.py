@@ -66,7 +66,20 @@ def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
 
 
 def wrong(exercise: str, ends: str) -> Wrong:
-    return next(known for known in registry.find(exercise).wrong if known.ends == ends)
+    return [known for known in registry.find(exercise).wrong if known.ends == ends][-1]
+
+
+@pytest.mark.parametrize("name", ["sends past the last rank", "receives from before the first"])
+def test_a_message_to_no_rank_is_explained(workspace, name):
+    """gloo ends the process with SIGSEGV; the call is refused before."""
+    exercise = registry.find("01.ring_all_gather")
+    known = next(known for known in exercise.wrong if known.name == name)
+    path = Workspace(workspace.path / "nobody").save(exercise.id, known.source)
+    feedback = checking.judge(exercise, run_submission.try_one(exercise, path, workspace))
+    assert known.says in feedback.cause
+    assert (
+        "which does not exist: there are ranks 0 to 2" in feedback.got and 'ring_all_gather.py", line 1' in feedback.got
+    )
 
 
 def test_a_check_that_raises_shows_the_learners_line_and_unlocks_a_hint(course):

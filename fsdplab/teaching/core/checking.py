@@ -1,4 +1,5 @@
-"""`check`, `hint`, `solution`: run the learner's saved function on real ranks and report the result.
+"""`check`, `hint`, `solution`: run the learner's saved function, on real ranks where it sends something, and report
+the result.
 
 `judge` is pure: it turns the ranks' results or failure into feedback, or None where all is right. Values are compared
 first, then the exercise's rules look at the calls that were counted. Time is never judged.
@@ -13,6 +14,7 @@ from typing import Any
 
 from fsdplab.sessions import Failure, RanksFailed
 
+from .comm_log import NoSuchRank
 from .course_state import CheckFailed, current
 from .display import Note, present
 from .exercise import Case, Choice, Exercise, Question, Trial
@@ -22,6 +24,7 @@ from .run_submission import Tried, try_one
 from .verdicts import Difference, Feedback, Verdict, first_difference
 from .workspace import Workspace, fingerprint, load_function
 
+_WRONG = {"keys": "a dict with other keys", "type": "something of another type"}
 GRADES = ("a nudge", "a pointer", "nearly the solution")
 
 
@@ -43,7 +46,8 @@ def grade(exercise: str, hints: int = 0) -> Verdict:
     feedback = judge(found, try_one(found, workspace.file_of(exercise), workspace))
     if feedback is None:
         workspace.note_pass(exercise, source or "")
-        return Verdict(exercise, None, f"Right on {found.world_size} ranks, in every case.")
+        where = "" if found.pure else f" on {found.world_size} ranks,"
+        return Verdict(exercise, None, f"Right{where} in every case.")
     return failed(found, feedback, workspace, hints)
 
 
@@ -130,7 +134,9 @@ def judge(exercise: Exercise, outcome: Tried | RanksFailed) -> Feedback | None:
 def _feedback_on_difference(exercise: Exercise, case: Case, trial: Trial, difference: Difference) -> Feedback:
     step, cause = exercise.explain(case, trial, difference)
     verb = "leads to" if exercise.driver else "returns"
-    headline = f"{exercise.function} {verb} a wrong {difference.problem} on rank {trial.rank} (case: {case.name})."
+    what = _WRONG.get(difference.problem, f"a wrong {difference.problem}")
+    where = "" if exercise.world_size == 1 else f" {'for' if exercise.pure else 'on'} rank {trial.rank}"
+    headline = f"{exercise.function} {verb} {what}{where} (case: {case.name})."
     if trial.returned is None:
         printed = f"; it printed {trial.printed.split()[0]!r} ..." if trial.printed.split() else ""
         headline = f"{exercise.function} returns nothing (case: {case.name})."
@@ -142,13 +148,12 @@ def _feedback_on_difference(exercise: Exercise, case: Case, trial: Trial, differ
 
 
 def _feedback_on_failure(exercise: Exercise, report: Failure) -> Feedback:
-    expected, got = f"every rank returns from {exercise.function}", report.message.splitlines()[0]
+    who, hung = ("every rank", exercise.hung) if not exercise.pure else ("the call", "a loop that never ends")
+    expected, got = f"{who} returns from {exercise.function}", report.message.splitlines()[0]
     step = None if report.step is None else str(report.step)
     if StillWaiting.__name__ in got:
         headline = f"{exercise.function} did not return within {exercise.time_limit:g} s."
-        return Feedback(
-            headline, expected, got.partition(f"{StillWaiting.__name__}: ")[2], exercise.hung, report.rank, step
-        )
+        return Feedback(headline, expected, got.partition(f"{StillWaiting.__name__}: ")[2], hung, report.rank, step)
     if LeftUnfinished.__name__ in got:
         cause = (
             "a message was begun and never waited for: call `.wait()` on what isend and irecv return, before you"
@@ -198,6 +203,11 @@ def _last_frames(report: Failure) -> str:
 
 def _why_raised(report: Failure) -> str:
     error = (report.traceback or report.message).strip().splitlines()[-1]
+    if NoSuchRank.__name__ in error:
+        return (
+            "the ring is not closed: after the last rank comes rank 0, and before rank 0 the last one, so take"
+            " `(rank + 1) % n` and `(rank - 1) % n`"
+        )
     if "NameError" in error and re.search("'(rank|world_size)'", error):
         return (
             "`rank` and `world_size` are there in `%%ranks` cells only: ask `dist.get_rank()` and"

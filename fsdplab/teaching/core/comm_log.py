@@ -6,10 +6,11 @@ The log uses Python's dispatcher, which sees every c10d operation, so it does no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .exercise import Call
@@ -34,6 +35,28 @@ _KINDS = {
 }
 
 
+class NoSuchRank(ValueError):
+    """A message to or from a rank that the group does not have; gloo would end the process without a word."""
+
+
+_TO_ONE_RANK = {"reduce", "gather"}
+_ANYTHING_ELSE = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "send"}
+
+
+def to_one_rank_only(calls: Iterable[Call]) -> str:
+    """The likely cause where only `dist.reduce` or `dist.gather` was called, which leave a result on one rank alone;
+    else nothing.
+    """
+    kinds = {call.kind for call in calls if call.nbytes > 1}  # a driver's marks are broadcasts of one byte
+    if not kinds & _TO_ONE_RANK or kinds & _ANYTHING_ELSE:
+        return ""
+    used = (kinds & _TO_ONE_RANK).pop()
+    return (
+        f"`dist.{used}` leaves its result on one rank only (`dst`); here every rank needs one, so take a collective"
+        " that gives all ranks something: all_reduce the whole sum, reduce_scatter its own rows, all_gather all rows"
+    )
+
+
 class WireLog(TorchDispatchMode):
     """`with WireLog() as log: ...`, then `log.calls`: one `Call` an operation, in the order of issue.
 
@@ -47,9 +70,20 @@ class WireLog(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name = func.__name__.split(".")[0]
-            peer = args[2] if name in ("send", "recv_") else None
+            peer = _existing(args[2], name) if name in ("send", "recv_") else None
             self.calls.append(Call(_KINDS.get(name, name), _bytes_of(args[0]), peer))
         return func(*args, **(kwargs or {}))
+
+
+def _existing(peer: int, name: str) -> int:
+    """The peer's rank; NoSuchRank where there is none of that number."""
+    if 0 <= peer < dist.get_world_size():
+        return peer
+    way = "send to" if name == "send" else "receive from"
+    raise NoSuchRank(
+        f"rank {dist.get_rank()} tried to {way} rank {peer}, which does not exist: there are ranks 0 to"
+        f" {dist.get_world_size() - 1}"
+    )
 
 
 def _bytes_of(argument: object) -> int:

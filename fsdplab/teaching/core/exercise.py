@@ -76,6 +76,8 @@ class Exercise:
     judges the counted calls, once all values are right. `time_limit` is for one case, in seconds from a common start of
     the ranks; `hung` is the likely cause where it passes. `driver` names a file and a function in it, `driver(function,
     *arguments)`, for exercises whose function is not simply called (a hook that must be attached to a model first).
+    A `pure` function sends nothing and needs no rank of its own: it is called in the notebook's process, once for each
+    of `world_size` tuples of arguments, and its verdict is there at once.
     """
 
     id: str
@@ -93,6 +95,7 @@ class Exercise:
     tolerance: float = 0.0
     time_limit: float = 12.0
     driver: tuple[str, str] | None = None
+    pure: bool = False
 
     def __post_init__(self) -> None:
         checked_id(self.id)

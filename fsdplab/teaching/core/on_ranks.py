@@ -7,11 +7,13 @@ back. Imports torch only, so that ranks start quickly.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import sys
 import threading
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import torch.distributed as dist
 
 from fsdplab.sessions.staying.cell_code import FRESH_TITLE, cell_namespace, run_source
 from fsdplab.teaching.core.comm_log import WireLog
+from fsdplab.teaching.core.quantities import plain
 from fsdplab.teaching.core.workspace import Workspace, load_function
 
 GRACE = 2.0  # seconds more than the function's limit: a rank still inside it reports first, with the line
@@ -45,13 +48,27 @@ def call_recorded(payload: dict[str, Any]) -> list[list[dict[str, Any]]]:
 
 
 def _run_program(program: dict[str, Any]) -> list[dict[str, Any]]:
-    function = load_function(Path(program["path"]), program["function"])
-    call: Callable[..., Any] = function
-    if program["driver"]:
-        file, name = program["driver"]
-        drive = load_function(Path(file), name)
-        call = lambda *arguments: drive(function, *arguments)  # noqa: E731
+    function = with_plain_numbers(load_function(Path(program["path"]), program["function"]))
+    call = with_driver(function, program["driver"])
     return [_run_case(call, by_rank[dist.get_rank()], program) for by_rank in program["arguments"]]
+
+
+def with_driver(function: Callable[..., Any], driver: tuple[str, str] | None) -> Callable[..., Any]:
+    """The call of one case: the function itself, or `driver(function, ...)` where the exercise names one."""
+    if driver is None:
+        return function
+    file, name = driver
+    return functools.partial(load_function(Path(file), name), function)
+
+
+def with_plain_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with numpy's numbers in what it returns as Python's own, before a driver reads them."""
+
+    @functools.wraps(function)
+    def called(*arguments: Any) -> Any:
+        return plain(function(*arguments))
+
+    return called
 
 
 def _run_case(call: Callable[..., Any], arguments: tuple[Any, ...], program: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +79,7 @@ def _run_case(call: Callable[..., Any], arguments: tuple[Any, ...], program: dic
     with _given_up_after(program["time_limit"] + GRACE, program["path"]):
         dist.barrier()  # no rank begins the next case while a slow one still receives messages
     calls = [(call.kind, call.nbytes, call.peer) for call in log.calls]
-    return {"returned": _portable(returned), "printed": printed.getvalue(), "calls": calls}
+    return {"returned": portable(returned), "printed": printed.getvalue(), "calls": calls}
 
 
 @contextlib.contextmanager
@@ -81,24 +98,33 @@ def _give_up(seconds: float, path: str) -> None:
     """Report the main thread's current line as an uncaught error, which ends the rank."""
     main = threading.main_thread().ident
     assert main is not None, "the main thread has started"
-    stack = traceback.extract_stack(sys._current_frames()[main])
-    own = [f"{Path(path).name}, line {frame.lineno}: {frame.line}" for frame in stack if frame.filename == path]
+    where = waited(seconds, path, sys._current_frames()[main])
     error: StillWaiting | LeftUnfinished
-    if own:
-        error = StillWaiting(f"no return after {seconds:g} s; it stood in {own[-1]}")
+    if where:
+        error = StillWaiting(where)
     else:
         error = LeftUnfinished(f"it returned, but {seconds:g} s later the ranks could still not meet")
     sys.excepthook(type(error), error, None)
 
 
-def _portable(value: Any) -> Any:
-    """The value in a form that can be sent: tensors without views, unknown objects by their type's name."""
+def waited(seconds: float, path: str, frame: types.FrameType | None) -> str:
+    """`"no return after 8 s; it stood in 01.ring.py, line 9: dist.recv(...)"`; nothing where no frame is the file's."""
+    stack = traceback.extract_stack(frame)
+    own = [f"{Path(path).name}, line {each.lineno}: {each.line}" for each in stack if each.filename == path]
+    return f"no return after {seconds:g} s; it stood in {own[-1]}" if own else ""
+
+
+def portable(value: Any) -> Any:
+    """The value in a form that can be sent: tensors without views, numpy's numbers as Python's own, unknown objects by
+    their type's name.
+    """
+    value = plain(value)
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {key: _portable(item) for key, item in value.items()}
+        return {key: portable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_portable(item) for item in value]
+        return [portable(item) for item in value]
     known = value is None or isinstance(value, (bool, int, float, str))
     return value if known else f"<{type(value).__name__}>"
 

@@ -1,13 +1,15 @@
-"""Predictions: a number with a stored default, its score, and the learner's calibration. With the default a notebook
-also runs unattended.
+"""Predictions: a number that the learner writes before a run, locked when the run starts and scored after it.
 
 Predicting before measuring is half of the course, so the record is kept: over many predictions a learner sees whether
-they guess high or low, and how far. Only predictions that the learner changed count.
+they guess high or low, and how far. The field is empty at first, since any number in it would be a hint. Without a
+number a notebook still runs, unattended too; the score then says that none was predicted.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -15,77 +17,93 @@ from typing import TYPE_CHECKING, Any
 
 from .course_state import current
 from .display import Note, Table, present, present_live, present_widget, table
-from .quantities import kind_of, quantity, shown
+from .quantities import QuantityError, kind_of, quantity, shown
 from .workspace import Workspace
 
 if TYPE_CHECKING:
     import ipywidgets
 
 FILE = "predictions.json"
+_SCORES = re.compile(r"\b(\w+)\.score\(")
+
+
+class PredictionLocked(RuntimeError):
+    """A number that comes after its run has started is no prediction."""
 
 
 @dataclass
 class Prediction:
-    """One quantity to predict; `value` starts at what was stored earlier, else at the default."""
+    """One quantity to predict. `value` is the learner's number, also from an earlier day, or None."""
 
     name: str
     unit: str
-    default: float
     workspace: Workspace = field(repr=False)
-    value: float = field(init=False)
-    by_learner: bool = field(init=False)
+    value: float | None = field(init=False, default=None)
+    measured: float | None = field(init=False, default=None)
+    locked: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         kind_of(self.unit)  # an unknown unit is an error here, not at the score
-        self.default = quantity(self.default, self.unit)
         stored = self.workspace.read(FILE).get(self.name, {})
-        self.by_learner = stored.get("unit") == self.unit and bool(stored.get("by_learner"))
-        self.value = float(stored["predicted"]) if self.by_learner else self.default
+        if stored.get("unit") == self.unit and stored.get("by_learner"):
+            self.value, self.measured = stored["predicted"], stored["measured"]
+            self.locked = self.measured is not None
 
     def set(self, value: float | str) -> None:
-        """The learner's own number, stored at once; any earlier score no longer applies."""
+        """The learner's own number, stored at once; QuantityError where it is none, PredictionLocked once the run has
+        started.
+        """
+        if self.locked:
+            raise PredictionLocked(f"prediction {self.name} is locked: its run has started")
         self.value = quantity(value, self.unit)
-        self.by_learner = True
-        self._store(measured=None)
+        self._store()
+
+    def lock(self) -> None:
+        """The run starts: the number stays as it is."""
+        self.locked = True
 
     def score(self, measured: float | str) -> Score:
         """Compare with the measurement and keep the result."""
-        reached = quantity(measured, self.unit)
-        self._store(measured=reached)
-        return Score(self.name, self.unit, self.value, reached, self.by_learner)
+        self.lock()
+        self.measured = quantity(measured, self.unit)
+        self._store()
+        return Score(self.name, self.unit, self.value, self.measured)
 
-    def _store(self, measured: float | None) -> None:
+    def _store(self) -> None:
         kept = self.workspace.read(FILE)
         kept[self.name] = {
             "unit": self.unit,
             "predicted": self.value,
-            "measured": measured,
-            "by_learner": self.by_learner,
+            "measured": self.measured,
+            "by_learner": self.value is not None,
         }
         self.workspace.write(FILE, kept)
 
 
 @dataclass(frozen=True, repr=False)
 class Score:
-    """A prediction beside its measurement: `Score("peak", "MB", 300, 240, True).ratio == 1.25`."""
+    """A prediction beside its measurement: `Score("peak", "MB", 300, 240).ratio == 1.25`; `predicted` may be None."""
 
     name: str
     unit: str
-    predicted: float
+    predicted: float | None
     measured: float
-    by_learner: bool
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured; infinite where nothing was measured."""
+        """Predicted over measured; infinite where nothing was measured, NaN where nothing was predicted."""
+        if self.predicted is None:
+            return math.nan
         return self.predicted / self.measured if self.measured else math.inf
 
     def __str__(self) -> str:
-        whose = "You predicted" if self.by_learner else "The stored default predicted"
-        return (
-            f"{whose} {shown(self.predicted, self.unit)}, measured {shown(self.measured, self.unit)}:"
-            f" {compared(self.ratio)}."
-        )
+        reached = f"measured {shown(self.measured, self.unit)}"
+        if self.predicted is None:
+            return (
+                f"No prediction, {reached}. Next time put a number into the field before you run on: a wrong guess"
+                " teaches more than none."
+            )
+        return f"You predicted {shown(self.predicted, self.unit)}, {reached}: {compared(self.ratio)}."
 
     __repr__ = __str__
 
@@ -126,7 +144,7 @@ def calibration_of(workspace: Workspace) -> Calibration:
     """Every scored prediction that the learner made, by name."""
     kept = sorted(workspace.read(FILE).items())
     scored = [(name, row) for name, row in kept if row["by_learner"] and row["measured"] is not None]
-    return Calibration(tuple(Score(name, row["unit"], row["predicted"], row["measured"], True) for name, row in scored))
+    return Calibration(tuple(Score(name, row["unit"], row["predicted"], row["measured"]) for name, row in scored))
 
 
 # ---- on the page
@@ -135,52 +153,109 @@ def calibration_of(workspace: Workspace) -> Calibration:
 class Predicted:
     """A prediction on the page: call `.score(measured)` after the measurement."""
 
-    def __init__(self, prediction: Prediction) -> None:
-        self.prediction = prediction
+    def __init__(self, prediction: Prediction, refresh: Callable[[], None] = lambda: None) -> None:
+        self.prediction, self._refresh = prediction, refresh
 
     @property
-    def value(self) -> float:
-        """The number in the field, in the prediction's unit."""
+    def value(self) -> float | None:
+        """The number in the field, in the prediction's unit; None where there is none."""
         return self.prediction.value
+
+    def lock(self) -> None:
+        """The run starts: the field takes no other number."""
+        self.prediction.lock()
+        self._refresh()
 
     def score(self, measured: float | str) -> None:
         """Print the prediction beside the measurement (a number in the prediction's unit, or a text with its own)."""
-        print(self.prediction.score(measured))
+        score = self.prediction.score(measured)
+        self._refresh()
+        print(score)
 
 
-def predict(name: str, unit: str, default: float, measured: float | str | None = None) -> Predicted:
-    """Show a field for a number to predict and return it for scoring: `peak = predict("00.peak", unit="MB",
-    default=500)`.
+def predict(name: str, unit: str, default: object = None, measured: float | str | None = None) -> Predicted:
+    """Show an empty field for a number to predict and return it for scoring: `peak = predict("00.peak", unit="MB")`.
 
-    With `measured`, the prediction is scored at once. A number entered earlier under this name comes back.
+    The field is locked when a cell with `peak.score(` starts. With `measured`, the prediction is scored at once. A
+    number entered earlier under this name comes back. `default` is not shown: notebooks written before still name one.
     """
-    prediction = Prediction(name, unit, default, current().workspace)
-    present_widget(lambda: number_field(prediction, lambda: update(standing(prediction))))
+    prediction = Prediction(name, unit, current().workspace)
+    refreshers: list[Callable[[], None]] = []
+
+    def refresh() -> None:
+        for each in refreshers:
+            each()
+
+    def widget() -> ipywidgets.HBox:
+        box = number_field(prediction, refresh)
+        refreshers.append(lambda: close(box, prediction))
+        return box
+
+    present_widget(widget)
     update = present_live(standing(prediction))
-    predicted = Predicted(prediction)
+    refreshers.append(lambda: update(standing(prediction)))
+    _lock_when_scored()
+    predicted = Predicted(prediction, refresh)
     if measured is not None:
         predicted.score(measured)
     return predicted
 
 
+def _lock_when_scored() -> None:
+    """Before a cell that scores a prediction runs, lock that prediction; without IPython its score does."""
+    loaded = sys.modules.get("IPython")
+    shell = loaded.get_ipython() if loaded else None
+    if shell is not None and lock_scored not in shell.events.callbacks["pre_run_cell"]:
+        shell.events.register("pre_run_cell", lock_scored)
+
+
+def lock_scored(cell: Any) -> None:
+    """Lock the predictions that a cell is about to score: those before `.score(` in its text."""
+    names = sys.modules["IPython"].get_ipython().user_ns
+    for name in _SCORES.findall(cell.raw_cell or ""):
+        if isinstance(names.get(name), Predicted):
+            names[name].lock()
+
+
 def number_field(prediction: Prediction, changed: Callable[[], None]) -> ipywidgets.HBox:
-    """The field and its unit; a change goes to the prediction at once, then `changed` is called."""
+    """The field, its unit and what is wrong with it; a number goes to the prediction at once, then `changed` is
+    called.
+    """
     import ipywidgets
 
-    entry = ipywidgets.FloatText(value=prediction.value, layout={"width": "9em"})
+    entry = ipywidgets.Text(
+        value="" if prediction.value is None else f"{prediction.value:g}", placeholder="your number",
+        disabled=prediction.locked, layout={"width": "9em"},
+    )  # fmt: skip
+    complaint = ipywidgets.Label("")
 
     def take(change: Any) -> None:
-        prediction.set(change["new"])
+        try:
+            prediction.set(change["new"])
+        except (QuantityError, PredictionLocked) as error:
+            complaint.value = str(error) if change["new"] else ""
+            return
+        complaint.value = ""
         changed()
 
     entry.observe(take, names="value")
-    return ipywidgets.HBox([ipywidgets.Label("Your prediction:"), entry, ipywidgets.Label(prediction.unit)])
+    return ipywidgets.HBox([ipywidgets.Label("Your prediction:"), entry, ipywidgets.Label(prediction.unit), complaint])
+
+
+def close(box: ipywidgets.HBox, prediction: Prediction) -> None:
+    """Let the field take no number once the prediction is locked."""
+    box.children[1].disabled = prediction.locked
 
 
 def standing(prediction: Prediction) -> Note:
     """The state of a prediction, in one line that stays in the saved notebook."""
-    source = "your own number: run on" if prediction.by_learner else "a stored default: put your own number first"
-    return Note((f"Prediction {prediction.name}: {shown(prediction.value, prediction.unit)} ({source})",))
+    value = prediction.value
+    if value is None:
+        state = "none was made" if prediction.locked else "write your own number before you run on"
+        return Note((f"Prediction {prediction.name}: {state}",))
+    state = "locked" if prediction.locked else "your own number: run on"
+    scored = "" if prediction.measured is None else f", measured {shown(prediction.measured, prediction.unit)}"
+    return Note((f"Prediction {prediction.name}: {shown(value, prediction.unit)} ({state}{scored})",))
 
 
 def calibration() -> None:
@@ -190,9 +265,11 @@ def calibration() -> None:
 
 def calibration_table(found: Calibration) -> Table | Note:
     """The calibration as a table whose caption is the summary; a note where there is nothing to show yet."""
-    rows = [[s.name, shown(s.predicted, s.unit), shown(s.measured, s.unit), f"{s.ratio:.2f}"] for s in found.scores]
+    rows = [
+        [s.name, shown(s.predicted or 0.0, s.unit), shown(s.measured, s.unit), f"{s.ratio:.2f}"] for s in found.scores
+    ]
     if not rows:
-        return Note(("No prediction of your own yet: change a number field, then run on.",))
+        return Note(("No prediction of your own yet: write a number into a field, then run on.",))
     caption = (
         f"{found.within_two} of {len(rows)} within a factor of two; on average {found.bias:.2f} times the measurement."
     )

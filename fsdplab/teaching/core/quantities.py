@@ -7,6 +7,9 @@ is in the question's own unit, a text carries its unit, and the two must measure
 from __future__ import annotations
 
 import re
+from typing import Any
+
+import numpy as np
 
 _SCALES = {
     "bytes": {
@@ -45,9 +48,33 @@ def quantity(value: float | str, unit: str) -> float:
     """The value in `unit`: `quantity("36 MB", "kB") == 36000`, `quantity(5, "kB") == 5`; QuantityError otherwise."""
     if isinstance(value, str):
         return _written(value, unit)
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
+    number = single_number(value)
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise QuantityError(f'expected a number or a text such as "12 {unit}", got {value!r} ({type(value).__name__})')
-    return float(value)
+    return float(number)
+
+
+def single_number(value: Any) -> Any:
+    """A numpy number, or a tensor or array that holds one number, as Python's own; anything else as it is."""
+    if isinstance(value, np.generic) or (hasattr(value, "item") and getattr(value, "size", None) == 1):
+        return value.item()
+    is_one = hasattr(value, "numel") and hasattr(value, "item") and value.numel() == 1
+    return value.item() if is_one else value
+
+
+def plain(value: Any) -> Any:
+    """The value with numpy's numbers as Python's own, also inside lists, tuples, sets and dicts.
+
+    `plain({"steps": np.int64(3)}) == {"steps": 3}`. A learner's settings may come from numpy, and a rank can only send
+    plain values back. Tensors and arrays stay as they are.
+    """
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (list, tuple, set):
+        return type(value)(map(plain, value))
+    if type(value) is dict:
+        return {plain(key): plain(item) for key, item in value.items()}
+    return value
 
 
 def _written(text: str, unit: str) -> float:

@@ -1,4 +1,4 @@
-"""Runs a saved function: start fresh ranks, run every case, collect the trials.
+"""Runs a saved function: start fresh ranks, run every case, collect the trials. A pure function needs no ranks.
 
 One launch may carry several programs (the tests send all wrong solutions of an exercise at once); a learner's check
 carries one. A launch that ends badly gives a `Failure` in place of trials.
@@ -6,15 +6,22 @@ carries one. A launch that ends badly gives a `Failure` in place of trials.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import io
+import signal
+import threading
+import traceback
+import types
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdplab.sessions import RanksFailed, call_on_ranks
+from fsdplab.sessions import Failure, RanksFailed, call_on_ranks
 
 from .exercise import Call, Case, Exercise, Trial
-from .workspace import Workspace
+from .on_ranks import StillWaiting, portable, waited, with_driver, with_plain_numbers
+from .workspace import Workspace, load_function
 
 START_LIMIT = 90.0  # seconds for the ranks to start, on a busy machine too
 ON_RANKS = Path(__file__).with_name("on_ranks.py")
@@ -29,9 +36,15 @@ class Tried:
 
 
 def try_programs(programs: Sequence[tuple[Exercise, Path]], workspace: Workspace) -> list[Tried]:
-    """Run saved solutions of exercises with one number of ranks, in one launch; RanksFailed when a rank raises or
-    hangs.
+    """Run saved solutions of exercises with one number of ranks, in one launch, and pure ones here; RanksFailed when
+    one raises or hangs.
     """
+    sent = [(exercise, path) for exercise, path in programs if not exercise.pure]
+    on_ranks = iter(_on_ranks(sent, workspace) if sent else ())
+    return [try_here(exercise, path) if exercise.pure else next(on_ranks) for exercise, path in programs]
+
+
+def _on_ranks(programs: Sequence[tuple[Exercise, Path]], workspace: Workspace) -> list[Tried]:
     world_size = programs[0][0].world_size
     cases = [tuple(exercise.cases()) for exercise, _ in programs]
     payload = {
@@ -41,6 +54,46 @@ def try_programs(programs: Sequence[tuple[Exercise, Path]], workspace: Workspace
     limit = START_LIMIT + sum(exercise.time_limit * len(of) for (exercise, _), of in zip(programs, cases, strict=True))
     by_rank = call_on_ranks(ON_RANKS, "call_recorded", world_size=world_size, payload=payload, time_limit=limit)
     return [Tried(of, _trials(by_rank, index, len(of))) for index, of in enumerate(cases)]
+
+
+def try_here(exercise: Exercise, path: Path) -> Tried:
+    """A pure function's results in every case, called in this process; RanksFailed where it raises or does not end."""
+    cases = tuple(exercise.cases())
+    try:
+        with _ended_after(exercise.time_limit, path):
+            function = with_plain_numbers(load_function(path, exercise.function))
+            call = with_driver(function, exercise.driver)
+            ranks = range(exercise.world_size)
+            return Tried(cases, tuple(tuple(_trial_here(call, case, rank) for rank in ranks) for case in cases))
+    except Exception as error:  # whatever the learner's function raises is the feedback
+        message = f"{type(error).__name__}: {error}"
+        raise RanksFailed(Failure("raised", message, traceback=traceback.format_exc())) from None
+
+
+def _trial_here(call: Callable[..., Any], case: Case, rank: int) -> Trial:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        returned = call(*case.arguments[rank])
+    return Trial(rank, portable(returned), printed.getvalue(), ())
+
+
+@contextlib.contextmanager
+def _ended_after(seconds: float, path: Path) -> Iterator[None]:
+    """Raise StillWaiting in the body after `seconds`. Only a main thread can be stopped so; others are left alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: types.FrameType | None) -> None:
+        raise StillWaiting(waited(seconds, str(path), frame))
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def try_one(exercise: Exercise, path: Path, workspace: Workspace) -> Tried | RanksFailed:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .quantities import plain
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -110,6 +112,7 @@ def first_difference(
     Numbers and floating tensors may differ by `tolerance`, relative to the largest expected magnitude:
     `first_difference(torch.tensor([1., 2.]), torch.tensor([1., 3.])).index == (1,)`.
     """
+    got = plain(got)
     if isinstance(expected, torch.Tensor):
         return _tensor_difference(expected, got, tolerance, name)
     if isinstance(expected, dict):

@@ -300,6 +300,18 @@ ring_all_gather = Exercise(
             "never comes",
             ends="hangs",
         ),
+        Wrong(
+            "sends past the last rank",
+            edited(_REFERENCE, ("dst=(rank + 1) % n", "dst=rank + 1")),
+            "the ring is not closed",
+            ends="raises",
+        ),
+        Wrong(
+            "receives from before the first",
+            edited(_REFERENCE, ("src=(rank - 1) % n", "src=rank - 1")),
+            "the ring is not closed",
+            ends="raises",
+        ),
         Wrong("no import", edited(_REFERENCE, ("import torch.distributed as dist", "")), "imports", ends="raises"),
     ),
 )

@@ -38,6 +38,7 @@ def average_in_hook(parameter):
 _HOOK_REFERENCE = _HOOK.format("dist.all_reduce(parameter.grad)\n    parameter.grad /= dist.get_world_size()")
 _ALL_REDUCE = "dist.all_reduce(parameter.grad)"
 _DIVIDE = "parameter.grad /= dist.get_world_size()"
+_AVERAGE = "dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)"
 
 
 def _each_gradient_once(case: Case, trials: Sequence[Trial]) -> Feedback | None:
@@ -69,8 +70,8 @@ average_in_hook = Exercise(
     hints=(
         "What does every rank hold when the hook is called, and what should every rank hold when it returns?",
         (
-            "dist.all_reduce works in place and adds up by default. The number of ranks is dist.get_world_size(). A"
-            " hook returns nothing: it changes parameter.grad itself."
+            "dist.all_reduce works in place and adds up by default (op=dist.ReduceOp.AVG averages). The number of ranks"
+            " is dist.get_world_size(). A hook returns nothing: it changes parameter.grad itself."
         ),
         "`dist.all_reduce(parameter.grad)`, and then divide `parameter.grad` in place by `dist.get_world_size()`.",
     ),
@@ -135,6 +136,13 @@ average_in_hook = Exercise(
             "nothing came from the other ranks",
         ),
         Wrong("clears it", edited(_HOOK_REFERENCE, (_DIVIDE, "parameter.grad = None")), "has no gradient any more"),
+        Wrong(
+            "reduced to rank 0",
+            edited(_HOOK_REFERENCE, (_ALL_REDUCE, "dist.reduce(parameter.grad, dst=0)")),
+            "on one rank only",
+        ),
+        Wrong("another factor", edited(_HOOK_REFERENCE, (_DIVIDE, "parameter.grad /= 7")), "divided by their number"),
+        Wrong("averaged, then divided", edited(_HOOK_REFERENCE, (_ALL_REDUCE, _AVERAGE)), "divided twice"),
         Wrong(
             "a fresh tensor",
             edited(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fsdplab.teaching.core.comm_log import to_one_rank_only
 from fsdplab.teaching.core.exercise import Case, Exercise, Question, Rules, Slip, Trial, Wrong, edited
 from fsdplab.teaching.core.verdicts import Difference, Feedback, first_difference
 
@@ -46,7 +47,7 @@ def _spans(rows: int, n: int) -> list[tuple[int, int]]:
 
 def _row_cases() -> list[Case]:
     expected = {f"{rows} rows on {n} ranks": _spans(rows, n) for rows, n in _QUESTIONS}
-    return [Case("who owns which rows", ((_QUESTIONS,),) * _RANKS, (expected,) * _RANKS)]
+    return [Case("who owns which rows", ((_QUESTIONS,),), (expected,))]
 
 
 def _explain_rows(case: Case, trial: Trial, difference: Difference) -> tuple[None, str]:
@@ -105,7 +106,8 @@ rows_of = Exercise(
     ),
     cases=_row_cases,
     explain=_explain_rows,
-    world_size=_RANKS,
+    world_size=1,
+    pure=True,
     driver=(grading.DRIVERS, "spans"),
     wrong=(
         Wrong("rounded down", edited(_ROWS_REFERENCE, ("-(-rows // n)", "rows // n")), "has no owner"),
@@ -201,7 +203,7 @@ def _explain_reduce(case: Case, trial: Trial, difference: Difference) -> tuple[N
         )
     if difference.problem != "value":
         return None, "`mine.grad` holds this rank's rows only: it has the shape of `mine`"
-    return None, _whose(got, whole, trial.rank)
+    return None, to_one_rank_only(trial.calls) or _whose(got, whole, trial.rank)
 
 
 def _whose(got: Tensor, whole: Tensor, rank: int) -> str:
@@ -262,7 +264,7 @@ reduce_rows = Exercise(
         "Which of the three collectives of notebook 01 gives each rank one block of the sum?",
         (
             "dist.reduce_scatter(output, blocks) writes this rank's block of the sum into `output`, so `mine.grad` must"
-            " exist first. Then average, and drop the whole gradient."
+            " exist first. Then average (op=dist.ReduceOp.AVG does that too), and drop the whole gradient."
         ),
         (
             "`mine.grad = torch.empty_like(mine)`, `dist.reduce_scatter(mine.grad, blocks)`, `mine.grad /="
@@ -313,6 +315,15 @@ reduce_rows = Exercise(
                 (_DIVIDE, "pass"),
             ),
             "has no gradient",
+        ),
+        Wrong(
+            "reduced to rank 0",
+            edited(
+                _REDUCE_REFERENCE,
+                (_MAKE, f"{_SLICED}dist.reduce(parameter.grad, dst=0)"),
+                (_SCATTER, "mine.grad = parameter.grad[start : start + len(mine)].clone()"),
+            ),
+            "on one rank only",
         ),
         Wrong(
             "a local buffer",

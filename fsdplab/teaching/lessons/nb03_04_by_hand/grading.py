@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fsdplab.teaching.core.comm_log import to_one_rank_only
 from fsdplab.teaching.core.exercise import Call, Case, Trial
 from fsdplab.teaching.core.verdicts import Difference, Feedback, first_difference
 from fsdplab.workloads import ByteText, build_model, loss_of
@@ -101,7 +102,11 @@ def explain_gradient(case: Case, trial: Trial, difference: Difference) -> tuple[
             "a gradient keeps its parameter's shape and dtype: write each piece back with `view_as(parameter.grad)`",
         )
     ranks, steps = len(case.expected), 1 + max(int(named[1]) for named in map(_NAME.search, case.expected[0]) if named)
-    cause = _cause(trial.returned[key], case.expected[0][key], own_gradients(ranks, steps), trial.rank, key)
+    cause = to_one_rank_only(trial.calls) or _cause(
+        trial.returned[key], case.expected[0][key], own_gradients(ranks, steps), trial.rank, key
+    )
+    if cause is _OTHERWISE and any(map(is_mark, trial.calls)):
+        cause = _OTHER_PIECES
     if int(found[1]) > 0:
         cause = f"step 0 was right, so something is left over from it (a list that was not emptied?); here: {cause}"
     return step, f"{cause} ({_how_many(case, trial, found[1])})"
@@ -127,7 +132,8 @@ _OWN = (
     "this is the rank's own gradient: nothing came from the other ranks, or the average was not written back into"
     " `.grad`"
 )
-_OTHERWISE = (
+_OTHERWISE = "these are other numbers: `.grad` should hold the sum over all ranks, divided by their number"
+_OTHER_PIECES = (
     "these are other numbers: perhaps pieces were written back to the wrong parameters; "
     "cut the bucket in the order in which it was joined"
 )

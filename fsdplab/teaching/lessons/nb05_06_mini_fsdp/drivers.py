@@ -6,8 +6,13 @@ tensor without memory: that would end the process instead of giving feedback.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import dis
+import inspect
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,6 +27,8 @@ from fsdplab.teaching.lessons.nb05_06_mini_fsdp.on_ranks import (
 
 LOSSES, PARAMETERS = "loss minus the twin's, by step", "parameter minus the twin's"
 ROUNDING = 1e-6
+FRESH = 0xA5  # every byte of memory that a storage got back, until it is written
+REBOUND = "the name `whole` was given to another tensor"
 
 
 def storage_bytes(tensor: object) -> int:
@@ -35,9 +42,9 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | str:
     return tensor if storage_bytes(tensor) >= needed else f"no memory: {storage_bytes(tensor)} of {needed} bytes"
 
 
-def drive_shard(shard: Callable[..., Any], whole: torch.Tensor) -> dict[str, Any]:
+def drive_shard(shard: Callable[..., Any], whole: torch.Tensor, rank: int, ranks: int) -> dict[str, Any]:
     """The slice, and the bytes that it keeps alive."""
-    mine = shard(whole, dist.get_rank(), dist.get_world_size())
+    mine = shard(whole.clone(), rank, ranks)
     return {"slice": mine, "bytes behind it": storage_bytes(mine)}
 
 
@@ -46,8 +53,33 @@ def drive_unshard(unshard: Callable[..., Any], mine: torch.Tensor, rows: int) ->
     whole = mine.new_zeros(rows, *mine.shape[1:])
     alias = whole[1:]
     whole.untyped_storage().resize_(0)
-    unshard(mine, whole)
+    with memory_marked():
+        unshard(mine, whole)
+    if rebinds(unshard, "whole"):
+        print(REBOUND)
     return {"whole": readable(whole), "alias": readable(alias)}
+
+
+@contextlib.contextmanager
+def memory_marked() -> Iterator[None]:
+    """Memory that a storage gets back holds FRESH: by chance it would hold the right values of an earlier case."""
+    resize = torch.UntypedStorage.resize_
+
+    def marked(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        grown = storage.nbytes() < nbytes
+        returned = resize(storage, nbytes)
+        if grown:
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(FRESH)
+        return returned
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", marked):
+        yield
+
+
+def rebinds(function: Callable[..., Any], name: str) -> bool:
+    """Whether the function assigns to the name, `whole = ...`, which leaves the caller's tensor as it is."""
+    code: types.CodeType = inspect.unwrap(function).__code__
+    return any(step.opname.startswith("STORE_FAST") and step.argval == name for step in dis.get_instructions(code))
 
 
 def drive_reshard(reshard: Callable[..., Any], whole: torch.Tensor) -> dict[str, Any]:

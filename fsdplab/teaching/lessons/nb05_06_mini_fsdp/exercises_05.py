@@ -12,6 +12,7 @@ import torch
 from fsdplab.teaching.core.exercise import Case, Exercise, Trial, Wrong, edited
 from fsdplab.teaching.core.verdicts import Difference, Feedback
 
+from .drivers import FRESH, REBOUND
 from .exercises_05_reduce import REDUCE_ITEMS
 
 DRIVERS = str(Path(__file__).with_name("drivers.py"))
@@ -60,7 +61,7 @@ def _shard_cases() -> list[Case]:
 
 def _shard_case(name: str, whole: torch.Tensor) -> Case:
     expected = tuple({"slice": mine, "bytes behind it": mine.nbytes} for mine in padded_slices(whole, _RANKS))
-    return Case(name, ((whole,),) * _RANKS, expected)
+    return Case(name, tuple((whole, rank, _RANKS) for rank in range(_RANKS)), expected)
 
 
 def _explain_shard(case: Case, trial: Trial, difference: Difference) -> tuple[None, str]:
@@ -78,10 +79,17 @@ def _explain_shard(case: Case, trial: Trial, difference: Difference) -> tuple[No
     if difference.problem == "shape":
         return None, _wrong_shape(whole, mine)
     rows = whole[trial.rank * len(mine) : (trial.rank + 1) * len(mine)]
-    if torch.equal(mine[len(mine) - len(rows) :], rows) and len(rows) < len(mine):
+    filler = mine.new_zeros(len(mine) - len(rows), *whole.shape[1:])
+    if torch.equal(mine, torch.cat([filler, rows])):
         return (
             None,
             "the padding stands before the rows; it belongs after them, so that the slices joined end in padding",
+        )
+    if torch.equal(mine[: len(rows)], rows):
+        return (
+            None,
+            "this rank's rows are right, but the rows that pad them are not zeros (rows repeated, or memory that was"
+            " never cleared?): start from `new_zeros`, and write only as many rows as there are",
         )
     if trial.rank and torch.equal(mine, padded_slices(whole, _RANKS)[0]):
         return None, "every rank keeps the first rows; rank r begins at row r * c"
@@ -127,7 +135,7 @@ shard = Exercise(
     cases=_shard_cases,
     explain=_explain_shard,
     world_size=_RANKS,
-    time_limit=30.0,
+    pure=True,
     driver=(DRIVERS, "drive_shard"),
     wrong=(
         Wrong(
@@ -157,6 +165,23 @@ shard = Exercise(
         ),
         Wrong(
             "padding first", edited(_SHARD, ("mine[: len(rows)]", "mine[c - len(rows) :]")), "stands before the rows"
+        ),
+        Wrong(
+            "rows repeated",
+            edited(
+                _SHARD,
+                (
+                    "    mine[: len(rows)] = rows\n",
+                    "    index = torch.arange(rank * c, (rank + 1) * c).clamp(max=len(whole) - 1)\n    mine ="
+                    " whole[index]\n",
+                ),
+            ),
+            "are not zeros",
+        ),
+        Wrong(
+            "memory that was never cleared",
+            edited(_SHARD, ("whole.new_zeros(c, *whole.shape[1:])", "whole.new_full((c, *whole.shape[1:]), 7)")),
+            "are not zeros",
         ),
         Wrong("always the first rows", edited(_SHARD, (_ROWS, "rows = whole[:c]")), "every rank keeps the first rows"),
         Wrong("dealt out", edited(_SHARD, (_ROWS, "rows = whole[rank::n]")), "like cards"),
@@ -215,6 +240,14 @@ def _unshard_cases() -> list[Case]:
 
 def _explain_unshard(case: Case, trial: Trial, difference: Difference) -> tuple[None, str]:
     whole, alias = trial.returned["whole"], trial.returned["alias"]
+    if REBOUND in trial.printed and not isinstance(alias, str):
+        return (
+            None,
+            (
+                "`whole = ...` gives the name to another tensor, and the one that was handed in is not filled: write"
+                " into its memory, `whole.copy_(...)`"
+            ),
+        )
     if isinstance(whole, str):
         return (
             None,
@@ -231,7 +264,7 @@ def _explain_unshard(case: Case, trial: Trial, difference: Difference) -> tuple[
                 " storage and copy into it"
             ),
         )
-    if torch.equal(whole, torch.zeros_like(whole)) or not whole.any():
+    if not whole.any() or (whole.view(torch.uint8) == FRESH).all():
         return (
             None,
             "`whole` has memory, but nothing was copied into it after the resize: what is copied before is lost",
@@ -310,6 +343,22 @@ unshard = Exercise(
             "another name",
             edited(_UNSHARD, (_RESIZE, ""), (_COPY, "whole = padded[: len(whole)].clone()\n    return whole")),
             "gives the name to another",
+        ),
+        Wrong(
+            "another name, after the resize",
+            edited(
+                _UNSHARD,
+                (
+                    "padded = mine.new_empty(n * len(mine), *mine.shape[1:])",
+                    "pieces = [mine.clone() for _ in range(n)]",
+                ),
+                ("list(padded.chunk(n))", "pieces"),
+                (_COPY, "whole = torch.cat(pieces)[: len(whole)]"),
+            ),
+            "gives the name to another",
+        ),
+        Wrong(
+            "copied before the resize", edited(_UNSHARD, (_COPY, "pass")), "nothing was copied into it after the resize"
         ),
         Wrong(
             "new storage",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fsdplab.teaching.core.comm_log import to_one_rank_only
 from fsdplab.teaching.core.exercise import Case, Choice, Exercise, Question, Slip, Trial, Wrong, edited
 from fsdplab.teaching.core.verdicts import Difference, Feedback
 
@@ -66,6 +67,8 @@ def _explain_reduce(case: Case, trial: Trial, difference: Difference) -> tuple[N
         return None, f"this rank gets its own c = ceil(rows / n) rows, as `shard` cuts them; this has {rows}"
     if difference.problem in ("type", "dtype"):
         return None, "return this rank's slice, a tensor like the gradient"
+    if only := to_one_rank_only(trial.calls):
+        return None, only
     if torch.allclose(got, right * _RANKS):
         return None, "this is the sum over the ranks; data parallel training averages: divide by the number of ranks"
     if torch.allclose(got * _RANKS, right):
@@ -99,6 +102,14 @@ def _reduce_rules(case: Case, trials: Sequence[Trial]) -> Feedback | None:
                     cause,
                     trial.rank,
                 )
+        if only := to_one_rank_only(trial.calls):
+            return Feedback(
+                "The values are right by luck: only one rank is promised the sum.",
+                "one reduce_scatter",
+                "reduce",
+                only,
+                trial.rank,
+            )
         if kinds.count("reduce_scatter") > 1:
             cause = "one reduce_scatter does it"
             return Feedback(
@@ -164,6 +175,11 @@ reduce = Exercise(
             "all_reduce and cut",
             edited(_REDUCE, (_SCATTER, "dist.all_reduce(padded)\n    mine = padded.chunk(n)[dist.get_rank()]")),
             "twice the bytes",
+        ),
+        Wrong(
+            "reduced to rank 0",
+            edited(_REDUCE, (_SCATTER, "dist.reduce(padded, dst=0)\n    mine = padded.chunk(n)[dist.get_rank()]")),
+            "on one rank only",
         ),
         Wrong(
             "gather and add",
