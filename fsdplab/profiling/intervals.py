@@ -86,6 +86,10 @@ class Measure:
         """Nanoseconds of the set from `start` to `end`; 0 where `end` is earlier."""
         return self._until(end) - self._until(start) if end > start else 0
 
+    def within(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """`between` of many pairs of instants."""
+        return np.where(ends > starts, self.until(ends) - self.until(starts), 0)
+
     def _until(self, instant: int) -> int:
         starts, ends, before = self._lists
         begun = bisect_right(starts, instant)

@@ -193,18 +193,18 @@ class _Account:
         exposed = subtract(communication, computing)
         breakdown = _breakdown(self._rank, number, end - start, computing, communication, exposed)
         shares = attribute(exposed, mine)
-        sizes = [size(share) for share in shares]
+        parts = exposed_parts(mine, shares, self._host_busy)
+        sizes = [part.exposed_ns for part in parts]
         if (attributed := sum(sizes)) != breakdown["exposed_ns"]:
             raise AccountingError(
                 f"step {number}: {breakdown['exposed_ns']} ns were exposed, {attributed} attributed; report this with"
                 " the trace"
             )
-        parts = exposed_parts(mine, shares, self._host_busy)
         breakdown |= summed(parts)
         context = Context(
             start, end, Measure(computing), self._host_measure, self._phase_ends(start, end), self._found.on_gpu
         )
-        causes = causes_of(mine, shares, context)
+        causes = causes_of(mine, shares, sizes, context)
         host_busy = within(self._host_busy, start, end)
         other = subtract([(start, end)], union(computing, communication))
         return StepAnalysis(
@@ -235,7 +235,7 @@ class _Account:
             "issue_ns": base + each.issue,
             "start_ns": base + each.start, "end_ns": base + each.end, "logical_bytes": each.nbytes,
             "exposed_ns": exposed_ns, "cause": cause,
-            "emulated": each.emulated, "on_link": (parts.on_link + base).tolist(),
+            "emulated": each.emulated, "on_link": [[base + first, base + last] for first, last in parts.on_link],
             "group": each.group, "group_size": each.group_size,
         }  # fmt: skip
 

@@ -122,7 +122,7 @@ class TimelineRows:
         longest = waiting[np.argsort(waiting[:, 0] - waiting[:, 1], kind="stable")[: _MOST["waiting"]]]
         reach = np.array(
             [
-                (min(piece.start for piece in each.pieces), max(piece.end for piece in each.pieces))
+                (each.first, each.last)
                 for each in collectives
             ],
             dtype=np.int64,
