@@ -405,9 +405,7 @@ class Launches:
         at = np.minimum(np.searchsorted(self._numbers, numbers), len(self._numbers) - 1)
         known = (self._numbers[at] == numbers).tolist()
         starts, owners, threads = self._starts[at].tolist(), self._owners[at].tolist(), self._threads
-        return [
-            (start, threads[owner]) if here else (None, None) for start, owner, here in zip(starts, owners, known)
-        ]
+        return [(start, threads[owner]) if here else (None, None) for start, owner, here in zip(starts, owners, known)]
 
     def starts(self, correlations: np.ndarray, otherwise: np.ndarray | int) -> np.ndarray:
         """The launches' starts for many kernels; `otherwise` where the trace lacks one."""

@@ -104,13 +104,7 @@ class ByWindow:
         self.windows = [Window(*step) for step in steps]
         self.no_step = no_step
         self._computing, self._collectives, self._kernels = computing, collectives, found.kernels.pairs()
-        self._reach = np.array(
-            [
-                (each.first, each.last)
-                for each in collectives
-            ],
-            dtype=np.int64,
-        ).reshape(-1, 2)
+        self._reach = np.array([(each.first, each.last) for each in collectives], dtype=np.int64).reshape(-1, 2)
 
     def computing(self, index: int) -> Intervals:
         """The part of all computing in the window."""
