@@ -24,14 +24,27 @@ def union(*sets: Any) -> Intervals:
     [[0, 4], [5, 9]]
     """
     pairs = np.concatenate([EMPTY, *(np.asarray(each, dtype=np.int64).reshape(-1, 2) for each in sets)])
+    if (pairs[:, 1] > pairs[:, 0]).all() and (pairs[1:, 0] > pairs[:-1, 1]).all():
+        return pairs  # most are sorted and disjoint already
     pairs = pairs[pairs[:, 1] > pairs[:, 0]]
+    return _merged(pairs[np.argsort(pairs[:, 0], kind="stable")])
+
+
+def _merged(pairs: Intervals) -> Intervals:
+    """Intervals in order of their starts, none of them empty, with those that overlap or touch made one."""
     if not len(pairs):
         return EMPTY
-    pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
     ends = np.maximum.accumulate(pairs[:, 1])
-    first = np.concatenate([[True], pairs[1:, 0] > ends[:-1]])
-    last = np.concatenate([first[1:], [True]])
-    return np.stack([pairs[first, 0], ends[last]], axis=1)
+    edge = np.ones(len(pairs) + 1, dtype=bool)  # before each interval, and after the last: whether none reaches over it
+    np.greater(pairs[1:, 0], ends[:-1], out=edge[1:-1])
+    return _paired(pairs[edge[:-1], 0], ends[edge[1:]])
+
+
+def _paired(starts: np.ndarray, ends: np.ndarray) -> Intervals:
+    """Starts and ends as intervals; `np.stack` takes three times as long for the few of a step."""
+    pairs = np.empty((len(starts), 2), dtype=np.int64)
+    pairs[:, 0], pairs[:, 1] = starts, ends
+    return pairs
 
 
 def intersect(a: Any, b: Any) -> Intervals:
@@ -86,6 +99,10 @@ class Measure:
         """Nanoseconds of the set from `start` to `end`; 0 where `end` is earlier."""
         return self._until(end) - self._until(start) if end > start else 0
 
+    def within(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """`between` of many pairs of instants."""
+        return np.where(ends > starts, self.until(ends) - self.until(starts), 0)
+
     def _until(self, instant: int) -> int:
         starts, ends, before = self._lists
         begun = bisect_right(starts, instant)
@@ -99,6 +116,35 @@ class Measure:
 def size(disjoint: Intervals) -> int:
     """`length` of a set that is disjoint already."""
     return int((disjoint[:, 1] - disjoint[:, 0]).sum())
+
+
+def latest_ends(ends: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """The latest end so far, counted anew in each group; `groups` are numbers that only grow.
+
+    >>> latest_ends(np.array([5, 3, 8, 2]), np.array([0, 0, 0, 1])).tolist()
+    [5, 5, 8, 2]
+    """
+    if not len(ends):
+        return ends
+    order = np.argsort(ends, kind="stable")
+    place: np.ndarray = np.empty(len(ends), dtype=np.int64)
+    place[order] = np.arange(len(ends))
+    return ends[order][np.maximum.accumulate(place + groups * len(ends)) - groups * len(ends)]
+
+
+def lengths_of(sets: Intervals, groups: np.ndarray, many: int) -> np.ndarray:
+    """`length` of the intervals of each group, which are numbered from 0 to `many` - 1.
+
+    >>> lengths_of(np.array([[0, 3], [2, 4], [0, 9]]), np.array([0, 0, 1]), 2).tolist()
+    [4, 9]
+    """
+    order = np.lexsort((sets[:, 0], groups))
+    starts, ends, groups = sets[order, 0], sets[order, 1], groups[order]
+    latest = latest_ends(ends, groups)
+    begun = np.append(starts[:1], np.where(groups[1:] == groups[:-1], np.maximum(starts[1:], latest[:-1]), starts[1:]))
+    found: np.ndarray = np.zeros(many, dtype=np.int64)
+    np.add.at(found, groups, np.maximum(0, ends - begun))
+    return found
 
 
 def close_gaps(a: Any, below: int) -> Intervals:
@@ -122,7 +168,7 @@ def split(a: Any, cuts: Sequence[int] | np.ndarray) -> Intervals:
     inside = np.searchsorted(whole[:, 0], cuts, side="left") - 1
     cuts = cuts[(inside >= 0) & (cuts < whole[inside, 1])]
     edges = np.unique(np.concatenate([whole.ravel(), cuts]))
-    pieces = np.stack([edges[:-1], edges[1:]], axis=1)
+    pieces = _paired(edges[:-1], edges[1:])
     return pieces[covered(whole, pieces[:, 0])]
 
 
@@ -146,5 +192,5 @@ def _where(a: Any, b: Any, wanted: int) -> Intervals:
     weights: np.ndarray = np.repeat([1, -1, 2, -2], [len(a), len(a), len(b), len(b)])
     order = np.argsort(edges, kind="stable")
     edges, state = edges[order], np.cumsum(weights[order])
-    held = state[:-1] == wanted
-    return union(np.stack([edges[:-1][held], edges[1:][held]], axis=1))
+    held = (state[:-1] == wanted) & (edges[1:] > edges[:-1])
+    return _merged(_paired(edges[:-1][held], edges[1:][held]))

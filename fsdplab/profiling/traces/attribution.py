@@ -21,10 +21,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from fsdplab.profiling.intervals import EMPTY, Intervals, Measure, close_gaps, size, split, union
+from fsdplab.profiling.intervals import EMPTY, Intervals, Measure, close_gaps, split, union
 from fsdplab.profiling.traces.collectives import Collective
 
 _AT_ONCE_NS = 100_000  # a kernel that starts this soon after its launch did not wait on the device: the host came late
@@ -77,16 +78,35 @@ def _owned(collectives: Sequence[Collective]) -> tuple[Intervals, np.ndarray]:
     first, then the collective that ends first.
     """
     many = len(collectives)
-    by_end = sorted(range(many), key=lambda index: (collectives[index].end, collectives[index].issue))
-    pieces = sorted(
-        (piece.start, piece.end, position if piece.role else many + position)
-        for position, index in enumerate(by_end)
-        for piece in collectives[index].pieces
-        if piece.end > piece.start
-    )
+    by_end = np.lexsort(([each.issue for each in collectives], [each.end for each in collectives]))
+    pieces = np.array(
+        [
+            (piece.start, piece.end, position if piece.role else many + position)
+            for position, index in enumerate(by_end.tolist())
+            for piece in collectives[index].pieces
+            if piece.end > piece.start
+        ],
+        dtype=np.int64,
+    ).reshape(-1, 3)
+    pieces = pieces[np.lexsort((pieces[:, 2], pieces[:, 1], pieces[:, 0]))]
+    alone = _alone(pieces)
+    owned = np.concatenate([pieces[alone], _swept(pieces[~alone].tolist())])
+    owned = owned[np.argsort(owned[:, 0], kind="stable")]
+    return owned[:, :2], by_end[owned[:, 2] % many] if many else owned[:, 2]
+
+
+def _alone(pieces: np.ndarray) -> np.ndarray:
+    """Which pieces overlap no other; they are in order of their starts."""
+    apart = np.ones(len(pieces) + 1, dtype=bool)
+    apart[1:-1] = pieces[1:, 0] >= np.maximum.accumulate(pieces[:-1, 1])
+    return apart[:-1] & apart[1:]
+
+
+def _swept(pieces: list[list[int]]) -> np.ndarray:
+    """(start, end, number) of disjoint intervals: at every instant the lowest number of the pieces there."""
     edges = sorted({edge for piece in pieces for edge in piece[:2]})
     open_pieces: list[tuple[int, int]] = []
-    spans, owners, at = [], [], 0
+    spans, at = [], 0
     for start, until in zip(edges, edges[1:]):
         while at < len(pieces) and pieces[at][0] <= start:
             heapq.heappush(open_pieces, (pieces[at][2], pieces[at][1]))
@@ -94,63 +114,91 @@ def _owned(collectives: Sequence[Collective]) -> tuple[Intervals, np.ndarray]:
         while open_pieces and open_pieces[0][1] <= start:
             heapq.heappop(open_pieces)
         if open_pieces:
-            spans.append((start, until))
-            owners.append(by_end[open_pieces[0][0] % many])
-    return np.array(spans, dtype=np.int64).reshape(-1, 2), np.array(owners, dtype=np.int64)
+            spans.append((start, until, open_pieces[0][0]))
+    return np.array(spans, dtype=np.int64).reshape(-1, 3)
 
 
-def causes_of(collectives: Sequence[Collective], shares: Sequence[Intervals], context: Context) -> list[str]:
-    """The cause of each collective's share of the exposed instants."""
-    link = _Link(collectives, context.on_gpu)
-    return [_cause(each, share, link, context) for each, share in zip(collectives, shares)]
+def causes_of(
+    collectives: Sequence[Collective], shares: Sequence[Intervals], exposed: Sequence[int], context: Context
+) -> list[str]:
+    """The cause of each collective's share of the exposed instants; `exposed`: the lengths of the shares."""
+    around = _around(collectives, shares, context)
+    return [_cause(*one, context.on_gpu) for one in zip(collectives, exposed, around)]
 
 
-class _Link:
-    """When the link carried any collective."""
+class _Around(NamedTuple):
+    """What happened around one collective, in ns: how long it was queued behind others, how long the step computed
+    before its issue and after its end in its phase, and for how long the host was busy in its share.
+    """
 
-    def __init__(self, collectives: Sequence[Collective], on_gpu: bool) -> None:
-        ways = union([(way.start, way.end) for each in collectives if (way := each.transport)])
-        self._carried = Measure(ways)
-        self._runs = close_gaps(ways, _BACK_TO_BACK_NS) if on_gpu else None
-
-    def queued(self, collective: Collective) -> int:
-        """Nanoseconds that a collective spent behind others, between its issue and its start.
-
-        A host that runs ahead issues long before the input is computed, so on a GPU only others that ran until this one
-        began count.
-        """
-        if self._runs is None:
-            return self._carried.between(collective.issue, collective.start)
-        at = int(np.searchsorted(self._runs[:, 0], collective.start, side="left")) - 1
-        if at < 0 or self._runs[at, 1] < collective.start:
-            return 0
-        return self._carried.between(max(collective.issue, int(self._runs[at, 0])), collective.start)
+    queued: int
+    computed_before: int
+    computed_after: int
+    host_busy: int
 
 
-def _cause(collective: Collective, mine: Intervals, link: _Link, context: Context) -> str:
-    exposed = size(mine)
+def _around(collectives: Sequence[Collective], shares: Sequence[Intervals], context: Context) -> list[_Around]:
+    """All collectives of a step at once: a trace may hold nothing but collectives."""
+    if not collectives:
+        return []
+    issue = np.array([each.issue for each in collectives], dtype=np.int64)
+    start = np.array([each.start for each in collectives], dtype=np.int64)
+    end = np.array([each.end for each in collectives], dtype=np.int64)
+    until = np.array([context.phase_ends.get(each.phase, context.end) for each in collectives], dtype=np.int64)
+    computing = context.computing
+    columns = (
+        _queued(collectives, issue, start, context.on_gpu),
+        computing.within(np.full(len(issue), context.start), issue),
+        computing.within(end, until),
+        _host_busy(collectives, shares, context.host_busy),
+    )
+    return [_Around(*row) for row in zip(*(column.tolist() for column in columns))]
+
+
+def _queued(collectives: Sequence[Collective], issue: np.ndarray, start: np.ndarray, on_gpu: bool) -> np.ndarray:
+    """Nanoseconds that each collective spent behind others on the link, between its issue and its start.
+
+    A host that runs ahead issues long before the input is computed, so on a GPU only others that ran until this one
+    began count.
+    """
+    ways = union([(way.start, way.end) for each in collectives if (way := each.transport)])
+    carried = Measure(ways)
+    if not on_gpu or not len(ways):
+        return carried.within(issue, start)
+    runs = close_gaps(ways, _BACK_TO_BACK_NS)
+    at = np.searchsorted(runs[:, 0], start, side="left") - 1
+    behind = (at >= 0) & (runs[at, 1] >= start)
+    return np.where(behind, carried.within(np.maximum(issue, runs[at, 0]), start), 0)
+
+
+def _host_busy(collectives: Sequence[Collective], shares: Sequence[Intervals], host_busy: Measure) -> np.ndarray:
+    """For how long the host was busy in the shares of those that it carries itself; 0 for the others."""
+    busy = np.zeros(len(collectives), dtype=np.int64)
+    mine = [index for index, each in enumerate(collectives) if each.by_host]
+    if mine:
+        pieces = np.concatenate([shares[index] for index in mine])
+        owner = np.repeat(mine, [len(shares[index]) for index in mine])
+        np.add.at(busy, owner, host_busy.within(pieces[:, 0], pieces[:, 1]))
+    return busy
+
+
+def _cause(collective: Collective, exposed: int, around: _Around, on_gpu: bool) -> str:
     if not exposed:
         return "hidden"
     if not collective.issued:
         return "unknown"
     if collective.by_host:
-        idle = exposed - context.host_busy.of(mine)
-        return "waiting_for_peer" if 2 * idle >= exposed else "nothing_to_hide_behind"
-    queued = link.queued(collective)
-    if 2 * queued >= exposed:
+        return "waiting_for_peer" if 2 * (exposed - around.host_busy) >= exposed else "nothing_to_hide_behind"
+    if 2 * around.queued >= exposed:
         return "link_busy"
-    if collective.emulated and 2 * (collective.start - collective.issue - queued) >= exposed:
+    if collective.emulated and 2 * (collective.start - collective.issue - around.queued) >= exposed:
         return "waiting_for_peer"
-    return "late_start" if _late(collective, exposed, context) else "nothing_to_hide_behind"
+    return "late_start" if _late(collective, exposed, around, on_gpu) else "nothing_to_hide_behind"
 
 
-def _late(collective: Collective, exposed: int, context: Context) -> bool:
+def _late(collective: Collective, exposed: int, around: _Around, on_gpu: bool) -> bool:
     """Whether computing was there that an earlier start, or a call that does not hold the host, could have used."""
-    before = context.computing.between(context.start, collective.issue)
     if collective.kind == "all_gather":
-        at_once = (
-            collective.start - collective.issue < _AT_ONCE_NS if context.on_gpu else collective.own or collective.held
-        )
-        return at_once and before > _ENOUGH * exposed
-    after = context.computing.between(collective.end, context.phase_ends.get(collective.phase, context.end))
-    return not context.on_gpu and collective.held and after > _ENOUGH * exposed
+        at_once = collective.start - collective.issue < _AT_ONCE_NS if on_gpu else collective.own or collective.held
+        return at_once and around.computed_before > _ENOUGH * exposed
+    return not on_gpu and collective.held and around.computed_after > _ENOUGH * exposed

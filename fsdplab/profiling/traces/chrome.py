@@ -10,18 +10,22 @@ kind of bad file is a `TraceError` with its remedy.
 from __future__ import annotations
 
 import codecs
+import gc
 import gzip
 import io
 import json
 import re
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 LATEST_NS = 2**62  # sums of two times fit 64 bits
 _WINDOW = 1 << 20
 _LONGEST = 64 << 20  # no single value of a trace is larger; what does not decode within this is damaged
+_AT_ONCE = 1 << 18
+_OPENING = 6  # characters with which every event of a file begins: `{"ph":`
 _BETWEEN = re.compile(r"[\s,]*")
 _SPACE = re.compile(r"\s*")
 _AGAIN = "export it again with prof.export_chrome_trace(...), or copy it again from where it was made"
@@ -92,6 +96,24 @@ def is_gzipped(path: Path) -> bool:
         return file.read(2) == b"\x1f\x8b"
 
 
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """No search for cycles of garbage while millions of objects are made that hold none: half of the time of reading."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _end(found: re.Match[str] | None) -> int:
+    """Where a match ends that is never None: its pattern fits nothing too."""
+    assert found is not None
+    return found.end()
+
+
 def _open(path: Path) -> io.BufferedIOBase:
     return gzip.open(path) if is_gzipped(path) else path.open("rb")
 
@@ -152,6 +174,8 @@ class _Reader:
         self._at += 1
         decode, between = self._json, _BETWEEN.match
         while True:
+            while whole := self._at_once():
+                yield from whole
             text, at = self._text, self._at
             try:
                 while True:
@@ -166,6 +190,30 @@ class _Reader:
                 self._at += 1
                 return
             self._more()
+
+    def _at_once(self) -> list[dict[str, Any]]:
+        """The events up to the last whole one of the window as far as it can be guessed, decoded together: four times
+        as fast as one by one. Nothing where the guess is wrong: what was cut is no list of values.
+        """
+        text, between = self._text, _BETWEEN.match
+        try:
+            _, end = self._json(text, begin := _end(between(text, self._at)))
+        except (json.JSONDecodeError, StopIteration):
+            return []
+        following = _end(between(text, end))
+        seam = text[end - 1 : following + _OPENING]  # an event's end, what is between, how the next one begins
+        cut = text.rfind(seam, following, begin + _AT_ONCE) + 1
+        if cut < following:
+            return []
+        whole = f"[{text[begin:cut]}]"
+        try:
+            events, end = self._json(whole, 0)
+        except (json.JSONDecodeError, StopIteration):
+            return []
+        if end < len(whole):
+            return []
+        self._at = cut
+        return [event for event in events if type(event) is dict]
 
     def _next(self) -> str:
         """The next character that is not space, not taken; "" at the end of the file."""

@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,7 @@ _CLOSES = {"all_gather_copy_out": "all_gather", "reduce_scatter": "reduce_scatte
 _GOES_ON = {"all_reduce_sum": "all_reduce"}
 MARKED = {*_OPENS, *_CLOSES, *_GOES_ON, "link"}
 _CONSUMERS = {"pre_forward", "pre_backward"}
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _ITEM = {
     "float": 4, "double": 8, "int": 4, "long": 8, "bfloat16": 2, "half": 2, "c10::bfloat16": 2, "c10::half": 2,
     "float16": 2, "float32": 4,
@@ -34,8 +36,7 @@ _ITEM = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """One interval in which a collective moved bytes; `role` is "" for the transport itself, else copy-in, copy-out or
     blocked.
     """
@@ -45,13 +46,14 @@ class Piece:
     role: str = ""
 
 
-@dataclass
+@dataclass(slots=True)
 class Collective:
     """One collective of one rank. Times are the trace's own ns; `nbytes` is its whole payload where the trace tells,
     else None.
 
     `held`: the call that issued it kept the host until the bytes had arrived. `own`: its consumer issued it (no
     prefetch). `by_host`: the host itself copies the bytes (shared memory). `issued`: the trace shows who issued it.
+    `transport`: the transfer itself; None for transports that only copy on the host (shared memory).
     """
 
     kind: str
@@ -67,21 +69,40 @@ class Collective:
     nbytes: int | None = None
     group: str = ""  # the process group and its ranks, where the trace names them
     group_size: int | None = None
+    transport: Piece | None = field(init=False, default=None)
 
-    @property
-    def transport(self) -> Piece | None:
-        """The transfer itself; None for transports that only copy on the host (shared memory)."""
-        return next((piece for piece in self.pieces if not piece.role), None)
+    def __post_init__(self) -> None:
+        given, self.pieces = self.pieces, []
+        for piece in given:
+            self.add(piece)
+
+    def add(self, piece: Piece) -> None:
+        """One more of its pieces; the first without a role is the transport."""
+        self.pieces.append(piece)
+        if self.transport is None and not piece.role:
+            self.transport = piece
 
     @property
     def start(self) -> int:
         """When bytes began to move."""
-        return self.transport.start if self.transport else min(piece.start for piece in self.pieces)
+        return self.first if self.transport is None else self.transport.start
 
     @property
     def end(self) -> int:
         """When they had arrived."""
-        return self.transport.end if self.transport else max(piece.end for piece in self.pieces)
+        return self.last if self.transport is None else self.transport.end
+
+    @property
+    def first(self) -> int:
+        """When anything began for it, copies on the host among it."""
+        pieces = self.pieces
+        return pieces[0].start if len(pieces) == 1 else min(piece.start for piece in pieces)
+
+    @property
+    def last(self) -> int:
+        """When everything for it had ended."""
+        pieces = self.pieces
+        return pieces[0].end if len(pieces) == 1 else max(piece.end for piece in pieces)
 
     @property
     def held(self) -> bool:
@@ -119,6 +140,7 @@ class _Book:
         self._awaiting = _Awaiting()
         self._nests = nests(found.ranges)
         self._of_mark: dict[int, Collective] = {}
+        self._world_size = int(found.distributed.get("world_size") or 1)
         self._silent = not any(transfer.thread[0] == "gloo" for transfer in found.transfers)
         waiting: dict[tuple[str, str], deque[Collective]] = defaultdict(deque)
         for mark in found.ranges:
@@ -127,7 +149,7 @@ class _Book:
 
     def _mark(self, mark: Range, waiting: dict[tuple[str, str], deque[Collective]]) -> None:
         if (goes_on := _GOES_ON.get(mark.label)) and (unit := waiting[goes_on, mark.unit]):
-            unit[0].pieces.append(Piece(mark.start, mark.end, "copy-out"))
+            unit[0].add(Piece(mark.start, mark.end, "copy-out"))
             self._of_mark[id(mark)] = unit[0]
             return
         kind = _CLOSES.get(mark.label)
@@ -135,10 +157,10 @@ class _Book:
             kind = "all_reduce"  # shared memory: the second range of a pair
         if kind and waiting[kind, mark.unit]:
             draft = waiting[kind, mark.unit].popleft()
-            draft.pieces.append(Piece(mark.start, mark.end, "copy-out"))
+            draft.add(Piece(mark.start, mark.end, "copy-out"))
         elif kind or mark.label in _OPENS:
             draft = self._open(kind or _OPENS[mark.label], mark.unit, mark.start, mark)
-            draft.pieces.append(Piece(mark.start, mark.end, "copy-out" if kind else "copy-in"))
+            draft.add(Piece(mark.start, mark.end, "copy-out" if kind else "copy-in"))
             if not kind:
                 waiting[draft.kind, mark.unit].append(draft)
         else:
@@ -156,8 +178,8 @@ class _Book:
         return self._nests[thread].around(instant) if thread in self._nests else []
 
     def _complete(self, draft: Collective, transfer: Transfer, role: str = "") -> None:
-        draft.pieces.append(Piece(transfer.start, transfer.end, role))
-        draft.nbytes = _payload(transfer, draft.kind, int(self.found.distributed.get("world_size") or 1))
+        draft.add(Piece(transfer.start, transfer.end, role))
+        draft.nbytes = _payload(transfer, draft.kind, self._world_size)
         draft.group, draft.group_size = _group(transfer)
         if not role:
             self._awaiting.remove(draft)
@@ -225,7 +247,7 @@ class _Book:
             # torch's engines give the link no unit: the order of issue decides
             fitting = self._awaiting.oldest(end, "of kind", kind, *([] if row["unit"] == "" else [unit]))
             draft = fitting or self._open(kind, unit, _issue(row, began) - base)
-            draft.pieces.append(Piece(start, end))
+            draft.add(Piece(start, end))
             self._awaiting.remove(draft)
             draft.phase, draft.emulated, draft.nbytes, draft.by_host = row["phase"], True, row["logical_bytes"], False
         passing: dict[str, list[Collective]] = defaultdict(list)
@@ -235,7 +257,7 @@ class _Book:
         nearest = {unit: _ByEnd(drafts) for unit, drafts in passing.items()}
         for wait in self.found.ranges:
             if wait.label == "link" and wait.unit in nearest and (awaited := nearest[wait.unit].to(wait.end)):
-                awaited.pieces.append(Piece(wait.start, wait.end, "blocked"))
+                awaited.add(Piece(wait.start, wait.end, "blocked"))
 
 
 class _Awaiting:
@@ -343,12 +365,11 @@ def _launched(found: TraceEvents) -> Iterable[Collective]:
     """The kernels that communicate, and the transfers of ranks that share a GPU, each with the instant and the ranges
     of its launch.
     """
-    at = Launches(found)
     by_thread, calls = nests(found.ranges), nests(found.issues)
-    for transfer in found.transfers:
-        if transfer.launch is None:
-            continue
-        launch, thread = at.of(transfer.launch)
+    moving = [each for each in found.transfers if each.launch is not None]
+    launched = Launches(found).of([each.launch for each in moving])
+    world_size = int(found.distributed.get("world_size") or 1)
+    for transfer, (launch, thread) in zip(moving, launched):
         around = by_thread[thread].around(launch) if launch is not None and thread in by_thread else []
         unit = next((each.unit for each in around if each.label not in ("backward_prefetch", "optimizer")), "")
         kind = transfer.kind
@@ -356,8 +377,8 @@ def _launched(found: TraceEvents) -> Iterable[Collective]:
             kind = next((each.label for each in calls[thread].around(launch)), "")
         collective = Collective(kind or "other", unit, transfer.start if launch is None else launch)
         collective.own, collective.issued = _issued_by_consumer(around, unit), launch is not None
-        collective.pieces.append(Piece(transfer.start, transfer.end))
-        collective.nbytes = _payload(transfer, collective.kind, int(found.distributed.get("world_size") or 1))
+        collective.add(Piece(transfer.start, transfer.end))
+        collective.nbytes = _payload(transfer, collective.kind, world_size)
         collective.group, collective.group_size = _group(transfer)
         yield collective
 
@@ -376,12 +397,15 @@ class Launches:
         self._numbers, self._starts, self._ends = numbers[order], spans[:, 0], spans[:, 1]
         self._owners, self._threads = np.concatenate([empty, *(part[2] for part in parts)])[order], threads
 
-    def of(self, correlation: int) -> tuple[int | None, Thread | None]:
-        """The launch's start and thread; (None, None) where the trace lacks it."""
-        at = int(np.searchsorted(self._numbers, correlation))
-        if at == len(self._numbers) or self._numbers[at] != correlation:
-            return None, None
-        return int(self._starts[at]), self._threads[int(self._owners[at])]
+    def of(self, correlations: Sequence[int]) -> list[tuple[int | None, Thread | None]]:
+        """Each launch's start and thread; (None, None) where the trace lacks it."""
+        if not len(self._numbers):
+            return [(None, None)] * len(correlations)
+        numbers = np.array(correlations, dtype=np.int64)
+        at = np.minimum(np.searchsorted(self._numbers, numbers), len(self._numbers) - 1)
+        known = (self._numbers[at] == numbers).tolist()
+        starts, owners, threads = self._starts[at].tolist(), self._owners[at].tolist(), self._threads
+        return [(start, threads[owner]) if here else (None, None) for start, owner, here in zip(starts, owners, known)]
 
     def starts(self, correlations: np.ndarray, otherwise: np.ndarray | int) -> np.ndarray:
         """The launches' starts for many kernels; `otherwise` where the trace lacks one."""
@@ -402,7 +426,7 @@ def _payload(transfer: Transfer, kind: str, world_size: int) -> int | None:
     """The whole payload in bytes, of all ranks' slices; from NCCL's own figures or from the shapes that gloo was
     given.
     """
-    details = transfer.details if isinstance(transfer.details, dict) else {}
+    details = _details(transfer)
     if "bytes" in details:
         return details["bytes"] if isinstance(details["bytes"], int) else None
     given = [details.get("In msg nelems"), details.get("Out msg nelems")]
@@ -422,10 +446,14 @@ def _payload(transfer: Transfer, kind: str, world_size: int) -> int | None:
 
 def _group(transfer: Transfer) -> tuple[str, int | None]:
     """The process group's description, else its name, and how many ranks it has."""
-    details = transfer.details if isinstance(transfer.details, dict) else {}
+    details = _details(transfer)
     names = (details.get(key) for key in ("Process Group Description", "Process Group Name"))
     size = details.get("Group size")
     return next((name for name in names if isinstance(name, str) and name), ""), size if type(size) is int else None
+
+
+def _details(transfer: Transfer) -> Mapping[str, Any]:
+    return transfer.details if isinstance(transfer.details, dict) else _NOTHING
 
 
 def _list(value: Any) -> list[Any]:

@@ -28,6 +28,7 @@ from fsdplab.profiling.intervals import (
     close_gaps,
     intersect,
     length,
+    lengths_of,
     size,
     subtract,
     union,
@@ -35,7 +36,7 @@ from fsdplab.profiling.intervals import (
 )
 from fsdplab.profiling.memory.timeline import AccountingError
 from fsdplab.profiling.traces.attribution import Context, attribute, causes_of
-from fsdplab.profiling.traces.chrome import TraceError
+from fsdplab.profiling.traces.chrome import TraceError, without_collection
 from fsdplab.profiling.traces.classify import Thread, TraceEvents, read_events
 from fsdplab.profiling.traces.collectives import MARKED, Collective, find_collectives
 from fsdplab.profiling.traces.exposed_parts import ExposedParts, exposed_parts, summed
@@ -124,7 +125,22 @@ def analyse_trace(
     communication; AccountingError if a step did not add up. A step of 100 ms with 80 computing, 50 communicating and 40
     of that at once: overlapped 40, exposed 10, compute only 40, other 10 ms.
     """
-    found = take_shared(read_events(path, comm_patterns))
+    with without_collection():
+        found = take_shared(read_events(path, comm_patterns))
+        return _analysed(found, path, ledger, life, rank, first_step, whole, default_rank)
+
+
+def _analysed(
+    found: TraceEvents,
+    path: str | Path,
+    ledger: Sequence[Row] | None,
+    life: Sequence[Row] | None,
+    rank: int | None,
+    first_step: int | None,
+    whole: bool,
+    default_rank: int,
+) -> TraceAnalysis:
+    """`analyse_trace`, of events that have been read."""
     whole = whole or not found.steps
     steps = [(first_step or 0, found.first or 0, found.last)] if whole else found.steps
     if first_step is not None:
@@ -193,18 +209,18 @@ class _Account:
         exposed = subtract(communication, computing)
         breakdown = _breakdown(self._rank, number, end - start, computing, communication, exposed)
         shares = attribute(exposed, mine)
-        sizes = [size(share) for share in shares]
+        parts = exposed_parts(mine, shares, self._host_busy)
+        sizes = [part.exposed_ns for part in parts]
         if (attributed := sum(sizes)) != breakdown["exposed_ns"]:
             raise AccountingError(
                 f"step {number}: {breakdown['exposed_ns']} ns were exposed, {attributed} attributed; report this with"
                 " the trace"
             )
-        parts = exposed_parts(mine, shares, self._host_busy)
         breakdown |= summed(parts)
         context = Context(
             start, end, Measure(computing), self._host_measure, self._phase_ends(start, end), self._found.on_gpu
         )
-        causes = causes_of(mine, shares, context)
+        causes = causes_of(mine, shares, sizes, context)
         host_busy = within(self._host_busy, start, end)
         other = subtract([(start, end)], union(computing, communication))
         return StepAnalysis(
@@ -235,7 +251,7 @@ class _Account:
             "issue_ns": base + each.issue,
             "start_ns": base + each.start, "end_ns": base + each.end, "logical_bytes": each.nbytes,
             "exposed_ns": exposed_ns, "cause": cause,
-            "emulated": each.emulated, "on_link": (parts.on_link + base).tolist(),
+            "emulated": each.emulated, "on_link": [[base + first, base + last] for first, last in parts.on_link],
             "group": each.group, "group_size": each.group_size,
         }  # fmt: skip
 
@@ -317,12 +333,14 @@ def _exposed_rows(
     groups: dict[tuple[str, str, str], list[int]] = {}
     for index, each in enumerate(collectives):
         groups.setdefault((each.unit, each.phase, each.kind), []).append(index)
+    pieces = [pieces_of([collectives[index] for index in members]) for members in groups.values()]
+    of_group = np.repeat(np.arange(len(pieces)), [len(each) for each in pieces])
+    lengths = lengths_of(np.clip(np.concatenate([EMPTY, *pieces]), start, end), of_group, len(pieces))
     rows = []
-    for (unit, phase, kind), members in groups.items():
-        pieces = union(pieces_of([collectives[index] for index in members]))
+    for ((unit, phase, kind), members), communication_ns in zip(groups.items(), lengths.tolist()):
         rows.append({
             "rank": rank, "step": step, "unit": unit, "phase": phase, "kind": kind,
-            "communication_ns": size(within(pieces, start, end)),
+            "communication_ns": communication_ns,
             "exposed_ns": sum(sizes[index] for index in members),
             "cause": causes[max(members, key=lambda index: sizes[index])],
             **summed([parts[index] for index in members]),

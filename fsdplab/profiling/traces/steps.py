@@ -104,13 +104,7 @@ class ByWindow:
         self.windows = [Window(*step) for step in steps]
         self.no_step = no_step
         self._computing, self._collectives, self._kernels = computing, collectives, found.kernels.pairs()
-        self._reach = np.array(
-            [
-                (min(piece.start for piece in each.pieces), max(piece.end for piece in each.pieces))
-                for each in collectives
-            ],
-            dtype=np.int64,
-        ).reshape(-1, 2)
+        self._reach = np.array([(each.first, each.last) for each in collectives], dtype=np.int64).reshape(-1, 2)
 
     def computing(self, index: int) -> Intervals:
         """The part of all computing in the window."""
@@ -129,7 +123,7 @@ class ByWindow:
 
     def lists(self, index: int, each: Collective) -> bool:
         """Whether no earlier step has it: gloo's range may end late, in the next step, and its bytes count once."""
-        return index == 0 or min(piece.start for piece in each.pieces) >= self.windows[index - 1].end
+        return index == 0 or each.first >= self.windows[index - 1].end
 
     def kernels(self, index: int) -> np.ndarray:
         """Those that run in the window."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdplab.profiling.intervals import EMPTY, Intervals, close_gaps, split, subtract, union, within
+from fsdplab.profiling.intervals import EMPTY, Intervals, close_gaps, latest_ends, split, subtract, union, within
 from fsdplab.profiling.traces.classify import TraceEvents
 from fsdplab.profiling.traces.collectives import Collective, Launches
 from fsdplab.profiling.traces.segments import Segments
@@ -120,13 +120,7 @@ class TimelineRows:
     def _waits(self, waiting: Intervals, collectives: Sequence[Collective]) -> list[tuple]:
         """Blocked stretches, each named by the collective of whose pieces it holds most."""
         longest = waiting[np.argsort(waiting[:, 0] - waiting[:, 1], kind="stable")[: _MOST["waiting"]]]
-        reach = np.array(
-            [
-                (min(piece.start for piece in each.pieces), max(piece.end for piece in each.pieces))
-                for each in collectives
-            ],
-            dtype=np.int64,
-        ).reshape(-1, 2)
+        reach = np.array([(each.first, each.last) for each in collectives], dtype=np.int64).reshape(-1, 2)
         rows = []
         for start, end in longest.tolist():
             held = lambda each: sum(max(0, min(end, piece.end) - max(start, piece.start)) for piece in each.pieces)  # noqa: E731
@@ -196,7 +190,7 @@ class _Neighbours:
         numbers: dict[Any, int] = {}
         codes = np.array([numbers.setdefault(label, len(numbers)) for label in labels], dtype=np.int64)
         self._new_label = np.concatenate([[True], codes[1:] != codes[:-1]])[: len(codes)]
-        ends = _latest(pieces[:, 1], np.cumsum(self._new_label))
+        ends = latest_ends(pieces[:, 1], np.cumsum(self._new_label))
         self._gap = np.concatenate([[0], pieces[1:, 0] - ends[:-1]])[: len(codes)]
         before = np.asarray(np.searchsorted(barriers, pieces[:, 0], side="right"))
         passed = np.concatenate([[False], before[1:] != before[:-1]])[: len(codes)]
@@ -214,13 +208,3 @@ class _Neighbours:
         ends = np.maximum.reduceat(self._pieces[:, 1], first)
         starts = self._pieces[first, 0]
         return [(self._labels[at], span) for at, span in zip(first.tolist(), zip(starts.tolist(), ends.tolist()))]
-
-
-def _latest(ends: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """The latest end so far, counted anew in each group; `groups` are numbers that only grow."""
-    if not len(ends):
-        return ends
-    order = np.argsort(ends, kind="stable")
-    place: np.ndarray = np.empty(len(ends), dtype=np.int64)
-    place[order] = np.arange(len(ends))
-    return ends[order][np.maximum.accumulate(place + groups * len(ends)) - groups * len(ends)]
