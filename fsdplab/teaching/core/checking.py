@@ -43,7 +43,8 @@ def grade(exercise: str, hints: int = 0) -> Verdict:
     feedback = judge(found, try_one(found, workspace.file_of(exercise), workspace))
     if feedback is None:
         workspace.note_pass(exercise, source or "")
-        return Verdict(exercise, None, f"Right on {found.world_size} ranks, in every case.")
+        where = f" on {found.world_size} ranks," if found.world_size > 1 else ""
+        return Verdict(exercise, None, f"Right{where} in every case.")
     return failed(found, feedback, workspace, hints)
 
 
@@ -130,7 +131,9 @@ def judge(exercise: Exercise, outcome: Tried | RanksFailed) -> Feedback | None:
 def _feedback_on_difference(exercise: Exercise, case: Case, trial: Trial, difference: Difference) -> Feedback:
     step, cause = exercise.explain(case, trial, difference)
     verb = "leads to" if exercise.driver else "returns"
-    headline = f"{exercise.function} {verb} a wrong {difference.problem} on rank {trial.rank} (case: {case.name})."
+    rank = trial.rank if exercise.world_size > 1 else None  # of a pure function no rank is of interest
+    where = "" if rank is None else f" on rank {rank}"
+    headline = f"{exercise.function} {verb} a wrong {difference.problem}{where} (case: {case.name})."
     if trial.returned is None:
         printed = f"; it printed {trial.printed.split()[0]!r} ..." if trial.printed.split() else ""
         headline = f"{exercise.function} returns nothing (case: {case.name})."
@@ -138,7 +141,7 @@ def _feedback_on_difference(exercise: Exercise, case: Case, trial: Trial, differ
     elif difference.problem == "dtype":
         cause = "a buffer was made with torch's default dtype: make it like the input (new_empty, empty_like)"
     tensor = difference.tensor if difference.index is not None or "[" in difference.tensor else None
-    return Feedback(headline, difference.expected, difference.got, cause, trial.rank, step, tensor, difference.index)
+    return Feedback(headline, difference.expected, difference.got, cause, rank, step, tensor, difference.index)
 
 
 def _feedback_on_failure(exercise: Exercise, report: Failure) -> Feedback:

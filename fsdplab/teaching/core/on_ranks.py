@@ -99,6 +99,8 @@ def _portable(value: Any) -> Any:
         return {key: _portable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_portable(item) for item in value]
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return value.item()  # numpy's numbers are numbers
     known = value is None or isinstance(value, (bool, int, float, str))
     return value if known else f"<{type(value).__name__}>"
 
