@@ -31,6 +31,7 @@ _SOURCES = {
     "show": "core.display",
     "table": "core.display",
     "explore": "core.exploring",
+    "follow": "core.progress",
     "what_was_real": "core.provenance",
     "on_a_gpu": "core.on_a_gpu",
     "Exercise": "core.exercise",
@@ -44,6 +45,7 @@ _SOURCES = {
 _LESSONS = {  # the module that a notebook imports -> the lesson that holds it
     "tour": "nb00_tour",
     "collectives": "nb01_collectives",
+    "accounting": "nb02_where_memory_goes",
     "by_hand": "nb03_04_by_hand",
     "mini_fsdp": "nb05_06_mini_fsdp",
     "overlapping": "nb07_overlap",

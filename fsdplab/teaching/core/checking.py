@@ -46,7 +46,7 @@ def grade(exercise: str, hints: int = 0) -> Verdict:
     feedback = judge(found, try_one(found, workspace.file_of(exercise), workspace))
     if feedback is None:
         workspace.note_pass(exercise, source or "")
-        where = "" if found.pure else f" on {found.world_size} ranks,"
+        where = "" if found.pure or found.world_size == 1 else f" on {found.world_size} ranks,"
         return Verdict(exercise, None, f"Right{where} in every case.")
     return failed(found, feedback, workspace, hints)
 
@@ -135,7 +135,8 @@ def _feedback_on_difference(exercise: Exercise, case: Case, trial: Trial, differ
     step, cause = exercise.explain(case, trial, difference)
     verb = "leads to" if exercise.driver else "returns"
     what = _WRONG.get(difference.problem, f"a wrong {difference.problem}")
-    where = "" if exercise.world_size == 1 else f" {'for' if exercise.pure else 'on'} rank {trial.rank}"
+    rank = None if exercise.world_size == 1 else trial.rank  # where there is one, its number is of no interest
+    where = "" if rank is None else f" {'for' if exercise.pure else 'on'} rank {rank}"
     headline = f"{exercise.function} {verb} {what}{where} (case: {case.name})."
     if trial.returned is None:
         printed = f"; it printed {trial.printed.split()[0]!r} ..." if trial.printed.split() else ""
@@ -144,7 +145,7 @@ def _feedback_on_difference(exercise: Exercise, case: Case, trial: Trial, differ
     elif difference.problem == "dtype":
         cause = "a buffer was made with torch's default dtype: make it like the input (new_empty, empty_like)"
     tensor = difference.tensor if difference.index is not None or "[" in difference.tensor else None
-    return Feedback(headline, difference.expected, difference.got, cause, trial.rank, step, tensor, difference.index)
+    return Feedback(headline, difference.expected, difference.got, cause, rank, step, tensor, difference.index)
 
 
 def _feedback_on_failure(exercise: Exercise, report: Failure) -> Feedback:

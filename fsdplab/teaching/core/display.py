@@ -128,10 +128,18 @@ class Shown:
 
 def show(figure: go.Figure, alt: str | None = None) -> None:
     """Show a plotly figure and leave a static picture with alternative text beside it (the figure's own by default)."""
-    words = alt or alt_text(figure)
+    present(_with_words(figure, alt or alt_text(figure)))
+
+
+def as_shown(thing: Any) -> Any:
+    """A figure in the three forms; anything else as it is."""
+    return _with_words(thing, alt_text(thing)) if hasattr(thing, "to_plotly_json") else thing
+
+
+def _with_words(figure: go.Figure, words: str) -> Shown:
     if not words:
         raise ValueError("a figure needs alternative text: show(figure, alt='what a reader should see in it')")
-    present(Shown(figure, words))
+    return Shown(figure, words)
 
 
 @dataclass(frozen=True)

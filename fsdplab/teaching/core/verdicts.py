@@ -120,6 +120,7 @@ def first_difference(
     if isinstance(expected, (list, tuple)):
         return _sequence_difference(expected, got, tolerance, name)
     if isinstance(expected, (int, float)) and not isinstance(expected, bool):
+        got = got.item() if isinstance(got, torch.Tensor) and got.numel() == 1 else got
         same = isinstance(got, (int, float)) and abs(got - expected) <= tolerance * abs(expected)
         return None if same else Difference(name, "value", repr(expected), repr(got))
     if type(expected) is not type(got):

@@ -1,0 +1,198 @@
+"""Lesson 02 in the notebook's process: bytes counted by hand, predicted in closed form, and measured on two ranks.
+
+The closed form is the planner's (`fsdplab plan`). It adds 1 GiB for CUDA and NCCL on a GPU; on the CPU there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fsdplab.common.names import CATEGORIES
+from fsdplab.common.sizes import size, three_digits
+from fsdplab.figures.plotly_go import go
+from fsdplab.planning.fit import fit
+from fsdplab.planning.memory import FRAMEWORK_BYTES, memory_of
+from fsdplab.planning.plan_spec import CHECKPOINTINGS, PlanSpec
+from fsdplab.planning.planner import plan_of, plan_spec
+from fsdplab.records import RunRecord
+from fsdplab.sessions import RunSpec
+from fsdplab.teaching.core.display import Note, Table, table
+
+from .figures import stacked
+
+__all__ = [
+    "CARD", "beside_zero", "counted", "gap", "job", "moments", "moments_table", "on_the_card", "outcome", "peak",
+    "planned", "predicted_beside", "real_batches", "stack", "states_table",
+]  # fmt: skip
+
+MB, GB = 1e6, 1e9
+CARD = 320e6  # bytes of the emulated card
+JOB = {"model": "gpt-20m", "world_size": 2, "batch_size": 2, "sequence_length": 64, "steps": 1, "time_limit": 300.0}
+BIG, BIG_GPU, SEQUENCE = "llama-3.1-8b", "h100-80gb", 4096
+Moments = Sequence[tuple[float, float]]
+StateBytes = Callable[[str, float, int, str], float]
+
+# Rajbhandari et al. 2020, arXiv 1910.02054, table 1: GB of model states for 7.5 billion parameters, by ranks
+ZERO_TABLE = {1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88)}
+ZERO_PARAMETERS, ZERO_STAGES = 7.5e9, ("zero1", "zero2", "full_shard")
+
+
+def states_table(held: Mapping[str, int], count: int) -> Table:
+    """Counted bytes of each state, and how many those are for each of `count` parameters."""
+    rows = [[name, f"{nbytes / MB:.2f}", f"{nbytes / count:.2f}"] for name, nbytes in held.items()]
+    rows.append(["together", f"{sum(held.values()) / MB:.2f}", f"{sum(held.values()) / count:.2f}"])
+    return table(["state", "MB", "bytes a parameter"], rows, "Counted on this machine, after one step.")
+
+
+def counted(held: Mapping[str, int], saved: int, rows: int) -> dict[str, float]:
+    """What question 02.equal is judged against: bytes of model states, and bytes of activations a row of the batch."""
+    return {"states": float(sum(held.values())), "a row": saved / rows}
+
+
+def beside_zero(model_state_bytes: StateBytes) -> Table:
+    """A function of model states beside the published table of the ZeRO paper, in GB."""
+    rows = []
+    for ranks, published in ZERO_TABLE.items():
+        own = [model_state_bytes(name, ZERO_PARAMETERS, ranks, "bf16") / GB for name in ZERO_STAGES]
+        rows.append([ranks, *(f"{three_digits(mine)} | {theirs:g}" for mine, theirs in zip(own, published))])
+    caption = (
+        "GB on a rank for 7.5 billion parameters: your function | published (Rajbhandari et al. 2020, arXiv 1910.02054,"
+        " table 1). Both are computed. full_shard is the paper's third stage."
+    )
+    return table(["ranks", *ZERO_STAGES], rows, caption)
+
+
+# ---- a large model, planned
+
+
+def stack(ranks: int, sequences: int, checkpointing: str) -> go.Figure:
+    """Predicted peak of Llama 3.1 8B under every strategy, stacked by category, under the line of an H100."""
+    names = ("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard")
+    spec = plan_spec(
+        BIG, BIG_GPU, gpus=ranks, seq=SEQUENCE, micro_batch=sequences, checkpointing=checkpointing, gpus_per_node=8
+    )
+    peaks = {name: plan_of(replace(spec, strategy=name)).memory.peak.by_category for name in names}
+    card = spec.gpu.memory_bytes
+    fitting = [name for name, split in peaks.items() if sum(split.values()) <= card]
+    each = f"{sequences} sequence{'s' * (sequences > 1)}"
+    listed = f"{', '.join(fitting)} fit{'s' * (len(fitting) == 1)}" if fitting else "no strategy fits"
+    title = f"On {ranks} GPUs, {each} each: {listed} the card"
+    subtitle = (
+        f"Predicted for {spec.model.name} on {spec.gpu.name}, sequences of {SEQUENCE:,} tokens, bf16 with fp32 masters,"
+        f" checkpointing {checkpointing}; each bar at its own highest instant"
+    )
+    return stacked(peaks, card, title, subtitle)
+
+
+# ---- a small run, predicted and measured
+
+
+def job(**choices: Any) -> RunSpec:
+    """The lesson's run: the lab's GPT of 21.6 million parameters in fp32, `full_shard` on two ranks."""
+    return RunSpec(**{**JOB, "strategy": "full_shard", **choices})
+
+
+def peak(record: RunRecord) -> float:
+    """MB at the peak of the worst rank."""
+    return record.summary["peak_memory_bytes"]["total"] / MB
+
+
+def planned(batch: int) -> PlanSpec:
+    """The plan of the lesson's run with so many sequences; the GPU is a stand-in, memory does not depend on it."""
+    choices = {"gpus": JOB["world_size"], "seq": JOB["sequence_length"], "param_dtype": "fp32"}
+    return plan_spec(str(JOB["model"]), BIG_GPU, micro_batch=batch, **choices)
+
+
+def _predicted(batch: int) -> dict[str, float]:
+    """Bytes by category at the planned peak, without what only a GPU needs."""
+    found = dict(memory_of(planned(batch)).peak.by_category)
+    return found | {"other": found["other"] - FRAMEWORK_BYTES}
+
+
+def predicted_beside(record: RunRecord) -> go.Figure:
+    """Two bars: the planner's peak and the run's, by category."""
+    bars = {"predicted": _predicted(record.spec["batch_size"]), "measured": _measured(record)}
+    first, second = (sum(split.values()) for split in bars.values())
+    title = f"Predicted {size(first)}, measured {size(second)}: {first / second:.0%} of it"
+    subtitle = "Peak of the worst of two CPU ranks, full_shard, fp32; predicted in closed form, measured by the record"
+    return stacked(bars, record.spec["card"], title, subtitle)
+
+
+def _measured(record: RunRecord) -> dict[str, float]:
+    return dict(record.summary["peak_memory_bytes"]["by_category"])
+
+
+def gap(record: RunRecord) -> Note:
+    """What states by hand leave out, and the category in which the plan is furthest from the run."""
+    predicted, measured = _predicted(record.spec["batch_size"]), _measured(record)
+    states = ("parameter_slices", "gradient_slices", "optimizer_state")
+    held = sum(measured[name] for name in states)
+    furthest = max(CATEGORIES, key=lambda name: abs(measured[name] - predicted[name]))
+    return Note(
+        (
+            f"Seen here: the peak is {size(sum(measured.values()))}, of which {size(held)} are slices of model states."
+            " The rest passes: activations, parameters gathered for a moment, gradients on their way to their slices.",
+            f"The plan is furthest off in {furthest.replace('_', ' ')}: {size(predicted[furthest])} predicted,"
+            f" {size(measured[furthest])} measured. A plan has few instants, a run has thousands.",
+        )
+    )
+
+
+# ---- the batch that fits
+
+
+def moments() -> list[tuple[float, float]]:
+    """For each instant at which the peak may lie: (MB that do not depend on the batch, MB a sequence)."""
+    return [(fixed / MB, each / MB) for _, fixed, each in _instants(planned(1), FRAMEWORK_BYTES)]
+
+
+def _instants(spec: PlanSpec, without: float = 0.0) -> list[tuple[str, float, float]]:
+    """(name, bytes that stay, bytes a sequence) of every instant of a plan; the planner is linear in the batch."""
+    one, two = (memory_of(replace(spec, micro_batch=count)).moments for count in (1, 2))
+    return [(a.name, 2 * a.total - b.total - without, b.total - a.total) for a, b in zip(one, two)]
+
+
+def moments_table() -> Table:
+    """The same with names: what each instant holds at 1 and at 16 sequences."""
+    rows = [
+        [name, *(f"{value / MB:.1f}" for value in (fixed, each, fixed + each, fixed + 16 * each))]
+        for name, fixed, each in _instants(planned(1), FRAMEWORK_BYTES)
+    ]
+    header = ["instant", "MB that stay", "MB a sequence", "with 1 sequence", "with 16"]
+    return table(header, rows, "Predicted for one rank of the run above, sequences of 64 tokens.")
+
+
+def on_the_card(batch: int) -> RunSpec:
+    """The lesson's run with so many sequences a rank, on an emulated card of 320 MB."""
+    return job(batch_size=int(batch), card=int(CARD))
+
+
+def outcome(record: RunRecord) -> Note:
+    """Whether a run on the card came to its end, and how far its peak was from the card."""
+    found, card, count = peak(record) * MB, record.spec["card"], record.spec["batch_size"]
+    ended = "trained to its end" if record.status == "finished" else f"ended: {record.status.replace('_', ' ')}"
+    return Note(
+        (
+            f"Seen here: with {count} sequences a rank the run {ended}. Its peak is {size(found)} on a card of"
+            f" {size(card)} ({abs(card - found) / card:.1%} {'below' if found <= card else 'above'} it).",
+        )
+    )
+
+
+def real_batches(largest_batch: Callable[[float, Moments], float]) -> Table:
+    """The largest batch of Llama 3.1 8B on 8 H100 by a function, beside the planner's own search."""
+    rows = []
+    for checkpointing in CHECKPOINTINGS:
+        spec = plan_spec(BIG, BIG_GPU, gpus=8, seq=SEQUENCE, checkpointing=checkpointing)
+        instants = [(fixed / MB, each / MB) for _, fixed, each in _instants(spec)]
+        mine = largest_batch(spec.gpu.memory_bytes / MB, instants)
+        found = [each.spec.micro_batch for each in fit(spec).candidates if _like(each.spec, spec)]
+        rows.append([checkpointing, f"{mine:g}", found[0] if found else 0])
+    caption = f"Predicted: full_shard, sequences of {SEQUENCE:,} tokens, bf16 with fp32 masters, a card of 85.9 GB."
+    return table(["activations recomputed", "your largest batch", "fsdplab plan --fit"], rows, caption)
+
+
+def _like(found: PlanSpec, spec: PlanSpec) -> bool:
+    return (found.strategy, found.checkpointing) == (spec.strategy, spec.checkpointing)
