@@ -18,6 +18,7 @@ _WORDS = {
     "peak_memory_bytes": "peak memory",
     "ledger": "bytes sent",
     "formula_bytes_per_step": "the formula's bytes",
+    "exposed_s": "exposed time",
 }
 
 
