@@ -63,6 +63,8 @@ def _not_modelled(spec: RunSpec) -> str:
         return f"the buffers of {spec.engine} are its own and not modelled"
     if spec.device_type != "cpu" or spec.transport == "shared_gpu":
         return "between GPUs use fsdplab plan: here CPU ranks are modelled"
+    if spec.transport == "gloo" and spec.world_size > 1:
+        return "gloo copies what it sends in threads of its own, and that is not modelled; shared memory is"
     if spec.compile != "none":
         return "what a compiled block saves is the compiler's choice"
     return ""
@@ -86,7 +88,6 @@ def _run_of(spec: RunSpec) -> LabRun:
         prefetch=spec.prefetch,
         checkpoint=spec.checkpoint,
         units="block" if spec.units == "auto" else spec.units,
-        in_place=spec.transport != "gloo",
         offloads=spec.offload != "none",
         foreach=spec.optimizer == "adamw-foreach",
     )

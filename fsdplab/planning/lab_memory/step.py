@@ -6,14 +6,14 @@ first warm-up step of a run does; the second is the one whose memory a run measu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from fsdplab.engine.core.schedule import Schedule
 from fsdplab.planning.models import ModelShape, Parameter
 
 from .held import Book, Bytes, Held
-from .tape import WHAT, Tape, Value
+from .tape import WHAT, Edge, Tape, Value
 from .transformer import block, embedded, loss
 from .unit_buffers import MASTER, Sharing, Transports, UnitBuffers
 
@@ -37,7 +37,6 @@ class LabRun:
     prefetch: int = 1
     checkpoint: str = "none"
     units: str = "block"  # or linear, or model
-    in_place: bool = True  # shared memory; else gloo
     offloads: bool = False
     foreach: bool = False
 
@@ -49,14 +48,14 @@ def memory_of_step(run: LabRun) -> Bytes:
 
 def unit_parameters(run: LabRun) -> dict[str, list[Parameter]]:
     """The units of a run, the root first, and their parameters."""
-    shape, found = run.shape, {ROOT: list(run.shape.root)}
+    shape = run.shape
+    placed = [each if "." in each.name else replace(each, name=f"{each.name}.weight") for each in shape.root]
     for layer in range(shape.layers):
-        for each in shape.block:
-            found.setdefault(unit_of(run, f"blocks.{layer}.{each.name}"), []).append(each)
-    if run.units == "linear" and not shape.tied:
-        found[ROOT] = [each for each in shape.root if each.name != "head"]
-        found["head"] = [each for each in shape.root if each.name == "head"]
-    return found
+        placed += [replace(each, name=f"blocks.{layer}.{each.name}") for each in shape.block]
+    found: dict[str, list[Parameter]] = {}
+    for each in placed:
+        found.setdefault(unit_of(run, each.name), []).append(each)
+    return {ROOT: found.pop(ROOT), **found}
 
 
 def unit_of(run: LabRun, parameter: str) -> str:
@@ -75,10 +74,10 @@ class _Play:
 
     def __init__(self, run: LabRun) -> None:
         self.run, self.book = run, Book()
-        self.sharing = Sharing(run.strategy, run.shards, run.replicas, run.itemsize, run.in_place, run.offloads)
+        self.sharing = Sharing(run.strategy, run.shards, run.replicas, run.itemsize, run.offloads)
         transports = Transports(self.book)
         named = unit_parameters(run)
-        self.units = {name: UnitBuffers(name, own, self.sharing, self.book, transports) for name, own in named.items()}
+        self.units = {name: UnitBuffers(own, self.sharing, self.book, transports) for name, own in named.items()}
         self.schedule = Schedule(run.prefetch)
         for unit in self.units.values():
             unit.place_at_rest()
@@ -104,7 +103,7 @@ class _Play:
 
     def _optimizer_state(self) -> Held:
         """Two moments of every element that this rank updates, and a count of steps a parameter."""
-        own = sum(unit.own_elements(0) for unit in self.units.values())
+        own = sum(unit.own_elements for unit in self.units.values())
         counts = sum(unit.parameters for unit in self.units.values())
         return self.book.hold(0 if self.run.offloads else 2 * MASTER * own + 4 * counts, "optimizer_state")
 
@@ -115,19 +114,20 @@ class _Play:
         for number in range(count):
             self._micro_batch(number == 0, number == count - 1)
         if self.run.foreach:
-            self.book.hold(MASTER * sum(unit.own_elements(0) for unit in self.units.values()), "other")
+            self.book.hold(MASTER * sum(unit.own_elements for unit in self.units.values()), "other")
         for unit in self.units.values():
             unit.zero_grad()
 
     def _micro_batch(self, first: bool, last: bool) -> None:
-        self.accumulates = "gradients" not in self.sharing.cuts
-        self.syncs = last or not self.accumulates
+        self.syncs = last or not self.sharing.keeps_gradients
         self.refreshes = first  # units that are kept whole are gathered once a step
         self.reducing: list[UnitBuffers] = []
         self.replicating: list[UnitBuffers] = []
         self.finished: set[str] = set()
         self.schedule.begin()
         tape = Tape(self.book, self.run.batch * self.run.sequence, self.run.itemsize, self._gradient)
+        if self.run.units == "linear":
+            tape.on_product = partial(self._around_product, tape)
         self._forward_and_loss(tape)
         tape.backward()
         self._end_backward()
@@ -169,36 +169,38 @@ class _Play:
         run = self.run
         kept: dict[str, Held] | None = {} if run.checkpoint == "selective" else None
         make = partial(Tape, self.book, tape.tokens, tape.itemsize, self._gradient, kept_products=kept)
-        state = self.book.hold(_RANDOM_STATE, WHAT)
+        saved = [x.held, self.book.hold(_RANDOM_STATE, WHAT)]
         y = block(make(keeps=False), x, run.shape, run.sequence, prefix)
-        edge = x.edge
-        result = Value(y.held, y.width)
+        result, read, width = Value(y.held, y.width), x.edge, x.width
 
-        def again(held: Held, gradient: Held) -> Held:
-            inner, begin = make(again=True), Value(held, x_width)
+        def again(ours: Edge) -> None:
+            inner, begin = make(again=True), Value(saved[0], width)
             end = block(inner, begin, run.shape, run.sequence, prefix)
-            end.edge.add(gradient, False, self.book)
-            del end, gradient
+            end.edge.add(ours.take(), ours.owned, self.book)
             inner.backward()
-            return begin.edge.take()
+            saved.clear()
+            read.add(begin.edge.take(), True, self.book)
 
-        x_width, held = x.width, [x.held]
-        tape.note(result, lambda gradient: [(edge, again(held[0], gradient), True)], x.held, state)
+        tape.then(partial(again, result.edge))
         return result
+
+    def _around_product(self, tape: Tape, name: str, begins: bool) -> None:
+        """A linear layer that is a unit begins its forward, or ends it."""
+        unit = unit_of(self.run, f"{name}.weight")
+        if unit == ROOT:
+            return
+        if begins:
+            tape.then(partial(self._after_backward, unit))
+            self._enter(unit)
+        else:
+            tape.then(partial(self._before_backward, unit))
+            self._leave(unit)
 
     # ---- the runtime
 
     def _enter(self, name: str) -> None:
-        unit = self.units[name]
-        self._unshard(unit)
-        unit.finish_unshard()
-        for each in self.schedule.before_forward(name):
-            self._unshard(self.units[each])
-
-    def _unshard(self, unit: UnitBuffers) -> None:
-        if unit.keeps_whole and self.refreshes and unit.sharing.slices != 1:
-            unit.gather_kept()
-        unit.start_unshard()
+        for each in (name, *self.schedule.before_forward(name)):
+            self.units[each].start_unshard(self.refreshes)
 
     def _leave(self, name: str) -> None:
         self.schedule.after_forward(name)
@@ -206,23 +208,18 @@ class _Play:
             self.units[name].reshard()
 
     def _before_backward(self, name: str) -> None:
-        self.refreshes = False
-        unit = self.units[name]
-        unit.start_unshard()
-        unit.finish_unshard()
-        for each in self.schedule.before_backward(name):
-            self.units[each].start_unshard()
+        for each in (name, *self.schedule.before_backward(name)):
+            self.units[each].start_unshard(refreshes=False)
 
     def _after_backward(self, name: str) -> None:
         unit = self.units[name]
         self.finished.add(name)
-        unit.collect(at_once=self.syncs and ("gradients" in self.sharing.cuts or self.sharing.slices == 1))
+        unit.collect(at_once=self.syncs and not (self.sharing.keeps_gradients and self.sharing.shards > 1))
         unit.reshard()
-        if not self.syncs:
-            return
-        self._make_room()
-        unit.start_reduce()
-        self.reducing.append(unit)
+        if self.syncs:
+            self._make_room()
+            unit.start_reduce()
+            self.reducing.append(unit)
 
     def _make_room(self) -> None:
         while self.reducing:
@@ -241,8 +238,6 @@ class _Play:
             self.replicating.pop(0).finish_reduce()
         for unit in self.units.values():
             unit.reshard()
-            if self.syncs:
-                unit.whole.clear()
 
     def _gradient(self, name: str, nbytes: int) -> None:
         self.units[unit_of(self.run, name)].gradient(name, nbytes)

@@ -77,6 +77,7 @@ class Tape:
         self.keeps, self.kept_products, self.again = keeps, kept_products, again
         self._nodes: list[Node | Callable[[], None]] = []
         self._products = 0
+        self.on_product: Callable[[str, bool], None] = lambda name, begins: None  # a linear layer that is a unit
 
     # ---- the tape itself
 
@@ -116,6 +117,7 @@ class Tape:
 
     def linear(self, x: Value, width: int, name: str, bias: bool, last: bool = False) -> Value:
         """A product with a weight of C x width; it saves what it reads."""
+        self.on_product(name, True)
         y = self._product(width, name, last)
         b, read, edge = self.itemsize, x.width, x.edge
 
@@ -127,6 +129,7 @@ class Tape:
             return [(edge, gradient, False)]  # a view of two dimensions as three: never summed in place
 
         self.note(y, run, x.held)
+        self.on_product(name, False)
         return y
 
     def _product(self, width: int, name: str, last: bool) -> Value:

@@ -47,12 +47,12 @@ def _llama_feed_forward(tape: Tape, x: Value, shape: ModelShape, prefix: str) ->
 def embedded(tape: Tape, shape: ModelShape, sequence: int) -> Value:
     """The embeddings of the tokens, and of their positions where those are learnt."""
     tokens, C, b = tape.value(shape.width), shape.width, tape.itemsize
-    tape.note(tokens, _gradient_of_table(tape, "token_embedding", shape.vocabulary * C * b))
+    tape.note(tokens, _gradient_of_table(tape, "token_embedding.weight", shape.vocabulary * C * b))
     if not shape.positions:
         return tokens
     positions = Value(tape.book.hold(sequence * C * b, WHAT), C)
     indices = tape.book.hold(8 * sequence, WHAT)
-    tape.note(positions, _gradient_of_table(tape, "position_embedding", shape.positions * C * b), indices)
+    tape.note(positions, _gradient_of_table(tape, "position_embedding.weight", shape.positions * C * b), indices)
     y, first, second = tape.value(C), tokens.edge, positions.edge
     summed = sequence * C * b
     tape.note(y, lambda gradient: [(first, gradient, False), (second, tape.book.hold(summed, WHAT), True)])
