@@ -281,6 +281,33 @@ def test_static_picture_of_each_kind_is_sound(runs):
     assert [nice_step(rough) for rough in (0.7, 1, 33, 0.021)] == [1, 1, 50, pytest.approx(0.05)]
 
 
+def texts_of(picture: str) -> list[ET.Element]:
+    return list(ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}text"))
+
+
+def test_svg_leaves_out_labels_that_the_figure_sets_beyond_an_axis():
+    """An axis without a range ends at its data; a tick that the figure sets beyond it would stand in the margin."""
+    go = pytest.importorskip("plotly.graph_objects")
+    figure = go.Figure([go.Scatter(x=[0.0, 2.0], y=[0.0, 2.0])])
+    figure.update_xaxes(tickvals=[0, 1, 2, 3, -1], ticktext=["one", "ten", "hundred", "thousand", "tenth"])
+    said = [node.text for node in texts_of(figures.svg(figure))]
+    assert {"one", "ten", "hundred"} <= set(said) and not {"thousand", "tenth"} & set(said)
+
+
+def test_svg_puts_the_title_of_a_second_panel_beside_it_and_shrinks_long_headings():
+    go = pytest.importorskip("plotly.graph_objects")
+    figure = go.Figure([go.Bar(x=["a"], y=[3]), go.Bar(x=["a"], y=[4000], xaxis="x2", yaxis="y2")])
+    figure.update_layout(
+        xaxis=dict(domain=[0, 0.4]), xaxis2=dict(domain=[0.6, 1], anchor="y2"), yaxis_title="left",
+        yaxis2=dict(title="right", anchor="x2"), title_text="A long title of the figure, " * 3,
+    )  # fmt: skip
+    nodes = {node.text.strip(): node.attrib for node in texts_of(figures.svg(figure)) if node.text}
+    assert float(nodes["left"]["x"]) == 20 and 300 < float(nodes["right"]["x"]) < 620
+    (title,) = [name for name in nodes if name.startswith("A long")]
+    size = float(nodes[title]["font-size"])
+    assert size < 20 and 0.6 * size * len(title) <= 1000 - 16
+
+
 def test_static_picture_finds_the_ranges_that_a_figure_leaves_to_plotly():
     """A learner's own figure sets none."""
     import plotly.graph_objects as go

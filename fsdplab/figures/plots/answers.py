@@ -32,7 +32,10 @@ def _drawn(answer: Answer) -> str:
 def _add_panel(figure: go.Figure, answer: Answer, panel: Panel, place: int) -> None:
     number = "" if place == 0 else str(place + 1)
     columns = [each for each in answer.columns if each.name in panel.columns]
-    unit, scale = _SCALES.get(columns[0].kind, ("", 1.0))
+    highest = max([float(value or 0) for each in columns for value in answer.column(each.name)])
+    unit, scale = (
+        ("s", 1.0) if columns[0].kind == "seconds" and highest >= 1 else _SCALES.get(columns[0].kind, ("", 1.0))
+    )
     labels = [row[0] for row in answer.texts()]
     axes = dict(xaxis=f"x{number}", yaxis=f"y{number}")
     for column, colour in zip(columns, _COLOURS):
@@ -40,9 +43,8 @@ def _add_panel(figure: go.Figure, answer: Answer, panel: Panel, place: int) -> N
         figure.add_trace(
             _trace(column, panel, labels, heights, colour if place == 0 else _of_place(place), axes, scale)
         )
-    highest = max([float(value or 0) for each in columns for value in answer.column(each.name)])
     top = _ABOVE * max(highest, panel.limit[0] if panel.limit else 0.0) / scale
-    title = columns[0].name if len(columns) == 1 else ""
+    title = panel.title or columns[0].name
     up = dict(title=f"{title} ({unit})".strip() if unit else title, anchor=f"x{number}", range=[0, top or 1])
     across = dict(
         title=answer.columns[0].name, domain=_SPANS[len(answer.panels)][place], anchor=f"y{number}", type="category",
@@ -53,7 +55,7 @@ def _add_panel(figure: go.Figure, answer: Answer, panel: Panel, place: int) -> N
         _add_limit(figure, panel.limit, scale, number, place, len(answer.panels))
 
 
-_MOST_LETTERS = 90  # of labels beside each other over the whole width
+_MOST_LETTERS = 70  # of labels beside each other over the whole width
 
 
 def _of_place(place: int) -> str:

@@ -40,7 +40,7 @@ def svg(figure: go.Figure, width: int = WIDTH) -> str:
     body += [
         *_shapes(figure, rulers, plot),
         *_annotations(figure, rulers, plot),
-        *_heading(figure),
+        *_heading(figure, width),
         *_legend(figure, width),
     ]
     head = (
@@ -54,7 +54,12 @@ def svg(figure: go.Figure, width: int = WIDTH) -> str:
 
 def _plain(words: str | None) -> str:
     """Escaped text without plotly's tags."""
-    return html.escape(re.sub(r"<[^>]+>", "", html.unescape(words or "")))
+    return html.escape(_unmarked(words))
+
+
+def _unmarked(words: str | None) -> str:
+    """Text without plotly's tags."""
+    return re.sub(r"<[^>]+>", "", html.unescape(words or ""))
 
 
 def _box(figure: go.Figure, width: int, height: int) -> Box:
@@ -90,9 +95,10 @@ def _frame(figure: go.Figure, rulers: dict[str, Axis]) -> list[str]:
         drawn += _below(
             figure, across, rulers[across], lowest, min(rulers[up].end for name, up in panels if name == across)
         )
+    edge = min(rulers[across].start for across, _ in panels)
     for up in dict.fromkeys(pair[1] for pair in panels):
         first = min((rulers[across] for across, name in panels if name == up), key=lambda ruler: ruler.start)
-        drawn += _aside(figure, up, rulers[up], first)
+        drawn += _aside(figure, up, rulers[up], first, first.start == edge)
     return drawn
 
 
@@ -117,13 +123,14 @@ def _below(figure: go.Figure, name: str, x: Axis, bottom: float, top: float) -> 
     ]
 
 
-def _aside(figure: go.Figure, name: str, y: Axis, x: Axis) -> list[str]:
-    """A y axis's labels and its upright title."""
+def _aside(figure: go.Figure, name: str, y: Axis, x: Axis, is_first: bool) -> list[str]:
+    """A y axis's labels and its upright title: at the picture's edge, or before a panel that stands beside others."""
     crowded = y.marked is not None and len(y.marked) > 1 and abs(y(y.marked[1][0]) - y(y.marked[0][0])) < 13
     labels = [text(x.start - 10, at + 5, _plain(label), 10 if crowded else 14, "end") for at, label in y.ticks()]
-    middle = (y.start + y.end) / 2
-    upright = text(20, middle, _text_of(settings(figure, name)), 15, "middle")
-    return [*labels, upright.replace("<text", f'<text transform="rotate(-90 20 {middle:.1f})"')]
+    middle, widest = (y.start + y.end) / 2, max((len(_plain(label)) for _, label in y.ticks()), default=0)
+    across = 20.0 if is_first else x.start - 24 - widest * 14 * GLYPH
+    upright = text(across, middle, _text_of(settings(figure, name)), 15, "middle")
+    return [*labels, upright.replace("<text", f'<text transform="rotate(-90 {across:.1f} {middle:.1f})"')]
 
 
 def _text_of(layout: go.layout.XAxis | go.layout.YAxis) -> str:
@@ -160,12 +167,14 @@ def _annotations(figure: go.Figure, rulers: dict[str, Axis], plot: Box) -> list[
     return drawn
 
 
-def _heading(figure: go.Figure) -> list[str]:
-    """Title and subtitle, a text a line."""
+def _heading(figure: go.Figure, width: int) -> list[str]:
+    """Title and subtitle, a text a line, in smaller letters where a line would leave the picture."""
     title, at, drawn = figure.layout.title, 32, []
-    for words, size, step in ((title.text, 20, 25), (title.subtitle.text, 15, 20)):
-        for part in (words or "").split("<br>"):
-            drawn.append(text(16, at, _plain(part), size, bold=size == 20))
+    for words, size, step, glyph in ((title.text, 20, 25, 0.61), (title.subtitle.text, 15, 20, 0.53)):
+        parts = (words or "").split("<br>")
+        fits = (width - 32) / (glyph * max(1, *(len(_unmarked(part)) for part in parts)))
+        for part in parts:
+            drawn.append(text(16, at, _plain(part), min(size, int(fits)), bold=size == 20))
             at += step
     return drawn
 
@@ -233,7 +242,8 @@ class Axis:
         if self.names:
             return [(self(name), name) for name in self.names]
         if self.marked is not None:
-            return [(self(value), text) for value, text in self.marked]
+            inside = sorted((self.low, self.high))
+            return [(self(value), text) for value, text in self.marked if inside[0] <= value <= inside[1]]
         step = nice_step(abs(self.high - self.low) / max(2, min(8, abs(self.end - self.start) / 45)))
         first = math.ceil(min(self.low, self.high) / step)
         last = math.floor(max(self.low, self.high) / step)

@@ -32,7 +32,7 @@ from fsdplab.planning.step_time import peak_flops
 
 from . import fitting, sharding
 from .answer import Answer, Column, Panel
-from .wrapping import wrapping
+from .units import wrapping
 
 __all__ = ["QUESTIONS", "Answer", "Column", "Panel", "Question", "ask"]
 

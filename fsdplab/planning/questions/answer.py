@@ -53,11 +53,14 @@ class Column:
 
 @dataclass(frozen=True)
 class Panel:
-    """A part of the figure: these columns over the first one, as bars or lines, under a limit with its name."""
+    """A part of the figure: these columns over the first one, as bars or lines, under a limit with its name; `title`:
+    of several columns together.
+    """
 
     columns: tuple[str, ...]
     kind: str = "bars"
     limit: tuple[float, str] | None = None
+    title: str = ""
 
 
 @dataclass(frozen=True)

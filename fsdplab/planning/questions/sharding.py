@@ -87,7 +87,7 @@ def hybrid(spec: PlanSpec) -> Answer:
         f" {rate(own)} a step takes {seconds(number(here, 'full_shard'))} under full_shard and"
         f" {seconds(number(here, 'hybrid_shard'))} under hybrid_shard"
     )
-    panels = (Panel(("full_shard", "hybrid_shard"), kind="lines"),)
+    panels = (Panel(("full_shard", "hybrid_shard"), kind="lines", title="step"),)
     memory = [plan_of(each).memory.peak.total for each in (over_nodes, replace(over_nodes, strategy="hybrid_shard"))]
     note = f"at the peak a rank holds {size(memory[0])} under full_shard and {size(memory[1])} under hybrid_shard"
     if over_nodes.gpus > spec.gpus:
@@ -161,7 +161,7 @@ def overlap(spec: PlanSpec) -> Answer:
             f" {three_digits(number(mine, 'forward'))} forward and {three_digits(number(mine, 'backward'))} backward:"
             f" {verdict}"
         )
-    panels = (Panel(PHASES, kind="lines", limit=(1.0, "all of compute")),)
+    panels = (Panel(PHASES, "lines", (1.0, "as long as compute"), "communication / compute"),)
     note = "" if spec.prefetch else "without prefetch no gather is hidden, whatever the ratio"
     return Answer("overlap", "", spec, sentence, columns, table, panels, note=note)
 
@@ -208,7 +208,15 @@ def accumulation(spec: PlanSpec) -> Answer:
         f" {size(number(one, 'sent by zero1'))} and {size(number(eight, 'sent by zero1'))}; throughput goes from"
         f" {_speed(one)} to {_speed(eight)} tokens/s a GPU and the peak from {_size(one)} to {_size(eight)}"
     )
-    return Answer("accumulation", "", spec, sentence, columns, table, (Panel((SENT, "sent by zero1")), Panel((SPEED,))))
+    return Answer(
+        "accumulation",
+        "",
+        spec,
+        sentence,
+        columns,
+        table,
+        (Panel((SENT, "sent by zero1"), title="sent a step"), Panel((SPEED,))),
+    )
 
 
 def tensor(spec: PlanSpec) -> Answer:
