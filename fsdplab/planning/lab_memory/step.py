@@ -1,0 +1,243 @@
+"""One step of the lab's engine in bytes: the order of `engine/core/runtime.py`, with its own `Schedule`.
+
+Two steps are played. The first makes what lives on (the buffers of the transports, the order of the units), as the
+first warm-up step of a run does; the second is the one whose memory a run measures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from fsdplab.engine.core.schedule import Schedule
+from fsdplab.planning.models import ModelShape, Parameter
+
+from .held import Book, Bytes, Held
+from .tape import WHAT, Edge, Tape, Value
+from .transformer import block, embedded, loss
+from .unit_buffers import MASTER, Sharing, Transports, UnitBuffers
+
+ROOT = "root"
+_RANDOM_STATE = 5056  # bytes: checkpointing keeps the generator's state for each region
+_ENOUGH = 3  # micro-batches: those between the first and the last are alike
+
+
+@dataclass(frozen=True)
+class LabRun:
+    """What a run of the lab's engine between CPU ranks is made of, as far as its memory goes."""
+
+    shape: ModelShape
+    strategy: str
+    shards: int
+    replicas: int
+    itemsize: int  # of what computes
+    batch: int
+    sequence: int
+    micro_batches: int = 1
+    prefetch: int = 1
+    checkpoint: str = "none"
+    units: str = "block"  # or linear, or model
+    offloads: bool = False
+    foreach: bool = False
+
+
+def memory_of_step(run: LabRun) -> Bytes:
+    """Bytes by category at the peak of the second step, on rank 0, whose slices are largest."""
+    return _Play(run).peak()
+
+
+def unit_parameters(run: LabRun) -> dict[str, list[Parameter]]:
+    """The units of a run, the root first, and their parameters."""
+    shape = run.shape
+    placed = [each if "." in each.name else replace(each, name=f"{each.name}.weight") for each in shape.root]
+    for layer in range(shape.layers):
+        placed += [replace(each, name=f"blocks.{layer}.{each.name}") for each in shape.block]
+    found: dict[str, list[Parameter]] = {}
+    for each in placed:
+        found.setdefault(unit_of(run, each.name), []).append(each)
+    return {ROOT: found.pop(ROOT), **found}
+
+
+def unit_of(run: LabRun, parameter: str) -> str:
+    """The unit that owns a parameter (`blocks.3.up.weight`)."""
+    if run.units == "model":
+        return ROOT
+    if run.units == "linear":
+        owner = parameter.removesuffix(".weight").removesuffix(".bias")
+        linear = owner == "head" and not run.shape.tied or parameter.startswith("blocks.") and "norm" not in owner
+        return owner if linear else ROOT
+    return ".".join(parameter.split(".")[:2]) if parameter.startswith("blocks.") else ROOT
+
+
+class _Play:
+    """The units, the tape and what is alive."""
+
+    def __init__(self, run: LabRun) -> None:
+        self.run, self.book = run, Book()
+        self.sharing = Sharing(run.strategy, run.shards, run.replicas, run.itemsize, run.offloads)
+        transports = Transports(self.book)
+        named = unit_parameters(run)
+        self.units = {name: UnitBuffers(own, self.sharing, self.book, transports) for name, own in named.items()}
+        self.schedule = Schedule(run.prefetch)
+        for unit in self.units.values():
+            unit.place_at_rest()
+
+    def peak(self) -> Bytes:
+        alive = [self._batches(), self._tables()]
+        self._step()
+        alive.append(self._optimizer_state())
+        self.book.begin()
+        self._step()
+        del alive
+        return self.book.peak
+
+    def _batches(self) -> Held:
+        """Tokens and targets of a step, 64 bits each: read before it begins."""
+        run = self.run
+        return self.book.hold(2 * 8 * run.batch * run.sequence * run.micro_batches, WHAT)
+
+    def _tables(self) -> Held:
+        """The rotary tables, for every position that the model knows."""
+        shape = self.run.shape
+        return self.book.hold(0 if shape.positions else 2 * 4 * shape.context * (shape.head_width // 2), "other")
+
+    def _optimizer_state(self) -> Held:
+        """Two moments of every element that this rank updates, and a count of steps a parameter."""
+        own = sum(unit.own_elements for unit in self.units.values())
+        counts = sum(unit.parameters for unit in self.units.values())
+        return self.book.hold(0 if self.run.offloads else 2 * MASTER * own + 4 * counts, "optimizer_state")
+
+    # ---- a step
+
+    def _step(self) -> None:
+        count = min(self.run.micro_batches, _ENOUGH)
+        for number in range(count):
+            self._micro_batch(number == 0, number == count - 1)
+        if self.run.foreach:
+            self.book.hold(MASTER * sum(unit.own_elements for unit in self.units.values()), "other")
+        for unit in self.units.values():
+            unit.zero_grad()
+
+    def _micro_batch(self, first: bool, last: bool) -> None:
+        self.syncs = last or not self.sharing.keeps_gradients
+        self.refreshes = first  # units that are kept whole are gathered once a step
+        self.reducing: list[UnitBuffers] = []
+        self.replicating: list[UnitBuffers] = []
+        self.finished: set[str] = set()
+        self.schedule.begin()
+        tape = Tape(self.book, self.run.batch * self.run.sequence, self.run.itemsize, self._gradient)
+        if self.run.units == "linear":
+            tape.on_product = partial(self._around_product, tape)
+        self._forward_and_loss(tape)
+        tape.backward()
+        self._end_backward()
+
+    def _forward_and_loss(self, tape: Tape) -> None:
+        loss(tape, self._forward(tape))
+
+    def _forward(self, tape: Tape) -> Value:
+        run, shape = self.run, self.run.shape
+        self._enter(ROOT)
+        x = embedded(tape, shape, run.sequence)
+        for layer in range(shape.layers):
+            x = self._block(tape, x, f"blocks.{layer}.")
+        norm = tape.layer_norm if shape.norm_bias else tape.rms_norm
+        logits = tape.linear(
+            norm(x, "final_norm"), shape.vocabulary, "token_embedding" if shape.tied else "head", False
+        )
+        tape.then(partial(self._before_backward, ROOT))
+        self._leave(ROOT)
+        return logits
+
+    def _block(self, tape: Tape, x: Value, prefix: str) -> Value:
+        run, name = self.run, unit_of(self.run, f"{prefix}up.weight")
+        if run.units != "block":
+            return block(tape, x, run.shape, run.sequence, prefix)
+        tape.then(partial(self._after_backward, name))
+        self._enter(name)
+        y = (
+            self._checkpointed(tape, x, prefix)
+            if run.checkpoint != "none"
+            else block(tape, x, run.shape, run.sequence, prefix)
+        )
+        tape.then(partial(self._before_backward, name))
+        self._leave(name)
+        return y
+
+    def _checkpointed(self, tape: Tape, x: Value, prefix: str) -> Value:
+        """A block whose forward is computed again in its backward, but for what selective checkpointing saves."""
+        run = self.run
+        kept: dict[str, Held] | None = {} if run.checkpoint == "selective" else None
+        make = partial(Tape, self.book, tape.tokens, tape.itemsize, self._gradient, kept_products=kept)
+        saved = [x.held, self.book.hold(_RANDOM_STATE, WHAT)]
+        y = block(make(keeps=False), x, run.shape, run.sequence, prefix)
+        result, read, width = Value(y.held, y.width), x.edge, x.width
+
+        def again(ours: Edge) -> None:
+            inner, begin = make(again=True), Value(saved[0], width)
+            end = block(inner, begin, run.shape, run.sequence, prefix)
+            end.edge.add(ours.take(), ours.owned, self.book)
+            inner.backward()
+            saved.clear()
+            read.add(begin.edge.take(), True, self.book)
+
+        tape.then(partial(again, result.edge))
+        return result
+
+    def _around_product(self, tape: Tape, name: str, begins: bool) -> None:
+        """A linear layer that is a unit begins its forward, or ends it."""
+        unit = unit_of(self.run, f"{name}.weight")
+        if unit == ROOT:
+            return
+        if begins:
+            tape.then(partial(self._after_backward, unit))
+            self._enter(unit)
+        else:
+            tape.then(partial(self._before_backward, unit))
+            self._leave(unit)
+
+    # ---- the runtime
+
+    def _enter(self, name: str) -> None:
+        for each in (name, *self.schedule.before_forward(name)):
+            self.units[each].start_unshard(self.refreshes)
+
+    def _leave(self, name: str) -> None:
+        self.schedule.after_forward(name)
+        if self.run.strategy in ("full_shard", "hybrid_shard") and name != ROOT:
+            self.units[name].reshard()
+
+    def _before_backward(self, name: str) -> None:
+        for each in (name, *self.schedule.before_backward(name)):
+            self.units[each].start_unshard(refreshes=False)
+
+    def _after_backward(self, name: str) -> None:
+        unit = self.units[name]
+        self.finished.add(name)
+        unit.collect(at_once=self.syncs and not (self.sharing.keeps_gradients and self.sharing.shards > 1))
+        unit.reshard()
+        if self.syncs:
+            self._make_room()
+            unit.start_reduce()
+            self.reducing.append(unit)
+
+    def _make_room(self) -> None:
+        while self.reducing:
+            oldest = self.reducing.pop(0)
+            if not oldest.finish_reduce():
+                while self.replicating:
+                    self.replicating.pop(0).finish_reduce()
+                self.replicating.append(oldest)
+
+    def _end_backward(self) -> None:
+        for name in reversed(self.units):
+            if name not in self.finished:
+                self._after_backward(name)
+        self._make_room()
+        while self.replicating:
+            self.replicating.pop(0).finish_reduce()
+        for unit in self.units.values():
+            unit.reshard()
+
+    def _gradient(self, name: str, nbytes: int) -> None:
+        self.units[unit_of(self.run, name)].gradient(name, nbytes)

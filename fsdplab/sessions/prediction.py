@@ -1,0 +1,117 @@
+"""What a run will take, before it runs: peak memory by category, bytes sent, seconds of a step. Starts no process.
+
+Memory is played allocation by allocation (planning/lab_memory), bytes are the formula's, seconds need a calibration
+of this machine. What no model here covers is None, with the reason: another engine's buffers, a GPU's allocator, a
+compiled block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fsdplab.planning import ModelShape, UnitShapes, step_traffic
+from fsdplab.planning.lab_memory import LabRun, memory_of_step, unit_parameters
+from fsdplab.sessions.calibration import Calibration
+from fsdplab.sessions.spec import RunSpec
+from fsdplab.workloads import preset
+from fsdplab.workloads.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A run's cost by arithmetic, of its worst rank. Bytes, seconds; None where it is not predicted: see `why_not`.
+
+    `fits` is whether the peak fits the spec's emulated card; None without a card or a peak.
+    """
+
+    by_category: dict[str, int] | None
+    bytes_per_step: int | None
+    step_time_s: float | None
+    exposed_s: float | None
+    fits: bool | None
+    why_not: str = ""
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The sum of the categories at the peak."""
+        return None if self.by_category is None else sum(self.by_category.values())
+
+
+def predict(spec: RunSpec, calibration: Calibration | None = None) -> Prediction:
+    """Peak memory by category, bytes sent by a rank in a step, and with a calibration seconds of a step.
+
+    >>> predict(RunSpec(strategy="full_shard", model="gpt-tiny")).bytes_per_step
+    764160
+    """
+    why_not = _not_modelled(spec)
+    peak = None if why_not else _peak(_run_of(spec))
+    total = None if peak is None else sum(peak.values())
+    return Prediction(
+        by_category=None if peak is None else dict(peak),
+        bytes_per_step=_bytes_sent(spec),
+        step_time_s=None,
+        exposed_s=None,
+        fits=None if total is None or spec.card is None else total <= spec.card,
+        why_not=why_not,
+    )
+
+
+def _not_modelled(spec: RunSpec) -> str:
+    """Why the memory of a run is not predicted; empty where it is."""
+    if spec.engine != "lab":
+        return f"the buffers of {spec.engine} are its own and not modelled"
+    if spec.device_type != "cpu" or spec.transport == "shared_gpu":
+        return "between GPUs use fsdplab plan: here CPU ranks are modelled"
+    if spec.transport == "gloo" and spec.world_size > 1:
+        return "gloo copies what it sends in threads of its own, and that is not modelled; shared memory is"
+    if spec.compile != "none":
+        return "what a compiled block saves is the compiler's choice"
+    return ""
+
+
+@lru_cache(maxsize=64)
+def _peak(run: LabRun) -> dict[str, int]:
+    return memory_of_step(run)
+
+
+def _run_of(spec: RunSpec) -> LabRun:
+    return LabRun(
+        shape=shape_of(preset(spec.model), spec.model),
+        strategy=spec.strategy,
+        shards=1 if spec.strategy == "no_shard" else spec.world_size // spec.replicas,
+        replicas=spec.world_size if spec.strategy == "no_shard" else spec.replicas,
+        itemsize=2 if spec.precision == "bf16" else 4,
+        batch=spec.batch_size,
+        sequence=spec.sequence_length,
+        micro_batches=spec.micro_batches,
+        prefetch=spec.prefetch,
+        checkpoint=spec.checkpoint,
+        units="block" if spec.units == "auto" else spec.units,
+        offloads=spec.offload != "none",
+        foreach=spec.optimizer == "adamw-foreach",
+    )
+
+
+def shape_of(config: ModelConfig, name: str) -> ModelShape:
+    """The planner's shape of a model that the lab trains: query, key and value are a product each."""
+    gpt = config.family == "gpt"
+    return ModelShape(
+        name=name, layers=config.layers, width=config.width, heads=config.heads, kv_heads=config.kv_heads,
+        head_width=config.head_width, ffn=config.ffn, vocabulary=config.vocabulary, context=config.context,
+        gated=not gpt, norm_bias=gpt, qkv_bias=gpt, output_bias=gpt, ffn_bias=gpt,
+        positions=config.context if gpt else 0, tied=config.tie_embeddings,
+    )  # fmt: skip
+
+
+def _bytes_sent(spec: RunSpec) -> int | None:
+    """The formula's bytes of the strategy; None for the twin, which sends nothing."""
+    if spec.engine == "twin":
+        return None
+    units = unit_parameters(_run_of(spec))
+    shapes = [UnitShapes(name, tuple((each.name, each.shape) for each in own)) for name, own in units.items()]
+    rows = step_traffic(
+        shapes, spec.strategy, spec.world_size, param_itemsize=2 if spec.precision == "bf16" else 4, reduce_itemsize=4,
+        micro_batches=spec.micro_batches, replicas=spec.replicas if spec.strategy == "hybrid_shard" else 1,
+    )  # fmt: skip
+    return sum(row.step_bytes for row in rows)
