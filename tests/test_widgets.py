@@ -466,4 +466,4 @@ def test_a_folder_that_cannot_be_written_fails_in_one_line(tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     runner = Runner(a_state(), tmp_path / "file")
     assert runner.start() and runner.wait(PATIENCE_S)
-    assert runner.state.status == "failed" and "Not a directory" in runner.state.message
+    assert runner.state.status == "failed" and "(it is a file); give StrategyLab(directory=...)" in runner.state.message

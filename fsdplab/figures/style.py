@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from typing import Any
 
 from fsdplab.common.names import CATEGORY_ROWS, STRATEGY_ROWS
 from fsdplab.figures.plotly_go import go
@@ -43,7 +44,8 @@ ALARM = "#e5383b"  # the card line, what exceeds it, exposed time
 GRID = "rgba(128,132,136,0.28)"
 EDGE = "rgba(20,22,26,0.65)"  # thin edge of a bar segment
 FONT = "Inter, 'Segoe UI', 'DejaVu Sans', Arial, sans-serif"
-_TITLE_CHARACTERS, _SUBTITLE_CHARACTERS = 92, 128  # a line of a notebook's width
+_TITLE_CHARACTERS, _SUBTITLE_CHARACTERS = 74, 122  # what a notebook's width holds at 1280 px, in a wide font
+_LINE, _SUBLINE = 25, 20  # pixels that each further line of a title and of a subtitle takes
 TEXT = "#1b1e23"
 DARK_TEXT = "#eceff3"
 
@@ -86,9 +88,9 @@ def titled(figure: go.Figure, title: str, subtitle: str, alt: str, height: int =
     plot) are without them.
     """
     titles, subtitles = wrapped(title, _TITLE_CHARACTERS), wrapped(subtitle, _SUBTITLE_CHARACTERS)
+    more = _LINE * titles.count("<br>") + _SUBLINE * subtitles.count("<br>")
     # plotly hangs a title by its last lines: without it, the first would leave the picture
     lift = 16 + 14 * titles.count("<br>")
-    more = 25 * titles.count("<br>") + 20 * subtitles.count("<br>")
     figure.update_layout(
         template=template(),
         title=dict(
@@ -104,6 +106,31 @@ def titled(figure: go.Figure, title: str, subtitle: str, alt: str, height: int =
         meta=dict(alt=alt),
     )
     return figure
+
+
+def enlarged(figure: go.Figure, scale: float) -> go.Figure:
+    """The figure in type that is `scale` times as large, for a projector: taller by as much, its titles broken anew."""
+    title, old = figure.layout.title, figure.layout
+    titles = wrapped(re.sub(r"<br>|</?b>", " ", title.text).strip(), int(_TITLE_CHARACTERS / scale))
+    subtitles = wrapped(title.subtitle.text.replace("<br>", " "), int(_SUBTITLE_CHARACTERS / scale))
+    before = _LINE * title.text.count("<br>") + _SUBLINE * title.subtitle.text.count("<br>")
+    more = scale * (_LINE * titles.count("<br>") + _SUBLINE * subtitles.count("<br>") - before)
+    height = scale * old.height + more
+    larger = go.Figure(_in_larger_type(figure.to_plotly_json(), scale))
+    larger.layout.title.update(text=f"<b>{titles}</b>", subtitle_text=subtitles)
+    larger.layout.title.pad.t = scale * (16 + 14 * titles.count("<br>"))
+    above_legend = scale * (1 - old.legend.y) * old.height + more
+    larger.update_layout(height=height, margin_t=scale * old.margin.t + more, legend_y=1 - above_legend / height)
+    return larger
+
+
+def _in_larger_type(part: Any, scale: float, name: str = "") -> Any:
+    """A figure's description with every font size, and what is set in pixels beside text, times `scale`."""
+    if isinstance(part, dict):
+        return {key: _in_larger_type(each, scale, f"{name}.{key}") for key, each in part.items()}
+    if isinstance(part, (list, tuple)):
+        return [_in_larger_type(each, scale, name) for each in part]
+    return part * scale if re.search(r"font\.size$|\.standoff$|entrywidth$|\.[xy]shift$", name) else part
 
 
 def wrapped(text: str, characters: int) -> str:

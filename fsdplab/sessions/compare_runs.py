@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fsdplab.records import RunRecord
 from fsdplab.sessions.launch.failure_report import RanksFailed
-from fsdplab.sessions.run_and_record import run
+from fsdplab.sessions.run_and_record import OnStep, run
 from fsdplab.sessions.spec import RunSpec, SpecError
 from fsdplab.sessions.worker.emulated_network import link_text
 
@@ -28,13 +28,14 @@ def compare(
     directory: str | Path | None = None,
     on_record: OnRecord | None = None,
     on_progress: OnProgress | None = None,
+    on_step: OnStep | None = None,
     on_look: Callable[[], None] | None = None,
 ) -> list[RunRecord]:
     """Run several specs of the same model and data; `on_record(record)` is called as each ends, failed ones included.
 
     Records are written below `directory`, one folder each: `0-no_shard-lab`, `1-full_shard-lab`, ... `on_progress(spec,
-    step, total, loss)` follows rank 0 of the current run; `on_look()` is called about twenty times a second; an
-    exception in it ends the comparison. Specs of different work raise SpecError before anything runs.
+    step, total, loss)` and `on_step(row)` follow rank 0 of the current run; `on_look()` is called about twenty times a
+    second; an exception in it ends the comparison. Specs of different work raise SpecError before anything runs.
     """
     _check_same(specs)
     specs = _on_one_network(specs, on_look)
@@ -43,7 +44,7 @@ def compare(
     if directory is not None:
         folders = folders_of(specs, Path(directory))
     for spec, folder in zip(specs, folders, strict=True):
-        records.append(_recorded(spec, folder, on_progress, on_look))
+        records.append(_recorded(spec, folder, on_progress, on_step, on_look))
         if on_record is not None:
             on_record(records[-1])
     return records
@@ -68,11 +69,15 @@ def _on_one_network(specs: Sequence[RunSpec], on_look: Callable[[], None] | None
 
 
 def _recorded(
-    spec: RunSpec, folder: Path | None, on_progress: OnProgress | None, on_look: Callable[[], None] | None
+    spec: RunSpec,
+    folder: Path | None,
+    on_progress: OnProgress | None,
+    on_step: OnStep | None,
+    on_look: Callable[[], None] | None,
 ) -> RunRecord:
     follow = None if on_progress is None else lambda step, total, loss: on_progress(spec, step, total, loss)
     try:
-        return run(spec, directory=folder, on_progress=follow, on_look=on_look)
+        return run(spec, directory=folder, on_progress=follow, on_step=on_step, on_look=on_look)
     except RanksFailed as failed:
         assert failed.record is not None  # run() adds it
         return failed.record

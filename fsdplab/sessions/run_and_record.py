@@ -6,7 +6,7 @@ Every run is recorded: a finished one, one that ran out of an emulated card, and
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from fsdplab.sessions.trace_tables import profile_summary, tables_of
 from fsdplab.sessions.worker.environment import capture_environment
 
 OnProgress = Callable[[int, int, float], None]
+OnStep = Callable[[Mapping[str, Any]], None]
 WORKER = ("-m", "fsdplab.sessions.worker.training")
 
 
@@ -32,6 +33,7 @@ def run(
     *,
     directory: str | Path | None = None,
     on_progress: OnProgress | None = None,
+    on_step: OnStep | None = None,
     on_look: Callable[[], None] | None = None,
     program: Sequence[str] = WORKER,
 ) -> RunRecord:
@@ -39,16 +41,16 @@ def run(
 
     Without a directory the record is in a temporary folder that is deleted when Python ends. One that holds an earlier
     record gets this one instead; one with other files and no record raises RecordError. `on_progress(step, total,
-    loss)` is called from here after each of rank 0's steps: `on_progress(1, 10, 5.71)` first; `on_look()` about twenty
-    times a second. Their exceptions end the ranks. A rank that dies, raises, hangs or diverges, or a run longer than
-    `spec.time_limit`, raises RanksFailed; its `.record` is the record of the failed run. `program` is what each rank
-    executes, for workers other than the lab's own.
+    loss)` is called from here after each of rank 0's steps: `on_progress(1, 10, 5.71)` first; before it `on_step(row)`
+    with the step's row of the table `steps`; `on_look()` about twenty times a second. Their exceptions end the ranks. A
+    rank that dies, raises, hangs or diverges, or a run longer than `spec.time_limit`, raises RanksFailed; its `.record`
+    is the record of the failed run. `program` is what each rank executes, for workers other than the lab's own.
     """
     folder = claim_folder(Path(directory) if directory is not None else temporary_folder("run"))
     mailbox = Mailbox(folder.absolute() / "ranks")  # ranks start in another folder
     mailbox.folder.mkdir(exist_ok=True)
     write_whole(mailbox.folder / "spec.json", json.dumps(_reachable(spec)))
-    follower = _Follower(mailbox, spec.total_steps, on_progress, on_look)
+    follower = _Follower(mailbox, spec.total_steps, on_progress, on_step, on_look)
     try:
         run_ranks(
             [*program, str(mailbox.folder)],
@@ -70,19 +72,28 @@ class _Follower:
     """Reports rank 0's steps as they appear in its file, of which each look reads only what is new; calls `on_look`."""
 
     def __init__(
-        self, mailbox: Mailbox, total: int, on_progress: OnProgress | None, on_look: Callable[[], None] | None
+        self,
+        mailbox: Mailbox,
+        total: int,
+        on_progress: OnProgress | None,
+        on_step: OnStep | None,
+        on_look: Callable[[], None] | None,
     ) -> None:
-        self._steps, self._total, self._tell, self._looked = Tail(mailbox.of(0, "steps")), total, on_progress, on_look
-        self._told = 0
+        self._steps, self._total, self._told = Tail(mailbox.of(0, "steps")), total, 0
+        self._tell, self._show, self._looked = on_progress, on_step, on_look
 
     def look(self) -> None:
         if self._looked is not None:
             self._looked()
-        if self._tell is None:
+        if self._tell is None and self._show is None:
             return
         for line in self._steps.lines():
             self._told += 1
-            self._tell(self._told, self._total, json.loads(line)["loss"])
+            row = json.loads(line)
+            if self._show is not None:
+                self._show(row)
+            if self._tell is not None:
+                self._tell(self._told, self._total, row["loss"])
 
 
 def _reachable(spec: RunSpec) -> dict[str, Any]:

@@ -24,6 +24,12 @@ NO_LINK, CUSTOM, TUNNEL = "none", "custom", "wind tunnel"
 LINK_CHOICES = (NO_LINK, *LINKS, CUSTOM, TUNNEL)
 TUNNELS = ("8xH100", "64xH100", "8xA100")  # proposals; RunSpec reads others too
 MOST_STEPS = 200
+# what is said of a wrong value; `{got}` is the value
+STEPS_WORDS = f"steps is {{got}}; expected a whole number from 1 to {MOST_STEPS}"
+CARD_WORDS = "card is {got}; expected a size such as 300MB, 1.5GB or 2GiB, or nothing"
+TUNNEL_WORDS = f"wind tunnel is {{got}}; expected a number of cards and their name, such as {' or '.join(TUNNELS[:2])}"
+NOTHING_CHOSEN = "nothing is chosen; expected at least one"
+TUNNEL_FORM = r"\s*[1-9]\d*\s*x\s*\S+.*"
 
 _SCALE = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 # Choices that the twin, a plain loop in one process, lacks. (A wind tunnel and profiling add steps, so it has those.)
@@ -93,7 +99,7 @@ def parse_card(text: str) -> int | None:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower().replace("_", ""))
     nbytes = int(float(found[1]) * _SCALE[found[2]]) if found and found[2] in _SCALE else 0
     if nbytes < 1:
-        raise ValueError(f"card is {text!r}; expected a size such as 300MB, 1.5GB or 2GiB, or nothing")
+        raise ValueError(CARD_WORDS.format(got=repr(text)))
     return nbytes
 
 
@@ -124,7 +130,7 @@ def _some_of(name: str, expected: tuple[str, ...]) -> Judge:
         unknown = [each for each in got if each not in expected]
         if unknown:
             return f"unknown {unknown[0]!r}{near_matches(unknown[0], expected)}; expected some of {', '.join(expected)}"
-        return None if got else f"nothing is chosen; expected at least one of {', '.join(expected)}"
+        return None if got else f"{NOTHING_CHOSEN} of {', '.join(expected)}"
 
     return judge
 
@@ -150,7 +156,7 @@ def _judge_engines(choices: Choices) -> str | None:
 def _judge_steps(choices: Choices) -> str | None:
     got = choices.steps
     fits = isinstance(got, int) and not isinstance(got, bool) and 1 <= got <= MOST_STEPS
-    return None if fits else f"steps is {got!r}; expected a whole number from 1 to {MOST_STEPS}"
+    return None if fits else STEPS_WORDS.format(got=repr(got))
 
 
 def _judge_custom(choices: Choices) -> str | None:
@@ -172,12 +178,9 @@ def _judge_card(choices: Choices) -> str | None:
 
 
 def _judge_tunnel(choices: Choices) -> str | None:
-    if choices.link != TUNNEL or re.fullmatch(r"\s*[1-9]\d*\s*x\s*\S+.*", choices.tunnel):
+    if choices.link != TUNNEL or re.fullmatch(TUNNEL_FORM, choices.tunnel):
         return None
-    return (
-        f"wind tunnel is {choices.tunnel!r}; expected a number of cards and their name, such as"
-        f" {' or '.join(TUNNELS[:2])}"
-    )
+    return TUNNEL_WORDS.format(got=repr(choices.tunnel))
 
 
 def _judge_target(choices: Choices) -> str | None:

@@ -6,8 +6,10 @@ A change becomes `state.choose(...)`, and `refresh` shows the state on the contr
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from typing import Any
 
 import ipywidgets
 
@@ -39,6 +41,7 @@ _MENUS: tuple[tuple[str, str, Sequence[str | int]], ...] = (
     ("checkpoint", "Recompute activations", CHECKPOINTS),
 )
 _LINK_WORDS = {NO_LINK: "none", CUSTOM: "custom …", TUNNEL: "wind tunnel …"}
+PRESENTED = ("model", "ranks", "card", "link", "custom_link", "tunnel", "as_model", "strategies")  # in present()
 # A choice that depends on another: the control is hidden until then.
 _ONLY_WITH: dict[str, Callable[[Choices], bool]] = {
     "custom_link": lambda choices: choices.link == CUSTOM,
@@ -53,6 +56,7 @@ class Controls:
 
     def __init__(self, state: LabState) -> None:
         self._state = state
+        self._few = False
         self._errors: dict[str, ipywidgets.HTML] = {}
         self._cells: dict[str, ipywidgets.VBox] = {}
         self.widgets: dict[str, ipywidgets.Widget] = {}
@@ -84,6 +88,37 @@ class Controls:
             line.value = f"<div class='fsdplab-error' role='alert'>{escape(words)}</div>" if words else ""
         for name, needed in _ONLY_WITH.items():
             self._cells[name].layout.display = "" if needed(choices) else "none"
+        for name, cell in self._cells.items():
+            if self._few and name not in PRESENTED and name not in self._state.request.errors:
+                cell.layout.display = "none"
+            elif name not in _ONLY_WITH:
+                cell.layout.display = ""
+
+    def take_shown(self, shown: Mapping[str, Any]) -> None:
+        """Choose what the page shows: a control's label or text by its name, the pressed chips as a list."""
+        changes = {
+            name: value
+            for name, text in shown.items()
+            if (value := self._value_of(name, text)) is not None and value != getattr(self._state.choices, name)
+        }
+        if changes:
+            self._state.choose(**changes)
+
+    def _value_of(self, name: str, text: Any) -> Any:
+        """The value of what a control shows; None where it shows none."""
+        if name in self.chips:
+            return tuple(value for value in self.chips[name] if value in text)
+        widget = self.widgets.get(name)
+        if isinstance(widget, ipywidgets.Dropdown):
+            return dict(widget.options).get(text)
+        if isinstance(widget, ipywidgets.IntText):
+            return int(text) if re.fullmatch(r"-?\d{1,9}", text) else None
+        return text if widget is not None else None
+
+    def present(self, few: bool) -> None:
+        """Show only the controls that a talk moves, and those with an error."""
+        self._few = few
+        self.refresh()
 
     def _network(self) -> list[ipywidgets.Widget]:
         links = [
@@ -112,6 +147,8 @@ class Controls:
         widget.add_class("fsdplab-control")
         self.widgets[name], self._errors[name] = widget, ipywidgets.HTML()
         self._cells[name] = ipywidgets.VBox([widget, self._errors[name]], layout={"overflow": "hidden"})
+        for name_of_class in ("fsdplab-cell", f"fsdplab-of-{name}"):
+            self._cells[name].add_class(name_of_class)
         return self._cells[name]
 
     def _chips(self, name: str, title: str, values: Sequence[str]) -> ipywidgets.VBox:
@@ -122,9 +159,12 @@ class Controls:
             chip.observe(lambda _: self._take(name), names="value")
             chip.add_class("fsdplab-chip")
         self.chips[name], self._errors[name] = group, ipywidgets.HTML()
-        label = ipywidgets.HTML(f"<div class='fsdplab-label'>{title}</div>", layout={"width": "90px"})
+        label = ipywidgets.HTML(f"<div class='fsdplab-label'>{title}</div>", layout={"min_width": "90px"})
         row = ipywidgets.HBox([label, *group.values()], layout={"flex_flow": "row wrap", "align_items": "center"})
-        return ipywidgets.VBox([row, self._errors[name]])
+        self._cells[name] = ipywidgets.VBox([row, self._errors[name]])
+        for name_of_class in ("fsdplab-cell", "fsdplab-chips", f"fsdplab-of-{name}"):
+            self._cells[name].add_class(name_of_class)
+        return self._cells[name]
 
     def _take(self, name: str) -> None:
         pressed = tuple(value for value, chip in self.chips[name].items() if chip.value)
@@ -150,5 +190,6 @@ def _engines() -> list[str]:
 
 
 def _grid(cells: Sequence[ipywidgets.Widget]) -> ipywidgets.Box:
-    columns = "repeat(auto-fill, minmax(185px, 1fr))"
-    return ipywidgets.GridBox(cells, layout={"grid_template_columns": columns, "grid_gap": "6px 14px", "width": "100%"})
+    grid = ipywidgets.Box(cells)
+    grid.add_class("fsdplab-grid")
+    return grid

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from fsdplab.common.words import plural
@@ -57,12 +58,15 @@ class BatchProgress:
 class Batch:
     """The runs of one press of Run, and their records so far; a finished twin is the reference of the others.
 
-    Number 0 is all batches together; it has no reference, for they may have trained different things.
+    Number 0 is all batches together; it has no reference, for they may have trained different things. A batch of an
+    earlier kernel has records only, and no specs; `folder` is where its records lie, `name` what the user calls it.
     """
 
     number: int
     specs: tuple[RunSpec, ...]
     records: list[RunRecord] = field(default_factory=list)
+    name: str = ""
+    folder: Path | None = None
 
     @property
     def rows(self) -> list[RunRecord]:
@@ -91,23 +95,33 @@ class Batch:
         """A title for menus: `1: gpt-tiny, 2 ranks, fp32, prefetch 1, 2 runs`."""
         if not self.number:
             return f"all batches: {plural(len(self.rows), 'run')}"
-        first = self.specs[0]
+        first = self.specs[0].as_dict() if self.specs else self.records[0].spec
         link = (
-            [f"link {first.link}"]
-            if first.link
-            else [f"as {first.as_model} on {first.emulate}"]
-            if first.emulate
+            [f"link {first['link']}"]
+            if first["link"]
+            else [f"as {first['as_model']} on {first['emulate']}"]
+            if first["emulate"]
             else []
         )
         parts = [
-            first.model,
-            plural(first.world_size, "rank"),
-            first.precision,
-            f"prefetch {first.prefetch}",
+            *([self.name] if self.name else []),
+            first["model"],
+            plural(first["world_size"], "rank"),
+            first["precision"],
+            f"prefetch {first['prefetch']}",
             *link,
-            plural(len(self.specs), "run"),
+            plural(len(self.specs or self.records), "run"),
         ]
         return f"{self.number}: {', '.join(parts)}"
+
+
+@dataclass
+class Curve:
+    """One run while it runs: rank 0's loss after each step, and the seconds of its timed steps."""
+
+    spec: RunSpec
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
 
 
 class LabState:
@@ -126,6 +140,8 @@ class LabState:
         self.status = "idle"
         self.progress = BatchProgress()
         self.batches: list[Batch] = []
+        self.curves: list[Curve] = []
+        self.kept_words = ""
         self.last_error: str | None = None
         self._presses = 0
         self._observers: list[Callable[[], None]] = []
@@ -150,8 +166,7 @@ class LabState:
     def offered(self) -> list[Batch]:
         """The batches that have records; after several of them, all together."""
         full = [batch for batch in self.batches if batch.records]
-        together = [(spec, record) for batch in full for spec, record in zip(batch.specs, batch.records)]
-        whole = Batch(0, tuple(spec for spec, _ in together), [record for _, record in together])
+        whole = Batch(0, (), [record for batch in full for record in batch.records])
         return [*full, whole] if len(full) > 1 else full
 
     @property
@@ -173,10 +188,19 @@ class LabState:
             return self.last_error
         left_out = f" ({self.request.left_out})" if self.request.left_out else ""
         return (
-            f"ready: {plural(len(self.request.specs), 'run')}{left_out}"
+            f"ready: {plural(len(self.request.specs), 'run')}{left_out}{self.kept_words}"
             if self.request.specs
             else "not ready: see the choices marked in red"
         )
+
+    def take_back(self, batches: Sequence[Batch], left: str = "") -> None:
+        """Offer the batches of an earlier kernel, of whose runs `left` says which stayed on disk."""
+        with self._told():
+            self.batches = [*batches, *self.batches]
+            self._presses = max([self._presses, *(batch.number for batch in batches)])
+            some = "1 batch" if len(batches) == 1 else f"{len(batches)} batches"
+            parts = [f"{some} of earlier runs below"] if batches else []
+            self.kept_words = "".join(f"; {words}" for words in [*parts, *([left] if left else [])])
 
     # ---- methods of the controls and buttons
 
@@ -201,7 +225,7 @@ class LabState:
                 return ()
             self._presses += 1
             self.batches.append(Batch(self._presses, self.request.specs))
-            self.status, self.last_error = "running", None
+            self.status, self.last_error, self.kept_words, self.curves = "running", None, "", []
             self.progress = BatchProgress(runs=len(self.request.specs))
             return self.request.specs
 
@@ -220,11 +244,14 @@ class LabState:
         with self._told():
             specs = self._running().specs
             self.progress = BatchProgress(run + 1, len(specs), label(specs[run]), 0, specs[run].total_steps)
+            self.curves.append(Curve(specs[run]))
 
-    def stepped(self, step: int, steps: int, loss: float) -> None:
-        """The current run has done `step` of its `steps`."""
+    def stepped(self, step: int, steps: int, loss: float, seconds: float | None = None) -> None:
+        """The current run has done `step` of its `steps`; `seconds` of it where it was a timed one."""
         with self._told():
             self._running()
+            self.curves[-1].losses.append(loss)
+            self.curves[-1].seconds += [] if seconds is None else [seconds]
             self.progress = replace(self.progress, step=step, steps=steps, loss=loss)
 
     def recorded(self, record: RunRecord) -> None:

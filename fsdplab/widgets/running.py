@@ -6,13 +6,16 @@ Cancel raises an exception in `on_look`, which the session calls about twenty ti
 
 from __future__ import annotations
 
+import shutil
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from fsdplab.common.temporary import temporary_folder
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, compare
 
+from .kept_runs import FOLDER, kept_in, new_folder
 from .lab_state import LabState
 
 
@@ -21,8 +24,8 @@ class Cancelled(Exception):
 
 
 class Runner:
-    """Starts and cancels the batches of one LabState; records go below `directory`, or into a folder that Python
-    deletes when it ends.
+    """Starts and cancels the batches of one LabState; records go below `directory`, by default `lab-runs/` in the
+    working folder, and those that are there already are offered again.
 
     >>> runner = Runner(LabState(model="gpt-tiny", steps=2))                     # doctest: +SKIP
     >>> runner.start(), runner.wait(60), runner.state.status                     # doctest: +SKIP
@@ -31,9 +34,11 @@ class Runner:
 
     def __init__(self, state: LabState, directory: str | Path | None = None) -> None:
         self.state = state
-        self._directory = Path(directory) if directory is not None else None
+        self.directory = Path(directory if directory is not None else FOLDER)
         self._cancel = threading.Event()
         self._thread: threading.Thread | None = None
+        kept = kept_in(self.directory)
+        state.take_back(kept.batches, kept.left)
 
     def start(self) -> bool:
         """Run what is chosen, in the background; False where nothing was started (`state.message` says why)."""
@@ -72,8 +77,16 @@ class Runner:
         self.state.ended(error)
 
     def _compare(self, specs: tuple[RunSpec, ...]) -> None:
-        folder = self._folder() / f"batch-{self.state.batches[-1].number}"
-        done = 0
+        batch = self.state.batches[-1]
+        batch.folder = new_folder(self.directory, batch.number)
+        try:
+            self._run_all(specs, batch.folder)
+        finally:
+            if not batch.records:  # what a cancelled run has left is no record
+                shutil.rmtree(batch.folder, ignore_errors=True)
+
+    def _run_all(self, specs: tuple[RunSpec, ...], folder: Path) -> None:
+        done, latest = 0, {}
 
         def on_record(record: RunRecord) -> None:
             nonlocal done
@@ -83,22 +96,22 @@ class Runner:
             if done < len(specs):
                 self.state.started(done)
 
+        def on_step(row: Mapping[str, Any]) -> None:
+            latest["seconds"] = row["step_time_s"]
+
         def on_progress(spec: RunSpec, step: int, steps: int, loss: float) -> None:
             self._heed()
-            self.state.stepped(step, steps, loss)
+            self.state.stepped(step, steps, loss, latest["seconds"])
 
         self.state.started(0)
-        # without this hook Cancel works at the next step only, not while ranks start
-        compare(specs, directory=folder, on_record=on_record, on_progress=on_progress, on_look=self._heed)
+        # without on_look Cancel works at the next step only, not while ranks start
+        compare(
+            specs, directory=folder, on_record=on_record, on_progress=on_progress, on_step=on_step, on_look=self._heed
+        )
 
     def _heed(self) -> None:
         if self._cancel.is_set():
             raise Cancelled
-
-    def _folder(self) -> Path:
-        if self._directory is None:
-            self._directory = temporary_folder("lab")
-        return self._directory
 
 
 def _one_line(error: Exception) -> str:

@@ -27,7 +27,7 @@ def outputs(piece: Piece) -> list[dict[str, Any]]:
     words = alt_text(piece)
     figure = {
         "application/vnd.plotly.v1+json": (
-            json.loads(piece.to_json()) | {"config": {"displaylogo": False, "responsive": True}}
+            json.loads(piece.to_json()) | {"config": {"displaylogo": False, "responsive": False}}
         ),
         "text/html": picture(piece),
         "text/plain": f"[figure] {words}",

@@ -6,6 +6,7 @@ emptied when left: plotly measures the area that it draws into, and a hidden one
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,28 +18,19 @@ import ipywidgets
 from IPython.display import DisplayHandle, display
 
 from fsdplab.figures import comparison_page, findings_of
+from fsdplab.figures.style import enlarged
 from fsdplab.records import RunRecord
 
+from .at_once import script, style
 from .controls import Controls
+from .kept_runs import rename
 from .lab_state import Batch, LabState
+from .live_curve import picture_of
 from .running import Runner
 from .stills import Still, outputs
 from .tabs import OF_ONE_RUN, TABS, note, pieces
 
-_STYLE = """<style>
-.fsdplab-lab { max-width: 1240px; padding: 4px 8px; }
-.fsdplab-lab .fsdplab-control { flex-direction: column; align-items: stretch; height: auto; width: 100%; margin: 0; }
-.fsdplab-lab .fsdplab-control > .widget-label { width: auto; text-align: left; height: 22px; line-height: 22px; font-size: 14px; opacity: .85; }
-.fsdplab-lab .fsdplab-control select, .fsdplab-lab .fsdplab-control input { flex: 0 0 30px; font-size: 15px; width: 100%; }
-.fsdplab-lab .fsdplab-label { font-size: 14px; opacity: .85; }
-.fsdplab-lab .fsdplab-chip { font-size: 14px; border-radius: 15px; padding: 0 14px; margin: 2px 3px; }
-.fsdplab-lab .fsdplab-chip.mod-active { background: #6435b0; color: white; }
-.fsdplab-lab .fsdplab-error { color: #c01f25; font-size: 14px; line-height: 1.3; }
-.fsdplab-lab .fsdplab-message { font-size: 16px; line-height: 1.4; margin-left: 8px; }
-.fsdplab-lab .jupyter-button, .fsdplab-lab .fsdplab-menu select, .fsdplab-lab .fsdplab-menu label { font-size: 15px; }
-.fsdplab-lab .jp-RenderedPlotly { background: white; }  /* the figures' ink is dark */
-.fsdplab-lab .lm-TabBar-tabLabel { font-size: 15px; }
-</style>"""
+PRESENTED = 1.35  # how much larger type in figures is on a projector
 _BAR = {"running": "info", "cancelling": "warning", "cancelled": "warning", "failed": "danger", "done": "success"}
 
 Wanted = tuple[tuple[int, int] | None, int | None]  # a batch's number and count of records, and the run picked
@@ -58,8 +50,8 @@ class StrategyLab:
     notebook.
 
     Choices are the fields of `Choices`; `fixed` are further fields of each RunSpec (`{"sequence_length": 32}`). Records
-    go below `directory` (None: a temporary folder), pages of Export into `export_to`. ValueError says which choice is
-    wrong.
+    go below `directory` (None: `lab-runs/` in the working folder) and come back in the next kernel, pages of Export
+    into `export_to`. ValueError says which choice is wrong.
     """
 
     def __init__(
@@ -77,9 +69,11 @@ class StrategyLab:
         self._export_to = Path(export_to)
         self._stills: list[DisplayHandle] = []
         self._shown = _Shown()
-        self._listed: list[tuple[int, int]] | None = None
+        self._listed: list[tuple[int, int, str]] | None = None
         self._drawing = threading.RLock()
         self._offering = False
+        self._presenting = False
+        self._presses = 0
         self.controls = Controls(self.state)
         self._make_widgets()
         self.state.subscribe(self._refresh)
@@ -97,6 +91,14 @@ class StrategyLab:
             raise RuntimeError(self.state.message)
         return self.records
 
+    def present(self, on: bool = True) -> None:
+        """For a projector: larger type in controls, table and figures, and fewer controls; `present(False)` ends it."""
+        self._presenting = on
+        (self.widget.add_class if on else self.widget.remove_class)("fsdplab-present")
+        self.controls.present(on)
+        self._shown = _Shown(self._shown.runs)
+        self._refresh()
+
     def _ipython_display_(self) -> None:
         display({**self.widget._repr_mimebundle_(), "text/plain": ""}, raw=True)
         self._stills.append(display(Still(self.state.batch), display_id=True))
@@ -104,22 +106,39 @@ class StrategyLab:
     # ---- widgets
 
     def _make_widgets(self) -> None:
-        self.run_button = _button("Run", "success", lambda _: self.runner.start())
-        self.cancel_button = _button("Cancel", "", lambda _: self.runner.cancel())
+        self.run_button = _button("Run", "success", lambda _: self._answer(self.runner.start))
+        self.cancel_button = _button("Cancel", "", lambda _: self._answer(self.runner.cancel))
+        for button in (self.run_button, self.cancel_button):
+            button.add_class("fsdplab-answers")
         self.export_button = _button("Export HTML", "", lambda _: self.export())
         self.bar = ipywidgets.FloatProgress(min=0, max=1, layout={"width": "220px"})
-        self.message = ipywidgets.HTML()
+        self.message = ipywidgets.HTML(layout={"flex": "1 1 300px"})
+        self.live = ipywidgets.HTML()
+        self.live.add_class("fsdplab-said")
+        self.shown = ipywidgets.Text(layout={"display": "none"})  # what the page shows at a press, see lab.js
+        self.shown.add_class("fsdplab-shown")
+        self.at_once = ipywidgets.Output(layout={"display": "none"})
+        self.at_once.outputs = (_script(),)
         self.exported = ipywidgets.Output()
         self.batch_menu = ipywidgets.Dropdown(
-            description="Batch", layout={"width": "520px"}, style={"description_width": "60px"}
+            description="Batch", layout={"flex": "2 1 360px"}, style={"description_width": "60px"}
         )
         self.run_menu = ipywidgets.Dropdown(
-            description="Run", layout={"width": "360px"}, style={"description_width": "40px"}
+            description="Run", layout={"flex": "1 1 240px"}, style={"description_width": "40px"}
         )
+        self.name = ipywidgets.Text(
+            description="Name",
+            placeholder="of this batch and its folder",
+            continuous_update=False,
+            layout={"flex": "1 1 240px"},
+            style={"description_width": "50px"},
+        )
+        self.name.observe(self._named, names="value")
         self.outputs = {name: ipywidgets.Output(layout={"min_height": "120px"}) for name in TABS}
         self.tabs = ipywidgets.Tab([*self.outputs.values()], titles=tuple(TABS))
-        for menu in (self.batch_menu, self.run_menu):
+        for menu in (self.batch_menu, self.run_menu, self.name):
             menu.add_class("fsdplab-menu")
+        for menu in (self.batch_menu, self.run_menu):
             menu.observe(self._picked, names="value")
         self.tabs.observe(self._picked, names="selected_index")
         self.widget = self._layout()
@@ -130,11 +149,10 @@ class StrategyLab:
             [self.run_button, self.cancel_button, self.bar, self.message], layout={**row, "margin": "8px 0 0 0"}
         )
         self.menus = ipywidgets.HBox(
-            [self.batch_menu, self.run_menu, self.export_button], layout={**row, "margin": "4px 0"}
+            [self.batch_menu, self.run_menu, self.name, self.export_button], layout={**row, "margin": "4px 0"}
         )
-        box = ipywidgets.VBox(
-            [ipywidgets.HTML(_STYLE), self.controls.box, buttons, self.menus, self.exported, self.tabs]
-        )
+        parts = [self.controls.box, buttons, self.live, self.menus, self.exported, self.tabs]
+        box = ipywidgets.VBox([ipywidgets.HTML(style(), layout={"display": "none"}), self.at_once, self.shown, *parts])
         box.add_class("fsdplab-lab")
         return box
 
@@ -152,7 +170,10 @@ class StrategyLab:
             if state.status == "failed" or (state.status == "idle" and state.last_error)
             else ""
         )
-        self.message.value = f"<div class='fsdplab-message' role='status'{alarm}>{escape(state.message)}</div>"
+        self.message.value = (  # the number makes each answer to a press a new line, which the script waits for
+            f"<div class='fsdplab-message' role='status' data-press='{self._presses}'{alarm}>{escape(state.message)}</div>"
+        )
+        self.live.value = picture_of(state.curves)
         self._list_batches()
         self._draw()
 
@@ -164,20 +185,28 @@ class StrategyLab:
             or self.state.batch
         )
 
+    def _answer(self, press: Callable[[], object]) -> None:
+        """A button was pressed: do it, and show that it was heard, also where nothing changed."""
+        self._presses += 1
+        if self.shown.value and not self.state.busy:
+            self.controls.take_shown(json.loads(self.shown.value))
+        press()
+        self._refresh()
+
     def _list_batches(self) -> None:
         """Offer the batches that have records; when one gets a record, show it."""
         offered = self.state.offered
-        listed = [(batch.number, len(batch.records)) for batch in offered]
+        listed = [(batch.number, len(batch.records), batch.name) for batch in offered]
         self.menus.layout.display = "" if offered else "none"
         if listed == self._listed:
             return
-        self._listed = listed
-        latest = self.state.batch
-        self._offer(
-            self.batch_menu,
-            [(batch.title, batch.number) for batch in offered],
-            latest.number if offered and latest else None,
+        latest, renamed = (
+            self.state.batch,
+            self._listed is not None and [*map(_what, self._listed)] == [*map(_what, listed)],
         )
+        shown = self.batch_menu.value if renamed else latest.number if offered and latest else None
+        self._listed = listed
+        self._offer(self.batch_menu, [(batch.title, batch.number) for batch in offered], shown)
 
     def _list_runs(self, batch: Batch | None) -> None:
         options = [(run.label, place) for place, run in enumerate(batch.views)] if batch else []
@@ -191,6 +220,21 @@ class StrategyLab:
         menu.value = value
         self._offering = False
 
+    def _named(self, change: Mapping[str, Any]) -> None:
+        """Give the batch that is shown its name, and its folder with it."""
+        batch = self._batch
+        if self._offering or batch is None or change["new"] == batch.name:
+            return
+        try:
+            rename(batch, change["new"])
+            said = f"kept in <code>{escape(str(batch.folder))}</code>" if batch.folder else ""
+        except ValueError as wrong:
+            said = f"<span style='color:#c01f25'>{escape(str(wrong))}</span>"
+        except OSError as error:
+            said = f"<span style='color:#c01f25'>{batch.folder} could not be renamed ({escape(str(error.strerror))})</span>"
+        self.exported.outputs = tuple(outputs(f"<div style='font-size:15px'>{said}</div>")) if said else ()
+        self._list_batches()
+
     def _picked(self, _: Mapping[str, Any]) -> None:
         if not self._offering:
             self._draw()
@@ -203,6 +247,8 @@ class StrategyLab:
             if self._shown.runs != shown:
                 self._shown = _Shown(shown)
                 self._list_runs(batch)
+                self._offering, self.name.value, self._offering = True, batch.name if batch else "", False
+                self.name.disabled = not (batch and batch.number)
                 for still in self._stills:
                     still.update(Still(batch))
             self.run_menu.layout.visibility = "visible" if tab in OF_ONE_RUN else "hidden"
@@ -216,6 +262,8 @@ class StrategyLab:
             place.outputs = tuple(outputs(note("drawing …"))) if name == tab else ()
         if (tab, wanted) not in self._shown.drawn:
             shown = pieces(tab, self._batch, self.run_menu.value or 0)
+            if self._presenting:
+                shown = [piece if isinstance(piece, str) else enlarged(piece, PRESENTED) for piece in shown]
             self._shown.drawn[tab, wanted] = tuple(output for piece in shown for output in outputs(piece))
         self.outputs[tab].outputs = self._shown.drawn[tab, wanted]
         self._shown.filled = (tab, wanted)
@@ -243,5 +291,16 @@ class StrategyLab:
 
 def _button(words: str, style: str, pressed: Callable[[ipywidgets.Button], object]) -> ipywidgets.Button:
     button = ipywidgets.Button(description=words, button_style=style, layout={"width": "auto", "min_width": "110px"})
+    button.add_class("fsdplab-press")
     button.on_click(pressed)
     return button
+
+
+def _what(listed: tuple[int, int, str]) -> tuple[int, int]:
+    """A line of the menu without its name."""
+    return listed[:2]
+
+
+def _script() -> dict[str, Any]:
+    """The script as an output: JupyterLab runs it when the lab appears."""
+    return {"output_type": "display_data", "data": {"application/javascript": script()}, "metadata": {}}

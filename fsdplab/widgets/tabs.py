@@ -58,7 +58,7 @@ def _styled(column: str, text: str) -> dict[str, str]:
 
 # styles, not classes: a saved notebook's page takes style sheets away
 _LOOK = Look(
-    table={"style": "border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums"},
+    table={"style": "border-collapse:collapse;font-size:var(--fsdplab-table, 14px);font-variant-numeric:tabular-nums"},
     heading=lambda column: {"style": _placed(column)},
     cell=_styled,
 )

@@ -1,0 +1,116 @@
+"""The lab's runs on disk: a folder a batch, so that they come back after a restart of the kernel.
+
+    lab-runs/batch-1/0-no_shard-lab/            run records, as `fsdplab compare` writes them
+    lab-runs/batch-2-slow link/0-full_shard-lab/
+
+What stands behind the number is the batch's name; renaming the folder renames the batch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from fsdplab.records import RecordError, RunRecord
+
+from .lab_state import Batch
+
+FOLDER = "lab-runs"
+MOST_BACK = 12  # batches that are read at the start: a record takes some hundredths of a second
+_BATCH = re.compile(r"batch-(\d+)(?:-(.+))?")
+MOST_LETTERS = 60
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a folder gave back: the newest batches with their records, and one line on what was left where it is."""
+
+    batches: tuple[Batch, ...] = ()
+    left: str = ""
+
+
+def kept_in(folder: Path) -> Kept:
+    """The batches of a folder, by number; runs that left no whole record (cancelled ones) are passed over."""
+    places = sorted(_batches_in(folder))
+    batches: list[Batch] = []
+    damaged = 0
+    for number, name, place in places[-MOST_BACK:]:
+        records, unread = _records_of(place)
+        damaged += unread
+        if records:
+            taken = {batch.number for batch in batches}
+            free = next(each for each in count(number) if each not in taken)
+            batches.append(Batch(free, (), records, name, place))
+    older = max(0, len(places) - MOST_BACK)
+    parts = [f"{older} older ones stay in {folder}"] * bool(older)
+    parts += [f"{damaged} records there could not be read"] * bool(damaged)
+    return Kept(tuple(batches), "; ".join(parts))
+
+
+def new_folder(folder: Path, number: int) -> Path:
+    """Make the folder of batch `number`, or of the next number that is free: two notebooks may share a folder.
+
+    OSError, in one line with the remedy, where nothing can be written.
+    """
+    try:
+        return _made(folder, number)
+    except OSError as error:
+        why = "it is a file" if folder.is_file() else error.strerror
+        raise OSError(
+            f"no run can be kept in {folder} ({why}); give StrategyLab(directory=...) another folder"
+        ) from None
+
+
+def _made(folder: Path, number: int) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    taken = {number for number, _, _ in _batches_in(folder)}
+    for free in count(number):
+        place = folder / f"batch-{free}"
+        if free not in taken:
+            try:
+                place.mkdir()
+                return place
+            except FileExistsError:
+                continue
+    raise AssertionError("count() ends never")
+
+
+def rename(batch: Batch, name: str) -> None:
+    """Give a batch a name, and its folder with it; ValueError says what a name may be, OSError why it was not moved."""
+    clean = " ".join(name.split())
+    if len(clean) > MOST_LETTERS or re.search(r'[\\/:*?"<>|\x00-\x1f]', clean):
+        raise ValueError(
+            f'the name is {name!r:.80}; expected at most {MOST_LETTERS} letters, none of \\ / : * ? " < > |'
+        )
+    if batch.folder is not None and clean != batch.name:
+        number = _BATCH.fullmatch(batch.folder.name)
+        moved = batch.folder.with_name(f"batch-{number[1] if number else batch.number}{'-' * bool(clean)}{clean}")
+        batch.folder.rename(moved)
+        for record in batch.records:
+            record.path = moved / record.path.name
+        batch.folder = moved
+    batch.name = clean
+
+
+def _batches_in(folder: Path) -> Iterator[tuple[int, str, Path]]:
+    """Number, name and folder of each batch."""
+    for place in folder.iterdir() if folder.is_dir() else ():
+        if (found := _BATCH.fullmatch(place.name)) and place.is_dir():
+            yield int(found[1]), found[2] or "", place
+
+
+def _records_of(place: Path) -> tuple[list[RunRecord], int]:
+    """The records of a batch in the order of its runs, and how many could not be read."""
+    records, unread = [], 0
+    runs = [(int(found[0]), run) for run in place.iterdir() if (found := re.match(r"\d+", run.name))]
+    for _, run in sorted(runs):
+        if not (run / "run.json").is_file():
+            continue
+        try:
+            records.append(RunRecord.load(run))
+        except RecordError:
+            unread += 1
+    return records, unread
