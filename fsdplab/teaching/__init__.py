@@ -51,6 +51,7 @@ _LESSONS = {  # the module that a notebook imports -> the lesson that holds it
     "overlapping": "nb07_overlap",
     "reading": "nb08_reading_traces",
     "reading_memory": "nb09_memory",
+    "hiding": "nb10_when_does_it_hide",
     "reading_choices": "nb11_shoot_out",
     "overlapping_axes": "nb12_hybrid",
     "trading": "nb13_trading",

@@ -1,0 +1,135 @@
+"""Lesson 10 in the notebook's process: messages against compute of one block, planned for real machines and imitated.
+
+Ratios are T_comm / T_compute. Plans come from data sheets (planning/overlap.py), the run from the wind tunnel, whose
+link gives a small model the ratio of a large job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fsdplab.common.sizes import seconds, three_digits
+from fsdplab.figures.plotly_go import go
+from fsdplab.planning.links import LinkSpec
+from fsdplab.planning.overlap import Overlap, overlap_of, overlap_point
+from fsdplab.planning.plan_spec import PlanSpec
+from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
+from fsdplab.planning.planner import plan_spec
+from fsdplab.planning.step_time import MATMUL_EFFICIENCY, peak_flops
+from fsdplab.records import RunRecord
+from fsdplab.sessions import RunSpec
+from fsdplab.sessions.worker.emulated_network import target_of
+from fsdplab.teaching.core.display import Note, Table, table
+
+from .figures import block_figure
+
+__all__ = [
+    "beside_planner", "block", "hundredths", "machines", "planned_crossover", "reached", "target", "tunnel",
+    "tunnel_seen",
+]  # fmt: skip
+
+MODEL, SEQUENCE = "llama-3.1-8b", 256
+NVLINK_STEP = 3.4e-6  # seconds of latency of a ring's step (planning/links.py)
+JOB = {
+    "model": "gpt-20m", "strategy": "full_shard", "world_size": 2, "batch_size": 2, "sequence_length": 64, "steps": 1,
+    "warmup": 1, "memory": False, "profile": 1, "time_limit": 300.0,
+}  # fmt: skip
+Crossover = Callable[[float, int, float, float, float, float], float]
+
+
+def _spec(gpu: str, gpus: int, tokens: int = SEQUENCE) -> PlanSpec:
+    return plan_spec(MODEL, gpu, gpus=gpus, seq=SEQUENCE, micro_batch=max(1, tokens // SEQUENCE))
+
+
+def machines() -> dict[str, PlanSpec]:
+    """The machines of the notebook's figure: Llama 3.1 8B under full_shard on each."""
+    return {
+        "8 x H100": _spec("h100", 8),
+        "64 x H100": _spec("h100", 64),
+        "8 x A100": _spec("a100", 8),
+        "8 x RTX 4090": _spec("4090", 8),
+    }
+
+
+def target() -> PlanSpec:
+    """Llama 3.1 8B on 8 H100."""
+    return machines()["8 x H100"]
+
+
+def planned_crossover() -> float:
+    """Tokens of a rank's micro-batch from which on the planner hides all of a block's messages on 8 H100."""
+    return overlap_of(target()).crossover_tokens
+
+
+# ---- the learner's formula beside the planner
+
+
+def reached(spec: PlanSpec) -> tuple[float, float]:
+    """FLOP/s and bytes a second that the planner takes a machine of one node to reach."""
+    share = MATMUL_EFFICIENCY.get(spec.gpu.name, 0.6)
+    return share * peak_flops(spec.gpu), LINK_EFFICIENCY * spec.gpu.link.bytes_per_s
+
+
+def beside_planner(crossover: Crossover) -> Table:
+    """`crossover(parameters, ranks, flops, bandwidth, 2, 4)` beside the planner, for the machines of one node."""
+    rows = []
+    for name, spec in machines().items():
+        if spec.gpus > spec.gpus_per_node:
+            continue
+        flops, bandwidth = reached(spec)
+        mine = crossover(spec.model.block_parameters, spec.gpus, flops, bandwidth, 2, 4)
+        numbers = [f"{flops / 1e12:.0f}", f"{bandwidth / 1e9:.0f}", f"{mine:,.0f}"]
+        rows.append([name, *numbers, f"{overlap_of(spec).crossover_tokens:,.0f}"])
+    caption = (
+        "Computed for a block of Llama 3.1 8B, gathers in bf16, reductions in fp32. The planner adds latency,"
+        " attention, norms and other operators that move bytes: more compute than the products alone, so fewer tokens."
+    )
+    return table(["machine", "TFLOP/s reached", "GB/s reached", "your tokens", "planner's tokens"], rows, caption)
+
+
+# ---- one block under sliders
+
+
+def block(gigabytes_per_second: int, tokens: int) -> go.Figure:
+    """Compute and messages of one block on 8 H100 behind a link of that rate, in forward and backward."""
+    link = LinkSpec("slider", gigabytes_per_second * 1e9, NVLINK_STEP)
+    found: Overlap = overlap_of(_spec("h100", 8, tokens), link)
+    return block_figure(found, f"{gigabytes_per_second} GB/s", f"{tokens:,} tokens a rank")
+
+
+# ---- the wind tunnel
+
+
+def tunnel(**choices: Any) -> RunSpec:
+    """The lab's GPT on two ranks, behind the link that imitates Llama 3.1 8B on 8 H100."""
+    return RunSpec(**{**JOB, "emulate": "8xH100", "as_model": MODEL, **choices})
+
+
+def hundredths(record: RunRecord) -> float:
+    """Time of the blocks' messages on the link, in % of the time for which the blocks computed."""
+    return 100 * overlap_point(record).measured
+
+
+def tunnel_seen(record: RunRecord) -> Note:
+    """The link that was chosen, the ratio asked for and reached, and what of the messages was exposed."""
+    link, comm = record.summary["link"], record.summary["comm"]
+    asked = 100 * target_of(RunSpec(**{name: record.spec[name] for name in (*JOB, "emulate", "as_model")})).ratio
+    carried = _carried(record)
+    hidden = 1 - comm["on_link_s"] / carried
+    return Note(
+        (
+            f"Seen here: a link of {three_digits(link['bytes_per_s'] / 1e6)} MB/s gives this machine the ratio of the"
+            f" real job. Asked for: {asked:.1f} % over the whole step, computing measured in the run's first steps."
+            f" Reached in the blocks of the profiled step: {hundredths(record):.1f} %.",
+            f"The link carried messages for {seconds(carried)} of a step, {hidden:.0%} of it under computing and"
+            f" {seconds(comm['on_link_s'])} exposed.",
+        )
+    )
+
+
+def _carried(record: RunRecord) -> float:
+    """Seconds of a profiled step for which the emulated link was busy with the messages of one rank."""
+    steps = {row["step"] for row in record.table("breakdown")}
+    rows = [row for row in record.table("ledger") if row["rank"] == 0 and row["step"] in steps]
+    return sum(row["end_ns"] - row["start_ns"] for row in rows) / 1e9 / max(1, len(steps))

@@ -1,0 +1,112 @@
+"""Notebook 10: right answers pass and known wrong ones are diagnosed; figures and sentences come from plans and the
+record.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdplab.figures import alt_text, overlap_roofline, svg
+from fsdplab.planning.overlap import overlap_of, overlap_point
+from fsdplab.sessions import run
+from fsdplab.teaching import hiding
+from fsdplab.teaching.core import registry
+from fsdplab.teaching.core.exercise import Exercise
+from fsdplab.teaching.lessons.nb10_when_does_it_hide import exercises
+from tests.solutions import ended_of, must_name_each_slip, solutions_of, try_ended
+
+ITEMS = registry.items_of("10")
+EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
+RIGHT = {  # other right answers than the reference
+    "10.crossover": {
+        "the parameters cancel, in whole tokens": (
+            "import math\n\n\ndef crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):\n"
+            "    rate = flops / bandwidth * (1 - 1 / ranks)\n"
+            "    return math.ceil(rate * max(param_bytes / 2, (param_bytes + reduce_bytes) / 4))\n"
+        ),
+        "by halving, in numpy": (
+            "import numpy as np\n\n\ndef crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):\n"
+            "    gather, reduce = (np.float64(b) * parameters * (ranks - 1) / ranks / bandwidth\n"
+            "                      for b in (param_bytes, reduce_bytes))\n"
+            "    low, high = 0, 2**40\n    while high - low > 1:\n        tokens = (low + high) // 2\n"
+            "        compute = np.array([2.0, 4.0]) * parameters * tokens / flops\n"
+            "        hidden = np.all(compute >= [gather, gather + reduce])\n"
+            "        low, high = (low, tokens) if hidden else (tokens, high)\n    return np.int64(high)\n"
+        ),
+    }
+}
+SOLUTIONS = solutions_of(EXERCISES, RIGHT)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("solution", SOLUTIONS, ids=str)
+def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
+    solution.must_report(tried[solution.key], names_rank=False)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "exercise,known", ended_of(EXERCISES), ids=lambda value: getattr(value, "id", None) or value.name
+)
+def test_solutions_that_raise_are_diagnosed(workspace, exercise, known):
+    feedback = try_ended(exercise, known, workspace)
+    assert known.says in f"{feedback.got} {feedback.cause}"
+
+
+def test_the_question_accepts_the_right_number_and_names_each_slip(course):
+    must_name_each_slip(exercises.read, hiding.machines())
+
+
+# --- plans
+
+
+def test_the_formula_and_the_planner_are_of_one_size():
+    space: dict = {}
+    exec(exercises.crossover.reference, space)
+    rows = hiding.beside_planner(space["crossover"]).rows
+    assert [row[0] for row in rows] == ["8 x H100", "8 x A100", "8 x RTX 4090"]
+    for row in rows:
+        mine, planned = (float(cell.replace(",", "")) for cell in row[3:])
+        assert 0.6 < planned / mine <= 1.0, "the table's caption says that the planner needs fewer tokens"
+    assert rows[0][4] == f"{hiding.planned_crossover():,.0f}"
+
+
+@pytest.mark.parametrize("rate,tokens,hides", [(50, 256, False), (400, 8192, True)])
+def test_a_block_is_drawn_with_what_is_exposed(rate, tokens, hides):
+    figure = hiding.block(rate, tokens)
+    assert ("everything hides" in figure.layout.title.text) == hides and svg(figure).startswith("<svg")
+    drawn = {trace.name: [value for value in trace.x if value] for trace in figure.data}
+    assert bool(drawn["messages, exposed"]) != hides and len(drawn["compute"]) == 2
+    assert f"{rate} GB/s" in alt_text(figure)
+
+
+def test_more_tokens_or_a_faster_link_never_expose_more():
+    shown = {
+        (rate, tokens): sum(
+            sum(trace.x) for trace in hiding.block(rate, tokens).data if trace.name == "messages, exposed"
+        )
+        for rate in (25, 100)
+        for tokens in (256, 1024)
+    }
+    assert shown[25, 256] > shown[100, 256] and shown[25, 256] >= shown[25, 1024]
+
+
+# --- the wind tunnel
+
+
+@pytest.mark.timeout(300)
+def test_sentences_come_from_the_record():
+    record = run(hiding.tunnel(model="gpt-tiny"))
+    told = str(hiding.tunnel_seen(record))
+    assert f"{hiding.hundredths(record):.1f} %" in told and "12.7 % over the whole step" in told
+    rate = record.summary["link"]["bytes_per_s"]
+    at_least = record.summary["comm"]["bytes_per_step"] / rate
+    assert hiding._carried(record) == pytest.approx(at_least, rel=0.25) and hiding._carried(record) > at_least
+    figure = overlap_roofline(hiding.target(), measured=record)
+    assert any("measured" in (trace.name or "") for trace in figure.data)
+    assert hiding.hundredths(record) == pytest.approx(100 * overlap_point(record).measured)
+
+
+def test_the_machines_of_the_figure_hide_at_different_batches():
+    tokens = [overlap_of(spec).crossover_tokens for spec in hiding.machines().values()]
+    assert len({round(each) for each in tokens}) == 4 and max(tokens) > 3 * min(tokens)
