@@ -18,7 +18,7 @@ from fsdplab.teaching import overlapping
 from fsdplab.teaching.core import answers, registry
 from fsdplab.teaching.core.exercise import Choice, Exercise, Question, Trial
 from fsdplab.teaching.lessons.nb07_overlap import exercises, on_ranks
-from fsdplab.teaching.lessons.nb07_overlap.figures import communication_bars
+from fsdplab.teaching.lessons.nb07_overlap.figures import exposed_curves
 from tests.solutions import ended_of, must_name_each_slip, solutions_of, try_ended, try_side_by_side
 
 ITEMS = registry.items_of("07")
@@ -33,13 +33,16 @@ RIGHT = {  # other right answers than the references
             " at\n    return total\n"
         ),
         "the library's": (
-            "from fsdplab.profiling.intervals import length, subtract\n\n\ndef exposed(communication, compute):\n   "
-            " return length(subtract(communication, compute))\n"
+            "from fsdplab.profiling.intervals import length, subtract\n\n\ndef exposed(communication, compute):\n"
+            "    ns = lambda pairs: [(round(a * 1e6), round(b * 1e6)) for a, b in pairs]\n"
+            "    return length(subtract(ns(communication), ns(compute))) / 1e6\n"
         ),
-        "a set of instants": (
-            "def exposed(communication, compute):\n    held = lambda pairs: {t for a, b in pairs for t in range(a,"
-            " b)}\n    return len(held(communication) - held(compute))\n"
-        ),
+    },
+    "07.ahead": {
+        "a loop": (
+            "def ahead(order, position, depth):\n    found = []\n    for name in order[position + 1 :]:\n"
+            "        if len(found) < depth:\n            found.append(name)\n    return found\n"
+        )
     },
     "07.hide": {
         "two ahead": exercises._hide(prefetch=2),
@@ -188,21 +191,54 @@ def test_the_references_exposed_time_is_the_records(small):
 
 
 @pytest.mark.timeout(300)
-def test_inflation_and_floor_need_no_second_look(small):
-    table = overlapping.inflation({"alone": small["alone"], "linked": small["linked"]})
+def test_inflation_and_the_raw_steps_come_from_the_records(small):
+    runs = {"alone": small["alone"], "linked": small["linked"]}
+    table = overlapping.inflation(runs)
     assert table.rows[0][2] == "1.00" and table.rows[0][3] == "nothing sent" and float(table.rows[1][1]) > 0
-    floor = overlapping.floor_of(small["linked"])
-    assert floor(1e-3, 1).rows[2][1] > "0" and floor(1e9, 1000).rows[2][1] == "0"
+    steps = [record.summary["step_time_s"]["median"] for record in runs.values()]
+    assert f"linked {steps[1] / steps[0]:.2f} times" in str(overlapping.raw_words(runs))
     assert overlapping.least_exposed_ms(300, 500) == 200 and overlapping.least_exposed_ms(500, 300) == 0
 
 
-@pytest.mark.timeout(300)
-def test_the_sweep_shows_its_numbers(small):
-    figure = overlapping.sweep_figure({"20 MB/s": small["linked"]})
-    assert "20 MB/s" in alt_text(figure) and "20 MB/s" in str(overlapping.swept({"20 MB/s": small["linked"]}))
-    two = communication_bars({"slow": (0.3, 0.4, 0.5), "fast": (0.0, 0.1, 0.2)})
-    assert "slow: 300 ms of communication shows" in two.layout.title.text and "75 ms" not in alt_text(two)
-    assert "25 % hidden" in svg(two) and "100 % hidden" in svg(two)
+# --- the steady card and the learner's rule
+
+JOB = RunSpec(model="gpt-20m", batch_size=2, sequence_length=64, link="400MB/s", device="cpu")
+
+
+def rule_of(source: str):
+    space: dict = {}
+    exec(source, space)
+    return space["ahead"]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
+def test_the_reference_rule_is_the_engines(prefetch):
+    job = replace(JOB, prefetch=prefetch)
+    assert overlapping.with_rule(rule_of(exercises.ahead.reference), job).tables == overlapping.steady(job).tables
+
+
+def test_another_rule_leads_to_another_timeline():
+    none = overlapping.with_rule(lambda order, position, depth: [], JOB)
+    assert none.summary["comm"] == overlapping.steady(replace(JOB, prefetch=0)).summary["comm"]
+    shown = overlapping.timeline_at(rule_of(exercises.ahead.reference), JOB)
+    assert "54.8 ms of 369 ms" in str(shown(1, 400)) and "322 ms" in str(shown(0, 400))
+
+
+def test_the_curves_have_the_numbers_of_the_runs():
+    curves = overlapping.curves_of(JOB, tokens=128, links=(100, 400, 6400))
+    late, early, least = curves.values()
+    assert [(at, round(shown), round(moved)) for at, shown, moved in late][1] == (400, 322, 322)
+    for (_, slow, _), (_, quick, _), (_, floor, _) in zip(late, early, least, strict=True):
+        assert slow >= quick >= floor
+    assert least[0][1] > 900 and least[-1][1] == 0
+    figure = exposed_curves(curves, 400, 128)
+    assert "54.8 ms (one unit ahead)" in figure.layout.title.text.replace("<br>", " ")
+    assert "no schedule can hide 31.9 ms" in alt_text(figure) and "400" in svg(figure)
+
+
+def test_runs_without_a_link_are_not_for_the_steady_card():
+    with pytest.raises(ValueError, match="expected a link"):
+        overlapping.steady(replace(JOB, link=None))
 
 
 def test_jobs_are_behind_the_link_unless_they_are_raw():
@@ -211,4 +247,4 @@ def test_jobs_are_behind_the_link_unless_they_are_raw():
 
 
 def test_questions_are_of_the_notebook():
-    assert [type(item) for item in ITEMS] == [Exercise, Choice, Choice, Question, Exercise]
+    assert [type(item) for item in ITEMS] == [Exercise, Exercise, Choice, Choice, Question, Exercise]

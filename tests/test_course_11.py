@@ -37,7 +37,9 @@ def test_right_choices_pass_and_wrong_ones_are_told_why(tried, solution):
     solution.must_report(tried[solution.key], names_rank=False)
 
 
-def fake(strategy: str, peak: float, exposed_ms: float, on_link_ms: float, sent: float) -> SimpleNamespace:
+def fake(
+    strategy: str, peak: float, exposed_ms: float, on_link_ms: float, sent: float, step_ms: float
+) -> SimpleNamespace:
     """A record as far as the lesson reads it; times in ms, sizes in MB."""
     ledger = [{"rank": 0, "step": step, "start_ns": 0, "end_ns": round(on_link_ms * 1e6)} for step in (0, 1)]
     return SimpleNamespace(
@@ -46,6 +48,7 @@ def fake(strategy: str, peak: float, exposed_ms: float, on_link_ms: float, sent:
         table={"ledger": ledger}.__getitem__,
         summary={
             "peak_memory_bytes": {"total": peak * 1e6},
+            "step_time_s": {"median": step_ms / 1e3},
             "formula_bytes_per_step": sent * 1e6,
             "comm": {
                 "exposed_s": exposed_ms / 1e3,
@@ -58,10 +61,10 @@ def fake(strategy: str, peak: float, exposed_ms: float, on_link_ms: float, sent:
 
 
 RUNS = [
-    fake("no_shard", 366, 25, 216, 86.4),
-    fake("zero2", 237, 60, 216, 86.4),
-    fake("shard_grad_op", 266, 69, 216, 86.4),
-    fake("full_shard", 199, 86, 322, 128.9),
+    fake("no_shard", 366, 25, 216, 86.4, 300),
+    fake("zero2", 237, 60, 216, 86.4, 310),
+    fake("shard_grad_op", 266, 69, 216, 86.4, 310),
+    fake("full_shard", 199, 86, 322, 128.9, 350),
 ]
 
 
@@ -77,9 +80,11 @@ def test_the_arithmetic_of_the_hint_answers_the_question(course):
 def test_tables_and_front():
     assert reading_choices.front_of(RUNS) == ["full_shard", "zero2", "no_shard"]
     assert reading_choices.exposed_ratio(RUNS) == pytest.approx(86 / 25)
-    assert "full_shard needs least memory, 199 MB" in str(
-        reading_choices.seen(RUNS)
-    ) and "no_shard exposes least" in str(reading_choices.seen(RUNS))
+    told = str(reading_choices.seen(RUNS))
+    assert "full_shard needs least memory, 199 MB" in told and "Shortest step: no_shard, 300 ms" in told
+    assert "For shard_grad_op another run is at least as good" in told
+    assert "Least is exposed by no_shard: 25 ms" in str(reading_choices.why(RUNS))
+    assert "3.4 times as long, for 1.5 times the bytes" in str(reading_choices.why(RUNS))
     assert "128.9" in str(reading_choices.traffic_table(RUNS)) and "322" in str(reading_choices.cost_table(RUNS))
 
 

@@ -15,7 +15,7 @@ from fsdplab.figures.view import Runs, RunView, emulated_links, how_and_where, v
 
 MB = 1e6
 _LARGEST, _SMALLEST = 64, 12  # bubbles' diameters in pixels
-_WIDTH, _HEIGHT = 1080, 380  # the plot's pixels on a page of 1280, by which labels are placed
+_WIDTH, _HEIGHT = 880, 380  # the plot's pixels in a static picture, the narrowest place, by which labels are placed
 _GLYPH, _LINE = 8.2, 20
 
 Ranges = tuple[list[float], list[float]]  # of x and of y, each from its low to its high end

@@ -22,6 +22,7 @@ from fsdplab.figures.profile_data import (
     timeline_of,
 )  # fmt: skip
 from fsdplab.figures.style import GRID, LANE_COLOURS, titled
+from fsdplab.profiling.intervals import subtract
 from fsdplab.records import RunRecord
 
 SHOWN = ("compute", *COLLECTIVES, "exposed")
@@ -105,9 +106,29 @@ def _ranks(rows: list[Row]) -> set[int]:
 
 def step_marks(rows: list[Row], lanes: Lanes, origin: int, limit: int) -> tuple[list[Mark], int, float]:
     """(marks, how many intervals there were, the window in ms within which neighbours were merged)."""
-    marks = [_mark(row, lanes, origin) for row in rows if (row["rank"], row["lane"]) in lanes.middle]
+    marks = [_mark(row, lanes, origin) for row in uncovered(rows) if (row["rank"], row["lane"]) in lanes.middle]
     drawn, window = downsample(marks, limit)
     return drawn, len(marks), window
+
+
+def uncovered(rows: list[Row]) -> list[Row]:
+    """The rows, with exposed ones cut where their rank computes.
+
+    A record has neighbouring pieces of exposed time as one row where there are many, also across short computing. Drawn
+    so, the red strip would be longer than the exposed time that the title states.
+    """
+    computed: dict[int, list[tuple[int, int]]] = {rank: [] for rank in _ranks(rows)}
+    for row in rows:
+        if row["lane"] == "compute":
+            computed[row["rank"]].append((row["start_ns"], row["end_ns"]))
+    found = []
+    for row in rows:
+        if row["lane"] != "exposed":
+            found.append(row)
+            continue
+        pieces = subtract([(row["start_ns"], row["end_ns"])], computed[row["rank"]])
+        found += [{**row, "start_ns": int(start), "end_ns": int(end)} for start, end in pieces]
+    return found
 
 
 def _mark(row: Row, lanes: Lanes, origin: int) -> Mark:

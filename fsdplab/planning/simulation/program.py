@@ -45,11 +45,13 @@ class RankLog:
 class Rank:
     """Walks through a step of `work`, and notes what happens in its log."""
 
-    def __init__(self, index: int, rank: RankClass, work: StepWork, clock: Clock, network: Network) -> None:
+    def __init__(
+        self, index: int, rank: RankClass, work: StepWork, clock: Clock, network: Network, schedule: Schedule
+    ) -> None:
         self.log = RankLog(rank)
         self._index, self._work, self._clock, self._network = index, work, clock, network
         self._units = {unit.name: unit for unit in work.units}
-        self._schedule = Schedule(work.prefetch)
+        self._schedule = schedule
         self._gathered: dict[str, Collective | None] = {}
         self._reducing: list[tuple[UnitWork, Collective]] = []
         self._replicating: list[Collective] = []

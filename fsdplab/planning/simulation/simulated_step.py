@@ -7,11 +7,12 @@ The record holds a rank of each class; its summary says how many ranks each stan
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdplab.engine.core.schedule import Schedule
 from fsdplab.planning.memory import memory_of
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.plan_traffic import bytes_by_axis, plan_traffic
@@ -42,15 +43,20 @@ class Simulated:
         return max(log.end for log in self.logs)
 
 
-def simulate_work(work: StepWork, *, communicators: int = 1, paces: Mapping[int, float] | None = None) -> Simulated:
+def simulate_work(
+    work: StepWork, *, communicators: int = 1, paces: Mapping[int, float] | None = None,
+    schedule: Callable[[int], Schedule] = Schedule,
+) -> Simulated:  # fmt: skip
     """Simulate a step of units whose costs are given; `paces` are those of slow ranks, over `shards` x `replicas`.
+
+    `schedule` makes a rank's rule of what to gather ahead, from the prefetch depth; the engine's by default.
 
     Two blocks of 1 s forward and 2 s backward without communication take 6 s, and the optimizer's time.
     """
     clock = Clock()
     network = Network(clock, communicators)
     classes = rank_classes(work.shards, work.replicas, paces or {})
-    ranks = [Rank(index, each, work, clock, network) for index, each in enumerate(classes)]
+    ranks = [Rank(index, each, work, clock, network, schedule(work.prefetch)) for index, each in enumerate(classes)]
     for rank in ranks:
         clock.at(0.0, rank.go_on)
     clock.run()
@@ -60,13 +66,14 @@ def simulate_work(work: StepWork, *, communicators: int = 1, paces: Mapping[int,
 def simulate(
     spec: PlanSpec, *, communicators: int = 1, in_flight: int = 1, paces: Mapping[int, float] | None = None,
     trees: bool = False, efficiency: float | None = None, folder: str | Path | None = None,
+    schedule: Callable[[int], Schedule] = Schedule,
 ) -> RunRecord:  # fmt: skip
     """A record of one simulated step of `spec`, not saved: `.save()` writes it to `folder`.
 
     `communicators`: 2 lets reductions and gathers share the link at once; `in_flight`: reductions under way, as
     `set_reduce_scatter_max_input_buffers` sets; `paces`: GPU -> by how much its compute takes longer (1.5). The ranks
     of a tensor- or context-parallel group go at the pace of their slowest. `trees`: all-reduces take trees where these
-    are faster than rings. Raises PlanError.
+    are faster than rings. `schedule`: another rule than the engine's of what to gather ahead. Raises PlanError.
 
     >>> from fsdplab.planning.planner import plan_spec
     >>> found = simulate(plan_spec("llama-3.1-8b", "h100", gpus=8))
@@ -76,7 +83,8 @@ def simulate(
     _check(spec, communicators, in_flight, paces or {})
     work = work_of(spec, efficiency, in_flight)
     work = with_trees(work) if trees else work
-    found = simulate_work(work, communicators=communicators, paces=_group_paces(spec, paces or {}))
+    group_paces = _group_paces(spec, paces or {})
+    found = simulate_work(work, communicators=communicators, paces=group_paces, schedule=schedule)
     dtypes = {"all_gather": spec.param_dtype, "ring": spec.param_dtype}
     reduced = dict.fromkeys(("reduce_scatter", "all_reduce"), spec.reduce_dtype)
     names = {kind: _DTYPES[dtype] for kind, dtype in (dtypes | reduced).items()}

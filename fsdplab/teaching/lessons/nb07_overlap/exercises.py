@@ -18,13 +18,13 @@ Intervals = list[tuple[int, int]]
 
 _EXPOSED_STUB = '''\
 def exposed(communication, compute):
-    """How long a message is on its way while nothing is computed; lists of (start, end), in any order."""
+    """How many ms a message is on its way while nothing is computed; lists of (start, end) in ms, in any order."""
     ...
 '''
 
 _EXPOSED = '''\
 def exposed(communication, compute):
-    """How long a message is on its way while nothing is computed; lists of (start, end), in any order."""
+    """How many ms a message is on its way while nothing is computed; lists of (start, end) in ms, in any order."""
     edges = sorted({edge for interval in [*communication, *compute] for edge in interval})
     total = 0
     for start, end in zip(edges, edges[1:]):  # between two edges nothing begins and nothing ends
@@ -33,6 +33,9 @@ def exposed(communication, compute):
         total += (end - start) * (moving and not computing)
     return total
 '''
+# The cases' times are these, as a reader checks them, times this factor: a step's clock knows fractions of a
+# millisecond, and whoever makes a set of whole numbers must learn it here, before a step's nanoseconds fill the memory.
+_SCALE = 1.375
 _EXPOSED_CASES: dict[str, tuple[Intervals, Intervals, int]] = {
     "a message, half under compute": ([(0, 10)], [(4, 25)], 4),
     "compute in two pieces under one message": ([(0, 20)], [(2, 6), (10, 13)], 13),
@@ -46,9 +49,23 @@ _EXPOSED_CASES: dict[str, tuple[Intervals, Intervals, int]] = {
 
 def _exposed_cases() -> list[Case]:
     return [
-        Case(name, ((list(moved), list(computed)),) * _RANKS, (value,) * _RANKS)
+        Case(name, ((_scaled(moved), _scaled(computed)),) * _RANKS, (value * _SCALE,) * _RANKS)
         for name, (moved, computed, value) in _EXPOSED_CASES.items()
     ]
+
+
+def _scaled(intervals: Intervals) -> list[tuple[float, float]]:
+    return [(start * _SCALE, end * _SCALE) for start, end in intervals]
+
+
+def _whole(intervals: list[tuple[float, float]]) -> Intervals:
+    """The intervals as `_EXPOSED_CASES` has them."""
+    return [(round(start / _SCALE), round(end / _SCALE)) for start, end in intervals]
+
+
+def _cut(intervals: list[tuple[float, float]]) -> Intervals:
+    """The intervals with the fractions of their times cut off, as a set of whole numbers has them."""
+    return [(int(start), int(end)) for start, end in intervals]
 
 
 def _held(intervals: Intervals) -> set[int]:
@@ -61,10 +78,12 @@ def _sum(intervals: Intervals) -> int:
 
 
 def _explain_exposed(case: Case, trial: Trial, difference: Difference) -> tuple[None, str]:
-    moved, computed = case.arguments[trial.rank]
-    m, c, got, right = _held(moved), _held(computed), trial.returned, case.expected[0]
+    moved, computed = map(_whole, case.arguments[trial.rank])
+    m, c, got, right = _held(moved), _held(computed), trial.returned, case.expected[0] / _SCALE
     if isinstance(got, bool) or not isinstance(got, (int, float)):
         return None, "one number is expected: a duration"
+    held, covered = (_held(_cut(each)) for each in case.arguments[trial.rank])
+    got, counted = got / _SCALE, got == len(held - covered)
     pairwise = sum(_sum(moved) and len(_held([one]) & _held([other])) for one in moved for other in computed)
     suspects = (
         (
@@ -104,6 +123,8 @@ def _explain_exposed(case: Case, trial: Trial, difference: Difference) -> tuple[
         ),
     )
     cause = next((words for wrong, words in suspects if got == wrong != right), None)
+    if cause is None and counted:
+        cause = "times are not whole numbers, so instants cannot be counted one by one: go from edge to edge"
     if cause is None and len(computed) > 1:
         cause = "several intervals of compute lie under the messages, in any order: is each of them looked at?"
     return None, cause or "draw both lists on one axis: exposed is where only a message is drawn"
@@ -123,17 +144,23 @@ def exposed(communication, compute):
 _FIRST = '''\
 def exposed(communication, compute):
     """Looks at the first compute interval only."""
-    moving = {t for a, b in communication for t in range(a, b)}
-    computing = {t for a, b in compute[:1] for t in range(a, b)}
-    return len(moving - computing)
+    return sum(end - start - sum(max(0, min(end, b) - max(start, a)) for a, b in compute[:1])
+               for start, end in communication)
+'''
+
+_COUNTED = '''\
+def exposed(communication, compute):
+    """A set of whole milliseconds."""
+    held = lambda pairs: {{t for a, b in pairs for t in range({a}, {b})}}
+    return len(held(communication) - held(compute))
 '''
 
 exposed = Exercise(
     id="07.exposed",
     title="Exposed time",
     statement=(
-        "Write exposed(communication, compute): how long a message is on its way while nothing is computed, |M"
-        " without C|."
+        "Write exposed(communication, compute): how many ms a message is on its way while nothing is computed, |M"
+        " without C|. Times are in ms, with fractions."
     ),
     stub=_EXPOSED_STUB,
     reference=_EXPOSED,
@@ -181,6 +208,8 @@ exposed = Exercise(
         ),
         Wrong("pair by pair", _MARKED, "take their union first"),
         Wrong("the first compute only", _FIRST, "is each of them looked at"),
+        Wrong("a set of rounded instants", _COUNTED.format(a="int(a)", b="int(b)"), "go from edge to edge"),
+        Wrong("a set of instants", _COUNTED.format(a="a", b="b"), "cannot be interpreted as an integer", ends="raises"),
         Wrong("a list", edited(_EXPOSED, ("return total", "return [total]")), "one number is expected"),
         Wrong("nothing", edited(_EXPOSED, ("    return total\n", "")), "returns nothing"),
         Wrong(
@@ -194,6 +223,78 @@ exposed = Exercise(
         ),
     ),
 )
+
+# --- the prefetch rule
+
+_AHEAD_STUB = '''\
+def ahead(order, position, depth):
+    """The units to gather now, while order[position] computes: those of the next `depth` places."""
+    ...  # order: the names of the units, as this phase will use them
+'''
+_AHEAD = '''\
+def ahead(order, position, depth):
+    """The units to gather now, while order[position] computes: those of the next `depth` places."""
+    return order[position + 1 : position + 1 + depth]
+'''
+_FORWARD = ["root", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+_BACKWARD = ["root", "blocks.3", "blocks.2", "blocks.1", "blocks.0"]
+_AHEAD_CASES: dict[str, tuple[list[str], int, int, list[str]]] = {
+    "one ahead, in the forward": (_FORWARD, 1, 1, ["blocks.1"]),
+    "two ahead, in the forward": (_FORWARD, 1, 2, ["blocks.1", "blocks.2"]),
+    "one ahead, in the backward": (_BACKWARD, 1, 1, ["blocks.2"]),
+    "two ahead, one unit is left": (_BACKWARD, 3, 2, ["blocks.0"]),
+    "the last unit": (_FORWARD, 4, 1, []),
+    "none ahead": (_FORWARD, 2, 0, []),
+}
+
+
+def _ahead_cases() -> list[Case]:
+    return [
+        Case(name, ((list(order), position, depth),) * _RANKS, (right,) * _RANKS)
+        for name, (order, position, depth, right) in _AHEAD_CASES.items()
+    ]
+
+
+def _explain_ahead(case: Case, trial: Trial, difference: Difference) -> tuple[str | None, str]:
+    (order, position, depth), got, right = case.arguments[trial.rank], trial.returned, case.expected[0]
+    where = f"order={order}, position={position}, depth={depth}: expected {right}, got {got}"
+    if not isinstance(got, list):
+        return where, "return a list of names, empty where nothing is to be gathered"
+    if order[position] in got:
+        return where, "order[position] computes now, so it is whole already: begin with the unit behind it"
+    if got == order[position + 1 :]:
+        return where, "all later units would be whole at once, which full sharding is to avoid: at most `depth` of them"
+    if got == sorted(right) or (position and got and got[0] == order[position - 1]):
+        return where, "`order` is already the order of this phase, in the backward too: do not turn it round"
+    if right and got == right[:1]:
+        return where, "only one unit is gathered ahead; `depth` may be more"
+    return where, "count from position + 1, and stop after `depth` names, or where the list ends"
+
+
+ahead = Exercise(
+    id="07.ahead",
+    title="The prefetch rule",
+    statement="Write ahead(order, position, depth): the units to gather now, while order[position] computes.",
+    stub=_AHEAD_STUB,
+    reference=_AHEAD,
+    hints=(
+        "Which unit is needed next? It stands right behind the one that computes.",
+        "A slice of a list: from position + 1 on, and `depth` names long.",
+        "order[position + 1 : position + 1 + depth]: a slice may end behind the list, and is then shorter.",
+    ),
+    cases=_ahead_cases,
+    explain=_explain_ahead,
+    world_size=_RANKS,
+    wrong=(
+        Wrong("itself", edited(_AHEAD, ("position + 1 : position + 1 +", "position : position +")), "is whole already"),
+        Wrong("all of them", edited(_AHEAD, (" : position + 1 + depth", " :")), "whole at once"),
+        Wrong("backwards", edited(_AHEAD, ("order[position + 1 : position + 1 + depth]",
+                                           "order[max(0, position - depth) : position]")), "do not turn it round"),
+        Wrong("one only", edited(_AHEAD, ("+ 1 + depth", "+ 1 + min(1, depth)")), "may be more"),
+        Wrong("a name", edited(_AHEAD, ("order[position + 1 : position + 1 + depth]",
+                                        "order[min(position + 1, len(order) - 1)]")), "return a list"),
+    ),
+)  # fmt: skip
 
 # --- questions
 
@@ -367,4 +468,4 @@ hide = Exercise(
     ),
 )
 
-ITEMS = (exposed, price, inflated, least, hide)
+ITEMS = (exposed, ahead, price, inflated, least, hide)

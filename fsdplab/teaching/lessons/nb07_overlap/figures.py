@@ -1,64 +1,60 @@
-"""Lesson 07's own figure: the same step on links of several speeds, how much of its communication is hidden and how
-much shows.
-"""
+"""Lesson 07's own figure: which part of a step's communication is exposed, over the speed of the link."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 from fsdplab.common.sizes import seconds
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profile_data import percent
-from fsdplab.figures.style import EDGE, STEP_COLOURS, ink_on, titled
+from fsdplab.figures.style import GRID, titled
 
-Split = Mapping[str, tuple[float, float, float]]
+# (MB/s of the link, exposed ms, ms of all communication) points by the schedule's name
+Curves = Mapping[str, list[tuple[int, float, float]]]
+_LINES = (dict(color="#e01f3d", width=3), dict(color="#4aa3e0", width=3), dict(color="#6b7380", width=2, dash="dash"))
 
 
-def communication_bars(split: Split) -> go.Figure:
-    """Communication of a step on each network, hidden and not, stacked, in ms.
+def exposed_curves(curves: Curves, link: int, tokens: int) -> go.Figure:
+    """Exposed part of the communication (y) over the link (x), a line a schedule; `link` is marked, and the title has
+    its ms.
 
-    `split` holds (not hidden, communication, step) in seconds by the network's name: `{"1 GB/s": (0.02, 0.1, 0.3)}` is
-    80 % hidden.
+    The axis is in doublings of the slowest link: as much room from 25 to 50 MB/s as from 3,200 to 6,400.
     """
-    longest = max(moved for _, moved, _ in split.values())
-    figure = go.Figure([_segment(part, split, longest) for part in ("overlapped", "exposed")])
-    figure.update_layout(barmode="stack", xaxis_title="communication in one step (ms)")
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    figure.update_xaxes(range=[0, 1.75e3 * longest])
-    for name, (shown, moved, step) in split.items():
-        words = f"<b>{percent(moved - shown, moved)} hidden</b> · step {seconds(step)}"
-        figure.add_annotation(x=1e3 * moved, y=name, text=words, showarrow=False, xanchor="left", xshift=6)
-    summary = "; ".join(
-        f"{name}: {seconds(shown)} of {seconds(moved)} not hidden, step {seconds(step)}"
-        for name, (shown, moved, step) in split.items()
+    links = sorted({at for points in curves.values() for at, _, _ in points})
+    places = {at: math.log2(at / links[0]) for at in links}
+    lines = zip(curves.items(), _LINES, strict=True)
+    figure = go.Figure([_line(name, points, places, line) for (name, points), line in lines])
+    names = dict(tickmode="array", tickvals=list(places.values()), ticktext=[f"{at:,}" for at in links])
+    figure.update_xaxes(title_text="link (MB/s)", range=[-0.3, places[links[-1]] + 0.3], **names)
+    figure.update_yaxes(title_text="exposed, % of communication", range=[-3, 105])
+    figure.add_shape(
+        type="line", x0=places[link], x1=places[link], y0=0, y1=1, yref="paper", line=dict(color=GRID, width=4)
     )
-    where = "Measured on 2 CPU ranks; all links are emulated, the raw transport is not"
-    return titled(
-        figure,
-        finding(split),
-        where,
-        f"Stacked bars of communication: {summary}.",
-        height=180 + 70 * len(split),
-        top=130,
-    )
+    title, where, alt = _words(curves, link, tokens)
+    return titled(figure, title, where, alt, height=460, top=136)
 
 
-def finding(split: Split) -> str:
-    """The slowest and the fastest network in one line."""
-    slow, fast = (pick(split, key=lambda name: split[name][1]) for pick in (max, min))
-    if slow == fast:
-        return f"{slow}: {seconds(split[slow][0])} of {seconds(split[slow][1])} of communication is not hidden"
-    return f"{slow}: {seconds(split[slow][0])} of communication shows; {fast}: {seconds(split[fast][0])}"
-
-
-def _segment(part: str, split: Split, longest: float) -> go.Bar:
-    spans = [shown if part == "exposed" else moved - shown for shown, moved, _ in split.values()]
-    return go.Bar(
-        name="hidden under compute" if part == "overlapped" else "not hidden", orientation="h", y=list(split),
-        x=[1e3 * span for span in spans],
-        marker=dict(color=STEP_COLOURS[part], line=dict(color=EDGE, width=1)),
-        text=[seconds(span) if span > 0.1 * longest else "" for span in spans],
-        textposition="inside", insidetextanchor="middle", textangle=0, constraintext="none",
-        textfont=dict(size=13, color=ink_on(STEP_COLOURS[part])),
-        hovertemplate="%{y}<br>" + part + ": %{x:.1f} ms<extra></extra>",
+def _line(
+    name: str, points: list[tuple[int, float, float]], places: dict[int, float], line: dict[str, Any]
+) -> go.Scatter:
+    return go.Scatter(
+        x=[places[at] for at, _, _ in points], y=[100 * shown / moved for _, shown, moved in points],
+        name=name, mode="lines", line=line, customdata=[list(point) for point in points],
+        hovertemplate=f"{name}, %{{customdata[0]}} MB/s<br>%{{customdata[1]:.1f}} of %{{customdata[2]:.1f}} ms"
+        "<extra></extra>",
     )  # fmt: skip
+
+
+def _words(curves: Curves, link: int, tokens: int) -> tuple[str, str, str]:
+    """(title, conditions, alternative text) with the numbers of the marked link."""
+    here = {name: next(each[1:] for each in points if each[0] == link) for name, points in curves.items()}
+    parts = {name: seconds(shown / 1e3) if shown else "0 ms" for name, (shown, _) in here.items()}
+    moved = seconds(next(iter(here.values()))[1] / 1e3)
+    title = f"{link:,} MB/s, {tokens} tokens: of {moved} of messages " + " or ".join(
+        f"{part} ({name})" for name, part in list(parts.items())[:2]
+    )
+    title += " are exposed"
+    least = f"no schedule can hide {list(parts.values())[-1]}"
+    where = f"{least}; a step on the steady card, simulated with the engine's own schedule"
+    return title, where, f"Lines of exposed time over the link. {title}; {least}."

@@ -1,7 +1,8 @@
 """Lesson 07 in the notebook's process: one job behind an emulated link, and how much of its communication shows.
 
 M are the instants in which a message is on its way, C those in which the rank computes: what is exposed is M without C.
-Every sentence under a figure is made here, from the record of this machine.
+Every sentence under a figure is made here, from the record beside it; what is judged about time comes from the steady
+card, whose times are the same on every machine.
 """
 
 from __future__ import annotations
@@ -9,35 +10,43 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fsdplab.figures.plotly_go import go
+from fsdplab.engine.core.schedule import Schedule
+from fsdplab.figures import alt_text, rank_timeline
 from fsdplab.figures.profile_data import COLLECTIVES, breakdown_of, duration, percent, timeline_of, worst_cells
 from fsdplab.planning.links import parse_link
 from fsdplab.profiling.intervals import length, subtract
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, call_on_ranks
-from fsdplab.teaching.core.display import Note, Table, table
+from fsdplab.teaching.core.display import Note, Shown, Table, table
+from fsdplab.teaching.core.steady_card import GIGAFLOPS, steady
 
-from .figures import communication_bars
+from .figures import Curves, exposed_curves
 from .on_ranks import TARGET_MS, complaint
 
 __all__ = [
     "LINK",
+    "LINKS",
     "TARGET_MS",
     "banner",
     "by_hand",
-    "floor_of",
+    "card_note",
+    "explained",
+    "exposed_over_links",
+    "factor",
     "inflation",
     "job",
     "moving",
     "on_the_card",
     "raw",
+    "raw_words",
     "seen",
-    "sweep_figure",
-    "swept",
+    "steady",
+    "timeline_at",
+    "with_rule",
     "worst_place",
 ]
 
@@ -56,6 +65,7 @@ JOB = {
 MS, MB = 1e6, 1e6  # nanoseconds, bytes
 Row = dict[str, Any]
 Intervals = list[tuple[int, int]]
+InMs = list[tuple[float, float]]
 
 
 def job(**choices: Any) -> RunSpec:
@@ -112,6 +122,22 @@ def seen(record: RunRecord) -> Note:
     )
 
 
+def explained(record: RunRecord) -> Note:
+    """Where a run's exposed time comes from: bytes over the link's rate, and what a rank does besides."""
+    sent, link = record.summary["comm"]["bytes_per_step"], parse_link(record.spec["link"])
+    shown, whole = (1e9 * part for part in moving(record))
+    split = _split(record)
+    rest = max(0.0, split["exposed_ns"] - shown)
+    return Note(
+        (
+            f"{sent / MB:.0f} MB at {link.words} keep the link busy for {duration(whole)}. For {duration(shown)} of it"
+            f" ({percent(shown, whole)}) the rank computed nothing: the answer to the prediction.",
+            f"The red strip is {duration(split['exposed_ns'])} on rank {split['rank']}. The other {duration(rest)}: it"
+            " copies what it sends and gets, and waits until the other rank is there, too.",
+        )
+    )
+
+
 def worst_place(record: RunRecord) -> Note:
     """The unit and collective that are exposed longest, and the usual cause of all exposed time."""
     _, _, cells = worst_cells(record)
@@ -131,21 +157,23 @@ def worst_place(record: RunRecord) -> Note:
     )
 
 
-def by_hand(exposed: Callable[[Intervals, Intervals], float], record: RunRecord) -> Table:
+def by_hand(exposed: Callable[[InMs, InMs], float], record: RunRecord) -> Table:
     """The learner's `exposed(M, C)` on the intervals of the record's usual step, beside the record's own number;
     in ms.
     """
     step, rows = timeline_of(record, None)
+    begin = min(row["start_ns"] for row in rows)
     lines = []
     for rank in sorted({row["rank"] for row in rows}):
-        moved, computed = (_intervals(rows, rank, lanes) for lanes in (COLLECTIVES, ("compute",)))
+        lists = [_intervals(rows, rank, lanes) for lanes in (COLLECTIVES, ("compute",))]
+        moved, computed = ([((start - begin) / MS, (end - begin) / MS) for start, end in each] for each in lists)
         own = next(row for row in record.table("breakdown") if (row["rank"], row["step"]) == (rank, step))
         lines.append(
             [
                 f"rank {rank}",
                 len(moved),
                 len(computed),
-                f"{exposed(moved, computed) / MS:.1f}",
+                f"{exposed(moved, computed):.1f}",
                 f"{own['exposed_ns'] / MS:.1f}",
             ]
         )
@@ -215,23 +243,12 @@ def moving(record: RunRecord) -> tuple[float, float]:
     return max(by_rank)
 
 
-def sweep_figure(runs: Mapping[str, RunRecord]) -> go.Figure:
-    """Communication of each run, hidden and not; `runs` are records by the name of their network."""
-    return communication_bars(
-        {name: (*moving(record), _split(record)["step_ns"] / 1e9) for name, record in runs.items()}
-    )
-
-
-def swept(runs: Mapping[str, RunRecord]) -> Note:
-    """How much of the communication of each network was not hidden, and the step beside it, in one sentence."""
-    parts = []
-    for name, record in runs.items():
-        shown, whole = moving(record)
-        parts.append(
-            f"{name}: {duration(1e9 * shown)} of {duration(1e9 * whole)} of communication not hidden, step"
-            f" {duration(_split(record)['step_ns'])}"
-        )
-    return Note((f"Seen here: {'; '.join(parts)}.",))
+def raw_words(runs: Mapping[str, RunRecord]) -> Note:
+    """The step of each run of several ranks beside the first one's, which sends nothing."""
+    first, *others = ((name, record.summary["step_time_s"]["median"]) for name, record in runs.items())
+    ratios = ", ".join(f"{name} {step / first[1]:.2f} times" for name, step in others)
+    shortest = min(others, key=lambda one: one[1])[0]
+    return Note((f"Steps beside that of {first[0]}: {ratios} as long. Shortest of them: {shortest}.",))
 
 
 # ---- what no schedule can hide
@@ -242,28 +259,95 @@ def least_exposed_ms(compute_ms: float, communication_ms: float) -> float:
     return max(0.0, communication_ms - compute_ms)
 
 
-def floor_of(record: RunRecord) -> Callable[..., Table]:
-    """A function for sliders: compute, communication and the least exposed time for a link and a number of tokens, from
-    this record's rates.
-    """
-    tokens_here = record.spec["batch_size"] * record.spec["sequence_length"] * record.spec["micro_batches"]
-    rate, sent = computing_ms(record) / tokens_here, record.summary["comm"]["bytes_per_step"]
+LINKS = (25, 50, 100, 200, 400, 800, 1600, 3200, 6400)  # MB/s
+MOST_AHEAD = {"gathered when needed": 0, "one unit ahead": 1}  # the curves, by their prefetch depth
 
-    def lower_bound(megabytes_per_second: float, tokens: int) -> Table:
-        compute, communication = rate * tokens, 1e3 * sent / (megabytes_per_second * MB)
-        least = least_exposed_ms(compute, communication)
-        rows = [
-            ["compute, C", f"{compute:,.0f}"],
-            ["communication, M", f"{communication:,.0f}"],
-            ["exposed at least, max(0, M - C)", f"{least:,.0f}"],
-        ]
-        caption = (
-            f"Computed: {sent / MB:.0f} MB a step; {rate:.2f} ms a token was measured above, at {tokens_here} tokens,"
-            " and is taken as constant."
+
+def exposed_over_links(job: RunSpec) -> Callable[[int, int], Shown]:
+    """A figure for sliders: exposed ms of the job's step on the steady card over the link, for a number of tokens."""
+
+    def drawn(megabytes_per_second: int, tokens: int) -> Shown:
+        curves = curves_of(job, tokens, (*LINKS, megabytes_per_second))
+        figure = exposed_curves(curves, megabytes_per_second, tokens)
+        return Shown(figure, alt_text(figure))
+
+    return drawn
+
+
+def curves_of(job: RunSpec, tokens: int, links: tuple[int, ...]) -> Curves:
+    """(MB/s, exposed ms, ms of all communication) points by the schedule's name, and of what no schedule can hide."""
+    found: Curves = {name: [] for name in (*MOST_AHEAD, "no schedule can hide")}
+    for link in sorted(set(links)):
+        here = replace(job, link=f"{link}MB/s", sequence_length=tokens // job.batch_size)
+        timed = {name: steady(replace(here, prefetch=depth)) for name, depth in MOST_AHEAD.items()}
+        computed, moved = _lengths_ms(next(iter(timed.values())))
+        for name, record in timed.items():
+            found[name].append((link, 1e3 * record.summary["comm"]["exposed_s"], moved))
+        found["no schedule can hide"].append((link, least_exposed_ms(computed, moved), moved))
+    return found
+
+
+def _lengths_ms(record: RunRecord) -> tuple[float, float]:
+    """(|C|, |M|) in ms of a step of rank 0; the optimizer's step is left out, as no message may travel under it."""
+    rows = [row for row in record.table("timeline") if row["rank"] == 0]
+    computed = _intervals([row for row in rows if row["phase"] != "optimizer"], 0, ("compute",))
+    return length(computed) / MS, length(_intervals(rows, 0, COLLECTIVES)) / MS
+
+
+# ---- the steady card's timeline
+
+
+def card_note(link: str = LINK) -> Note:
+    """The card on which the lesson compares schedules."""
+    words = parse_link(link).words
+    return Note(
+        (
+            f"The steady card computes {GIGAFLOPS:g} GFLOP/s in fp32, behind the same link of {words}.",
+            "Simulated: its clock. Real: the engine's own order of gathers and reductions.",
         )
-        return table(["in one step", "ms"], rows, caption)
+    )
 
-    return lower_bound
+
+def factor(late: RunRecord, early: RunRecord) -> float:
+    """How many times as long `late` is exposed as `early`."""
+    return late.summary["comm"]["exposed_s"] / early.summary["comm"]["exposed_s"]
+
+
+Rule = Callable[[list[str], int, int], list[str]]
+
+
+class Ruled(Schedule):
+    """The engine's schedule with a learner's rule in place of its own."""
+
+    rule: Rule
+
+    def before_forward(self, unit: str) -> list[str]:
+        """Note that `unit` begins; what the rule says to gather behind its forward."""
+        super().before_forward(unit)
+        return self._said(self._learned, unit) if self._learned else []
+
+    def before_backward(self, unit: str) -> list[str]:
+        """What the rule says to gather behind the backward of `unit`."""
+        order = self._ended[::-1]
+        return self._said(order, unit) if unit in order else []
+
+    def _said(self, order: list[str], unit: str) -> list[str]:
+        return [name for name in type(self).rule(list(order), order.index(unit), self.depth) if name in order]
+
+
+def with_rule(rule: Rule, job: RunSpec) -> RunRecord:
+    """A step of the job on the steady card, whose gathers set out when `rule(order, position, depth)` says so."""
+    return steady(job, schedule=type("Learners", (Ruled,), {"rule": staticmethod(rule)}))
+
+
+def timeline_at(rule: Rule, job: RunSpec) -> Callable[[int, int], Shown]:
+    """A figure for sliders: the timeline under the rule, for a prefetch depth and a link."""
+
+    def drawn(prefetch: int, megabytes_per_second: int) -> Shown:
+        figure = rank_timeline(with_rule(rule, replace(job, prefetch=prefetch, link=f"{megabytes_per_second}MB/s")))
+        return Shown(figure, alt_text(figure))
+
+    return drawn
 
 
 # ---- the card of the last exercise

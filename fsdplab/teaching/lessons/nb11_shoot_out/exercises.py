@@ -54,7 +54,7 @@ def _explain(case: Case, trial: Trial, difference: Difference) -> tuple[str | No
     return (
         where,
         (
-            "it fits and sends little, but no gather passes under computing: each is issued when its unit is needed"
+            "it fits and sends little, but no gather is hidden under computing: each is issued when its unit is needed"
             " (prefetch)"
         ),
     )
@@ -94,7 +94,7 @@ choose = Exercise(
     wrong=(
         Wrong("shards everything", _set(strategy='"full_shard"'), "The card has room"),
         Wrong("shards nothing", _set(strategy='"no_shard"'), "beyond the card"),
-        Wrong("nothing ahead", _set(prefetch="0"), "no gather passes under computing"),
+        Wrong("nothing ahead", _set(prefetch="0"), "no gather is hidden under computing"),
         Wrong("one big unit", _set(units='"model"'), "beyond the card"),
         Wrong(
             "a card of its own", edited(_REFERENCE, ('"units": "auto",', '"card": 10**12,')), "card belongs to the job"
@@ -133,7 +133,7 @@ order = Choice(
 
 busy = Question(
     id="11.busy",
-    statement="For how many ms a step is the link busy under full_shard?",
+    statement="For how many ms a step does the link carry a rank's messages under full_shard?",
     unit="ms",
     expected=lambda runs: 1e3 * on_the_link(of(runs, "full_shard")),
     tolerance=0.03,
@@ -156,27 +156,27 @@ busy = Question(
         "21.6 million parameters of 4 bytes; three collectives, of which a rank sends half.",
         "3 x 86.4 MB / 2 / 400 MB/s",
     ),
-    explanation="Part of it passes under computing; what does not is exposed.",
+    explanation="Part of it is hidden under computing; the rest is exposed.",
 )
 
 defend = Choice(
     id="11.defend",
     statement="Somebody has a card of 220 MB and this link. Which sentence defends a choice from the figure?",
     options={
-        "a": "`no_shard`, because it exposes least",
+        "a": "`no_shard`, because it never waits for a gather",
         "b": "`full_shard`, because sharding everything is the modern way",
         "c": (
             "`full_shard`, because it is the only one whose peak fits; its price is half as many bytes again, of which"
             " most can be hidden"
         ),
-        "d": "`zero2`, because it lies nearest to the corner of the figure",
+        "d": "`zero2`, because no other step is shorter",
     },
     right="c",
     because={
-        "a": "it exposes little, and does not fit: its peak is far beyond 220 MB.",
+        "a": "true, and it does not fit: its peak is far beyond 220 MB.",
         "b": "that is a fashion, and no reason: on a card of 400 MB the same sentence would cost time for nothing.",
         "c": "first what fits, then what it costs, then what can be done about the cost.",
-        "d": "its peak is 237 MB, beyond this card: the corner is no criterion, the card is.",
+        "d": "its step is short, and its peak is 237 MB, beyond this card. First ask what fits.",
     },
 )
 

@@ -1,34 +1,67 @@
-"""Lesson 11 in the notebook's process: strategies behind one link, and the numbers with which a choice is defended."""
+"""Lesson 11 in the notebook's process: strategies behind one link, and the numbers with which a choice is defended.
+
+Peaks and bytes are those of real runs. Step and exposed time are the steady card's, so that what the lesson says about
+time holds on every machine. Every sentence with a number or a winner is made here, from the records.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
+from fsdplab.common.names import OVER_ALL_RANKS
+from fsdplab.figures import alt_text, pareto
+from fsdplab.planning.links import parse_link
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec
-from fsdplab.teaching.core.display import Note, Table, table
+from fsdplab.teaching.core.display import Note, Shown, Table, table
+from fsdplab.teaching.core.steady_card import GIGAFLOPS, steady
 
 from .on_ranks import CARD, JOB, LINK_SECONDS
 
 __all__ = [
     "CARD",
     "LINK_SECONDS",
+    "STRATEGIES",
+    "card_note",
+    "choices_at",
     "cost_table",
     "exposed_ratio",
+    "fits",
     "front_of",
     "job",
+    "on_steady_card",
     "on_the_link",
+    "phase_table",
     "seen",
+    "steps_here",
+    "told",
     "traffic_table",
+    "why",
 ]
 
-MB = 1e6
+MB, MS = 1e6, 1e6  # bytes, nanoseconds
+STRATEGIES = OVER_ALL_RANKS  # that keep one copy over all ranks, the least sharded first
+_SAME = 0.01  # part by which two times may differ and still be called equal
 
 
 def job(**choices: Any) -> RunSpec:
     """The lesson's run behind its link, with what `choices` say: `job(strategy="zero2")`."""
     return RunSpec(**{**JOB, **choices})
+
+
+def told(runs: int) -> Callable[[RunRecord], None]:
+    """A line for each run that has ended, for `compare(..., on_record=told(5))`: what was run, and how many are
+    left.
+    """
+    done: list[str] = []
+
+    def tell(record: RunRecord) -> None:
+        done.append(record.spec["strategy"])
+        print(f"{record.spec['strategy']}: {record.status} ({len(done)} of {runs})")
+
+    return tell
 
 
 def of(runs: Sequence[RunRecord], strategy: str) -> RunRecord:
@@ -42,8 +75,13 @@ def peak(run: RunRecord) -> int:
 
 
 def exposed(run: RunRecord) -> float:
-    """Exposed seconds a step, as in the figures: copies and waiting for the other rank included."""
+    """Exposed seconds a step, as in the figures."""
     return run.summary["comm"]["exposed_s"]
+
+
+def step_s(run: RunRecord) -> float:
+    """The median step in seconds."""
+    return run.summary["step_time_s"]["median"]
 
 
 def on_the_link(run: RunRecord) -> float:
@@ -65,14 +103,69 @@ def traffic_table(runs: Sequence[RunRecord]) -> Table:
     return table(["strategy", "MB sent", "formula, MB", "collectives", "ms on the link"], rows, caption)
 
 
+# ---- times, on the steady card
+
+
+def card_note() -> Note:
+    """The card whose times the lesson judges."""
+    words = parse_link(str(JOB["link"])).words
+    return Note(
+        (
+            f"The steady card computes {GIGAFLOPS:g} GFLOP/s in fp32, behind the same link of {words}.",
+            "Simulated: its clock. Real: the engine's own order of gathers and reductions, and the peaks beside it.",
+        )
+    )
+
+
+def on_steady_card(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Each finished run with its own measured peak, and with the steady card's times in place of this machine's.
+
+    The card has blocks as units: runs with other units are named and left out.
+    """
+    found = []
+    for run in runs:
+        spec = RunSpec(**{each.name: run.spec[each.name] for each in fields(RunSpec) if each.name in run.spec})
+        if spec.units in ("auto", "block"):
+            found.append(_with_peak(steady(spec), run))
+        else:
+            print(f"{_name(run)}: not on the steady card, which has blocks as units")
+    return found
+
+
+def _with_peak(timed: RunRecord, run: RunRecord) -> RunRecord:
+    """The simulated step with the measured peak of the run that it stands for."""
+    measured = {name: run.summary[name] for name in ("peak_memory_bytes", "card") if name in run.summary}
+    origin = timed.provenance | {"peak_memory_bytes": "measured"}
+    return replace(timed, summary=timed.summary | measured, provenance=origin, status=run.status)
+
+
 def cost_table(runs: Sequence[RunRecord]) -> Table:
-    """Peak, time on the link and exposed time of each run."""
+    """Peak, time on the link, exposed time and step of each run."""
     rows = []
     for run in (run for run in runs if run.status == "finished"):
-        times = [f"{1e3 * on_the_link(run):.0f}", f"{1e3 * exposed(run):.0f}"]
+        times = [f"{1e3 * value:.0f}" for value in (on_the_link(run), exposed(run), step_s(run))]
         rows.append([_name(run), f"{peak(run) / MB:.0f}", *times, f"{run.summary['comm']['overlap']:.0%}"])
-    caption = "Peak measured; on the link: emulated clock; exposed and hidden: the profiled step, worst rank."
-    return table(["run", "peak, MB", "ms on the link", "exposed, ms", "hidden"], rows, caption)
+    caption = "Peak measured. Times of one step on the steady card, simulated; `hidden`: part of the communication."
+    return table(["run", "peak, MB", "ms on the link", "exposed, ms", "step, ms", "hidden"], rows, caption)
+
+
+def phase_table(runs: Sequence[RunRecord]) -> Table:
+    """What must fit under what: messages and computing of each run's forward and backward, in ms."""
+    rows = []
+    for run in runs:
+        cells = [f"{_phase_ms(run, lane, phase):.0f}" for phase in ("forward", "backward") for lane in (True, False)]
+        rows.append([_name(run), *cells, f"{1e3 * exposed(run):.0f}"])
+    header = ["run", "forward: messages", "computing", "backward: messages", "computing", "exposed"]
+    return table(
+        header, rows, "ms of one step on the steady card, simulated. `exposed`: what did not fit, or came late."
+    )
+
+
+def _phase_ms(run: RunRecord, messages: bool, phase: str) -> float:
+    """Milliseconds of one rank's messages, or of its computing, in a phase."""
+    rows = [row for row in run.table("timeline") if row["rank"] == 0 and row["phase"] == phase]
+    mine = [row for row in rows if (row["lane"] not in ("compute", "exposed", "waiting", "step")) == messages]
+    return sum(row["end_ns"] - row["start_ns"] for row in mine if messages or row["lane"] == "compute") / MS
 
 
 def _name(run: RunRecord) -> str:
@@ -90,29 +183,87 @@ def exposed_ratio(runs: Sequence[RunRecord]) -> float:
 
 
 def front_of(runs: Sequence[RunRecord]) -> list[str]:
-    """The strategies that no other beats in peak and exposed time at once, by peak."""
+    """The runs that no other beats in peak and step at once, by peak; the figure's front."""
     best: list[RunRecord] = []
-    for run in sorted(runs, key=lambda run: (peak(run), exposed(run))):
-        if not best or exposed(run) < exposed(best[-1]):
+    for run in sorted(runs, key=lambda run: (peak(run), step_s(run))):
+        if not best or step_s(run) < step_s(best[-1]):
             best.append(run)
-    return [run.spec["strategy"] for run in best]
+    return [_name(run) for run in best]
+
+
+def least(runs: Sequence[RunRecord], value: Callable[[RunRecord], float]) -> list[str]:
+    """The runs with the smallest value, and those within a hundredth of it."""
+    smallest = min(map(value, runs))
+    return [_name(run) for run in runs if value(run) <= (1 + _SAME) * smallest]
 
 
 def seen(runs: Sequence[RunRecord]) -> Note:
     """The numbers of the Pareto figure."""
     low, high = (pick(runs, key=peak) for pick in (min, max))
-    least = min(runs, key=exposed)
+    best = front_of(runs)
+    off = [_name(run) for run in runs if _name(run) not in best]
     return Note(
         (
-            (
-                f"{_name(low)} needs least memory, {peak(low) / MB:.0f} MB, {_name(high)} most, {peak(high) / MB:.0f}"
-                f" MB. {_name(least)} exposes least, {1e3 * exposed(least):.0f} ms a step. By peak and exposed time"
-                f" nobody beats: {', '.join(front_of(runs))}."
-            ),
+            f"{_name(low)} needs least memory, {peak(low) / MB:.0f} MB, {_name(high)} most, {peak(high) / MB:.0f} MB.",
+            f"Shortest step: {_words(least(runs, step_s))}, {1e3 * min(map(step_s, runs)):.0f} ms. On the front:"
+            f" {_words(best)}. For {_words(off) or 'no run'} another run is at least as good in both.",
         )
     )
 
 
+def why(runs: Sequence[RunRecord]) -> Note:
+    """Which runs expose least, and by how much full_shard exceeds no_shard, in exposed time and in bytes."""
+    whole, none = of(runs, "full_shard"), of(runs, "no_shard")
+    bytes_ratio = whole.summary["comm"]["bytes_per_step"] / none.summary["comm"]["bytes_per_step"]
+    names, smallest = least(runs, exposed), min(map(exposed, runs))
+    return Note(
+        (
+            f"full_shard exposes {1e3 * exposed(whole):.0f} ms a step, no_shard {1e3 * exposed(none):.0f}:"
+            f" {exposed_ratio(runs):.1f} times as long, for {bytes_ratio:.1f} times the bytes.",
+            f"Least is exposed by {_words(names)}: {1e3 * smallest:.0f} ms.",
+        )
+    )
+
+
+def steps_here(runs: Sequence[RunRecord], on_card: Sequence[RunRecord]) -> Table:
+    """This machine's own steps beside the steady card's."""
+    rows = [[_name(run), f"{1e3 * step_s(run):.0f}", f"{1e3 * step_s(card):.0f}"] for run, card in zip(runs, on_card)]
+    first, last = (min(found, key=step_s) for found in (runs, on_card))
+    caption = f"Shortest here: {_name(first)}; on the card: {_name(last)}. The first column changes from run to run."
+    return table(["run", "step on this machine, ms", "on the steady card, ms"], rows, caption)
+
+
+def _words(names: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+# ---- sliders
+
+
+def choices_at(runs: Sequence[RunRecord]) -> Callable[[int, int], Shown | Note]:
+    """A figure for sliders: the Pareto figure of the same strategies behind another link, on a card of another size."""
+
+    def drawn(megabytes_per_second: int, card_megabytes: int) -> Shown | Note:
+        card = int(card_megabytes * MB)
+        timed = [_behind(run, f"{megabytes_per_second}MB/s", card) for run in runs]
+        if all(run.status != "finished" for run in timed):
+            return Note((f"None of them fits a card of {card_megabytes} MB.",))
+        figure = pareto(timed)
+        return Shown(figure, alt_text(figure))
+
+    return drawn
+
+
+def _behind(run: RunRecord, link: str, card: int) -> RunRecord:
+    """The run behind `link`; without a step where its peak exceeds the card."""
+    timed = _with_peak(steady(job(strategy=run.spec["strategy"], link=link)), run)
+    spec = timed.spec | {"card": card}
+    if peak(run) <= card:
+        return replace(timed, spec=spec)
+    return replace(timed, spec=spec, status="out_of_memory", summary=timed.summary | {"step_time_s": {}})
+
+
 def fits(choices: Mapping[str, Any]) -> RunSpec:
     """The learner's choice as a run on the lesson's card."""
-    return job(**choices, card=CARD, profile=1)
+    return job(**choices, card=CARD)

@@ -1,0 +1,66 @@
+"""The steady card: a run's step on an emulated card and link, with the same times on every machine and under any load.
+
+How long this machine computes depends on its cores and on who else uses them, so nothing that a lesson claims or judges
+about time may rest on it. The steady card computes at a fixed rate behind the run's own link. Its steps come from the
+planner's simulation, which takes the order of gathers from the engine's own schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+from fsdplab.engine.core.schedule import Schedule
+from fsdplab.planning.hardware import Gpu
+from fsdplab.planning.links import LinkSpec, parse_link
+from fsdplab.planning.model_files import model_named
+from fsdplab.planning.plan_spec import PlanSpec
+from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
+from fsdplab.planning.simulation import simulate
+from fsdplab.records import RunRecord
+from fsdplab.sessions import RunSpec
+
+GIGAFLOPS = 60.0  # in fp32, about what a core or two reach
+MEMORY_BYTES_PER_S = 15e9
+_BF16_OVER_FP32 = 2.0  # the planner's ratio
+_ROOMY = 10**12  # bytes: whether a run fits is asked of its peak, not of this card
+
+
+class SteadyCardError(ValueError):
+    """A run that the steady card cannot show: it has blocks as units, and a link."""
+
+
+def steady(spec: RunSpec, gigaflops: float = GIGAFLOPS, schedule: Callable[[int], Schedule] = Schedule) -> RunRecord:
+    """A simulated step of `spec` on the steady card, behind the spec's own link: a record that every figure draws.
+
+    `schedule` makes the rule that says what to gather ahead, from the prefetch depth. Times and memory are simulated.
+    """
+    if spec.link is None or spec.units not in ("auto", "block"):
+        raise SteadyCardError(
+            f"the steady card got link={spec.link!r} and units={spec.units!r}; expected a link such as '400MB/s' and"
+            " units 'auto': give the run a link, or look at the run itself"
+        )
+    link = parse_link(spec.link)
+    found = simulate(_plan(spec, link, gigaflops), communicators=spec.link_queues, efficiency=1.0, schedule=schedule)
+    split = {name: part for name, part in found.summary["peak_memory_bytes"]["by_category"].items() if name != "other"}
+    summary = {
+        **found.summary,
+        "peak_memory_bytes": {"total": sum(split.values()), "by_category": split},  # without a GPU's own context
+        "link": {"name": spec.link, "bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s},
+    }
+    return replace(found, spec={**asdict(spec), "gpu": "steady card"}, summary=summary)
+
+
+def _plan(spec: RunSpec, link: LinkSpec, gigaflops: float) -> PlanSpec:
+    """The spec as the planner's: every rank has its own end of each link."""
+    reached = replace(link, bytes_per_s=link.bytes_per_s / LINK_EFFICIENCY)
+    across = parse_link(spec.link_across).bytes_per_s / LINK_EFFICIENCY if spec.link_across else None
+    flops = _BF16_OVER_FP32 * gigaflops * 1e9
+    card = Gpu("steady card", _ROOMY, flops, MEMORY_BYTES_PER_S, reached, across, "chosen for the course")
+    return PlanSpec(
+        model=model_named(spec.model), gpu=card, gpus=spec.world_size,
+        gpus_per_node=spec.shard_size if across and spec.shard_size else spec.world_size,
+        strategy=spec.strategy, shard_size=spec.shard_size, seq=spec.sequence_length, micro_batch=spec.batch_size,
+        grad_accum=spec.micro_batches, checkpointing=spec.checkpoint, param_dtype=spec.precision,
+        prefetch=spec.prefetch, optimizer=spec.optimizer, fused_norms=False,
+    )  # fmt: skip

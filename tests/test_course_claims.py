@@ -1,0 +1,68 @@
+"""What lessons 07, 11 and 12 say about time holds while every core of the machine is busy.
+
+Two processes compute without end while this module runs. Ranks are real and wake late; the sentences and the winners
+of the lessons come from the steady card and from bytes, so they are those of a quiet machine.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from fsdplab.sessions import RunSpec, compare, run
+from fsdplab.teaching import overlapping, reading_choices
+from fsdplab.teaching.core.steady_card import steady
+from fsdplab.teaching.lessons.nb11_shoot_out import exercises as shoot_out
+
+SMALL = dict(model="gpt-tiny", batch_size=2, sequence_length=32, steps=1, warmup=1, link="20MB/s", device="cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def load():
+    """Two processes that compute until the module's tests are over."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    yield
+    for process in busy:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def strategies():
+    """Short runs of lesson 11's strategies."""
+    return compare([RunSpec(**{**SMALL, "warmup": 2, "strategy": name}) for name in reading_choices.STRATEGIES])
+
+
+@pytest.mark.timeout(300)
+def test_shoot_out_bytes_and_times_do_not_know_the_load(strategies):
+    on_card = reading_choices.on_steady_card(strategies)
+    sent = {run.spec["strategy"]: run.summary["comm"]["bytes_per_step"] for run in strategies}
+    # a whole model is gathered twice by full_shard; the root once
+    assert sent["no_shard"] == sent["zero1"] == sent["zero2"] == sent["shard_grad_op"] < sent["full_shard"]
+    for ran, card in zip(strategies, on_card, strict=True):
+        assert reading_choices.on_the_link(card) == pytest.approx(reading_choices.on_the_link(ran), rel=0.01)
+        assert reading_choices.peak(card) == reading_choices.peak(ran)
+        assert card.provenance["peak_memory_bytes"] == "measured" and card.provenance["step_time_s"] == "simulated"
+
+
+def test_the_choices_of_the_shoot_out_are_right_on_the_card():
+    """What the answers of 11.defend claim of the lesson's own job, and what the recap says."""
+    on_card = [steady(reading_choices.job(strategy=name)) for name in reading_choices.STRATEGIES]
+    by_name = {card.spec["strategy"]: card for card in on_card}
+    assert "zero2" in reading_choices.least(on_card, reading_choices.step_s), shoot_out.defend.options["d"]
+    assert by_name["full_shard"].summary["comm"]["overlap"] > 0.5, shoot_out.defend.options["c"]
+    assert "no_shard" not in reading_choices.least(on_card, reading_choices.exposed)
+    assert reading_choices.exposed_ratio(on_card) == pytest.approx(1.41, abs=0.01)
+
+
+@pytest.mark.timeout(300)
+def test_overlap_without_prefetch_everything_is_exposed():
+    late = run(RunSpec(**SMALL, prefetch=0, memory=False, profile=1))
+    shown, whole = overlapping.moving(late)
+    assert whole == pytest.approx(late.summary["comm"]["bytes_per_step"] / 20e6, rel=0.01)
+    assert f"({overlapping.percent(shown, whole)})" in str(overlapping.explained(late))
+    job = overlapping.job()
+    assert overlapping.factor(steady(replace(job, prefetch=0)), steady(job)) == pytest.approx(5.88, abs=0.01)
