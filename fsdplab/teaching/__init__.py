@@ -31,6 +31,8 @@ _SOURCES = {
     "show": "core.display",
     "table": "core.display",
     "explore": "core.exploring",
+    "doing": "core.waiting",
+    "follow": "core.waiting",
     "what_was_real": "core.provenance",
     "on_a_gpu": "core.on_a_gpu",
     "Exercise": "core.exercise",

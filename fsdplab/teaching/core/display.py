@@ -128,10 +128,17 @@ class Shown:
 
 def show(figure: go.Figure, alt: str | None = None) -> None:
     """Show a plotly figure and leave a static picture with alternative text beside it (the figure's own by default)."""
-    words = alt or alt_text(figure)
+    present(shown(figure, alt))
+
+
+def shown(thing: Any, alt: str | None = None) -> Any:
+    """A plotly figure in its three forms; anything else as it is. ValueError for a figure without alternative text."""
+    if not hasattr(thing, "to_plotly_json"):
+        return thing
+    words = alt or alt_text(thing)
     if not words:
         raise ValueError("a figure needs alternative text: show(figure, alt='what a reader should see in it')")
-    present(Shown(figure, words))
+    return Shown(thing, words)
 
 
 @dataclass(frozen=True)
