@@ -22,6 +22,7 @@ from .on_ranks import LeftUnfinished, StillWaiting
 from .registry import find
 from .run_submission import Tried, try_one
 from .verdicts import Difference, Feedback, Verdict, first_difference
+from .waiting import doing
 from .workspace import Workspace, fingerprint, load_function
 
 _WRONG = {"keys": "a dict with other keys", "type": "something of another type"}
@@ -43,11 +44,12 @@ def grade(exercise: str, hints: int = 0) -> Verdict:
     unwritten = _unwritten(found, source)
     if unwritten:
         return Verdict(exercise, unwritten)
-    feedback = judge(found, try_one(found, workspace.file_of(exercise), workspace))
+    where = "" if found.pure or found.world_size == 1 else f" on {found.world_size} ranks"
+    with doing(f"checking {exercise}{where}"):
+        feedback = judge(found, try_one(found, workspace.file_of(exercise), workspace))
     if feedback is None:
         workspace.note_pass(exercise, source or "")
-        where = "" if found.pure or found.world_size == 1 else f" on {found.world_size} ranks,"
-        return Verdict(exercise, None, f"Right{where} in every case.")
+        return Verdict(exercise, None, f"Right{where}{',' if where else ''} in every case.")
     return failed(found, feedback, workspace, hints)
 
 

@@ -128,18 +128,17 @@ class Shown:
 
 def show(figure: go.Figure, alt: str | None = None) -> None:
     """Show a plotly figure and leave a static picture with alternative text beside it (the figure's own by default)."""
-    present(_with_words(figure, alt or alt_text(figure)))
+    present(shown(figure, alt))
 
 
-def as_shown(thing: Any) -> Any:
-    """A figure in the three forms; anything else as it is."""
-    return _with_words(thing, alt_text(thing)) if hasattr(thing, "to_plotly_json") else thing
-
-
-def _with_words(figure: go.Figure, words: str) -> Shown:
+def shown(thing: Any, alt: str | None = None) -> Any:
+    """A plotly figure in its three forms; anything else as it is. ValueError for a figure without alternative text."""
+    if not hasattr(thing, "to_plotly_json"):
+        return thing
+    words = alt or alt_text(thing)
     if not words:
         raise ValueError("a figure needs alternative text: show(figure, alt='what a reader should see in it')")
-    return Shown(figure, words)
+    return Shown(thing, words)
 
 
 @dataclass(frozen=True)

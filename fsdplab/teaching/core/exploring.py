@@ -1,7 +1,7 @@
-"""Sliders over a pure function: move a number, see the resulting figure, table or sentence.
+"""Sliders over a pure function: move a number, see the resulting figure or table.
 
-`Explorer` is the state, without widgets; `explore` shows sliders for it. What it gives is an output of its own, so that
-a page without widgets keeps it.
+`Explorer` is the state, without widgets; `explore` shows sliders for it. The figure or table is an output of its own,
+so that a page without widgets keeps it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .display import as_shown, present_live, present_widget
+from .display import present_live, present_widget, shown
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -40,15 +40,15 @@ class Explorer:
         self.values[name] = value
 
     def render(self) -> Any:
-        """The function's result for the present values; a figure in all its forms."""
-        return as_shown(self.view(**self.values))
+        """The function's result for the present values; a figure in the forms that a page can show."""
+        return shown(self.view(**self.values))
 
 
 def explore(view: Callable[..., Any], start: Mapping[str, Any] | None = None, **axes: Axis) -> None:
     """Show sliders and what `view` gives: `explore(moved, ranks=[2, 4, 8], megabytes=[1, 10, 100])`.
 
-    `view` returns a figure with alternative text, or something with `_repr_html_` (a `Table`); `start` sets where the
-    sliders begin, else the first values.
+    `view` returns a figure, or something with `_repr_html_` (a `Table`); `start` sets where the sliders begin, else the
+    first values.
     """
     explorer = Explorer(view, axes, dict(start or {}))
     present_widget(lambda: sliders(explorer, lambda: update(explorer.render())))

@@ -33,8 +33,10 @@ def start(
     shell = shell or _running_shell()
     if shell is not None:
         from .cell_magics import register
+        from .waiting import watch_cells
 
         register(shell)
+        watch_cells(shell)
         print(_greeting(course))
 
 

@@ -6,7 +6,11 @@ row in the engine's own table says which.
 
 from __future__ import annotations
 
+from fsdplab.common.sizes import size
+from fsdplab.common.words import plural
 from fsdplab.engine import STRATEGIES, Strategy
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.style import CATEGORY_COLOURS, EDGE, titled
 from fsdplab.teaching.core.display import Table, table
 
 FLOAT = 4  # bytes
@@ -25,13 +29,50 @@ def state_bytes(strategy: Strategy, parameters: int, ranks: int) -> tuple[float,
     return weights, gradients, moments
 
 
+def states_by_strategy(million_parameters: float, ranks: int) -> dict[str, tuple[float, float, float]]:
+    """Resting bytes on one rank under every strategy: (parameters, gradients, optimizer state)."""
+    count = int(million_parameters * 1e6)
+    # hybrid_shard's slices are of a group, not of all ranks: notebook 12
+    return {name: state_bytes(row, count, ranks) for name, row in STRATEGIES.items() if name != "hybrid_shard"}
+
+
+def state_figure(million_parameters: float, ranks: int) -> go.Figure:
+    """A stack of the three states for every strategy, computed; whole states in the colours of whole things."""
+    held = states_by_strategy(million_parameters, ranks)
+    totals = {name: sum(states) for name, states in held.items()}
+    figure = go.Figure([_segment(held, index) for index in range(3)])
+    figure.update_layout(barmode="stack", xaxis_title="model states on one rank (GB)")
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    figure.update_xaxes(range=[0, 1.25 * max(totals.values()) / 1e9])
+    for name, total in totals.items():
+        figure.add_annotation(
+            x=total / 1e9, y=name, text=f"<b>{size(total)}</b>", showarrow=False, xanchor="left", xshift=6
+        )
+    words = "; ".join(f"{name} {size(total)}" for name, total in totals.items())
+    title = f"{million_parameters:,g} million parameters on {plural(ranks, 'rank')}: {words.split('; ')[0]}"
+    title += f", full_shard {size(totals['full_shard'])} on each"
+    subtitle = "Computed: fp32 with Adam, nothing but parameters, gradients and the optimizer's state"
+    return titled(figure, title, subtitle, f"Stacked bars of model states on one rank: {words}.", height=420)
+
+
+def _segment(held: dict[str, tuple[float, float, float]], index: int) -> go.Bar:
+    name, colour = (
+        ("parameters", CATEGORY_COLOURS["parameter_slices"]),
+        ("gradients", CATEGORY_COLOURS["whole_gradients"]),
+        ("optimizer state", CATEGORY_COLOURS["optimizer_state"]),
+    )[index]
+    return go.Bar(
+        name=name, orientation="h", y=list(held), x=[states[index] / 1e9 for states in held.values()],
+        marker=dict(color=colour, line=dict(color=EDGE, width=1)),
+        hovertemplate="%{y}<br>" + name + ": %{x:.3f} GB<extra></extra>",
+    )  # fmt: skip
+
+
 def state_table(million_parameters: float, ranks: int) -> Table:
     """MB of model state on one rank under every strategy, computed."""
     rows = []
-    for name, strategy in STRATEGIES.items():
-        if name == "hybrid_shard":  # its slices are of a group, not of all ranks: notebook 12
-            continue
-        states = [nbytes / 1e6 for nbytes in state_bytes(strategy, int(million_parameters * 1e6), ranks)]
+    for name, of_states in states_by_strategy(million_parameters, ranks).items():
+        states = [nbytes / 1e6 for nbytes in of_states]
         rows.append([name, *(f"{state:,.0f}" for state in states), f"{sum(states):,.0f}"])
     caption = (
         f"Computed, in MB on each of {ranks} ranks: {million_parameters:g} million parameters, fp32, Adam. Gathered"

@@ -19,10 +19,12 @@ from fsdplab.teaching.core.display import Table, table
 from fsdplab.teaching.core.exercise import Case, Exercise
 from fsdplab.teaching.core.registry import find
 from fsdplab.teaching.core.run_submission import ON_RANKS, as_program
+from fsdplab.teaching.core.waiting import doing
 
+from .ring import ring_figure
 from .timings import Bandwidth, Timing, bandwidth_figure
 
-__all__ = ["bandwidth_figure", "compose", "count_ring", "measure_bandwidth", "moved", "watch"]
+__all__ = ["bandwidth_figure", "compose", "count_ring", "measure_bandwidth", "moved", "ring_figure", "watch"]
 
 ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
 SIZES = (64_000, 256_000, 1_000_000, 4_000_000, 16_000_000)
@@ -46,6 +48,7 @@ def moved(megabytes: float, ranks: int) -> Table:
     )
 
 
+@doing("three collectives on real ranks")
 def watch(world_size: int = 3, block: int = 2) -> Table:
     """The values of every rank before and after each collective, on real ranks: small whole numbers."""
     by_rank = call_on_ranks(
@@ -60,6 +63,7 @@ def watch(world_size: int = 3, block: int = 2) -> Table:
     return table(header, rows, f"Measured: {world_size} real ranks, {world_size * block} numbers each.")
 
 
+@doing("a million sums, made in two ways on real ranks")
 def compose(world_size: int = 2, elements: int = 1_000_000) -> Table:
     """Reduce-scatter then all-gather beside all-reduce on random floats (as many as divide evenly among the ranks): in
     how many does a bit differ?
@@ -110,6 +114,7 @@ class RingCount:
         return self.table()._repr_html_()
 
 
+@doing("gathering with the ring on real ranks")
 def count_ring(exercise: str = "01.ring_all_gather", megabytes: float = 12, world_size: int = 3) -> RingCount:
     """Gather P = `megabytes` MB with the learner's ring (or the reference) on real ranks, and count what each sends."""
     found, path, workspace = find(exercise, Exercise), solution_file(exercise), current().workspace
@@ -122,6 +127,7 @@ def count_ring(exercise: str = "01.ring_all_gather", megabytes: float = 12, worl
     return RingCount(whose, elements * world_size * 4, tuple(map(len, sent)), tuple(map(sum, sent)))
 
 
+@doing("timing collectives of five sizes on real ranks")
 def measure_bandwidth(sizes: Sequence[int] = SIZES, world_size: int = 2, repeats: int = 7) -> Bandwidth:
     """Time all_gather, reduce_scatter and all_reduce for each payload size (bytes) on real ranks."""
     divided = [nbytes - nbytes % (4 * world_size) for nbytes in sizes]

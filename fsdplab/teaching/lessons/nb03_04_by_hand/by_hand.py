@@ -19,6 +19,7 @@ from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Table, table
 from fsdplab.teaching.core.exercise import Call, Exercise
 from fsdplab.teaching.core.registry import find
+from fsdplab.teaching.core.waiting import doing
 from fsdplab.teaching.core.workspace import Workspace
 from fsdplab.workloads import build_model
 
@@ -89,6 +90,7 @@ def _way(kind: str, name: str, optimizer: str = "adamw", steps: int | None = Non
     return {"kind": kind, "name": name, "optimizer": optimizer, "steps": steps, **needs}
 
 
+@doing("training the tiny GPT in several ways, and the twin beside each")
 def _train(ways: Sequence[dict[str, Any]], steps: int, world_size: int) -> list[Run]:
     """One launch: every way on the same ranks; one Run a way."""
     payload = {"workspace": str(current().workspace.path), "model": MODEL, "steps": steps, "ways": list(ways)}

@@ -17,6 +17,7 @@ from fsdplab.sessions import RanksFailed, call_on_ranks
 from fsdplab.teaching.core.checking import solution, solution_file
 from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Note, Table, notebook_display, present, table
+from fsdplab.teaching.core.waiting import doing
 
 from .engine import MiniFSDP, Wanted
 from .exercises_06 import STEPS, parts_in_use
@@ -78,6 +79,7 @@ def rows_held(rows: int, ranks: int) -> Table:
     )
 
 
+@doing("reading a tensor without memory, in a process of its own")
 def read_dropped() -> None:
     """Read a tensor without memory, in a process of its own, and show how that process ends."""
     try:
@@ -122,6 +124,7 @@ def held(moment: dict[str, Any]) -> int:
     return sum(value for name, value in moment.items() if name != "moment")
 
 
+@doing("one layer's training step on real ranks")
 def life_of_a_layer(rows: int = 1025, columns: int = 512, world_size: int = 2) -> Life:
     """One Linear of `rows` x `columns`, sharded, through a training step on real ranks with the functions in use."""
     payload = {"workspace": str(current().workspace.path), "parts": parts_in_use(), "rows": rows, "columns": columns}
@@ -233,6 +236,7 @@ def _losses(losses: Sequence[float]) -> tuple[str, str]:
     return f"{losses[0]:.6f}", f"{losses[-1]:.6f}"
 
 
+@doing("training under each engine in turn")
 def train(
     model: str = "gpt-tiny",
     steps: int = 5,
