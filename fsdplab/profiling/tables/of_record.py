@@ -38,10 +38,17 @@ def tables_of_record(record: RunRecord) -> list[Table]:
         operators_of(shown, by_unit=True),
         *([launches_of(shown)] if analyses[0].device == "cuda" else []),
     ]
+    return [_critical_path(analyses), *tables]
+
+
+def _critical_path(analyses: Sequence[TraceAnalysis]) -> Table:
+    """The path, or a table without rows that says why there is none: ranks of several machines without a common
+    clock.
+    """
     try:
-        return [critical_path(analyses), *tables]
-    except TraceError:  # ranks of several machines without a common clock
-        return tables
+        return critical_path(analyses)
+    except TraceError as reason:
+        return Table("critical_path", "Critical path", f"Left out: {reason}", (), ())
 
 
 def analyses_of(record: RunRecord, traces: Mapping[int, Path]) -> list[TraceAnalysis]:
