@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
@@ -191,3 +192,30 @@ def test_tensorboard_files_share_one_time(record, tmp_path):
     run = export_tensorboard(RunRecord(tmp_path / "again"), tmp_path / "log")
     names = sorted(file.name.split(".") for file in run.glob("*.json.gz"))
     assert [name[0] for name in names] == ["rank0", "rank1"] and len({name[1] for name in names}) == 1
+
+
+def test_an_export_replaces_its_own_files_and_no_others(tmp_path):
+    steps = [{"rank": 0, "step": 0, "loss": 1.5, "step_time_s": 0.1, "tokens": 8, "loading_s": None}]
+    record = RunRecord(tmp_path, tables={"steps": steps}, provenance={"step_time_s": "measured"})
+    folder = tmp_path / "out"
+    assert export_csv(record, folder) == export_csv(record, folder), "its own, again"
+    (folder / "steps.csv").write_text("name,steps\nmine,1\n")
+    (folder / "provenance.csv").unlink()
+    with pytest.raises(RecordError, match=r"steps\.csv exists and is no export of fsdplab, so it is not replaced"):
+        export_csv(record, folder)
+    assert not (folder / "provenance.csv").exists() and "mine" in (folder / "steps.csv").read_text()
+
+
+def test_a_merged_trace_and_a_log_folder_replace_no_file_of_others(tmp_path):
+    record = RunRecord.load(Path(__file__).resolve().parents[1] / "data" / "traces-08")
+    mine = tmp_path / "mine.json"
+    mine.write_text('{"my": "notes"}')
+    with pytest.raises(RecordError, match=r"mine\.json exists and is no export of fsdplab"):
+        export_perfetto(record, mine)
+    assert mine.read_text() == '{"my": "notes"}'
+    marks = tmp_path / record.path.name / "provenance.txt"
+    marks.parent.mkdir()
+    marks.write_text("where my data is from\n")
+    with pytest.raises(RecordError, match=r"provenance\.txt exists and is no export"):
+        export_tensorboard(record, tmp_path)
+    assert len(list(marks.parent.iterdir())) == 1

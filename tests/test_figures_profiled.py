@@ -21,7 +21,10 @@ import pytest
 from fsdplab import figures
 from fsdplab.engine.core import unit
 from fsdplab.figures import style
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.plots.exposed import exposed_heatmap
 from fsdplab.figures.plots.shard_map import hover_text
+from fsdplab.figures.plots.timeline import lanes_of, phase_lines, rank_timeline
 from fsdplab.records import CATEGORIES, LANES, TABLES, RunRecord, comparison_json
 
 MB, US, EPOCH = 1_000_000, 1_000, 1_790_000_000_000_000_000
@@ -766,3 +769,35 @@ def test_tabs_and_the_time_cursor_work_offline(ahead, behind, tmp_path):
         page.wait_for_function("document.querySelector('#panel-Memory .plot').layout.shapes.at(-1).x0 === 0")
         browser.close()
     assert problems == [] and len(asked) == 1
+
+
+def test_names_of_phases_never_stand_in_each_others_place():
+    figure = go.Figure()
+    phase_lines(figure, [(0.0, "forward"), (0.4, "backward"), (1.0, "optimizer"), (60.0, "forward")], 100.0)
+    assert [note.text for note in figure.layout.annotations] == ["optimizer →", "forward →"], "the longest have names"
+    assert len(figure.layout.shapes) == 4
+
+
+def test_many_ranks_have_their_names_and_few_ranks_their_lanes():
+    rows = [{"rank": rank, "lane": lane} for rank in range(32) for lane in ("compute", "all_gather", "exposed")]
+    lanes = lanes_of(rows)
+    assert set(lanes.ticks(1500)["ticktext"]) >= {f"<b>rank {rank}</b>" for rank in range(32)}
+    assert len(lanes.ticks(1500)["ticktext"]) == 32 and "all-gather" not in lanes.ticks(1500)["ticktext"]
+    assert len([text for text in lanes.ticks(240)["ticktext"] if text]) == 16, "every second where there is less room"
+    assert "all-gather" in lanes_of(rows[:6]).ticks(300)["ticktext"]
+
+
+def test_a_record_whose_units_have_no_names_speaks_of_no_root(tmp_path, ahead):
+    record = RunRecord(tmp_path, spec=ahead.spec, summary=ahead.summary, environment=ahead.environment)
+    record.tables = {
+        name: [row | {"unit": ""} if "unit" in row else row for row in ahead.table(name)] for name in ahead.tables
+    }
+    figure = exposed_heatmap(record)
+    assert list(figure.data[0].y) == ["no unit named in this trace"] and " of no unit" not in words(figure)
+    assert "root" not in str(figure.to_dict()) and "root" not in str(rank_timeline(record).to_dict())
+
+
+def test_the_tabs_of_a_run_that_its_card_stopped_say_so(tmp_path, ahead):
+    record = RunRecord(tmp_path, spec=ahead.spec | {"profile": 2}, summary=ahead.summary, status="out_of_memory")
+    with pytest.raises(ValueError, match="has no timeline table to draw; the card was full before its profiled steps"):
+        rank_timeline(record)

@@ -5,7 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fsdplab.profiling.intervals import EMPTY, clip, close_gaps, covered, intersect, length, split, subtract, union
+from fsdplab.profiling.intervals import (
+    EMPTY,
+    clip,
+    close_gaps,
+    covered,
+    intersect,
+    length,
+    lengths_of,
+    split,
+    subtract,
+    union,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -53,3 +64,12 @@ def test_against_counting_every_instant(seed):
         assert {instant for start, end in found.tolist() for instant in range(start, end)} == expected
         assert (found[1:, 0] > found[:-1, 1]).all()  # sorted, disjoint, not even touching
     assert length(sets[0]) == len(a) == length(intersect(*sets)) + length(subtract(*sets))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lengths_of_many_sets_are_those_of_each(seed):
+    chance = np.random.default_rng(seed)
+    sets = [chance.integers(0, 40, size=(int(chance.integers(0, 6)), 1)) for _ in range(8)]
+    sets = [np.concatenate([each, each + chance.integers(0, 12, size=each.shape)], axis=1) for each in sets]
+    groups = np.repeat(np.arange(len(sets)), [len(each) for each in sets])
+    assert lengths_of(np.concatenate(sets), groups, len(sets)).tolist() == [length(each) for each in sets]

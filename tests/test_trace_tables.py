@@ -12,6 +12,8 @@ from fsdplab.cli.app import app
 from fsdplab.figures.report.tabs import tabbed
 from fsdplab.figures.trace_tables import cells
 from fsdplab.profiling import TraceError, analyse_trace, tables
+from fsdplab.profiling.tables import of_record
+from fsdplab.profiling.traces import side_by_side
 from fsdplab.profiling.traces.import_traces import record_of_traces
 from fsdplab.records import RunRecord
 from tests.gpu_traces import GpuRank
@@ -229,9 +231,7 @@ def test_clocks_that_disagree_are_refused(tmp_path):
     found = two_ranks(tmp_path, 1)
     apart = GpuRank(1).step(1, 9000, 9010).kernel(9001, 9010, 9120).nccl("all_reduce", 9002, 9120, 9140)
     found[1] = analyse_trace(apart.write(tmp_path / "apart.json"))
-    with pytest.raises(
-        TraceError, match="clocks disagree: all_reduce of the root ended on one rank 8.98 ms before rank 1"
-    ):
+    with pytest.raises(TraceError, match="clocks disagree: all_reduce ended on one rank 8.98 ms before rank 1"):
         tables.critical_path(found)
 
 
@@ -296,6 +296,19 @@ def test_a_record_of_gpu_traces_has_launches_too(tmp_path):
     found = {table.name: rows(table) for table in tables.tables_of_record(record_of_traces(paths))}
     assert list(found) == ["critical_path", "idle", "bandwidth", "operators", "launches"]
     assert {row["stream"] for row in found["launches"]} == {"7", "20"}
+
+
+def test_the_tables_read_no_trace_a_second_time_that_was_analysed(tmp_path, monkeypatch):
+    paths = [a_step(GpuRank(rank)).write(tmp_path / f"rank{rank}.json") for rank in (0, 1)]
+    record, analysed = record_of_traces(paths), []
+    monkeypatch.setattr(side_by_side, "analyse_trace", lambda path, **options: analysed.append(path))
+    assert tables.tables_of_record(record)[1].rows and not analysed
+
+
+def test_the_traces_of_a_recorded_run_are_read_side_by_side(monkeypatch):
+    alone, read = tables.tables_of_record(RunRecord.load(DATA)), side_by_side.read_all
+    monkeypatch.setattr(of_record, "read_all", lambda readings: read(readings, processes=2))
+    assert tables.tables_of_record(RunRecord.load(DATA)) == alone
 
 
 def test_the_terminal_and_the_page_show_the_same_cells(capsys):

@@ -455,6 +455,17 @@ def test_reading_takes_little_memory(tmp_path):
     assert peak < 8_000_000 < 100_000 * len(one)
 
 
+@pytest.mark.parametrize("seam", [", ", ",\n  ", ",", ",,", " , "])
+def test_events_are_the_same_however_they_are_set(tmp_path, seam):
+    """Pieces of the file are decoded together up to what looks like an event's end; some only look like one."""
+    nested = {"ph": "M", "args": {"list": [{"ph": "X"}, {"ph": "X"}, {"ph": 1}], "text": '}, {"ph": "X"},\n  {"ph"'}}
+    events = [event("aten::mm", at, 1.5) | {"args": {"deep": [nested] * (at % 3)}} for at in range(3_000)]
+    path = tmp_path / "trace.json"
+    path.write_text('{"traceEvents": [' + seam.join(map(json.dumps, events)) + '], "more": [{"ph": 1}, {"ph": 2}]}')
+    trace = ChromeTrace(path)
+    assert list(trace) == events and trace.metadata == {"more": [{"ph": 1}, {"ph": 2}]}
+
+
 # ---- real traces
 
 

@@ -54,6 +54,13 @@ def test_four_times_the_collectives_are_four_times_the_calls(tmp_path, trace):
 
 
 @pytest.mark.parametrize("trace", [gathers, kernels])
+def test_a_collective_takes_few_calls(tmp_path, trace):
+    """Most of them read its four events; looked at one by one, collectives took more than three hundred."""
+    few, many = (calls(trace(count).write(tmp_path / f"{count}.json")) for count in (200, 800))
+    assert (many - few) / 600 < 230
+
+
+@pytest.mark.parametrize("trace", [gathers, kernels])
 def test_no_collective_looks_at_the_whole_trace_again(tmp_path, trace, monkeypatch):
     """Of sets of instants: every operation on them joins them first."""
     looked_at, join = [0], np.concatenate

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 MISSING = "–"  # shown in tables where nothing was measured
+NO_UNIT = "no unit named in this trace"
 
 
 def near(got: object, known: Iterable[str], most: int = 2) -> list[str]:

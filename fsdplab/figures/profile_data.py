@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any, TypeGuard, TypeVar
 
 from fsdplab.common.sizes import seconds, size
+from fsdplab.common.words import NO_UNIT
 from fsdplab.figures.view import how_and_where, views
 from fsdplab.profiling.arrivals import COLLECTIVES as COLLECTIVES
 from fsdplab.profiling.step_summary import ExposedCell, exposed_cells, step_summary
@@ -46,6 +47,8 @@ def rows_of(record: RunRecord, table: str) -> list[Row]:
         remedy = _REMEDIES.get(table, "run it again with --profile 2 (RunSpec(profile=2))")
         if table == "exposed" and named_rows(record, "breakdown"):
             remedy = "its profiled steps show no communication"
+        elif record.status == "out_of_memory" and record.spec.get("profile"):
+            remedy = "the card was full before its profiled steps: give it a larger --card, or a smaller model or batch"
         raise ValueError(f"{label(record)} has no {table} table to draw; {remedy}")
     return rows
 
@@ -59,7 +62,14 @@ def named_rows(record: RunRecord, table: str) -> list[Row]:
     """The rows of a table, none or many, with the root under its name:
     the ledger writes `root`, traces leave it empty.
     """
-    return [{**row, "unit": ROOT} if row.get("unit") == "" else row for row in record.table(table)]
+    name = unnamed(record)
+    return [{**row, "unit": name} if row.get("unit") == "" else row for row in record.table(table)]
+
+
+def unnamed(record: RunRecord) -> str:
+    """What a unit without a name is: the root where other units have one; else nothing is known of units."""
+    tables = ("exposed", "timeline", "ledger", "life")
+    return ROOT if any(row.get("unit") for name in tables for row in record.table(name)) else NO_UNIT
 
 
 def listed(records: RunRecord | Iterable[RunRecord]) -> list[RunRecord]:

@@ -30,7 +30,8 @@ LEGEND = (
     "step: median; peak: memory of the worst rank, in MB = parameters (slices and gathered) + gradients (slices and"
     " whole) + optimizer state + activations + rest (communication buffers, other); sent: by one rank in one step;"
     " formula: what the strategy must send; exposed: time of a profiled step (mean) in which the rank communicated and"
-    " did not compute, copies and waiting for other ranks included; hidden: the part of communication under computing;"
+    " did not compute, copies and waiting for other ranks included, a dash where nothing was sent or profiled; hidden:"
+    " the part of communication under computing;"
     " loss: of the last step"
 )
 AGREE, DIFFER, EQUAL = "agree", "DIFFER", "equal"
@@ -50,11 +51,16 @@ def cells(run: RunView, unknown: str = MISSING) -> tuple[str, ...]:
         split_of(run),
         size(run.comm_bytes),
         formula_of(run),
-        seconds(run.exposed_s),
+        exposed_of(run),
         MISSING if run.overlap is None else f"{run.overlap:.0%}",
         f"{run.losses[-1]:.4f}" if run.losses else MISSING,
         badge(run, unknown),
     )
+
+
+def exposed_of(run: RunView) -> str:
+    """Exposed time; a dash where the profiled steps show no communication, as the legend says."""
+    return MISSING if run.sends_nothing else seconds(run.exposed_s)
 
 
 def split_of(run: RunView) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from fsdplab.common.sizes import seconds, size, three_digits
-from fsdplab.common.words import MISSING
+from fsdplab.common.words import MISSING, NO_UNIT
 from fsdplab.profiling.tables import Column, Table
+from fsdplab.profiling.tables.critical_path import BEFORE, IDLE
+from fsdplab.profiling.tables.table import Row
 
 MOST = 12  # rows of a table that are shown; a function's frame has all
 _LONGEST = 64  # characters of a kernel's name
@@ -19,7 +21,11 @@ def headings(table: Table) -> list[str]:
 
 def cells(table: Table, most: int = MOST) -> list[list[str]]:
     """The first rows as text: times, bytes and shares in their units, a dash where the trace does not say."""
-    return [[_shown(column, row[column.key]) for column in table.columns] for row in table.rows[:most]]
+    nameless = "root" if any(row.get("unit") for row in table.rows) else NO_UNIT
+    return [
+        [_shown(column, row[column.key], _nameless(row, nameless)) for column in table.columns]
+        for row in table.rows[:most]
+    ]
 
 
 def is_number(column: Column) -> bool:
@@ -32,7 +38,12 @@ def left_out(table: Table, most: int = MOST) -> str:
     return f"and {len(table.rows) - most} more" if len(table.rows) > most else ""
 
 
-def _shown(column: Column, value: Any) -> str:
+def _nameless(row: Row, otherwise: str) -> str:
+    """What the unit of a row is called that has no name: idle time is of no unit."""
+    return MISSING if row.get("what") in (IDLE, BEFORE) else otherwise
+
+
+def _shown(column: Column, value: Any, nameless: str) -> str:
     if value is None:
         return MISSING
     if column.unit == "ns":
@@ -46,5 +57,5 @@ def _shown(column: Column, value: Any) -> str:
     if column.unit == "count":
         return str(value) if isinstance(value, int) else three_digits(value).removesuffix(".00")
     if column.key == "unit":
-        return value or "root"
+        return value or nameless
     return value if len(value) <= _LONGEST else f"{value[: _LONGEST - 1]}…"

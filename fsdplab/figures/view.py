@@ -80,11 +80,17 @@ class RunView:
         return self.step_median
 
     @property
+    def sends_nothing(self) -> bool:
+        """Whether its profiled steps show no communication, exposed or hidden."""
+        return self.exposed_s == 0 and self.overlap is None
+
+    @property
     def over_card(self) -> bool:
         """Whether this run's memory did not fit the card."""
         return self.status == "out_of_memory" or bool(self.card and self.peak and self.peak > self.card)
 
 
+DEVICE_STEPS = "a step on a GPU is from its first to its last work there, without the time between steps"
 # what a figure of several runs takes: records, views of them, or the dict of a comparison
 Runs: TypeAlias = RunRecord | RunView | Mapping[str, Any] | Iterable[RunRecord | RunView]
 
@@ -272,7 +278,8 @@ def _traced(run: RunView) -> str:
     backend = run.traced.backend and f"backend {run.traced.backend}"
     torch = run.traced.torch and f"PyTorch {run.traced.torch}"
     where = ", ".join(filter(None, (ranks_and_device([run]), backend, torch)))
-    return f"step time, exposed time: by PyTorch's profiler on {where}"
+    device = "" if run.device == "cpu" else f"; {DEVICE_STEPS}"
+    return f"step time, exposed time: by PyTorch's profiler on {where}{device}"
 
 
 def _emulated(runs: list[RunView]) -> list[str]:

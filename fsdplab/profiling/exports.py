@@ -1,7 +1,8 @@
 """A record in the formats of other tools: a TensorBoard log folder, a merged trace for Perfetto, snapshots for the
 memory viewer, tables as CSV.
 
-The record is not changed; exports are copies. torch-tb-profiler finds a run by the names of its files:
+The record is not changed; exports are copies. What lies in a target already and is no export is never replaced: the
+export is refused before it writes anything. torch-tb-profiler finds a run by the names of its files:
 `<worker>.<time>.pt.trace.json.gz` in one folder a run, the same time for all workers, so that it shows them as one
 distributed step.
 """
@@ -12,12 +13,17 @@ import csv
 import gzip
 import re
 import shutil
+import zlib
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from fsdplab.profiling.traces.chrome import is_gzipped
 from fsdplab.profiling.traces.merge import merge_traces
 from fsdplab.records import TABLES, RecordError, RunRecord
+from fsdplab.records.record import ORIGINS
 
+_HEADER = "quantity,origin\n"
 _RANK = re.compile(r"^rank(\d+)\.pt\.trace\.json(\.gz)?$")
 
 
@@ -44,6 +50,7 @@ def export_tensorboard(record: RunRecord, folder: str | Path) -> Path:
     traces = traces_of(record)
     run = Path(folder) / record.path.name
     run.mkdir(parents=True, exist_ok=True)
+    _refuse_foreign(run / "provenance.txt", _are_marks)
     taken = int(min(file.stat().st_mtime for file in traces.values()) * 1000)
     for rank, file in traces.items():
         ending = ".pt.trace.json.gz" if is_gzipped(file) else ".pt.trace.json"
@@ -56,6 +63,7 @@ def export_perfetto(record: RunRecord, file: str | Path) -> Path:
     """Write all ranks into one trace for ui.perfetto.dev or chrome://tracing: a process a rank, named `rank k`, on one
     clock; an emulated link's passages are in processes of their own.
     """
+    _refuse_foreign(Path(file), lambda text: '"mergedRanks"' in text)
     return merge_traces(traces_of(record), file, ledger=record.table("ledger"), provenance=record.provenance)
 
 
@@ -71,9 +79,11 @@ def export_snapshots(record: RunRecord, folder: str | Path) -> list[Path]:
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    for file in found:
+        _refuse_other(folder / _plain(file), file)
     written = []
     for file in found:
-        written.append(folder / file.name.replace(".snapshot.pickle.gz", ".pickle"))
+        written.append(folder / _plain(file))
         with gzip.open(file, "rb") as packed, written[-1].open("wb") as plain:
             shutil.copyfileobj(packed, plain)
     return written
@@ -85,8 +95,12 @@ def export_csv(record: RunRecord, folder: str | Path) -> list[Path]:
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    _refuse_foreign(folder / "provenance.csv", lambda text: text.startswith(_HEADER))
+    tables = {table: columns for table, columns in TABLES.items() if record.table(table)}
+    for table, columns in tables.items():
+        _refuse_foreign(folder / f"{table}.csv", partial(_is_header, columns))
     written = []
-    for table, columns in TABLES.items():
+    for table, columns in tables.items():
         if rows := record.table(table):
             written.append(folder / f"{table}.csv")
             with written[-1].open("w", newline="", encoding="utf-8") as file:
@@ -94,8 +108,40 @@ def export_csv(record: RunRecord, folder: str | Path) -> list[Path]:
                 writer.writeheader()
                 writer.writerows(rows)
     written.append(folder / "provenance.csv")
-    written[-1].write_text(f"quantity,origin\n{_marks(record, ',')}", encoding="utf-8")
+    written[-1].write_text(f"{_HEADER}{_marks(record, ',')}", encoding="utf-8")
     return written
+
+
+def _refuse_foreign(file: Path, is_own: Callable[[str], bool]) -> None:
+    """RecordError for a file in the target that no export wrote, by its beginning."""
+    if not file.exists():
+        return
+    try:
+        with gzip.open(file) if is_gzipped(file) else file.open("rb") as there:
+            own = is_own(there.read(4096).decode(errors="replace"))
+    except (OSError, EOFError, zlib.error):
+        own = False
+    if not own:
+        raise RecordError(f"{file} exists and is no export of fsdplab, so it is not replaced; give another target.")
+
+
+def _refuse_other(file: Path, packed: Path) -> None:
+    """RecordError for a snapshot in the target that is another one: its format tells nothing of who wrote it."""
+    if file.exists() and file.read_bytes() != gzip.decompress(packed.read_bytes()):
+        raise RecordError(f"{file} exists and is another snapshot, so it is not replaced; give another folder.")
+
+
+def _plain(snapshot: Path) -> str:
+    return snapshot.name.replace(".snapshot.pickle.gz", ".pickle")
+
+
+def _is_header(columns: Iterable[str], text: str) -> bool:
+    """Whether a CSV file begins with the header of a table, as this or an earlier version wrote it."""
+    return set(text.partition("\n")[0].strip().split(",")) <= set(columns)
+
+
+def _are_marks(text: str) -> bool:
+    return all(line.rpartition(": ")[2] in ORIGINS for line in text.splitlines())
 
 
 def _marks(record: RunRecord, between: str) -> str:

@@ -35,14 +35,16 @@ def _merged(pairs: Intervals) -> Intervals:
     if not len(pairs):
         return EMPTY
     ends = np.maximum.accumulate(pairs[:, 1])
-    edge = np.ones(len(pairs) + 1, dtype=bool)  # before each interval, and after the last: whether none reaches over it
+    edge: np.ndarray = np.ones(
+        len(pairs) + 1, dtype=bool
+    )  # before each interval, and after the last: whether none reaches over it
     np.greater(pairs[1:, 0], ends[:-1], out=edge[1:-1])
     return _paired(pairs[edge[:-1], 0], ends[edge[1:]])
 
 
 def _paired(starts: np.ndarray, ends: np.ndarray) -> Intervals:
     """Starts and ends as intervals; `np.stack` takes three times as long for the few of a step."""
-    pairs = np.empty((len(starts), 2), dtype=np.int64)
+    pairs: Intervals = np.empty((len(starts), 2), dtype=np.int64)
     pairs[:, 0], pairs[:, 1] = starts, ends
     return pairs
 
@@ -141,7 +143,9 @@ def lengths_of(sets: Intervals, groups: np.ndarray, many: int) -> np.ndarray:
     order = np.lexsort((sets[:, 0], groups))
     starts, ends, groups = sets[order, 0], sets[order, 1], groups[order]
     latest = latest_ends(ends, groups)
-    begun = np.append(starts[:1], np.where(groups[1:] == groups[:-1], np.maximum(starts[1:], latest[:-1]), starts[1:]))
+    begun = starts.copy()
+    again = groups[1:] == groups[:-1]
+    begun[1:][again] = np.maximum(starts[1:], latest[:-1])[again]
     found: np.ndarray = np.zeros(many, dtype=np.int64)
     np.add.at(found, groups, np.maximum(0, ends - begun))
     return found

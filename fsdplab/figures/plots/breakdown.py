@@ -62,6 +62,7 @@ def step_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
         list(shown.values()),
         "mean of the profiled steps",
         f"{left_out} not profiled" if left_out else "",
+        "without the time between steps" if any(run.device != "cpu" for run in views(list(shown.values()))) else "",
         _slower(shown),
     )
     return titled(figure, _finding(parts), where, _alt(parts), height=200 + 60 * len(shown), top=122)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from fsdplab.common.sizes import three_digits
-from fsdplab.common.words import plural
+from fsdplab.common.words import NO_UNIT, plural
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import (
     MS,
-    ROOT,
     conditions,
     duration,
     label,
     percent,
     slower_words,
     unit_order,
+    unnamed,
     worst_cells,
 )
 from fsdplab.figures.style import DARK_INK, HEAT, titled
@@ -36,7 +36,8 @@ def exposed_heatmap(record: RunRecord) -> go.Figure:
     one). An empty cell: the unit has no such collective.
     """
     rank, steps, every = worst_cells(record)
-    cells: dict[Place, ExposedCell] = {(each.unit or ROOT, each.phase, each.kind): each for each in every}
+    nameless = unnamed(record)
+    cells: dict[Place, ExposedCell] = {(each.unit or nameless, each.phase, each.kind): each for each in every}
     found = {unit for unit, _, _ in cells}
     units = unit_order(
         record,
@@ -119,8 +120,9 @@ def _finding(record: RunRecord, cells: dict[Place, ExposedCell]) -> tuple[str, s
     ranked = sorted(cells, key=lambda key: -cells[key].exposed_ns)
     first = ranked[0]
     exposed = cells[first].exposed_ns
+    of = "" if first[0] == NO_UNIT else f" of {first[0]}"
     title = (
-        f"{label(record)}: {first[2]} of {first[0]} in {first[1]} exposes {duration(exposed)},"
+        f"{label(record)}: {first[2]}{of} in {first[1]} exposes {duration(exposed)},"
         f" {percent(exposed, total)} of the exposed time"
     )
     most = "; ".join(

@@ -22,7 +22,7 @@ from fsdplab.figures.plots.shard_map import (
     unit_axis,
     unit_states,
 )
-from fsdplab.figures.plots.timeline import HEIGHTS, Lanes, lanes_of, phase_line, phases, step_marks, step_start
+from fsdplab.figures.plots.timeline import HEIGHTS, Lanes, lanes_of, phase_lines, phases, step_marks, step_start
 from fsdplab.figures.plots.timeline_bars import Mark, bars, downsample, merge_words
 from fsdplab.figures.profile_data import MS, Row, conditions, label, rows_of, short_unit, timeline_of
 from fsdplab.figures.style import LANE_COLOURS, titled
@@ -91,8 +91,7 @@ def _linked(record: RunRecord, at_ns: float | None, with_slices: bool, limit: in
         figure.add_traces([trace.update(showlegend=False) for trace in cells(life, at_ns, "x2", "y4")])
     _axes(figure, heights, life, lanes, end, top=1.08 * max(map(_total, memory)) / MB)
     domains = _domains(heights)
-    for begin, name in phases(rows, step_start(rows)):
-        phase_line(figure, begin, name, begin > 0.9 * end, domains[2][0])
+    phase_lines(figure, phases(rows, step_start(rows)), end, domains[2][0])
     if at_ns is not None:
         _cursor(figure, at_ns / MS, domains)
     title, alt = _finding(record, life, memory, at_ns if with_slices else None)
@@ -175,7 +174,11 @@ def _axes(figure: go.Figure, heights: list[int], life: UnitStates, lanes: Lanes,
             spikecolor=_CURSOR,
         ),
         yaxis=dict(
-            domain=domains[0], range=[lanes.bottom + 0.15, -0.15], showgrid=False, zeroline=False, **lanes.ticks
+            domain=domains[0],
+            range=[lanes.bottom + 0.15, -0.15],
+            showgrid=False,
+            zeroline=False,
+            **lanes.ticks(heights[0]),
         ),
         yaxis2=dict(domain=domains[1], title_text="live memory (MB)", range=[0, top], nticks=5),
         yaxis3=dict(domain=domains[2], **_life_axis(life)),

@@ -94,7 +94,7 @@ def _bubble(run: RunView, drawn: list[RunView]) -> go.Scatter:
             symbol="circle",
             line=dict(color=EDGE if known else colour, width=1 if known else 3),
         ),
-        hovertemplate=f"{run.label}<br>%{{x:.1f}} MB, %{{y:.1f}} ms<br>exposed {seconds(run.exposed_s)}<extra></extra>",
+        hovertemplate=f"{run.label}<br>%{{x:.1f}} MB, %{{y:.1f}} ms<br>{_exposed(run)}<extra></extra>",
     )  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def _is_free(box: Sides, taken: list[Sides]) -> bool:
 
 
 def _words(run: RunView) -> str:
-    return f"{run.label} · exposed {seconds(run.exposed_s)}" if run.exposed_s is not None else run.label
+    return f"{run.label} · {_exposed(run)}" if run.exposed_s is not None else run.label
 
 
 def _label(figure: go.Figure, run: RunView, across: float, down: float, best: bool) -> None:
@@ -218,10 +218,12 @@ def _conditions(shown: list[RunView], drawn: list[RunView]) -> str:
 
 
 def _alt(drawn: list[RunView], best: list[RunView]) -> str:
-    runs = [
-        f"{run.label} {size(run.peak)}, {seconds(run.step_median)}, exposed {seconds(run.exposed_s)}" for run in drawn
-    ]
+    runs = [f"{run.label} {size(run.peak)}, {seconds(run.step_median)}, {_exposed(run)}" for run in drawn]
     return (
         f"Scatter of peak memory against step time: {'; '.join(runs)}. On the Pareto front:"
         f" {', '.join(run.label for run in best)}."
     )
+
+
+def _exposed(run: RunView) -> str:
+    return "nothing sent" if run.sends_nothing else f"exposed {seconds(run.exposed_s)}"

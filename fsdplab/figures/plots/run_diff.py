@@ -7,7 +7,6 @@ from fsdplab.figures.plotly_go import go
 from fsdplab.figures.plots.exposed import few_words, foremost
 from fsdplab.figures.profile_data import (
     MS,
-    ROOT,
     Row,
     conditions,
     duration,
@@ -16,6 +15,7 @@ from fsdplab.figures.profile_data import (
     named_rows,
     profiled,
     unit_order,
+    unnamed,
     worst_cells,
 )
 from fsdplab.figures.style import EDGE, PHASE_COLOURS, titled
@@ -77,8 +77,9 @@ def spent(record: RunRecord) -> dict[UnitPhase, dict[str, float]]:
     steps.
     """
     sums: dict[UnitPhase, dict[str, float]] = {}
+    nameless = unnamed(record)
     for cell in worst_cells(record)[2]:
-        held = sums.setdefault((cell.unit or ROOT, cell.phase), {"communication_ns": 0.0, "exposed_ns": 0.0})
+        held = sums.setdefault((cell.unit or nameless, cell.phase), {"communication_ns": 0.0, "exposed_ns": 0.0})
         held["communication_ns"] += cell.communication_ns
         held["exposed_ns"] += cell.exposed_ns
     return sums

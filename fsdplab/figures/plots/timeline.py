@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,10 @@ from fsdplab.records import RunRecord
 SHOWN = ("compute", *COLLECTIVES, "exposed")
 HEIGHTS = {"exposed": 0.5}
 _GAP = 0.5  # lanes between two ranks
+_LINE = 15  # pixels of a line of text
+_MOST_PHASES = 40
+_PIXELS = 900  # width of the clock on a page of 1280 pixels
+_GLYPH, _NAME_SPACE = 8.0, 28.0  # pixels of a phase's name: a character, and the arrow with the space around it
 _WORDS = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -43,10 +49,16 @@ class Lanes:
     middle: dict[tuple[int, str], float]
     bottom: float
 
-    @property
-    def ticks(self) -> dict[str, Any]:
-        """The axis's ticks: the lane's name, after the rank's where it is the rank's first."""
+    def ticks(self, height: float) -> dict[str, Any]:
+        """The axis's ticks: the lane's name, after the rank's where it is the rank's first; ranks alone where `height`,
+        the axis's in pixels, leaves a lane less than a line of text: its colours tell the lanes.
+        """
         first = dict(reversed(self.middle))
+        if height < _LINE * self.bottom:
+            places = [[at for (of, _), at in self.middle.items() if of == rank] for rank in first]
+            every = max(1, math.ceil(_LINE * len(first) / height))
+            texts = [f"<b>rank {rank}</b>" if index % every == 0 else "" for index, rank in enumerate(first)]
+            return dict(tickmode="array", tickvals=[sum(each) / len(each) for each in places], ticktext=texts)
         texts = [
             (f"<b>rank {rank}</b>  " if first[rank] == lane else "") + _WORDS.get(lane, lane)
             for rank, lane in self.middle
@@ -83,15 +95,14 @@ def rank_timeline(record: RunRecord, step: int | None = None, limit: int = LIMIT
         barmode="overlay", xaxis_title="time since the step began (ms)", uniformtext=dict(minsize=12, mode="hide")
     )
     figure.update_xaxes(range=[0, 1.005 * end])
-    figure.update_yaxes(range=[lanes.bottom + 0.15, -0.15], showgrid=False, zeroline=False, **lanes.ticks)
-    for begin, name in phases(rows, origin):
-        phase_line(figure, begin, name, late=begin > 0.9 * end)
+    height = round(min(34.0, max(9.0, 1500 / lanes.bottom)) * lanes.bottom)
+    figure.update_yaxes(range=[lanes.bottom + 0.15, -0.15], showgrid=False, zeroline=False, **lanes.ticks(height))
+    phase_lines(figure, phases(rows, origin), end)
     title, words = _finding(record, rows)
     ends = merge_words(found, len(marks), window)
-    height = 200 + round(min(34.0, max(9.0, 1500 / lanes.bottom)) * lanes.bottom)
     alt = f"Timeline of {plural(len(_ranks(rows)), 'rank')} through step {step}. {words}"
     where = conditions(record, _drawn_words(record, step), slower_words(record), ends)
-    return titled(figure, title, where, alt, height, top=138)
+    return titled(figure, title, where, alt, 200 + height, top=138)
 
 
 def step_start(rows: list[Row]) -> int:
@@ -165,13 +176,30 @@ def phases(rows: list[Row], origin: int) -> list[tuple[float, str]]:
     return [(0.0, found[0][1]), *found[1:]] if found else []
 
 
-def phase_line(figure: go.Figure, begin: float, name: str, late: bool, bottom: float = 0) -> None:
-    """A line where a phase begins, and its name above the lanes;
-    beside the right edge the name stands before the line.
+def phase_lines(figure: go.Figure, found: Sequence[tuple[float, str]], end: float, bottom: float = 0) -> None:
+    """A line where each phase begins, and the phase's name above the lanes; of names that would stand in each other's
+    place that of the longest phase, and of very many phases the longest.
     """
+    ends = [*(begin for begin, _ in found[1:]), end]
+    longest = sorted(range(len(found)), key=lambda index: found[index][0] - ends[index])[:_MOST_PHASES]
+    taken: list[tuple[float, float]] = []
+    for index in longest:
+        begin, name = found[index]
+        late = begin > 0.9 * end
+        width = _NAME_SPACE + _GLYPH * len(name)
+        left = begin / end * _PIXELS - (width - 22 if late else 0)
+        free = all(left + width <= first or left >= last for first, last in taken)
+        taken += [(left, left + width)] if free else []
+        _phase_line(figure, begin, name if free else "", late, bottom)
+
+
+def _phase_line(figure: go.Figure, begin: float, name: str, late: bool, bottom: float) -> None:
+    """One phase's line and name; beside the right edge the name stands before the line."""
     figure.add_shape(
         type="line", x0=begin, x1=begin, y0=bottom, y1=1, yref="paper", line=dict(color=GRID, width=2), layer="below"
     )
+    if not name:
+        return
     figure.add_annotation(
         x=begin, y=1, yref="paper", text=f"{name} →", showarrow=False, xanchor="right" if late else "left",
         yanchor="bottom",

@@ -115,13 +115,14 @@ def _exactly(rows: Sequence[Row], computing: Intervals) -> list[Row]:
 
 def _arrivals(rows: Sequence[Row]) -> dict[int, tuple[int, int]]:
     """For each row of a collective, by identity: the rank that began last, and when."""
-    found = {}
+    found, named = {}, any(row["unit"] for row in rows)
     for key, members in matched(rows).items():
         last = max(members, key=lambda row: (row["start_ns"], -row["rank"]))
         first_end = min(row["end_ns"] for row in members)
         if key[3] in _WAITS_FOR_ALL and last["start_ns"] - first_end > _CLOCKS_AGREE_NS:
+            of = f" of {key[1] or 'the root'}" if named else ""
             raise TraceError(
-                f"the ranks' clocks disagree: {key[3]} of {key[1] or 'the root'} ended on one rank"
+                f"the ranks' clocks disagree: {key[3]}{of} ended on one rank"
                 f" {seconds((last['start_ns'] - first_end) / 1e9)} before rank {last['rank']} began it; a path across"
                 " ranks needs traces of one machine, or of machines whose clocks are synchronised."
             )

@@ -12,10 +12,12 @@ from fsdplab.profiling.tables.critical_path import critical_path
 from fsdplab.profiling.tables.idle import idle_time
 from fsdplab.profiling.tables.launches import table_of as launches_of
 from fsdplab.profiling.tables.operators import table_of as operators_of
-from fsdplab.profiling.tables.table import Table
+from fsdplab.profiling.tables.table import Row, Table
 from fsdplab.profiling.tables.work import named_work
 from fsdplab.profiling.traces.chrome import TraceError
-from fsdplab.profiling.traces.overlap import TraceAnalysis, analyse_trace
+from fsdplab.profiling.traces.import_traces import TracedRecord
+from fsdplab.profiling.traces.overlap import TraceAnalysis
+from fsdplab.profiling.traces.side_by_side import Reading, read_all
 from fsdplab.records import RunRecord
 
 
@@ -36,22 +38,37 @@ def tables_of_record(record: RunRecord) -> list[Table]:
         operators_of(shown, by_unit=True),
         *([launches_of(shown)] if analyses[0].device == "cuda" else []),
     ]
+    return [_critical_path(analyses), *tables]
+
+
+def _critical_path(analyses: Sequence[TraceAnalysis]) -> Table:
+    """The path, or a table without rows that says why there is none: ranks of several machines without a common
+    clock.
+    """
     try:
-        return [critical_path(analyses), *tables]
-    except TraceError:  # ranks of several machines without a common clock
-        return tables
+        return critical_path(analyses)
+    except TraceError as reason:
+        return Table("critical_path", "Critical path", f"Left out: {reason}", (), ())
 
 
 def analyses_of(record: RunRecord, traces: Mapping[int, Path]) -> list[TraceAnalysis]:
-    """The analyses of a record's traces, with the record's numbers of steps."""
+    """The analyses of a record's traces, with the record's numbers of steps; traces that are large are read side by
+    side.
+    """
+    if isinstance(record, TracedRecord):
+        return list(record.analyses)
     first = min((row["step"] for row in record.table("breakdown")), default=None)
-    mine = {rank: [row for row in record.table("ledger") if row["rank"] == rank] for rank in traces}
-    life = record.table("life")
-    more: Sequence[str] = _patterns(record)
-    return [
-        analyse_trace(path, ledger=mine[rank], life=life, rank=rank, first_step=first, comm_patterns=more)
-        for rank, path in traces.items()
-    ]
+
+    def mine(table: str, rank: int) -> tuple[Row, ...]:
+        return tuple(row for row in record.table(table) if row["rank"] == rank)
+
+    more = tuple(_patterns(record))
+    return read_all(
+        [
+            Reading(path, rank, None, more, mine("ledger", rank), mine("life", rank), first)
+            for rank, path in traces.items()
+        ]
+    )
 
 
 def _patterns(record: RunRecord) -> Sequence[str]:

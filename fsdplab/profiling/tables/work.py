@@ -1,8 +1,8 @@
 """The named work of one trace: operators of the host, and what its device did, each with its step and its unit.
 
-The overlap analysis keeps no names, so that traces of a gigabyte fit. The tables need them: the file is read a second
-time here, and names are kept once each. Work of a device belongs to the step and the unit that launched it; an
-operator to those around its start.
+The overlap analysis keeps no names, so that traces of a gigabyte fit. The tables need them: the file of one rank is
+read a second time here, and names are kept once each. Work of a device belongs to the step and the unit that launched
+it; an operator to those around its start.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from fsdplab.profiling.intervals import union
-from fsdplab.profiling.traces.chrome import ChromeTrace, TraceError, nanoseconds
-from fsdplab.profiling.traces.classify import CATEGORIES, TraceEvents, correlation_of, judge, read_events
+from fsdplab.profiling.traces.chrome import TraceError, nanoseconds, without_collection
+from fsdplab.profiling.traces.classify import CATEGORIES, Thread, TraceEvents, correlation_of, judge, read_events
 from fsdplab.profiling.traces.comm_kernels import CommKernels
 from fsdplab.profiling.traces.segments import Segments
 from fsdplab.profiling.traces.steps import known, launches_of
@@ -59,11 +59,10 @@ class Work:
 
 def named_work(path: str | Path, comm_patterns: Sequence[str] = ()) -> Work:
     """Read a trace's named work inside its profiled steps (all of it where it marks none); raises TraceError."""
-    found = read_events(path, comm_patterns)
-    log = _Log(found, comm_patterns)
-    for event in ChromeTrace(path):
-        log.take(event)
-    if not len(log.start):
+    log = _Log(comm_patterns)
+    with without_collection():
+        found = read_events(path, comm_patterns, log.take)
+    if not log.computed_on(found.compute_threads()).any():
         raise TraceError(f"{path} has no operators and no work of a device, so there is nothing to list.")
     return _in_steps(log, found)
 
@@ -71,8 +70,10 @@ def named_work(path: str | Path, comm_patterns: Sequence[str] = ()) -> Work:
 class _Log:
     """Names and times, as they are read."""
 
-    def __init__(self, found: TraceEvents, comm_patterns: Sequence[str]) -> None:
-        self._threads, self._comm_kernels = set(found.compute_threads()), CommKernels(comm_patterns)
+    def __init__(self, comm_patterns: Sequence[str]) -> None:
+        self._comm_kernels = CommKernels(comm_patterns)
+        self._threads: dict[Thread, int] = {}
+        self.thread = array("q")
         self.names: dict[str, int] = {}
         self.lanes: dict[str, int] = {}
         self._kinds: dict[tuple[str, str], int] = {}
@@ -88,8 +89,10 @@ class _Log:
         kind = self._kinds.get((name, category))
         if kind is None:
             kind = self._kinds[name, category] = self._judged(name, category)
-        if kind < 0 or kind == 0 and (event["pid"], event["tid"]) not in self._threads:
+        if kind < 0:
             return
+        thread = event["pid"], event["tid"]
+        self.thread.append(self._threads.setdefault(thread, len(self._threads)))
         start = nanoseconds(event["ts"])
         self.kind.append(kind)
         self.name.append(self.names.setdefault(name, len(self.names)))
@@ -98,6 +101,12 @@ class _Log:
         self.start.append(start)
         self.end.append(start + max(0, nanoseconds(event.get("dur", 0))))
         self.correlation.append(correlation_of(event) if kind else -1)
+
+    def computed_on(self, threads: Sequence[Thread]) -> np.ndarray:
+        """Which of the work counts: all of a device's, and of the host what ran on the threads that compute."""
+        computing = np.array([self._threads[each] for each in threads if each in self._threads], dtype=np.int64)
+        on_device = np.array(self.kind, dtype=np.int64) > 0
+        return on_device | np.isin(np.array(self.thread, dtype=np.int64), computing)
 
     def _judged(self, name: str, category: str) -> int:
         if category == "cpu_op":
@@ -110,9 +119,10 @@ class _Log:
 
 
 def _in_steps(log: _Log, found: TraceEvents) -> Work:
-    kind, start, end = (np.array(each, dtype=np.int64) for each in (log.kind, log.start, log.end))
-    lane, correlation = np.array(log.lane, dtype=np.int64), np.array(log.correlation, dtype=np.int64)
-    launched = launches_of(found, log.correlation)
+    counts = log.computed_on(found.compute_threads())
+    columns = (log.kind, log.start, log.end, log.lane, log.correlation, log.name)
+    kind, start, end, lane, correlation, name = (np.array(each, dtype=np.int64)[counts] for each in columns)
+    launched = launches_of(found, correlation)
     told = (kind > 0) & known(launched)
     launch = np.where(told, launched, start)
     threads = [union(found.operators[thread].pairs()) for thread in found.compute_threads()]
@@ -123,7 +133,7 @@ def _in_steps(log: _Log, found: TraceEvents) -> Work:
     unit = np.array([numbers.setdefault(each, len(numbers)) for each in units], dtype=np.int64)
     own = _own(kind, lane, start, end)
     return Work(
-        found.path, list(log.names), list(numbers), kind[kept], np.array(log.name, dtype=np.int64)[kept], unit,
+        found.path, list(log.names), list(numbers), kind[kept], name[kept], unit,
         start[kept], end[kept], own[kept], launch[kept], correlation[kept], lane[kept], list(log.lanes),
         max(1, len(found.steps)), found,
     )  # fmt: skip

@@ -97,7 +97,7 @@ def _owned(collectives: Sequence[Collective]) -> tuple[Intervals, np.ndarray]:
 
 def _alone(pieces: np.ndarray) -> np.ndarray:
     """Which pieces overlap no other; they are in order of their starts."""
-    apart = np.ones(len(pieces) + 1, dtype=bool)
+    apart: np.ndarray = np.ones(len(pieces) + 1, dtype=bool)
     apart[1:-1] = pieces[1:, 0] >= np.maximum.accumulate(pieces[:-1, 1])
     return apart[:-1] & apart[1:]
 
@@ -173,11 +173,11 @@ def _queued(collectives: Sequence[Collective], issue: np.ndarray, start: np.ndar
 
 def _host_busy(collectives: Sequence[Collective], shares: Sequence[Intervals], host_busy: Measure) -> np.ndarray:
     """For how long the host was busy in the shares of those that it carries itself; 0 for the others."""
-    busy = np.zeros(len(collectives), dtype=np.int64)
+    busy: np.ndarray = np.zeros(len(collectives), dtype=np.int64)
     mine = [index for index, each in enumerate(collectives) if each.by_host]
     if mine:
         pieces = np.concatenate([shares[index] for index in mine])
-        owner = np.repeat(mine, [len(shares[index]) for index in mine])
+        owner: np.ndarray = np.repeat(mine, [len(shares[index]) for index in mine])
         np.add.at(busy, owner, host_busy.within(pieces[:, 0], pieces[:, 1]))
     return busy
 

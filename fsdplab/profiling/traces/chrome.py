@@ -98,7 +98,7 @@ def is_gzipped(path: Path) -> bool:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """No search for cycles of garbage while millions of objects are made that hold none: half of the time of reading."""
+    """No search for cycles of garbage while millions of objects are made that hold none: it takes half of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -147,15 +147,18 @@ class TraceEvents:
         ]
 
 
-def read_events(path: str | Path, comm_patterns: Sequence[str] = ()) -> TraceEvents:
+def read_events(
+    path: str | Path, comm_patterns: Sequence[str] = (), see: Callable[[dict[str, Any]], None] | None = None
+) -> TraceEvents:
     """Read and sort a whole trace; TraceError when the file is damaged, or holds nothing that took time.
 
     `comm_patterns`: kernels that communicate beside those of the table, as `comm_kernels.comm_pattern` takes them.
+    `see`: called with every event, for what is not kept here.
     """
     trace = ChromeTrace(path)
     sorter = _Sorter(TraceEvents(trace.path, trace.metadata), CommKernels(comm_patterns))
     try:
-        sorter.take(trace)
+        sorter.take(trace if see is None else _seen(trace, see))
         _check_metadata(trace.metadata)
         if trace.base_ns + sorter.found.last >= 2 * LATEST_NS:
             raise ValueError("a time of more than 64 bits")
@@ -175,6 +178,12 @@ def read_events(path: str | Path, comm_patterns: Sequence[str] = ()) -> TraceEve
             " training step."
         )
     return _on_one_clock(found, trace.base_ns)
+
+
+def _seen(events: Iterable[dict[str, Any]], see: Callable[[dict[str, Any]], None]) -> Iterator[dict[str, Any]]:
+    for event in events:
+        see(event)
+        yield event
 
 
 def _check_metadata(metadata: dict[str, Any]) -> None:

@@ -367,7 +367,7 @@ def _launched(found: TraceEvents) -> Iterable[Collective]:
     """
     by_thread, calls = nests(found.ranges), nests(found.issues)
     moving = [each for each in found.transfers if each.launch is not None]
-    launched = Launches(found).of([each.launch for each in moving])
+    launched = Launches(found).of([each.launch for each in moving if each.launch is not None])
     world_size = int(found.distributed.get("world_size") or 1)
     for transfer, (launch, thread) in zip(moving, launched):
         around = by_thread[thread].around(launch) if launch is not None and thread in by_thread else []
@@ -429,8 +429,8 @@ def _payload(transfer: Transfer, kind: str, world_size: int) -> int | None:
     details = _details(transfer)
     if "bytes" in details:
         return details["bytes"] if isinstance(details["bytes"], int) else None
-    given = [details.get("In msg nelems"), details.get("Out msg nelems")]
-    if elements := max((each for each in given if isinstance(each, int)), default=0):
+    given, taken = details.get("In msg nelems"), details.get("Out msg nelems")
+    if elements := max(given if isinstance(given, int) else 0, taken if isinstance(taken, int) else 0):
         size = _ITEM.get(str(details.get("dtype")).lower())
         return elements * size if size else None
     shapes, types = _list(details.get("Input Dims")), _list(details.get("Input type"))

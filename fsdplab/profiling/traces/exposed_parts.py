@@ -50,12 +50,12 @@ def exposed_parts(
     if not collectives:
         return []
     spans = np.concatenate([EMPTY, *shares])
-    owner = np.repeat(np.arange(len(shares)), [len(share) for share in shares])
+    owner: np.ndarray = np.repeat(np.arange(len(shares)), [len(share) for share in shares])
     spans, owner, part = _in_parts(spans, owner, collectives, host_busy)
-    sums = np.zeros((3, len(collectives)), dtype=np.int64)
+    sums: np.ndarray = np.zeros((3, len(collectives)), dtype=np.int64)
     np.add.at(sums, (part, owner), spans[:, 1] - spans[:, 0])
     moved, whose = _joined(spans[part == _ON_LINK], owner[part == _ON_LINK])
-    bounds = np.searchsorted(whose, np.arange(len(collectives) + 1)).tolist()
+    bounds: list[int] = np.asarray(np.searchsorted(whose, np.arange(len(collectives) + 1))).tolist()
     pairs = moved.tolist()
     return [
         ExposedParts(pairs[first:last], *lengths)
@@ -152,7 +152,7 @@ def _cut(spans: Intervals, owner: np.ndarray, cuts: np.ndarray) -> tuple[Interva
 
 def _begins(spans: Intervals, owner: np.ndarray) -> np.ndarray:
     """Which pieces touch none of the same owner before them; they are in order of owner and time."""
-    first = np.ones(len(owner), dtype=bool)
+    first: np.ndarray = np.ones(len(owner), dtype=bool)
     first[1:] = (owner[1:] != owner[:-1]) | (spans[1:, 0] != spans[:-1, 1])
     return first
 
@@ -167,6 +167,6 @@ def _joined(spans: Intervals, owner: np.ndarray) -> tuple[Intervals, np.ndarray]
 def _long(spans: Intervals, owner: np.ndarray) -> np.ndarray:
     """Which pieces are in a run of touching ones that is longer than dispatching the next operator takes."""
     run = np.cumsum(_begins(spans, owner)) - 1
-    lengths = np.zeros(run[-1] + 1 if len(run) else 0, dtype=np.int64)
+    lengths: np.ndarray = np.zeros(run[-1] + 1 if len(run) else 0, dtype=np.int64)
     np.add.at(lengths, run, spans[:, 1] - spans[:, 0])
     return lengths[run] >= _DISPATCH_NS

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,20 @@ ENGINE = "trace"
 TABLES = ("timeline", "breakdown", "exposed", "idle")
 
 
+@dataclass
+class TracedRecord(RunRecord):
+    """A record that still has the analyses of its traces, so that nobody reads the files again for them."""
+
+    analyses: tuple[TraceAnalysis, ...] = ()
+
+
 def record_of_traces(
     paths: Sequence[str | Path],
     *,
     ranks: Sequence[int] | None = None,
     comm_patterns: Sequence[str] = (),
     progress: Progress | None = None,
-) -> RunRecord:
+) -> TracedRecord:
     """One record of the traces of one run's ranks, each a .json or .json.gz; nothing is written.
 
     `ranks`: of the files in their order, where neither they nor their names tell. `comm_patterns`: kernels that
@@ -53,7 +61,7 @@ def record_of_traces(
     analyses = with_peers(analyses)
     tables = {name: [row for each in analyses for row in each.rows(name)] for name in TABLES}
     tables["steps"] = _steps(analyses)
-    return RunRecord(
+    return TracedRecord(
         files[0].parent,
         spec={"strategy": _name(files), "engine": ENGINE, "world_size": analyses[0].world_size or len(analyses)},
         environment=_environment(analyses[0]),
@@ -64,6 +72,7 @@ def record_of_traces(
         },
         provenance=_provenance(analyses[0].origin),
         tables=tables,
+        analyses=tuple(analyses),
     )
 
 

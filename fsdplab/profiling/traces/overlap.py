@@ -334,7 +334,7 @@ def _exposed_rows(
     for index, each in enumerate(collectives):
         groups.setdefault((each.unit, each.phase, each.kind), []).append(index)
     pieces = [pieces_of([collectives[index] for index in members]) for members in groups.values()]
-    of_group = np.repeat(np.arange(len(pieces)), [len(each) for each in pieces])
+    of_group: np.ndarray = np.repeat(np.arange(len(pieces)), [len(each) for each in pieces])
     lengths = lengths_of(np.clip(np.concatenate([EMPTY, *pieces]), start, end), of_group, len(pieces))
     rows = []
     for ((unit, phase, kind), members), communication_ns in zip(groups.items(), lengths.tolist()):

@@ -20,7 +20,7 @@ from pathlib import Path
 import fsdplab
 from fsdplab.profiling.memory.timeline import AccountingError
 from fsdplab.profiling.traces.chrome import TraceError
-from fsdplab.profiling.traces.overlap import TraceAnalysis, analyse_trace
+from fsdplab.profiling.traces.overlap import Row, TraceAnalysis, analyse_trace
 
 _SMALL = 24_000_000  # bytes of all traces, unpacked: what a process would read while it is started
 _PACKED = 10  # a gzipped trace is about this much larger than its file
@@ -31,19 +31,24 @@ Progress = Callable[[int, int, Path], None]  # traces read, of how many, the one
 @dataclass(frozen=True)
 class Reading:
     """One trace to read: the file, its rank (given, or by its name where the file does not tell), and more
-    communication patterns.
+    communication patterns; of a recorded run the ledger's rows of the rank, the life of its units and the number of the
+    first step.
     """
 
     path: Path
     rank: int | None = None
     rank_by_name: int | None = None
     comm_patterns: tuple[str, ...] = ()
+    ledger: tuple[Row, ...] = ()
+    life: tuple[Row, ...] = ()
+    first_step: int | None = None
 
     def read(self) -> TraceAnalysis:
         """Analyse the trace; TraceError and AccountingError as `analyse_trace`."""
         return analyse_trace(
-            self.path, rank=self.rank, default_rank=self.rank_by_name or 0, comm_patterns=self.comm_patterns
-        )
+            self.path, ledger=self.ledger, life=self.life, rank=self.rank, first_step=self.first_step,
+            default_rank=self.rank_by_name or 0, comm_patterns=self.comm_patterns,
+        )  # fmt: skip
 
 
 def read_all(

@@ -195,7 +195,7 @@ def shows_launches(found: TraceEvents) -> bool:
     return bool((launched != _UNKNOWN).any())
 
 
-def launches_of(found: TraceEvents, correlations: Sequence[int]) -> np.ndarray:
+def launches_of(found: TraceEvents, correlations: Sequence[int] | np.ndarray) -> np.ndarray:
     """When the host launched each work; a time before all others where the trace does not say."""
     return Launches(found).starts(np.array(correlations, dtype=np.int64), _UNKNOWN)
 

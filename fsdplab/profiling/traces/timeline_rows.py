@@ -58,12 +58,13 @@ class TimelineRows:
         """
         step, start, end = window.number, window.start, window.end
         waiting = self._waiting(start, end, host_busy, collectives)
-        barriers = np.sort(union(*shares, waiting)[:, 0])
+        exposed = np.concatenate([EMPTY, *shares])
+        barriers = union(exposed, waiting)[:, 0]
         lanes = [
             [("step", "", "", f"step {step}", start, end, False)],
             self._compute(start, end, computing, kernels, barriers),
             [row for each in collectives for row in _communication(each, start, end)],
-            self._exposed(collectives, shares),
+            self._exposed(collectives, shares, exposed),
             self._waits(waiting, collectives),
         ]
         return [self._row(step, *row) for lane in lanes for row in sorted(lane, key=lambda each: (each[0], each[4]))]
@@ -98,13 +99,14 @@ class TimelineRows:
         launches = Launches(self._found).starts(numbers, starts)
         return list(zip(self._segments.units_at(launches), self._segments.phases_at(launches)))
 
-    def _exposed(self, collectives: Sequence[Collective], shares: Sequence[Intervals]) -> list[tuple]:
-        marked = sorted(
-            ((*span, each) for each, share in zip(collectives, shares) for span in share.tolist()),
-            key=lambda one: one[:2],
-        )
-        labels = [(each.unit, each.phase, each.kind, each.emulated) for _, _, each in marked]
-        pieces = np.array([one[:2] for one in marked], dtype=np.int64).reshape(-1, 2)
+    def _exposed(
+        self, collectives: Sequence[Collective], shares: Sequence[Intervals], exposed: Intervals
+    ) -> list[tuple]:
+        """`exposed`: the pieces of all shares, one share after the other."""
+        owner: np.ndarray = np.repeat(np.arange(len(shares)), [len(share) for share in shares])
+        order = np.lexsort((exposed[:, 1], exposed[:, 0]))
+        pieces, owners = exposed[order], [collectives[index] for index in owner[order].tolist()]
+        labels = [(each.unit, each.phase, each.kind, each.emulated) for each in owners]
         return [
             ("exposed", *label[:3], *span, label[3])
             for label, span in joined(pieces, labels, EMPTY[:, 0], _MOST["exposed"])
@@ -137,6 +139,9 @@ def _communication(each: Collective, start: int, end: int) -> list[tuple]:
     """The transport as one row named by its kind, the host's copies beside it as rows of their own."""
     lane = each.kind if each.kind in _LANES else "other_communication"
     way, rows = each.transport, []
+    if way is not None and len(each.pieces) == 1:  # a kernel
+        first, last = max(start, way.start), min(end, way.end)
+        return [(lane, each.unit, each.phase, each.kind, first, last, each.emulated)] if first < last else []
     moved = (max(start, way.start), min(end, way.end)) if way else (start, start)
     for role in ("copy-in", "copy-out", "blocked"):
         spans = [(max(start, piece.start), min(end, piece.end)) for piece in each.pieces if piece.role == role]
