@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import doctest
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fsdplab import figures
+from fsdplab import cli, figures
 from fsdplab.engine.core.schedule import Schedule
 from fsdplab.figures.style import alt_text
 from fsdplab.figures.view import provenance, views
@@ -398,6 +399,61 @@ def test_a_page_claims_nothing_measured(late):
     page = figures.comparison_page(comparison_json([late]), [late])
     text = re.sub(r"<script.*?</script>", "", page[page.index("<body>") :], flags=re.DOTALL)
     assert "Simulated for 16 GPU ranks" in text and "Measured on" not in text and "real processes" not in text
+
+
+def test_findings_and_tables_of_a_simulation_say_simulated():
+    record = simulate(plan_spec("llama-3.1-8b", "h100", gpus=512, seq=512))
+    found = figures.findings_of([record])
+    assert any("the data sheet's link, simulated" in each["text"] for each in found)
+    assert not any("measured" in f"{each['title']} {each['text']} {each['remedy']}" for each in found)
+    page = figures.comparison_page(comparison_json([record]), [record], found)
+    text = re.sub(r"<script.*?</script>", "", page[page.index("<body>") :], flags=re.DOTALL)
+    assert "would cost, simulated" in text and "What was simulated" in text and "Simulated for" in text
+    assert "A simulated step has no traces" in text and "Where it ran" not in text
+
+
+# ---- the command
+
+
+def ended(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["plan", *arguments])
+    printed = capsys.readouterr()
+    return stop.value.code, printed.out, printed.err
+
+
+def test_the_command_prints_the_simulated_step_beside_the_closed_form(capsys, tmp_path):
+    page, path = tmp_path / "step.html", tmp_path / "step.json"
+    given = ["--model", "llama-3.1-405b", "--gpus", "10000", "--simulate", "--html", str(page), "--json", str(path)]
+    code, out, _ = ended(given, capsys)
+    found = json.loads(path.read_text())
+    simulated, closed = found["simulated"], found["closed_form"]
+    assert code == 0 and re.search(r"step +30\.2 s +30\.2 s +\+0\.0%", out), out
+    assert simulated["step_time_s"]["median"] == pytest.approx(closed["step_time_s"], rel=1e-9)
+    # what a simulation costs is its events, and their number does not grow with the ranks
+    assert "10,000 ranks of 1 kind, 1,016 events" in out and simulated["simulated"]["operations"] == 1016
+    assert set(found["provenance"].values()) == {"simulated"}
+    assert "Simulated for 10000 GPU ranks" in page.read_text(encoding="utf-8")
+
+
+def test_the_command_shows_where_the_two_differ(capsys):
+    code, out, _ = ended(["--gpus", "64", "--tp", "8", "--simulate"], capsys)
+    (step,) = [line for line in out.splitlines() if line.strip().startswith("step ")]
+    assert code == 0 and step.split()[-1].startswith("-") and "64 ranks of 1 kind" in out
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (["--simulate", "--gpu", "a10g"], "no bf16 FLOP/s are known for A10G"),
+        (["--simulate", "--gpus", "12"], "12 GPUs do not fill nodes of 8"),
+        (["--simulate", "--html", "/no/such/folder/a.html"], "--html /no/such/folder/a.html cannot be written"),
+    ],
+    ids=str,
+)
+def test_a_wrong_simulation_is_one_clear_line(arguments, words, capsys):
+    code, _, said = ended(arguments, capsys)
+    assert code == 2 and words in said and said.count("\n") == 1
 
 
 def test_the_late_rank_is_found(late):

@@ -259,6 +259,7 @@ def bench(
         "fsdplab plan --model llama-3.1-8b --gpus 16 --fit",
         "fsdplab plan --model llama-3.1-70b --checkpointing full --sweep gpus=8..1024 --figure sweep.svg",
         "fsdplab plan --ask hybrid --model llama-3.1-70b --gpus 16 --figure hybrid.svg",
+        "fsdplab plan --model llama-3.1-405b --gpus 10000 --simulate --html step.html",
         "fsdplab plan --validate --figure validation.svg",
     )
 )
@@ -315,6 +316,12 @@ def plan(
     questions: Annotated[
         bool, typer.Option("--ask", help="Answer one of 14 questions (plan --ask hybrid), or list them all.")
     ] = False,
+    simulation: Annotated[
+        bool, typer.Option("--simulate", help="Simulate the step event by event, beside the closed form.")
+    ] = False,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", help="Of --simulate: a standalone page with the simulated timeline.")
+    ] = None,
     figure: Annotated[
         Path | None, typer.Option(help="Of --sweep, --validate or --ask: a figure, .svg or .html.")
     ] = None,
@@ -334,11 +341,11 @@ def plan(
         "optimizer": optimizer, "tensor_parallel": tp, "compile": compile, "flash": flash, "offload": offload,
         "lora_rank": lora_rank, "base_dtype": base_dtype,
     }  # fmt: skip
-    from fsdplab.cli.plan import check_tokens, show_plan
+    from fsdplab.cli.plan import check_modes, check_tokens, show_plan
 
     check_tokens(tokens)
-    if file is not None and not validate and not questions:
-        refuse(f"plan takes no {str(file)!r}; give flags, --validate before a file of measurements, or --ask")
+    modes = {"--ask": questions, "--validate": validate, "--fit": fit, "--sweep": sweep, "--simulate": simulation}
+    check_modes([name for name, given in modes.items() if given not in (None, False)], file, figure, html_file)
     if questions:
         from fsdplab.cli.plan_questions import show_answer, show_questions
 
@@ -346,6 +353,11 @@ def plan(
             show_questions(json_file)
         else:
             show_answer(str(file), model, gpu, choices, json_file, figure)
+        return
+    if simulation:
+        from fsdplab.cli.plan_simulation import show_simulation
+
+        show_simulation(model, gpu, choices, json_file, html_file)
         return
     if validate:
         from fsdplab.cli.plan_validation import show_validation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,22 @@ def check_tokens(tokens: float | None) -> None:
     """Refuse a number of tokens that no training has."""
     if tokens is not None and not 1 <= tokens <= 1e18:
         refuse(f"--tokens is {tokens!r}; expected a number from 1 to 1e18, such as 15e12")
+
+
+_TAKES = {  # what only some of the command's forms take: the flag, or the argument
+    "--figure": ("--sweep", "--validate", "--ask"), "--html": ("--simulate",), "FILE": ("--validate", "--ask"),
+}  # fmt: skip
+
+
+def check_modes(modes: Sequence[str], file: Path | None, figure: Path | None, html_file: Path | None) -> None:
+    """Refuse two forms of the command at once, and targets that the form asked for does not write."""
+    if len(modes) > 1:
+        refuse(f"{' and '.join(modes)} were given; expected one of them, or none for the plan itself")
+    for name, given in (("FILE", file), ("--figure", figure), ("--html", html_file)):
+        if given is not None and not set(modes) & set(_TAKES[name]):
+            refuse(
+                f"plan takes no {name} ({str(given)!r}) here; give it with {' or '.join(_TAKES[name])}, or leave it out"
+            )
 
 
 @contextmanager

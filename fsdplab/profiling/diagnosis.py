@@ -682,7 +682,8 @@ def _cell(cell: ExposedCell) -> str:
 def _link(record: RunRecord) -> str:
     link = record.summary.get("link")
     if not link or not link.get("bytes_per_s"):
-        return "the machine's own transport, measured"
+        simulated = record.provenance.get("step_time_s") == "simulated"
+        return "the data sheet's link, simulated" if simulated else "the machine's own transport, measured"
     return f"{link['name']}: {link['bytes_per_s'] / 1e6:,.0f} MB/s, {record.provenance.get('link', 'emulated')}"
 
 

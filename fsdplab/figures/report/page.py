@@ -61,7 +61,9 @@ def comparison_page(
 
 
 def _title(runs: Sequence[RunView]) -> str:
-    """What the page is about: strategies, or somebody's traces."""
+    """What the page is about: strategies, run or simulated, or somebody's traces."""
+    if runs and all(run.simulated for run in runs):
+        return "What each sharding strategy would cost, simulated"
     traced = [run for run in runs if run.traced is not None]
     if not traced or len(traced) < len(runs):
         return "What each sharding strategy costs"
@@ -88,6 +90,7 @@ def _summary(comparison: Mapping[str, Any], source: Runs) -> Markup:
         categories=_categories_table(shown) if measured else None,
         prediction=_prediction(shown, source),
         real=provenance(shown),
+        simulated=all(run.simulated for run in shown),
         run=_flat(comparison.get("spec") or {}),
         place=_flat(comparison.get("environment") or {}),
     )

@@ -23,7 +23,7 @@ from fsdplab.figures.report.linked import linked_html
 from fsdplab.figures.report.parts import Cell, drawn, note, table
 from fsdplab.figures.report.rendering import part, rendered
 from fsdplab.figures.trace_tables import cells, headings, is_number, left_out
-from fsdplab.figures.view import views
+from fsdplab.figures.view import view, views
 from fsdplab.profiling.tables import Table, tables_of_record
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.records import RecordError, RunRecord
@@ -92,6 +92,10 @@ def _memory(record: RunRecord) -> Markup:
 
 def _tables(record: RunRecord) -> Markup:
     """What the record's traces tell, each table under the sentence that it comes to."""
+    if view(record).simulated:
+        return note(
+            "A simulated step has no traces, which these tables are made of: give runs of fsdplab run --profile 3."
+        )
     try:
         found = tables_of_record(record)
     except (RecordError, TraceError) as reason:

@@ -1,0 +1,83 @@
+"""`fsdplab plan --simulate`: a step, event by event, beside the closed form, and as a page with its timeline."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fsdplab.cli.outputs import WIDTH, Outputs
+from fsdplab.cli.plan import console_beside, refusals, write_json
+from fsdplab.common.files import write_output
+from fsdplab.common.sizes import seconds, size, three_digits
+from fsdplab.common.words import MISSING, plural
+from fsdplab.planning.planner import Plan, plan_of, plan_spec
+from fsdplab.planning.simulation import simulate
+from fsdplab.planning.step_time import peak_flops
+from fsdplab.records import RunRecord, comparison_json
+
+
+def show_simulation(
+    model: str, gpu: str, choices: dict[str, Any], json_file: str | None, html_file: Path | None
+) -> None:
+    """Simulate one step of a plan, print it beside the closed form, and write the page and JSON if asked."""
+    Outputs(html_file=html_file).check()
+    with refusals():
+        spec = plan_spec(model, gpu, **choices)
+        peak_flops(spec.gpu)
+        began = time.perf_counter()
+        found, record = plan_of(spec), simulate(spec)
+        took = time.perf_counter() - began
+    console = console_beside(json_file, WIDTH)
+    console.print(_table(found, record))
+    _print_how(console, record, took)
+    write_json(json_file, json.dumps(_as_dict(found, record), indent=1))
+    if html_file is not None:
+        from fsdplab.figures import comparison_page, findings_of
+
+        write_output(html_file, comparison_page(comparison_json([record]), [record], findings_of([record])))
+
+
+def _table(found: Plan, record: RunRecord) -> Table:
+    table = Table(box=None, header_style="bold")
+    for name in ("of one step", "simulated", "closed form", "difference"):
+        table.add_column(name, justify="left" if name == "of one step" else "right", no_wrap=True)
+    for name, write, simulated, closed in _pairs(found, record):
+        apart = round(100 * (simulated / closed - 1), 1) if closed else None
+        table.add_row(name, write(simulated), write(closed), MISSING if apart is None else f"{apart or 0:+.1f}%")
+    return table
+
+
+def _pairs(found: Plan, record: RunRecord) -> Iterator[tuple[str, Any, float, float]]:
+    """(quantity, how it is written, simulated, closed form)."""
+    assert found.time is not None, "a GPU without FLOP/s was refused before"
+    comm, split = record.summary["comm"], record.table("breakdown")[0]
+    yield "step", seconds, record.summary["step_time_s"]["median"], found.time.step_s
+    yield "compute", seconds, split["compute_ns"] / 1e9, found.time.compute_s
+    yield "exposed communication", seconds, comm["exposed_s"], max(0.0, found.time.exposed_s)
+    yield "sent by a rank", size, comm["bytes_per_step"], sum(row.step_bytes for row in found.traffic)
+    speed = record.summary["tokens_per_s"] / found.spec.gpus
+    yield "tokens/s a GPU", three_digits, speed, found.tokens_per_s_per_gpu or 0.0
+    peak = record.summary["peak_memory_bytes"]["total"]
+    yield "peak memory of a rank", size, peak, found.memory.peak.total
+
+
+def _print_how(console: Console, record: RunRecord, took: float) -> None:
+    simulated = record.summary["simulated"]
+    ranks = sum(simulated["ranks"].values())
+    console.print(
+        f"simulated: {ranks:,} {'rank' if ranks == 1 else 'ranks'} of {plural(len(simulated['ranks']), 'kind')},"
+        f" {simulated['operations']:,} events with the engine's own schedule, in {seconds(took)}; memory is the closed"
+        " form's, at the instants that the simulation gives it",
+        highlight=False,
+    )
+
+
+def _as_dict(found: Plan, record: RunRecord) -> dict[str, Any]:
+    simulated = {name: value for name, value in record.summary.items() if name not in ("memory_start_ns", "profile")}
+    return {"simulated": simulated, "closed_form": found.as_dict(), "provenance": record.provenance}
