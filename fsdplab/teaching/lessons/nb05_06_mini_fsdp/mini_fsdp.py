@@ -30,9 +30,9 @@ from .schedules import play
 from .units import CHOICES, Plan, choices_table, largest_modules, plan
 
 __all__ = [
-    "choices_figure", "choices_table", "gathered_figure", "largest_modules", "layer_figure", "life_diagram", "life_of_a_layer",
-    "plan", "read_dropped", "rows_held", "run_schedule", "schedule_figure", "show_glue", "take_engine", "take_parts",
-    "train",
+    "choices_figure", "choices_table", "gathered_figure", "largest_modules", "layer_figure", "life_diagram",
+    "life_of_a_layer", "plan", "read_dropped", "rows_held", "run_schedule", "schedule_figure", "show_glue",
+    "take_engine", "take_parts", "train",
 ]  # fmt: skip
 
 ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
