@@ -32,6 +32,7 @@ _SOURCES = {
     "table": "core.display",
     "explore": "core.exploring",
     "doing": "core.waiting",
+    "glossary": "core.glossary",
     "follow": "core.waiting",
     "what_was_real": "core.provenance",
     "on_a_gpu": "core.on_a_gpu",

@@ -115,33 +115,38 @@ def _peak(records: Iterable[RunRecord], strategy: str) -> float:
     return _run(records, strategy).summary["peak_memory_bytes"]["total"] / 1e6
 
 
-def _optimizer(records: Iterable[RunRecord]) -> float:
-    return _run(records, "full_shard").summary["peak_memory_bytes"]["by_category"]["optimizer_state"] / 1e6
+def _card(records: Iterable[RunRecord]) -> float:
+    return _run(records, "no_shard").spec["card"] / 1e6
 
 
 peak = Question(
     id="00.peak",
-    statement="How many MB of memory does a rank hold at its peak under full_shard?",
+    statement="By how many MB does the peak of no_shard exceed the card?",
     unit="MB",
-    expected=lambda records: _peak(records, "full_shard"),
+    expected=lambda records: _peak(records, "no_shard") - _card(records),
     tolerance=0.03,
     slips=(
         Slip(
-            "that is the bar of no_shard; full_shard has its own bar", value=lambda records: _peak(records, "no_shard")
+            "that is the whole bar of no_shard; the question is what lies beyond the card",
+            value=lambda records: _peak(records, "no_shard"),
+        ),
+        Slip("that is the card's capacity, the dashed line", value=_card),
+        Slip(
+            "that is the difference between the two bars; the question is about the card",
+            value=lambda records: _peak(records, "no_shard") - _peak(records, "full_shard"),
         ),
         Slip(
-            "that is the card's capacity, the dashed line",
-            value=lambda records: _run(records, "full_shard").spec["card"] / 1e6,
+            "that is what full_shard leaves free on its card; the question is about no_shard",
+            value=lambda records: _card(records) - _peak(records, "full_shard"),
         ),
-        Slip("that is one segment, the optimizer state; the peak is the whole bar", value=_optimizer),
         Slip("that is the sum over both ranks; the figure and the card are about one rank", factor=2.0),
     ),
     hints=(
-        "The figure has one bar a strategy, and the question is about one of them.",
-        "Its length is the total; the number stands at its end. The axis is in MB (10**6 bytes).",
-        "Take the number printed at the end of the bar named full_shard.",
+        "Two things are to be read: the length of one bar, and where the dashed line stands.",
+        "The number at the end of the bar named no_shard is its peak; the axis is in MB (10**6 bytes).",
+        "The number at the end of that bar, minus 330 MB.",
     ),
-    explanation="The card holds it, and what is in it can be named.",
+    explanation="So the run was stopped: on a GPU of that size it would have ended out of memory.",
 )
 
 loop = Choice(

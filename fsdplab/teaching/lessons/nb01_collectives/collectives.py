@@ -32,16 +32,11 @@ TIME_LIMIT = 150.0
 
 
 def moved(megabytes: float, ranks: int) -> Table:
-    """The MB that one rank sends in each collective on a payload of P = `megabytes` MB, and in one step of three
-    strategies.
-    """
+    """The MB that one rank sends in each collective on a payload of P = `megabytes` MB."""
     one = megabytes * (ranks - 1) / ranks
     rows = [
         ["all_gather, reduce_scatter", "P (n-1)/n", f"{one:,.2f}"],
         ["all_reduce", "2 P (n-1)/n", f"{2 * one:,.2f}"],
-        ["one step of no_shard: all_reduce", "2 P (n-1)/n", f"{2 * one:,.2f}"],
-        ["one step of shard_grad_op: gather + reduce", "2 P (n-1)/n", f"{2 * one:,.2f}"],
-        ["one step of full_shard: gather twice + reduce", "3 P (n-1)/n", f"{3 * one:,.2f}"],
     ]
     return table(
         ["what", "formula", "MB sent by a rank"], rows, f"Computed for P = {megabytes:g} MB, n = {ranks} ranks."

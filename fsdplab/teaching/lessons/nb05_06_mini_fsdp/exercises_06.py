@@ -15,6 +15,7 @@ from fsdplab.teaching.core.verdicts import Difference
 from fsdplab.workloads import block_parameter_count, build_model, preset, root_parameter_count
 
 from .drivers import LOSSES, PARAMETERS, compared
+from .exercises_06_schedule import schedule
 from .units import CHOICES, LIMIT, TARGET, plan
 
 DRIVERS = str(Path(__file__).with_name("drivers.py"))
@@ -397,4 +398,4 @@ llama = Question(
     ),
 )
 
-ITEMS = (hooks, choose_units, llama)
+ITEMS = (hooks, choose_units, llama, schedule)

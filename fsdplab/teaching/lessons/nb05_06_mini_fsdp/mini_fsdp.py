@@ -18,19 +18,25 @@ from fsdplab.teaching.core.checking import solution, solution_file
 from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Note, Table, notebook_display, present, table
 from fsdplab.teaching.core.waiting import doing
+from fsdplab.teaching.core.workspace import load_function
 
 from .engine import MiniFSDP, Wanted
 from .exercises_06 import STEPS, parts_in_use
 from .figures import choices_figure, gathered_figure, layer_figure
+from .life_diagram import life_diagram
 from .records import record_of
+from .schedule_figure import schedule_figure
+from .schedules import play
 from .units import CHOICES, Plan, choices_table, largest_modules, plan
 
 __all__ = [
-    "choices_figure", "choices_table", "gathered_figure", "largest_modules", "layer_figure", "life_of_a_layer", "plan",
-    "read_dropped", "rows_held", "show_glue", "take_parts", "train",
+    "choices_figure", "choices_table", "gathered_figure", "largest_modules", "layer_figure", "life_diagram",
+    "life_of_a_layer", "plan", "read_dropped", "rows_held", "run_schedule", "schedule_figure", "show_glue",
+    "take_engine", "take_parts", "train",
 ]  # fmt: skip
 
 ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
+SCHEDULE_ON_RANKS = Path(__file__).with_name("schedule_on_ranks.py")
 TIME_LIMIT = 150.0
 IN_USE = "in_use.py"
 WORK = {"batch_size": 2, "sequence_length": 64, "learning_rate": 3e-3, "seed": 0}
@@ -61,6 +67,53 @@ def take_parts() -> None:
         lines.append(f'{name} = load_function(HERE / "{where}", "{name}")')
     workspace.open()
     (workspace.path / IN_USE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def take_engine() -> None:
+    """Take your hooks as well where their check passed, and let ranks say `from my_fsdp.in_use import sharded`: the
+    six functions as one engine, `sharded(model)`.
+    """
+    take_parts()
+    solution("06.hooks")
+    workspace = current().workspace
+    where = solution_file("06.hooks").relative_to(workspace.path).as_posix()
+    path = workspace.path / IN_USE
+    path.write_text(path.read_text(encoding="utf-8") + _ENGINE.format(where=where), encoding="utf-8")
+
+
+_ENGINE = """
+from fsdplab.teaching.lessons.nb05_06_mini_fsdp.engine import MiniFSDP, Parts
+from fsdplab.workloads import block_types
+
+hooks = load_function(HERE / "{where}", "hooks")
+
+
+def sharded(model, is_unit=None):
+    \"\"\"The model under your engine: every block is a unit, or what `is_unit(name, module)` says.\"\"\"
+    chosen = is_unit or (lambda name, module: isinstance(module, block_types(model)))
+    return MiniFSDP(model, chosen, Parts(shard, unshard, reshard, guarded, reduce, hooks))
+"""
+
+
+@doing("one step on real ranks, in the order of the schedule")
+def run_schedule(blocks: int = 4, width: int = 64, world_size: int = 2) -> Table:
+    """One step of real blocks in the order of the learner's schedule (or the reference), with the functions in use."""
+    path = solution_file("06.schedule")
+    payload = {
+        "workspace": str(current().workspace.path), "parts": parts_in_use(), "schedule": str(path),
+        "blocks": blocks, "width": width,
+    }  # fmt: skip
+    by_rank = call_on_ranks(
+        SCHEDULE_ON_RANKS, "scheduled", world_size=world_size, payload=payload, time_limit=TIME_LIMIT
+    )
+    computed = play(load_function(path, "schedule")(blocks), blocks)
+    whose = "your" if path.parent == current().workspace.path else "the reference"
+    rows = [
+        [f"rank {rank}", f"{seen['differing']:,} of {seen['of']:,}", f"{seen['peak']:.2f}", str(computed.peak)]
+        for rank, seen in enumerate(by_rank)
+    ]
+    header = ["", "gradients that differ from the twin's", "blocks in memory at most", "by the puzzle's arithmetic"]
+    return table(header, rows, f"Measured on {world_size} real ranks with {whose} schedule. Time was not looked at.")
 
 
 def rows_held(rows: int, ranks: int) -> Table:

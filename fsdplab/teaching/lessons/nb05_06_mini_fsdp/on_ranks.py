@@ -30,7 +30,7 @@ def loaded(paths: dict[str, str], **given: Callable[..., Any]) -> Parts:
     )
 
 
-def _no_hooks(*arguments: object) -> tuple[()]:
+def no_hooks(*arguments: object) -> tuple[()]:
     """Stands for `hooks` where nothing calls them."""
     return ()
 
@@ -51,7 +51,7 @@ def layer_life(payload: dict[str, Any]) -> dict[str, Any]:
     `payload`: workspace, parts, rows, columns. Returns the bytes held after each moment, and the largest differences.
     """
     Workspace(Path(payload["workspace"])).make_importable()
-    parts = loaded(payload["parts"], hooks=_no_hooks)
+    parts = loaded(payload["parts"], hooks=no_hooks)
     layer, twin, inputs = _layer_and_twin(payload["rows"], payload["columns"])
     moments, outputs, gradients = _life(layer, inputs[dist.get_rank()], parts)
     expected, whole_gradient = _of_the_twin(twin, inputs)
