@@ -322,7 +322,9 @@ def strip_ms(record: RunRecord) -> float:
 
 def test_the_red_strip_is_as_long_as_the_title_says():
     recorded = RunRecord.load(Path(__file__).resolve().parents[1] / "data" / "traces-08")
-    assert strip_ms(recorded) == pytest.approx(sum(row["exposed_ns"] for row in recorded.table("breakdown")) / 1e6, rel=1e-3)
+    assert strip_ms(recorded) == pytest.approx(
+        sum(row["exposed_ns"] for row in recorded.table("breakdown")) / 1e6, rel=1e-3
+    )
 
 
 def test_the_red_strip_has_gaps_where_a_row_of_joined_pieces_has_none(ahead):
