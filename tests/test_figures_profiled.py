@@ -13,7 +13,7 @@ import json
 import re
 import shutil
 import xml.etree.ElementTree as ET
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -315,6 +315,37 @@ def test_the_record_itself_is_sound(ahead, tmp_path):
     ).save()
     assert gzip.open(saved.path / "life.csv.gz").readline() == b"rank,step,unit,state,phase,time_ns\n"
     assert figures.rank_timeline(RunRecord.load(saved.path)).to_json() == figures.rank_timeline(ahead).to_json()
+
+
+def strip_ms(record: RunRecord) -> float:
+    """The length of the red strip, all ranks together."""
+    (strip,) = (trace for trace in figures.rank_timeline(record).data if trace.name == "exposed")
+    return sum(strip.x)
+
+
+def test_the_red_strip_is_as_long_as_the_title_says():
+    recorded = RunRecord.load(Path(__file__).resolve().parents[1] / "data" / "traces-08")
+    assert strip_ms(recorded) == pytest.approx(
+        sum(row["exposed_ns"] for row in recorded.table("breakdown")) / 1e6, rel=1e-3
+    )
+
+
+def test_the_red_strip_has_gaps_where_a_row_of_joined_pieces_has_none(ahead):
+    """As a trace with many pieces has it: neighbours are one row, across the computing between them."""
+    last = max(row["step"] for row in ahead.table("timeline"))
+    red = [row for row in ahead.table("timeline") if row["lane"] == "exposed" and row["step"] == last]
+    whole = {}
+    for rank in {row["rank"] for row in red}:
+        mine = [row for row in red if row["rank"] == rank]
+        start, end = min(row["start_ns"] for row in mine), max(row["end_ns"] for row in mine)
+        whole[rank] = mine[0] | {"start_ns": start, "end_ns": end}
+    others = [row for row in ahead.table("timeline") if row["lane"] != "exposed"]
+    joined = replace(ahead, tables={**ahead.tables, "timeline": [*others, *whole.values()]})
+    pieces = figures.rank_timeline(joined, step=last)
+    exact = figures.rank_timeline(ahead, step=last)
+    drawn = [sum(next(trace.x for trace in figure.data if trace.name == "exposed")) for figure in (pieces, exact)]
+    covered = sum(row["end_ns"] - row["start_ns"] for row in whole.values()) / 1e6
+    assert drawn[0] == pytest.approx(drawn[1], rel=0.05) and covered > 1.5 * drawn[0]
 
 
 def test_timeline_draws_every_interval_of_the_step_on_one_clock(ahead):

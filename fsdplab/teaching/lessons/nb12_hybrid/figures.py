@@ -1,4 +1,4 @@
-"""Figures of lesson 12: time on both links by run and collective, and the peak of each run."""
+"""Figures of lesson 12: the mesh, time on both links by run and collective, and the peak of each run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures import memory_by_category
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import COLLECTIVE_COLOURS, EDGE, ink_on, titled
+from fsdplab.figures.style import COLLECTIVE_COLOURS, DARK_INK, EDGE, ink_on, titled
 from fsdplab.records import RunRecord
 
 from .network import ACROSS, WITHIN, by_collective, sent, slow
@@ -69,3 +69,51 @@ def _segment(kind: str, split: dict[str, dict[str, tuple[int, float]]], longest:
 def memory_figure(runs: Sequence[RunRecord]) -> go.Figure:
     """The peak of each run by category."""
     return memory_by_category(list(runs))
+
+
+_NODES = ("#9cc3e6", "#f2c38b", "#a8d5a2", "#d7b5e0", "#e8a9a9", "#c9c98f", "#9fd3d0", "#c7c7c7")
+
+
+def mesh_figure(nodes: int, per_node: int, shard_group: int) -> go.Figure:
+    """Ranks as a mesh: a row is a shard group, a column holds the same slice; the colour is the rank's node.
+
+    A row of one colour gathers inside a node. The title says what the two axes send, in parts of the parameters P.
+    """
+    ranks, s = nodes * per_node, shard_group
+    rows = [list(range(first, first + s)) for first in range(0, ranks, s)]
+    figure = go.Figure(_cells(rows, per_node, nodes))
+    figure.update_xaxes(
+        title_text="shard axis: the ranks of a row hold one model, a slice each", showgrid=False, type="category"
+    )
+    figure.update_yaxes(title_text="replicate axis", autorange="reversed", showgrid=False, type="category")
+    inside, r = all(len({rank // per_node for rank in row}) == 1 for row in rows), len(rows)
+    within, across = 3 * (s - 1) / s, 2 / s * (r - 1) / r
+    pace = "inside a node" if inside else "from node to node"
+    title = f"{r} x {s}: rows gather {pace}, {within:.2f} P a rank; columns reduce {across:.2f} P"
+    where = (
+        "P: bytes of all parameters; a step: two gathers and a reduce-scatter in the row, an all-reduce in the column"
+    )
+    groups = "; ".join(f"row {index}: ranks {', '.join(map(str, row))}" for index, row in enumerate(rows[:8]))
+    alt = f"A mesh of {r} rows and {s} columns. {groups}. {title}."
+    return titled(figure, title, where, alt, height=170 + max(110, 46 * r), top=104)
+
+
+def _cells(rows: Sequence[Sequence[int]], per_node: int, nodes: int) -> go.Heatmap:
+    colours = [_NODES[index % len(_NODES)] for index in range(nodes)]
+    steps = [(edge, colour) for index, colour in enumerate(colours) for edge in (index / nodes, (index + 1) / nodes)]
+    few = max(len(row) for row in rows) <= 8
+    return go.Heatmap(
+        x=[f"slice {index + 1} of {len(rows[0])}" if few else str(index + 1) for index in range(len(rows[0]))],
+        y=[f"replica {index}" for index in range(len(rows))],
+        z=[[rank // per_node + 0.5 for rank in row] for row in rows],
+        text=[[_place(rank, per_node, len(row)) for rank in row] for row in rows],
+        texttemplate="%{text}", textfont=dict(size=13, color=DARK_INK), xgap=4, ygap=4, zmin=0, zmax=nodes,
+        colorscale=steps, showscale=False, hovertemplate="%{text}<br>%{x}, %{y}<extra></extra>",
+    )  # fmt: skip
+
+
+def _place(rank: int, per_node: int, columns: int) -> str:
+    """The rank's name, with its node where there is room."""
+    if columns > 8:
+        return str(rank)
+    return f"rank {rank} · node {rank // per_node}" if columns <= 4 else f"rank {rank}"

@@ -2,24 +2,26 @@
 between the groups.
 
 P are the bytes of all parameters, s the ranks of a shard group, r the groups that hold the same slices: r s = n ranks.
-Every rank has its own end of each link, and a ring goes at the pace of the slowest link in it.
+Every rank has its own end of each link, and a ring goes at the pace of the slowest link in it. Bytes and memory are
+those of real runs; what is said about time comes from the steady card, whose times are the same on every machine.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import Any
 
 from fsdplab.common.sizes import seconds, size
+from fsdplab.figures import alt_text
 from fsdplab.planning.links import parse_link
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec
-from fsdplab.teaching.core.display import Note, Table, table
+from fsdplab.teaching.core.display import Note, Shown, Table, table
+from fsdplab.teaching.core.steady_card import GIGAFLOPS, steady
 
-from .figures import link_figure, memory_figure
-from .network import ACROSS, WITHIN, by_collective, groups_of, parameter_bytes, sent, slow
+from .figures import link_figure, memory_figure, mesh_figure
+from .network import ACROSS, WITHIN, groups_of, parameter_bytes, sent, slow
 from .on_ranks import complaint, expected_ms
 
 __all__ = [
@@ -27,14 +29,18 @@ __all__ = [
     "WITHIN",
     "banner",
     "beside_the_formula",
-    "blocked_factor",
+    "card_note",
+    "exposed_factor",
     "job",
     "leaving_a_node",
     "link_figure",
     "memory_figure",
+    "mesh_of",
     "mesh_table",
     "node_table",
+    "raw_words",
     "seen",
+    "steady",
     "steps",
     "waits",
     "weighed",
@@ -85,52 +91,47 @@ def beside_the_formula(traffic: Callable[[float, int, int], dict[str, float]], r
 # ---- what the figures showed, in a sentence
 
 
-def blocked_factor(full: RunRecord, hybrid: RunRecord) -> float:
-    """How many times as long ranks are blocked for messages under `full` as under `hybrid`, on the emulated clock."""
-    return full.summary["comm"]["blocked_s"] / hybrid.summary["comm"]["blocked_s"]
-
-
-def seen(full: RunRecord, hybrid: RunRecord) -> Note:
-    """Bytes at the slow link's pace of both runs, and for how long their ranks were blocked."""
-    first, second = ((slow(record), record.summary["comm"]["blocked_s"]) for record in (full, hybrid))
-    words = (
-        f"Seen here: {size(first[0])} against {size(second[0])} a rank at the slow link's pace"
-        f" ({first[0] / second[0]:.2f} times as much); "
-    )
+def card_note() -> Note:
+    """The card on which the lesson compares times."""
     return Note(
         (
-            words
-            + f"blocked {seconds(first[1])} against {seconds(second[1])} a step ({first[1] / second[1]:.1f} times as"
-            " long).",
+            f"The steady card computes {GIGAFLOPS:g} GFLOP/s in fp32. Links as above, emulated.",
+            "Simulated: its clock. Real: the engine's own order of gathers and reductions.",
         )
     )
 
 
-def waits(*runs: RunRecord) -> Table:
-    """Time on the links and the part of it for which a rank was blocked, by collective; medians over the timed steps of
-    the worst rank.
-    """
-    rows = []
-    for record in runs:
-        for kind, (_, spent) in by_collective(record).items():
-            rows.append([record.spec["strategy"], kind, f"{1e3 * spent:.0f}", f"{1e3 * blocked_s(record, kind):.0f}"])
-    return table(
-        ["run", "collective", "on the links, ms", "blocked for it, ms"],
-        rows,
-        "In one step, on the clock of the emulated links.",
+def exposed_factor(full: RunRecord, hybrid: RunRecord) -> float:
+    """How many times as long `full` is exposed as `hybrid`."""
+    return full.summary["comm"]["exposed_s"] / hybrid.summary["comm"]["exposed_s"]
+
+
+def seen(full: RunRecord, hybrid: RunRecord) -> Note:
+    """Bytes at the slow link's pace of both runs, as their ledgers have them."""
+    first, second = slow(full), slow(hybrid)
+    return Note(
+        (
+            f"Seen here: {size(first)} against {size(second)} a rank at the slow link's pace ({first / second:.2f}"
+            " times as much).",
+        )
     )
 
 
-def blocked_s(record: RunRecord, kind: str) -> float:
-    """Seconds of a step that a rank was blocked for one kind of collective: the worst rank's median over the timed
-    steps.
-    """
-    timed = {row["step"] for row in record.table("steps") if row["step_time_s"] is not None}
-    found: dict[int, dict[int, int]] = defaultdict(lambda: dict.fromkeys(timed, 0))
-    for row in record.table("ledger"):
-        if row["step"] in timed and row["kind"] == kind:
-            found[row["rank"]][row["step"]] += row["waited_ns"]
-    return max((median(by_step.values()) / 1e9 for by_step in found.values()), default=0.0)
+def waits(full: RunRecord, hybrid: RunRecord) -> Table:
+    """Time on the links and the part of it that is exposed, by collective and phase, of both runs on the card."""
+    rows = []
+    for record in (full, hybrid):
+        found: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+        for row in (row for row in record.table("exposed") if row["rank"] == 0):
+            found[row["kind"], row["phase"]][0] += row["communication_ns"]
+            found[row["kind"], row["phase"]][1] += row["exposed_ns"]
+        for (kind, phase), (moved, shown) in found.items():
+            rows.append([record.spec["strategy"], f"{kind} in {phase}", f"{moved / 1e6:.0f}", f"{shown / 1e6:.0f}"])
+    totals = " and ".join(
+        f"{record.spec['strategy']} {seconds(record.summary['comm']['exposed_s'])}" for record in (full, hybrid)
+    )
+    caption = f"One step on the steady card, simulated. Exposed in all: {totals}."
+    return table(["run", "collective", "on the links, ms", "exposed, ms"], rows, caption)
 
 
 def weighed(full: RunRecord, hybrid: RunRecord) -> Note:
@@ -148,27 +149,37 @@ def weighed(full: RunRecord, hybrid: RunRecord) -> Note:
 
 
 def steps(runs: dict[str, RunRecord]) -> Table:
-    """Step, time blocked for messages, and link of each run by its name."""
-    rows = []
-    for name, record in runs.items():
-        # without a link a rank waits for cores more than for bytes
-        blocked = record.summary["comm"]["blocked_s"] if record.summary["link"] else None
-        rows.append(
-            [
-                name,
-                f"{1e3 * record.summary['step_time_s']['median']:.0f}",
-                "-" if blocked is None else f"{1e3 * blocked:.0f}",
-                "emulated" if record.summary["link"] else "none: raw transport",
-            ]
-        )
-    return table(
-        ["run", "step, ms", "blocked, ms", "link"],
-        rows,
-        "Steps measured: four ranks share this machine's cores. Blocked for a link: emulated clock.",
-    )
+    """Step and link of each run by its name."""
+    rows = [[name, f"{_step_ms(record):.0f}", _link(record)] for name, record in runs.items()]
+    caption = "Steps measured: four ranks share this machine's cores, so run the cells again and they change."
+    return table(["run", "step, ms", "link"], rows, caption)
+
+
+def _step_ms(record: RunRecord) -> float:
+    return 1e3 * record.summary["step_time_s"]["median"]
+
+
+def _link(record: RunRecord) -> str:
+    return "emulated" if record.summary["link"] else "none: raw transport"
+
+
+def raw_words(full: RunRecord, hybrid: RunRecord) -> Note:
+    """The two raw steps beside each other."""
+    first, second = _step_ms(full), _step_ms(hybrid)
+    quicker = "full_shard" if first < second else "hybrid_shard"
+    apart = abs(first - second) / max(first, second)
+    return Note((f"Raw: {first:.0f} ms against {second:.0f}; {quicker} was quicker this time, by {apart:.0%}.",))
 
 
 # ---- larger clusters, computed
+
+
+def mesh_of(nodes: int, per_node: int, shard_group: int) -> Shown | Note:
+    """The mesh figure for sliders: `nodes` x `per_node` ranks in shard groups of `shard_group`."""
+    if nodes * per_node % shard_group or shard_group > nodes * per_node:
+        return Note((f"{nodes * per_node} ranks make no groups of {shard_group}: choose a smaller group.",))
+    figure = mesh_figure(nodes, per_node, shard_group)
+    return Shown(figure, alt_text(figure))
 
 
 def leaving_a_node(billions: float, nodes: int, per_node: int) -> tuple[float, float]:
