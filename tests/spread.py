@@ -21,6 +21,7 @@ LONGEST = (
     "11_strategy_shoot_out", "13_precision_checkpointing_offload", "test_sessions_call", "test_engine_state",
     "test_strategy_lab_browser", "test_lab_browser", "test_compose_pipeline", "test_sessions_nodes",
     "test_course_03_04", "test_engine_zoo", "test_engine_contract", "12_hybrid_and_slow_links", "test_figures_profiled",
+    "test_installed",
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import pytest
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parents[1]
+GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 INNER = ("engine", "workloads", "records", "planning", "profiling", "sessions")  # run with torch and numpy alone
 OUTER = {"plotly", "jinja2", "ipywidgets", "IPython", "nbformat", "nbclient", "ipykernel", "typer", "rich", "click"}
 WHEN_NEEDED = {"pandas", "deepspeed", "tensorboard"}  # imported inside the function that needs them
@@ -152,7 +153,7 @@ def test_what_the_guides_name_exists():
 
     files = {path.stem for folder in ("tests", "notebooks") for path in (ROOT / folder).glob("*.*")}
     assert not set(LONGEST) - files
-    texts = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", *(ROOT / "fsdplab").rglob("*.py")]
+    texts = [*GUIDES, *(ROOT / "fsdplab").rglob("*.py")]
     named = {
         name for path in texts for name in re.findall(r"`(\w[\w/]*/[\w/]+\.py)`", path.read_text(encoding="utf-8"))
     }
@@ -201,7 +202,7 @@ def metaphors(path: Path, root: Path = ROOT) -> list[str]:
 
 
 def test_texts_have_no_metaphors():
-    files = [*(ROOT / "fsdplab").rglob("*.py"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    files = [*(ROOT / "fsdplab").rglob("*.py"), *GUIDES]
     assert [found for path in sorted(files) for found in metaphors(path)] == []
 
 

@@ -138,6 +138,15 @@ def test_advice_in_a_clone_installs_the_clone(monkeypatch, tmp_path):
     assert places.shared_folder("data") == ROOT / "data"
 
 
+def test_somebodys_own_notebooks_are_not_taken_for_the_course(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks" / "my experiments.ipynb").write_text("{}")
+    assert places.course_folder() == ROOT / "notebooks"
+    (tmp_path / "notebooks" / "01_of_a_course.ipynb").write_text("{}")
+    assert places.course_folder() == tmp_path / "notebooks"
+
+
 def test_no_message_sends_to_a_package_index_for_fsdplab():
     """`pip install fsdplab` may install something else: messages ask how_to_install."""
     texts = [*(ROOT / "fsdplab").rglob("*.py"), *(ROOT / "notebooks").glob("*.ipynb"), *ROOT.glob("*.md")]

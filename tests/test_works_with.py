@@ -122,8 +122,19 @@ def by_trainer(_: object, engine: str, folder: str) -> tuple[bool, Any, float]:
     return is_ours(model), logged(trainer), sum(float(each.detach().square().sum()) for each in saved.parameters())
 
 
+def accelerate_by_itself(_: object) -> tuple[str, Any, str]:
+    """The kind of run that accelerate takes CPU ranks for, the plugin it keeps, and what it makes of a model."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    as_torchrun_starts_it()
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    prepared = accelerator.prepare(torch.nn.Linear(4, 4))
+    kept = getattr(accelerator.state, "fsdp_plugin", None)
+    return accelerator.distributed_type.name, kept, type(prepared).__name__
+
+
 def by_accelerate(_: object, engine: str, folder: str) -> tuple[bool, Any, str]:
-    """Sharded by accelerate, as `Trainer(fsdp=True)` asks it to. It says first that it would not do so on CPU ranks."""
+    """Sharded by accelerate, as `TrainingArguments(fsdp=True)` asks it to; on CPU ranks it must be told to."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
@@ -133,13 +144,12 @@ def by_accelerate(_: object, engine: str, folder: str) -> tuple[bool, Any, str]:
     units = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
     trainer = trainer_of(llama(), folder, fsdp=True, fsdp_config=units)
     state = trainer.accelerator.state
-    of_its_own = f"{state.distributed_type.name}, FSDP plugin: {getattr(state, 'fsdp_plugin', None)}"
     # what accelerate does by itself on GPUs
     state.fsdp_plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
     state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     trainer.is_fsdp_enabled = True
     trainer.train()
-    return is_ours(trainer.model), logged(trainer), of_its_own
+    return is_ours(trainer.model), logged(trainer), type(trainer.optimizer).__name__
 
 
 def steps_of(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
@@ -225,14 +235,17 @@ def check_same(found: dict[str, list[tuple[bool, Any, Any]]]) -> None:
 
 
 def test_trainer_trains_and_saves_the_same(ranks, tmp_path):
-    found = with_both(ranks, by_trainer, str(tmp_path))
-    check_same(found)
+    check_same(with_both(ranks, by_trainer, str(tmp_path)))
 
 
-def test_accelerate_shards_the_same_and_leaves_cpu_ranks_out_by_itself(ranks, tmp_path):
-    found = with_both(ranks, by_accelerate, str(tmp_path))
-    check_same(found)
-    assert {of_its_own for *_, of_its_own in found["lab"]} == {"MULTI_CPU, FSDP plugin: None"}
+def test_accelerate_shards_the_same(ranks, tmp_path):
+    check_same(with_both(ranks, by_accelerate, str(tmp_path)))
+
+
+def test_accelerate_leaves_cpu_ranks_out_by_itself(ranks):
+    """The page says so: should a later version take them, the page and the program above become simpler."""
+    found = ranks(2, accelerate_by_itself, ImportedByTheMother())
+    assert found == [("MULTI_CPU", None, "DistributedDataParallel")] * 2
 
 
 def test_adapters_on_a_frozen_base_train_the_same(ranks):

@@ -10,17 +10,15 @@ from pathlib import Path
 
 from fsdplab.cli.errors import refuse
 from fsdplab.cli.processes import run_module
-from fsdplab.common.places import how_to_install, shared_folder
+from fsdplab.common.places import course_folder, how_to_install
 
 
 def find_notebooks(folder: Path | None) -> Path:
-    """The folder given, else `notebooks/` here or those of this copy of fsdplab; an error if it has none."""
-    places = [folder] if folder else [Path.cwd() / "notebooks", shared_folder("notebooks")]
-    for place in places:
-        if place.is_dir() and any(place.rglob("*.ipynb")):
-            return place
-    searched = " and ".join(str(place) for place in places)
-    refuse(f"no notebooks in {searched}; run this in a clone of the repository, or give --notebooks FOLDER")
+    """The folder given, else a course here or this copy's own; an error if it has none."""
+    place = folder or course_folder()
+    if place.is_dir() and any(place.rglob("*.ipynb")):
+        return place
+    refuse(f"no notebooks in {place}; run this in a clone of the repository, or give --notebooks FOLDER")
 
 
 def open_lab(folder: Path | None, browser: bool, port: int | None, edition: str) -> int:

@@ -24,6 +24,12 @@ def shared_folder(name: str) -> Path:
     return (checkout() or _PACKAGE / IN_A_WHEEL) / name
 
 
+def course_folder() -> Path:
+    """`notebooks/` of the working folder if it is a course (its notebooks are numbered), else this copy's own."""
+    here = Path.cwd() / "notebooks"
+    return here if any(here.glob("[0-9][0-9]_*.ipynb")) else shared_folder("notebooks")
+
+
 def how_to_install(extra: str) -> str:
     """The command that installs the packages of an extra for this very copy of fsdplab.
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from fsdplab.common.places import shared_folder
+from fsdplab.common.places import course_folder
 
 from .authoring.course import CourseError, build_course
 from .authoring.course_run import BOTH, run_course
@@ -42,10 +42,10 @@ def _parser() -> argparse.ArgumentParser:
     build = commands.add_parser("build", help="write one edition of tagged source notebooks to a folder")
     build.add_argument("--edition", choices=EDITIONS, default="learner", help="default: learner")
     build.add_argument("--out", type=Path, help="folder to write to; default: course-<edition>")
-    build.add_argument("--source", type=Path, default=_sources(), help="folder of sources; default: notebooks")
+    build.add_argument("--source", type=Path, default=course_folder(), help="folder of sources; default: notebooks")
     build.set_defaults(command=_build)
     test = commands.add_parser("test", help="run a folder of notebooks; sources as teacher and as learner edition")
-    test.add_argument("directory", type=Path, nargs="?", default=_sources(), help="default: notebooks")
+    test.add_argument("directory", type=Path, nargs="?", default=course_folder(), help="default: notebooks")
     test.add_argument("--edition", choices=EDITIONS, help="run sources in this edition only")
     test.set_defaults(command=_test)
     site = commands.add_parser("site", help="run the notebooks and write them as static pages")
@@ -55,12 +55,6 @@ def _parser() -> argparse.ArgumentParser:
     site.add_argument("--keep", type=Path, help="keep the executed notebooks in this folder, for --executed")
     site.set_defaults(command=_site)
     return parser
-
-
-def _sources() -> Path:
-    """`notebooks/` here, else those of this copy of fsdplab."""
-    here = Path("notebooks")
-    return here if here.is_dir() else shared_folder("notebooks")
 
 
 def _build(asked: argparse.Namespace) -> int:
