@@ -347,8 +347,20 @@ def plan(
 
 
 @app.command(epilog=examples("fsdplab doctor", "fsdplab doctor --json"))
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine, so that compare predicts step times; 10 s.")
+    ] = False,
+    world_size: Annotated[int, typer.Option("--world-size", "-n", help="Of --calibrate: ranks that work at once.")] = 2,
+) -> None:
     """Show what this machine can do, and what is real, emulated or simulated on it."""
+    if calibrate:
+        begin_warm("auto")
+        from fsdplab.cli.calibrate import calibrate_here
+
+        calibrate_here(world_size, as_json)
+        return
     from fsdplab.cli.doctor import show_capabilities
 
     show_capabilities(as_json)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from fsdplab.cli.errors import refusals, refuse
 from fsdplab.cli.outputs import (
@@ -93,6 +94,15 @@ def _folder(outputs: Outputs, specs: Sequence[RunSpec]) -> Iterator[Path]:
         yield Path(folder)
 
 
+def _say_of_predictions(console: Console, records: Sequence[RunRecord]) -> None:
+    """Where the predicted step times are from, or in one line how to get them."""
+    from fsdplab.sessions.calibration import find_calibration
+
+    ranks = {record.spec["world_size"] for record in records if record.spec["engine"] == "lab"}
+    for count in sorted(ranks):
+        console.print(f"[bold]predicted[/]: {escape(find_calibration(count).remark)}", highlight=False)
+
+
 def _conclude(records: list[RunRecord], twin: RunRecord, console: Console, outputs: Outputs) -> None:
     """Show and write the whole comparison; a run that failed ends the command with its report and exit code 1."""
     reference = twin if twin.status == "finished" else None
@@ -100,6 +110,7 @@ def _conclude(records: list[RunRecord], twin: RunRecord, console: Console, outpu
     shown = with_verdicts(records, comparison)
     show(console, shown, reference, outputs.detail)
     if outputs.detail is not Detail.QUIET:
+        _say_of_predictions(console, records)
         print_findings(console, records)
     if outputs.detail is Detail.VERBOSE:
         print_output_of_ranks(console, records)

@@ -116,7 +116,7 @@ def board(shown: Sequence[RunView], width: int, unknown: str = MISSING) -> Group
     rows = [dict(zip(COLUMNS, cells(run, unknown)), run=run.label) for run in shown]
     if width >= WIDTH:
         return Group(_table(COLUMNS, rows))
-    memory = [name for name in COLUMNS if name.startswith(("peak", "="))]
+    memory = [name for name in COLUMNS if name.startswith(("peak", "=", "predicted"))]
     others = [name for name in COLUMNS if name not in (*memory, "strategy", "engine")]
     return Group(_table(["run", *others], rows), _table(["run", *memory], rows))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING
@@ -17,6 +19,7 @@ COLUMNS = (
     "tokens/s",
     "peak",
     SPLIT,
+    "predicted",
     "sent",
     "formula",
     "exposed",
@@ -25,10 +28,11 @@ COLUMNS = (
     "losses",
 )
 NUMBERS = ("step", "tokens/s", "peak", "sent", "loss")  # columns that are set flush right where there is room
-WRAPPED = (SPLIT, "formula")  # columns whose text may take a second line
+WRAPPED = (SPLIT, "predicted", "formula")  # columns whose text may take a second line
 LEGEND = (
     "step: median; peak: memory of the worst rank, in MB = parameters (slices and gathered) + gradients (slices and"
-    " whole) + optimizer state + activations + rest (communication buffers, other); sent: by one rank in one step;"
+    " whole) + optimizer state + activations + rest (communication buffers, other); predicted: peak and step by"
+    " arithmetic, and in brackets each over what was measured; sent: by one rank in one step;"
     " formula: what the strategy must send; exposed: time of a profiled step (mean) in which the rank communicated and"
     " did not compute, copies and waiting for other ranks included; hidden: the part of communication under computing;"
     " loss: of the last step"
@@ -48,6 +52,7 @@ def cells(run: RunView, unknown: str = MISSING) -> tuple[str, ...]:
         three_digits(run.tokens_per_s) if run.tokens_per_s else MISSING,
         size(run.peak),
         split_of(run),
+        predicted_of(run),
         size(run.comm_bytes),
         formula_of(run),
         seconds(run.exposed_s),
@@ -65,6 +70,19 @@ def split_of(run: RunView) -> str:
     sums = [sum(parts) if parts else None for parts in known.values()]
     rest = run.peak - sum(nbytes or 0 for nbytes in sums)
     return " + ".join(MISSING if nbytes is None else _megabytes(nbytes) for nbytes in [*sums, rest])
+
+
+def predicted_of(run: RunView) -> str:
+    """Peak and step as predicted, each with its ratio to the measured one: `"199 MB (1.00), 98.1 ms (0.95)"`."""
+    peak = beside(run.predicted_peak, run.peak, size)
+    return peak if run.predicted_step is None else f"{peak}, {beside(run.predicted_step, run.step_median, seconds)}"
+
+
+def beside(predicted: float | None, measured: float | None, shown: Callable[[float | None], str]) -> str:
+    """A prediction and in brackets its ratio to what was measured; a dash where nothing is predicted."""
+    if predicted is None:
+        return MISSING
+    return f"{shown(predicted)} ({predicted / measured:.2f})" if measured else shown(predicted)
 
 
 def _megabytes(nbytes: int) -> str:

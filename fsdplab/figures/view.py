@@ -52,6 +52,15 @@ class RunView:
     traced: TraceSource | None = None  # of a run that is known by its traces alone
     simulated: bool = False
     note: str = ""
+    precision: str = ""
+    predicted_split: Mapping[str, int] = field(default_factory=dict)
+    predicted_step: float | None = None
+    why_not_predicted: str = ""
+
+    @property
+    def predicted_peak(self) -> int | None:
+        """The peak by arithmetic; None where it is not predicted."""
+        return sum(self.predicted_split.values()) or None
 
     @property
     def label(self) -> str:
@@ -165,7 +174,9 @@ def view(run: RunRecord | RunView) -> RunView:
         "world_size": spec["world_size"],
         "provenance": run.provenance,
     }
-    same_fields["predicted"] = {"comm_bytes_per_step": summary.get("formula_bytes_per_step")}
+    same_fields["predicted"] = {
+        **(summary.get("predicted") or {}), "comm_bytes_per_step": summary.get("formula_bytes_per_step")
+    }  # fmt: skip
     known = from_json(same_fields, {"card": card.get("bytes") or spec.get("card")}, run.environment or {})
     link = (summary.get("link") or {}).get("name") or spec.get("emulate") or spec.get("link")
     return replace(
@@ -173,6 +184,7 @@ def view(run: RunRecord | RunView) -> RunView:
         link=link,
         card_emulated=run.provenance.get("card", "emulated") == "emulated",
         one_gpu="ranks_on_one_gpu" in run.provenance,
+        precision=str(spec.get("precision") or ""),
         traced=_trace_source(run),
     )
 
@@ -187,7 +199,9 @@ def _trace_source(run: RunRecord) -> TraceSource | None:
 
 def from_json(run: Mapping[str, Any], spec: Mapping[str, Any], environment: Mapping[str, Any]) -> RunView:
     """The RunView of one entry of a comparison's `runs` (fields of records/comparison.py)."""
-    step, peak, comm = (run.get(key) or {} for key in ("step_time_s", "peak_memory_bytes", "comm"))
+    step, peak, comm, predicted = (
+        run.get(key) or {} for key in ("step_time_s", "peak_memory_bytes", "comm", "predicted")
+    )
     device = environment.get("device") or spec.get("device") or "cpu"
     seen = RunView(
         strategy=run["strategy"],
@@ -199,7 +213,11 @@ def from_json(run: Mapping[str, Any], spec: Mapping[str, Any], environment: Mapp
         peak=peak.get("total"),
         split={name: nbytes for name, nbytes in (peak.get("by_category") or {}).items() if nbytes is not None},
         comm_bytes=comm.get("bytes_per_step"),
-        formula_bytes=(run.get("predicted") or {}).get("comm_bytes_per_step"),
+        formula_bytes=predicted.get("comm_bytes_per_step"),
+        predicted_split=(predicted.get("peak_memory_bytes") or {}).get("by_category") or {},
+        predicted_step=predicted.get("step_time_s"),
+        why_not_predicted=predicted.get("why_not") or "",
+        precision=str(spec.get("precision") or ""),
         losses=tuple(run.get("losses") or ()),
         matches=run.get("matches_reference"),
         card=spec.get("card"),
@@ -250,8 +268,14 @@ def provenance(runs: list[RunView]) -> list[tuple[str, str]]:
     pairs = ([("measured", _measured(own))] if own else []) + [("measured", _traced(run)) for run in traced]
     pairs += [("not in the traces", "memory, tokens/s, bytes sent, losses")] if traced else []
     pairs += [("computed", "formula: the bytes that each strategy must send")] if own or simulated else []
+    pairs += [("predicted", _predicted(own))] if any(run.predicted_split for run in own) else []
     pairs += [("emulated", "; ".join(_emulated(runs)) or "nothing")]
     return [*pairs, ("simulated", _simulated(simulated) if simulated else "nothing")]
+
+
+def _predicted(runs: list[RunView]) -> str:
+    seconds = ", and step time from this machine's calibration" if any(run.predicted_step for run in runs) else ""
+    return f"peak memory by category, from the engine's own layouts and schedule{seconds}; before the run"
 
 
 def _simulated(runs: list[RunView]) -> str:

@@ -7,7 +7,7 @@ runs agree when their losses do, step by step, within the accuracy of their arit
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .record import RunRecord
@@ -86,11 +86,18 @@ def _run_entry(record: RunRecord, reference: RunRecord | None) -> dict[str, Any]
         "losses": losses_of(record),
         "matches_reference": _agreement(record, reference),
         "provenance": record.provenance,
-        "predicted": {
-            "peak_memory_bytes": None,
-            "comm_bytes_per_step": summary.get("formula_bytes_per_step"),
-            "step_time_s": None,
-        },
+        "predicted": _predicted(summary),
+    }
+
+
+def _predicted(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What arithmetic says of the run, in the fields of what was measured; records of before have the bytes only."""
+    known = summary.get("predicted") or {}
+    peak = known.get("peak_memory_bytes") or {}
+    return {
+        "peak_memory_bytes": {name: peak.get(name) for name in ("total", "by_category")},
+        "comm_bytes_per_step": summary.get("formula_bytes_per_step"),
+        "step_time_s": known.get("step_time_s"),
     }
 
 

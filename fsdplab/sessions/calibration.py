@@ -1,14 +1,124 @@
-"""How fast this machine computes, moves memory and sends: measured once, kept, read by predictions of step times."""
+"""How fast this machine computes, moves memory and sends: measured once, kept, read by predictions of step times.
+
+`fsdplab doctor --calibrate` measures on as many ranks at once as a run has, because ranks share cores and memory. The
+figures are kept in the user's cache folder with the machine they are of; those of another processor or another torch
+are not used.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdplab.common.files import write_whole
+from fsdplab.planning.lab_step_time import Rates
+
+FORMAT = 1
+TIME_LIMIT = 60.0  # seconds after which ranks that calibrate are ended
+HOW = "fsdplab doctor --calibrate"
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Rates of one rank while `ranks` ranks work at once, each on one thread. FLOP/s, bytes/s, seconds."""
+    """The rates of one rank while `ranks` ranks work at once, each on one thread; where and when they were measured."""
 
     ranks: int
-    matmul_flops: dict[str, float]
-    memory_bytes_per_s: float
+    rates: Rates
+    machine: dict[str, Any]
+    date: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """The calibration to use, or None and in one line why there is none and how to get it."""
+
+    calibration: Calibration | None
+    remark: str
+
+
+def this_machine() -> dict[str, Any]:
+    """What a calibration is of: processor, cores that may be used, torch. No name of a host or a user."""
+    from fsdplab.sessions.worker.environment import cpu_model
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"cpu": cpu_model(), "cores": cores, "system": platform.system(), "torch": str(torch.__version__)}
+
+
+def calibration_file() -> Path:
+    """Where calibrations are kept: `calibration.json` in `$XDG_CACHE_HOME/fsdplab`, or in `~/.cache/fsdplab`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdplab" / "calibration.json"
+
+
+def find_calibration(ranks: int, path: Path | None = None) -> Found:
+    """The kept calibration of this machine for so many ranks."""
+    path, again = path or calibration_file(), f"run: {HOW} --world-size {ranks}"
+    if not path.is_file():
+        return Found(None, f"no step time is predicted: this machine is not calibrated; {again}")
+    try:
+        kept = _read(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        said = " ".join(str(error).split())[:80]
+        return Found(None, f"no step time is predicted: the calibration in {path} is damaged ({said}); {again}")
+    machine = this_machine()
+    fitting = [each for each in kept if each.machine == machine]
+    if not fitting:
+        differ = _difference(kept[0].machine, machine) if kept else "it is empty"
+        return Found(None, f"no step time is predicted: the calibration is of another machine ({differ}); {again}")
+    for each in fitting:
+        if each.ranks == ranks:
+            return Found(each, f"step times are predicted from the calibration of {each.date} ({HOW})")
+    counts = ", ".join(str(each.ranks) for each in fitting)
+    return Found(None, f"no step time is predicted: calibrated for {counts} ranks, not for {ranks}; {again}")
+
+
+def _difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
+    return "; ".join(f"{name} {theirs.get(name)}, here {ours[name]}" for name in ours if theirs.get(name) != ours[name])
+
+
+def _read(path: Path) -> list[Calibration]:
+    held = json.loads(path.read_text(encoding="utf-8"))
+    if held["format"] != FORMAT:
+        raise ValueError(f"format {held['format']}, expected {FORMAT}")
+    return [
+        Calibration(int(each["ranks"]), Rates.of(each["rates"]), dict(each["machine"]), str(each["date"]))
+        for each in held["calibrations"]
+    ]
+
+
+def keep(calibration: Calibration, path: Path | None = None) -> Path:
+    """Keep a calibration, beside those of this machine for other numbers of ranks; returns the file."""
+    path = path or calibration_file()
+    try:
+        others = [each for each in _read(path) if each.machine == calibration.machine]
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or a damaged one: it is replaced
+        others = []
+    kept = [each for each in others if each.ranks != calibration.ranks] + [calibration]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps({"format": FORMAT, "calibrations": [asdict(each) for each in kept]}, indent=1) + "\n")
+    return path
+
+
+def calibrate(ranks: int, on_progress: Callable[[str], None] = lambda what: None) -> Calibration:
+    """Measure on so many warm ranks at once, in some seconds; `on_progress` gets what is being measured.
+
+    Raises RanksFailed when a rank does not end, and ValueError for less than one rank.
+    """
+    from fsdplab.sessions.remote_call import call_on_ranks
+    from fsdplab.sessions.worker import calibrating
+
+    def on_output(rank: int, line: str) -> None:
+        if rank == 0:
+            on_progress(line)
+
+    values = call_on_ranks(
+        Path(str(calibrating.__file__)), "measure", world_size=ranks, time_limit=TIME_LIMIT, on_output=on_output
+    )
+    return Calibration(ranks, Rates.slowest([Rates.of(each) for each in values]), this_machine(), str(date.today()))

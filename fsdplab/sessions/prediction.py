@@ -7,11 +7,14 @@ compiled block.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
-from fsdplab.planning import ModelShape, UnitShapes, step_traffic
+from fsdplab.planning import ModelShape, Traffic, UnitShapes, step_traffic
 from fsdplab.planning.lab_memory import LabRun, memory_of_step, unit_parameters
+from fsdplab.planning.lab_step_time import StepSeconds, step_seconds
 from fsdplab.sessions.calibration import Calibration
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.workloads import preset
@@ -22,7 +25,8 @@ from fsdplab.workloads.config import ModelConfig
 class Prediction:
     """A run's cost by arithmetic, of its worst rank. Bytes, seconds; None where it is not predicted: see `why_not`.
 
-    `fits` is whether the peak fits the spec's emulated card; None without a card or a peak.
+    `exposed_s` is what no computing hides: without a link CPU ranks copy themselves, so all of it is exposed. `fits` is
+    whether the peak fits the spec's emulated card; None without a card or a peak.
     """
 
     by_category: dict[str, int] | None
@@ -37,6 +41,12 @@ class Prediction:
         """The sum of the categories at the peak."""
         return None if self.by_category is None else sum(self.by_category.values())
 
+    def as_dict(self) -> dict[str, Any]:
+        """As a record keeps it, JSON-able."""
+        peak = {"total": self.peak_bytes, "by_category": self.by_category}
+        return {"peak_memory_bytes": peak, "step_time_s": self.step_time_s, "exposed_s": self.exposed_s,
+                "why_not": self.why_not}  # fmt: skip
+
 
 def predict(spec: RunSpec, calibration: Calibration | None = None) -> Prediction:
     """Peak memory by category, bytes sent by a rank in a step, and with a calibration seconds of a step.
@@ -44,17 +54,30 @@ def predict(spec: RunSpec, calibration: Calibration | None = None) -> Prediction
     >>> predict(RunSpec(strategy="full_shard", model="gpt-tiny")).bytes_per_step
     764160
     """
-    why_not = _not_modelled(spec)
+    if spec.engine == "twin":
+        return Prediction(None, None, None, None, None, "the twin is no rank of a run")
+    why_not, traffic = _not_modelled(spec), _traffic(spec)
     peak = None if why_not else _peak(_run_of(spec))
     total = None if peak is None else sum(peak.values())
+    seconds = None if why_not else _seconds(spec, traffic, calibration)
     return Prediction(
         by_category=None if peak is None else dict(peak),
-        bytes_per_step=_bytes_sent(spec),
-        step_time_s=None,
-        exposed_s=None,
+        bytes_per_step=sum(row.step_bytes for row in traffic),
+        step_time_s=seconds.step_s if seconds else None,
+        exposed_s=seconds.communication_s if seconds else None,
         fits=None if total is None or spec.card is None else total <= spec.card,
         why_not=why_not,
     )
+
+
+def _seconds(spec: RunSpec, traffic: Sequence[Traffic], calibration: Calibration | None) -> StepSeconds | None:
+    """The parts of a step; None behind an emulated link, whose waiting hides behind computing, and for a calibration of
+    another number of ranks.
+    """
+    if calibration is None or calibration.ranks != spec.world_size or spec.linked or spec.offload != "none":
+        return None
+    run = _run_of(spec)
+    return step_seconds(run, traffic, [*unit_parameters(run).values()], calibration.rates)
 
 
 def _not_modelled(spec: RunSpec) -> str:
@@ -104,14 +127,11 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
     )  # fmt: skip
 
 
-def _bytes_sent(spec: RunSpec) -> int | None:
-    """The formula's bytes of the strategy; None for the twin, which sends nothing."""
-    if spec.engine == "twin":
-        return None
+def _traffic(spec: RunSpec) -> list[Traffic]:
+    """The collectives of one step, by the strategy's formula."""
     units = unit_parameters(_run_of(spec))
     shapes = [UnitShapes(name, tuple((each.name, each.shape) for each in own)) for name, own in units.items()]
-    rows = step_traffic(
+    return step_traffic(
         shapes, spec.strategy, spec.world_size, param_itemsize=2 if spec.precision == "bf16" else 4, reduce_itemsize=4,
         micro_batches=spec.micro_batches, replicas=spec.replicas if spec.strategy == "hybrid_shard" else 1,
     )  # fmt: skip
-    return sum(row.step_bytes for row in rows)

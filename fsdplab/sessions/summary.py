@@ -16,6 +16,8 @@ from typing import Any
 from torch import nn
 
 from fsdplab.planning import Traffic, UnitShapes, step_traffic
+from fsdplab.sessions.calibration import find_calibration
+from fsdplab.sessions.prediction import predict
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.workloads import build_model
 
@@ -43,6 +45,7 @@ def summarise(
         "resident_growth_by_rank": [memory[rank]["resident_growth"] for rank in sorted(memory)],
         "comm": sent_per_step(spec, ledger),
         "formula_bytes_per_step": formula_bytes(spec),
+        "predicted": predict(spec, find_calibration(spec.world_size).calibration).as_dict(),
         "losses": mean_losses(steps),
         "card": (
             None if spec.card is None else {"bytes": spec.card, "exceeded": bool(worst and worst["total"] > spec.card)}

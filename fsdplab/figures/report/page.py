@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from fsdplab.common.sizes import size
+from fsdplab.common.sizes import seconds, size
 from fsdplab.common.words import MISSING
 from fsdplab.figures.plots.memory import memory_by_category
+from fsdplab.figures.plots.predicted import predicted_memory
 from fsdplab.figures.plots.steps import step_time
+from fsdplab.figures.predicted import gaps
 from fsdplab.figures.profile_data import is_record
 from fsdplab.figures.report.parts import Attributes, Cell, Look, comparison_table, drawn, table
 from fsdplab.figures.report.rendering import rendered
 from fsdplab.figures.report.tabs import tabbed
-from fsdplab.figures.table import WRAPPED, mood
+from fsdplab.figures.table import WRAPPED, beside, mood
 from fsdplab.figures.view import CATEGORY_NAMES, Runs, RunView, provenance, ranks_and_device, views
 from fsdplab.records import CATEGORIES, RunRecord
 
@@ -84,10 +86,41 @@ def _summary(comparison: Mapping[str, Any], source: Runs) -> Markup:
         comparison=comparison_table(shown, _LOOK),
         figures=[drawn(draw, source) for draw in ((memory_by_category, step_time) if measured else (step_time,))],
         categories=_categories_table(shown) if measured else None,
+        prediction=_prediction(shown, source),
         real=provenance(shown),
         run=_flat(comparison.get("spec") or {}),
         place=_flat(comparison.get("environment") or {}),
     )
+
+
+def _prediction(shown: list[RunView], source: Runs) -> dict[str, Any]:
+    """What the page says of predictions; nothing where none of the runs has one."""
+    known = [run for run in shown if run.predicted_peak]
+    if not known:
+        return {}
+    reasons = [f"{run.label}: not predicted: {run.why_not_predicted}" for run in shown if run.why_not_predicted]
+    explained = [gap.text for run in known for gap in gaps(run)]
+    alike = (
+        [] if explained else ["Every category is within 10% of what was measured, or less than 0.5% of the peak off."]
+    )
+    return {
+        "table": _predictions_table(shown),
+        "figure": drawn(predicted_memory, source),
+        "lines": [*alike, *explained, *reasons],
+    }
+
+
+def _predictions_table(shown: list[RunView]) -> Markup:
+    """Peak, bytes and step of every run: as predicted, and in brackets over what was measured."""
+    head = [Cell("run"), *(Cell(text, {"class": "number"}) for text in ("peak", "sent in a step", "step"))]
+    rows = []
+    for run in shown:
+        pairs = (
+            (run.predicted_peak, run.peak, size), (run.formula_bytes, run.comm_bytes, size),
+            (run.predicted_step, run.step_median, seconds),
+        )  # fmt: skip
+        rows.append([Cell(run.label), *(Cell(beside(*pair), {"class": "number"}) for pair in pairs)])
+    return table(head, rows, caption="Predicted, and in brackets predicted over measured.")
 
 
 def _setting(spec: Mapping[str, Any], runs: Sequence[RunView]) -> str:

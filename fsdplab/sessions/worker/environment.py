@@ -36,7 +36,7 @@ def capture_environment(device: str) -> dict[str, Any]:
         },
         "platform": platform.platform(),
         "cpu": {
-            "model": _cpu_model(),
+            "model": cpu_model(),
             "count": os.cpu_count(),
             "threads_per_rank": torch.get_num_threads(),
             "memory_bytes": _memory_bytes(),
@@ -49,7 +49,8 @@ def capture_environment(device: str) -> dict[str, Any]:
     }
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The processor as its system names it."""
     if sys.platform == "linux":
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

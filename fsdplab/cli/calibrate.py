@@ -1,0 +1,57 @@
+"""`fsdplab doctor --calibrate`: measures this machine in some seconds, and keeps the figures for predictions."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from fsdplab.cli.errors import failed, refuse
+from fsdplab.common.sizes import seconds, three_digits
+from fsdplab.records import FORMAT
+from fsdplab.sessions import RanksFailed
+from fsdplab.sessions.calibration import Calibration, calibrate, calibration_file, keep
+
+MOST_RANKS = 64
+
+
+def calibrate_here(ranks: int, as_json: bool) -> None:
+    """Measure on so many ranks, keep the figures, and show them; nothing is kept where a rank fails."""
+    if not 1 <= ranks <= MOST_RANKS:
+        refuse(f"--world-size is {ranks}; expected a whole number of ranks from 1 to {MOST_RANKS}")
+    console, start = Console(stderr=as_json), time.monotonic()
+    with console.status(f"calibrating {ranks} ranks at once") as status:
+        try:
+            found = calibrate(ranks, lambda what: status.update(f"calibrating {ranks} ranks at once: {what}"))
+        except RanksFailed as error:
+            failed(f"the calibration did not end, and nothing is kept: {error}")
+    path = calibration_file()
+    try:
+        keep(found, path)
+    except OSError as error:
+        refuse(f"{path} cannot be written ({error.strerror or error}); set XDG_CACHE_HOME to a folder that can")
+    if as_json:
+        print(json.dumps({"format": FORMAT, "calibration": asdict(found)}, indent=1))
+        return
+    console.print(_table(found))
+    console.print(
+        f"measured in {seconds(time.monotonic() - start)} on {ranks} ranks at once and kept in {path}; compare now"
+        " predicts step times on as many ranks",
+        highlight=False,
+    )
+
+
+def _table(found: Calibration) -> Table:
+    table = Table("one rank", "rate", box=None, pad_edge=False)
+    for itemsize, name in (("4", "fp32"), ("2", "bf16")):
+        for row in found.rates.products.get(itemsize, ()):
+            speeds = f"{three_digits(row.forward / 1e9)} and {three_digits(row.backward / 1e9)} GFLOP/s"
+            table.add_row(f"matrix products, {name}, {row.tokens} tokens", f"{speeds}, forward and backward")
+    for kind, (each, a_byte) in found.rates.collectives.items():
+        speed = f"{three_digits(1e-9 / a_byte)} GB/s" if a_byte else "no limit seen"
+        table.add_row(kind, f"{seconds(each)} each, and {speed}")
+    table.add_row("optimizer (AdamW)", f"{three_digits(1e-6 / found.rates.optimizer_element_s)} M elements/s")
+    return table

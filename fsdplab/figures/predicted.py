@@ -1,0 +1,66 @@
+"""Predicted beside measured: how far apart, and why, in the words of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdplab.common.names import CATEGORIES
+from fsdplab.common.sizes import size
+from fsdplab.figures.view import CATEGORY_NAMES, RunView
+
+NEAR = 0.10  # a category further off than this is explained
+SMALL = 0.005  # of the peak: what is less changes no picture
+ALIKE = 0.01  # totals nearer than this are those of instants that are equally high
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A category that is off by more than a tenth, and by more than half a percent of the peak."""
+
+    run: str
+    category: str
+    predicted: int
+    measured: int
+    why: str
+
+    @property
+    def text(self) -> str:
+        """One line for the page."""
+        name = CATEGORY_NAMES[self.category]
+        return f"{self.run}: {name} {size(self.predicted)} predicted, {size(self.measured)} measured: {self.why}"
+
+
+def gaps(run: RunView) -> list[Gap]:
+    """The categories of a run whose prediction is off, each with the reason."""
+    if not run.predicted_peak or not run.peak:
+        return []
+    pairs = [(name, run.predicted_split.get(name, 0), run.split.get(name, 0)) for name in CATEGORIES]
+    least = SMALL * run.peak
+    off = [each for each in pairs if abs(each[1] - each[2]) > max(NEAR * each[2], least)]
+    return [Gap(run.label, name, ours, theirs, _why(run, name, ours < theirs)) for name, ours, theirs in off]
+
+
+def _why(run: RunView, category: str, too_little: bool) -> str:
+    total = run.predicted_peak or 0
+    if run.status == "failed":
+        return "the run failed before its step was whole"
+    if abs(total - run.known_peak) <= ALIKE * run.known_peak:
+        return (
+            "the totals agree, so two instants of the step are about equally high, and the prediction's split is that"
+            " of the other one"
+        )
+    if category == "activations" and too_little and run.precision == "bf16":
+        return "oneDNN holds scratch memory while it multiplies in bf16; its size depends on the processor"
+    return "no reason is known; the engine or PyTorch has changed since the prediction was written"
+
+
+def verdict(runs: Sequence[RunView]) -> str:
+    """The finding of a comparison: how far the predicted peaks are off at most."""
+    known = [(run, run.predicted_peak / run.known_peak - 1) for run in runs if run.peak and run.predicted_peak]
+    if not known:
+        return "No peak of these runs is predicted"
+    worst, off = max(known, key=lambda pair: abs(pair[1]))
+    if abs(off) < 0.0005:
+        return "Every predicted peak is within 0.1% of the measured one"
+    return f"Predicted peaks are within {abs(off):.1%} of the measured ones; {worst.label} is furthest off"

@@ -1,0 +1,210 @@
+"""Seconds of a step of the lab's engine between CPU ranks, from rates that were measured on the machine.
+
+A CPU rank does everything on one thread: it computes, copies what its peers share, and steps its optimizer, one after
+the other. So a step is a sum: matrix products at the rate of their size, operators by the channels that they touch and
+by a fixed cost each block, collectives by a latency and a rate each kind, and the optimizer by the elements and the
+parameters that it updates. What no rank can know beforehand is left out: waiting for a rank that is late.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fsdplab.common.names import STRATEGY_ROWS
+from fsdplab.planning.models import ModelShape, Parameter
+
+from .lab_memory import LabRun
+from .traffic import Traffic
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True)
+class ProductRate:
+    """FLOP/s of a linear layer that reads so many tokens: forward, and backward (two products)."""
+
+    tokens: int
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was measured of one rank. Keys of `products`: bytes of an element; of `block_s`,
+    `elementwise_s`: family and bytes ("gpt 4"); of the optimizer's: "whole" or "slices".
+
+    `block_s`: seconds of a block's operators whatever their size, forward and backward; `elementwise_s`: seconds a
+    token and channel that element-wise operators touch; `root_s`: of embedding and loss; `unit_s`: of the engine, a
+    unit and micro-batch. `collectives`: kind -> (seconds each, seconds a byte that is gathered or reduced).
+    """
+
+    products: dict[str, tuple[ProductRate, ...]]
+    block_s: dict[str, float]
+    elementwise_s: dict[str, float]
+    root_s: float
+    unit_s: float
+    collectives: dict[str, tuple[float, float]]
+    optimizer_element_s: float
+    optimizer_parameter_s: dict[str, float]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Rates:
+        """From plain values, as a file or a rank has them; KeyError, TypeError or ValueError where they are wrong."""
+        if not isinstance(values, Mapping):
+            raise TypeError(f"rates are {type(values).__name__}, expected a table")
+        products = {
+            size: tuple(ProductRate(**{each.name: row[each.name] for each in fields(ProductRate)}) for row in rows)
+            for size, rows in values["products"].items()
+        }
+        pairs = {kind: (float(values["collectives"][kind][0]), float(values["collectives"][kind][1])) for kind in KINDS}
+        found = cls(
+            products, dict(values["block_s"]), dict(values["elementwise_s"]), float(values["root_s"]),
+            float(values["unit_s"]), pairs, float(values["optimizer_element_s"]),
+            dict(values["optimizer_parameter_s"]),
+        )  # fmt: skip
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """ValueError unless all are finite numbers, and those above zero that divide."""
+        speeds = [rate for rows in self.products.values() for row in rows for rate in (row.forward, row.backward)]
+        rest = [*self.block_s.values(), *self.elementwise_s.values(), self.root_s, self.unit_s]
+        rest += [*self.optimizer_parameter_s.values(), self.optimizer_element_s]
+        rest += [number for pair in self.collectives.values() for number in pair]
+        if not speeds or not all(math.isfinite(each) and each > 0 for each in speeds):
+            raise ValueError("a rate of matrix products is no number above 0")
+        if not all(math.isfinite(each) and each >= 0 for each in rest):
+            raise ValueError("a rate is no number of at least 0")
+
+    @classmethod
+    def slowest(cls, ranks: Sequence[Rates]) -> Rates:
+        """The slowest rank's figures, one by one: a step is as slow as its slowest rank."""
+        first = ranks[0]
+        products = {
+            size: tuple(
+                ProductRate(
+                    row.tokens, *(min(getattr(each.products[size][at], way) for each in ranks) for way in _WAYS)
+                )
+                for at, row in enumerate(rows)
+            )
+            for size, rows in first.products.items()
+        }
+        most = _largest
+        return cls(
+            products, most([each.block_s for each in ranks]), most([each.elementwise_s for each in ranks]),
+            max(each.root_s for each in ranks), max(each.unit_s for each in ranks),
+            {kind: (max(each.collectives[kind][0] for each in ranks), max(each.collectives[kind][1] for each in ranks))
+             for kind in KINDS},
+            max(each.optimizer_element_s for each in ranks), most([each.optimizer_parameter_s for each in ranks]),
+        )  # fmt: skip
+
+
+_WAYS = ("forward", "backward")
+
+
+def _largest(tables: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: max(each[name] for each in tables) for name in tables[0]}
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """A step's seconds and their parts; the parts add up to the step."""
+
+    compute_s: float
+    communication_s: float
+    optimizer_s: float
+    engine_s: float
+
+    @property
+    def step_s(self) -> float:
+        """All of it."""
+        return self.compute_s + self.communication_s + self.optimizer_s + self.engine_s
+
+
+def step_seconds(
+    run: LabRun, traffic: Iterable[Traffic], units: Sequence[Sequence[Parameter]], rates: Rates
+) -> StepSeconds:
+    """Seconds of a step of `run`, whose collectives are `traffic`, on ranks of these rates.
+
+    Example: 1 GFLOP of forward products at 50 GFLOP/s, 2 of backward at 40, and nothing else: 0.07 s.
+    """
+    sent = sum(row.count * _collective_s(row, rates) for row in traffic)
+    return StepSeconds(
+        compute_s=run.micro_batches * compute_seconds(run, rates),
+        communication_s=sent,
+        optimizer_s=_optimizer_s(run, units, rates),
+        engine_s=run.micro_batches * len(units) * rates.unit_s,
+    )
+
+
+def _collective_s(row: Traffic, rates: Rates) -> float:
+    each, a_byte = rates.collectives[row.kind]
+    return each + row.logical_bytes * a_byte
+
+
+def _optimizer_s(run: LabRun, units: Sequence[Sequence[Parameter]], rates: Rates) -> float:
+    """Elements over the slices; and each parameter costs a call of its own."""
+    cut = "optimizer" in STRATEGY_ROWS[run.strategy].cuts
+    elements = sum(each.count for own in units for each in own) / (run.shards if cut else 1)
+    count = sum(len(own) for own in units)
+    return elements * rates.optimizer_element_s + count * rates.optimizer_parameter_s["slices" if cut else "whole"]
+
+
+# ---- compute
+
+
+def compute_seconds(run: LabRun, rates: Rates) -> float:
+    """Forward, loss and backward of one micro-batch."""
+    shape, tokens = run.shape, run.batch * run.sequence
+    size = f"{'llama' if shape.gated else 'gpt'} {run.itemsize}"
+    forward, backward = product_rates(rates.products[str(run.itemsize)], tokens)
+    block = _flops(shape, tokens, run.sequence)
+    head = 2 * shape.vocabulary * shape.width * tokens
+    again = recomputed_share(run)
+    products = (shape.layers * block * (1 + again) + head) / forward + 2 * (shape.layers * block + head) / backward
+    passes = 1 + (run.checkpoint != "none") / 3  # of forward and backward, of which the forward is a third
+    moved = shape.layers * touched(shape) * tokens * rates.elementwise_s[size] * passes
+    return products + moved + shape.layers * rates.block_s[size] * passes + rates.root_s
+
+
+def product_rates(rows: Sequence[ProductRate], tokens: int) -> tuple[float, float]:
+    """FLOP/s forward and backward at so many tokens, between the measured sizes in proportion to their logarithms."""
+    rows = sorted(rows, key=lambda row: row.tokens)
+    for low, high in zip(rows, rows[1:]):
+        if low.tokens <= tokens <= high.tokens:
+            part = math.log(tokens / low.tokens) / math.log(high.tokens / low.tokens)
+            return (
+                low.forward + part * (high.forward - low.forward),
+                low.backward + part * (high.backward - low.backward),
+            )
+    end = rows[0] if tokens < rows[0].tokens else rows[-1]
+    return end.forward, end.backward
+
+
+def _flops(shape: ModelShape, tokens: int, sequence: int) -> float:
+    """Of one block's forward: two an element of its matrices and token, and attention over half of the context."""
+    matrices = sum(each.count for each in shape.block if each.is_matrix)
+    return 2 * matrices * tokens + 4 * shape.query_width * tokens * sequence / 2
+
+
+def recomputed_share(run: LabRun) -> float:
+    """The part of a block's products that the backward computes again: all but the last, or every other one."""
+    matrices = [each.count for each in run.shape.block if each.is_matrix]
+    if run.checkpoint == "none" or run.units != "block":
+        return 0.0
+    computed = matrices[:-1] if run.checkpoint == "full" else matrices[1:-1:2]
+    return sum(computed) / sum(matrices)
+
+
+def touched(shape: ModelShape) -> int:
+    """Channels a token that the element-wise operators of a block write in a forward.
+
+    GPT: two norms, two sums, a GELU. Llama: the steps of two norms (4 each), two sums, rotary (4 of what it turns), a
+    gate and its product.
+    """
+    if not shape.gated:
+        return 4 * shape.width + shape.ffn
+    return 10 * shape.width + 4 * (shape.query_width + shape.kv_width) + 2 * shape.ffn

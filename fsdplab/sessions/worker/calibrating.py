@@ -1,0 +1,251 @@
+"""What each rank measures to calibrate a machine, all ranks at once; `sessions/calibration.py` calls it on ranks.
+
+Small pieces of what a run does, each by itself: a linear layer, a block, the engine's collectives, its hooks, the
+optimizer. The median of some repetitions counts, after one that warms up.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdplab.engine import shard_model
+from fsdplab.engine.core.gathered import Gathered
+from fsdplab.engine.core.layout import Layout
+from fsdplab.engine.core.transport import Outgoing, Stamp
+from fsdplab.engine.transport.selection import transport_of
+from fsdplab.planning.lab_step_time import ProductRate, product_rates, touched
+from fsdplab.planning.models import MODELS
+from fsdplab.workloads import build_model, loss_of, preset
+
+TOKENS = (64, 256, 1024)  # that a linear layer reads
+_WIDTH, _INNER = 512, 1024
+_SIZES = (1 << 16, 1 << 23)  # bytes of a collective
+_DTYPES = {"4": torch.float32, "2": torch.bfloat16}
+_FAMILIES = {"gpt": "gpt-25m", "llama": "llama-20m"}
+_TINY = {"gpt": "gpt-tiny", "llama": "llama-tiny"}
+_SEQUENCE = 128
+_FEW = 16  # tokens of a block whose arithmetic takes no time
+_PATIENCE_S, _ENOUGH = 0.2, 30
+
+
+def measure(payload: None) -> dict[str, Any]:
+    """The rates of this rank, in the form of `Rates.of`."""
+    _say("matrix products")
+    products = {size: [_linear(tokens, dtype) for tokens in TOKENS] for size, dtype in _DTYPES.items()}
+    _say("operators")
+    blocks = {f"{family} {size}": _tiny_block(family, dtype) for family in _FAMILIES for size, dtype in _DTYPES.items()}
+    elements = {name: _elementwise(name, products[name.split()[1]], blocks[name]) for name in blocks}
+    _say("collectives")
+    collectives = _collectives()
+    _say("engine and optimizer")
+    return {
+        "products": {size: [asdict(row) for row in rows] for size, rows in products.items()},
+        "block_s": blocks,
+        "elementwise_s": elements,
+        "collectives": collectives,
+        **_engine(blocks["gpt 4"], collectives),
+    }
+
+
+def _say(what: str) -> None:
+    print(what, flush=True)
+
+
+def _median(work: Callable[[], float]) -> float:
+    """The median of what `work` returns in some tenths of a second; ranks begin together."""
+    work()
+    dist.barrier()
+    found, end = [work(), work()], time.perf_counter() + _PATIENCE_S
+    while time.perf_counter() < end and len(found) < _ENOUGH:
+        found.append(work())
+    return statistics.median(found)
+
+
+def _median_together(work: Callable[[], float], repetitions: int = 10) -> float:
+    """As `_median` of what all ranks do together: as often on each."""
+    work()
+    dist.barrier()
+    return statistics.median(work() for _ in range(repetitions))
+
+
+def _timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+# ---- compute
+
+
+def _linear(tokens: int, dtype: torch.dtype) -> ProductRate:
+    layer = nn.Linear(_WIDTH, _INNER, dtype=dtype)
+    x = torch.randn(tokens, _WIDTH, dtype=dtype, requires_grad=True)
+    given = torch.randn(tokens, _INNER, dtype=dtype)
+    backwards: list[float] = []
+
+    def both() -> float:
+        layer.zero_grad()
+        x.grad = None
+        start = time.perf_counter()
+        y = layer(x)
+        between = time.perf_counter()
+        y.backward(given)
+        backwards.append(time.perf_counter() - between)
+        return between - start
+
+    forward = _median(both)
+    flops = 2 * tokens * _WIDTH * _INNER
+    return ProductRate(tokens, flops / forward, 2 * flops / statistics.median(backwards[1:]))
+
+
+def _block_s(model: str, batch: int, sequence: int, dtype: torch.dtype) -> float:
+    """Seconds of one block's forward and backward."""
+    config = replace(preset(model), layers=1)
+    built = build_model(config)
+    for parameter in built.parameters():  # not the rotary tables, which stay float32 in a run too
+        parameter.data = parameter.data.to(dtype)
+    x = torch.randn(batch, sequence, config.width, dtype=dtype, requires_grad=True)
+    given = torch.randn_like(x)
+
+    def once() -> float:
+        built.zero_grad()
+        x.grad = None
+        return _timed(lambda: built.blocks[0](x).backward(given))
+
+    return _median(once)
+
+
+def _tiny_block(family: str, dtype: torch.dtype) -> float:
+    """Seconds of a block so small that the cost of its operators' calls is all there is."""
+    return _block_s(_TINY[family], 1, _FEW, dtype)
+
+
+def _elementwise(name: str, rows: list[ProductRate], tiny: float) -> float:
+    """Seconds a token and channel of what is neither a product nor the cost of calls."""
+    family, size = name.split()
+    batch, shape = 2, MODELS[_FAMILIES[family]]
+    tokens = batch * _SEQUENCE
+    whole = _block_s(_FAMILIES[family], batch, _SEQUENCE, _DTYPES[size])
+    forward, backward = product_rates(rows, tokens)
+    flops = 2 * tokens * sum(each.count for each in shape.block if each.is_matrix)
+    left = whole - flops / forward - 2 * flops / backward - tiny
+    return max(0.0, left / (tokens * touched(shape)))
+
+
+# ---- collectives
+
+
+def _collectives() -> dict[str, tuple[float, float]]:
+    """Kind -> seconds each, and seconds a byte: a line through a small and a large one."""
+    group = dist.group.WORLD
+    assert group is not None, "no process group"
+    if group.size() == 1:
+        return dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), (0.0, 0.0))
+    found = {}
+    for kind, work in (("all_gather", _gather), ("reduce_scatter", _reduce), ("all_reduce", _all_reduce)):
+        small, large = (_median_together(work(group, nbytes)) for nbytes in _SIZES)
+        a_byte = max(0.0, (large - small) / (_SIZES[1] - _SIZES[0]))
+        found[kind] = (max(0.0, small - a_byte * _SIZES[0]), a_byte)
+    return found
+
+
+_STAMP = Stamp("calibration", "forward")
+_CPU = torch.device("cpu")
+
+
+def _layout(nbytes: int, ranks: int) -> Layout:
+    return Layout.of([("weight", (nbytes // 4 // 256, 256), 4)], ranks)
+
+
+def _gather(group: dist.ProcessGroup, nbytes: int) -> Callable[[], float]:
+    transport = transport_of(group, _CPU)
+    layout = _layout(nbytes, group.size())
+    resting = transport.storage(_CPU).make(layout.slice_bytes, "calibration")
+    outgoing, whole = Outgoing.of(resting.view(torch.float32)), Gathered(layout, _CPU)
+
+    def once() -> float:
+        seconds = _timed(lambda: transport.all_gather(outgoing, whole, _STAMP).wait())
+        whole.free()
+        transport.settle()
+        return seconds
+
+    return once
+
+
+def _reduce(group: dist.ProcessGroup, nbytes: int) -> Callable[[], float]:
+    transport, layout = transport_of(group, _CPU), _layout(nbytes, group.size())
+    gradient = torch.zeros(layout.slots[0].shape)
+
+    def once() -> float:
+        output = torch.empty(layout.slice_bytes // 4)
+        return _timed(lambda: transport.reduce_scatter(layout, [gradient], output, _STAMP, 2.0).wait())
+
+    return once
+
+
+def _all_reduce(group: dist.ProcessGroup, nbytes: int) -> Callable[[], float]:
+    transport, layout = transport_of(group, _CPU), _layout(nbytes, 1)
+    gradient = torch.zeros(layout.slots[0].shape)
+
+    def once() -> float:
+        output = torch.empty(layout.slice_bytes // 4)
+        return _timed(lambda: transport.all_reduce_packed(layout, [gradient], output, _STAMP, 2.0).wait())
+
+    return once
+
+
+# ---- the engine and the optimizer
+
+
+def _engine(block_s: float, collectives: dict[str, tuple[float, float]]) -> dict[str, Any]:
+    """The cost of the root, of a unit, and of the optimizer's elements and calls."""
+    alone, whole = _tiny_steps("no_shard", sharded=False)
+    together, slices = _tiny_steps("full_shard", sharded=True)
+    layers = preset("gpt-tiny").layers
+    sent = (2 * layers + 1) * collectives["all_gather"][0] + (layers + 1) * collectives["reduce_scatter"][0]
+    return {
+        "root_s": max(0.0, alone - layers * block_s),
+        "unit_s": max(0.0, (together - alone - sent) / (layers + 1)),
+        "optimizer_element_s": _optimizer_element_s(),
+        "optimizer_parameter_s": {"whole": whole, "slices": slices},
+    }
+
+
+def _tiny_steps(strategy: str, sharded: bool) -> tuple[float, float]:
+    """Seconds of forward and backward of gpt-tiny, and of its optimizer's step a parameter."""
+    model: nn.Module = build_model("gpt-tiny")
+    blocks = type(model.blocks[0])
+    if sharded and dist.get_world_size() > 1:
+        model = shard_model(model, strategy, units=(blocks,))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.zeros(1, _FEW, dtype=torch.int64)
+    steps: list[float] = []
+
+    def once() -> float:
+        seconds = _timed(lambda: loss_of(model, tokens, tokens).backward())
+        steps.append(_timed(optimizer.step))
+        optimizer.zero_grad()
+        return seconds
+
+    trained = _median_together(once)
+    return trained, statistics.median(steps[1:]) / len(list(model.parameters()))
+
+
+def _optimizer_element_s() -> float:
+    weights = [nn.Parameter(torch.zeros(1 << 20)) for _ in range(4)]
+    optimizer = torch.optim.AdamW(weights, fused=True)
+
+    def once() -> float:
+        for each in weights:
+            each.grad = torch.ones_like(each)
+        return _timed(optimizer.step)
+
+    return _median(once) / (len(weights) << 20)
