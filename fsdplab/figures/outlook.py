@@ -17,7 +17,7 @@ from fsdplab.common.sizes import seconds, size
 from fsdplab.figures.style import ALARM
 from fsdplab.figures.view import RunView, view
 from fsdplab.records import RunRecord
-from fsdplab.sessions.calibration import Calibration
+from fsdplab.sessions.calibration import calibration_file, find_calibration
 from fsdplab.sessions.prediction import Prediction, predict
 from fsdplab.sessions.spec import RunSpec
 
@@ -30,7 +30,7 @@ _SETTINGS = {
 _NAME = "flex:0 0 9em;overflow-wrap:anywhere"
 _BAR = "flex:1 1 12em;position:relative;display:flex;height:1.1em"
 _FIGURES = "flex:0 1 24em;text-align:left"
-_ROW = "display:flex;gap:0 12px;align-items:center;flex-wrap:wrap;min-height:1.5em"
+_ROW = "display:flex;gap:0 12px;align-items:center;flex-wrap:wrap;min-height:1.6em;margin-top:3px"
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Outlook:
 
     spec: RunSpec
     predicted: Prediction
+    remark: str = ""  # where its step time comes from, or why there is none
     measured: RunView | None = None
     measured_with: str = ""
 
@@ -71,15 +72,25 @@ class OutlookTable:
         return outlook_html(self.rows)
 
 
+def predicted(spec: RunSpec) -> tuple[Prediction, str]:
+    """The prediction of a run with this machine's calibration, if there is one, and the remark on its step time.
+
+    Kept, so that a control that moves back shows it at once; a new calibration is used from then on.
+    """
+    path = calibration_file()
+    return _predicted(spec, path.stat().st_mtime_ns if path.is_file() else 0)
+
+
 @lru_cache(maxsize=256)
-def predicted(spec: RunSpec) -> Prediction:
-    """The prediction of a run without a calibration, kept: a control that moves back shows it at once."""
-    return predict(spec)
+def _predicted(spec: RunSpec, calibrated_ns: int) -> tuple[Prediction, str]:
+    found = find_calibration(spec.world_size)
+    forecast = predict(spec, found.calibration)
+    if found.calibration is None or forecast.step_time_s is not None or not forecast.by_category:
+        return forecast, found.remark
+    return forecast, "no step time is predicted for a link or offloading"
 
 
-def outlook_of(
-    specs: Iterable[RunSpec], records: Sequence[RunRecord] = (), calibration: Calibration | None = None
-) -> tuple[Outlook, ...]:
+def outlook_of(specs: Iterable[RunSpec], records: Sequence[RunRecord] = ()) -> tuple[Outlook, ...]:
     """What each run will take, beside the last of `records` with its strategy and engine; the twin is left out."""
     rows = []
     for spec in specs:
@@ -90,7 +101,7 @@ def outlook_of(
         rows.append(
             Outlook(
                 spec,
-                predicted(spec) if calibration is None else predict(spec, calibration),
+                *predicted(spec),
                 None if last is None else view(last),
                 "" if last is None else _differing(spec.as_dict(), last.spec),
             )
@@ -119,11 +130,11 @@ def outlook_html(rows: Sequence[Outlook]) -> str:
         if nbytes
     }
     body = "".join(_lines(row, scale) for row in rows)
-    step = "" if any(row.predicted.step_time_s for row in rows) else "; step time needs a calibration of this machine"
-    head = "Peak memory of the worst rank, <b>predicted</b> (by arithmetic, nothing has run) and last measured"
+    remark = next((row.remark for row in rows if row.predicted.by_category), rows[0].remark)
+    head = "Peak memory of the worst rank, <b>predicted</b> (by arithmetic, nothing has run) and last measured."
     return (
-        f"<div class='fsdplab-outlook' style='line-height:1.35'><div style='opacity:.85'>{head}{step}. {_legend(shown)}"
-        f"</div>{body}</div>"
+        f"<div class='fsdplab-outlook' style='line-height:1.35'><div style='opacity:.85'>{head} {_legend(shown)}"
+        f"</div>{body}<div style='opacity:.85'>{escape(remark)}</div></div>"
     )
 
 

@@ -31,6 +31,7 @@ _SOURCES = {
     "show": "core.display",
     "table": "core.display",
     "explore": "core.exploring",
+    "predicted_runs": "core.exploring",
     "what_was_real": "core.provenance",
     "on_a_gpu": "core.on_a_gpu",
     "Exercise": "core.exercise",
