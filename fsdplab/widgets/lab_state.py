@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.common.words import plural
+from fsdplab.figures.outlook import Outlook, outlook_of
 from fsdplab.figures.view import RunView, view, views
 from fsdplab.records import RunRecord, comparison_json
 from fsdplab.sessions.spec import RunSpec
@@ -144,6 +145,7 @@ class LabState:
         self.kept_words = ""
         self.last_error: str | None = None
         self._presses = 0
+        self._foreseen: tuple[object, tuple[Outlook, ...]] | None = None
         self._observers: list[Callable[[], None]] = []
         self._lock = threading.RLock()
 
@@ -170,6 +172,15 @@ class LabState:
         return [*full, whole] if len(full) > 1 else full
 
     @property
+    def outlook(self) -> tuple[Outlook, ...]:
+        """What the chosen runs will take, beside the last measured ones; nothing where a choice is wrong."""
+        records = [record for batch in self.batches for record in batch.records]
+        known = (self.request.specs, len(records))
+        if self._foreseen is None or self._foreseen[0] != known:
+            self._foreseen = known, outlook_of(self.request.specs, records)
+        return self._foreseen[1]
+
+    @property
     def message(self) -> str:
         """The line under the buttons: what is running, or how it ended and what is possible now."""
         if self.status == "running":
@@ -187,8 +198,10 @@ class LabState:
         if self.last_error:
             return self.last_error
         left_out = f" ({self.request.left_out})" if self.request.left_out else ""
+        misfits = [row.label for row in self.outlook if row.misfit]
+        full = f"; predicted not to fit the card: {', '.join(misfits)}" if misfits else ""
         return (
-            f"ready: {plural(len(self.request.specs), 'run')}{left_out}{self.kept_words}"
+            f"ready: {plural(len(self.request.specs), 'run')}{left_out}{full}{self.kept_words}"
             if self.request.specs
             else "not ready: see the choices marked in red"
         )

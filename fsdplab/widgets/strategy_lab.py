@@ -18,6 +18,7 @@ import ipywidgets
 from IPython.display import DisplayHandle, display
 
 from fsdplab.figures import comparison_page, findings_of
+from fsdplab.figures.outlook import outlook_html
 from fsdplab.figures.style import enlarged
 from fsdplab.records import RunRecord
 
@@ -113,6 +114,8 @@ class StrategyLab:
         self.export_button = _button("Export HTML", "", lambda _: self.export())
         self.bar = ipywidgets.FloatProgress(min=0, max=1, layout={"width": "220px"})
         self.message = ipywidgets.HTML(layout={"flex": "1 1 300px"})
+        self.outlook = ipywidgets.HTML()
+        self.outlook.add_class("fsdplab-said")
         self.live = ipywidgets.HTML()
         self.live.add_class("fsdplab-said")
         self.shown = ipywidgets.Text(layout={"display": "none"})  # what the page shows at a press, see lab.js
@@ -151,7 +154,7 @@ class StrategyLab:
         self.menus = ipywidgets.HBox(
             [self.batch_menu, self.run_menu, self.name, self.export_button], layout={**row, "margin": "4px 0"}
         )
-        parts = [self.controls.box, buttons, self.live, self.menus, self.exported, self.tabs]
+        parts = [self.controls.box, self.outlook, buttons, self.live, self.menus, self.exported, self.tabs]
         box = ipywidgets.VBox([ipywidgets.HTML(style(), layout={"display": "none"}), self.at_once, self.shown, *parts])
         box.add_class("fsdplab-lab")
         return box
@@ -174,6 +177,7 @@ class StrategyLab:
             f"<div class='fsdplab-message' role='status' data-press='{self._presses}'{alarm}>{escape(state.message)}</div>"
         )
         self.live.value = picture_of(state.curves)
+        self.outlook.value = outlook_html(state.outlook)
         self._list_batches()
         self._draw()
 

@@ -10,7 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .display import present_live, present_widget, shown
+from fsdplab.figures.outlook import OutlookTable, outlook_of
+from fsdplab.sessions.spec import RunSpec, SpecError
+
+from .display import Note, present_live, present_widget, shown
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -53,6 +56,24 @@ def explore(view: Callable[..., Any], start: Mapping[str, Any] | None = None, **
     explorer = Explorer(view, axes, dict(start or {}))
     present_widget(lambda: sliders(explorer, lambda: update(explorer.render())))
     update = present_live(explorer.render())
+
+
+def predicted_runs(
+    strategies: Sequence[str] = ("no_shard", "full_shard"), **fixed: Any
+) -> Callable[..., OutlookTable | Note]:
+    """A view for `explore` of what runs will take, by the function that the strategy lab uses; nothing is started.
+
+    `explore(predicted_runs(model="gpt-20m"), world_size=[2, 4, 8], prefetch=[0, 1, 2])`: axes are fields of `RunSpec`.
+    """
+
+    def moved(**fields: Any) -> OutlookTable | Note:
+        try:
+            specs = [RunSpec(**{**fixed, **fields, "strategy": strategy}) for strategy in strategies]
+        except SpecError as error:
+            return Note((str(error),))
+        return OutlookTable(outlook_of(specs))
+
+    return moved
 
 
 def sliders(explorer: Explorer, moved: Callable[[], None]) -> ipywidgets.VBox:

@@ -1,0 +1,192 @@
+"""What runs will take, beside what was last measured, as HTML that is quick enough to follow a moving control.
+
+One function serves the strategy lab and the sliders of notebooks. A prediction is arithmetic: no process is started, no
+model is built. The picture is a few coloured boxes, because a figure takes longer to draw than a control to move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from html import escape
+from typing import Any
+
+from fsdplab.common.names import CATEGORY_ROWS
+from fsdplab.common.sizes import seconds, size
+from fsdplab.figures.style import ALARM
+from fsdplab.figures.view import RunView, view
+from fsdplab.records import RunRecord
+from fsdplab.sessions.calibration import calibration_file, find_calibration
+from fsdplab.sessions.prediction import Prediction, predict
+from fsdplab.sessions.spec import RunSpec
+
+# settings that change what a run takes; a measurement with other ones says so
+_SETTINGS = {
+    "model": "{}", "world_size": "{} ranks", "precision": "{}", "units": "units {}", "checkpoint": "recomputation {}",
+    "prefetch": "prefetch {}", "shard_size": "groups of {}", "link": "link {}", "card": "card {}",
+    "sequence_length": "sequence {}", "batch_size": "batch {}", "micro_batches": "{} micro-batches",
+}  # fmt: skip
+_NAME = "flex:0 0 9em;overflow-wrap:anywhere"
+_BAR = "flex:1 1 12em;position:relative;display:flex;height:1.1em"
+_FIGURES = "flex:0 1 24em;text-align:left"
+_ROW = "display:flex;gap:0 12px;align-items:center;flex-wrap:wrap;min-height:1.6em;margin-top:3px"
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """One run that could be started: what it will take, and the last measured run of its strategy and engine."""
+
+    spec: RunSpec
+    predicted: Prediction
+    remark: str = ""  # where its step time comes from, or why there is none
+    measured: RunView | None = None
+    measured_with: str = ""
+
+    @property
+    def label(self) -> str:
+        """The run's name as the figures write it."""
+        return RunView(self.spec.strategy, self.spec.engine, self.spec.world_size).label
+
+    @property
+    def misfit(self) -> str:
+        """Why the run will not fit its card, with the bytes that are missing; empty where it fits or nobody knows."""
+        needed, card = self.predicted.peak_bytes, self.spec.card
+        if self.predicted.fits is not False or needed is None or card is None:
+            return ""
+        return f"does not fit the card: {size(needed)} needed, {size(card)} there, {size(needed - card)} too much"
+
+
+@dataclass(frozen=True, repr=False)
+class OutlookTable:
+    """Outlooks to be shown in a notebook."""
+
+    rows: tuple[Outlook, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{row.label}: {row.misfit or in_words(row.predicted)}" for row in self.rows)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return outlook_html(self.rows)
+
+
+def predicted(spec: RunSpec) -> tuple[Prediction, str]:
+    """The prediction of a run with this machine's calibration, if there is one, and the remark on its step time.
+
+    Kept, so that a control that moves back shows it at once; a new calibration is used from then on.
+    """
+    path = calibration_file()
+    return _predicted(spec, path.stat().st_mtime_ns if path.is_file() else 0)
+
+
+@lru_cache(maxsize=256)
+def _predicted(spec: RunSpec, calibrated_ns: int) -> tuple[Prediction, str]:
+    found = find_calibration(spec.world_size)
+    forecast = predict(spec, found.calibration)
+    if found.calibration is None or forecast.step_time_s is not None or not forecast.by_category:
+        return forecast, found.remark
+    return forecast, "no step time is predicted for a link or offloading"
+
+
+def outlook_of(specs: Iterable[RunSpec], records: Sequence[RunRecord] = ()) -> tuple[Outlook, ...]:
+    """What each run will take, beside the last of `records` with its strategy and engine; the twin is left out."""
+    rows = []
+    for spec in specs:
+        if spec.engine == "twin":
+            continue
+        own = (spec.strategy, spec.engine)
+        last = next((each for each in reversed(records) if (each.spec["strategy"], each.spec["engine"]) == own), None)
+        rows.append(
+            Outlook(
+                spec,
+                *predicted(spec),
+                None if last is None else view(last),
+                "" if last is None else _differing(spec.as_dict(), last.spec),
+            )
+        )
+    return tuple(rows)
+
+
+def in_words(prediction: Prediction) -> str:
+    """`predicted 199 MB; 129 MB sent a step; step –`, or why the memory is not predicted."""
+    step = f"step {seconds(prediction.step_time_s)}"
+    peak = f"predicted {size(prediction.peak_bytes)}" if prediction.peak_bytes else f"no peak: {prediction.why_not}"
+    return "; ".join([peak, f"{size(prediction.bytes_per_step)} sent a step", step])
+
+
+def outlook_html(rows: Sequence[Outlook]) -> str:
+    """Two bars a run over one scale, predicted and last measured, with the card as a line; what does not fit is red."""
+    if not rows:
+        return ""
+    peaks = [row.predicted.peak_bytes or 0 for row in rows] + [row.measured.peak or 0 for row in rows if row.measured]
+    scale = 1.08 * max([1, *peaks, *(row.spec.card or 0 for row in rows)])
+    shown = {
+        name: nbytes
+        for row in rows
+        for part in (row.predicted.by_category, row.measured and row.measured.split)
+        for name, nbytes in (part or {}).items()
+        if nbytes
+    }
+    body = "".join(_lines(row, scale) for row in rows)
+    remark = next((row.remark for row in rows if row.predicted.by_category), rows[0].remark)
+    head = "Peak memory of the worst rank, <b>predicted</b> (by arithmetic, nothing has run) and last measured."
+    return (
+        f"<div class='fsdplab-outlook' style='line-height:1.35'><div style='opacity:.85'>{head} {_legend(shown)}"
+        f"</div>{body}<div style='opacity:.85'>{escape(remark)}</div></div>"
+    )
+
+
+def _lines(row: Outlook, scale: float) -> str:
+    """The lines of one run: its prediction, its misfit, its last measurement."""
+    forecast = row.predicted
+    ink = f"color:{ALARM};font-weight:600" if row.misfit else ""
+    words = f"<span style='{ink}'>{escape(row.misfit or in_words(forecast))}</span>"
+    first = _line(escape(row.label), forecast.by_category, row.spec.card, scale, words, 1)
+    if row.measured is None:
+        return first
+    seen = row.measured
+    told = f"measured {size(seen.peak)}; {size(seen.comm_bytes)} sent a step; step {seconds(seen.step_median)}"
+    told += f" (with {row.measured_with})" if row.measured_with else ""
+    return first + _line("", seen.split, None, scale, f"<span style='opacity:.8'>{escape(told)}</span>", 0.6)
+
+
+def _line(
+    name: str, split: Mapping[str, int] | None, card: int | None, scale: float, words: str, strength: float
+) -> str:
+    """A name, a stacked bar with the card's line, and words."""
+    boxes = "".join(
+        f"<span title='{CATEGORY_ROWS[category].words}: {size(nbytes)}' style='width:{100 * nbytes / scale:.3f}%;"
+        f"background:{CATEGORY_ROWS[category].colour}'></span>"
+        for category, nbytes in (split or {}).items()
+        if nbytes and category in CATEGORY_ROWS
+    )
+    place = f"left:{100 * (card or 0) / scale:.3f}%;border-left:3px solid {ALARM}"
+    line = (
+        f"<span title='card: {size(card)}' style='position:absolute;top:-2px;bottom:-2px;{place}'></span>"
+        if card
+        else ""
+    )
+    return (
+        f"<div style='{_ROW}'><span style='{_NAME}'>{name}</span>"
+        f"<span style='{_BAR};opacity:{strength}'>{boxes}{line}</span><span style='{_FIGURES}'>{words}</span></div>"
+    )
+
+
+def _legend(shown: Mapping[str, Any]) -> str:
+    """The categories that appear, in the order of a stack."""
+    return " ".join(
+        f"<span style='white-space:nowrap'><span style='color:{row.colour}'>■</span> {row.words}</span>"
+        for name, row in CATEGORY_ROWS.items()
+        if name in shown
+    )
+
+
+def _differing(wanted: Mapping[str, Any], had: Mapping[str, Any]) -> str:
+    """The settings of a measured run that are not those of the run to come: `prefetch 0, card none`."""
+    return ", ".join(
+        words.format("none" if had.get(name) is None else size(had[name]) if name == "card" else had[name])
+        for name, words in _SETTINGS.items()
+        if name in had and had[name] != wanted.get(name)
+    )

@@ -1,0 +1,138 @@
+"""What the lab says before anything runs: predictions beside measurements, without a process, and what does not fit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdplab.figures import outlook
+from fsdplab.figures.outlook import outlook_html, outlook_of
+from fsdplab.records import RunRecord
+from fsdplab.sessions import RunSpec
+from fsdplab.sessions.calibration import Calibration, Found, calibration_file
+from fsdplab.sessions.prediction import Prediction, predict
+from fsdplab.teaching.core import exploring
+from fsdplab.widgets.lab_state import LabState
+from fsdplab.widgets.strategy_lab import StrategyLab
+
+pytestmark = pytest.mark.quick
+FIXED = {"device": "cpu", "sequence_length": 32}
+TINY: dict[str, Any] = {"model": "gpt-tiny", "steps": 2, "strategies": ("no_shard", "full_shard")}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No calibration of this machine, and no runs of an earlier kernel, is met."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations on tensors that have memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.device.type != "meta":
+            self.seen.append(str(func))
+        return made
+
+
+def test_a_prediction_builds_no_model_and_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: Any, **__: Any) -> None:
+        raise AssertionError("a prediction started a process")
+
+    for owner, name in ((os, "fork"), (os, "posix_spawn"), (subprocess.Popen, "__init__")):
+        monkeypatch.setattr(owner, name, started)
+    with Operations() as operations:
+        rows = outlook_of([RunSpec(strategy=name, model="gpt-20m", seed=41) for name in ("no_shard", "full_shard")])
+        assert "predicted" in outlook_html(rows)
+    assert operations.seen == []
+    assert [row.predicted.bytes_per_step for row in rows] == [86356992, 128944128]
+
+
+def test_the_prediction_follows_the_controls_and_says_what_does_not_fit() -> None:
+    lab = StrategyLab(FIXED, **TINY)
+    before = lab.outlook.value
+    peaks = [row.predicted.peak_bytes for row in lab.state.outlook]
+    assert len(peaks) == 2 and peaks[0] > peaks[1] and before.count("predicted ") == 2 and "last measured" in before
+    lab.controls.widgets["ranks"].value = 4
+    assert lab.outlook.value != before and lab.state.outlook[1].predicted.peak_bytes < peaks[1]
+    lab.controls.widgets["ranks"].value = 2
+    assert lab.outlook.value == before
+    lab.controls.widgets["card"].value = f"{sum(peaks) // 2}"
+    assert "does not fit the card" in lab.outlook.value and "too much" in lab.outlook.value
+    assert "predicted not to fit the card: no_shard" in lab.message.value and "ready: 2 runs" in lab.message.value
+    lab.controls.widgets["card"].value = "much"
+    assert lab.outlook.value == "" and lab.state.outlook == ()
+
+
+def test_every_row_is_what_the_one_function_predicts() -> None:
+    state = LabState(FIXED, **TINY | {"engines": ("lab", "torch-fsdp2", "twin")})
+    rows = state.outlook
+    assert [(row.label, row.predicted) for row in rows] == [
+        (name, predict(spec)) for name, spec in zip(("no_shard", "full_shard", "torch-fsdp2"), state.request.specs)
+    ]
+    page = outlook_html(rows)
+    assert "no peak: the buffers of torch-fsdp2 are its own" in page and "sent a step" in page
+
+
+def a_record(**changes: Any) -> RunRecord:
+    spec = RunSpec(**{"strategy": "full_shard", "model": "gpt-tiny", **FIXED, **changes}).as_dict()
+    summary = {
+        "peak_memory_bytes": {"total": 3_000_000, "by_category": {"activations": 3_000_000}, "other_ranks": {}},
+        "step_time_s": {"median": 0.5, "min": 0.4},
+        "tokens_per_s": 10.0,
+        "comm": {"bytes_per_step": 764_160},
+        "card": None,
+        "losses": [1.0],
+    }
+    return RunRecord(Path("nowhere"), spec=spec, environment={}, summary=summary)
+
+
+def test_the_last_measured_run_stands_beside_with_what_differed() -> None:
+    spec = RunSpec(strategy="full_shard", model="gpt-tiny", prefetch=2, **FIXED)
+    (row,) = outlook_of([spec], [a_record(world_size=4), a_record(), a_record(strategy="zero2")])
+    assert row.measured is not None and row.measured.peak == 3_000_000 and row.measured_with == "prefetch 1"
+    page = outlook_html([row])
+    assert "measured 3.00 MB; 764 kB sent a step; step 500 ms (with prefetch 1)" in page
+    assert outlook_of([spec], [a_record(strategy="zero2")])[0].measured is None and outlook_html(()) == ""
+
+
+def test_a_calibration_is_used_as_soon_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = RunSpec(strategy="full_shard", model="gpt-tiny", seed=42, **FIXED)
+    (row,) = outlook_of([spec])
+    assert row.predicted.step_time_s is None and "not calibrated" in row.remark and row.remark in outlook_html([row])
+
+    def timed(spec: RunSpec, calibration: Calibration | None) -> Prediction:
+        return replace(predict(spec), step_time_s=0.25 if calibration and not spec.linked else None)
+
+    made = Found(Calibration(2, SimpleNamespace(), {}, "2026-01-01"), "from the calibration of 2026-01-01")
+    monkeypatch.setattr(outlook, "find_calibration", lambda ranks: made)
+    monkeypatch.setattr(outlook, "predict", timed)
+    calibration_file().parent.mkdir(parents=True)
+    calibration_file().write_text("{}")
+    (row,) = outlook_of([spec])
+    assert row.predicted.step_time_s == 0.25 and "step 250 ms" in outlook_html([row]) and "2026-01-01" in row.remark
+    (linked,) = outlook_of([RunSpec(strategy="full_shard", model="gpt-tiny", link="eth10", **FIXED)])
+    assert linked.predicted.step_time_s is None and "for a link" in linked.remark
+
+
+def test_sliders_of_a_notebook_show_the_same_prediction() -> None:
+    view = exploring.predicted_runs(model="gpt-tiny", device="cpu", strategies=("zero1", "full_shard"))
+    shown = view(world_size=4)
+    assert [(row.label, row.spec.world_size) for row in shown.rows] == [("zero1", 4), ("full_shard", 4)]
+    assert shown.rows[1].predicted == predict(shown.rows[1].spec) and "full_shard: predicted" in str(shown)
+    assert "does not fit" in view(world_size=2, card=10_000)._repr_html_()
+    assert "sequence_length" in str(view(world_size=2, sequence_length=0)), "what is impossible is said in a line"
