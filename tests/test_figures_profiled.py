@@ -661,7 +661,7 @@ def test_long_titles_take_further_lines():
 
     long, short = (
         style.titled(go.Figure(go.Bar(x=[1], y=["a"])), text, "Measured", "alt", height=300)
-        for text in ("many words " * 15, "few")
+        for text in ("many words " * 14, "few")
     )
     assert long.layout.height == short.layout.height + 25 and long.layout.margin.t == short.layout.margin.t + 25
 
