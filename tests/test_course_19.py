@@ -23,7 +23,8 @@ RIGHT = {  # other right orders than the reference
         "as many as the step allows": exercises._order(gpus=768),
         "worked out, in numpy": (
             "import numpy as np\n\n\ndef order():\n    gpus = 8 * np.ceil(np.float64(95) / 8)\n"
-            "    return dict(gpu='h100', gpus=gpus, strategy='full_shard', micro_batch=np.int64(1), checkpointing='selective')\n"
+            "    return dict(gpu='h100', gpus=gpus, strategy='full_shard', micro_batch=np.int64(1),\n"
+            "                checkpointing='selective')\n"
         ),
     }
 }
@@ -82,7 +83,9 @@ def test_the_bill_is_drawn(gpu, gpus):
 
 
 def test_an_order_is_weighed_beside_the_cheapest():
-    rows = sizing.weighed({"gpu": "h100", "gpus": 128, "strategy": "full_shard", "checkpointing": "selective"}).rows
+    rows = sizing.weighed(
+        {"gpu": "h100", "gpus": 128, "strategy": "full_shard", "checkpointing": "selective", "micro_batch": 1.0}
+    ).rows
     assert rows[0][1] == "128 h100" and [row[1].split()[1] for row in rows[1:]] == list(sizing.PRICES)
 
 

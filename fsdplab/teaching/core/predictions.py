@@ -81,11 +81,13 @@ class Score:
         return self.predicted / self.measured if self.measured else math.inf
 
     def __str__(self) -> str:
+        return self.told("measured")
+
+    def told(self, origin: str) -> str:
+        """The line under a prediction; `origin` says how the other number came about, "measured" or "computed"."""
         whose = "You predicted" if self.by_learner else "The stored default predicted"
-        return (
-            f"{whose} {shown(self.predicted, self.unit)}, measured {shown(self.measured, self.unit)}:"
-            f" {compared(self.ratio)}."
-        )
+        against = compared(self.ratio).replace("measurement", "measurement" if origin == "measured" else "right number")
+        return f"{whose} {shown(self.predicted, self.unit)}, {origin} {shown(self.measured, self.unit)}: {against}."
 
     __repr__ = __str__
 
@@ -143,9 +145,12 @@ class Predicted:
         """The number in the field, in the prediction's unit."""
         return self.prediction.value
 
-    def score(self, measured: float | str) -> None:
-        """Print the prediction beside the measurement (a number in the prediction's unit, or a text with its own)."""
-        print(self.prediction.score(measured))
+    def score(self, measured: float | str, origin: str = "measured") -> None:
+        """Print the prediction beside the measurement (a number in the prediction's unit, or a text with its own).
+
+        `origin="computed"` where the number was not measured but follows from a formula.
+        """
+        print(self.prediction.score(measured).told(origin))
 
 
 def predict(name: str, unit: str, default: float, measured: float | str | None = None) -> Predicted:

@@ -21,7 +21,7 @@ def bill_figure(
     figure = go.Figure()
     _panel(figure, "", names, spans, [f"{span:.3g}" for span in spans], f"{gpus:,}", "days", [0.0, 0.46])
     _panel(figure, "2", names, [each / 1e3 for each in bills], [f"{each / 1e3:,.0f}" for each in bills], f"{gpus:,}",
-           "bill (1,000 $)", [0.54, 1.0])  # fmt: skip
+           "bill, in 1,000 $", [0.54, 1.0])  # fmt: skip
     if gpus in ladder:
         span, cost = ladder[gpus]
         title = f"{gpus} {gpu}: {span:.3g} days for ${cost:,.0f}"
@@ -50,11 +50,15 @@ def _panel(
         figure.add_annotation(
             x=name, y=value, xref=f"x{number}", yref=f"y{number}", text=text, showarrow=False, yanchor="bottom",
         )  # fmt: skip
+    figure.add_annotation(
+        x=span[0], y=1, xref="paper", yref="paper", text=f"<b>{words}</b>", showarrow=False, xanchor="left",
+        yanchor="bottom", yshift=6,
+    )  # fmt: skip
     figure.update_layout(
         {
             "barmode": "stack",
             f"xaxis{number}": dict(domain=span, anchor=f"y{number}", type="category", title="GPUs", showgrid=False),
-            f"yaxis{number}": dict(anchor=f"x{number}", title=words, range=[0, 1.15 * max(values)]),
+            f"yaxis{number}": dict(anchor=f"x{number}", range=[0, 1.15 * max(values)]),
         }
     )
 

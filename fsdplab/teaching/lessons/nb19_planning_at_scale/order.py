@@ -27,8 +27,9 @@ GOOD = "fits the cards, ends in time, within the budget"
 
 
 def ordered(gpu: str, **choices: Any) -> Plan:
-    """The plan of the job on such cards; raises PlanError or HardwareError, one line."""
-    return plan(MODEL, gpu, seq=SEQUENCE, **choices)
+    """The plan of the job on such cards; numpy's numbers are numbers. Raises PlanError or HardwareError, one line."""
+    whole = {name: value if isinstance(value, str) else int(value) for name, value in choices.items()}
+    return plan(MODEL, gpu, seq=SEQUENCE, **whole)
 
 
 def days(found: Plan, tokens: float = TOKENS) -> float:
@@ -48,7 +49,6 @@ def verdict(order: Any) -> str:
     refused = _complaint(order)
     if refused:
         return refused
-    order = {name: value if isinstance(value, str) else int(value) for name, value in order.items()}
     try:
         found = ordered(**order)
     except (PlanError, HardwareError) as error:
