@@ -104,6 +104,9 @@ def test_sentences_come_from_the_record():
     assert hiding._carried(record) == pytest.approx(at_least, rel=0.25) and hiding._carried(record) > at_least
     figure = overlap_roofline(hiding.target(), measured=record)
     assert any("measured" in (trace.name or "") for trace in figure.data)
+    rows = [row for row in record.table("timeline") if row["lane"] == "compute" and row["rank"] == 0]
+    at = min(row["start_ns"] for row in rows if row["phase"] == "backward")
+    assert not [row for row in rows if row["phase"] == "forward" and row["start_ns"] > at], "one forward a step"
     assert hiding.hundredths(record) == pytest.approx(100 * overlap_point(record).measured)
 
 

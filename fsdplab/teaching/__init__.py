@@ -59,6 +59,7 @@ _LESSONS = {  # the module that a notebook imports -> the lesson that holds it
     "overlapping_axes": "nb12_hybrid",
     "trading": "nb13_trading",
     "composing": "nb16_composition",
+    "sizing": "nb19_planning_at_scale",
 }
 
 __all__ = [*_SOURCES, *_LESSONS, "load_ipython_extension"]

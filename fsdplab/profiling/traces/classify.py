@@ -32,7 +32,9 @@ Carrier = tuple[str, int | str, int | str]  # gloo, shm, shared_gpu or nccl, and
 _ENGINE_RANGE = re.compile(r"^FSDP::(\w+?)(?: \((.*)\))?$")
 _PREFETCH_RANGE = re.compile(r"^FSDP::backward_prefetch (?:for (.+)|\((.*) for .*\))$")
 _STEP = re.compile(r"^ProfilerStep#(\d{1,18})$")  # a record holds 64 bits
-_BACKWARD_NODE = re.compile(r"^\w+Backward\d*$")  # what PyTorch of before 1.10 shows of a node, with nothing around it
+# What PyTorch of before 1.10 shows of a node, with nothing around it. One function of the engine has such a name and
+# runs in the forward (engine/core/hooks.py).
+_BACKWARD_NODE = re.compile(r"^(?!_EndOfBackward$)\w+Backward\d*$")
 _NO_COMPUTING = (
     "c10d::",
     "_c10d_functional::",

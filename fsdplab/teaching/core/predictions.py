@@ -97,13 +97,18 @@ class Score:
         return self.predicted / self.measured if self.measured else math.inf
 
     def __str__(self) -> str:
-        reached = f"measured {shown(self.measured, self.unit)}"
+        return self.told("measured")
+
+    def told(self, origin: str) -> str:
+        """The line under a prediction; `origin` says how the other number came about, "measured" or "computed"."""
+        reached = f"{origin} {shown(self.measured, self.unit)}"
         if self.predicted is None:
             return (
                 f"No prediction, {reached}. Next time put a number into the field before you run on: a wrong guess"
                 " teaches more than none."
             )
-        return f"You predicted {shown(self.predicted, self.unit)}, {reached}: {compared(self.ratio)}."
+        against = compared(self.ratio).replace("measurement", "measurement" if origin == "measured" else "right number")
+        return f"You predicted {shown(self.predicted, self.unit)}, {reached}: {against}."
 
     __repr__ = __str__
 
@@ -166,11 +171,14 @@ class Predicted:
         self.prediction.lock()
         self._refresh()
 
-    def score(self, measured: float | str) -> None:
-        """Print the prediction beside the measurement (a number in the prediction's unit, or a text with its own)."""
+    def score(self, measured: float | str, origin: str = "measured") -> None:
+        """Print the prediction beside the measurement (a number in the prediction's unit, or a text with its own).
+
+        `origin="computed"` where the number was not measured but follows from a formula.
+        """
         score = self.prediction.score(measured)
         self._refresh()
-        print(score)
+        print(score.told(origin))
 
 
 def predict(name: str, unit: str, default: object = None, measured: float | str | None = None) -> Predicted:

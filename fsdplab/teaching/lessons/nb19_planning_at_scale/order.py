@@ -1,0 +1,106 @@
+"""The job of lesson 19, and the judgement of an order for it: what fits, ends in time and stays within the budget.
+
+The planner is the judge, so every order that it finds good passes, whoever thought of it. Imported by the ranks that
+check an exercise, so torch and numpy are enough.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdplab.common.sizes import size
+from fsdplab.planning import HardwareError, PlanError
+from fsdplab.planning.planner import Plan, plan, shortfall
+
+MODEL, SEQUENCE = "llama-3.1-70b", 4096
+TOKENS, DAYS, BUDGET = 100e9, 21, 107_000
+STEP_TOKENS = 4_000_000
+PRICES = {"h100": 3.0, "a100": 1.5}  # dollars an hour and GPU: this notebook's, nobody's offer
+CHOICES = {
+    "gpu": tuple(PRICES),
+    "gpus": int,
+    "strategy": ("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard", "hybrid_shard"),
+    "micro_batch": int,
+    "checkpointing": ("none", "selective", "full"),
+}
+GOOD = "fits the cards, ends in time, within the budget"
+
+
+def ordered(gpu: str, **choices: Any) -> Plan:
+    """The plan of the job on such cards; numpy's numbers are numbers. Raises PlanError or HardwareError, one line."""
+    whole = {name: value if isinstance(value, str) else int(value) for name, value in choices.items()}
+    return plan(MODEL, gpu, seq=SEQUENCE, **whole)
+
+
+def days(found: Plan, tokens: float = TOKENS) -> float:
+    """Days that the job takes."""
+    hours = found.hours(tokens)
+    assert hours is not None, "the cards of this lesson have known FLOP/s"
+    return hours / 24
+
+
+def dollars(found: Plan, gpu: str, tokens: float = TOKENS) -> float:
+    """The bill: 24 hours x days x GPUs x price."""
+    return 24 * days(found, tokens) * found.spec.gpus * PRICES[gpu]
+
+
+def verdict(order: Any) -> str:
+    """`GOOD`, or in one line what is wrong with an order and by how much."""
+    refused = _complaint(order)
+    if refused:
+        return refused
+    try:
+        found = ordered(**order)
+    except (PlanError, HardwareError) as error:
+        return str(error)
+    return _judged(found, order["gpu"])
+
+
+def _complaint(order: Any) -> str:
+    """Why this is no order, or nothing."""
+    if not isinstance(order, dict):
+        return f"expected a dict, got {type(order).__name__}"
+    wrong = [*(name for name in CHOICES if name not in order), *(str(name) for name in order if name not in CHOICES)]
+    if wrong:
+        return f"expected the choices {', '.join(CHOICES)}; missing or unknown: {', '.join(wrong)}"
+    for name, known in CHOICES.items():
+        value = order[name]
+        if isinstance(known, tuple) and value not in known:
+            return f"{name} is {value!r}; expected one of {', '.join(known)}"
+        if known is int and not _is_whole(value):
+            return f"{name} is {value!r}; expected a whole number above 0"
+    return ""
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether a number is whole and above 0, numpy's numbers among them."""
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+        return False
+    return float(value) == float(value) // 1 > 0
+
+
+def _judged(found: Plan, gpu: str) -> str:
+    """The first of the job's four conditions that a plan does not meet."""
+    spec = found.spec
+    if not found.fits:
+        return f"it does not fit: {shortfall(found)}"
+    if spec.step_tokens > STEP_TOKENS:
+        return (
+            f"a step reads {spec.gpus} x {spec.micro_batch} x {SEQUENCE:,} = {spec.step_tokens:,} tokens, the job"
+            f" allows {STEP_TOKENS:,}: fewer GPUs, or a smaller micro-batch"
+        )
+    if days(found) > DAYS:
+        return f"it takes {days(found):.1f} days, and {DAYS} are left: more GPUs, or faster ones"
+    bill = dollars(found, gpu)
+    if bill > BUDGET:
+        return f"it costs ${bill:,.0f}, and the budget is ${BUDGET:,}: {_dear(found)}"
+    return GOOD
+
+
+def _dear(found: Plan) -> str:
+    """What to look at in a plan that costs too much."""
+    if found.spec.checkpointing == "full":
+        return "full checkpointing computes every forward twice, and all of it is paid for"
+    time = found.time
+    share = time.exposed_s / time.step_s if time else 0.0
+    return f"{share:.0%} of each step is exposed communication, and {size(found.memory.peak.total)} are in use"

@@ -1,0 +1,100 @@
+"""Notebook 19: every order that the planner finds good passes, each known wrong one is told why; tables and figures say
+what the plans say.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdplab.figures import alt_text, svg
+from fsdplab.teaching import sizing
+from fsdplab.teaching.core import registry
+from fsdplab.teaching.core.exercise import Exercise
+from fsdplab.teaching.lessons.nb19_planning_at_scale import exercises
+from fsdplab.teaching.lessons.nb19_planning_at_scale import order as ordering
+from tests.solutions import must_name_each_slip, solutions_of
+
+ITEMS = registry.items_of("19")
+EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
+RIGHT = {  # other right orders than the reference
+    "19.order": {
+        "more of the slower cards": exercises._order(gpu="a100", gpus=192),
+        "just in time": exercises._order(gpus=72),
+        "as many as the step allows": exercises._order(gpus=768),
+        "worked out, in numpy": (
+            "import numpy as np\n\n\ndef order():\n    gpus = 8 * np.ceil(np.float64(95) / 8)\n"
+            "    return dict(gpu='h100', gpus=gpus, strategy='full_shard', micro_batch=np.int64(1),\n"
+            "                checkpointing='selective')\n"
+        ),
+    }
+}
+SOLUTIONS = solutions_of(EXERCISES, RIGHT)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("solution", SOLUTIONS, ids=str)
+def test_right_orders_pass_and_wrong_ones_are_told_why(tried, solution):
+    solution.must_report(tried[solution.key], names_rank=False)
+
+
+def test_the_question_accepts_the_right_number_and_names_each_slip(course):
+    must_name_each_slip(exercises.late, sizing.published())
+
+
+def test_the_stub_does_not_pass():
+    space: dict = {}
+    exec(exercises.order.stub, space)
+    assert "does not fit" in ordering.verdict(space["order"]())
+
+
+def test_the_budget_is_a_tenth_above_the_best():
+    bills = {
+        gpu: min(cost for span, cost in sizing.ladder(gpu).values() if span <= sizing.DAYS) for gpu in sizing.PRICES
+    }
+    assert sizing.BUDGET / min(bills.values()) == pytest.approx(1.1, abs=0.01)
+    assert max(bills.values()) < sizing.BUDGET, "on both cards there is an order within the budget"
+
+
+def test_the_first_try_does_not_fit_and_the_fewest_cards_do():
+    first = sizing.ordered("h100", gpus=16, checkpointing="full")
+    assert "does not fit" in str(sizing.told(first)) and f"needs {sizing.fewest('h100')} cards" in str(
+        sizing.told(first)
+    )
+    fits = sizing.ordered("h100", gpus=64, checkpointing="selective")
+    assert "MFU" in str(sizing.told(fits)) and "tokens/s" in str(sizing.told(fits))
+
+
+def test_only_what_divides_all_states_over_all_cards_fits():
+    rows = {row[0]: row[2] for row in sizing.strategies(64).rows}
+    assert [name for name, speed in rows.items() if speed != "does not fit"] == ["full_shard"]
+
+
+def test_the_bill_hardly_changes_with_the_number_of_cards():
+    steps = sizing.ladder("h100")
+    assert sizing.bill_factor() == pytest.approx(steps[512][1] / steps[64][1]) == pytest.approx(1.0, abs=0.05)
+    assert steps[512][0] < steps[64][0] / 7
+
+
+@pytest.mark.parametrize("gpu,gpus", [("h100", 64), ("a100", 512), ("a100", 32)])
+def test_the_bill_is_drawn(gpu, gpus):
+    figure = sizing.bill(gpu, gpus, 100)
+    assert f"{gpus} {gpu.upper()}" in figure.layout.title.text and "$" in alt_text(figure)
+    assert svg(figure).startswith("<svg") and "GPUs" in svg(figure)
+
+
+def test_an_order_is_weighed_beside_the_cheapest():
+    rows = sizing.weighed(
+        {"gpu": "h100", "gpus": 128, "strategy": "full_shard", "checkpointing": "selective", "micro_batch": 1.0}
+    ).rows
+    assert rows[0][1] == "128 h100" and [row[1].split()[1] for row in rows[1:]] == list(sizing.PRICES)
+
+
+def test_the_table_of_published_rows_has_the_worst_first():
+    found = sizing.published()
+    rows = sizing.published_rows(found).rows
+    assert float(rows[0][3]) == max(float(row[3]) for row in rows) and "s65536" in rows[0][0]
+    assert float(rows[0][3]) == pytest.approx(sizing.worst_ratio(found), abs=0.005)
+    figure = sizing.ratios(found)
+    assert f"{sizing.error(found):.1f} %" in alt_text(figure) and "held out" in svg(figure)
+    shown = [ratio for trace in figure.data for ratio in trace.x]
+    assert len(shown) == len(sizing.points(found)) and min(shown) > 0.7 and max(shown) < 1.6
