@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     test.set_defaults(command=_test)
     site = commands.add_parser("site", help="run the notebooks and write them as static pages")
     site.add_argument("out", type=Path, help="folder to write to")
-    site.add_argument("--source", type=Path, default=_sources(), help="folder of sources; default: notebooks")
+    site.add_argument("--source", type=Path, default=course_folder(), help="folder of sources; default: notebooks")
     site.add_argument("--executed", action="store_true", help="the sources were run already: take their outputs")
     site.add_argument("--keep", type=Path, help="keep the executed notebooks in this folder, for --executed")
     site.set_defaults(command=_site)
