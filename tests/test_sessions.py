@@ -14,6 +14,7 @@ import torch
 
 from fsdplab.common.places import how_to_install
 from fsdplab.sessions import ENGINES, RanksFailed, RunSpec, SpecError, bench, compare
+from fsdplab.sessions.formula import formula_bytes, unit_shapes
 from fsdplab.sessions.launch.failure_report import PostMortem, failed_first, hung, not_started, too_slow
 from fsdplab.sessions.launch.launcher import RankActivity
 from fsdplab.sessions.launch.mailbox import (
@@ -25,7 +26,7 @@ from fsdplab.sessions.launch.mailbox import (
     read_lines,
 )
 from fsdplab.sessions.launch.stacks import of_exception, readable
-from fsdplab.sessions.summary import formula_bytes, mean_losses, sent_per_step, step_seconds, unit_shapes
+from fsdplab.sessions.summary import mean_losses, sent_per_step, step_seconds
 from fsdplab.sessions.worker.environment import capture_environment
 from fsdplab.sessions.worker.remote_call_worker import unsupported_type
 

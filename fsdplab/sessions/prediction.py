@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from fsdplab.planning import ModelShape, Traffic, UnitShapes, step_traffic
+from fsdplab.planning import ModelShape, Traffic
 from fsdplab.planning.lab_memory import LabRun, memory_of_step, unit_parameters
 from fsdplab.planning.lab_step_time import StepSeconds, step_seconds
 from fsdplab.sessions.calibration import Calibration
+from fsdplab.sessions.formula import traffic_of
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.workloads import preset
 from fsdplab.workloads.config import ModelConfig
@@ -56,7 +57,7 @@ def predict(spec: RunSpec, calibration: Calibration | None = None) -> Prediction
     """
     if spec.engine == "twin":
         return Prediction(None, None, None, None, None, "the twin is no rank of a run")
-    why_not, traffic = _not_modelled(spec), _traffic(spec)
+    why_not, traffic = _not_modelled(spec), traffic_of(spec, spec.strategy)
     peak = None if why_not else _peak(_run_of(spec))
     total = None if peak is None else sum(peak.values())
     seconds = None if why_not else _seconds(spec, traffic, calibration)
@@ -124,14 +125,4 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
         head_width=config.head_width, ffn=config.ffn, vocabulary=config.vocabulary, context=config.context,
         gated=not gpt, norm_bias=gpt, qkv_bias=gpt, output_bias=gpt, ffn_bias=gpt,
         positions=config.context if gpt else 0, tied=config.tie_embeddings,
-    )  # fmt: skip
-
-
-def _traffic(spec: RunSpec) -> list[Traffic]:
-    """The collectives of one step, by the strategy's formula."""
-    units = unit_parameters(_run_of(spec))
-    shapes = [UnitShapes(name, tuple((each.name, each.shape) for each in own)) for name, own in units.items()]
-    return step_traffic(
-        shapes, spec.strategy, spec.world_size, param_itemsize=2 if spec.precision == "bf16" else 4, reduce_itemsize=4,
-        micro_batches=spec.micro_batches, replicas=spec.replicas if spec.strategy == "hybrid_shard" else 1,
     )  # fmt: skip

@@ -131,7 +131,7 @@ def link_text(link: dict[str, Any]) -> str:
 
 def full_shard_traffic(spec: RunSpec) -> tuple[int, int]:
     """Bytes that a rank sends in a step of full sharding, and the collectives: what the target's ratio is about."""
-    from fsdplab.sessions.summary import traffic_of
+    from fsdplab.sessions.formula import traffic_of
 
     rows = traffic_of(spec, "full_shard")
     return sum(row.step_bytes for row in rows), sum(row.count for row in rows)
