@@ -825,7 +825,9 @@ def test_a_record_whose_units_have_no_names_speaks_of_no_root(tmp_path, ahead):
     }
     figure = exposed_heatmap(record)
     assert list(figure.data[0].y) == ["no unit named in this trace"] and " of no unit" not in words(figure)
-    assert "root" not in str(figure.to_dict()) and "root" not in str(rank_timeline(record).to_dict())
+    for drawn in (figure, rank_timeline(record), figures.straggler_map(record)):
+        assert "root" not in str(drawn.to_dict())
+    assert not any("no unit" in text for bar in rank_timeline(record).data for text in bar.text)
 
 
 def test_the_tabs_of_a_run_that_its_card_stopped_say_so(tmp_path, ahead):

@@ -23,7 +23,7 @@ from fsdplab.records import RunRecord
 _PHASES = ("forward", "backward", "optimizer", "")
 _CAUSES = {"hidden": "", "unknown": ""}
 MOST_ROWS = 90  # units that fit on a page; of more, those with most exposed time are drawn
-_LEAST = 90  # pixels of the cells, so that the labels of the colour bar stay apart
+_LEAST = 130  # pixels of the cells, so that the labels of the colour bar stay apart
 
 Place = tuple[str, str, str]  # unit, phase and kind
 

@@ -10,8 +10,9 @@ import os
 import statistics
 
 from fsdplab.common.sizes import three_digits
+from fsdplab.common.words import NO_UNIT
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profile_data import MS, Row, breakdown_of, conditions, duration, label, profiled, rows_of
+from fsdplab.figures.profile_data import MS, Row, breakdown_of, conditions, duration, label, profiled, rows_of, unnamed
 from fsdplab.figures.style import DARK_INK, HEAT, titled
 from fsdplab.profiling.arrivals import Arrivals, Key, LateRank, arrivals_of, late_rank_of
 from fsdplab.profiling.diagnosis import WORTH_SAYING
@@ -32,7 +33,7 @@ def straggler_map(record: RunRecord) -> go.Figure:
     """
     rows = profiled(rows_of(record, "timeline"), record)
     issued, how = arrivals_of(record, {row["step"] for row in rows})
-    columns = _columns(issued)
+    columns = _columns(issued, unnamed(record) == NO_UNIT)
     ranks = sorted({rank for times in issued.values() for rank in times})
     if len(ranks) < 2 or not columns:
         remedy = "run it with --world-size 2 or more and --profile 2"
@@ -59,13 +60,14 @@ def straggler_map(record: RunRecord) -> go.Figure:
     return titled(figure, title, conditions(record, "cells: ms after the first rank", how), alt, height, top=92)
 
 
-def _columns(issued: Arrivals) -> dict[str, list[Key]]:
+def _columns(issued: Arrivals, without_units: bool) -> dict[str, list[Key]]:
     """{column: its collective in each step}, in the order of the step."""
     columns: dict[str, list[Key]] = {}
     names = _short_names({key[1] for key in issued})
     for key in sorted(issued, key=lambda key: (key[0], min(issued[key].values()))):
         again = f" #{key[4] + 1}" if key[4] else ""
-        columns.setdefault(f"{key[3]} {names[key[1]]} {_SHORT.get(key[2], key[2])}{again}", []).append(key)
+        unit = "" if without_units else f" {names[key[1]]}"
+        columns.setdefault(f"{key[3]}{unit} {_SHORT.get(key[2], key[2])}{again}", []).append(key)
     return columns
 
 

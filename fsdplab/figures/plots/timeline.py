@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdplab.common.words import plural
+from fsdplab.common.words import NO_UNIT, plural
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.plots.timeline_bars import LIMIT, Mark, bars, downsample, merge_words
 from fsdplab.figures.profile_data import (
@@ -144,14 +144,16 @@ def uncovered(rows: list[Row]) -> list[Row]:
 
 def _mark(row: Row, lanes: Lanes, origin: int) -> Mark:
     """A row's bar, named by its unit; exposed time says in which collective."""
-    what = " · ".join(filter(None, [row["unit"], row["phase"], row["name"] if row["lane"] != "compute" else "compute"]))
+    unit = "" if row["unit"] == NO_UNIT else row["unit"]
+    what = " · ".join(filter(None, [unit, row["phase"], row["name"] if row["lane"] != "compute" else "compute"]))
+    what = what if unit else f" · {what}"  # no label where no unit has a name
     place = lanes.middle[row["rank"], row["lane"]]
     start, end = ((row[name] - origin) / MS for name in ("start_ns", "end_ns"))
     if row["lane"] == "exposed":
-        return Mark("exposed", place, start, end, f" · exposed: {what}")
+        return Mark("exposed", place, start, end, f" · exposed: {what.removeprefix(' · ')}")
     if row["phase"] == "optimizer":
         return Mark("optimizer", place, start, end, " · optimizer")
-    return Mark(_group(row), place, start, end, what, short_unit(row["unit"]))
+    return Mark(_group(row), place, start, end, what, short_unit(unit))
 
 
 def _group(row: Row) -> str:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 MARKS = 1_500  # of each timeline on a page, to stay under a megabyte a record
 _MOST_PAIRS = 5
+_BREAKS = {"name": "name", "unit": "name", "group": "name"}  # columns of names that may be longer than the page is wide
 
 
 def tabbed(summary: str, records: Sequence[RunRecord], findings: Sequence[Finding | Mapping[str, Any]]) -> Markup:
@@ -104,7 +105,7 @@ def _tables(record: RunRecord) -> Markup:
 
 
 def _table(shown: Table) -> Markup:
-    look = [{"class": "number"} if is_number(column) else {"class": "name"} for column in shown.columns]
+    look = [{"class": "number" if is_number(column) else _BREAKS.get(column.key, "")} for column in shown.columns]
     head = [Cell(text, attributes) for text, attributes in zip(headings(shown), look)]
     rows = [[Cell(text, attributes) for text, attributes in zip(row, look)] for row in cells(shown)]
     notes = [each for each in (left_out(shown), *shown.notes) if each]
