@@ -350,6 +350,8 @@ def test_report_reads_the_kept_records_and_says_the_same(comparison, capsys):
     code, printed, shown = ended(["report", *kept, "--json", "-"], capsys)
     assert code == 0 and json.loads(printed) == json.loads((folder / "c.json").read_text())
     assert "agree" in shown and "twin" in shown
+    code, of_the_folder, _ = ended(["report", str(folder / "records"), "--json", "-", "-q"], capsys)
+    assert code == 0 and of_the_folder == printed
 
 
 def test_progress_in_a_terminal_shows_finished_rows_and_the_step_of_the_next(comparison):

@@ -100,12 +100,13 @@ def print_notes(console: Console, records: Sequence[RunRecord]) -> None:
 
 
 def load_all(paths: Sequence[Path], options: TraceOptions, detail: Detail) -> list[RunRecord]:
-    """Folders are records, or hold one run's traces; files are traces, all of one run."""
+    """Folders are records, or hold records, or one run's traces; files are traces, all of one run."""
     from fsdplab.profiling import AccountingError
     from fsdplab.profiling.traces.chrome import TraceError
     from fsdplab.profiling.traces.import_traces import record_of_traces
 
     try:
+        paths = [own for path in paths for own in _records_below(path) or [path]]
         runs = _runs_of_traces(paths)
         loaded = [RunRecord.load(path) for path in paths if not path.is_file() and not _traces_below(path)]
         progress = None if detail is Detail.QUIET else _print_progress
@@ -115,6 +116,14 @@ def load_all(paths: Sequence[Path], options: TraceOptions, detail: Detail) -> li
         ]
     except (AccountingError, RecordError, TraceError) as error:
         refuse(str(error))
+
+
+def _records_below(path: Path) -> list[Path]:
+    """The records in a folder that is none itself, as `compare --keep` writes them: 0-no_shard-lab, 1-zero1-lab, ..."""
+    if not path.is_dir() or (path / "run.json").exists():
+        return []
+    found = [own.parent for own in path.glob("*/run.json")]
+    return sorted(found, key=lambda own: (len(own.name.partition("-")[0]), own.name))
 
 
 def _runs_of_traces(paths: Sequence[Path]) -> list[list[Path]]:
