@@ -55,4 +55,4 @@ def script() -> str:
     """The lab's script, called with the rules and the words."""
     rules = {name: asdict(rule) for name, rule in RULES.items()}
     told = json.dumps({"rules": rules, "waiting": WAITING, "nothing": NOTHING_CHOSEN, "after_ms": 400})
-    return f"({Path(__file__).with_name('lab.js').read_text(encoding='utf-8')})({told})"
+    return f"({Path(__file__).with_name('lab.js').read_text(encoding='utf-8').strip()})({told})"
