@@ -205,6 +205,21 @@ def test_a_presented_lab_has_few_controls_and_those_with_errors() -> None:
     assert lab.controls._cells["units"].layout.display == "" and "fsdplab-present" not in lab.widget._dom_classes
 
 
+def test_figures_are_larger_on_a_wide_page_and_on_a_projector(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdplab.widgets import strategy_lab
+
+    scales: list[float] = []
+    figure = style.titled(go.Figure(go.Bar(x=[1], y=["a"], orientation="h")), "title", "Measured", "alt")
+    monkeypatch.setattr(strategy_lab, "pieces", lambda *_: ["words", figure])
+    monkeypatch.setattr(strategy_lab, "enlarged", lambda figure, scale: scales.append(round(scale, 3)) or figure)
+    lab = StrategyLab(FIXED, **TINY)
+    lab.wide.value = "wide"
+    lab.present()
+    lab.wide.value = ""
+    lab.present(False)
+    assert scales == [1.2, 1.62, 1.35]
+
+
 def test_an_enlarged_figure_has_larger_type_and_titles_that_still_fit() -> None:
     figure = style.titled(go.Figure(go.Bar(x=[1], y=["a"])), "many words " * 9, "Measured " * 16, "alt", height=300)
     large = style.enlarged(figure, 1.5)

@@ -25,10 +25,15 @@ def picture_of(curves: Sequence[Curve]) -> str:
     begun = [curve for curve in curves if any(map(isfinite, curve.losses))]
     if not begun:
         return ""
-    colours = [strategy_colour(curve.spec.strategy, curve.spec.engine) for curve in begun]
+    # other engines have their strategies' colours: their lines are dashed
+    colours = [
+        (strategy_colour(curve.spec.strategy, curve.spec.engine), curve.spec.engine in ("lab", "twin"))
+        for curve in begun
+    ]
     names = "".join(
-        f"<span style='white-space:nowrap'><span style='color:{colour}'>━━</span> {escape(label(curve.spec))}</span> "
-        for colour, curve in zip(colours, begun)
+        f"<span style='white-space:nowrap'><span style='color:{colour}'>{'━━' if whole else '╍╍'}</span>"
+        f" {escape(label(curve.spec))}</span> "
+        for (colour, whole), curve in zip(colours, begun)
     )
     loss = _chart("loss", "steps", [curve.losses for curve in begun], colours, three_digits)
     times = _chart("step", "timed", [curve.seconds for curve in begun], colours, in_words)
@@ -41,7 +46,11 @@ def picture_of(curves: Sequence[Curve]) -> str:
 
 
 def _chart(
-    title: str, unit: str, lines: Sequence[Sequence[float]], colours: Sequence[str], say: Callable[[float], str]
+    title: str,
+    unit: str,
+    lines: Sequence[Sequence[float]],
+    looks: Sequence[tuple[str, bool]],
+    say: Callable[[float], str],
 ) -> str:
     """One chart: a line a run over its steps, the y axis marked at its ends."""
     lines = [[value for value in line if isfinite(value)] for line in lines]  # a run that diverges ends with nan
@@ -55,7 +64,7 @@ def _chart(
     def at(step: int, value: float) -> tuple[float, float]:
         return _LEFT + (right - _LEFT) * step / (steps - 1), bottom - (bottom - _TOP) * (value - low) / span
 
-    drawn = "".join(_line([at(*point) for point in enumerate(line)], colour) for line, colour in zip(lines, colours))
+    drawn = "".join(_line([at(*point) for point in enumerate(line)], *look) for line, look in zip(lines, looks))
     axis = f"<path d='M{_LEFT},{_TOP}V{bottom}H{right}' fill='none' stroke='currentColor' opacity='.4'/>"
     marks = "".join(
         f"<text x='{_LEFT - 6}' y='{y + 4:.0f}' text-anchor='end'>{escape(say(value))}</text>"
@@ -70,9 +79,10 @@ def _chart(
     )
 
 
-def _line(points: Sequence[tuple[float, float]], colour: str) -> str:
+def _line(points: Sequence[tuple[float, float]], colour: str, whole: bool) -> str:
     """A run's line; a single step is a point."""
     x, y = points[-1] if points else (0.0, 0.0)
     way = "".join(f"M{x0:.1f},{y0:.1f}L{x1:.1f},{y1:.1f}" for (x0, y0), (x1, y1) in pairwise(points))
     end = f"<circle cx='{x:.1f}' cy='{y:.1f}' r='3.5' fill='{colour}'/>" if points else ""
-    return f"<path d='{way}' stroke='{colour}' stroke-width='2' fill='none'/>{end}"
+    dashes = "" if whole else " stroke-dasharray='5 4'"
+    return f"<path d='{way}' stroke='{colour}' stroke-width='2' fill='none'{dashes}/>{end}"
