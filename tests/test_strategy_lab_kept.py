@@ -211,7 +211,7 @@ def test_figures_are_larger_on_a_wide_page_and_on_a_projector(monkeypatch: pytes
     scales: list[float] = []
     figure = style.titled(go.Figure(go.Bar(x=[1], y=["a"], orientation="h")), "title", "Measured", "alt")
     monkeypatch.setattr(strategy_lab, "pieces", lambda *_: ["words", figure])
-    monkeypatch.setattr(strategy_lab, "enlarged", lambda figure, scale: scales.append(round(scale, 3)) or figure)
+    monkeypatch.setattr(strategy_lab, "enlarged", lambda figure, scale, wider: scales.append(round(scale, 3)) or figure)
     lab = StrategyLab(FIXED, **TINY)
     lab.wide.value = "wide"
     lab.present()

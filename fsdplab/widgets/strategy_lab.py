@@ -32,6 +32,7 @@ from .stills import Still, outputs
 from .tabs import OF_ONE_RUN, TABS, note, pieces
 
 PRESENTED, WIDE = 1.35, 1.2  # how much larger type in figures is on a projector, and on a wide page
+WIDER = 1500 / 1100  # the least width of a wide page over the usual one
 _BAR = {"running": "info", "cancelling": "warning", "cancelled": "warning", "failed": "danger", "done": "success"}
 
 Wanted = tuple[tuple[int, int] | None, int | None]  # a batch's number and count of records, and the run picked
@@ -97,6 +98,8 @@ class StrategyLab:
         self._presenting = on
         (self.widget.add_class if on else self.widget.remove_class)("fsdplab-present")
         self.controls.present(on)
+        for rest in (self.name, self.export_button):
+            rest.layout.display = "none" if on else ""
         self._redraw()
 
     def _ipython_display_(self) -> None:
@@ -194,9 +197,10 @@ class StrategyLab:
         )
 
     @property
-    def _scale(self) -> float:
-        """How much larger than usual the type of figures is."""
-        return (PRESENTED if self._presenting else 1) * (WIDE if self.wide.value else 1)
+    def _scale(self) -> tuple[float, float]:
+        """How many times the usual type and the usual width figures have."""
+        type_size = (PRESENTED if self._presenting else 1) * (WIDE if self.wide.value else 1)
+        return type_size, WIDER if self.wide.value else 1
 
     def _redraw(self) -> None:
         """Draw the open tab again, as nothing was drawn before in this size."""
@@ -280,8 +284,8 @@ class StrategyLab:
             place.outputs = tuple(outputs(note("drawing …"))) if name == tab else ()
         if (tab, wanted) not in self._shown.drawn:
             shown = pieces(tab, self._batch, self.run_menu.value or 0)
-            if self._scale != 1:
-                shown = [piece if isinstance(piece, str) else enlarged(piece, self._scale) for piece in shown]
+            if self._scale != (1, 1):
+                shown = [piece if isinstance(piece, str) else enlarged(piece, *self._scale) for piece in shown]
             self._shown.drawn[tab, wanted] = tuple(output for piece in shown for output in outputs(piece))
         self.outputs[tab].outputs = self._shown.drawn[tab, wanted]
         self._shown.filled = (tab, wanted)
