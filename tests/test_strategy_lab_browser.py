@@ -1,5 +1,5 @@
-"""Notebook 11 in a real JupyterLab: its strategy lab runs, shows the figure, runs again, is cancelled, and can still be
-used.
+"""Notebook 11 in a real JupyterLab: its strategy lab predicts, runs, shows the figure, runs again, is cancelled, and can
+still be used; it fits two sizes of screen, answers while the kernel is busy, and has its runs again in a new kernel.
 """
 
 from __future__ import annotations
@@ -27,6 +27,18 @@ MISFITS = """() => {
   const boxes = parts.map(e => [e.matches(".js-plotly-plot"), e.getBoundingClientRect()]);
   return boxes.filter(([plot, r]) => r.right > right + 2 || r.width < 100 || (plot && r.height < 150)).map(([plot, r]) => [plot, r.width, r.height]);
 }"""
+# Text of a figure that leaves it, and tables wider than their place.
+CUT = """() => {
+  const seen = [...document.querySelectorAll(".fsdplab-lab .js-plotly-plot")].filter(e => e.offsetParent !== null);
+  const out = seen.flatMap(plot => {
+    const box = plot.getBoundingClientRect();
+    const texts = [...plot.querySelectorAll("text")].filter(t => t.getBoundingClientRect().width);
+    return texts.filter(t => { const r = t.getBoundingClientRect(); return r.right > box.right + 1 || r.left < box.left - 1; }).map(t => t.textContent);
+  });
+  const tables = [...document.querySelectorAll(".fsdplab-lab table")].filter(e => e.offsetParent !== null);
+  return [...out, ...tables.filter(t => t.parentElement.scrollWidth > t.parentElement.clientWidth + 1).map(t => t.innerText)];
+}"""
+BUSY = "import pathlib, time\nwhile not pathlib.Path('go on').exists():\n    time.sleep(0.05)"
 RUN_MS, SHORT_MS = 100_000, 30_000
 
 
@@ -43,11 +55,21 @@ def picture(page: Any, path: Path) -> None:
     page.wait_for_function(DRAWN, timeout=RUN_MS)
     page.wait_for_timeout(500)
     page.screenshot(path=str(path))
-    misfits = page.evaluate(MISFITS)
+    misfits = page.evaluate(MISFITS) + page.evaluate(CUT)
     assert misfits == [], f"parts of the lab do not fit: {misfits}; see {path}"
 
 
-@pytest.mark.timeout(300)
+def run_a_cell(page: Any, source: str) -> None:
+    """Append a cell to the notebook and run it."""
+    page.locator(".jp-Notebook .jp-Cell").last.click()
+    page.keyboard.press("Escape")
+    page.keyboard.press("b")
+    page.keyboard.press("Enter")
+    page.keyboard.insert_text(source)
+    page.keyboard.press("Control+Enter")
+
+
+@pytest.mark.timeout(400)
 @needs_chromium
 def test_run_shows_the_figure_and_cancel_leaves_the_lab_usable(jupyter_lab: str, tmp_path: Path) -> None:
     from playwright.sync_api import sync_playwright
@@ -79,6 +101,13 @@ def test_run_shows_the_figure_and_cancel_leaves_the_lab_usable(jupyter_lab: str,
         page.get_by_label("Timed steps").fill("40")
         page.get_by_label("Timed steps").press("Enter")
         message.get_by_text("ready: 2 runs").wait_for(timeout=SHORT_MS)
+        lab_box.get_by_text("predicted 3.78 MB").wait_for(timeout=SHORT_MS)
+        page.get_by_label("Card (emulated)").fill("3.5MB")
+        page.get_by_label("Card (emulated)").press("Enter")
+        lab_box.get_by_text("does not fit the card: 3.78 MB needed").wait_for(timeout=SHORT_MS)
+        page.get_by_label("Card (emulated)").fill("")
+        page.get_by_label("Card (emulated)").press("Enter")
+        message.get_by_text("ready: 2 runs").wait_for(timeout=SHORT_MS)
 
         button["Run"].click()
         message.get_by_text("run 2 of 2").wait_for(timeout=RUN_MS)
@@ -86,9 +115,18 @@ def test_run_shows_the_figure_and_cancel_leaves_the_lab_usable(jupyter_lab: str,
         message.get_by_text("done: 2 records of 2 runs kept").wait_for(timeout=RUN_MS)
         lab_box.locator(".js-plotly-plot .barlayer").first.wait_for(timeout=SHORT_MS)
         picture(page, tmp_path / "3-table.png")
+        assert lab_box.locator(".fsdplab-live svg").count() == 2
         for number, tab in enumerate(("Timeline", "Memory", "Pareto", "Ledger", "Findings"), start=4):
             page.get_by_role("tab", name=tab, exact=True).click()
             picture(page, tmp_path / f"{number}-{tab.lower()}.png")
+        page.get_by_role("tab", name="Memory", exact=True).click()
+        picture(page, tmp_path / "5-memory.png")
+        narrow = lab_box.evaluate("e => e.clientWidth")
+        page.set_viewport_size({"width": 1920, "height": 1080})
+        page.wait_for_function("() => document.querySelector('.fsdplab-wide input').value === 'wide'", timeout=SHORT_MS)
+        picture(page, tmp_path / "5-memory-wide.png")
+        assert lab_box.evaluate("e => e.clientWidth") > narrow + 500, "a wide window is used"
+        page.set_viewport_size({"width": 1280, "height": 1100})
         assert "could not be drawn" not in lab_box.inner_text()
         button["Export HTML"].click()
         lab_box.get_by_text("strategy-lab-1.html").wait_for(timeout=SHORT_MS)
@@ -103,4 +141,21 @@ def test_run_shows_the_figure_and_cancel_leaves_the_lab_usable(jupyter_lab: str,
         picture(page, tmp_path / "9-cancelled.png")
         assert button["Run"].is_enabled() and not button["Cancel"].is_enabled()
         assert lab_box.locator("td", has_text="full_shard").count() >= 1, "what the first batch recorded is still shown"
+
+        run_a_cell(page, BUSY)
+        page.get_by_text("(ipykernel) | Busy").wait_for(timeout=SHORT_MS)
+        page.get_by_label("Timed steps").fill("0")
+        page.locator(".fsdplab-error", has_text="whole number from 1 to 200").wait_for(timeout=SHORT_MS)
+        page.get_by_label("Timed steps").press("Enter")
+        page.get_by_label("Timed steps").fill("3")
+        page.get_by_label("Timed steps").press("Enter")
+        button["Run"].click()
+        message.get_by_text("waiting for the kernel").wait_for(timeout=SHORT_MS)
+        (tmp_path / "course-learner" / "go on").touch()
+        message.get_by_text("done: 2 records of 2 runs kept").wait_for(timeout=RUN_MS)
+        assert lab_box.locator("svg text", has_text="3 timed").count() == 1, "run with the steps that the page showed"
+        kept = tmp_path / "course-learner" / "lab-runs"
+        assert len(list(kept.glob("batch-*/*/run.json"))) >= 4
+        run_a_cell(page, "StrategyLab({'device': 'cpu'}).state.message")
+        page.get_by_text("batches of earlier runs below").wait_for(timeout=SHORT_MS)
         browser.close()

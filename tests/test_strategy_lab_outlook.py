@@ -85,7 +85,7 @@ def test_every_row_is_what_the_one_function_predicts() -> None:
         (name, predict(spec)) for name, spec in zip(("no_shard", "full_shard", "torch-fsdp2"), state.request.specs)
     ]
     page = outlook_html(rows)
-    assert "no peak: the buffers of torch-fsdp2 are its own" in page and "sent a step" in page
+    assert "no peak: the buffers of torch-fsdp2 are its own" in page and "sends 764 kB" in page
 
 
 def a_record(**changes: Any) -> RunRecord:
@@ -106,7 +106,7 @@ def test_the_last_measured_run_stands_beside_with_what_differed() -> None:
     (row,) = outlook_of([spec], [a_record(world_size=4), a_record(), a_record(strategy="zero2")])
     assert row.measured is not None and row.measured.peak == 3_000_000 and row.measured_with == "prefetch 1"
     page = outlook_html([row])
-    assert "measured 3.00 MB; 764 kB sent a step; step 500 ms (with prefetch 1)" in page
+    assert "measured 3.00 MB, sends 764 kB, step 500 ms (with prefetch 1)" in page
     assert outlook_of([spec], [a_record(strategy="zero2")])[0].measured is None and outlook_html(()) == ""
 
 

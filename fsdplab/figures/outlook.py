@@ -27,9 +27,9 @@ _SETTINGS = {
     "prefetch": "prefetch {}", "shard_size": "groups of {}", "link": "link {}", "card": "card {}",
     "sequence_length": "sequence {}", "batch_size": "batch {}", "micro_batches": "{} micro-batches",
 }  # fmt: skip
-_NAME = "flex:0 0 9em;overflow-wrap:anywhere"
+_NAME = "flex:0 0 8em;overflow-wrap:anywhere"
 _BAR = "flex:1 1 12em;position:relative;display:flex;height:1.1em"
-_FIGURES = "flex:0 1 24em;text-align:left"
+_FIGURES = "flex:0 1 25em;text-align:left"
 _ROW = "display:flex;gap:0 12px;align-items:center;flex-wrap:wrap;min-height:1.6em;margin-top:3px"
 
 
@@ -110,10 +110,13 @@ def outlook_of(specs: Iterable[RunSpec], records: Sequence[RunRecord] = ()) -> t
 
 
 def in_words(prediction: Prediction) -> str:
-    """`predicted 199 MB; 129 MB sent a step; step –`, or why the memory is not predicted."""
-    step = f"step {seconds(prediction.step_time_s)}"
+    """`predicted 199 MB, sends 129 MB, step 425 ms`, or why the memory is not predicted."""
     peak = f"predicted {size(prediction.peak_bytes)}" if prediction.peak_bytes else f"no peak: {prediction.why_not}"
-    return "; ".join([peak, f"{size(prediction.bytes_per_step)} sent a step", step])
+    return f"{peak}, {_sent_in(prediction.bytes_per_step, prediction.step_time_s)}"
+
+
+def _sent_in(nbytes: int | None, step_s: float | None) -> str:
+    return f"sends {size(nbytes)}, step {seconds(step_s)}"
 
 
 def outlook_html(rows: Sequence[Outlook]) -> str:
@@ -147,7 +150,7 @@ def _lines(row: Outlook, scale: float) -> str:
     if row.measured is None:
         return first
     seen = row.measured
-    told = f"measured {size(seen.peak)}; {size(seen.comm_bytes)} sent a step; step {seconds(seen.step_median)}"
+    told = f"measured {size(seen.peak)}, {_sent_in(seen.comm_bytes, seen.step_median)}"
     told += f" (with {row.measured_with})" if row.measured_with else ""
     return first + _line("", seen.split, None, scale, f"<span style='opacity:.8'>{escape(told)}</span>", 0.6)
 

@@ -108,17 +108,21 @@ def titled(figure: go.Figure, title: str, subtitle: str, alt: str, height: int =
     return figure
 
 
-def enlarged(figure: go.Figure, scale: float) -> go.Figure:
-    """The figure in type that is `scale` times as large, for a projector: taller by as much, its titles broken anew."""
+def enlarged(figure: go.Figure, scale: float, wider: float = 1.0) -> go.Figure:
+    """The figure in type that is `scale` times as large, for a projector: taller by as much, its titles broken anew for
+    a page that is `wider` times as wide as a notebook's at 1280 px.
+    """
     title, old = figure.layout.title, figure.layout
-    titles = wrapped(re.sub(r"<br>|</?b>", " ", title.text).strip(), int(_TITLE_CHARACTERS / scale))
-    subtitles = wrapped(title.subtitle.text.replace("<br>", " "), int(_SUBTITLE_CHARACTERS / scale))
+    titles = wrapped(re.sub(r"<br>|</?b>", " ", title.text).strip(), int(_TITLE_CHARACTERS * wider / scale))
+    subtitles = wrapped(title.subtitle.text.replace("<br>", " "), int(_SUBTITLE_CHARACTERS * wider / scale))
     before = _LINE * title.text.count("<br>") + _SUBLINE * title.subtitle.text.count("<br>")
     more = scale * (_LINE * titles.count("<br>") + _SUBLINE * subtitles.count("<br>") - before)
     height = scale * old.height + more
     larger = go.Figure(_in_larger_type(figure.to_plotly_json(), scale))
     larger.layout.title.update(text=f"<b>{titles}</b>", subtitle_text=subtitles)
     larger.layout.title.pad.t = scale * (16 + 14 * titles.count("<br>"))
+    if any(note.xshift for note in old.annotations) and old.xaxis.range and scale > wider:
+        larger.layout.xaxis.range = (old.xaxis.range[0], old.xaxis.range[1] * scale / wider)  # for labels beside points
     above_legend = scale * (1 - old.legend.y) * old.height + more
     larger.update_layout(height=height, margin_t=scale * old.margin.t + more, legend_y=1 - above_legend / height)
     return larger

@@ -54,5 +54,5 @@ def style() -> str:
 def script() -> str:
     """The lab's script, called with the rules and the words."""
     rules = {name: asdict(rule) for name, rule in RULES.items()}
-    told = json.dumps({"rules": rules, "waiting": WAITING, "nothing": NOTHING_CHOSEN, "after_ms": 400})
-    return f"({Path(__file__).with_name('lab.js').read_text(encoding='utf-8')})({told})"
+    told = json.dumps({"rules": rules, "waiting": WAITING, "nothing": NOTHING_CHOSEN, "after_ms": 400, "wide_px": 1500})
+    return f"({Path(__file__).with_name('lab.js').read_text(encoding='utf-8').strip()})({told})"

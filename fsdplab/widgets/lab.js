@@ -40,10 +40,20 @@ function atOnce(told) {
       const pressed = [...cell.querySelectorAll("button.mod-active")].map((each) => each.textContent.trim());
       if (nameOf(cell)) shown[nameOf(cell)] = field ? (field.selectedOptions?.[0]?.text ?? field.value) : pressed;
     }
-    const hidden = lab.querySelector(".fsdplab-shown input");
-    if (!hidden) return;
-    hidden.value = JSON.stringify(shown);
+    write(lab, ".fsdplab-shown", JSON.stringify(shown));
+  }
+
+  function write(lab, place, words) {
+    const hidden = lab.querySelector(`${place} input`);
+    if (!hidden || hidden.value === words) return;
+    hidden.value = words;
     for (const kind of ["input", "change"]) hidden.dispatchEvent(new Event(kind, { bubbles: true }));
+  }
+
+  // Figures are drawn by the kernel, which does not see how wide the page is.
+  function measure() {
+    for (const lab of document.querySelectorAll(".fsdplab-lab"))
+      if (lab.clientWidth) write(lab, ".fsdplab-wide", lab.clientWidth >= now().wide_px ? "wide" : "");
   }
 
   // The kernel answers a press with a new line; while the old one stands, the page says what it waits for.
@@ -69,6 +79,7 @@ function atOnce(told) {
     }
   }
 
+  setInterval(measure, 1000);
   document.addEventListener("input", judge, true);
   document.addEventListener("click", pressed, true);
 }

@@ -31,7 +31,8 @@ from .running import Runner
 from .stills import Still, outputs
 from .tabs import OF_ONE_RUN, TABS, note, pieces
 
-PRESENTED = 1.35  # how much larger type in figures is on a projector
+PRESENTED, WIDE = 1.35, 1.2  # how much larger type in figures is on a projector, and on a wide page
+WIDER = 1500 / 1100  # the least width of a wide page over the usual one
 _BAR = {"running": "info", "cancelling": "warning", "cancelled": "warning", "failed": "danger", "done": "success"}
 
 Wanted = tuple[tuple[int, int] | None, int | None]  # a batch's number and count of records, and the run picked
@@ -97,8 +98,9 @@ class StrategyLab:
         self._presenting = on
         (self.widget.add_class if on else self.widget.remove_class)("fsdplab-present")
         self.controls.present(on)
-        self._shown = _Shown(self._shown.runs)
-        self._refresh()
+        for rest in (self.name, self.export_button):
+            rest.layout.display = "none" if on else ""
+        self._redraw()
 
     def _ipython_display_(self) -> None:
         display({**self.widget._repr_mimebundle_(), "text/plain": ""}, raw=True)
@@ -120,21 +122,24 @@ class StrategyLab:
         self.live.add_class("fsdplab-said")
         self.shown = ipywidgets.Text(layout={"display": "none"})  # what the page shows at a press, see lab.js
         self.shown.add_class("fsdplab-shown")
+        self.wide = ipywidgets.Text(layout={"display": "none"})  # "wide" where the page has much width, see lab.js
+        self.wide.add_class("fsdplab-wide")
+        self.wide.observe(lambda _: self._redraw(), names="value")
         self.at_once = ipywidgets.Output(layout={"display": "none"})
         self.at_once.outputs = (_script(),)
         self.exported = ipywidgets.Output()
         self.batch_menu = ipywidgets.Dropdown(
-            description="Batch", layout={"flex": "2 1 360px"}, style={"description_width": "60px"}
+            description="Batch", layout={"flex": "2 1 360px"}, style={"description_width": "initial"}
         )
         self.run_menu = ipywidgets.Dropdown(
-            description="Run", layout={"flex": "1 1 240px"}, style={"description_width": "40px"}
+            description="Run", layout={"flex": "1 1 240px"}, style={"description_width": "initial"}
         )
         self.name = ipywidgets.Text(
             description="Name",
             placeholder="of this batch and its folder",
             continuous_update=False,
             layout={"flex": "1 1 240px"},
-            style={"description_width": "50px"},
+            style={"description_width": "initial"},
         )
         self.name.observe(self._named, names="value")
         self.outputs = {name: ipywidgets.Output(layout={"min_height": "120px"}) for name in TABS}
@@ -155,7 +160,9 @@ class StrategyLab:
             [self.batch_menu, self.run_menu, self.name, self.export_button], layout={**row, "margin": "4px 0"}
         )
         parts = [self.controls.box, self.outlook, buttons, self.live, self.menus, self.exported, self.tabs]
-        box = ipywidgets.VBox([ipywidgets.HTML(style(), layout={"display": "none"}), self.at_once, self.shown, *parts])
+        box = ipywidgets.VBox(
+            [ipywidgets.HTML(style(), layout={"display": "none"}), self.at_once, self.shown, self.wide, *parts]
+        )
         box.add_class("fsdplab-lab")
         return box
 
@@ -188,6 +195,17 @@ class StrategyLab:
             next((batch for batch in self.state.offered if batch.number == self.batch_menu.value), None)
             or self.state.batch
         )
+
+    @property
+    def _scale(self) -> tuple[float, float]:
+        """How many times the usual type and the usual width figures have."""
+        type_size = (PRESENTED if self._presenting else 1) * (WIDE if self.wide.value else 1)
+        return type_size, WIDER if self.wide.value else 1
+
+    def _redraw(self) -> None:
+        """Draw the open tab again, as nothing was drawn before in this size."""
+        self._shown = _Shown(self._shown.runs)
+        self._refresh()
 
     def _answer(self, press: Callable[[], object]) -> None:
         """A button was pressed: do it, and show that it was heard, also where nothing changed."""
@@ -266,8 +284,8 @@ class StrategyLab:
             place.outputs = tuple(outputs(note("drawing …"))) if name == tab else ()
         if (tab, wanted) not in self._shown.drawn:
             shown = pieces(tab, self._batch, self.run_menu.value or 0)
-            if self._presenting:
-                shown = [piece if isinstance(piece, str) else enlarged(piece, PRESENTED) for piece in shown]
+            if self._scale != (1, 1):
+                shown = [piece if isinstance(piece, str) else enlarged(piece, *self._scale) for piece in shown]
             self._shown.drawn[tab, wanted] = tuple(output for piece in shown for output in outputs(piece))
         self.outputs[tab].outputs = self._shown.drawn[tab, wanted]
         self._shown.filled = (tab, wanted)

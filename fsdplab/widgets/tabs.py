@@ -42,7 +42,8 @@ def note(words: str) -> str:
 def table(runs: Sequence[RunView]) -> str:
     """The comparison as HTML: one row a run, verdicts in colour, and the provenance below."""
     real = "<br>".join(f"<b>{word}</b>: {escape(what)}" for word, what in provenance(list(runs)))
-    small = f"<p style='font-size:13px;opacity:.8;margin:6px 10px'>{escape(LEGEND)}.<br>{real}</p>"
+    type_size = "font-size:calc(.93 * var(--fsdplab-table, 14px))"
+    small = f"<p style='{type_size};opacity:.8;margin:6px 10px'>{escape(LEGEND)}.<br>{real}</p>"
     return f"<div style='overflow-x:auto'>{comparison_table(runs, _LOOK, caption='')}</div>{small}"
 
 
@@ -119,7 +120,7 @@ def _findings(batch: Batch, record: RunRecord) -> list[Piece]:
     lines = "".join(f"<li style='margin:10px 0'>{line}</li>" for line in words)
     return [
         (
-            f"<ol style='font-size:16px;line-height:1.5;max-width:1000px'>{lines}</ol>"
+            f"<ol style='font-size:var(--fsdplab-type, 16px);line-height:1.5;max-width:62em'>{lines}</ol>"
             if found
             else note("nothing stands out in this run")
         )
