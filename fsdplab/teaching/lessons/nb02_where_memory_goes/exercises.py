@@ -36,7 +36,7 @@ _STATES = (
     + """\
     master = 4 if param_dtype == "bf16" else 0
     divided = {"no_shard": 0, "zero1": 1, "zero2": 2, "full_shard": 3}[strategy]
-    states = [master + 8, size, size]  # optimizer state, gradient, parameter: the order in which they are divided
+    states = [master + 8, size, size]  # optimizer state, gradient, parameter: divided in this order
     return parameters * sum(each / ranks if place < divided else each for place, each in enumerate(states))
 """
 )
@@ -163,7 +163,7 @@ model_state_bytes = Exercise(
 
 _BATCH_HEAD = '''\
 def largest_batch(card, moments):
-    """The most sequences with which every instant of a step fits a card of `card` MB; 0 where not even one does.
+    """The most sequences with which every instant of a step fits a card of `card` MB; 0 where none fits.
 
     moments: pairs (MB that do not depend on the batch, MB a sequence), one for each instant of a step.
     """

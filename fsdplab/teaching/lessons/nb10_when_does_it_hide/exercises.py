@@ -20,7 +20,7 @@ _HEAD = '''\
 def crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
     """Tokens of a rank from which on the messages of a block take no longer than its compute, in both phases.
 
-    full_shard, one block gathered ahead. A number of a gather has `param_bytes`, of a reduction `reduce_bytes`;
+    full_shard, one block gathered ahead. A number has `param_bytes` in gathers, `reduce_bytes` in reductions;
     a second has `flops` operations and carries `bandwidth` bytes.
     """
     sent = parameters * (ranks - 1) / ranks  # numbers that a rank sends in one gather, or in one reduction
