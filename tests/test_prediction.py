@@ -8,7 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from fsdplab import cli, figures
 from fsdplab.common.names import CATEGORIES, STRATEGIES
+from fsdplab.common.words import MISSING
+from fsdplab.figures.predicted import gaps
+from fsdplab.figures.table import predicted_of
+from fsdplab.figures.view import RunView
 from fsdplab.planning.lab_memory import LabRun, memory_of_step, unit_parameters
 from fsdplab.planning.lab_memory.held import Book
 from fsdplab.planning.lab_memory.tape import Edge
@@ -16,7 +21,7 @@ from fsdplab.planning.lab_step_time import ProductRate, Rates, compute_seconds, 
 from fsdplab.planning.models import MODELS
 from fsdplab.planning.traffic import Traffic
 from fsdplab.sessions import RunSpec, run
-from fsdplab.sessions.calibration import Calibration, find_calibration, keep, this_machine
+from fsdplab.sessions.calibration import Calibration, calibrate, find_calibration, keep, this_machine
 from fsdplab.sessions.prediction import predict
 from fsdplab.sessions.summary import formula_bytes
 
@@ -259,3 +264,80 @@ def test_the_slowest_rank_counts():
     slow = replace(RATES, unit_s=2e-3, products={"4": (ProductRate(64, 9e9, 2e9),)})
     found = Rates.slowest([fast, slow])
     assert found.unit_s == 2e-3 and found.products["4"] == (ProductRate(64, 9e9, 1e9),)
+
+
+# ---- what shows it
+
+
+def test_ranks_calibrate_in_the_form_that_predictions_read(tmp_path):
+    """Real ranks, each quantity twice; no figure is judged, but all must be there and be used."""
+    said: list[str] = []
+    found = calibrate(2, said.append, patience_s=0.0)
+    found.rates.check()
+    assert said == ["matrix products", "operators", "collectives", "engine and optimizer"]
+    keep(found, tmp_path / "calibration.json")
+    read = find_calibration(2, tmp_path / "calibration.json").calibration
+    assert read == found
+    for settings in (dict(), dict(model="llama-tiny", precision="bf16"), dict(strategy="no_shard")):
+        spec = RunSpec(**{"model": "gpt-tiny", "device": "cpu", **settings})
+        step = predict(spec, read).step_time_s
+        assert step is not None and 0 < step < 60
+
+
+def seen_run(**fields) -> RunView:
+    split = dict.fromkeys(CATEGORIES, 0) | {"parameter_slices": 60, "activations": 40}
+    run = RunView("full_shard", "lab", 2, peak=100, split=split, predicted_split=split, step_median=0.2)
+    return replace(run, **fields)
+
+
+@pytest.mark.quick
+def test_a_cell_has_the_prediction_and_its_ratio():
+    assert predicted_of(seen_run()) == "100 B (1.00)"
+    assert predicted_of(seen_run(predicted_step=0.1)) == "100 B (1.00), 100 ms (0.50)"
+    assert predicted_of(seen_run(predicted_split={})) == MISSING
+    assert predicted_of(seen_run(predicted_step=0.1, step_median=None)) == "100 B (1.00), 100 ms"
+
+
+@pytest.mark.quick
+def test_a_category_that_is_far_off_is_explained():
+    def off(activations: int, **more) -> RunView:
+        return seen_run(predicted_split={"parameter_slices": 60, "activations": activations, **more})
+
+    assert gaps(seen_run()) == [] and gaps(off(37)) == [], "within a tenth"
+    (scratch,) = gaps(replace(off(30), precision="bf16"))
+    assert (scratch.category, scratch.predicted, scratch.measured) == ("activations", 30, 40)
+    assert "oneDNN" in scratch.why and "30 B predicted, 40 B measured" in scratch.text
+    (unknown,) = gaps(off(30))
+    assert "no reason is known" in unknown.why
+    both = gaps(off(30, gathered_parameters=10))
+    assert [gap.category for gap in both] == ["gathered_parameters", "activations"]
+    assert all("two instants" in gap.why for gap in both), "the totals agree"
+    assert gaps(seen_run(predicted_split={})) == []
+
+
+@pytest.mark.quick
+def test_the_figure_says_how_far_the_worst_is_off():
+    worse = seen_run(strategy="zero1", predicted_split={"parameter_slices": 60, "activations": 43})
+    figure = figures.predicted_memory([seen_run(), worse])
+    assert "within 3.0% of the measured ones; zero1 is furthest off" in figure.layout.title.text
+    rows = list(figure.data[0].y)
+    assert rows == ["full_shard", "full_shard, predicted", "zero1", "zero1, predicted"]
+    assert [list(bar.x) for bar in figure.data] == [[60e-6] * 4, pytest.approx([40e-6, 40e-6, 40e-6, 43e-6])]
+    assert "within 0.1%" in figures.predicted_memory([seen_run()]).layout.title.text
+    with pytest.raises(ValueError, match="no run has both"):
+        figures.predicted_memory([seen_run(predicted_split={})])
+
+
+@pytest.mark.quick
+def test_the_command_keeps_what_ranks_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("fsdplab.cli.app.begin_warm", lambda start: None)
+    monkeypatch.setattr("fsdplab.cli.calibrate.calibrate", lambda ranks, on_progress: calibration(ranks))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "--calibrate", "-n", "3"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0 and "all_gather" in said and "GFLOP/s" in said and "on 3 ranks at once" in said
+    assert find_calibration(3).calibration == calibration(3)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "--calibrate", "-n", "0"])
+    assert ended.value.code == 2 and "--world-size is 0" in capsys.readouterr().err
