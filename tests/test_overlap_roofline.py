@@ -17,10 +17,12 @@ from fsdplab.planning.overlap import crossover_batch, overlap_of, overlap_point
 from fsdplab.planning.planner import plan_spec
 from fsdplab.planning.simulation import simulate
 from fsdplab.planning.step_time import Compute
+from fsdplab.planning.windtunnel import TARGET_TOKENS
 from fsdplab.records import RunRecord
 
 pytestmark = pytest.mark.quick
-RECORDED = Path(__file__).parent.parent / "data" / "traces-08"
+DATA = Path(__file__).parent.parent / "data"
+RECORDED, TUNNEL = DATA / "traces-08", DATA / "wind-tunnel-8b"
 
 
 def spec_of(**choices):
@@ -86,6 +88,41 @@ def test_without_prefetch_there_is_no_crossover():
 def test_a_recorded_run_lies_on_its_links_line():
     point = overlap_point(RunRecord.load(RECORDED))
     assert point.tokens == 16 * 128 and point.measured == pytest.approx(point.predicted, rel=0.01)
+
+
+def test_a_run_in_the_wind_tunnel_is_a_point_of_the_job_that_it_stands_for():
+    """At the target's tokens, beside the target's ratio: Llama 3.1 8B on 8 H100, 0.127 by windtunnel.py's example."""
+    record = RunRecord.load(TUNNEL)
+    point = overlap_point(record)
+    assert (record.spec["model"], record.spec["batch_size"] * record.spec["sequence_length"]) == ("gpt-20m", 256)
+    assert point.tokens == TARGET_TOKENS == 8192 and point.predicted == pytest.approx(0.1275, abs=1e-4)
+    assert point.source == "wind tunnel's target, llama-3.1-8b on 8xH100"
+    # the tunnel takes its link from the compute of its calibration, which other work on the machine made longer
+    assert 0.75 < point.predicted / point.measured < 1.25
+    computed = sum(row["compute_ns"] for row in record.table("breakdown"))
+    link, steps = record.summary["link"], {row["step"] for row in record.table("breakdown")}
+    sent = [row["wire_bytes"] for row in record.table("ledger") if row["step"] in steps]
+    needed = sum(sent) / link["bytes_per_s"] + len(sent) * link["latency_s"]
+    assert point.measured == pytest.approx(needed * 1e9 / computed, rel=0.01)
+
+
+def test_the_figure_puts_it_on_the_jobs_line():
+    spec = spec_of(gpus=8, seq=8192)
+    drawn = figures.overlap_roofline(spec, RunRecord.load(TUNNEL))
+    (point,) = [trace for trace in drawn.data if trace.mode == "markers" and trace.name]
+    assert 10 ** point.x[0] == pytest.approx(8192) and point.name == "full_shard, measured"
+    target = next(trace for trace in drawn.data if "wind tunnel's target" in (trace.name or ""))
+    at_point = target.y[0] - (point.x[0] - target.x[0])
+    assert 10**at_point == pytest.approx(0.1275, abs=1e-4) and abs(at_point - point.y[0]) < 0.15
+    planned = overlap_of(spec)
+    assert planned.ratio("forward") < 10**at_point < planned.ratio("backward"), "the plan's own lines are on both sides"
+    assert "the link is emulated (wind tunnel of" in drawn.layout.title.subtitle.text.replace("<br>", " ")
+
+
+def test_a_run_in_the_wind_tunnel_without_a_profile_is_refused(tmp_path):
+    spec = RunRecord.load(TUNNEL).spec
+    with pytest.raises(ValueError, match="run it again with --profile 2"):
+        overlap_point(RunRecord(tmp_path, spec=spec))
 
 
 def test_a_simulated_run_is_a_point_on_the_plans_line():

@@ -259,7 +259,7 @@ def test_the_command_answers_with_a_table_json_and_a_figure(capsys, tmp_path):
         (["--ask", "batch", "--gpu", "a10g"], "no bf16 FLOP/s are known for A10G"),
         (["--ask", "peak", "--model", "llama"], "unknown model 'llama'"),
         (["--ask", "peak", "--figure", "a.png"], "ends in .svg or .html"),
-        (["hybrid"], "plan takes no FILE ('hybrid') here; give it with --validate or --ask"),
+        (["hybrid"], "plan takes no FILE ('hybrid') here; give --validate before a file"),
         (["--ask", "--simulate"], "--ask and --simulate were given; expected one of them"),
         (["--fit", "--figure", "a.svg"], "plan takes no --figure ('a.svg') here"),
         (["--ask", "peak", "--html", "a.html"], "give it with --simulate"),

@@ -30,20 +30,21 @@ def check_tokens(tokens: float | None) -> None:
         refuse(f"--tokens is {tokens!r}; expected a number from 1 to 1e18, such as 15e12")
 
 
-_TAKES = {  # what only some of the command's forms take: the flag, or the argument
-    "--figure": ("--sweep", "--validate", "--ask"), "--html": ("--simulate",), "FILE": ("--validate", "--ask"),
-}  # fmt: skip
+_TAKES = {  # what only some of the command's forms take, and how to give it
+    "FILE": (("--validate", "--ask"), "--validate before a file of measurements, or --ask before a question's name"),
+    "--figure": (("--sweep", "--validate", "--ask"), "it with --sweep, --validate or --ask"),
+    "--html": (("--simulate",), "it with --simulate"),
+}
 
 
 def check_modes(modes: Sequence[str], file: Path | None, figure: Path | None, html_file: Path | None) -> None:
-    """Refuse two forms of the command at once, and targets that the form asked for does not write."""
+    """Refuse two forms of the command at once, and what the form asked for does not take."""
     if len(modes) > 1:
         refuse(f"{' and '.join(modes)} were given; expected one of them, or none for the plan itself")
     for name, given in (("FILE", file), ("--figure", figure), ("--html", html_file)):
-        if given is not None and not set(modes) & set(_TAKES[name]):
-            refuse(
-                f"plan takes no {name} ({str(given)!r}) here; give it with {' or '.join(_TAKES[name])}, or leave it out"
-            )
+        taking, words = _TAKES[name]
+        if given is not None and not set(modes) & set(taking):
+            refuse(f"plan takes no {name} ({str(given)!r}) here; give {words}, or leave it out")
 
 
 @contextmanager

@@ -10,15 +10,19 @@ a link of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fsdplab.records import RunRecord
 
+from .hardware import parse_cluster
 from .links import LinkSpec, ring_steps, transfer_s
+from .models import model
 from .plan_spec import PlanError, PlanSpec
 from .plan_traffic import LINK_EFFICIENCY
 from .simulation.work import ROOT, Transfer, work_of
+from .windtunnel import TARGET_TOKENS, wind_tunnel
 
 PHASES = ("forward", "backward")
 
@@ -92,33 +96,59 @@ def crossover_batch(spec: PlanSpec, link: LinkSpec | None = None, efficiency: fl
 
 @dataclass(frozen=True)
 class OverlapPoint:
-    """A recorded run: its tokens a rank, T_comm / T_compute of its blocks, and the ratio that its link's formula gives
-    with the same compute; None where no link was emulated.
+    """A recorded run: tokens a rank, T_comm / T_compute, and what was predicted for it, by `source`; None where nothing
+    was: no link was emulated.
     """
 
     tokens: int
     measured: float
     predicted: float | None
+    source: str = "its link's formula"
 
 
 def overlap_point(record: RunRecord) -> OverlapPoint:
-    """The point of a profiled run; ValueError with the remedy for a run without a profile or without collectives."""
+    """The point of a profiled run; ValueError with the remedy for a run without a profile or without collectives.
+
+    Of blocks, at the run's own tokens. A run in the wind tunnel stands for another job: its point is at that job's
+    tokens, and is the whole step's, for which the tunnel's ratio is defined.
+    """
+    if record.spec.get("emulate") and record.spec.get("as_model"):
+        return _wind_tunnel_point(record)
+    sent, computed = _profiled(record, without=(ROOT, ""))
+    tokens = int(record.spec["batch_size"]) * int(record.spec["sequence_length"])
+    measured = sum(row["end_ns"] - row["start_ns"] for row in sent) / computed
+    predicted = _by_formula(record, [(row["kind"], row["wire_bytes"]) for row in sent])
+    return OverlapPoint(tokens, measured, predicted and predicted * 1e9 / computed)
+
+
+def _wind_tunnel_point(record: RunRecord) -> OverlapPoint:
+    """Communication over compute of the profiled steps, beside the target's ratio: that of full sharding."""
+    machine, name = record.spec["emulate"], record.spec["as_model"]
+    shape = model(name)
+    target = wind_tunnel(
+        parse_cluster(machine), target_parameters=shape.parameters, target_layers=shape.layers,
+        tokens_per_gpu=TARGET_TOKENS,
+    )  # fmt: skip
+    sent, computed = _profiled(record)
+    measured = sum(row["end_ns"] - row["start_ns"] for row in sent) / computed
+    return OverlapPoint(TARGET_TOKENS, measured, target.ratio, f"wind tunnel's target, {name} on {machine}")
+
+
+def _profiled(record: RunRecord, without: Sequence[str] = ()) -> tuple[list[dict[str, Any]], int]:
+    """The collectives of the profiled steps, and the nanoseconds of compute; `without` some units."""
     steps = {row["step"] for row in record.table("breakdown")}
-    sent = [row for row in record.table("ledger") if row["step"] in steps and row["unit"] not in (ROOT, "")]
+    sent = [row for row in record.table("ledger") if row["step"] in steps and row["unit"] not in without]
     computed = sum(
         row["end_ns"] - row["start_ns"]
         for row in record.table("timeline")
-        if row["lane"] == "compute" and row["step"] in steps and row["unit"] not in (ROOT, "")
+        if row["lane"] == "compute" and row["step"] in steps and row["unit"] not in without
     )
     if not sent or not computed:
         raise ValueError(
             f"{record.path} has no profiled compute and collectives of blocks; run it again with --profile 2 and"
             " --world-size 2 or more"
         )
-    tokens = int(record.spec["batch_size"]) * int(record.spec["sequence_length"])
-    measured = sum(row["end_ns"] - row["start_ns"] for row in sent) / computed
-    predicted = _by_formula(record, [(row["kind"], row["wire_bytes"]) for row in sent])
-    return OverlapPoint(tokens, measured, predicted and predicted * 1e9 / computed)
+    return sent, computed
 
 
 def _by_formula(record: RunRecord, sent: Iterable[tuple[str, int]]) -> float | None:

@@ -5,6 +5,19 @@ every other row with a throughput, in the order of the file, beginning with the 
 others, which the fit has not seen. Memory has no fitted number: bytes that were reserved are those in use times one
 stated factor (memory.py), which is the ratio of two figures of one row (torchtitan PR #165, FSDP2, eager). Published
 figures that are arithmetic themselves (ZeRO's table 1) are no evidence, and counted apart.
+
+What is known of the rows that are furthest off; nothing is set for them, since each reason rests on the row itself:
+
+- DeepSpeed's 6.86 B model without checkpointing peaks 15.5 and 17.0 GiB above its states, with checkpointing 5.6 and
+  2.8. All weights in bf16 are 12.8 GiB, and what autograd saves of 512 tokens without flash attention 3 to 4
+  (Korthikanti et al. 2022, equation 2). So gathered weights seem to live there until their backward, and are predicted
+  to be dropped (ratios 0.55 and 0.67). No source says so.
+- MPT-7b at 65,536 tokens spends three quarters of its time in attention. Its tokens/s follow from causal attention at
+  20% of an H100's FLOP/s; predicted are the 35% of FlashAttention-2 (ratio 1.50). Which kernel ran is not published,
+  and no second row of long sequences could test a lower rate.
+- MPT-70b on 64 A100 of 40 GB (ratio 1.35): 128 of them with twice the micro-batch are predicted within 1%. Both rows
+  would follow from a network with a sixth of the printed rate, which the larger micro-batch hides; nothing else
+  says that it was so slow.
 """
 
 from __future__ import annotations

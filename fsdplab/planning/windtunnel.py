@@ -36,6 +36,7 @@ from .hardware import Cluster
 from .links import LinkSpec, ring_steps, transfer_s
 from .traffic import Traffic, UnitShapes, step_traffic
 
+TARGET_TOKENS = 8192  # that a GPU of the target reads in one step: a sequence of torchtitan's Llama 3.1 runs
 _PART_BYTES = 4  # of parameters, gradients and each of Adam's two moments, a parameter: all are float32
 _PARTS = {"parameters": 1, "gradients": 1, "optimizer": 2}
 

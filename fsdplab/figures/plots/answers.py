@@ -52,7 +52,8 @@ def _add_panel(figure: go.Figure, answer: Answer, panel: Panel, place: int) -> N
     )  # fmt: skip
     figure.update_layout({f"xaxis{number}": across, f"yaxis{number}": up})
     if panel.limit:
-        _add_limit(figure, panel.limit, scale, number, place, len(answer.panels))
+        first, last = (float(answer.column(columns[0].name)[end] or 0) for end in (0, -1))
+        _add_limit(figure, panel.limit, scale, number, _SPANS[len(answer.panels)][place], last > first)
 
 
 _MOST_LETTERS = 70  # of labels beside each other over the whole width
@@ -76,17 +77,19 @@ def _trace(
     return go.Bar(marker=dict(color=colours, line=dict(color=EDGE, width=1)), **shown)
 
 
-def _add_limit(figure: go.Figure, limit: tuple[float, str], scale: float, number: str, place: int, panels: int) -> None:
-    """A dashed line over the panel, and its name above it."""
-    left, right = _SPANS[panels][place]
+def _add_limit(
+    figure: go.Figure, limit: tuple[float, str], scale: float, number: str, span: tuple[float, float], rises: bool
+) -> None:
+    """A dashed line over the panel, and its name above it, where bars are lower."""
+    left, right = span
     height = limit[0] / scale
     figure.add_shape(
         type="line", x0=left, x1=right, xref="paper", y0=height, y1=height, yref=f"y{number}",
         line=dict(color=ALARM, width=2, dash="dash"),
     )  # fmt: skip
     figure.add_annotation(
-        x=right, xref="paper", y=height, yref=f"y{number}", text=limit[1], showarrow=False, xanchor="right",
-        yanchor="bottom", font=dict(size=14, color=ALARM),
+        x=left if rises else right, xref="paper", y=height, yref=f"y{number}", text=limit[1], showarrow=False,
+        xanchor="left" if rises else "right", yanchor="bottom", font=dict(size=14, color=ALARM),
     )  # fmt: skip
 
 

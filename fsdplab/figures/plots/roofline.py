@@ -93,7 +93,7 @@ def _add_point(figure: go.Figure, view: RunView, point: OverlapPoint, low: float
     how = "simulated" if view.simulated else "measured"
     if point.predicted:
         at_low = point.predicted * point.tokens / low
-        _add_line(figure, f"{view.label}: its link's formula", ALARM, at_low, low, high, "dot")
+        _add_line(figure, f"{view.label}: {point.source}", ALARM, at_low, low, high, "dot")
     figure.add_trace(
         go.Scatter(
             x=[math.log10(point.tokens)], y=[math.log10(point.measured)], mode="markers", name=f"{view.label}, {how}",

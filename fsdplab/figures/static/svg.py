@@ -130,7 +130,7 @@ def _aside(figure: go.Figure, name: str, y: Axis, x: Axis, is_first: bool) -> li
     middle, widest = (y.start + y.end) / 2, max((len(_plain(label)) for _, label in y.ticks()), default=0)
     across = 20.0 if is_first else x.start - 24 - widest * 14 * GLYPH
     upright = text(across, middle, _text_of(settings(figure, name)), 15, "middle")
-    return [*labels, upright.replace("<text", f'<text transform="rotate(-90 {across:.1f} {middle:.1f})"')]
+    return [*labels, upright.replace("<text", f'<text transform="rotate(-90 {across:g} {middle:.1f})"')]
 
 
 def _text_of(layout: go.layout.XAxis | go.layout.YAxis) -> str:

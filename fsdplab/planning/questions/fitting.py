@@ -73,9 +73,14 @@ def batch(spec: PlanSpec) -> Answer:
         sentence = f"No micro-batch fits: one sequence of {spec.seq:,} tokens peaks at {_size(rows[0])}"
     else:
         best = max((row for row in rows if row[FITS]), key=lambda row: number(row, SPEED))
+        which = (
+            "it is also the fastest"
+            if best is rows[-2]
+            else f"the fastest of those that fit is {best['micro-batch']:,}"
+        )
         sentence = (
-            f"The largest micro-batch that fits is {most:,}, with {_size(rows[-2])} at the peak; the fastest of those"
-            f" that fit is {best['micro-batch']:,}, with {_speed(best)} tokens/s a GPU against {_speed(rows[0])} with 1"
+            f"The largest micro-batch that fits is {most:,}, with {_size(rows[-2])} at the peak; {which}, with"
+            f" {_speed(best)} tokens/s a GPU against {_speed(rows[0])} with 1"
         )
     return Answer("batch", "", spec, sentence, columns, table, (memory_panel(spec), Panel((SPEED,))))
 

@@ -18,12 +18,10 @@ from fsdplab.engine.emulation.link import Link, emulate, emulate_group
 from fsdplab.engine.transport.shared_memory.process_group import SharedMemoryGroup
 from fsdplab.planning.hardware import parse_cluster
 from fsdplab.planning.links import LinkSpec, parse_link
-from fsdplab.planning.windtunnel import Target, card_for, link_for, wind_tunnel
+from fsdplab.planning.windtunnel import TARGET_TOKENS, Target, card_for, link_for, wind_tunnel
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.worker.rank_process import RankContext
 from fsdplab.workloads import parameter_count, preset
-
-TARGET_TOKENS = 8192  # tokens that a GPU of the target reads in one step: a sequence of torchtitan's Llama 3.1 runs
 
 
 def target_of(spec: RunSpec) -> Target:
