@@ -146,7 +146,8 @@ def _feedback_on_difference(exercise: Exercise, case: Case, trial: Trial, differ
     elif difference.problem == "dtype":
         cause = "a buffer was made with torch's default dtype: make it like the input (new_empty, empty_like)"
     tensor = difference.tensor if difference.index is not None or "[" in difference.tensor else None
-    return Feedback(headline, difference.expected, difference.got, cause, trial.rank, step, tensor, difference.index)
+    rank = None if exercise.world_size == 1 else trial.rank
+    return Feedback(headline, difference.expected, difference.got, cause, rank, step, tensor, difference.index)
 
 
 def _feedback_on_failure(exercise: Exercise, report: Failure) -> Feedback:
