@@ -444,6 +444,9 @@ def test_the_field_hands_its_number_to_the_prediction(course):
     entry.value = "321"
     assert prediction.value == 321 and complaint.value == ""
     assert changes == ["Prediction 00.peak: 321 MB (your own number: run on)"]
+    entry.value = ""
+    assert prediction.value is None and complaint.value == "", "an empty field is no prediction"
+    entry.value = "321"
     assert Workspace(course.workspace.path).read("predictions.json")["00.peak"]["predicted"] == 321
     prediction.lock()
     entry.value = "5"

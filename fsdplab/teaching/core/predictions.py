@@ -58,6 +58,13 @@ class Prediction:
         self.value = quantity(value, self.unit)
         self._store()
 
+    def clear(self) -> None:
+        """The learner took the number away again; PredictionLocked once the run has started."""
+        if self.locked:
+            raise PredictionLocked(f"prediction {self.name} is locked: its run has started")
+        self.value = None
+        self._store()
+
     def lock(self) -> None:
         """The run starts: the number stays as it is."""
         self.locked = True
@@ -239,9 +246,9 @@ def number_field(prediction: Prediction, changed: Callable[[], None]) -> ipywidg
 
     def take(change: Any) -> None:
         try:
-            prediction.set(change["new"])
+            prediction.set(change["new"]) if change["new"].strip() else prediction.clear()
         except (QuantityError, PredictionLocked) as error:
-            complaint.value = str(error) if change["new"] else ""
+            complaint.value = str(error)
             return
         complaint.value = ""
         changed()

@@ -11,7 +11,6 @@ from fsdplab.common.words import plural
 from fsdplab.engine import STRATEGIES, Strategy
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import CATEGORY_COLOURS, EDGE, titled
-from fsdplab.teaching.core.display import Table, table
 
 FLOAT = 4  # bytes
 ADAM = 2 * FLOAT  # its two moments, a parameter
@@ -66,16 +65,3 @@ def _segment(held: dict[str, tuple[float, float, float]], index: int) -> go.Bar:
         marker=dict(color=colour, line=dict(color=EDGE, width=1)),
         hovertemplate="%{y}<br>" + name + ": %{x:.3f} GB<extra></extra>",
     )  # fmt: skip
-
-
-def state_table(million_parameters: float, ranks: int) -> Table:
-    """MB of model state on one rank under every strategy, computed."""
-    rows = []
-    for name, of_states in states_by_strategy(million_parameters, ranks).items():
-        states = [nbytes / 1e6 for nbytes in of_states]
-        rows.append([name, *(f"{state:,.0f}" for state in states), f"{sum(states):,.0f}"])
-    caption = (
-        f"Computed, in MB on each of {ranks} ranks: {million_parameters:g} million parameters, fp32, Adam. Gathered"
-        " units and activations come on top."
-    )
-    return table(["strategy", "parameters", "gradients", "optimizer state", "sum"], rows, caption)

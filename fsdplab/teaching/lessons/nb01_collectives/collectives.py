@@ -22,25 +22,14 @@ from fsdplab.teaching.core.run_submission import ON_RANKS, as_program
 from fsdplab.teaching.core.waiting import doing
 
 from .ring import ring_figure
+from .sent_figure import sent_figure
 from .timings import Bandwidth, Timing, bandwidth_figure
 
-__all__ = ["bandwidth_figure", "compose", "count_ring", "measure_bandwidth", "moved", "ring_figure", "watch"]
+__all__ = ["bandwidth_figure", "compose", "count_ring", "measure_bandwidth", "ring_figure", "sent_figure", "watch"]
 
 ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
 SIZES = (64_000, 256_000, 1_000_000, 4_000_000, 16_000_000)
 TIME_LIMIT = 150.0
-
-
-def moved(megabytes: float, ranks: int) -> Table:
-    """The MB that one rank sends in each collective on a payload of P = `megabytes` MB."""
-    one = megabytes * (ranks - 1) / ranks
-    rows = [
-        ["all_gather, reduce_scatter", "P (n-1)/n", f"{one:,.2f}"],
-        ["all_reduce", "2 P (n-1)/n", f"{2 * one:,.2f}"],
-    ]
-    return table(
-        ["what", "formula", "MB sent by a rank"], rows, f"Computed for P = {megabytes:g} MB, n = {ranks} ranks."
-    )
 
 
 @doing("three collectives on real ranks")

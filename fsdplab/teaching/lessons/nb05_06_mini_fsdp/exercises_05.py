@@ -550,10 +550,7 @@ def _explain_guarded(case: Case, trial: Trial, difference: Difference) -> tuple[
     if got.get("raised") not in (None, "RuntimeError"):
         return None, f"{got['raised']} was raised; the statement asks for a RuntimeError"
     if "raised" in got:
-        return (
-            None,
-            "the message must help whoever reads it at three in the morning: it holds `name`, and the word unshard",
-        )
+        return (None, "the message must say what to do: it holds `name`, and the word unshard")
     return None, "where the memory is there, return `whole` itself"
 
 

@@ -25,13 +25,14 @@ from .exercises_06 import STEPS, parts_in_use
 from .figures import choices_figure, gathered_figure, layer_figure
 from .life_diagram import life_diagram
 from .records import record_of
+from .rows_figure import rows_figure
 from .schedule_figure import schedule_figure
 from .schedules import play
 from .units import CHOICES, Plan, choices_table, largest_modules, plan
 
 __all__ = [
     "choices_figure", "choices_table", "gathered_figure", "largest_modules", "layer_figure", "life_diagram",
-    "life_of_a_layer", "plan", "read_dropped", "rows_held", "run_schedule", "schedule_figure", "show_glue",
+    "life_of_a_layer", "plan", "read_dropped", "rows_figure", "run_schedule", "schedule_figure", "show_glue",
     "take_engine", "take_parts", "train",
 ]  # fmt: skip
 
@@ -114,22 +115,6 @@ def run_schedule(blocks: int = 4, width: int = 64, world_size: int = 2) -> Table
     ]
     header = ["", "gradients that differ from the twin's", "blocks in memory at most", "by the puzzle's arithmetic"]
     return table(header, rows, f"Measured on {world_size} real ranks with {whose} schedule. Time was not looked at.")
-
-
-def rows_held(rows: int, ranks: int) -> Table:
-    """Which rows of a tensor each rank holds, as torch.chunk cuts them, and how many padding rows travel with them."""
-    c = -(-rows // ranks)
-    held = [range(min(rank * c, rows), min((rank + 1) * c, rows)) for rank in range(ranks)]
-    cells = [
-        [f"rank {rank}", f"{own.start} to {own.stop - 1}" if own else "none", str(len(own)), str(c - len(own))]
-        for rank, own in enumerate(held)
-    ]
-    wasted = ranks * c - rows
-    return table(
-        ["", "rows", "how many", "padding rows"],
-        cells,
-        f"Computed: c = {c} rows travel from every rank, {wasted} of {ranks * c} are padding.",
-    )
 
 
 @doing("reading a tensor without memory, in a process of its own")

@@ -1,0 +1,190 @@
+"""What the lessons 00 to 06 show besides exercises: diagrams, the schedule puzzle, sliders that draw, the glossary, and
+the line under a cell that takes longer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+from fsdplab import teaching
+from fsdplab.figures import alt_text, svg
+from fsdplab.teaching import collectives, mini_fsdp, tour
+from fsdplab.teaching.core import exploring, glossary, registry, waiting
+from fsdplab.teaching.core.exercise import Exercise
+from fsdplab.teaching.lessons.nb01_collectives.ring import ring_cells
+from fsdplab.teaching.lessons.nb05_06_mini_fsdp.schedules import MEMORY_TARGET, ScheduleError, play, shortest, waits
+
+NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+OWN = [path for path in NOTEBOOKS if path.name[:2] in ("00", "01", "03", "04", "05", "06")]
+
+
+def cells_of(path: Path) -> list[tuple[str, str]]:
+    """(kind, text) of every cell of a source."""
+    return [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(path.read_text())["cells"]]
+
+
+# --- diagrams
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_rings_picture_follows_the_rule(ranks):
+    """After step s a rank holds s + 2 blocks, and what is new came from the left neighbour, who had it before."""
+    cells = ring_cells(ranks)
+    held = {(cell.row, cell.moment) for cell in cells}
+    for rank in range(ranks):
+        counts = [sum((f"rank {rank}: block {b}", moment) in held for b in range(ranks)) for moment in range(ranks)]
+        assert counts == list(range(1, ranks + 1))
+    for cell in cells:
+        if cell.label.startswith("from"):
+            left, block = cell.label.removeprefix("from "), cell.row.partition(": ")[2]
+            assert (f"{left}: {block}", cell.moment - 1) in held and (cell.row, cell.moment - 1) not in held
+
+
+@pytest.mark.parametrize("draw", [collectives.ring_figure, mini_fsdp.life_diagram])
+def test_an_animation_is_complete_on_paper_and_plays_moment_by_moment(draw):
+    figure = draw()
+    whole = [len(trace.x) for trace in figure.data]
+    shown = [sum(len(trace.x) for trace in frame.data) for frame in figure.frames]
+    assert shown == sorted(shown) and shown[0] < shown[-1] == sum(whole), "each frame adds what comes next"
+    assert figure.layout.updatemenus[0].buttons[0].label == "▶ Play"
+    assert len(alt_text(figure)) > 100 and svg(figure).count("<rect") > sum(whole), "the static picture has all cells"
+
+
+def test_sliders_draw_a_figure(capsys):
+    explorer = exploring.Explorer(tour.state_figure, {"million_parameters": [1000], "ranks": [1, 4]})
+    before, _ = explorer.render(), explorer.set("ranks", 4)
+    assert "full_shard 16.0 GB" in before.alt and "full_shard 4.00 GB" in explorer.render().alt
+    assert {"application/vnd.plotly.v1+json", "text/html"} <= set(before._repr_mimebundle_())
+    teaching.explore(tour.state_figure, million_parameters=[1000], ranks=[2])
+    assert "[figure] Stacked bars" in capsys.readouterr().out
+
+
+# --- the schedule puzzle
+
+
+def schedule_of(source: str) -> list[tuple[str, int]]:
+    names: dict = {}
+    exec(source, names)
+    return names["schedule"](4)
+
+
+PUZZLE = registry.find("06.schedule", Exercise)
+
+
+def test_the_clock_of_the_puzzle():
+    engine, best = (play(schedule_of(source), 4) for source in (PUZZLE.stub, PUZZLE.reference))
+    assert (engine.milliseconds, engine.peak) == (48, 2), "the order of the learner's own engine"
+    assert (best.milliseconds, best.peak) == (shortest(4), MEMORY_TARGET) == (28, 3)
+    assert [(span.start, span.end) for span in waits(best)] == [(0, 2)], "only the first gather is waited for"
+    both = play([(action, 0) for action in ("gather", "forward", "backward", "drop", "reduce")], 1)
+    assert (both.milliseconds, both.peak) == (2 + 2 + 4 + 2, 2)
+
+
+def test_a_schedule_is_drawn_and_one_that_cannot_run_says_why():
+    figure = mini_fsdp.schedule_figure(schedule_of(PUZZLE.stub))
+    assert "48 ms (target 28)" in figure.layout.title.text and "waits" in [trace.name for trace in figure.data]
+    assert "reduce 0 from 46 to 48" in alt_text(figure) and "<rect" in svg(figure)
+    with pytest.raises(ScheduleError, match="entry 0, forward 0: its parameters are not gathered"):
+        play([("forward", 0)], 4)
+    assert "its parameters are not gathered" in alt_text(mini_fsdp.schedule_figure([("forward", 0)]))
+
+
+def test_the_engine_runs_the_schedule(tmp_path):
+    """On two real ranks, with the references: the twin's gradients in every bit, the memory of the puzzle."""
+    from fsdplab.teaching.core import course_state
+
+    course_state.open_course("learner", tmp_path / "my_fsdp")
+    try:
+        rows = mini_fsdp.run_schedule(blocks=3, width=8).rows
+    finally:
+        course_state._open.clear()
+    assert [row[1:] for row in rows] == [("0 of 108", "3.00", "3")] * 2
+
+
+# --- what the notebooks say
+
+
+@pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
+def test_a_prediction_is_made_before_its_run(path):
+    """The field has no default, and the cell that scores it is the next one that runs: nothing is shown in between."""
+    code = [text for kind, text in cells_of(path) if kind == "code"]
+    for number, text in enumerate(code):
+        for name in re.findall(r"^(\w+) = predict\(", text, re.MULTILINE):
+            assert "default=" not in text and f"{name}.score(" in code[number + 1]
+
+
+@pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
+def test_links_to_the_glossary_show_the_entry(path):
+    text = "\n".join(text for kind, text in cells_of(path) if kind == "markdown")
+    links = re.findall(r'\(GLOSSARY\.md#([\w-]+) "([^"]*)"\)', text)
+    assert links and text.count("GLOSSARY.md#") == len(links)
+    entries = {term.anchor: term.meaning for term in glossary.TERMS}
+    assert [(anchor, meaning) for anchor, meaning in links if entries.get(anchor) != meaning] == []
+
+
+def test_the_glossary_is_a_page_and_a_function(capsys):
+    page = (NOTEBOOKS[0].parent / "GLOSSARY.md").read_text(encoding="utf-8")
+    assert page == glossary.page(), "write it anew: python -m fsdplab.teaching.core.glossary > notebooks/GLOSSARY.md"
+    assert len({term.anchor for term in glossary.TERMS}) == len(glossary.TERMS)
+    teaching.glossary("All gather", "busbw")
+    said = capsys.readouterr().out
+    assert "every rank gets all blocks" in said and "nccl-tests" in said
+    with pytest.raises(LookupError, match="near: busbw"):
+        teaching.glossary("buswb")
+
+
+# --- the line under a cell
+
+
+def test_the_line_names_what_is_under_way():
+    assert str(waiting.state(5)) == "running: 5 s"
+    with waiting.doing("checking 05.shard"):
+        with waiting.doing("training"):
+            assert str(waiting.state(5)) == "training: 5 s"
+        assert str(waiting.state(5)) == "checking 05.shard: 5 s"
+        waiting.follow(tour_spec(), 3, 5, 4.5)
+        assert str(waiting.state(5)) == "full_shard on 2 ranks: step 3 of 5, loss 4.50: 5 s"
+        waiting.Waiting().begin()
+        assert str(waiting.state(5)) == "checking 05.shard: 5 s", "a new cell follows its own runs"
+    assert str(waiting.state(65, over=True)) == "done in 65 s"
+
+
+def tour_spec():
+    from fsdplab import RunSpec
+
+    return RunSpec(strategy="full_shard")
+
+
+class Line:
+    """A display that keeps what is shown, and says when it is shown again."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+        self.updated = threading.Event()
+
+    def __call__(self, thing: object, display_id: bool) -> Line:
+        self.shown.append(str(thing))
+        return self
+
+    def update(self, thing: object) -> None:
+        self.shown.append(str(thing))
+        self.updated.set()
+
+
+def test_a_long_cell_has_a_line_and_a_short_one_has_none(monkeypatch):
+    line = Line()
+    monkeypatch.setattr(waiting, "notebook_display", lambda: line)
+    short = waiting.Waiting(quiet=3600.0)
+    short.begin()
+    short.end()
+    assert line.shown == []
+    long = waiting.Waiting(quiet=0.0, every=0.001)
+    long.begin()
+    assert line.updated.wait(60)
+    long.end()
+    assert line.shown[0].startswith("running: ") and line.shown[-1].startswith("done in ")
