@@ -22,6 +22,7 @@ from fsdplab import figures
 from fsdplab.engine.core import unit
 from fsdplab.figures import style
 from fsdplab.figures.plots.shard_map import hover_text
+from fsdplab.figures.plots.timeline import phases, step_start
 from fsdplab.records import CATEGORIES, LANES, TABLES, RunRecord, comparison_json
 
 MB, US, EPOCH = 1_000_000, 1_000, 1_790_000_000_000_000_000
@@ -797,3 +798,24 @@ def test_tabs_and_the_time_cursor_work_offline(ahead, behind, tmp_path):
         page.wait_for_function("document.querySelector('#panel-Memory .plot').layout.shapes.at(-1).x0 === 0")
         browser.close()
     assert problems == [] and len(asked) == 1
+
+
+def test_a_hook_in_another_phase_is_no_change_of_phase(ahead):
+    rows = [row for row in ahead.table("timeline") if row["step"] == 10]
+    known = phases(rows, step_start(rows))
+    forward = next(row for row in rows if row["lane"] == "compute" and row["phase"] == "forward" and row["rank"] == 0)
+    middle = (forward["start_ns"] + forward["end_ns"]) // 2
+    before, after = forward | {"end_ns": middle}, forward | {"start_ns": middle + 15_000}
+    hook = forward | {"phase": "backward", "start_ns": middle, "end_ns": middle + 15_000}
+    others = [row for row in rows if row is not forward]
+    assert [name for _, name in known] == ["forward", "backward", "optimizer"]
+    assert phases([*others, before, hook, after], step_start(rows)) == known
+
+
+def test_the_linked_view_names_its_lanes_and_marks_the_peak(ahead):
+    figure = figures.linked_view(ahead)
+    names = [re.sub(r"<[^>]+>", "", text) for text in figure.layout.yaxis3.ticktext]
+    assert names == [f"rank {rank}  root" if unit == "root" else unit for rank in (0, 1) for unit in ("root", *"0123")]
+    (peak,) = (trace for trace in figure.data if trace.name == "peak")
+    assert any(note.text.startswith("<b>peak") and note.x == peak.x[0] for note in figure.layout.annotations)
+    assert any(shape.name == "peak" and shape.x0 == peak.x[0] for shape in figure.layout.shapes)
