@@ -1,6 +1,4 @@
-"""Notebook 08: the recorded trace says what the questions ask, the account is judged by its parts, and known slips are
-named.
-"""
+"""Notebook 08: the recorded trace says what the questions ask, waits are split by cause, and known slips are named."""
 
 from __future__ import annotations
 
@@ -11,32 +9,26 @@ import pytest
 
 from fsdplab.profiling.diagnosis import findings
 from fsdplab.profiling.exports import export_perfetto, export_tensorboard
+from fsdplab.profiling.intervals import length, subtract
 from fsdplab.profiling.traces.overlap import analyse_trace
 from fsdplab.records import RecordError
 from fsdplab.teaching import reading
 from fsdplab.teaching.core import answers, registry
 from fsdplab.teaching.core.exercise import Choice, Exercise, Question
-from fsdplab.teaching.lessons.nb08_reading_traces.on_ranks import drive_account
 from tests.solutions import must_name_each_slip, solutions_of
 
 ITEMS = registry.items_of("08")
-ACCOUNT = registry.find("08.account", Exercise)
+WAITED = registry.find("08.waited", Exercise)
 QUESTIONS = [item for item in ITEMS if isinstance(item, Question)]
 CHOICES = [item for item in ITEMS if isinstance(item, Choice)]
 RIGHT = {
-    "the lab's own algebra": (
-        "from fsdplab.profiling.intervals import intersect, length, subtract, union\n\n\ndef account(step, computing,"
-        " communicating):\n    work, talk = union(computing), union(communicating)\n    return"
-        " dict(overlapped=length(intersect(work, talk)), exposed=length(subtract(talk, work)),\n               "
-        " compute_only=length(subtract(work, talk)), other=step - length(union(work, talk)))\n"
-    ),
-    "a sweep over edges": (
-        "def account(step, computing, communicating):\n    edges = sorted([(t, w, d) for w, pairs in"
-        " enumerate((computing, communicating)) for a, b in pairs for t, d in ((a, 1), (b, -1))])\n    parts, depth,"
-        " last = [0, 0, 0, 0], [0, 0], 0\n    for t, which, change in [*edges, (step, 0, 0)]:\n        parts[2 *"
-        " (depth[0] > 0) + (depth[1] > 0)] += t - last\n        depth[which] += change\n        last = t\n    return"
-        " {'other': parts[0], 'exposed': parts[1], 'compute_only': float(parts[2]), 'overlapped': parts[3]}\n"
-    ),
+    "one part after the other": (
+        "def waited(issued, peer_issued, taken, delivered, needed):\n    at = max(issued, needed)\n"
+        "    both = max(at, peer_issued)\n    begun = max(both, taken)\n"
+        "    peer = float(both - at) if delivered > at else 0.0\n"
+        "    queue = begun - both if delivered > both else 0\n"
+        "    return dict(peer=peer, queue=queue, link=max(0, delivered - begun))\n"
+    )
 }
 
 
@@ -45,27 +37,34 @@ def record():
     return reading.recorded()
 
 
-SOLUTIONS = solutions_of([ACCOUNT], {ACCOUNT.id: RIGHT})
+SOLUTIONS = solutions_of([WAITED], {WAITED.id: RIGHT})
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("solution", SOLUTIONS, ids=str)
-def test_right_accounts_pass_and_wrong_ones_are_diagnosed(tried, solution):
+def test_right_splits_pass_and_wrong_ones_are_diagnosed(tried, solution):
     solution.must_report(tried[solution.key], names_rank=False)
 
 
-def test_the_reference_gives_the_record_its_breakdown(record):
+def test_the_reference_splits_the_recorded_waits(record):
     namespace: dict = {}
-    exec(ACCOUNT.reference, namespace)
-    for rank in (0, 1):
-        step, computing, communicating = reading.sets(record, rank)
-        parts, row = namespace["account"](step, computing, communicating), reading.breakdown(record, rank)
-        assert (
-            parts
-            == {name: row[f"{name}_ns"] for name in reading.PARTS}
-            == drive_account(reading.reference_account, step, computing, communicating)
-        )
-        assert sum(parts.values()) == step == row["step_ns"]
+    exec(WAITED.reference, namespace)
+    rows = reading.waits_table(record, namespace["waited"]).rows
+    assert len(rows) == 8
+    for *_, peer, queue, link, exposed, _cause in rows:
+        assert float(peer) + float(queue) + float(link) == pytest.approx(float(exposed), abs=0.7)
+    longest = max(rows, key=lambda row: float(row[6]))
+    assert longest[:3] == ("blocks.0", "backward", "all_gather") and float(longest[4]) > 4 > 1 > float(longest[3])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_parts_sum_to_the_step(record, rank):
+    step, computing, communicating = reading.sets(record, rank)
+    row = reading.breakdown(record, rank)
+    assert row["exposed_ns"] == length(subtract(communicating, computing)) and row["step_ns"] == step
+    assert sum(row[f"{name}_ns"] for name in reading.PARTS) == step
+    shown = dict(reading.parts_table(record, rank).rows)
+    assert shown["other"] == "?" and float(shown["the step"]) == pytest.approx(step / 1e6, abs=0.1)
 
 
 @pytest.mark.parametrize("item", QUESTIONS, ids=lambda item: item.id)
@@ -110,9 +109,6 @@ def test_tables_say_what_the_record_holds(record):
     assert "are exposed" in str(reading.seen(record)) and "gathers set out too late" in str(reading.diagnosis(record))
     instants = " ".join(str(reading.at(record, percent)) for percent in range(0, 100, 4))
     assert "compute only" in instants and "exposed" in instants
-    row = reading.breakdown(record)
-    table = reading.account_table(record, {name: row[f"{name}_ns"] for name in reading.PARTS})
-    assert all(cells[1] == cells[2] for cells in table.rows)
 
 
 def test_the_record_is_small_and_tells_of_no_machine(record):

@@ -198,6 +198,11 @@ def test_recomputation_and_offload_change_memory_and_nothing_else(small_runs):
 def test_offload_is_emulated_on_cpu_ranks_and_said_so(small_runs):
     assert small_runs["offload"].provenance["host_memory_beside_the_card"] == "emulated"
     assert "host_memory_beside_the_card" not in small_runs["plain"].provenance
+    first, *_, last = small_runs.values()
+    totals = [run.summary["peak_memory_bytes"]["total"] / 1e6 for run in (first, last)]
+    assert f"{totals[0]:.0f} MB at the peak" in str(trading.seen(first))
+    assert f"From {totals[0]:.0f} to {totals[1]:.0f} MB" in str(trading.changed(first, last))
+    assert "Smaller: nothing. Larger: nothing" in str(trading.changed(first, first))
     table = str(trading.prices(list(small_runs.values())))
     assert "full checkpoint" in table and "offload" in table
     figure = trading.memory_figure(list(small_runs.values()))

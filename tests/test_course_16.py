@@ -12,10 +12,11 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from fsdplab.figures import alt_text, svg
 from fsdplab.teaching import composing
 from fsdplab.teaching.core import answers, registry
 from fsdplab.teaching.core.exercise import Choice, Exercise, Question
-from fsdplab.teaching.lessons.nb16_composition import on_ranks
+from fsdplab.teaching.lessons.nb16_composition import figures, on_ranks
 from tests.composed import mesh_of
 from tests.solutions import ended_of, solutions_of, try_ended
 
@@ -119,7 +120,27 @@ def test_places_and_bubbles_are_computed() -> None:
         ("rank 2", "1", "0"),
         ("rank 3", "1", "1"),
     )
-    assert composing.bubble(4, 12).rows == (("4", "12", "20.0%", "80.0%"),)
+    assert "4 stages, 12 micro-batches: each stage is idle for 20.0% of the time" in str(composing.bubble(4, 12))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+@pytest.mark.parametrize("micro_batches", [1, 4, 12])
+def test_the_drawn_schedule_has_the_formulas_bubble(stages, micro_batches) -> None:
+    turns = figures.schedule(stages, micro_batches)
+    assert (
+        max(turn.end for turn in turns) == 3 * (micro_batches + stages - 1) and len(turns) == 2 * stages * micro_batches
+    )
+    ended = {(turn.stage, turn.phase, turn.micro_batch): turn.end for turn in turns}
+    for turn in turns:
+        before = turn.stage - 1 if turn.phase == "forward" else turn.stage + 1
+        assert turn.start >= ended.get((before, turn.phase, turn.micro_batch), 0)
+        assert turn.phase == "forward" or turn.start >= ended[turn.stage, "forward", turn.micro_batch]
+
+
+def test_maps_say_what_ranks_hold() -> None:
+    first, second = composing.mesh_map(), composing.expert_map()
+    assert "rank 1: rows 32 to 47 of query" in alt_text(first) and "rank 2: rows 16 to 31 of query" in alt_text(first)
+    assert "rank 3: slice 2 of 2 of experts 2 to 3" in alt_text(second) and "rank 3" in svg(second)
 
 
 @pytest.mark.parametrize(

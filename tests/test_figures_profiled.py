@@ -24,7 +24,7 @@ from fsdplab.figures import style
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.plots.exposed import exposed_heatmap
 from fsdplab.figures.plots.shard_map import hover_text
-from fsdplab.figures.plots.timeline import lanes_of, phase_lines, rank_timeline
+from fsdplab.figures.plots.timeline import lanes_of, phase_lines, phases, rank_timeline, step_start
 from fsdplab.records import CATEGORIES, LANES, TABLES, RunRecord, comparison_json
 
 MB, US, EPOCH = 1_000_000, 1_000, 1_790_000_000_000_000_000
@@ -654,7 +654,7 @@ def test_linked_view_has_one_clock(ahead):
     at = figures.linked_at(ahead, 22 * MB)
     assert [shape.x0 for shape in at.layout.shapes if shape.name == "cursor"] == [22]
     assert {"y4"} == {trace.yaxis for trace in at.data if trace.xaxis == "x2"}
-    top = [max(map(sum, zip(*(trace.y for trace in figure.data if trace.yaxis == "y2"))))]
+    top = [max(map(sum, zip(*(trace.y for trace in figure.data if trace.stackgroup))))]
     assert top == [pytest.approx(max(sum(row[name] for name in CATEGORIES) for row in ahead.table("memory")) / MB)]
 
 
@@ -834,3 +834,24 @@ def test_the_tabs_of_a_run_that_its_card_stopped_say_so(tmp_path, ahead):
     record = RunRecord(tmp_path, spec=ahead.spec | {"profile": 2}, summary=ahead.summary, status="out_of_memory")
     with pytest.raises(ValueError, match="has no timeline table to draw; the card was full before its profiled steps"):
         rank_timeline(record)
+
+
+def test_a_hook_in_another_phase_is_no_change_of_phase(ahead):
+    rows = [row for row in ahead.table("timeline") if row["step"] == 10]
+    known = phases(rows, step_start(rows))
+    forward = next(row for row in rows if row["lane"] == "compute" and row["phase"] == "forward" and row["rank"] == 0)
+    middle = (forward["start_ns"] + forward["end_ns"]) // 2
+    before, after = forward | {"end_ns": middle}, forward | {"start_ns": middle + 15_000}
+    hook = forward | {"phase": "backward", "start_ns": middle, "end_ns": middle + 15_000}
+    others = [row for row in rows if row is not forward]
+    assert [name for _, name in known] == ["forward", "backward", "optimizer"]
+    assert phases([*others, before, hook, after], step_start(rows)) == known
+
+
+def test_the_linked_view_names_its_lanes_and_marks_the_peak(ahead):
+    figure = figures.linked_view(ahead)
+    names = [re.sub(r"<[^>]+>", "", text) for text in figure.layout.yaxis3.ticktext]
+    assert names == [f"rank {rank}  root" if unit == "root" else unit for rank in (0, 1) for unit in ("root", *"0123")]
+    (peak,) = (trace for trace in figure.data if trace.name == "peak")
+    assert any(note.text.startswith("<b>peak") and note.x == peak.x[0] for note in figure.layout.annotations)
+    assert any(shape.name == "peak" and shape.x0 == peak.x[0] for shape in figure.layout.shapes)

@@ -25,12 +25,13 @@ from fsdplab.figures.plots.shard_map import (
 from fsdplab.figures.plots.timeline import HEIGHTS, Lanes, lanes_of, phase_lines, phases, step_marks, step_start
 from fsdplab.figures.plots.timeline_bars import Mark, bars, downsample, merge_words
 from fsdplab.figures.profile_data import MS, Row, conditions, label, rows_of, short_unit, timeline_of
-from fsdplab.figures.style import LANE_COLOURS, titled
+from fsdplab.figures.style import ALARM, LANE_COLOURS, titled
 from fsdplab.records import CATEGORIES, RunRecord
 
 MARKS = 1_800  # of the timeline and of the units' states each: with the memory's edges, at most about 5,000
 _CURSOR = "#d0105a"
 _LANES = 120  # of units' states: above it neighbouring units share a lane
+_NAMED = 40  # lanes that are named each; of more, the ranks are
 _GAP = 34  # pixels between two panels
 _LEGEND_ROW = 22  # pixels of a row of the legend, which has four names or more where a notebook's width is given
 _STATE_COLOURS = {
@@ -82,21 +83,23 @@ def _linked(record: RunRecord, at_ns: float | None, with_slices: bool, limit: in
     _, rows = timeline_of(record, life.step)
     lanes, end = lanes_of(rows), life.length / MS
     marks, found, window = step_marks(rows, lanes, step_start(rows), limit)
-    heights = [round(24 * lanes.bottom), 180, round(max(70, min(300, 14 * len(life.ranks) * len(life.units))))]
+    heights = [round(24 * lanes.bottom), 180, _life_height(life)]
     heights += [min(46, 600 // len(life.shown)) * len(life.shown)] if with_slices else []
     figure = go.Figure(bars(marks, LANE_COLOURS, HEIGHTS, end))
     figure.add_traces(_memory_bands(memory, life))
     figure.add_traces(_life_bars(life, end, limit))
     if with_slices and at_ns is not None:
         figure.add_traces([trace.update(showlegend=False) for trace in cells(life, at_ns, "x2", "y4")])
-    _axes(figure, heights, life, lanes, end, top=1.08 * max(map(_total, memory)) / MB)
+    _axes(figure, heights, life, lanes, end, top=1.25 * max(map(_total, memory)) / MB)
     domains = _domains(heights)
     phase_lines(figure, phases(rows, step_start(rows)), end, domains[2][0])
     if at_ns is not None:
         _cursor(figure, at_ns / MS, domains)
+    _peak(figure, max(memory, key=_total), domains, named=at_ns is None)
     title, alt = _finding(record, life, memory, at_ns if with_slices else None)
     where = conditions(record, f"step {life.step}", merge_words(found, len(marks), window))
-    top = 110 + _LEGEND_ROW * -(-len({trace.name for trace in figure.data if trace.showlegend is not False}) // 4)
+    names = {trace.name for trace in figure.data if trace.showlegend is not False}
+    top = 110 + _LEGEND_ROW * -(-len(names) // 4)
     titled(figure, title, where, alt, height=sum(heights) + _GAP * (len(heights) - 1) + top + 70, top=top)
     return figure.update_layout(
         margin_b=70, barmode="overlay", uniformtext=dict(minsize=12, mode="hide"), hovermode="closest"
@@ -147,6 +150,12 @@ def _life_bars(life: UnitStates, end: float, limit: int) -> list[go.Bar]:
 def sharing(life: UnitStates) -> int:
     """How many units share a lane: 1 for up to 120 units times ranks, 2 for up to 240."""
     return -(-len(life.ranks) * len(life.units) // _LANES)
+
+
+def _life_height(life: UnitStates) -> int:
+    """Pixels of the units' lanes: enough for a name each, where each has one."""
+    count = len(life.ranks) * len(life.units)
+    return max(70, 15 * count) if count <= _NAMED else 300
 
 
 def _domains(heights: list[int]) -> list[tuple[float, float]]:
@@ -201,8 +210,8 @@ def _life_axis(life: UnitStates) -> dict[str, Any]:
         for rank in life.ranks
         for place, unit in enumerate(life.units)
     ]
-    shown = range(count) if count <= 20 else range(0, count, len(life.units))
-    texts = [named[row] if count <= 20 else f"<b>rank {life.ranks[row // len(life.units)]}</b>" for row in shown]
+    shown = range(count) if count <= _NAMED else range(0, count, len(life.units))
+    texts = [named[row] if count <= _NAMED else f"<b>rank {life.ranks[row // len(life.units)]}</b>" for row in shown]
     every = sharing(life)
     return dict(
         range=[(count - 1) // every + 1.1, -0.1], tickmode="array", tickvals=[row // every + 0.5 for row in shown],
@@ -227,6 +236,28 @@ def _cursor(figure: go.Figure, at_ms: float, domains: list[tuple[float, float]])
         name="cursor", x=at_ms, y=domains[0][0], yref="paper", text=f"<b>{at_ms:.2f} ms</b>", showarrow=False,
         xanchor="left", yanchor="top",
         xshift=4, font=dict(color=_CURSOR, size=14),
+    )  # fmt: skip
+
+
+def _peak(figure: go.Figure, row: Row, domains: list[tuple[float, float]], named: bool) -> None:
+    """The peak as a dot with its number; without a cursor also a line from it down through the units' states."""
+    at, height = row["time_ns"] / MS, _total(row) / MB
+    figure.add_trace(
+        go.Scatter(
+            x=[at], y=[height], yaxis="y2", mode="markers", name="peak", showlegend=False,
+            marker=dict(symbol="circle", size=11, color=ALARM, line=dict(color="white", width=1.5)),
+            hovertemplate="peak %{y:.1f} MB<extra></extra>",
+        )
+    )  # fmt: skip
+    if not named:
+        return
+    figure.add_annotation(
+        x=at, y=height, yref="y2", text=f"<b>peak {size(_total(row))}</b>", showarrow=False, yshift=16,
+        font=dict(color=ALARM, size=14),
+    )  # fmt: skip
+    figure.add_shape(
+        type="line", name="peak", x0=at, x1=at, y0=domains[2][0], y1=domains[1][1], yref="paper",
+        line=dict(color=ALARM, width=1.5, dash="dot"),
     )  # fmt: skip
 
 

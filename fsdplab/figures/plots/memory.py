@@ -214,11 +214,11 @@ def band(rows: list[Row], times: list[float], name: str) -> go.Scatter:
 
 
 def _peak_marker(figure: go.Figure, time_ms: float, total: float) -> None:
-    """A diamond and the number at the peak's instant."""
+    """A dot and the number at the peak's instant."""
     figure.add_trace(
         go.Scatter(
             x=[time_ms], y=[total / MB], mode="markers", name="peak", showlegend=False,
-            marker=dict(symbol="diamond", size=12, color=ALARM, line=dict(color="white", width=1.5)),
+            marker=dict(symbol="circle", size=12, color=ALARM, line=dict(color="white", width=1.5)),
             hovertemplate="peak %{y:.1f} MB<extra></extra>",
         )
     )  # fmt: skip

@@ -34,6 +34,7 @@ _LINE = 15  # pixels of a line of text
 _MOST_PHASES = 40
 _PIXELS = 900  # width of the clock on a page of 1280 pixels
 _GLYPH, _NAME_SPACE = (8.0, 28.0)  # pixels of a phase's name: a character, and the sign and space around it
+_BRIEF = 0.002  # part of the compute below which a stretch of another phase is a hook
 _WORDS = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -166,16 +167,30 @@ def _group(row: Row) -> str:
 
 
 def phases(rows: list[Row], origin: int) -> list[tuple[float, str]]:
-    """(begin in ms, name) of the phases, as the first rank's compute goes through them."""
+    """(begin in ms, name) of the phases, as the first rank's compute goes through them.
+
+    A hook's few microseconds of another phase in the middle of one are no change of phase.
+    """
     first = min(_ranks(rows))
+    computed = [row for row in rows if row["rank"] == first and row["lane"] == "compute" and row["phase"]]
+    whole = sum(row["end_ns"] - row["start_ns"] for row in computed)
     found: list[tuple[float, str]] = []
-    for row in sorted(
-        (row for row in rows if row["rank"] == first and row["lane"] == "compute" and row["phase"]),
-        key=lambda row: row["start_ns"],
-    ):
-        if not found or found[-1][1] != row["phase"]:
-            found.append(((row["start_ns"] - origin) / MS, row["phase"]))
+    for begin, name, spent in _runs_of_a_phase(computed):
+        if spent >= _BRIEF * whole and (not found or found[-1][1] != name):
+            found.append(((begin - origin) / MS, name))
     return [(0.0, found[0][1]), *found[1:]] if found else []
+
+
+def _runs_of_a_phase(computed: list[Row]) -> list[tuple[int, str, int]]:
+    """(begin, name, compute) in ns of rows in a row that have one phase."""
+    runs: list[tuple[int, str, int]] = []
+    for row in sorted(computed, key=lambda row: row["start_ns"]):
+        spent = row["end_ns"] - row["start_ns"]
+        if runs and runs[-1][1] == row["phase"]:
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + spent)
+        else:
+            runs.append((row["start_ns"], row["phase"], spent))
+    return runs
 
 
 def phase_lines(figure: go.Figure, found: Sequence[tuple[float, str]], end: float, bottom: float = 0) -> None:

@@ -6,7 +6,7 @@ All learners read the same trace, so that each question has one answer: it was r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from fsdplab.common.places import shared_folder
 from fsdplab.profiling.diagnosis import findings
 from fsdplab.profiling.exports import traces_of
-from fsdplab.profiling.intervals import clip, length, union
+from fsdplab.profiling.intervals import clip, length
 from fsdplab.profiling.step_summary import exposed_cells, step_summary
 from fsdplab.profiling.traces.chrome import ChromeTrace, nanoseconds
 from fsdplab.profiling.traces.overlap import TraceAnalysis, analyse_trace
@@ -24,14 +24,15 @@ from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Note, Table, table
 
 __all__ = [
-    "account_table", "at", "breakdown", "clock_table", "diagnosis", "exports", "gaps", "job", "key", "transfers",
+    "at", "breakdown", "clock_table", "diagnosis", "exports", "gaps", "job", "key", "parts_table", "transfers",
     "ranges", "recorded",
-    "saved_percent", "seen", "sets", "trace_of", "worst",
+    "saved_percent", "seen", "sets", "trace_of", "waits_table", "worst",
 ]  # fmt: skip
 
 RECORDED = shared_folder("data") / "traces-08"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "other_communication")
 PARTS = ("compute_only", "overlapped", "exposed", "other")
+WAITS = ("peer", "queue", "link")
 MS = 1e6
 Row = dict[str, Any]
 
@@ -117,13 +118,12 @@ def breakdown(record: RunRecord, rank: int = 0) -> Row:
     return max((row for row in record.table("breakdown") if row["rank"] == rank), key=lambda row: row["step"])
 
 
-def account_table(record: RunRecord, parts: Mapping[str, int], rank: int = 0) -> Table:
-    """A learner's account beside the record's, in ms."""
-    row, whole = breakdown(record, rank), sum(parts[name] for name in PARTS)
-    rows = [[name.replace("_", " "), _ms(parts[name]), _ms(row[f"{name}_ns"])] for name in PARTS]
-    rows.append(["sum", _ms(whole), _ms(row["step_ns"])])
+def parts_table(record: RunRecord, rank: int = 0) -> Table:
+    """Three of the four parts of a rank's step, and the step; the fourth is left for the reader."""
+    row = breakdown(record, rank)
+    rows = [[name.replace("_", " "), _ms(row[f"{name}_ns"])] for name in PARTS[:-1]]
     caption = f"Rank {rank}; computing is measured, communication is on the emulated link's clock."
-    return table(["part of the step", "yours, ms", "the lab's, ms"], rows, caption)
+    return table(["part of the step", "ms"], [*rows, ["other", "?"], ["the step", _ms(row["step_ns"])]], caption)
 
 
 def seen(record: RunRecord) -> Note:
@@ -237,6 +237,31 @@ def diagnosis(record: RunRecord) -> Note:
     )
 
 
+def waits_table(record: RunRecord, waited: Callable[..., Mapping[str, float]], rank: int = 0) -> Table:
+    """The learner's split of every exposed message of a rank, beside the exposed time and the cause in the record."""
+    issued = {_identity(row): row["issue_ns"] for row in _messages(record, 1 - rank)}
+    rows = []
+    for row in _messages(record, rank):
+        if not row["exposed_ns"]:
+            continue
+        # the exposed time of a message ends when it is delivered, or copied
+        needed = row["end_ns"] - row["exposed_ns"]
+        split = waited(row["issue_ns"], issued[_identity(row)], row["start_ns"], row["end_ns"], needed)
+        cells = [_ms(split[name]) for name in WAITS]
+        cause = row["cause"].replace("_", " ")
+        rows.append([row["unit"] or "root", row["phase"], row["kind"], *cells, _ms(row["exposed_ns"]), cause])
+    header = ["unit", "phase", "collective", *WAITS, "exposed, ms", "the lab's cause"]
+    return table(header, rows, f"Rank {rank}, ms. Issued: measured; taken and delivered: the emulated link's clock.")
+
+
+def _messages(record: RunRecord, rank: int) -> list[Row]:
+    return sorted(_analysed(record, rank).rows("collectives"), key=lambda row: row["issue_ns"])
+
+
+def _identity(row: Row) -> tuple[str, str, str]:
+    return row["unit"], row["phase"], row["kind"]
+
+
 # ---- the remedy
 
 
@@ -261,14 +286,6 @@ def saved_percent(before: RunRecord, after: RunRecord) -> float:
     """How much less is exposed, in percent: 30 ms before and 21 after are 30 %."""
     was, now = (run.summary["comm"]["exposed_s"] for run in (before, after))
     return 100 * (1 - now / was)
-
-
-def reference_account(
-    step: int, computing: Sequence[tuple[int, int]], communicating: Sequence[tuple[int, int]]
-) -> dict[str, int]:
-    """The four parts by the lab's interval algebra: `reference_account(20, [(0, 10)], [(5, 15)])["exposed"] == 5`."""
-    work, talk, both = length(computing), length(communicating), length(union(computing, communicating))
-    return {"compute_only": both - talk, "overlapped": work + talk - both, "exposed": both - work, "other": step - both}
 
 
 def _ms(nanoseconds_: float) -> str:

@@ -100,7 +100,7 @@ def _explain_holding(case: Case, trial: Trial, difference: Difference) -> tuple[
 
 holding = Exercise(
     id="09.holding",
-    title="Who is whole at an instant",
+    title="Which units are whole at an instant",
     statement="Write holding(life, at): the units whose whole parameters take memory at an instant.",
     stub=_HOLDING_STUB,
     reference=_HOLDING,
@@ -145,7 +145,7 @@ holding = Exercise(
 
 _SLIM_STUB = '''\
 def slim():
-    """Settings with which one gathered copy less is there at the peak."""
+    """Settings that keep one gathered copy fewer at the peak."""
     return {
         "strategy": "full_shard",  # "full_shard", "shard_grad_op", "zero2"
         "prefetch": 2,  # units gathered ahead: 0, 1, 2, ...
@@ -334,8 +334,8 @@ moved = Choice(
     right="a",
     because={
         "a": (
-            "gradient slices grow through the backward while activations shrink. Where activations are many, their"
-            " mountain is higher than the end."
+            "gradient slices grow through the backward while activations shrink. With many activations the beginning of"
+            " the backward is higher than its end."
         ),
         "b": "moments are two numbers a parameter, whatever the batch.",
         "c": "a gather moves weights; it does not depend on the batch.",

@@ -22,7 +22,7 @@ from .on_ranks import JOB
 __all__ = [
     "by_category", "compared", "gathered", "gathered_table", "instant", "job", "life_of", "memory_figure",
     "more_sequences", "peak_row", "peak_table",
-    "phase_at", "seen", "state_at", "unit_bytes",
+    "phase_at", "place_of", "seen", "state_at", "unit_bytes",
 ]  # fmt: skip
 
 MB = MS = 1e6
@@ -69,7 +69,7 @@ def peak_table(record: RunRecord) -> Table:
     whole = sum(nbytes for nbytes, _ in held)
     rows = [[name.replace("_", " "), f"{nbytes / MB:.1f}", f"{nbytes / whole:.0%}"] for nbytes, name in held]
     row = peak_row(record)
-    when = f"{row['time_ns'] / MS:.0f} ms into the step, in its {phase_at(record, row['time_ns'])}"
+    when = f"{row['time_ns'] / MS:.0f} ms into the step, {place_of(record, row['time_ns'])}"
     return table(["at the peak", "MB", "share"], rows, f"Measured: {whole / MB:.1f} MB on rank {row['rank']}, {when}.")
 
 
@@ -81,7 +81,7 @@ def seen(record: RunRecord) -> Note:
         (
             (
                 f"Rank {row['rank']} holds {rest / MB:.0f} MB when it holds least and {total(row) / MB:.0f} MB at its"
-                f" peak, in the {phase_at(record, row['time_ns'])}; {row['gathered_parameters'] / MB:.1f} MB of the"
+                f" peak, {place_of(record, row['time_ns'])}; {row['gathered_parameters'] / MB:.1f} MB of the"
                 " peak are gathered parameters."
             ),
         )
@@ -95,6 +95,16 @@ def phase_at(record: RunRecord, at: int) -> str:
     if not backward:
         return "step"
     return "forward" if at < min(backward) else "optimizer's step" if at > max(backward) else "backward"
+
+
+def place_of(record: RunRecord, at: int) -> str:
+    """The phase and how much of it is over: `in the backward, 3 % of the way through it`."""
+    life, phase = life_of(record, peak_row(record)["rank"]), phase_at(record, at)
+    times = [row["time_ns"] for row in life if row["phase"] == phase]
+    if not times:
+        return f"in the {phase}"
+    done = (at - min(times)) / max(1, max(times) - min(times))
+    return f"in the {phase}, {done:.0%} of the way through it"
 
 
 # ---- who is whole at an instant
@@ -169,8 +179,8 @@ def compared(runs: Mapping[str, RunRecord]) -> Table:
             f"{(total(row) - first) / MB:+.1f}",
             f"{row['gathered_parameters'] / MB:.1f}",
         ]
-        rows.append([name, *sizes, str(whole), phase_at(run, row["time_ns"])])
-    header = ["run", "peak, MB", "against the first", "gathered, MB", "units whole", "peak in the"]
+        rows.append([name, *sizes, str(whole), place_of(run, row["time_ns"])])
+    header = ["run", "peak, MB", "against the first", "gathered, MB", "units whole", "the peak is"]
     return table(header, rows, "Measured on the worst rank, at its peak.")
 
 

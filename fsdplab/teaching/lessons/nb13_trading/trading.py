@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, call_on_ranks
-from fsdplab.teaching.core.display import Table, table
+from fsdplab.teaching.core.display import Note, Table, table
 from fsdplab.workloads import parameter_count, preset
 
 from .figures import KEPT, choices_of, kept_figure, memory_figure
@@ -22,7 +22,7 @@ from .on_ranks import CARD, JOB, TIED
 
 __all__ = [
     "CARD", "TIED", "bus_table", "bytes_each_reference", "frozen_costs", "job", "kept_figure", "memory_figure",
-    "prices",
+    "prices", "seen", "changed",
 ]  # fmt: skip
 
 ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
@@ -55,6 +55,31 @@ def prices(runs: Sequence[RunRecord]) -> Table:
     header = ["choices", "peak MB", "forwards", "MB sent", "MB over the bus", "loss, step 2"]
     return table(
         header, rows, "Peak, bytes sent and loss measured; forwards and the bus computed, a step and rank each."
+    )
+
+
+def seen(run: RunRecord) -> Note:
+    """The peak of a run and its largest parts, of which the first answers what to shrink."""
+    peak = run.summary["peak_memory_bytes"]
+    held = sorted(((nbytes, name) for name, nbytes in peak["by_category"].items() if nbytes), reverse=True)
+    whole = peak["total"]
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {nbytes / MB:.0f} MB ({nbytes / whole:.0%})" for nbytes, name in held[:3]
+    )
+    return Note((f"{choices_of(run)}: {whole / MB:.0f} MB at the peak, most of it {parts}.",))
+
+
+def changed(before: RunRecord, after: RunRecord) -> Note:
+    """The categories of the peak that became smaller, stayed, or grew from one run to another."""
+    was, now = (run.summary["peak_memory_bytes"]["by_category"] for run in (before, after))
+    moved = {name: (now[name] - was[name]) / MB for name in was if was[name] or now[name]}
+    less, more = (
+        ", ".join(f"{name.replace('_', ' ')} {part:+.0f} MB" for name, part in moved.items() if sign * part >= 1)
+        for sign in (-1, 1)
+    )
+    totals = [run.summary["peak_memory_bytes"]["total"] / MB for run in (before, after)]
+    return Note(
+        (f"From {totals[0]:.0f} to {totals[1]:.0f} MB. Smaller: {less or 'nothing'}. Larger: {more or 'nothing'}.",)
     )
 
 

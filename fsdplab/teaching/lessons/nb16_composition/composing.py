@@ -9,16 +9,22 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from fsdplab.figures import alt_text
+from fsdplab.figures.plotly_go import go
 from fsdplab.sessions import call_on_ranks
 from fsdplab.teaching.core.checking import solution_file
 from fsdplab.teaching.core.course_state import current
-from fsdplab.teaching.core.display import Table, table
+from fsdplab.teaching.core.display import Shown, Table, table
+from fsdplab.workloads import MOE_PRESETS
 
-__all__ = ["Composed", "bubble", "experts", "mesh", "pipeline", "tensor"]
+from .figures import mesh_figure, pipeline_figure
+
+__all__ = ["Composed", "bubble", "expert_map", "experts", "mesh", "mesh_map", "pipeline", "tensor"]
 
 ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
 STAGES_ON_THE_RANKS = Path(__file__).with_name("stages_on_ranks.py")
 TIME_LIMIT = 150.0
+EXPERTS = MOE_PRESETS["moe-tiny"].experts
 
 
 def mesh(**axes: int) -> Table:
@@ -88,11 +94,24 @@ def pipeline() -> Table:
     return table(header, rows, "Measured: rank 0 of 4, one step of 4 micro-batches.")
 
 
-def bubble(stages: int, micro_batches: int) -> Table:
-    """The idle part of a pipeline's time (GPipe and 1F1B): (p - 1) / (m + p - 1)."""
-    idle = (stages - 1) / (micro_batches + stages - 1)
-    row = [stages, micro_batches, f"{idle:.1%}", f"{1 - idle:.1%}"]
-    return table(["stages p", "micro-batches m", "idle", "busy"], [row], "Computed: (p - 1) / (m + p - 1).")
+def bubble(stages: int, micro_batches: int) -> Shown:
+    """The pipeline's schedule for sliders, with its idle part, (p - 1) / (m + p - 1) for GPipe and 1F1B."""
+    figure = pipeline_figure(stages, micro_batches)
+    return Shown(figure, alt_text(figure))
+
+
+def mesh_map() -> go.Figure:
+    """The notebook's mesh of two axes, and what a rank of it holds of a matrix of 64 rows that both axes cut."""
+    part = lambda dp, tp: f"rows {32 * tp + 16 * dp} to {32 * tp + 16 * dp + 15} of query"  # noqa: E731
+    return mesh_figure({"dp": 2, "tp": 2}, part, "tp cuts the 64 rows of query in two, dp cuts each half again")
+
+
+def expert_map() -> go.Figure:
+    """The mesh of the experts, and which experts a rank holds slices of."""
+    half = EXPERTS // 2
+    part = lambda efsdp, ep: f"slice {efsdp + 1} of 2 of experts {half * ep} to {half * ep + half - 1}"  # noqa: E731
+    title = "Tokens travel along a row; the ranks of a column share their experts"
+    return mesh_figure({"efsdp": 2, "ep": 2}, part, title)
 
 
 def _call(function: str, payload: dict[str, Any]) -> dict[str, Any]:

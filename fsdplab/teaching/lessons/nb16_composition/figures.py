@@ -1,0 +1,111 @@
+"""Figures of lesson 16: ranks on a mesh, what each of them holds, and a pipeline's stages over time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.style import DARK_INK, EDGE, PHASE_COLOURS, ink_on, titled
+
+_ROWS = ("#9cc3e6", "#f2c38b", "#a8d5a2", "#d7b5e0")  # a colour for each place on the first axis
+_TAKES = {"forward": 1, "backward": 2}  # a backward computes twice as much
+
+
+def mesh_figure(axes: dict[str, int], holds: Callable[[int, int], str], title: str) -> go.Figure:
+    """Ranks of a mesh of two axes: the first downwards, the second from left to right; `holds(row, column)` is written
+    below the rank.
+    """
+    (down, rows), (right, columns) = axes.items()
+    names = [
+        [f"rank {row * columns + column}: {holds(row, column)}" for column in range(columns)] for row in range(rows)
+    ]
+    steps = [(edge, _ROWS[row % len(_ROWS)]) for row in range(rows) for edge in (row / rows, (row + 1) / rows)]
+    cells = go.Heatmap(
+        x=[f"{right} {column}" for column in range(columns)], y=[f"{down} {row}" for row in range(rows)],
+        z=[[row + 0.5] * columns for row in range(rows)], text=names, texttemplate="%{text}",
+        textfont=dict(size=14, color=DARK_INK), xgap=5, ygap=5, zmin=0, zmax=rows, colorscale=steps, showscale=False,
+        hovertemplate="%{text}<extra></extra>",
+    )  # fmt: skip
+    figure = go.Figure(cells)
+    figure.update_xaxes(title_text=f"{right}: ranks of a row (neighbours)", showgrid=False, type="category")
+    figure.update_yaxes(title_text=down, autorange="reversed", showgrid=False, type="category")
+    where = f"Computed: {rows} x {columns} ranks; a collective over {right} joins a row, one over {down} a column"
+    listed = "; ".join(name for row in names for name in row)
+    return titled(figure, title, where, f"Ranks on a mesh. {title}. {listed}.", height=180 + 70 * rows, top=104)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One stage's forward or backward of one micro-batch; the forward of one takes one unit of time."""
+
+    stage: int
+    phase: str
+    micro_batch: int
+    start: int
+
+    @property
+    def end(self) -> int:
+        """When it is over."""
+        return self.start + _TAKES[self.phase]
+
+
+def schedule(stages: int, micro_batches: int) -> list[Turn]:
+    """The 1F1B schedule (Narayanan et al. 2019): as many forwards as stages follow, then one backward, one forward, ...
+
+    A turn starts when its stage is free and its input is there: `max(turn.end for turn in schedule(2, 1)) == 6`.
+    """
+    orders = [_order(stages - stage, micro_batches) for stage in range(stages)]
+    ended: dict[tuple[int, str, int], int] = {}
+    free, found = [0] * stages, []
+    while any(orders):
+        for stage, order in enumerate(orders):
+            while order and (ready := _ready(ended, stage, *order[0], stages)) is not None:
+                phase, number = order.pop(0)
+                turn = Turn(stage, phase, number, max(free[stage], ready))
+                free[stage] = ended[stage, phase, number] = turn.end
+                found.append(turn)
+    return found
+
+
+def _order(following: int, micro_batches: int) -> list[tuple[str, int]]:
+    """(phase, micro-batch) in the order of a stage; `following` counts the stage itself and those behind it."""
+    first = min(following, micro_batches)
+    turns = [("forward", number) for number in range(first)]
+    for number in range(micro_batches):
+        turns.append(("backward", number))
+        turns += [("forward", first + number)] if first + number < micro_batches else []
+    return turns
+
+
+def _ready(ended: dict[tuple[int, str, int], int], stage: int, phase: str, number: int, stages: int) -> int | None:
+    """When the turn's input is there; None where that is not known yet."""
+    if phase == "forward":
+        return 0 if stage == 0 else ended.get((stage - 1, phase, number))
+    return ended.get((stage, "forward", number) if stage == stages - 1 else (stage + 1, phase, number))
+
+
+def pipeline_figure(stages: int, micro_batches: int) -> go.Figure:
+    """A lane a stage: forwards and backwards of each micro-batch, and white where the stage has nothing to do."""
+    turns = schedule(stages, micro_batches)
+    end = max(turn.end for turn in turns)
+    idle = (stages - 1) / (micro_batches + stages - 1)
+    figure = go.Figure([_lane(phase, [turn for turn in turns if turn.phase == phase], end) for phase in _TAKES])
+    figure.update_layout(barmode="overlay", xaxis_title="time (a forward of one micro-batch is 1)")
+    figure.update_xaxes(range=[0, 1.01 * end])
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    title = f"{stages} stages, {micro_batches} micro-batches: each stage is idle for {idle:.1%} of the time"
+    where = "Computed: 1F1B, equal stages, a backward takes twice a forward, messages take no time"
+    alt = f"Lanes of pipeline stages. {title}; the last stage waits at the start, the first before its last backwards."
+    return titled(figure, title, where, alt, height=190 + 34 * stages, top=130)
+
+
+def _lane(phase: str, turns: Sequence[Turn], end: int) -> go.Bar:
+    colour = PHASE_COLOURS[phase]
+    return go.Bar(
+        name=phase, orientation="h", y=[f"stage {turn.stage}" for turn in turns], base=[turn.start for turn in turns],
+        x=[_TAKES[phase]] * len(turns), marker=dict(color=colour, line=dict(color=EDGE, width=1)),
+        text=[str(turn.micro_batch) if end <= 110 else "" for turn in turns], textposition="inside",
+        insidetextanchor="middle", textangle=0, constraintext="none", textfont=dict(size=12, color=ink_on(colour)),
+        hovertemplate=f"{phase} of micro-batch %{{text}}, from %{{base}}<extra></extra>",
+    )  # fmt: skip
