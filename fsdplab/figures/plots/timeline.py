@@ -32,7 +32,7 @@ _GAP = 0.5  # lanes between two ranks
 _LINE = 15  # pixels of a line of text
 _MOST_PHASES = 40
 _PIXELS = 900  # width of the clock on a page of 1280 pixels
-_GLYPH, _NAME_SPACE = 8.0, 28.0  # pixels of a phase's name: a character, and the arrow with the space around it
+_GLYPH, _NAME_SPACE = 8.0, 28.0  # pixels of a phase's name: a character, and what stands around it
 _WORDS = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
