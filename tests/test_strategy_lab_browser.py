@@ -69,7 +69,7 @@ def run_a_cell(page: Any, source: str) -> None:
     page.keyboard.press("Control+Enter")
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @needs_chromium
 def test_run_shows_the_figure_and_cancel_leaves_the_lab_usable(jupyter_lab: str, tmp_path: Path) -> None:
     from playwright.sync_api import sync_playwright
@@ -96,7 +96,7 @@ def test_run_shows_the_figure_and_cancel_leaves_the_lab_usable(jupyter_lab: str,
         page.get_by_label("Model", exact=True).select_option("gpt-tiny")
         page.get_by_label("Timed steps").fill("0")
         page.get_by_label("Timed steps").press("Enter")
-        page.locator(".fsdplab-error", has_text="whole number from 1 to 200").wait_for(timeout=SHORT_MS)
+        page.locator(".widget-html .fsdplab-error", has_text="whole number from 1 to 200").wait_for(timeout=SHORT_MS)
         picture(page, tmp_path / "1-wrong.png")
         page.get_by_label("Timed steps").fill("40")
         page.get_by_label("Timed steps").press("Enter")
@@ -145,7 +145,7 @@ def test_run_shows_the_figure_and_cancel_leaves_the_lab_usable(jupyter_lab: str,
         run_a_cell(page, BUSY)
         page.get_by_text("(ipykernel) | Busy").wait_for(timeout=SHORT_MS)
         page.get_by_label("Timed steps").fill("0")
-        page.locator(".fsdplab-error", has_text="whole number from 1 to 200").wait_for(timeout=SHORT_MS)
+        page.locator(".fsdplab-at-once", has_text="whole number from 1 to 200").wait_for(timeout=SHORT_MS)
         page.get_by_label("Timed steps").press("Enter")
         page.get_by_label("Timed steps").fill("3")
         page.get_by_label("Timed steps").press("Enter")
