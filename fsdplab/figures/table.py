@@ -28,7 +28,8 @@ COLUMNS = (
     "losses",
 )
 NUMBERS = ("step", "tokens/s", "peak", "sent", "loss")  # columns that are set flush right where there is room
-WRAPPED = (SPLIT, "predicted", "formula")  # columns whose text may take a second line
+WRAPPED = (SPLIT, "formula")  # columns whose text may take a second line
+SHORT = ("predicted",)  # those whose text may break at every blank
 LEGEND = (
     "step: median; peak: memory of the worst rank, in MB = parameters (slices and gathered) + gradients (slices and"
     " whole) + optimizer state + activations + rest (communication buffers, other); predicted: peak and step by"

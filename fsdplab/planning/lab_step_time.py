@@ -166,7 +166,8 @@ def compute_seconds(run: LabRun, rates: Rates) -> float:
     again = recomputed_share(run)
     products = (shape.layers * block * (1 + again) + head) / forward + 2 * (shape.layers * block + head) / backward
     passes = 1 + (run.checkpoint != "none") / 3  # of forward and backward, of which the forward is a third
-    moved = shape.layers * touched(shape) * tokens * rates.elementwise_s[size] * passes
+    touches = shape.layers * touched(shape) * passes + _OF_THE_LOSS * shape.vocabulary
+    moved = touches * tokens * rates.elementwise_s[size]
     return products + moved + shape.layers * rates.block_s[size] * passes + rates.root_s
 
 
@@ -197,6 +198,9 @@ def recomputed_share(run: LabRun) -> float:
         return 0.0
     computed = matrices[:-1] if run.checkpoint == "full" else matrices[1:-1:2]
     return sum(computed) / sum(matrices)
+
+
+_OF_THE_LOSS = 2  # what a logit costs beside a channel of a block: a log-softmax, its gradient, and a cast
 
 
 def touched(shape: ModelShape) -> int:

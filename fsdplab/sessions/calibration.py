@@ -22,7 +22,8 @@ from fsdplab.common.files import write_whole
 from fsdplab.planning.lab_step_time import Rates
 
 FORMAT = 1
-TIME_LIMIT = 60.0  # seconds after which ranks that calibrate are ended
+TIME_LIMIT = 120.0  # seconds after which ranks that calibrate are ended
+PATIENCE_S = 0.2  # for each of some twenty quantities
 HOW = "fsdplab doctor --calibrate"
 
 
@@ -54,7 +55,8 @@ def this_machine() -> dict[str, Any]:
 
 def calibration_file() -> Path:
     """Where calibrations are kept: `calibration.json` in `$XDG_CACHE_HOME/fsdplab`, or in `~/.cache/fsdplab`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdplab" / "calibration.json"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(cache) / "fsdplab" / "calibration.json"
 
 
 def find_calibration(ranks: int, path: Path | None = None) -> Found:
@@ -106,8 +108,11 @@ def keep(calibration: Calibration, path: Path | None = None) -> Path:
     return path
 
 
-def calibrate(ranks: int, on_progress: Callable[[str], None] = lambda what: None) -> Calibration:
-    """Measure on so many warm ranks at once, in some seconds; `on_progress` gets what is being measured.
+def calibrate(
+    ranks: int, on_progress: Callable[[str], None] = lambda what: None, patience_s: float = PATIENCE_S
+) -> Calibration:
+    """Measure on so many warm ranks at once, each quantity for about `patience_s`; `on_progress` gets what is being
+    measured.
 
     Raises RanksFailed when a rank does not end, and ValueError for less than one rank.
     """
@@ -119,6 +124,7 @@ def calibrate(ranks: int, on_progress: Callable[[str], None] = lambda what: None
             on_progress(line)
 
     values = call_on_ranks(
-        Path(str(calibrating.__file__)), "measure", world_size=ranks, time_limit=TIME_LIMIT, on_output=on_output
-    )
+        Path(str(calibrating.__file__)), "measure", world_size=ranks, payload=patience_s, time_limit=TIME_LIMIT,
+        on_output=on_output,
+    )  # fmt: skip
     return Calibration(ranks, Rates.slowest([Rates.of(each) for each in values]), this_machine(), str(date.today()))

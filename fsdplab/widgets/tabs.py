@@ -13,7 +13,7 @@ from plotly.graph_objects import Figure
 
 from fsdplab import figures
 from fsdplab.figures.report.parts import Look, comparison_table
-from fsdplab.figures.table import LEGEND, NUMBERS, WRAPPED, mood
+from fsdplab.figures.table import LEGEND, NUMBERS, SHORT, WRAPPED, mood
 from fsdplab.figures.view import RunView, provenance
 from fsdplab.profiling.diagnosis import findings
 from fsdplab.records import RunRecord
@@ -54,7 +54,7 @@ def _placed(column: str) -> str:
 def _styled(column: str, text: str) -> dict[str, str]:
     """A cell's style: amounts stay in one piece, long texts may break, verdicts are coloured."""
     ink = f";color:{_COLOURS[mood(text)]};font-weight:600" if mood(text) else ""
-    return {"style": _placed(column) + ("" if column in WRAPPED else ";white-space:nowrap") + ink}
+    return {"style": _placed(column) + ("" if column in (*WRAPPED, *SHORT) else ";white-space:nowrap") + ink}
 
 
 # styles, not classes: a saved notebook's page takes style sheets away

@@ -24,7 +24,7 @@ from fsdplab.figures.profile_data import is_record
 from fsdplab.figures.report.parts import Attributes, Cell, Look, comparison_table, drawn, table
 from fsdplab.figures.report.rendering import rendered
 from fsdplab.figures.report.tabs import tabbed
-from fsdplab.figures.table import WRAPPED, beside, mood
+from fsdplab.figures.table import SHORT, WRAPPED, beside, mood
 from fsdplab.figures.view import CATEGORY_NAMES, Runs, RunView, provenance, ranks_and_device, views
 from fsdplab.records import CATEGORIES, RunRecord
 
@@ -140,7 +140,7 @@ def _setting(spec: Mapping[str, Any], runs: Sequence[RunView]) -> str:
 
 def _classes(column: str, text: str) -> Attributes:
     """A cell is coloured where it is a verdict, and may break where it is long."""
-    names = [mood(text), "long" if column in WRAPPED else ""]
+    names = [mood(text), "long" if column in WRAPPED else "short" if column in SHORT else ""]
     return {"class": " ".join(filter(None, names))} if any(names) else {}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -33,47 +33,55 @@ _FAMILIES = {"gpt": "gpt-25m", "llama": "llama-20m"}
 _TINY = {"gpt": "gpt-tiny", "llama": "llama-tiny"}
 _SEQUENCE = 128
 _FEW = 16  # tokens of a block whose arithmetic takes no time
-_PATIENCE_S, _ENOUGH = 0.2, 30
+_ENOUGH = 30  # repetitions of what is quick
 
 
-def measure(payload: None) -> dict[str, Any]:
-    """The rates of this rank, in the form of `Rates.of`."""
+@dataclass(frozen=True)
+class Clock:
+    """Repeats work and takes the median; `patience_s` is how long for."""
+
+    patience_s: float
+
+    def median(self, work: Callable[[], float]) -> float:
+        """Of what `work` returns, which each rank does for itself; ranks begin together."""
+        work()
+        dist.barrier()
+        found, end = [work(), work()], time.perf_counter() + self.patience_s
+        while time.perf_counter() < end and len(found) < _ENOUGH:
+            found.append(work())
+        return statistics.median(found)
+
+    def median_together(self, work: Callable[[], float]) -> float:
+        """The same of what all ranks do together: as often on each, whatever the time."""
+        work()
+        dist.barrier()
+        return statistics.median(work() for _ in range(10 if self.patience_s else 3))
+
+
+def measure(payload: float) -> dict[str, Any]:
+    """The rates of this rank, in the form of `Rates.of`; each quantity is measured for about `payload` seconds."""
+    clock = Clock(payload)
     _say("matrix products")
-    products = {size: [_linear(tokens, dtype) for tokens in TOKENS] for size, dtype in _DTYPES.items()}
+    products = {size: [_linear(clock, tokens, dtype) for tokens in TOKENS] for size, dtype in _DTYPES.items()}
     _say("operators")
-    blocks = {f"{family} {size}": _tiny_block(family, dtype) for family in _FAMILIES for size, dtype in _DTYPES.items()}
-    elements = {name: _elementwise(name, products[name.split()[1]], blocks[name]) for name in blocks}
+    blocks, elements = {}, {}
+    for name in (f"{family} {size}" for family in _FAMILIES for size in _DTYPES):
+        blocks[name] = _tiny_block(clock, name)
+        elements[name] = _elementwise(clock, name, products[name.split()[1]], blocks[name])
     _say("collectives")
-    collectives = _collectives()
+    collectives = _collectives(clock)
     _say("engine and optimizer")
     return {
         "products": {size: [asdict(row) for row in rows] for size, rows in products.items()},
         "block_s": blocks,
         "elementwise_s": elements,
         "collectives": collectives,
-        **_engine(blocks["gpt 4"], collectives),
+        **_engine(clock, blocks["gpt 4"], collectives),
     }
 
 
 def _say(what: str) -> None:
     print(what, flush=True)
-
-
-def _median(work: Callable[[], float]) -> float:
-    """The median of what `work` returns in some tenths of a second; ranks begin together."""
-    work()
-    dist.barrier()
-    found, end = [work(), work()], time.perf_counter() + _PATIENCE_S
-    while time.perf_counter() < end and len(found) < _ENOUGH:
-        found.append(work())
-    return statistics.median(found)
-
-
-def _median_together(work: Callable[[], float], repetitions: int = 10) -> float:
-    """As `_median` of what all ranks do together: as often on each."""
-    work()
-    dist.barrier()
-    return statistics.median(work() for _ in range(repetitions))
 
 
 def _timed(work: Callable[[], object]) -> float:
@@ -85,7 +93,7 @@ def _timed(work: Callable[[], object]) -> float:
 # ---- compute
 
 
-def _linear(tokens: int, dtype: torch.dtype) -> ProductRate:
+def _linear(clock: Clock, tokens: int, dtype: torch.dtype) -> ProductRate:
     layer = nn.Linear(_WIDTH, _INNER, dtype=dtype)
     x = torch.randn(tokens, _WIDTH, dtype=dtype, requires_grad=True)
     given = torch.randn(tokens, _INNER, dtype=dtype)
@@ -101,12 +109,12 @@ def _linear(tokens: int, dtype: torch.dtype) -> ProductRate:
         backwards.append(time.perf_counter() - between)
         return between - start
 
-    forward = _median(both)
+    forward = clock.median(both)
     flops = 2 * tokens * _WIDTH * _INNER
     return ProductRate(tokens, flops / forward, 2 * flops / statistics.median(backwards[1:]))
 
 
-def _block_s(model: str, batch: int, sequence: int, dtype: torch.dtype) -> float:
+def _block_s(clock: Clock, model: str, batch: int, sequence: int, dtype: torch.dtype) -> float:
     """Seconds of one block's forward and backward."""
     config = replace(preset(model), layers=1)
     built = build_model(config)
@@ -120,20 +128,21 @@ def _block_s(model: str, batch: int, sequence: int, dtype: torch.dtype) -> float
         x.grad = None
         return _timed(lambda: built.blocks[0](x).backward(given))
 
-    return _median(once)
+    return clock.median(once)
 
 
-def _tiny_block(family: str, dtype: torch.dtype) -> float:
+def _tiny_block(clock: Clock, name: str) -> float:
     """Seconds of a block so small that the cost of its operators' calls is all there is."""
-    return _block_s(_TINY[family], 1, _FEW, dtype)
+    family, size = name.split()
+    return _block_s(clock, _TINY[family], 1, _FEW, _DTYPES[size])
 
 
-def _elementwise(name: str, rows: list[ProductRate], tiny: float) -> float:
+def _elementwise(clock: Clock, name: str, rows: list[ProductRate], tiny: float) -> float:
     """Seconds a token and channel of what is neither a product nor the cost of calls."""
     family, size = name.split()
     batch, shape = 2, MODELS[_FAMILIES[family]]
     tokens = batch * _SEQUENCE
-    whole = _block_s(_FAMILIES[family], batch, _SEQUENCE, _DTYPES[size])
+    whole = _block_s(clock, _FAMILIES[family], batch, _SEQUENCE, _DTYPES[size])
     forward, backward = product_rates(rows, tokens)
     flops = 2 * tokens * sum(each.count for each in shape.block if each.is_matrix)
     left = whole - flops / forward - 2 * flops / backward - tiny
@@ -143,7 +152,7 @@ def _elementwise(name: str, rows: list[ProductRate], tiny: float) -> float:
 # ---- collectives
 
 
-def _collectives() -> dict[str, tuple[float, float]]:
+def _collectives(clock: Clock) -> dict[str, tuple[float, float]]:
     """Kind -> seconds each, and seconds a byte: a line through a small and a large one."""
     group = dist.group.WORLD
     assert group is not None, "no process group"
@@ -151,7 +160,7 @@ def _collectives() -> dict[str, tuple[float, float]]:
         return dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), (0.0, 0.0))
     found = {}
     for kind, work in (("all_gather", _gather), ("reduce_scatter", _reduce), ("all_reduce", _all_reduce)):
-        small, large = (_median_together(work(group, nbytes)) for nbytes in _SIZES)
+        small, large = (clock.median_together(work(group, nbytes)) for nbytes in _SIZES)
         a_byte = max(0.0, (large - small) / (_SIZES[1] - _SIZES[0]))
         found[kind] = (max(0.0, small - a_byte * _SIZES[0]), a_byte)
     return found
@@ -205,26 +214,26 @@ def _all_reduce(group: dist.ProcessGroup, nbytes: int) -> Callable[[], float]:
 # ---- the engine and the optimizer
 
 
-def _engine(block_s: float, collectives: dict[str, tuple[float, float]]) -> dict[str, Any]:
+def _engine(clock: Clock, block_s: float, collectives: dict[str, tuple[float, float]]) -> dict[str, Any]:
     """The cost of the root, of a unit, and of the optimizer's elements and calls."""
-    alone, whole = _tiny_steps("no_shard", sharded=False)
-    together, slices = _tiny_steps("full_shard", sharded=True)
+    alone, whole = _tiny_steps(clock, sharded=False)
+    together, slices = _tiny_steps(clock, sharded=True)
     layers = preset("gpt-tiny").layers
     sent = (2 * layers + 1) * collectives["all_gather"][0] + (layers + 1) * collectives["reduce_scatter"][0]
     return {
         "root_s": max(0.0, alone - layers * block_s),
         "unit_s": max(0.0, (together - alone - sent) / (layers + 1)),
-        "optimizer_element_s": _optimizer_element_s(),
+        "optimizer_element_s": _optimizer_element_s(clock),
         "optimizer_parameter_s": {"whole": whole, "slices": slices},
     }
 
 
-def _tiny_steps(strategy: str, sharded: bool) -> tuple[float, float]:
+def _tiny_steps(clock: Clock, sharded: bool) -> tuple[float, float]:
     """Seconds of forward and backward of gpt-tiny, and of its optimizer's step a parameter."""
     model: nn.Module = build_model("gpt-tiny")
     blocks = type(model.blocks[0])
     if sharded and dist.get_world_size() > 1:
-        model = shard_model(model, strategy, units=(blocks,))
+        model = shard_model(model, "full_shard", units=(blocks,))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.zeros(1, _FEW, dtype=torch.int64)
     steps: list[float] = []
@@ -235,11 +244,11 @@ def _tiny_steps(strategy: str, sharded: bool) -> tuple[float, float]:
         optimizer.zero_grad()
         return seconds
 
-    trained = _median_together(once)
+    trained = clock.median_together(once)
     return trained, statistics.median(steps[1:]) / len(list(model.parameters()))
 
 
-def _optimizer_element_s() -> float:
+def _optimizer_element_s(clock: Clock) -> float:
     weights = [nn.Parameter(torch.zeros(1 << 20)) for _ in range(4)]
     optimizer = torch.optim.AdamW(weights, fused=True)
 
@@ -248,4 +257,4 @@ def _optimizer_element_s() -> float:
             each.grad = torch.ones_like(each)
         return _timed(optimizer.step)
 
-    return _median(once) / (len(weights) << 20)
+    return clock.median(once) / (len(weights) << 20)
