@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ def row(step: int) -> dict[str, object]:
 @pytest.mark.quick
 def test_a_look_reads_only_the_steps_that_are_new(tmp_path: Path) -> None:
     told: list[int] = []
-    follower = _Follower(Mailbox(tmp_path), STEPS, lambda step, total, loss: told.append(step), None)
+    rows: list[Any] = []
+    follower = _Follower(Mailbox(tmp_path), STEPS, lambda step, total, loss: told.append(step), rows.append, None)
     path = Mailbox(tmp_path).of(0, "steps")
     follower.look()
     for step in range(STEPS):
@@ -33,7 +35,7 @@ def test_a_look_reads_only_the_steps_that_are_new(tmp_path: Path) -> None:
         follower.look()
         size = path.stat().st_size
         path.write_bytes(b"x" * (size - 1) + b"\n")  # whoever reads it again finds no JSON
-    assert told == list(range(1, STEPS + 1))
+    assert told == list(range(1, STEPS + 1)) and rows == [row(step) for step in range(STEPS)]
 
 
 @pytest.fixture

@@ -38,6 +38,11 @@ CUT = """() => {
   const tables = [...document.querySelectorAll(".fsdplab-lab table")].filter(e => e.offsetParent !== null);
   return [...out, ...tables.filter(t => t.parentElement.scrollWidth > t.parentElement.clientWidth + 1).map(t => t.innerText)];
 }"""
+# The figures' titles have the larger type of a wide page.
+LARGER = """() => {
+  const titles = [...document.querySelectorAll(".fsdplab-lab .gtitle")].filter(e => e.getBoundingClientRect().width);
+  return titles.length && titles.every(e => parseFloat(getComputedStyle(e).fontSize) > 23);
+}"""
 BUSY = "import pathlib, time\nwhile not pathlib.Path('go on').exists():\n    time.sleep(0.05)"
 RUN_MS, SHORT_MS = 100_000, 30_000
 
@@ -60,8 +65,8 @@ def picture(page: Any, path: Path) -> None:
 
 
 def run_a_cell(page: Any, source: str) -> None:
-    """Append a cell to the notebook and run it."""
-    page.locator(".jp-Notebook .jp-Cell").last.click()
+    """Run a new cell below the lab's."""
+    page.locator(".jp-CodeCell", has_text="lab = StrategyLab(").first.locator(".jp-InputArea-editor").click()
     page.keyboard.press("Escape")
     page.keyboard.press("b")
     page.keyboard.press("Enter")
@@ -69,7 +74,7 @@ def run_a_cell(page: Any, source: str) -> None:
     page.keyboard.press("Control+Enter")
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @needs_chromium
 def test_run_shows_the_figure_and_cancel_leaves_the_lab_usable(jupyter_lab: str, tmp_path: Path) -> None:
     from playwright.sync_api import sync_playwright
@@ -96,7 +101,7 @@ def test_run_shows_the_figure_and_cancel_leaves_the_lab_usable(jupyter_lab: str,
         page.get_by_label("Model", exact=True).select_option("gpt-tiny")
         page.get_by_label("Timed steps").fill("0")
         page.get_by_label("Timed steps").press("Enter")
-        page.locator(".fsdplab-error", has_text="whole number from 1 to 200").wait_for(timeout=SHORT_MS)
+        page.locator(".widget-html .fsdplab-error", has_text="whole number from 1 to 200").wait_for(timeout=SHORT_MS)
         picture(page, tmp_path / "1-wrong.png")
         page.get_by_label("Timed steps").fill("40")
         page.get_by_label("Timed steps").press("Enter")
@@ -123,7 +128,7 @@ def test_run_shows_the_figure_and_cancel_leaves_the_lab_usable(jupyter_lab: str,
         picture(page, tmp_path / "5-memory.png")
         narrow = lab_box.evaluate("e => e.clientWidth")
         page.set_viewport_size({"width": 1920, "height": 1080})
-        page.wait_for_function("() => document.querySelector('.fsdplab-wide input').value === 'wide'", timeout=SHORT_MS)
+        page.wait_for_function(LARGER, timeout=RUN_MS)
         picture(page, tmp_path / "5-memory-wide.png")
         assert lab_box.evaluate("e => e.clientWidth") > narrow + 500, "a wide window is used"
         page.set_viewport_size({"width": 1280, "height": 1100})
@@ -143,14 +148,15 @@ def test_run_shows_the_figure_and_cancel_leaves_the_lab_usable(jupyter_lab: str,
         assert lab_box.locator("td", has_text="full_shard").count() >= 1, "what the first batch recorded is still shown"
 
         run_a_cell(page, BUSY)
-        page.get_by_text("(ipykernel) | Busy").wait_for(timeout=SHORT_MS)
+        page.locator(".jp-InputPrompt", has_text="[*]").wait_for(timeout=SHORT_MS)
         page.get_by_label("Timed steps").fill("0")
-        page.locator(".fsdplab-error", has_text="whole number from 1 to 200").wait_for(timeout=SHORT_MS)
+        page.locator(".fsdplab-at-once", has_text="whole number from 1 to 200").wait_for(timeout=SHORT_MS)
         page.get_by_label("Timed steps").press("Enter")
         page.get_by_label("Timed steps").fill("3")
         page.get_by_label("Timed steps").press("Enter")
         button["Run"].click()
         message.get_by_text("waiting for the kernel").wait_for(timeout=SHORT_MS)
+        page.screenshot(path=str(tmp_path / "10-waiting.png"))
         (tmp_path / "course-learner" / "go on").touch()
         message.get_by_text("done: 2 records of 2 runs kept").wait_for(timeout=RUN_MS)
         assert lab_box.locator("svg text", has_text="3 timed").count() == 1, "run with the steps that the page showed"

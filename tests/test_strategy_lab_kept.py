@@ -88,6 +88,17 @@ def test_a_name_is_the_folders_and_a_wrong_one_is_refused(tmp_path: Path) -> Non
     assert kept_runs.kept_in(tmp_path).batches[0].name == "before prefetch"
 
 
+def test_a_batch_that_runs_keeps_its_folder(tmp_path: Path) -> None:
+    write_batch(tmp_path, "batch-3", "zero2")
+    lab = StrategyLab(FIXED, directory=tmp_path, **TINY)
+    lab.state.begin()
+    lab.state.batches[-1].records, lab.state.batches[-1].folder = lab.records, tmp_path / "batch-4"
+    lab._refresh()
+    lab.name.value = "renamed"
+    assert "the batch is running" in lab.exported.outputs[0]["data"]["text/html"]
+    assert lab.state.batches[-1].folder == tmp_path / "batch-4" and (tmp_path / "batch-3").is_dir()
+
+
 def test_a_cancelled_batch_without_a_record_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdplab.widgets import running
 

@@ -204,7 +204,8 @@ class StrategyLab:
 
     def _redraw(self) -> None:
         """Draw the open tab again, as nothing was drawn before in this size."""
-        self._shown = _Shown(self._shown.runs)
+        with self._drawing:
+            self._shown = _Shown(self._shown.runs)
         self._refresh()
 
     def _answer(self, press: Callable[[], object]) -> None:
@@ -248,6 +249,8 @@ class StrategyLab:
         if self._offering or batch is None or change["new"] == batch.name:
             return
         try:
+            if self.state.busy and batch is self.state.batches[-1]:
+                raise ValueError("the batch is running; its folder can be renamed when it has ended")
             rename(batch, change["new"])
             said = f"kept in <code>{escape(str(batch.folder))}</code>" if batch.folder else ""
         except ValueError as wrong:
