@@ -5,6 +5,7 @@ what a page keeps.
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 
 import numpy as np
@@ -317,6 +318,17 @@ def test_a_pure_function_is_judged_without_ranks(course, monkeypatch, body, says
     assert feedback is None if says is None else says in f"{feedback.headline} {feedback.got} {feedback.cause}"
     if says and "it stood" in says:
         assert feedback.cause == "a loop that never ends" and "did not return within 0.3 s" in feedback.headline
+
+
+def test_a_timer_of_somebody_else_goes_on(course):
+    path = course.workspace.save("78.double", DOUBLE.reference)
+    handler, before = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 3600)
+    try:
+        run_submission.try_one(DOUBLE, path, course.workspace)
+        left, _ = signal.getitimer(signal.ITIMER_REAL)
+        assert 0 < left <= 3600 and signal.getsignal(signal.SIGALRM) is handler
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
 
 
 # --- differences and verdicts
