@@ -12,6 +12,7 @@ from fsdplab.teaching import by_hand
 from fsdplab.teaching.core import answers, display, registry
 from fsdplab.teaching.core.exercise import Call, Choice, Exercise, Question, Trial
 from fsdplab.teaching.lessons.nb03_04_by_hand import grading
+from fsdplab.teaching.lessons.nb03_04_by_hand.bucket_costs import buckets, costs
 from tests.solutions import ended_of, solutions_of, try_ended
 
 ITEMS = [item for notebook in ("03", "04") for item in registry.items_of(notebook)]
@@ -223,13 +224,13 @@ def test_rules_judge_hand_written_trials():
 
 
 def test_buckets_and_their_costs():
-    assert (
-        by_hand.buckets((3, 3, 3), 5) == [6, 3]
-        and by_hand.buckets((3, 3), 3) == [3, 3]
-        and by_hand.buckets((), 3) == []
-    )
-    rows = by_hand.bucket_table("gpt-tiny", 0.08, 50, 10, ranks=2).rows
-    assert [row[1] for row in rows] == ["37", "6", "1"]
+    assert buckets((3, 3, 3), 5) == [6, 3] and buckets((3, 3), 3) == [3, 3] and buckets((), 3) == []
+    found = costs("gpt-tiny", 0.08, 50, 10, ranks=2)
+    assert [cost.messages for cost in found] == [37, 6, 1]
+    whole = 564_224 / 10e9
+    assert found[2].total == found[2].last == pytest.approx(50e-6 + whole), "one message leaves after backward"
+    assert [cost.total for cost in found] == pytest.approx([cost.messages * 50e-6 + whole for cost in found])
+    assert "37 messages" in display.alt_text(by_hand.bucket_costs("gpt-tiny", 0.08, 50, 10))
 
 
 @pytest.mark.timeout(600)

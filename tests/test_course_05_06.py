@@ -274,12 +274,12 @@ def test_bytes_that_calls_send():
     ]
 
 
-def test_rows_held():
-    assert [row[1:] for row in mini_fsdp.rows_held(4, 3).rows] == [
-        ("0 to 1", "2", "0"),
-        ("2 to 3", "2", "0"),
-        ("none", "0", "2"),
-    ]
+def test_rows_that_each_rank_keeps():
+    own, padding = mini_fsdp.rows_figure(4, 3).data
+    assert list(zip(own.y, own.text)) == [("rank 0", "0"), ("rank 0", "1"), ("rank 1", "2"), ("rank 1", "3")]
+    assert list(padding.y) == ["rank 2"] * 2
+    assert "c = 2, 2 padding rows, 1 rank without a row" in mini_fsdp.rows_figure(4, 3).layout.title.text
+    assert "padding" in alt_text(mini_fsdp.rows_figure(64, 8)) and "<rect" in svg(mini_fsdp.rows_figure(64, 8))
 
 
 def test_a_crash_of_the_ranks_is_still_the_feedback(course):

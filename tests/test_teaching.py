@@ -5,6 +5,7 @@ what a page keeps.
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 
 import numpy as np
@@ -319,6 +320,17 @@ def test_a_pure_function_is_judged_without_ranks(course, monkeypatch, body, says
         assert feedback.cause == "a loop that never ends" and "did not return within 0.3 s" in feedback.headline
 
 
+def test_a_timer_of_somebody_else_goes_on(course):
+    path = course.workspace.save("78.double", DOUBLE.reference)
+    handler, before = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 3600)
+    try:
+        run_submission.try_one(DOUBLE, path, course.workspace)
+        left, _ = signal.getitimer(signal.ITIMER_REAL)
+        assert 0 < left <= 3600 and signal.getsignal(signal.SIGALRM) is handler
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+
+
 # --- differences and verdicts
 
 
@@ -492,7 +504,7 @@ def test_columns_of_numbers_are_set_flush_right():
 
 def test_what_a_widget_controls_is_an_output_of_its_own():
     bundle = display.WidgetView(
-        exploring.sliders(exploring.Explorer(tour.state_table, {"ranks": [2]}), lambda: None)
+        exploring.sliders(exploring.Explorer(tour.state_figure, {"ranks": [2]}), lambda: None)
     )._repr_mimebundle_()
     assert "application/vnd.jupyter.widget-view+json" in bundle and bundle["text/plain"] == ""
 
@@ -508,17 +520,17 @@ def test_a_figure_leaves_a_picture_with_alternative_text(capsys):
         teaching.show(go.Figure())
 
 
-def test_sliders_move_the_table_without_a_browser(capsys):
-    explorer = exploring.Explorer(tour.state_table, {"million_parameters": [1, 100], "ranks": [2, 4]}, {"ranks": 4})
+def test_sliders_move_the_figure_without_a_browser(capsys):
+    explorer = exploring.Explorer(tour.state_figure, {"million_parameters": [1, 100], "ranks": [2, 4]}, {"ranks": 4})
     assert explorer.values == {"million_parameters": 1, "ranks": 4}
     shown = []
     box = exploring.sliders(explorer, lambda: shown.append(str(explorer.render())))
     box.children[0].value = 100
-    assert "1,600" in shown[0] and explorer.values["million_parameters"] == 100
+    assert "no_shard 1.60 GB" in shown[0] and explorer.values["million_parameters"] == 100
     for name, value in (("ranks", 3), ("rows", 2)):
         with pytest.raises(ValueError, match="can be"):
             explorer.set(name, value)
-    teaching.explore(tour.state_table, million_parameters=[1], ranks=[2])
+    teaching.explore(tour.state_figure, million_parameters=[1], ranks=[2])
     assert "full_shard" in capsys.readouterr().out
 
 
@@ -548,10 +560,9 @@ def test_state_bytes_follow_the_strategy_table():
 
 
 def test_bytes_and_bandwidths():
-    rows = {row[0]: row[2] for row in collectives.moved(48, 4).rows}
-    assert rows == {"all_gather, reduce_scatter": "36.00", "all_reduce": "72.00"}, (
-        "what a step sends is predicted later"
-    )
+    figure = collectives.sent_figure(48, 4)
+    assert "all_gather and reduce_scatter 36.0 MB, all_reduce 72.0 MB" in figure.layout.title.text
+    assert [trace.y[-1] for trace in figure.data] == pytest.approx([48, 96], rel=0.01), "with many ranks P and 2 P"
     timing = Timing("all_reduce", 64_000_000, 4, 0.080)
     assert (timing.algbw, timing.busbw) == pytest.approx((0.8e9, 1.2e9))
     bandwidth = collectives.Bandwidth((timing, Timing("all_gather", 64_000_000, 4, 0.040)))

@@ -8,6 +8,7 @@ import json
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -174,6 +175,16 @@ class Line:
     def update(self, thing: object) -> None:
         self.shown.append(str(thing))
         self.updated.set()
+
+
+@pytest.mark.parametrize("kernel,registered", [(object(), ["pre_run_cell", "post_run_cell"]), (None, [])])
+def test_cells_of_a_notebook_have_the_line(kernel, registered):
+    noted: list[str] = []
+    events = SimpleNamespace(register=lambda event, call: noted.append(event))
+    shell = SimpleNamespace(kernel=kernel, events=events)
+    waiting.watch_cells(shell)
+    waiting.watch_cells(shell)
+    assert noted == registered, "once, and not in a terminal"
 
 
 def test_a_long_cell_has_a_line_and_a_short_one_has_none(monkeypatch):

@@ -87,13 +87,14 @@ def _ended_after(seconds: float, path: Path) -> Iterator[None]:
     def stop(number: int, frame: types.FrameType | None) -> None:
         raise StillWaiting(waited(seconds, str(path), frame))
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    handler = signal.signal(signal.SIGALRM, stop)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *timer)  # whoever had set one before goes on waiting
 
 
 def try_one(exercise: Exercise, path: Path, workspace: Workspace) -> Tried | RanksFailed:

@@ -87,8 +87,8 @@ class Waiting:
 
 
 def watch_cells(shell: InteractiveShell) -> None:
-    """Show the line under every cell of this shell from now on."""
-    if getattr(shell, "fsdplab_waiting", None) is None:
+    """Show the line under every cell of this notebook from now on; a terminal could not change it once it is there."""
+    if getattr(shell, "kernel", None) is not None and getattr(shell, "fsdplab_waiting", None) is None:
         waiting = shell.fsdplab_waiting = Waiting()
         shell.events.register("pre_run_cell", waiting.begin)
         shell.events.register("post_run_cell", waiting.end)

@@ -8,11 +8,10 @@ bundled text, with the same optimizer. P is the bytes of all parameters and n th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fsdplab.common.sizes import seconds, size
+from fsdplab.common.sizes import size
 from fsdplab.sessions import call_on_ranks
 from fsdplab.teaching.core.checking import solution_file
 from fsdplab.teaching.core.course_state import current
@@ -21,12 +20,12 @@ from fsdplab.teaching.core.exercise import Call, Exercise
 from fsdplab.teaching.core.registry import find
 from fsdplab.teaching.core.waiting import doing
 from fsdplab.teaching.core.workspace import Workspace
-from fsdplab.workloads import build_model
 
+from .bucket_costs import bucket_costs
 from .figures import bucket_figure, gradient_figure
 from .runs import Faulty, Run, Runs
 
-__all__ = ["bucket_figure", "bucket_table", "data_parallel", "drift", "faulty", "gradient_figure", "zero"]
+__all__ = ["bucket_costs", "bucket_figure", "data_parallel", "drift", "faulty", "gradient_figure", "zero"]
 
 ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
 MODEL = "gpt-tiny"
@@ -117,42 +116,4 @@ def _run(name: str, by_rank: Sequence[dict[str, Any]]) -> Run:
         held=tuple(first["held"]),
         ready=tuple(first["ready"]),
         sent=tuple(first["sent"]),
-    )
-
-
-@lru_cache(maxsize=8)
-def gradient_sizes(model: str) -> tuple[int, ...]:
-    """Bytes of every gradient (fp32) of a preset, head first: about the order in which they become ready."""
-    return tuple(4 * parameter.numel() for parameter in reversed(list(build_model(model, device="meta").parameters())))
-
-
-def buckets(sizes: tuple[int, ...], bucket_bytes: float) -> list[int]:
-    """Bytes of every bucket when each leaves as soon as it holds `bucket_bytes`: `buckets((3, 3, 3), 5) == [6, 3]`."""
-    full: list[int] = []
-    filled = 0
-    for nbytes in sizes:
-        filled += nbytes
-        if filled >= bucket_bytes:
-            full, filled = [*full, filled], 0
-    return [*full, filled] if filled else full
-
-
-def bucket_table(model: str, bucket_MB: float, start_us: float, GB_per_s: float, ranks: int = 8) -> Table:
-    """One step's messages under a simple model of a network: every message costs its start, then its bytes at full
-    speed.
-    """
-    sizes = gradient_sizes(model)
-    rows = []
-    for name, limit in (
-        ("one a gradient", 0),
-        (f"buckets of {bucket_MB:g} MB", bucket_MB * 1e6),
-        ("one for all", sum(sizes)),
-    ):
-        sent = buckets(sizes, limit)
-        moved = [2 * nbytes * (ranks - 1) / ranks / (GB_per_s * 1e9) for nbytes in sent]
-        starts = len(sent) * start_us * 1e-6
-        rows.append([name, len(sent), seconds(starts), seconds(sum(moved)), seconds(start_us * 1e-6 + moved[-1])])
-    caption = f"Computed for {model} ({size(sum(sizes))} of gradients) on {ranks} ranks; nothing was run."
-    return table(
-        ["messages", "how many", "their starts", "their bytes", "the last message (nothing hides it)"], rows, caption
     )

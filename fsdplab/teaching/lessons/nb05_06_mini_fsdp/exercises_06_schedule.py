@@ -8,7 +8,7 @@ from typing import Any
 from fsdplab.teaching.core.exercise import Case, Exercise, Trial, Wrong, edited
 from fsdplab.teaching.core.verdicts import Difference
 
-from .schedules import MEMORY_TARGET, shortest
+from .schedules import MEMORY_TARGET, NOTHING, shortest
 
 DRIVER = str(Path(__file__).with_name("schedules.py"))
 _SIZES = (4, 6)
@@ -43,13 +43,13 @@ def schedule(n):
 
 def _cases() -> list[Case]:
     zeros = {f"{blocks} blocks": 0 for blocks in _SIZES}
-    met = {"what cannot run": "", "blocks over the memory target": zeros, "ms over the time target": zeros}
+    met = {"what cannot run": NOTHING, "blocks over the memory target": zeros, "ms over the time target": zeros}
     return [Case("4 and 6 blocks", ((list(_SIZES),),), (met,))]
 
 
 def _explain(case: Case, trial: Trial, difference: Difference) -> tuple[str | None, str]:
     got: dict[str, Any] = trial.returned
-    if got["what cannot run"]:
+    if got["what cannot run"] != NOTHING:
         return None, got["what cannot run"]
     late = got["ms over the time target"]
     missed = {size: over for size, over in got["blocks over the memory target"].items() if over}

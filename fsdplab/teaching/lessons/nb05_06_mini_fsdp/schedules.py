@@ -16,6 +16,7 @@ from typing import Any
 FORWARD, BACKWARD, MESSAGE = 2, 4, 2  # ms a block
 ACTIONS = ("gather", "forward", "drop", "backward", "reduce")
 MEMORY_TARGET = 3  # blocks
+NOTHING = "nothing"
 
 
 class ScheduleError(ValueError):
@@ -168,7 +169,7 @@ def waits(played: Played) -> list[Span]:
 
 def drive_schedule(schedule: Any, sizes: Sequence[int]) -> dict[str, Any]:
     """How a learner's schedule does for each number of blocks: what cannot run, and how far off the targets."""
-    problem, late, large = "", {}, {}
+    problem, late, large = NOTHING, {}, {}
     for blocks in sizes:
         try:
             played = play(schedule(blocks), blocks)
