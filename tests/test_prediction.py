@@ -21,7 +21,8 @@ from fsdplab.planning.lab_step_time import ProductRate, Rates, compute_seconds, 
 from fsdplab.planning.models import MODELS
 from fsdplab.planning.traffic import Traffic
 from fsdplab.sessions import RunSpec, run
-from fsdplab.sessions.calibration import Calibration, calibrate, find_calibration, keep, this_machine
+from fsdplab.sessions.calibrate import calibrate
+from fsdplab.sessions.calibration import Calibration, find_calibration, keep, this_machine
 from fsdplab.sessions.prediction import predict
 from fsdplab.sessions.summary import formula_bytes
 
