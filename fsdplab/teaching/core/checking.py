@@ -17,6 +17,7 @@ from .course_state import CheckFailed, current
 from .display import Note, present
 from .exercise import Case, Choice, Exercise, Question, Trial
 from .on_ranks import LeftUnfinished, StillWaiting
+from .progress import waiting
 from .registry import find
 from .run_submission import Tried, try_one
 from .verdicts import Difference, Feedback, Verdict, first_difference
@@ -30,7 +31,9 @@ def check(exercise: str, hints: int = 0) -> None:
 
     A failed check prints in the learner edition and raises CheckFailed in the teacher edition.
     """
-    deliver(grade(exercise, hints))
+    find(exercise, Exercise)  # an unknown one is an error before anything is shown
+    show = waiting(f"{exercise}: checking ...")
+    deliver(grade(exercise, hints), show)
 
 
 def grade(exercise: str, hints: int = 0) -> Verdict:
@@ -56,11 +59,11 @@ def failed(item: Exercise | Question, feedback: Feedback, workspace: Workspace, 
     return Verdict(item.id, feedback, "" if shown_hints else note, shown_hints)
 
 
-def deliver(verdict: Verdict) -> None:
+def deliver(verdict: Verdict, show: Callable[[object], None] = present) -> None:
     """Show the verdict; in the teacher edition a failed one raises instead."""
     if not verdict.passed and current().edition == "teacher":
         raise CheckFailed(str(verdict))
-    present(verdict)
+    show(verdict)
 
 
 def hint(exercise: str) -> None:

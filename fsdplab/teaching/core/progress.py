@@ -1,4 +1,4 @@
-"""What a long cell is doing: one line that is replaced while ranks start and train.
+"""What a long cell is doing: one line that is replaced while ranks start and train, or by the result.
 
 Without it a reader waits in front of an empty cell and cannot tell slow from stuck.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .display import Note, present_live
+from .display import Note, notebook_display, present, present_live
 
 
 def follow(what: str = "training") -> Callable[[int, int, float], None]:
@@ -19,3 +19,8 @@ def follow(what: str = "training") -> Callable[[int, int, float], None]:
         update(Note((f"{what}: step {step} of {total}, loss {loss:.2f} {done}",)))
 
     return note
+
+
+def waiting(words: str) -> Callable[[object], None]:
+    """Shows `words` and returns what puts the result in their place; outside a notebook only the result is printed."""
+    return present_live(Note((words,))) if notebook_display() else present
