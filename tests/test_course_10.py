@@ -80,6 +80,14 @@ def test_a_block_is_drawn_with_what_is_exposed(rate, tokens, hides):
     assert f"{rate} GB/s" in alt_text(figure)
 
 
+def test_what_the_notebook_says_in_words_is_so():
+    flops, bandwidth = hiding.reached(hiding.target())
+    assert round(flops / 1e12) == 480 and bandwidth == pytest.approx(380e9, rel=0.01)
+    assert hiding.planned_crossover() < 4096, "one sequence of 4,096 tokens hides everything"
+    assert "everything hides" in hiding.block(50, 16384).layout.title.text
+    assert "everything hides" not in hiding.block(50, 8192).layout.title.text
+
+
 def test_more_tokens_or_a_faster_link_never_expose_more():
     shown = {
         (rate, tokens): sum(

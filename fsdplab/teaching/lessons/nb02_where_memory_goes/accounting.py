@@ -29,7 +29,10 @@ __all__ = [
 
 MB, GB = 1e6, 1e9
 CARD = 320e6  # bytes of the emulated card
-JOB = {"model": "gpt-20m", "world_size": 2, "batch_size": 2, "sequence_length": 64, "steps": 1, "time_limit": 300.0}
+JOB = {
+    "model": "gpt-20m", "world_size": 2, "batch_size": 2, "sequence_length": 64, "steps": 1, "device": "cpu",
+    "time_limit": 300.0,
+}  # fmt: skip
 BIG, BIG_GPU, SEQUENCE = "llama-3.1-8b", "h100-80gb", 4096
 Moments = Sequence[tuple[float, float]]
 StateBytes = Callable[[str, float, int, str], float]
