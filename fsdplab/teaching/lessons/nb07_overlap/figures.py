@@ -19,7 +19,7 @@ def exposed_curves(curves: Curves, link: int, tokens: int) -> go.Figure:
     """Exposed part of the communication (y) over the link (x), a line a schedule; `link` is marked, and the title has
     its ms.
 
-    The axis is in doublings of the slowest link: as much room from 25 to 50 MB/s as from 3,200 to 6,400.
+    The axis is in doublings of the slowest link: as far from 25 to 50 MB/s as from 3,200 to 6,400.
     """
     links = sorted({at for points in curves.values() for at, _, _ in points})
     places = {at: math.log2(at / links[0]) for at in links}

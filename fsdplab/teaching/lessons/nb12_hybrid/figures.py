@@ -113,7 +113,7 @@ def _cells(rows: Sequence[Sequence[int]], per_node: int, nodes: int) -> go.Heatm
 
 
 def _place(rank: int, per_node: int, columns: int) -> str:
-    """The rank's name, with its node where there is room."""
+    """The rank's name, with its node where it fits."""
     if columns > 8:
         return str(rank)
     return f"rank {rank} · node {rank // per_node}" if columns <= 4 else f"rank {rank}"
