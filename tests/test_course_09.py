@@ -93,12 +93,11 @@ def test_the_gathered_bytes_at_the_peak_have_names(base):
 @pytest.mark.timeout(300)
 def test_tables_and_sentences_say_the_record(base, large):
     assert reading_memory.phase_at(base, reading_memory.instant(base)) == "backward"
-    small_done, large_done = (
-        int(reading_memory.place_of(run, reading_memory.instant(run)).partition("backward, ")[2].partition("%")[0])
-        for run in (base, large)
-    )
-    assert large_done < 30 < 60 < small_done, "both peaks are in the backward, at its two ends"
-    assert f"{small_done}% of the way through it" in str(reading_memory.seen(base))
+    places = [reading_memory.place_of(run, reading_memory.instant(run)) for run in (base, large)]
+    done = [int(place.partition(", ")[2].partition("%")[0]) for place in places]
+    assert places[0].startswith("in the backward") and done[0] > 60, places
+    assert (done[1] < 30) if "backward" in places[1] else (done[1] > 70), places  # where forward becomes backward
+    assert places[0] in str(reading_memory.seen(base)) and "of the way through it" in places[1]
     assert "optimizer state" in str(reading_memory.peak_table(base)) and "gathered parameters" in str(
         reading_memory.seen(base)
     )

@@ -18,13 +18,13 @@ Intervals = list[tuple[int, int]]
 
 _EXPOSED_STUB = '''\
 def exposed(communication, compute):
-    """How many ms a message is on its way while nothing is computed; lists of (start, end) in ms, in any order."""
+    """Ms in which a message is on its way and nothing is computed; lists of (start, end), in any order."""
     ...
 '''
 
 _EXPOSED = '''\
 def exposed(communication, compute):
-    """How many ms a message is on its way while nothing is computed; lists of (start, end) in ms, in any order."""
+    """Ms in which a message is on its way and nothing is computed; lists of (start, end), in any order."""
     edges = sorted({edge for interval in [*communication, *compute] for edge in interval})
     total = 0
     for start, end in zip(edges, edges[1:]):  # between two edges nothing begins and nothing ends

@@ -14,13 +14,13 @@ from .reading import MS, WAITS, breakdown, gaps, worst
 _RANKS = 2
 _STUB = '''\
 def waited(issued, peer_issued, taken, delivered, needed):
-    """Where the wait from `needed` to `delivered` went, in ms: for the peer, in the link's queue, on the link."""
+    """Where the wait from `needed` to `delivered` went, in ms: for the peer, in the queue, on the link."""
     ...  # before `needed` the rank computes, so nothing of that counts
     return {"peer": ..., "queue": ..., "link": ...}
 '''
 _REFERENCE = '''\
 def waited(issued, peer_issued, taken, delivered, needed):
-    """Where the wait from `needed` to `delivered` went, in ms: for the peer, in the link's queue, on the link."""
+    """Where the wait from `needed` to `delivered` went, in ms: for the peer, in the queue, on the link."""
     complete = max(issued, peer_issued)  # from now on the link may take it
     spans = {"peer": (issued, complete), "queue": (complete, taken), "link": (taken, delivered)}
     return {name: max(0, end - max(start, needed)) for name, (start, end) in spans.items()}
