@@ -1,4 +1,6 @@
-"""The lab's two families of models on a tape, in the order of `workloads/gpt.py`, `llama.py` and `attention.py`."""
+"""The lab's two families of models on a tape, in the order of `workloads/gpt.py`, `workloads/llama.py` and
+`workloads/attention.py`.
+"""
 
 from __future__ import annotations
 
