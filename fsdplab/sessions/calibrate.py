@@ -1,4 +1,4 @@
-"""Calibrate this machine: the ranks of `worker/calibrating.py` measure, the slowest of them counts.
+"""Calibrate this machine: the ranks of `sessions/worker/calibrating.py` measure, the slowest of them counts.
 
 Apart from calibration.py, which a summary of a run reads, because it starts ranks.
 """
