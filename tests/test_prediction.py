@@ -21,7 +21,8 @@ from fsdplab.planning.lab_step_time import ProductRate, Rates, compute_seconds, 
 from fsdplab.planning.models import MODELS
 from fsdplab.planning.traffic import Traffic
 from fsdplab.sessions import RunSpec, run
-from fsdplab.sessions.calibration import Calibration, calibrate, find_calibration, keep, this_machine
+from fsdplab.sessions.calibrate import calibrate
+from fsdplab.sessions.calibration import Calibration, find_calibration, keep, this_machine
 from fsdplab.sessions.prediction import predict
 from fsdplab.sessions.summary import formula_bytes
 
@@ -75,6 +76,7 @@ def test_memory_of_what_compare_runs_by_itself(tmp_path, strategy):
         dict(units="model"),
         dict(offload="cpu"),
         dict(optimizer="adamw-foreach"),
+        dict(**HYBRID, link="nvlink4", link_across="eth10"),
         dict(world_size=1),
     ],
     ids=str,
@@ -135,6 +137,16 @@ def test_what_is_not_modelled_says_so():
     twin = predict(RunSpec(engine="twin", model="gpt-tiny"))
     assert twin.by_category is None and twin.bytes_per_step is None and twin.why_not
     assert predict(RunSpec(transport="gloo", model="gpt-tiny", device="cpu")).peak_bytes is None
+
+
+@pytest.mark.quick
+def test_a_prediction_starts_no_process(monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    for place in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
+        monkeypatch.setattr(place, refuse)
+    assert predict(RunSpec(model="gpt-tiny", sequence_length=17, device="cpu"), calibration()).step_time_s
 
 
 @pytest.mark.quick

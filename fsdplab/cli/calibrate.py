@@ -13,7 +13,8 @@ from fsdplab.cli.errors import failed, refuse
 from fsdplab.common.sizes import seconds, three_digits
 from fsdplab.records import FORMAT
 from fsdplab.sessions import RanksFailed
-from fsdplab.sessions.calibration import Calibration, calibrate, calibration_file, keep
+from fsdplab.sessions.calibrate import calibrate
+from fsdplab.sessions.calibration import Calibration, calibration_file, keep
 
 MOST_RANKS = 64
 

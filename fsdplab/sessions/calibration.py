@@ -10,20 +10,17 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fsdplab.common.files import write_whole
+from fsdplab.common.machine import cpu_model
 from fsdplab.planning.lab_step_time import Rates
 
 FORMAT = 1
-TIME_LIMIT = 120.0  # seconds after which ranks that calibrate are ended
-PATIENCE_S = 0.2  # for each of some twenty quantities
 HOW = "fsdplab doctor --calibrate"
 
 
@@ -47,8 +44,6 @@ class Found:
 
 def this_machine() -> dict[str, Any]:
     """What a calibration is of: processor, cores that may be used, torch. No name of a host or a user."""
-    from fsdplab.sessions.worker.environment import cpu_model
-
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {"cpu": cpu_model(), "cores": cores, "system": platform.system(), "torch": str(torch.__version__)}
 
@@ -106,25 +101,3 @@ def keep(calibration: Calibration, path: Path | None = None) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps({"format": FORMAT, "calibrations": [asdict(each) for each in kept]}, indent=1) + "\n")
     return path
-
-
-def calibrate(
-    ranks: int, on_progress: Callable[[str], None] = lambda what: None, patience_s: float = PATIENCE_S
-) -> Calibration:
-    """Measure on so many warm ranks at once, each quantity for about `patience_s`; `on_progress` gets what is being
-    measured.
-
-    Raises RanksFailed when a rank does not end, and ValueError for less than one rank.
-    """
-    from fsdplab.sessions.remote_call import call_on_ranks
-    from fsdplab.sessions.worker import calibrating
-
-    def on_output(rank: int, line: str) -> None:
-        if rank == 0:
-            on_progress(line)
-
-    values = call_on_ranks(
-        Path(str(calibrating.__file__)), "measure", world_size=ranks, payload=patience_s, time_limit=TIME_LIMIT,
-        on_output=on_output,
-    )  # fmt: skip
-    return Calibration(ranks, Rates.slowest([Rates.of(each) for each in values]), this_machine(), str(date.today()))

@@ -19,6 +19,7 @@ from .unit_buffers import MASTER, Sharing, Transports, UnitBuffers
 
 ROOT = "root"
 _RANDOM_STATE = 5056  # bytes: checkpointing keeps the generator's state for each region
+_BOARD = 16_384  # bytes of the times that ranks behind a link tell each other, and as many that peers read
 _ENOUGH = 3  # micro-batches: those between the first and the last are alike
 
 
@@ -39,6 +40,7 @@ class LabRun:
     units: str = "block"  # or linear, or model
     offloads: bool = False
     foreach: bool = False
+    links: int = 0  # process groups behind an emulated link
 
 
 def memory_of_step(run: LabRun) -> Bytes:
@@ -83,7 +85,8 @@ class _Play:
             unit.place_at_rest()
 
     def peak(self) -> Bytes:
-        alive = [self._batches(), self._tables()]
+        boards = [self.book.hold(_BOARD * self.run.links, kind) for kind in ("other", "communication_buffers")]
+        alive = [self._batches(), self._tables(), *boards]
         self._step()
         alive.append(self._optimizer_state())
         self.book.begin()

@@ -182,12 +182,13 @@ class Tape:
 
     def rms_norm(self, x: Value, name: str) -> Value:
         """RMSNorm as PyTorch composes it on the CPU, in float32: square, mean, root, two products."""
-        wide = self._cast(x, 4)
+        wide = self.cast(x, 4)
         root = self._inverse_root(wide)
         normed = self._scaled(wide, root)
-        return self._cast(self._weighted(normed, name), self.itemsize)
+        return self.cast(self._weighted(normed, name), self.itemsize)
 
-    def _cast(self, x: Value, itemsize: int) -> Value:
+    def cast(self, x: Value, itemsize: int) -> Value:
+        """A copy in another dtype; the value itself where it has that."""
         if x.held.nbytes == int(self.tokens * x.width) * itemsize:
             return x
         y, edge, width = self.value(x.width, itemsize), x.edge, x.width
@@ -258,7 +259,7 @@ class Tape:
             return [(edge, gradient, True)]
 
         self.note(turned, run)
-        return self._cast(turned, self.itemsize)
+        return self.cast(turned, self.itemsize)
 
     def attention(self, q: Value, k: Value, v: Value, heads: int, sequence: int, head_width: int) -> Value:
         """Flash attention on one thread: saves what it reads, its result, and a log-sum-exp a head in float32."""

@@ -1,4 +1,6 @@
-"""The lab's two families of models on a tape, in the order of `workloads/gpt.py`, `llama.py` and `attention.py`."""
+"""The lab's two families of models on a tape, in the order of `workloads/gpt.py`, `workloads/llama.py` and
+`workloads/attention.py`.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ def _gradient_of_table(tape: Tape, name: str, nbytes: int) -> Callable[[Held], G
 
 def loss(tape: Tape, logits: Value) -> None:
     """Cross entropy in float32, and its backward as far as the logits' gradient."""
-    wide = tape._cast(logits, 4)
+    wide = tape.cast(logits, 4)
     log_softmax = tape.value(logits.width, 4)
     edge, width = wide.edge, logits.width
 

@@ -161,7 +161,7 @@ class UnitBuffers:
             self._transports.reductions.take((s.shards - 1) * self._wire.slice_bytes)
         elif s.replicas > 1:
             self._exchange()
-            self._stages += not s.cuts  # this rank's sum is a stage, those of the others the next
+            self._stages = 2  # this rank's sum is a stage, those of the others the next
         if not s.keeps_gradients or s.shards == 1:
             self._whole.clear()
 

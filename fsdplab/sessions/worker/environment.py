@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import numpy
 import torch
 
 from fsdplab import __version__
+from fsdplab.common.machine import cpu_model, output_of
 
 _VARIABLES = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES",
@@ -49,23 +48,12 @@ def capture_environment(device: str) -> dict[str, Any]:
     }
 
 
-def cpu_model() -> str:
-    """The processor as its system names it."""
-    if sys.platform == "linux":
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        return named[0] if named else platform.machine()
-    if sys.platform == "darwin":
-        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
-    return platform.processor() or platform.machine()
-
-
 def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _gpus() -> list[dict[str, Any]]:
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[:1]
+    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[:1]
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [
         {"name": gpu.name, "memory_bytes": gpu.total_memory, "driver": "".join(driver) or None} for gpu in properties
@@ -81,16 +69,7 @@ def _backend(device: str) -> str:
 def _commit() -> str | None:
     """The commit of the checkout that this package lies in; None for an installed package."""
     checkout = Path(__file__).resolve().parents[3]
-    return _output("git", "-C", str(checkout), "rev-parse", "HEAD") or None if (checkout / ".git").exists() else None
-
-
-def _output(*command: str) -> str:
-    """The output of a command; empty when it fails or is not installed."""
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return output_of("git", "-C", str(checkout), "rev-parse", "HEAD") or None if (checkout / ".git").exists() else None
 
 
 def _variables() -> dict[str, str]:
