@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -199,6 +200,48 @@ def test_a_press_takes_along_what_the_page_shows() -> None:
     lab.shown.value = json.dumps({"steps": "", "link": "no such link"})
     lab.run_button.click()
     assert lab.state.choices.steps == 3 and "data-press='2'" in lab.message.value
+
+
+class Shell:
+    """IPython's shell as far as the lab knows it."""
+
+    def __init__(self) -> None:
+        self.events, self.calls = self, {}
+
+    def register(self, event: str, call: Any) -> None:
+        self.calls[event] = call
+
+
+def elsewhere(act: Any) -> None:
+    """Do it on another thread, as a subshell of the kernel does."""
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+
+
+def test_a_press_while_a_cell_runs_starts_when_the_cells_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdplab.widgets import strategy_lab
+
+    shell, started = Shell(), threading.Event()
+    monkeypatch.setattr(strategy_lab, "this_shell", lambda: shell)
+    lab = StrategyLab(FIXED, **TINY)
+    monkeypatch.setattr(lab.runner, "start", started.set)
+    elsewhere(lab.run_button.click)
+    assert WAITING in lab.message.value and lab.run_button.disabled and not lab.cancel_button.disabled
+    lab.cancel_button.click()
+    assert WAITING not in lab.message.value and not lab.run_button.disabled and not started.is_set()
+
+    elsewhere(lab.run_button.click)
+    shell.calls["post_run_cell"]()
+    shell.calls["pre_run_cell"]()
+    lab._cells._do()
+    assert not started.is_set() and lab._cells.waiting, "Run All has begun the next cell"
+    shell.calls["post_run_cell"]()
+    assert started.wait(60)
+
+    started.clear()
+    lab.run_button.click()
+    assert started.is_set(), "a press that comes between cells, or from a cell, starts at once"
 
 
 # ---- large type

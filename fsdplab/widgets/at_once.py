@@ -1,10 +1,10 @@
 """What the page itself says while the kernel is busy: wrong values are marked, and Run says what it waits for.
 
-A kernel that runs a cell reads no messages of widgets (ipykernel 7.4 hands those of a widget made in a cell to the
-cell's own loop), so judging there comes after Run All. `lab.js` judges in the browser with the rules below, which are
-necessary ones: what they refuse the kernel refuses too, with the same words, and the rest it judges when it is free.
-The script is an output inside the lab: ipywidgets has no controls with constraints, and a widget library of our own
-would be one more thing to install beside JupyterLab.
+A kernel that runs a cell reads no messages of widgets, or not all (ipykernel 7.4 hands a widget's first ones to the
+loop of the cell that made it, also where it has subshells), so judging there comes after Run All. `lab.js` judges in
+the browser with the rules below, which are necessary ones: what they refuse the kernel refuses too, with the same
+words, and the rest it judges when it is free. The script is an output inside the lab: ipywidgets has no controls with
+constraints, and a widget library of our own would be one more thing to install beside JupyterLab.
 """
 
 from __future__ import annotations

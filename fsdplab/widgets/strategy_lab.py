@@ -22,12 +22,13 @@ from fsdplab.figures.outlook import outlook_html
 from fsdplab.figures.style import enlarged
 from fsdplab.records import RunRecord
 
-from .at_once import script, style
+from .at_once import WAITING, script, style
 from .controls import Controls
 from .kept_runs import rename
 from .lab_state import Batch, LabState
 from .live_curve import picture_of
 from .running import Runner
+from .running_cells import RunningCells, this_shell
 from .stills import Still, outputs
 from .tabs import OF_ONE_RUN, TABS, note, pieces
 
@@ -76,6 +77,7 @@ class StrategyLab:
         self._offering = False
         self._presenting = False
         self._presses = 0
+        self._cells = RunningCells(this_shell())
         self.controls = Controls(self.state)
         self._make_widgets()
         self.state.subscribe(self._refresh)
@@ -109,8 +111,8 @@ class StrategyLab:
     # ---- widgets
 
     def _make_widgets(self) -> None:
-        self.run_button = _button("Run", "success", lambda _: self._answer(self.runner.start))
-        self.cancel_button = _button("Cancel", "", lambda _: self._answer(self.runner.cancel))
+        self.run_button = _button("Run", "success", lambda _: self._answer(self._start))
+        self.cancel_button = _button("Cancel", "", lambda _: self._answer(self._cancel))
         for button in (self.run_button, self.cancel_button):
             button.add_class("fsdplab-answers")
         self.export_button = _button("Export HTML", "", lambda _: self.export())
@@ -171,8 +173,9 @@ class StrategyLab:
     def _refresh(self) -> None:
         state = self.state
         self.controls.refresh()
-        self.run_button.disabled = state.busy
-        self.cancel_button.disabled = state.status != "running"
+        waiting = self._cells.waiting
+        self.run_button.disabled = state.busy or waiting
+        self.cancel_button.disabled = state.status != "running" and not waiting
         self.bar.value = 1.0 if state.status == "done" else state.progress.share
         self.bar.bar_style = _BAR.get(state.status, "")
         alarm = (
@@ -181,7 +184,8 @@ class StrategyLab:
             else ""
         )
         self.message.value = (  # the number makes each answer to a press a new line, which the script waits for
-            f"<div class='fsdplab-message' role='status' data-press='{self._presses}'{alarm}>{escape(state.message)}</div>"
+            f"<div class='fsdplab-message' role='status' data-press='{self._presses}'{alarm}>"
+            f"{escape(WAITING if waiting else state.message)}</div>"
         )
         self.live.value = picture_of(state.curves)
         self.outlook.value = outlook_html(state.outlook)
@@ -215,6 +219,21 @@ class StrategyLab:
             self.controls.take_shown(json.loads(self.shown.value))
         press()
         self._refresh()
+
+    def _start(self) -> None:
+        """Start the runs, after the cells that the kernel runs now."""
+        if self._cells.busy_elsewhere and not self.state.request.errors:
+            self._cells.after(self._start_waiting)
+        else:
+            self.runner.start()
+
+    def _start_waiting(self) -> None:
+        self.runner.start()
+        self._refresh()
+
+    def _cancel(self) -> None:
+        self._cells.forget()
+        self.runner.cancel()
 
     def _list_batches(self) -> None:
         """Offer the batches that have records; when one gets a record, show it."""
