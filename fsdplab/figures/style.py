@@ -43,7 +43,7 @@ ALARM = "#e5383b"  # the card line, what exceeds it, exposed time
 GRID = "rgba(128,132,136,0.28)"
 EDGE = "rgba(20,22,26,0.65)"  # thin edge of a bar segment
 FONT = "Inter, 'Segoe UI', 'DejaVu Sans', Arial, sans-serif"
-_TITLE_CHARACTERS, _SUBTITLE_CHARACTERS = 82, 120  # a line of a notebook's width
+_TITLE_CHARACTERS, _SUBTITLE_CHARACTERS = 82, 128  # a line of a notebook's width
 TEXT = "#1b1e23"
 DARK_TEXT = "#eceff3"
 
