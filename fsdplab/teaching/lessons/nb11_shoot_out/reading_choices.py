@@ -6,7 +6,7 @@ time holds on every machine. Every sentence with a number or a winner is made he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -28,7 +28,6 @@ __all__ = [
     "choices_at",
     "cost_table",
     "exposed_ratio",
-    "fits",
     "front_of",
     "job",
     "on_steady_card",
@@ -262,8 +261,3 @@ def _behind(run: RunRecord, link: str, card: int) -> RunRecord:
     if peak(run) <= card:
         return replace(timed, spec=spec)
     return replace(timed, spec=spec, status="out_of_memory", summary=timed.summary | {"step_time_s": {}})
-
-
-def fits(choices: Mapping[str, Any]) -> RunSpec:
-    """The learner's choice as a run on the lesson's card."""
-    return job(**choices, card=CARD)
