@@ -290,7 +290,10 @@ def test_slices_over_fewer_ranks_are_kept_beside_those_over_all():
         assert more[0] - more[1] == pytest.approx(slices + 2 * spec.model.block_parameters)
     found = ask("smaller_mesh", spec)
     assert found.column("ranks") == (8, 4, 2) and found.column("more at the peak")[0] == 0
-    assert "over 4 of 8 ranks" in found.sentence
+    assert "over 4 of 8 ranks" in found.sentence and "every smaller mesh raises it" in found.sentence
+    more = dict(zip((each := ask("smaller_mesh", replace(spec, gpus=64, micro_batch=2))).column("ranks"), each.rows))
+    (least,) = [ranks for ranks in more if f"less than a twentieth has {ranks} ranks" in each.sentence]
+    assert more[least][2] < 0.05 <= more[least // 2][2]
 
 
 def test_a_smaller_mesh_is_a_node_and_its_gather_stays_there():

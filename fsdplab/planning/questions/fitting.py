@@ -127,7 +127,7 @@ def world_size(spec: PlanSpec) -> Answer:
         f" model's states from {size(number(first, _STATES))} to {size(number(last, _STATES))}, all else from"
         f" {size(number(first, _ELSE))} to {size(number(last, _ELSE))}; {where}"
     )
-    panels = (memory_panel(spec), Panel((_STATES, _ELSE), title="at the peak"))
+    panels = (memory_panel(spec), Panel((_ELSE,)))
     note = "every GPU keeps its micro-batch"
     return Answer("world_size", "", spec, sentence, columns, table, panels, note=note)
 

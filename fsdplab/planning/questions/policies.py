@@ -67,7 +67,7 @@ def policies(spec: PlanSpec) -> Answer:
         f" --checkpointing {best['policy']} needs least memory"
     )
     note = (
-        "every policy but full keeps attention; products, attention: as PyTorch's selective checkpointing can be told"
+        "products and attention are for PyTorch's create_selective_checkpoint_contexts; this engine has the other three"
     )
     panels = (memory_panel(spec), Panel((STEP,)))
     return Answer("policies", "", spec, sentence, columns, table, panels, note=note)

@@ -111,7 +111,7 @@ def no_reshard(spec: PlanSpec) -> Answer:
         f" {size(number(dropped, SENT))}, and a step takes {seconds(number(kept, STEP))} instead of"
         f" {seconds(number(dropped, STEP))}"
     )
-    panels = (memory_panel(base), Panel((STEP,)))
+    panels = (memory_panel(base), Panel((SENT,)))
     return Answer("no_reshard", "", base, sentence, columns, table, panels, simulated=(STEP,), note=note)
 
 

@@ -185,7 +185,7 @@ def reduction(spec: PlanSpec) -> Answer:
         f" {_size(narrow)} ({'it fits' if wide[FITS] else 'it does not fit'}); a rank's reductions send"
         f" {size(number(wide, _REDUCED))} instead of {size(number(narrow, _REDUCED))}"
     )
-    return Answer("reduction", "", spec, sentence, columns, table, (memory_panel(spec), Panel((_BUFFER, _REDUCED))))
+    return Answer("reduction", "", spec, sentence, columns, table, (memory_panel(spec), Panel((_BUFFER,))))
 
 
 _BUFFER, _REDUCED = "largest buffer", "sent in reductions"
