@@ -173,6 +173,10 @@ def test_the_fewest_gpus_are_in_the_table_and_one_node_fewer_does_not_fit():
     assert not plan_of(replace(found.spec, gpus=fewest - 8)).fits
 
 
+def test_one_gpu_may_be_enough():
+    assert "it fits on 1 GPU or more" in ask("world_size", plan_spec("gpt2", "h100", gpus=8)).sentence
+
+
 def test_the_exposed_share_falls_with_the_first_unit_gathered_ahead():
     found = ask("prefetch", SPECS["8b on 8"]())
     none, one, *more = found.column("exposed")

@@ -121,7 +121,8 @@ def world_size(spec: PlanSpec) -> Answer:
         Column("GPUs", "count"), rows, (PEAK, Column(_STATES, "bytes"), Column(_ELSE, "bytes"), FITS)
     )
     first, last = rows[0], rows[-1]
-    where = f"it fits on {fewest:,} GPUs or more" if fewest else "it fits on no number of these GPUs"
+    least = "1 GPU" if fewest == 1 else f"{fewest or 0:,} GPUs"
+    where = f"it fits on {least} or more" if fewest else "it fits on no number of these GPUs"
     sentence = (
         f"From {first['GPUs']:,} to {last['GPUs']:,} GPUs the peak goes from {_size(first)} to {_size(last)}: the"
         f" model's states from {size(number(first, _STATES))} to {size(number(last, _STATES))}, all else from"
