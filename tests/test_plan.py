@@ -393,7 +393,7 @@ def test_context_parallelism_cuts_the_sequence_and_shares_states():
         (dict(gpus=12, gpus_per_node=4, strategy="hybrid_shard", tensor_parallel=2, shard_size=4), "divisor of 6"),
         (dict(gpus=16, shard_size=8), "--shard-size is hybrid_shard's"),
         (dict(strategy="fullshard"), "did you mean full_shard"),
-        (dict(checkpointing="some"), "none, selective, full"),
+        (dict(checkpointing="some"), "none, products, selective, attention, full"),
         (dict(param_dtype="fp8"), "--param-dtype is 'fp8'"),
         (dict(optimizer="lion"), "adamw"),
         (dict(gpu="4090", gpus=16), "no network between nodes is known for RTX 4090"),

@@ -17,11 +17,13 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fsdplab.common.names import OVER_ALL_RANKS
 from fsdplab.engine import MixedPrecisionPolicy, fully_shard, shard_model
 from fsdplab.engine.features.recompute import recompute_of
 from fsdplab.planning import ModelShape
+from fsdplab.planning.memory import Memory, Variant, memory_of
 from fsdplab.planning.planner import Plan, plan
 from fsdplab.workloads import ModelConfig, build_model
 from fsdplab.workloads.models import loss_of
@@ -116,6 +118,7 @@ def tracked(sharded: Sharded) -> dict[str, int]:
         "gradients": sum(local_bytes(each.grad) for each in parameters),
         "moments": sum(local_bytes(each[name]) for each in state for name in ("exp_avg", "exp_avg_sq")),
         "activations": kept["Activation"],
+        "kept": kept["Total"],
         "peak": peak["Total"] - peak["Buffer"],
     }
 
@@ -184,6 +187,64 @@ def test_the_categories_at_the_peak_are_fsdp2s_trackers(ranks):
     assert peak.name == "loss"
     assert peak.by_category["parameter_slices"] == found["Sharded Param"]
     assert peak.by_category["gathered_parameters"] == pytest.approx(found["Unsharded Param"], rel=0.1)
+
+
+# ---- what a spec does not say: fewer ranks after the forward, no reshard, some blocks recomputed, other policies
+
+VARIANTS = {
+    "over 8": Variant(ranks_after_forward=8), "over 2": Variant(ranks_after_forward=2),
+    "kept whole": Variant(ranks_after_forward=1), "2 recomputed": Variant(recomputed_blocks=2),
+}  # fmt: skip
+AFTER = {"over 8": 8, "over 2": 2, "kept whole": False}
+ATTENTION = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+SAVED = {"attention": ATTENTION, "products": [*ATTENTION, torch.ops.aten.mm.default]}
+
+
+class Varied(Sharded):
+    """Llama in bf16 over 64 ranks with one thing changed."""
+
+    def __init__(self, engine: str, name: str) -> None:
+        mesh, policy = init_device_mesh("cpu", (64,)), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        self.model = build_model(config_of("llama"))
+        again = partial(checkpoint, use_reentrant=False)
+        if name in SAVED:
+            again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, SAVED[name]))
+        for block in list(self.model.blocks)[: LAYERS if name in SAVED else 2 if name == "2 recomputed" else 0]:
+            block.forward = partial(again, block.forward)
+        for block in self.model.blocks:
+            ENGINES[engine](block, mesh=mesh, mp_policy=policy, reshard_after_forward=AFTER.get(name, True))
+        ENGINES[engine](self.model, mesh=mesh, mp_policy=policy)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
+        self.tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+
+
+def varied(engine: str, names: list[str]) -> dict[str, dict[str, int]]:
+    in_fake_group(64)
+    return {name: tracked(Varied(engine, name)) for name in names}
+
+
+def memory_varied(name: str) -> Memory:
+    checkpointing = "full" if "recomputed" in name else name if name in SAVED else "none"
+    return memory_of(planned("llama", checkpointing, "bf16", 64).spec, variant=VARIANTS.get(name, Variant()))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_stays_from_the_forward_to_the_backward_is_the_engines(ranks, engine):
+    """Slices over fewer ranks, or whole blocks, byte for byte; the peak of each within a tenth."""
+    (found,) = ranks(1, varied, engine, ["planned", *AFTER])
+    for name in AFTER:
+        more = [memory_varied(each).at("end of the forward").total for each in (name, "planned")]
+        assert more[0] - more[1] == found[name]["kept"] - found["planned"]["kept"] > 0, name
+        assert memory_varied(name).used_bytes == pytest.approx(found[name]["peak"], rel=0.1), name
+
+
+def test_what_policies_and_recomputed_blocks_keep_is_pytorchs(ranks):
+    (found,) = ranks(1, varied, "lab", ["2 recomputed", *SAVED])
+    for name, held in found.items():
+        memory = memory_varied(name)
+        kept = memory.at("end of the forward").by_category["activations"]
+        assert kept == pytest.approx(held["activations"], rel=0.05), name
+        assert memory.used_bytes == pytest.approx(held["peak"], rel=0.1), name
 
 
 def counted(engine: str, ranks: int) -> dict[str, int]:

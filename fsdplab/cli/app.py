@@ -287,7 +287,9 @@ def plan(
     ] = None,
     micro_batch: Annotated[int, typer.Option(help="Sequences of a rank's micro-batch.")] = 1,
     grad_accum: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
-    checkpointing: Annotated[str, typer.Option(help="none, selective or full recomputation in the backward.")] = "none",
+    checkpointing: Annotated[
+        str, typer.Option(help="none, selective or full recomputation; products, attention: keep these.")
+    ] = "none",
     param_dtype: Annotated[str, typer.Option(help="What is gathered and computed with: fp32, bf16, fp16.")] = "bf16",
     reduce_dtype: Annotated[str, typer.Option(help="Of gradients while they are reduced.")] = "fp32",
     master_dtype: Annotated[str, typer.Option(help="Of what the optimizer updates, and of its state.")] = "fp32",
@@ -314,7 +316,7 @@ def plan(
         str | None, typer.Option(help="Plan for each value of one choice: gpus=8..1024 (doubling), seq=1024,4096.")
     ] = None,
     questions: Annotated[
-        bool, typer.Option("--ask", help="Answer one of 14 questions (plan --ask hybrid), or list them all.")
+        bool, typer.Option("--ask", help="Answer a question (plan --ask hybrid), or list all: 14 of tuning, five more.")
     ] = False,
     simulation: Annotated[
         bool, typer.Option("--simulate", help="Simulate the step event by event, beside the closed form.")

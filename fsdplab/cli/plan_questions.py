@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,27 @@ from fsdplab.cli.outputs import WIDTH
 from fsdplab.cli.plan import console_beside, refusals, write_json
 from fsdplab.cli.plan_search import check_figure, write_figure
 from fsdplab.planning.planner import plan_spec
-from fsdplab.planning.questions import QUESTIONS, Answer, ask
+from fsdplab.planning.questions import LISTED, QUESTIONS, Answer, ask
 
 
 def show_questions(json_file: str | None) -> None:
     """Print every question with its name."""
     console = console_beside(json_file)
-    table = Table(box=None, show_header=False)
-    for name, question in QUESTIONS.items():
-        table.add_row(f"[bold]{name}[/]", question.asked)
-    console.print(table)
+    more = [name for name in QUESTIONS if name not in LISTED]
+    console.print(_questions(LISTED))
+    console.print("and five more:")
+    console.print(_questions(more, numbered=False))
     console.print("answer one for a plan: fsdplab plan --ask hybrid --model llama-3.1-70b --gpus 16", highlight=False)
     write_json(json_file, json.dumps({name: question.asked for name, question in QUESTIONS.items()}, indent=1))
+
+
+def _questions(names: Sequence[str], numbered: bool = True) -> Table:
+    table = Table(box=None, show_header=False)
+    table.add_column(justify="right", width=2)
+    table.add_column(style="bold", width=max(map(len, QUESTIONS)))
+    for number, name in enumerate(names, 1):
+        table.add_row(str(number) if numbered else "", name, QUESTIONS[name].asked)
+    return table
 
 
 def show_answer(

@@ -71,13 +71,14 @@ def _attention(spec: PlanSpec) -> list[Saved]:
 
 
 def selective_tensors(spec: PlanSpec) -> list[Saved]:
-    """What selective checkpointing keeps: the input, attention, and every other matrix product (torchtitan's choice,
-    and this engine's).
+    """What a policy keeps of selective checkpointing: input, attention, and of the matrix products all ("products"),
+    every other one ("selective": torchtitan's choice, and this engine's) or none ("attention").
     """
     kept = [Saved("input", spec.model.width, spec.param_bytes), *_attention(spec)]
     kept.append(Saved("attention's output", spec.model.query_width, spec.param_bytes))
-    products = _products(spec.model)
-    return kept + [Saved(name, width, spec.param_bytes, whole=name in _UNCUT) for name, width in products[::2]]
+    products = {"products": _products, "selective": lambda shape: _products(shape)[::2]}.get(spec.checkpointing)
+    names = products(spec.model) if products else []
+    return kept + [Saved(name, width, spec.param_bytes, whole=name in _UNCUT) for name, width in names]
 
 
 _UNCUT = ("output", "down")  # partial sums over the tensor-parallel ranks: whole until they are reduced
@@ -96,9 +97,7 @@ def kept_per_token(spec: PlanSpec) -> float:
     """
     if spec.checkpointing == "full":
         return _on_rank([Saved("input", spec.model.width, spec.param_bytes)], spec)
-    if spec.checkpointing == "selective":
-        return _on_rank(selective_tensors(spec), spec)
-    return computed_per_token(spec)
+    return computed_per_token(spec) if spec.checkpointing == "none" else _on_rank(selective_tensors(spec), spec)
 
 
 def computed_per_token(spec: PlanSpec) -> float:

@@ -5,8 +5,12 @@ gradient slices come), unit by unit and in equal parts. So a peak lies at an end
 last block, in that of the first, when the root's gradients are reduced, or in the optimizer's step. Each is a sum over
 the categories of `fsdplab compare`; the largest sum is the peak.
 
+Where only the first blocks are recomputed, a peak can also lie in the backward of the last of these.
+
 Sources: model states, Rajbhandari et al. 2020, section 3.1; activations, activations.py; gathered units and the
-buffers of collectives, DESIGN.md 2.1 (at most prefetch depth + 1 units and the root).
+buffers of collectives, DESIGN.md 2.1 (at most prefetch depth + 1 units and the root); a unit that is resharded to
+fewer ranks, engine/features/partial_reshard.py (PyTorch's `reshard_after_forward=m`); the first blocks recomputed,
+Megatron-LM's `--recompute-method block`; the optimizer on the CPU, Ren et al. 2021 (ZeRO-Offload), section 3.
 """
 
 from __future__ import annotations
@@ -16,7 +20,14 @@ from dataclasses import dataclass
 
 from fsdplab.common.names import CATEGORIES
 
-from .activations import backward_per_token, kept_per_token, loss_bytes, recomputed_per_token, root_kept_per_token
+from .activations import (
+    backward_per_token,
+    computed_per_token,
+    kept_per_token,
+    loss_bytes,
+    recomputed_per_token,
+    root_kept_per_token,
+)
 from .plan_spec import PlanSpec
 from .unit_bytes import UnitBytes, unit_bytes
 
@@ -72,19 +83,38 @@ class Memory:
         return self.moments[0]
 
 
-def memory_of(spec: PlanSpec, blocks_per_unit: float = 1.0) -> Memory:
+@dataclass(frozen=True)
+class Variant:
+    """Choices of a step beside its spec's.
+
+    `ranks_after_forward`: over how many ranks a block stays cut between its forward and its backward; None as the
+    strategy says, 1 gathered. `recomputed_blocks`: how many of the first blocks are checkpointed, None for all.
+    `optimizer_on_cpu`: the optimizer's state rests in host memory, slices and gradients do not.
+    """
+
+    ranks_after_forward: int | None = None
+    recomputed_blocks: int | None = None
+    optimizer_on_cpu: bool = False
+
+
+AS_PLANNED = Variant()
+
+
+def memory_of(spec: PlanSpec, blocks_per_unit: float = 1.0, variant: Variant = AS_PLANNED) -> Memory:
     """The memory of one rank through a step; `blocks_per_unit` blocks travel together (0.25: four units a block).
 
     What is gathered, and the gradients that wait for their reduction, are a unit's; activations are a block's.
     """
-    return _Step(spec, blocks_per_unit).memory()
+    return _Step(spec, blocks_per_unit, variant).memory()
 
 
 class _Step:
     """The units of a plan and what each moment adds up."""
 
-    def __init__(self, spec: PlanSpec, blocks_per_unit: float) -> None:
-        self.spec, self.per_unit = spec, blocks_per_unit
+    def __init__(self, spec: PlanSpec, blocks_per_unit: float, variant: Variant) -> None:
+        self.spec, self.per_unit, self.variant = spec, blocks_per_unit, variant
+        every, recomputed = spec.model.layers, variant.recomputed_blocks
+        self.recomputed = every if recomputed is None else min(every, recomputed)
         self.together = max(1, round(blocks_per_unit))  # blocks whose backward ends before a reduction
         self.block = unit_bytes(spec.model.block, spec, adapted=True)
         self.unit = self.block.times(blocks_per_unit)
@@ -93,7 +123,7 @@ class _Step:
         head = spec.model.root[:1] if spec.model.tied else spec.model.root[-1:]
         self.head = unit_bytes(head, spec)
         self.last = unit_bytes([each for each in spec.model.block if each.name == "down.weight"], spec, adapted=True)
-        self.kept = kept_per_token(spec) * spec.tokens
+        self.kept, self.computed = kept_per_token(spec) * spec.tokens, computed_per_token(spec) * spec.tokens
         self.loss = loss_bytes(spec)
 
     def memory(self) -> Memory:
@@ -108,11 +138,12 @@ class _Step:
                 self._block("backward of the last block", saved=layers, reduced=0),
                 *([self._block("end of the last unit's backward", first + 1, 0)] if per_unit > 1 else []),
                 self._unit_reduction("reduction of the last block", saved=first),
+                *self._last_recomputed(),
                 *([self._block("backward of the first unit", per_unit, first)] if per_unit > 1 else []),
                 self._block("backward of the first block", saved=1, reduced=first),
                 self._unit_reduction("reduction of the first block", saved=0),
                 self._root(),
-                self._moment("optimizer step", reduced=None, other=self.all.step_scratch),
+                self._moment("optimizer step", reduced=None, other=self._step_scratch()),
             )
         )
 
@@ -120,8 +151,19 @@ class _Step:
         found = dict.fromkeys(CATEGORIES, 0.0)
         if not self.spec.offload:
             found["parameter_slices"] = self.all.parameter_slices
-            found["optimizer_state"] = self.all.optimizer_state
+            found["optimizer_state"] = 0.0 if self.variant.optimizer_on_cpu else self.all.optimizer_state
         return Moment("between steps", found | {"other": FRAMEWORK_BYTES})
+
+    def _step_scratch(self) -> float:
+        return 0.0 if self.variant.optimizer_on_cpu else self.all.step_scratch
+
+    def _last_recomputed(self) -> list[Moment]:
+        """The backward of the last block that is recomputed, where others behind it are not."""
+        layers, saved = self.spec.model.layers, self.recomputed
+        if self.spec.checkpointing == "none" or not 0 < saved < layers:
+            return []
+        reduced = (layers - saved) // self.together * self.together
+        return [self._block("backward of the last recomputed block", saved, reduced)]
 
     def _forward(self) -> Moment:
         layers = self.spec.model.layers
@@ -140,6 +182,7 @@ class _Step:
             activations=self._activations(layers) + self.loss.after,
             gathered_parameters=self._gathered(layers, min(1, self.spec.prefetch)),
             whole_gradients=self.head.whole_gradients,
+            communication_buffers=self._received(min(1, self.spec.prefetch)),
         )
 
     def _block(self, name: str, saved: int, reduced: int) -> Moment:
@@ -147,7 +190,9 @@ class _Step:
         widest: of its gradients there is that of the last product, and the unit behind may still be reduced.
         """
         spec = self.spec
-        inside = (recomputed_per_token(spec) + backward_per_token(spec)) * spec.tokens
+        again = recomputed_per_token(spec) if saved <= self.recomputed else 0.0
+        inside = (again + backward_per_token(spec)) * spec.tokens
+        ahead = min(spec.prefetch, self._units(saved) - 1)
         waiting = spec.model.layers - saved - reduced  # blocks of the same unit whose backward has ended
         return self._moment(
             name,
@@ -157,7 +202,7 @@ class _Step:
             whole_gradients=self.last.whole_gradients
             + self.head.whole_gradients
             + waiting * self.block.whole_gradients,
-            communication_buffers=self.unit.reduction if reduced else 0.0,
+            communication_buffers=(self.unit.reduction if reduced else 0.0) + self._received(ahead),
         )
 
     def _unit_reduction(self, name: str, saved: int) -> Moment:
@@ -170,7 +215,7 @@ class _Step:
             activations=self._activations(saved) + stream + self.loss.held,
             gathered_parameters=self._gathered(saved + self.together, min(spec.prefetch, self._units(saved))),
             whole_gradients=self.unit.whole_gradients + self.head.whole_gradients,
-            communication_buffers=self.unit.reduction,
+            communication_buffers=self.unit.reduction + self._received(min(spec.prefetch, self._units(saved))),
         )
 
     def _units(self, blocks: int) -> int:
@@ -191,12 +236,22 @@ class _Step:
         )
 
     def _activations(self, blocks: int) -> float:
-        return blocks * self.kept + root_kept_per_token(self.spec) * self.spec.tokens
+        again = min(blocks, self.recomputed)
+        return again * self.kept + (blocks - again) * self.computed + root_kept_per_token(self.spec) * self.spec.tokens
 
     def _gathered(self, blocks: int, in_use: int) -> float:
-        """The root, and the units in use; all that are left where none is dropped after its forward."""
-        keeps_all = self.spec.strategy in ("no_shard", "shard_grad_op")
-        return self.root.gathered + self.unit.gathered * (self._units(blocks) if keeps_all else in_use)
+        """The root, and the units in use; all that are left where none is dropped after its forward, and the slices of
+        all that are left where these are cut over fewer ranks until their backward has ended.
+        """
+        few, left = self.variant.ranks_after_forward, self._units(blocks)
+        keeps_all = few == 1 or self.spec.strategy in ("no_shard", "shard_grad_op")
+        slices = left / few if few and not keeps_all else 0.0
+        return self.root.gathered + self.unit.gathered * ((left if keeps_all else in_use) + slices)
+
+    def _received(self, units: float) -> float:
+        """The buffers of gathers that are under way from slices over fewer ranks: these do not arrive in place."""
+        few = self.variant.ranks_after_forward
+        return units * self.unit.gathered if few and few > 1 else 0.0
 
     def _moment(
         self, name: str, *, reduced: int | None = 0, whole_gradients: float = 0.0, other: float = 0.0, **more: float

@@ -20,6 +20,8 @@ ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # (Dettmers et al. 2023, section 3); int8: with one fp32 scale a row of a matrix, which is left out.
 BASE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.0, "nf4": 4.127 / 8}
 CHECKPOINTINGS = ("none", "selective", "full")
+# What a block keeps of its forward, most first; the engine has those above, PyTorch's own selective checkpointing all.
+POLICIES = ("none", "products", "selective", "attention", "full")
 MASTERS = ("slices", "separate")
 # bytes of optimizer state a parameter, beside masters: as multiples of the master dtype, or in bytes
 OPTIMIZERS = {"adamw": 2.0, "adamw-foreach": 2.0, "adamw-8bit": 0.5, "sgd": 0.0, "sgd-momentum": 1.0}
@@ -74,7 +76,7 @@ class PlanSpec:
             _check_count(name, getattr(self, name), most, least=0 if name == "prefetch" else 1)
         _check_count("lora_rank", self.lora_rank, 10**5, least=0)
         for name, known in (
-            ("strategy", STRATEGIES), ("checkpointing", CHECKPOINTINGS), ("param_dtype", tuple(ITEMSIZES)),
+            ("strategy", STRATEGIES), ("checkpointing", POLICIES), ("param_dtype", tuple(ITEMSIZES)),
             ("reduce_dtype", tuple(ITEMSIZES)), ("master_dtype", tuple(ITEMSIZES)), ("masters", MASTERS),
             ("optimizer", tuple(OPTIMIZERS)), ("base_dtype", (None, *BASE_BYTES)),
         ):  # fmt: skip

@@ -135,7 +135,7 @@ def _tensor_traffic(spec: PlanSpec) -> list[AxisTraffic]:
         return []
     wire = spec.tokens * spec.model.width * spec.param_bytes * (ranks - 1) / ranks
     again = 0 if spec.checkpointing == "none" else 2  # a recomputed forward gathers again
-    reduced_again = 2 if spec.checkpointing == "full" else 0
+    reduced_again = 2 if spec.checkpointing in ("attention", "full") else 0
     blocks = spec.model.layers * accum
     return [
         AxisTraffic("tensor", "block", "all_gather", (4 + again) * blocks, wire, ranks),

@@ -143,7 +143,7 @@ def _elementwise_bytes(spec: PlanSpec) -> float:
 def _recomputed_share(spec: PlanSpec) -> float:
     """The part of a block's products that its backward computes again."""
     if spec.checkpointing != "selective":
-        return float(spec.checkpointing == "full")
+        return float(spec.checkpointing in ("attention", "full"))
     matrices = [each.count for each in spec.model.block if each.is_matrix]
     return sum(matrices[1::2]) / sum(matrices)
 

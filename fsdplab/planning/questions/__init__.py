@@ -1,22 +1,32 @@
 """The questions that users of FSDP ask before a run, each one function call: a sentence, a table, a figure.
 
-pytorch/pytorch#125323 lists 14 of them. Six are known here in its terms (peak, wrapping, batch, world_size,
-checkpointing, hybrid); the other eight are what the planner can answer besides, in our words.
+pytorch/pytorch#125323 lists 14 decisions of tuning, in this order:
 
-     1 peak           What is the peak memory with this configuration, and does it fit?
-     2 wrapping       What does the size of the wrapped units change?
-     3 batch          Which micro-batch is the largest that fits, and which is the fastest?
-     4 world_size     How many GPUs does it need, and what do more of them bring?
-     5 checkpointing  Which activation checkpointing should be chosen?
-     6 hybrid         When does hybrid sharding pay?
-     7 strategy       Which of the model's states should be sharded?
-     8 prefetch       How far ahead should units be gathered?
-     9 offload        What does CPU offload save, and what must it move?
-    10 precision      What do lower precisions of parameters and reductions change?
-    11 accumulation   What does gradient accumulation change?
-    12 sequence       How long can sequences be?
-    13 tensor         Does tensor parallelism inside a node help?
-    14 overlap        From which batch on does communication hide behind compute?
+     1 peak              What is the peak memory with this configuration, and does it fit?
+     2 wrapping          What does another wrapping do to the peak memory?
+     3 batch             Which batch is the largest that fits, and which is the fastest?
+     4 sequence          How long can sequences be with this configuration?
+     5 world_size        How does the number of data-parallel ranks affect the peak memory?
+     6 optimizer_on_cpu  How much memory does the optimizer on the CPU save?
+     7 checkpointing     Which activation checkpointing policy should be used?
+     8 policies          How do selective checkpointing policies compare?
+     9 mixed_policies    What do different checkpointing policies on different units do?
+    10 reduction         What does gradient reduction in fp32 do to the memory?
+    11 precision         What does another mixed precision policy do to the peak memory?
+    12 hybrid            When does hybrid sharding make sense?
+    13 smaller_mesh      Can units be resharded to a smaller mesh without a much higher peak?
+    14 no_reshard        Can the reshard after the forward be disabled without running out of memory?
+
+And five more that the planner can answer:
+
+     - strategy          Which of the model's states should be sharded?
+     - prefetch          How far ahead should units be gathered?
+     - accumulation      What does gradient accumulation change?
+     - tensor            Does tensor parallelism inside a node help?
+     - overlap           From which batch on does communication hide behind compute?
+
+Its three questions of debugging (which module's activations, which unit's parameters, what checkpointing does not free)
+are about a measured run: the memory timeline of its record.
 
 `ask("hybrid", spec)` or `fsdplab plan --ask hybrid` answers; each takes a `PlanSpec` and varies one choice of it.
 """
@@ -30,11 +40,11 @@ from fsdplab.common.words import did_you_mean
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.step_time import peak_flops
 
-from . import fitting, sharding
+from . import fitting, policies, resharding, sharding
 from .answer import Answer, Column, Panel
 from .units import wrapping
 
-__all__ = ["QUESTIONS", "Answer", "Column", "Panel", "Question", "ask"]
+__all__ = ["LISTED", "QUESTIONS", "Answer", "Column", "Panel", "Question", "ask"]
 
 
 @dataclass(frozen=True)
@@ -48,20 +58,37 @@ class Question:
 
 QUESTIONS: dict[str, Question] = {
     "peak": Question("What is the peak memory with this configuration, and does it fit?", fitting.peak, timed=False),
-    "wrapping": Question("What does the size of the wrapped units change?", wrapping),
-    "batch": Question("Which micro-batch is the largest that fits, and which is the fastest?", fitting.batch),
-    "world_size": Question("How many GPUs does it need, and what do more of them bring?", fitting.world_size),
-    "checkpointing": Question("Which activation checkpointing should be chosen?", fitting.checkpointing),
-    "hybrid": Question("When does hybrid sharding pay?", sharding.hybrid),
+    "wrapping": Question("What does another wrapping do to the peak memory?", wrapping),
+    "batch": Question("Which batch is the largest that fits, and which is the fastest?", fitting.batch),
+    "sequence": Question("How long can sequences be with this configuration?", fitting.sequence, timed=False),
+    "world_size": Question(
+        "How does the number of data-parallel ranks affect the peak memory?", fitting.world_size, timed=False
+    ),
+    "optimizer_on_cpu": Question(
+        "How much memory does the optimizer on the CPU save?", fitting.optimizer_on_cpu, timed=False
+    ),
+    "checkpointing": Question("Which activation checkpointing policy should be used?", policies.checkpointing),
+    "policies": Question("How do selective checkpointing policies compare?", policies.policies),
+    "mixed_policies": Question(
+        "What do different checkpointing policies on different units do?", policies.mixed_policies
+    ),
+    "reduction": Question("What does gradient reduction in fp32 do to the memory?", sharding.reduction, timed=False),
+    "precision": Question("What does another mixed precision policy do to the peak memory?", sharding.precision),
+    "hybrid": Question("When does hybrid sharding make sense?", sharding.hybrid),
+    "smaller_mesh": Question(
+        "Can units be resharded to a smaller mesh without a much higher peak?", resharding.smaller_mesh, timed=False
+    ),
+    "no_reshard": Question(
+        "Can the reshard after the forward be disabled without running out of memory?", resharding.no_reshard
+    ),
+    # beside the list
     "strategy": Question("Which of the model's states should be sharded?", sharding.strategy),
     "prefetch": Question("How far ahead should units be gathered?", sharding.prefetch),
-    "offload": Question("What does CPU offload save, and what must it move?", fitting.offload, timed=False),
-    "precision": Question("What do lower precisions of parameters and reductions change?", sharding.precision),
     "accumulation": Question("What does gradient accumulation change?", sharding.accumulation),
-    "sequence": Question("How long can sequences be?", fitting.sequence, timed=False),
     "tensor": Question("Does tensor parallelism inside a node help?", sharding.tensor),
     "overlap": Question("From which batch on does communication hide behind compute?", sharding.overlap),
 }
+LISTED = tuple(QUESTIONS)[:14]  # those of pytorch/pytorch#125323
 
 
 def ask(name: str, spec: PlanSpec) -> Answer:

@@ -11,9 +11,10 @@ from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.planning.fit import largest_micro_batch, largest_that_fits
 from fsdplab.planning.links import PRESETS
-from fsdplab.planning.memory import host_bytes, memory_of
-from fsdplab.planning.plan_spec import CHECKPOINTINGS, PlanError, PlanSpec
-from fsdplab.planning.planner import Plan, least_gpus, plan_memory_fits, plan_of, shortfall
+from fsdplab.planning.memory import Variant, host_bytes, memory_of
+from fsdplab.planning.plan_spec import PlanError, PlanSpec
+from fsdplab.planning.planner import least_gpus, plan_memory_fits, plan_of, shortfall
+from fsdplab.planning.unit_bytes import unit_bytes
 
 from .answer import (
     ACTIVATIONS,
@@ -28,7 +29,7 @@ from .answer import (
     Row,
     Value,
     facts,
-    fastest,
+    memory_facts,
     memory_panel,
     number,
     share,
@@ -112,76 +113,94 @@ def sequence(spec: PlanSpec) -> Answer:
 
 
 def world_size(spec: PlanSpec) -> Answer:
-    """Numbers of GPUs, each a doubling, and the fewest that hold the plan."""
+    """Numbers of GPUs, each a doubling: the states that they share, all else, and the fewest that hold it."""
     fewest = least_gpus(spec)
     tried = {spec.gpus, *([fewest] if fewest else []), *(2**power for power in range(_MOST_GPUS.bit_length()))}
-    plans = [found for gpus in sorted(tried) if (found := _tried(spec, gpus))]
-    rows = [{"GPUs": found.spec.gpus, **facts(found)} for found in plans]
-    columns, table = tabled(Column("GPUs", "count"), rows, (PEAK, STEP, EXPOSED, SPEED, FITS))
-    panels = (memory_panel(spec), Panel((SPEED,)))
-    if fewest is None:
-        sentence = f"No number of these GPUs holds it: on {rows[-1]['GPUs']:,} the peak is still {_size(rows[-1])}"
-        return Answer("world_size", "", spec, sentence, columns, table, panels)
-    first = next(row for row in rows if row["GPUs"] == fewest)
-    best, last = max((row for row in rows if row[FITS]), key=lambda row: number(row, SPEED)), rows[-1]
-    sentence = (
-        f"It fits on {fewest:,} GPUs or more, with {_size(first)} at the peak; throughput a GPU is highest on"
-        f" {best['GPUs']:,} ({_speed(best)} tokens/s), and on {last['GPUs']:,} it is {_speed(last)}"
-    )
-    return Answer("world_size", "", spec, sentence, columns, table, panels)
-
-
-def checkpointing(spec: PlanSpec) -> Answer:
-    """None, selective and full recomputation: what each saves and what it costs."""
-    rows = [_row("checkpointing", name, replace(spec, checkpointing=name)) for name in CHECKPOINTINGS]
-    columns, table = tabled(Column("checkpointing"), rows, (PEAK, ACTIVATIONS, STEP, SPEED, FITS))
-    none, full = rows[0], rows[-1]
-    fitting = [row for row in rows if row[FITS]]
-    choice = (
-        f"the fastest that fits is --checkpointing {fastest(rows)['checkpointing']}" if fitting else "none of them fits"
-    )
-    sentence = (
-        f"Full checkpointing lowers the peak from {_size(none)} to {_size(full)} and lengthens the step from"
-        f" {seconds(number(none, STEP))} to {seconds(number(full, STEP))}; {choice}"
-    )
-    return Answer("checkpointing", "", spec, sentence, columns, table, (memory_panel(spec), Panel((SPEED,))))
-
-
-def offload(spec: PlanSpec) -> Answer:
-    """States on the card, and in host memory: what the card saves, and what must cross the host's link each step."""
-    rows = []
-    for where, each in (("card", False), ("host memory", True)):
-        changed = replace(spec, offload=each)
-        crossing = _crossing_bytes(changed)
-        rows.append(
-            {"states rest on": where, **facts(plan_of(changed)), "host memory of a rank": host_bytes(changed),
-             "crosses a step": crossing, "on the host's link": crossing / _HOST_LINK.bytes_per_s or None}
-        )  # fmt: skip
+    rows = [row for gpus in sorted(tried) if (row := _on(spec, gpus))]
     columns, table = tabled(
-        Column("states rest on"), rows,
-        (PEAK, FITS, Column("host memory of a rank", "bytes"), Column("crosses a step", "bytes"),
-         Column("on the host's link", "seconds")),
-    )  # fmt: skip
-    card, host = rows
-    verdict = "it fits" if host[FITS] else "it does not fit"
+        Column("GPUs", "count"), rows, (PEAK, Column(_STATES, "bytes"), Column(_ELSE, "bytes"), FITS)
+    )
+    first, last = rows[0], rows[-1]
+    least = "1 GPU" if fewest == 1 else f"{fewest or 0:,} GPUs"
+    where = f"it fits on {least} or more" if fewest else "it fits on no number of these GPUs"
     sentence = (
-        f"CPU offload lowers the peak from {_size(card)} to {_size(host)} ({verdict}), takes"
-        f" {size(number(host, 'host memory of a rank'))} of host memory a rank, and sends"
-        f" {size(number(host, 'crosses a step'))} over the host's link each step: {seconds(number(host, _CROSSING))}"
+        f"From {first['GPUs']:,} to {last['GPUs']:,} GPUs the peak goes from {_size(first)} to {_size(last)}: the"
+        f" model's states from {size(number(first, _STATES))} to {size(number(last, _STATES))}, all else from"
+        f" {size(number(first, _ELSE))} to {size(number(last, _ELSE))}; {where}"
+    )
+    panels = (memory_panel(spec), Panel((_ELSE,)))
+    note = "every GPU keeps its micro-batch"
+    return Answer("world_size", "", spec, sentence, columns, table, panels, note=note)
+
+
+_STATES, _ELSE = "states", "all else"
+
+
+def _on(spec: PlanSpec, gpus: int) -> Row | None:
+    """The peak on so many GPUs, in two parts; None where they form no mesh."""
+    try:
+        changed = replace(spec, gpus=gpus)
+    except PlanError:
+        return None
+    memory = memory_of(changed)
+    held = memory.peak.by_category
+    states = held["parameter_slices"] + held["gradient_slices"] + held["optimizer_state"]
+    return {"GPUs": gpus, **memory_facts(memory, changed), _STATES: states, _ELSE: memory.peak.total - states}
+
+
+def optimizer_on_cpu(spec: PlanSpec) -> Answer:
+    """The optimizer's state, or all states, in host memory: what the card saves, and what crosses the host's link."""
+    on_card = replace(spec, offload=False)
+    rows = [_placed(name, on_card) for name in (_CARD, _OPTIMIZER, _ALL)]
+    columns, table = tabled(
+        Column("on the CPU"), rows,
+        (PEAK, FITS, Column("saved", "bytes"), Column("host memory of a rank", "bytes"),
+         Column("crosses a step", "bytes"), Column(_CROSSING, "seconds")),
+    )  # fmt: skip
+    card, optimizer, every = rows
+    sentence = (
+        f"The optimizer on the CPU saves {size(number(optimizer, 'saved'))} of {_size(card)} at the peak"
+        f" ({_verdict(optimizer)}) and sends {size(number(optimizer, 'crosses a step'))} over the host's link each"
+        f" step: {seconds(number(optimizer, _CROSSING))}; all states there save {size(number(every, 'saved'))}"
+        f" ({_verdict(every)}) and send {size(number(every, 'crosses a step'))}"
     )
     note = f"the host's link is assumed to be {_HOST_LINK.name} ({_HOST_LINK.words}); the CPU's optimizer is not timed"
     panels = (memory_panel(spec), Panel(("host memory of a rank",)))
-    return Answer("offload", "", spec, sentence, columns, table, panels, note=note)
+    return Answer("optimizer_on_cpu", "", on_card, sentence, columns, table, panels, note=note)
 
 
 _HOST_LINK, _CROSSING = PRESETS["pcie4"], "on the host's link"
+_CARD, _OPTIMIZER, _ALL = "nothing", "optimizer", "all states"
 
 
-def _crossing_bytes(spec: PlanSpec) -> float:
-    """A rank's slices go to the card for every gather of a micro-batch, cast where they rest; gradients come back."""
-    if not spec.offload:
+def _placed(name: str, spec: PlanSpec) -> Row:
+    """The row of what is on the CPU, for a spec whose states rest on the card."""
+    changed = replace(spec, offload=name == _ALL)
+    memory = memory_of(changed, variant=Variant(optimizer_on_cpu=name == _OPTIMIZER))
+    states = memory_of(spec).at("optimizer step").by_category
+    host = states["optimizer_state"] if name == _OPTIMIZER else host_bytes(changed)
+    crossing = {_CARD: 0.0, _OPTIMIZER: _optimizer_crossing(spec), _ALL: _states_crossing(spec)}[name]
+    return {
+        "on the CPU": name, **memory_facts(memory, changed), "host memory of a rank": host,
+        "saved": memory_of(spec).peak.total - memory.peak.total, "crosses a step": crossing,
+        _CROSSING: crossing / _HOST_LINK.bytes_per_s or None,
+    }  # fmt: skip
+
+
+def _optimizer_crossing(spec: PlanSpec) -> float:
+    """Once a step the gradients of what this rank updates go to the CPU, and as many bytes of parameters come back:
+    ZeRO-Offload's 4 bytes a parameter in 16 bits (Ren et al. 2021, section 3.2); nothing where there is no state.
+    """
+    if not spec.optimizer_bytes:
         return 0.0
-    states = memory_of(replace(spec, offload=False)).at("optimizer step").by_category
+    trained = unit_bytes(spec.model.block, spec, adapted=True).times(spec.model.layers)
+    trained += unit_bytes(spec.model.root, spec)
+    return 2 * spec.rest_bytes * trained.optimizer_state / spec.optimizer_bytes
+
+
+def _states_crossing(spec: PlanSpec) -> float:
+    """A rank's slices go to the card for every gather of a micro-batch, cast where they rest; gradients come back."""
+    states = memory_of(spec).at("optimizer step").by_category
     cast = 1.0 if spec.lora_rank else spec.param_bytes / spec.rest_bytes
     gathers = 2 if spec.strategy in ("full_shard", "hybrid_shard") else 1
     return spec.grad_accum * (gathers * cast * states["parameter_slices"] + states["gradient_slices"])
@@ -194,18 +213,14 @@ def _row(name: str, value: Value, spec: PlanSpec) -> dict[str, Value]:
     return {name: value, **facts(plan_of(spec))}
 
 
-def _tried(spec: PlanSpec, gpus: int) -> Plan | None:
-    """The plan on so many GPUs; None where they form no mesh."""
-    try:
-        return plan_of(replace(spec, gpus=gpus))
-    except PlanError:
-        return None
-
-
 def _doubled(first: int, last: int) -> list[int]:
     """1, 2, 4, ... up to `last`, and `last` itself: `_doubled(1, 5) == [1, 2, 4, 5]`; nothing below `first`."""
     found = [first * 2**power for power in range(max(0, last).bit_length()) if first * 2**power < last]
     return [*found, last] if last >= first else []
+
+
+def _verdict(row: Row) -> str:
+    return "it fits" if row[FITS] else "it does not fit"
 
 
 def _size(row: Row) -> str:

@@ -10,8 +10,10 @@ from dataclasses import replace
 
 from fsdplab.common.names import STRATEGIES
 from fsdplab.common.sizes import seconds, size, three_digits
+from fsdplab.planning.memory import memory_of
 from fsdplab.planning.overlap import PHASES, overlap_of
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
+from fsdplab.planning.plan_traffic import plan_traffic
 from fsdplab.planning.planner import plan_of
 from fsdplab.planning.step_time import step_time
 
@@ -33,6 +35,7 @@ from .answer import (
     facts,
     fastest,
     joined,
+    memory_facts,
     memory_panel,
     number,
     rate,
@@ -169,6 +172,35 @@ def overlap(spec: PlanSpec) -> Answer:
 # ---- what travels
 
 
+def reduction(spec: PlanSpec) -> Answer:
+    """Gradients reduced in bf16 and in fp32: the buffer that the largest reduction reads, the peak, the bytes sent."""
+    rows = [_reduced(replace(spec, reduce_dtype=dtype)) for dtype in ("bf16", "fp32")]
+    columns, table = tabled(
+        Column("reduced in"), rows, (PEAK, Column(_BUFFER, "bytes"), Column(_REDUCED, "bytes"), FITS)
+    )
+    narrow, wide = rows
+    sentence = (
+        f"Reducing gradients in fp32 instead of bf16 takes {size(number(wide, _BUFFER))} instead of"
+        f" {size(number(narrow, _BUFFER))} for the largest reduction's buffer, and the peak is {_size(wide)} instead of"
+        f" {_size(narrow)} ({'it fits' if wide[FITS] else 'it does not fit'}); a rank's reductions send"
+        f" {size(number(wide, _REDUCED))} instead of {size(number(narrow, _REDUCED))}"
+    )
+    return Answer("reduction", "", spec, sentence, columns, table, (memory_panel(spec), Panel((_BUFFER,))))
+
+
+_BUFFER, _REDUCED = "largest buffer", "sent in reductions"
+
+
+def _reduced(spec: PlanSpec) -> Row:
+    memory = memory_of(spec)
+    axes = [row for row in plan_traffic(spec) if row.axis in ("shard", "replicate")]
+    return {
+        "reduced in": spec.reduce_dtype, **memory_facts(memory, spec),
+        _BUFFER: max(each.by_category["communication_buffers"] for each in memory.moments),
+        _REDUCED: sum(row.step_bytes for row in axes if row.kind != "all_gather"),
+    }  # fmt: skip
+
+
 def precision(spec: PlanSpec) -> Answer:
     """What is computed with and reduced in: float32, bf16 with float32 masters, bf16 throughout."""
     kinds = {
@@ -184,10 +216,10 @@ def precision(spec: PlanSpec) -> Answer:
     columns, table = tabled(Column("precision"), rows, (PEAK, SENT, STEP, SPEED, FITS))
     single, mixed, narrow, pure = rows
     sentence = (
-        f"Computing in bf16 over fp32 masters takes a step from {seconds(number(single, STEP))} to"
-        f" {seconds(number(mixed, STEP))} and the peak from {_size(single)} to {_size(mixed)}; reducing in bf16 too"
-        f" sends {size(number(narrow, SENT))} instead of {size(number(mixed, SENT))}; without masters the peak is"
-        f" {_size(pure)}"
+        f"The peak is {_size(single)} in fp32, {_size(mixed)} computing in bf16 over fp32 masters, {_size(narrow)}"
+        f" where gradients are reduced in bf16 too and {_size(pure)} without masters; a step takes"
+        f" {seconds(number(single, STEP))}, {seconds(number(mixed, STEP))}, {seconds(number(narrow, STEP))} and"
+        f" {seconds(number(pure, STEP))}"
     )
     return Answer("precision", "", spec, sentence, columns, table, (memory_panel(spec), Panel((STEP,))))
 
