@@ -50,6 +50,7 @@ GUARDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "lab": (("--notebooks", MISSING), ("--edition", "pupil")),
     "course build": (("--source", MISSING), ("--edition", "pupil")),
     "course test": ((MISSING,), ("--edition", "pupil")),
+    "course site": (("--source", MISSING), (MISSING,)),
     "gpu-check": (("--open", MISSING), ("--device", "mars")),
 }
 

@@ -561,7 +561,8 @@ def test_state_bytes_follow_the_strategy_table():
 
 def test_bytes_and_bandwidths():
     figure = collectives.sent_figure(48, 4)
-    assert "all_gather and reduce_scatter 36.0 MB, all_reduce 72.0 MB" in figure.layout.title.text
+    title = figure.layout.title.text.replace("<br>", " ")
+    assert "all_gather and reduce_scatter 36.0 MB, all_reduce 72.0 MB" in title
     assert [trace.y[-1] for trace in figure.data] == pytest.approx([48, 96], rel=0.01), "with many ranks P and 2 P"
     timing = Timing("all_reduce", 64_000_000, 4, 0.080)
     assert (timing.algbw, timing.busbw) == pytest.approx((0.8e9, 1.2e9))
