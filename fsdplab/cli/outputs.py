@@ -25,7 +25,7 @@ from fsdplab.figures.table import COLUMNS, LEGEND, NUMBERS, cells, mood
 from fsdplab.figures.view import RunView, provenance, view
 from fsdplab.records import RunRecord
 
-WIDTH = 146  # columns of the table without a terminal
+WIDTH = 161  # columns of the table without a terminal: none of them wraps
 STYLES = {"good": "bold green", "bad": "bold red", "": ""}
 
 
