@@ -28,6 +28,11 @@ from tests.browser import CHROMIUM, needs_chromium
 ROOT = Path(__file__).resolve().parents[1]
 FIRST = "# 01 Small things\n\n*25 minutes. Before this: nothing.*\n\n> **Why is a page enough?**\n"
 STUB, SOLUTION = 'answer("00.adam", ...)', 'answer("00.adam", 8)'
+RISING = """\
+## A rising line
+
+The word marsupial stands here only. See [root](GLOSSARY.md#root "what?"), [02](02_next.ipynb).
+"""
 DRAW = """\
 from fsdplab.figures.plotly_go import go
 
@@ -51,7 +56,7 @@ def source(number: str = "01", *cells: nbformat.NotebookNode) -> nbformat.Notebo
         cells=[
             new_markdown_cell(FIRST.replace("01", number)),
             new_code_cell(start),
-            new_markdown_cell("## A rising line\n\nThe word marsupial stands here only. See `fully_shard`."),
+            new_markdown_cell(RISING),
             new_code_cell(DRAW),
             new_code_cell('explore(lambda ranks: f"{ranks} ranks", ranks=[1, 2])'),
             stub,
@@ -89,7 +94,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     nbformat.write(new_notebook(cells=[new_markdown_cell("# 02 What follows\n\nNothing.")]), sources / "02_next.ipynb")
     done = command(folder / "pages", "--source", sources, "--keep", folder / "executed")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"01_small.ipynb \(teacher\): ran to its end.*index.html: 4 pages, \d\.\d MB", done.stdout, re.S)
+    assert re.search(r"01_small.ipynb \(teacher\): ran to its end.*index.html: 5 pages, \d\.\d MB", done.stdout, re.S)
     return folder / "pages", folder / "executed"
 
 
@@ -122,6 +127,12 @@ def test_readers_see_the_learners_side(made):
     )
     assert "edition=</span>" not in page and "learner" in page
     assert "my_fsdp" not in page, "the folder of the run that made the page says nothing to its readers"
+
+
+def test_links_between_notebooks_lead_to_pages(made):
+    page = (made[0] / "01_small.html").read_text(encoding="utf-8")
+    assert '<a href="glossary.html#root" title="what?">root</a>' in page and '<a href="02_next.html">02</a>' in page
+    assert '<dt id="root">root</dt>' in (made[0] / "glossary.html").read_text(encoding="utf-8")
 
 
 def test_a_figure_is_drawn_once_by_the_shared_script(made):

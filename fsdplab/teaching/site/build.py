@@ -19,7 +19,8 @@ from fsdplab.common.files import write_whole
 from fsdplab.figures.report.rendering import in_script
 from fsdplab.figures.style import DARK_TEXT, FONT, TEXT
 from fsdplab.teaching.authoring.course import CourseError, notebooks_in, read
-from fsdplab.teaching.site.lesson import Lesson, code_colours, lesson_of
+from fsdplab.teaching.core.glossary import TERMS
+from fsdplab.teaching.site.lesson import Lesson, Section, code_colours, lesson_of
 
 MOST_BYTES = 15_000_000
 MANIFEST = "site.json"
@@ -110,6 +111,7 @@ def _files(lessons: Sequence[Lesson], where: str) -> dict[str, str]:
         for place, lesson in enumerate(lessons)
     }
     files["index.html"] = _rendered("index.html", lessons=lessons, title="The course")
+    files["glossary.html"] = _rendered("glossary.html", terms=TERMS, title="Glossary")
     files["real.html"] = _rendered("real.html", lessons=lessons, where=where, title="What was real")
     files["site.css"] = str(_rendered("site.css", code_colours=Markup(code_colours())))
     files["site.js"] = _verbatim("plots.js") + _verbatim("site.js")
@@ -120,10 +122,11 @@ def _files(lessons: Sequence[Lesson], where: str) -> dict[str, str]:
 
 
 def _index(lessons: Sequence[Lesson]) -> list[dict[str, Any]]:
-    """What the search looks through: every section of every page."""
+    """What the search looks through: every section of every page, and every term."""
+    pages = [(f"{lesson.name}.html", lesson.label, lesson.sections) for lesson in lessons]
+    pages += [("glossary.html", "Glossary", tuple(Section(term.anchor, term.word, term.meaning) for term in TERMS))]
     return [
-        {"page": f"{lesson.name}.html", "title": lesson.label, "sections": [vars(part) for part in lesson.sections]}
-        for lesson in lessons
+        {"page": page, "title": title, "sections": [vars(part) for part in sections]} for page, title, sections in pages
     ]
 
 

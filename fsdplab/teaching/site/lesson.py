@@ -24,6 +24,7 @@ _HEADING = re.compile(r'<h([23])(?: id="([^"]+)")?>(.*?)</h\1>', re.DOTALL)
 _NUMBERED = re.compile(r"#\s+(\d\d)\s+(.+)")
 _HIDDEN = {"teacher", "hide-cell", "remove-cell"}
 _ORIGINS = "what_was_real("
+_BESIDE = re.compile(r'href="([\w-]+)\.ipynb')  # other notebooks are pages of the site too
 _MAGIC = re.compile(r"^%%(\S+)")
 
 
@@ -137,7 +138,8 @@ def code_colours() -> str:
 
 def _text(source: str) -> Markup:
     made = MarkdownWithMath(renderer=IPythonRenderer(escape=False, exclude_anchor_links=True)).render(source)
-    return Markup(re.sub(r"(<table\b.*?</table>)", r'<div class="wide">\1</div>', made, flags=re.DOTALL))
+    linked = _BESIDE.sub(r'href="\1.html', made.replace('href="GLOSSARY.md', 'href="glossary.html'))
+    return Markup(re.sub(r"(<table\b.*?</table>)", r'<div class="wide">\1</div>', linked, flags=re.DOTALL))
 
 
 def _anchored(body: Markup) -> Markup:
