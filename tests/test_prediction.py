@@ -271,11 +271,12 @@ def test_rates_that_are_no_numbers_are_refused(wrong):
 
 
 @pytest.mark.quick
-def test_the_slowest_rank_counts():
-    fast = replace(RATES, unit_s=1e-3, products={"4": (ProductRate(64, 99e9, 1e9),)})
-    slow = replace(RATES, unit_s=2e-3, products={"4": (ProductRate(64, 9e9, 2e9),)})
-    found = Rates.slowest([fast, slow])
-    assert found.unit_s == 2e-3 and found.products["4"] == (ProductRate(64, 9e9, 1e9),)
+def test_the_mean_of_the_ranks_counts():
+    fast = replace(RATES, unit_s=1e-3, products={"4": (ProductRate(64, 100e9, 1e9),)})
+    slow = replace(RATES, unit_s=2e-3, products={"4": (ProductRate(64, 50e9, 3e9),)})
+    found = Rates.mean_of([fast, slow])
+    assert found.unit_s == pytest.approx(1.5e-3)
+    assert vars(found.products["4"][0]) == pytest.approx({"tokens": 64, "forward": 200e9 / 3, "backward": 1.5e9})
 
 
 # ---- what shows it

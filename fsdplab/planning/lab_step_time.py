@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from statistics import fmean, harmonic_mean
 from typing import Any
 
 from fsdplab.common.names import STRATEGY_ROWS
@@ -80,33 +81,37 @@ class Rates:
             raise ValueError("a rate is no number of at least 0")
 
     @classmethod
-    def slowest(cls, ranks: Sequence[Rates]) -> Rates:
-        """The slowest rank's figures, one by one: a step is as slow as its slowest rank."""
-        first = ranks[0]
+    def mean_of(cls, ranks: Sequence[Rates]) -> Rates:
+        """The ranks' mean, figure by figure: the rank that is slowest in one is not the slowest in all.
+
+        FLOP/s by their seconds: 50 and 100 GFLOP/s are 66.7.
+        """
         products = {
             size: tuple(
-                ProductRate(
-                    row.tokens, *(min(getattr(each.products[size][at], way) for each in ranks) for way in _WAYS)
-                )
+                ProductRate(row.tokens, *(_mean_rate(getattr(each.products[size][at], way) for each in ranks)
+                                          for way in _WAYS))
                 for at, row in enumerate(rows)
             )
-            for size, rows in first.products.items()
-        }
-        most = _largest
+            for size, rows in ranks[0].products.items()
+        }  # fmt: skip
         return cls(
-            products, most([each.block_s for each in ranks]), most([each.elementwise_s for each in ranks]),
-            max(each.root_s for each in ranks), max(each.unit_s for each in ranks),
-            {kind: (max(each.collectives[kind][0] for each in ranks), max(each.collectives[kind][1] for each in ranks))
-             for kind in KINDS},
-            max(each.optimizer_element_s for each in ranks), most([each.optimizer_parameter_s for each in ranks]),
+            products, _means([each.block_s for each in ranks]), _means([each.elementwise_s for each in ranks]),
+            fmean(each.root_s for each in ranks), fmean(each.unit_s for each in ranks),
+            {kind: (fmean(each.collectives[kind][0] for each in ranks),
+                    fmean(each.collectives[kind][1] for each in ranks)) for kind in KINDS},
+            fmean(each.optimizer_element_s for each in ranks), _means([each.optimizer_parameter_s for each in ranks]),
         )  # fmt: skip
 
 
 _WAYS = ("forward", "backward")
 
 
-def _largest(tables: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: max(each[name] for each in tables) for name in tables[0]}
+def _mean_rate(rates: Iterable[float]) -> float:
+    return harmonic_mean(list(rates))
+
+
+def _means(tables: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: fmean(each[name] for each in tables) for name in tables[0]}
 
 
 @dataclass(frozen=True)

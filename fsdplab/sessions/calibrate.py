@@ -1,4 +1,4 @@
-"""Calibrate this machine: the ranks of `sessions/worker/calibrating.py` measure, the slowest of them counts.
+"""Calibrate this machine: the ranks of `sessions/worker/calibrating.py` measure, their mean counts.
 
 Apart from calibration.py, which a summary of a run reads, because it starts ranks.
 """
@@ -35,4 +35,4 @@ def calibrate(
         Path(str(calibrating.__file__)), "measure", world_size=ranks, payload=patience_s, time_limit=TIME_LIMIT,
         on_output=on_output,
     )  # fmt: skip
-    return Calibration(ranks, Rates.slowest([Rates.of(each) for each in values]), this_machine(), str(date.today()))
+    return Calibration(ranks, Rates.mean_of([Rates.of(each) for each in values]), this_machine(), str(date.today()))
