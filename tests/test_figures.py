@@ -167,6 +167,16 @@ def test_memory_stacks_to_the_measured_peak(runs):
     assert figure.layout.xaxis.title.text.endswith("(MB)")
 
 
+def test_long_names_of_runs_leave_the_legend_a_further_row(tmp_path):
+    """The card's label stands right below the legend."""
+    short, long = (
+        figures.memory_by_category(record(tmp_path, "shard_grad_op", engine=engine))
+        for engine in ("lab", "torch-fsdp2")
+    )
+    assert len(long.data[0].y[0]) > 16 >= len(short.data[0].y[0])
+    assert long.layout.margin.t - short.layout.margin.t == long.layout.height - short.layout.height == 21
+
+
 def test_a_card_far_beyond_the_bars_is_said_not_drawn(tmp_path):
     figure = figures.memory_by_category(record(tmp_path, "zero1", card=1_000 * MB))
     assert not figure.layout.shapes and "holds 1.00 GB, beyond this axis" in words(figure)

@@ -10,6 +10,7 @@ from fsdplab.figures.view import CATEGORY_NAMES, UNSPLIT, Runs, RunView, how_and
 from fsdplab.records import CATEGORIES, RunRecord
 
 MB = 1e6
+_LEGEND_ROW = 21  # pixels
 
 
 def memory_by_category(runs: Runs) -> go.Figure:
@@ -30,7 +31,15 @@ def memory_by_category(runs: Runs) -> go.Figure:
         _total_label(figure, run, margin=0.1 * widest)
     for card in cards:
         _card_line(figure, card, emulated=any(run.card_emulated for run in shown))
-    return titled(figure, _finding(shown), _conditions(shown), _alt(shown), height=260 + 52 * len(shown))
+    more = _LEGEND_ROW * max(0, _legend_rows(len(figure.data), shown) - 2)
+    height = 260 + 52 * len(shown) + more
+    return titled(figure, _finding(shown), _conditions(shown), _alt(shown), height=height, top=160 + more)
+
+
+def _legend_rows(entries: int, shown: list[RunView]) -> int:
+    """Rows of the legend in a notebook: long names of runs leave it a column less."""
+    columns = 3 if max(len(run.label) for run in shown) > 16 else 4
+    return -(-entries // columns)
 
 
 def _present(shown: list[RunView]) -> list[str]:
