@@ -170,7 +170,7 @@ def test_memory_stacks_to_the_measured_peak(runs):
 def test_long_names_of_runs_leave_the_legend_a_further_row(tmp_path):
     """The card's label stands right below the legend."""
     short, long = (
-        figures.memory_by_category(record(tmp_path, "shard_grad_op", engine=engine))
+        figures.memory_by_category(record(tmp_path, "full_shard", engine=engine))
         for engine in ("lab", "torch-fsdp2")
     )
     assert len(long.data[0].y[0]) > 16 >= len(short.data[0].y[0])
