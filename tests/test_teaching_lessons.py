@@ -119,7 +119,7 @@ def test_a_prediction_is_made_before_its_run(path):
             assert "default=" not in text and f"{name}.score(" in code[number + 1]
 
 
-@pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_links_to_the_glossary_show_the_entry(path):
     text = "\n".join(text for kind, text in cells_of(path) if kind == "markdown")
     links = re.findall(r'\(GLOSSARY\.md#([\w-]+) "([^"]*)"\)', text)
