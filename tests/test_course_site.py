@@ -298,6 +298,39 @@ def test_a_site_that_is_too_large_says_which_page_is_the_heaviest(executed, tmp_
     assert not (tmp_path / "out").exists()
 
 
+def test_where_no_site_can_be_written_nothing_is_run(tmp_path):
+    """Running the course takes minutes: the folder is looked at before."""
+    sources = write(tmp_path / "sources", a=source("01", new_code_cell("open('ran', 'w')")))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a.html").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for out, reason in (("mine", "already holds a.html"), ("file", "is a file"), ("file/x", "Not a directory")):
+        done = command(tmp_path / out, "--source", sources)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1) and reason in done.stderr, done.stderr
+    assert not (sources / "ran").exists()
+
+
+def test_a_full_disk_leaves_one_line_and_a_folder_that_can_be_built_again(executed, tmp_path, monkeypatch):
+    out, written = tmp_path / "out", build.write_whole
+
+    def full(path: Path, content: str) -> None:
+        if path.name == "search.js":
+            raise OSError(28, "No space left on device")
+        written(path, content)
+
+    monkeypatch.setattr(build, "write_whole", full)
+    with pytest.raises(CourseError, match="cannot be written to .*No space left on device"):
+        build_site(executed, out)
+    monkeypatch.undo()
+    build_site(executed, out)
+    assert (out / "search.js").exists()
+
+
+def test_the_files_that_are_looked_for_are_those_that_are_written(executed, tmp_path):
+    site = build_site(executed, tmp_path / "out")
+    assert {path.name for path in site.folder.iterdir()} == {"01_small.html", *build._BESIDE_LESSONS}
+
+
 def test_sources_that_were_not_run_are_refused(tmp_path):
     done = command(tmp_path / "out", "--source", write(tmp_path / "sources", a=source()), "--executed")
     assert done.returncode == 2 and "a.ipynb was not executed" in done.stderr and "Traceback" not in done.stderr
@@ -310,4 +343,4 @@ def test_sources_that_were_not_run_are_refused(tmp_path):
 def test_a_notebook_that_fails_leaves_no_site(tmp_path):
     failing = source("01", new_code_cell("1 / 0"))
     done = command(tmp_path / "out", "--source", write(tmp_path / "sources", a=failing))
-    assert done.returncode == 1 and "ZeroDivisionError" in done.stdout and not (tmp_path / "out").exists()
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stdout and not any((tmp_path / "out").iterdir())

@@ -15,7 +15,7 @@ from fsdplab.common.places import course_folder
 from .authoring.course import CourseError, build_course
 from .authoring.course_run import BOTH, run_course
 from .core.course_state import EDITIONS
-from .site.build import build_site
+from .site.build import build_site, check_out
 from .site.execution import executed_in
 
 
@@ -74,6 +74,7 @@ def _site(asked: argparse.Namespace) -> int:
     if asked.executed:
         site = build_site(asked.source, asked.out)
     else:
+        check_out(asked.out, asked.source)
         with executed_in(asked.source, asked.keep, lambda run: print(run, flush=True)) as executed:
             if executed.failed:
                 return 1

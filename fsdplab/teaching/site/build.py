@@ -7,7 +7,8 @@ replaces these, and nothing that somebody else put beside them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from fsdplab.teaching.site.lesson import Lesson, Section, code_colours, lesson_o
 
 MOST_BYTES = 15_000_000
 MANIFEST = "site.json"
+_BESIDE_LESSONS = (
+    "index.html", "glossary.html", "real.html", "site.css", "site.js", "search.js", "plotly.js", MANIFEST,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,13 +56,31 @@ def build_site(executed: Path | str, out: Path | str, where: str = "") -> Site:
         )
     folder = Path(out)
     earlier = _earlier(folder, files)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in earlier - set(files):
-        (folder / name).unlink(missing_ok=True)
-    for name, content in files.items():
-        write_whole(folder / name, content)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in earlier - set(files):
+            (folder / name).unlink(missing_ok=True)
+        for name, content in files.items():
+            write_whole(folder / name, content)
+    except OSError as error:
+        raise CourseError(f"the site cannot be written to {folder} ({error.strerror or error})") from error
     pages = tuple(folder / name for name in files if name.endswith(".html"))
     return Site(folder, pages, nbytes)
+
+
+def check_out(out: Path | str, sources: Path | str) -> None:
+    """CourseError where the site of a folder of notebooks could not be written to `out`: before they run for minutes.
+
+    The folder is made.
+    """
+    folder = Path(out)
+    _earlier(folder, [*(f"{path.stem}.html" for path in notebooks_in(sources)), *_BESIDE_LESSONS])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise CourseError(f"the site cannot be written to {folder} ({error.strerror or error})") from error
 
 
 def _lesson(path: Path) -> Lesson:
@@ -72,7 +94,7 @@ def _lesson(path: Path) -> Lesson:
     return lesson_of(path.stem, notebook)
 
 
-def _earlier(folder: Path, files: Mapping[str, str]) -> set[str]:
+def _earlier(folder: Path, files: Iterable[str]) -> set[str]:
     """The names that an earlier build left; CourseError where a file would replace somebody else's."""
     if folder.exists() and not folder.is_dir():
         raise CourseError(f"{folder} is a file; give a folder to write the site to")
@@ -117,8 +139,8 @@ def _files(lessons: Sequence[Lesson], where: str) -> dict[str, str]:
     files["site.js"] = _verbatim("plots.js") + _verbatim("site.js")
     files["search.js"] = f"const PAGES = {in_script(json.dumps(_index(lessons), separators=(',', ':')))};\n"
     files["plotly.js"] = get_plotlyjs()
-    files[MANIFEST] = json.dumps({"files": sorted([*files, MANIFEST])}, indent=1) + "\n"
-    return files
+    # the list comes first: what a full disk leaves half written is known as the site's own
+    return {MANIFEST: json.dumps({"files": sorted([*files, MANIFEST])}, indent=1) + "\n", **files}
 
 
 def _index(lessons: Sequence[Lesson]) -> list[dict[str, Any]]:

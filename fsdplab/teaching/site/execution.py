@@ -40,7 +40,10 @@ def executed_in(source: Path | str, keep: Path | None, on_run: Callable[[Noteboo
         raise CourseError(f"{keep} already holds notebooks; give --keep an empty folder")
     with tempfile.TemporaryDirectory(prefix="fsdplab-site-") as scratch:
         folder, failed, began = keep or Path(scratch) / "executed", [], time.monotonic()
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CourseError(f"--keep {folder} cannot be made ({error.strerror or error})") from error
         for path, notebook in sources:
             run = run_notebook(path.name, "teacher", notebook, path.parent, Path(scratch) / "my_fsdp")
             notebook.metadata.pop("widgets", None)
