@@ -481,7 +481,7 @@ def test_the_cell_that_scores_locks_before_it_runs(course, tmp_path):
 
 
 def test_predict_runs_with_nobody_there(course, capsys):
-    predicted = teaching.predict("00.peak", unit="MB", default=200, measured="0.1 GB")
+    predicted = teaching.predict("00.peak", unit="MB", measured="0.1 GB")
     said = capsys.readouterr().out
     assert predicted.value is None and "200" not in said and "No prediction, measured 100 MB" in said
     with pytest.raises(QuantityError):

@@ -295,7 +295,7 @@ def test_stubs_that_say_nothing_are_noticed(shell, tmp_path):
 
 
 def test_a_predicted_number_is_the_learners_too(shell, tmp_path):
-    guess = [new_code_cell('peak = teaching.predict("05.mine", unit="MB", default=1)'), new_code_cell("peak.score(2)")]
+    guess = [new_code_cell('peak = teaching.predict("05.mine", unit="MB")'), new_code_cell("peak.score(2)")]
     asks = new_code_cell("assert hello_ranks and teaching.calibration() is None")
     ran = learner_edition_of(shell, tmp_path, *guess, *UNSOLVED, asks, *UNANSWERED)
     assert "peak.score(2)" not in ran and (tmp_path / "learner" / "my_fsdp" / "predictions.json").exists()

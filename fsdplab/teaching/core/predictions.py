@@ -188,11 +188,11 @@ class Predicted:
         print(score.told(origin))
 
 
-def predict(name: str, unit: str, default: object = None, measured: float | str | None = None) -> Predicted:
+def predict(name: str, unit: str, measured: float | str | None = None) -> Predicted:
     """Show an empty field for a number to predict and return it for scoring: `peak = predict("00.peak", unit="MB")`.
 
     The field is locked when a cell with `peak.score(` starts. With `measured`, the prediction is scored at once. A
-    number entered earlier under this name comes back. `default` is not shown: notebooks written before still name one.
+    number entered earlier under this name comes back.
     """
     prediction = Prediction(name, unit, current().workspace)
     refreshers: list[Callable[[], None]] = []
