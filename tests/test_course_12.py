@@ -13,7 +13,7 @@ from fsdplab.sessions import RunSpec, run
 from fsdplab.teaching import overlapping_axes as axes
 from fsdplab.teaching.core import answers, registry
 from fsdplab.teaching.core.exercise import Exercise
-from fsdplab.teaching.lessons.nb12_hybrid import exercises, on_ranks
+from fsdplab.teaching.lessons.nb12_hybrid import exercises, gradient_diagram, on_ranks
 from tests.solutions import must_name_each_slip, solutions_of
 
 ITEMS = registry.items_of("12")
@@ -103,6 +103,24 @@ def test_the_best_mesh_is_far_from_the_second_best():
             for s in sizes
         )
         assert len(costs) == 1 or costs[1] > 1.2 * costs[0]
+
+
+@pytest.mark.parametrize("replicas,shard_group", [(2, 2), (3, 2), (2, 4)])
+def test_the_played_gradient_is_that_of_the_collectives(replicas, shard_group):
+    """Sums taken by the rule of each collective, against what the diagram says that each rank holds."""
+    ranks = range(replicas * shard_group)
+    said = {(cell.row, cell.moment): cell.label for cell in gradient_diagram.gradient_cells(replicas, shard_group)}
+    for rank in ranks:
+        part, first = rank % shard_group, rank // shard_group * shard_group
+        assert all(said[f"rank {rank}: part {other}", 0] == f"of rank {rank}" for other in range(shard_group))
+        row = [other for other in ranks if other // shard_group == rank // shard_group]
+        assert said[f"rank {rank}: part {part}", 1] == f"sum over ranks {row[0]} to {row[-1]}"
+        column = [other for other in ranks if other % shard_group == part]
+        rows_summed = {each for other in column for each in range(other - part, other - part + shard_group)}
+        assert said[f"rank {rank}: part {part}", 2] == f"sum over ranks 0 to {max(rows_summed)}" and first in row
+        assert rows_summed == {*ranks}, "the all-reduce of a column joins all rows"
+    after = [row for row, moment in said if moment > 0]
+    assert len(after) == 2 * len(ranks), "after the reduce-scatter a rank holds one part"
 
 
 # --- what the notebook says about its runs

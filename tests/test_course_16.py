@@ -16,7 +16,7 @@ from fsdplab.figures import alt_text, svg
 from fsdplab.teaching import composing
 from fsdplab.teaching.core import answers, registry
 from fsdplab.teaching.core.exercise import Choice, Exercise, Question
-from fsdplab.teaching.lessons.nb16_composition import figures, on_ranks
+from fsdplab.teaching.lessons.nb16_composition import figures, on_ranks, pipeline_diagram, token_diagram
 from tests.composed import mesh_of
 from tests.solutions import ended_of, solutions_of, try_ended
 
@@ -123,10 +123,11 @@ def test_places_and_bubbles_are_computed() -> None:
     assert "4 stages, 12 micro-batches: each stage is idle for 20.0% of the time" in str(composing.bubble(4, 12))
 
 
+@pytest.mark.parametrize("order", figures.ORDERS)
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
 @pytest.mark.parametrize("micro_batches", [1, 4, 12])
-def test_the_drawn_schedule_has_the_formulas_bubble(stages, micro_batches) -> None:
-    turns = figures.schedule(stages, micro_batches)
+def test_the_drawn_schedule_has_the_formulas_bubble(stages, micro_batches, order) -> None:
+    turns = figures.schedule(stages, micro_batches, order)
     assert (
         max(turn.end for turn in turns) == 3 * (micro_batches + stages - 1) and len(turns) == 2 * stages * micro_batches
     )
@@ -135,6 +136,37 @@ def test_the_drawn_schedule_has_the_formulas_bubble(stages, micro_batches) -> No
         before = turn.stage - 1 if turn.phase == "forward" else turn.stage + 1
         assert turn.start >= ended.get((before, turn.phase, turn.micro_batch), 0)
         assert turn.phase == "forward" or turn.start >= ended[turn.stage, "forward", turn.micro_batch]
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (3, 6), (4, 2)])
+def test_the_orders_differ_in_what_stage_0_keeps(stages, micro_batches) -> None:
+    """As 16 says: all micro-batches under GPipe, at most one a stage under 1F1B."""
+    gpipe, in_turn = (
+        pipeline_diagram.kept(figures.schedule(stages, micro_batches, order)) for order in ("GPipe", "1F1B")
+    )
+    assert max(gpipe) == micro_batches and max(in_turn) == min(stages, micro_batches) and len(gpipe) == len(in_turn)
+    assert f"most {micro_batches} micro-batches" in alt_text(composing.pipeline_diagram(stages, micro_batches))
+
+
+@pytest.mark.parametrize("order", figures.ORDERS)
+def test_each_stage_is_drawn_busy_or_idle_at_every_moment(order) -> None:
+    cells = list(pipeline_diagram.pipeline_cells(order, 3, 6))
+    for stage in range(3):
+        lane = sorted((cell.moment, cell.lasts) for cell in cells if cell.row == f"{order}: stage {stage}")
+        assert [moment for moment, lasts in lane for moment in range(moment, moment + lasts)] == list(range(24))
+        idle = [cell for cell in cells if cell.row == f"{order}: stage {stage}" and cell.kind.startswith("idle")]
+        assert len(idle) == 24 * (3 - 1) / (6 + 3 - 1), "the bubble of the formula"
+
+
+def test_tokens_travel_to_their_experts_and_back() -> None:
+    routing = token_diagram.Routing(token_diagram.CHOICES, ranks=2, experts=4)
+    held = {(cell.row, cell.moment): cell.label for cell in token_diagram.token_cells(routing)}
+    assert held["rank 1: expert e2", 1] == "t3, rank 0's t0 t1" and held["rank 1: expert e2", 2] == "e2 of t0 t1 t3"
+    assert held["rank 0: answers", 3] == "t0: e0 e2, t1: e1 e2" and held["rank 1: its tokens", 4] == "t2 t3"
+    assert routing.travelling == 3, "t0 and t1 to e2, t2 to e0"
+    one_sided = token_diagram.Routing([(0, 1)] * 4, ranks=2, experts=4)
+    assert not any("expert e2" in cell.row for cell in token_diagram.token_cells(one_sided))
+    assert "experts hold 4, 4, 0, 0 tokens" in alt_text(composing.token_diagram([(0, 1)] * 4))
 
 
 def test_maps_say_what_ranks_hold() -> None:

@@ -14,11 +14,14 @@ import pytest
 
 from fsdplab import teaching
 from fsdplab.figures import alt_text, svg
-from fsdplab.teaching import collectives, mini_fsdp, tour
+from fsdplab.figures.plots import cells_in_time
+from fsdplab.teaching import collectives, composing, mini_fsdp, overlapping_axes, tour
 from fsdplab.teaching.core import exploring, glossary, registry, waiting
 from fsdplab.teaching.core.exercise import Exercise
 from fsdplab.teaching.lessons.nb01_collectives.ring import ring_cells
 from fsdplab.teaching.lessons.nb05_06_mini_fsdp.schedules import MEMORY_TARGET, ScheduleError, play, shortest, waits
+from fsdplab.teaching.lessons.nb12_hybrid import figures as nb12_figures
+from fsdplab.teaching.lessons.nb16_composition import figures as nb16_figures
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 OWN = [path for path in NOTEBOOKS if path.name[:2] in ("00", "01", "03", "04", "05", "06")]
@@ -46,14 +49,70 @@ def test_a_rings_picture_follows_the_rule(ranks):
             assert (f"{left}: {block}", cell.moment - 1) in held and (cell.row, cell.moment - 1) not in held
 
 
-@pytest.mark.parametrize("draw", [collectives.ring_figure, mini_fsdp.life_diagram])
+DIAGRAMS = [
+    collectives.ring_figure, mini_fsdp.life_diagram, overlapping_axes.gradient_diagram, composing.token_diagram,
+    composing.pipeline_diagram,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("draw", DIAGRAMS)
 def test_an_animation_is_complete_on_paper_and_plays_moment_by_moment(draw):
     figure = draw()
     whole = [len(trace.x) for trace in figure.data]
     shown = [sum(len(trace.x) for trace in frame.data) for frame in figure.frames]
     assert shown == sorted(shown) and shown[0] < shown[-1] == sum(whole), "each frame adds what comes next"
-    assert figure.layout.updatemenus[0].buttons[0].label == "▶ Play"
+    taken = [sum(sum(trace.x) for trace in frame.data) for frame in figure.frames]
+    assert all(before < after for before, after in zip(taken, taken[1:])), "something comes at every moment"
+    assert len({frame.name for frame in figure.frames}) == len(figure.frames), "a player finds frames by name"
+    play = figure.layout.updatemenus[0].buttons[0]
+    assert play.label == "▶ Play" and play.args[1]["frame"]["duration"] * len(figure.frames) <= 12_000
     assert len(alt_text(figure)) > 100 and svg(figure).count("<rect") > sum(whole), "the static picture has all cells"
+
+
+def test_a_cell_that_lasts_grows_while_it_is_played():
+    cell = cells_in_time.HeldCell("stage 0", 1, "backward", "0", lasts=2)
+    figure = cells_in_time.cells_in_time([cell], ["stage 0"], ["0", "1", "2"], {"backward": "#8a4a9e"}, "t", "s", "a")
+    assert [[round(x, 2) for x in frame.data[0].x] for frame in figure.frames] == [[], [0.94], [1.94]]
+    assert figure.data[0].x == figure.frames[-1].data[0].x
+
+
+@pytest.mark.parametrize(
+    ("draw", "says"),
+    [
+        (lambda: collectives.ring_figure(1), "a ring of 1 ranks cannot be drawn; expected 2 to 4"),
+        (lambda: collectives.ring_figure(5), "a ring of 5 ranks cannot be drawn; expected 2 to 4"),
+        (lambda: overlapping_axes.gradient_diagram(1, 4), "1 replicas x .* of 4 .* expected at least 2 of each"),
+        (lambda: overlapping_axes.gradient_diagram(2, 1), "one alone has nothing to reduce"),
+        (lambda: overlapping_axes.gradient_diagram(2, 4), "at most 16 rows"),
+        (lambda: nb12_figures.mesh_figure(2, 2, 3), "make no shard groups of 3; .* a group size that divides"),
+        (lambda: nb16_figures.mesh_figure({"dp": 2}, str, "t"), "expected two, rows and columns"),
+        (lambda: composing.token_diagram([(0, 1), (1, 2), (2, 3)]), "3 tokens cannot be spread evenly over 2 ranks"),
+        (lambda: composing.token_diagram(ranks=1), "expected 2 ranks or more"),
+        (lambda: composing.token_diagram(experts=3), "3 experts cannot be spread evenly over 2 ranks"),
+        (lambda: composing.token_diagram([(0, 4), (1, 2)]), r"token 0 goes to experts \[0, 4\]; .* of 0 to 3"),
+        (lambda: composing.token_diagram([(0, 1), (2, 2)]), r"token 1 goes to experts \[2, 2\]; expected different"),
+        (lambda: composing.token_diagram([(0,), ()]), r"token 1 goes to experts \[\]"),
+        (lambda: composing.token_diagram(experts=16), "take 20 rows; expected at most 16"),
+        (lambda: composing.pipeline_diagram(1, 4), "1 stages and 4 .* expected 2 to 4 stages"),
+        (lambda: composing.pipeline_diagram(3, 0), "3 stages and 0 micro-batches cannot be drawn"),
+        (lambda: composing.pipeline_diagram(4, 10), r"3 \(m \+ p - 1\) is at most 36"),
+        (lambda: nb16_figures.schedule(2, 2, "GPIPE"), "no schedule 'GPIPE' .* expected GPipe or 1F1B"),
+        (lambda: nb16_figures.pipeline_figure(0, 2), "at least one stage"),
+        (lambda: held(row="other"), r"in a row that the figure does not have; expected one of \['here'\]"),
+        (lambda: held(kind="other"), "in a kind that the figure does not have"),
+        (lambda: held(moment=1, lasts=2), "at a moment that the figure does not have; it has moments 0 to 1"),
+        (lambda: held(lasts=0), "at a moment that the figure does not have"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_drawn_is_refused(draw, says):
+    with pytest.raises(ValueError, match=says):
+        draw()
+
+
+def held(row: str = "here", moment: int = 0, kind: str = "slice", lasts: int = 1) -> object:
+    """A figure of one row, two moments and one kind, with one cell."""
+    cell = cells_in_time.HeldCell(row, moment, kind, lasts=lasts)
+    return cells_in_time.cells_in_time([cell], ["here"], ["0", "1"], {"slice": "#0064c8"}, "t", "s", "a")
 
 
 def test_sliders_draw_a_figure(capsys):

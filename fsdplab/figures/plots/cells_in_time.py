@@ -1,7 +1,7 @@
-"""Who holds what, moment by moment: cells in rows over time, with a button that plays them in order.
+"""Who holds or does what, moment by moment: cells in rows over time, with a button that plays them in order.
 
-For diagrams where the order is the point: a ring's steps, the life of a sharded layer. The picture without the button
-is complete, so a printed page shows everything; playing hides what is still to come.
+For diagrams where the order is the point: a ring's steps, the life of a sharded layer, a pipeline's schedule. The
+picture without the button is complete, so a printed page shows everything; playing hides what is still to come.
 """
 
 from __future__ import annotations
@@ -10,20 +10,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import EDGE, titled
+from fsdplab.figures.style import EDGE, ink_on, titled
 
-MILLISECONDS = 900  # a moment of the animation
+MILLISECONDS = 900  # a moment of the animation, at most
+LONGEST = 12_000  # a whole animation, in ms
 _WIDE = 0.94  # of a moment's width: a gap shows that the next is another moment
 
 
 @dataclass(frozen=True)
 class HeldCell:
-    """One cell: its `row`, the number of its `moment`, what kind of thing is there, and a short label."""
+    """One cell: its `row`, the number of its `moment`, what kind of thing is there, a short label, and the moments that
+    it takes.
+    """
 
     row: str
     moment: int
     kind: str
     label: str = ""
+    lasts: int = 1
 
 
 def cells_in_time(
@@ -35,13 +39,20 @@ def cells_in_time(
     subtitle: str,
     alt: str,
 ) -> go.Figure:
-    """The cells as a figure with a play button: a trace for each kind in `colours`, in that order."""
+    """The cells as a figure with a play button: a trace for each kind in `colours`, in that order.
+
+    ValueError for a cell whose row, kind or moments the figure does not have.
+    """
+    _check(cells, rows, moments, colours)
     kinds = [kind for kind in colours if any(cell.kind == kind for cell in cells)]
     # rows are numbers, not names: an animation loses the places of names that a frame does not have
     places = {row: len(rows) - 1 - index for index, row in enumerate(rows)}
     figure = go.Figure([_trace(cells, kind, colours[kind], len(moments), places) for kind in kinds])
     figure.frames = [
-        go.Frame(name=moment, data=[_trace(cells, kind, colours[kind], number + 1, places) for kind in kinds])
+        # plotly plays frames by name: of two frames of one name it would show the last one twice
+        go.Frame(
+            name=f"{number} {moment}", data=[_trace(cells, kind, colours[kind], number + 1, places) for kind in kinds]
+        )
         for number, moment in enumerate(moments)
     ]
     middles = [number + _WIDE / 2 for number in range(len(moments))]
@@ -52,23 +63,35 @@ def cells_in_time(
         range=[-0.5, len(rows) - 0.5], tickvals=list(places.values()), ticktext=list(places), showgrid=False,
         zeroline=False,
     )  # fmt: skip
-    figure.update_layout(barmode="overlay", updatemenus=[_buttons()])
+    figure.update_layout(barmode="overlay", updatemenus=[_buttons(min(MILLISECONDS, LONGEST // len(moments)))])
     return titled(figure, title, subtitle, alt, height=250 + 30 * len(rows))
 
 
+def _check(cells: Sequence[HeldCell], rows: Sequence[str], moments: Sequence[str], colours: dict[str, str]) -> None:
+    for cell in cells:
+        for what, value, known in (("row", cell.row, rows), ("kind", cell.kind, list(colours))):
+            if value not in known:
+                raise ValueError(f"{cell} is in a {what} that the figure does not have; expected one of {list(known)}")
+        if cell.lasts < 1 or not 0 <= cell.moment <= len(moments) - cell.lasts:
+            raise ValueError(
+                f"{cell} is at a moment that the figure does not have; it has moments 0 to {len(moments) - 1}"
+            )
+
+
 def _trace(cells: Sequence[HeldCell], kind: str, colour: str, moments: int, places: dict[str, int]) -> go.Bar:
-    """All cells of a kind in the first `moments` moments."""
+    """All cells of a kind as they are after the first `moments` moments: one that lasts longer grows."""
     shown = [cell for cell in cells if cell.kind == kind and cell.moment < moments]
     return go.Bar(
         name=kind, orientation="h", y=[places[cell.row] for cell in shown], base=[float(cell.moment) for cell in shown],
-        x=[_WIDE] * len(shown), text=[cell.label for cell in shown], textposition="inside", insidetextanchor="middle",
-        constraintext="none", textangle=0, width=0.86, marker=dict(color=colour, line=dict(color=EDGE, width=1)),
+        x=[min(cell.lasts, moments - cell.moment) - 1 + _WIDE for cell in shown], text=[cell.label for cell in shown],
+        textposition="inside", insidetextanchor="middle", constraintext="none", textangle=0, width=0.86,
+        textfont=dict(size=14, color=ink_on(colour)), marker=dict(color=colour, line=dict(color=EDGE, width=1)),
         hovertext=[f"{cell.row}: {kind}" for cell in shown], hovertemplate="%{hovertext}<br>%{text}<extra></extra>",
     )  # fmt: skip
 
 
-def _buttons() -> dict[str, object]:
-    frame = dict(duration=MILLISECONDS, redraw=True)
+def _buttons(milliseconds: int) -> dict[str, object]:
+    frame = dict(duration=milliseconds, redraw=True)
     play = dict(frame=frame, transition=dict(duration=0), fromcurrent=False, mode="immediate")
     all_at_once = dict(frame=dict(duration=0, redraw=True), mode="immediate", transition=dict(duration=0))
     return dict(

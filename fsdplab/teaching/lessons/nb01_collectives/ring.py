@@ -29,7 +29,12 @@ def _row(rank: int, block: int) -> str:
 
 
 def ring_figure(ranks: int = 3) -> go.Figure:
-    """The ring's steps with a play button, for up to four ranks."""
+    """The ring's steps with a play button; ValueError unless there are two to four ranks."""
+    if not 2 <= ranks <= len(BLOCK_COLOURS):
+        raise ValueError(
+            f"a ring of {ranks} ranks cannot be drawn; expected 2 to {len(BLOCK_COLOURS)}, which a screen holds:"
+            " ring_figure(ranks=3)"
+        )
     rows = [_row(rank, block) for rank in range(ranks) for block in range(ranks)]
     moments = ["start", *(f"after step {step}" for step in range(ranks - 1))]
     colours = {f"block {block}": BLOCK_COLOURS[block] for block in range(ranks)}

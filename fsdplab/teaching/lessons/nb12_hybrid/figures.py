@@ -78,8 +78,14 @@ def mesh_figure(nodes: int, per_node: int, shard_group: int) -> go.Figure:
     """Ranks as a mesh: a row is a shard group, a column holds the same slice; the colour is the rank's node.
 
     A row of one colour gathers inside a node. The title says what the two axes send, in parts of the parameters P.
+    ValueError where the ranks make no groups of that size.
     """
     ranks, s = nodes * per_node, shard_group
+    if min(nodes, per_node, s) < 1 or ranks % s:
+        raise ValueError(
+            f"{nodes} nodes x {per_node} ranks make no shard groups of {s}; expected positive numbers, and a group size"
+            " that divides the number of ranks: mesh_figure(2, 2, 2)"
+        )
     rows = [list(range(first, first + s)) for first in range(0, ranks, s)]
     figure = go.Figure(_cells(rows, per_node, nodes))
     figure.update_xaxes(

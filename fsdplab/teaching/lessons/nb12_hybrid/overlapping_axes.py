@@ -21,6 +21,7 @@ from fsdplab.teaching.core.display import Note, Shown, Table, table
 from fsdplab.teaching.core.steady_card import GIGAFLOPS, steady
 
 from .figures import link_figure, memory_figure, mesh_figure
+from .gradient_diagram import gradient_diagram
 from .network import ACROSS, WITHIN, groups_of, parameter_bytes, sent, slow
 from .on_ranks import complaint, expected_ms
 
@@ -31,6 +32,7 @@ __all__ = [
     "beside_the_formula",
     "card_note",
     "exposed_factor",
+    "gradient_diagram",
     "job",
     "leaving_a_node",
     "link_figure",

@@ -18,8 +18,13 @@ from fsdplab.teaching.core.display import Shown, Table, table
 from fsdplab.workloads import MOE_PRESETS
 
 from .figures import mesh_figure, pipeline_figure
+from .pipeline_diagram import pipeline_diagram
+from .token_diagram import token_diagram
 
-__all__ = ["Composed", "bubble", "expert_map", "experts", "mesh", "mesh_map", "pipeline", "tensor"]
+__all__ = [
+    "Composed", "bubble", "expert_map", "experts", "mesh", "mesh_map", "pipeline", "pipeline_diagram", "tensor",
+    "token_diagram",
+]  # fmt: skip
 
 ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
 STAGES_ON_THE_RANKS = Path(__file__).with_name("stages_on_ranks.py")

@@ -10,12 +10,18 @@ from fsdplab.figures.style import DARK_INK, EDGE, PHASE_COLOURS, ink_on, titled
 
 _ROWS = ("#9cc3e6", "#f2c38b", "#a8d5a2", "#d7b5e0")  # a colour for each place on the first axis
 _TAKES = {"forward": 1, "backward": 2}  # a backward computes twice as much
+ORDERS = ("GPipe", "1F1B")
 
 
 def mesh_figure(axes: dict[str, int], holds: Callable[[int, int], str], title: str) -> go.Figure:
     """Ranks of a mesh of two axes: the first downwards, the second from left to right; `holds(row, column)` is written
-    below the rank.
+    below the rank. ValueError for other than two axes.
     """
+    if len(axes) != 2 or min(axes.values()) < 1:
+        raise ValueError(
+            f"a mesh of the axes {axes} cannot be drawn; expected two, rows and columns, with at least one rank each:"
+            " {'dp': 2, 'tp': 2}"
+        )
     (down, rows), (right, columns) = axes.items()
     names = [
         [f"rank {row * columns + column}: {holds(row, column)}" for column in range(columns)] for row in range(rows)
@@ -50,12 +56,19 @@ class Turn:
         return self.start + _TAKES[self.phase]
 
 
-def schedule(stages: int, micro_batches: int) -> list[Turn]:
-    """The 1F1B schedule (Narayanan et al. 2019): as many forwards as stages follow, then one backward, one forward, ...
+def schedule(stages: int, micro_batches: int, order: str = "1F1B") -> list[Turn]:
+    """GPipe's schedule (Huang et al. 2019): all forwards, then all backwards; or 1F1B (Narayanan et al. 2019): as many
+    forwards as stages follow, then one backward, one forward, ...
 
     A turn starts when its stage is free and its input is there: `max(turn.end for turn in schedule(2, 1)) == 6`.
     """
-    orders = [_order(stages - stage, micro_batches) for stage in range(stages)]
+    if order not in ORDERS or stages < 1 or micro_batches < 1:
+        raise ValueError(
+            f"there is no schedule {order!r} of {stages} stages and {micro_batches} micro-batches; expected"
+            f" {' or '.join(ORDERS)}, at least one stage and at least one micro-batch"
+        )
+    first = [micro_batches if order == "GPipe" else stages - stage for stage in range(stages)]
+    orders = [_order(forwards, micro_batches) for forwards in first]
     ended: dict[tuple[int, str, int], int] = {}
     free, found = [0] * stages, []
     while any(orders):
@@ -68,9 +81,9 @@ def schedule(stages: int, micro_batches: int) -> list[Turn]:
     return found
 
 
-def _order(following: int, micro_batches: int) -> list[tuple[str, int]]:
-    """(phase, micro-batch) in the order of a stage; `following` counts the stage itself and those behind it."""
-    first = min(following, micro_batches)
+def _order(forwards: int, micro_batches: int) -> list[tuple[str, int]]:
+    """(phase, micro-batch) in the order of a stage that begins with so many forwards."""
+    first = min(forwards, micro_batches)
     turns = [("forward", number) for number in range(first)]
     for number in range(micro_batches):
         turns.append(("backward", number))
