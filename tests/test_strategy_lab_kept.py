@@ -8,6 +8,7 @@ import json
 import re
 import threading
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ from fsdplab.widgets.choices import Choices, check
 from fsdplab.widgets.controls import PRESENTED
 from fsdplab.widgets.lab_state import Batch, Curve, LabState
 from fsdplab.widgets.live_curve import picture_of
-from fsdplab.widgets.running import Runner
+from fsdplab.widgets.running import ANOTHER_RUNS, Runner
 from fsdplab.widgets.strategy_lab import StrategyLab
+from fsdplab.widgets.tabs import FAULT, TABS
 
 pytestmark = pytest.mark.quick
 FIXED = {"device": "cpu", "sequence_length": 32}
@@ -71,7 +73,61 @@ def test_a_damaged_record_and_older_batches_are_left_where_they_are_and_said(tmp
     state = LabState(FIXED, **TINY)
     Runner(state, tmp_path)
     assert [batch.number for batch in state.batches] == list(range(3, 14))
-    assert f"2 older ones stay in {tmp_path}; 1 records there could not be read" in state.message
+    assert f"2 older ones stay in {tmp_path}; 1 record in {tmp_path} could not be read: {tmp_path}" in state.message
+
+
+@pytest.mark.parametrize("lost", ["model", "precision", "prefetch", "link", "emulate", "as_model"])
+def test_a_record_without_a_setting_is_offered(tmp_path: Path, lost: str) -> None:
+    write_batch(tmp_path, "batch-1", "zero2")
+    file = tmp_path / "batch-1" / "0-zero2-lab" / "run.json"
+    content = json.loads(file.read_text())
+    content["spec"] = {**content["spec"], "emulate": "8xH100", "model": 3}
+    del content["spec"][lost]
+    file.write_text(json.dumps(content))
+    lab = StrategyLab(FIXED, directory=tmp_path, **TINY)
+    assert lab.batch_menu.options[0][0].startswith("1: ") and "2 ranks" in lab.batch_menu.options[0][0]
+
+
+def test_a_record_of_a_newer_version_is_named_with_the_reason(tmp_path: Path) -> None:
+    write_batch(tmp_path, "batch-1", "zero2")
+    file = tmp_path / "batch-1" / "0-zero2-lab" / "run.json"
+    file.write_text(file.read_text().replace("run record 2", "run record 9"))
+    message = StrategyLab(FIXED, directory=tmp_path, **TINY).state.message
+    assert f"could not be read: {file} has the format 'fsdplab run record 9'" in message
+
+
+def test_folders_that_may_not_be_read_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_batch(tmp_path, "batch-1", "zero2")
+    write_batch(tmp_path, "batch-2", "zero2")
+    closed, listed = tmp_path / "batch-1", Path.iterdir
+
+    def iterdir(folder: Path) -> Iterator[Path]:
+        if folder == closed:
+            raise PermissionError(13, "Permission denied")
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    lab = StrategyLab(FIXED, directory=tmp_path, **TINY)
+    assert len(lab.batch_menu.options) == 1 and f"could not be read: {closed}: Permission denied" in lab.state.message
+    closed = tmp_path
+    assert f"earlier runs in {tmp_path} could not be read (Permission denied)" in kept_runs.kept_in(tmp_path).left
+    too_long = StrategyLab(FIXED, directory=tmp_path / ("x" * 300), **TINY)
+    assert "File name too long" in too_long.state.message
+    with pytest.raises(RuntimeError, match=r"no run can be kept in .*give StrategyLab\(directory=...\) another folder"):
+        too_long.run(60)
+
+
+def test_a_folder_that_somebody_else_moved_is_said(tmp_path: Path) -> None:
+    write_batch(tmp_path, "batch-3-<b>", "zero2")
+    lab = StrategyLab(FIXED, directory=tmp_path, **TINY)
+    assert lab.name.value == "<b>"
+    (tmp_path / "batch-3-<b>").rename(tmp_path / "gone")
+    lab.name.value = "mine"
+    said = lab.exported.outputs[0]["data"]["text/html"]
+    assert "could not be renamed (No such file or directory)" in said and "<b>" not in said
+    for number, tab in enumerate(TABS):
+        lab.tabs.selected_index = number
+        assert FAULT not in str(lab.outputs[tab].outputs), "records are read at the start, not when a tab opens"
 
 
 def test_a_name_is_the_folders_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
@@ -113,6 +169,54 @@ def test_a_cancelled_batch_without_a_record_leaves_no_folder(tmp_path: Path, mon
     monkeypatch.setattr(running, "compare", cancelled)
     assert runner.start() and runner.wait(60) and runner.state.status == "cancelled"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_press_of_cancel_at_once_after_run_is_heeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancel may come before the thread of the run has begun."""
+    from fsdplab.widgets import running
+
+    compared: list[Any] = []
+    monkeypatch.setattr(running, "compare", lambda *args, **named: compared.append(args))
+    state = LabState(FIXED, **TINY)
+    runner = Runner(state, tmp_path)
+    state.subscribe(lambda: state.progress.runs and state.status == "running" and runner.cancel())
+    assert runner.start() and runner.wait(60) and state.status == "cancelled"
+    assert compared == [] and list(tmp_path.iterdir()) == []
+
+
+def test_two_labs_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdplab.widgets import running
+
+    begun, go_on = threading.Event(), threading.Event()
+
+    def compare(*_: Any, **__: Any) -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(running, "compare", compare)
+    first, second, third = (Runner(LabState(FIXED, **TINY), tmp_path) for _ in range(3))
+    said, waits = [], threading.Event()
+    second.state.subscribe(lambda: said.append(second.state.message) or ANOTHER_RUNS in said and waits.set())
+    assert first.start() and begun.wait(60)
+    assert second.start() and third.start() and third.cancel() and third.wait(60)
+    assert third.state.status == "cancelled" and waits.wait(60) and not first.wait(0) and not second.wait(0)
+    go_on.set()
+    assert first.wait(60) and second.wait(60) and (first.state.status, second.state.status) == ("done", "done")
+
+
+def test_an_interrupted_cell_cancels_its_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lab = StrategyLab(FIXED, directory=tmp_path, **TINY)
+    cancelled: list[bool] = []
+
+    def wait(timeout: float | None) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lab.runner, "start", lambda: True)
+    monkeypatch.setattr(lab.runner, "wait", wait)
+    monkeypatch.setattr(lab.runner, "cancel", lambda: cancelled.append(True))
+    with pytest.raises(KeyboardInterrupt):
+        lab.run()
+    assert cancelled == [True]
 
 
 # ---- the live curve

@@ -101,7 +101,24 @@ def test_a_quantity_is_read_in_the_asked_unit(value, unit, expected):
 
 @pytest.mark.parametrize(
     "value",
-    ["many", "", "36 MB/s", "36 parsec", "3 s", None, True, np.True_, [1], "12 MB 4", np.ones(2), torch.ones(2), 1j],
+    [
+        "many",
+        "",
+        "36 MB/s",
+        "36 parsec",
+        "3 s",
+        None,
+        True,
+        np.True_,
+        [1],
+        "12 MB 4",
+        np.ones(2),
+        torch.ones(2),
+        1j,
+        "3,5",
+        "1,00",
+        "1,000,5 MB",
+    ],
 )
 def test_a_quantity_that_measures_something_else_is_refused(value):
     with pytest.raises(QuantityError):
@@ -453,6 +470,7 @@ def test_the_field_hands_its_number_to_the_prediction(course):
     assert entry.value == "" and not entry.disabled, "nothing in it, so nothing is given away"
     entry.value = "32 l"
     assert prediction.value is None and "unknown unit" in complaint.value and changes == []
+    assert not entry.continuous_update, "half a number, which a busy kernel would lock, is never sent"
     entry.value = "321"
     assert prediction.value == 321 and complaint.value == ""
     assert changes == ["Prediction 00.peak: 321 MB (your own number: run on)"]
@@ -460,11 +478,36 @@ def test_the_field_hands_its_number_to_the_prediction(course):
     assert prediction.value is None and complaint.value == "", "an empty field is no prediction"
     entry.value = "321"
     assert Workspace(course.workspace.path).read("predictions.json")["00.peak"]["predicted"] == 321
+    entry.value = "many"
+    assert prediction.value is None and "nothing is predicted yet" in complaint.value, "not the number of before"
+    entry.value = "321"
     prediction.lock()
     entry.value = "5"
-    assert prediction.value == 321 and "is locked" in complaint.value
+    assert prediction.value == 321 and "is locked" in complaint.value and entry.value == "321", "what counts is shown"
     predictions.close(box, prediction)
     assert entry.disabled
+
+
+def test_a_refused_text_goes_when_the_run_starts(course):
+    prediction = Prediction("00.peak", "MB", course.workspace)
+    box = predictions.number_field(prediction, lambda: None)
+    box.children[1].value = "<b>1e999</b>"
+    assert "&lt;b&gt;" in box.children[3].value
+    box.children[1].value = "1e999"
+    assert "not infinite" in box.children[3].value
+    prediction.lock()
+    predictions.close(box, prediction)
+    assert box.children[1].value == "" and "none was made" in str(predictions.standing(prediction))
+
+
+@pytest.mark.parametrize(
+    "predicted,measured,words",
+    [(0, 0, "right within 1 %"), (5, 0, "no ratio to a measurement of 0"), (5, -2, "the other sign")],
+)
+def test_a_measurement_of_nothing_is_no_infinite_ratio(course, predicted, measured, words):
+    prediction = Prediction("00.peak", "MB", course.workspace)
+    prediction.set(predicted)
+    assert words in str(prediction.score(measured))
 
 
 def test_the_cell_that_scores_locks_before_it_runs(course, tmp_path):

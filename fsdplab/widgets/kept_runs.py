@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from fsdplab.common.words import plural
 from fsdplab.records import RecordError, RunRecord
 
 from .lab_state import Batch
@@ -34,19 +35,23 @@ class Kept:
 
 def kept_in(folder: Path) -> Kept:
     """The batches of a folder, by number; runs that left no whole record (cancelled ones) are passed over."""
-    places = sorted(_batches_in(folder))
+    try:
+        places = sorted(_batches_in(folder))
+    except OSError as error:
+        return Kept(left=f"earlier runs in {folder} could not be read ({error.strerror})")
     batches: list[Batch] = []
-    damaged = 0
+    unread: list[str] = []
     for number, name, place in places[-MOST_BACK:]:
-        records, unread = _records_of(place)
-        damaged += unread
+        records, reasons = _records_of(place)
+        unread += reasons
         if records:
             taken = {batch.number for batch in batches}
             free = next(each for each in count(number) if each not in taken)
             batches.append(Batch(free, (), records, name, place))
     older = max(0, len(places) - MOST_BACK)
-    parts = [f"{older} older ones stay in {folder}"] * bool(older)
-    parts += [f"{damaged} records there could not be read"] * bool(damaged)
+    parts = [f"{older} older {'one stays' if older == 1 else 'ones stay'} in {folder}"] * bool(older)
+    if unread:
+        parts.append(f"{plural(len(unread), 'record')} in {folder} could not be read: {unread[0]}")
     return Kept(tuple(batches), "; ".join(parts))
 
 
@@ -58,7 +63,7 @@ def new_folder(folder: Path, number: int) -> Path:
     try:
         return _made(folder, number)
     except OSError as error:
-        why = "it is a file" if folder.is_file() else error.strerror
+        why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
         raise OSError(
             f"no run can be kept in {folder} ({why}); give StrategyLab(directory=...) another folder"
         ) from None
@@ -102,15 +107,19 @@ def _batches_in(folder: Path) -> Iterator[tuple[int, str, Path]]:
             yield int(found[1]), found[2] or "", place
 
 
-def _records_of(place: Path) -> tuple[list[RunRecord], int]:
-    """The records of a batch in the order of its runs, and how many could not be read."""
-    records, unread = [], 0
-    runs = [(int(found[0]), run) for run in place.iterdir() if (found := re.match(r"\d+", run.name))]
-    for _, run in sorted(runs):
-        if not (run / "run.json").is_file():
-            continue
+def _records_of(place: Path) -> tuple[list[RunRecord], list[str]]:
+    """The records of a batch in the order of its runs, and of each that could not be read, why."""
+    try:
+        runs = sorted((int(found[0]), run) for run in place.iterdir() if (found := re.match(r"\d+", run.name)))
+    except OSError as error:
+        return [], [f"{place}: {error.strerror}"]
+    records, unread = [], []
+    for _, run in runs:
         try:
-            records.append(RunRecord.load(run))
-        except RecordError:
-            unread += 1
+            if (run / "run.json").is_file():
+                records.append(RunRecord.load(run))
+        except RecordError as error:
+            unread.append(str(error))
+        except OSError as error:
+            unread.append(f"{run}: {error.strerror}")
     return records, unread

@@ -31,7 +31,7 @@ BUSY = ("running", "cancelling")
 @dataclass(frozen=True)
 class BatchProgress:
     """The progress of a batch: run `run` of `runs` (from 1), step `step` of `steps`; before its first step a run is
-    starting.
+    starting. Before the first run `label` says what the batch waits for.
     """
 
     run: int = 0
@@ -48,8 +48,8 @@ class BatchProgress:
         return min(1.0, (max(self.run - 1, 0) + inside) / self.runs) if self.runs else 0.0
 
     def __str__(self) -> str:
-        if not self.runs:
-            return ""
+        if not self.run:
+            return self.label or ("starting" if self.runs else "")
         where = f"step {self.step} of {self.steps}" if self.step else "its ranks are starting"
         loss = f", loss {self.loss:.4f}" if self.loss is not None else ""
         return f"run {self.run} of {self.runs}, {self.label}: {where}{loss}"
@@ -97,23 +97,24 @@ class Batch:
         if not self.number:
             return f"all batches: {plural(len(self.rows), 'run')}"
         first = self.specs[0].as_dict() if self.specs else self.records[0].spec
-        link = (
-            [f"link {first['link']}"]
-            if first["link"]
-            else [f"as {first['as_model']} on {first['emulate']}"]
-            if first["emulate"]
-            else []
-        )
+        prefetch = first.get("prefetch")
         parts = [
-            *([self.name] if self.name else []),
-            first["model"],
+            self.name,
+            str(first.get("model") or ""),
             plural(first["world_size"], "rank"),
-            first["precision"],
-            f"prefetch {first['prefetch']}",
-            *link,
+            str(first.get("precision") or ""),
+            "" if prefetch is None else f"prefetch {prefetch}",
+            _network(first),
             plural(len(self.specs or self.records), "run"),
         ]
-        return f"{self.number}: {', '.join(parts)}"
+        return f"{self.number}: {', '.join(filter(None, parts))}"
+
+
+def _network(spec: Mapping[str, Any]) -> str:
+    """The emulated network of a spec; a kept record may lack any setting."""
+    if spec.get("link"):
+        return f"link {spec['link']}"
+    return f"as {spec.get('as_model')} on {spec['emulate']}" if spec.get("emulate") else ""
 
 
 @dataclass
@@ -251,6 +252,12 @@ class LabState:
             return True
 
     # ---- methods of the run
+
+    def waits(self, words: str) -> None:
+        """The batch has not begun: `words` say what it waits for."""
+        with self._told():
+            self._running()
+            self.progress = replace(self.progress, label=words)
 
     def started(self, run: int) -> None:
         """Run number `run` (from 0) of the batch begins."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ from fsdplab.sessions import RunSpec, compare
 
 from .kept_runs import FOLDER, kept_in, new_folder
 from .lab_state import LabState
+
+# labs of one kernel run one after the other: side by side each would be measured slower than it is
+_ALONE = threading.Lock()
+ANOTHER_RUNS = "waiting: another strategy lab of this notebook is running"
 
 
 class Cancelled(Exception):
@@ -35,7 +40,6 @@ class Runner:
     def __init__(self, state: LabState, directory: str | Path | None = None) -> None:
         self.state = state
         self.directory = Path(directory if directory is not None else FOLDER)
-        self._cancel = threading.Event()
         self._thread: threading.Thread | None = None
         kept = kept_in(self.directory)
         state.take_back(kept.batches, kept.left)
@@ -45,7 +49,6 @@ class Runner:
         specs = self.state.begin()
         if not specs:
             return False
-        self._cancel.clear()
         self._thread = threading.Thread(target=self._work, args=(specs,), daemon=True, name="fsdplab-lab")
         self._thread.start()
         return True
@@ -54,10 +57,7 @@ class Runner:
         """End the ranks of the running batch, within a few tenths of a second on the lab's side; False when nothing
         runs.
         """
-        if not self.state.cancel():
-            return False
-        self._cancel.set()
-        return True
+        return self.state.cancel()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the batch has ended; False when it still runs after `timeout` seconds."""
@@ -68,13 +68,27 @@ class Runner:
     def _work(self, specs: tuple[RunSpec, ...]) -> None:
         error = None
         try:
-            self._compare(specs)
+            with self._alone():
+                self._compare(specs)
         except Cancelled:
             pass
         # any error is shown in the lab, which stays usable; this thread has no caller
         except Exception as raised:
             error = _one_line(raised)
         self.state.ended(error)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Wait until no other lab of this kernel runs; Cancel ends the waiting too."""
+        self._heed()
+        if not _ALONE.acquire(blocking=False):
+            self.state.waits(ANOTHER_RUNS)
+            while not _ALONE.acquire(timeout=0.05):
+                self._heed()
+        try:
+            yield
+        finally:
+            _ALONE.release()
 
     def _compare(self, specs: tuple[RunSpec, ...]) -> None:
         batch = self.state.batches[-1]
@@ -110,7 +124,7 @@ class Runner:
         )
 
     def _heed(self) -> None:
-        if self._cancel.is_set():
+        if self.state.status == "cancelling":
             raise Cancelled
 
 

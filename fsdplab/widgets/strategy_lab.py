@@ -90,8 +90,15 @@ class StrategyLab:
         return batch.rows if batch else []
 
     def run(self, timeout: float | None = None) -> list[RunRecord]:
-        """Press Run, wait, and return the records, for unattended notebooks. RuntimeError says why there are none."""
-        if not self.runner.start() or not self.runner.wait(timeout) or self.state.status == "failed":
+        """Press Run, wait, and return the records, for unattended notebooks. RuntimeError says why there are none; an
+        interrupt of the cell cancels the runs.
+        """
+        try:
+            ended = self.runner.start() and self.runner.wait(timeout)
+        except KeyboardInterrupt:
+            self.runner.cancel()
+            raise
+        if not ended or self.state.status == "failed":
             raise RuntimeError(self.state.message)
         return self.records
 
@@ -275,7 +282,8 @@ class StrategyLab:
         except ValueError as wrong:
             said = f"<span style='color:#c01f25'>{escape(str(wrong))}</span>"
         except OSError as error:
-            said = f"<span style='color:#c01f25'>{batch.folder} could not be renamed ({escape(str(error.strerror))})</span>"
+            words = f"{batch.folder} could not be renamed ({error.strerror})"
+            said = f"<span style='color:#c01f25'>{escape(words)}</span>"
         self.exported.outputs = tuple(outputs(f"<div style='font-size:15px'>{said}</div>")) if said else ()
         self._list_batches()
 

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from html import escape
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,10 @@ class Prediction:
         """
         if self.locked:
             raise PredictionLocked(f"prediction {self.name} is locked: its run has started")
-        self.value = quantity(value, self.unit)
+        number = quantity(value, self.unit)
+        if not math.isfinite(number):
+            raise QuantityError(f"expected a number that is not infinite, got {value!r}")
+        self.value = number
         self._store()
 
     def clear(self) -> None:
@@ -98,9 +102,11 @@ class Score:
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured; infinite where nothing was measured, NaN where nothing was predicted."""
+        """Predicted over measured; infinite where the measurement is 0, NaN where nothing was predicted."""
         if self.predicted is None:
             return math.nan
+        if self.predicted == self.measured:
+            return 1.0
         return self.predicted / self.measured if self.measured else math.inf
 
     def __str__(self) -> str:
@@ -124,6 +130,10 @@ def compared(ratio: float) -> str:
     """A ratio as text: `compared(1.25) == "1.25 times the measurement (25 % high)"`."""
     if abs(ratio - 1) < 0.01:
         return "right within 1 %"
+    if not math.isfinite(ratio):
+        return "there is no ratio to a measurement of 0"
+    if ratio < 0:
+        return "the measurement has the other sign"
     side = "high" if ratio > 1 else "low"
     return (
         f"{ratio:.2f} times the measurement ({abs(ratio - 1) * 100:.0f} % {side})"
@@ -235,31 +245,60 @@ def lock_scored(cell: Any) -> None:
 def number_field(prediction: Prediction, changed: Callable[[], None]) -> ipywidgets.HBox:
     """The field, its unit and what is wrong with it; a number goes to the prediction at once, then `changed` is
     called.
+
+    The number is sent when the field is left, or on Enter: of the letters of a number that is being typed, a busy
+    kernel would get the first one before the cell that locks it, and the others after.
     """
     import ipywidgets
 
     entry = ipywidgets.Text(
-        value="" if prediction.value is None else f"{prediction.value:g}", placeholder="your number",
-        disabled=prediction.locked, layout={"width": "9em"},
+        value=written(prediction), placeholder="your number", continuous_update=False,
+        disabled=prediction.locked, layout={"width": "9em", "flex": "0 0 auto"},
     )  # fmt: skip
-    complaint = ipywidgets.Label("")
+    complaint = ipywidgets.HTML()
 
     def take(change: Any) -> None:
-        try:
-            prediction.set(change["new"]) if change["new"].strip() else prediction.clear()
-        except (QuantityError, PredictionLocked) as error:
-            complaint.value = str(error)
-            return
-        complaint.value = ""
-        changed()
+        if change["new"] == written(prediction):
+            return  # what the field shows again
+        before = prediction.value
+        complaint.value = _complaint(_refusal(prediction, change["new"]))
+        if prediction.locked:
+            entry.value = written(prediction)
+        elif prediction.value != before:
+            changed()
 
     entry.observe(take, names="value")
-    return ipywidgets.HBox([ipywidgets.Label("Your prediction:"), entry, ipywidgets.Label(prediction.unit), complaint])
+    words = [ipywidgets.Label(text, layout={"flex": "0 0 auto"}) for text in ("Your prediction:", prediction.unit)]
+    return ipywidgets.HBox([words[0], entry, words[1], complaint], layout={"flex_flow": "row wrap"})
+
+
+def _refusal(prediction: Prediction, typed: str) -> str:
+    """Hand what was typed to the prediction; why it was refused, or nothing. A text that is no number predicts none."""
+    try:
+        prediction.set(typed) if typed.strip() else prediction.clear()
+    except PredictionLocked as error:
+        return str(error)
+    except QuantityError as error:
+        prediction.clear()
+        return f"{error}; nothing is predicted yet"
+    return ""
+
+
+def _complaint(words: str) -> str:
+    return f"<span role='alert' style='color:#c01f25'>{escape(words)}</span>" if words else ""
+
+
+def written(prediction: Prediction) -> str:
+    """What the field shows: the number that counts, or nothing."""
+    return "" if prediction.value is None else f"{prediction.value:g}"
 
 
 def close(box: ipywidgets.HBox, prediction: Prediction) -> None:
-    """Let the field take no number once the prediction is locked."""
-    box.children[1].disabled = prediction.locked
+    """Let the field take no number once the prediction is locked, and show the one that counts."""
+    entry = box.children[1]
+    entry.disabled = prediction.locked
+    if prediction.locked:
+        entry.value = written(prediction)
 
 
 def standing(prediction: Prediction) -> Note:

@@ -23,7 +23,10 @@ _SCALES = {
     },
     "a plain number": {"": 1.0, "x": 1.0, "%": 0.01},
 }  # fmt: skip
-_WRITTEN = re.compile(r"\s*([-+]?(?:\d[\d_,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([^\d\s]*)\s*\Z")
+# a comma stands between thousands only: "3,5" may mean 3.5 to its writer, and must not become 35
+_WRITTEN = re.compile(
+    r"\s*([-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([^\d\s,]*)\s*\Z"
+)
 
 
 class QuantityError(ValueError):
@@ -80,7 +83,8 @@ def plain(value: Any) -> Any:
 def _written(text: str, unit: str) -> float:
     match = _WRITTEN.match(text)
     if not match:
-        raise QuantityError(f'expected a number and a unit such as "12 {unit}", got {text!r}')
+        point = ", with a decimal point" if "," in text else ""
+        raise QuantityError(f'expected a number and a unit such as "{f"12 {unit}".strip()}"{point}, got {text!r}')
     number = float(match[1].replace(",", "").replace("_", ""))
     given = match[2] or unit
     if kind_of(given) != kind_of(unit):
