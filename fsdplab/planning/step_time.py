@@ -4,15 +4,16 @@ Compute of a block: its matrix products at a fraction of the GPU's peak, plus th
 move at the memory's rate (Williams et al. 2009, Roofline). A backward is twice the forward; attention's is 2.5 times,
 because flash attention computes its scores again (Dao 2023, section 4.1).
 
-Overlap: collectives of the shard axis run one after the other, in the order in which the engine issues them: a gather
-one unit ahead, a reduction behind each block's backward. A block computes when its parameters are there. One reduction
-is under way at a time: before the next, the engine waits for it, and only then all-reduces its slice across replicas.
-Tensor and context parallelism's collectives stand in the way of the next product, so no compute hides them; those of
-the shard axis, on a link of their own, go on meanwhile.
+Overlap: collectives of the shard axis run one after the other, in the order in which the engine issues them: gathers
+`prefetch` units ahead, a reduction behind each block's backward. A block computes when its parameters are there. One
+reduction is under way at a time: before the next, the engine waits for it, and only then all-reduces its slice across
+replicas. Tensor and context parallelism's collectives stand in the way of the next product, so no compute hides them;
+those of the shard axis, on a link of their own, go on meanwhile.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from .hardware import Gpu
@@ -255,14 +256,15 @@ class _Lanes:
 
     def _backward(self, gathers: bool, reduces: bool) -> None:
         layers, depth = self.spec.model.layers, self.spec.prefetch
-        arrived = self._send(self.computed, self.each.gather) if gathers and depth else self.computed
+        ahead = min(depth, layers) if gathers else 0
+        arrived = deque(self._send(self.computed, self.each.gather) for _ in range(ahead))
         self.computed += self.head_backward_s
         for block in reversed(range(layers)):
             if gathers and not depth:
-                arrived = self._send(self.computed, self.each.gather)
-            began = self.computed = max(self.computed, arrived)
-            if gathers and depth and block:
-                arrived = self._send(began, self.each.gather)
+                arrived.append(self._send(self.computed, self.each.gather))
+            self.computed = max(self.computed, arrived.popleft() if gathers else 0.0)
+            if ahead and block >= depth:
+                arrived.append(self._send(self.computed, self.each.gather))
             self.computed += self.backward_s
             if reduces:
                 self._reduce(self.each.reduce, self.each.across)
