@@ -16,15 +16,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from .efficiency import efficiency_of
 from .hardware import Gpu
 from .plan_spec import PlanError, PlanSpec
 from .plan_traffic import AxisTraffic, inline_counts, plan_traffic, seconds_each
 from .unit_bytes import unit_bytes
 
-# FLOP/s that matrix products of a training step reach, of the data sheet's: fitted to half of the published rows a GPU
-# (validate.py prints them beside the other half), 0.6 where nothing was published.
-MATMUL_EFFICIENCY = {"H100 SXM 96GB": 0.43, "H100 SXM 80GB": 0.485, "A100 SXM 80GB": 0.72, "A100 SXM 40GB": 0.655}
-_USUAL_EFFICIENCY = 0.6
 # FLOP/s that flash attention reaches of the data sheet's: "only 35%" of an H100 (Shah et al. 2024, FlashAttention-3,
 # abstract, of FlashAttention-2), 50 to 73% of an A100 (Dao 2023, FlashAttention-2, abstract)
 _ATTENTION_EFFICIENCY = {"H100": 0.35, "H200": 0.35}
@@ -88,7 +85,7 @@ class Compute:
     """Seconds of compute of one micro-batch's parts on one rank; the simulation computes with the same."""
 
     def __init__(self, spec: PlanSpec, efficiency: float | None) -> None:
-        reached = efficiency or MATMUL_EFFICIENCY.get(spec.gpu.name, _USUAL_EFFICIENCY)
+        reached = efficiency or efficiency_of(spec.gpu).part
         self.flops = reached * peak_flops(spec.gpu) * (1.0 if spec.param_bytes == 2 else 0.5)
         at_attention = _ATTENTION_EFFICIENCY.get(spec.gpu.name.split()[0], _USUAL_ATTENTION) if spec.flash else reached
         self.attention_flops = min(at_attention, reached) * self.flops / reached
