@@ -13,10 +13,12 @@ import pytest
 
 from fsdplab import cli
 from fsdplab.common.names import CATEGORIES, STRATEGIES
-from fsdplab.planning import HardwareError, ModelError, PlanError, models, plan, plan_traffic, planner
+from fsdplab.planning import HardwareError, ModelError, PlanError, efficiency, models, plan, plan_traffic, planner
 from fsdplab.planning import fit as fit_module
 from fsdplab.planning.activations import block_tensors, computed_per_token, kept_per_token
+from fsdplab.planning.efficiency import ASSUMED, Efficiency, efficiency_of
 from fsdplab.planning.fit import fit
+from fsdplab.planning.hardware import GPUS, find_gpu
 from fsdplab.planning.links import LinkSpec
 from fsdplab.planning.memory import FRAMEWORK_BYTES
 from fsdplab.planning.model_files import model_named
@@ -41,7 +43,7 @@ PUBLISHED = {  # of model cards, papers and checkpoints
 # ---- parameters
 
 
-@pytest.mark.parametrize("module", [models, planner, fit_module], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [models, planner, fit_module, efficiency], ids=lambda module: module.__name__)
 def test_the_docstrings_examples_hold(module):
     tried = doctest.testmod(module)
     assert tried.attempted and not tried.failed
@@ -494,6 +496,30 @@ def test_a_sweep_is_a_table_and_a_figure(capsys, tmp_path):
 def test_wrong_sweeps_and_targets_are_refused(arguments, words, capsys):
     code, _, said = ended(["plan", *arguments], capsys)
     assert code == 2 and words in said and said.count("\n") == 1
+
+
+def test_an_efficiency_is_fitted_or_carried_over_from_the_nearest_card_or_assumed():
+    h100, h200 = efficiency_of(find_gpu("h100")), efficiency_of(find_gpu("h200"))
+    assert h100.origin == "fitted on 5 published runs"
+    assert h200.part == h100.part and h200.origin == "carried over from H100 SXM 80GB, the same die GH100"
+    assert efficiency_of(find_gpu("b200")).part == pytest.approx(h100.part * (1745 / 2250) / (794.5 / 989))
+    assert "at 51%, there at 80%" in efficiency_of(find_gpu("mi300x")).origin
+    assert efficiency_of(find_gpu("4090")) == Efficiency(ASSUMED, "assumed: data/published.csv has no run on it")
+
+
+def test_no_step_is_faster_than_products_alone_were_measured_to_be():
+    """0.6 was assumed for every card without runs, which on an MI300X is more than its products reach alone."""
+    for gpu in GPUS.values():
+        if gpu.product_flops and gpu.bf16_flops:
+            assert efficiency_of(gpu).part < gpu.product_flops / gpu.bf16_flops
+
+
+@pytest.mark.parametrize("form", [[], ["--fit"], ["--sweep", "seq=512,1024"], ["--simulate"]])
+def test_every_form_says_where_its_figures_and_its_efficiency_are_from(form, capsys):
+    code, printed, _ = ended(["plan", "--gpu", "h200", "--seq", "512", *form], capsys)
+    out = " ".join(printed.split())
+    assert code == 0 and "0.485 of 989 TFLOP/s: carried over from H100 SXM 80GB, the same die GH100" in out
+    assert "predicted, in closed form" in out or "is simulated, the second predicted" in out
 
 
 def test_a_gpu_of_unknown_speed_has_memory_and_no_time(capsys):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from fsdplab import cli
+from fsdplab.planning.efficiency import FITTED_ON, MATMUL_EFFICIENCY
 from fsdplab.planning.memory import RESERVED_OVER_USED
 from fsdplab.planning.published import COLUMNS, PublishedError, read_published
-from fsdplab.planning.step_time import MATMUL_EFFICIENCY
 from fsdplab.planning.validate import FITTED, HELD_OUT, validate
 
 pytestmark = pytest.mark.quick
@@ -68,6 +68,7 @@ def test_every_usable_row_is_predicted_and_every_other_one_has_a_reason(found):
 def test_one_number_a_gpu_type_is_fitted_on_every_other_row(found):
     for gpu in MATMUL_EFFICIENCY:
         parts = [row.part for row in found.rows if row.quantity == "tokens/s" and row.gpu == gpu]
+        assert parts.count(FITTED) == FITTED_ON[gpu]
         assert parts == [FITTED, HELD_OUT] * (len(parts) // 2) + [FITTED] * (len(parts) % 2)
     assert found.efficiencies == MATMUL_EFFICIENCY, "what plans use is what was fitted"
 

@@ -119,6 +119,8 @@ def test_the_gpus_are_the_tables():
         assert gpu.memory_bytes == int(float(row["usable_GiB_seen"].lstrip("~") or row["memory_label_GB"]) * 2**30)
         assert gpu.bf16_flops == (float(row["dense_bf16_TFLOPs"]) * 1e12 if row["dense_bf16_TFLOPs"] else None)
         assert gpu.hbm_bytes_per_s == float(row["mem_TBps"]) * 1e12
+        alone = row["measured_max_bf16_matmul_TFLOPs"]
+        assert gpu.product_flops == (float(alone) * 1e12 if alone[:1].isdigit() else None)
         nic = row["typical_nic_Gbps_per_gpu"].split(" ")[0]
         assert gpu.nic_bytes_per_s == (float(nic) * 1e9 / 8 if nic else None)
         links_there = {

@@ -322,6 +322,15 @@ def test_the_terminal_and_the_page_show_the_same_cells(capsys):
             assert cell in printed and str(escape(cell)) in page
 
 
+def test_the_tables_of_a_record_are_made_once_for_terminal_and_page(tmp_path, monkeypatch, capsys):
+    paths = [str(a_step(GpuRank(rank)).write(tmp_path / f"rank{rank}.json")) for rank in (0, 1)]
+    made, idle_time = [], of_record.idle_time
+    monkeypatch.setattr(of_record, "idle_time", lambda analyses: made.append(1) or idle_time(analyses))
+    app(["report", *paths, "--tables", "--html", str(tmp_path / "page.html")], standalone_mode=False)
+    assert len(made) == 1 and "Idle time by cause" in capsys.readouterr().out
+    assert "Idle time by cause" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
 def test_a_record_without_traces_says_so(tmp_path):
     record = replace(RunRecord.load(DATA), path=tmp_path)
     assert "was not profiled" in str(tabbed("", [record], []))

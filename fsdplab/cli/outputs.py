@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
@@ -24,6 +24,9 @@ from fsdplab.common.words import MISSING
 from fsdplab.figures.table import COLUMNS, LEGEND, NUMBERS, cells, mood
 from fsdplab.figures.view import RunView, provenance, view
 from fsdplab.records import RunRecord
+
+if TYPE_CHECKING:
+    from fsdplab.profiling.tables import TablesOf
 
 WIDTH = 161  # columns of the table without a terminal: none of them wraps
 STYLES = {"good": "bold green", "bad": "bold red", "": ""}
@@ -72,8 +75,14 @@ class Outputs:
         console = Console(stderr=self.json_file == "-")
         return console if console.is_terminal else Console(stderr=self.json_file == "-", width=WIDTH)
 
-    def write(self, comparison: dict[str, Any], shown: Sequence[RunView], records: Sequence[RunRecord]) -> None:
-        """Write the requested files."""
+    def write(
+        self,
+        comparison: dict[str, Any],
+        shown: Sequence[RunView],
+        records: Sequence[RunRecord],
+        tables_of: TablesOf | None = None,
+    ) -> None:
+        """Write the requested files; `tables_of` gives the tables of a record's traces where they are made already."""
         text = json.dumps(comparison, indent=1)
         if self.json_file == "-":
             sys.stdout.write(text + "\n")
@@ -82,7 +91,8 @@ class Outputs:
         if self.html_file:
             from fsdplab.figures import comparison_page, findings_of
 
-            write_output(self.html_file, comparison_page(comparison, shown, findings_of(records), records))
+            page = comparison_page(comparison, shown, findings_of(records), records, tables_of)
+            write_output(self.html_file, page)
 
 
 def check_file(flag: str, path: Path) -> None:

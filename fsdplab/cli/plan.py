@@ -19,9 +19,11 @@ from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.planning import HardwareError, ModelError, PlanError
 from fsdplab.planning.planner import Plan, plan_of, plan_spec, shortfall
+from fsdplab.planning.step_time import peak_flops
 
 _WIDTH = 110
 _BAR = 30  # columns of a whole card
+_PREDICTED = "all figures are predicted, in closed form"
 
 
 def check_tokens(tokens: float | None) -> None:
@@ -84,6 +86,17 @@ def write_json(json_file: str | None, text: str) -> None:
         write_output(Path(json_file), text + "\n")
 
 
+def reached_words(found: Plan) -> str:
+    """`0.485 of 989 TFLOP/s: fitted on 5 published runs`: what all predicted times rest on."""
+    return found.efficiency.of(peak_flops(found.spec.gpu)) if found.efficiency else "unknown"
+
+
+def print_provenance(console: Console, plans: Sequence[Plan], what: str = _PREDICTED) -> None:
+    """Where the figures of plans on one kind of GPU are from, beneath their table."""
+    reached = f"; matrix products reach {reached_words(plans[0])}" if plans and plans[0].efficiency else ""
+    console.print(f"provenance: {what}{reached}", highlight=False, markup=False)
+
+
 def _headline(found: Plan) -> str:
     spec = found.spec
     mesh = f", {spec.tensor_parallel}-way tensor parallel" if spec.tensor_parallel > 1 else ""
@@ -135,6 +148,7 @@ def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
     time = found.time
     if time is None:
         yield "step time", f"unknown: no bf16 FLOP/s are known for {found.spec.gpu.name}"
+        yield "provenance", _PREDICTED
         return
     yield "step", f"{seconds(time.step_s)}: compute {seconds(time.compute_s)}, exposed {seconds(time.exposed_s)}"
     yield (
@@ -146,4 +160,5 @@ def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
     hours = found.hours(tokens) if tokens else None
     if hours:
         yield f"{tokens:,.0f} tokens", f"{hours:,.1f} hours, {hours * found.spec.gpus:,.0f} GPU-hours"
-    yield "provenance", "all figures are predicted, in closed form"
+    yield "products reach", reached_words(found)
+    yield "provenance", _PREDICTED

@@ -12,12 +12,13 @@ from rich.table import Table
 
 from fsdplab.cli.errors import refuse
 from fsdplab.cli.outputs import WIDTH, check_file
-from fsdplab.cli.plan import console_beside, refusals, write_json
+from fsdplab.cli.plan import console_beside, print_provenance, refusals, write_json
 from fsdplab.common.files import write_output
 from fsdplab.common.places import how_to_install
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING
 from fsdplab.planning.fit import Fit, fit, parse_sweep, sweep
+from fsdplab.planning.hardware import Gpu
 from fsdplab.planning.planner import Plan, plan_spec, shortfall
 
 
@@ -28,7 +29,8 @@ def show_fit(model: str, gpu: str, choices: dict[str, Any], tokens: float | None
         found = fit(spec)
     console = console_beside(json_file, WIDTH)
     console.print(_table([_words(each) for each in found.candidates], list(found.candidates), spec.gpu.memory_bytes))
-    _print_choice(console, found, spec.gpus, tokens)
+    _print_choice(console, found, spec.gpus, spec.gpu, tokens)
+    print_provenance(console, found.candidates)
     rows = [each.as_dict(tokens) | {"checkpointing": each.spec.checkpointing} for each in found.candidates]
     fewest = found.fewest.as_dict(tokens) | {"checkpointing": found.fewest.spec.checkpointing} if found.fewest else None
     write_json(json_file, json.dumps({"candidates": rows, "fewest_gpus": fewest}, indent=1))
@@ -38,7 +40,7 @@ def _words(found: Plan) -> str:
     return f"{found.spec.strategy}, checkpointing {found.spec.checkpointing}, micro-batch {found.spec.micro_batch}"
 
 
-def _print_choice(console: Console, found: Fit, gpus: int, tokens: float | None) -> None:
+def _print_choice(console: Console, found: Fit, gpus: int, gpu: Gpu, tokens: float | None) -> None:
     best, fewest = found.best, found.fewest
     if best is None:
         console.print(f"[bold red]nothing fits[/] on {gpus} GPUs with a micro-batch of 1", highlight=False)
@@ -47,7 +49,8 @@ def _print_choice(console: Console, found: Fit, gpus: int, tokens: float | None)
         cost = f", {hours * gpus:,.0f} GPU-hours for {tokens:,.0f} tokens" if hours else ""
         console.print(f"[bold green]cheapest[/]: {_words(best)}{cost}", highlight=False)
     if fewest is None:
-        console.print("no number of these GPUs holds it", highlight=False)
+        known = "" if gpu.nic_bytes_per_s else f" in one node, and no network between nodes is known for {gpu.name}"
+        console.print(f"no number of these GPUs holds it{known}", highlight=False)
     else:
         console.print(f"[bold]fewest GPUs[/]: {fewest.spec.gpus} with {_words(fewest)}", highlight=False)
 
@@ -69,6 +72,7 @@ def show_sweep(
     for label, each in zip(labels, plans):
         if missing := shortfall(each):
             console.print(f"{label}: [bold red]does not fit[/]: {escape(missing)}", highlight=False)
+    print_provenance(console, plans)
     rows = [{name: value} | each.as_dict() for value, each in zip(values, plans)]
     write_json(json_file, json.dumps({"sweep": name, "rows": rows}, indent=1))
     if figure is not None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fsdplab.cli.outputs import WIDTH, Outputs
-from fsdplab.cli.plan import console_beside, refusals, write_json
+from fsdplab.cli.plan import console_beside, print_provenance, refusals, write_json
 from fsdplab.common.files import write_output
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING, plural
@@ -35,7 +35,7 @@ def show_simulation(
         took = time.perf_counter() - began
     console = console_beside(json_file, WIDTH)
     console.print(_table(found, record))
-    _print_how(console, record, took)
+    _print_how(console, found, record, took)
     write_json(json_file, json.dumps(_as_dict(found, record), indent=1))
     if html_file is not None:
         from fsdplab.figures import comparison_page, findings_of
@@ -67,7 +67,7 @@ def _pairs(found: Plan, record: RunRecord) -> Iterator[tuple[str, Any, float, fl
     yield "peak memory of a rank", size, peak, found.memory.peak.total
 
 
-def _print_how(console: Console, record: RunRecord, took: float) -> None:
+def _print_how(console: Console, found: Plan, record: RunRecord, took: float) -> None:
     simulated = record.summary["simulated"]
     ranks = sum(simulated["ranks"].values())
     console.print(
@@ -76,6 +76,7 @@ def _print_how(console: Console, record: RunRecord, took: float) -> None:
         " form's, at the instants that the simulation gives it",
         highlight=False,
     )
+    print_provenance(console, [found], "the first column is simulated, the second predicted in closed form")
 
 
 def _as_dict(found: Plan, record: RunRecord) -> dict[str, Any]:

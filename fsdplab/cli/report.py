@@ -24,7 +24,7 @@ from fsdplab.cli.outputs import (
 )
 from fsdplab.figures.trace_tables import cells, headings, is_number, left_out
 from fsdplab.figures.view import views
-from fsdplab.profiling.tables import Table
+from fsdplab.profiling.tables import Table, TablesOf
 from fsdplab.records import RecordError, RunRecord, comparison_json
 
 
@@ -55,23 +55,23 @@ def report_records(
     if outputs.detail is not Detail.QUIET:
         print_notes(outputs.console(), records)
         print_findings(outputs.console(), records)
-    if tables:
-        _print_tables(outputs.console(), records)
+    tables_of = _print_tables(outputs.console(), records) if tables else None
     if outputs.detail is Detail.VERBOSE:
         print_output_of_ranks(outputs.console(), records)
-    outputs.write(comparison, shown, records)
+    outputs.write(comparison, shown, records, tables_of)
     exports.write(records, outputs.console())
     end_if_failed(loaded)
 
 
-def _print_tables(console: Console, records: Sequence[RunRecord]) -> None:
-    """The tables of every record's traces."""
+def _print_tables(console: Console, records: Sequence[RunRecord]) -> TablesOf:
+    """Print the tables of every record's traces, and return where they are, for a page: they take long to make."""
     from fsdplab.profiling.tables import tables_of_record
     from fsdplab.profiling.traces.chrome import TraceError
 
+    made: dict[int, list[Table]] = {}
     for record, shown in zip(records, views(records)):
         try:
-            found = tables_of_record(record)
+            found = made[id(record)] = tables_of_record(record)
         except (RecordError, TraceError) as error:
             refuse(str(error))
         for each in found:
@@ -81,6 +81,7 @@ def _print_tables(console: Console, records: Sequence[RunRecord]) -> None:
                 console.print(_grid(each))
             for note in filter(None, (left_out(each), *each.notes)):
                 console.print(note, style="dim", highlight=False, markup=False)
+    return lambda record: made[id(record)]
 
 
 def _grid(shown: Table) -> Grid:

@@ -28,7 +28,8 @@ class Gpu:
     """One kind of GPU: memory in bytes, dense bf16 FLOP/s, memory traffic and links in bytes per second in one
     direction.
 
-    `nic_bytes_per_s` is what the node's network cards give to each GPU of it, typically.
+    `nic_bytes_per_s` is what the node's network cards give to each GPU of it, typically. `die`: the chip that computes,
+    where several cards have it. `product_flops`: what large matrix products alone were measured to reach.
     """
 
     name: str
@@ -38,6 +39,8 @@ class Gpu:
     link: LinkSpec
     nic_bytes_per_s: float | None
     source: str
+    die: str = ""
+    product_flops: float | None = None
 
 
 def _gpu(
@@ -48,14 +51,17 @@ def _gpu(
     link: LinkSpec,
     nic_gbit: float | None,
     source: str,
+    die: str = "",
+    product_tflops: float | None = None,
 ) -> Gpu:
-    flops, nic = tflops and tflops * 1e12, nic_gbit and nic_gbit * 1e9 / 8
-    return Gpu(name, int(memory_gib * _GIB), flops, hbm_tb * 1e12, link, nic, source)
+    flops, nic, products = tflops and tflops * 1e12, nic_gbit and nic_gbit * 1e9 / 8, product_tflops
+    return Gpu(name, int(memory_gib * _GIB), flops, hbm_tb * 1e12, link, nic, source, die, products and products * 1e12)
 
 
 # seven links of 64 GB/s: one peer alone sees one; latency assumed NVLink's
 _XGMI = LinkSpec("xgmi", 448e9, PRESETS["nvlink4"].latency_s)
 _QUOTED = "stas00/ml-engineering, compute/accelerator and network, quoting the vendor's page"
+# Rates of products alone: the same source's measurements of its own (mamf-finder).
 
 # Memory: as seen by a program where that is known (MI300X, H200, H100 96GB), else the label.
 GPUS: dict[str, Gpu] = {
@@ -69,11 +75,22 @@ GPUS: dict[str, Gpu] = {
             PRESETS["nvlink4"],
             400,
             "nvidia.com/data-center/h100 (prints 1979 with sparsity); DGX H100 user guide",
+            "GH100",
+            794.5,
         ),
         _gpu(
-            "H100 SXM 96GB", 95.04, None, 2.4, PRESETS["nvlink4"], 400, "torchtitan's benchmarks; no public data sheet"
+            "H100 SXM 96GB",
+            95.04,
+            None,
+            2.4,
+            PRESETS["nvlink4"],
+            400,
+            "torchtitan's benchmarks; no public data sheet",
+            "GH100",
         ),
-        _gpu("H200 SXM 141GB", 139, 989, 4.8, PRESETS["nvlink4"], 400, f"nvidia.com/data-center/h200; {_QUOTED}"),
+        _gpu(
+            "H200 SXM 141GB", 139, 989, 4.8, PRESETS["nvlink4"], 400, f"nvidia.com/data-center/h200; {_QUOTED}", "GH100"
+        ),
         _gpu(
             "A100 SXM 40GB",
             40,
@@ -82,6 +99,7 @@ GPUS: dict[str, Gpu] = {
             PRESETS["nvlink3"],
             50,
             "NVIDIA A100 whitepaper; network of an AWS p4d: 4 x 100 Gb/s for 8 GPUs",
+            "GA100",
         ),
         _gpu(
             "A100 SXM 80GB",
@@ -91,8 +109,12 @@ GPUS: dict[str, Gpu] = {
             PRESETS["nvlink3"],
             200,
             "nvidia.com/data-center/a100; network of HDR class, varies from 50 to 200 Gb/s",
+            "GA100",
+            271.2,
         ),
-        _gpu("B200 SXM", 180, 2250, 8.0, PRESETS["nvlink5"], 400, f"NVIDIA DGX B200 data sheet; {_QUOTED}"),
+        _gpu(
+            "B200 SXM", 180, 2250, 8.0, PRESETS["nvlink5"], 400, f"NVIDIA DGX B200 data sheet; {_QUOTED}", "GB100", 1745
+        ),
         _gpu(
             "RTX 4090",
             24,
@@ -116,7 +138,7 @@ GPUS: dict[str, Gpu] = {
             "A10G", 24, None, 0.6, PRESETS["pcie4"], None, "AWS G5; sources for bf16 disagree (62.5 to 125): measure it"
         ),
         _gpu("T4", 16, None, 0.32, PRESETS["pcie3"], None, "NVIDIA T4 data sheet: no bf16, 65 TFLOP/s in fp16"),
-        _gpu("MI300X", 191.98, 1307.4, 5.3, _XGMI, 400, f"amd.com/instinct/mi300x; {_QUOTED}"),
+        _gpu("MI300X", 191.98, 1307.4, 5.3, _XGMI, 400, f"amd.com/instinct/mi300x; {_QUOTED}", "", 668.4),
     )
 }
 # Usual short names, squeezed, and their rows.

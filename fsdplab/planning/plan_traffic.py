@@ -73,6 +73,18 @@ def seconds_each(spec: PlanSpec, row: AxisTraffic) -> float:
     return transfer_s(axis_link(spec, row.axis), row.wire_bytes, steps)
 
 
+def inline_counts(spec: PlanSpec, row: AxisTraffic) -> tuple[int, int]:
+    """How many collectives of the row stand between the products of one forward of its unit, and of one backward.
+
+    Tensor and context parallelism's do; those that move states do not, (0, 0).
+    """
+    in_forward = _IN_FORWARD.get((row.axis, row.unit), 0)
+    passes = spec.grad_accum * (spec.model.layers if row.unit == "block" else 1)
+    return (in_forward, round(row.count / passes) - in_forward) if in_forward else (0, 0)
+
+
+# collectives of tensor and context parallelism in one forward of a unit, of each kind; the backward has the others
+_IN_FORWARD = {("tensor", "block"): 2, ("tensor", "root"): 1, ("context", "block"): 1}
 _NETWORK_S = 14.0e-6  # NCCL's own constant of a network's step, as in links.py
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.sizes import size
 
+from .efficiency import Efficiency, efficiency_of
 from .hardware import find_gpu
 from .memory import Memory, host_bytes, memory_of
 from .model_files import model_named
@@ -52,6 +53,11 @@ class Plan:
             return None
         return model_flops(self.spec) / (self.time.step_s * self.spec.gpus * peak_flops(self.spec.gpu))
 
+    @property
+    def efficiency(self) -> Efficiency | None:
+        """What part of the data sheet's FLOP/s products are taken to reach, and where that is from."""
+        return efficiency_of(self.spec.gpu) if self.time else None
+
     def hours(self, tokens: float) -> float | None:
         """Hours of training on so many tokens."""
         return tokens / self.spec.step_tokens * self.time.step_s / 3600 if self.time else None
@@ -82,6 +88,8 @@ class Plan:
             "exposed_s": time and time.exposed_s,
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "mfu": self.mfu,
+            "efficiency": self.efficiency and asdict(self.efficiency),
+            "provenance": "predicted in closed form",
         }
         hours = self.hours(tokens) if tokens else None
         return found | ({"hours": hours, "gpu_hours": hours * self.spec.gpus} if hours else {})

@@ -4,25 +4,24 @@ Compute of a block: its matrix products at a fraction of the GPU's peak, plus th
 move at the memory's rate (Williams et al. 2009, Roofline). A backward is twice the forward; attention's is 2.5 times,
 because flash attention computes its scores again (Dao 2023, section 4.1).
 
-Overlap: collectives of the shard axis run one after the other, in the order in which the engine issues them: a gather
-one unit ahead, a reduction behind each block's backward. A block computes when its parameters are there. One reduction
-is under way at a time: before the next, the engine waits for it, and only then all-reduces its slice across replicas.
-Tensor and context parallelism's collectives stand in the way of the next product: they hide nothing and are not hidden.
+Overlap: collectives of the shard axis run one after the other, in the order in which the engine issues them: gathers
+`prefetch` units ahead, a reduction behind each block's backward. A block computes when its parameters are there. One
+reduction is under way at a time: before the next, the engine waits for it, and only then all-reduces its slice across
+replicas. Tensor and context parallelism's collectives stand in the way of the next product, so no compute hides them;
+those of the shard axis, on a link of their own, go on meanwhile.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
+from .efficiency import efficiency_of
 from .hardware import Gpu
 from .plan_spec import PlanError, PlanSpec
-from .plan_traffic import AxisTraffic, plan_traffic, seconds_each
+from .plan_traffic import AxisTraffic, inline_counts, plan_traffic, seconds_each
 from .unit_bytes import unit_bytes
 
-# FLOP/s that matrix products of a training step reach, of the data sheet's: fitted to half of the published rows a GPU
-# (validate.py prints them beside the other half), 0.6 where nothing was published.
-MATMUL_EFFICIENCY = {"H100 SXM 96GB": 0.43, "H100 SXM 80GB": 0.485, "A100 SXM 80GB": 0.72, "A100 SXM 40GB": 0.655}
-_USUAL_EFFICIENCY = 0.6
 # FLOP/s that flash attention reaches of the data sheet's: "only 35%" of an H100 (Shah et al. 2024, FlashAttention-3,
 # abstract, of FlashAttention-2), 50 to 73% of an A100 (Dao 2023, FlashAttention-2, abstract)
 _ATTENTION_EFFICIENCY = {"H100": 0.35, "H200": 0.35}
@@ -46,12 +45,11 @@ def step_time(spec: PlanSpec, efficiency: float | None = None) -> StepTime:
     """The step's seconds; `efficiency` replaces the fitted one. Raises PlanError for a GPU of unknown FLOP/s."""
     compute = Compute(spec, efficiency)
     rows = plan_traffic(spec)
-    inline_s = sum(row.count * seconds_each(spec, row) for row in rows if row.axis in ("tensor", "context"))
-    lanes = _Lanes(compute, _Collectives.of(spec, rows), spec)
+    lanes = _Lanes(compute, _Collectives.of(spec, rows), spec, _Inline.of(spec, rows))
     through_s, micro_s = lanes.step()
     alone_s = sum(row.count * seconds_each(spec, row) for row in rows)
     compute_s = micro_s + compute.optimizer_s
-    step_s = through_s + compute.optimizer_s + inline_s
+    step_s = through_s + compute.optimizer_s
     return StepTime(step_s, compute_s, alone_s, step_s - compute_s)
 
 
@@ -87,7 +85,7 @@ class Compute:
     """Seconds of compute of one micro-batch's parts on one rank; the simulation computes with the same."""
 
     def __init__(self, spec: PlanSpec, efficiency: float | None) -> None:
-        reached = efficiency or MATMUL_EFFICIENCY.get(spec.gpu.name, _USUAL_EFFICIENCY)
+        reached = efficiency or efficiency_of(spec.gpu).part
         self.flops = reached * peak_flops(spec.gpu) * (1.0 if spec.param_bytes == 2 else 0.5)
         at_attention = _ATTENTION_EFFICIENCY.get(spec.gpu.name.split()[0], _USUAL_ATTENTION) if spec.flash else reached
         self.attention_flops = min(at_attention, reached) * self.flops / reached
@@ -186,11 +184,33 @@ class _Collectives:
         )  # fmt: skip
 
 
-class _Lanes:
-    """The clocks of one rank: compute, collectives of the shard axis, collectives across replicas."""
+@dataclass(frozen=True)
+class _Inline:
+    """Seconds of the collectives between the products of a block and of the root, in one forward and one backward."""
 
-    def __init__(self, compute: Compute, collectives: _Collectives, spec: PlanSpec) -> None:
+    forward: float
+    backward: float
+    head_forward: float
+    head_backward: float
+
+    @classmethod
+    def of(cls, spec: PlanSpec, rows: list[AxisTraffic]) -> _Inline:
+        def seconds(unit: str, phase: int) -> float:
+            return sum(inline_counts(spec, row)[phase] * seconds_each(spec, row) for row in rows if row.unit == unit)
+
+        return cls(seconds("block", 0), seconds("block", 1), seconds("root", 0), seconds("root", 1))
+
+
+class _Lanes:
+    """The clocks of one rank: compute with what stands between its products, collectives of the shard axis, and those
+    across replicas.
+    """
+
+    def __init__(self, compute: Compute, collectives: _Collectives, spec: PlanSpec, inline: _Inline) -> None:
         self.compute, self.each, self.spec = compute, collectives, spec
+        self.forward_s, self.backward_s = compute.forward_s + inline.forward, compute.backward_s + inline.backward
+        self.head_forward_s = compute.head_forward_s + inline.head_forward
+        self.head_backward_s = compute.head_backward_s + inline.head_backward
         self._begin()
 
     def _begin(self) -> None:
@@ -214,7 +234,7 @@ class _Lanes:
     def _micro_batch(self, gathers: bool, reduces: bool) -> float:
         self._begin()
         self._forward(gathers)
-        self.computed += self.compute.head_forward_s
+        self.computed += self.head_forward_s
         self._backward(self.spec.strategy in ("full_shard", "hybrid_shard"), reduces)
         return max(self.computed, self.sent, self.crossed)
 
@@ -229,19 +249,20 @@ class _Lanes:
                 issued = started[block - depth] if depth and block >= depth else self.computed if not depth else 0.0
                 self.computed = max(self.computed, self._send(issued, self.each.gather))
             started[block] = self.computed
-            self.computed += self.compute.forward_s
+            self.computed += self.forward_s
 
     def _backward(self, gathers: bool, reduces: bool) -> None:
-        layers, depth, compute = self.spec.model.layers, self.spec.prefetch, self.compute
-        arrived = self._send(self.computed, self.each.gather) if gathers and depth else self.computed
-        self.computed += compute.head_backward_s
+        layers, depth = self.spec.model.layers, self.spec.prefetch
+        ahead = min(depth, layers) if gathers else 0
+        arrived = deque(self._send(self.computed, self.each.gather) for _ in range(ahead))
+        self.computed += self.head_backward_s
         for block in reversed(range(layers)):
             if gathers and not depth:
-                arrived = self._send(self.computed, self.each.gather)
-            began = self.computed = max(self.computed, arrived)
-            if gathers and depth and block:
-                arrived = self._send(began, self.each.gather)
-            self.computed += compute.backward_s
+                arrived.append(self._send(self.computed, self.each.gather))
+            self.computed = max(self.computed, arrived.popleft() if gathers else 0.0)
+            if ahead and block >= depth:
+                arrived.append(self._send(self.computed, self.each.gather))
+            self.computed += self.backward_s
             if reduces:
                 self._reduce(self.each.reduce, self.each.across)
         if reduces:

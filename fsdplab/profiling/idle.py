@@ -14,6 +14,7 @@ from fsdplab.records import RunRecord
 
 Cause = tuple[str, float, str, str, str]  # kind, seconds of a step, title, text, remedy
 LARGE = 0.1  # part of a step below which idle time is usual
+_WORTH_LISTING = 0.001  # part of a step below which a cause is not listed beside the largest
 
 _WORDS = {  # column -> kind, why the device was idle, remedy
     "host_bound_ns": (
@@ -68,15 +69,16 @@ def idle(record: RunRecord) -> Cause | None:
     largest = max(means, key=lambda name: means[name])
     rest = worst.other_ns - sum(means.values())
     costs, (kind, why, remedy) = means[largest], _WORDS[largest]
-    others = [f"{_WORDS[name][0].replace('_', ' ')} {_ms(means[name])}" for name in means if name != largest]
-    others.append(f"other {_ms(rest)}")
+    others = {_WORDS[name][0]: means[name] for name in means if name != largest} | {"other": rest}
     if costs < LARGE * worst.step_ns:
         if rest < LARGE * worst.step_ns or record.environment.get("device") != "cuda":
             return None
         costs, (kind, why, remedy) = rest, _UNTOLD
-        others = [f"{words[0].replace('_', ' ')} {_ms(means[name])}" for name, words in _WORDS.items()]
+        others = {words[0]: means[name] for name, words in _WORDS.items()}
     title = f"nothing ran for {_ms(worst.other_ns)} of {_ms(worst.step_ns)} a step: for {_ms(costs)} {why}"
-    text = f"Neither computing nor communication ran. The rest of it: {', '.join(others)}."
+    told = {name: ns for name, ns in others.items() if ns >= _WORTH_LISTING * worst.step_ns}
+    listed = [f"{name.replace('_', ' ')} {_ms(ns)}" for name, ns in told.items()]
+    text = "Neither computing nor communication ran." + f" The rest of it: {', '.join(listed)}." * bool(listed)
     return kind, costs / 1e9, title, text, remedy
 
 

@@ -30,6 +30,7 @@ from fsdplab.records import CATEGORIES, RunRecord
 
 if TYPE_CHECKING:
     from fsdplab.profiling.diagnosis import Finding
+    from fsdplab.profiling.tables import TablesOf
 
 
 def comparison_page(
@@ -37,11 +38,13 @@ def comparison_page(
     runs: Sequence[RunRecord | RunView] | None = None,
     findings: Sequence[Finding | Mapping[str, Any]] = (),
     records: Sequence[RunRecord] | None = None,
+    tables_of: TablesOf | None = None,
 ) -> str:
     """The page of a comparison (the dict that `--json` writes); `runs` adds what only records know, such as statuses.
 
     With records (as `runs`, or as `records` beside RunViews) the page has tabs: timeline, exposed time, memory,
-    traffic, Pareto, difference, and `findings` (objects or dicts with `title`, `text`, `remedy`). Example:
+    traffic, Pareto, difference, and `findings` (objects or dicts with `title`, `text`, `remedy`). `tables_of` gives the
+    tables of a record's traces where they are made already. Example:
     `Path("compare.html").write_text(comparison_page(comparison_json(records, reference), records), encoding="utf-8")`.
     """
     from plotly.offline import get_plotlyjs
@@ -54,7 +57,7 @@ def comparison_page(
         title=_title(views(runs if runs is not None else comparison)),
         plotly_js=get_plotlyjs(),
         setting=_setting(comparison.get("spec") or {}, views(runs if runs is not None else comparison)),
-        content=tabbed(summary, records, findings) if records else summary,
+        content=tabbed(summary, records, findings, tables_of) if records else summary,
         comparison=json.dumps(comparison, separators=(",", ":")),
     )
     return f"{page}\n"

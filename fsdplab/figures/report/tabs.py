@@ -24,7 +24,7 @@ from fsdplab.figures.report.parts import Cell, drawn, note, table
 from fsdplab.figures.report.rendering import part, rendered
 from fsdplab.figures.trace_tables import cells, headings, is_number, left_out
 from fsdplab.figures.view import view, views
-from fsdplab.profiling.tables import Table, tables_of_record
+from fsdplab.profiling.tables import Table, TablesOf, tables_of_record
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.records import RecordError, RunRecord
 
@@ -36,8 +36,13 @@ _MOST_PAIRS = 5
 _BREAKS = {"name": "name", "unit": "name", "group": "name"}  # columns of names that may be longer than the page is wide
 
 
-def tabbed(summary: str, records: Sequence[RunRecord], findings: Sequence[Finding | Mapping[str, Any]]) -> Markup:
-    """The row of tabs and their panels, the summary first."""
+def tabbed(
+    summary: str,
+    records: Sequence[RunRecord],
+    findings: Sequence[Finding | Mapping[str, Any]],
+    tables_of: TablesOf | None = None,
+) -> Markup:
+    """The row of tabs and their panels, the summary first; tables of traces are made here, or `tables_of` has them."""
     panels = {
         "Summary": summary,
         "Timeline": drawn(step_bar, records) + _each(records, _timeline),
@@ -50,7 +55,7 @@ def tabbed(summary: str, records: Sequence[RunRecord], findings: Sequence[Findin
         "Pareto": drawn(pareto, own)
         if (own := [record for record in records if not _is_traced(record)])
         else _not_in_traces("memory, one of the two axes"),
-        "Tables": _each(records, _tables),
+        "Tables": _each(records, lambda record: _tables(record, tables_of or tables_of_record)),
         "Difference": _pairs(records),
         "Findings": _findings(findings),
     }
@@ -91,14 +96,14 @@ def _memory(record: RunRecord) -> Markup:
         return drawn(memory_timeline, record, rank=worst) + note(str(reason))
 
 
-def _tables(record: RunRecord) -> Markup:
+def _tables(record: RunRecord, tables_of: TablesOf) -> Markup:
     """What the record's traces tell, each table under the sentence that it comes to."""
     if view(record).simulated:
         return note(
             "A simulated step has no traces, which these tables are made of: give runs of fsdplab run --profile 3."
         )
     try:
-        found = tables_of_record(record)
+        found = tables_of(record)
     except (RecordError, TraceError) as reason:
         return note(str(reason))
     return Markup("\n").join(map(_table, found))

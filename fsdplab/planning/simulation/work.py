@@ -12,12 +12,10 @@ from dataclasses import dataclass, replace
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.planning.links import ring_steps
 from fsdplab.planning.plan_spec import PlanSpec
-from fsdplab.planning.plan_traffic import AxisTraffic, axis_link, plan_traffic
+from fsdplab.planning.plan_traffic import AxisTraffic, axis_link, inline_counts, plan_traffic
 from fsdplab.planning.step_time import Compute
 
 ROOT = "root"
-# collectives of tensor and context parallelism in one forward of a unit, of each kind; the backward has the others
-_IN_FORWARD = {("tensor", "block"): 2, ("tensor", "root"): 1, ("context", "block"): 1}
 
 
 @dataclass(frozen=True)
@@ -103,14 +101,12 @@ def _unit(spec: PlanSpec, rows: Sequence[AxisTraffic], unit: str, forward_s: flo
             ("across", "replicate", ("all_reduce",)),
         )
     }
-    passes = spec.grad_accum * (spec.model.layers if unit == "block" else 1)
     forward: list[Transfer] = []
     backward: list[Transfer] = []
     for row in mine:
-        if first := _IN_FORWARD.get((row.axis, unit)):
-            each = _transfer(spec, row)
-            forward += [each] * first
-            backward += [each] * (round(row.count / passes) - first)
+        first, then = inline_counts(spec, row)
+        forward += [_transfer(spec, row)] * first
+        backward += [_transfer(spec, row)] * then
     return UnitWork(unit, forward_s, backward_s, inline_forward=tuple(forward), inline_backward=tuple(backward), **own)
 
 

@@ -5,13 +5,14 @@ from fsdplab.profiling.tables.critical_path import critical_path
 from fsdplab.profiling.tables.difference import difference
 from fsdplab.profiling.tables.idle import idle_time
 from fsdplab.profiling.tables.launches import launches
-from fsdplab.profiling.tables.of_record import tables_of_record
+from fsdplab.profiling.tables.of_record import TablesOf, tables_of_record
 from fsdplab.profiling.tables.operators import operators
 from fsdplab.profiling.tables.table import Column, Table
 
 __all__ = [
     "Column",
     "Table",
+    "TablesOf",
     "bandwidths_by_size",
     "critical_path",
     "difference",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from fsdplab.profiling.exports import traces_of
 from fsdplab.profiling.step_summary import step_summary
@@ -19,6 +20,8 @@ from fsdplab.profiling.traces.import_traces import TracedRecord
 from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.side_by_side import Reading, read_all
 from fsdplab.records import RunRecord
+
+TablesOf: TypeAlias = Callable[[RunRecord], list[Table]]
 
 
 def tables_of_record(record: RunRecord) -> list[Table]:

@@ -11,12 +11,13 @@ from typing import Any
 
 from fsdplab.common.sizes import seconds, three_digits
 from fsdplab.figures.plotly_go import go
+from fsdplab.planning.efficiency import efficiency_of
 from fsdplab.planning.links import LinkSpec
 from fsdplab.planning.overlap import Overlap, overlap_of, overlap_point
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
 from fsdplab.planning.planner import plan_spec
-from fsdplab.planning.step_time import MATMUL_EFFICIENCY, peak_flops
+from fsdplab.planning.step_time import peak_flops
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.worker.emulated_network import target_of
@@ -68,8 +69,7 @@ def planned_crossover() -> float:
 
 def reached(spec: PlanSpec) -> tuple[float, float]:
     """FLOP/s and bytes a second that the planner takes a machine of one node to reach."""
-    share = MATMUL_EFFICIENCY.get(spec.gpu.name, 0.6)
-    return share * peak_flops(spec.gpu), LINK_EFFICIENCY * spec.gpu.link.bytes_per_s
+    return efficiency_of(spec.gpu).part * peak_flops(spec.gpu), LINK_EFFICIENCY * spec.gpu.link.bytes_per_s
 
 
 def beside_planner(crossover: Crossover) -> Table:
