@@ -72,9 +72,9 @@ def schedule(stages: int, micro_batches: int, order: str = "1F1B") -> list[Turn]
     ended: dict[tuple[int, str, int], int] = {}
     free, found = [0] * stages, []
     while any(orders):
-        for stage, order in enumerate(orders):
-            while order and (ready := _ready(ended, stage, *order[0], stages)) is not None:
-                phase, number = order.pop(0)
+        for stage, ahead in enumerate(orders):
+            while ahead and (ready := _ready(ended, stage, *ahead[0], stages)) is not None:
+                phase, number = ahead.pop(0)
                 turn = Turn(stage, phase, number, max(free[stage], ready))
                 free[stage] = ended[stage, phase, number] = turn.end
                 found.append(turn)
