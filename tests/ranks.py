@@ -38,7 +38,8 @@ _PRELOAD = (
     "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint", "torch.profiler",
     "fsdplab.engine.shard", "fsdplab.engine.features.clipping", "fsdplab.engine.features.offloaded_optimizer",
-    "fsdplab.engine.checkpoint", "fsdplab.workloads", "pytest",
+    "fsdplab.engine.checkpoint", "fsdplab.workloads.moe", "fsdplab.workloads.parallel",
+    "fsdplab.workloads.text", "pytest",
 )  # fmt: skip
 
 

@@ -224,6 +224,13 @@ def test_plain_import_is_light():
     }
 
 
+def test_reports_are_read_shown_and_exported_without_torch():
+    """It takes two seconds to import, and `fsdplab report` half a second without it."""
+    work = "import fsdplab.cli.exports, fsdplab.cli.report, fsdplab.figures.report.page, fsdplab.profiling.tables"
+    work += "\nfrom fsdplab.sessions import RunSpec\nRunSpec(model='gpt-tiny', device='cpu')"
+    assert "torch" not in loaded_after(f"{work}\nfrom fsdplab.cli.errors import refusals\nwith refusals(): pass")
+
+
 def test_inner_layers_run_without_outer_libraries():
     known = modules(ROOT / "fsdplab")
     inner = [name for name in known if name.partition(".")[0] in INNER and not name.endswith("__main__")]

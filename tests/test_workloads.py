@@ -540,7 +540,7 @@ def test_an_unreadable_file_is_rejected():
 @pytest.mark.parametrize("name", ["config", "presets", "attention", "models", "text"])
 def test_examples_in_docstrings(name):
     module = import_module(f"fsdplab.workloads.{name}")
-    results = doctest.testmod(module, extraglobs=vars(workloads))
+    results = doctest.testmod(module, extraglobs={name: getattr(workloads, name) for name in workloads.__all__})
     assert results.attempted > 0 and results.failed == 0
 
 

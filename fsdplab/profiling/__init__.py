@@ -1,30 +1,55 @@
-"""Profiling: measured memory and time of one step; overlap, skew and exports from traces of any engine."""
+"""Profiling: measured memory and time of one step; overlap, skew and exports from traces of any engine.
 
-from fsdplab.profiling.exports import export_csv, export_perfetto, export_snapshots, export_tensorboard
-from fsdplab.profiling.memory.recorder import MemoryRecorder, TagLog
-from fsdplab.profiling.memory.timeline import AccountingError, MemoryTimeline
-from fsdplab.profiling.traces.chrome import TraceError
-from fsdplab.profiling.traces.merge import merge_traces
-from fsdplab.profiling.traces.overlap import StepAnalysis, TraceAnalysis, analyse_trace
-from fsdplab.profiling.traces.skew import CollectiveSkew, collective_skews, compute_inflation, straggling, with_peers
+The names below load when they are first used: reading traces needs no torch, which takes two seconds to import.
+"""
 
-__all__ = [
-    "AccountingError",
-    "CollectiveSkew",
-    "MemoryRecorder",
-    "MemoryTimeline",
-    "StepAnalysis",
-    "TagLog",
-    "TraceAnalysis",
-    "TraceError",
-    "analyse_trace",
-    "collective_skews",
-    "compute_inflation",
-    "export_csv",
-    "export_perfetto",
-    "export_snapshots",
-    "export_tensorboard",
-    "merge_traces",
-    "straggling",
-    "with_peers",
-]
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdplab.common.lazy import names_of
+
+if TYPE_CHECKING:
+    from fsdplab.profiling.exports import export_csv as export_csv
+    from fsdplab.profiling.exports import export_perfetto as export_perfetto
+    from fsdplab.profiling.exports import export_snapshots as export_snapshots
+    from fsdplab.profiling.exports import export_tensorboard as export_tensorboard
+    from fsdplab.profiling.memory.recorder import MemoryRecorder as MemoryRecorder
+    from fsdplab.profiling.memory.recorder import TagLog as TagLog
+    from fsdplab.profiling.memory.timeline import AccountingError as AccountingError
+    from fsdplab.profiling.memory.timeline import MemoryTimeline as MemoryTimeline
+    from fsdplab.profiling.traces.chrome import TraceError as TraceError
+    from fsdplab.profiling.traces.merge import merge_traces as merge_traces
+    from fsdplab.profiling.traces.overlap import StepAnalysis as StepAnalysis
+    from fsdplab.profiling.traces.overlap import TraceAnalysis as TraceAnalysis
+    from fsdplab.profiling.traces.overlap import analyse_trace as analyse_trace
+    from fsdplab.profiling.traces.skew import CollectiveSkew as CollectiveSkew
+    from fsdplab.profiling.traces.skew import collective_skews as collective_skews
+    from fsdplab.profiling.traces.skew import compute_inflation as compute_inflation
+    from fsdplab.profiling.traces.skew import straggling as straggling
+    from fsdplab.profiling.traces.skew import with_peers as with_peers
+
+_MODULES = {
+    "AccountingError": "memory.timeline",
+    "CollectiveSkew": "traces.skew",
+    "MemoryRecorder": "memory.recorder",
+    "MemoryTimeline": "memory.timeline",
+    "StepAnalysis": "traces.overlap",
+    "TagLog": "memory.recorder",
+    "TraceAnalysis": "traces.overlap",
+    "TraceError": "traces.chrome",
+    "analyse_trace": "traces.overlap",
+    "collective_skews": "traces.skew",
+    "compute_inflation": "traces.skew",
+    "export_csv": "exports",
+    "export_perfetto": "exports",
+    "export_snapshots": "exports",
+    "export_tensorboard": "exports",
+    "merge_traces": "traces.merge",
+    "straggling": "traces.skew",
+    "with_peers": "traces.skew",
+}
+
+__all__ = [*_MODULES]
+
+__getattr__, __dir__ = names_of(__name__, {name: f"fsdplab.profiling.{module}" for name, module in _MODULES.items()})

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from fsdplab.common.words import plural
-from fsdplab.engine.core.unit import Unit
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import MS, Row, conditions, group, label, rows_of, unit_order
 from fsdplab.figures.style import CATEGORY_COLOURS, EDGE, GRID, titled
@@ -18,7 +21,7 @@ SLICE_COLOURS = {
     "gathered from the other ranks": CATEGORY_COLOURS["gathered_parameters"],
     "on its way": "#ccd2d9",
 }
-_ENTERED_BY = {"sharded": Unit.reshard, "unsharding": Unit.start_unshard, "unsharded": Unit.finish_unshard}
+_ENTERED_BY = {"sharded": "reshard", "unsharding": "start_unshard", "unsharded": "finish_unshard"}  # methods of Unit
 _ROOM_FOR_NAMES = 20  # units above which their names no longer fit under the cells
 _MOST_CELLS = 1_500  # above it only the first ranks are drawn
 
@@ -85,7 +88,17 @@ def hover_text(rank: int, unit: str, state: str) -> str:
     unit.py line 148)".
     """
     method = _ENTERED_BY[state]
-    return f"rank {rank}, {unit}: {state} ({method.__name__}, unit.py line {method.__code__.co_firstlineno})"
+    return f"rank {rank}, {unit}: {state} ({method}, unit.py line {_lines_of_unit()[method]})"
+
+
+@cache
+def _lines_of_unit() -> dict[str, int]:
+    """Where each method of the engine's Unit begins, read from its source: importing it would import torch."""
+    found = find_spec("fsdplab.engine.core.unit")
+    assert found is not None and found.origin is not None, "the engine is a part of this package"
+    tree = ast.parse(Path(found.origin).read_text(encoding="utf-8"))
+    (unit,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Unit"]
+    return {node.name: node.lineno for node in unit.body if isinstance(node, ast.FunctionDef)}
 
 
 def _since(found: list[Row], begin: int) -> list[tuple[int, str]]:

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fsdplab.common.names import CATEGORIES
-from fsdplab.engine.events import Tag
 from fsdplab.profiling.memory.block_lifetimes import (
     LONG_AGO,
     NEVER,
@@ -26,6 +26,9 @@ from fsdplab.profiling.memory.block_lifetimes import (
     Storage,
     lifetimes_of,
 )
+
+if TYPE_CHECKING:
+    from fsdplab.engine.events import Tag  # which imports torch
 
 MAX_POINTS = 500
 # profiler and clock agree within microseconds; a busy machine may stop a thread between the two readings

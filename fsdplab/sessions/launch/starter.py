@@ -43,7 +43,7 @@ RANK_SIDE = (
     "torch.distributed.checkpoint", "torch.profiler", "fsdplab.engine.shard", "fsdplab.engine.features.clipping",
     "fsdplab.engine.features.offloaded_optimizer", "fsdplab.sessions.worker.training",
     "fsdplab.sessions.worker.remote_call_worker", "fsdplab.sessions.staying.cell_loop",
-    "fsdplab.sessions.bench_engines",
+    "fsdplab.sessions.bench_engines", "fsdplab.workloads.moe", "fsdplab.workloads.parallel",
 )  # fmt: skip
 _OTHERS_FOLLOW_S = 0.2  # after one rank ended badly, the others may still write their failures
 _TERM_S = 2.0  # then they are asked to end, and this much later killed

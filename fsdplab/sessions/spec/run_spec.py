@@ -308,11 +308,13 @@ def _check_pairs(spec: RunSpec) -> None:
 
 
 def _check_workload(spec: RunSpec) -> None:
-    from fsdplab.workloads import ByteText, ConfigError, TextError, preset
+    from fsdplab.workloads import ConfigError, TextError, preset
 
     try:
         preset(spec.model).require_length(spec.sequence_length)
         if spec.text is not None:
+            from fsdplab.workloads import ByteText  # which imports torch
+
             ByteText.from_path(spec.text).require(spec.sequence_length)
     except (ConfigError, TextError) as error:
         raise SpecError(str(error)) from error
@@ -422,13 +424,9 @@ def _check_shared_gpu(spec: RunSpec) -> None:
 
 def _check_machine(spec: RunSpec) -> None:
     from fsdplab.workloads import PRESETS
-    from fsdplab.workloads.compiled import missing_compiler
 
-    if spec.compile != "none" and (missing := missing_compiler(spec.device_type)):
-        raise SpecError(
-            f"compile is {spec.compile!r}, which needs {missing}, but this machine has none; install it, or leave"
-            " compile='none'"
-        )
+    if spec.compile != "none":
+        _check_compiler(spec)
     if spec.device_type == "cuda":
         found = _gpus()
         if found < spec.processes and not (found and spec.shares_a_gpu):  # these share one
@@ -443,6 +441,16 @@ def _check_machine(spec: RunSpec) -> None:
             f"{spec.model} on {spec.world_size} ranks with batch_size={spec.batch_size} needs at least"
             f" {needed / 1e9:.1f} GB of memory, but this machine has {there / 1e9:.1f} GB; give a smaller model"
             f" ({', '.join(list(PRESETS)[:3])}), fewer ranks or a smaller batch"
+        )
+
+
+def _check_compiler(spec: RunSpec) -> None:
+    from fsdplab.workloads.compiled import missing_compiler
+
+    if missing := missing_compiler(spec.device_type):
+        raise SpecError(
+            f"compile is {spec.compile!r}, which needs {missing}, but this machine has none; install it, or leave"
+            " compile='none'"
         )
 
 
