@@ -2,7 +2,7 @@
 
 nbval runs the cells of a source, which is the teacher edition, one by one. Then one item more runs the learner edition
 in the same kernel: tests/learner_edition.py says which cells that are. No notebook needs another to have run: under
-`pytest -n 2` two of them run side by side.
+`pytest -n 2` two of them run side by side. `pytest notebooks --busy` does the same while every core is busy.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from nbformat.v4 import new_code_cell
 from nbval.plugin import IPyNbCell, IPyNbFile
 
 from fsdplab.teaching.core.workspace import Workspace
+from tests.busy import pytest_addoption, pytest_runtestloop  # noqa: F401 (hooks)
 from tests.spread import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401 (hooks)
 
 NOTEBOOKS = Path(__file__).resolve().parent

@@ -1,13 +1,11 @@
 """What lessons 07, 11 and 12 say about time holds while every core of the machine is busy.
 
-Two processes compute without end while this module runs. Ranks are real and wake late; the sentences and the winners
-of the lessons come from the steady card and from bytes, so they are those of a quiet machine.
+A process a core computes without end while this module runs. Ranks are real and wake late; the sentences and the
+winners of the lessons come from the steady card and from bytes, so they are those of a quiet machine.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -16,18 +14,16 @@ from fsdplab.sessions import RunSpec, compare, run
 from fsdplab.teaching import overlapping, reading_choices
 from fsdplab.teaching.core.steady_card import steady
 from fsdplab.teaching.lessons.nb11_shoot_out import exercises as shoot_out
+from tests.busy import busy_cores
 
 SMALL = dict(model="gpt-tiny", batch_size=2, sequence_length=32, steps=1, warmup=1, link="20MB/s", device="cpu")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def load():
-    """Two processes that compute until the module's tests are over."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
-    yield
-    for process in busy:
-        process.kill()
-        process.wait()
+    """A computing process a core until the module's tests are over."""
+    with busy_cores():
+        yield
 
 
 @pytest.fixture(scope="module")

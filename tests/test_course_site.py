@@ -93,7 +93,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     sources = write(folder / "sources", **{"01_small": source(), "02_next": new_notebook(cells=[])})
     nbformat.write(new_notebook(cells=[new_markdown_cell("# 02 What follows\n\nNothing.")]), sources / "02_next.ipynb")
     done = command(folder / "pages", "--source", sources, "--keep", folder / "executed")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
     assert re.search(r"01_small.ipynb \(teacher\): ran to its end.*index.html: 5 pages, \d\.\d MB", done.stdout, re.S)
     return folder / "pages", folder / "executed"
 

@@ -225,6 +225,18 @@ def test_a_learner_edition_runs_to_its_end_in_a_kernel_of_its_own(tmp_path):
     assert "still the stub" in printed and "Not answered yet" in printed
 
 
+def test_a_kernels_start_prints_nothing_but_its_errors_are_printed(tmp_path, monkeypatch, capfd):
+    """Also where the system's temporary folder has a name too long for a socket."""
+    deep = tmp_path / ("long" * 25)
+    deep.mkdir()
+    monkeypatch.setattr(course_run.tempfile, "gettempdir", lambda: str(deep))
+    asks = "import os\nfrom ipykernel.connect import get_connection_info\n"
+    asks += "assert get_connection_info(unpack=True)['transport'] == 'ipc', 'nobody else can listen to a kernel'\n"
+    asks += "os.system('echo an error of the kernel itself >&2')"
+    run = course_run.run_notebook("a", "as it is", new_notebook(cells=[new_code_cell(asks)]), tmp_path, tmp_path / "f")
+    assert run.failure is None and capfd.readouterr() == ("", "an error of the kernel itself\n")
+
+
 # --- only what differs runs again
 
 

@@ -11,16 +11,19 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
+from traitlets.config import Config
 
 from .course import edition_of, is_tagged, notebooks_in, read, structure_complaints
 
 CELL_TIME_LIMIT = 180
+LONGEST_FOLDER = 60  # bytes: the path of a socket in a folder below may have 103 (macOS; 107 on Linux)
 BOTH = ("teacher", "learner")
 
 
@@ -73,16 +76,29 @@ def run_notebook(
     name: str, edition: str, notebook: NotebookNode, directory: Path | str, workspace: Path
 ) -> NotebookRun:
     """Run one notebook in a fresh kernel, in its own folder, with `workspace` as the learner's folder."""
-    client = NotebookClient(
-        notebook, timeout=CELL_TIME_LIMIT, kernel_name="python3", resources={"metadata": {"path": str(directory)}},
-        store_widget_state=False,
-    )  # fmt: skip
     began, failure = time.monotonic(), None
-    try:
-        client.execute(env={**os.environ, "FSDPLAB_HOME": str(workspace)})
-    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-        failure = _failure_of(notebook, error)
+    with _connection() as config:
+        client = NotebookClient(
+            notebook, timeout=CELL_TIME_LIMIT, kernel_name="python3", resources={"metadata": {"path": str(directory)}},
+            store_widget_state=False, config=config,
+        )  # fmt: skip
+        try:
+            client.execute(env={**os.environ, "FSDPLAB_HOME": str(workspace)})
+        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+            failure = _failure_of(notebook, error)
     return NotebookRun(name, edition, time.monotonic() - began, failure)
+
+
+@contextmanager
+def _connection() -> Iterator[Config]:
+    """How this process and a kernel speak: through sockets in a folder that nobody else can open.
+
+    Over TCP, Jupyter's default, a kernel listens on a port, and newer ones print a warning about that.
+    """
+    usual = tempfile.gettempdir()
+    base = usual if len(os.fsencode(usual)) <= LONGEST_FOLDER else "/tmp"
+    with tempfile.TemporaryDirectory(prefix="fsdplab-kernel-", dir=base) as folder:
+        yield Config({"KernelManager": {"transport": "ipc", "connection_file": f"{folder}/k.json"}})
 
 
 def _failure_of(notebook: NotebookNode, error: Exception) -> str:

@@ -68,13 +68,13 @@ def schedule(stages: int, micro_batches: int, order: str = "1F1B") -> list[Turn]
             f" {' or '.join(ORDERS)}, at least one stage and at least one micro-batch"
         )
     first = [micro_batches if order == "GPipe" else stages - stage for stage in range(stages)]
-    orders = [_order(forwards, micro_batches) for forwards in first]
+    todo = [_order(forwards, micro_batches) for forwards in first]
     ended: dict[tuple[int, str, int], int] = {}
     free, found = [0] * stages, []
-    while any(orders):
-        for stage, ahead in enumerate(orders):
-            while ahead and (ready := _ready(ended, stage, *ahead[0], stages)) is not None:
-                phase, number = ahead.pop(0)
+    while any(todo):
+        for stage, left in enumerate(todo):
+            while left and (ready := _ready(ended, stage, *left[0], stages)) is not None:
+                phase, number = left.pop(0)
                 turn = Turn(stage, phase, number, max(free[stage], ready))
                 free[stage] = ended[stage, phase, number] = turn.end
                 found.append(turn)
