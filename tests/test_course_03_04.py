@@ -29,6 +29,10 @@ RIGHT = {  # other right answers than the references
             "import torch.distributed as dist\n\n\ndef average_in_hook(parameter):\n   "
             " parameter.grad.div_(dist.get_world_size())\n    dist.all_reduce(parameter.grad)\n"
         ),
+        "reduced, then broadcast": (
+            "import torch.distributed as dist\n\n\ndef average_in_hook(parameter):\n    dist.reduce(parameter.grad,"
+            " 0)\n    parameter.grad /= dist.get_world_size()\n    dist.broadcast(parameter.grad, src=0)\n"
+        ),
         "another tensor in its place": (
             "import torch\nimport torch.distributed as dist\n\n\ndef average_in_hook(parameter):\n    total ="
             " parameter.grad.clone()\n    work = dist.all_reduce(total, async_op=True)\n    work.wait()\n   "
@@ -44,6 +48,11 @@ RIGHT = {  # other right answers than the references
         ),
     },
     "03.in_buckets": {
+        "a new list each time": (
+            registry.find("03.in_buckets")
+            .reference.replace("    def send():\n", "    def send():\n        nonlocal bucket\n")
+            .replace("bucket.clear()", "bucket = []")
+        ),
         "closed before it would be too full": (
             "import torch\nimport torch.distributed as dist\n\n\ndef in_buckets(model, bucket_bytes):\n    bucket ="
             " []\n\n    def ready(parameter):\n        held = sum(each.grad.nbytes for each in bucket)\n        if"
@@ -78,6 +87,10 @@ RIGHT = {  # other right answers than the references
         ),
     },
     "04.rows_of": {
+        "a tensor of two": (
+            "import torch\n\n\ndef rows_of(rows, rank, n):\n    size = -(-rows // n)\n    return (torch.arange(n + 1) *"
+            " size).clamp(max=rows)[rank : rank + 2]\n"
+        ),
         "numpy's numbers": (
             "import numpy as np\n\n\ndef rows_of(rows, rank, n):\n    size = int(np.ceil(rows / n))\n    return"
             " np.minimum(rank * size, rows), np.minimum((rank + 1) * size, rows)\n"
@@ -93,6 +106,12 @@ RIGHT = {  # other right answers than the references
         ),
     },
     "04.reduce_rows": {
+        "a reduce to each owner": (
+            "import torch.distributed as dist\n\n\ndef reduce_rows(parameter, mine):\n    blocks ="
+            " list(parameter.grad.chunk(dist.get_world_size()))\n    for rank, block in enumerate(blocks):\n       "
+            " dist.reduce(block, dst=rank)\n    mine.grad = blocks[dist.get_rank()] / len(blocks)\n    del"
+            " parameter.grad\n"
+        ),
         "torch's own average": (
             registry.find("04.reduce_rows")
             .reference.replace("blocks)\n    mine", "blocks, op=dist.ReduceOp.AVG)\n    mine")
@@ -110,6 +129,12 @@ RIGHT = {  # other right answers than the references
         ),
     },
     "04.step_and_gather": {
+        "all begun, then waited for": (
+            "import torch.distributed as dist\n\n\ndef step_and_gather(pairs, optimizer):\n    optimizer.step()\n   "
+            " begun = []\n    for parameter, mine in pairs:\n        blocks ="
+            " list(parameter.data.chunk(dist.get_world_size()))\n        begun.append(dist.all_gather(blocks,"
+            " blocks[dist.get_rank()], async_op=True))\n    for work in begun:\n        work.wait()\n"
+        ),
         "one tensor, then a copy": (
             "import torch\nimport torch.distributed as dist\n\n\ndef step_and_gather(pairs, optimizer):\n   "
             " optimizer.step()\n    with torch.no_grad():\n        for parameter, mine in pairs:\n            whole ="

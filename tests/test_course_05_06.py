@@ -41,6 +41,12 @@ RIGHT = {  # other right answers than the references
         ),
     },
     "05.unshard": {
+        "padding in the storage itself": (
+            HEAD
+            + "def unshard(mine, whole):\n    n = dist.get_world_size()\n    storage = whole.untyped_storage()\n   "
+            " storage.resize_(n * mine.nbytes)\n    padded = mine.new_empty(0).set_(storage, 0, (n * len(mine),"
+            " *mine.shape[1:]))\n    dist.all_gather(list(padded.chunk(n)), mine)\n"
+        ),
         "a list of tensors": (
             HEAD
             + "def unshard(mine, whole):\n    pieces = [torch.empty_like(mine) for _ in range(dist.get_world_size())]\n"
@@ -60,12 +66,22 @@ RIGHT = {  # other right answers than the references
         ),
     },
     "05.guarded": {
+        "an error of its own": (
+            "class Dropped(RuntimeError):\n    pass\n\n\ndef guarded(whole, name):\n    if"
+            " whole.untyped_storage().size() == 0:\n        raise Dropped('Unshard ' + name)\n    return whole\n"
+        ),
         "by its address": (
             "def guarded(whole, name):\n    if whole.data_ptr() == 0:\n        raise RuntimeError('unshard ' + name + '"
             " first')\n    return whole\n"
-        )
+        ),
     },
     "05.reduce": {
+        "a reduce to each owner": (
+            HEAD + "def reduce(gradient):\n    n = dist.get_world_size()\n    c = -(-len(gradient) // n)\n    padded ="
+            " torch.cat([gradient, gradient.new_zeros(n * c - len(gradient), *gradient.shape[1:])])\n    pieces ="
+            " list(padded.chunk(n))\n    for rank, piece in enumerate(pieces):\n        dist.reduce(piece, dst=rank)\n"
+            "    return pieces[dist.get_rank()] / n\n"
+        ),
         "averaged on the way": (
             HEAD + "def reduce(gradient):\n    n = dist.get_world_size()\n    c = -(-len(gradient) // n)\n    padded ="
             " torch.cat([gradient, gradient.new_zeros(n * c - len(gradient), *gradient.shape[1:])]) / n\n    mine ="
@@ -79,18 +95,37 @@ RIGHT = {  # other right answers than the references
         ),
     },
     "06.hooks": {
+        "adds to a gradient that is there": (
+            registry.find("06.hooks").reference.replace(
+                "unit.mine.grad = reduce(unit.take_gradient())",
+                "new, old = reduce(unit.take_gradient()), unit.mine.grad\n        unit.mine.grad = new if old is None"
+                " else old + new",
+            )
+        ),
         "asks the storage, reduces first": (
             "def hooks(unit, unshard, reshard, reduce):\n    def gather():\n        if"
             " unit.whole.untyped_storage().nbytes() == 0:\n            unshard(unit.mine, unit.whole)\n\n    def"
             " drop():\n        if unit.name != 'root':\n            reshard(unit.whole)\n\n    def after_backward():\n "
             "       unit.mine.grad = reduce(unit.take_gradient())\n        reshard(unit.whole)\n\n    return [gather,"
             " drop, gather, after_backward]\n"
-        )
+        ),
     },
     "06.choose_units": {
+        "by size": (
+            "def choose_units(name, module):\n    size = 4 * sum(p.numel() for p in module.parameters())\n    return"
+            " name.count('.') == 2 and 2e6 < size < 5e6\n"
+        ),
         "by class": (
             "def choose_units(name, module):\n    return type(module).__name__ in ('CausalAttention',"
             " 'GPTFeedForward')\n"
+        ),
+    },
+    "06.schedule": {
+        "two gathers before the first computation": (
+            "def schedule(n):\n    steps = [('gather', 0), ('gather', 1)]\n    for i in range(n - 1):\n        steps +="
+            " [('forward', i), ('drop', i)] + [('gather', i + 2)] * (i + 2 < n)\n    steps += [('forward', n - 1)]\n   "
+            " for i in reversed(range(n)):\n        steps += [('reduce', i + 1)] * (i + 1 < n)\n        steps +="
+            " [('gather', i - 1)] * (i > 0) + [('backward', i), ('drop', i)]\n    return (*steps, ('reduce', 0))\n"
         )
     },
 }

@@ -14,7 +14,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from fsdplab import teaching
 from fsdplab.sessions import Failure, RanksFailed
 from fsdplab.teaching import collectives
-from fsdplab.teaching.core import cell_runs, checking, on_ranks, registry, run_submission
+from fsdplab.teaching.core import cell_runs, checking, on_ranks, raised, registry, run_submission
 from fsdplab.teaching.core.course_state import open_course
 from fsdplab.teaching.core.exercise import Call, Case, Exercise, Trial, Wrong
 from fsdplab.teaching.core.workspace import Workspace
@@ -142,6 +142,41 @@ def test_a_rank_that_returned_and_still_waits_is_told_apart(monkeypatch):
 def test_every_way_to_fail_has_a_cause(failure, cause):
     feedback = checking.judge(registry.find("01.ring_all_gather"), RanksFailed(failure))
     assert cause in feedback.cause and feedback.rank == failure.rank
+
+
+@pytest.mark.parametrize(
+    "error,cause",
+    [
+        ("TypeError: unsupported operand type(s) for /: 'NoneType' and 'int'", "go on with that tensor"),
+        ("TypeError: object of type 'method' has no len()", "not called"),
+        ("UnboundLocalError: cannot access local variable 'bucket' where it is not", "makes the name local"),
+        ("UnboundLocalError: local variable 'bucket' referenced before assignment", "makes the name local"),
+        ("RuntimeError: attempting to assign a gradient of size '[6192]' to a tensor of size", "view_as"),
+        ("RuntimeError: Tensors must have same number of dimensions: got 2 and 1", "flatten each one"),
+        ("ValueError: torch.cat(): expected a non-empty list of Tensors", "before anything was ready"),
+        ("RuntimeError: ProcessGroupGloo::allgather: invalid tensor size at index 2", "pad the short ones"),
+        ("RuntimeError: setStorage: sizes [3, 2] are out of bounds for storage of size 0", "no memory"),
+        ("RuntimeError: Check failed: outputs[0].sizes().vec() == inputs[0][i].sizes().vec()", "pad the short ones"),
+        ("RuntimeError: The size of tensor a (7) must match the size of tensor b (9)", "different rows"),
+        ("IndexError: tuple index out of range", "fewer pieces than ranks"),
+        ("RuntimeError: post accumulate grad hooks should return None.", "a hook returns nothing"),
+        ("KeyError: 'zero-1'", "read the last line"),
+    ],
+)
+def test_an_error_of_python_or_torch_is_led_back_to_the_mistake(error, cause):
+    assert cause in raised.cause_of(error)
+
+
+@pytest.mark.parametrize("value,headline", [(3, "a wrong value on rank 1"), (2, "right by luck")])
+def test_a_message_that_is_not_waited_for_is_named_whatever_the_values(value, headline):
+    cases = (Case("one", ((), ()), (1, 2)),)
+    trials = ((Trial(0, 1, "", ()), Trial(1, value, "", ())),)
+    source = "def double(x):\n    work = dist.all_reduce(x, async_op=True)\n"
+    exercise = Exercise("78.double", "Double", "Double it.", "", source, ("a", "b", "c"), cases=lambda: cases)
+    feedback = checking.judge(exercise, run_submission.Tried(cases, trials, source))
+    assert headline in feedback.headline and "`dist.all_reduce(x, async_op=True)` only begins" in feedback.cause
+    waiting = checking.judge(exercise, run_submission.Tried(cases, trials, source + "    work.wait()\n"))
+    assert waiting is None if value == 2 else "only begins" not in waiting.cause
 
 
 def test_a_passed_check_makes_the_learners_version_the_one_in_use(course, capsys):

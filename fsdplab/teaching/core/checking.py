@@ -7,18 +7,20 @@ first, then the exercise's rules look at the calls that were counted. Time is ne
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fsdplab.sessions import Failure, RanksFailed
 
-from .comm_log import NoSuchRank
 from .course_state import CheckFailed, current
 from .display import Note, present
 from .exercise import Case, Choice, Exercise, Question, Trial
 from .on_ranks import LeftUnfinished, StillWaiting
+from .raised import cause_of
 from .registry import find
 from .run_submission import Tried, try_one
 from .verdicts import Difference, Feedback, Verdict, first_difference
@@ -26,6 +28,11 @@ from .waiting import doing
 from .workspace import Workspace, fingerprint, load_function
 
 _WRONG = {"keys": "a dict with other keys", "type": "something of another type"}
+_WAITS = {"wait", "is_completed", "synchronize", "get_future"}
+_UNWAITED = (
+    "`{}` only begins the message and returns something to wait on: the tensor holds the result once its `.wait()` has"
+    " returned"
+)
 GRADES = ("a nudge", "a pointer", "nearly the solution")
 
 
@@ -124,13 +131,31 @@ def judge(exercise: Exercise, outcome: Tried | RanksFailed) -> Feedback | None:
     """The first error in the ranks' results, or None: values first, then the exercise's rules."""
     if isinstance(outcome, RanksFailed):
         return _feedback_on_failure(exercise, outcome.report)
+    begun = unwaited(outcome.source)
     for case, trials in zip(outcome.cases, outcome.trials, strict=True):
         for trial in trials:
             difference = first_difference(case.expected[trial.rank], trial.returned, exercise.tolerance)
             if difference:
-                return _feedback_on_difference(exercise, case, trial, difference)
+                feedback = _feedback_on_difference(exercise, case, trial, difference)
+                return replace(feedback, cause=_UNWAITED.format(begun)) if begun else feedback
+    if begun:
+        headline = "The values are right by luck: a message is not waited for."
+        return Feedback(headline, "`.wait()` on what the call returns", begun, _UNWAITED.format(begun), 0)
     ruled = (exercise.rules(case, trials) for case, trials in zip(outcome.cases, outcome.trials, strict=True))
     return next((feedback for feedback in ruled if feedback), None)
+
+
+def unwaited(source: str) -> str:
+    """The first call with `async_op=True`, in a source that waits nowhere; else nothing."""
+    nodes = list(ast.walk(ast.parse(source)))
+    if any(isinstance(node, ast.Attribute) and node.attr in _WAITS for node in nodes):
+        return ""
+    begun = (node for node in nodes if isinstance(node, ast.Call) and any(map(_asynchronous, node.keywords)))
+    return next((ast.unparse(node) for node in begun), "")
+
+
+def _asynchronous(keyword: ast.keyword) -> bool:
+    return keyword.arg == "async_op" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
 
 
 def _feedback_on_difference(exercise: Exercise, case: Case, trial: Trial, difference: Difference) -> Feedback:
@@ -176,7 +201,7 @@ def _feedback_on_failure(exercise: Exercise, report: Failure) -> Feedback:
             f"{exercise.function} raised an error.",
             expected,
             _last_frames(report),
-            _why_raised(report),
+            cause_of((report.traceback or report.message).strip().splitlines()[-1]),
             report.rank,
             step,
         )
@@ -189,7 +214,7 @@ def _feedback_on_failure(exercise: Exercise, report: Failure) -> Feedback:
         f"{exercise.function} ended the run.",
         expected,
         got,
-        "a rank process ended: look for exit() or a crash (reading a tensor without memory is one)",
+        "a rank process ended: look for exit() or a crash (reading or filling a tensor without memory is one)",
         report.rank,
         step,
     )
@@ -202,24 +227,3 @@ def _last_frames(report: Failure) -> str:
     own = [index for index, line in enumerate(lines) if line.startswith("File") and "my_fsdp" in line]
     there = lines[own[-1] : own[-1] + 2] if own else []
     return "\n".join([*there, lines[-1]])
-
-
-def _why_raised(report: Failure) -> str:
-    error = (report.traceback or report.message).strip().splitlines()[-1]
-    if NoSuchRank.__name__ in error:
-        return (
-            "the ring is not closed: after the last rank comes rank 0, and before rank 0 the last one, so take"
-            " `(rank + 1) % n` and `(rank - 1) % n`"
-        )
-    if "NameError" in error and re.search("'(rank|world_size)'", error):
-        return (
-            "`rank` and `world_size` are there in `%%ranks` cells only: ask `dist.get_rank()` and"
-            " `dist.get_world_size()`"
-        )
-    if "NameError" in error:
-        return (
-            "the cell is saved as a file of its own and runs on other processes: it needs its own imports and helpers"
-        )
-    if "Timed out" in error or "timeout" in error.lower():
-        return "a rank waited for a message that no rank sent"
-    return "read the last line first: it names the error; the line above is yours"

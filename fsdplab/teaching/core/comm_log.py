@@ -47,7 +47,7 @@ def to_one_rank_only(calls: Iterable[Call]) -> str:
     """The likely cause where only `dist.reduce` or `dist.gather` was called, which leave a result on one rank alone;
     else nothing.
     """
-    kinds = {call.kind for call in calls if call.nbytes > 1}  # a driver's marks are broadcasts of one byte
+    kinds = set(_kinds_of(calls))
     if not kinds & _TO_ONE_RANK or kinds & _ANYTHING_ELSE:
         return ""
     used = (kinds & _TO_ONE_RANK).pop()
@@ -55,6 +55,25 @@ def to_one_rank_only(calls: Iterable[Call]) -> str:
         f"`dist.{used}` leaves its result on one rank only (`dst`); here every rank needs one, so take a collective"
         " that gives all ranks something: all_reduce the whole sum, reduce_scatter its own rows, all_gather all rows"
     )
+
+
+def _kinds_of(calls: Iterable[Call]) -> list[str]:
+    """What was called, each kind once, without barriers and a driver's marks, which are broadcasts of one byte."""
+    return list(dict.fromkeys(call.kind for call in calls if call.kind != "barrier" and call.nbytes != 1))
+
+
+_ADDING = {"reduce_scatter", "all_reduce", "reduce"}
+_CARRYING = {"all_to_all", "send", "recv"}  # whole gradients can travel by these and be added up afterwards
+
+
+def nothing_added_up(calls: Iterable[Call]) -> str:
+    """The likely cause where a sum over the ranks is wanted and no collective that adds up was called; else nothing."""
+    kinds = _kinds_of(calls)
+    if any(kind in _ADDING | _CARRYING for kind in kinds):
+        return ""
+    if not kinds:
+        return "no collective was called, so nothing came from the other ranks: a reduce_scatter adds up over ranks"
+    return f"only {' and '.join(kinds)} was called, which adds nothing up over the ranks: a reduce_scatter does"
 
 
 class WireLog(TorchDispatchMode):

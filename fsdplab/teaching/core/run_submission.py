@@ -29,10 +29,11 @@ ON_RANKS = Path(__file__).with_name("on_ranks.py")
 
 @dataclass(frozen=True)
 class Tried:
-    """The results of one program: `trials[case][rank]`."""
+    """The results of one program: `trials[case][rank]`; `source` is its text."""
 
     cases: tuple[Case, ...]
     trials: tuple[tuple[Trial, ...], ...]
+    source: str = ""
 
 
 def try_programs(programs: Sequence[tuple[Exercise, Path]], workspace: Workspace) -> list[Tried]:
@@ -53,7 +54,8 @@ def _on_ranks(programs: Sequence[tuple[Exercise, Path]], workspace: Workspace) -
     }
     limit = START_LIMIT + sum(exercise.time_limit * len(of) for (exercise, _), of in zip(programs, cases, strict=True))
     by_rank = call_on_ranks(ON_RANKS, "call_recorded", world_size=world_size, payload=payload, time_limit=limit)
-    return [Tried(of, _trials(by_rank, index, len(of))) for index, of in enumerate(cases)]
+    sources = [path.read_text(encoding="utf-8") for _, path in programs]
+    return [Tried(of, _trials(by_rank, index, len(of)), sources[index]) for index, of in enumerate(cases)]
 
 
 def try_here(exercise: Exercise, path: Path) -> Tried:

@@ -122,7 +122,7 @@ average_in_hook = Exercise(
                 (_ALL_REDUCE, "average = parameter.grad.clone()\n    dist.all_reduce(average)"),
                 (_DIVIDE, "return average / dist.get_world_size()"),
             ),
-            "read the last line",
+            "a hook returns nothing",
             ends="raises",
         ),
         Wrong(
@@ -141,7 +141,12 @@ average_in_hook = Exercise(
             edited(_HOOK_REFERENCE, (_ALL_REDUCE, "dist.reduce(parameter.grad, dst=0)")),
             "on one rank only",
         ),
-        Wrong("another factor", edited(_HOOK_REFERENCE, (_DIVIDE, "parameter.grad /= 7")), "divided by their number"),
+        Wrong("another factor", edited(_HOOK_REFERENCE, (_DIVIDE, "parameter.grad /= 7")), "here it is divided by 7"),
+        Wrong(
+            "divided on rank 0",
+            edited(_HOOK_REFERENCE, (_DIVIDE, f"if dist.get_rank() == 0:\n        {_DIVIDE}")),
+            "wrong on another rank",
+        ),
         Wrong("averaged, then divided", edited(_HOOK_REFERENCE, (_ALL_REDUCE, _AVERAGE)), "divided twice"),
         Wrong(
             "a fresh tensor",
@@ -248,6 +253,11 @@ small_together = Exercise(
                 _TOGETHER.format(""), ("        small.clear()", "        joined = joined / n\n        small.clear()")
             ),
             "never divided",
+        ),
+        Wrong(
+            "divided by how many there are to send",
+            edited(_TOGETHER_REFERENCE, ("joined /= n", "joined /= len(small)")),
+            "here it is divided by 22",
         ),
         Wrong("not emptied", edited(_TOGETHER_REFERENCE, ("        small.clear()\n", "")), "once a step"),
         Wrong(

@@ -5,16 +5,17 @@ hand.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fsdplab.teaching.core.comm_log import to_one_rank_only
+from fsdplab.teaching.core.comm_log import nothing_added_up, to_one_rank_only
 from fsdplab.teaching.core.exercise import Case, Exercise, Question, Rules, Slip, Trial, Wrong, edited
 from fsdplab.teaching.core.verdicts import Difference, Feedback, first_difference
 
 from . import grading
+from .on_ranks import SHARED
 
 if TYPE_CHECKING:
     from .runs import Runs
@@ -66,6 +67,10 @@ def _explain_rows(case: Case, trial: Trial, difference: Difference) -> tuple[Non
 
 
 def _fault(given: list[list[int]], right: list[tuple[int, int]], rows: int) -> str:
+    if any(start < 0 for start, _ in given):
+        return "a start below 0: ranks count from 0, so rank 0 owns the first rows"
+    if all(start > stop for start, stop in given):
+        return "every start lies behind its stop: return `start, stop`, in this order"
     if any(start > stop for start, stop in given):
         return "a rank with no rows must get start == stop: clamp both ends to `rows`"
     if any(stop > rows or start > rows for start, stop in given):
@@ -146,6 +151,28 @@ rows_of = Exercise(
             "two owners",
         ),
         Wrong("start and length", edited(_ROWS_REFERENCE, ("min((rank + 1) * size, rows)", "size")), "start == stop"),
+        Wrong(
+            "numbers with a fraction of zero",
+            _ROWS.format(
+                "import math\n    size = math.ceil(rows / n)\n    return min(rank * size, rows) / 1, min((rank + 1) *"
+                " size, rows) / 1"
+            ),
+            "row numbers are whole",
+        ),
+        Wrong(
+            "ranks from one",
+            edited(
+                _ROWS_REFERENCE,
+                ("min(rank * size, rows)", "(rank - 1) * size"),
+                ("min((rank + 1) * size, rows)", "min(rank * size, rows)"),
+            ),
+            "ranks count from 0",
+        ),
+        Wrong(
+            "stop, start",
+            _ROWS.format("size = -(-rows // n)\n    return min((rank + 1) * size, rows), min(rank * size, rows)"),
+            "in this order",
+        ),
         Wrong("only the start", edited(_ROWS_REFERENCE, (", min((rank + 1) * size, rows)", "")), "two whole numbers"),
         Wrong("nothing", _ROWS.format("size = -(-rows // n)"), "two whole numbers"),
     ),
@@ -203,11 +230,12 @@ def _explain_reduce(case: Case, trial: Trial, difference: Difference) -> tuple[N
         )
     if difference.problem != "value":
         return None, "`mine.grad` holds this rank's rows only: it has the shape of `mine`"
-    return None, to_one_rank_only(trial.calls) or _whose(got, whole, trial.rank)
+    return None, to_one_rank_only(trial.calls) or _whose(got, whole, trial)
 
 
-def _whose(got: Tensor, whole: Tensor, rank: int) -> str:
+def _whose(got: Tensor, whole: Tensor, trial: Trial) -> str:
     """The likely mistake behind a wrong block."""
+    rank = trial.rank
     average = list(_average(tuple(whole.shape)).chunk(_RANKS))
     own = list(whole.chunk(_RANKS))
     suspects = (
@@ -222,10 +250,8 @@ def _whose(got: Tensor, whole: Tensor, rank: int) -> str:
             if other != rank
         ),
     )
-    return next(
-        (cause for wrong, cause in suspects if first_difference(wrong, got) is None),
-        "these are other numbers: was the buffer filled by the reduce_scatter?",
-    )
+    otherwise = nothing_added_up(trial.calls) or "these are other numbers: was the buffer filled by the reduce_scatter?"
+    return next((cause for wrong, cause in suspects if first_difference(wrong, got) is None), otherwise)
 
 
 def _within(half: str, cause: str) -> Rules:
@@ -293,6 +319,20 @@ reduce_rows = Exercise(
             "the rank's own rows",
         ),
         Wrong(
+            "adds its own blocks up",
+            edited(_REDUCE_REFERENCE, (_MAKE, "mine.grad = sum(blocks)"), (f"    {_SCATTER}\n", "")),
+            "no collective was called",
+        ),
+        Wrong(
+            "gathers rows, then adds",
+            edited(
+                _REDUCE_REFERENCE,
+                (_MAKE, "every = [torch.empty_like(mine) for _ in blocks]"),
+                (_SCATTER, "dist.all_gather(every, blocks[dist.get_rank()])\n    mine.grad = sum(every)"),
+            ),
+            "adds nothing up",
+        ),
+        Wrong(
             "the next rank's rows",
             edited(_REDUCE_REFERENCE, (_SCATTER, "dist.reduce_scatter(mine.grad, blocks[1:] + blocks[:1])")),
             "'s rows; this is rank",
@@ -345,7 +385,7 @@ reduce_rows = Exercise(
             "half as much",
         ),
         Wrong(
-            "no gradient made", edited(_REDUCE_REFERENCE, (f"    {_MAKE}\n", "")), "read the last line", ends="raises"
+            "no gradient made", edited(_REDUCE_REFERENCE, (f"    {_MAKE}\n", "")), "something is None", ends="raises"
         ),
     ),
 )
@@ -371,10 +411,11 @@ def _step_case() -> list[Case]:
     """Two parameters of hundreds; every rank lowers its rows by one (rank 0), two, three in each of two steps."""
     wholes = [100.0 * torch.arange(1, 13).reshape(6, 2), 100.0 * torch.arange(1, 4)]
     slices = [[torch.full_like(rows, rank + 1.0) for rank, rows in enumerate(whole.chunk(_RANKS))] for whole in wholes]
-    expected = {}
+    expected: dict[str, Any] = {}
     for step in range(_STEPS):
         for index, whole in enumerate(wholes):
             expected[f"step {step}, parameter {index}"] = whole - (step + 1) * torch.cat(slices[index])
+    expected[SHARED] = [True] * len(wholes)
     arguments = tuple((wholes, [by_rank[rank] for by_rank in slices], _STEPS) for rank in range(_RANKS))
     return [Case("a matrix [6, 2] and a bias [3]", arguments, (expected,) * _RANKS)]
 
@@ -382,6 +423,11 @@ def _step_case() -> list[Case]:
 def _explain_step(case: Case, trial: Trial, difference: Difference) -> tuple[str | None, str]:
     """Whose rows are wrong, and whether they are old, another rank's or stepped twice."""
     key = next((name for name in case.expected[0] if name in difference.tensor), None)
+    if key == SHARED:
+        return None, (
+            "the values are right, but the parameter has new memory now, beside that of `mine`: gather into the"
+            " parameter's own memory (a chunk of `parameter.detach()` is a window on it)"
+        )
     if key is None or difference.problem != "value" or difference.index is None:
         return None, "write into the parameter's own memory; it keeps its shape"
     step, index = int(key.split()[1].rstrip(",")), int(key.split()[-1])
@@ -396,7 +442,10 @@ def _explain_step(case: Case, trial: Trial, difference: Difference) -> tuple[str
 
 def _step_cause(got: Tensor, right: Tensor, old: Tensor, part: slice, owner: int, rank: int) -> str:
     if torch.equal(got, old):
-        return "nothing has changed: the optimizer was not asked to step"
+        return (
+            "nothing has changed: the optimizer was not asked to step, or its gradients were gone by then (`zero_grad`"
+            " comes after the step)"
+        )
     if torch.equal(got[part], old[part]) and owner != rank:
         return (
             "another rank's rows are still the old ones: gather after the step, and into the parameter itself (a chunk"
@@ -443,6 +492,20 @@ step_and_gather = Exercise(
     driver=(_DRIVERS, "stepped"),
     wrong=(
         Wrong("no gather", edited(_STEP_REFERENCE, (_GATHER, "pass")), "still the old ones"),
+        Wrong(
+            "new memory",
+            edited(
+                _STEP_REFERENCE,
+                (_BLOCKS, "blocks = [mine.detach().clone() for _ in range(dist.get_world_size())]"),
+                (_GATHER, f"{_GATHER}\n        parameter.data = __import__('torch').cat(blocks)"),
+            ),
+            "has new memory now",
+        ),
+        Wrong(
+            "cleared before the step",
+            edited(_STEP_REFERENCE, ("optimizer.step()", "optimizer.zero_grad()\n    optimizer.step()")),
+            "gradients were gone",
+        ),
         Wrong("no step", edited(_STEP_REFERENCE, ("    optimizer.step()\n", "")), "not asked to step"),
         Wrong(
             "gather, then step",

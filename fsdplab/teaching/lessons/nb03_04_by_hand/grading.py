@@ -108,7 +108,10 @@ def explain_gradient(case: Case, trial: Trial, difference: Difference) -> tuple[
     if cause is _OTHERWISE and any(map(is_mark, trial.calls)):
         cause = _OTHER_PIECES
     if int(found[1]) > 0:
-        cause = f"step 0 was right, so something is left over from it (a list that was not emptied?); here: {cause}"
+        cause = (
+            "step 0 was right on this rank, so something is left over from it (a list that was not emptied?), or it was"
+            f" wrong on another rank (an `if rank == 0`?) and the models have differed since; here: {cause}"
+        )
     return step, f"{cause} ({_how_many(case, trial, found[1])})"
 
 
@@ -125,7 +128,15 @@ def _cause(got: Tensor, average: Tensor, own: Sequence[dict[str, Tensor]], rank:
         ),
         (torch.zeros_like(average), "the gradient is zero: average it, do not clear it"),
     )
-    return next((cause for wrong, cause in suspects if _close(wrong, got)), _OTHERWISE)
+    return next((cause for wrong, cause in suspects if _close(wrong, got)), _another_factor(got, average, n))
+
+
+def _another_factor(got: Tensor, average: Tensor, n: int) -> str:
+    """The cause where the sum over the ranks was divided by some number that is not theirs; else that it is unknown."""
+    factor = float((got * average).sum() / (average * average).sum())
+    if not factor or not _close(average * factor, got):
+        return _OTHERWISE
+    return f"the sum over the ranks must be divided by their number, {n}; here it is divided by {n / factor:.4g}"
 
 
 _OWN = (

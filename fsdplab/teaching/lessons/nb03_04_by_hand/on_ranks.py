@@ -25,6 +25,7 @@ from fsdplab.workloads.twin import replay_gradients
 SMALL = ModelConfig(family="gpt", layers=2, width=24, heads=2, kv_heads=2, ffn=96, vocabulary=258, context=36)
 RATE = 0.5  # of the plain SGD in a check's steps
 NOISE = 1e-6  # a gradient with a smaller norm is rounding
+SHARED = "parameters and their rows share memory"
 MARK = 1  # bytes of the broadcast that a driver puts between parts of a step, for the rules to tell them apart
 
 
@@ -82,7 +83,17 @@ def _gradients(model: nn.Module, steps: int, after_backward: Callable[[], None])
 
 def spans(function: Callable[[int, int, int], Any], questions: list[tuple[int, int]]) -> dict[str, list[Any]]:
     """`function(rows, rank, n)` for every rank of every question (rows, n)."""
-    return {f"{rows} rows on {n} ranks": [function(rows, rank, n) for rank in range(n)] for rows, n in questions}
+    return {f"{rows} rows on {n} ranks": [edges(function(rows, rank, n)) for rank in range(n)] for rows, n in questions}
+
+
+def edges(span: Any) -> Any:
+    """A returned (start, stop) to be compared: a tensor of two as a list, and a fraction as a text, because 4.0 equals
+    4 and yet cuts no tensor.
+    """
+    span = span.tolist() if isinstance(span, Tensor) else span
+    return (
+        [repr(edge) if isinstance(edge, float) else edge for edge in span] if isinstance(span, (list, tuple)) else span
+    )
 
 
 def window(parameter: Tensor, rank: int, ranks: int) -> nn.Parameter:
@@ -99,16 +110,14 @@ def reduced(function: Callable[[nn.Parameter, nn.Parameter], Any], gradient: Ten
     return {"mine.grad": mine.grad, "parameter.grad": parameter.grad}
 
 
-def stepped(
-    function: Callable[..., Any], wholes: list[Tensor], gradients: list[Tensor], steps: int
-) -> dict[str, Tensor]:
-    """The parameters after `steps` calls of `function(pairs,
-    optimizer)` with plain SGD (rate 1) on this rank's rows.
+def stepped(function: Callable[..., Any], wholes: list[Tensor], gradients: list[Tensor], steps: int) -> dict[str, Any]:
+    """The parameters after `steps` calls of `function(pairs, optimizer)` with plain SGD (rate 1) on this rank's rows,
+    and whether each still shares its memory with them.
     """
     parameters = [nn.Parameter(whole.clone()) for whole in wholes]
     pairs = [(parameter, window(parameter, dist.get_rank(), dist.get_world_size())) for parameter in parameters]
     optimizer = torch.optim.SGD([mine for _, mine in pairs], lr=1.0)
-    after: dict[str, Tensor] = {}
+    after: dict[str, Any] = {}
     for step in range(steps):
         for (_, mine), gradient in zip(pairs, gradients, strict=True):
             mine.grad = gradient.clone()
@@ -116,7 +125,8 @@ def stepped(
         after |= {
             f"step {step}, parameter {index}": parameter.detach().clone() for index, parameter in enumerate(parameters)
         }
-    return after
+    shared = [parameter.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr() for parameter, mine in pairs]
+    return {**after, SHARED: shared}
 
 
 def train(payload: dict[str, Any]) -> list[dict[str, Any]]:

@@ -95,19 +95,33 @@ def drive_reshard(reshard: Callable[..., Any], whole: torch.Tensor) -> dict[str,
 
 
 def drive_guarded(guarded: Callable[..., Any], whole: torch.Tensor, name: str, dropped: bool) -> dict[str, Any]:
-    """The returned value, or the error's text."""
+    """How the guard ends: with the tensor, or with an error and its text."""
     whole = whole.clone()
     if dropped:
         whole.untyped_storage().resize_(0)
     try:
         got = guarded(whole, name)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        return {
-            "raised": type(error).__name__,
-            "names it": name in str(error),
-            "says what to call": "unshard" in str(error),
-        }
-    return {"returned": readable(got) if isinstance(got, torch.Tensor) else got}
+        what = RUNTIME_ERROR if isinstance(error, RuntimeError) else f"raises {type(error).__name__}"
+        return raises(what, name in str(error), "unshard" in str(error).lower())
+    return passes(readable(got) if isinstance(got, torch.Tensor) else got, got is whole)
+
+
+END, PASSES, RUNTIME_ERROR = "the guard", "returns", "raises RuntimeError"
+
+
+def passes(returned: object, itself: bool) -> dict[str, Any]:
+    """What is compared where the guard returns."""
+    return {END: PASSES, "what it returns": returned, "it is the tensor itself": itself, **_message(False, False)}
+
+
+def raises(end: str, named: bool, advised: bool) -> dict[str, Any]:
+    """What is compared where the guard raises: which error, whether it names the tensor, whether it says `unshard`."""
+    return {END: end, "what it returns": None, "it is the tensor itself": False, **_message(named, advised)}
+
+
+def _message(named: bool, advised: bool) -> dict[str, Any]:
+    return {"the message holds the name": named, "the message says unshard": advised}
 
 
 def drive_hooks(hooks: Callable[..., Any], parts: dict[str, str], work: dict[str, Any]) -> dict[str, Any]:

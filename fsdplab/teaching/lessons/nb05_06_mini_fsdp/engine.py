@@ -7,7 +7,8 @@ give one tensor each, as the blocks of a GPT do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -194,11 +195,18 @@ def four(functions: Any) -> tuple[Callable[[], Any], ...]:
     """The four functions that `hooks` returned; TypeError that says what was returned instead."""
     if isinstance(functions, (list, tuple)) and len(functions) == 4 and all(map(callable, functions)):
         return tuple(functions)
-    got = f"{len(functions)} things" if isinstance(functions, (list, tuple)) else type(functions).__name__
+    several = isinstance(functions, (list, tuple))
+    got = f"{len(functions)} things ({_kinds(functions)})" if several else type(functions).__name__
     raise TypeError(
         f"hooks returned {got}; return before_forward, after_forward, before_backward, after_backward (without calling"
         " them)"
     )
+
+
+def _kinds(things: Iterable[object]) -> str:
+    """`"3 function, 1 None"`."""
+    counted = Counter("None" if thing is None else type(thing).__name__ for thing in things)
+    return ", ".join(f"{count} {kind}" for kind, count in counted.items())
 
 
 def wants_gradient(x: Any) -> bool:

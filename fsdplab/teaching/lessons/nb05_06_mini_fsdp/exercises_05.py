@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
+from fsdplab.teaching.core.comm_log import to_one_rank_only
 from fsdplab.teaching.core.exercise import Case, Exercise, Trial, Wrong, edited
 from fsdplab.teaching.core.verdicts import Difference, Feedback
 
-from .drivers import FRESH, REBOUND
+from .drivers import END, FRESH, PASSES, REBOUND, RUNTIME_ERROR, passes, raises
 from .exercises_05_reduce import REDUCE_ITEMS
 
 DRIVERS = str(Path(__file__).with_name("drivers.py"))
@@ -192,7 +193,7 @@ shard = Exercise(
         Wrong(
             "chunk and index",
             edited(_SHARD, (_BODY, "    return torch.chunk(whole, n)[rank].clone()\n")),
-            "read the last line",
+            "fewer pieces than ranks",
             ends="raises",
         ),
     ),
@@ -240,6 +241,8 @@ def _unshard_cases() -> list[Case]:
 
 def _explain_unshard(case: Case, trial: Trial, difference: Difference) -> tuple[None, str]:
     whole, alias = trial.returned["whole"], trial.returned["alias"]
+    if only := to_one_rank_only(trial.calls):
+        return None, only
     if REBOUND in trial.printed and not isinstance(alias, str):
         return (
             None,
@@ -393,9 +396,19 @@ unshard = Exercise(
             ),
             "not needed to collect rows",
         ),
+        Wrong(
+            "gathered on rank 0",
+            edited(
+                _UNSHARD, (_GATHER, "dist.gather(mine, list(padded.chunk(n)) if dist.get_rank() == 0 else None, dst=0)")
+            ),
+            "on one rank only",
+        ),
         Wrong("twice", edited(_UNSHARD, (_GATHER, f"{_GATHER}\n    {_GATHER}")), "more than once"),
         Wrong(
-            "shorter than padded", edited(_UNSHARD, (_COPY, "whole.copy_(padded)")), "read the last line", ends="raises"
+            "shorter than padded",
+            edited(_UNSHARD, (_COPY, "whole.copy_(padded)")),
+            "padding that was not left out",
+            ends="raises",
         ),
     ),
 )
@@ -453,6 +466,8 @@ def _explain_reshard(case: Case, trial: Trial, difference: Difference) -> tuple[
                 " `whole.untyped_storage()`"
             ),
         )
+    if left < case.arguments[0][0].nbytes:
+        return None, f"{left} bytes of the storage are still there: resize it to 0"
     return (
         None,
         (
@@ -484,6 +499,7 @@ reshard = Exercise(
         Wrong("del", edited(_RESHARD, (_LINE, "del whole")), "concern the name only"),
         Wrong("zeros", edited(_RESHARD, (_LINE, "whole.zero_()")), "zeros need as much"),
         Wrong("another name", edited(_RESHARD, (_LINE, "whole = torch.empty(0)")), "concern the name only"),
+        Wrong("not to nothing", edited(_RESHARD, (_LINE, "whole.untyped_storage().resize_(1)")), "resize it to 0"),
         Wrong("resize the tensor", edited(_RESHARD, (_LINE, "whole.resize_(0)")), "frees nothing"),
         Wrong(
             "empty data", edited(_RESHARD, (_LINE, "whole.data = torch.empty(0, dtype=whole.dtype)")), "another storage"
@@ -517,41 +533,34 @@ def guarded(whole, name):
     return whole
 '''
 _NAME = "blocks.3.weight"
-_RAISED = {"raised": "RuntimeError", "names it": True, "says what to call": True}
 
 
 def _guarded_cases() -> list[Case]:
     whole = torch.arange(6.0).reshape(3, 2)
     return [
-        Case("gathered", ((whole.clone(), _NAME, False),) * 2, ({"returned": whole},) * 2),
-        Case("all zeros, but gathered", ((torch.zeros(3), _NAME, False),) * 2, ({"returned": torch.zeros(3)},) * 2),
-        Case("resharded", ((whole.clone(), _NAME, True),) * 2, (_RAISED,) * 2),
+        Case("gathered", ((whole.clone(), _NAME, False),) * 2, (passes(whole, itself=True),) * 2),
+        Case("all zeros, but gathered", ((torch.zeros(3), _NAME, False),) * 2, (passes(torch.zeros(3), True),) * 2),
+        Case("resharded", ((whole.clone(), _NAME, True),) * 2, (raises(RUNTIME_ERROR, True, True),) * 2),
     ]
 
 
 def _explain_guarded(case: Case, trial: Trial, difference: Difference) -> tuple[None, str]:
-    got = trial.returned
-    if case.arguments[0][2] and "raised" not in got:
-        return (
-            None,
-            (
-                "a tensor without memory passed the guard: its shape is unchanged, so numel, shape and nbytes say"
-                " nothing; ask its storage"
-            ),
+    dropped, end = case.arguments[0][2], trial.returned[END]
+    if dropped and end == PASSES:
+        return None, (
+            "a tensor without memory passed the guard: its shape is unchanged, so numel, shape and nbytes say nothing;"
+            " ask its storage"
         )
-    if "raised" in got and not case.arguments[0][2]:
-        return (
-            None,
-            (
-                "the guard raised although the memory is there: what counts are the bytes of the storage, not what is"
-                " in them"
-            ),
+    if end != PASSES and not dropped:
+        return None, (
+            "the guard raised although the memory is there: what counts are the bytes of the storage, not what is in"
+            " them"
         )
-    if got.get("raised") not in (None, "RuntimeError"):
-        return None, f"{got['raised']} was raised; the statement asks for a RuntimeError"
-    if "raised" in got:
-        return (None, "the message must say what to do: it holds `name`, and the word unshard")
-    return None, "where the memory is there, return `whole` itself"
+    if dropped and end != RUNTIME_ERROR:
+        return None, f"it {end}; the statement asks for a RuntimeError"
+    if dropped:
+        return None, "the message must say what to do: it holds `name`, and the word unshard"
+    return None, "where the memory is there, return `whole` itself: nothing is printed, copied or changed"
 
 
 _TEST = "whole.untyped_storage().nbytes() == 0"
@@ -590,6 +599,7 @@ guarded = Exercise(
         Wrong("helpless", edited(_GUARDED, (_MESSAGE, 'f"{name} is not there"')), "the word unshard"),
         Wrong("another error", edited(_GUARDED, ("raise RuntimeError", "raise ValueError")), "asks for a RuntimeError"),
         Wrong("returns nothing", edited(_GUARDED, ("    return whole\n", "")), "return `whole` itself"),
+        Wrong("a copy", edited(_GUARDED, ("return whole", "return whole.clone()")), "return `whole` itself"),
     ),
 )
 

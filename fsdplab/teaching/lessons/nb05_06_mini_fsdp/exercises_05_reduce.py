@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdplab.teaching.core.comm_log import to_one_rank_only
+from fsdplab.teaching.core.comm_log import nothing_added_up, to_one_rank_only
 from fsdplab.teaching.core.exercise import Case, Choice, Exercise, Question, Slip, Trial, Wrong, edited
 from fsdplab.teaching.core.verdicts import Difference, Feedback
 
@@ -63,7 +63,7 @@ def _reduce_case(name: str, shape: tuple[int, ...]) -> Case:
 def _explain_reduce(case: Case, trial: Trial, difference: Difference) -> tuple[None, str]:
     got, right = trial.returned, case.expected[trial.rank]
     if difference.problem == "shape":
-        rows = f"{len(got)} rows" if got.dim() else "a single number"
+        rows = f"{len(got)} row{'s' * (len(got) != 1)}" if got.dim() else "a single number"
         return None, f"this rank gets its own c = ceil(rows / n) rows, as `shard` cuts them; this has {rows}"
     if difference.problem in ("type", "dtype"):
         return None, "return this rank's slice, a tensor like the gradient"
@@ -79,9 +79,18 @@ def _explain_reduce(case: Case, trial: Trial, difference: Difference) -> tuple[N
         return None, "this is a slice of the rank's own gradient: nothing came from the other ranks"
     if any(torch.allclose(got, slice_of_another) for slice_of_another in case.expected):
         return None, "this is the slice of another rank: rank r gets piece r"
+    if alone := nothing_added_up(trial.calls):
+        return None, alone
+    factor = float((got * right).sum() / (right * right).sum()) if right.any() else 0.0
+    if factor and torch.allclose(got, right * factor):
+        return (
+            None,
+            f"the sum must be divided by the number of ranks, {_RANKS}; here it is divided by {_RANKS / factor:.4g}",
+        )
     return (
         None,
-        "compare with the mean of all gradients, rows r * c to (r + 1) * c, then zeros; what does the padding hold?",
+        "compare with the mean of all gradients, rows r * c to (r + 1) * c, then zeros: what does the padding hold, and"
+        " does it stand after the rows?",
     )
 
 
@@ -102,7 +111,7 @@ def _reduce_rules(case: Case, trials: Sequence[Trial]) -> Feedback | None:
                     cause,
                     trial.rank,
                 )
-        if only := to_one_rank_only(trial.calls):
+        if kinds.count("reduce") < _RANKS and (only := to_one_rank_only(trial.calls)):
             return Feedback(
                 "The values are right by luck: only one rank is promised the sum.",
                 "one reduce_scatter",
@@ -160,6 +169,15 @@ reduce = Exercise(
             edited(_REDUCE, (_SCATTER, "mine = padded.chunk(n)[dist.get_rank()] * n")),
             "nothing came from the other ranks",
         ),
+        Wrong(
+            "pieces of its own", edited(_REDUCE, (_SCATTER, "mine = sum(padded.chunk(n))")), "no collective was called"
+        ),
+        Wrong("divided by its rows", edited(_REDUCE, ("return mine / n", "return mine / c")), "it is divided by 2"),
+        Wrong(
+            "padding first",
+            edited(_REDUCE, ("padded[: len(gradient)]", "padded[n * c - len(gradient) :]")),
+            "stand after the rows",
+        ),
         Wrong("backwards", edited(_REDUCE, ("list(padded.chunk(n))", "list(padded.chunk(n))[::-1]")), "another rank"),
         Wrong(
             "padding not cleared",
@@ -206,7 +224,7 @@ reduce = Exercise(
                     "padded = gradient",
                 ),
             ),
-            "read the last line",
+            "pad the short ones",
             ends="raises",
         ),
     ),

@@ -28,7 +28,8 @@ _WORK = {
     "steps": _TRAIN_STEPS,
     "batch_size": 2,
     "sequence_length": 32,
-    "learning_rate": 3e-3,
+    "optimizer": "SGD",
+    "learning_rate": 0.1,
     "seed": 1,
 }
 
@@ -103,7 +104,7 @@ def _explain_hooks(case: Case, trial: Trial, difference: Difference) -> tuple[st
     got, right, what = trial.returned, case.expected[trial.rank], difference.tensor
     if LOSSES in what:
         step = next(index for index, apart in enumerate(got[LOSSES]) if apart != 0)
-        return f"{step} (counted from 0)", _wrong_loss(step, got)
+        return f"{step} (counted from 0)", _wrong_loss(step, got, right["reductions in a step"])
     if "gathers" in what and got["gathers in a step"] > right["gathers in a step"]:
         return (
             None,
@@ -133,16 +134,22 @@ def _explain_hooks(case: Case, trial: Trial, difference: Difference) -> tuple[st
     )
 
 
-def _wrong_loss(step: int, got: dict[str, Any]) -> str:
+def _wrong_loss(step: int, got: dict[str, Any], units: int) -> str:
     if step == 0:
         return (
             "already the first forward is wrong, before any update: parameters changed, or were read before they were"
             " gathered"
         )
-    if not got["reductions in a step"]:
+    reduced = got["reductions in a step"]
+    if not reduced:
         return (
-            "the first loss is right and no gradient was reduced: the optimizer reads `unit.mine.grad`, so"
-            " after_backward must set it"
+            "the first loss is right and no gradient was reduced, so the ranks' gradients stayed apart: after_backward"
+            " hands the whole gradient to `reduce`, and sets `unit.mine.grad` to what it returns"
+        )
+    if reduced < units:
+        return (
+            f"the first loss is right, but only {reduced} of {units} units reduced a gradient: every unit does in"
+            " after_backward, the root too"
         )
     return (
         "the first loss is right, the first update is not: the optimizer reads `unit.mine.grad`; set it to what"
@@ -156,6 +163,7 @@ _AGAIN = (
     " unshard(unit.mine, unit.whole)\n"
 )
 _SET = "unit.mine.grad = reduce(unit.take_gradient())"
+_CUT = "unit.mine.grad = unit.take_gradient()[: len(unit.mine)]"
 _FIRST = (
     "    def before_forward():  # the module is about to read its parameters\n        unshard(unit.mine, unit.whole)\n"
 )
@@ -224,6 +232,16 @@ hooks = Exercise(
             "stays gathered after the step",
         ),
         Wrong("no reduction", edited(_HOOKS, (f"        {_SET}\n", "")), "no gradient was reduced"),
+        Wrong(
+            "the root not reduced",
+            edited(_HOOKS, (_SET, f"if not unit.is_root:\n            {_SET}")),
+            "only 2 of 3 units reduced",
+        ),
+        Wrong("not reduced but cut", edited(_HOOKS, (_SET, _CUT)), "no gradient was reduced"),
+        Wrong("half the gradient", edited(_HOOKS, (_SET, f"{_SET} / 2")), "what `reduce` returns"),
+        Wrong(
+            "twice the gradient, which Adam would hide", edited(_HOOKS, (_SET, f"{_SET} * 2")), "what `reduce` returns"
+        ),
         Wrong(
             "not handed over", edited(_HOOKS, (_SET, "reduce(unit.take_gradient())")), "set it to what `reduce` returns"
         ),

@@ -147,6 +147,12 @@ def schedule(n):
         Wrong(
             "backward upwards", edited(_REFERENCE, ("in reversed(range(n))", "in range(n)")), "no gradient to reduce"
         ),
+        Wrong("misspelt", edited(_REFERENCE, ('("forward", n - 1)', '("foward", n - 1)')), "the actions are gather"),
+        Wrong(
+            "printed",
+            edited(_REFERENCE, ('return [*steps, ("reduce", 0)]', 'print([*steps, ("reduce", 0)])')),
+            "`return steps`",
+        ),
         Wrong("words", edited(_REFERENCE, ('[*steps, ("reduce", 0)]', '[*steps, "reduce 0"]')), "expected a pair"),
         Wrong(
             "one block too many",

@@ -6,7 +6,7 @@ seeds, so that their losses and parameters can be compared bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +123,17 @@ def batch(text: ByteText, work: Work, step: int, rank: int) -> tuple[torch.Tenso
     return text.batch(step, rank, work["ranks"], work["batch_size"], work["sequence_length"], seed=work["seed"])
 
 
+def optimizer_of(work: Work, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """`work["optimizer"]`, AdamW unless it says SGD: Adam hides a gradient's wrong factor, which a check must not."""
+    kind: type[torch.optim.Optimizer] = getattr(torch.optim, work.get("optimizer", "AdamW"))
+    return kind(parameters, lr=work["learning_rate"])
+
+
 def trained(parts: Parts, work: Work, is_unit: Callable[..., bool] | None = None) -> tuple[MiniFSDP, list[float]]:
     """Train under the learner's engine (blocks as units unless told otherwise); the engine and this rank's losses."""
     text, model = ByteText.from_standard_library(), build_model(work["model"], seed=work["seed"])
     engine = MiniFSDP(model, is_unit or (lambda name, module: isinstance(module, block_types(model))), parts)
-    optimizer, losses = torch.optim.AdamW(engine.parameters(), lr=work["learning_rate"]), []
+    optimizer, losses = optimizer_of(work, engine.parameters()), []
     for step in range(work["steps"]):
         engine.log.step = step
         loss = loss_of(model, *batch(text, work, step, dist.get_rank()))
@@ -233,7 +239,7 @@ class Listener:
 def twin_trained(work: Work) -> dict[str, Any]:
     """The same training without ranks: each of `work["ranks"]` batches in turn, gradients averaged in rank order."""
     text, model = ByteText.from_standard_library(), build_model(work["model"], seed=work["seed"])
-    optimizer, ranks = torch.optim.AdamW(model.parameters(), lr=work["learning_rate"]), range(work["ranks"])
+    optimizer, ranks = optimizer_of(work, model.parameters()), range(work["ranks"])
     by_rank: list[list[float]] = [[] for _ in ranks]
 
     def noted(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 FORWARD, BACKWARD, MESSAGE = 2, 4, 2  # ms a block
 ACTIONS = ("gather", "forward", "drop", "backward", "reduce")
 MEMORY_TARGET = 3  # blocks
-NOTHING = "nothing"
+NOTHING = "nothing: every entry can run"
 
 
 class ScheduleError(ValueError):
@@ -72,11 +72,15 @@ def play(steps: Any, blocks: int) -> Played:
 
 def _read(steps: Any, blocks: int) -> list[tuple[str, int]]:
     """The entries, as (action, block) pairs of known actions and existing blocks."""
+    if steps is None:
+        raise ScheduleError("expected a list of (action, block), got nothing: end the function with `return steps`")
     if not isinstance(steps, (list, tuple)):
         raise ScheduleError(f"expected a list of (action, block), got {type(steps).__name__}")
     for number, entry in enumerate(steps):
-        if not isinstance(entry, (list, tuple)) or len(entry) != 2 or entry[0] not in ACTIONS:
+        if not isinstance(entry, (list, tuple)) or len(entry) != 2:
             raise ScheduleError(f'entry {number} is {entry!r}; expected a pair such as ("gather", 0)')
+        if entry[0] not in ACTIONS:
+            raise ScheduleError(f"entry {number} is {entry!r}; the actions are {', '.join(ACTIONS)}")
         if isinstance(entry[1], bool) or not isinstance(entry[1], int) or not 0 <= entry[1] < blocks:
             raise ScheduleError(f"entry {number} is {entry!r}; there are blocks 0 to {blocks - 1}")
     return [(entry[0], entry[1]) for entry in steps]

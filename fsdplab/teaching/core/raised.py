@@ -1,0 +1,85 @@
+"""The likely cause of an error that a learner's function raised, by what the error's own line says.
+
+torch names the shapes that do not fit, Python the name that is missing. What the learner has to change is often one
+step further, and the same few mistakes come again in all exercises. Where none is found, the error's line has to do.
+"""
+
+from __future__ import annotations
+
+import re
+
+from .comm_log import NoSuchRank
+
+OTHERWISE = "read the last line first: it names the error; the line above is yours"
+_CAUSES = (  # (what the error's line says, the likely cause), the first that fits
+    (
+        NoSuchRank.__name__,
+        "the ring is not closed: after the last rank comes rank 0, and before rank 0 the last one, so take"
+        " `(rank + 1) % n` and `(rank - 1) % n`",
+    ),
+    (
+        r"NameError.*'(rank|world_size)'",
+        "`rank` and `world_size` are there in `%%ranks` cells only: ask `dist.get_rank()` and `dist.get_world_size()`",
+    ),
+    (
+        r"NameError",
+        "the cell is saved as a file of its own and runs on other processes: it needs its own imports and helpers",
+    ),
+    (
+        r"UnboundLocalError",
+        "an assignment inside a function makes the name local to it: change the object itself (a list by `.clear()` and"
+        " `.append(...)`), or declare the name `nonlocal`",
+    ),
+    (
+        r"hooks? should return None",
+        "a hook returns nothing: it changes `parameter.grad` itself",
+    ),
+    (
+        r"NoneType",
+        "something is None here. A collective writes into the tensor that it is given and returns None, so go on with"
+        " that tensor; and a `.grad` is None until somebody sets it",
+    ),
+    (
+        r"'(builtin_function_or_method|method|function)'",
+        "a function is handed over and not called: `name()` calls it, `name` alone is the function itself",
+    ),
+    (
+        r"assign a gradient of size|assigned grad has data of a different size",
+        "a gradient has the shape of what it belongs to: a parameter's is whole (`piece.view_as(parameter)`), a slice's"
+        " has the slice's rows only",
+    ),
+    (
+        r"expected a non-empty list of Tensors",
+        "the list is empty: this was called before anything was ready, or a second time; where nothing is left to send,"
+        " do nothing",
+    ),
+    (
+        r"same number of dimensions",
+        "matrices and biases cannot be joined as they are: flatten each one before, and `view_as` it afterwards",
+    ),
+    (
+        r"storage of size 0",
+        "this tensor has a shape and no memory: nothing can be cut from it or written into it before its storage is"
+        " resized",
+    ),
+    (
+        r"invalid tensor size at index|Check failed: .*sizes\(\)|must have the same (size|shape)",
+        "all blocks of a collective have one shape: pad the short ones, and leave the padding out afterwards",
+    ),
+    (
+        r"size of tensor a .* must match",
+        "the two sides have different rows: padding that was not left out, or rows that are missing; compare the two"
+        " numbers with the rows and with n * c",
+    ),
+    (
+        r"IndexError.*index out of range",
+        "there are fewer pieces, or fewer dimensions, than this index: `torch.chunk` and `split` give fewer pieces than"
+        " ranks where the rows run out, and a tensor may have one dimension only",
+    ),
+    (r"(?i)timed out|timeout", "a rank waited for a message that no rank sent"),
+)  # fmt: skip
+
+
+def cause_of(error: str) -> str:
+    """The likely cause behind the last line of a traceback: `cause_of("NameError: name 'torch' is not defined")`."""
+    return next((cause for says, cause in _CAUSES if re.search(says, error)), OTHERWISE)
