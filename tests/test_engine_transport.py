@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -51,6 +52,26 @@ def same_bits(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ROWS)
 def test_gloo_and_shared_memory_train_to_the_same_bits(ranks, strategy: str, world_size: int) -> None:
     ranks(world_size, same_bits, strategy)
+
+
+def interrupted_when_it_has_divided() -> None:
+    buffer = torch.full((4,), dist.get_rank() + 1.0)
+    work = transport_of(dist.group.WORLD, CPU, "gloo").all_reduce(buffer, Stamp("unit", "backward"), 2.0)
+
+    def interrupt(*_: object) -> None:
+        if bool((buffer == 1.5).all()):
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    work.wait()
+    assert torch.equal(buffer, torch.full((4,), 1.5))
+
+
+def test_a_sum_is_divided_once_however_often_it_is_waited_for(ranks) -> None:
+    ranks(2, interrupted_when_it_has_divided)
 
 
 def chosen() -> list[str]:

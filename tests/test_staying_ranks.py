@@ -176,6 +176,35 @@ def test_a_cell_that_raises_names_the_rank_and_the_names_stay(staying: StayingRa
     assert heard(staying, "kept, done") == [(0, "('kept', 0)"), (1, "('kept', 1)")]
 
 
+# a call on rank 1 of 2 that names a rank which is not there, and how the report calls it
+NOBODY = {
+    "dist.send(t, rank + 1)": "send",
+    "dist.send(t, group_dst=rank + 1)": "send",
+    "dist.recv(t, src=2)": "recv",
+    "dist.isend(t, dst=-1).wait()": "isend",
+    "dist.irecv(t, 2).wait()": "irecv",
+    "from torch.distributed import isend; isend(t, 2).wait()": "isend",
+    "dist.batch_isend_irecv([dist.P2POp(dist.isend, t, 2)])": "P2POp",
+    "dist.broadcast(t, src=2)": "broadcast",
+    "dist.reduce(t, dst=2)": "reduce",
+    "dist.gather(t, dst=2)": "gather",
+    "dist.scatter(t, src=-1)": "scatter",
+    "dist.send_object_list([1], 2)": "send_object_list",
+    "dist.broadcast_object_list([1], 2)": "broadcast_object_list",
+}
+
+
+def test_a_rank_that_is_not_there_is_named(staying: StayingRanks) -> None:
+    """Gloo ends the process at most of these calls, or waits for ever."""
+    for call, name in NOBODY.items():
+        failed = failure_of(staying, f"t = torch.ones(2)\nif rank: {call}")
+        named = "-1" if "-1" in call else "2"
+        message = f"Rank 1 raised NoSuchRank: rank 1 named rank {named} in {name}, which does not exist: there are"
+        assert f"{message} ranks 0 to 1" in str(failed) and "(rank + 1) % world_size" in str(failed), call
+        assert "All ranks stay" in str(failed) and call in str(failed)
+    assert heard(staying, "t = torch.tensor(rank)\ndist.broadcast(t, 1)\nt.item()") == [(0, "1"), (1, "1")]
+
+
 def test_what_all_ranks_raise_is_shown_once(staying: StayingRanks) -> None:
     failed = failure_of(staying, "raise ValueError('two\\nlines')")
     assert (

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -16,6 +17,7 @@ from tests.surface import (
     close,
     data,
     gradients,
+    lab_over,
     loss_of,
     mesh_of,
     on_both,
@@ -163,6 +165,41 @@ def test_accumulated_gradients_after_an_exception(ranks) -> None:
 
 def test_partial_reductions_after_an_exception(ranks) -> None:
     on_both(ranks, 4, replicas)
+
+
+def by_hand_after_an_exception(transport: str, where: str) -> None:
+    """A step that raised with gathers done and under way, and nobody resets; slices are written, then gathered."""
+    model = sharded(lab_over(transport), Fragile())
+    loss_of(model).backward()  # learns the order of units: from now on the next one is gathered ahead
+    at_rest, units = list(model.parameters()), [model, *model.blocks]
+    model.where = where
+    with pytest.raises(Broken):
+        loss_of(model).backward()
+    with torch.no_grad():
+        for slice_ in at_rest:
+            slice_.fill_(3.0)
+    for unit in units:
+        unit.unshard()
+    assert all(bool((parameter == 3.0).all()) for parameter in model.parameters())
+    for unit in units:
+        unit.reshard()
+
+
+def inside_a_running_forward(transport: str) -> None:
+    """What is on its way already is not gathered a second time."""
+    model = sharded(lab_over(transport), Fragile())
+    loss_of(model).backward()
+    model.blocks[0].register_forward_pre_hook(lambda *_: model.blocks[1].unshard(async_op=True) and None)
+    with Collectives() as seen:
+        loss_of(model)
+    assert len(seen.seen) == 4, "the root and three blocks"
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_gathering_by_hand_after_an_exception_reads_what_was_written(ranks, transport: str) -> None:
+    for where in ("forward 1", "forward 2", "backward 1"):
+        ranks(2, by_hand_after_an_exception, transport, where)
+    ranks(2, inside_a_running_forward, transport)
 
 
 class Twice(nn.Module):

@@ -48,7 +48,7 @@ class FSDPModule(TorchFSDPModule):
         """Gather this unit's parameters; with `async_op`, returns a handle to wait on."""
         units = units_under(self, recurse=False)
         for unit in units:
-            unit.unshard_by_hand()
+            unit.unshard_by_hand(afresh=self._unit_hooks.left_unfinished)
         handle = UnshardHandle(units)
         if async_op:
             return handle

@@ -43,6 +43,7 @@ class UnitHooks:
             module.__dict__["_unit_hooks"] = self
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.after_forward, prepend=False)
+            module.register_forward_hook(self._after_exception, always_call=True)
             module.register_state_dict_pre_hook(self._before_state_dict)
             module.register_load_state_dict_pre_hook(self._before_state_dict)
 
@@ -82,6 +83,16 @@ class UnitHooks:
             if not self._to_run:
                 self._bound.after_forward(self.unit, will_backward=torch.is_grad_enabled())
         return _cast(output, self.policy.output_dtype) if self.policy.output_dtype else output
+
+    def _after_exception(self, module: nn.Module, *_: Any) -> None:
+        """Note that the forward raised: otherwise `after_forward` has been called before this."""
+        if self.runtime is not None and id(module) in self._to_run and not compat.inside_backward():
+            self.runtime.note_exception(self.unit)
+
+    @property
+    def left_unfinished(self) -> bool:
+        """Whether the last step of this unit's root has ended in an exception."""
+        return self.runtime is not None and self.runtime.left_unfinished
 
     def _ask(self, output: torch.Tensor) -> None:
         """Be called before the backward of `output`; a view that is written to in place would lose its own hook."""

@@ -31,6 +31,7 @@ class Runtime:
         self._backward_of: dict[str, str] = {}  # unit -> how far its backward has come in this pass; absent: not begun
         self._callback_queued = False
         self._accumulating = False
+        self._raised = False  # whether the last root forward ended in an exception
 
     # ---- forward
 
@@ -55,7 +56,7 @@ class Runtime:
     def _begin_forward(self, unit: Unit) -> None:
         if self._callback_queued:
             self._abandon_backward()
-        self._forward_root, self._entered = unit, []
+        self._forward_root, self._entered, self._raised = unit, [], False
         self.passes += 1
         self.schedule.begin()
         if self.post_optimizer_event is not None:
@@ -65,11 +66,20 @@ class Runtime:
             for each in self.units.values():
                 each.begin_forward(self._accumulating)
 
+    def note_exception(self, unit: Unit) -> None:
+        """An exception has left the forward of `unit`."""
+        self._raised = self._raised or self._forward_root is unit
+
+    @property
+    def left_unfinished(self) -> bool:
+        """Whether a step has ended in an exception, and neither `reset` nor another forward came since."""
+        return self._raised or self._callback_queued and not compat.inside_backward()
+
     def reset(self) -> None:
         """Forget a forward or a backward that raised: nothing in flight, nothing gathered, no gradients accumulated."""
         unfinished = self._forward_root is not None or self._callback_queued
         self._abandon_backward()
-        self._forward_root, self._accumulating = None, False
+        self._forward_root, self._accumulating, self._raised = None, False, False
         self.passes += 1
         for unit in self.units.values():
             unit.abandon_unshard()

@@ -158,11 +158,14 @@ class Unit:
         if not (accumulating and unchanged):
             self._gathered_versions = None
 
-    def unshard_by_hand(self) -> None:
-        """Begin to gather outside a forward; the next forward uses what was gathered."""
-        self.settle()
-        if self._gathering is not None and self._gathering.lost:
+    def unshard_by_hand(self, afresh: bool) -> None:
+        """Begin to gather outside a forward; the next forward uses what was gathered. `afresh`: a step that raised may
+        have left the unit gathered, or a gather under way, from before somebody wrote to the slices.
+        """
+        if afresh and not self._unsharded_by_user or self._gathering is not None and self._gathering.lost:
             self.abandon_unshard()
+            self.reshard("forward")
+        self.settle()
         if self.state is SHARDED:
             self._gathered_versions = None
             self._unsharded_by_user = True

@@ -113,7 +113,7 @@ class Group:
 
     def unshard(self, async_op: bool = False) -> None:
         """Begin to gather."""
-        self._unit.unshard_by_hand()
+        self._unit.unshard_by_hand(afresh=self._hooks.left_unfinished)
 
     def wait_for_unshard(self) -> None:
         """Finish gathering."""

@@ -31,9 +31,14 @@ class GlooTransport(StagedTransport):
 
         def issue(asynchronous: bool) -> Any:
             announce("reduce_scatter", self._announced, lambda: (torch.empty_like(output), send))
-            return self._backend.alltoall_base(received, send, [], [])
+            return self._backend.alltoall_base(_real(received), _real(send), [], [])
 
         return issue, lambda: sum_in_rank_order(received.view(self.ranks, -1), output, divide), received
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """What the backend moves: it knows no complex numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def announce(

@@ -92,7 +92,7 @@ class StagedTransport(StreamedTransport):
                 return dist.all_reduce(buffer, group=self.group, async_op=asynchronous)
 
         note = self.note(stamp, "all_reduce", buffer.nbytes, padding, buffer.dtype)
-        return self._all_reduce_stream.run(issue, lambda: buffer.div_(divide / before), note, buffer, after=after)
+        return self._all_reduce_stream.run(issue, divides_once(buffer, divide / before), note, buffer, after=after)
 
     def separate_reductions(self, enable: bool) -> None:
         """Reduce over a communicator of its own, or over the group again; collective over the group.
@@ -118,7 +118,15 @@ class StagedTransport(StreamedTransport):
                 send.div_(before)
             return compat.reduce_scatter_single(output, send, group=self._reduce_group, async_op=asynchronous)
 
-        return issue, lambda: output.div_(divide / before), send
+        return issue, divides_once(output, divide / before), send
+
+
+def divides_once(tensor: torch.Tensor, factor: float) -> Callable[[], object]:
+    """What divides `tensor` by `factor` when it is first called, and does nothing later: who waits again after an
+    interrupt must not divide twice. Taking the factor and dividing are one call, which no signal handler interrupts.
+    """
+    division = map(tensor.div_, (factor,))
+    return lambda: next(division, None)
 
 
 _reduction_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
