@@ -38,30 +38,22 @@ class Exports:
         with refusals():
             if self.tensorboard:
                 _each(records, self.tensorboard, export_tensorboard)
-                console.print(
-                    f"TensorBoard: tensorboard --logdir {self.tensorboard}   (pip install torch-tb-profiler)",
-                    highlight=False,
-                    markup=False,
-                )
+                _say(console, f"TensorBoard: tensorboard --logdir {self.tensorboard}   (pip install torch-tb-profiler)")
             if self.perfetto:
                 if len(records) > 1:
                     refuse(f"--perfetto writes one trace, but {len(records)} records were given; give one at a time")
                 export_perfetto(records[0], self.perfetto)
-                console.print(
-                    f"Perfetto: open {self.perfetto} in https://ui.perfetto.dev or chrome://tracing",
-                    highlight=False,
-                    markup=False,
-                )
+                _say(console, f"Perfetto: open {self.perfetto} in https://ui.perfetto.dev or chrome://tracing")
             if self.csv:
                 _each(records, self.csv, export_csv)
-                console.print(f"tables: {self.csv}", highlight=False, markup=False)
+                _say(console, f"tables: {self.csv}")
             if self.snapshot:
                 _each(records, self.snapshot, export_snapshots)
-                console.print(
-                    f"memory snapshots: {self.snapshot}, to open in https://pytorch.org/memory_viz",
-                    highlight=False,
-                    markup=False,
-                )
+                _say(console, f"memory snapshots: {self.snapshot}, to open in https://pytorch.org/memory_viz")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False)
 
 
 def _each(records: Sequence[RunRecord], folder: Path, export: Callable[[RunRecord, Path], object]) -> None:

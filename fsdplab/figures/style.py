@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from fsdplab.common.names import CATEGORY_ROWS, STRATEGY_ROWS
+from fsdplab.common.sizes import size
 from fsdplab.figures.plotly_go import go
 
 CATEGORY_COLOURS = {row.name: row.colour for row in CATEGORY_ROWS.values()}
@@ -162,3 +163,20 @@ def ink_on(colour: str) -> str:
     """The text colour that reads on a fill: `ink_on("#b84a0a") == "#ffffff"`, `ink_on("#6cc4f0") == DARK_INK`."""
     red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
     return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 140 else DARK_INK
+
+
+def card_line(figure: go.Figure, card: int, emulated: bool) -> None:
+    """The card's capacity as a line over the whole height of a figure whose x axis is in MB."""
+    figure.add_shape(
+        type="line",
+        x0=card / 1e6,
+        x1=card / 1e6,
+        y0=0,
+        y1=1,
+        yref="paper",
+        line=dict(color=ALARM, width=2.5, dash="dash"),
+    )
+    figure.add_annotation(
+        x=card / 1e6, y=1, yref="paper", text=f"card {size(card)}{' (emulated)' if emulated else ''}", showarrow=False,
+        xanchor="center", yanchor="bottom", font=dict(color=ALARM, size=14),
+    )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdplab.common.sizes import size
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import Row
-from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, EDGE, titled
+from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, EDGE, card_line, titled
 from fsdplab.figures.view import CATEGORY_NAMES, UNSPLIT, Runs, RunView, how_and_where, views
 from fsdplab.records import CATEGORIES, RunRecord
 
@@ -30,7 +30,7 @@ def memory_by_category(runs: Runs) -> go.Figure:
     for run in shown:
         _total_label(figure, run, margin=0.1 * widest)
     for card in cards:
-        _card_line(figure, card, emulated=any(run.card_emulated for run in shown))
+        card_line(figure, card, emulated=any(run.card_emulated for run in shown))
     more = _LEGEND_ROW * max(0, _legend_rows(len(figure.data), shown) - 2)
     height = 260 + 52 * len(shown) + more
     return titled(figure, _finding(shown), _conditions(shown), _alt(shown), height=height, top=160 + more)
@@ -95,23 +95,6 @@ def _cards(shown: list[RunView]) -> list[int]:
 def _far(card: int, shown: list[RunView]) -> bool:
     """Whether a card is so much larger than the runs that the bars would become too small."""
     return card > 2.5 * max(run.known_peak for run in shown)
-
-
-def _card_line(figure: go.Figure, card: int, emulated: bool) -> None:
-    """The card's capacity across all bars."""
-    figure.add_shape(
-        type="line",
-        x0=card / MB,
-        x1=card / MB,
-        y0=0,
-        y1=1,
-        yref="paper",
-        line=dict(color=ALARM, width=2.5, dash="dash"),
-    )
-    figure.add_annotation(
-        x=card / MB, y=1, yref="paper", text=f"card {size(card)}{' (emulated)' if emulated else ''}", showarrow=False,
-        xanchor="center", yanchor="bottom", font=dict(color=ALARM, size=14),
-    )  # fmt: skip
 
 
 def _finding(shown: list[RunView]) -> str:

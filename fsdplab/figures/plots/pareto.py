@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import ALARM, EDGE, strategy_colour, titled
+from fsdplab.figures.style import EDGE, card_line, strategy_colour, titled
 from fsdplab.figures.view import Runs, RunView, emulated_links, how_and_where, views
 
 MB = 1e6
@@ -42,7 +42,7 @@ def pareto(runs: Runs) -> go.Figure:
     figure.update_yaxes(title_text="median step (ms)", range=ranges[1])
     figure.update_layout(showlegend=False)
     for card in sorted({run.card for run in shown if run.card and run.card / MB < ranges[0][1]}):
-        _card_line(figure, card, any(run.card_emulated for run in shown))
+        card_line(figure, card, any(run.card_emulated for run in shown))
     for run, (across, down) in zip(drawn, placed(drawn, ranges, _lines(figure, ranges))):
         _label(figure, run, across, down, run in best)
     return titled(figure, _finding(drawn, best), _conditions(shown, drawn), _alt(drawn, best), height=560, top=112)
@@ -95,22 +95,6 @@ def _bubble(run: RunView, drawn: list[RunView]) -> go.Scatter:
             line=dict(color=EDGE if known else colour, width=1 if known else 3),
         ),
         hovertemplate=f"{run.label}<br>%{{x:.1f}} MB, %{{y:.1f}} ms<br>{_exposed(run)}<extra></extra>",
-    )  # fmt: skip
-
-
-def _card_line(figure: go.Figure, card: int, emulated: bool) -> None:
-    figure.add_shape(
-        type="line",
-        x0=card / MB,
-        x1=card / MB,
-        y0=0,
-        y1=1,
-        yref="paper",
-        line=dict(color=ALARM, width=2.5, dash="dash"),
-    )
-    figure.add_annotation(
-        x=card / MB, y=1, yref="paper", text=f"card {size(card)}{' (emulated)' if emulated else ''}", showarrow=False,
-        xanchor="center", yanchor="bottom", font=dict(color=ALARM, size=14),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdplab.common.names import CATEGORY_ROWS
-from fsdplab.common.sizes import seconds, size, three_digits
+from fsdplab.common.sizes import seconds, size
 from fsdplab.planning.fit import largest_micro_batch, largest_that_fits
 from fsdplab.planning.links import PRESETS
 from fsdplab.planning.memory import Variant, host_bytes, memory_of
@@ -16,25 +16,8 @@ from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.planner import least_gpus, plan_memory_fits, plan_of, shortfall
 from fsdplab.planning.unit_bytes import unit_bytes
 
-from .answer import (
-    ACTIVATIONS,
-    EXPOSED,
-    FITS,
-    PEAK,
-    SPEED,
-    STEP,
-    Answer,
-    Column,
-    Panel,
-    Row,
-    Value,
-    facts,
-    memory_facts,
-    memory_panel,
-    number,
-    share,
-    tabled,
-)  # fmt: skip
+from . import facts
+from .answer import Answer, Column, Panel, Row, Value, share
 
 _MOST_GPUS = 1024
 _SEQUENCE_STEP = 256  # the longest sequence is found to this many tokens
@@ -51,7 +34,7 @@ def peak(spec: PlanSpec) -> Answer:
     ]
     most = max(rows, key=lambda row: row["at the peak"] or 0)
     rows.append({"memory of a rank": "total", "at the peak": moment.total, "of the card": moment.total / card})
-    columns, table = tabled(
+    columns, table = facts.tabled(
         Column("memory of a rank"), rows, (Column("at the peak", "bytes"), Column("of the card", "share"))
     )
     verdict = "it fits" if found.fits else "it does not fit"
@@ -59,7 +42,7 @@ def peak(spec: PlanSpec) -> Answer:
         f"A rank holds {size(moment.total)} at its peak ({moment.name}), {share(moment.total / card)} of the card, most"
         f" of it {most['memory of a rank']} ({size(float(most['at the peak'] or 0))}): {verdict}"
     )
-    panels = (memory_panel(spec, "at the peak"),)
+    panels = (facts.memory_panel(spec, "at the peak"),)
     return Answer("peak", "", spec, sentence, columns, table, panels, note=shortfall(found) or "")
 
 
@@ -68,22 +51,26 @@ def batch(spec: PlanSpec) -> Answer:
     largest = largest_micro_batch(spec)
     most = largest.micro_batch if largest else 0
     counts = _doubled(1, most) + [most + 1]
-    rows = [_row("micro-batch", count, replace(spec, micro_batch=count)) for count in counts]
-    columns, table = tabled(Column("micro-batch", "count"), rows, (PEAK, ACTIVATIONS, STEP, EXPOSED, SPEED, FITS))
+    rows = [facts.row(replace(spec, micro_batch=count), **{"micro-batch": count}) for count in counts]
+    columns, table = facts.tabled(
+        Column("micro-batch", "count"),
+        rows,
+        (facts.PEAK, facts.ACTIVATIONS, facts.STEP, facts.EXPOSED, facts.SPEED, facts.FITS),
+    )
     if not most:
-        sentence = f"No micro-batch fits: one sequence of {spec.seq:,} tokens peaks at {_size(rows[0])}"
+        sentence = f"No micro-batch fits: one sequence of {spec.seq:,} tokens peaks at {facts.peak(rows[0])}"
     else:
-        best = max((row for row in rows if row[FITS]), key=lambda row: number(row, SPEED))
+        best = max((row for row in rows if row[facts.FITS]), key=lambda row: facts.number(row, facts.SPEED))
         which = (
             "it is also the fastest"
             if best is rows[-2]
             else f"the fastest of those that fit is {best['micro-batch']:,}"
         )
         sentence = (
-            f"The largest micro-batch that fits is {most:,}, with {_size(rows[-2])} at the peak; {which}, with"
-            f" {_speed(best)} tokens/s a GPU against {_speed(rows[0])} with 1"
+            f"The largest micro-batch that fits is {most:,}, with {facts.peak(rows[-2])} at the peak; {which}, with"
+            f" {facts.speed(best)} tokens/s a GPU against {facts.speed(rows[0])} with 1"
         )
-    return Answer("batch", "", spec, sentence, columns, table, (memory_panel(spec), Panel((SPEED,))))
+    return Answer("batch", "", spec, sentence, columns, table, (facts.memory_panel(spec), Panel((facts.SPEED,))))
 
 
 def sequence(spec: PlanSpec) -> Answer:
@@ -97,17 +84,19 @@ def sequence(spec: PlanSpec) -> Answer:
     beyond = (most + 1) * step
     asked = {spec.seq, *(step * count for count in _doubled(1, most)[-6:])}
     asked |= {beyond} if beyond <= spec.model.context else set()
-    rows = [_row("sequence", tokens, replace(spec, seq=tokens)) for tokens in sorted(asked)]
-    columns, table = tabled(Column("sequence", "count"), rows, (PEAK, ACTIVATIONS, STEP, SPEED, FITS))
-    panels = (memory_panel(spec), Panel((SPEED,)))
+    rows = [facts.row(replace(spec, seq=tokens), sequence=tokens) for tokens in sorted(asked)]
+    columns, table = facts.tabled(
+        Column("sequence", "count"), rows, (facts.PEAK, facts.ACTIVATIONS, facts.STEP, facts.SPEED, facts.FITS)
+    )
+    panels = (facts.memory_panel(spec), Panel((facts.SPEED,)))
     if not most:
-        sentence = f"No sequence fits: one of {rows[0]['sequence']:,} tokens peaks at {_size(rows[0])}"
+        sentence = f"No sequence fits: one of {rows[0]['sequence']:,} tokens peaks at {facts.peak(rows[0])}"
         return Answer("sequence", "", spec, sentence, columns, table, panels)
     longest = next(row for row in rows if row["sequence"] == most * step)
     why = "" if beyond in asked else ", the model's whole context"
     sentence = (
-        f"The longest sequence that fits has {most * step:,} tokens{why}: {_size(longest)} at the peak, of which"
-        f" {size(number(longest, ACTIVATIONS))} are activations"
+        f"The longest sequence that fits has {most * step:,} tokens{why}: {facts.peak(longest)} at the peak, of which"
+        f" {facts.nbytes(longest, facts.ACTIVATIONS)} are activations"
     )
     return Answer("sequence", "", spec, sentence, columns, table, panels)
 
@@ -117,18 +106,19 @@ def world_size(spec: PlanSpec) -> Answer:
     fewest = least_gpus(spec)
     tried = {spec.gpus, *([fewest] if fewest else []), *(2**power for power in range(_MOST_GPUS.bit_length()))}
     rows = [row for gpus in sorted(tried) if (row := _on(spec, gpus))]
-    columns, table = tabled(
-        Column("GPUs", "count"), rows, (PEAK, Column(_STATES, "bytes"), Column(_ELSE, "bytes"), FITS)
+    columns, table = facts.tabled(
+        Column("GPUs", "count"), rows, (facts.PEAK, Column(_STATES, "bytes"), Column(_ELSE, "bytes"), facts.FITS)
     )
     first, last = rows[0], rows[-1]
     least = "1 GPU" if fewest == 1 else f"{fewest or 0:,} GPUs"
     where = f"it fits on {least} or more" if fewest else "it fits on no number of these GPUs"
     sentence = (
-        f"From {first['GPUs']:,} to {last['GPUs']:,} GPUs the peak goes from {_size(first)} to {_size(last)}: the"
-        f" model's states from {size(number(first, _STATES))} to {size(number(last, _STATES))}, all else from"
-        f" {size(number(first, _ELSE))} to {size(number(last, _ELSE))}; {where}"
+        f"From {first['GPUs']:,} to {last['GPUs']:,} GPUs the peak goes from {facts.peak(first)} to"
+        f" {facts.peak(last)}: the model's states from {facts.nbytes(first, _STATES)} to"
+        f" {facts.nbytes(last, _STATES)}, all else from {facts.nbytes(first, _ELSE)} to {facts.nbytes(last, _ELSE)};"
+        f" {where}"
     )
-    panels = (memory_panel(spec), Panel((_ELSE,)))
+    panels = (facts.memory_panel(spec), Panel((_ELSE,)))
     note = "every GPU keeps its micro-batch"
     return Answer("world_size", "", spec, sentence, columns, table, panels, note=note)
 
@@ -145,27 +135,27 @@ def _on(spec: PlanSpec, gpus: int) -> Row | None:
     memory = memory_of(changed)
     held = memory.peak.by_category
     states = held["parameter_slices"] + held["gradient_slices"] + held["optimizer_state"]
-    return {"GPUs": gpus, **memory_facts(memory, changed), _STATES: states, _ELSE: memory.peak.total - states}
+    return {"GPUs": gpus, **facts.of_memory(memory, changed), _STATES: states, _ELSE: memory.peak.total - states}
 
 
 def optimizer_on_cpu(spec: PlanSpec) -> Answer:
     """The optimizer's state, or all states, in host memory: what the card saves, and what crosses the host's link."""
     on_card = replace(spec, offload=False)
     rows = [_placed(name, on_card) for name in (_CARD, _OPTIMIZER, _ALL)]
-    columns, table = tabled(
+    columns, table = facts.tabled(
         Column("on the CPU"), rows,
-        (PEAK, FITS, Column("saved", "bytes"), Column("host memory of a rank", "bytes"),
+        (facts.PEAK, facts.FITS, Column("saved", "bytes"), Column("host memory of a rank", "bytes"),
          Column("crosses a step", "bytes"), Column(_CROSSING, "seconds")),
     )  # fmt: skip
     card, optimizer, every = rows
     sentence = (
-        f"The optimizer on the CPU saves {size(number(optimizer, 'saved'))} of {_size(card)} at the peak"
-        f" ({_verdict(optimizer)}) and sends {size(number(optimizer, 'crosses a step'))} over the host's link each"
-        f" step: {seconds(number(optimizer, _CROSSING))}; all states there save {size(number(every, 'saved'))}"
-        f" ({_verdict(every)}) and send {size(number(every, 'crosses a step'))}"
+        f"The optimizer on the CPU saves {facts.nbytes(optimizer, 'saved')} of {facts.peak(card)} at the peak"
+        f" ({facts.verdict(optimizer)}) and sends {facts.nbytes(optimizer, 'crosses a step')} over the host's link each"
+        f" step: {seconds(facts.number(optimizer, _CROSSING))}; all states there save {facts.nbytes(every, 'saved')}"
+        f" ({facts.verdict(every)}) and send {facts.nbytes(every, 'crosses a step')}"
     )
     note = f"the host's link is assumed to be {_HOST_LINK.name} ({_HOST_LINK.words}); the CPU's optimizer is not timed"
-    panels = (memory_panel(spec), Panel(("host memory of a rank",)))
+    panels = (facts.memory_panel(spec), Panel(("host memory of a rank",)))
     return Answer("optimizer_on_cpu", "", on_card, sentence, columns, table, panels, note=note)
 
 
@@ -181,7 +171,7 @@ def _placed(name: str, spec: PlanSpec) -> Row:
     host = states["optimizer_state"] if name == _OPTIMIZER else host_bytes(changed)
     crossing = {_CARD: 0.0, _OPTIMIZER: _optimizer_crossing(spec), _ALL: _states_crossing(spec)}[name]
     return {
-        "on the CPU": name, **memory_facts(memory, changed), "host memory of a rank": host,
+        "on the CPU": name, **facts.of_memory(memory, changed), "host memory of a rank": host,
         "saved": memory_of(spec).peak.total - memory.peak.total, "crosses a step": crossing,
         _CROSSING: crossing / _HOST_LINK.bytes_per_s or None,
     }  # fmt: skip
@@ -209,23 +199,7 @@ def _states_crossing(spec: PlanSpec) -> float:
 # ---- shared
 
 
-def _row(name: str, value: Value, spec: PlanSpec) -> dict[str, Value]:
-    return {name: value, **facts(plan_of(spec))}
-
-
 def _doubled(first: int, last: int) -> list[int]:
     """1, 2, 4, ... up to `last`, and `last` itself: `_doubled(1, 5) == [1, 2, 4, 5]`; nothing below `first`."""
     found = [first * 2**power for power in range(max(0, last).bit_length()) if first * 2**power < last]
     return [*found, last] if last >= first else []
-
-
-def _verdict(row: Row) -> str:
-    return "it fits" if row[FITS] else "it does not fit"
-
-
-def _size(row: Row) -> str:
-    return size(number(row, PEAK))
-
-
-def _speed(row: Row) -> str:
-    return three_digits(number(row, SPEED))

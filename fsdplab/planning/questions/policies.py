@@ -8,68 +8,54 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdplab.common.sizes import seconds, size
 from fsdplab.planning.fit import largest_that_fits
 from fsdplab.planning.memory import Variant, memory_of
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, POLICIES, PlanSpec
-from fsdplab.planning.planner import plan_of
 from fsdplab.planning.simulation import StepWork, simulate_work, work_of
 
-from .answer import (
-    ACTIVATIONS,
-    FITS,
-    PEAK,
-    SPEED,
-    STEP,
-    Answer,
-    Column,
-    Panel,
-    Row,
-    Value,
-    facts,
-    fastest,
-    memory_facts,
-    memory_panel,
-    number,
-    tabled,
-)  # fmt: skip
+from . import facts
+from .answer import Answer, Column, Panel, Row, Value
 
-_COLUMNS = (PEAK, ACTIVATIONS, STEP, SPEED, FITS)
+_COLUMNS = (facts.PEAK, facts.ACTIVATIONS, facts.STEP, facts.SPEED, facts.FITS)
 
 
 def checkpointing(spec: PlanSpec) -> Answer:
     """None, selective and full recomputation: what each saves and what it costs."""
     rows = _of_policies(spec, CHECKPOINTINGS, "checkpointing")
-    columns, table = tabled(Column("checkpointing"), rows, _COLUMNS)
+    columns, table = facts.tabled(Column("checkpointing"), rows, _COLUMNS)
     none, full = rows[0], rows[-1]
-    fitting = [row for row in rows if row[FITS]]
+    fitting = [row for row in rows if row[facts.FITS]]
     choice = (
-        f"the fastest that fits is --checkpointing {fastest(rows)['checkpointing']}" if fitting else "none of them fits"
+        f"the fastest that fits is --checkpointing {facts.fastest(rows)['checkpointing']}"
+        if fitting
+        else "none of them fits"
     )
     sentence = (
-        f"Full checkpointing lowers the peak from {_size(none)} to {_size(full)} and lengthens the step from"
-        f" {_step(none)} to {_step(full)}; {choice}"
+        f"Full checkpointing lowers the peak from {facts.peak(none)} to {facts.peak(full)} and lengthens the step from"
+        f" {facts.step(none)} to {facts.step(full)}; {choice}"
     )
-    return Answer("checkpointing", "", spec, sentence, columns, table, (memory_panel(spec), Panel((SPEED,))))
+    return Answer(
+        "checkpointing", "", spec, sentence, columns, table, (facts.memory_panel(spec), Panel((facts.SPEED,)))
+    )
 
 
 def policies(spec: PlanSpec) -> Answer:
     """What a block keeps of its matrix products: all, every other one, none; beside keeping everything and nothing."""
     rows = _of_policies(spec, POLICIES, "policy")
-    columns, table = tabled(Column("policy"), rows, _COLUMNS)
+    columns, table = facts.tabled(Column("policy"), rows, _COLUMNS)
     none, products, every_other, attention, _ = rows
-    best = fastest(rows)
+    best = facts.fastest(rows)
     sentence = (
-        f"Keeping all matrix products peaks at {_size(products)} and takes {_step(products)} a step, every other one"
-        f" {_size(every_other)} and {_step(every_other)}, attention alone {_size(attention)} and {_step(attention)},"
-        f" against {_size(none)} and {_step(none)} without checkpointing;"
-        f" {'of those that fit,' if best[FITS] else 'none fits, and'} within a percent of the fastest,"
+        f"Keeping all matrix products peaks at {facts.peak(products)} and takes {facts.step(products)} a step, every"
+        f" other one {facts.peak(every_other)} and {facts.step(every_other)}, attention alone {facts.peak(attention)}"
+        f" and {facts.step(attention)}, against {facts.peak(none)} and {facts.step(none)} without checkpointing;"
+        f" {'of those that fit,' if best[facts.FITS] else 'none fits, and'} within a percent of the fastest,"
         f" --checkpointing {best['policy']} needs least memory"
     )
     note = (
         "products and attention are for PyTorch's create_selective_checkpoint_contexts; this engine has the other three"
     )
-    panels = (memory_panel(spec), Panel((STEP,)))
+    panels = (facts.memory_panel(spec), Panel((facts.STEP,)))
     return Answer("policies", "", spec, sentence, columns, table, panels, note=note)
 
 
@@ -82,11 +68,13 @@ def mixed_policies(spec: PlanSpec) -> Answer:
     counts = {0, layers // 4, layers // 2, 3 * layers // 4, layers, least, max(0, least - 1)}
     works = work_of(replace(spec, checkpointing="none")), work_of(some)
     rows = [_mixed(some, count, *works) for count in sorted(counts)]
-    columns, table = tabled(Column(_RECOMPUTED, "count"), rows, _COLUMNS)
+    columns, table = facts.tabled(Column(_RECOMPUTED, "count"), rows, _COLUMNS)
     sentence = _mixed_sentence(rows, next(row for row in rows if row[_RECOMPUTED] == least))
     note = f"a block that is recomputed has --checkpointing {policy}"
-    panels = (memory_panel(spec), Panel((STEP,)))
-    return Answer("mixed_policies", "", some, sentence, columns, table, panels, simulated=(STEP, SPEED), note=note)
+    panels = (facts.memory_panel(spec), Panel((facts.STEP,)))
+    return Answer(
+        "mixed_policies", "", some, sentence, columns, table, panels, simulated=(facts.STEP, facts.SPEED), note=note
+    )
 
 
 _RECOMPUTED = "blocks recomputed"
@@ -94,17 +82,19 @@ _RECOMPUTED = "blocks recomputed"
 
 def _mixed_sentence(rows: Sequence[Row], least: Row) -> str:
     none, every = rows[0], rows[-1]
-    beside = f"{_size(every)} and {_step(every)} with all {every[_RECOMPUTED]:,}"
-    if not every[FITS]:
-        return f"Even with all {every[_RECOMPUTED]:,} blocks recomputed it does not fit: {_size(every)} at the peak"
+    beside = f"{facts.peak(every)} and {facts.step(every)} with all {every[_RECOMPUTED]:,}"
+    if not every[facts.FITS]:
+        return (
+            f"Even with all {every[_RECOMPUTED]:,} blocks recomputed it does not fit: {facts.peak(every)} at the peak"
+        )
     if least is none:
         return (
-            f"No block needs to be recomputed: without, the peak is {_size(none)} and a step takes {_step(none)},"
-            f" against {beside}"
+            f"No block needs to be recomputed: without, the peak is {facts.peak(none)} and a step takes"
+            f" {facts.step(none)}, against {beside}"
         )
     return (
-        f"Recomputing the first {least[_RECOMPUTED]:,} blocks is the least that fits: {_size(least)} at the peak and"
-        f" {_step(least)} a step, against {beside} and {_size(none)} with none"
+        f"Recomputing the first {least[_RECOMPUTED]:,} blocks is the least that fits: {facts.peak(least)} at the peak"
+        f" and {facts.step(least)} a step, against {beside} and {facts.peak(none)} with none"
     )
 
 
@@ -113,7 +103,7 @@ def _mixed(spec: PlanSpec, count: int, without: StepWork, recomputing: StepWork)
     step_s = simulate_work(work).step_s
     memory = memory_of(spec, variant=Variant(recomputed_blocks=count))
     speed = spec.step_tokens / step_s / spec.gpus
-    return {_RECOMPUTED: count, STEP: step_s, SPEED: speed, **memory_facts(memory, spec)}
+    return {_RECOMPUTED: count, facts.STEP: step_s, facts.SPEED: speed, **facts.of_memory(memory, spec)}
 
 
 def _memory_fits(spec: PlanSpec, recomputed: int) -> bool:
@@ -125,12 +115,4 @@ def _memory_fits(spec: PlanSpec, recomputed: int) -> bool:
 
 
 def _of_policies(spec: PlanSpec, names: Sequence[str], column: str) -> list[dict[str, Value]]:
-    return [{column: name, **facts(plan_of(replace(spec, checkpointing=name)))} for name in names]
-
-
-def _size(row: Row) -> str:
-    return size(number(row, PEAK))
-
-
-def _step(row: Row) -> str:
-    return seconds(number(row, STEP))
+    return [facts.row(replace(spec, checkpointing=name), **{column: name}) for name in names]

@@ -9,28 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdplab.common.sizes import seconds, size
+from fsdplab.common.sizes import seconds
 from fsdplab.planning.memory import Variant, memory_of
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.plan_traffic import plan_traffic, seconds_each
 from fsdplab.planning.simulation import simulate_work, work_of
 
-from .answer import (
-    FITS,
-    GATHERED,
-    PEAK,
-    SENT,
-    STEP,
-    Answer,
-    Column,
-    Panel,
-    Row,
-    memory_facts,
-    memory_panel,
-    number,
-    share,
-    tabled,
-)  # fmt: skip
+from . import facts
+from .answer import Answer, Column, Panel, Row, share
 
 _RANKS, _MORE, _GATHER = "ranks", "more at the peak", "gather of a block"
 _LITTLE = 0.05  # of the peak: less is not substantial
@@ -45,18 +31,18 @@ def smaller_mesh(spec: PlanSpec) -> Answer:
             f"{base.shards} ranks that shard have no smaller mesh of 2 ranks or more; give at least 4 GPUs that shard"
         )
     rows = [_over(base, count) for count in counts]
-    columns, table = tabled(
+    columns, table = facts.tabled(
         Column(_RANKS, "count"), rows,
-        (PEAK, Column(_MORE, "share"), GATHERED, Column(_GATHER, "seconds"), FITS),
+        (facts.PEAK, Column(_MORE, "share"), facts.GATHERED, Column(_GATHER, "seconds"), facts.FITS),
     )  # fmt: skip
     whole, near = rows[0], next(row for row in rows if row[_RANKS] == _near(base, counts))
     sentence = (
         f"With slices over {near[_RANKS]:,} of {whole[_RANKS]:,} ranks from forward to backward the peak goes from"
-        f" {_size(whole)} to {_size(near)}, {share(number(near, _MORE))} more ({_verdict(near)}), and a block is"
-        f" gathered for its backward in {seconds(number(near, _GATHER))} instead of {seconds(number(whole, _GATHER))};"
-        f" {_smallest(rows)}"
+        f" {facts.peak(whole)} to {facts.peak(near)}, {share(facts.number(near, _MORE))} more ({facts.verdict(near)}),"
+        f" and a block is gathered for its backward in {seconds(facts.number(near, _GATHER))} instead of"
+        f" {seconds(facts.number(whole, _GATHER))}; {_smallest(rows)}"
     )
-    panels = (memory_panel(base), Panel((_GATHER,)))
+    panels = (facts.memory_panel(base), Panel((_GATHER,)))
     return Answer("smaller_mesh", "", base, sentence, columns, table, panels, note=note)
 
 
@@ -67,7 +53,7 @@ def _over(spec: PlanSpec, ranks: int) -> Row:
     near = replace(spec, strategy="hybrid_shard", shard_size=ranks)
     gathers = [row for row in plan_traffic(near) if (row.unit, row.axis, row.kind) == ("block", "shard", "all_gather")]
     return {
-        _RANKS: ranks, **memory_facts(memory, spec), _MORE: memory.peak.total / planned.peak.total - 1,
+        _RANKS: ranks, **facts.of_memory(memory, spec), _MORE: memory.peak.total / planned.peak.total - 1,
         _GATHER: sum(seconds_each(near, row) for row in gathers),
     }  # fmt: skip
 
@@ -92,7 +78,7 @@ def _of_a_node(spec: PlanSpec) -> int:
 
 
 def _smallest(rows: Sequence[Row]) -> str:
-    little = [row for row in rows[1:] if number(row, _MORE) < _LITTLE]
+    little = [row for row in rows[1:] if facts.number(row, _MORE) < _LITTLE]
     if not little:
         return "every smaller mesh raises it by a twentieth or more"
     return f"the smallest mesh that raises it by less than a twentieth has {little[-1][_RANKS]:,} ranks"
@@ -102,17 +88,19 @@ def no_reshard(spec: PlanSpec) -> Answer:
     """Blocks resharded after their forward, and blocks that stay gathered until their backward has ended."""
     base, note = _resharded(spec)
     rows = [_between("resharded", base, True), _between("kept whole", base, False)]
-    columns, table = tabled(Column("after the forward"), rows, (PEAK, GATHERED, SENT, STEP, FITS))
+    columns, table = facts.tabled(
+        Column("after the forward"), rows, (facts.PEAK, facts.GATHERED, facts.SENT, facts.STEP, facts.FITS)
+    )
     dropped, kept = rows
     sentence = (
-        f"Without reshard after the forward a rank peaks at {_size(kept)} instead of {_size(dropped)}"
-        f" ({_verdict(kept)}), with up to {size(number(kept, GATHERED))} of gathered parameters instead of"
-        f" {size(number(dropped, GATHERED))}; it sends {size(number(kept, SENT))} instead of"
-        f" {size(number(dropped, SENT))}, and a step takes {seconds(number(kept, STEP))} instead of"
-        f" {seconds(number(dropped, STEP))}"
+        f"Without reshard after the forward a rank peaks at {facts.peak(kept)} instead of {facts.peak(dropped)}"
+        f" ({facts.verdict(kept)}), with up to {facts.nbytes(kept, facts.GATHERED)} of gathered parameters instead of"
+        f" {facts.nbytes(dropped, facts.GATHERED)}; it sends {facts.sent(kept)} instead of"
+        f" {facts.sent(dropped)}, and a step takes {facts.step(kept)} instead of"
+        f" {facts.step(dropped)}"
     )
-    panels = (memory_panel(base), Panel((SENT,)))
-    return Answer("no_reshard", "", base, sentence, columns, table, panels, simulated=(STEP,), note=note)
+    panels = (facts.memory_panel(base), Panel((facts.SENT,)))
+    return Answer("no_reshard", "", base, sentence, columns, table, panels, simulated=(facts.STEP,), note=note)
 
 
 def _between(name: str, spec: PlanSpec, drops: bool) -> Row:
@@ -121,7 +109,7 @@ def _between(name: str, spec: PlanSpec, drops: bool) -> Row:
     again = sum(row.step_bytes / 2 for row in traffic if (row.unit, row.kind, row.axis) == _BLOCK_GATHERS)
     sent = sum(row.step_bytes for row in traffic) - (0.0 if drops else again)
     step_s = simulate_work(replace(work_of(spec), drops_after_forward=drops)).step_s
-    return {"after the forward": name, SENT: sent, STEP: step_s, **memory_facts(memory, spec)}
+    return {"after the forward": name, facts.SENT: sent, facts.STEP: step_s, **facts.of_memory(memory, spec)}
 
 
 _BLOCK_GATHERS = ("block", "all_gather", "shard")  # two a micro-batch where a block is dropped after its forward
@@ -136,11 +124,3 @@ def _resharded(spec: PlanSpec) -> tuple[PlanSpec, str]:
         return spec, ""
     note = f"{spec.strategy} reshards nothing after the forward, so full_shard is planned"
     return replace(spec, strategy="full_shard", shard_size=None), note
-
-
-def _verdict(row: Row) -> str:
-    return "it fits" if row[FITS] else "it does not fit"
-
-
-def _size(row: Row) -> str:
-    return size(number(row, PEAK))

@@ -17,49 +17,32 @@ from fsdplab.planning.plan_traffic import plan_traffic
 from fsdplab.planning.planner import plan_of
 from fsdplab.planning.step_time import step_time
 
-from .answer import (
-    ACTIVATIONS,
-    ALIKE,
-    EXPOSED,
-    FITS,
-    GATHERED,
-    PEAK,
-    SENT,
-    SPEED,
-    STEP,
-    Answer,
-    Column,
-    Panel,
-    Row,
-    Value,
-    facts,
-    fastest,
-    joined,
-    memory_facts,
-    memory_panel,
-    number,
-    rate,
-    share,
-    tabled,
-)  # fmt: skip
+from . import facts
+from .answer import Answer, Column, Panel, Row, rate
 
 
 def strategy(spec: PlanSpec) -> Answer:
     """Every strategy with the same choices: memory, traffic, throughput."""
     tried = [replace(spec, strategy=name, shard_size=_size_for(name, spec)) for name in STRATEGIES]
-    rows = [_of(each, strategy=each.strategy) for each in tried if each.strategy != "hybrid_shard" or each.replicas > 1]
-    columns, table = tabled(Column("strategy"), rows, (PEAK, SENT, STEP, EXPOSED, SPEED, FITS))
-    fitting, least = [row for row in rows if row[FITS]], min(rows, key=lambda row: number(row, PEAK))
+    rows = [
+        facts.row(each, strategy=each.strategy)
+        for each in tried
+        if each.strategy != "hybrid_shard" or each.replicas > 1
+    ]
+    columns, table = facts.tabled(
+        Column("strategy"), rows, (facts.PEAK, facts.SENT, facts.STEP, facts.EXPOSED, facts.SPEED, facts.FITS)
+    )
+    fitting, least = [row for row in rows if row[facts.FITS]], min(rows, key=lambda row: facts.number(row, facts.PEAK))
     if not fitting:
-        sentence = f"No strategy fits; {least['strategy']} needs least: {_size(least)} at the peak"
+        sentence = f"No strategy fits; {least['strategy']} needs least: {facts.peak(least)} at the peak"
     else:
-        best, names = fastest(rows), joined([str(row["strategy"]) for row in fitting])
+        best, names = facts.fastest(rows), facts.joined([str(row["strategy"]) for row in fitting])
         sentence = (
-            f"Of those that fit ({names}) none is over a percent faster than {best['strategy']},"
-            f" with {_speed(best)} tokens/s a GPU and {_size(best)} at the peak; {least['strategy']} needs least:"
-            f" {_size(least)}"
+            f"Of those that fit ({names}) none is over a percent faster than {best['strategy']}, with"
+            f" {facts.speed(best)} tokens/s a GPU and {facts.peak(best)} at the peak; {least['strategy']} needs least:"
+            f" {facts.peak(least)}"
         )
-    return Answer("strategy", "", spec, sentence, columns, table, (memory_panel(spec), Panel((SPEED,))))
+    return Answer("strategy", "", spec, sentence, columns, table, (facts.memory_panel(spec), Panel((facts.SPEED,))))
 
 
 def _size_for(name: str, spec: PlanSpec) -> int | None:
@@ -80,15 +63,15 @@ def hybrid(spec: PlanSpec) -> Answer:
     crossing = _crossing_rate(over_nodes)
     rates = sorted({own * 2.0**power for power in range(-4, 3)} | ({crossing} if crossing else set()))
     rows = [_both(over_nodes, each) for each in rates]
-    columns, table = tabled(
+    columns, table = facts.tabled(
         Column("network of a GPU", "rate"), rows, (Column("full_shard", "seconds"), Column("hybrid_shard", "seconds"))
     )
     here = next(row for row in rows if row["network of a GPU"] == own)
     nodes = over_nodes.gpus // over_nodes.gpus_per_node
     sentence = (
         f"On {over_nodes.gpus:,} GPUs in {nodes:,} nodes {_where_hybrid_pays(crossing, rows)}; at this one's"
-        f" {rate(own)} a step takes {seconds(number(here, 'full_shard'))} under full_shard and"
-        f" {seconds(number(here, 'hybrid_shard'))} under hybrid_shard"
+        f" {rate(own)} a step takes {seconds(facts.number(here, 'full_shard'))} under full_shard and"
+        f" {seconds(facts.number(here, 'hybrid_shard'))} under hybrid_shard"
     )
     panels = (Panel(("full_shard", "hybrid_shard"), kind="lines", title="step"),)
     memory = [plan_of(each).memory.peak.total for each in (over_nodes, replace(over_nodes, strategy="hybrid_shard"))]
@@ -110,7 +93,7 @@ def _crossing_rate(spec: PlanSpec) -> float | None:
 
     def pays(network: float) -> bool:
         row = _both(spec, network)
-        return number(row, "hybrid_shard") < ALIKE * number(row, "full_shard")
+        return facts.number(row, "hybrid_shard") < facts.ALIKE * facts.number(row, "full_shard")
 
     low, high = 1e8, 1e12
     if not pays(low) or pays(high):
@@ -124,7 +107,7 @@ def _crossing_rate(spec: PlanSpec) -> float | None:
 def _where_hybrid_pays(crossing: float | None, rows: list[Row]) -> str:
     if crossing is not None:
         return f"hybrid_shard pays where the network gives a GPU less than {rate(crossing)}"
-    always = all(number(row, "hybrid_shard") < ALIKE * number(row, "full_shard") for row in rows)
+    always = all(facts.number(row, "hybrid_shard") < facts.ALIKE * facts.number(row, "full_shard") for row in rows)
     return f"hybrid_shard pays at {'every' if always else 'no'} rate of the network that was tried"
 
 
@@ -133,15 +116,20 @@ def _where_hybrid_pays(crossing: float | None, rows: list[Row]) -> str:
 
 def prefetch(spec: PlanSpec) -> Answer:
     """Units gathered ahead: none, one, two, four."""
-    rows = [_of(replace(spec, prefetch=depth), **{"units ahead": depth}) for depth in (0, 1, 2, 4)]
-    columns, table = tabled(Column("units ahead", "count"), rows, (PEAK, GATHERED, STEP, EXPOSED, SPEED, FITS))
+    rows = [facts.row(replace(spec, prefetch=depth), **{"units ahead": depth}) for depth in (0, 1, 2, 4)]
+    columns, table = facts.tabled(
+        Column("units ahead", "count"),
+        rows,
+        (facts.PEAK, facts.GATHERED, facts.STEP, facts.EXPOSED, facts.SPEED, facts.FITS),
+    )
     none, one, _, four = rows
     sentence = (
-        f"Without prefetch {_exposed(none)} of a step is exposed communication, with one unit gathered ahead"
-        f" {_exposed(one)}, with four {_exposed(four)}, for which a rank gathers at most"
-        f" {', '.join(size(number(row, GATHERED)) for row in (none, one))} and {size(number(four, GATHERED))}"
+        f"Without prefetch {facts.exposed(none)} of a step is exposed communication, with one unit gathered ahead"
+        f" {facts.exposed(one)}, with four {facts.exposed(four)}, for which a rank gathers at most"
+        f" {', '.join(facts.nbytes(row, facts.GATHERED) for row in (none, one))} and"
+        f" {facts.nbytes(four, facts.GATHERED)}"
     )
-    panels = (memory_panel(spec), Panel((STEP,)))
+    panels = (facts.memory_panel(spec), Panel((facts.STEP,)))
     return Answer("prefetch", "", spec, sentence, columns, table, panels)
 
 
@@ -152,17 +140,17 @@ def overlap(spec: PlanSpec) -> Answer:
     base = crossover or spec.tokens
     tokens = sorted({base * 2.0**power for power in range(-3, 4)} | {float(spec.tokens)})
     rows: list[Row] = [{"tokens": each, **{phase: found.ratio(phase, each) for phase in PHASES}} for each in tokens]
-    columns, table = tabled(Column("tokens", "number"), rows, [Column(phase, "number") for phase in PHASES])
+    columns, table = facts.tabled(Column("tokens", "number"), rows, [Column(phase, "number") for phase in PHASES])
     mine = next(row for row in rows if row["tokens"] == spec.tokens)
     if not crossover:
         sentence = "Nothing is sent for a block, so there is nothing to hide"
     else:
         verdict = "hidden" if spec.tokens >= crossover else "exposed"
         sentence = (
-            f"Communication of a block hides behind its compute from {three_digits(crossover)} tokens a micro-batch on;"
-            f" at this plan's {three_digits(spec.tokens)} its ratio to compute is"
-            f" {three_digits(number(mine, 'forward'))} forward and {three_digits(number(mine, 'backward'))} backward:"
-            f" {verdict}"
+            f"Communication of a block hides behind its compute from {three_digits(crossover)} tokens a micro-batch"
+            f" on; at this plan's {three_digits(spec.tokens)} its ratio to compute is"
+            f" {three_digits(facts.number(mine, 'forward'))} forward and"
+            f" {three_digits(facts.number(mine, 'backward'))} backward: {verdict}"
         )
     panels = (Panel(PHASES, "lines", (1.0, "as long as compute"), "communication / compute"),)
     note = "" if spec.prefetch else "without prefetch no gather is hidden, whatever the ratio"
@@ -175,17 +163,17 @@ def overlap(spec: PlanSpec) -> Answer:
 def reduction(spec: PlanSpec) -> Answer:
     """Gradients reduced in bf16 and in fp32: the buffer that the largest reduction reads, the peak, the bytes sent."""
     rows = [_reduced(replace(spec, reduce_dtype=dtype)) for dtype in ("bf16", "fp32")]
-    columns, table = tabled(
-        Column("reduced in"), rows, (PEAK, Column(_BUFFER, "bytes"), Column(_REDUCED, "bytes"), FITS)
+    columns, table = facts.tabled(
+        Column("reduced in"), rows, (facts.PEAK, Column(_BUFFER, "bytes"), Column(_REDUCED, "bytes"), facts.FITS)
     )
     narrow, wide = rows
     sentence = (
-        f"Reducing gradients in fp32 instead of bf16 takes {size(number(wide, _BUFFER))} instead of"
-        f" {size(number(narrow, _BUFFER))} for the largest reduction's buffer, and the peak is {_size(wide)} instead of"
-        f" {_size(narrow)} ({'it fits' if wide[FITS] else 'it does not fit'}); a rank's reductions send"
-        f" {size(number(wide, _REDUCED))} instead of {size(number(narrow, _REDUCED))}"
+        f"Reducing gradients in fp32 instead of bf16 takes {facts.nbytes(wide, _BUFFER)} instead of"
+        f" {facts.nbytes(narrow, _BUFFER)} for the largest reduction's buffer, and the peak is {facts.peak(wide)}"
+        f" instead of {facts.peak(narrow)} ({facts.verdict(wide)}); a rank's reductions send"
+        f" {facts.nbytes(wide, _REDUCED)} instead of {facts.nbytes(narrow, _REDUCED)}"
     )
-    return Answer("reduction", "", spec, sentence, columns, table, (memory_panel(spec), Panel((_BUFFER,))))
+    return Answer("reduction", "", spec, sentence, columns, table, (facts.memory_panel(spec), Panel((_BUFFER,))))
 
 
 _BUFFER, _REDUCED = "largest buffer", "sent in reductions"
@@ -195,7 +183,7 @@ def _reduced(spec: PlanSpec) -> Row:
     memory = memory_of(spec)
     axes = [row for row in plan_traffic(spec) if row.axis in ("shard", "replicate")]
     return {
-        "reduced in": spec.reduce_dtype, **memory_facts(memory, spec),
+        "reduced in": spec.reduce_dtype, **facts.of_memory(memory, spec),
         _BUFFER: max(each.by_category["communication_buffers"] for each in memory.moments),
         _REDUCED: sum(row.step_bytes for row in axes if row.kind != "all_gather"),
     }  # fmt: skip
@@ -210,18 +198,19 @@ def precision(spec: PlanSpec) -> Answer:
         "bf16 without masters": dict(param_dtype="bf16", reduce_dtype="bf16", master_dtype="bf16"),
     }
     rows = [
-        _of(replace(spec, masters="slices", **kind), precision=name)  # type: ignore[arg-type]
+        facts.row(replace(spec, masters="slices", **kind), precision=name)  # type: ignore[arg-type]
         for name, kind in kinds.items()
     ]
-    columns, table = tabled(Column("precision"), rows, (PEAK, SENT, STEP, SPEED, FITS))
+    columns, table = facts.tabled(
+        Column("precision"), rows, (facts.PEAK, facts.SENT, facts.STEP, facts.SPEED, facts.FITS)
+    )
     single, mixed, narrow, pure = rows
     sentence = (
-        f"The peak is {_size(single)} in fp32, {_size(mixed)} computing in bf16 over fp32 masters, {_size(narrow)}"
-        f" where gradients are reduced in bf16 too and {_size(pure)} without masters; a step takes"
-        f" {seconds(number(single, STEP))}, {seconds(number(mixed, STEP))}, {seconds(number(narrow, STEP))} and"
-        f" {seconds(number(pure, STEP))}"
+        f"The peak is {facts.peak(single)} in fp32, {facts.peak(mixed)} computing in bf16 over fp32 masters,"
+        f" {facts.peak(narrow)} where gradients are reduced in bf16 too and {facts.peak(pure)} without masters; a step"
+        f" takes {facts.step(single)}, {facts.step(mixed)}, {facts.step(narrow)} and {facts.step(pure)}"
     )
-    return Answer("precision", "", spec, sentence, columns, table, (memory_panel(spec), Panel((STEP,))))
+    return Answer("precision", "", spec, sentence, columns, table, (facts.memory_panel(spec), Panel((facts.STEP,))))
 
 
 def accumulation(spec: PlanSpec) -> Answer:
@@ -230,15 +219,18 @@ def accumulation(spec: PlanSpec) -> Answer:
     for count in (1, 2, 4, 8):
         each = replace(spec, grad_accum=count)
         once = plan_of(replace(each, strategy="zero1", shard_size=None))
-        rows.append(_of(each, **{"micro-batches": count, "sent by zero1": facts(once)[SENT]}))
-    columns, table = tabled(
-        Column("micro-batches", "count"), rows, (PEAK, SENT, Column("sent by zero1", "bytes"), STEP, SPEED, FITS)
+        rows.append(facts.row(each, **{"micro-batches": count, "sent by zero1": facts.of_plan(once)[facts.SENT]}))
+    columns, table = facts.tabled(
+        Column("micro-batches", "count"),
+        rows,
+        (facts.PEAK, facts.SENT, Column("sent by zero1", "bytes"), facts.STEP, facts.SPEED, facts.FITS),
     )
     one, *_, eight = rows
     sentence = (
-        f"From 1 to 8 micro-batches a step {spec.strategy} sends {_sent(one)} and {_sent(eight)}, where zero1 sends"
-        f" {size(number(one, 'sent by zero1'))} and {size(number(eight, 'sent by zero1'))}; throughput goes from"
-        f" {_speed(one)} to {_speed(eight)} tokens/s a GPU and the peak from {_size(one)} to {_size(eight)}"
+        f"From 1 to 8 micro-batches a step {spec.strategy} sends {facts.sent(one)} and {facts.sent(eight)}, where"
+        f" zero1 sends {facts.nbytes(one, 'sent by zero1')} and {facts.nbytes(eight, 'sent by zero1')}; throughput"
+        f" goes from {facts.speed(one)} to {facts.speed(eight)} tokens/s a GPU and the peak from {facts.peak(one)} to"
+        f" {facts.peak(eight)}"
     )
     return Answer(
         "accumulation",
@@ -247,7 +239,7 @@ def accumulation(spec: PlanSpec) -> Answer:
         sentence,
         columns,
         table,
-        (Panel((SENT, "sent by zero1"), title="sent a step"), Panel((SPEED,))),
+        (Panel((facts.SENT, "sent by zero1"), title="sent a step"), Panel((facts.SPEED,))),
     )
 
 
@@ -256,43 +248,26 @@ def tensor(spec: PlanSpec) -> Answer:
     rows = []
     for ways in (1, 2, 4, 8):
         try:
-            rows.append(_of(replace(spec, tensor_parallel=ways), **{"ranks of a group": ways}))
+            rows.append(facts.row(replace(spec, tensor_parallel=ways), **{"ranks of a group": ways}))
         except PlanError:  # heads or GPUs that it does not divide
             continue
-    columns, table = tabled(Column("ranks of a group", "count"), rows, (PEAK, ACTIVATIONS, STEP, EXPOSED, SPEED, FITS))
+    columns, table = facts.tabled(
+        Column("ranks of a group", "count"),
+        rows,
+        (facts.PEAK, facts.ACTIVATIONS, facts.STEP, facts.EXPOSED, facts.SPEED, facts.FITS),
+    )
     first, last = rows[0], rows[-1]
     if len(rows) == 1:
         sentence = (
-            f"Tensor parallelism cannot cut these heads over these GPUs; with groups of 1 the peak is {_size(first)}"
+            "Tensor parallelism cannot cut these heads over these GPUs; with groups of 1 the peak is"
+            f" {facts.peak(first)}"
         )
     else:
-        best = max([row for row in rows if row[FITS]] or rows, key=lambda row: number(row, SPEED))
+        best = max([row for row in rows if row[facts.FITS]] or rows, key=lambda row: facts.number(row, facts.SPEED))
         sentence = (
-            f"Groups of {last['ranks of a group']} lower the peak from {_size(first)} to {_size(last)}, and throughput"
-            f" goes from {_speed(first)} to {_speed(last)} tokens/s a GPU; groups of {best['ranks of a group']} are the"
-            f" fastest {'that fit' if best[FITS] else 'of these, and none fits'}"
+            f"Groups of {last['ranks of a group']} lower the peak from {facts.peak(first)} to {facts.peak(last)}, and"
+            f" throughput goes from {facts.speed(first)} to {facts.speed(last)} tokens/s a GPU; groups of"
+            f" {best['ranks of a group']} are the fastest"
+            f" {'that fit' if best[facts.FITS] else 'of these, and none fits'}"
         )
-    return Answer("tensor", "", spec, sentence, columns, table, (memory_panel(spec), Panel((SPEED,))))
-
-
-# ---- shared
-
-
-def _of(spec: PlanSpec, **more: Value) -> dict[str, Value]:
-    return {**more, **facts(plan_of(spec))}
-
-
-def _size(row: Row) -> str:
-    return size(number(row, PEAK))
-
-
-def _sent(row: Row) -> str:
-    return size(number(row, SENT))
-
-
-def _speed(row: Row) -> str:
-    return three_digits(number(row, SPEED))
-
-
-def _exposed(row: Row) -> str:
-    return share(number(row, EXPOSED))
+    return Answer("tensor", "", spec, sentence, columns, table, (facts.memory_panel(spec), Panel((facts.SPEED,))))

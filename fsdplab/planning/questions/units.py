@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from fsdplab.common.sizes import seconds, size
 from fsdplab.planning.memory import memory_of
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.simulation import StepWork, Transfer, UnitWork, simulate_work, work_of
 
-from .answer import ALIKE, FITS, PEAK, STEP, Answer, Column, Panel, Row, memory_facts, memory_panel, number, tabled
+from . import facts
+from .answer import Answer, Column, Panel, Row
 
 _WAITING = "exposed time"
 _NOTE = (
@@ -29,31 +29,39 @@ def wrapping(spec: PlanSpec) -> Answer:
     layers, parts = spec.model.layers, sum(each.is_matrix for each in spec.model.block)
     counts = [1 / parts, *(count for count in (1, 2, 4, 8) if layers % count == 0 and count < layers), layers]
     rows = [_row(spec, count, _named(count, layers)) for count in counts]
-    columns, table = tabled(
+    columns, table = facts.tabled(
         Column("a unit"), rows,
-        (Column("units", "count"), Column("gathered at once", "bytes"), PEAK, Column(STEP, "seconds"),
-         Column(_WAITING, "seconds"), FITS),
+        (Column("units", "count"), Column("gathered at once", "bytes"), facts.PEAK, Column(facts.STEP, "seconds"),
+         Column(_WAITING, "seconds"), facts.FITS),
     )  # fmt: skip
     block, whole = rows[1] if len(rows) > 2 else rows[-1], rows[-1]
     best = _best(rows)
     sentence = (
-        f"Units of {block['a unit']} peak at {size(number(block, PEAK))} and take {seconds(number(block, STEP))} a"
-        f" step; all blocks in one unit peak at {size(number(whole, PEAK))} and take {seconds(number(whole, STEP))};"
-        f" {'of those that fit,' if best[FITS] else 'none fits, and'} within a percent of the fastest, units of"
+        f"Units of {block['a unit']} peak at {facts.peak(block)} and take {facts.step(block)} a"
+        f" step; all blocks in one unit peak at {facts.peak(whole)} and take {facts.step(whole)};"
+        f" {'of those that fit,' if best[facts.FITS] else 'none fits, and'} within a percent of the fastest, units of"
         f" {best['a unit']} need least memory"
     )
-    panels = (memory_panel(spec), Panel((STEP,)))
+    panels = (facts.memory_panel(spec), Panel((facts.STEP,)))
     return Answer(
-        "wrapping", "", spec, sentence, columns, table, panels, simulated=(STEP, _WAITING), note=_NOTE.format(parts)
+        "wrapping",
+        "",
+        spec,
+        sentence,
+        columns,
+        table,
+        panels,
+        simulated=(facts.STEP, _WAITING),
+        note=_NOTE.format(parts),
     )
 
 
 def _best(rows: Sequence[Row]) -> Row:
     """Within a percent of the shortest step, the units with least memory; of equals, the largest."""
-    found = [row for row in rows if row[FITS]] or rows
-    shortest = min(number(row, STEP) for row in found)
-    alike = [row for row in found if ALIKE * number(row, STEP) <= shortest]
-    return min(reversed(alike), key=lambda row: number(row, PEAK))
+    found = [row for row in rows if row[facts.FITS]] or rows
+    shortest = min(facts.number(row, facts.STEP) for row in found)
+    alike = [row for row in found if facts.ALIKE * facts.number(row, facts.STEP) <= shortest]
+    return min(reversed(alike), key=lambda row: facts.number(row, facts.PEAK))
 
 
 def _named(count: float, layers: int) -> str:
@@ -67,11 +75,10 @@ def _row(spec: PlanSpec, count: float, name: str) -> Row:
     found = simulate_work(work)
     step_s = found.step_s
     computed = sum(span.end - span.start for span in found.logs[0].computed)
-    facts = memory_facts(memory, spec)
     held = memory.at("backward of the last block").by_category["gathered_parameters"]
     return {
-        "a unit": name, "units": len(work.blocks), "gathered at once": held, STEP: step_s, _WAITING: step_s - computed,
-        **facts,
+        "a unit": name, "units": len(work.blocks), "gathered at once": held, facts.STEP: step_s,
+        _WAITING: step_s - computed, **facts.of_memory(memory, spec),
     }  # fmt: skip
 
 
