@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.sessions import Failure, RanksFailed
-from fsdplab.sessions.worker.collective_hooks import NoSuchRank
 
 from .course_state import CheckFailed, current
 from .display import Note, present

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from .comm_log import NoSuchRank
+from fsdplab.sessions.worker.collective_hooks import NoSuchRank
 
 OTHERWISE = "read the last line first: it names the error; the line above is yours"
 _CAUSES = (  # (what the error's line says, the likely cause), the first that fits
