@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fsdplab.common.pythons import no_collections
 from fsdplab.sessions.launch.parent_death import end_with_parent
 
 TIME_LIMIT = 120.0
@@ -100,12 +101,12 @@ def _serve(connection: Connection, parent: int) -> None:
     end_with_parent(parent)
     # asking whether there is a GPU starts CUDA otherwise, which no fork survives
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    for module in _PRELOAD:
-        importlib.import_module(module)
+    with no_collections():
+        for module in _PRELOAD:
+            importlib.import_module(module)
     import torch
 
     torch.set_num_threads(1)
-    gc.collect()
     gc.freeze()
     try:
         while True:

@@ -254,12 +254,12 @@ def test_an_emulated_card_ends_the_run_that_does_not_fit(failed: dict[tuple[str,
 
 
 @linux
-@pytest.mark.parametrize("start", STARTS)
-def test_a_killed_caller_takes_its_ranks_with_it(tmp_path: Path, start: str) -> None:
+def test_a_killed_caller_takes_its_ranks_with_it(tmp_path: Path) -> None:
+    """And ranks that start warm: test_warm_starts.py."""
     folder = tmp_path / "run"
     code = (
         "from fsdplab.sessions import RunSpec, run\nrun(RunSpec(engine='torch-ddp', strategy='no_shard',"
-        f" start={start!r}, **{LONG!r}), directory={str(folder)!r})"
+        f" start='torchrun', **{LONG!r}), directory={str(folder)!r})"
     )
     caller = subprocess.Popen([sys.executable, "-c", code])
     steps = Mailbox(folder / "ranks").of(0, "steps")

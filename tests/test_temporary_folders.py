@@ -1,36 +1,15 @@
-"""Temporary folders are gone when their process is, however it ended."""
+"""Temporary folders are gone when their process is."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fsdplab.common.temporary import folder_of_this_process, temporary_folder
-from fsdplab.sessions.launch import warm
-
-CALLER = """
-import sys
-from fsdplab.sessions import RunSpec, run
-from fsdplab.sessions.launch.launcher import begin_starter
-begin_starter()
-record = run(RunSpec(model="gpt-tiny", steps=1, sequence_length=16, device="cpu", start=sys.argv[1]))
-print(record.path, flush=True)
-sys.stdin.readline()
-"""
-
-
-def eventually(true: Callable[[], bool], patience_s: float = 30.0) -> bool:
-    deadline = time.monotonic() + patience_s
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return true()
 
 
 @pytest.mark.quick
@@ -48,13 +27,12 @@ def test_all_of_a_process_lie_in_one_folder_and_a_forked_one_has_its_own() -> No
     other.rmdir()
 
 
-@pytest.mark.skipif(warm.why_not() is not None, reason="the starter removes them, and there is none here")
-@pytest.mark.parametrize("how", [None, signal.SIGTERM, signal.SIGKILL], ids=str)
-def test_a_caller_that_ends_or_is_killed_leaves_none(tmp_path: Path, how: signal.Signals | None) -> None:
+def test_a_process_that_ends_leaves_none(tmp_path: Path) -> None:
+    """Of one that is killed, the starter removes them: test_warm_starts.py."""
+    code = (
+        "from fsdplab.common.temporary import temporary_folder\nfolder = temporary_folder('run')\n"
+        "(folder / 'run.json').touch()\nprint(folder)"
+    )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-c", CALLER, "auto"]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=environment) as caller:
-        record = Path(caller.stdout.readline().strip())
-        assert (record / "run.json").exists() and tmp_path in record.parents
-        caller.stdin.write("\n") if how is None else caller.send_signal(how)
-    assert eventually(lambda: list(tmp_path.glob("fsdplab-*")) == [])
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
+    assert tmp_path in Path(said.stdout.strip()).parents and list(tmp_path.iterdir()) == []

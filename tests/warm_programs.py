@@ -52,19 +52,21 @@ def leave_traces(rank, world_size, payload):
     threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 
 
-def train_sharded(rank, world_size, payload):
-    """Two steps of a small sharded model over shared memory: what leaves segments, if anything does."""
+def compute_sharded(rank, world_size, payload):
+    """Forward and backward of a small sharded model over shared memory, twice: segments, if anything leaves some."""
     from fsdplab.engine import shard_model
 
     torch.manual_seed(0)
     model = shard_model(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), "full_shard", units=[nn.Linear])
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(2):
         loss = model(torch.ones(2, 16)).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
     return loss.item()
+
+
+def return_at_once(rank, world_size, payload):
+    """Leave before the others may have connected."""
+    return rank
 
 
 def start_a_child(rank, world_size, payload):

@@ -16,13 +16,15 @@ import signal
 import sys
 from pathlib import Path
 
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
 from fsdplab.common.processes import end_as_if_by
+from fsdplab.common.pythons import no_collections
 from fsdplab.sessions.launch.mailbox import AGENT_PID, TEMPORARY, Mailbox
 from fsdplab.sessions.launch.parent_death import end_with_parent
+
+with no_collections():
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 def main(caller: str, folder: str, *arguments: str, when_orphaned: signal.Signals = signal.SIGTERM) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from fsdplab.common.pythons import run_of
+from fsdplab.common.pythons import no_collections, run_of
 
 
 def as_ranks_of_torchrun(program: Sequence[str]) -> list[str]:
@@ -67,7 +67,8 @@ def run_program(program: Sequence[str]) -> None:
         sys.path[:] = _behind_the_library(os.getcwd())
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         return
-    module = importlib.import_module(program[1])
+    with no_collections():
+        module = importlib.import_module(program[1])
     sys.path[:] = _behind_the_library(os.getcwd())
     module.main(*program[2:])
 

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from fsdplab.common.processes import end_as_if_by, send_group
+from fsdplab.common.pythons import no_collections
 from fsdplab.sessions.launch.mailbox import AGENT_PID
 from fsdplab.sessions.launch.parent_death import end_with_parent
 from fsdplab.sessions.launch.program import run_and_end
@@ -74,13 +75,14 @@ class _Run:
 def main(descriptor: str, caller: str, temporary: str) -> None:
     """Import, say "ready", and fork on request until the caller is gone."""
     os.chdir("/")  # the caller's folder may be unmounted or deleted meanwhile
-    for module in RANK_SIDE:
-        importlib.import_module(module)
+    with no_collections():
+        for module in RANK_SIDE:
+            if os.getppid() == int(caller):
+                importlib.import_module(module)
     control = socket.socket(fileno=int(descriptor))
     if os.getppid() != int(caller):
         shutil.rmtree(temporary, ignore_errors=True)
-        return
-    gc.collect()
+        os._exit(0)  # taking torch apart would take a second
     gc.freeze()  # what was imported stays where it is: collections in ranks would copy its pages
     _send(control, {"ready": os.getpid(), "why_not": _why_not()})
     try:
@@ -92,7 +94,7 @@ def main(descriptor: str, caller: str, temporary: str) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
     except _Asked:
         end_as_if_by(signal.SIGTERM)
-    os._exit(0)  # taking torch apart would take a second
+    os._exit(0)
 
 
 def _why_not() -> str | None:

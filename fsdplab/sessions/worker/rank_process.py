@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.common.files import naming, write_whole
-from fsdplab.engine.transport.shared_memory.process_group import register_backend
 from fsdplab.sessions.launch.mailbox import AGENT_PID, RANKS_STORE, HeartbeatWriter, Mailbox
 from fsdplab.sessions.launch.parent_death import end_with_parent
 from fsdplab.sessions.launch.program import end_process
@@ -90,9 +89,7 @@ def rank_process(
         [] if keep_issued else None,
     )
     sys.excepthook = lambda kind, error, trace: _leave_note_and_end(context, error)
-    dist.init_process_group(
-        register_backend() if backend == "shm" else backend, timeout=_GROUP_PATIENCE, **_meeting_place(rank, world_size)
-    )
+    dist.init_process_group(_known(backend), timeout=_GROUP_PATIENCE, **_meeting_place(rank, world_size))
     store = dist.distributed_c10d._get_default_store()
     store.set(_connected(rank), "")
     with watch_collectives(context.note_collective):
@@ -103,6 +100,16 @@ def rank_process(
     # taking torch apart would cost half a second, and after a failure a destructor may wait for peers that wait for
     # this rank
     end_process(0)
+
+
+def _known(backend: str) -> str:
+    """The backend's name, which torch knows by now."""
+    if backend != "shm":
+        return backend
+    # imports torch's FSDP, a second that a cold rank of a learner's function need not take
+    from fsdplab.engine.transport.shared_memory.process_group import register_backend
+
+    return register_backend()
 
 
 def _connected(rank: int) -> str:
