@@ -114,7 +114,7 @@ def test_one_communicator(plain: RunRecord) -> None:
 
 
 def test_a_slow_rank() -> None:
-    record = run(replace(PLAIN, batch_size=2, sequence_length=128), program=SLOW_WORKER)
+    record = run(PLAIN, program=SLOW_WORKER)
     found = findings(record)[0]
     assert found.kind == "slow_rank" and "rank 1" in found.title, told(record)
 

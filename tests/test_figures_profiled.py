@@ -752,16 +752,20 @@ def test_every_figure_renders_in_a_browser(ahead, behind, no_communication, tmp_
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         page, problems = browser.new_page(viewport={"width": 1280, "height": 900}), []
         page.on("pageerror", lambda error: problems.append(str(error)))
-        for name, figure in drawings(ahead, behind, no_communication).items():
-            drawn = figure.to_html(full_html=False, include_plotlyjs=False, default_width="100%")
-            (tmp_path / "figure.html").write_text(
-                f'<!doctype html><meta charset="utf-8"><script src="plotly.js"></script>{drawn}', encoding="utf-8"
-            )
-            page.goto((tmp_path / "figure.html").as_uri())
-            page.wait_for_selector(".main-svg")
-            picture = page.locator(".js-plotly-plot").screenshot(path=tmp_path / f"{name}.png")
+        figures_by_name = drawings(ahead, behind, no_communication)
+        drawn = "".join(
+            f"<div id={name}>{figure.to_html(full_html=False, include_plotlyjs=False, default_width='100%')}</div>"
+            for name, figure in figures_by_name.items()
+        )
+        (tmp_path / "figures.html").write_text(
+            f'<!doctype html><meta charset="utf-8"><script src="plotly.js"></script>{drawn}', encoding="utf-8"
+        )
+        page.goto((tmp_path / "figures.html").as_uri())
+        for name in figures_by_name:
+            page.wait_for_selector(f"#{name} .main-svg")
+            picture = page.locator(f"#{name} .js-plotly-plot").screenshot(path=tmp_path / f"{name}.png")
             assert len(picture) > 10_000, name
-            texts = "[...document.querySelectorAll('.gtitle, .gtitle-subtitle, .annotation-text')]"
+            texts = f"[...document.querySelectorAll('#{name} :is(.gtitle, .gtitle-subtitle, .annotation-text)')]"
             right = page.evaluate(f"Math.max(...{texts}.map(text => text.getBoundingClientRect().right))")
             assert right <= 1280, f"{name}: a text runs out of the picture"
         browser.close()

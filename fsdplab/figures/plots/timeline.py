@@ -24,7 +24,7 @@ from fsdplab.figures.profile_data import (
     timeline_of,
 )  # fmt: skip
 from fsdplab.figures.style import GRID, LANE_COLOURS, titled
-from fsdplab.profiling.intervals import subtract
+from fsdplab.profiling.intervals import subtract, union, within
 from fsdplab.records import RunRecord
 
 SHOWN = ("compute", *COLLECTIVES, "exposed")
@@ -133,12 +133,14 @@ def uncovered(rows: list[Row]) -> list[Row]:
     for row in rows:
         if row["lane"] == "compute":
             computed[row["rank"]].append((row["start_ns"], row["end_ns"]))
+    whole = {rank: union(pieces) for rank, pieces in computed.items()}
     found = []
     for row in rows:
         if row["lane"] != "exposed":
             found.append(row)
             continue
-        pieces = subtract([(row["start_ns"], row["end_ns"])], computed[row["rank"]])
+        beside = within(whole[row["rank"]], row["start_ns"], row["end_ns"])
+        pieces = subtract([(row["start_ns"], row["end_ns"])], beside)
         found += [{**row, "start_ns": int(start), "end_ns": int(end)} for start, end in pieces]
     return found
 
