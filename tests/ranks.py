@@ -4,6 +4,7 @@ another left behind.
 `ranks(world_size, function, *arguments)` runs `function(*arguments)` on that many ranks of a fresh gloo process group
 and returns what each rank returned. A rank that raises or dies fails the test with its traceback or exit code, a call
 that outlives its time limit with the ranks that gave no answer; either way the ranks have ended when the call returns.
+`ranks.ends(...)` does not fail: it tells how each rank ended, for tests in which ranks are meant to die.
 
 Each rank gives its answer through a pipe to the mother, and then waits until all have: one that left before its peers
 had connected to it would hang them. The mother imports the test's module too, once for all ranks of all its calls.
@@ -55,24 +56,32 @@ class RankPool:
         self._mother: tuple[Any, Connection] | None = None
 
     def __call__(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        answers = self._answers(world_size, _OTHERS_FOLLOW_S, function, arguments)
+        failures = [f"rank {rank}:\n{text}" for rank, (fine, text) in enumerate(answers) if not fine]
+        if failures:
+            raise RankFailed("\n".join(failures))
+        return [value for _, value in answers]
+
+    def ends(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What each rank returned, or its traceback, or "died with exit code -9", or "gave no answer in time"."""
+        return [end for _, end in self._answers(world_size, TIME_LIMIT, function, arguments)]
+
+    def _answers(
+        self, world_size: int, others_follow_s: float, function: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> list[tuple[bool, Any]]:
         process, connection = self._begun()
         with tempfile.TemporaryDirectory() as folder:
-            connection.send_bytes(
-                pickle.dumps((world_size, str(Path(folder) / "store"), pickle.dumps((function, arguments))))
-            )
+            call = pickle.dumps((function, arguments))
+            connection.send_bytes(pickle.dumps((world_size, str(Path(folder) / "store"), others_follow_s, call)))
             try:
                 if not connection.poll(TIME_LIMIT + _START_LIMIT):
                     raise EOFError
-                answers = pickle.loads(connection.recv_bytes())
+                return pickle.loads(connection.recv_bytes())
             except EOFError:
                 self.close()
                 raise RankFailed(
                     f"the process that forks the ranks gave no answer; its exit code is {process.exitcode}"
                 ) from None
-        failures = [f"rank {rank}:\n{text}" for rank, (fine, text) in enumerate(answers) if not fine]
-        if failures:
-            raise RankFailed("\n".join(failures))
-        return [value for _, value in answers]
 
     def _begun(self) -> tuple[Any, Connection]:
         if self._mother is None:
@@ -110,13 +119,12 @@ def _serve(connection: Connection, parent: int) -> None:
     gc.freeze()
     try:
         while True:
-            world_size, store, call = pickle.loads(connection.recv_bytes())
-            connection.send_bytes(pickle.dumps(_answers(world_size, store, call)))
+            connection.send_bytes(pickle.dumps(_answers(*pickle.loads(connection.recv_bytes()))))
     except EOFError:
         return
 
 
-def _answers(world_size: int, store: str, call: bytes) -> list[tuple[bool, Any]]:
+def _answers(world_size: int, store: str, others_follow_s: float, call: bytes) -> list[tuple[bool, Any]]:
     """Fork the ranks of one call, collect what they say, end them."""
     try:
         function, arguments = pickle.loads(call)
@@ -128,7 +136,7 @@ def _answers(world_size: int, store: str, call: bytes) -> list[tuple[bool, Any]]
         for rank in range(world_size)
     ]
     os.close(all_done)
-    _collect(forked)
+    _collect(forked, others_follow_s)
     os.close(still_working)
     for rank in forked:
         if not rank.said_all:
@@ -171,8 +179,8 @@ def _fork(
     return _Forked(pid, pipe)
 
 
-def _collect(ranks: list[_Forked]) -> None:
-    """Until each rank has closed its pipe or the time is up."""
+def _collect(ranks: list[_Forked], others_follow_s: float) -> None:
+    """Until each rank has closed its pipe or the time is up, which is sooner once one of them has failed."""
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
             selector.register(rank.pipe, selectors.EVENT_READ, rank)
@@ -185,7 +193,7 @@ def _collect(ranks: list[_Forked]) -> None:
                 key.data.said_all = True
                 selector.unregister(key.fd)
                 if key.data.failed:
-                    deadline = min(deadline, time.monotonic() + _OTHERS_FOLLOW_S)
+                    deadline = min(deadline, time.monotonic() + others_follow_s)
     for rank in ranks:
         os.close(rank.pipe)
 

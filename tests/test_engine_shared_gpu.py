@@ -37,6 +37,7 @@ from fsdplab.gpu_check.several_ranks import furthest
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, SpecError, run
 from fsdplab.workloads import build_model, loss_of
+from tests.ranks import RankPool
 from tests.test_traces import analysed, event, kernel, launch, mark, parts
 
 ROWS = [name for name in STRATEGIES if name != "hybrid_shard"]  # that one needs a 2-D mesh
@@ -53,7 +54,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     for step in range(steps):
         loss_of(model, *batch(step)).backward()
         optimizer.step()
@@ -61,24 +62,20 @@ def train(model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
     return [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
 
 
-def same_bits(strategy: str, policy: MixedPrecisionPolicy) -> None:
-    def trained(transport: str) -> list[torch.Tensor]:
+def same_bits(*policies: MixedPrecisionPolicy) -> None:
+    def trained(transport: str, strategy: str, policy: MixedPrecisionPolicy) -> list[torch.Tensor]:
         return train(shard_model(build_model("gpt-tiny", seed=1), strategy, mp_policy=policy, transport=transport))
 
-    for ours, theirs in zip(trained("shared_gpu"), trained("shm"), strict=True):
-        assert torch.equal(ours, theirs)
+    for case in [(strategy, policy) for policy in policies for strategy in ROWS]:
+        for ours, theirs in zip(trained("shared_gpu", *case), trained("shm", *case), strict=True):
+            assert torch.equal(ours, theirs), case
 
 
 @pytest.mark.parametrize(
-    "world_size,policy",
-    [(2, MixedPrecisionPolicy()), (2, BF16), (3, MixedPrecisionPolicy())],
-    ids=["2-fp32", "2-bf16", "3-fp32"],
+    "world_size,policies", [(2, [MixedPrecisionPolicy(), BF16]), (3, [MixedPrecisionPolicy()])], ids=["2", "3"]
 )
-@pytest.mark.parametrize("strategy", ROWS)
-def test_it_trains_to_the_bits_of_shared_memory(
-    ranks, strategy: str, world_size: int, policy: MixedPrecisionPolicy
-) -> None:
-    ranks(world_size, same_bits, strategy, policy)
+def test_it_trains_to_the_bits_of_shared_memory(ranks, world_size: int, policies: list[MixedPrecisionPolicy]) -> None:
+    ranks(world_size, same_bits, *policies)
 
 
 def hybrid_bits() -> None:
@@ -193,13 +190,10 @@ def test_peers_say_what_they_cannot_do(ranks) -> None:
 # ---- ranks that are missing
 
 
-def _member(
-    rank: int, ranks: int, folder: str, patience_s: float, act: Callable[[int, SharedGpuTransport], None]
-) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store, timeout=timedelta(seconds=patience_s))
-    transport = transport_of(dist.group.WORLD, CPU, "shared_gpu")
+def _member(folder: str, patience_s: float, act: Callable[[int, SharedGpuTransport], None]) -> None:
+    """Acts, writes down what it raised, and is gone: its peers need not wait until it has."""
+    rank, group = dist.get_rank(), dist.new_group(timeout=timedelta(seconds=patience_s))
+    transport = transport_of(group, CPU, "shared_gpu")
     try:
         act(rank, transport)
     except RuntimeError as error:
@@ -207,22 +201,14 @@ def _member(
     os._exit(0)
 
 
-def said_by(ranks: int, act: Callable[[int, SharedGpuTransport], None], patience_s: float = 60.0) -> dict[int, str]:
-    """What `act(rank, transport)` raised on each of `ranks` processes; none may be left waiting."""
-    context = multiprocessing.get_context("spawn")
+def said_by(
+    ranks: RankPool, count: int, act: Callable[[int, SharedGpuTransport], None], patience_s: float = 60.0
+) -> dict[int, str]:
+    """What `act(rank, transport)` raised on each of `count` ranks; none may be left waiting."""
     with tempfile.TemporaryDirectory() as folder:
-        members = [
-            context.Process(target=_member, args=(rank, ranks, folder, patience_s, act)) for rank in range(ranks)
-        ]
-        for member in members:
-            member.start()
-        for member in members:
-            member.join(90)
-        stuck = [rank for rank, member in enumerate(members) if member.exitcode is None]
-        for member in members:
-            member.kill()
-        assert not stuck, f"ranks {stuck} still wait"
-        return {rank: path.read_text() for rank in range(ranks) if (path := Path(folder, f"said-{rank}")).exists()}
+        ends = ranks.ends(count, _member, folder, patience_s, act)
+        assert set(ends) <= {"died with exit code 0", "died with exit code -9"}, ends
+        return {rank: path.read_text() for rank in range(count) if (path := Path(folder, f"said-{rank}")).exists()}
 
 
 def gather(transport: SharedGpuTransport, unit: str = "blocks.0", elements: int = 4) -> None:
@@ -238,8 +224,8 @@ def dies_after_one(rank: int, transport: SharedGpuTransport) -> None:
     gather(transport, "blocks.1")
 
 
-def test_a_dead_rank_ends_everybodys_wait_with_an_error_that_names_it() -> None:
-    said = said_by(3, dies_after_one)
+def test_a_dead_rank_ends_everybodys_wait_with_an_error_that_names_it(ranks) -> None:
+    said = said_by(ranks, 3, dies_after_one)
     assert set(said) == {0, 2}
     for text in said.values():
         assert text.startswith("PeerLost: ") and "rank 1" in text and "look for its own error in its log" in text
@@ -259,10 +245,10 @@ def next_call_after_a_death(rank: int, transport: SharedGpuTransport) -> None:
     transport.settle()
 
 
-def test_the_next_call_raises_what_the_watchdog_has_found() -> None:
+def test_the_next_call_raises_what_the_watchdog_has_found(ranks) -> None:
     assert (
         "rank 0 waited for rank 1 to write operation 2 (all_gather of blocks.1), but rank 1 has died"
-        in said_by(2, next_call_after_a_death)[0]
+        in said_by(ranks, 2, next_call_after_a_death)[0]
     )
 
 
@@ -276,8 +262,8 @@ def ends_after_its_work(rank: int, transport: SharedGpuTransport) -> None:
         transport.settle()
 
 
-def test_a_rank_that_ended_after_its_work_is_not_missed() -> None:
-    assert said_by(2, ends_after_its_work) == {}
+def test_a_rank_that_ended_after_its_work_is_not_missed(ranks) -> None:
+    assert said_by(ranks, 2, ends_after_its_work) == {}
 
 
 def stands_still(rank: int, transport: SharedGpuTransport) -> None:
@@ -290,8 +276,8 @@ def stands_still(rank: int, transport: SharedGpuTransport) -> None:
         transport.settle()
 
 
-def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_group_is_patient() -> None:
-    said = said_by(2, stands_still, patience_s=2.0)
+def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_group_is_patient(ranks) -> None:
+    said = said_by(ranks, 2, stands_still, patience_s=2.0)
     assert (
         "rank 0 waited 2 s for rank 1 to write operation 2 (all_gather of blocks.1); rank 1 lives but has not come"
         " to it" in said[0]
@@ -305,8 +291,8 @@ def runs_something_else(rank: int, transport: SharedGpuTransport) -> None:
     gather(transport, "blocks.3")
 
 
-def test_ranks_out_of_step_are_told_so() -> None:
-    said = said_by(2, runs_something_else)
+def test_ranks_out_of_step_are_told_so(ranks) -> None:
+    said = said_by(ranks, 2, runs_something_else)
     told = [text for text in said.values() if "out of step" in text]
     assert told and all("all_gather of blocks.1" in text and "all_gather of blocks.2" in text for text in told), said
 
@@ -315,8 +301,8 @@ def asks_for_larger_slots_alone(rank: int, transport: SharedGpuTransport) -> Non
     gather(transport, elements=4 << 20 if rank else 4)
 
 
-def test_ranks_that_disagree_about_arenas_are_told_so() -> None:
-    assert all("out of step" in text for text in said_by(2, asks_for_larger_slots_alone).values())
+def test_ranks_that_disagree_about_arenas_are_told_so(ranks) -> None:
+    assert all("out of step" in text for text in said_by(ranks, 2, asks_for_larger_slots_alone).values())
 
 
 def interrupted_in_its_own_work(rank: int, transport: SharedGpuTransport) -> None:
@@ -338,8 +324,8 @@ def interrupted_in_its_own_work(rank: int, transport: SharedGpuTransport) -> Non
     watchdog.stop()
 
 
-def test_a_main_thread_that_asks_nobody_is_interrupted() -> None:
-    said = said_by(2, interrupted_in_its_own_work)
+def test_a_main_thread_that_asks_nobody_is_interrupted(ranks) -> None:
+    said = said_by(ranks, 2, interrupted_in_its_own_work)
     assert said[0].startswith(
         "PeerLost: rank 0 waited for rank 1 to write operation 1 (what rank 1 never writes), but rank 1 has died"
     )
