@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from fsdplab.sessions import RunSpec, compare, run
-from fsdplab.teaching import overlapping, reading_choices
+from fsdplab.teaching import overlapping, overlapping_axes, reading_choices
 from fsdplab.teaching.core.steady_card import steady
 from fsdplab.teaching.lessons.nb11_shoot_out import exercises as shoot_out
 from tests.busy import busy_cores
@@ -62,3 +62,14 @@ def test_overlap_without_prefetch_everything_is_exposed():
     assert f"({overlapping.percent(shown, whole)})" in str(overlapping.explained(late))
     job = overlapping.job()
     assert overlapping.factor(steady(replace(job, prefetch=0)), steady(job)) == pytest.approx(5.88, abs=0.01)
+
+
+def test_hybrid_sharding_exposes_less_and_what_is_left_of_it_is_the_all_reduce():
+    """The factor that 12 predicts and the rows of its table, on the card."""
+    axes = overlapping_axes
+    full = steady(axes.job("full_shard", link=axes.ACROSS))
+    hybrid = steady(axes.job("hybrid_shard", shard_size=2, link=axes.WITHIN, link_across=axes.ACROSS))
+    assert axes.exposed_factor(full, hybrid) == pytest.approx(5.89, abs=0.01)
+    shown = {(run, what): float(ms) for run, what, _, ms in axes.waits(full, hybrid).rows}
+    assert shown["hybrid_shard", "all_reduce in backward"] > 10 * shown["hybrid_shard", "all_gather in backward"]
+    assert shown["full_shard", "all_gather in backward"] > 100 * shown["hybrid_shard", "all_gather in backward"]
