@@ -24,7 +24,7 @@ DRAWN = """() => {
 # What is laid out wrongly: wider than the lab, or a figure that shrank to nothing.
 MISFITS = """() => {
   const right = document.querySelector(".fsdplab-lab").getBoundingClientRect().right;
-  const parts = [...document.querySelectorAll(".fsdplab-lab .js-plotly-plot, .fsdplab-lab .widget-gridbox > *, .fsdplab-lab table")].filter(e => e.offsetParent !== null);
+  const parts = [...document.querySelectorAll(".fsdplab-lab .js-plotly-plot, .fsdplab-lab .fsdplab-grid > *, .fsdplab-lab table")].filter(e => e.offsetParent !== null);
   const boxes = parts.map(e => [e.matches(".js-plotly-plot"), e.getBoundingClientRect()]);
   return boxes.filter(([plot, r]) => r.right > right + 2 || r.width < 100 || (plot && r.height < 150)).map(([plot, r]) => [plot, r.width, r.height]);
 }"""
@@ -34,7 +34,7 @@ CUT = """() => {
   const out = seen.flatMap(plot => {
     const box = plot.getBoundingClientRect();
     const texts = [...plot.querySelectorAll("text")].filter(t => t.getBoundingClientRect().width);
-    return texts.filter(t => { const r = t.getBoundingClientRect(); return r.right > box.right + 1 || r.left < box.left - 1; }).map(t => t.textContent);
+    return texts.filter(t => { const r = t.getBoundingClientRect(); return r.right > box.right + 1 || r.left < box.left - 1 || r.top < box.top - 1 || r.bottom > box.bottom + 1; }).map(t => t.textContent);
   });
   const tables = [...document.querySelectorAll(".fsdplab-lab table")].filter(e => e.offsetParent !== null);
   return [...out, ...tables.filter(t => t.parentElement.scrollWidth > t.parentElement.clientWidth + 1).map(t => t.innerText)];

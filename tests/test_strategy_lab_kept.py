@@ -391,6 +391,41 @@ def test_an_enlarged_figure_has_larger_type_and_titles_that_still_fit() -> None:
     assert figure.layout.title.subtitle.font.size == 15, "the figure itself is unchanged"
 
 
+def a_bar(name: str, *spans: float) -> go.Bar:
+    words = [f"{span:.0f} ms" for span in spans]
+    return go.Bar(name=name, x=spans, y=["a", "b"][: len(spans)], text=words, orientation="h", constraintext="none")
+
+
+def test_what_is_enlarged_beyond_the_page_makes_room_for_words_at_the_ends_of_bars() -> None:
+    figure = go.Figure([a_bar("compute", 90, 60), a_bar("exposed", 15, 45)]).update_xaxes(range=[0, 170])
+    figure.add_annotation(x=105, y="a", text="<b>105 ms</b> · 0 % hidden", xanchor="left", xshift=6)
+    large = style.enlarged(style.titled(figure, "title", "Measured", "alt"), 1.35)
+    assert large.layout.xaxis.range[1] == pytest.approx(1.35 * 170) and large.layout.annotations[0].xshift == 6 * 1.35
+    assert [bar.text for bar in large.data] == [("90 ms", "60 ms"), ("", "45 ms")], "what is too long for its bar goes"
+    assert large.layout.annotations[0].text.endswith("hidden")
+    wide = style.enlarged(style.titled(figure, "title", "Measured", "alt"), 1.2, 1.4)
+    assert wide.layout.xaxis.range == (0, 170) and wide.data[1].text == ("15 ms", "45 ms")
+
+
+def test_an_enlarged_clock_still_ends_with_the_step_and_points_keep_their_names() -> None:
+    clock = go.Figure(a_bar("compute", 90)).update_xaxes(range=[0, 100])
+    clock.add_annotation(x=0, y=1, yref="paper", text="forward →", xanchor="left", xshift=2)
+    assert style.enlarged(style.titled(clock, "title", "Measured", "alt"), 1.35).layout.xaxis.range == (0, 100)
+    points = go.Figure(go.Scatter(x=[20, 80], y=[3, 4])).update_xaxes(range=[0, 100])
+    for x, shift in ((20, -120.0), (80, 120.0)):
+        points.add_annotation(x=x, y=3, text="<b>full_shard</b> · exposed 831 ms", xshift=shift, yshift=20)
+    notes = style.enlarged(style.titled(points, "title", "Measured", "alt"), 1.35).layout.annotations
+    assert [note.text for note in notes] == ["<b>full_shard</b>"] * 2 and {note.yshift for note in notes} == {20}
+    assert -120 < notes[0].xshift < 0 < notes[1].xshift < 120, "a short label stands nearer to its point"
+
+
+def test_a_legend_that_takes_more_rows_in_large_type_gets_them() -> None:
+    lanes = ["compute in forward", "compute in backward", "optimizer", "all-gather", "reduce-scatter", "exposed"]
+    few, many = (go.Figure([a_bar(name, 1) for name in names]) for names in (lanes[:2], lanes))
+    heights = [style.enlarged(style.titled(each, "title", "", "alt"), 1.35).layout.height for each in (few, many)]
+    assert heights[1] == pytest.approx(heights[0] + 1.35 * style._LEGEND_LINE)
+
+
 def test_names_of_a_batch_stay_with_it() -> None:
     batch = Batch(4, check(Choices(**TINY), FIXED).specs)
     kept_runs.rename(batch, " a  b ")

@@ -116,7 +116,7 @@ def in_words(prediction: Prediction) -> str:
 
 
 def _sent_in(nbytes: int | None, step_s: float | None) -> str:
-    return f"sends {size(nbytes)}, step {seconds(step_s)}"
+    return f"sends {size(nbytes)}" + ("" if step_s is None else f", step {seconds(step_s)}")
 
 
 def outlook_html(rows: Sequence[Outlook]) -> str:

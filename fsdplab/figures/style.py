@@ -7,6 +7,7 @@ notebook, a printed page and a dark lecture room.
 
 from __future__ import annotations
 
+import math
 import re
 from functools import lru_cache
 from typing import Any
@@ -47,6 +48,8 @@ EDGE = "rgba(20,22,26,0.65)"  # thin edge of a bar segment
 FONT = "Inter, 'Segoe UI', 'DejaVu Sans', Arial, sans-serif"
 _TITLE_CHARACTERS, _SUBTITLE_CHARACTERS = 74, 118  # what a notebook's width holds at 1280 px, in a wide font
 _LINE, _SUBLINE = 25, 20  # pixels that each further line of a title and of a subtitle takes
+_PLOT, _GLYPH = 880, 8.2  # pixels of a plot's width on a page of 1280 px, and of a letter of a label beside a point
+_LEGEND_LINE, _LEGEND_SIGN, _NUMBER = 21, 45, 52  # pixels of a legend's row and sign, and of a number inside a bar
 TEXT = "#1b1e23"
 DARK_TEXT = "#eceff3"
 
@@ -118,15 +121,46 @@ def enlarged(figure: go.Figure, scale: float, wider: float = 1.0) -> go.Figure:
     subtitles = wrapped(title.subtitle.text.replace("<br>", " "), int(_SUBTITLE_CHARACTERS * wider / scale))
     before = _LINE * title.text.count("<br>") + _SUBLINE * title.subtitle.text.count("<br>")
     more = scale * (_LINE * titles.count("<br>") + _SUBLINE * subtitles.count("<br>") - before)
-    height = scale * old.height + more
+    rows = scale * _LEGEND_LINE * max(0, _legend_rows(figure, scale, wider) - _legend_rows(figure))
+    height = scale * old.height + more + rows
     larger = go.Figure(_in_larger_type(figure.to_plotly_json(), scale))
     larger.layout.title.update(text=f"<b>{titles}</b>", subtitle_text=subtitles)
     larger.layout.title.pad.t = scale * (16 + 14 * titles.count("<br>"))
-    if any(note.xshift for note in old.annotations) and old.xaxis.range and scale > wider:
-        larger.layout.xaxis.range = (old.xaxis.range[0], old.xaxis.range[1] * scale / wider)  # for labels beside points
+    if scale > wider:
+        _keep_words_apart(larger, figure, scale, scale / wider)
     above_legend = scale * (1 - old.legend.y) * old.height + more
-    larger.update_layout(height=height, margin_t=scale * old.margin.t + more, legend_y=1 - above_legend / height)
-    return larger
+    margin = scale * old.margin.t + more + rows
+    return larger.update_layout(height=height, margin_t=margin, legend_y=1 - above_legend / height)
+
+
+def _legend_rows(figure: go.Figure, scale: float = 1.0, wider: float = 1.0) -> int:
+    """Rows that a figure's legend takes: one, or columns as wide as its longest name."""
+    names = [each.name for each in figure.data if each.name and each.showlegend is not False]
+    if not names or figure.layout.showlegend is False:
+        return 0
+    widths = [0.56 * 14 * scale * len(name) + _LEGEND_SIGN for name in names]
+    columns = len(names) if sum(widths) <= _PLOT * wider else max(1, int(_PLOT * wider // max(widths)))
+    return -(-len(names) // columns)
+
+
+def _keep_words_apart(larger: go.Figure, figure: go.Figure, scale: float, growth: float) -> None:
+    """Type that has grown by more than the page is wide needs room: bars become shorter for the words at their ends,
+    lose the numbers that are too long for them, and points keep their names only.
+    """
+    old = figure.layout
+    if any(note.xshift and isinstance(note.y, str) for note in old.annotations) and old.xaxis.range:
+        larger.layout.xaxis.range = (old.xaxis.range[0], old.xaxis.range[1] * growth)
+        for bar in larger.data:
+            if isinstance(bar, go.Bar) and bar.constraintext == "none" and bar.text is not None:
+                least = larger.layout.xaxis.range[1] * growth * _NUMBER / _PLOT
+                bar.text = [words if span > least else "" for words, span in zip(bar.text, bar.x)]
+    for note, before in zip(larger.layout.annotations, old.annotations):
+        name, _, rest = before.text.partition(" · ")
+        if rest and not isinstance(before.y, str) and before.xref != "paper":
+            letters = [len(re.sub(r"<[^>]+>", "", words)) for words in (before.text, name)]
+            nearer = _GLYPH * (letters[0] - letters[1] * scale) / 2
+            shift = before.xshift or 0
+            note.update(text=name, xshift=shift - math.copysign(nearer, shift) if shift else 0, yshift=before.yshift)
 
 
 def _in_larger_type(part: Any, scale: float, name: str = "") -> Any:

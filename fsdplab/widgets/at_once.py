@@ -19,6 +19,7 @@ from fsdplab.planning.links import PRESETS as LINKS
 from .choices import CARD_WORDS, MOST_STEPS, NOTHING_CHOSEN, STEPS_WORDS, TUNNEL_FORM, TUNNEL_WORDS
 
 WAITING = "waiting for the kernel: it is running a cell, and does this when the cell has ended"
+GONE = "this lab's kernel has ended: run its cell again, and the kept runs come back"
 _LINK = r"\s*([0-9.]+(e[0-9]+)?\s*[kmgt]?b|nvlink|pcie|ib|infiniband|eth|ndr|hdr|[0-9]+\s*(g|ib|infiniband)).*"
 
 
@@ -54,5 +55,6 @@ def style() -> str:
 def script() -> str:
     """The lab's script, called with the rules and the words."""
     rules = {name: asdict(rule) for name, rule in RULES.items()}
-    told = json.dumps({"rules": rules, "waiting": WAITING, "nothing": NOTHING_CHOSEN, "after_ms": 400, "wide_px": 1500})
+    words = {"waiting": WAITING, "gone": GONE, "nothing": NOTHING_CHOSEN}
+    told = json.dumps({"rules": rules, **words, "after_ms": 400, "wide_px": 1500})
     return f"({Path(__file__).with_name('lab.js').read_text(encoding='utf-8').strip()})({told})"

@@ -61,7 +61,7 @@ function atOnce(told) {
     const line = lab.querySelector(".fsdplab-message");
     setTimeout(() => {
       if (line && line.isConnected) {
-        line.textContent = now().waiting;
+        line.textContent = lab.matches(".jupyter-widgets-disconnected") ? now().gone : now().waiting;
         line.classList.add("fsdplab-waiting");
       }
     }, now().after_ms);

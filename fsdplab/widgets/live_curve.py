@@ -17,6 +17,8 @@ from fsdplab.figures.style import strategy_colour
 from .choices import label
 from .lab_state import Curve
 
+# zero1's colour is pale and no_shard's is grey: an edge makes lines plain on white and on black
+_EDGED = "-webkit-text-stroke:.6px gray"
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BELOW = 520, 150, 64, 12, 22
 
 
@@ -31,7 +33,7 @@ def picture_of(curves: Sequence[Curve]) -> str:
         for curve in begun
     ]
     names = "".join(
-        f"<span style='white-space:nowrap'><span style='color:{colour}'>{'━━' if whole else '╍╍'}</span>"
+        f"<span style='white-space:nowrap'><span style='color:{colour};{_EDGED}'>{'━━' if whole else '╍╍'}</span>"
         f" {escape(label(curve.spec))}</span> "
         for (colour, whole), curve in zip(colours, begun)
     )
@@ -83,6 +85,11 @@ def _line(points: Sequence[tuple[float, float]], colour: str, whole: bool) -> st
     """A run's line; a single step is a point."""
     x, y = points[-1] if points else (0.0, 0.0)
     way = "".join(f"M{x0:.1f},{y0:.1f}L{x1:.1f},{y1:.1f}" for (x0, y0), (x1, y1) in pairwise(points))
-    end = f"<circle cx='{x:.1f}' cy='{y:.1f}' r='3.5' fill='{colour}'/>" if points else ""
+    end = (
+        f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4' fill='{colour}' stroke='currentColor' stroke-opacity='.6'/>"
+        if points
+        else ""
+    )
     dashes = "" if whole else " stroke-dasharray='5 4'"
-    return f"<path d='{way}' stroke='{colour}' stroke-width='2' fill='none'{dashes}/>{end}"
+    edge = f"<path d='{way}' stroke='currentColor' stroke-width='4' fill='none' opacity='.45'{dashes}/>"
+    return f"{edge}<path d='{way}' stroke='{colour}' stroke-width='2.4' fill='none'{dashes}/>{end}"

@@ -145,7 +145,7 @@ class StrategyLab:
         )
         self.name = ipywidgets.Text(
             description="Name",
-            placeholder="of this batch and its folder",
+            placeholder="of batch and folder",
             continuous_update=False,
             layout={"flex": "1 1 240px"},
             style={"description_width": "initial"},

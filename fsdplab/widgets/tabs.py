@@ -36,7 +36,7 @@ def pieces(tab: str, batch: Batch | None, chosen: int = 0) -> list[Piece]:
 
 def note(words: str) -> str:
     """One line in place of a missing figure."""
-    return f"<p style='opacity:.75;margin:12px 4px'>{escape(words)}</p>"
+    return f"<p style='opacity:.75;margin:12px 4px;font-size:var(--fsdplab-type, 14px)'>{escape(words)}</p>"
 
 
 def table(runs: Sequence[RunView]) -> str:
@@ -72,10 +72,8 @@ def _failures(batch: Batch) -> list[Piece]:
         f"{record.spec['strategy']} ({record.spec['engine']}): {(record.failure or {}).get('message', '')}"
         for record in failed
     ]
-    return [
-        f"<pre style='white-space:pre-wrap;color:{_COLOURS['bad']};margin:8px 10px'>{escape(report)}</pre>"
-        for report in reports
-    ]
+    look = f"white-space:pre-wrap;color:{_COLOURS['bad']};margin:8px 10px;font-size:var(--fsdplab-table, 13px)"
+    return [f"<pre style='{look}'>{escape(report)}</pre>" for report in reports]
 
 
 def _drawn(name: str, data: RunRecord | list[RunRecord]) -> Piece:
