@@ -15,6 +15,7 @@ from fsdplab import cli
 from fsdplab.common.names import CATEGORIES, STRATEGIES
 from fsdplab.planning import HardwareError, ModelError, PlanError, efficiency, models, plan, plan_traffic, planner
 from fsdplab.planning import fit as fit_module
+from fsdplab.planning import step_time as step_time_module
 from fsdplab.planning.activations import block_tensors, computed_per_token, kept_per_token
 from fsdplab.planning.efficiency import ASSUMED, Efficiency, efficiency_of
 from fsdplab.planning.fit import fit
@@ -400,6 +401,8 @@ def test_context_parallelism_cuts_the_sequence_and_shares_states():
         (dict(optimizer="lion"), "adamw"),
         (dict(gpu="4090", gpus=16), "no network between nodes is known for RTX 4090"),
         (dict(base_dtype="nf4"), "give --lora-rank"),
+        (dict(gpus=3, context_parallel=3), "--cp 3 does not divide a sequence of 4096 tokens"),
+        (dict(context_parallel=0), "--cp is 0"),
     ],
     ids=str,
 )
@@ -408,7 +411,7 @@ def test_wrong_input_is_one_clear_line(choices, words, capsys):
     with pytest.raises((ModelError, PlanError, HardwareError)) as refused:
         plan(**given)
     assert words in str(refused.value) and "\n" not in str(refused.value)
-    names = {"tensor_parallel": "tp"}
+    names = {"tensor_parallel": "tp", "context_parallel": "cp"}
     flags = [f"--{names.get(name, name).replace('_', '-')}={value}" for name, value in given.items()]
     code, _, said = ended(["plan", *flags], capsys)
     assert code == 2 and said.count("\n") == 1 and words in said
@@ -496,6 +499,49 @@ def test_a_sweep_is_a_table_and_a_figure(capsys, tmp_path):
 def test_wrong_sweeps_and_targets_are_refused(arguments, words, capsys):
     code, _, said = ended(["plan", *arguments], capsys)
     assert code == 2 and words in said and said.count("\n") == 1
+
+
+def printed(*flags, capsys):
+    """What the command prints, without line breaks."""
+    code, out, said = ended(["plan", *flags], capsys)
+    assert code == 0, said
+    return " ".join(out.split())
+
+
+def test_no_mfu_is_above_what_products_reach():
+    """A frozen matrix has two products of three: LoRA on one card was said to reach an MFU of 74 %, at 60 %."""
+    frozen = plan("llama-3.1-8b", "4090", gpus=1, lora_rank=16, base_dtype="nf4", checkpointing="none", seq=1024)
+    whole = plan("llama-3.1-8b", "4090", gpus=1, seq=1024)
+    assert whole.mfu < 0.6 and 0.8 * whole.mfu < frozen.mfu < 0.6
+    products = 6 * 7_504_658_432 * 1024  # without the embedding and the norms
+    attention = 12 * 32 * 4096 * 1024 * 1024
+    assert step_time_module.model_flops(whole.spec) == pytest.approx(products + attention, rel=1e-3)
+    assert step_time_module.model_flops(frozen.spec) == pytest.approx(2 / 3 * products + attention, rel=0.01)
+
+
+def test_a_step_with_states_in_host_memory_is_a_lower_bound_and_says_why(capsys):
+    out = printed("--offload", capsys=capsys)
+    assert "step at least " in out and "tokens/s a GPU at most " in out
+    # 2 gathers of 8.03 B in bf16 and gradients in fp32, an eighth of each: 8.03 GB
+    assert "not in the step 8.03 GB over the host's link, 259 ms at 31.0 GB/s (PCIe 4, assumed); the CPU's" in out
+    assert "at least" not in printed(capsys=capsys)
+
+
+def test_one_rank_sends_nothing_and_many_wait_for_the_latency_of_rings(capsys):
+    assert "exposed none communication alone none: no rank sends anything" in printed("--gpus", "1", capsys=capsys)
+    large = printed("--model", "llama-3.1-405b", "--gpus", "16384", "--tp", "8", "--seq", "8192", capsys=capsys)
+    # 127 rings of gathers twice or once and of reductions, 2,047 steps of 14 us each
+    assert "(10.9 s of it the latency of rings)" in large
+    assert "latency" not in printed("--gpus", "8", capsys=capsys)
+
+
+def test_advice_for_a_long_sequence_is_to_cut_it_and_says_nothing_twice(capsys):
+    long = plan("llama-3.1-8b", "h100", gpus=64, seq=131_072, checkpointing="full")
+    assert (shortfall(long) or "").endswith("needs --tp 4 with --checkpointing full")
+    assert plan_of(replace(long.spec, tensor_parallel=4)).fits and plan_of(replace(long.spec, context_parallel=8)).fits
+    alone = shortfall(plan("llama-3.1-8b", "4090", gpus=1, lora_rank=16, base_dtype="nf4")) or ""
+    assert "--strategy full_shard" not in alone and "--micro-batch 1" not in alone and "--tp" not in alone
+    assert "context 45.1 GB" in printed("--gpus", "64", "--seq", "131072", "--cp", "8", capsys=capsys)
 
 
 def test_an_efficiency_is_fitted_or_carried_over_from_the_nearest_card_or_assumed():

@@ -298,6 +298,7 @@ def plan(
     ] = "slices",
     optimizer: Annotated[str, typer.Option(help="adamw, adamw-foreach, adamw-8bit, sgd, sgd-momentum.")] = "adamw",
     tp: Annotated[int, typer.Option("--tp", help="GPUs of a tensor-parallel group.")] = 1,
+    cp: Annotated[int, typer.Option("--cp", help="GPUs that share each sequence (context parallelism).")] = 1,
     compile: Annotated[bool, typer.Option("--compile", help="Blocks are compiled.")] = False,
     flash: Annotated[bool, typer.Option("--flash/--no-flash", help="Attention without its matrix of scores.")] = True,
     offload: Annotated[bool, typer.Option("--offload", help="States rest in host memory.")] = False,
@@ -340,8 +341,8 @@ def plan(
         "gpus": gpus, "gpus_per_node": gpus_per_node, "strategy": strategy, "shard_size": shard_size, "seq": seq,
         "micro_batch": micro_batch, "grad_accum": grad_accum, "checkpointing": checkpointing,
         "param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "master_dtype": master_dtype, "masters": masters,
-        "optimizer": optimizer, "tensor_parallel": tp, "compile": compile, "flash": flash, "offload": offload,
-        "lora_rank": lora_rank, "base_dtype": base_dtype,
+        "optimizer": optimizer, "tensor_parallel": tp, "context_parallel": cp, "compile": compile, "flash": flash,
+        "offload": offload, "lora_rank": lora_rank, "base_dtype": base_dtype,
     }  # fmt: skip
     from fsdplab.cli.plan import check_modes, check_tokens, show_plan
 

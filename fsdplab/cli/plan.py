@@ -18,11 +18,17 @@ from fsdplab.common.files import write_output
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.planning import HardwareError, ModelError, PlanError
+from fsdplab.planning.links import HOST_LINK
+from fsdplab.planning.memory import host_crossing
+from fsdplab.planning.plan_spec import PlanSpec
+from fsdplab.planning.plan_traffic import latency_s
 from fsdplab.planning.planner import Plan, plan_of, plan_spec, shortfall
-from fsdplab.planning.step_time import peak_flops
+from fsdplab.planning.step_time import StepTime, peak_flops
 
 _WIDTH = 110
 _BAR = 30  # columns of a whole card
+_NOTHING_S = 1e-9  # what is exposed below this is a rounding error
+_MUCH = 0.1  # part of all communication from which on latency is told
 _PREDICTED = "all figures are predicted, in closed form"
 
 
@@ -150,15 +156,31 @@ def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
         yield "step time", f"unknown: no bf16 FLOP/s are known for {found.spec.gpu.name}"
         yield "provenance", _PREDICTED
         return
-    yield "step", f"{seconds(time.step_s)}: compute {seconds(time.compute_s)}, exposed {seconds(time.exposed_s)}"
-    yield (
-        "communication alone",
-        f"{seconds(time.communication_s)}, exposed {time.exposed_s / time.step_s:.1%} of a step",
-    )
+    least = "at least " if found.spec.offload else ""
+    exposed = seconds(time.exposed_s) if time.exposed_s > _NOTHING_S else "none"
+    yield "step", f"{least}{seconds(time.step_s)}: compute {seconds(time.compute_s)}, exposed {exposed}"
+    yield "communication alone", _communication(found, time)
+    if found.spec.offload:
+        yield "not in the step", _host(found.spec)
     speed, mfu = found.tokens_per_s_per_gpu or 0.0, found.mfu or 0.0
-    yield "tokens/s a GPU", f"{three_digits(speed)} (MFU {mfu:.1%})"
+    yield "tokens/s a GPU", f"{'at most ' * bool(least)}{three_digits(speed)} (MFU {mfu:.1%})"
     hours = found.hours(tokens) if tokens else None
     if hours:
-        yield f"{tokens:,.0f} tokens", f"{hours:,.1f} hours, {hours * found.spec.gpus:,.0f} GPU-hours"
+        yield f"{tokens:,.0f} tokens", f"{least}{hours:,.1f} hours, {hours * found.spec.gpus:,.0f} GPU-hours"
     yield "products reach", reached_words(found)
     yield "provenance", _PREDICTED
+
+
+def _communication(found: Plan, time: StepTime) -> str:
+    """All of it as if alone, with the part that no bandwidth shortens where that is large, and what is exposed."""
+    if not found.traffic:
+        return "none: no rank sends anything"
+    latency = latency_s(found.spec, found.traffic)
+    rings = f" ({seconds(latency)} of it the latency of rings)" if latency > _MUCH * time.communication_s else ""
+    return f"{seconds(time.communication_s)}{rings}, exposed {max(0.0, time.exposed_s) / time.step_s:.1%} of a step"
+
+
+def _host(spec: PlanSpec) -> str:
+    crossing = host_crossing(spec)
+    took, rate = seconds(crossing / HOST_LINK.bytes_per_s), size(HOST_LINK.bytes_per_s)
+    return f"{size(crossing)} over the host's link, {took} at {rate}/s (PCIe 4, assumed); the CPU's optimizer"

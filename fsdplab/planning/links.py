@@ -73,6 +73,8 @@ PRESETS: dict[str, LinkSpec] = {
     )
 }
 
+HOST_LINK = PRESETS["pcie4"]  # of a GPU to its host: an assumption where states rest in host memory
+
 # The usual spellings, squeezed: lower case, no blanks, dashes, underscores or dots; `{}` is the figure.
 _ALIASES = (
     (r"nvlink([345])(?:0)?", "nvlink{}"),

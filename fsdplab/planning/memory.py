@@ -16,7 +16,7 @@ Megatron-LM's `--recompute-method block`; the optimizer on the CPU, Ren et al. 2
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdplab.common.names import CATEGORIES
 
@@ -276,3 +276,13 @@ def host_bytes(spec: PlanSpec) -> float:
         spec.model.root, spec
     )
     return every.parameter_slices + every.gradient_slices + every.optimizer_state
+
+
+def host_crossing(spec: PlanSpec) -> float:
+    """Bytes of a rank over the host's link in a step whose states rest in host memory: slices go to the card for every
+    gather of a micro-batch, cast where they rest; gradients come back.
+    """
+    states = memory_of(replace(spec, offload=False)).at("optimizer step").by_category
+    cast = 1.0 if spec.lora_rank else spec.param_bytes / spec.rest_bytes
+    gathers = 2 if spec.strategy in ("full_shard", "hybrid_shard") else 1
+    return spec.grad_accum * (gathers * cast * states["parameter_slices"] + states["gradient_slices"])

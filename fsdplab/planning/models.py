@@ -252,6 +252,6 @@ def model(name: str) -> ModelShape:
     found = near(name, MODELS, 3)
     meant = f"did you mean {' or '.join(found)}? " if found else ""
     raise ModelError(
-        f"unknown model {name!r}; {meant}expected the config.json of a Hugging Face model, or one of"
+        f"unknown model {name!r}; {meant}expected the config.json of a dense Hugging Face model, or one of"
         f" {', '.join(MODELS)}"
     )

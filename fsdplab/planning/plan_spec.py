@@ -29,7 +29,7 @@ _LARGEST = {
     "gpus": 10**6, "gpus_per_node": 10**6, "seq": 10**8, "micro_batch": 10**6, "grad_accum": 10**6,
     "tensor_parallel": 10**4, "context_parallel": 10**4, "prefetch": 100,
 }  # fmt: skip
-_FLAGS = {"tensor_parallel": "--tp"}
+_FLAGS = {"tensor_parallel": "--tp", "context_parallel": "--cp"}
 
 
 class PlanError(ValueError):
@@ -137,7 +137,9 @@ class PlanSpec:
                 " a shorter --seq"
             )
         if self.seq % self.context_parallel:
-            raise PlanError(f"{self.context_parallel} context-parallel ranks do not divide a sequence of {self.seq}")
+            raise PlanError(
+                f"--cp {self.context_parallel} does not divide a sequence of {self.seq} tokens; give a divisor of it"
+            )
 
     # ---- the mesh
 

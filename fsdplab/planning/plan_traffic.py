@@ -73,6 +73,13 @@ def seconds_each(spec: PlanSpec, row: AxisTraffic) -> float:
     return transfer_s(axis_link(spec, row.axis), row.wire_bytes, steps)
 
 
+def latency_s(spec: PlanSpec, rows: Sequence[AxisTraffic]) -> float:
+    """Seconds of a step's communication, as if alone, that no bandwidth shortens: a ring over 2,048 ranks has 2,047
+    steps.
+    """
+    return sum(row.count * seconds_each(spec, replace(row, wire_bytes=0.0)) for row in rows)
+
+
 def inline_counts(spec: PlanSpec, row: AxisTraffic) -> tuple[int, int]:
     """How many collectives of the row stand between the products of one forward of its unit, and of one backward.
 

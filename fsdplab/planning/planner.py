@@ -16,7 +16,7 @@ from fsdplab.common.sizes import size
 
 from .efficiency import Efficiency, efficiency_of
 from .hardware import find_gpu
-from .memory import Memory, host_bytes, memory_of
+from .memory import Memory, host_bytes, host_crossing, memory_of
 from .model_files import model_named
 from .models import ModelShape
 from .plan_spec import PlanError, PlanSpec
@@ -80,6 +80,7 @@ class Plan:
             "peak_moment": peak.name,
             "card_bytes": self.spec.gpu.memory_bytes,
             "host_bytes": round(host_bytes(self.spec)),
+            "host_crossing_bytes_per_step": round(host_crossing(self.spec)) if self.spec.offload else 0,
             "fits": self.fits,
             "comm_bytes_per_step": bytes_by_axis(self.traffic),
             "step_time_s": time and time.step_s,
@@ -145,10 +146,14 @@ def _ways(spec: PlanSpec) -> Iterator[str]:
         yield f"{gpus} cards"
     elif states := _cards_for_states(spec):
         yield states
+    found = set()
     for kind, changes in _changes(spec).items():
+        if kind == "tensor" and "recompute" in found:
+            continue  # simpler, and without traffic between the products
         for words, changed in changes:
-            if plan_memory_fits(changed):
+            if changed is not None and changed != spec and plan_memory_fits(changed):
                 host = host_bytes(changed) if kind == "offload" else 0
+                found.add(kind)
                 yield words.format(f"of {size(host)} a rank")
                 break
 
@@ -164,19 +169,35 @@ def _cards_for_states(spec: PlanSpec) -> str | None:
     return f"{slices} cards for the parameter slices and {every} for all states"
 
 
-def _changes(spec: PlanSpec) -> dict[str, list[tuple[str, PlanSpec]]]:
+def _changes(spec: PlanSpec) -> dict[str, list[tuple[str, PlanSpec | None]]]:
     """By kind, what to try, the least change first; `{}` in its words stands for the host memory."""
+    tried = _changes_of_states(spec)
+    if spec.strategy == "full_shard":
+        del tried["shard"]
+    return tried | {"tensor": [_tensor(spec, ways) for ways in (2, 4, 8) if ways > spec.tensor_parallel]}
+
+
+def _tensor(spec: PlanSpec, ways: int) -> tuple[str, PlanSpec | None]:
+    """Activations of a sequence that is cut; None where heads or GPUs cannot be."""
+    try:
+        return f"--tp {ways} with --checkpointing full", replace(spec, tensor_parallel=ways, checkpointing="full")
+    except PlanError:
+        return "", None
+
+
+def _changes_of_states(spec: PlanSpec) -> dict[str, list[tuple[str, PlanSpec | None]]]:
     full, small = replace(spec, checkpointing="full"), replace(spec, checkpointing="full", micro_batch=1)
     sharded = replace(spec, strategy="full_shard", shard_size=None)
-    found = {
-        "recompute": [("--checkpointing full", full), ("--checkpointing full and --micro-batch 1", small)],
+    least = "--checkpointing full and --micro-batch 1" if spec.micro_batch > 1 else "--checkpointing full"
+    found: dict[str, list[tuple[str, PlanSpec | None]]] = {
+        "recompute": [("--checkpointing full", full), (least, small)],
         "shard": [
             ("--strategy full_shard", sharded),
             ("--strategy full_shard with --checkpointing full", replace(sharded, checkpointing="full")),
         ],
         "offload": [
             ("CPU offload {}", replace(spec, offload=True)),
-            ("CPU offload {} with --checkpointing full and --micro-batch 1", replace(small, offload=True)),
+            (f"CPU offload {{}} with {least}", replace(small, offload=True)),
         ],
     }
     if not spec.lora_rank:
@@ -184,7 +205,7 @@ def _changes(spec: PlanSpec) -> dict[str, list[tuple[str, PlanSpec]]]:
         base = dict(lora_rank=16, base_dtype="nf4")
         found["adapters"] = [
             (words, replace(spec, **base)),  # type: ignore[arg-type]
-            (f"{words} with --checkpointing full and --micro-batch 1", replace(small, **base)),  # type: ignore[arg-type]
+            (f"{words} with {least}", replace(small, **base)),  # type: ignore[arg-type]
         ]
     return found
 

@@ -20,7 +20,7 @@ from .efficiency import efficiency_of
 from .hardware import Gpu
 from .plan_spec import PlanError, PlanSpec
 from .plan_traffic import AxisTraffic, inline_counts, plan_traffic, seconds_each
-from .unit_bytes import unit_bytes
+from .unit_bytes import adapters, unit_bytes
 
 # FLOP/s that flash attention reaches of the data sheet's: "only 35%" of an H100 (Shah et al. 2024, FlashAttention-3,
 # abstract, of FlashAttention-2), 50 to 73% of an A100 (Dao 2023, FlashAttention-2, abstract)
@@ -68,12 +68,25 @@ def has_known_flops(gpu: Gpu) -> bool:
 
 def model_flops(spec: PlanSpec) -> float:
     """Arithmetic of a step over all GPUs without any recomputation: 6 a parameter that is multiplied, and attention's
-    12 x layers x width x context a token (Chowdhery et al. 2022, appendix B), causality not taken off.
+    12 x layers x width x context a token (Chowdhery et al. 2022, appendix B), causality not taken off. A frozen
+    parameter has no gradient of its own, and so 4; adapters have their 6.
     """
     shape = spec.model
     multiplied = shape.layers * _multiplied(spec) * spec.tensor_parallel + shape.vocabulary * shape.width
-    a_token = 6 * multiplied + 12 * shape.layers * shape.query_width * spec.seq
+    trained = shape.layers * _adapted(spec)
+    a_token = 2 * _passes(spec) * multiplied + 6 * trained + 12 * shape.layers * shape.query_width * spec.seq
     return a_token * spec.step_tokens
+
+
+def _passes(spec: PlanSpec) -> int:
+    """Products of a matrix in a step: one forward, one for the gradient of its input, one for its own if it has one."""
+    return 2 if spec.lora_rank else 3
+
+
+def _adapted(spec: PlanSpec) -> int:
+    """Elements of one block's adapters."""
+    matrices = [each for each in spec.model.block if each.is_matrix]
+    return sum(each.count for each in adapters(matrices, spec.lora_rank)) if spec.lora_rank else 0
 
 
 def _multiplied(spec: PlanSpec) -> float:
@@ -94,9 +107,8 @@ class Compute:
         products, attention = self._products_s(), self._attention_s()
         moved = _elementwise_bytes(spec) * spec.tokens / spec.tensor_parallel / self.bytes_per_s
         again = _recomputed_share(spec)
-        input_only = 1.0 if spec.lora_rank else 2.0  # a frozen matrix has no gradient of its own
         self.forward_s = products + attention + moved
-        backward_s = input_only * products + (2.5 if spec.flash else 2.0) * attention + 2 * moved
+        backward_s = (_passes(spec) - 1) * products + (2.5 if spec.flash else 2.0) * attention + 2 * moved
         self.backward_s = backward_s + again * products + (spec.checkpointing == "full") * attention
         self.backward_s += (spec.checkpointing != "none") * moved
         self.head_forward_s, self.head_backward_s = self._head_s()
@@ -118,7 +130,8 @@ class Compute:
         spec = self.spec
         logits = spec.tokens * spec.model.vocabulary / spec.tensor_parallel
         product = 2 * logits * spec.model.width / self.flops
-        return product + 16 * logits / self.bytes_per_s, 2 * product + 24 * logits / self.bytes_per_s
+        back = (_passes(spec) - 1) * product
+        return product + 16 * logits / self.bytes_per_s, back + 24 * logits / self.bytes_per_s
 
 
 def _elementwise_bytes(spec: PlanSpec) -> float:

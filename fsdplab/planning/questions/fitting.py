@@ -10,8 +10,8 @@ from dataclasses import replace
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size
 from fsdplab.planning.fit import largest_micro_batch, largest_that_fits
-from fsdplab.planning.links import PRESETS
-from fsdplab.planning.memory import Variant, host_bytes, memory_of
+from fsdplab.planning.links import HOST_LINK
+from fsdplab.planning.memory import Variant, host_bytes, host_crossing, memory_of
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.planner import least_gpus, plan_memory_fits, plan_of, shortfall
 from fsdplab.planning.unit_bytes import unit_bytes
@@ -154,12 +154,12 @@ def optimizer_on_cpu(spec: PlanSpec) -> Answer:
         f" step: {seconds(facts.number(optimizer, _CROSSING))}; all states there save {facts.nbytes(every, 'saved')}"
         f" ({facts.verdict(every)}) and send {facts.nbytes(every, 'crosses a step')}"
     )
-    note = f"the host's link is assumed to be {_HOST_LINK.name} ({_HOST_LINK.words}); the CPU's optimizer is not timed"
+    note = f"the host's link is assumed to be {HOST_LINK.name} ({HOST_LINK.words}); the CPU's optimizer is not timed"
     panels = (facts.memory_panel(spec), Panel(("host memory of a rank",)))
     return Answer("optimizer_on_cpu", "", on_card, sentence, columns, table, panels, note=note)
 
 
-_HOST_LINK, _CROSSING = PRESETS["pcie4"], "on the host's link"
+_CROSSING = "on the host's link"
 _CARD, _OPTIMIZER, _ALL = "nothing", "optimizer", "all states"
 
 
@@ -169,11 +169,11 @@ def _placed(name: str, spec: PlanSpec) -> Row:
     memory = memory_of(changed, variant=Variant(optimizer_on_cpu=name == _OPTIMIZER))
     states = memory_of(spec).at("optimizer step").by_category
     host = states["optimizer_state"] if name == _OPTIMIZER else host_bytes(changed)
-    crossing = {_CARD: 0.0, _OPTIMIZER: _optimizer_crossing(spec), _ALL: _states_crossing(spec)}[name]
+    crossing = {_CARD: 0.0, _OPTIMIZER: _optimizer_crossing(spec), _ALL: host_crossing(spec)}[name]
     return {
         "on the CPU": name, **facts.of_memory(memory, changed), "host memory of a rank": host,
         "saved": memory_of(spec).peak.total - memory.peak.total, "crosses a step": crossing,
-        _CROSSING: crossing / _HOST_LINK.bytes_per_s or None,
+        _CROSSING: crossing / HOST_LINK.bytes_per_s or None,
     }  # fmt: skip
 
 
@@ -186,14 +186,6 @@ def _optimizer_crossing(spec: PlanSpec) -> float:
     trained = unit_bytes(spec.model.block, spec, adapted=True).times(spec.model.layers)
     trained += unit_bytes(spec.model.root, spec)
     return 2 * spec.rest_bytes * trained.optimizer_state / spec.optimizer_bytes
-
-
-def _states_crossing(spec: PlanSpec) -> float:
-    """A rank's slices go to the card for every gather of a micro-batch, cast where they rest; gradients come back."""
-    states = memory_of(spec).at("optimizer step").by_category
-    cast = 1.0 if spec.lora_rank else spec.param_bytes / spec.rest_bytes
-    gathers = 2 if spec.strategy in ("full_shard", "hybrid_shard") else 1
-    return spec.grad_accum * (gathers * cast * states["parameter_slices"] + states["gradient_slices"])
 
 
 # ---- shared
