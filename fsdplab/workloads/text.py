@@ -19,12 +19,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .errors import TextError
+
 TEXT_SUFFIXES = (".md", ".py", ".txt")
 VALIDATION_SHARE = 10  # the last tenth of the bytes is kept for validation
-
-
-class TextError(ValueError):
-    """Text that cannot be trained on: missing, unreadable, empty, or too short."""
 
 
 @dataclass(frozen=True, eq=False)
