@@ -14,8 +14,9 @@ from fsdplab.profiling.saving import save_trace
 from fsdplab.profiling.step_summary import exposure, step_summary
 from fsdplab.records import CAUSES, LANES, PARTS_OF_EXPOSED, RunRecord
 from fsdplab.sessions import RunSpec, SpecError, compare, run
+from fsdplab.sessions.compare_runs import link_text
 from fsdplab.sessions.trace_tables import blocked, overhead
-from fsdplab.sessions.worker.emulated_network import link_text, scaled_card
+from fsdplab.sessions.worker.emulated_network import scaled_card
 
 TINY = RunSpec(model="gpt-tiny", steps=2, profile=2, device="cpu", batch_size=2, sequence_length=32)
 PARTS = ("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")

@@ -27,11 +27,16 @@ MODULES_OF_A_RANK = "modules.json"
 PER_VERSION = "torch.profiler._cupti_monitor"
 
 
+def modules_after(program: str) -> set[str]:
+    """The modules that a new Python has imported after a program."""
+    code = f"{program}\nimport sys; print('loaded', *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return set(done.stdout.split("loaded")[-1].split())
+
+
 def heavy_after(program: str) -> set[str]:
     """Those of the heavy packages that a new Python has imported after a program."""
-    code = f"{program}\nimport sys; print('loaded', *sorted({{name.split('.')[0] for name in sys.modules}}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    return HEAVY & set(done.stdout.split("loaded")[-1].split())
+    return HEAVY & {name.partition(".")[0] for name in modules_after(program)}
 
 
 @pytest.mark.parametrize(
@@ -46,6 +51,12 @@ def heavy_after(program: str) -> set[str]:
 def test_what_must_answer_at_once_imports_nothing_heavy(program: str) -> None:
     """The last one begins the starter before the caller has imported torch."""
     assert heavy_after(program) == set()
+
+
+def test_the_caller_of_a_run_does_without_torchs_dtensor() -> None:
+    """Its import takes a second, beside the starter, which needs the cores; nor do ranks of one function need it."""
+    program = "import fsdplab.sessions.compare_runs, fsdplab.sessions.worker.remote_call_worker"
+    assert not {"torch.distributed.tensor", "torch.distributed.fsdp", "sympy"} & modules_after(program)
 
 
 def test_the_doctor_says_of_shared_memory_what_the_engine_does() -> None:

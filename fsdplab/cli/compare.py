@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -25,23 +25,20 @@ from fsdplab.cli.progress import ProgressTable, headline
 from fsdplab.cli.terminal import look_for_signals
 from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.records import RunRecord, comparison_json
-from fsdplab.sessions.spec import ENGINES, PEERS
-
-if TYPE_CHECKING:
-    from fsdplab.sessions import RunSpec
+from fsdplab.sessions.spec import ENGINES, PEERS, RunSpec
 
 
 def compare_runs(strategies: list[str], engines: list[str], common: dict[str, Any], outputs: Outputs) -> None:
     """Run every strategy on the lab's engine and every other engine, then the twin;
     show, write, exit 1 if one failed.
     """
-    from fsdplab.sessions import RunSpec, compare
-
     with refusals():
         specs = [RunSpec(**own(name, common)) for name in strategies] + [_peer(name, common) for name in engines]
         twin = RunSpec(engine="twin", **own("full_shard", dict(common, card=None, prefetch=1)) | dict(memory=False))
         if not specs:
             refuse("nothing to compare; expected strategies or engines, such as --strategies no_shard,full_shard")
+    from fsdplab.sessions import compare
+
     console = outputs.check().console()
     if outputs.detail is not Detail.QUIET:
         console.print(headline(twin, common["card"]), highlight=False)
@@ -59,8 +56,6 @@ def compare_runs(strategies: list[str], engines: list[str], common: dict[str, An
 
 def _peer(engine: str, common: dict[str, Any]) -> RunSpec:
     """The spec of another engine under the strategy that it is best known for."""
-    from fsdplab.sessions import RunSpec
-
     if engine not in PEERS:
         refuse(
             f"--engines has {engine!r}; expected some of {', '.join(PEERS)} (the lab's own engine runs --strategies)"

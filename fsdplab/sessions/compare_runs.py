@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fsdplab.records import RunRecord
 from fsdplab.sessions.launch.failure_report import RanksFailed
 from fsdplab.sessions.run_and_record import OnStep, run
 from fsdplab.sessions.spec import RunSpec, SpecError
-from fsdplab.sessions.worker.emulated_network import link_text
 
 SAME = ("model", "text", "seed", "batch_size", "sequence_length", "micro_batches", "world_size")
 
@@ -93,3 +93,8 @@ def _check_same(specs: Sequence[RunSpec]) -> None:
                 f"runs to compare must train the same thing, but {name} is {' and '.join(values)}; give all of them the"
                 f" same {name}"
             )
+
+
+def link_text(link: dict[str, Any]) -> str:
+    """A record's link in the form of a spec: `358.736589MB/s,4.870254us`."""
+    return f"{link['bytes_per_s'] / 1e6:.6f}MB/s,{link['latency_s'] * 1e6:.6f}us"

@@ -1,6 +1,7 @@
 """Models, their published shapes, and text to train them on.
 
-The names below load when they are first used: shapes and counts need no torch, which takes two seconds to import.
+Names load when first used: shapes and presets need no torch, and only experts and cut models need its DTensor, whose
+import takes another second.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ if TYPE_CHECKING:
     from .config import ConfigError as ConfigError
     from .config import ModelConfig as ModelConfig
     from .config import RotaryScaling as RotaryScaling
-    from .config import TextError as TextError
     from .config import block_parameter_count as block_parameter_count
     from .config import parameter_count as parameter_count
     from .config import root_parameter_count as root_parameter_count
+    from .errors import TextError as TextError
     from .gpt import GPT as GPT
     from .gpt import GPTBlock as GPTBlock
     from .llama import Llama as Llama
@@ -44,42 +45,26 @@ if TYPE_CHECKING:
     from .presets import preset as preset
     from .text import ByteText as ByteText
 
-_MODULES = {
-    "ConfigError": "config",
-    "ModelConfig": "config",
-    "RotaryScaling": "config",
-    "TextError": "config",
-    "block_parameter_count": "config",
-    "parameter_count": "config",
-    "root_parameter_count": "config",
-    "GPT": "gpt",
-    "GPTBlock": "gpt",
-    "Llama": "llama",
-    "LlamaBlock": "llama",
-    "block_types": "models",
-    "build_model": "models",
-    "initialise": "models",
-    "loss_of": "models",
-    "reset_buffers": "models",
-    "tie_embeddings": "models",
-    "MOE_PRESETS": "moe",
-    "MoE": "moe",
-    "MoEBlock": "moe",
-    "MoEConfig": "moe",
-    "build_moe": "moe",
-    "moe_loss_of": "moe",
-    "moe_parameter_count": "moe",
-    "spread_experts": "moe",
-    "GPTStage": "parallel",
-    "build_stage": "parallel",
-    "parallelize": "parallel",
-    "stage_span": "parallel",
-    "BYTE_VOCABULARY": "presets",
-    "PRESETS": "presets",
-    "preset": "presets",
-    "ByteText": "text",
-}
+_NAMES = {
+    "config": (
+        "ConfigError", "ModelConfig", "RotaryScaling", "block_parameter_count", "parameter_count",
+        "root_parameter_count",
+    ),
+    "errors": ("TextError",),
+    "gpt": ("GPT", "GPTBlock"),
+    "llama": ("Llama", "LlamaBlock"),
+    "models": ("block_types", "build_model", "initialise", "loss_of", "reset_buffers", "tie_embeddings"),
+    "moe": (
+        "MOE_PRESETS", "MoE", "MoEBlock", "MoEConfig", "build_moe", "moe_loss_of", "moe_parameter_count",
+        "spread_experts",
+    ),
+    "parallel": ("GPTStage", "build_stage", "parallelize", "stage_span"),
+    "presets": ("BYTE_VOCABULARY", "PRESETS", "preset"),
+    "text": ("ByteText",),
+}  # fmt: skip
 
-__all__ = sorted(_MODULES)
+__all__ = sorted(name for names in _NAMES.values() for name in names)
 
-__getattr__, __dir__ = names_of(__name__, {name: f"fsdplab.workloads.{module}" for name, module in _MODULES.items()})
+__getattr__, __dir__ = names_of(
+    __name__, {name: f"fsdplab.workloads.{module}" for module, names in _NAMES.items() for name in names}
+)

@@ -8,13 +8,13 @@ large to build whole, and still hold exactly the numbers of the unsharded twin.
 from __future__ import annotations
 
 import math
+import sys
 import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional, init
 from torch.overrides import TorchFunctionMode
 
@@ -127,10 +127,18 @@ def _initial_value(name: str, shape: torch.Size, layers: int, seed: int) -> Tens
 
 @torch.no_grad()
 def _fill(parameter: nn.Parameter, value: Tensor) -> None:
-    if not isinstance(parameter, DTensor):
+    if not _is_dtensor(parameter):
         parameter.copy_(value)
         return
+    from torch.distributed.tensor import distribute_tensor
+
     # src_data_rank=None: every rank has the whole value, so each takes its own slice and nothing is sent.
     local = parameter.to_local()
     sliced = distribute_tensor(value.to(local.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
     local.copy_(sliced.to_local())
+
+
+def _is_dtensor(parameter: nn.Parameter) -> bool:
+    """Whether ranks share it; where nobody has made a DTensor, their class is not imported, which takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(parameter, module.DTensor)

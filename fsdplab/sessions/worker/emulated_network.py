@@ -122,11 +122,6 @@ def _link_as_dict(link: LinkSpec | None) -> dict[str, Any] | None:
     return None if link is None else {"name": link.name, "bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s}
 
 
-def link_text(link: dict[str, Any]) -> str:
-    """A record's link in the form of a spec: `358.736589MB/s,4.870254us`."""
-    return f"{link['bytes_per_s'] / 1e6:.6f}MB/s,{link['latency_s'] * 1e6:.6f}us"
-
-
 def full_shard_traffic(spec: RunSpec) -> tuple[int, int]:
     """Bytes that a rank sends in a step of full sharding, and the collectives: what the target's ratio is about."""
     from fsdplab.sessions.formula import traffic_of
