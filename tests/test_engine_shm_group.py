@@ -4,11 +4,11 @@ gloo.
 
 from __future__ import annotations
 
-import multiprocessing
+import gc
 import os
 import signal
-import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdplab.engine import compat, shard_model
-from fsdplab.engine.transport.selection import transport_of
+from fsdplab.engine.transport.selection import forget_destroyed, transport_of
 from fsdplab.engine.transport.shared_memory.process_group import NAME, SharedMemoryGroup, register_backend
 from fsdplab.engine.transport.shared_memory.slots import machine_of_this_rank
 from fsdplab.engine.transport.shared_memory.transport import SharedTransport
@@ -183,17 +183,21 @@ def coalesced_functional_and_delegated() -> None:
     dist.barrier(group=_shm())
 
 
+def all_in_turn() -> None:
+    reduces()
+    gathers()
+    low_precision_sums_in_float32()
+    uneven_lists_and_strides()
+    coalesced_functional_and_delegated()
+
+
 @WORLDS
-@pytest.mark.parametrize(
-    "act",
-    [reduces, gathers, low_precision_sums_in_float32, uneven_lists_and_strides, coalesced_functional_and_delegated],
-)
-def test_every_collective_equals_gloos(ranks, act: Callable[[], None], world_size: int) -> None:
-    ranks(world_size, act)
+def test_every_collective_equals_gloos(ranks, world_size: int) -> None:
+    ranks(world_size, all_in_turn)
 
 
 def trained(engine: str, group: dist.ProcessGroup) -> tuple[list[float], dict[str, int]]:
-    """The losses of four steps, and how many collectives of each kind the last one made."""
+    """The losses of three steps, and how many collectives of each kind the last one made."""
     model = build_model("gpt-tiny", seed=1)
     if engine == "ddp":
         model = DistributedDataParallel(model, process_group=group)
@@ -206,10 +210,10 @@ def trained(engine: str, group: dist.ProcessGroup) -> tuple[list[float], dict[st
         for module in [each for each in model.modules() if isinstance(each, block_types(model))]:
             fully_shard(module, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
-    for step in range(4):
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), []
+    for step in range(3):
         tokens = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        with CommDebugMode() as comms:
+        with CommDebugMode() if step == 2 else nullcontext() as comms:
             loss = loss_of(model, tokens[:, :-1], tokens[:, 1:])
             loss.backward()
         optimizer.step()
@@ -218,20 +222,18 @@ def trained(engine: str, group: dist.ProcessGroup) -> tuple[list[float], dict[st
     return losses, {str(kind): count for kind, count in comms.get_comm_counts().items()}
 
 
-def trained_on_both(engine: str) -> dict[str, int]:
-    (ours, counts), (theirs, expected) = trained(engine, _shm()), trained(engine, dist.group.WORLD)
-    if dist.get_world_size() == 2:
-        assert ours == theirs  # two summands: the same bits in any order
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
-    assert counts == expected
-    return counts
+def trained_on_both() -> None:
+    for engine in ("ddp", "fsdp1", "fsdp2"):
+        (ours, counts), (theirs, expected) = trained(engine, _shm()), trained(engine, dist.group.WORLD)
+        if dist.get_world_size() == 2:
+            assert ours == theirs, engine  # two summands: the same bits in any order
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0, msg=lambda text, name=engine: f"{name}: {text}")
+        assert counts == expected and sum(counts.values()) > 0, engine
 
 
 @WORLDS
-@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])
-def test_torchs_engines_train_to_the_same_losses_with_the_same_collectives(ranks, engine: str, world_size: int) -> None:
-    for counts in ranks(world_size, trained_on_both, engine):
-        assert sum(counts.values()) > 0
+def test_torchs_engines_train_to_the_same_losses_with_the_same_collectives(ranks, world_size: int) -> None:
+    ranks(world_size, trained_on_both)
 
 
 def refusals() -> None:
@@ -300,15 +302,17 @@ def test_ranks_of_different_machines_are_refused(ranks) -> None:
     ranks(2, on_two_nodes)
 
 
-def everything_on_it(folder: str, rank: int) -> None:
+def everything_on_it(folder: str) -> None:
     """The default group itself on shared memory: meshes and their parts, DTensors, the lab's own engine; nothing is
     left behind.
     """
+    rank, left = dist.get_rank(), []
+    dist.barrier()  # a rank that destroyed the group sooner would leave others unconnected
+    dist.destroy_process_group()
     for turn in range(2):
         dist.init_process_group(
             register_backend(), rank=rank, world_size=4, store=dist.FileStore(f"{folder}/store{turn}", 4)
         )
-        before = len(os.listdir("/proc/self/fd")) if turn else 0
         assert dist.get_backend() == NAME and isinstance(dist.group.WORLD, SharedMemoryGroup)
         assert dist.group.WORLD.name() == NAME
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -325,47 +329,33 @@ def everything_on_it(folder: str, rank: int) -> None:
             tokens = torch.randint(0, 256, (2, 17))
             loss_of(model, tokens[:, :-1], tokens[:, 1:]).backward()
         del mesh, cut, transport, model
+        dist.barrier()
         dist.destroy_process_group()
-    Path(folder, f"fine{rank}").write_text(str(before))
+        forget_destroyed()
+        gc.collect()
+        left.append(len(os.listdir("/proc/self/fd")))
+    assert left[1] <= left[0], f"{left[1] - left[0]} descriptors more after the second time"
 
 
-def dies(folder: str, rank: int) -> None:
+def dies(folder: str) -> str:
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
     dist.init_process_group(register_backend(), rank=rank, world_size=2, store=dist.FileStore(f"{folder}/store", 2))
+    dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         dist.all_reduce(torch.ones(10))
     except RuntimeError as error:
-        Path(folder, "said").write_text(str(error))
-    os._exit(0)
+        return str(error)
+    return "reduced"
 
 
-def _start(function: Callable[[str, int], None], folder: str, rank: int) -> None:
-    torch.set_num_threads(1)
-    function(folder, rank)
+def test_it_can_be_the_default_group(ranks, tmp_path: Path) -> None:
+    ranks(4, everything_on_it, str(tmp_path))
 
 
-def alone(function: Callable[[str, int], None], folder: str, world_size: int) -> list[int | None]:
-    """Exit codes of processes that make their own process group."""
-    context = multiprocessing.get_context("spawn")
-    members = [context.Process(target=_start, args=(function, folder, rank)) for rank in range(world_size)]
-    for member in members:
-        member.start()
-    for member in members:
-        member.join(60)
-    codes = [member.exitcode for member in members]
-    for member in members:
-        member.kill()
-    return codes
-
-
-def test_it_can_be_the_default_group() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        assert alone(everything_on_it, folder, 4) == [0] * 4
-        assert all(Path(folder, f"fine{rank}").exists() for rank in range(4))
-
-
-def test_a_dead_peer_ends_the_wait() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        assert alone(dies, folder, 2) == [0, -signal.SIGKILL]
-        assert "rank 1 has died" in Path(folder, "said").read_text()
+def test_a_dead_peer_ends_the_wait(ranks, tmp_path: Path) -> None:
+    said, died = ranks.ends(2, dies, str(tmp_path))
+    assert died == "died with exit code -9" and "rank 1 has died" in said

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -73,7 +73,7 @@ def trainee(
         strategy, _, replicas = engine.partition(" over ")
         mesh = init_device_mesh("cpu", (int(replicas), dist.get_world_size() // int(replicas))) if replicas else None
         shard_model(model, strategy, mp_policy=policy, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters(), lr=lr)
+    return model, torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, *steps: int) -> None:
@@ -93,7 +93,34 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch
     held = dict(model.state_dict())
     for name, parameter in model.named_parameters():
         held |= {f"{name}: {key}": value for key, value in optimizer.state.get(parameter, {}).items()}
-    return {name: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for name, v in held.items()}
+    return dict(zip(held, gathered(list(held.values()))))
+
+
+def gathered(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors, the slices put together: all slices over the same ranks in one collective, where DTensor's own
+    way takes one each.
+    """
+    groups = [_cut_over(value) for value in values]
+    parts: dict[Any, list[dict[int, torch.Tensor]]] = {}
+    for group in dict.fromkeys(each for each in groups if each is not None):
+        mine = {i: local_of(v).detach().clone() for i, (v, its) in enumerate(zip(values, groups)) if its is group}
+        parts[group] = [{} for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(parts[group], mine, group=group)
+    return [
+        local_of(value).detach().clone()
+        if group is None
+        else torch.cat([part[i] for part in parts[group]]).view_as(value)
+        for i, (value, group) in enumerate(zip(values, groups))
+    ]
+
+
+def _cut_over(value: torch.Tensor) -> dist.ProcessGroup | None:
+    """The ranks over whose slices a tensor is cut; None for a whole one."""
+    cuts = (
+        [i for i, each in enumerate(value.placements) if not each.is_replicate()] if isinstance(value, DTensor) else []
+    )
+    assert all(value.placements[i] == Shard(0) for i in cuts) and len(cuts) <= 1
+    return value.device_mesh.get_group(cuts[0]) if cuts else None
 
 
 def differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
