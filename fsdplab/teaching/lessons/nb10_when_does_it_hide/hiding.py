@@ -108,7 +108,7 @@ def tunnel(**choices: Any) -> RunSpec:
 
 
 def asked(record: RunRecord) -> float:
-    """The time of messages in % of the time of compute that the wind tunnel asks for: the large job's, on any machine."""
+    """Time of messages in % of that of compute, as the wind tunnel asks for it: the large job's, on any machine."""
     return 100 * target_of(RunSpec(**{name: record.spec[name] for name in (*JOB, "emulate", "as_model")})).ratio
 
 
@@ -126,8 +126,8 @@ def tunnel_seen(record: RunRecord) -> Note:
         (
             f"Seen here: a link of {three_digits(link['bytes_per_s'] / 1e6)} MB/s gives this machine the ratio of the"
             f" real job. Asked for: {asked(record):.1f} % over the whole step, computing measured in the run's first"
-            f" steps. Reached in the profiled step: {hundredths(record):.1f} %, since this machine does not always compute"
-            " equally fast.",
+            f" steps. Reached in the profiled step: {hundredths(record):.1f} %. (No machine computes equally fast all the"
+            " time.)",
             f"The link carried messages for {seconds(carried)} of a step, {hidden:.0%} of it under computing and"
             f" {seconds(comm['on_link_s'])} exposed.",
         )
