@@ -126,8 +126,7 @@ def tunnel_seen(record: RunRecord) -> Note:
         (
             f"Seen here: a link of {three_digits(link['bytes_per_s'] / 1e6)} MB/s gives this machine the ratio of the"
             f" real job. Asked for: {asked(record):.1f} % over the whole step, computing measured in the run's first"
-            f" steps. Reached in the profiled step: {hundredths(record):.1f} %. (No machine computes equally fast all the"
-            " time.)",
+            f" steps. Reached in the profiled step: {hundredths(record):.1f} %.",
             f"The link carried messages for {seconds(carried)} of a step, {hidden:.0%} of it under computing and"
             f" {seconds(comm['on_link_s'])} exposed.",
         )
