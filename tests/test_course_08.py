@@ -53,6 +53,8 @@ def test_the_reference_splits_the_recorded_waits(record):
     assert len(rows) == 8
     for *_, peer, queue, link, exposed, _cause in rows:
         assert float(peer) + float(queue) + float(link) == pytest.approx(float(exposed), abs=0.7)
+    causes = {row[:3]: row[-1] for row in reading.key(record).rows}
+    assert all(row[-1] == causes[row[:3]] for row in rows), "one cause for one wait, in both tables"
     longest = max(rows, key=lambda row: float(row[6]))
     assert longest[:3] == ("blocks.0", "backward", "all_gather") and float(longest[4]) > 4 > 1 > float(longest[3])
 

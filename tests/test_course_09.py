@@ -123,3 +123,13 @@ def test_the_limits_lie_between_the_runs():
         on_ranks.GATHERED_LIMIT == 2 * BLOCK_BYTES + ROOT_BYTES
         and replace(reading_memory.job(), prefetch=2).prefetch == 2
     )
+
+
+def test_no_instant_is_later_than_the_end_of_its_phase(monkeypatch):
+    """Under shard_grad_op the last unit of the forward is gathered long before the forward ends."""
+    lives = [("forward", "unsharding", 0), ("forward", "unsharded", 100), ("backward", "sharded", 150)]
+    lives = [{"unit": "root", "state": state, "phase": phase, "time_ns": at} for phase, state, at in lives]
+    monkeypatch.setattr(reading_memory, "life_of", lambda record, rank: lives)
+    monkeypatch.setattr(reading_memory, "peak_row", lambda record: {"rank": 0})
+    assert reading_memory.place_of(None, 120) == "in the forward, 80% of the way through it"
+    assert reading_memory.place_of(None, 149) == "in the forward, 99% of the way through it"

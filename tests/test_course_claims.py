@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from fsdplab.sessions import RunSpec, compare, run
-from fsdplab.teaching import overlapping, overlapping_axes, reading_choices
+from fsdplab.teaching import overlapping, overlapping_axes, reading, reading_choices
 from fsdplab.teaching.core.steady_card import steady
 from fsdplab.teaching.lessons.nb11_shoot_out import exercises as shoot_out
 from tests.busy import busy_cores
@@ -73,3 +73,17 @@ def test_hybrid_sharding_exposes_less_and_what_is_left_of_it_is_the_all_reduce()
     shown = {(run, what): float(ms) for run, what, _, ms in axes.waits(full, hybrid).rows}
     assert shown["hybrid_shard", "all_reduce in backward"] > 10 * shown["hybrid_shard", "all_gather in backward"]
     assert shown["full_shard", "all_gather in backward"] > 100 * shown["hybrid_shard", "all_gather in backward"]
+
+
+def test_prefetch_leaves_the_edges_of_the_step_and_its_middle_exposed():
+    """What 08 predicts, and what it says of the figure: on the card, whatever the machine does."""
+    late, early = (steady(reading.job(prefetch)) for prefetch in (0, 1))
+    assert reading.saved_percent(late, early) == pytest.approx(46.4, abs=0.1)
+    shown = {(row["unit"], row["phase"], row["kind"]): row["exposed_ns"] / 1e6 for row in early.table("exposed")}
+    assert shown["blocks.0", "backward", "all_gather"] == 0, "it travels while blocks.1 computes its backward"
+    edges = {("root", "forward", "all_gather"), ("blocks.0", "forward", "all_gather")}
+    edges |= {(unit, "backward", "reduce_scatter") for unit in ("blocks.0", "root")}
+    turn = ("blocks.1", "backward", "all_gather")
+    assert sum(shown[place] for place in {*edges, turn}) > 0.98 * sum(shown.values())
+    table = reading.clock_table([late, early], [late, early])
+    assert [row[2] for row in table.rows] == ["40.8 (0% hidden)", "21.8 (46% hidden)"]

@@ -113,7 +113,9 @@ class Score:
         return self.told("measured")
 
     def told(self, origin: str) -> str:
-        """The line under a prediction; `origin` says how the other number came about, "measured" or "computed"."""
+        """The line under a prediction; `origin` says how the other number came about: "measured", "computed" or
+        "simulated".
+        """
         reached = f"{origin} {shown(self.measured, self.unit)}"
         if self.predicted is None:
             return (

@@ -23,9 +23,12 @@ from fsdplab.teaching.core.waiting import doing
 
 from .ring import ring_figure
 from .sent_figure import sent_figure
-from .timings import Bandwidth, Timing, bandwidth_figure
+from .timings import Bandwidth, Timing, bandwidth_figure, bus_factor
 
-__all__ = ["bandwidth_figure", "compose", "count_ring", "measure_bandwidth", "ring_figure", "sent_figure", "watch"]
+__all__ = [
+    "bandwidth_figure", "bus_factor", "compose", "count_ring", "measure_bandwidth", "ring_figure", "sent_figure",
+    "watch",
+]  # fmt: skip
 
 ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
 SIZES = (64_000, 256_000, 1_000_000, 4_000_000, 16_000_000)

@@ -69,8 +69,18 @@ class Bandwidth:
             for t in self.timings
             if t.nbytes == self.largest
         ]
-        caption = f"Measured on {self.timings[0].ranks} real CPU ranks: gloo over the loopback of this machine."
+        caption = (
+            f"Measured on {self.timings[0].ranks} real CPU ranks: gloo over the loopback of this machine. {self.words}"
+        )
         return table(["collective", "P", "ms", "algbw GB/s", "busbw GB/s"], rows, caption)
+
+    @property
+    def words(self) -> str:
+        """What the largest payload's times say: they change with what else the machine does."""
+        largest = [timing for timing in self.timings if timing.nbytes == self.largest]
+        longer = self.at("all_reduce", self.largest).seconds / self.at("all_gather", self.largest).seconds
+        slowest = min(largest, key=lambda timing: timing.busbw).kind
+        return f"This time all_reduce took {longer:.1f} times as long as all_gather; {slowest} has the lowest busbw."
 
     def __repr__(self) -> str:
         return str(self.table())

@@ -22,11 +22,12 @@ from fsdplab.records import RecordError, RunRecord
 from fsdplab.sessions import RunSpec
 from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Note, Table, table
+from fsdplab.teaching.core.steady_card import GIGAFLOPS, steady
 
 __all__ = [
     "at", "breakdown", "clock_table", "diagnosis", "exports", "gaps", "job", "key", "parts_table", "transfers",
     "ranges", "recorded",
-    "saved_percent", "seen", "sets", "trace_of", "waits_table", "worst",
+    "saved_percent", "seen", "sets", "steady", "trace_of", "waits_table", "worst",
 ]  # fmt: skip
 
 RECORDED = shared_folder("data") / "traces-08"
@@ -240,6 +241,9 @@ def diagnosis(record: RunRecord) -> Note:
 def waits_table(record: RunRecord, waited: Callable[..., Mapping[str, float]], rank: int = 0) -> Table:
     """The learner's split of every exposed message of a rank, beside the exposed time and the cause in the record."""
     issued = {_identity(row): row["issue_ns"] for row in _messages(record, 1 - rank)}
+    causes = {
+        (cell.unit or "root", cell.phase, cell.kind): cell.shown_cause for cell in exposed_cells(gaps(record, rank), 1)
+    }
     rows = []
     for row in _messages(record, rank):
         if not row["exposed_ns"]:
@@ -248,8 +252,8 @@ def waits_table(record: RunRecord, waited: Callable[..., Mapping[str, float]], r
         needed = row["end_ns"] - row["exposed_ns"]
         split = waited(row["issue_ns"], issued[_identity(row)], row["start_ns"], row["end_ns"], needed)
         cells = [_ms(split[name]) for name in WAITS]
-        cause = row["cause"].replace("_", " ")
-        rows.append([row["unit"] or "root", row["phase"], row["kind"], *cells, _ms(row["exposed_ns"]), cause])
+        place = (row["unit"] or "root", row["phase"], row["kind"])
+        rows.append([*place, *cells, _ms(row["exposed_ns"]), causes[place].replace("_", " ")])
     header = ["unit", "phase", "collective", *WAITS, "exposed, ms", "the lab's cause"]
     return table(header, rows, f"Rank {rank}, ms. Issued: measured; taken and delivered: the emulated link's clock.")
 
@@ -265,21 +269,19 @@ def _identity(row: Row) -> tuple[str, str, str]:
 # ---- the remedy
 
 
-def clock_table(runs: Sequence[RunRecord]) -> Table:
-    """Each run's exposed time, and what was sent."""
+def clock_table(runs: Sequence[RunRecord], on_card: Sequence[RunRecord]) -> Table:
+    """What each run sent, and its exposed time: of the same job on the steady card, and of the run on this machine."""
     rows = []
-    for run in runs:
-        comm = run.summary["comm"]
-        rows.append(
-            [
-                str(run.spec["prefetch"]),
-                f"{comm['bytes_per_step'] / 1e3:.0f}",
-                f"{1e3 * comm['exposed_s']:.1f}",
-                f"{comm['overlap']:.0%}",
-            ]
-        )
-    caption = "Bytes measured; exposed: the profiled step of the rank exposed longest, as in the figures."
-    return table(["prefetch", "kB sent a step", "exposed, ms", "hidden"], rows, caption)
+    for run, card in zip(runs, on_card, strict=True):
+        here, there = run.summary["comm"], card.summary["comm"]
+        exposed = [f"{1e3 * comm['exposed_s']:.1f} ({comm['overlap']:.0%} hidden)" for comm in (there, here)]
+        rows.append([str(run.spec["prefetch"]), f"{here['bytes_per_step'] / 1e3:.0f}", *exposed])
+    caption = (
+        f"Bytes measured. The card computes {GIGAFLOPS:g} GFLOP/s in fp32 and is simulated; measured here: the profiled"
+        " step of the rank exposed longest."
+    )
+    header = ["prefetch", "kB sent a step", "exposed on the steady card, ms", "exposed, measured here, ms"]
+    return table(header, rows, caption)
 
 
 def saved_percent(before: RunRecord, after: RunRecord) -> float:

@@ -98,12 +98,17 @@ def phase_at(record: RunRecord, at: int) -> str:
 
 
 def place_of(record: RunRecord, at: int) -> str:
-    """The phase and how much of it is over: `in the backward, 3 % of the way through it`."""
+    """The phase and how much of it is over: `in the backward, 3 % of the way through it`.
+
+    A forward lasts until the backward begins: its last unit may have been gathered long before.
+    """
     life, phase = life_of(record, peak_row(record)["rank"]), phase_at(record, at)
     times = [row["time_ns"] for row in life if row["phase"] == phase]
     if not times:
         return f"in the {phase}"
-    done = (at - min(times)) / max(1, max(times) - min(times))
+    backward = [row["time_ns"] for row in life if row["phase"] == "backward"]
+    end = min(backward) if phase == "forward" else max(times)
+    done = (at - min(times)) / max(1, end - min(times))
     return f"in the {phase}, {done:.0%} of the way through it"
 
 
@@ -173,14 +178,14 @@ def compared(runs: Mapping[str, RunRecord]) -> Table:
     rows = []
     for name, run in runs.items():
         row = peak_row(run)
-        whole = sum(state != "sharded" for state in state_at(life_of(run, row["rank"]), row["time_ns"]).values())
+        gathered = sum(state != "sharded" for state in state_at(life_of(run, row["rank"]), row["time_ns"]).values())
         sizes = [
             f"{total(row) / MB:.1f}",
             f"{(total(row) - first) / MB:+.1f}",
             f"{row['gathered_parameters'] / MB:.1f}",
         ]
-        rows.append([name, *sizes, str(whole), place_of(run, row["time_ns"])])
-    header = ["run", "peak, MB", "against the first", "gathered, MB", "units whole", "the peak is"]
+        rows.append([name, *sizes, str(gathered), place_of(run, row["time_ns"])])
+    header = ["run", "peak, MB", "against the first", "gathered, MB", "units gathered", "the peak is"]
     return table(header, rows, "Measured on the worst rank, at its peak.")
 
 

@@ -26,7 +26,7 @@ from fsdplab.teaching.core.display import Note, Table, table
 from .figures import block_figure
 
 __all__ = [
-    "beside_planner", "block", "hundredths", "machines", "planned_crossover", "reached", "target", "tunnel",
+    "asked", "beside_planner", "block", "hundredths", "machines", "planned_crossover", "reached", "target", "tunnel",
     "tunnel_seen",
 ]  # fmt: skip
 
@@ -107,22 +107,26 @@ def tunnel(**choices: Any) -> RunSpec:
     return RunSpec(**{**JOB, "emulate": "8xH100", "as_model": MODEL, **choices})
 
 
+def asked(record: RunRecord) -> float:
+    """Time of messages in % of that of compute, as the wind tunnel asks for it: the large job's, on any machine."""
+    return 100 * target_of(RunSpec(**{name: record.spec[name] for name in (*JOB, "emulate", "as_model")})).ratio
+
+
 def hundredths(record: RunRecord) -> float:
-    """Time of the blocks' messages on the link, in % of the time for which the blocks computed."""
+    """Time of messages on the link in the profiled step, in % of the time for which a rank computed."""
     return 100 * overlap_point(record).measured
 
 
 def tunnel_seen(record: RunRecord) -> Note:
     """The link that was chosen, the ratio asked for and reached, and what of the messages was exposed."""
     link, comm = record.summary["link"], record.summary["comm"]
-    asked = 100 * target_of(RunSpec(**{name: record.spec[name] for name in (*JOB, "emulate", "as_model")})).ratio
     carried = _carried(record)
     hidden = 1 - comm["on_link_s"] / carried
     return Note(
         (
             f"Seen here: a link of {three_digits(link['bytes_per_s'] / 1e6)} MB/s gives this machine the ratio of the"
-            f" real job. Asked for: {asked:.1f} % over the whole step, computing measured in the run's first steps."
-            f" Reached in the blocks of the profiled step: {hundredths(record):.1f} %.",
+            f" real job. Asked for: {asked(record):.1f} % over the whole step, computing measured in the run's first"
+            f" steps. Reached in the profiled step: {hundredths(record):.1f} %.",
             f"The link carried messages for {seconds(carried)} of a step, {hidden:.0%} of it under computing and"
             f" {seconds(comm['on_link_s'])} exposed.",
         )
