@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from fsdplab.cli import lab
 from tests.browser import CHROMIUM, needs_chromium
 
 
@@ -21,3 +24,28 @@ def test_fsdplab_lab_opens_the_learner_edition(jupyter_lab: str, tmp_path: Path)
         page.screenshot(path=str(tmp_path / "lab.png"))
         browser.close()
     assert (tmp_path / "lab.png").stat().st_size > 20_000
+
+
+def test_a_new_course_opens_on_its_first_notebook_and_a_later_visit_where_jupyter_likes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[list[str]] = []
+
+    def run_module(module: str, arguments: list[str], instead: object = None) -> int:
+        if module == "fsdplab.teaching":
+            out = Path(arguments[arguments.index("--out") + 1])
+            out.mkdir()
+            for name in ("01_second.ipynb", "00_first.ipynb"):
+                (out / name).touch()
+        else:
+            started.append(arguments)
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lab, "run_module", run_module)
+    for _ in range(2):
+        assert lab.open_lab(None, browser=False, port=None, edition="learner") == 0
+    opens = "--LabApp.default_url=/lab/tree/00_first.ipynb"
+    assert opens in started[0] and opens not in started[1]
+    assert all("--LabApp.news_url=None" in arguments for arguments in started), "its question hides a page's corner"
+    assert capsys.readouterr().out.startswith("Your course: course-learner/, 2 notebooks")

@@ -30,15 +30,21 @@ def open_lab(folder: Path | None, browser: bool, port: int | None, edition: str)
         refuse(f"JupyterLab is not installed; run: {how_to_install('lab')}")
     if port is not None:
         _check_free(port)
+    first = ""
     if folder is None and edition == "learner":
-        place = learner_edition(place)
-    command = [str(place)]
+        place, first = learner_edition(place)
+    command = [str(place), *jupyter_options(first)]
     command += [] if browser else ["--no-browser"]
     # containers: Jupyter refuses root
     command += ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
     command += [] if port is None else [f"--port={port}", "--ServerApp.port_retries=0"]
     # on SIGTERM JupyterLab ends its kernels; on SIGINT it would ask a question, on SIGHUP die
     return run_module("jupyterlab", command, dict.fromkeys((signal.SIGINT, signal.SIGHUP), signal.SIGTERM))
+
+
+def jupyter_options(first: str) -> list[str]:
+    """No question about Jupyter's news over the page; `first` is the notebook to open with, "" for none."""
+    return ["--LabApp.news_url=None", *([f"--LabApp.default_url=/lab/tree/{first}"] if first else [])]
 
 
 def _check_free(port: int) -> None:
@@ -51,12 +57,20 @@ def _check_free(port: int) -> None:
         refuse(f"--port {port} cannot be used ({error.strerror}); give another one, or none for JupyterLab's choice")
 
 
-def learner_edition(sources: Path) -> Path:
-    """`course-learner/` here, built from the sources the first time; a learner's work in it is never overwritten."""
+def learner_edition(sources: Path) -> tuple[Path, str]:
+    """`course-learner/` here, built from the sources the first time; a learner's work in it is never overwritten.
+
+    Also the notebook to open with: the first one where the course is new, none where a learner comes back.
+    """
     place = Path("course-learner")
-    if not any(place.glob("*.ipynb")) and run_course(["build", "--source", str(sources), "--out", str(place)]):
+    if any(place.glob("*.ipynb")):
+        return place, ""
+    if run_course(["build", "--quiet", "--source", str(sources), "--out", str(place)]):
         refuse(f"the learner edition could not be built in {place.resolve()}; see the reason above")
-    return place
+    notebooks = sorted(path.name for path in place.glob("*.ipynb"))
+    print(f"Your course: {place}{os.sep}, {len(notebooks)} notebooks; what you write in them stays there.")
+    print("Ctrl-C in this terminal ends JupyterLab.", flush=True)
+    return place, notebooks[0] if notebooks else ""
 
 
 def run_course(arguments: list[str]) -> int:
