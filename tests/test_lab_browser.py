@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,7 @@ def test_a_new_course_opens_on_its_first_notebook_and_a_later_visit_where_jupyte
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[list[str]] = []
+    monkeypatch.setenv("JUPYTER_CONFIG_PATH", "/theirs")
 
     def run_module(module: str, arguments: list[str], instead: object = None) -> int:
         if module == "fsdplab.teaching":
@@ -47,5 +50,7 @@ def test_a_new_course_opens_on_its_first_notebook_and_a_later_visit_where_jupyte
         assert lab.open_lab(None, browser=False, port=None, edition="learner") == 0
     opens = "--LabApp.default_url=/lab/tree/00_first.ipynb"
     assert opens in started[0] and opens not in started[1]
-    assert all("--LabApp.news_url=None" in arguments for arguments in started), "its question hides a page's corner"
+    theirs, ours, *_ = os.environ["JUPYTER_CONFIG_PATH"].split(os.pathsep)
+    settings = json.loads((Path(ours) / "labconfig" / "default_setting_overrides.json").read_text(encoding="utf-8"))
+    assert theirs == "/theirs" and settings["@jupyterlab/apputils-extension:notification"] == {"fetchNews": "false"}
     assert capsys.readouterr().out.startswith("Your course: course-learner/, 2 notebooks")

@@ -12,6 +12,8 @@ from fsdplab.cli.errors import refuse
 from fsdplab.cli.processes import run_module
 from fsdplab.common.places import course_folder, how_to_install
 
+_SETTINGS = Path(__file__).with_name("jupyter")
+
 
 def find_notebooks(folder: Path | None) -> Path:
     """The folder given, else a course here or this copy's own; an error if it has none."""
@@ -33,18 +35,22 @@ def open_lab(folder: Path | None, browser: bool, port: int | None, edition: str)
     first = ""
     if folder is None and edition == "learner":
         place, first = learner_edition(place)
-    command = [str(place), *jupyter_options(first)]
+    command = [str(place), *([f"--LabApp.default_url=/lab/tree/{first}"] if first else [])]
     command += [] if browser else ["--no-browser"]
     # containers: Jupyter refuses root
     command += ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
     command += [] if port is None else [f"--port={port}", "--ServerApp.port_retries=0"]
     # on SIGTERM JupyterLab ends its kernels; on SIGINT it would ask a question, on SIGHUP die
+    _use_settings_of_the_course()
     return run_module("jupyterlab", command, dict.fromkeys((signal.SIGINT, signal.SIGHUP), signal.SIGTERM))
 
 
-def jupyter_options(first: str) -> list[str]:
-    """No question about Jupyter's news over the page; `first` is the notebook to open with, "" for none."""
-    return ["--LabApp.news_url=None", *([f"--LabApp.default_url=/lab/tree/{first}"] if first else [])]
+def _use_settings_of_the_course() -> None:
+    """Let JupyterLab begin with the settings in `jupyter/` (its question about news would cover a corner of the page);
+    those that the learner has chosen come before them.
+    """
+    known = os.environ.get("JUPYTER_CONFIG_PATH")
+    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, [known, str(_SETTINGS)]))
 
 
 def _check_free(port: int) -> None:
