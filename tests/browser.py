@@ -27,8 +27,8 @@ def address_of(server: subprocess.Popen[str], within_s: float) -> str:
     try:
         while True:
             seen.append(lines.get(timeout=within_s))
-            if found := re.search(r"http://127\.0\.0\.1:\d+/lab\?token=\w+", seen[-1]):
-                return found.group()
+            if found := re.search(r"(http://127\.0\.0\.1:\d+/lab)(?:/tree/[^?]+)?(\?token=\w+)", seen[-1]):
+                return found[1] + found[2]
     except Empty:
         raise AssertionError(f"JupyterLab printed no address within {within_s:.0f} s:\n{''.join(seen)}") from None
 

@@ -4,9 +4,14 @@ is locked while the cell runs that measures.
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from fsdplab.cli import lab
 from tests.browser import CHROMIUM, needs_chromium
 
 SHORT_MS = 60_000
@@ -83,3 +88,31 @@ def predicts_measures_and_tries_again(page: Any, tmp_path: Path) -> None:
     page.wait_for_function("""() => document.querySelectorAll("[placeholder='your number']:disabled").length == 1""")
     assert fields.nth(0).input_value() == "300" and fields.nth(0).is_disabled(), "it stays what it was"
     page.get_by_text("300 MB (locked, measured 240 MB)").wait_for(timeout=SHORT_MS)
+
+
+def test_a_new_course_opens_on_its_first_notebook_and_a_later_visit_where_jupyter_likes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setenv("JUPYTER_CONFIG_PATH", "/theirs")
+
+    def run_module(module: str, arguments: list[str], instead: object = None) -> int:
+        if module == "fsdplab.teaching":
+            out = Path(arguments[arguments.index("--out") + 1])
+            out.mkdir()
+            for name in ("01_second.ipynb", "00_first.ipynb"):
+                (out / name).touch()
+        else:
+            started.append(arguments)
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lab, "run_module", run_module)
+    for _ in range(2):
+        assert lab.open_lab(None, browser=False, port=None, edition="learner") == 0
+    opens = "--LabApp.default_url=/lab/tree/00_first.ipynb"
+    assert opens in started[0] and opens not in started[1]
+    theirs, ours, *_ = os.environ["JUPYTER_CONFIG_PATH"].split(os.pathsep)
+    settings = json.loads((Path(ours) / "labconfig" / "default_setting_overrides.json").read_text(encoding="utf-8"))
+    assert theirs == "/theirs" and settings["@jupyterlab/apputils-extension:notification"] == {"fetchNews": "false"}
+    assert capsys.readouterr().out.startswith("Your course: course-learner/, 2 notebooks")

@@ -72,6 +72,19 @@ def test_the_courses_table_says_what_the_notebooks_say():
         assert rows.get(number) == (title, minutes), f"README's row of {path.name}"
 
 
+def test_the_tracks_need_no_notebook_outside_them():
+    needed = {}
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
+        (before,) = re.findall(r"Before this: ([^.]*)\.", first)
+        needed[path.name[:2]] = set(re.findall(r"\b\d\d\b", re.sub(r"\([^)]*\)", "", before)))
+    tracks = [line.split(", ") for line in re.findall(r": (\d\d(?:, \d\d)+)\.", README)]
+    assert len(tracks) == 3
+    for track in tracks:
+        for place, number in enumerate(track):
+            assert needed[number] <= set(track[:place]), f"{number} of {track} needs {needed[number]} before it"
+
+
 def printed_by(program: str) -> list[float]:
     """The losses that a program prints which starts and ends the process group itself."""
     dist.init_process_group = dist.destroy_process_group = lambda *_: None  # the ranks of the tests have one already

@@ -216,4 +216,5 @@ def show_capabilities(as_json: bool) -> None:
     console.print()
     for line in verdict_lines(verdict):
         name, _, rest = line.partition(": ")
-        console.print(f"[bold]{name}[/]: {escape(rest)}", highlight=False, soft_wrap=True)
+        has_command = name != "ready for"  # which a line break would spoil
+        console.print(f"[bold]{name}[/]: {escape(rest)}", highlight=False, soft_wrap=has_command)

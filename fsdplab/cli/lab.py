@@ -12,6 +12,8 @@ from fsdplab.cli.errors import refuse
 from fsdplab.cli.processes import run_module
 from fsdplab.common.places import course_folder, how_to_install
 
+_SETTINGS = Path(__file__).with_name("jupyter")
+
 
 def find_notebooks(folder: Path | None) -> Path:
     """The folder given, else a course here or this copy's own; an error if it has none."""
@@ -30,15 +32,25 @@ def open_lab(folder: Path | None, browser: bool, port: int | None, edition: str)
         refuse(f"JupyterLab is not installed; run: {how_to_install('lab')}")
     if port is not None:
         _check_free(port)
+    first = ""
     if folder is None and edition == "learner":
-        place = learner_edition(place)
-    command = [str(place)]
+        place, first = learner_edition(place)
+    command = [str(place), *([f"--LabApp.default_url=/lab/tree/{first}"] if first else [])]
     command += [] if browser else ["--no-browser"]
     # containers: Jupyter refuses root
     command += ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
     command += [] if port is None else [f"--port={port}", "--ServerApp.port_retries=0"]
     # on SIGTERM JupyterLab ends its kernels; on SIGINT it would ask a question, on SIGHUP die
+    _use_settings_of_the_course()
     return run_module("jupyterlab", command, dict.fromkeys((signal.SIGINT, signal.SIGHUP), signal.SIGTERM))
+
+
+def _use_settings_of_the_course() -> None:
+    """Let JupyterLab begin with the settings in `jupyter/` (its question about news would cover a corner of the page);
+    those that the learner has chosen come before them.
+    """
+    known = os.environ.get("JUPYTER_CONFIG_PATH")
+    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, [known, str(_SETTINGS)]))
 
 
 def _check_free(port: int) -> None:
@@ -51,12 +63,20 @@ def _check_free(port: int) -> None:
         refuse(f"--port {port} cannot be used ({error.strerror}); give another one, or none for JupyterLab's choice")
 
 
-def learner_edition(sources: Path) -> Path:
-    """`course-learner/` here, built from the sources the first time; a learner's work in it is never overwritten."""
+def learner_edition(sources: Path) -> tuple[Path, str]:
+    """`course-learner/` here, built from the sources the first time; a learner's work in it is never overwritten.
+
+    Also the notebook to open with: the first one where the course is new, none where a learner comes back.
+    """
     place = Path("course-learner")
-    if not any(place.glob("*.ipynb")) and run_course(["build", "--source", str(sources), "--out", str(place)]):
+    if any(place.glob("*.ipynb")):
+        return place, ""
+    if run_course(["build", "--quiet", "--source", str(sources), "--out", str(place)]):
         refuse(f"the learner edition could not be built in {place.resolve()}; see the reason above")
-    return place
+    notebooks = sorted(path.name for path in place.glob("*.ipynb"))
+    print(f"Your course: {place}{os.sep}, {len(notebooks)} notebooks; what you write in them stays there.")
+    print("Ctrl-C in this terminal ends JupyterLab.", flush=True)
+    return place, notebooks[0] if notebooks else ""
 
 
 def run_course(arguments: list[str]) -> int:

@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--edition", choices=EDITIONS, default="learner", help="default: learner")
     build.add_argument("--out", type=Path, help="folder to write to; default: course-<edition>")
     build.add_argument("--source", type=Path, default=course_folder(), help="folder of sources; default: notebooks")
+    build.add_argument("--quiet", action="store_true", help="do not list what was written")
     build.set_defaults(command=_build)
     test = commands.add_parser("test", help="run a folder of notebooks; sources as teacher and as learner edition")
     test.add_argument("directory", type=Path, nargs="?", default=course_folder(), help="default: notebooks")
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _build(asked: argparse.Namespace) -> int:
     built = build_course(asked.source, asked.out or Path(f"course-{asked.edition}"), asked.edition)
-    for path in built.notebooks:
+    for path in () if asked.quiet else built.notebooks:
         print(path)
     return 0
 

@@ -47,7 +47,8 @@ def _running_shell() -> InteractiveShell | None:
 
 
 def _greeting(course: Course) -> str:
-    consequence = "prints and goes on" if course.edition == "learner" else "raises"
+    learns = course.edition == "learner"
+    consequence = "says what is wrong, and you go on when you like" if learns else "raises an error"
     try:
         folder = course.workspace.path.relative_to(Path.cwd().resolve())
     except ValueError:
