@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parameter import is_lazy
 
 from fsdplab.engine.compat import DataParallelMeshDims
 from fsdplab.engine.core.hooks import UnitHooks, bind_root, hooks_of
@@ -164,6 +165,7 @@ def _make_units(
     held: dict[Axes, list[ShardedParam]] = {config.axes: []}
     configs = {config.axes: config}
     for original, (name, sites) in owned.items():
+        _check_shape(name, original)
         dim, axes = _placed(name, original, config, place)
         if axes not in configs and over is not None:
             configs[axes], held[axes] = over(axes), []
@@ -194,6 +196,14 @@ def _check(module: nn.Module) -> None:
         raise ValueError(
             "fully_shard does not support containers that do not implement forward: a"
             f" {type(module).__name__} has no forward, so nothing would gather its parameters; shard its children"
+        )
+
+
+def _check_shape(name: str, original: nn.Parameter) -> None:
+    if is_lazy(original):
+        raise RuntimeError(
+            f"parameter {name!r} has no shape yet, as those of lazy modules have none before their first forward; run"
+            " one forward, then shard"
         )
 
 

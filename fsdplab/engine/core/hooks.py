@@ -9,13 +9,13 @@ never counted down: those of unused parameters never arrive.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fsdplab.engine import compat
 from fsdplab.engine.core.runtime import Runtime
@@ -39,6 +39,7 @@ class UnitHooks:
         self._all = frozenset(id(module) for module in modules)
         self._to_run: set[int] = set()
         self._pass = 0  # the root forward in which `_to_run` was filled
+        self._hidden = False  # whether a module of it ran whose backward nothing will announce
         for module in modules:
             module.__dict__["_unit_hooks"] = self
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
@@ -64,7 +65,7 @@ class UnitHooks:
         first = len(self._all) == 1 or id(module) not in self._to_run or self._pass != runtime.passes
         if first:
             runtime.before_forward(self.unit)
-            self._to_run, self._pass = set(self._all), runtime.passes
+            self._to_run, self._pass, self._hidden = set(self._all), runtime.passes, False
         device = self.unit.config.device
         if self.unit is runtime.root and device.type != "cpu":
             args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(device))
@@ -74,15 +75,23 @@ class UnitHooks:
     def after_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Drop the unit once all its modules ran, and ask to be called before its backward."""
         if not self._bound.recomputes(self.unit):
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    self._ask(tensor)
+            wanting = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            for tensor in wanting:
+                self._ask(tensor)
             if torch.is_grad_enabled() and compat.is_transformed():
                 output = map_tensors(output, self._ask_through)
+            elif torch.is_grad_enabled() and not wanting:
+                self._hidden = self._hidden or self._trains(args)
             self._to_run.discard(id(module))
             if not self._to_run:
-                self._bound.after_forward(self.unit, will_backward=torch.is_grad_enabled())
+                self._bound.after_forward(self.unit, will_backward=torch.is_grad_enabled(), hidden=self._hidden)
         return _cast(output, self.policy.output_dtype) if self.policy.output_dtype else output
+
+    def _trains(self, args: tuple) -> bool:
+        """Whether the unit's weights may be read in a backward."""
+        return any(param.at_rest.requires_grad for param in self.unit.params) or any(
+            tensor.requires_grad for tensor in tensors_in(args)
+        )
 
     def _after_exception(self, module: nn.Module, *_: Any) -> None:
         """Note that the forward raised: otherwise `after_forward` has been called before this."""
@@ -240,29 +249,57 @@ def units_under(module: nn.Module, recurse: bool) -> list[Unit]:
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     """Every tensor of nested arguments or outputs, those in dataclasses too, in the order of `map_tensors`."""
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif _is_data(leaf):
-            for each in fields(leaf):
-                yield from tensors_in(getattr(leaf, each.name, None))
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    else:
+        for each in _opened(tree)[0]:
+            yield from tensors_in(each)
 
 
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`tree` with `function` of every tensor in its place; a dataclass that holds one is copied."""
-    leaves, shape = tree_flatten(tree)
-    return tree_unflatten([_mapped(leaf, function) for leaf in leaves], shape)
+    """`tree` with `function` of every tensor in its place. What holds no other tensor then stays the object that it is:
+    a module may write to a list that it was given.
+    """
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    held, rebuilt = _opened(tree)
+    mapped = [map_tensors(each, function) for each in held]
+    return tree if all(new is old for new, old in zip(mapped, held)) else rebuilt(mapped)
 
 
-def _mapped(leaf: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return function(leaf)
-    if not _is_data(leaf) or not any(True for _ in tensors_in(leaf)):
-        return leaf
-    copied = copy.copy(leaf)
-    for each in fields(leaf):
-        if hasattr(leaf, each.name):  # also of frozen ones, and without running __post_init__ again
-            object.__setattr__(copied, each.name, map_tensors(getattr(leaf, each.name), function))
+def _opened(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """What `tree` holds, and what makes one like it of others; a leaf holds nothing."""
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return list(tree), kind
+    if kind is dict:
+        return list(tree.values()), lambda new: dict(zip(tree, new))
+    children, shape = tree_flatten(tree, is_leaf=lambda each: each is not tree)  # one level
+    if len(children) != 1 or children[0] is not tree:
+        return children, lambda new: tree_unflatten(new, shape)
+    if isinstance(tree, dict):
+        return list(tree.values()), lambda new: _refilled(tree, zip(tree, new))
+    if isinstance(tree, list):
+        return list(tree), lambda new: _refilled(tree, enumerate(new))
+    if _is_data(tree):
+        names = [each.name for each in fields(tree) if hasattr(tree, each.name)]
+        return [getattr(tree, name) for name in names], lambda new: _replaced(tree, zip(names, new))
+    return [], lambda _: tree
+
+
+def _refilled(tree: Any, items: Iterable[tuple[Any, Any]]) -> Any:
+    """A copy with other items: of a kind of dict or list that only its own class can make."""
+    copied = copy.copy(tree)
+    for key, value in items:
+        copied[key] = value
+    return copied
+
+
+def _replaced(data: Any, items: Iterable[tuple[str, Any]]) -> Any:
+    """A copy with other fields: also of frozen ones, and without running __post_init__ again."""
+    copied = copy.copy(data)
+    for name, value in items:
+        object.__setattr__(copied, name, value)
     return copied
 
 

@@ -98,11 +98,15 @@ class Runtime:
             unit.abandon_gradients()
 
     @compat.outside_transforms
-    def after_forward(self, unit: Unit, will_backward: bool) -> None:
-        """Drop `unit` where its strategy drops it; after the root, drop whatever no backward will come for."""
+    def after_forward(self, unit: Unit, will_backward: bool, hidden: bool = False) -> None:
+        """Drop `unit` where its strategy drops it; after the root, drop whatever no backward will come for.
+
+        One whose results are `hidden` (written to a list, say, instead of returned) stays: nothing will announce its
+        backward.
+        """
         if compat.inside_backward():
             return
-        self._end_forward(unit, will_backward)
+        self._end_forward(unit, will_backward, hidden)
         if self._forward_root is unit:
             while self._entered:  # units of which some modules were left out
                 self._end_forward(self._entered[-1], will_backward)
@@ -112,12 +116,12 @@ class Runtime:
             self._settle()
             self._forward_root = None
 
-    def _end_forward(self, unit: Unit, will_backward: bool) -> None:
+    def _end_forward(self, unit: Unit, will_backward: bool, hidden: bool = False) -> None:
         if unit in self._entered:
             self._entered.remove(unit)
         self.schedule.after_forward(unit.name)
         with events.span("post_forward", unit.name):
-            if unit.reshard_after_forward or not (will_backward or unit.keep_unsharded):
+            if unit.reshard_after_forward and not hidden or not (will_backward or unit.keep_unsharded):
                 unit.reshard_until_backward() if will_backward else unit.reshard("forward")
 
     # ---- backward
@@ -161,6 +165,10 @@ class Runtime:
     @torch.no_grad()  # a backward with create_graph=True records what its hooks do
     def after_backward(self, unit: Unit) -> None:
         """Collect the gradients of `unit`, drop it, and start to reduce."""
+        if compat.inside_backward():
+            self._queue_callback()
+        if self._backward_of.get(unit.name) is None:
+            unit.check_unannounced()
         self._backward_of[unit.name] = DONE
         with events.span("post_backward", unit.name):
             if unit in self._reducing or unit in self._replicating:

@@ -333,6 +333,15 @@ class Unit:
             if param.whole_gradient is not None:
                 events.tag("whole_gradients", param.whole_gradient, self.name)
 
+    def check_unannounced(self) -> None:
+        """Raise where a backward that came through no output has computed gradients while a gather was under way."""
+        held = [param.gathered.grad for param in self.params if param.gathered is not None]
+        if self.state is UNSHARDING and any(gradient is not None for gradient in held):
+            raise RuntimeError(
+                f"a backward reached the parameters of unit {self.name!r} through none of the outputs of its forward,"
+                " so they were not gathered; let the forward return the tensors that the loss is computed from"
+            )
+
     def start_reduce(self) -> None:
         """Begin to average the collected gradients over the ranks; nothing begins where there is none."""
         trainable = [param for param in self.params if param.at_rest.requires_grad]

@@ -88,7 +88,7 @@ class LinkedStream:
     def run(
         self,
         issue: Callable[[bool], Any],
-        complete: Callable[[], None],
+        complete: Callable[[], object],
         note: Note,
         *buffers: object,
         after: Pending | None = None,

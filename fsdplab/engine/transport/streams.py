@@ -21,7 +21,7 @@ class CommStream(Protocol):
     def run(
         self,
         issue: Callable[[bool], Any],
-        complete: Callable[[], None],
+        complete: Callable[[], object],
         note: Note,
         *buffers: object,
         after: Pending | None = None,
@@ -49,7 +49,7 @@ class HostStream:
     def run(
         self,
         issue: Callable[[bool], Any],
-        complete: Callable[[], None],
+        complete: Callable[[], object],
         note: Note,
         *buffers: object,
         after: Pending | None = None,
@@ -96,7 +96,7 @@ class CudaStream:
     def run(
         self,
         issue: Callable[[bool], Any],
-        complete: Callable[[], None],
+        complete: Callable[[], object],
         note: Note,
         *buffers: object,
         after: Pending | None = None,

@@ -93,7 +93,7 @@ class ThreadStream:
     def run(
         self,
         issue: Callable[[bool], Any],
-        complete: Callable[[], None],
+        complete: Callable[[], object],
         note: Note,
         *buffers: object,
         after: Pending | None = None,
