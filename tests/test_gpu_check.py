@@ -160,13 +160,16 @@ def started_and_hanging(folder: Path) -> tuple[subprocess.Popen[bytes], int, int
     """A check, in a process of its own, whose second part hangs by now; the process, the part's id, and that of what
     the part started.
     """
-    code = (
-        # a shell starts what runs behind it deaf to Ctrl-C
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\nfrom pathlib import Path; from"
-        " fsdplab.gpu_check import __main__ as gpu_check; from tests.test_gpu_check import behaving\nwith"
-        " gpu_check._ended_in_order(): sys.exit(gpu_check.run_check([behaving('is_good'), behaving('hangs')], 'cpu',"
-        f" Path({str(folder)!r}), 200.0, ''))"
-    )
+    code = f"""
+import signal, sys
+from pathlib import Path
+from fsdplab.gpu_check import __main__ as gpu_check
+from fsdplab.gpu_check.runner import PartPlan
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs behind it deaf to Ctrl-C
+with gpu_check._ended_in_order():
+    sys.exit(gpu_check.run_check({[behaving("is_good"), behaving("hangs")]!r}, "cpu", Path({str(folder)!r}), 200.0, ""))
+"""
     scratch = folder / "scratch"
     scratch.mkdir()
     with (folder / "said").open("w") as said:

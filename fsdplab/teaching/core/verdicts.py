@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import html
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from .quantities import plain
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -113,14 +115,14 @@ def first_difference(
     `first_difference(torch.tensor([1., 2.]), torch.tensor([1., 3.])).index == (1,)`.
     """
     got = plain(got)
-    if isinstance(expected, torch.Tensor):
+    if _is_tensor(expected):
         return _tensor_difference(expected, got, tolerance, name)
     if isinstance(expected, dict):
         return _dict_difference(expected, got, tolerance, name)
     if isinstance(expected, (list, tuple)):
         return _sequence_difference(expected, got, tolerance, name)
     if isinstance(expected, (int, float)) and not isinstance(expected, bool):
-        got = got.item() if isinstance(got, torch.Tensor) and got.numel() == 1 else got
+        got = got.item() if _is_tensor(got) and got.numel() == 1 else got
         same = isinstance(got, (int, float)) and abs(got - expected) <= tolerance * abs(expected)
         return None if same else Difference(name, "value", repr(expected), repr(got))
     if type(expected) is not type(got):
@@ -129,7 +131,7 @@ def first_difference(
 
 
 def _tensor_difference(expected: torch.Tensor, got: Any, tolerance: float, name: str) -> Difference | None:
-    if not isinstance(got, torch.Tensor):
+    if not _is_tensor(got):
         return Difference(name, "type", _described(expected), _described(got))
     for problem in ("shape", "dtype"):
         want, have = getattr(expected, problem), getattr(got, problem)
@@ -170,13 +172,19 @@ def _sequence_difference(expected: Any, got: Any, tolerance: float, name: str) -
     return next((found for found in pairs if found), None)
 
 
+def _is_tensor(value: Any) -> bool:
+    """Whether it is one: where nobody has imported torch, none is, and whoever runs a course need not import it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
 def _described(value: Any) -> str:
     if value is None:
         return "None"
-    if isinstance(value, torch.Tensor):
+    if _is_tensor(value):
         return f"a tensor of shape {list(value.shape)}"
     return f"{type(value).__name__} {str(value)[:60]!r}" if isinstance(value, str) else f"a {type(value).__name__}"
 
 
 def _plain(value: Any) -> str:
-    return str(list(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
+    return str(list(value)) if isinstance(value, tuple) else str(value).removeprefix("torch.")
