@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,7 @@ from fsdplab.gpu_check.runner import (
 )
 from fsdplab.gpu_check.tests import CUDA_BROKE, run_files
 from fsdplab.records import RunRecord
+from fsdplab.sessions.launch import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -57,7 +59,7 @@ def gone(pid: int) -> bool:
     return not running(pid)
 
 
-def wait_until(holds, seconds: float = 60.0) -> None:
+def wait_until(holds, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "it did not come about in time"
@@ -67,18 +69,38 @@ def wait_until(holds, seconds: float = 60.0) -> None:
 # ---- the whole, with parts that go wrong
 
 
+@dataclass(frozen=True)
+class Checked:
+    """A check that was made: its folder, its exit status, what it told, and the starter at each time that it told."""
+
+    folder: Path
+    status: int
+    told: list[str]
+    starters: list[int | None]
+
+
 @pytest.fixture(scope="module")
-def checked(tmp_path_factory) -> tuple[Path, int, list[str]]:
-    """A check of parts that go wrong in every way, between two good ones: its folder, exit status, what it told."""
-    folder, told = tmp_path_factory.mktemp("check"), []
+def checked(tmp_path_factory) -> Checked:
+    """A check of parts that go wrong in every way, between two good ones."""
+    folder, told, starters = tmp_path_factory.mktemp("check"), [], []
+
+    def tell(text: str) -> None:
+        told.append(text)
+        starters.append(warm.starter_pid())
+
     plans = [behaving(name) for name in ("keeps_a_record", "fails", "dies", "writes_garbage", "does_not_hold")]
     plans += [behaving("hangs", 8.0), PartPlan("absent", 60, 60, "tests.no_such_part"), behaving("is_good")]
-    return folder, run_check(plans, "cpu", folder, 300.0, "the command", told.append), told
+    return Checked(folder, run_check(plans, "cpu", folder, 300.0, "the command", tell), told, starters)
+
+
+@pytest.mark.skipif(warm.why_not() is not None, reason=f"no warm starts here: {warm.why_not()}")
+def test_one_starter_serves_all_parts_however_they_end(checked):
+    assert len(set(checked.starters)) == 1 and checked.starters[0] is not None
 
 
 def test_every_part_is_reported_with_its_reason_and_the_last_one_still_runs(checked):
-    folder, status, told = checked
-    check = open_check(folder)
+    status, told = checked.status, checked.told
+    check = open_check(checked.folder)
     assert status == 1 and not check.passed
     assert {each.name: each.status for each in check.outcomes} == {
         "keeps_a_record": "finished", "fails": "failed", "dies": "killed", "writes_garbage": "garbage",
@@ -96,7 +118,7 @@ def test_every_part_is_reported_with_its_reason_and_the_last_one_still_runs(chec
 
 
 def test_finished_rows_outlive_a_part_that_ended_badly(checked):
-    check = open_check(checked[0])
+    check = open_check(checked.folder)
     for name in ("fails", "dies", "hangs"):
         assert check.rows(name) == [{"step": 1, "milliseconds": 2.5}]
     assert check.rows("writes_garbage") == []
@@ -105,7 +127,7 @@ def test_finished_rows_outlive_a_part_that_ended_badly(checked):
 
 
 def test_the_table_names_what_failed(checked):
-    text, markdown = (checked[0] / "table.txt").read_text(), (checked[0] / "table.md").read_text()
+    text, markdown = (checked.folder / "table.txt").read_text(), (checked.folder / "table.md").read_text()
     for words in (
         "the third row cannot be",
         "ended at its limit of 8 s",
@@ -115,23 +137,23 @@ def test_the_table_names_what_failed(checked):
         "note: all in order",
     ):
         assert words in text and words in markdown
-    assert str(open_check(checked[0])) == text
+    assert str(open_check(checked.folder)) == text
 
 
 def test_the_folder_is_small_flat_and_tells_no_paths(checked):
-    files = [path for path in checked[0].rglob("*") if path.is_file()]
+    files = [path for path in checked.folder.rglob("*") if path.is_file()]
     assert sorted(path.name for path in files) == ["check.json", "log.txt", "records.tar.gz", "table.md", "table.txt"]
-    assert all(path.parent == checked[0] and path.stat().st_size < 16e6 for path in files)
-    log = (checked[0] / "log.txt").read_text()
+    assert all(path.parent == checked.folder and path.stat().st_size < 16e6 for path in files)
+    log = (checked.folder / "log.txt").read_text()
     assert "fails says hello from (scratch)/fails" in log and "Traceback" in log and str(ROOT) not in log
 
 
 def test_a_hung_part_says_where_it_stood(checked):
-    assert "in hangs" in (checked[0] / "log.txt").read_text().partition("==== hangs")[2].partition("====")[0]
+    assert "in hangs" in (checked.folder / "log.txt").read_text().partition("==== hangs")[2].partition("====")[0]
 
 
 def test_records_are_packed_and_opened_again(checked, tmp_path):
-    (place,) = open_check(checked[0]).unpack_records(tmp_path)
+    (place,) = open_check(checked.folder).unpack_records(tmp_path)
     assert place == tmp_path / "keeps_a_record" / "run-a" and RunRecord.load(place).summary == {"losses": [2.5]}
 
 
@@ -160,13 +182,16 @@ def started_and_hanging(folder: Path) -> tuple[subprocess.Popen[bytes], int, int
     """A check, in a process of its own, whose second part hangs by now; the process, the part's id, and that of what
     the part started.
     """
-    code = (
-        # a shell starts what runs behind it deaf to Ctrl-C
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\nfrom pathlib import Path; from"
-        " fsdplab.gpu_check import __main__ as gpu_check; from tests.test_gpu_check import behaving\nwith"
-        " gpu_check._ended_in_order(): sys.exit(gpu_check.run_check([behaving('is_good'), behaving('hangs')], 'cpu',"
-        f" Path({str(folder)!r}), 200.0, ''))"
-    )
+    code = f"""
+import signal, sys
+from pathlib import Path
+from fsdplab.gpu_check import __main__ as gpu_check
+from fsdplab.gpu_check.runner import PartPlan
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs behind it deaf to Ctrl-C
+with gpu_check._ended_in_order():
+    sys.exit(gpu_check.run_check({[behaving("is_good"), behaving("hangs")]!r}, "cpu", Path({str(folder)!r}), 200.0, ""))
+"""
     scratch = folder / "scratch"
     scratch.mkdir()
     with (folder / "said").open("w") as said:

@@ -178,7 +178,8 @@ class ForkedPart:
     def __init__(
         self, program: Sequence[str], log: Path, folder: Path, environment: Mapping[str, str], deadline: float
     ) -> None:
-        warm.begin(environment)
+        # without the part's mark, by which what a part leaves is found and killed: one starter serves all parts
+        warm.begin({name: value for name, value in environment.items() if name != MARK})
         tied = {**environment, RUNNER: f"{warm.starter_pid()} {deadline}"}  # its parent, which ends with this process
         log.touch()
         self._process = warm.start_process(program, log, folder, tied)

@@ -15,8 +15,6 @@ from fsdplab.common.places import course_folder
 from .authoring.course import CourseError, build_course
 from .authoring.course_run import BOTH, run_course
 from .core.course_state import EDITIONS
-from .site.build import build_site, check_out
-from .site.execution import executed_in
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -72,6 +70,10 @@ def _test(asked: argparse.Namespace) -> int:
 
 
 def _site(asked: argparse.Namespace) -> int:
+    # only pages need what converts notebooks
+    from .site.build import build_site, check_out
+    from .site.execution import executed_in
+
     if asked.executed:
         site = build_site(asked.source, asked.out)
     else:
