@@ -127,7 +127,7 @@ def trained(parts: Parts, work: Work, is_unit: Callable[..., bool] | None = None
     """Train under the learner's engine (blocks as units unless told otherwise); the engine and this rank's losses."""
     text, model = ByteText.from_standard_library(), build_model(work["model"], seed=work["seed"])
     engine = MiniFSDP(model, is_unit or (lambda name, module: isinstance(module, block_types(model))), parts)
-    optimizer, losses = torch.optim.AdamW(engine.parameters(), lr=work["learning_rate"]), []
+    optimizer, losses = torch.optim.AdamW(engine.parameters(), lr=work["learning_rate"], fused=True), []
     for step in range(work["steps"]):
         engine.log.step = step
         loss = loss_of(model, *batch(text, work, step, dist.get_rank()))
@@ -190,7 +190,11 @@ def lab_trained(work: Work, is_unit: Callable[..., bool] | None, prefetch: int) 
     """The same training under the lab's own engine, followed by its events."""
     text, model = ByteText.from_standard_library(), build_model(work["model"], seed=work["seed"])
     shard_model(model, "full_shard", units=is_unit or block_types(model), prefetch=prefetch)
-    optimizer, losses, seen = torch.optim.AdamW(model.parameters(), lr=work["learning_rate"]), [], Listener()
+    optimizer, losses, seen = (
+        torch.optim.AdamW(model.parameters(), lr=work["learning_rate"], fused=True),
+        [],
+        Listener(),
+    )
     stop = events.subscribe(seen)
     for step in range(work["steps"]):
         seen.step = step
@@ -233,7 +237,7 @@ class Listener:
 def twin_trained(work: Work) -> dict[str, Any]:
     """The same training without ranks: each of `work["ranks"]` batches in turn, gradients averaged in rank order."""
     text, model = ByteText.from_standard_library(), build_model(work["model"], seed=work["seed"])
-    optimizer, ranks = torch.optim.AdamW(model.parameters(), lr=work["learning_rate"]), range(work["ranks"])
+    optimizer, ranks = torch.optim.AdamW(model.parameters(), lr=work["learning_rate"], fused=True), range(work["ranks"])
     by_rank: list[list[float]] = [[] for _ in ranks]
 
     def noted(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
