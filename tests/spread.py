@@ -14,8 +14,8 @@ import pytest
 if TYPE_CHECKING:
     from xdist.scheduler import LoadFileScheduling
 
-# Workers share the cores, and a thread of OpenMP would spin while it waits for one that has none: a small training in a
-# notebook's kernel took 30 times as long. OpenMP reads this when torch is loaded, here and in all that tests start.
+# Workers share the cores, and a thread of OpenMP would spin while it waits for one that has none: on a busy machine a
+# small training took 30 times the processor's time. OpenMP reads this when torch is loaded, here and in kernels.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Files of more than half a minute, the longest first.
