@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,9 +41,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish() -> None:
-    """What the tests have imported stays: a collection that looked at all of it would take a second each time."""
+    """What the tests have imported stays: a collection that looked at all of it would take a second each time.
+
+    And torch computes on one thread, as ranks do: other cores have tests of their own, and threads that wait spin.
+    """
     gc.collect()
     gc.freeze()
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

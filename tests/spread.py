@@ -6,12 +6,17 @@ once. A long file that came last would keep one worker busy while the other one 
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from xdist.scheduler import LoadFileScheduling
+
+# Workers share the cores, and a thread of OpenMP would spin while it waits for one that has none: on a busy machine a
+# small training took 30 times the processor's time. OpenMP reads this when torch is loaded, here and in kernels.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Files of more than half a minute, the longest first.
 LONGEST = (

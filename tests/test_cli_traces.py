@@ -14,6 +14,7 @@ import pytest
 
 from fsdplab.cli import main
 from fsdplab.records import RunRecord
+from tests.test_cli import ended
 
 
 def fsdplab(*arguments: str, timeout: float = 170) -> subprocess.CompletedProcess[str]:
@@ -121,7 +122,7 @@ def test_requests_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert not (tmp_path / "a").exists()
 
 
-def test_a_bench_behind_a_link_has_a_row_for_each_prefetch(tmp_path: Path) -> None:
+def test_a_bench_behind_a_link_has_a_row_for_each_prefetch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bench.json"
     arguments = [
         "--model",
@@ -137,12 +138,12 @@ def test_a_bench_behind_a_link_has_a_row_for_each_prefetch(tmp_path: Path) -> No
         "--rounds",
         "2",
     ]
-    done = fsdplab("bench", *arguments, "--sequence-length", "32", "--json", str(file))
-    assert done.returncode == 0, done.stderr
+    code, out, err = ended(["bench", *arguments, "--sequence-length", "32", "--json", str(file)], capsys)
+    assert code == 0, err
     rows = json.loads(file.read_text())["rows"]
     ours = [row for row in rows if row["engine"] == "lab"]
     assert [row["prefetch"] for row in ours] == [0, 1] and all(
         0 <= row["overlap"] <= 1 and len(row["blocked"]) == 2 for row in ours
     )
     assert ours[0]["loss"] == pytest.approx(rows[-1]["loss"], rel=1e-5)
-    assert "blocked" in done.stdout and "overlap" in done.stdout
+    assert "blocked" in out and "overlap" in out

@@ -126,7 +126,7 @@ def batch(text: ByteText, work: Work, step: int, rank: int) -> tuple[torch.Tenso
 def optimizer_of(work: Work, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     """`work["optimizer"]`, AdamW unless it says SGD: Adam hides a gradient's wrong factor, which a check must not."""
     kind: type[torch.optim.Optimizer] = getattr(torch.optim, work.get("optimizer", "AdamW"))
-    return kind(parameters, lr=work["learning_rate"])
+    return kind(parameters, lr=work["learning_rate"], fused=True)
 
 
 def trained(parts: Parts, work: Work, is_unit: Callable[..., bool] | None = None) -> tuple[MiniFSDP, list[float]]:
@@ -196,7 +196,11 @@ def lab_trained(work: Work, is_unit: Callable[..., bool] | None, prefetch: int) 
     """The same training under the lab's own engine, followed by its events."""
     text, model = ByteText.from_standard_library(), build_model(work["model"], seed=work["seed"])
     shard_model(model, "full_shard", units=is_unit or block_types(model), prefetch=prefetch)
-    optimizer, losses, seen = torch.optim.AdamW(model.parameters(), lr=work["learning_rate"]), [], Listener()
+    optimizer, losses, seen = (
+        torch.optim.AdamW(model.parameters(), lr=work["learning_rate"], fused=True),
+        [],
+        Listener(),
+    )
     stop = events.subscribe(seen)
     for step in range(work["steps"]):
         seen.step = step

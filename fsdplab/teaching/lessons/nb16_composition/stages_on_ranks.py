@@ -35,7 +35,7 @@ def _train(mesh: DeviceMesh, reshard: bool) -> dict[str, Any]:
         fully_shard(block, mesh=mesh["dp"], reshard_after_forward=reshard)
     stage = PipelineStage(module, number, 2, torch.device("cpu"), group=mesh["pp"].get_group())
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=_entropy)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (module, twin)]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3, fused=True) for each in (module, twin)]
     seen: Counter[str] = Counter()
     for step in range(2):
         seen = _step(schedule, module, step, mesh["dp"].get_local_rank())
