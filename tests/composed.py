@@ -8,9 +8,13 @@ in the same order: they must agree to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,7 +22,10 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, _redistribute, debug
 
 from fsdplab.engine import fully_shard as lab_fully_shard
+from fsdplab.workloads.twin import replay_gradients
+from tests.ranks import RankPool
 
+Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 ENGINES = {"torch": torch_fully_shard, "lab": lab_fully_shard}
 NEAR = {"rtol": 0.0, "atol": 2e-5}  # parameters after five AdamW steps of 1e-3
 
@@ -45,8 +52,84 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+class OnSlices(torch.optim.AdamW):
+    """AdamW on the slices that this rank holds: to the bit what it is on DTensors, whose dispatch of each of its
+    operators would take longer than all the rest of a test.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._sharded = list(parameters)
+        super().__init__([nn.Parameter(_slice(each.detach())) for each in self._sharded], lr=1e-3)
+
+    def step(self, closure: None = None) -> None:
+        for mine, sharded in zip(self.param_groups[0]["params"], self._sharded):
+            placed_alike = not isinstance(sharded, DTensor) or sharded.grad.placements == sharded.placements
+            assert placed_alike, f"a parameter is {sharded.placements}, its gradient {sharded.grad.placements}"
+            mine.grad = _slice(sharded.grad)
+        super().step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for sharded in self._sharded:
+            sharded.grad = None
+
+
+def _slice(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return OnSlices(model.parameters())
+
+
+@dataclass(frozen=True)
+class Twin:
+    """What the unsharded model came to: replayed once, however many ranks and engines are compared with it."""
+
+    losses: list[list[list[float]]]  # by step, data-parallel rank and micro-batch
+    model: nn.Module  # at the end
+    first_gradients: nn.Module  # gradients of the first step, in `.grad`
+
+
+def replay(file: str, model: nn.Module, ranks: int, loss_of: Loss, rows: int, micro_batches: int) -> None:
+    """Write the `Twin` of three steps on the batches of `ranks`, `rows` sequences in each."""
+    losses, first, optimizer = [], {}, adamw(model)
+    for step in range(3):
+        batches = [
+            list(zip(*(part.chunk(micro_batches) for part in tokens_of(step, rank, rows)))) for rank in range(ranks)
+        ]
+        losses.append([[loss_of(model, *micro).item() for micro in micros] for micros in batches])
+        replay_gradients(model, batches, loss_of)
+        first = first or {name: parameter.grad for name, parameter in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save((losses, model, first), file)
+
+
+def twins_in(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """`replayed(build, name, ranks, loss_of, rows=2, micro_batches=1)` is the file of that `Twin`, for a module."""
+
+    @functools.cache
+    def replayed(
+        build: Callable[..., nn.Module], name: Any, count: int, loss: Loss, rows: int = 2, micro_batches: int = 1
+    ) -> str:
+        file = str(tmp_path_factory.mktemp("twin") / "twin.pt")
+        ranks(1, _build_and_replay, file, build, name, count, loss, rows, micro_batches)
+        return file
+
+    return replayed
+
+
+def _build_and_replay(file: str, build: Callable[..., nn.Module], name: Any, *rest: Any) -> None:
+    replay(file, build(name), *rest)
+
+
+def twin_in(file: str) -> Twin:
+    losses, model, gradients = torch.load(file, weights_only=False)
+    first = copy.deepcopy(model)
+    for name, parameter in first.named_parameters():
+        parameter.grad = gradients[name]
+    return Twin(losses, model, first)
 
 
 def train(

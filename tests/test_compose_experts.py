@@ -8,6 +8,7 @@ twin's: equal to 1e-6, and torch's engine differs from the twin as much.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -33,16 +34,18 @@ from fsdplab.workloads.routing import Routing, dispatch
 from fsdplab.workloads.twin import replay_gradients
 from tests.composed import (
     ENGINES,
-    adamw,
     assert_near,
     assert_same_bits,
     mesh_of,
     placed,
     tokens_of,
     train,
+    twin_in,
+    twins_in,
     whole,
     worst_gradient,
 )  # fmt: skip
+from tests.ranks import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 
@@ -71,58 +74,58 @@ def experts_of(model: nn.Module) -> dict[str, nn.Parameter]:
 # ---- equal to the twin
 
 
-def beside_twin(engine: str, efsdp: int, ep: int, columns: bool) -> None:
-    mesh = mesh_of(efsdp=efsdp, ep=ep)
-    model, twin, rank, ranks = composed(engine, mesh, columns), build_moe(), dist.get_rank(), dist.get_world_size()
-    second = adamw(twin)
+@pytest.fixture(scope="module")
+def twin_of(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+    """The file of the twin of so many ranks."""
+    replayed = twins_in(ranks, tmp_path_factory)
+    return lambda count: replayed(build_moe, "moe-tiny", count, moe_loss_of)
 
-    def both(step: int) -> None:
-        loss = moe_loss_of(model, *tokens_of(step, rank))
-        loss.backward()
-        alone = moe_loss_of(twin, *tokens_of(step, rank)).item()
-        assert loss.item() == pytest.approx(alone, rel=1e-6)
-        replay_gradients(twin, [[tokens_of(step, r)] for r in range(ranks)], moe_loss_of)
-        if step == 0:
-            assert worst_gradient(model, twin) < 1e-6
-        second.step()
-        second.zero_grad()
 
-    train(model, 5, both)
-    assert_near(model, twin)
+def beside_twin(file: str, efsdp: int, ep: int, columns: bool) -> None:
+    """Three steps of each engine."""
+    mesh, twin, rank = mesh_of(efsdp=efsdp, ep=ep), twin_in(file), dist.get_rank()
+    for engine in ENGINES:
+        model = composed(engine, mesh, columns)
+
+        def checked(step: int, model: nn.Module = model, engine: str = engine) -> None:
+            loss = moe_loss_of(model, *tokens_of(step, rank))
+            loss.backward()
+            assert loss.item() == pytest.approx(twin.losses[step][rank][0], rel=1e-6), engine
+            assert step or worst_gradient(model, twin.first_gradients) < 1e-6, engine
+
+        train(model, 3, checked)
+        assert_near(model, twin.model)
 
 
 @pytest.mark.parametrize(("efsdp", "ep", "columns"), [(2, 2, False), (2, 2, True), (1, 4, False)])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_four_ranks_equal_the_twin(ranks, engine: str, efsdp: int, ep: int, columns: bool) -> None:
+def test_four_ranks_equal_the_twin(ranks, twin_of, efsdp: int, ep: int, columns: bool) -> None:
     """1 x 4: experts are nowhere sharded, so nothing of theirs is gathered or reduced,
     but their gradients are divided.
     """
-    ranks(4, beside_twin, engine, efsdp, ep, columns)
+    ranks(4, beside_twin, twin_of(4), efsdp, ep, columns)
 
 
 @pytest.mark.parametrize(("efsdp", "ep"), [(1, 2), (2, 1)])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_two_ranks_equal_the_twin(ranks, engine: str, efsdp: int, ep: int) -> None:
-    ranks(2, beside_twin, engine, efsdp, ep, False)
+def test_two_ranks_equal_the_twin(ranks, twin_of, efsdp: int, ep: int) -> None:
+    ranks(2, beside_twin, twin_of(2), efsdp, ep, False)
 
 
-def undivided(engine: str) -> list[float]:
+def undivided(file: str) -> list[float]:
     """Expert gradients over the twin's, with the divide factor left at its default:
     the size of the group that shards.
     """
-    mesh = mesh_of(efsdp=2, ep=2)
-    model, twin = composed(engine, mesh, divide=False), build_moe()
-    moe_loss_of(model, *tokens_of(0, dist.get_rank())).backward()
-    replay_gradients(twin, [[tokens_of(0, r)] for r in range(4)], moe_loss_of)
-    expected = dict(twin.named_parameters())
-    return [float(whole(p.grad).norm() / expected[name].grad.norm()) for name, p in experts_of(model).items()]
+    mesh, expected, found = mesh_of(efsdp=2, ep=2), dict(twin_in(file).first_gradients.named_parameters()), []
+    for engine in ENGINES:
+        model = composed(engine, mesh, divide=False)
+        moe_loss_of(model, *tokens_of(0, dist.get_rank())).backward()
+        found += [float(whole(p.grad).norm() / expected[name].grad.norm()) for name, p in experts_of(model).items()]
+    return found
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_without_the_divide_factor_expert_gradients_are_too_large(ranks, engine: str) -> None:
+def test_without_the_divide_factor_expert_gradients_are_too_large(ranks, twin_of) -> None:
     """The loss is a mean over four ranks, the group that shards experts has two: twice too large, in both engines."""
-    for found in ranks(4, undivided, engine):
-        assert found == pytest.approx([2.0] * len(found), rel=1e-5)
+    for found in ranks(4, undivided, twin_of(4)):
+        assert len(found) >= 4 and found == pytest.approx([2.0] * len(found), rel=1e-5)
 
 
 # ---- the lab beside torch in one program
@@ -153,20 +156,22 @@ def test_losses_parameters_and_collectives_are_torchs(ranks) -> None:
     ranks(2, beside_torch)
 
 
-def counted(engine: str) -> dict[str, int]:
-    model = composed(engine, mesh_of(efsdp=2, ep=2))
-    with CommDebugMode() as seen:
-        moe_loss_of(model, *tokens_of(0, dist.get_rank())).backward()
-    return {str(op).removeprefix("c10d."): count for op, count in seen.get_comm_counts().items()}
+def counted() -> list[dict[str, int]]:
+    mesh, found = mesh_of(efsdp=2, ep=2), []
+    for engine in ENGINES:
+        model = composed(engine, mesh)
+        with CommDebugMode() as seen:
+            moe_loss_of(model, *tokens_of(0, dist.get_rank())).backward()
+        found.append({str(op).removeprefix("c10d."): count for op, count in seen.get_comm_counts().items()})
+    return found
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_collectives_of_a_step(ranks, engine: str) -> None:
+def test_collectives_of_a_step(ranks) -> None:
     """Two blocks and two sets of experts are gathered twice, the root once; each of the five is reduced once. A layer
     sends counts, tokens and answers forward, and two gradients back: five all-to-alls.
     """
-    for found in ranks(4, counted, engine):
-        assert found == {"_allgather_base_": 9, "_reduce_scatter_base_": 5, "alltoall_base_": 10}
+    for found in ranks(4, counted):
+        assert found == [{"_allgather_base_": 9, "_reduce_scatter_base_": 5, "alltoall_base_": 10}] * len(ENGINES)
 
 
 def where(engine: str, columns: bool) -> dict[str, tuple]:
@@ -205,7 +210,7 @@ def test_clipping_over_mixed_meshes_is_the_twins(ranks) -> None:
 
 def saved(folder: str) -> None:
     model = composed("lab", mesh_of(efsdp=2, ep=2))
-    optimizer = adamw(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     train(model, 2, lambda step: moe_loss_of(model, *tokens_of(step, dist.get_rank())).backward(), optimizer)
     checkpoint.save(model, optimizer, folder)
     full = checkpoint.full_state_dict(model)
@@ -215,7 +220,7 @@ def saved(folder: str) -> None:
 
 def loaded(folder: str, efsdp: int, ep: int) -> None:
     model = composed("lab", mesh_of(efsdp=efsdp, ep=ep))
-    optimizer = adamw(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     checkpoint.load(model, optimizer, folder)
     expected = torch.load(f"{folder}/full.pt")
     for name, parameter in model.named_parameters():

@@ -29,8 +29,8 @@ from fsdplab.engine import checkpoint
 from fsdplab.teaching.core.comm_log import WireLog
 from fsdplab.workloads import ConfigError, build_model, loss_of, preset
 from fsdplab.workloads.parallel import build_stage, parallelize, stage_span
-from fsdplab.workloads.twin import replay_gradients
-from tests.composed import ENGINES, adamw, assert_near, mesh_of, tokens_of, train, whole
+from tests.composed import ENGINES, OnSlices, assert_near, mesh_of, tokens_of, train, twin_in, twins_in, whole
+from tests.ranks import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 FOUR_BLOCKS = dataclasses.replace(preset("gpt-tiny"), layers=4)
@@ -84,12 +84,11 @@ class Pipeline:
         return {name: parameter for module in self.modules for name, parameter in module.named_parameters()}
 
 
-def twin_step(twin: nn.Module, number: int, ranks: int) -> list[list[float]]:
-    """The twin's gradients of a step, and each rank's losses."""
-    batches = [list(zip(*(part.split(1) for part in tokens_of(number, rank, ROWS)))) for rank in range(ranks)]
-    losses = [[loss_of(twin, *micro).item() for micro in micros] for micros in batches]
-    replay_gradients(twin, batches, loss_of)
-    return losses
+@pytest.fixture(scope="module")
+def twin_of(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+    """The file of the twin of so many data-parallel ranks."""
+    replayed = twins_in(ranks, tmp_path_factory)
+    return lambda count: replayed(build_model, FOUR_BLOCKS, count, loss_of, ROWS, ROWS)
 
 
 def assert_trained_as(twin: nn.Module, pipeline: Pipeline, exactly: bool) -> None:
@@ -100,64 +99,56 @@ def assert_trained_as(twin: nn.Module, pipeline: Pipeline, exactly: bool) -> Non
         assert torch.equal(whole(parameter), same[name]), name
 
 
-def beside_twin(engine: str, kind: str, pp: int, dp: int, reshard: bool | None) -> None:
-    mesh = mesh_of(pp=pp, dp=dp)
-    pipeline, twin = Pipeline(engine, mesh, kind, reshard), build_model(FOUR_BLOCKS)
-    optimizers = [torch.optim.AdamW(pipeline.parameters(), lr=1e-3), adamw(twin)]
-    for step in range(3):
-        losses = pipeline.step(step)
-        expected = twin_step(twin, step, dp)[mesh["dp"].get_local_rank()]
-        expected = expected if kind != "zero-bubble" else pytest.approx(expected, rel=1e-6)
-        assert losses == (expected if pipeline.last else [])
-        for optimizer in optimizers:
+def beside_twin(file: str, kind: str, shape: dict[str, int], *reshards: bool | None) -> None:
+    """Three steps of each engine."""
+    mesh, twin = mesh_of(**shape), twin_in(file)
+    exactly = kind != "zero-bubble" and "tp" not in shape
+    for case in [(engine, reshard) for reshard in reshards for engine in ENGINES]:
+        pipeline = Pipeline(case[0], mesh, kind, case[1])
+        optimizer = OnSlices(pipeline.parameters())
+        for step in range(3):
+            losses, expected = pipeline.step(step), twin.losses[step][mesh["dp"].get_local_rank()]
+            expected = expected if exactly else pytest.approx(expected, rel=1e-6)
+            assert losses == (expected if pipeline.last else []), case
             optimizer.step()
             optimizer.zero_grad()
-    assert_trained_as(twin, pipeline, exactly=kind != "zero-bubble")
+        assert_trained_as(twin.model, pipeline, exactly)
+
+
+TWO_BY_TWO = {"pp": 2, "dp": 2}
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_stages_train_as_the_twin_does(ranks, engine: str, kind: str) -> None:
-    ranks(4, beside_twin, engine, kind, 2, 2, False)
+def test_stages_train_as_the_twin_does(ranks, twin_of, kind: str) -> None:
+    ranks(4, beside_twin, twin_of(2), kind, TWO_BY_TWO, False)
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_units_dropped_between_forward_and_backward(ranks, engine: str, kind: str) -> None:
+def test_units_dropped_between_forward_and_backward(ranks, twin_of, kind: str) -> None:
     """Each micro-batch gathers its units again; in between, forwards of later micro-batches run."""
-    ranks(4, beside_twin, engine, kind, 2, 2, None)
+    ranks(4, beside_twin, twin_of(2), kind, TWO_BY_TWO, None)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_one_data_rank_a_stage(ranks, engine: str) -> None:
-    ranks(2, beside_twin, engine, "1f1b", 2, 1, False)
+def test_one_data_rank_a_stage(ranks, twin_of) -> None:
+    ranks(2, beside_twin, twin_of(1), "1f1b", {"pp": 2, "dp": 1}, False)
 
 
-def three_dimensions(engine: str) -> None:
-    mesh = mesh_of(pp=2, dp=1, tp=2)
-    pipeline, twin = Pipeline(engine, mesh, "1f1b"), build_model(FOUR_BLOCKS)
-    optimizers = [torch.optim.AdamW(pipeline.parameters(), lr=1e-3), adamw(twin)]
-    for step in range(3):
-        losses = pipeline.step(step)
-        expected = twin_step(twin, step, 1)[0]
-        assert losses == (pytest.approx(expected, rel=1e-6) if pipeline.last else [])
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_trained_as(twin, pipeline, exactly=False)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_pipeline_tensor_and_data_parallel_together(ranks, engine: str) -> None:
-    ranks(4, three_dimensions, engine)
+def test_pipeline_tensor_and_data_parallel_together(ranks, twin_of) -> None:
+    ranks(4, beside_twin, twin_of(1), "1f1b", {"pp": 2, "dp": 1, "tp": 2}, False)
 
 
 # ---- what travels
 
 
-def counted(engine: str, kind: str) -> dict[str, int]:
-    pipeline = Pipeline(engine, mesh_of(pp=2, dp=2), kind)
-    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
+def counted() -> dict[str, dict[str, int]]:
+    mesh = mesh_of(**TWO_BY_TWO)
+    cases = [(engine, kind) for engine in ENGINES for kind in ("1f1b", "interleaved")]
+    return {" ".join(case): counted_of(Pipeline(case[0], mesh, case[1])) for case in cases}
+
+
+def counted_of(pipeline: Pipeline) -> dict[str, int]:
+    """Collectives of the second step."""
+    optimizer = OnSlices(pipeline.parameters())
     for step in range(2):
         # CommDebugMode does not bear torch's pipelining: it also follows modules through autograd
         with WireLog() as log:
@@ -168,14 +159,13 @@ def counted(engine: str, kind: str) -> dict[str, int]:
     return {kind: kinds[kind] for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "interleaved"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_step_gathers_and_reduces_each_unit_once(ranks, engine: str, kind: str) -> None:
+def test_a_step_gathers_and_reduces_each_unit_once(ranks) -> None:
     """Four micro-batches, one gather and one reduction a unit: a rank has two blocks, and embeddings or the head
     besides.
     """
-    for found in ranks(4, counted, engine, kind):
-        assert found == {"all_gather": 3, "reduce_scatter": 3, "all_reduce": 0}
+    for found in ranks(4, counted):
+        for case, counts in found.items():
+            assert counts == {"all_gather": 3, "reduce_scatter": 3, "all_reduce": 0}, case
 
 
 # ---- the stages' parts

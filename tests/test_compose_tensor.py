@@ -5,6 +5,7 @@ bit.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -22,16 +23,18 @@ from fsdplab.workloads.parallel import parallelize
 from fsdplab.workloads.twin import replay_gradients
 from tests.composed import (
     ENGINES,
-    adamw,
     assert_near,
     assert_same_bits,
     mesh_of,
     placed,
     tokens_of,
     train,
+    twin_in,
+    twins_in,
     whole,
     worst_gradient,
 )  # fmt: skip
+from tests.ranks import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 TWO_BY_TWO = {"dp": 2, "tp": 2}
@@ -63,51 +66,57 @@ def place(mesh: DeviceMesh) -> tuple[int, int]:
 # ---- equal to the twin
 
 
-def beside_twin(engine: str, name: str, shape: dict[str, int], sequence: bool) -> None:
-    mesh = mesh_of(**shape)
-    model, twin = composed(engine, name, mesh, sequence), build_model(name)
-    rank, ranks = place(mesh)
-
-    def both(step: int) -> None:
-        loss = loss_of(model, *tokens_of(step, rank))
-        loss.backward()
-        alone = loss_of(twin, *tokens_of(step, rank)).item()
-        torch.testing.assert_close(loss.item(), alone, rtol=1e-6, atol=0)
-        replay_gradients(twin, [[tokens_of(step, r)] for r in range(ranks)], loss_of)
-        if step == 0:
-            assert worst_gradient(model, twin) < 2e-6
-        second.step()
-        second.zero_grad()
-
-    second = adamw(twin)
-    train(model, 3, both)
-    assert_near(model, twin)
+@pytest.fixture(scope="module")
+def twin_of(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], str]:
+    """The file of a model's twin on so many data-parallel ranks."""
+    replayed = twins_in(ranks, tmp_path_factory)
+    return lambda name, count: replayed(build_model, name, count, loss_of)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+def beside_twin(file: str, name: str, shape: dict[str, int], sequences: tuple[bool, ...]) -> None:
+    """Three steps of each engine."""
+    mesh, twin = mesh_of(**shape), twin_in(file)
+    (rank, _), cases = place(mesh), [(engine, sequence) for sequence in sequences for engine in ENGINES]
+    for case in cases:
+        model = composed(case[0], name, mesh, case[1])
+
+        def checked(step: int, model: nn.Module = model, case: tuple[str, bool] = case) -> None:
+            loss = loss_of(model, *tokens_of(step, rank))
+            loss.backward()
+            assert loss.item() == pytest.approx(twin.losses[step][rank][0], rel=1e-6, abs=0), case
+            assert step or worst_gradient(model, twin.first_gradients) < 2e-6, case
+
+        train(model, 3, checked)
+        assert_near(model, twin.model)
+
+
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_two_by_two_equals_the_twin(ranks, engine: str, name: str, sequence: bool) -> None:
-    ranks(4, beside_twin, engine, name, TWO_BY_TWO, sequence)
+def test_two_by_two_equals_the_twin(ranks, twin_of, name: str) -> None:
+    ranks(4, beside_twin, twin_of(name, 2), name, TWO_BY_TWO, (False, True))
 
 
 @pytest.mark.parametrize("shape", [{"dp": 1, "tp": 2}, {"dp": 2, "tp": 1}])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_two_ranks_equal_the_twin(ranks, engine: str, shape: dict[str, int]) -> None:
-    ranks(2, beside_twin, engine, "gpt-tiny", shape, True)
+def test_two_ranks_equal_the_twin(ranks, twin_of, shape: dict[str, int]) -> None:
+    ranks(2, beside_twin, twin_of("gpt-tiny", shape["dp"]), "gpt-tiny", shape, (True,))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_hybrid_sharding_and_tensor_parallelism(ranks, engine: str) -> None:
+def test_hybrid_sharding_and_tensor_parallelism(ranks, twin_of) -> None:
     """Replicas x slices x tensor parallel: parameters at rest are 3-D DTensors."""
-    ranks(4, beside_twin, engine, "gpt-tiny", {"replicate": 2, "dp": 1, "tp": 2}, False)
+    shape = {"replicate": 2, "dp": 1, "tp": 2}
+    ranks(4, beside_twin, twin_of("gpt-tiny", 2), "gpt-tiny", shape, (False,))
 
 
 # ---- the lab beside torch in one program
 
 
-def beside_torch(name: str, sequence: bool, reshard: bool | None) -> None:
+def beside_torch(name: str, sequences: tuple[bool, ...]) -> None:
     mesh = mesh_of(**TWO_BY_TWO)
+    for sequence in sequences:
+        for reshard in (None, False):
+            same_as_torchs(mesh, name, sequence, reshard)
+
+
+def same_as_torchs(mesh: DeviceMesh, name: str, sequence: bool, reshard: bool | None) -> None:
     models = {
         engine: composed(engine, name, mesh, sequence, reshard_after_forward=reshard) for engine in ("lab", "torch")
     }
@@ -134,10 +143,9 @@ def beside_torch(name: str, sequence: bool, reshard: bool | None) -> None:
         )
 
 
-@pytest.mark.parametrize("reshard", [None, False])
-@pytest.mark.parametrize("name,sequence", [("gpt-tiny", False), ("gpt-tiny", True), ("llama-tiny", True)])
-def test_training_placements_and_collectives_are_torchs(ranks, name: str, sequence: bool, reshard: bool | None) -> None:
-    ranks(4, beside_torch, name, sequence, reshard)
+@pytest.mark.parametrize("name,sequences", [("gpt-tiny", (False, True)), ("llama-tiny", (True,))])
+def test_training_placements_and_collectives_are_torchs(ranks, name: str, sequences: tuple[bool, ...]) -> None:
+    ranks(4, beside_torch, name, sequences)
 
 
 def placements(engine: str) -> dict[str, tuple]:
@@ -164,25 +172,29 @@ def test_where_parameters_are_at_rest(ranks, engine: str) -> None:
 # ---- accumulation, clipping, meta device, checkpoints
 
 
-def accumulated(engine: str) -> None:
+def accumulated() -> None:
     """Two micro-batches, reduced once: with sequence parallelism norm gradients are partial sums over tp until then."""
-    mesh = mesh_of(**TWO_BY_TWO)
-    model, twin = composed(engine, "gpt-tiny", mesh, True), build_model("gpt-tiny")
-    for micro in range(2):
-        model.set_requires_gradient_sync(micro == 1)
-        (loss_of(model, *tokens_of(micro, mesh["dp"].get_local_rank())) / 2).backward()
+    mesh, twin = mesh_of(**TWO_BY_TWO), build_model("gpt-tiny")
     replay_gradients(twin, [[tokens_of(micro, rank) for micro in range(2)] for rank in range(2)], loss_of)
-    assert worst_gradient(model, twin) < 2e-6
+    for engine in ENGINES:
+        model = composed(engine, "gpt-tiny", mesh, True)
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            (loss_of(model, *tokens_of(micro, mesh["dp"].get_local_rank())) / 2).backward()
+        assert worst_gradient(model, twin) < 2e-6, engine
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_accumulation(ranks, engine: str) -> None:
-    ranks(4, accumulated, engine)
+def test_accumulation(ranks) -> None:
+    ranks(4, accumulated)
 
 
-def clipped(sequence: bool) -> list[float]:
-    """Norms before and after clipping; parameters lie on a 1-D and on a 2-D mesh."""
+def clipped() -> list[list[float]]:
     mesh = mesh_of(**TWO_BY_TWO)
+    return [norms_of(mesh, sequence) for sequence in (False, True)]
+
+
+def norms_of(mesh: DeviceMesh, sequence: bool) -> list[float]:
+    """Norms before and after clipping; parameters lie on a 1-D and on a 2-D mesh."""
     model, twin = composed("lab", "gpt-tiny", mesh, sequence), build_model("gpt-tiny")
     loss_of(model, *tokens_of(0, mesh["dp"].get_local_rank())).backward()
     replay_gradients(twin, [[tokens_of(0, rank)] for rank in range(2)], loss_of)
@@ -193,15 +205,19 @@ def clipped(sequence: bool) -> list[float]:
     return [norm.item() for norm in norms]
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_clipping_over_mixed_meshes_is_the_twins(ranks, sequence: bool) -> None:
-    found = ranks(4, clipped, sequence)
-    assert len({ours for ours, _ in found}) == 1, "every rank must see the same norm"
-    assert found[0][0] == pytest.approx(found[0][1], rel=1e-6) and found[0][1] > 0.5
+def test_clipping_over_mixed_meshes_is_the_twins(ranks) -> None:
+    for found in zip(*ranks(4, clipped)):
+        assert len({ours for ours, _ in found}) == 1, "every rank must see the same norm"
+        assert found[0][0] == pytest.approx(found[0][1], rel=1e-6) and found[0][1] > 0.5
 
 
-def from_meta(engine: str) -> None:
+def from_meta() -> None:
     mesh = mesh_of(**TWO_BY_TWO)
+    for engine in ENGINES:
+        initialised_from_meta(mesh, engine)
+
+
+def initialised_from_meta(mesh: DeviceMesh, engine: str) -> None:
     model, twin = composed(engine, "llama-tiny", mesh, False, device="meta"), build_model("llama-tiny", seed=3)
     initialise(model.to_empty(device="cpu"), seed=3)
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
@@ -210,15 +226,14 @@ def from_meta(engine: str) -> None:
     torch.testing.assert_close(loss, loss_of(twin, *tokens_of(0, 0)), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_model_built_on_the_meta_device(ranks, engine: str) -> None:
-    ranks(4, from_meta, engine)
+def test_a_model_built_on_the_meta_device(ranks) -> None:
+    ranks(4, from_meta)
 
 
 def saved(folder: str) -> None:
     mesh = mesh_of(**TWO_BY_TWO)
     model = composed("lab", "gpt-tiny", mesh, False)
-    optimizer = adamw(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     train(model, 2, lambda step: loss_of(model, *tokens_of(step, mesh["dp"].get_local_rank())).backward(), optimizer)
     checkpoint.save(model, optimizer, folder)
     full = checkpoint.full_state_dict(model)
@@ -232,7 +247,7 @@ def loaded(folder: str, shape: dict[str, int] | None, engine: str) -> None:
     for block in model.blocks if not shape else ():
         ENGINES[engine](block)
     model = model if shape else ENGINES[engine](model)
-    optimizer = adamw(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     checkpoint.load(model, optimizer, folder)
     expected = torch.load(Path(folder) / "full.pt")
     for name, parameter in model.named_parameters():
