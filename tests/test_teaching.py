@@ -455,7 +455,7 @@ def test_the_field_hands_its_number_to_the_prediction(course):
     assert prediction.value is None and "unknown unit" in complaint.value and changes == []
     entry.value = "321"
     assert prediction.value == 321 and complaint.value == ""
-    assert changes == ["Prediction 00.peak: 321 MB (your own number: run on)"]
+    assert changes == ["Prediction 00.peak: 321 MB (your own number; now run the next cell)"]
     entry.value = ""
     assert prediction.value is None and complaint.value == "", "an empty field is no prediction"
     entry.value = "321"
