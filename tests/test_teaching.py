@@ -473,7 +473,7 @@ def test_the_field_hands_its_number_to_the_prediction(course):
     assert not entry.continuous_update, "half a number, which a busy kernel would lock, is never sent"
     entry.value = "321"
     assert prediction.value == 321 and complaint.value == ""
-    assert changes == ["Prediction 00.peak: 321 MB (your own number: run on)"]
+    assert changes == ["Prediction 00.peak: 321 MB (your own number; now run the next cell)"]
     entry.value = ""
     assert prediction.value is None and complaint.value == "", "an empty field is no prediction"
     entry.value = "321"

@@ -119,8 +119,8 @@ class Score:
         reached = f"{origin} {shown(self.measured, self.unit)}"
         if self.predicted is None:
             return (
-                f"No prediction, {reached}. Next time put a number into the field before you run on: a wrong guess"
-                " teaches more than none."
+                f"No prediction, {reached}. Next time write a number into the field before you run the cell: a wrong"
+                " guess teaches more than none."
             )
         against = compared(self.ratio).replace("measurement", "measurement" if origin == "measured" else "right number")
         return f"You predicted {shown(self.predicted, self.unit)}, {reached}: {against}."
@@ -307,9 +307,9 @@ def standing(prediction: Prediction) -> Note:
     """The state of a prediction, in one line that stays in the saved notebook."""
     value = prediction.value
     if value is None:
-        state = "none was made" if prediction.locked else "write your own number before you run on"
+        state = "none was made" if prediction.locked else "write your own number, then run the next cell"
         return Note((f"Prediction {prediction.name}: {state}",))
-    state = "locked" if prediction.locked else "your own number: run on"
+    state = "locked" if prediction.locked else "your own number; now run the next cell"
     scored = "" if prediction.measured is None else f", measured {shown(prediction.measured, prediction.unit)}"
     return Note((f"Prediction {prediction.name}: {shown(value, prediction.unit)} ({state}{scored})",))
 
@@ -325,7 +325,7 @@ def calibration_table(found: Calibration) -> Table | Note:
         [s.name, shown(s.predicted or 0.0, s.unit), shown(s.measured, s.unit), f"{s.ratio:.2f}"] for s in found.scores
     ]
     if not rows:
-        return Note(("No prediction of your own yet: write a number into a field, then run on.",))
+        return Note(("No prediction of your own yet: write a number into a field, then run the next cell.",))
     caption = (
         f"{found.within_two} of {len(rows)} within a factor of two; on average {found.bias:.2f} times the measurement."
     )

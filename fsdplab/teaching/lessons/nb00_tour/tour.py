@@ -39,13 +39,14 @@ def state_figure(million_parameters: float, ranks: int) -> go.Figure:
     """A stack of the three states for every strategy, computed; whole states in the colours of whole things."""
     held = states_by_strategy(million_parameters, ranks)
     totals = {name: sum(states) for name, states in held.items()}
-    figure = go.Figure([_segment(held, index) for index in range(3)])
-    figure.update_layout(barmode="stack", xaxis_title="model states on one rank (GB)")
+    unit, name_of_unit = (1e9, "GB") if max(totals.values()) >= 1e9 else (1e6, "MB")
+    figure = go.Figure([_segment(held, index, unit, name_of_unit) for index in range(3)])
+    figure.update_layout(barmode="stack", xaxis_title=f"model states on one rank ({name_of_unit})")
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    figure.update_xaxes(range=[0, 1.25 * max(totals.values()) / 1e9])
+    figure.update_xaxes(range=[0, 1.25 * max(totals.values()) / unit])
     for name, total in totals.items():
         figure.add_annotation(
-            x=total / 1e9, y=name, text=f"<b>{size(total)}</b>", showarrow=False, xanchor="left", xshift=6
+            x=total / unit, y=name, text=f"<b>{size(total)}</b>", showarrow=False, xanchor="left", xshift=6
         )
     words = "; ".join(f"{name} {size(total)}" for name, total in totals.items())
     title = f"{million_parameters:,g} million parameters on {plural(ranks, 'rank')}: {words.split('; ')[0]}"
@@ -54,14 +55,14 @@ def state_figure(million_parameters: float, ranks: int) -> go.Figure:
     return titled(figure, title, subtitle, f"Stacked bars of model states on one rank: {words}.", height=420)
 
 
-def _segment(held: dict[str, tuple[float, float, float]], index: int) -> go.Bar:
+def _segment(held: dict[str, tuple[float, float, float]], index: int, unit: float, name_of_unit: str) -> go.Bar:
     name, colour = (
         ("parameters", CATEGORY_COLOURS["parameter_slices"]),
         ("gradients", CATEGORY_COLOURS["whole_gradients"]),
         ("optimizer state", CATEGORY_COLOURS["optimizer_state"]),
     )[index]
     return go.Bar(
-        name=name, orientation="h", y=list(held), x=[states[index] / 1e9 for states in held.values()],
+        name=name, orientation="h", y=list(held), x=[states[index] / unit for states in held.values()],
         marker=dict(color=colour, line=dict(color=EDGE, width=1)),
-        hovertemplate="%{y}<br>" + name + ": %{x:.3f} GB<extra></extra>",
+        hovertemplate="%{y}<br>" + name + f": %{{x:,.4g}} {name_of_unit}<extra></extra>",
     )  # fmt: skip

@@ -259,16 +259,13 @@ alias = Choice(
         " mine`)?"
     ),
     options={
-        "a": "`del` is slower",
-        "b": (
-            "autograd keeps a view of the weight for backward: it would keep the memory alive, and would not see what"
-            " is gathered later"
-        ),
-        "c": "the optimizer needs the whole tensor's shape",
+        "a": "the memory would be freed too late, when Python next collects garbage",
+        "b": "autograd's view of the weight would keep the memory, and miss the next gather",
+        "c": "the optimizer looks at the whole tensor's shape when it steps",
     },
     right="b",
     because={
-        "a": "time is not the point: the memory would not be freed.",
+        "a": "it would not be freed at all: `del` removes a name, and others still look at the storage.",
         "b": (
             "the view that forward left with autograd looks at the same storage, so it is empty between forward and"
             " backward and full again when backward reads it."

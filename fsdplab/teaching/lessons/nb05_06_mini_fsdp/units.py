@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fsdplab.common.sizes import size
+from fsdplab.common.words import MISSING
 from fsdplab.planning import UnitShapes, step_traffic
 from fsdplab.teaching.core.display import Table, table
 from fsdplab.workloads import build_model
@@ -86,7 +87,7 @@ def choices_table(model: str = "gpt-20m", **more: Wanted) -> Table:
             name,
             f"{len(each.units):,}",
             size(each.root),
-            size(each.chain),
+            size(each.chain) if each.chain else MISSING,
             size(each.peak),
             f"{each.collectives:,}",
             size(each.traffic(2) // each.collectives),
@@ -97,7 +98,7 @@ def choices_table(model: str = "gpt-20m", **more: Wanted) -> Table:
         "units",
         "how many",
         "root",
-        "largest unit",
+        "largest other unit",
         "gathered at most",
         "collectives a step",
         "sent by each, on average",
