@@ -20,7 +20,8 @@ from fsdplab.figures import style
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec
 from fsdplab.widgets import kept_runs
-from fsdplab.widgets.at_once import RULES, WAITING, script
+from fsdplab.widgets.at_once import GONE, RULES, WAITING, script
+from fsdplab.widgets.at_once import style as style_sheet
 from fsdplab.widgets.choices import Choices, check
 from fsdplab.widgets.controls import PRESENTED
 from fsdplab.widgets.lab_state import Batch, Curve, LabState
@@ -289,6 +290,12 @@ def test_the_script_is_called_with_the_rules() -> None:
     assert {f"fsdplab-of-{name}" for name in RULES} <= {
         each for cell in lab.controls._cells.values() for each in cell._dom_classes
     }
+
+
+def test_a_lab_without_its_kernel_says_so_in_one_line() -> None:
+    told = json.loads(script()[script().rindex("})(") + 3 : -1])
+    assert told["gone"] == GONE and f'--fsdplab-gone: "{GONE}"' in style_sheet()
+    assert ".jupyter-widgets-disconnected::before { content: none; }" in style_sheet()
 
 
 def test_a_press_takes_along_what_the_page_shows() -> None:
