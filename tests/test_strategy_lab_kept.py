@@ -27,6 +27,7 @@ from fsdplab.widgets.controls import PRESENTED
 from fsdplab.widgets.lab_state import Batch, Curve, LabState
 from fsdplab.widgets.live_curve import picture_of
 from fsdplab.widgets.running import ANOTHER_RUNS, Runner
+from fsdplab.widgets.stills import Still
 from fsdplab.widgets.strategy_lab import StrategyLab
 from fsdplab.widgets.tabs import FAULT, TABS
 
@@ -170,6 +171,30 @@ def test_a_cancelled_batch_without_a_record_leaves_no_folder(tmp_path: Path, mon
     monkeypatch.setattr(running, "compare", cancelled)
     assert runner.start() and runner.wait(60) and runner.state.status == "cancelled"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_goes_while_its_runs_go_on_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdplab.widgets import running
+
+    def compare(specs: Any, *, directory: Path, **_: Any) -> None:
+        directory.rename(tmp_path / "elsewhere")
+        (directory / "0-full_shard-lab" / "run.json").read_text()
+
+    monkeypatch.setattr(running, "compare", compare)
+    runner = Runner(LabState(FIXED, **TINY), tmp_path / "runs")
+    assert runner.start() and runner.wait(60) and runner.state.status == "failed"
+    assert f"{tmp_path / 'runs' / 'batch-1'} was moved or deleted while its runs went on" in runner.state.message
+
+
+def test_thirty_kept_batches_are_not_all_read(tmp_path: Path) -> None:
+    for number in range(1, 31):
+        (tmp_path / f"batch-{number}").mkdir()
+    write_batch(tmp_path, "batch-31-<script>", "zero2")
+    lab = StrategyLab(FIXED, directory=tmp_path, export_to=tmp_path, **TINY)
+    assert "19 older ones stay in" in lab.message.value and lab.name.value == "<script>"
+    still = Still(lab.state.batch)._repr_html_()
+    assert "<script>" not in still and "&lt;script&gt;" in still
+    assert lab.export() is not None
 
 
 def test_a_press_of_cancel_at_once_after_run_is_heeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
