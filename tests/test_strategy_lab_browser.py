@@ -39,11 +39,23 @@ CUT = """() => {
   const tables = [...document.querySelectorAll(".fsdplab-lab table")].filter(e => e.offsetParent !== null);
   return [...out, ...tables.filter(t => t.parentElement.scrollWidth > t.parentElement.clientWidth + 1).map(t => t.innerText)];
 }"""
+# Words of a figure's legend that cover other words of it.
+COVERED = """() => {
+  const texts = [...document.querySelectorAll(".fsdplab-lab .js-plotly-plot text")].filter(t => t.textContent.trim() && t.getBoundingClientRect().width);
+  return texts.filter(t => t.matches(".legendtext")).flatMap(one => {
+    const r = one.getBoundingClientRect();
+    const others = texts.filter(t => t !== one && t.closest(".js-plotly-plot") === one.closest(".js-plotly-plot"));
+    const met = others.filter(t => { const s = t.getBoundingClientRect(); return Math.min(r.right, s.right) - Math.max(r.left, s.left) > 3 && Math.min(r.bottom, s.bottom) - Math.max(r.top, s.top) > 3; });
+    return met.map(t => [one.textContent, t.textContent]);
+  });
+}"""
 # The figures' titles have the larger type of a wide page.
 LARGER = """() => {
   const titles = [...document.querySelectorAll(".fsdplab-lab .gtitle")].filter(e => e.getBoundingClientRect().width);
   return titles.length && titles.every(e => parseFloat(getComputedStyle(e).fontSize) > 23);
 }"""
+# The kernel knows that the page is narrow again.
+NARROW = """() => document.querySelector(".fsdplab-wide input").value === "" """
 BUSY = "import pathlib, time\nwhile not pathlib.Path('go on').exists():\n    time.sleep(0.05)"
 RUN_MS, SHORT_MS = 100_000, 30_000
 
@@ -55,13 +67,13 @@ def cell_of_the_lab(notebook: Path) -> int:
 
 
 def picture(page: Any, path: Path) -> None:
-    """A screenshot, with what was laid out wrongly in it as a failure: something wider than the lab, or a plot of no
-    size.
+    """A screenshot, with what was laid out wrongly in it as a failure: something wider than the lab, a plot of no
+    size, words that are cut or covered.
     """
     page.wait_for_function(DRAWN, timeout=RUN_MS)
     page.wait_for_timeout(500)
     page.screenshot(path=str(path))
-    misfits = page.evaluate(MISFITS) + page.evaluate(CUT)
+    misfits = page.evaluate(MISFITS) + page.evaluate(CUT) + page.evaluate(COVERED)
     assert misfits == [], f"parts of the lab do not fit: {misfits}; see {path}"
 
 
@@ -75,7 +87,7 @@ def run_a_cell(page: Any, source: str) -> None:
     page.keyboard.press("Control+Enter")
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @needs_chromium
 def test_run_shows_the_figure_and_cancel_leaves_the_lab_usable(jupyter_lab: str, tmp_path: Path) -> None:
     from playwright.sync_api import sync_playwright
@@ -132,7 +144,16 @@ def test_run_shows_the_figure_and_cancel_leaves_the_lab_usable(jupyter_lab: str,
         page.wait_for_function(LARGER, timeout=RUN_MS)
         picture(page, tmp_path / "5-memory-wide.png")
         assert lab_box.evaluate("e => e.clientWidth") > narrow + 500, "a wide window is used"
+        run_a_cell(page, "lab.present()")
+        page.locator(".fsdplab-present").wait_for(timeout=SHORT_MS)
+        picture(page, tmp_path / "5-memory-wide-presented.png")
         page.set_viewport_size({"width": 1280, "height": 1100})
+        page.wait_for_function(NARROW, timeout=RUN_MS)
+        for tab in ("Memory", "Table", "Timeline", "Pareto"):
+            page.get_by_role("tab", name=tab, exact=True).click()
+            picture(page, tmp_path / f"5-{tab.lower()}-presented.png")
+        run_a_cell(page, "lab.present(False)")
+        page.locator(".fsdplab-present").wait_for(state="detached", timeout=SHORT_MS)
         assert "could not be drawn" not in lab_box.inner_text()
         button["Export HTML"].click()
         lab_box.get_by_text("strategy-lab-1.html").wait_for(timeout=SHORT_MS)

@@ -20,12 +20,14 @@ from fsdplab.figures import style
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec
 from fsdplab.widgets import kept_runs
-from fsdplab.widgets.at_once import RULES, WAITING, script
+from fsdplab.widgets.at_once import GONE, RULES, WAITING, script
+from fsdplab.widgets.at_once import style as style_sheet
 from fsdplab.widgets.choices import Choices, check
 from fsdplab.widgets.controls import PRESENTED
 from fsdplab.widgets.lab_state import Batch, Curve, LabState
 from fsdplab.widgets.live_curve import picture_of
 from fsdplab.widgets.running import ANOTHER_RUNS, Runner
+from fsdplab.widgets.stills import Still
 from fsdplab.widgets.strategy_lab import StrategyLab
 from fsdplab.widgets.tabs import FAULT, TABS
 
@@ -171,6 +173,30 @@ def test_a_cancelled_batch_without_a_record_leaves_no_folder(tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_goes_while_its_runs_go_on_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdplab.widgets import running
+
+    def compare(specs: Any, *, directory: Path, **_: Any) -> None:
+        directory.rename(tmp_path / "elsewhere")
+        (directory / "0-full_shard-lab" / "run.json").read_text()
+
+    monkeypatch.setattr(running, "compare", compare)
+    runner = Runner(LabState(FIXED, **TINY), tmp_path / "runs")
+    assert runner.start() and runner.wait(60) and runner.state.status == "failed"
+    assert f"{tmp_path / 'runs' / 'batch-1'} was moved or deleted while its runs went on" in runner.state.message
+
+
+def test_thirty_kept_batches_are_not_all_read(tmp_path: Path) -> None:
+    for number in range(1, 31):
+        (tmp_path / f"batch-{number}").mkdir()
+    write_batch(tmp_path, "batch-31-<script>", "zero2")
+    lab = StrategyLab(FIXED, directory=tmp_path, export_to=tmp_path, **TINY)
+    assert "19 older ones stay in" in lab.message.value and lab.name.value == "<script>"
+    still = Still(lab.state.batch)._repr_html_()
+    assert "<script>" not in still and "&lt;script&gt;" in still
+    assert lab.export() is not None
+
+
 def test_a_press_of_cancel_at_once_after_run_is_heeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancel may come before the thread of the run has begun."""
     from fsdplab.widgets import running
@@ -289,6 +315,12 @@ def test_the_script_is_called_with_the_rules() -> None:
     assert {f"fsdplab-of-{name}" for name in RULES} <= {
         each for cell in lab.controls._cells.values() for each in cell._dom_classes
     }
+
+
+def test_a_lab_without_its_kernel_says_so_in_one_line() -> None:
+    told = json.loads(script()[script().rindex("})(") + 3 : -1])
+    assert told["gone"] == GONE and f'--fsdplab-gone: "{GONE}"' in style_sheet()
+    assert ".jupyter-widgets-disconnected::before { content: none; }" in style_sheet()
 
 
 def test_a_press_takes_along_what_the_page_shows() -> None:

@@ -108,6 +108,7 @@ def test_the_last_measured_run_stands_beside_with_what_differed() -> None:
     page = outlook_html([row])
     assert "measured 3.00 MB, sends 764 kB, step 500 ms (with prefetch 1)" in page
     assert outlook_of([spec], [a_record(strategy="zero2")])[0].measured is None and outlook_html(()) == ""
+    assert outlook_of([spec], [a_record(model="gpt-20m")])[0].measured is None, "its bar would dwarf the prediction"
 
 
 def test_a_calibration_is_used_as_soon_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,11 @@ from fsdplab.sessions.spec import RunSpec
 
 # settings that change what a run takes; a measurement with other ones says so
 _SETTINGS = {
-    "model": "{}", "world_size": "{} ranks", "precision": "{}", "units": "units {}", "checkpoint": "recomputation {}",
+    "world_size": "{} ranks", "precision": "{}", "units": "units {}", "checkpoint": "recomputation {}",
     "prefetch": "prefetch {}", "shard_size": "groups of {}", "link": "link {}", "card": "card {}",
     "sequence_length": "sequence {}", "batch_size": "batch {}", "micro_batches": "{} micro-batches",
 }  # fmt: skip
+_OWN = ("model", "strategy", "engine")  # what a measurement must share with a run: another model's peak says nothing
 _NAME = "flex:0 0 8em;overflow-wrap:anywhere"
 _BAR = "flex:1 1 12em;position:relative;display:flex;height:1.1em"
 _FIGURES = "flex:0 1 25em;text-align:left"
@@ -91,13 +92,13 @@ def _predicted(spec: RunSpec, calibrated_ns: int) -> tuple[Prediction, str]:
 
 
 def outlook_of(specs: Iterable[RunSpec], records: Sequence[RunRecord] = ()) -> tuple[Outlook, ...]:
-    """What each run will take, beside the last of `records` with its strategy and engine; the twin is left out."""
+    """What each run will take, beside the last of `records` with its model, strategy and engine; not for the twin."""
     rows = []
     for spec in specs:
         if spec.engine == "twin":
             continue
-        own = (spec.strategy, spec.engine)
-        last = next((each for each in reversed(records) if (each.spec["strategy"], each.spec["engine"]) == own), None)
+        own = (spec.model, spec.strategy, spec.engine)
+        last = next((each for each in reversed(records) if tuple(map(each.spec.get, _OWN)) == own), None)
         rows.append(
             Outlook(
                 spec,

@@ -48,7 +48,8 @@ RULES = {
 @lru_cache
 def style() -> str:
     """The lab's style sheet."""
-    return f"<style>{Path(__file__).with_name('lab.css').read_text(encoding='utf-8')}</style>"
+    rules = Path(__file__).with_name("lab.css").read_text(encoding="utf-8")
+    return f"<style>.fsdplab-lab {{ --fsdplab-gone: {json.dumps(GONE)}; }}\n{rules}</style>"
 
 
 @lru_cache

@@ -95,6 +95,10 @@ class Runner:
         batch.folder = new_folder(self.directory, batch.number)
         try:
             self._run_all(specs, batch.folder)
+        except OSError as error:
+            if batch.folder.exists():
+                raise
+            raise OSError(f"{batch.folder} was moved or deleted while its runs went on; press Run again") from error
         finally:
             if not batch.records:  # what a cancelled run has left is no record
                 shutil.rmtree(batch.folder, ignore_errors=True)

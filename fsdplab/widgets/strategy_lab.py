@@ -186,7 +186,7 @@ class StrategyLab:
         self.bar.value = 1.0 if state.status == "done" else state.progress.share
         self.bar.bar_style = _BAR.get(state.status, "")
         alarm = (
-            " style='color:#c01f25'"
+            " style='color:var(--fsdplab-bad, #c01f25)'"
             if state.status == "failed" or (state.status == "idle" and state.last_error)
             else ""
         )
@@ -280,10 +280,10 @@ class StrategyLab:
             rename(batch, change["new"])
             said = f"kept in <code>{escape(str(batch.folder))}</code>" if batch.folder else ""
         except ValueError as wrong:
-            said = f"<span style='color:#c01f25'>{escape(str(wrong))}</span>"
+            said = f"<span style='color:var(--fsdplab-bad, #c01f25)'>{escape(str(wrong))}</span>"
         except OSError as error:
             words = f"{batch.folder} could not be renamed ({error.strerror})"
-            said = f"<span style='color:#c01f25'>{escape(words)}</span>"
+            said = f"<span style='color:var(--fsdplab-bad, #c01f25)'>{escape(words)}</span>"
         self.exported.outputs = tuple(outputs(f"<div style='font-size:15px'>{said}</div>")) if said else ()
         self._list_batches()
 
@@ -303,7 +303,7 @@ class StrategyLab:
                 self.name.disabled = not (batch and batch.number)
                 for still in self._stills:
                     still.update(Still(batch))
-            self.run_menu.layout.visibility = "visible" if tab in OF_ONE_RUN else "hidden"
+            self.run_menu.layout.display = "" if tab in OF_ONE_RUN else "none"
             self._fill(tab, (shown, self.run_menu.value if tab in OF_ONE_RUN else None))
 
     def _fill(self, tab: str, wanted: Wanted) -> None:

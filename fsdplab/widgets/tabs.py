@@ -22,7 +22,7 @@ from .lab_state import Batch
 
 Piece: TypeAlias = Figure | str
 
-_COLOURS = {"good": "#00704f", "bad": "#c01f25"}
+_COLOURS = {"good": "var(--fsdplab-good, #00704f)", "bad": "var(--fsdplab-bad, #c01f25)"}
 FAULT = "could not be drawn"
 EMPTY = "no run yet: choose above, then press Run"
 

@@ -113,13 +113,13 @@ class Score:
         return self.told("measured")
 
     def told(self, origin: str) -> str:
-        """The line under a prediction; `origin` says how the other number came about: "measured", "computed" or
+        """The words under a prediction; `origin` says how the other number came about: "measured", "computed" or
         "simulated".
         """
         reached = f"{origin} {shown(self.measured, self.unit)}"
         if self.predicted is None:
             return (
-                f"No prediction, {reached}. Next time write a number into the field before you run the cell: a wrong"
+                f"No prediction, {reached}.\nNext time write a number into the field before you run the cell: a wrong"
                 " guess teaches more than none."
             )
         against = compared(self.ratio).replace("measurement", "measurement" if origin == "measured" else "right number")
@@ -287,7 +287,7 @@ def _refusal(prediction: Prediction, typed: str) -> str:
 
 
 def _complaint(words: str) -> str:
-    return f"<span role='alert' style='color:#c01f25'>{escape(words)}</span>" if words else ""
+    return f"<span role='alert' style='color:#d9363e'>{escape(words)}</span>" if words else ""
 
 
 def written(prediction: Prediction) -> str:
