@@ -178,9 +178,19 @@ class Runtime:
                 unit.reshard("backward")
             if not unit.sync:
                 return
-            self._make_room(unit.in_flight)
+            self._make_room(self._most_under_way(unit))
             unit.start_reduce()
             self._reducing.append(unit)
+
+    def _most_under_way(self, unit: Unit) -> int:
+        """How many reductions of the first kind may be; the largest number that any unit was given, as in FSDP2.
+
+        Where the host begins the all-reduces over replicas, no more than half of the units: the other half of the
+        backward is for those to hide behind.
+        """
+        most = max(each.in_flight for each in self.units.values())
+        both = unit.config.shard is not None and unit.config.replicate is not None
+        return min(most, max(1, len(self.units) // 2)) if both and unit.config.device.type == "cpu" else most
 
     def _make_room(self, most: int) -> None:
         """Wait for the oldest reductions until fewer than `most` are under way; those over replicas go on with their
