@@ -46,9 +46,9 @@ class FSDPModule(TorchFSDPModule):
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters; with `async_op`, returns a handle to wait on."""
-        units = units_under(self, recurse=False)
+        units, runtime = units_under(self, recurse=False), self._unit_hooks.runtime
         for unit in units:
-            unit.unshard_by_hand(afresh=self._unit_hooks.left_unfinished)
+            unit.unshard_by_hand(afresh=runtime is not None and runtime.left_unfinished)
         handle = UnshardHandle(units)
         if async_op:
             return handle
