@@ -27,6 +27,7 @@ from tests.surface import (
     data,
     error_of,
     gradients,
+    lab_over,
     loss_of,
     mesh_of,
     on_both,
@@ -189,9 +190,9 @@ class Noted:
         return Waited(number, self.log)
 
 
-def under_way(most: int) -> list[str]:
+def under_way(most: int, recurse: bool = True) -> list[str]:
     model, noted = sharded(engine), Noted()
-    model.set_reduce_scatter_max_input_buffers(most)
+    model.set_reduce_scatter_max_input_buffers(most, recurse=recurse)
     for unit in (*model.blocks, model):
         unit.set_custom_reduce_scatter(noted)
     loss_of(model).backward()
@@ -212,6 +213,27 @@ def test_only_the_oldest_reduction_is_waited_for(ranks) -> None:
             started += 1
         expected += [f"wait {number}" for number in range(waited, started)]
         assert log == expected
+    assert ranks(2, under_way, 3, False)[0] == log, "the largest number that a unit was given counts for all"
+
+
+def over_replicas(most: int) -> None:
+    """All-reduces begin while there is a backward to hide them, also where nothing need wait for a reduce-scatter."""
+    for transport in ("gloo", "shm"):
+        model, twin = Net(hidden=(4,) * 7), Net(hidden=(4,) * 7)
+        sharded(lab_over(transport), model, mesh=mesh_of(2, 2, names=("replicate", "shard")))
+        model.set_reduce_scatter_max_input_buffers(most)
+        loss = loss_of(model)
+        with Collectives() as seen:
+            loss.backward()
+        kinds = [each.kind for each in seen.seen if each.kind != "gather"]
+        assert kinds.count("scatter") == kinds.count("reduce") == 8
+        assert kinds.index("reduce") == min(most, 4), "half of the eight units at most wait for their reduce-scatter"
+        close(gradients(model), twin_gradients(twin), rtol=1e-5, atol=1e-6)
+
+
+def test_replicas_do_not_wait_for_the_end_of_the_backward(ranks) -> None:
+    for most in (2, 100):
+        ranks(4, over_replicas, most)
 
 
 # ---- communicators and memory

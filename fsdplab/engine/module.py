@@ -46,9 +46,9 @@ class FSDPModule(TorchFSDPModule):
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters; with `async_op`, returns a handle to wait on."""
-        units = units_under(self, recurse=False)
+        units, runtime = units_under(self, recurse=False), self._unit_hooks.runtime
         for unit in units:
-            unit.unshard_by_hand(afresh=self._unit_hooks.left_unfinished)
+            unit.unshard_by_hand(afresh=runtime is not None and runtime.left_unfinished)
         handle = UnshardHandle(units)
         if async_op:
             return handle
@@ -175,7 +175,9 @@ class FSDPModule(TorchFSDPModule):
             unit.reduce_options = replace(unit.reduce_options, unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions may be under way at once: more hide more traffic and hold more memory."""
+        """How many reductions may be under way at once: more hide more traffic and hold more memory. The largest number
+        given below a root counts for all its units.
+        """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:

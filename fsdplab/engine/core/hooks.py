@@ -8,18 +8,16 @@ never counted down: those of unused parameters never arrive.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fsdplab.engine import compat
 from fsdplab.engine.core.runtime import Runtime
 from fsdplab.engine.core.unit import Unit
+from fsdplab.engine.nested import cast_floats, map_tensors, tensors_in
 
 
 class UnitHooks:
@@ -58,7 +56,7 @@ class UnitHooks:
         """Gather, cast the inputs, and plant the end of this unit's backward on them."""
         runtime = self.runtime or bind_root(module)
         if self.policy.cast_forward_inputs and self.policy.param_dtype:
-            args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
+            args, kwargs = cast_floats((args, kwargs), self.policy.param_dtype)
         if runtime.recomputes(self.unit):
             runtime.gather_again(self.unit)
             return args, kwargs
@@ -66,8 +64,7 @@ class UnitHooks:
         if first:
             runtime.before_forward(self.unit)
             self._to_run, self._pass, self._hidden = set(self._all), runtime.passes, False
-        device = self.unit.config.device
-        if self.unit is runtime.root and device.type != "cpu":
+        if self.unit is runtime.root and (device := self.unit.config.device).type != "cpu":
             args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(device))
         return self._plant(args, kwargs) if first and torch.is_grad_enabled() else (args, kwargs)
 
@@ -85,23 +82,16 @@ class UnitHooks:
             self._to_run.discard(id(module))
             if not self._to_run:
                 self._bound.after_forward(self.unit, will_backward=torch.is_grad_enabled(), hidden=self._hidden)
-        return _cast(output, self.policy.output_dtype) if self.policy.output_dtype else output
+        return cast_floats(output, self.policy.output_dtype) if self.policy.output_dtype else output
 
     def _trains(self, args: tuple) -> bool:
         """Whether the unit's weights may be read in a backward."""
-        return any(param.at_rest.requires_grad for param in self.unit.params) or any(
-            tensor.requires_grad for tensor in tensors_in(args)
-        )
+        return any(each.requires_grad for each in (*tensors_in(args), *(param.at_rest for param in self.unit.params)))
 
     def _after_exception(self, module: nn.Module, *_: Any) -> None:
         """Note that the forward raised: otherwise `after_forward` has been called before this."""
         if self.runtime is not None and id(module) in self._to_run and not compat.inside_backward():
-            self.runtime.note_exception(self.unit)
-
-    @property
-    def left_unfinished(self) -> bool:
-        """Whether the last step of this unit's root has ended in an exception."""
-        return self.runtime is not None and self.runtime.left_unfinished
+            self.runtime.raised = self.unit
 
     def _ask(self, output: torch.Tensor) -> None:
         """Be called before the backward of `output`; a view that is written to in place would lose its own hook."""
@@ -245,67 +235,3 @@ def units_under(module: nn.Module, recurse: bool) -> list[Unit]:
     """The unit of `module`, with `recurse` those below it too."""
     modules = module.modules() if recurse else [module]
     return list(dict.fromkeys(hooks.unit for each in modules for hooks in all_hooks_of(each)))
-
-
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of nested arguments or outputs, those in dataclasses too, in the order of `map_tensors`."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    else:
-        for each in _opened(tree)[0]:
-            yield from tensors_in(each)
-
-
-def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`tree` with `function` of every tensor in its place. What holds no other tensor then stays the object that it is:
-    a module may write to a list that it was given.
-    """
-    if isinstance(tree, torch.Tensor):
-        return function(tree)
-    held, rebuilt = _opened(tree)
-    mapped = [map_tensors(each, function) for each in held]
-    return tree if all(new is old for new, old in zip(mapped, held)) else rebuilt(mapped)
-
-
-def _opened(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """What `tree` holds, and what makes one like it of others; a leaf holds nothing."""
-    kind = type(tree)
-    if kind is tuple or kind is list:
-        return list(tree), kind
-    if kind is dict:
-        return list(tree.values()), lambda new: dict(zip(tree, new))
-    children, shape = tree_flatten(tree, is_leaf=lambda each: each is not tree)  # one level
-    if len(children) != 1 or children[0] is not tree:
-        return children, lambda new: tree_unflatten(new, shape)
-    if isinstance(tree, dict):
-        return list(tree.values()), lambda new: _refilled(tree, zip(tree, new))
-    if isinstance(tree, list):
-        return list(tree), lambda new: _refilled(tree, enumerate(new))
-    if _is_data(tree):
-        names = [each.name for each in fields(tree) if hasattr(tree, each.name)]
-        return [getattr(tree, name) for name in names], lambda new: _replaced(tree, zip(names, new))
-    return [], lambda _: tree
-
-
-def _refilled(tree: Any, items: Iterable[tuple[Any, Any]]) -> Any:
-    """A copy with other items: of a kind of dict or list that only its own class can make."""
-    copied = copy.copy(tree)
-    for key, value in items:
-        copied[key] = value
-    return copied
-
-
-def _replaced(data: Any, items: Iterable[tuple[str, Any]]) -> Any:
-    """A copy with other fields: also of frozen ones, and without running __post_init__ again."""
-    copied = copy.copy(data)
-    for name, value in items:
-        object.__setattr__(copied, name, value)
-    return copied
-
-
-def _is_data(leaf: Any) -> bool:
-    return is_dataclass(leaf) and not isinstance(leaf, type)
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

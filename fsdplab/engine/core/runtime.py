@@ -31,7 +31,7 @@ class Runtime:
         self._backward_of: dict[str, str] = {}  # unit -> how far its backward has come in this pass; absent: not begun
         self._callback_queued = False
         self._accumulating = False
-        self._raised = False  # whether the last root forward ended in an exception
+        self.raised: Unit | None = None  # whose forward an exception has left last
 
     # ---- forward
 
@@ -56,7 +56,7 @@ class Runtime:
     def _begin_forward(self, unit: Unit) -> None:
         if self._callback_queued:
             self._abandon_backward()
-        self._forward_root, self._entered, self._raised = unit, [], False
+        self._forward_root, self._entered, self.raised = unit, [], None
         self.passes += 1
         self.schedule.begin()
         if self.post_optimizer_event is not None:
@@ -66,20 +66,16 @@ class Runtime:
             for each in self.units.values():
                 each.begin_forward(self._accumulating)
 
-    def note_exception(self, unit: Unit) -> None:
-        """An exception has left the forward of `unit`."""
-        self._raised = self._raised or self._forward_root is unit
-
     @property
     def left_unfinished(self) -> bool:
         """Whether a step has ended in an exception, and neither `reset` nor another forward came since."""
-        return self._raised or self._callback_queued and not compat.inside_backward()
+        return self.raised is self._forward_root is not None or self._callback_queued and not compat.inside_backward()
 
     def reset(self) -> None:
         """Forget a forward or a backward that raised: nothing in flight, nothing gathered, no gradients accumulated."""
         unfinished = self._forward_root is not None or self._callback_queued
         self._abandon_backward()
-        self._forward_root, self._accumulating, self._raised = None, False, False
+        self._forward_root, self._accumulating, self.raised = None, False, None
         self.passes += 1
         for unit in self.units.values():
             unit.abandon_unshard()
@@ -178,9 +174,19 @@ class Runtime:
                 unit.reshard("backward")
             if not unit.sync:
                 return
-            self._make_room(unit.in_flight)
+            self._make_room(self._most_under_way(unit))
             unit.start_reduce()
             self._reducing.append(unit)
+
+    def _most_under_way(self, unit: Unit) -> int:
+        """How many reductions of the first kind may be; the largest number that any unit was given, as in FSDP2.
+
+        Where the host begins the all-reduces over replicas, no more than half of the units: the other half of the
+        backward is for those to hide behind.
+        """
+        most = max(each.in_flight for each in self.units.values())
+        on_host = unit.config.shard and unit.config.replicate and unit.config.device.type == "cpu"
+        return min(most, max(1, len(self.units) // 2)) if on_host else most
 
     def _make_room(self, most: int) -> None:
         """Wait for the oldest reductions until fewer than `most` are under way; those over replicas go on with their

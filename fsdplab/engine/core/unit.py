@@ -335,8 +335,7 @@ class Unit:
 
     def check_unannounced(self) -> None:
         """Raise where a backward that came through no output has computed gradients while a gather was under way."""
-        held = [param.gathered.grad for param in self.params if param.gathered is not None]
-        if self.state is UNSHARDING and any(gradient is not None for gradient in held):
+        if self.state is UNSHARDING and any(getattr(each.gathered, "grad", None) is not None for each in self.params):
             raise RuntimeError(
                 f"a backward reached the parameters of unit {self.name!r} through none of the outputs of its forward,"
                 " so they were not gathered; let the forward return the tensors that the loss is computed from"

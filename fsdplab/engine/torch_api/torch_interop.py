@@ -113,7 +113,8 @@ class Group:
 
     def unshard(self, async_op: bool = False) -> None:
         """Begin to gather."""
-        self._unit.unshard_by_hand(afresh=self._hooks.left_unfinished)
+        runtime = self._hooks.runtime
+        self._unit.unshard_by_hand(afresh=runtime is not None and runtime.left_unfinished)
 
     def wait_for_unshard(self) -> None:
         """Finish gathering."""
