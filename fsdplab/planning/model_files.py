@@ -41,8 +41,8 @@ def _shape_of_kind(config: Mapping[str, Any], name: str) -> ModelShape:
         routed = next((key for key in _EXPERTS if key in config), None)
         if routed:
             raise ModelError(
-                f"{name}: {routed} is {config[routed]!r:.40}: mixtures of experts are not planned, since their memory and"
-                " traffic are not a dense model's; expected the config.json of a dense model"
+                f"{name}: {routed} is {config[routed]!r:.40}: mixtures of experts are not planned, since their memory"
+                " and traffic are not a dense model's; expected the config.json of a dense model"
             )
         meant = did_you_mean(kind, _READERS) if isinstance(kind, str) else ""
         raise ModelError(

@@ -75,8 +75,8 @@ def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1)
     """The work of a plan's step; raises PlanError for a GPU of unknown FLOP/s, and for a step of too many events."""
     if (passes := spec.model.layers * spec.grad_accum) > _MOST_PASSES:
         raise PlanError(
-            f"a simulated step has {spec.model.layers:,} blocks x {spec.grad_accum:,} micro-batches = {passes:,} passes;"
-            f" expected at most {_MOST_PASSES:,}: give fewer --grad-accum, since those in the middle are alike"
+            f"a simulated step has {spec.model.layers:,} blocks x {spec.grad_accum:,} micro-batches = {passes:,}"
+            f" passes; expected at most {_MOST_PASSES:,}: give fewer --grad-accum, since those in the middle are alike"
         )
     compute, rows = Compute(spec, efficiency), plan_traffic(spec)
     cuts = STRATEGY_ROWS[spec.strategy].cuts
