@@ -112,6 +112,8 @@ def test_a_config_json_gives_the_published_count(kind, tmp_path):
     "text,words",
     [
         ('{"model_type": "mixtral"}', "model_type is 'mixtral' (did you mean mistral"),
+        ('{"model_type": "mixtral", "num_local_experts": 8}', "mixtures of experts are not planned"),
+        ('{"model_type": "gpt2", "n_layer": 999999999}', "the model has 999,999,999 layers; expected at most 10,000"),
         ('{"hidden_size": 8}', "model_type is None"),
         ("{", "is no JSON file"),
         ("[1]", "holds no JSON object"),
@@ -537,7 +539,7 @@ def test_one_rank_sends_nothing_and_many_wait_for_the_latency_of_rings(capsys):
 
 def test_advice_for_a_long_sequence_is_to_cut_it_and_says_nothing_twice(capsys):
     long = plan("llama-3.1-8b", "h100", gpus=64, seq=131_072, checkpointing="full")
-    assert (shortfall(long) or "").endswith("needs --tp 4 with --checkpointing full")
+    assert (shortfall(long) or "").endswith("needs --tp 4")
     assert plan_of(replace(long.spec, tensor_parallel=4)).fits and plan_of(replace(long.spec, context_parallel=8)).fits
     alone = shortfall(plan("llama-3.1-8b", "4090", gpus=1, lora_rank=16, base_dtype="nf4")) or ""
     assert "--strategy full_shard" not in alone and "--micro-batch 1" not in alone and "--tp" not in alone

@@ -19,7 +19,7 @@ from fsdplab.planning.links import LinkSpec
 from fsdplab.planning.memory import Variant, memory_of
 from fsdplab.planning.plan_spec import POLICIES
 from fsdplab.planning.planner import plan_of, plan_spec
-from fsdplab.planning.questions import LISTED, QUESTIONS, answer, ask, units
+from fsdplab.planning.questions import LISTED, QUESTIONS, answer, ask, facts, units
 from fsdplab.planning.simulation import simulate_work, work_of
 from fsdplab.planning.step_time import Compute
 
@@ -134,6 +134,14 @@ def test_hybrid_pays_only_below_its_rate_and_by_the_bytes_that_cross():
     root = spec.model.root_parameters / spec.model.parameters
     sent = (2 * (2 - root) + 4) / 8 * 15 / 16
     assert steps[0] / steps[1] == pytest.approx(sent / (2 * 4 / 8 * 1 / 2), rel=0.01)
+
+
+def test_where_hybrid_pays_is_said_where_it_pays_at_no_single_side_of_a_rate():
+    """It paid at five of seven rates in the table, and the sentence said "at no rate"."""
+    found = ask("hybrid", plan_spec("llama-3.1-8b", "h100", gpus=16, seq=1024))
+    pays = [row[2] < facts.ALIKE * row[1] for row in found.rows]
+    assert 0 < sum(pays) < len(pays)
+    assert f"pays at {sum(pays)} of the {len(pays)} rates of the network that were tried" in found.sentence
 
 
 def test_hybrid_of_one_node_is_asked_for_two():

@@ -347,6 +347,12 @@ def test_a_saved_record_is_read_back(tmp_path):
     assert set(again.provenance.values()) == {"simulated"}
 
 
+def test_a_step_of_too_many_events_is_refused_before_it_fills_the_memory():
+    """A million micro-batches took over 12 GB before somebody ended it."""
+    with pytest.raises(PlanError, match="32 blocks x 1,000,000 micro-batches = 32,000,000 passes; expected at most"):
+        simulate(plan_spec("llama-3.1-8b", "h100", grad_accum=10**6))
+
+
 @pytest.mark.parametrize(
     "how,words",
     [

@@ -155,3 +155,17 @@ def test_what_no_profiler_writes_is_one_line(tmp_path, content):
     path = tmp_path / "bad.json"
     path.write_bytes(content)
     assert "bad.json" in opened(path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes,told",
+    [
+        (dict(dur=-5, name="sm90_gemm"), "('sm90_gemm' of 'kernel', ts 100, dur -5)"), (dict(ts=None), "ts None"),
+        (dict(ts="0.5"), "ts '0.5'"), (dict(name=None), "(None of 'kernel'"),
+    ],
+)  # fmt: skip
+def test_what_no_profiler_writes_is_told_by_its_event(tmp_path, changes, told):
+    """And not by Python's own error: "'NoneType' object has no attribute 'startswith'"."""
+    (tmp_path / "bad.json").write_bytes(with_event(**changes))
+    said = opened(tmp_path / "bad.json", tmp_path)
+    assert told in said and "Error" not in said

@@ -291,3 +291,31 @@ def test_long_names_of_units_are_cut_in_the_straggler_map(tmp_path):
         files.append(trace.kernel(390, 1000, 1100).write(tmp_path / f"rank{number}.json"))
     names = straggler_map(record_of_traces(files)).data[0].x
     assert [name.split()[1] for name in names] == [f"….{layer}.feed_forward_with_a…" for layer in range(4)]
+
+
+def test_two_processes_in_one_file_are_refused(tmp_path):
+    """Their correlation numbers are the same, so work would be said to be of the other's steps."""
+    content, other = (GpuRank(rank).step(5, 0, 50).kernel(10, 100, 300).content() for rank in (0, 1))
+    content["traceEvents"] += [{**each, "pid": each["pid"] + 1} for each in other["traceEvents"]]
+    path = tmp_path / "both.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(TraceError, match=r"steps of 2 processes \(4242, 4243\); expected one rank's"):
+        record_of_traces([path])
+
+
+def test_traces_without_steps_count_as_one_and_every_report_says_so(tmp_path):
+    def rank(number):
+        return GpuRank(number).nccl("all_gather", 8, 100, 200).kernel(10, 150, 300)
+
+    paths = [rank(number).write(tmp_path / f"rank{number}.json") for number in (0, 1)]
+    notes = record_of_traces(paths).summary["traces"]["notes"]
+    assert len(notes) == 1 and notes[0].startswith("every rank: the trace has no ProfilerStep ranges, so all of it")
+    stepped = [rank(number).step(1, 0, 50).write(tmp_path / f"rank{number}.json") for number in (0, 1)]
+    assert record_of_traces(stepped).summary["traces"]["notes"] == []
+
+
+def test_a_trace_that_is_a_list_of_events_is_found_in_its_folder(tmp_path):
+    events = GpuRank(world_size=1).step(1, 0, 50).kernel(10, 100, 300).content()["traceEvents"]
+    (tmp_path / "rank0.json").write_text(json.dumps(events))
+    (tmp_path / "settings.json").write_text("[1, 2]")
+    assert [path.name for path in traces_in(tmp_path)] == ["rank0.json"]

@@ -37,6 +37,10 @@ def sweep_figure(name: str, values: Sequence[int], plans: Sequence[Plan]) -> go.
         y1=card / 1e9,
         line=dict(color=ALARM, width=2, dash="dash"),
     )
+    figure.add_annotation(
+        x=1, xref="paper", y=card / 1e9, text=f"card {size(card)}", showarrow=False, xanchor="right", yanchor="bottom",
+        font=dict(color=ALARM, size=14),
+    )  # fmt: skip
     spec, fits = plans[0].spec, [label for label, each in zip(labels, plans) if each.fits]
     speeds = [f"{label}: {three_digits(each.tokens_per_s_per_gpu or 0)}" for label, each in zip(labels, plans)]
     title = f"{spec.model.name} fits with {name.replace('_', ' ')} {', '.join(fits) or 'of none of these'}"

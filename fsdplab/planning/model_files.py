@@ -14,6 +14,8 @@ from fsdplab.common.words import did_you_mean
 
 from .models import ModelError, ModelShape, model
 
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # Mixtral's, Qwen's, DeepSeek's
+_MOST_LAYERS = 10_000
 _LARGEST_FILE = 10**6  # bytes; a configuration has some thousand
 
 
@@ -27,8 +29,21 @@ def model_named(name: str) -> ModelShape:
 
 def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """The shape that a parsed `config.json` describes; raises ModelError for a type that is not known here."""
+    shape = _shape_of_kind(config, name)
+    if shape.layers > _MOST_LAYERS:
+        raise ModelError(f"{name}: the model has {shape.layers:,} layers; expected at most {_MOST_LAYERS:,}")
+    return shape
+
+
+def _shape_of_kind(config: Mapping[str, Any], name: str) -> ModelShape:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _READERS:
+        routed = next((key for key in _EXPERTS if key in config), None)
+        if routed:
+            raise ModelError(
+                f"{name}: {routed} is {config[routed]!r:.40}: mixtures of experts are not planned, since their memory"
+                " and traffic are not a dense model's; expected the config.json of a dense model"
+            )
         meant = did_you_mean(kind, _READERS) if isinstance(kind, str) else ""
         raise ModelError(
             f"{name}: model_type is {kind!r}{meant}; expected one of {', '.join(_READERS)}: other models have other"

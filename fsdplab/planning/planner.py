@@ -180,7 +180,8 @@ def _changes(spec: PlanSpec) -> dict[str, list[tuple[str, PlanSpec | None]]]:
 def _tensor(spec: PlanSpec, ways: int) -> tuple[str, PlanSpec | None]:
     """Activations of a sequence that is cut; None where heads or GPUs cannot be."""
     try:
-        return f"--tp {ways} with --checkpointing full", replace(spec, tensor_parallel=ways, checkpointing="full")
+        more = "" if spec.checkpointing == "full" else " with --checkpointing full"
+        return f"--tp {ways}{more}", replace(spec, tensor_parallel=ways, checkpointing="full")
     except PlanError:
         return "", None
 

@@ -107,8 +107,10 @@ def _crossing_rate(spec: PlanSpec) -> float | None:
 def _where_hybrid_pays(crossing: float | None, rows: list[Row]) -> str:
     if crossing is not None:
         return f"hybrid_shard pays where the network gives a GPU less than {rate(crossing)}"
-    always = all(facts.number(row, "hybrid_shard") < facts.ALIKE * facts.number(row, "full_shard") for row in rows)
-    return f"hybrid_shard pays at {'every' if always else 'no'} rate of the network that was tried"
+    pays = [row for row in rows if facts.number(row, "hybrid_shard") < facts.ALIKE * facts.number(row, "full_shard")]
+    if 0 < len(pays) < len(rows):
+        return f"hybrid_shard pays at {len(pays)} of the {len(rows)} rates of the network that were tried"
+    return f"hybrid_shard pays at {'every' if pays else 'no'} rate of the network that was tried"
 
 
 # ---- how far ahead

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.planning.links import ring_steps
-from fsdplab.planning.plan_spec import PlanSpec
+from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.plan_traffic import AxisTraffic, axis_link, inline_counts, plan_traffic
 from fsdplab.planning.step_time import Compute
 
 ROOT = "root"
+_MOST_PASSES = 10_000  # each costs some milliseconds, and thousands of bytes of its record
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,12 @@ class StepWork:
 
 
 def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1) -> StepWork:
-    """The work of a plan's step; raises PlanError for a GPU of unknown FLOP/s."""
+    """The work of a plan's step; raises PlanError for a GPU of unknown FLOP/s, and for a step of too many events."""
+    if (passes := spec.model.layers * spec.grad_accum) > _MOST_PASSES:
+        raise PlanError(
+            f"a simulated step has {spec.model.layers:,} blocks x {spec.grad_accum:,} micro-batches = {passes:,}"
+            f" passes; expected at most {_MOST_PASSES:,}: give fewer --grad-accum, since those in the middle are alike"
+        )
     compute, rows = Compute(spec, efficiency), plan_traffic(spec)
     cuts = STRATEGY_ROWS[spec.strategy].cuts
     block = _unit(spec, rows, "block", compute.forward_s, compute.backward_s)

@@ -122,6 +122,7 @@ class TraceEvents:
     blocked: Spans = field(default_factory=Spans)  # CUDA's own synchronising calls
     loading: Spans = field(default_factory=Spans)  # the host takes a batch from a DataLoader
     steps: list[tuple[int, int, int]] = field(default_factory=list)
+    step_processes: set[Any] = field(default_factory=set)  # one, in the trace of one rank
     first: int | None = None
     last: int = 0
 
@@ -163,16 +164,23 @@ def read_events(
         sorter.take(trace if see is None else _seen(trace, see))
         _check_metadata(trace.metadata)
         if trace.base_ns + sorter.found.last >= 2 * LATEST_NS:
-            raise ValueError("a time of more than 64 bits")
+            raise OddEvent("a time of more than 64 bits")
     except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        what = error if isinstance(error, OddEvent) else shown(error)
         raise TraceError(
-            f"{path} holds something that PyTorch's profiler does not write ({shown(error)}); export the trace again."
+            f"{path} holds something that PyTorch's profiler does not write ({what}); export the trace again."
         ) from None
     found = sorter.found
     if "mergedRanks" in found.metadata:
         ranks = found.metadata["mergedRanks"]
         raise TraceError(
             f"{path} holds the ranks {ranks} merged into one file, which is for viewing; analyse each rank's own trace."
+        )
+    if len(found.step_processes) > 1:
+        named = ", ".join(sorted(map(str, found.step_processes))[:4])
+        raise TraceError(
+            f"{path} holds the steps of {len(found.step_processes)} processes ({named}); expected one rank's: give each"
+            " process its own trace."
         )
     if found.first is None:
         raise TraceError(
@@ -189,14 +197,25 @@ def _seen(events: Iterable[dict[str, Any]], see: Callable[[dict[str, Any]], None
 
 
 def _check_metadata(metadata: dict[str, Any]) -> None:
-    """ValueError where what stands around the events is of another type than the profiler's."""
+    """OddEvent where what stands around the events is of another type than the profiler's."""
     world = metadata.get("distributedInfo")
     held = [("baseTimeNanoseconds", metadata.get("baseTimeNanoseconds") or 0)]
     if isinstance(world, dict):
         held += [(name, world[name]) for name in ("rank", "world_size") if name in world]
     for name, value in held:
         if not isinstance(value, int) or not 0 <= value < LATEST_NS:
-            raise ValueError(f"{name} is {value!r:.40}")
+            raise OddEvent(f"{name} is {value!r:.40}")
+
+
+class OddEvent(ValueError):
+    """What no profiler writes, in words for a reader."""
+
+
+def _told(event: dict[str, Any]) -> str:
+    """An event in short: `'sm90_gemm' of 'kernel', ts 600.0, dur -5`."""
+    values = (event.get(key) for key in ("name", "cat", "ts", "dur"))
+    name, category, start, length = (repr(each[:40] if isinstance(each, str) else each)[:44] for each in values)
+    return f"{name} of {category}, ts {start}, dur {length}"
 
 
 class _Sorter:
@@ -213,30 +232,36 @@ class _Sorter:
     def take(self, events: Iterable[dict[str, Any]]) -> None:
         """The hot loop: most events are operators of the host, whose names are classified already."""
         found, handlers, judged, first, last = self.found, self._by_category, self._judged, None, 0
-        for event in events:
-            if event.get("ph") != "X":
-                continue
-            category = event.get("cat", "")
-            handler = handlers.get(category)
-            if handler is None:
-                continue
-            start = nanoseconds(event["ts"])
-            end = start + nanoseconds(event.get("dur") or 0)
-            if end < start:
-                raise ValueError(f"an event of {event['dur']} us")
-            if first is None or start < first:
-                first = start
-            if end > last:
-                last = end
-            if category == "cpu_op" and judged.get(event["name"]) == "operator":
-                spans = found.operators[event["pid"], event["tid"]]
-                spans.start.append(start)
-                spans.end.append(end)
-            else:
-                handler(event, start, end)
+        event: dict[str, Any] = {}
+        try:
+            for event in events:
+                if event.get("ph") != "X":
+                    continue
+                category = event.get("cat", "")
+                handler = handlers.get(category)
+                if handler is None:
+                    continue
+                start = nanoseconds(event["ts"])
+                end = start + nanoseconds(event.get("dur") or 0)
+                if end < start:
+                    raise OddEvent
+                if first is None or start < first:
+                    first = start
+                if end > last:
+                    last = end
+                if category == "cpu_op" and judged.get(event["name"]) == "operator":
+                    spans = found.operators[event["pid"], event["tid"]]
+                    spans.start.append(start)
+                    spans.end.append(end)
+                else:
+                    handler(event, start, end)
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            if isinstance(error, TraceError):
+                raise
+            raise OddEvent(_told(event)) from None
         found.first, found.last = first, last
         if first is not None and (first < -LATEST_NS or last > LATEST_NS):
-            raise ValueError("a time of more than 64 bits")
+            raise OddEvent("a time of more than 64 bits")
 
     def _host(self, event: dict[str, Any], start: int, end: int) -> None:
         name = event["name"]
@@ -259,6 +284,7 @@ class _Sorter:
         hash(thread)  # TypeError for what is no number or text
         if verdict == "step":
             found.steps.append((int(name.partition("#")[2]), start, end))
+            found.step_processes.add(event["pid"])
         elif verdict == "range":
             found.ranges.append(Range(*_label(name), start, end, thread))
         elif verdict == "shared_gpu":

@@ -116,7 +116,11 @@ def _provenance(origin: Origin) -> dict[str, str]:
 def _sources(analyses: Sequence[TraceAnalysis], comm_patterns: Sequence[str]) -> dict[str, Any]:
     """What the record was read from and how: each rank's file, and what its tables leave out."""
     work = [each.no_step for each in analyses]
-    notes = [f"rank {each.rank}: {said}" for each in analyses for said in each.no_step.sentences()]
+    said: dict[str, list[int]] = defaultdict(list)
+    for each in analyses:
+        for sentence in each.no_step.sentences():
+            said[sentence].append(each.rank)
+    notes = [f"{_ranks(ranks, len(analyses))}: {sentence}" for sentence, ranks in said.items()]
     held, job = len(analyses), analyses[0].world_size
     if job and held < job:
         notes.insert(0, f"{held} of the job's {job} ranks were given: what the others did is not known")
@@ -128,6 +132,13 @@ def _sources(analyses: Sequence[TraceAnalysis], comm_patterns: Sequence[str]) ->
         "no_step_share": sum(each.ns for each in work) / (sum(each.device_ns for each in work) or 1),
         "notes": notes,
     }
+
+
+def _ranks(ranks: Sequence[int], of: int) -> str:
+    """Whose note it is: `rank 3`, `ranks 0, 2`, `every rank`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return "every rank" if len(ranks) == of else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _summary(breakdown: Sequence[dict[str, Any]]) -> dict[str, Any]:

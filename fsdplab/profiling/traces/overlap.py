@@ -15,7 +15,7 @@ for the link.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,7 @@ def _analysed(
     default_rank: int,
 ) -> TraceAnalysis:
     """`analyse_trace`, of events that have been read."""
+    step_ranges = whole or bool(found.steps)
     whole = whole or not found.steps
     steps = [(first_step or 0, found.first or 0, found.last)] if whole else found.steps
     if first_step is not None:
@@ -152,7 +153,8 @@ def _analysed(
     world_size, device = found.distributed.get("world_size"), "cuda" if found.on_gpu else "cpu"
     origin = origin_of(found.metadata, any(each.label == "link" for each in found.ranges))
     steps_found = account.analysed()
-    analysis = TraceAnalysis(Path(path), int(own_rank), world_size, device, steps_found, account.no_step, origin)
+    no_step = replace(account.no_step, step_ranges=step_ranges)
+    analysis = TraceAnalysis(Path(path), int(own_rank), world_size, device, steps_found, no_step, origin)
     _require_steps(analysis, len(steps))
     _require_communication(analysis)
     return analysis

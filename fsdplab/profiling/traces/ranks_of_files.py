@@ -38,9 +38,12 @@ def _is_other_json(path: Path) -> bool:
     if path.suffix != ".json" or not 0 < path.stat().st_size <= _SMALL:
         return False
     try:
-        return "traceEvents" not in json.loads(path.read_bytes())
-    except (TypeError, ValueError, RecursionError):
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
         return False
+    if isinstance(content, list):  # a trace's other form: nothing but its events
+        return not any(isinstance(each, dict) and "ph" in each for each in content)
+    return isinstance(content, dict) and "traceEvents" not in content
 
 
 def _parts(name: str) -> list[str]:

@@ -40,13 +40,14 @@ class NoStep:
     """Device work that belongs to no step, and the steps without any: `ns` of `device_ns` of work in the trace.
 
     `by_launch` is False where the trace has no correlation numbers; then steps are the host's ranges, and the GPU's
-    work in them may be another step's.
+    work in them may be another step's. `step_ranges` is False where it has no steps; then all of it counts as one.
     """
 
     ns: int = 0
     device_ns: int = 0
     empty_steps: tuple[int, ...] = field(default=())
     by_launch: bool = True
+    step_ranges: bool = True
 
     @property
     def share(self) -> float:
@@ -56,6 +57,11 @@ class NoStep:
     def sentences(self) -> list[str]:
         """What a reader must know: `["2.1 ms of device work (4 %) belong to no profiled step: ..."]`; [] if nothing."""
         found = []
+        if not self.step_ranges:
+            found.append(
+                "the trace has no ProfilerStep ranges, so all of it counts as one step: call prof.step() behind each"
+                " step of the training"
+            )
         if not self.by_launch:
             found.append(
                 "the trace has no correlation numbers: steps are the host's ranges, and a GPU that runs behind its host"
