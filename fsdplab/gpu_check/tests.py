@@ -29,9 +29,10 @@ NOT_ALL_PASSED, NONE_LEFT, CUDA_BROKE = 1, 5, 70  # the first two are pytest's
 _ONE_TEST_S = 45  # where pytest-timeout is installed
 _LEAST_S = 5.0  # no process is started with less than this
 _CLOSING_S = 1.5
-# the checkout's own flags need plugins that may not be there
+# the checkout's own flags need plugins that may not be there; the one for notebooks would be loaded for nothing, and
+# takes seconds
 _FLAGS = [
-    *("-q", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider"),
+    *("-q", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider", "-p", "no:nbval"),
     *("-o", "addopts=", "-o", "filterwarnings=", "-o", f"timeout={_ONE_TEST_S}"),
 ]
 Event = dict[str, Any]
