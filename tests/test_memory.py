@@ -21,6 +21,9 @@ from fsdplab.profiling.memory import recorder as memory_module
 from fsdplab.profiling.memory.events_of_trace import read_trace
 from fsdplab.profiling.memory.live_storages import cuda_blocks, living_storages
 from fsdplab.profiling.memory.resident_set import ResidentGrowth
+from fsdplab.sessions import RunSpec
+from fsdplab.sessions.worker import engines
+from fsdplab.workloads import build_model
 
 CPU = torch.device("cpu")
 WIDTH, DEPTH, ROWS = 512, 4, 32
@@ -127,6 +130,17 @@ def test_the_total_is_torchs_own_running_total(trained, monkeypatch):
     before = nodes[0][1].total_allocated - nodes[0][1].alloc_size
     assert timeline.growth == max(fields.total_allocated for _, fields in nodes) - before
     assert timeline.totals[-1] - timeline.baseline_total == nodes[-1][1].total_allocated - before
+
+
+@pytest.mark.parametrize("engine, groups", [("lab", 3), ("torch-fsdp2", 3), ("torch-ddp", 1)])
+def test_the_optimizer_has_every_parameter_once(engine, groups):
+    """In a group a block where parameters are sharded, since a first step on all at once is slow."""
+    model = build_model("gpt-tiny")
+    strategy = "no_shard" if engine == "torch-ddp" else "full_shard"
+    optimizer = engines.adamw(RunSpec(model="gpt-tiny", engine=engine, strategy=strategy, device="cpu"), model)
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    assert len(optimizer.param_groups) == groups and len(held) == len(set(held))
+    assert set(held) == {id(parameter) for parameter in model.parameters()}
 
 
 def test_a_looped_optimizer_shows_its_temporaries_as_other():
