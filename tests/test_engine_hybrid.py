@@ -35,7 +35,7 @@ def beside_twin_and_torch(shape: tuple[int, int], transport: str) -> None:
         torch_fully_shard(block, mesh=mesh)
     torch_fully_shard(theirs, mesh=mesh)
     twin = build_model("gpt-tiny", seed=1)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, theirs, twin)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, fused=True) for m in (model, theirs, twin)]
     for step in range(5):
         for each in (model, theirs):
             loss_of(each, *tokens_of(step, dist.get_rank())).backward()
@@ -96,7 +96,7 @@ def other_rows(strategy: str) -> None:
     """A row that is not `full_shard` within the shard group: three micro-batched AdamW steps beside the twin."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, twin = shard_model(build_model("gpt-tiny", seed=1), strategy, mesh=mesh), build_model("gpt-tiny", seed=1)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, twin)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, fused=True) for m in (model, twin)]
     for step in range(3):
         for micro in range(2):
             model.set_is_last_backward(micro == 1)

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdplab.engine import STRATEGIES, MixedPrecisionPolicy, events, fully_shard, shard_model
+from tests.surface import wholes
 
 ROWS = [name for name in STRATEGIES if name != "hybrid_shard"]
 
@@ -104,26 +104,27 @@ def data(step: int) -> torch.Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def compare_gradients(model: nn.Module, twin: nn.Module, step: int) -> None:
+def compare_gradients(model: nn.Module, twin: nn.Module, step: int, case: str = "") -> None:
     """Equal gradients, and none where the twin has none."""
-    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        where = f"{name}, rank {dist.get_rank()}, step {step}"
-        assert (ours.grad is None) == (theirs.grad is None), f"{where}: {ours.grad} beside {theirs.grad}"
-        if ours.grad is not None:
-            torch.testing.assert_close(whole(ours.grad), theirs.grad, msg=lambda text, w=where: f"{w}: {text}")
+    found = wholes([parameter.grad for parameter in model.parameters()])
+    for (name, _), ours, theirs in zip(model.named_parameters(), found, twin.parameters(), strict=True):
+        where = f"{case} {name}, rank {dist.get_rank()}, step {step}"
+        assert (ours is None) == (theirs.grad is None), f"{where}: {ours} beside {theirs.grad}"
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs.grad, msg=lambda text, w=where: f"{w}: {text}")
 
 
 def steps_beside_twin(
-    model: nn.Module, twin: nn.Module, losses: Callable[[nn.Module, torch.Tensor], torch.Tensor], first: int = 0
+    model: nn.Module,
+    twin: nn.Module,
+    losses: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+    first: int = 0,
+    case: str = "",
 ) -> None:
     for step in range(first, first + 3):
         for each in (model, twin):
             losses(each, data(step)).backward()
-        compare_gradients(model, twin, step)
+        compare_gradients(model, twin, step, case)
         for each in (model, twin):
             torch.optim.SGD([p for p in each.parameters() if p.grad is not None], lr=0.1).step()
             each.zero_grad()
@@ -133,15 +134,15 @@ def mean(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
-def run_call(call: str, strategy: str) -> None:
-    model, twin = shard_model(Net(CALLS[call]), strategy), Net(CALLS[call])
-    steps_beside_twin(model, twin, mean)
+def run_call(call: str) -> None:
+    for strategy in ROWS:
+        model, twin = shard_model(Net(CALLS[call]), strategy), Net(CALLS[call])
+        steps_beside_twin(model, twin, mean, case=strategy)
 
 
-@pytest.mark.parametrize("strategy", ROWS)
 @pytest.mark.parametrize("call", CALLS)
-def test_ways_to_run_units(ranks, call: str, strategy: str) -> None:
-    ranks(2, run_call, call, strategy)
+def test_ways_to_run_units(ranks, call: str) -> None:
+    ranks(2, run_call, call)
 
 
 def many_forwards(strategy: str) -> None:
