@@ -12,6 +12,7 @@ import pytest
 
 from fsdplab import cli, figures
 from fsdplab.engine.core.schedule import Schedule
+from fsdplab.figures.report.tabs import tabbed
 from fsdplab.figures.style import alt_text
 from fsdplab.figures.view import provenance, views
 from fsdplab.planning import PlanError
@@ -345,6 +346,11 @@ def test_a_saved_record_is_read_back(tmp_path):
     again = RunRecord.load(tmp_path / "run")
     assert again.tables == record.tables and again.summary == record.summary
     assert set(again.provenance.values()) == {"simulated"}
+
+
+def test_a_page_of_alike_ranks_does_not_ask_for_a_profile_of_two():
+    page = str(tabbed("", [simulate(plan_spec("gpt2", "h100", gpus=8, seq=128))], []))
+    assert "All simulated ranks are alike" in page and "no collective of two ranks" not in page
 
 
 def test_a_step_of_too_many_events_is_refused_before_it_fills_the_memory():

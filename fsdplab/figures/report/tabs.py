@@ -47,7 +47,7 @@ def tabbed(
         "Summary": summary,
         "Timeline": drawn(step_bar, records) + _each(records, _timeline),
         "Exposed": drawn(exposed_bar, records)
-        + _each(records, lambda record: drawn(exposed_heatmap, record) + drawn(straggler_map, record)),
+        + _each(records, lambda record: drawn(exposed_heatmap, record) + _stragglers(record)),
         "Memory": _each(records, _of_a_run("memory by category", _memory)),
         "Traffic": _each(
             records, _of_a_run("what the strategy must send", lambda record: drawn(ledger_against_formula, record))
@@ -80,6 +80,13 @@ def _of_a_run(what: str, fill: Callable[[RunRecord], Markup]) -> Callable[[RunRe
 
 def _not_in_traces(what: str) -> Markup:
     return note(f"Not in these traces: {what}. The lab records it in runs of its own: fsdplab run or fsdplab compare.")
+
+
+def _stragglers(record: RunRecord) -> Markup:
+    """Who was late; ranks that were simulated once for all are alike."""
+    if view(record).simulated and len({row["rank"] for row in record.table("breakdown")}) < 2:
+        return note("All simulated ranks are alike, so none is late and none waits for another.")
+    return drawn(straggler_map, record)
 
 
 def _timeline(record: RunRecord) -> Markup:
