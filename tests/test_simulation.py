@@ -453,10 +453,10 @@ def test_the_command_prints_the_simulated_step_beside_the_closed_form(capsys, tm
     assert "Simulated for 10000 GPU ranks" in page.read_text(encoding="utf-8")
 
 
-def test_the_command_shows_where_the_two_differ(capsys):
+def test_the_command_shows_that_the_two_agree_with_tensor_parallelism(capsys):
     code, out, _ = ended(["--gpus", "64", "--tp", "8", "--simulate"], capsys)
     (step,) = [line for line in out.splitlines() if line.strip().startswith("step ")]
-    assert code == 0 and step.split()[-1].startswith("-") and "64 ranks of 1 kind" in out
+    assert code == 0 and step.split()[-1] == "+0.0%" and "64 ranks of 1 kind" in out
 
 
 @pytest.mark.parametrize(
