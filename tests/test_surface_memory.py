@@ -28,7 +28,7 @@ EQUAL = (8, 8, 8, 8, 8, 8)  # blocks of one size
 
 
 def train(model: nn.Module, steps: int, optimizer: torch.optim.Optimizer | None = None) -> None:
-    optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
     for step in range(steps):
         loss_of(model, step).backward()
         optimizer.step()
@@ -139,7 +139,7 @@ def alive() -> tuple[int, int]:
 
 def no_growth(strategy: str, policy: MixedPrecisionPolicy, transport: str) -> list[tuple[int, int]]:
     model = shard_model(Net(), strategy, mp_policy=policy, transport=transport, mesh=mesh_of())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     counts = []
     for steps in (10, 95, 95):
         train(model, steps, optimizer)
@@ -184,7 +184,7 @@ def in_use(prepare: Callable[[nn.Module], None], **options: Any) -> list[str]:
     gc.disable()
     try:
         model = shard_model(Net(), options.pop("strategy", "full_shard"), mesh=mesh_of(), **options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         train(model, 2, optimizer)
         prepare(model)
         kept = remembered(model)
