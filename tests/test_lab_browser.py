@@ -70,7 +70,7 @@ def predicts_measures_and_tries_again(page: Any, tmp_path: Path) -> None:
     page.screenshot(path=str(tmp_path / "refused.png"))
     peak.fill("300")
     peak.press("Enter")
-    page.get_by_text("300 MB (your own number: run on)").wait_for(timeout=SHORT_MS)
+    page.get_by_text("300 MB (your own number; now run the next cell)").wait_for(timeout=SHORT_MS)
 
     run_a_cell(page, MEASURE)
     page.wait_for_function("""() => document.querySelectorAll("[placeholder='your number']:disabled").length == 2""")
