@@ -18,15 +18,18 @@ if TYPE_CHECKING:
 # small training took 30 times the processor's time. OpenMP reads this when torch is loaded, here and in kernels.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# Files of more than half a minute, the longest first.
+# Files of more than 24 seconds, the longest first.
 LONGEST = (
-    "test_warm_starts", "test_gpu_check", "test_compose_tensor", "test_diagnosis", "test_engine_numbers",
-    "test_engine_shared_gpu", "07_overlap", "test_sessions_runs", "test_course_11", "test_engine_offload",
-    "test_staying_ranks", "09_memory_timelines", "test_gpu_check_course", "test_course_13", "test_engine_shm_group",
-    "11_strategy_shoot_out", "13_precision_checkpointing_offload", "test_sessions_call", "test_engine_state",
-    "test_strategy_lab_browser", "test_lab_browser", "test_compose_pipeline", "test_sessions_nodes",
-    "test_course_03_04", "test_engine_zoo", "test_engine_contract", "12_hybrid_and_slow_links", "test_figures_profiled",
-    "test_installed",
+    "test_warm_starts", "07_overlap", "test_diagnosis", "test_gpu_check", "test_strategy_lab_browser",
+    "test_engine_state", "test_sessions_runs", "13_precision_checkpointing_offload", "test_course_11",
+    "test_staying_ranks", "test_sessions_reports", "test_sessions_nodes", "test_compose_tensor",
+    "11_strategy_shoot_out", "test_course_site", "test_sessions_call", "test_engine_numbers", "test_course_05_06",
+    "test_course_03_04", "test_lab_browser", "09_memory_timelines", "test_prediction", "test_compose_experts",
+    "test_course_09", "test_course_13", "test_gpu_check_course", "test_course_07", "test_installed", "test_course_16",
+    "test_engine_shm_recovery", "test_engine_offload", "test_surface_memory", "test_compose_pipeline",
+    "test_teaching_course", "test_architecture", "test_cli", "test_plan_oracle", "test_surface_arguments",
+    "12_hybrid_and_slow_links", "test_surface_training", "test_cli_ends", "04_zero_1_and_2_by_hand",
+    "test_figures_profiled", "test_cli_fuzz", "test_surface_unused", "test_engine_checkpoint_files",
 )  # fmt: skip
 
 
