@@ -43,8 +43,8 @@ RANK_SIDE = (
     "numpy.ma", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor",
     "torch.distributed.checkpoint", "torch.profiler", "fsdplab.engine.shard", "fsdplab.engine.features.clipping",
     "fsdplab.engine.features.offloaded_optimizer", "fsdplab.engine.transport.shared_memory.process_group",
-    "fsdplab.workloads.moe", "fsdplab.workloads.parallel", "fsdplab.sessions.worker.training",
-    "fsdplab.sessions.worker.remote_call_worker", "fsdplab.sessions.staying.cell_loop",
+    "fsdplab.sessions.worker.training", "fsdplab.sessions.worker.remote_call_worker",
+    "fsdplab.sessions.staying.cell_loop",
     "fsdplab.sessions.bench_engines", "fsdplab.workloads.moe", "fsdplab.workloads.parallel",
 )  # fmt: skip
 _OTHERS_FOLLOW_S = 0.2  # after one rank ended badly, the others may still write their failures
