@@ -7,7 +7,9 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -61,13 +63,14 @@ def tensorboard(record, tmp_path_factory):
         "127.0.0.1",
     ]
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        # in a session of its own: the plugin reads traces in processes that outlive a TensorBoard that is killed
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     ask = _asker(f"http://127.0.0.1:{port}/data/plugin/pytorch_profiler", record.path.name)
     try:
         _until_loaded(ask, process, folder / "log")
         yield ask
     finally:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
