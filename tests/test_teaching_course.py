@@ -232,7 +232,8 @@ def test_a_kernels_start_prints_nothing_but_its_errors_are_printed(tmp_path, mon
     monkeypatch.setattr(course_run.tempfile, "gettempdir", lambda: str(deep))
     asks = "import os\nfrom ipykernel.connect import get_connection_info\n"
     asks += "assert get_connection_info(unpack=True)['transport'] == 'ipc', 'nobody else can listen to a kernel'\n"
-    asks += "os.system('echo an error of the kernel itself >&2')"
+    asks += "os.system('echo an error of the kernel itself >&2')\n"
+    asks += "os.system('echo \"[IPKernelApp] ERROR | KeyboardInterrupt caught in kernel.\" >&2')"
     run = course_run.run_notebook("a", "as it is", new_notebook(cells=[new_code_cell(asks)]), tmp_path, tmp_path / "f")
     assert run.failure is None and capfd.readouterr() == ("", "an error of the kernel itself\n")
 

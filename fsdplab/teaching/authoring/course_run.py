@@ -8,12 +8,14 @@ so a test never changes a learner's exercises.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
@@ -23,6 +25,7 @@ from traitlets.config import Config
 from .course import edition_of, is_tagged, notebooks_in, read, structure_complaints
 
 CELL_TIME_LIMIT = 180
+_INTERRUPTED = "KeyboardInterrupt caught in kernel"
 LONGEST_FOLDER = 60  # bytes: the path of a socket in a folder below may have 103 (macOS; 107 on Linux)
 BOTH = ("teacher", "learner")
 
@@ -77,13 +80,13 @@ def run_notebook(
 ) -> NotebookRun:
     """Run one notebook in a fresh kernel, in its own folder, with `workspace` as the learner's folder."""
     began, failure = time.monotonic(), None
-    with _connection() as config:
+    with _connection() as config, _errors_of_the_kernel() as errors:
         client = NotebookClient(
             notebook, timeout=CELL_TIME_LIMIT, kernel_name="python3", resources={"metadata": {"path": str(directory)}},
             store_widget_state=False, config=config,
         )  # fmt: skip
         try:
-            client.execute(env={**os.environ, "FSDPLAB_HOME": str(workspace)})
+            client.execute(env={**os.environ, "FSDPLAB_HOME": str(workspace)}, stderr=errors)
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
             failure = _failure_of(notebook, error)
     return NotebookRun(name, edition, time.monotonic() - began, failure)
@@ -99,6 +102,19 @@ def _connection() -> Iterator[Config]:
     base = usual if len(os.fsencode(usual)) <= LONGEST_FOLDER else "/tmp"
     with tempfile.TemporaryDirectory(prefix="fsdplab-kernel-", dir=base) as folder:
         yield Config({"KernelManager": {"transport": "ipc", "connection_file": f"{folder}/k.json"}})
+
+
+@contextmanager
+def _errors_of_the_kernel() -> Iterator[IO[str]]:
+    """What a kernel itself writes to stderr, printed at its end but for its answer to Jupyter, which interrupts every
+    kernel before it ends it.
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        try:
+            yield errors
+        finally:
+            errors.seek(0)
+            sys.stderr.writelines(line for line in errors if _INTERRUPTED not in line)
 
 
 def _failure_of(notebook: NotebookNode, error: Exception) -> str:

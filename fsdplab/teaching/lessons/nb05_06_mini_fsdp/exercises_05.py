@@ -370,7 +370,7 @@ unshard = Exercise(
         ),
         Wrong(
             "no gather",
-            edited(_UNSHARD, (f"    {_GATHER}\n", "    padded[: len(mine)] = mine\n")),
+            edited(_UNSHARD, (f"    {_GATHER}\n", "    padded.zero_()\n    padded[: len(mine)] = mine\n")),
             "missing or misplaced",
         ),
         Wrong(
