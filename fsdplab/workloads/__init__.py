@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from .config import ConfigError as ConfigError
     from .config import ModelConfig as ModelConfig
     from .config import RotaryScaling as RotaryScaling
+    from .config import TextError as TextError
     from .config import block_parameter_count as block_parameter_count
     from .config import parameter_count as parameter_count
     from .config import root_parameter_count as root_parameter_count
-    from .errors import TextError as TextError
     from .gpt import GPT as GPT
     from .gpt import GPTBlock as GPTBlock
     from .llama import Llama as Llama
@@ -47,10 +47,9 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "config": (
-        "ConfigError", "ModelConfig", "RotaryScaling", "block_parameter_count", "parameter_count",
+        "ConfigError", "ModelConfig", "RotaryScaling", "TextError", "block_parameter_count", "parameter_count",
         "root_parameter_count",
     ),
-    "errors": ("TextError",),
     "gpt": ("GPT", "GPTBlock"),
     "llama": ("Llama", "LlamaBlock"),
     "models": ("block_types", "build_model", "initialise", "loss_of", "reset_buffers", "tie_embeddings"),

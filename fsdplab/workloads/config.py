@@ -17,6 +17,12 @@ class ConfigError(ValueError):
     """A model shape that cannot be built, or a preset that does not exist."""
 
 
+class TextError(ValueError):
+    """Text that cannot be trained on: missing, unreadable, empty, or too short. Here, so that a command that refuses it
+    in one line knows it without importing torch.
+    """
+
+
 @dataclass(frozen=True)
 class RotaryScaling:
     """How Llama 3.1 stretches rotary frequencies from `original_context` to a context `factor` times as long.

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .errors import TextError
+from .config import TextError
 
 TEXT_SUFFIXES = (".md", ".py", ".txt")
 VALIDATION_SHARE = 10  # the last tenth of the bytes is kept for validation
