@@ -13,7 +13,6 @@ had connected to it would hang them. The mother imports the test's module too, o
 from __future__ import annotations
 
 import faulthandler
-import gc
 import importlib
 import multiprocessing
 import os
@@ -29,7 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fsdplab.common.pythons import no_collections
+from fsdplab.common.pythons import imports_that_stay
 from fsdplab.sessions.launch.parent_death import end_with_parent
 
 TIME_LIMIT = 120.0
@@ -110,13 +109,12 @@ def _serve(connection: Connection, parent: int) -> None:
     end_with_parent(parent)
     # asking whether there is a GPU starts CUDA otherwise, which no fork survives
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    with no_collections():
+    with imports_that_stay():
         for module in _PRELOAD:
             importlib.import_module(module)
     import torch
 
     torch.set_num_threads(1)
-    gc.freeze()
     try:
         while True:
             connection.send_bytes(pickle.dumps(_answers(*pickle.loads(connection.recv_bytes()))))

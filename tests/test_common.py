@@ -15,6 +15,7 @@ import pytest
 
 from fsdplab.common.files import write_whole
 from fsdplab.common.processes import gone, send, send_group, state
+from fsdplab.common.pythons import without_package
 from fsdplab.common.sizes import parse_size, seconds, size
 from fsdplab.common.words import did_you_mean, near
 
@@ -119,6 +120,23 @@ def test_sizes_and_durations_are_written():
         "–", "0 B", "999 B", "1.54 kB", "300 MB", "2.50 GB"
     ]  # fmt: skip
     assert [seconds(each) for each in (None, 2.5e-5, 0.0153, 1.4)] == ["–", "25.0 µs", "15.3 ms", "1.40 s"]
+
+
+def test_a_package_is_hidden_for_some_imports_only():
+    sys.modules.pop("this", None)
+    with without_package("this"), pytest.raises(ImportError, match="this"):
+        import_module("this")
+    with without_package("doctest"):
+        assert import_module("doctest") is doctest, "what is imported already stays"
+    assert "this" not in sys.modules and sys.modules["doctest"] is doctest
+
+
+def test_commands_on_the_course_do_not_wait_for_what_no_notebook_needs():
+    program = (
+        "import sys, fsdplab.teaching.__main__ as _; print('nbformat' in sys.modules, 'rfc3987_syntax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.stdout == "True False\n", done.stderr
 
 
 def test_a_process_that_ended_is_gone_before_it_is_collected():

@@ -185,7 +185,8 @@ def test_a_browser_shows_the_site_without_a_network(made):
         page.keyboard.press("Enter")
         page.wait_for_url("**/01_small.html#*")
         page.get_by_role("link", name="02 What follows →").first.click()
-        assert page.evaluate("document.documentElement.classList.contains('dark')"), "the choice of paper is kept"
+        page.wait_for_url("**/02_next.html")
+        page.wait_for_function("document.documentElement.classList.contains('dark')")  # the choice of paper is kept
         page.get_by_label("Search the course").fill("<b>nothing")
         assert page.locator("#hits").inner_text() == "Nothing holds all of these words."
         assert page.evaluate("document.documentElement.scrollWidth") <= 1280

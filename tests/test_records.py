@@ -189,6 +189,17 @@ def test_losses_agree_within_the_tolerance_of_their_precision() -> None:
         matches_reference([1.0], [1.0], "fp8")
 
 
+@pytest.mark.parametrize(
+    "reference,agrees",
+    [((5.7, 5.6, 5.5), True), ((5.7, 5.6), False), ((5.7, 5.6, 9.9), False), ((5.7, 5.6, 5.5, 5.4, 5.3), False)],
+    ids=["no steps under a profiler", "not all timed steps", "another loss", "more steps than the run"],
+)
+def test_a_reference_may_leave_out_what_runs_train_under_the_profiler(tmp_path, reference, agrees) -> None:
+    twin = record_in(tmp_path / "twin", engine="twin", losses=reference)
+    run = record_in(tmp_path / "run", losses=(5.7, 5.6, 5.5, 5.4), warmup=1, steps=2, profile=1)
+    assert comparison_json([run], twin)["runs"][0]["matches_reference"] is agrees
+
+
 def test_the_comparison_has_exactly_the_promised_fields(tmp_path: Path) -> None:
     twin = record_in(tmp_path / "twin", engine="twin", strategy="no_shard")
     runs = [record_in(tmp_path / "a"), record_in(tmp_path / "b", losses=(5.7, 9.9), strategy="zero1")]

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.quick
 def test_a_spec_survives_the_way_through_json() -> None:
     spec = RunSpec(strategy="zero1", card=10**9, micro_batches=2)
     assert RunSpec(**json.loads(json.dumps(spec.as_dict()))) == spec
-    assert (spec.total_steps, spec.processes, spec.tokens_per_rank) == (7, 2, 256)
+    assert (spec.total_steps, spec.processes, spec.tokens_per_rank) == (6, 2, 256)
     assert RunSpec(engine="twin", world_size=3).processes == 1
 
 
@@ -250,6 +250,28 @@ def test_a_heartbeat_is_read_as_written_and_a_torn_one_is_none(tmp_path: Path) -
     assert (writer.last().step, writer.last().phases, writer.last().collectives) == (7, 2, 1)
     mailbox.of(1, "heartbeat").write_text('{"rank": 1, "pi')
     assert read_heartbeat(mailbox.of(1, "heartbeat")) is None
+
+
+def test_half_of_a_heartbeat_and_half_of_the_next_are_neither(tmp_path: Path) -> None:
+    """A look between two bytes of a write: much of what could be seen is JSON, of a step or a process that is none."""
+    file = tmp_path / "rank0.heartbeat"
+    writer = HeartbeatWriter(file, 0)
+    written = []
+    for step, collective in ((9, "all_reduce of 64 bytes"), (10, "all_reduce of 1024 bytes")):
+        writer.enter("forward", step)
+        writer.issue(collective)
+        written.append((writer.last(), file.read_bytes()))
+    (before, old), (after, new) = written
+    for cut in range(len(old) + 1):
+        file.write_bytes(new[:cut] + old[cut:])
+        assert read_heartbeat(file) in (None, before, after), cut
+
+
+def test_a_heartbeat_longer_than_usual_leaves_nothing_behind(tmp_path: Path) -> None:
+    writer = HeartbeatWriter(tmp_path / "rank0.heartbeat", 0)
+    for collective in ("\u00fc" * 200, "all_reduce of 64 bytes"):
+        writer.issue(collective)
+        assert read_heartbeat(tmp_path / "rank0.heartbeat") == writer.last()
 
 
 def test_a_line_that_is_still_being_written_waits(tmp_path: Path) -> None:

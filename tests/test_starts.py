@@ -19,6 +19,9 @@ from fsdplab.sessions import RunSpec, run, starts
 from fsdplab.sessions.launch import warm
 from fsdplab.sessions.starts import Row, StartsFailed, in_turn
 from fsdplab.sessions.worker.training import main as worker
+from fsdplab.teaching.authoring.starts import CHECKED
+from fsdplab.teaching.core.exercise import Exercise
+from fsdplab.teaching.core.registry import find
 
 TINY = RunSpec(model="gpt-tiny", steps=1, batch_size=1, sequence_length=16, profile=1, device="cpu")
 HEAVY = {"torch", "numpy", "plotly", "pandas", "IPython"}
@@ -89,6 +92,10 @@ def test_a_command_that_fails_is_one_line() -> None:
     with pytest.raises(StartsFailed, match="exit code 2: fsdplab: unknown start 'tepid'") as raised:
         starts._rows_of_compare(["--start", "tepid"])
     assert "\n" not in str(raised.value)
+
+
+def test_the_check_that_is_timed_starts_ranks() -> None:
+    assert not find(CHECKED, Exercise).pure
 
 
 def test_the_command_prints_a_table_and_writes_json(

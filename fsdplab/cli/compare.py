@@ -34,7 +34,9 @@ def compare_runs(strategies: list[str], engines: list[str], common: dict[str, An
     """
     with refusals():
         specs = [RunSpec(**own(name, common)) for name in strategies] + [_peer(name, common) for name in engines]
-        twin = RunSpec(engine="twin", **own("full_shard", dict(common, card=None, prefetch=1)) | dict(memory=False))
+        # what is profiled has been trained by then: the twin needs no more steps for a verdict on the losses
+        as_twin = dict(memory=False, profile=0)
+        twin = RunSpec(engine="twin", **own("full_shard", dict(common, card=None, prefetch=1)) | as_twin)
         if not specs:
             refuse("nothing to compare; expected strategies or engines, such as --strategies no_shard,full_shard")
     from fsdplab.sessions import compare

@@ -20,10 +20,10 @@ from rich.text import Text
 from fsdplab.cli.errors import failed, refuse
 from fsdplab.common.files import try_folder, try_output, write_output
 from fsdplab.common.places import how_to_install
-from fsdplab.common.words import MISSING
+from fsdplab.common.words import MISSING, plural
 from fsdplab.figures.table import COLUMNS, LEGEND, NUMBERS, cells, mood
 from fsdplab.figures.view import RunView, provenance, view
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, losses_of
 
 if TYPE_CHECKING:
     from fsdplab.profiling.tables import TablesOf
@@ -168,7 +168,9 @@ def _explain(console: Console, shown: Sequence[RunView], reference: RunRecord | 
         console.print(f"[bold]{word}[/]: {escape(what)}", highlight=False)
     if reference is not None:
         console.print(
-            "[bold]losses[/]: beside the unsharded twin, one process that replays every rank's batches", highlight=False
+            f"[bold]losses[/]: of {plural(len(losses_of(reference)), 'step')}, beside the unsharded twin, one process"
+            " that replays every rank's batches",
+            highlight=False,
         )
 
 

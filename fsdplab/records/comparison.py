@@ -54,7 +54,8 @@ def comparison_json(records: Sequence[RunRecord], reference: RunRecord | None = 
     `format` is raised when a field changes its meaning or goes; a new field leaves it. `spec` holds what all runs have
     in common (strategy, engine and world size differ and stand with each run).
     `status` is `finished`, `out_of_memory` (of the emulated card) or `failed`: the times of such a run are of the steps
-    that it did. `matches_reference` is null without a reference and for runs that did not finish.
+    that it did. `matches_reference` is null without a reference and for runs that did not finish; it compares all steps
+    that the reference did, which are at least the run's warm-up and timed steps.
     """
     return {
         "format": FORMAT,
@@ -104,4 +105,7 @@ def _predicted(summary: Mapping[str, Any]) -> dict[str, Any]:
 def _agreement(record: RunRecord, reference: RunRecord | None) -> bool | None:
     if reference is None or record.status != "finished" or reference.status != "finished":
         return None
-    return matches_reference(losses_of(record), losses_of(reference), record.spec.get("precision", "fp32"))
+    losses, expected = losses_of(record), losses_of(reference)
+    if len(expected) >= record.spec.get("warmup", 0) + record.spec.get("steps", len(losses)):
+        losses = losses[: len(expected)]  # steps under the profiler come last, and the reference may have none
+    return matches_reference(losses, expected, record.spec.get("precision", "fp32"))

@@ -58,7 +58,7 @@ def _keep(trace: Path, folder: Path) -> Path | None:
 
 
 def _add(tables: dict[str, list[Row]], analysis: TraceAnalysis, names: Sequence[str], shift: int) -> None:
-    """The profiler counts its own steps from 0, the first of them its warm-up; the record counts the run's."""
+    """The profiler counts its own steps from 0; the record counts the run's."""
     for step in analysis.steps:
         rows = {"timeline": step.timeline, "breakdown": [step.breakdown], "exposed": step.exposed, "idle": [step.idle]}
         for name in names:

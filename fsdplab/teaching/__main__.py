@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from fsdplab.common.places import course_folder
+from fsdplab.common.pythons import without_package
 
-from .authoring.course import CourseError, build_course
-from .authoring.course_run import BOTH, run_course
-from .core.course_state import EDITIONS
+# nbformat's checker of addresses in many scripts, which jupyterlab brings, takes 1.5 s to import; no notebook needs it
+with without_package("rfc3987_syntax"):
+    from .authoring.course import CourseError, build_course
+    from .authoring.course_run import BOTH, run_course
+    from .core.course_state import EDITIONS
 
 
 def main(arguments: list[str] | None = None) -> int:

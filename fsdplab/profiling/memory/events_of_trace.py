@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._profiler import _EventType, _TensorMetadata
@@ -83,12 +83,12 @@ def read_trace(
             f"torch {torch.__version__} gave a profile without an event tree, so its memory cannot be measured; "
             "fsdplab reads torch 2.11 to 2.15: install one of these, or run with memory=False"
         )
-    nodes = sorted(_walk(results.experimental_event_tree()), key=lambda node: node.start_time_ns)
+    nodes = sorted(_walk(results.experimental_event_tree()), key=lambda node: node.start_ns)
     events = [event for node in nodes if (event := _allocation(node, device)) is not None]
     uses = _Uses(device, gathers_into_parameters)
     for node in nodes:
         uses.see(node)
-    ends = [node.end_time_ns for node in nodes if node.name.startswith(_BACKWARD)]
+    ends = [node.of_tree.end_time_ns for node in nodes if node.name.startswith(_BACKWARD)]
     return Trace(
         events + _unseen_frees(nodes, events, device, buffers, alive),
         uses.gradients,
@@ -97,29 +97,44 @@ def read_trace(
     )
 
 
-def _walk(roots: Iterable[Any]) -> Iterator[Any]:
+class _Node(NamedTuple):
+    """A node of the tree, with what is asked for often: each question to the tree makes its answer anew."""
+
+    of_tree: Any
+    name: str
+    start_ns: int
+    kind: Any
+    allocation: Any  # its fields, None for what is no allocation
+
+
+def _walk(roots: Iterable[Any]) -> Iterator[_Node]:
     waiting = list(roots)
     while waiting:
         node = waiting.pop()
-        yield node
+        yield _node(node)
         waiting.extend(node.children)
 
 
-def _allocation(node: Any, device: torch.device) -> AllocatorEvent | None:
-    kind, fields = node.typed
-    if kind != _EventType.Allocation or not _same(fields.device, device):
+def _node(node: Any) -> _Node:
+    kind = node.tag
+    return _Node(node, node.name, node.start_time_ns, kind, node.typed[1] if kind == _EventType.Allocation else None)
+
+
+def _allocation(node: _Node, device: torch.device) -> AllocatorEvent | None:
+    fields = node.allocation
+    if fields is None or not _same(fields.device, device):
         return None
     category, unit = _home(node) if fields.alloc_size > 0 else ("", "")
-    return AllocatorEvent(node.start_time_ns, fields.ptr, fields.alloc_size, category, unit)
+    return AllocatorEvent(node.start_ns, fields.ptr, fields.alloc_size, category, unit)
 
 
 def _same(found: torch.device, wanted: torch.device) -> bool:
     return found.type == wanted.type and (wanted.type == "cpu" or found.index == wanted.index)
 
 
-def _home(node: Any) -> tuple[str, str]:
+def _home(node: _Node) -> tuple[str, str]:
     """The category, and the unit where the name holds one, that the ranges around an allocation give it."""
-    chain = list(_ancestors(node))
+    chain = list(_ancestors(node.of_tree))
     if chain and chain[0].startswith(_GATHERED_IN):
         return "gathered_parameters", _unit(chain[0])
     for name in chain:
@@ -142,25 +157,16 @@ def _unit(name: str) -> str:
     return found.group(1) if found else "root"
 
 
-def _storages(node: Any, device: torch.device) -> list[tuple[int, int]]:
+def _storages(node: _Node, device: torch.device) -> list[tuple[int, int]]:
     """(address, bytes seen of it) of every storage an operator was given on the device, in order."""
-    kind, fields = node.typed
-    if kind != _EventType.TorchOp:
-        return []
-    tensors = [t for t in _flat(fields.inputs) if isinstance(t, _TensorMetadata) and _same(t.device, device)]
-    return [(t.storage_data_ptr, math.prod(t.sizes) * t.dtype.itemsize) for t in tensors if t.storage_data_ptr]
+    tensors = [t for t in _tensors(node) if _same(t.device, device)]
+    return [(t.storage_data_ptr, math.prod(t.sizes) * t.dtype.itemsize) for t in tensors]
 
 
-def _pointers(node: Any, device: torch.device) -> list[int]:
-    """The addresses alone, which every operator of a step is asked for."""
-    kind, fields = node.typed
-    if kind != _EventType.TorchOp:
-        return []
-    return [
-        t.storage_data_ptr
-        for t in _flat(fields.inputs)
-        if isinstance(t, _TensorMetadata) and t.storage_data_ptr and _same(t.device, device)
-    ]
+def _tensors(node: _Node) -> list[Any]:
+    """The tensors with a storage that an operator was given."""
+    inputs = node.of_tree.typed[1].inputs if node.kind == _EventType.TorchOp else ()
+    return [t for t in _flat(inputs) if isinstance(t, _TensorMetadata) and t.storage_data_ptr]
 
 
 def _flat(inputs: Iterable[Any]) -> Iterator[Any]:
@@ -178,7 +184,7 @@ class _Uses:
         self._into_parameters = gathers_into_parameters
         self._gathered: set[int] = set()
 
-    def see(self, node: Any) -> None:
+    def see(self, node: _Node) -> None:
         if node.name == _ACCUMULATE:
             self.gradients += self._tags(node, "whole_gradients")
         elif node.name.startswith(_COLLECTIVES):
@@ -186,23 +192,25 @@ class _Uses:
         elif self._into_parameters and node.name == "aten::cat":
             self._concatenation(node)
 
-    def _collective(self, node: Any) -> None:
+    def _collective(self, node: _Node) -> None:
         tags = self._tags(node, "communication_buffers")
         if self._into_parameters and node.name.startswith("c10d::") and "gather" in node.name and tags:
             self._gathered.add(tags[0].pointer)
             tags[0] = self._tags(node, "gathered_parameters")[0]
         self.hints += tags
 
-    def _concatenation(self, node: Any) -> None:
+    def _concatenation(self, node: _Node) -> None:
         sources = {pointer for pointer, _ in _storages(node, self._device)}
         if sources and sources <= self._gathered:
             made = (
-                event for child in node.children if (event := _allocation(child, self._device)) and event.nbytes > 0
+                event
+                for child in node.of_tree.children
+                if (event := _allocation(_node(child), self._device)) and event.nbytes > 0
             )
             self.hints += [Tag("gathered_parameters", event.pointer, event.nbytes, event.time_ns, "") for event in made]
 
-    def _tags(self, node: Any, category: str) -> list[Tag]:
-        return [Tag(category, at, nbytes, node.start_time_ns, "") for at, nbytes in _storages(node, self._device)]
+    def _tags(self, node: _Node, category: str) -> list[Tag]:
+        return [Tag(category, at, nbytes, node.start_ns, "") for at, nbytes in _storages(node, self._device)]
 
 
 # ---- frees on threads that the profiler does not see
@@ -222,38 +230,40 @@ class _Unfreed:
 
 
 def _unseen_frees(
-    nodes: list[Any],
+    nodes: list[_Node],
     events: list[AllocatorEvent],
     device: torch.device,
     buffers: Set[int],
     alive: Callable[[], Set[int]],
 ) -> list[AllocatorEvent]:
     """The missing frees: of memory used by a collective that is neither alive at the end nor at its address."""
-    waiting = _unfreed(nodes, events)
-    _follow(waiting, nodes, device)
-    blocks = [block for same in waiting.values() for block in same]
+    blocks = _unfreed(nodes, events)
+    for block, _ in _uses_of(blocks, (node for node in nodes if node.name.startswith(_COLLECTIVES)), device):
+        block.travelled = True
     travelled = (block for block in blocks if block.travelled or block.pointer in buffers)
     doubtful = [block for block in travelled if block.until == NEVER and not block.stays]
     living = alive() if doubtful else set()
     gone = [b for b in blocks if b.until < NEVER] + [b for b in doubtful if b.pointer not in living]
+    for block, user in _uses_of(gone, nodes, device):
+        block.last_use_ns = max(block.last_use_ns, user.of_tree.end_time_ns)
     return [AllocatorEvent(min(block.last_use_ns, block.until - 1), block.pointer, -block.nbytes) for block in gone]
 
 
-def _follow(waiting: dict[int, list[_Unfreed]], nodes: list[Any], device: torch.device) -> None:
-    for node in nodes if waiting else ():
-        for pointer in _pointers(node, device):
-            for block in waiting.get(pointer, ()):
-                if block.born_ns <= node.start_time_ns < block.until:
-                    block.last_use_ns = max(block.last_use_ns, node.end_time_ns)
-                    block.travelled |= node.name.startswith(_COLLECTIVES)
+def _uses_of(blocks: list[_Unfreed], nodes: Iterable[_Node], device: torch.device) -> Iterator[tuple[_Unfreed, _Node]]:
+    """The blocks beside the operators that were given them."""
+    at: dict[int, list[_Unfreed]] = {}
+    for block in blocks:
+        at.setdefault(block.pointer, []).append(block)
+    for node in nodes if at else ():
+        for tensor in _tensors(node):
+            for block in at.get(tensor.storage_data_ptr, ()):
+                if block.born_ns <= node.start_ns < block.until and _same(tensor.device, device):
+                    yield block, node
 
 
-def _unfreed(nodes: list[Any], events: list[AllocatorEvent]) -> dict[int, list[_Unfreed]]:
-    ranges = {
-        (node.start_time_ns, node.typed[1].ptr): tuple(_ancestors(node))
-        for node in nodes
-        if node.typed[0] == _EventType.Allocation
-    }
+def _unfreed(nodes: list[_Node], events: list[AllocatorEvent]) -> list[_Unfreed]:
+    """The blocks that were not seen to be freed."""
+    allocations = {(node.start_ns, node.allocation.ptr): node for node in nodes if node.allocation is not None}
     unfreed: dict[int, list[_Unfreed]] = {}
     for event in events:
         earlier = unfreed.setdefault(event.pointer, [])
@@ -262,9 +272,9 @@ def _unfreed(nodes: list[Any], events: list[AllocatorEvent]) -> dict[int, list[_
             continue
         if earlier:
             earlier[-1].until = event.time_ns
-        around = ranges[event.time_ns, event.pointer]
+        around = tuple(_ancestors(allocations[event.time_ns, event.pointer].of_tree))
         travelled = any(name.startswith(_COLLECTIVES) for name in around)
         earlier.append(
             _Unfreed(event.time_ns, event.pointer, event.nbytes, travelled, _MAKES_BUCKETS in around, event.time_ns)
         )
-    return unfreed
+    return [block for blocks in unfreed.values() for block in blocks]

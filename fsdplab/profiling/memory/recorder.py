@@ -41,6 +41,7 @@ from fsdplab.profiling.memory.live_storages import (
 from fsdplab.profiling.memory.resident_set import ResidentGrowth
 from fsdplab.profiling.memory.timeline import MemoryTimeline, build_timeline
 from fsdplab.profiling.saving import save_trace
+from fsdplab.profiling.stopping import await_gloo_threads
 
 
 class TagLog:
@@ -154,6 +155,7 @@ class MemoryRecorder:
         for undo in self._undo:
             undo()
         tags = [*self._old_tags, *self._heard, *self._state_tags()]
+        await_gloo_threads()
         self._profile.stop()
         if error is None and self._save_trace is not None:
             save_trace(self._profile, self._save_trace)

@@ -17,11 +17,11 @@ import sys
 from pathlib import Path
 
 from fsdplab.common.processes import end_as_if_by
-from fsdplab.common.pythons import no_collections
+from fsdplab.common.pythons import imports_that_stay
 from fsdplab.sessions.launch.mailbox import AGENT_PID, TEMPORARY, Mailbox
 from fsdplab.sessions.launch.parent_death import end_with_parent
 
-with no_collections():
+with imports_that_stay():
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,6 +1,6 @@
 """The folder through which ranks report to their caller: plain files, so that what a dead rank reported is still there.
 
-rank0.heartbeat    one line of JSON, rewritten in place: where the rank is now
+rank0.heartbeat    a checksum and one line of JSON, rewritten in place: where the rank is now
 rank0.steps        one line of JSON a finished step
 rank0.ledger       one line of JSON a collective, written after each step
 rank0.failure      the exception that ended the rank
@@ -19,12 +19,14 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 AGENT_PID = "FSDPLAB_AGENT_PID"
 RANKS_STORE = "FSDPLAB_RANKS_STORE"
 TEMPORARY = "FSDPLAB_TEMPORARY"  # the folder with the caller's temporary folders
 _HEARTBEAT_BYTES = 512  # a heartbeat with two names of the longest kind fits
 _LONGEST_NAME = 100
+_LOOKS = 5  # at a heartbeat; writing one takes microseconds
 
 
 @dataclass(frozen=True)
@@ -105,9 +107,10 @@ class HeartbeatWriter:
         self.write()
 
     def write(self) -> None:
-        """Write the heartbeat at once and always of one length, so that a reader sees the old line or the new one."""
+        """Write the heartbeat at once; a reader in between may see half of it, and knows by the checksum."""
+        line = json.dumps(self._now).encode()
         try:
-            os.pwrite(self._file, json.dumps(self._now).ljust(_HEARTBEAT_BYTES - 1).encode() + b"\n", 0)
+            os.pwrite(self._file, (b"%08x " % crc32(line) + line).ljust(_HEARTBEAT_BYTES - 1) + b"\n", 0)
         except OSError as error:  # a full disk
             error.filename = self._path
             raise
@@ -124,11 +127,16 @@ def read_heartbeats(mailbox: Mailbox, world_size: int) -> dict[int, Heartbeat]:
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
-    """One rank's heartbeat; None before the rank has started, or while it is rewritten."""
-    try:
-        return Heartbeat(**json.loads(path.read_text()))
-    except (FileNotFoundError, json.JSONDecodeError):
-        return None
+    """One rank's heartbeat; None before the rank has started, or where it was rewritten at each of several looks."""
+    for _ in range(_LOOKS):
+        try:
+            first = path.read_bytes().partition(b"\n")[0]
+        except FileNotFoundError:
+            return None
+        checksum, _, line = first.rstrip().partition(b" ")
+        if checksum == b"%08x" % crc32(line):
+            return Heartbeat(**json.loads(line))
+    return None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

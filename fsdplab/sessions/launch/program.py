@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from fsdplab.common.pythons import no_collections, run_of
+from fsdplab.common.pythons import imports_that_stay, run_of
 
 
 def as_ranks_of_torchrun(program: Sequence[str]) -> list[str]:
@@ -67,7 +67,7 @@ def run_program(program: Sequence[str]) -> None:
         sys.path[:] = _behind_the_library(os.getcwd())
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         return
-    with no_collections():
+    with imports_that_stay():
         module = importlib.import_module(program[1])
     sys.path[:] = _behind_the_library(os.getcwd())
     module.main(*program[2:])

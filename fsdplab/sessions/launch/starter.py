@@ -15,7 +15,6 @@ torch.distributed.elastic forks from the process that it runs in, with threads a
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
@@ -33,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from fsdplab.common.processes import end_as_if_by, send_group
-from fsdplab.common.pythons import no_collections
+from fsdplab.common.pythons import imports_that_stay
 from fsdplab.sessions.launch.mailbox import AGENT_PID
 from fsdplab.sessions.launch.parent_death import end_with_parent
 from fsdplab.sessions.launch.program import run_and_end
@@ -76,7 +75,7 @@ class _Run:
 def main(descriptor: str, caller: str, temporary: str) -> None:
     """Import, say "ready", and fork on request until the caller is gone."""
     os.chdir("/")  # the caller's folder may be unmounted or deleted meanwhile
-    with no_collections():
+    with imports_that_stay():
         for module in RANK_SIDE:
             if os.getppid() == int(caller):
                 importlib.import_module(module)
@@ -84,7 +83,6 @@ def main(descriptor: str, caller: str, temporary: str) -> None:
     if os.getppid() != int(caller):
         shutil.rmtree(temporary, ignore_errors=True)
         os._exit(0)  # taking torch apart would take a second
-    gc.freeze()  # what was imported stays where it is: collections in ranks would copy its pages
     _send(control, {"ready": os.getpid(), "why_not": _why_not()})
     try:
         starter = _Starter(control, int(caller))

@@ -80,7 +80,7 @@ class RunSpec:
     `shard_size` ranks form a shard group of hybrid_shard, and `link_across` is the network between the groups.
 
     >>> RunSpec(strategy="zero1", world_size=2).total_steps
-    7
+    6
     """
 
     strategy: str = option("full_shard", f"{STRATEGIES_IN_WORDS}.")
@@ -90,7 +90,7 @@ class RunSpec:
     text: str | None = option(None, "Train on this file or folder; default: Python's own library sources.")
     batch_size: int = option(2, "Sequences that each rank reads in a micro-batch.")
     sequence_length: int = option(64, "Tokens in a sequence.")
-    steps: int = option(5, "Timed steps, after two that warm up.")
+    steps: int = option(4, "Timed steps, after two that warm up.")
     warmup: int = option(2, "Steps before the timed ones; the memory of the second is measured.")
     micro_batches: int = option(1, "Micro-batches a step (gradient accumulation).")
     precision: str = option("fp32", "fp32, or bf16 (compute in bf16, float32 masters).")
@@ -133,8 +133,8 @@ class RunSpec:
 
     @property
     def total_steps(self) -> int:
-        """Steps of training in all: untimed, timed, profiled (of which the profiler throws the first away)."""
-        return self.untimed + self.steps + (self.profile and self.profile + 1)
+        """Steps of training in all: untimed, timed, under the profiler."""
+        return self.untimed + self.steps + self.profiler_warmup + self.profile
 
     @property
     def untimed(self) -> int:
@@ -142,6 +142,13 @@ class RunSpec:
         computes.
         """
         return self.warmup + (CALIBRATION if self.emulate and not self.link else 0)
+
+    @property
+    def profiler_warmup(self) -> int:
+        """Steps that the profiler throws away before those it keeps: one on CUDA, where the first is slower, and none
+        on the CPU, where it is not.
+        """
+        return 1 if self.profile and self.device_type == "cuda" else 0
 
     @property
     def replicas(self) -> int:

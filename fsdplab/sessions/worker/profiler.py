@@ -1,8 +1,8 @@
 """Rank side of a profile: PyTorch's profiler around the steps after the timed ones, one gzipped trace a rank.
 
 Timed steps are never profiled, so a profile costs nothing but its own steps; how much slower those were is stated in
-the record. The profiler's schedule gives it one step to warm up. The engine's ranges carry FSDP2's names, so whatever
-reads traces of PyTorch's FSDP2 reads these.
+the record. On CUDA the profiler has one step to warm up. The engine's ranges carry FSDP2's names, so whatever reads
+traces of PyTorch's FSDP2 reads these.
 
 Each rank analyses its own trace, all ranks at once: it takes half a second of a core, and the starter has imported the
 analysis. The caller adds what one rank cannot know (trace_tables.py): whether it waited for another.
@@ -11,23 +11,23 @@ analysis. The caller adds what one rank cannot know (trace_tables.py): whether i
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from fsdplab.engine import events
 from fsdplab.profiling import AccountingError, StepAnalysis, TraceAnalysis, TraceError, analyse_trace
 from fsdplab.profiling.saving import save_trace
+from fsdplab.profiling.stopping import await_gloo_threads
 from fsdplab.profiling.traces.origin import MARK
 from fsdplab.profiling.traces.steps import NoStep
 from fsdplab.sessions.launch.mailbox import Mailbox
 from fsdplab.sessions.worker.rank_process import RankContext
 
-WARMUP = 1  # profiled steps that the profiler discards
 RANGE = "ProfilerStep#"  # the profiler's own name for a step
 TRACE, MEMORY_TRACE = "pt.trace.json.gz", "memory.trace.json.gz"
 _SUFFIX = ".analysis"
@@ -36,39 +36,48 @@ _LARGEST = 8_000_000
 
 
 class StepProfiler:
-    """Profiles `steps` steps from the first call of `step_done` on; `save` writes the trace.
+    """Profiles the steps after `begin`: `warmup` whose events it throws away, and `steps` whose trace `save` writes."""
 
-    `first` is the number that the run gives to the first step whose trace is kept.
-    """
-
-    def __init__(self, steps: int, device: torch.device) -> None:
+    def __init__(self, steps: int, warmup: int, device: torch.device) -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         self._profile = profile(
-            activities=activities,
-            schedule=schedule(wait=0, warmup=WARMUP, active=steps, repeat=1),
-            record_shapes=True,
-            profile_memory=True,
+            activities=activities, schedule=_actions(warmup, warmup + steps), record_shapes=True, profile_memory=True
         )
         self.seconds: list[float] = []
+        self._warmup = warmup
         self._mark: dict[str, str] = {"torch": torch.__version__}
 
     def begin(self, link: str | None) -> None:
-        """The next step is the profiler's warm-up. The trace will say that `link`, if there is one, was emulated."""
+        """The next step is the profiler's first. The trace will say that `link`, if there is one, was emulated."""
         self._mark |= {"link": link} if link else {}
         self._profile.start()
 
     def step_done(self, seconds: float) -> None:
         """A step has ended after `seconds`."""
         self.seconds.append(seconds)
-        if len(self.seconds) == WARMUP + 1:  # the profiler takes it only while it records
+        if len(self.seconds) == self._warmup + 1:  # the profiler takes it only while it records
             self._profile.add_metadata_json(MARK, json.dumps(self._mark))
+        await_gloo_threads()
         self._profile.step()
 
     def save(self, path: Path) -> list[float]:
         """Write the trace to `path` (.json.gz) and return the seconds of the steps in it."""
         self._profile.stop()
         save_trace(self._profile, path)
-        return self.seconds[WARMUP:]
+        return self.seconds[self._warmup :]
+
+
+def _actions(kept_from: int, end: int) -> Callable[[int], ProfilerAction]:
+    """A schedule for the profiler. (`torch.profiler.schedule` prints a warning where there is no warm-up.)"""
+
+    def action(step: int) -> ProfilerAction:
+        if step >= end:
+            return ProfilerAction.NONE
+        if step < kept_from:
+            return ProfilerAction.WARMUP
+        return ProfilerAction.RECORD if step < end - 1 else ProfilerAction.RECORD_AND_SAVE
+
+    return action
 
 
 class UnitStateLog:

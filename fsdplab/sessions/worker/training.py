@@ -31,15 +31,7 @@ from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
 from fsdplab.sessions.worker.engines import Batch, TrainingSetup, build
 from fsdplab.sessions.worker.environment import capture_environment
 from fsdplab.sessions.worker.ledger import Ledger
-from fsdplab.sessions.worker.profiler import (
-    MEMORY_TRACE,
-    RANGE,
-    TRACE,
-    WARMUP,
-    StepProfiler,
-    UnitStateLog,
-    leave_analysis,
-)
+from fsdplab.sessions.worker.profiler import MEMORY_TRACE, RANGE, TRACE, StepProfiler, UnitStateLog, leave_analysis
 from fsdplab.sessions.worker.rank_process import Diverged, RankContext, rank_process
 from fsdplab.workloads import ByteText
 
@@ -75,7 +67,9 @@ class Training:
         self.text = ByteText.from_path(spec.text) if spec.text else ByteText.from_standard_library()
         self.setup = build_setup(spec, context)
         self.network, self.unit_states = EmulatedNetwork(spec, context), UnitStateLog(context.rank)
-        self.profiler = StepProfiler(spec.profile, context.device) if spec.profile and spec.engine != "twin" else None
+        self.profiler = None
+        if spec.profile and spec.engine != "twin":
+            self.profiler = StepProfiler(spec.profile, spec.profiler_warmup, context.device)
 
     def run(self) -> None:
         """Train all steps, or until the emulated card is full, and write the measurements."""
@@ -129,7 +123,7 @@ class Training:
             return []
         self.profiler.begin((self.network.as_dict() or {}).get("name"))
         for step in range(first, self.spec.total_steps):
-            self.unit_states.step = step if step >= first + WARMUP else None
+            self.unit_states.step = step if step >= first + self.spec.profiler_warmup else None
             self.profiler.step_done(self._step(step, timed=False))
         self.unit_states.step = None
         return self.profiler.save(self.context.mailbox.of(self.context.rank, TRACE))

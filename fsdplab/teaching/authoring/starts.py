@@ -22,7 +22,7 @@ from fsdplab.teaching.core.course_state import current, open_course
 from fsdplab.teaching.core.exercise import Exercise
 from fsdplab.teaching.core.registry import find
 
-CHECKED = "05.shard"
+CHECKED = "05.reduce"  # runs on ranks, three of them
 _CELL = "import torch.distributed as dist\nprint(dist.get_rank())\n"
 
 

@@ -20,8 +20,6 @@ from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
 from fsdplab.sessions.worker.engines import build
 from fsdplab.workloads import ByteText
 
-LAST_STEPS = 3
-
 
 def complaint(choices: Any, job: dict[str, Any], names: Sequence[str]) -> str:
     """Why these choices cannot be run, or nothing."""
@@ -83,15 +81,21 @@ class Training:
         self._tags.close()
         return recorder.timeline
 
-    def clocked(self) -> tuple[float, float]:
+    def most_of_ranks(self, value: int) -> int:
+        """The largest of the ranks' values: what they decide by it, they decide alike."""
+        most = torch.tensor(value)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
+
+    def clocked(self, steps: int) -> tuple[float, float]:
         """(seconds a step on the link, hidden part of a typical gather's transfer), the second agreed by all ranks.
 
-        Typical is the median of all gathers of a few steps: on a busy machine some wait long for a rank that is not
-        running.
+        Typical is the median of all gathers of the `steps`: on a busy machine some wait long for a rank that is not
+        running, so it takes a few steps. The clock of the link takes one.
         """
-        steps = [self._step() for _ in range(LAST_STEPS)]
-        on_the_link = statistics.median(map(transfer_ns, steps)) / 1e9
-        gathers = [hidden_part(each) for step in steps for each in step if each.kind == "all_gather"]
+        trained = [self._step() for _ in range(steps)]
+        on_the_link = statistics.median(map(transfer_ns, trained)) / 1e9
+        gathers = [hidden_part(each) for step in trained for each in step if each.kind == "all_gather"]
         typical = torch.tensor(statistics.median(gathers) if gathers else 1.0, dtype=torch.float64)
         dist.all_reduce(typical)
         return on_the_link, typical.item() / self.ranks

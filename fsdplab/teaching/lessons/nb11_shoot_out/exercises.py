@@ -26,7 +26,7 @@ _REFERENCE = edited(_STUB, ('"full_shard",', '"shard_grad_op",'), ('"prefetch": 
 
 def _cases() -> list[Case]:
     right = {"choices": "", "bytes over the card": 0, "ms on the link too many": 0, "gathers are hidden": True}
-    name = f"five steps of gpt-20m on a card of {on_ranks.CARD / MB:g} MB behind {on_ranks.JOB['link']}"
+    name = f"a few steps of gpt-20m on a card of {on_ranks.CARD / MB:g} MB behind {on_ranks.JOB['link']}"
     return [Case(name, ((),) * _RANKS, (right,) * _RANKS)]
 
 
