@@ -5,10 +5,11 @@ and a model that is let go.
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -21,8 +22,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fsdplab.engine as engine
 from fsdplab.engine import events, fully_shard, shard_model
 from fsdplab.engine.shard import units_of
+from fsdplab.profiling.stopping import await_gloo_threads
 from tests.surface import Net, loss_of, mesh_of, sharded
 
+T = TypeVar("T")
 LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 EQUAL = (8, 8, 8, 8, 8, 8)  # blocks of one size
 
@@ -33,6 +36,18 @@ def train(model: nn.Module, steps: int, optimizer: torch.optim.Optimizer | None 
         loss_of(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def settled(count: Callable[[], T]) -> T:
+    """What `count` gives twice in a row with no gloo thread at work: such a thread says that a collective is done, and
+    lets go of its tensors a moment later. What is kept for good is counted each time.
+    """
+    before, now = None, count()
+    while now != before:
+        time.sleep(0.01)  # a thread that lets go of a tensor may wait for the interpreter's lock
+        await_gloo_threads()
+        before, now = now, count()
+    return now
 
 
 # ---- gathered parameters
@@ -143,7 +158,7 @@ def no_growth(strategy: str, policy: MixedPrecisionPolicy, transport: str) -> li
     counts = []
     for steps in (10, 95, 95):
         train(model, steps, optimizer)
-        counts.append(alive())
+        counts.append(settled(alive))
     return counts
 
 
@@ -189,7 +204,7 @@ def in_use(prepare: Callable[[nn.Module], None], **options: Any) -> list[str]:
         prepare(model)
         kept = remembered(model)
         del model, optimizer
-        return still_there(kept)
+        return settled(lambda: still_there(kept))
     finally:
         gc.enable()
 
@@ -243,7 +258,7 @@ def loss_kept() -> None:
         loss = loss_of(model)
         kept = remembered(model)
         del model, loss
-        assert still_there(kept) == []
+        assert settled(lambda: still_there(kept)) == []
     finally:
         gc.enable()
     dist.barrier()
