@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdplab import __version__
 from fsdplab.common import places
 
 pytestmark = pytest.mark.timeout(600)  # notebooks and builds on a machine that others use too
@@ -44,15 +45,20 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project's wheel, built from a copy, so that the clone gets no build folder."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def copied(source: Path) -> Path:
+    """`source`, filled with what a build reads: the clone gets no build folder."""
     for part in PARTS:
         if (ROOT / part).is_dir():
             shutil.copytree(ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy2(ROOT / part, source / part)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's wheel, built from a copy."""
+    source, target = copied(tmp_path_factory.mktemp("source")), tmp_path_factory.mktemp("wheel")
     (source / "notebooks" / "my_fsdp").mkdir(exist_ok=True)
     (source / "notebooks" / "my_fsdp" / "mine.md").write_text("somebody's work")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
@@ -128,6 +134,19 @@ def test_the_course_is_there_and_lesson_08_reads_its_trace(fsdplab, installed, t
 
 
 # ---- in a clone
+
+
+def test_an_editable_clone_works_in_the_folder_above_it(tmp_path):
+    """Where Python finds a folder of the package's name first."""
+    clone, site = tmp_path / "fsdplab", tmp_path / "site"
+    clone.mkdir()
+    copied(clone)
+    build = f"from setuptools.build_meta import build_editable; build_editable({str(site)!r})"
+    run(sys.executable, "-c", build, cwd=clone)
+    zipfile.ZipFile(next(site.glob("*.whl"))).extractall(site)
+    look = f"import site; site.addsitedir({str(site)!r}); import fsdplab; print(fsdplab.__file__, fsdplab.__version__)"
+    said = run(sys.executable, "-S", "-c", look, cwd=tmp_path)  # -S: not the package that this environment has
+    assert said.split() == [f"{clone}/fsdplab/__init__.py", __version__]
 
 
 def test_advice_in_a_clone_installs_the_clone(monkeypatch, tmp_path):
