@@ -122,6 +122,14 @@ def test_a_run_whose_files_grow_too_large_names_the_file(tmp_path: Path, capsys:
     assert processes_of(tmp_path) == []
 
 
+def test_a_trace_that_grows_too_large_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with files_of_at_most(20_480):
+        code, _, err = ended(["run", "--model", "gpt-tiny", "--steps", "1", "--out", str(tmp_path / "run")], capsys)
+    assert code == 1 and err.count("\n") == 1 and "Traceback" not in err
+    assert "the profiler wrote an empty file" in err and "ulimit -f" in err
+    assert processes_of(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

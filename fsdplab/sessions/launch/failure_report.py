@@ -124,7 +124,8 @@ _PEER_IS_GONE = re.compile(
     r" exited|ncclRemoteError|ncclSystemError",
     re.IGNORECASE,
 )
-_DISK_IS_FULL = re.compile("No space left on device|File too large|Disk quota exceeded")
+# the last is what saving a profile says (profiling/saving.py): torch's exporter gives no reason
+_DISK_IS_FULL = re.compile("No space left on device|File too large|Disk quota exceeded|a full disk or a limit")
 _ENDED = " All ranks were ended."
 _OWN_FAULT_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
