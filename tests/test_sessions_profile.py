@@ -4,6 +4,10 @@ refusals.
 
 from __future__ import annotations
 
+import os
+import signal
+import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -210,13 +214,48 @@ def test_overhead_is_the_slowest_rank_against_the_timed_steps() -> None:
     assert overhead([], 1.0) is None and overhead([[1.0]], None) is None
 
 
-def test_a_trace_that_the_disk_refuses_leaves_no_part_of_it(tmp_path):
-    class Silent:
-        """As torch's profiler where a file may not grow: it says nothing and leaves an empty one."""
+class Exports:
+    """In place of torch's profiler: a trace is saved by `how(path)`."""
 
-        def export_chrome_trace(self, name: str) -> None:
-            Path(name).write_text("")
+    def __init__(self, how: Callable[[Path], object]) -> None:
+        self._how = how
 
-    with pytest.raises(OSError, match="the profiler wrote an empty file"):
-        save_trace(Silent(), tmp_path / "trace.json.gz")
+    def export_chrome_trace(self, name: str) -> None:
+        self._how(Path(name))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "how",
+    [lambda path: path.write_text(""), lambda path: path.with_name(f"{path.name}.tmp").write_text('{"trace')],
+    ids=["an empty file", "a part under another name"],
+)
+def test_a_trace_that_the_disk_refuses_leaves_no_part_of_it(how, tmp_path, monkeypatch):
+    """torch's profiler says nothing where a file may not grow."""
+    monkeypatch.setenv("FSDPLAB_TEMPORARY", str(tmp_path))
+    with pytest.raises(OSError, match="the profiler did not write its trace"):
+        save_trace(Exports(how), tmp_path / "trace.json.gz")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.quick
+def test_a_rank_killed_over_its_trace_leaves_it_in_its_callers_temporary_folder(tmp_path, monkeypatch):
+    callers, anywhere, out = (tmp_path / name for name in ("callers", "anywhere", "out"))
+    for folder in (callers, anywhere, out):
+        folder.mkdir()
+    monkeypatch.setenv("FSDPLAB_TEMPORARY", str(callers))
+    monkeypatch.setattr(tempfile, "tempdir", str(anywhere))
+
+    def killed_half_way(path: Path) -> None:
+        path.write_text('{"trace')
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    rank = os.fork()
+    if rank == 0:
+        try:
+            save_trace(Exports(killed_half_way), out / "trace.json.gz")
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(rank, 0)[1]) == signal.SIGKILL
+    assert [file.name for file in callers.rglob("*.json")] == ["trace.json"]
+    assert list(anywhere.iterdir()) == list(out.iterdir()) == []

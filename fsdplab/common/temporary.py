@@ -2,6 +2,7 @@
 
 All of them lie in one folder of this process. It is removed at the end of Python; where the process is killed before
 (a notebook's kernel is, at every shutdown), the warm starter removes it, which lives a moment longer (starter.py).
+Ranks, which may be killed at any moment, leave what is unfinished in the folder of their caller.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import shutil
 import tempfile
 import threading
 from pathlib import Path
+
+TEMPORARY = "FSDPLAB_TEMPORARY"  # in a rank's environment: the folder with its caller's temporary folders
 
 _lock = threading.Lock()
 _own: tuple[int, Path] | None = None  # the process that made it, and the folder
@@ -30,6 +33,12 @@ def folder_of_this_process() -> Path:
 def temporary_folder(kind: str) -> Path:
     """A new folder that is removed at the end of this process: `temporary_folder("run")` is `.../run-x1y2z3`."""
     return Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=folder_of_this_process()))
+
+
+def folder_for_unfinished() -> Path:
+    """Where a file is written that may never be finished: the caller's folder in a rank, else this process's own."""
+    callers = os.environ.get(TEMPORARY)
+    return Path(callers) if callers and os.path.isdir(callers) else folder_of_this_process()
 
 
 def _remove(owner: int, folder: Path) -> None:

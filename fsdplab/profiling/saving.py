@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from fsdplab.common.temporary import folder_for_unfinished
+
 _LEVEL = 1
 _PIECE = 1 << 20  # so that a trace of a gigabyte needs no gigabyte of memory
 
@@ -25,12 +27,12 @@ def save_trace(profile: torch.profiler.profile, path: Path) -> None:
     # name a user's folder
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
-        with tempfile.NamedTemporaryFile(suffix=".json") as named:
-            profile.export_chrome_trace(named.name)
-            if not os.path.getsize(named.name):  # torch does not say that it could not write
-                raise OSError(errno.EIO, "the profiler wrote an empty file: a full disk or a limit", named.name)
-            # opened now: the profiler puts a new file there
-            with open(named.name, "rb") as plain, gzip.open(unfinished, "wb", compresslevel=_LEVEL) as packed:
+        with tempfile.TemporaryDirectory(prefix="trace-", dir=folder_for_unfinished()) as folder:
+            first = Path(folder, "trace.json")
+            profile.export_chrome_trace(str(first))
+            if not first.exists() or not first.stat().st_size:  # torch does not say that it could not write
+                raise OSError(errno.EIO, "the profiler did not write its trace: a full disk or a limit", str(first))
+            with first.open("rb") as plain, gzip.open(unfinished, "wb", compresslevel=_LEVEL) as packed:
                 shutil.copyfileobj(plain, packed, _PIECE)
         os.replace(unfinished, path)
     finally:

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from fsdplab.common.processes import end_as_if_by
 from fsdplab.common.pythons import imports_that_stay
-from fsdplab.sessions.launch.mailbox import AGENT_PID, TEMPORARY, Mailbox
+from fsdplab.common.temporary import TEMPORARY
+from fsdplab.sessions.launch.mailbox import AGENT_PID, Mailbox
 from fsdplab.sessions.launch.parent_death import end_with_parent
 
 with imports_that_stay():

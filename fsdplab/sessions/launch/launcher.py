@@ -21,7 +21,7 @@ from functools import partial
 
 from fsdplab.common.processes import descendants, gone, name_of
 from fsdplab.common.pythons import run_of, with_this_checkout
-from fsdplab.common.temporary import folder_of_this_process
+from fsdplab.common.temporary import TEMPORARY, folder_of_this_process
 from fsdplab.sessions.launch import warm
 from fsdplab.sessions.launch.ending import Agent, end
 from fsdplab.sessions.launch.failure_report import (
@@ -39,7 +39,7 @@ from fsdplab.sessions.launch.failure_report import (
     too_slow,
     used_so_far,
 )
-from fsdplab.sessions.launch.mailbox import RANKS_STORE, TEMPORARY, Heartbeat, Mailbox, read_heartbeats
+from fsdplab.sessions.launch.mailbox import RANKS_STORE, Heartbeat, Mailbox, read_heartbeats
 from fsdplab.sessions.launch.program import as_ranks_of_torchrun
 from fsdplab.sessions.spec import STARTS, SpecError
 

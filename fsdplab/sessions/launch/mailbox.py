@@ -23,7 +23,6 @@ from zlib import crc32
 
 AGENT_PID = "FSDPLAB_AGENT_PID"
 RANKS_STORE = "FSDPLAB_RANKS_STORE"
-TEMPORARY = "FSDPLAB_TEMPORARY"  # the folder with the caller's temporary folders
 _HEARTBEAT_BYTES = 512  # a heartbeat with two names of the longest kind fits
 _LONGEST_NAME = 100
 _LOOKS = 5  # at a heartbeat; writing one takes microseconds

@@ -24,7 +24,8 @@ from typing import NoReturn
 
 from fsdplab.common.processes import end_as_if_by
 from fsdplab.common.pythons import run_of
-from fsdplab.sessions.launch.mailbox import TEMPORARY, Mailbox
+from fsdplab.common.temporary import TEMPORARY
+from fsdplab.sessions.launch.mailbox import Mailbox
 from fsdplab.sessions.launch.netns import (
     CABLE,
     NetworkSetupError,
