@@ -7,11 +7,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fsdplab.profiling.intervals import EMPTY, length, union
+from fsdplab.profiling.intervals import EMPTY, union
+from fsdplab.profiling.traces.account import account
 from fsdplab.profiling.traces.collectives import Collective, Piece
-from fsdplab.profiling.traces.exposed_parts import exposed_parts
 from fsdplab.profiling.traces.overlap import StepAnalysis, TraceAnalysis
 from fsdplab.profiling.traces.skew import with_peers
+from fsdplab.profiling.traces.step_rows import parts_of
+from fsdplab.profiling.traces.steps import Window
 
 pytestmark = pytest.mark.quick
 US = 1_000
@@ -21,38 +23,53 @@ def pieces(*spans: tuple[int, int, str]) -> list[Piece]:
     return [Piece(start * US, end * US, role) for start, end, role in spans]
 
 
-def parts(collectives: list[Collective], shares: list[list[tuple[int, int]]], busy: list[tuple[int, int]] = ()) -> list:
-    """Each collective's (on the link, copying, waiting) in us."""
-    scaled = [np.array(share, dtype=np.int64).reshape(-1, 2) * US for share in shares]
-    found = exposed_parts(collectives, scaled, union(np.array(busy, dtype=np.int64).reshape(-1, 2) * US))
-    for each, share in zip(found, scaled):
-        assert sum(each.lengths().values()) == length(share)
-    return [tuple(ns // US for ns in each.lengths().values()) for each in found]
+class Sets:
+    """A trace without units, idle causes or a device; `busy`: when its host ran operators, in us."""
+
+    def __init__(self, busy: list[tuple[int, int]] = ()) -> None:
+        self.segments, self.on_gpu, self.host_busy = (
+            self,
+            False,
+            union(np.array(busy, dtype=np.int64).reshape(-1, 2) * US),
+        )
+        self.changes = np.empty(0, dtype=np.int64)
+
+    def phases_at(self, instants: list[int]) -> list[str]:
+        return ["forward"] * len(instants)
+
+    def causes_within(self, window: Window) -> tuple:
+        return EMPTY, EMPTY[:, 0]
+
+
+def parts(collectives: list[Collective], until: int, busy: list[tuple[int, int]] = ()) -> list:
+    """Each collective's (on the link, copying, waiting) in a step of `until` us without computing, in us."""
+    found = account(Window(1, 0, until * US), EMPTY, collectives, Sets(busy))
+    assert found.parts.sum() == sum(found.cells.length[found.exposed])
+    return [tuple(ns // US for ns in parts_of(sums).values()) for sums in found.parts]
 
 
 def test_copies_are_copying_and_the_transport_is_the_link() -> None:
     each = Collective("all_gather", "a", 0, pieces((0, 300, "copy-in"), (300, 900, ""), (900, 1000, "copy-out")))
-    assert parts([each], [[(0, 1000)]], [(0, 300), (900, 1000)]) == [(600, 400, 0)]
+    assert parts([each], 1000, [(0, 300), (900, 1000)]) == [(600, 400, 0)]
 
 
 def test_a_host_that_idles_in_a_copy_waits_for_a_peer_unless_bytes_move() -> None:
     copies = Collective("all_gather", "a", 0, pieces((0, 1000, "copy-out")))
-    assert parts([copies], [[(0, 1000)]], [(0, 200), (250, 400)]) == [(0, 400, 600)], "50 us are the next operator's"
+    assert parts([copies], 1000, [(0, 200), (250, 400)]) == [(0, 400, 600)], "50 us are the next operator's"
     other = Collective("all_gather", "b", 0, pieces((500, 2000, "")))
-    assert parts([copies, other], [[(0, 1000)], []], [(0, 200), (250, 400)]) == [(500, 400, 100), (0, 0, 0)]
+    assert parts([copies, other], 1000, [(0, 200), (250, 400)]) == [(500, 400, 100), (0, 0, 0)]
 
 
 def test_blocked_before_a_free_link_takes_it_is_waiting_and_behind_another_is_the_link() -> None:
     each = Collective("all_gather", "a", 0, pieces((0, 950, "blocked"), (600, 900, "")), emulated=True)
-    assert parts([each], [[(0, 950)]]) == [(350, 0, 600)], "it sleeps 50 us longer than the link takes"
+    assert parts([each], 950) == [(350, 0, 600)], "it sleeps 50 us longer than the link takes"
     before = Collective("reduce_scatter", "b", 0, pieces((100, 600, "")), emulated=True)
-    assert parts([each, before], [[(0, 950)], []]) == [(850, 0, 100), (0, 0, 0)]
+    assert parts([each, before], 950) == [(850, 0, 100), (0, 0, 0)]
 
 
 def test_the_hosts_own_transport_is_copying() -> None:
     each = Collective("all_gather", "a", 0, pieces((0, 1000, "")), by_host=True)
-    assert parts([each], [[(0, 1000)]], [(700, 1000)]) == [(0, 300, 700)]
-    assert parts([each], [EMPTY.tolist()]) == [(0, 0, 0)]
+    assert parts([each], 1000, [(700, 1000)]) == [(0, 300, 700)]
 
 
 def analysis(rank: int, start: int, device: str = "cuda", issue: int = 0) -> TraceAnalysis:
@@ -63,6 +80,7 @@ def analysis(rank: int, start: int, device: str = "cuda", issue: int = 0) -> Tra
         **where, "issue_ns": issue, "start_ns": start, "end_ns": 100, "logical_bytes": 8, "exposed_ns": 100 - start,
         "cause": "nothing_to_hide_behind", "emulated": False, "on_link": [[start, 100]],
     }  # fmt: skip
+    collective |= {"on_link_ns": 100 - start, "packing_ns": 0, "unpacking_ns": 0, "waiting_ns": 0}
     breakdown = {"rank": rank, "step": 1, "exposed_ns": 100 - start, **sums}
     exposed = {**where, "communication_ns": 100, "exposed_ns": 100 - start, "cause": collective["cause"], **sums}
     return TraceAnalysis(None, rank, 2, device, (StepAnalysis(1, breakdown, (), (exposed,), (collective,)),))
@@ -72,8 +90,9 @@ def analysis(rank: int, start: int, device: str = "cuda", issue: int = 0) -> Tra
 def test_until_its_last_rank_has_come_a_kernel_waits_for_the_peer(late: int, cause: str) -> None:
     early, last = with_peers([analysis(0, 10), analysis(1, late, issue=5)])
     (step,) = early.steps
-    for row in (step.breakdown, *step.exposed):
+    for row in (step.breakdown, *step.exposed, *step.collectives):
         assert (row["on_link_ns"], row["waiting_ns"]) == (100 - late, late - 10)
+    for row in (step.breakdown, *step.exposed):
         assert row["on_link_ns"] + row["copying_ns"] + row["waiting_ns"] == row["exposed_ns"]
     assert step.exposed[0]["cause"] == cause, "a GPU's host runs ahead: the kernel's start tells, not its issue"
     assert last.steps[0].breakdown["waiting_ns"] == 0

@@ -7,13 +7,13 @@ import pytest
 
 from fsdplab.profiling.intervals import (
     EMPTY,
+    Cells,
+    before,
     clip,
     close_gaps,
     covered,
     intersect,
     length,
-    lengths_of,
-    split,
     subtract,
     union,
 )
@@ -36,8 +36,6 @@ pytestmark = pytest.mark.quick
         (clip, ([(0, 9)], 9, 20), []),
         (close_gaps, ([(0, 3), (4, 5), (9, 10)], 2), [[0, 5], [9, 10]]),
         (close_gaps, ([(0, 3), (5, 6)], 2), [[0, 3], [5, 6]]),
-        (split, ([(0, 9), (20, 22)], [4, 15, 20]), [[0, 4], [4, 9], [20, 22]]),
-        (split, ([], [4]), []),
     ],
 )
 def test_by_hand(function, arguments, expected):
@@ -67,9 +65,28 @@ def test_against_counting_every_instant(seed):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_lengths_of_many_sets_are_those_of_each(seed):
+def test_what_lies_before_an_instant_is_what_lies_in_the_stretch_until_it(seed):
     chance = np.random.default_rng(seed)
-    sets = [chance.integers(0, 40, size=(int(chance.integers(0, 6)), 1)) for _ in range(8)]
-    sets = [np.concatenate([each, each + chance.integers(0, 12, size=each.shape)], axis=1) for each in sets]
-    groups = np.repeat(np.arange(len(sets)), [len(each) for each in sets])
-    assert lengths_of(np.concatenate(sets), groups, len(sets)).tolist() == [length(each) for each in sets]
+    whole, instants = union(np.sort(chance.integers(0, 60, size=(6, 2)), axis=1)), chance.integers(-5, 70, size=9)
+    assert before(whole, instants).tolist() == [length(clip(whole, -9, instant)) for instant in instants.tolist()]
+    assert before(EMPTY, instants).tolist() == [0] * 9
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cells_give_what_counting_every_instant_gives(seed):
+    """Labels are painted in turn, the last wins; sums over them are the lengths of what has each."""
+    draw = np.random.default_rng(seed)
+    spans = np.sort(draw.integers(0, 60, size=(draw.integers(1, 9), 2)), axis=1)
+    labels = draw.integers(0, 3, size=len(spans))
+    cells, by_instant = Cells([0, 60], spans), [-1] * 60
+    for (start, end), label in zip(spans.tolist(), labels.tolist()):
+        by_instant[start:end] = [label] * (end - start)
+    painted = cells.paint(spans, labels)
+    assert np.repeat(painted, cells.length).tolist() == by_instant
+    assert cells.sums(painted, 3).tolist() == [by_instant.count(label) for label in range(3)]
+    assert np.repeat(cells.inside(spans), cells.length).tolist() == [label >= 0 for label in by_instant]
+    runs, whose = cells.runs(painted)
+    assert [by_instant[start:end] for start, end in runs.tolist()] == [
+        [label] * (end - start) for (start, end), label in zip(runs.tolist(), whose.tolist())
+    ]
+    assert (cells.before(painted >= 0)[-1]) == sum(label >= 0 for label in by_instant)

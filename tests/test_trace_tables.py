@@ -125,7 +125,8 @@ def test_a_trace_without_correlations_says_so(tmp_path):
 def test_bandwidth_takes_the_rank_that_waited_for_nobody(tmp_path):
     early = GpuRank(0).step(1, 0, 10).kernel(1, 20, 30).nccl("all_gather", 2, 30, 130, elements=2**20)
     late = GpuRank(1).step(1, 0, 10).kernel(1, 20, 90).nccl("all_gather", 2, 90, 130, elements=2**20)
-    found = [analyse_trace(each.write(tmp_path / f"{each.rank}.json")) for each in (early, late)]
+    paths = [each.write(tmp_path / f"{each.rank}.json") for each in (early, late)]
+    found = [row for path in paths for row in analyse_trace(path).rows("collectives")]
     table = tables.bandwidths_by_size(found, link_bytes_per_s=100e9)
     (row,) = rows(table)
     assert row["size"] == 2**22 and row["time_ns"] == 40_000 and row["ranks"] == 2
@@ -140,7 +141,7 @@ def test_sizes_and_process_groups_are_told_apart(tmp_path):
     rank = GpuRank().step(1, 0, 10).kernel(1, 20, 30)
     rank.nccl("all_gather", 2, 30, 40, elements=2**10).nccl("all_gather", 3, 40, 80, elements=2**20)
     rank.nccl("all_reduce", 4, 80, 90, elements=2**20, group="mesh_replicate")
-    table = tables.bandwidths_by_size([analyse_trace(rank.write(tmp_path / "t.json"))])
+    table = tables.bandwidths_by_size(analyse_trace(rank.write(tmp_path / "t.json")).rows("collectives"))
     assert {(row["kind"], row["group"], row["size"]) for row in rows(table)} == {
         ("all_gather", "default_pg", 2**12), ("all_gather", "default_pg", 2**22),
         ("all_reduce", "mesh_replicate", 2**22),
@@ -153,9 +154,9 @@ def test_sizes_and_process_groups_are_told_apart(tmp_path):
 def test_idle_time_sums_to_what_neither_computed_nor_communicated(tmp_path):
     rank = GpuRank().step(1, 0, 100).kernel(1, 10, 20).kernel(60, 61, 70).nccl("all_gather", 62, 70, 75)
     analysis = analyse_trace(rank.write(tmp_path / "t.json"))
-    (row,) = rows(tables.idle_time([analysis]))
-    assert row["idle_ns"] == 41_000 == analysis.rows("breakdown")[0]["other_ns"]
-    assert row["host_bound_ns"] == 41_000 and row["share"] == pytest.approx(41 / 65)
+    (row,) = rows(tables.idle_time(analysis.rows("idle"), analysis.rows("breakdown")))
+    assert row["idle_ns"] == 76_000 == analysis.rows("breakdown")[0]["other_ns"]
+    assert row["host_bound_ns"] == 10_000 + 41_000 + 25_000 and row["share"] == 0.76
 
 
 # ---- critical path
@@ -176,7 +177,9 @@ def two_ranks(tmp_path: Path, slow: int, collective_ends: float = 140) -> list:
 def test_the_path_goes_through_the_rank_that_arrived_last(tmp_path, slow):
     table = tables.critical_path(two_ranks(tmp_path, slow), in_order=True)
     found = [(row["rank"], row["what"], row["ns"]) for row in rows(table)]
-    assert found == [(slow, "compute", 110_000), (0, "all_reduce", 20_000), (0, "compute", 20_000)]
+    assert found == [
+        (slow, "idle", 10_000), (slow, "compute", 110_000), (0, "all_reduce", 20_000), (0, "compute", 20_000),
+    ]  # fmt: skip
     most = 110 if slow else 130  # rank 0 goes on after the collective
     assert f"Most of it is compute on rank {slow}, {most} µs" in table.sentence
 
@@ -194,7 +197,9 @@ def test_the_parts_sum_to_the_step_of_a_real_run():
 def test_gaps_are_part_of_the_path(tmp_path):
     rank = GpuRank(world_size=1).step(1, 0, 100).kernel(1, 10, 20).kernel(60, 61, 70)
     found = rows(tables.critical_path([analyse_trace(rank.write(tmp_path / "t.json"))], in_order=True))
-    assert [(row["what"], row["ns"]) for row in found] == [("compute", 10_000), ("idle", 41_000), ("compute", 9_000)]
+    assert [(row["what"], row["ns"]) for row in found] == [
+        ("idle", 10_000), ("compute", 10_000), ("idle", 41_000), ("compute", 9_000), ("idle", 30_000),
+    ]  # fmt: skip
 
 
 def test_computing_on_the_path_is_what_the_breakdown_calls_computing(tmp_path):
@@ -206,25 +211,26 @@ def test_computing_on_the_path_is_what_the_breakdown_calls_computing(tmp_path):
     assert sum(row["lane"] == "compute" for row in found.steps[0].timeline) == 1
     path = {row["what"]: row["ns"] for row in rows(tables.critical_path([found]))}
     (breakdown,) = found.rows("breakdown")
-    assert path == {"compute": 2_000_000, "idle": 1_995_000}
+    assert path == {"compute": 2_000_000, "idle": 100_000 + 1_995_000}
     assert path == {"compute": breakdown["compute_ns"], "idle": breakdown["other_ns"]}
 
 
 def test_the_path_begins_with_the_first_rank_s_work(tmp_path):
-    """Rank 1 begins 500 us after rank 0, which waits for it in the collective: the step is 760 us long, not 260."""
+    """Rank 1 begins 500 us after rank 0, which waits for it in the collective: the step is 770 us long, not 270."""
     found = []
     for rank, late in ((0, 0), (1, 500)):
-        trace = GpuRank(rank).step(1, 0, 1000).kernel(1, 10 + late, 110 + late)
-        trace.nccl("all_reduce", 2, 110 + late, 750).kernel(3, 750, 770)
+        trace = GpuRank(rank).step(1, late, 760).kernel(1 + late, 10 + late, 110 + late)
+        trace.nccl("all_reduce", 2 + late, 110 + late, 750).kernel(3 + late, 750, 770)
         found.append(analyse_trace(trace.write(tmp_path / f"{rank}.json")))
     table = tables.critical_path(found, in_order=True)
     assert [(row["rank"], row["what"], row["ns"]) for row in rows(table)] == [
         (1, "before its step", 500_000),
+        (1, "idle", 10_000),
         (1, "compute", 100_000),
         (0, "all_reduce", 140_000),
         (0, "compute", 20_000),
     ]
-    assert table.sentence.startswith("Step 1 lasts 760 µs from the first rank's start to the last rank's end: 500 µs")
+    assert table.sentence.startswith("Step 1 lasts 770 µs from the first rank's start to the last rank's end: 500 µs")
 
 
 def test_clocks_that_disagree_are_refused(tmp_path):
@@ -325,7 +331,7 @@ def test_the_terminal_and_the_page_show_the_same_cells(capsys):
 def test_the_tables_of_a_record_are_made_once_for_terminal_and_page(tmp_path, monkeypatch, capsys):
     paths = [str(a_step(GpuRank(rank)).write(tmp_path / f"rank{rank}.json")) for rank in (0, 1)]
     made, idle_time = [], of_record.idle_time
-    monkeypatch.setattr(of_record, "idle_time", lambda analyses: made.append(1) or idle_time(analyses))
+    monkeypatch.setattr(of_record, "idle_time", lambda *rows: made.append(1) or idle_time(*rows))
     app(["report", *paths, "--tables", "--html", str(tmp_path / "page.html")], standalone_mode=False)
     assert len(made) == 1 and "Idle time by cause" in capsys.readouterr().out
     assert "Idle time by cause" in (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -341,5 +347,5 @@ def test_the_tables_of_traces_know_the_kernels_that_were_said_to_communicate(tmp
     path = rank.write(tmp_path / "rank0.json")
     record = record_of_traces([path], comm_patterns=["my_dispatch=all_to_all"])
     found = {table.name: table for table in tables.tables_of_record(record)}
-    assert {row["what"] for row in found["critical_path"].rows} == {"compute", "all_to_all"}
+    assert {row["what"] for row in found["critical_path"].rows} == {"idle", "compute", "all_to_all"}
     assert [row["name"] for row in found["operators"].rows if row["kind"] == "communication"] == ["my_dispatch"]

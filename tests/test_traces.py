@@ -9,14 +9,16 @@ import json
 import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from fsdplab.profiling import AccountingError, TraceError, analyse_trace
-from fsdplab.profiling.intervals import EMPTY, clip, close_gaps, length
+from fsdplab.profiling.intervals import Cells, clip, close_gaps, length
+from fsdplab.profiling.traces.account import PARTS
 from fsdplab.profiling.traces.chrome import ChromeTrace, nanoseconds
-from fsdplab.profiling.traces.classify import kind_of
-from fsdplab.profiling.traces.overlap import _breakdown
+from fsdplab.profiling.traces.comm_kernels import kind_of
+from fsdplab.profiling.traces.overlap import breakdown_of
 from fsdplab.profiling.traces.skew import (
     bandwidths,
     bus_factor,
@@ -146,7 +148,7 @@ def test_nccl_kernels_belong_to_the_unit_that_launched_them(tmp_path):
         event("cudaDeviceSynchronize", 800, 950, cat="cuda_runtime"),
     ]  # fmt: skip
     step = analysed(tmp_path, events)
-    assert parts(step) == [300, 100, 200, 200]  # the step is its device work, from 100 to 900 us
+    assert parts(step) == [300, 100, 200, 400]  # the step is its range, 0 to 1000 us: its device work ends before
     (collective,) = step.collectives
     assert (collective["unit"], collective["phase"], collective["kind"], collective["logical_bytes"]) == (
         "blocks.0",
@@ -158,7 +160,7 @@ def test_nccl_kernels_belong_to_the_unit_that_launched_them(tmp_path):
         ("blocks.0", 100_000),
         ("blocks.0", 500_000),
     }
-    assert [row["end_ns"] for row in step.timeline if row["lane"] == "waiting"] == [900_000]
+    assert [row["end_ns"] for row in step.timeline if row["lane"] == "waiting"] == [950_000]
 
 
 @pytest.mark.parametrize(
@@ -188,9 +190,17 @@ def test_without_step_ranges_the_whole_trace_is_one_step(tmp_path):
     assert parts(analyse_trace(both, whole=True).steps[0]) == [0, 0, 40, 50]
 
 
-def test_a_step_that_does_not_add_up_is_refused():
-    with pytest.raises(AccountingError, match="took 5 ns"):
-        _breakdown(0, 1, 5, [(0, 9)], EMPTY, EMPTY)
+def test_a_step_that_does_not_add_up_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(Cells, "sums", lambda *arguments: np.zeros(arguments[2], dtype=np.int64))
+    with pytest.raises(AccountingError, match="step 4 does not add up"):
+        analysed(tmp_path, [event("aten::mm", 100, 300)])
+
+
+def test_the_breakdown_is_sums_of_the_parts():
+    sums = dict.fromkeys(PARTS, 0) | {"compute_only_ns": 10, "overlapped_ns": 6, "on_link_ns": 2, "packing_ns": 1}
+    found = breakdown_of(sums | {"rest_ns": 1})
+    assert (found["step_ns"], found["compute_ns"], found["exposed_ns"], found["other_ns"]) == (20, 16, 3, 1)
+    assert (found["on_link_ns"], found["copying_ns"], found["waiting_ns"]) == (2, 1, 0)
 
 
 # ---- causes
@@ -550,10 +560,13 @@ def test_full_shard_gathers_twice_and_reduces_once_a_unit(real, engine):
     blocks = ("blocks.0", "blocks.1")
     for analysis in real(engine):
         assert collectives(analysis, "all_gather") == sorted(
-            [("", "forward"), *((b, p) for b in blocks for p in ("forward", "backward"))]
+            [("root", "forward"), *((b, p) for b in blocks for p in ("forward", "backward"))]
         )
-        assert collectives(analysis, "reduce_scatter") == [("", "backward"), *((block, "backward") for block in blocks)]
-        assert {row["unit"] for row in analysis.rows("timeline") if row["lane"] == "compute"} == {"", *blocks}
+        assert collectives(analysis, "reduce_scatter") == [
+            *((block, "backward") for block in blocks),
+            ("root", "backward"),
+        ]
+        assert {row["unit"] for row in analysis.rows("timeline") if row["lane"] == "compute"} == {"", "root", *blocks}
         assert {row["phase"] for row in analysis.rows("timeline") if row["lane"] == "compute"} == {
             "forward",
             "backward",

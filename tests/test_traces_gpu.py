@@ -8,7 +8,7 @@ import pytest
 from fsdplab.profiling import TraceError, analyse_trace, with_peers
 from fsdplab.profiling.intervals import length
 from fsdplab.profiling.traces.skew import collective_skews, straggling
-from fsdplab.profiling.traces.steps import device_windows
+from fsdplab.profiling.traces.steps import device_windows, wall_windows
 from tests.gpu_traces import BACKWARD, COPY, GpuRank
 
 PARTS = ("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")
@@ -59,8 +59,9 @@ def test_a_host_that_runs_ahead(tmp_path):
     found = analysed(tmp_path, run_ahead())
     first, second = found.steps
     assert [step.step for step in found.steps] == [5, 6]
-    assert window(first) == (500, 1000) and parts(first) == [350, 50, 100, 0]
+    assert window(first) == (0, 1000) and parts(first) == [350, 50, 100, 500], "the device began 500 us after the host"
     assert window(second) == (1000, 1500) and parts(second) == [300, 50, 100, 50]
+    assert [step.breakdown["device_busy_ns"] for step in found.steps] == [500_000, 450_000]
     assert first.overlap == pytest.approx(1 / 3) and found.no_step.ns == 0 and found.no_step.sentences() == []
 
 
@@ -110,7 +111,7 @@ def test_work_of_no_step_is_reported_and_counts_in_no_step(tmp_path):
         .kernel(70, 300, 450)
     )
     found = analysed(tmp_path, rank)
-    assert [parts(step) for step in found.steps] == [[100, 0, 50, 0], [150, 0, 0, 0]]
+    assert [parts(step) for step in found.steps] == [[100, 0, 50, 0], [150, 0, 0, 50]]
     assert (found.no_step.ns, found.no_step.device_ns) == (150_000, 450_000)
     (sentence,) = found.no_step.sentences()
     assert "0.15 ms of device work (33.3%) belong to no profiled step" in sentence
@@ -128,7 +129,7 @@ def test_work_of_an_unknown_launch_behind_a_step_is_no_older_work(tmp_path):
     """A copy whose launch the trace lacks, after the only step's kernels: the step stays, and the copy is of none."""
     rank = GpuRank(world_size=1).step(1, 0, 1000).kernel(10, 200, 400).copy(None, 500, 510)
     found = analysed(tmp_path, rank)
-    assert [window(step) for step in found.steps] == [(200, 400)]
+    assert [window(step) for step in found.steps] == [(0, 1000)]
     assert found.no_step.ns == 10_000
 
 
@@ -150,9 +151,46 @@ def test_steps_that_overlap_on_two_streams_are_cut_where_least_is_lost(tmp_path)
         .kernel(70, 310, 400)
     )
     found = analysed(tmp_path, rank)
-    assert [window(step) for step in found.steps] == [(100, 300), (300, 400)]
-    assert [parts(step) for step in found.steps] == [[200, 0, 0, 0], [90, 0, 0, 10]]
+    assert [window(step) for step in found.steps] == [(0, 300), (300, 400)]
+    assert [parts(step) for step in found.steps] == [[200, 0, 0, 100], [90, 0, 0, 10]]
     assert found.no_step.ns == 20_000
+
+
+def test_a_device_that_waits_for_its_loader_between_two_steps_has_long_steps(tmp_path):
+    """The host takes 70 us for each batch, the device works for 30: a step takes 100, not 30."""
+    rank = GpuRank(world_size=1)
+    for step in range(3):
+        at = 100 * step
+        rank.step(step, at, at + 100).loader(at, at + 70).kernel(at + 69, at + 70, at + 99).synchronise(
+            at + 71, at + 100
+        )
+    found = analysed(tmp_path, rank)
+    assert [window(step) for step in found.steps] == [(0, 100), (100, 200), (200, 300)]
+    assert [step.breakdown["device_busy_ns"] for step in found.steps] == [29_000] * 3
+    assert [idle(step)["data_loading_ns"] for step in found.steps] == [70, 70, 70]
+
+
+def test_a_step_without_device_work_is_no_time_of_the_step_before(tmp_path):
+    """Steps 2 and 9: one launched nothing, the other was profiled later."""
+    rank = GpuRank(world_size=1).step(1, 0, 100).kernel(5, 10, 60).step(2, 100, 900).step(9, 5000, 5100)
+    found = analysed(tmp_path, rank.kernel(5010, 5020, 5080))
+    assert [(step.step, window(step)) for step in found.steps] == [(1, (0, 100)), (9, (5000, 5100))]
+
+
+def test_random_steps_are_periods_that_touch():
+    """Whatever a host and a device do: steps in order, none empty, each until the next one begins."""
+    chance = np.random.default_rng(3)
+    for _ in range(300):
+        edges = np.cumsum(chance.integers(1, 60, size=6))
+        steps = [(index, int(begin), int(end)) for index, (begin, end) in enumerate(zip(edges, edges[1:]))]
+        device, at = {}, 0
+        for index, begin, _ in steps:
+            first = max(at, begin) + int(chance.integers(0, 30))
+            at = first + int(chance.integers(1, 90))
+            device[index] = first, at
+        found = wall_windows(device, steps, int(chance.integers(0, 50)))
+        assert [each.start for each in found[1:]] == [each.end for each in found[:-1]]
+        assert all(each.start < each.end for each in found) and found[-1].end >= at
 
 
 def test_no_nanosecond_is_in_two_windows_whatever_overlaps():
@@ -180,10 +218,10 @@ def test_a_trace_without_correlation_falls_back_to_the_hosts_ranges_and_says_so(
     assert "no correlation numbers" in sentence and "host's ranges" in sentence
 
 
-def test_without_step_ranges_the_whole_devices_work_is_one_step(tmp_path):
+def test_without_step_ranges_the_whole_trace_is_one_step(tmp_path):
     rank = GpuRank().operator("aten::mm", 0, 90).kernel(10, 100, 300).nccl("all_reduce", 20, 250, 350)
     (step,) = analysed(tmp_path, rank).steps
-    assert window(step) == (100, 350) and parts(step) == [150, 50, 50, 0]
+    assert window(step) == (0, 350) and parts(step) == [150, 50, 50, 100]
 
 
 def test_steps_whose_launches_are_not_in_the_trace_are_refused(tmp_path):
@@ -203,7 +241,7 @@ def test_two_communicators_at_once(tmp_path):
         .kernel(40, 400, 500)
     )
     (step,) = analysed(tmp_path, rank).steps
-    assert parts(step) == [200, 0, 200, 0]
+    assert parts(step) == [200, 0, 200, 100]
     assert {row["kind"]: row["exposed_ns"] for row in step.collectives} == {
         "all_gather": 100_000,
         "reduce_scatter": 100_000,
@@ -241,9 +279,11 @@ def test_a_collective_queued_long_ago_is_not_behind_one_that_ended_long_ago(tmp_
 
 
 def test_a_late_launch_is_the_hosts(tmp_path):
-    """The device is done at 200; the host launches the next kernel at 250, and it starts at 255."""
+    """The step begins 100 us before its first kernel; the device is done at 200, and the next kernel, launched at 250,
+    starts at 255.
+    """
     (step,) = analysed(tmp_path, GpuRank(world_size=1).step(1, 0, 300).kernel(10, 100, 200).kernel(250, 255, 400)).steps
-    assert idle(step) == {"host_bound_ns": 55}
+    assert idle(step) == {"host_bound_ns": 155}
 
 
 def test_a_launch_that_takes_long_is_the_hosts(tmp_path):
@@ -251,24 +291,24 @@ def test_a_launch_that_takes_long_is_the_hosts(tmp_path):
     rank = GpuRank(world_size=1).step(1, 0, 700).kernel(10, 100, 200).kernel(190, 610, 700)
     launch = next(each for each in rank.events if each["ts"] == 190)
     launch["dur"] = 410
-    assert idle(analysed(tmp_path, rank).steps[0]) == {"host_bound_ns": 410}
+    assert idle(analysed(tmp_path, rank).steps[0]) == {"host_bound_ns": 100 + 410}
 
 
 def test_a_gap_between_queued_kernels_is_the_devices(tmp_path):
     rank = GpuRank(world_size=1).step(1, 0, 50).kernel(10, 100, 200).kernel(20, 203, 300).kernel(30, 350, 400)
-    assert idle(analysed(tmp_path, rank).steps[0]) == {"kernel_gap_ns": 3, "rest_ns": 50}
+    assert idle(analysed(tmp_path, rank).steps[0]) == {"host_bound_ns": 100, "kernel_gap_ns": 3, "rest_ns": 50}
 
 
 def test_a_slow_loader(tmp_path):
-    """Of 300 us without work the host took a batch for 240."""
+    """Of 300 us between two kernels the host took a batch for 240; 100 us pass before the first and behind the last."""
     rank = GpuRank(world_size=1).step(1, 0, 700).kernel(10, 100, 200).loader(210, 450).kernel(495, 500, 600)
-    assert idle(analysed(tmp_path, rank).steps[0]) == {"data_loading_ns": 240, "host_bound_ns": 60}
+    assert idle(analysed(tmp_path, rank).steps[0]) == {"data_loading_ns": 240, "host_bound_ns": 60 + 200}
 
 
 def test_a_synchronising_call(tmp_path):
     """The host waits for the device until 203 and launches the next kernel at 240: nothing was queued ahead."""
-    rank = GpuRank(world_size=1).step(1, 0, 500).kernel(10, 100, 200).synchronise(20, 203).kernel(240, 245, 300)
-    assert idle(analysed(tmp_path, rank).steps[0]) == {"synchronisation_ns": 45}
+    rank = GpuRank(world_size=1).step(1, 5, 300).kernel(10, 12, 200).synchronise(20, 203).kernel(240, 245, 300)
+    assert idle(analysed(tmp_path, rank).steps[0]) == {"host_bound_ns": 7, "synchronisation_ns": 45}
 
 
 def test_copies(tmp_path):
@@ -276,7 +316,7 @@ def test_copies(tmp_path):
     rank = (
         GpuRank(world_size=1).step(1, 0, 50).kernel(10, 100, 200).copy(20, 170, 270, stream=COPY).kernel(30, 272, 300)
     )
-    assert idle(analysed(tmp_path, rank).steps[0]) == {"copies_ns": 70, "kernel_gap_ns": 2}
+    assert idle(analysed(tmp_path, rank).steps[0]) == {"host_bound_ns": 100, "copies_ns": 70, "kernel_gap_ns": 2}
 
 
 def test_on_the_cpu_only_the_loader_is_known(tmp_path):

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from fsdplab.profiling import analyse_trace
-from fsdplab.profiling.intervals import EMPTY, Measure, intersect, length, subtract, union, within
-from fsdplab.profiling.traces.attribution import attribute
+from fsdplab.profiling.intervals import EMPTY, intersect, subtract, union, within
+from fsdplab.profiling.traces.account import account
 from fsdplab.profiling.traces.collectives import Collective, Piece
+from fsdplab.profiling.traces.steps import Window
 from tests.gpu_traces import GpuRank
+from tests.test_exposed_parts import Sets
 
 
 def gathers(many):
@@ -105,19 +107,17 @@ def test_attribution_is_that_of_taking_one_after_the_other():
             collectives.append(Collective("all_gather", "a", start - 5, pieces[1:] if host_alone else pieces))
         spans = union([(piece.start, piece.end) for each in collectives for piece in each.pieces])
         computing = union([(at, at + 9) for at in chance.integers(0, 100, size=4).tolist()])
-        exposed = subtract(spans, computing)
-        found, expected = attribute(exposed, collectives), reference(exposed, collectives)
-        assert [each.tolist() for each in found] == [each.tolist() for each in expected]
+        expected = reference(subtract(spans, computing), collectives)
+        found = account(Window(1, -10, 200), computing, collectives, Sets())
+        runs, whose = found.cells.runs(np.where(found.exposed, found.owner, -1))
+        assert [runs[whose == index].tolist() for index in range(len(collectives))] == [
+            each.tolist() for each in expected
+        ]
 
 
-def test_measures_agree_with_the_sets_they_measure():
+def test_within_is_the_part_inside():
     chance = np.random.default_rng(4)
     for _ in range(100):
-        edges = np.sort(chance.integers(0, 60, size=(6, 2)), axis=1)
-        whole, measure = union(edges), Measure(edges)
+        whole = union(np.sort(chance.integers(0, 60, size=(6, 2)), axis=1))
         start, end = sorted(chance.integers(-5, 70, size=2).tolist())
-        assert measure.between(start, end) == length(intersect(whole, [(start, end)]))
         assert within(whole, start, end).tolist() == intersect(whole, [(start, end)]).tolist()
-        pieces = union(chance.integers(0, 60, size=(3, 2)))
-        assert measure.of(pieces) == length(intersect(whole, pieces))
-    assert Measure([]).between(0, 9) == 0 and measure.between(9, 3) == 0

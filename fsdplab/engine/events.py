@@ -32,6 +32,7 @@ class Collective:
     `logical_bytes` is the whole payload P, padding included; `wire_bytes` is what this rank sends: P(n-1)/n for
     all_gather and reduce_scatter, 2P(n-1)/n for all_reduce. Times are `time.time_ns()`. `waited_ns` is how long the
     host was blocked for it, None where it never is (CUDA). Behind an emulated link all three are the link's.
+    `issue_ns` is when this rank issued it.
     """
 
     unit: str
@@ -45,6 +46,7 @@ class Collective:
     end_ns: int
     emulated: bool = False
     waited_ns: int | None = None
+    issue_ns: int | None = None
 
 
 @dataclass(frozen=True)

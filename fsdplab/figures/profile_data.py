@@ -14,7 +14,6 @@ from typing import Any, TypeGuard, TypeVar
 from fsdplab.common.sizes import seconds, size
 from fsdplab.common.words import NO_UNIT
 from fsdplab.figures.view import how_and_where, views
-from fsdplab.profiling.arrivals import COLLECTIVES as COLLECTIVES
 from fsdplab.profiling.step_summary import ExposedCell, exposed_cells, step_summary
 from fsdplab.records import RunRecord
 
@@ -23,6 +22,7 @@ Key = TypeVar("Key", bound=Hashable)
 MS = 1e6  # nanoseconds
 _SLOWER = 1.1  # profiled steps over timed ones from which on a figure says so
 ROOT = "root"
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "other_communication")  # lanes of a timeline
 _REMEDIES = {
     "memory": "run it again with memory measured (memory=True)",
     "life": "only the lab's engine tells its units' states: run it again with --engines lab --profile 2",

@@ -238,7 +238,7 @@ def _scene(record: RunRecord, loading: Loading | None) -> Scene:
         compute_s={(row["rank"], row["step"]): row["compute_ns"] / 1e9 for row in breakdown},
         own_s={(row["rank"], row["step"]): (row["step_ns"] - row["exposed_ns"]) / 1e9 for row in breakdown},
         loading=loading_of(record, steps) if loading is None else loading,
-        late=late_rank_of(record, steps) if len(summaries(breakdown)) > 1 else None,
+        late=late_rank_of(record) if len(summaries(breakdown)) > 1 else None,
     )
 
 

@@ -1,6 +1,6 @@
 """The finding on idle time: when neither computing nor communication ran for a large part of the steps, and why.
 
-A trace's part "other" is split by cause (`profiling/traces/idle_parts.py`). One cause is named, the largest that
+A trace's part "other" is split by cause (`profiling/traces/idle.py`). One cause is named, the largest that
 something can be done about, with the seconds of a step that it costs. Where a GPU was idle for long and no such cause
 is large, that is said too.
 """

@@ -37,6 +37,11 @@ def _whole(text: str) -> int:
     return value
 
 
+def _whole_or_none(text: str) -> int | None:
+    """A number that a trace may not tell."""
+    return _whole(text) if text else None
+
+
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
@@ -47,6 +52,9 @@ def _finite(text: str) -> float:
 IDLE_PARTS = ("host_bound_ns", "kernel_gap_ns", "data_loading_ns", "synchronisation_ns", "copies_ns", "rest_ns")
 # exposed time is on the link (the transport moves bytes), copying (the host or the device), or waiting for a peer
 PARTS_OF_EXPOSED = ("on_link_ns", "copying_ns", "waiting_ns")
+
+# the same of one collective: copying is packing what is sent and unpacking what has come
+PARTS_OF_COLLECTIVE = ("on_link_ns", "packing_ns", "unpacking_ns", "waiting_ns")
 
 Row = dict[str, Any]
 Schema = dict[str, Callable[[str], Any]]
@@ -76,6 +84,7 @@ TABLES: dict[str, Schema] = {
         "end_ns": _whole,
         "emulated": _flag,
         "waited_ns": _whole,
+        "issue_ns": _whole_or_none,
     },
     "memory": {
         "rank": _whole,
@@ -108,6 +117,7 @@ TABLES: dict[str, Schema] = {
         "exposed_ns": _whole,
         "other_ns": _whole,
         **dict.fromkeys(PARTS_OF_EXPOSED, _whole),
+        "device_busy_ns": _whole_or_none,
     },
     # where communication was exposed, and why
     "exposed": {
@@ -121,15 +131,39 @@ TABLES: dict[str, Schema] = {
         "cause": str,
         **dict.fromkeys(PARTS_OF_EXPOSED, _whole),
     },
+    # one row a collective of the profiled steps, as the trace shows it: when the rank issued it, when bytes moved, its
+    # process group, the parts of its exposed time, and why it was exposed
+    "collectives": {
+        "rank": _whole,
+        "step": _whole,
+        "unit": str,
+        "phase": str,
+        "kind": str,
+        "issue_ns": _whole,
+        "start_ns": _whole,
+        "end_ns": _whole,
+        "logical_bytes": _whole_or_none,
+        "group": str,
+        "group_size": _whole_or_none,
+        "exposed_ns": _whole,
+        **dict.fromkeys(PARTS_OF_COLLECTIVE, _whole),
+        "cause": str,
+        "emulated": _flag,
+    },
     # when a unit was gathered and dropped
     "life": {"rank": _whole, "step": _whole, "unit": str, "state": str, "phase": str, "time_ns": _whole},
     # one row a rank and profiled step: the part "other" of the step by cause, which sum to it
     "idle": {"rank": _whole, "step": _whole, **dict.fromkeys(IDLE_PARTS, _whole)},
 }
-LATER_TABLES = ("idle",)  # records of earlier versions lack their files
+LATER_TABLES = ("idle", "collectives")  # records of earlier versions lack their files
 _NOT_ALWAYS_MEASURED = ("loss", "step_time_s", "tokens", "loading_s", "waited_ns", *CATEGORIES)
 # columns that records of earlier versions lack; a table in which no row has one is written without it
-_LATER = {"steps": ("loading_s",), "breakdown": PARTS_OF_EXPOSED, "exposed": PARTS_OF_EXPOSED}
+_LATER = {
+    "steps": ("loading_s",),
+    "ledger": ("issue_ns",),
+    "breakdown": (*PARTS_OF_EXPOSED, "device_busy_ns"),
+    "exposed": PARTS_OF_EXPOSED,
+}
 LANES = ("step", "compute", "all_gather", "reduce_scatter", "all_reduce", "other_communication", "exposed", "waiting")
 CAUSES = ("hidden", "late_start", "link_busy", "nothing_to_hide_behind", "waiting_for_peer", "unknown")
 

@@ -20,13 +20,11 @@ if TYPE_CHECKING:
     from fsdplab.profiling.traces.overlap import TraceAnalysis
 
 Row = dict[str, Any]
-TABLES = ("timeline", "breakdown", "exposed", "idle")
+TABLES = ("timeline", "breakdown", "exposed", "collectives", "idle")
 
 
 def tables_of(spec: RunSpec, mailbox: Mailbox, ledger: Sequence[Row], folder: Path) -> dict[str, list[Row]]:
-    """Rows of `timeline`, `breakdown`, `exposed` and `idle` of all profiled steps, and the timeline of the step
-    whose memory was measured.
-    """
+    """The rows of these tables of all profiled steps, and the timeline of the step whose memory was measured."""
     from fsdplab.profiling.traces.skew import with_peers
     from fsdplab.sessions.worker.profiler import MEMORY_TRACE, TRACE, analysis_of
 
@@ -59,22 +57,8 @@ def _keep(trace: Path, folder: Path) -> Path | None:
 
 def _add(tables: dict[str, list[Row]], analysis: TraceAnalysis, names: Sequence[str], shift: int) -> None:
     """The profiler counts its own steps from 0; the record counts the run's."""
-    for step in analysis.steps:
-        rows = {"timeline": step.timeline, "breakdown": [step.breakdown], "exposed": step.exposed, "idle": [step.idle]}
-        for name in names:
-            tables[name] += [{**row, "step": row["step"] + shift, **_root(row, analysis)} for row in rows[name]]
-
-
-def _root(row: Row, analysis: TraceAnalysis) -> Row:
-    """The ranges of the root carry no name; where other units have one, a collective without one is its own, as in the
-    ledger.
-    """
-    has_units = any(each["unit"] for step in analysis.steps for each in step.exposed)
-    return (
-        {"unit": "root"}
-        if has_units and row.get("unit") == "" and row.get("lane") not in ("step", "compute", "waiting")
-        else {}
-    )
+    for name in names:
+        tables[name] += [{**row, "step": row["step"] + shift} for row in analysis.rows(name)]
 
 
 def profile_summary(

@@ -7,6 +7,7 @@ collective and returns a `Pending`. `transport/staged.py` does so through flat b
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -112,9 +113,8 @@ class Transport(ABC):
         """Let reductions no longer queue behind gathers, or again; where they never do there is nothing to separate."""
 
     def note(self, stamp: Stamp, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Note:
-        name = str(dtype).removeprefix("torch.")
-        rounds = 2 if kind == "all_reduce" else 1
-        wire = rounds * logical * (self.ranks - 1) // self.ranks
+        name, issued = str(dtype).removeprefix("torch."), time.time_ns()
+        wire = (2 if kind == "all_reduce" else 1) * logical * (self.ranks - 1) // self.ranks
         return lambda start, end, waited: events.Collective(
-            stamp.unit, stamp.phase, kind, logical, wire, padding, name, start, end, waited_ns=waited
+            stamp.unit, stamp.phase, kind, logical, wire, padding, name, start, end, waited_ns=waited, issue_ns=issued
         )

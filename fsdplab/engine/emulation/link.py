@@ -172,7 +172,7 @@ class Channel:
         logical = given * (self.ranks if kind == "reduce_scatter" else 1)
         phase = "backward" if compat.inside_backward() else "forward"
         dtype = str(outputs[0].dtype).removeprefix("torch.") if outputs else ""
-        return self.enter(events.Collective("", phase, kind, logical, 0, 0, dtype, 0, 0))
+        return self.enter(events.Collective("", phase, kind, logical, 0, 0, dtype, 0, 0, issue_ns=time.time_ns()))
 
 
 @dataclass

@@ -14,8 +14,9 @@ from fsdplab.common.words import NO_UNIT
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import MS, Row, breakdown_of, conditions, duration, label, profiled, rows_of, unnamed
 from fsdplab.figures.style import DARK_INK, HEAT, titled
-from fsdplab.profiling.arrivals import Arrivals, Key, LateRank, arrivals_of, late_rank_of
+from fsdplab.profiling.arrivals import arrivals_of, late_rank_of
 from fsdplab.profiling.diagnosis import WORTH_SAYING
+from fsdplab.profiling.late_rank import Arrivals, Key, LateRank
 from fsdplab.records import RunRecord
 
 _ALIKE = 0.01  # of the step: lateness below it is not red
@@ -32,7 +33,7 @@ def straggler_map(record: RunRecord) -> go.Figure:
     late.
     """
     rows = profiled(rows_of(record, "timeline"), record)
-    issued, how = arrivals_of(record, {row["step"] for row in rows})
+    issued, how = arrivals_of(record, {row["step"] for row in rows}), ""
     columns = _columns(issued, unnamed(record) == NO_UNIT)
     ranks = sorted({rank for times in issued.values() for rank in times})
     if len(ranks) < 2 or not columns:
@@ -131,7 +132,7 @@ def _alike_ms(record: RunRecord) -> float:
 
 def _finding(record: RunRecord, late: Late, issued: Arrivals) -> str:
     """The title: which rank is late, by how much and how often; or that none is so again and again."""
-    found, split = late_rank_of(record, {key[0] for key in issued}), breakdown_of(record)
+    found, split = late_rank_of(record), breakdown_of(record)
     if found is None or split and not _costs(found, split):
         most = duration(max(max(_known(values)) for values in late.values()) * MS)
         return f"{label(record)}: no straggler, ranks come within {most} of one another"

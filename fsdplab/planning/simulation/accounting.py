@@ -1,6 +1,6 @@
 """A simulated rank's step in the record's terms, in whole nanoseconds: every instant in one part of the step.
 
-The definitions are those of measured steps (`profiling/traces/attribution.py`): an instant with communication and
+The definitions are those of measured steps (`profiling/traces/account.py`): an instant with communication and
 without compute is exposed, and belongs to the collective that ends first; between a collective's turn on this rank and
 its beginning, the rank waits for its peers.
 """
@@ -101,7 +101,7 @@ def _add(found: Account, low: int, high: int, busy: bool, owner: Passage | None)
 
 
 def cause_of(passage: Passage, computed: Sequence[Span]) -> str:
-    """Why its exposed time was not hidden: one of the record's causes, in the order of `attribution.py`."""
+    """Why its exposed time was not hidden: one of the record's causes, in the order of `account.py`."""
     exposed = passage.exposed_ns
     if not exposed:
         return "hidden"

@@ -13,7 +13,6 @@ from statistics import fmean, median
 
 from fsdplab.common.sizes import size
 from fsdplab.profiling.tables.table import Column, Row, Table
-from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.skew import bandwidths, matched
 
 _COLUMNS = (
@@ -24,27 +23,30 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def bandwidths_by_size(analyses: Sequence[TraceAnalysis], link_bytes_per_s: float | None = None) -> Table:
+def bandwidths_by_size(
+    collectives: Sequence[Row], ranks_of_job: int = 2, link_bytes_per_s: float | None = None
+) -> Table:
     """One row a collective, process group and size (powers of two), the largest first.
 
-    `analyses` are of one run's ranks. `link_bytes_per_s`: the link's figure in one direction, where it is known. 8 MB
+    `collectives` are rows of a record's table of that name, `ranks_of_job` the ranks of a group whose size the trace
+    does not say. `link_bytes_per_s`: the link's figure in one direction, where it is known. 8 MB
     gathered over 2 ranks in 1 ms are 8 GB/s, and 4 GB/s on the bus.
     """
-    steps = max((len(each.steps) for each in analyses), default=0)
+    steps, given = len({row["step"] for row in collectives}), {row["rank"] for row in collectives}
     groups: dict[tuple[str, str, int, int], list[tuple[int, int]]] = defaultdict(list)
     unknown = 0
-    for key, members in matched(row for each in analyses for row in each.rows("collectives")).items():
+    for key, members in matched(collectives).items():
         nbytes = next((row["logical_bytes"] for row in members if row["logical_bytes"]), None)
         if nbytes is None:
             unknown += 1
             continue
-        ranks = members[0].get("group_size") or analyses[0].world_size or len(analyses)
-        name = key[3], members[0].get("group") or "", int(ranks), nbytes.bit_length()
+        ranks = members[0]["group_size"] or ranks_of_job
+        name = key[3], members[0]["group"], int(ranks), nbytes.bit_length()
         groups[name].append((nbytes, min(row["end_ns"] - row["start_ns"] for row in members)))
     rows = [_row(key[:3], found, max(1, steps), link_bytes_per_s) for key, found in groups.items()]
     rows.sort(key=lambda row: -row["size"] * row["count"])
     notes = [f"{unknown} collectives are left out: the trace does not say how many bytes they moved."] * bool(unknown)
-    if len(analyses) == 1:
+    if len(given) == 1:
         notes.append("One rank's trace: the times hold waiting for peers, so the link did no worse than this.")
     return Table("bandwidth", "Bandwidth by size", _sentence(rows), _COLUMNS, tuple(rows), tuple(notes))
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from fsdplab.common.sizes import seconds
 from fsdplab.profiling.tables.operators import short, table_of
 from fsdplab.profiling.tables.table import Column, Row, Table
-from fsdplab.profiling.tables.work import named_work
+from fsdplab.profiling.tables.work import work_of
+from fsdplab.profiling.traces.events import read_events
 
 _COLUMNS = (
     Column("kind", "kind"), Column("name", "name"), Column("unit", "unit"), Column("before_ns", "first", "ns"),
@@ -31,7 +32,7 @@ def difference(
     before, after = (
         {
             (row["kind"], row["name"], row["unit"]): row
-            for row in table_of(named_work(path, comm_patterns), by_unit).rows
+            for row in table_of(work_of(read_events(path, comm_patterns)), by_unit).rows
         }
         for path in (first, second)
     )

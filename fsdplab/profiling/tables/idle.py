@@ -1,4 +1,4 @@
-"""Why nothing ran: the part "other" of the steps by cause, a row a rank. The definitions are in `traces/idle_parts`."""
+"""Why nothing ran: the part "other" of the steps by cause, a row a rank. The definitions are in `traces/idle`."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from fsdplab.common.sizes import seconds
-from fsdplab.profiling.tables.table import Column, Table
-from fsdplab.profiling.traces.overlap import TraceAnalysis
+from fsdplab.profiling.tables.table import Column, Row, Table
 from fsdplab.records.tables import IDLE_PARTS
 
 _WORDS = {name: name.removesuffix("_ns").replace("_", " ") for name in IDLE_PARTS}
 
 
-def idle_time(analyses: Sequence[TraceAnalysis]) -> Table:
+def idle_time(idle: Sequence[Row], breakdown: Sequence[Row]) -> Table:
     """Nanoseconds of a mean step in which a rank neither computed nor communicated, by cause; the idlest rank first.
+    The arguments are rows of a record's tables of these names.
 
     A step of 100 ms with 62 computing or communicating: the causes sum to 38 ms.
     """
     rows = []
-    for each in analyses:
-        idle, whole = each.rows("idle"), [row["step_ns"] for row in each.rows("breakdown")]
-        parts = {name: fmean(row[name] for row in idle) for name in IDLE_PARTS} if idle else {}
-        if parts:
-            total = sum(parts.values())
-            rows.append({"rank": each.rank, "idle_ns": total, "share": total / fmean(whole), **parts})
+    for rank in sorted({row["rank"] for row in idle}):
+        mine, whole = ([row for row in table if row["rank"] == rank] for table in (idle, breakdown))
+        parts = {name: fmean(row[name] for row in mine) for name in IDLE_PARTS}
+        total, step = sum(parts.values()), fmean(row["step_ns"] for row in whole)
+        rows.append({"rank": rank, "idle_ns": total, "share": total / step if step else 0.0, **parts})
     rows.sort(key=lambda row: -row["idle_ns"])
     columns = (
         Column("rank", "rank", "count"), Column("idle_ns", "idle a step", "ns"),

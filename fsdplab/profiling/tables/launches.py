@@ -14,8 +14,8 @@ import numpy as np
 
 from fsdplab.common.sizes import seconds
 from fsdplab.profiling.tables.table import Column, Row, Table
-from fsdplab.profiling.tables.work import COMMUNICATION, COPY, KERNEL, Work, named_work
-from fsdplab.profiling.traces.classify import TraceEvents
+from fsdplab.profiling.tables.work import COMMUNICATION, COPY, KERNEL, Work, work_of
+from fsdplab.profiling.traces.events import read_events
 
 _COLUMNS = (
     Column("stream", "stream"), Column("launches", "launches a step", "count"),
@@ -32,7 +32,7 @@ def launches(path: str | Path, *, comm_patterns: Sequence[str] = ()) -> Table:
 
     A kernel that starts 40 us after its launching call of 5 us began has a delay of 35 us.
     """
-    return table_of(named_work(path, comm_patterns))
+    return table_of(work_of(read_events(path, comm_patterns)))
 
 
 def table_of(work: Work) -> Table:
@@ -42,22 +42,19 @@ def table_of(work: Work) -> Table:
 
 
 def _rows(work: Work) -> list[Row]:
-    numbers, starts, ends = _calls(work.found)
-    device = work.of_kind(KERNEL, COMMUNICATION, COPY)
-    if not len(numbers):
-        return []
-    at = np.minimum(np.searchsorted(numbers, work.correlation), len(numbers) - 1)
-    launched = device & (numbers[at] == work.correlation)
+    found, calls = work.found, work.found.launched_by[work.rows]
+    launched = work.of_kind(KERNEL, COMMUNICATION, COPY) & (calls >= 0)
     rows = []
-    for lane in np.unique(work.lane[launched]).tolist():
-        mine = launched & (work.lane == lane)
-        call_start, call_end, start, end = starts[at[mine]], ends[at[mine]], work.start[mine], work.end[mine]
-        delay = np.maximum(0, start - call_end)
-        queued, mean = _queue(call_start, start)
+    streams = np.array([found.threads[thread][1] for thread in found.thread[work.rows].tolist()], dtype=object)
+    for stream in dict.fromkeys(streams[launched].tolist()):
+        mine = launched & (streams == stream)
+        call, start, end = calls[mine], found.start[work.rows[mine]], found.end[work.rows[mine]]
+        delay = np.maximum(0, start - found.end[call])
+        queued, mean = _queue(found.start[call], start)
         rows.append({
-            "stream": work.lanes[lane].removeprefix("stream "), "launches": len(start) / work.steps,
+            "stream": str(stream), "launches": len(start) / work.steps,
             "delay_median_ns": float(np.median(delay)), "delay_p95_ns": float(np.percentile(delay, 95)),
-            "short_kernels": float(np.mean(end - start < call_end - call_start)),
+            "short_kernels": float(np.mean(end - start < found.end[call] - found.start[call])),
             "queue_mean": mean, "queue_most": int(queued.max()), "queue_empty": float(np.mean(queued == 1)),
         })  # fmt: skip
     return rows
@@ -71,15 +68,6 @@ def _queue(calls: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, float]:
     queued = np.searchsorted(calls, calls, side="right") - np.searchsorted(starts, calls, side="left")
     lasted = max(int(starts[-1] - calls[0]), 1)
     return queued, float((starts - calls).sum() / lasted)
-
-
-def _calls(found: TraceEvents) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(correlation number, start, end) of every launching call, by number."""
-    parts = [(np.array(numbers, dtype=np.int64), spans.pairs()) for numbers, spans in found.launches.values()]
-    numbers = np.concatenate([np.empty(0, dtype=np.int64), *(each for each, _ in parts)])
-    pairs = np.concatenate([np.empty((0, 2), dtype=np.int64), *(each for _, each in parts)])
-    order = np.argsort(numbers, kind="stable")
-    return numbers[order], pairs[order, 0], pairs[order, 1]
 
 
 def _sentence(work: Work, rows: Sequence[Row]) -> str:

@@ -14,8 +14,9 @@ from fsdplab.profiling.tables.idle import idle_time
 from fsdplab.profiling.tables.launches import table_of as launches_of
 from fsdplab.profiling.tables.operators import table_of as operators_of
 from fsdplab.profiling.tables.table import Row, Table
-from fsdplab.profiling.tables.work import named_work
+from fsdplab.profiling.tables.work import work_of
 from fsdplab.profiling.traces.chrome import TraceError
+from fsdplab.profiling.traces.events import read_events
 from fsdplab.profiling.traces.import_traces import TracedRecord
 from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.side_by_side import Reading, read_all
@@ -28,20 +29,22 @@ def tables_of_record(record: RunRecord) -> list[Table]:
     """Critical path, idle time, bandwidth, operators and (of a GPU) launches; of one rank where a table is of one: the
     rank that is exposed longest. Raises RecordError for a record without traces, TraceError for damaged ones.
     """
-    traces = traces_of(record)
+    traces, worst, link = traces_of(record), step_summary(record.table("breakdown")), record.summary.get("link") or {}
     analyses = analyses_of(record, traces)
-    worst = step_summary([row for each in analyses for row in each.rows("breakdown")])
-    shown = named_work(
-        traces[worst.rank if worst is not None and worst.rank in traces else min(traces)], _patterns(record)
-    )
-    link = record.summary.get("link") or {}
-    tables = [
-        idle_time(analyses),
-        bandwidths_by_size(analyses, link.get("bytes_per_s")),
+    trace = traces[worst.rank if worst is not None and worst.rank in traces else min(traces)]
+    shown = work_of(read_events(trace, _patterns(record)))
+
+    def rows(table: str) -> list[Row]:
+        """Of the record; of its traces where an earlier version recorded it."""
+        return record.table(table) or [row for each in analyses for row in each.rows(table)]
+
+    return [
+        _critical_path(analyses),
+        idle_time(rows("idle"), rows("breakdown")),
+        bandwidths_by_size(rows("collectives"), record.spec["world_size"], link.get("bytes_per_s")),
         operators_of(shown, by_unit=True),
-        *([launches_of(shown)] if analyses[0].device == "cuda" else []),
+        *([launches_of(shown)] if shown.found.on_gpu else []),
     ]
-    return [_critical_path(analyses), *tables]
 
 
 def _critical_path(analyses: Sequence[TraceAnalysis]) -> Table:

@@ -14,7 +14,8 @@ import numpy as np
 
 from fsdplab.common.sizes import seconds
 from fsdplab.profiling.tables.table import Column, Row, Table
-from fsdplab.profiling.tables.work import KERNEL, KINDS, OPERATOR, Work, named_work
+from fsdplab.profiling.tables.work import KERNEL, KINDS, OPERATOR, Work, work_of
+from fsdplab.profiling.traces.events import read_events
 
 _COLUMNS = (
     Column("kind", "kind"), Column("name", "name"), Column("unit", "unit"), Column("time_ns", "time a step", "ns"),
@@ -25,10 +26,10 @@ _COLUMNS = (
 def operators(path: str | Path, *, by_unit: bool = False, comm_patterns: Sequence[str] = ()) -> Table:
     """Operators of the host and kernels of the device of one rank's trace by their time a step, longest first.
 
-    `by_unit`: a row for each unit in which a name ran ("" is the root). Raises TraceError. Of two steps with 48 calls
+    `by_unit`: a row for each unit in which a name ran ("" is none). Raises TraceError. Of two steps with 48 calls
     of `aten::mm` of 1 ms each: `{"name": "aten::mm", "time_ns": 24e6, "count": 24, ...}`.
     """
-    return table_of(named_work(path, comm_patterns), by_unit)
+    return table_of(work_of(read_events(path, comm_patterns)), by_unit)
 
 
 def table_of(work: Work, by_unit: bool) -> Table:
@@ -45,7 +46,7 @@ def table_of(work: Work, by_unit: bool) -> Table:
 
 
 def _rows(work: Work, by_unit: bool) -> list[Row]:
-    keys = np.stack([work.kind, work.name, work.unit if by_unit else np.zeros_like(work.unit)])
+    keys = np.stack([work.kind, work.found.name[work.rows], work.unit if by_unit else np.zeros_like(work.unit)])
     groups, index = np.unique(keys, axis=1, return_inverse=True)
     index = index.reshape(-1)
     own, counts = np.bincount(index, work.own_ns).tolist(), np.bincount(index).tolist()
@@ -54,7 +55,7 @@ def _rows(work: Work, by_unit: bool) -> list[Row]:
     for at in sorted(range(len(own)), key=lambda at: -own[at]):
         kind, name, unit = groups[:, at].tolist()
         rows.append({
-            "kind": KINDS[kind], "name": work.names[name], "unit": work.units[unit] if by_unit else "",
+            "kind": KINDS[kind], "name": work.found.names[name], "unit": work.units[unit] if by_unit else "",
             "time_ns": own[at] / work.steps, "count": counts[at] / work.steps, "mean_ns": own[at] / counts[at],
             "share": own[at] / of_kind[kind] if of_kind[kind] else 0.0,
         })  # fmt: skip

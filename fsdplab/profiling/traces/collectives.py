@@ -11,15 +11,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from fsdplab.profiling.intervals import EMPTY
-from fsdplab.profiling.traces.classify import Range, Thread, TraceEvents, Transfer, unit_name
+from fsdplab.profiling.traces.events import Events, Kind, Range, Transfer
 from fsdplab.profiling.traces.segments import nests
 
 _FAMILY = {"all_gather": "gather", "reduce_scatter": "reduction", "all_reduce": "reduction", "all_to_all": "reduction"}
@@ -28,7 +24,6 @@ _CLOSES = {"all_gather_copy_out": "all_gather", "reduce_scatter": "reduce_scatte
 _GOES_ON = {"all_reduce_sum": "all_reduce"}
 MARKED = {*_OPENS, *_CLOSES, *_GOES_ON, "link"}
 _CONSUMERS = {"pre_forward", "pre_backward"}
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _ITEM = {
     "float": 4, "double": 8, "int": 4, "long": 8, "bfloat16": 2, "half": 2, "c10::bfloat16": 2, "c10::half": 2,
     "float16": 2, "float32": 4,
@@ -114,7 +109,7 @@ class Collective:
 
 
 def find_collectives(
-    found: TraceEvents, ledger: Sequence[dict[str, Any]] = (), life: Sequence[dict[str, Any]] = ()
+    found: Events, ledger: Sequence[dict[str, Any]] = (), life: Sequence[dict[str, Any]] = ()
 ) -> list[Collective]:
     """All collectives in order of issue. `ledger`: the emulated link's transfers of this rank (absolute ns), which
     replace the trace's transports.
@@ -134,14 +129,14 @@ def find_collectives(
 class _Book:
     """Drafts of collectives, opened by the engine's ranges and completed by transports."""
 
-    def __init__(self, found: TraceEvents) -> None:
+    def __init__(self, found: Events) -> None:
         self.found = found
         self.drafts: list[Collective] = []
         self._awaiting = _Awaiting()
         self._nests = nests(found.ranges)
         self._of_mark: dict[int, Collective] = {}
         self._world_size = int(found.distributed.get("world_size") or 1)
-        self._silent = not any(transfer.thread[0] == "gloo" for transfer in found.transfers)
+        self._silent = not any(transfer.carrier == Kind.GLOO for transfer in found.transfers)
         waiting: dict[tuple[str, str], deque[Collective]] = defaultdict(deque)
         for mark in found.ranges:
             if mark.label in MARKED:
@@ -174,7 +169,7 @@ class _Book:
         self._awaiting.add(draft)
         return draft
 
-    def _around(self, thread: Thread, instant: int) -> list[Range]:
+    def _around(self, thread: int, instant: int) -> list[Range]:
         return self._nests[thread].around(instant) if thread in self._nests else []
 
     def _complete(self, draft: Collective, transfer: Transfer, role: str = "") -> None:
@@ -187,8 +182,8 @@ class _Book:
     def shared_memory(self, role: str = "") -> None:
         """The host's copies for torch's own engines: the transport itself, or beside an emulated link's transfer."""
         for transfer in self.found.transfers:
-            if transfer.thread[0] == "shm":
-                call = Range(transfer.kind, "", transfer.start, transfer.end, transfer.thread[1:])
+            if transfer.carrier == Kind.SHM:
+                call = Range(transfer.kind, "", transfer.start, transfer.end, transfer.thread)
                 owner = self._owner(call)
                 owner.by_host = True
                 self._complete(owner, transfer, role)
@@ -199,7 +194,7 @@ class _Book:
         for call in _outermost(self.found.issues):
             issues[_FAMILY.get(call.label, call.label)].append(call)
         for transfer in self.found.transfers:
-            if transfer.thread[0] != "gloo":
+            if transfer.carrier != Kind.GLOO:
                 continue
             family = _FAMILY.get(transfer.kind, transfer.kind)
             queue = issues[family]
@@ -241,11 +236,11 @@ class _Book:
         """
         base, began = self.found.base_ns, _gathers_of(life)
         for row in sorted(ledger, key=lambda each: each["start_ns"]):
-            start, end, kind, unit = row["start_ns"] - base, row["end_ns"] - base, row["kind"], unit_name(row["unit"])
+            start, end, kind, unit = row["start_ns"] - base, row["end_ns"] - base, row["kind"], row["unit"]
             if end < self.found.first or start > self.found.last:
                 continue
             # torch's engines give the link no unit: the order of issue decides
-            fitting = self._awaiting.oldest(end, "of kind", kind, *([] if row["unit"] == "" else [unit]))
+            fitting = self._awaiting.oldest(end, "of kind", kind, *([unit] if unit else []))
             draft = fitting or self._open(kind, unit, _issue(row, began) - base)
             draft.add(Piece(start, end))
             self._awaiting.remove(draft)
@@ -353,7 +348,7 @@ def _issued_by_consumer(around: Iterable[Range], unit: str) -> bool:
 def _outermost(calls: Sequence[Range]) -> list[Range]:
     """Calls that are not made by another call of the list: functional collectives call the plain ones."""
     kept: list[Range] = []
-    until: dict[Thread, int] = {}
+    until: dict[int, int] = {}
     for call in calls:
         if call.start >= until.get(call.thread, call.start):
             kept.append(call)
@@ -361,72 +356,35 @@ def _outermost(calls: Sequence[Range]) -> list[Range]:
     return kept
 
 
-def _launched(found: TraceEvents) -> Iterable[Collective]:
+def _launched(found: Events) -> Iterable[Collective]:
     """The kernels that communicate, and the transfers of ranks that share a GPU, each with the instant and the ranges
     of its launch.
     """
     by_thread, calls = nests(found.ranges), nests(found.issues)
-    moving = [each for each in found.transfers if each.launch is not None]
-    launched = Launches(found).of([each.launch for each in moving if each.launch is not None])
     world_size = int(found.distributed.get("world_size") or 1)
-    for transfer, (launch, thread) in zip(moving, launched):
-        around = by_thread[thread].around(launch) if launch is not None and thread in by_thread else []
+    for transfer in found.transfers:
+        if transfer.carrier in (Kind.GLOO, Kind.SHM):
+            continue
+        call = int(found.launched_by[transfer.row])
+        launch, thread = (int(found.start[call]), int(found.thread[call])) if call >= 0 else (transfer.start, -1)
+        around = by_thread[thread].around(launch) if thread in by_thread else []
         unit = next((each.unit for each in around if each.label not in ("backward_prefetch", "optimizer")), "")
         kind = transfer.kind
-        if not kind and launch is not None and thread in calls:  # RCCL's generic kernel: the call that launched it
+        if not kind and thread in calls:  # RCCL's generic kernel: the call that launched it
             kind = next((each.label for each in calls[thread].around(launch)), "")
-        collective = Collective(kind or "other", unit, transfer.start if launch is None else launch)
-        collective.own, collective.issued = _issued_by_consumer(around, unit), launch is not None
+        collective = Collective(kind or "other", unit, launch)
+        collective.own, collective.issued = _issued_by_consumer(around, unit), call >= 0
         collective.add(Piece(transfer.start, transfer.end))
         collective.nbytes = _payload(transfer, collective.kind, world_size)
         collective.group, collective.group_size = _group(transfer)
         yield collective
 
 
-class Launches:
-    """Finds the host's launch of a kernel by its correlation number."""
-
-    def __init__(self, found: TraceEvents) -> None:
-        threads = list(found.launches)
-        logged = enumerate(found.launches.values())
-        parts = [(np.array(numbers), spans.pairs(), np.full(len(numbers), index)) for index, (numbers, spans) in logged]
-        empty: np.ndarray = np.empty(0, dtype=np.int64)
-        numbers = np.concatenate([empty, *(part[0] for part in parts)])
-        order = np.argsort(numbers, kind="stable")
-        spans = np.concatenate([EMPTY, *(part[1] for part in parts)])[order]
-        self._numbers, self._starts, self._ends = numbers[order], spans[:, 0], spans[:, 1]
-        self._owners, self._threads = np.concatenate([empty, *(part[2] for part in parts)])[order], threads
-
-    def of(self, correlations: Sequence[int]) -> list[tuple[int | None, Thread | None]]:
-        """Each launch's start and thread; (None, None) where the trace lacks it."""
-        if not len(self._numbers):
-            return [(None, None)] * len(correlations)
-        numbers = np.array(correlations, dtype=np.int64)
-        at = np.minimum(np.searchsorted(self._numbers, numbers), len(self._numbers) - 1)
-        known = (self._numbers[at] == numbers).tolist()
-        starts, owners, threads = self._starts[at].tolist(), self._owners[at].tolist(), self._threads
-        return [(start, threads[owner]) if here else (None, None) for start, owner, here in zip(starts, owners, known)]
-
-    def starts(self, correlations: np.ndarray, otherwise: np.ndarray | int) -> np.ndarray:
-        """The launches' starts for many kernels; `otherwise` where the trace lacks one."""
-        return self._picked(self._starts, correlations, otherwise)
-
-    def ends(self, correlations: np.ndarray, otherwise: np.ndarray | int) -> np.ndarray:
-        """When the host had launched each of many kernels."""
-        return self._picked(self._ends, correlations, otherwise)
-
-    def _picked(self, times: np.ndarray, correlations: np.ndarray, otherwise: np.ndarray | int) -> np.ndarray:
-        if not len(self._numbers):
-            return np.broadcast_to(np.asarray(otherwise, dtype=np.int64), correlations.shape)
-        at = np.minimum(np.searchsorted(self._numbers, correlations), len(self._numbers) - 1)
-        return np.where(self._numbers[at] == correlations, times[at], otherwise)
-
-
 def _payload(transfer: Transfer, kind: str, world_size: int) -> int | None:
     """The whole payload in bytes, of all ranks' slices; from NCCL's own figures or from the shapes that gloo was
     given.
     """
-    details = _details(transfer)
+    details = transfer.details
     if "bytes" in details:
         return details["bytes"] if isinstance(details["bytes"], int) else None
     given, taken = details.get("In msg nelems"), details.get("Out msg nelems")
@@ -446,14 +404,10 @@ def _payload(transfer: Transfer, kind: str, world_size: int) -> int | None:
 
 def _group(transfer: Transfer) -> tuple[str, int | None]:
     """The process group's description, else its name, and how many ranks it has."""
-    details = _details(transfer)
+    details = transfer.details
     names = (details.get(key) for key in ("Process Group Description", "Process Group Name"))
     size = details.get("Group size")
     return next((name for name in names if isinstance(name, str) and name), ""), size if type(size) is int else None
-
-
-def _details(transfer: Transfer) -> Mapping[str, Any]:
-    return transfer.details if isinstance(transfer.details, dict) else _NOTHING
 
 
 def _list(value: Any) -> list[Any]:

@@ -24,7 +24,7 @@ from fsdplab.profiling.traces.skew import with_peers
 from fsdplab.records import RunRecord
 
 ENGINE = "trace"
-TABLES = ("timeline", "breakdown", "exposed", "idle")
+TABLES = ("timeline", "breakdown", "exposed", "collectives", "idle")
 
 
 @dataclass

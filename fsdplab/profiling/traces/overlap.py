@@ -1,11 +1,11 @@
 """Overlap of computing and communication in one rank's trace, step by step.
 
-C is the union of computing, M the union of communication (`classify` says what counts). Exposed is M without C: the
-time that communication costs. compute only + overlapped + exposed + other = the step is asserted to the nanosecond for
-every step, so no time is lost; the part "other" is split by cause (`idle_parts`). On the CPU a gap below 20 us between
+C is the union of computing, M the union of communication (`events` says what counts). Exposed is M without C: the time
+that communication costs. Every instant of a step has one label (`account`), so compute only + overlapped + exposed +
+other is the step to the nanosecond; the part "other" is split by cause (`idle`). On the CPU a gap below 20 us between
 two operators of a thread is the dispatch of the next one and counts as computing; on a GPU kernels count as they are.
 
-On the CPU a step is a `ProfilerStep#k` range of the host; on a GPU it is the device work that this range launched
+A step is a `ProfilerStep#k` range of the host, on a GPU with the device work that this range launched, wherever it ran
 (`steps`). A trace without such ranges is one step.
 
 An emulated link: the ledger's transfers are M in place of the trace's transports, with the host's copies and its waits
@@ -14,50 +14,24 @@ for the link.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from fsdplab.profiling.intervals import (
-    EMPTY,
-    Intervals,
-    Measure,
-    close_gaps,
-    intersect,
-    length,
-    lengths_of,
-    size,
-    subtract,
-    union,
-    within,
-)
-from fsdplab.profiling.memory.timeline import AccountingError
-from fsdplab.profiling.traces.attribution import Context, attribute, causes_of
+from fsdplab.profiling.intervals import EMPTY, Intervals, close_gaps, size, subtract, union, within
+from fsdplab.profiling.traces.account import PARTS, TraceSets
 from fsdplab.profiling.traces.chrome import TraceError, without_collection
-from fsdplab.profiling.traces.classify import Thread, TraceEvents, read_events
 from fsdplab.profiling.traces.collectives import MARKED, Collective, find_collectives
-from fsdplab.profiling.traces.exposed_parts import ExposedParts, exposed_parts, summed
-from fsdplab.profiling.traces.idle_parts import IdleTime
+from fsdplab.profiling.traces.events import Events, Kind, read_events
 from fsdplab.profiling.traces.origin import Origin, origin_of
 from fsdplab.profiling.traces.segments import Segments
-from fsdplab.profiling.traces.shared_gpu import take_shared
-from fsdplab.profiling.traces.steps import (
-    ByLaunch,
-    ByWindow,
-    HostStep,
-    NoStep,
-    Steps,
-    all_device_work,
-    pieces_of,
-    shows_launches,
-)
-from fsdplab.profiling.traces.timeline_rows import DISPATCH_NS, TimelineRows
+from fsdplab.profiling.traces.step_rows import DISPATCH_NS, StepRows, parts_of
+from fsdplab.profiling.traces.steps import ByLaunch, ByWindow, HostStep, NoStep, Steps, shows_launches
+from fsdplab.records.tables import IDLE_PARTS, PARTS_OF_COLLECTIVE
 
 Row = dict[str, Any]
-_PARTS = ("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")
 
 
 @dataclass(frozen=True)
@@ -101,7 +75,9 @@ class TraceAnalysis:
     def rows(self, table: str) -> list[Row]:
         """The rows of `breakdown`, `idle`, `timeline`, `exposed` or `collectives` over all steps."""
         rows = [getattr(step, table) for step in self.steps]
-        return rows if table in ("breakdown", "idle") else [row for each in rows for row in each]
+        if table in ("breakdown", "idle"):
+            return rows
+        return [{name: row[name] for name in row if name != "on_link"} for each in rows for row in each]
 
 
 def analyse_trace(
@@ -126,12 +102,12 @@ def analyse_trace(
     of that at once: overlapped 40, exposed 10, compute only 40, other 10 ms.
     """
     with without_collection():
-        found = take_shared(read_events(path, comm_patterns))
+        found = read_events(path, comm_patterns)
         return _analysed(found, path, ledger, life, rank, first_step, whole, default_rank)
 
 
 def _analysed(
-    found: TraceEvents,
+    found: Events,
     path: str | Path,
     ledger: Sequence[Row] | None,
     life: Sequence[Row] | None,
@@ -143,7 +119,7 @@ def _analysed(
     """`analyse_trace`, of events that have been read."""
     step_ranges = whole or bool(found.steps)
     whole = whole or not found.steps
-    steps = [(first_step or 0, found.first or 0, found.last)] if whole else found.steps
+    steps = [(first_step or 0, found.first, found.last)] if whole else found.steps
     if first_step is not None:
         steps = [(first_step + index, start, end) for index, (_, start, end) in enumerate(steps)]
     own_rank = found.distributed.get("rank", default_rank) if rank is None else rank
@@ -178,25 +154,20 @@ def _require_communication(analysis: TraceAnalysis) -> None:
 
 
 class _Account:
-    """One rank's sets of instants, cut into steps. All times are the trace's own until rows are made."""
+    """One rank's steps. All times are the trace's own until rows are made."""
 
     def __init__(
-        self, found: TraceEvents, rank: int, collectives: list[Collective], steps: Sequence[HostStep], whole: bool
+        self, found: Events, rank: int, collectives: list[Collective], steps: Sequence[HostStep], whole: bool
     ) -> None:
-        self._found, self._rank = found, rank
         threads = _host_threads(found)
-        self._host_busy = union(*threads.values())
-        self._host_measure = Measure(self._host_busy)
-        self._segments = Segments(found, threads.values(), steps)
-        for each, phase in zip(collectives, self._segments.phases_at([each.issue for each in collectives])):
+        segments = Segments(found, threads.values(), steps)
+        for each, phase in zip(collectives, segments.phases_at([each.issue for each in collectives])):
             each.phase = each.phase or phase
-        self._steps = _steps(
-            found, collectives, steps, EMPTY if found.on_gpu else _host_computing(found, threads), whole
-        )
-        self._timeline = TimelineRows(found, rank, self._segments)
-        self._idle = IdleTime(found, collectives)
-        self.no_step = self._steps.no_step
-        self._loading = subtract(union(found.loading.pairs()), all_device_work(found, collectives))
+        computing = EMPTY if found.on_gpu else _host_computing(found, threads)
+        self._steps, self._base, self._rank = _steps(found, collectives, steps, computing, whole), found.base_ns, rank
+        trace = TraceSets(found, collectives, segments, union(*threads.values()))
+        self._rows, self.no_step = StepRows(found, rank, trace), self._steps.no_step
+        self._loading = subtract(trace.loading, trace.device)
         self._host_steps = {number: (start, end) for number, start, end in steps}
 
     def analysed(self) -> tuple[StepAnalysis, ...]:
@@ -204,147 +175,68 @@ class _Account:
         return tuple(self._step(index) for index in range(len(self._steps.windows)))
 
     def _step(self, index: int) -> StepAnalysis:
-        window = self._steps.windows[index]
-        number, start, end = window.number, window.start, window.end
-        computing, mine = self._steps.computing(index), self._steps.collectives(index)
-        communication = within(union(pieces_of(mine)), start, end)
-        exposed = subtract(communication, computing)
-        breakdown = _breakdown(self._rank, number, end - start, computing, communication, exposed)
-        shares = attribute(exposed, mine)
-        parts = exposed_parts(mine, shares, self._host_busy)
-        sizes = [part.exposed_ns for part in parts]
-        if (attributed := sum(sizes)) != breakdown["exposed_ns"]:
-            raise AccountingError(
-                f"step {number}: {breakdown['exposed_ns']} ns were exposed, {attributed} attributed; report this with"
-                " the trace"
-            )
-        breakdown |= summed(parts)
-        context = Context(
-            start, end, Measure(computing), self._host_measure, self._phase_ends(start, end), self._found.on_gpu
-        )
-        causes = causes_of(mine, shares, sizes, context)
-        host_busy = within(self._host_busy, start, end)
-        other = subtract([(start, end)], union(computing, communication))
+        window, computing = self._steps.windows[index], self._steps.computing(index)
+        mine, where = self._steps.collectives(index), {"rank": self._rank, "step": window.number}
+        found = self._rows.account(window, computing, mine)
+        listed = zip(self._rows.collectives(window, mine, found), mine)
         return StepAnalysis(
-            number,
-            breakdown,
-            tuple(self._timeline.rows(window, computing, host_busy, mine, shares, self._steps.kernels(index))),
-            tuple(_exposed_rows(self._rank, number, start, end, mine, sizes, causes, parts)),
-            tuple(
-                self._described(number, each, exposed_ns, cause, part)
-                for each, exposed_ns, cause, part in zip(mine, sizes, causes, parts)
-                if self._steps.lists(index, each)
-            ),
-            {"rank": self._rank, "step": number, **self._idle.parts(window, other)},
-            size(within(self._loading, *self._host_steps[number])),
-            computing + self._found.base_ns,
+            window.number,
+            {**where, **breakdown_of(found.sums), "device_busy_ns": self._rows.device_busy(window)},
+            tuple(self._rows.timeline(window, mine, found, self._steps.kernels(index))),
+            tuple(self._rows.exposed(window, mine, found)),
+            tuple(row for row, each in listed if self._steps.lists(index, each)),
+            {**where, **{name: found.sums[name] for name in IDLE_PARTS}},
+            size(within(self._loading, *self._host_steps[window.number])),
+            computing + self._base,
         )
 
-    def _phase_ends(self, start: int, end: int) -> dict[str, int]:
-        changes = self._segments.changes
-        first, last = np.searchsorted(changes, start, side="right"), np.searchsorted(changes, end, side="left")
-        edges = [start, *changes[first:last].tolist()]
-        return dict(zip(self._segments.phases_at(edges), [*edges[1:], end]))
 
-    def _described(self, step: int, each: Collective, exposed_ns: int, cause: str, parts: ExposedParts) -> Row:
-        base = self._found.base_ns
-        return {
-            "rank": self._rank, "step": step, "unit": each.unit, "phase": each.phase, "kind": each.kind,
-            "issue_ns": base + each.issue,
-            "start_ns": base + each.start, "end_ns": base + each.end, "logical_bytes": each.nbytes,
-            "exposed_ns": exposed_ns, "cause": cause,
-            "emulated": each.emulated, "on_link": [[base + first, base + last] for first, last in parts.on_link],
-            "group": each.group, "group_size": each.group_size,
-        }  # fmt: skip
+def breakdown_of(sums: dict[str, int]) -> dict[str, int]:
+    """The columns of a record's `breakdown` from the sums of an account's parts.
+
+    10 ms of compute only, 6 overlapped, 3 on the link and 1 of rest: a step of 20 ms, 16 of computing, 3 exposed.
+    """
+    exposed = parts_of([sums[name] for name in PARTS_OF_COLLECTIVE])
+    compute_only, overlapped = sums["compute_only_ns"], sums["overlapped_ns"]
+    return {
+        "step_ns": sum(sums[name] for name in PARTS), "compute_ns": compute_only + overlapped,
+        "compute_only_ns": compute_only, "overlapped_ns": overlapped, "exposed_ns": sum(exposed.values()),
+        "other_ns": sum(sums[name] for name in IDLE_PARTS), **exposed,
+    }  # fmt: skip
 
 
 def _steps(
-    found: TraceEvents,
-    collectives: Sequence[Collective],
-    steps: Sequence[HostStep],
-    host_computing: Intervals,
-    whole: bool,
+    found: Events, collectives: Sequence[Collective], steps: Sequence[HostStep], host_computing: Intervals, whole: bool
 ) -> Steps:
     """By launch on a GPU, where the trace tells who launched what; else by the clock. `whole`: all is one step."""
     if not found.on_gpu:
         return ByWindow(found, host_computing, collectives, steps, NoStep())
-    computing = union(found.kernels.pairs())
+    computing = union(found.spans(Kind.KERNEL))
     if whole:
-        device = all_device_work(found, collectives)
-        return ByWindow(found, computing, collectives, [(steps[0][0], int(device[0, 0]), int(device[-1, 1]))], NoStep())
+        return ByWindow(found, computing, collectives, steps, NoStep())
     if shows_launches(found):
         return ByLaunch(found, collectives, steps)
     return ByWindow(found, computing, collectives, steps, NoStep(by_launch=False))
 
 
-def _host_threads(found: TraceEvents) -> dict[Thread, Intervals]:
+def _host_threads(found: Events) -> dict[int, Intervals]:
     """When each computing thread of the host ran an operator, communication's copies among them."""
-    return {thread: union(found.operators[thread].pairs()) for thread in found.compute_threads()}
+    rows = found.rows(Kind.OPERATOR)
+    return {thread: union(found.spans_of(rows[found.thread[rows] == thread])) for thread in found.compute_threads}
 
 
-def _host_computing(found: TraceEvents, threads: dict[Thread, Intervals]) -> Intervals:
-    """Operators with the dispatch between them, less what the same thread did inside ranges that are communication."""
-    marked: dict[Thread, list[tuple[int, int]]] = {}
-    for each in found.ranges:
-        if each.label in MARKED:
-            marked.setdefault(each.thread, []).append((each.start, each.end))
+def _host_computing(found: Events, threads: dict[int, Intervals]) -> Intervals:
+    """Operators with the dispatch between them, less what the same thread did inside ranges that are communication, and
+    inside c10d calls, where it enqueues or waits.
+    """
+    apart: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for each in [*(each for each in found.ranges if each.label in MARKED), *found.issues]:
+        apart[each.thread].append((each.start, each.end))
     for transfer in found.transfers:
-        if transfer.thread[0] == "shm":
-            marked.setdefault(transfer.thread[1:], []).append((transfer.start, transfer.end))
-    calls: dict[Thread, list[tuple[int, int]]] = {}
-    for each in found.issues:  # inside a c10d call a thread enqueues or waits
-        calls.setdefault(each.thread, []).append((each.start, each.end))
+        if transfer.carrier == Kind.SHM:
+            apart[transfer.thread].append((transfer.start, transfer.end))
     parts = []
     for thread, busy in threads.items():
-        apart = union(marked.get(thread, EMPTY), calls.get(thread, EMPTY))
-        parts.append(subtract(close_gaps(subtract(busy, apart), DISPATCH_NS), apart))
+        others = union(apart[thread])
+        parts.append(subtract(close_gaps(subtract(busy, others), DISPATCH_NS), others))
     return union(*parts)
-
-
-def _breakdown(
-    rank: int, step: int, whole: int, computing: Intervals, communication: Intervals, exposed: Intervals
-) -> Row:
-    overlapped = length(intersect(computing, communication))
-    row = {
-        "rank": rank, "step": step, "step_ns": whole, "compute_ns": length(computing),
-        "compute_only_ns": length(subtract(computing, communication)),
-        "overlapped_ns": overlapped, "exposed_ns": length(exposed),
-        "other_ns": whole - length(union(computing, communication)),
-    }  # fmt: skip
-    parts = [row[name] for name in _PARTS]
-    if sum(parts) != whole or min(parts) < 0 or row["compute_only_ns"] + overlapped != row["compute_ns"]:
-        named = dict(zip(_PARTS, parts))
-        raise AccountingError(
-            f"step {step} of rank {rank} took {whole} ns, its parts {named} sum to {sum(parts)}; report this with the"
-            " trace"
-        )
-    return row
-
-
-def _exposed_rows(
-    rank: int,
-    step: int,
-    start: int,
-    end: int,
-    collectives: Sequence[Collective],
-    sizes: Sequence[int],
-    causes: Sequence[str],
-    parts: Sequence[ExposedParts],
-) -> list[Row]:
-    """One row a unit, phase and kind; of several collectives the most exposed one gives the cause."""
-    groups: dict[tuple[str, str, str], list[int]] = {}
-    for index, each in enumerate(collectives):
-        groups.setdefault((each.unit, each.phase, each.kind), []).append(index)
-    pieces = [pieces_of([collectives[index] for index in members]) for members in groups.values()]
-    of_group: np.ndarray = np.repeat(np.arange(len(pieces)), [len(each) for each in pieces])
-    lengths = lengths_of(np.clip(np.concatenate([EMPTY, *pieces]), start, end), of_group, len(pieces))
-    rows = []
-    for ((unit, phase, kind), members), communication_ns in zip(groups.items(), lengths.tolist()):
-        rows.append({
-            "rank": rank, "step": step, "unit": unit, "phase": phase, "kind": kind,
-            "communication_ns": communication_ns,
-            "exposed_ns": sum(sizes[index] for index in members),
-            "cause": causes[max(members, key=lambda index: sizes[index])],
-            **summed([parts[index] for index in members]),
-        })  # fmt: skip
-    return rows

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from fsdplab.profiling.intervals import Intervals, covered, union
-from fsdplab.profiling.traces.classify import Range, Thread, TraceEvents
+from fsdplab.profiling.traces.events import Events, Kind, Range
 
 PHASES = ("forward", "backward", "optimizer")
 _OF_BACKWARD = ("pre_backward", "post_backward", "root_post_backward_callback", "backward_prefetch")
@@ -27,9 +27,7 @@ class Segments:
     where an answer changes.
     """
 
-    def __init__(
-        self, found: TraceEvents, computing: Iterable[Intervals], steps: Sequence[tuple[int, int, int]]
-    ) -> None:
+    def __init__(self, found: Events, computing: Iterable[Intervals], steps: Sequence[tuple[int, int, int]]) -> None:
         self._unit_times, self._units = _unit_changes(found.ranges)
         starts = np.sort(np.concatenate([np.empty(0, dtype=np.int64), *(each[:, 0] for each in computing)]))
         self._backward = _backward(found, starts)
@@ -44,7 +42,7 @@ class Segments:
         return np.unique(np.concatenate([self._unit_times, self._backward.ravel(), self._optimizer.ravel()]))
 
     def units_at(self, instants: Sequence[int] | np.ndarray) -> list[str]:
-        """The unit at each instant; "" for the root, and where no engine marks units."""
+        """The unit at each instant; "" outside of all units, and where no engine marks them."""
         at = np.searchsorted(self._unit_times, np.asarray(instants, dtype=np.int64), side="right") - 1
         return [self._units[index] if index >= 0 else "" for index in at]
 
@@ -68,12 +66,12 @@ def _unit_changes(ranges: Sequence[Range]) -> tuple[np.ndarray, list[str]]:
     return np.array(times, dtype=np.int64), units
 
 
-def _backward(found: TraceEvents, compute_starts: np.ndarray) -> Intervals:
+def _backward(found: Events, compute_starts: np.ndarray) -> Intervals:
     """Autograd's ranges, joined where nothing computed between them; each reaches to the next computing (the host waits
     for reductions there).
     """
     marked = [(each.start, each.end) for each in found.ranges if each.label.startswith(_OF_BACKWARD)]
-    pieces = union(found.autograd.pairs(), marked)
+    pieces = union(found.spans(Kind.AUTOGRAD), marked)
     if not len(pieces):
         return pieces
     optimizer = np.array(
@@ -100,7 +98,7 @@ def _after(backward: Intervals, steps: Sequence[tuple[int, int, int]]) -> list[t
 class Nest:
     """The ranges of one thread as they contain each other; the ranges of a thread never cross.
 
-    >>> nest = Nest([Range("a", "", 0, 9, (1, 1)), Range("b", "", 2, 4, (1, 1))])
+    >>> nest = Nest([Range("a", "", 0, 9, 1), Range("b", "", 2, 4, 1)])
     >>> [each.label for each in nest.around(3)], [each.label for each in nest.around(5)]
     (['b', 'a'], ['a'])
     """
@@ -127,9 +125,9 @@ class Nest:
         return found
 
 
-def nests(ranges: Iterable[Range]) -> dict[Thread, Nest]:
+def nests(ranges: Iterable[Range]) -> dict[int, Nest]:
     """One `Nest` a thread."""
-    by_thread: dict[Thread, list[Range]] = {}
+    by_thread: dict[int, list[Range]] = {}
     for each in ranges:
         by_thread.setdefault(each.thread, []).append(each)
     return {thread: Nest(members) for thread, members in by_thread.items()}

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from fsdplab.profiling.intervals import clip, length
 from fsdplab.profiling.traces.overlap import StepAnalysis, TraceAnalysis
 
 Row = dict[str, Any]
@@ -71,14 +70,14 @@ def collective_skews(rows: Iterable[Row]) -> list[CollectiveSkew]:
 
 
 def matched(rows: Iterable[Row]) -> dict[Key, list[Row]]:
-    """Rows of the same collective: same step, unit, phase, kind and occurrence; one a rank."""
+    """Rows of the same collective: same step, unit, phase, kind and occurrence (from 0); one a rank."""
     counts: dict[tuple, int] = defaultdict(int)
     groups: dict[Key, list[Row]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row["start_ns"]):
         name = (row["step"], row["unit"], row["phase"], row["kind"])
         own = (row["rank"], *name)
-        counts[own] += 1
         key = (*name, counts[own])
+        counts[own] += 1
         groups[key].append(row)
     return groups
 
@@ -91,7 +90,9 @@ def _skew(key: Key, members: Sequence[Row]) -> CollectiveSkew:
     late_by = starts[straggler] - median(start for rank, start in starts.items() if rank != straggler)
     spread = max(starts.values()) - min(starts.values())
     speeds = bandwidths(key[3], nbytes, latency, len(members))
-    return CollectiveSkew(*key, tuple(sorted(starts)), spread, latency, straggler, int(late_by), nbytes, *speeds)
+    return CollectiveSkew(
+        *key[:4], key[4] + 1, tuple(sorted(starts)), spread, latency, straggler, int(late_by), nbytes, *speeds
+    )
 
 
 def straggling(skews: Iterable[CollectiveSkew]) -> dict[int, int]:
@@ -122,7 +123,7 @@ def with_peers(analyses: Sequence[TraceAnalysis]) -> list[TraceAnalysis]:
     one run; ranks on clocks of their own (several machines) cannot be compared and must not be given together.
     """
     came = "start_ns" if any(each.device == "cuda" for each in analyses) else "issue_ns"  # a GPU's host runs ahead
-    groups = matched(row for analysis in analyses for row in analysis.rows("collectives"))
+    groups = matched(row for analysis in analyses for step in analysis.steps for row in step.collectives)
     last = {id(row): max(each[came] for each in members) for members in groups.values() for row in members}
     return [
         replace(analysis, steps=tuple(_explained(step, last, came) for step in analysis.steps)) for analysis in analyses
@@ -130,22 +131,30 @@ def with_peers(analyses: Sequence[TraceAnalysis]) -> list[TraceAnalysis]:
 
 
 def _explained(step: StepAnalysis, last: dict[int, int], came: str) -> StepAnalysis:
-    by_a_peer = lambda row: (  # noqa: E731
-        0 < row["exposed_ns"] <= 2 * (last[id(row)] - row[came]) and row["cause"] in _MAY_BE_A_PEER
+    collectives = tuple(
+        _waiting(_blamed(row, last[id(row)] - row[came]), _before(row, last[id(row)])) for row in step.collectives
     )
-    collectives = tuple(row | {"cause": "waiting_for_peer"} if by_a_peer(row) else row for row in step.collectives)
     worst: dict[tuple, Row] = {}
-    for row in sorted(collectives, key=lambda row: row["exposed_ns"]):
-        worst[_group(row)] = row
     waited: dict[tuple, int] = defaultdict(int)
-    for row in step.collectives:
-        if not row["emulated"]:  # an emulated link begins when the last rank has issued
-            waited[_group(row)] += length(clip(row["on_link"], 0, last[id(row)]))
+    for row, before in sorted(zip(collectives, step.collectives), key=lambda pair: pair[0]["exposed_ns"]):
+        worst[_group(row)] = row
+        waited[_group(row)] += row["waiting_ns"] - before["waiting_ns"]
     exposed = tuple(
         _waiting(row | {"cause": worst.get(_group(row), row)["cause"]}, waited[_group(row)]) for row in step.exposed
     )
     breakdown = _waiting(step.breakdown, sum(waited.values()))
     return replace(step, breakdown=breakdown, exposed=exposed, collectives=collectives)
+
+
+def _blamed(row: Row, earlier_ns: int) -> Row:
+    """The row with its cause: a peer where the last rank came later by at least half of what was exposed."""
+    by_a_peer = 0 < row["exposed_ns"] <= 2 * earlier_ns and row["cause"] in _MAY_BE_A_PEER
+    return row | {"cause": "waiting_for_peer"} if by_a_peer else row
+
+
+def _before(row: Row, last: int) -> int:
+    """Nanoseconds of a transport's exposed time before its last rank came. (An emulated link begins then.)"""
+    return 0 if row["emulated"] else sum(max(0, min(end, last) - start) for start, end in row["on_link"])
 
 
 def _waiting(row: Row, waited_ns: int) -> Row:

@@ -1,13 +1,15 @@
 """What belongs to which step: by the clock where the host itself works, by launch on a GPU.
 
-A host that runs ahead has left its `ProfilerStep` range long before the GPU begins with what was launched in it. So on
-a GPU a step is the device work that its range launched, found by correlation number, and its window goes from the first
-start to the last end of that work. Where the windows of two steps overlap (a copy for the next batch on a stream of its
-own), they are cut at the instant that leaves the least work outside of its own window, so no nanosecond is in two
-steps. The first step is cut likewise against what the device still had to do when the profiler began. Work launched
-outside of every step, before the trace began, or left beyond a cut belongs to no step; it is summed up, never dropped.
+A step lasts from its begin to the begin of the next one. On the CPU, and for GPU traces without correlation numbers, it
+is the `ProfilerStep` range of the host. On a GPU a host that runs ahead has left this range long before the device
+begins with what was launched in it. So there a step's work is what its range launched, found by correlation number; it
+begins once its range has begun and the device is done with the step before, and the last step ends with its range or
+its last work. Time in which the device waits for a loader between two steps is therefore time of a step.
 
-On the CPU, and for GPU traces without correlation numbers, a step is the range of the host.
+Where the work of two steps overlaps (a copy for the next batch on a stream of its own), it is cut at the instant that
+leaves the least work outside of its own step, so no nanosecond is in two steps. The first step is cut likewise against
+what the device still had to do when the profiler began. Work launched outside of every step, before the trace began, or
+left beyond a cut belongs to no step; it is summed up, never dropped.
 """
 
 from __future__ import annotations
@@ -18,17 +20,16 @@ from typing import Protocol
 
 import numpy as np
 
-from fsdplab.profiling.intervals import EMPTY, Intervals, Measure, size, subtract, union, within
-from fsdplab.profiling.traces.classify import TraceEvents
-from fsdplab.profiling.traces.collectives import Collective, Launches
+from fsdplab.profiling.intervals import EMPTY, Intervals, before, size, subtract, union, within
+from fsdplab.profiling.traces.collectives import Collective
+from fsdplab.profiling.traces.events import Events, Kind
 
 HostStep = tuple[int, int, int]  # number, start, end of the host's range
-_UNKNOWN = -(2**62)  # the launch of work that the trace does not show
 
 
 @dataclass(frozen=True)
 class Window:
-    """A step: its number, and when it ran (on the device, where there is one), in the trace's own ns."""
+    """A step: its number, its begin and its end, in the trace's own ns."""
 
     number: int
     start: int
@@ -93,7 +94,7 @@ class Steps(Protocol):
         """Whether one of the step's collectives is counted in it, and in no other."""
 
     def kernels(self, index: int) -> np.ndarray:
-        """Which of the trace's computing kernels are the step's, as positions in `TraceEvents.kernels`."""
+        """Which computing kernels are the step's, as rows of the events."""
 
 
 class ByWindow:
@@ -101,7 +102,7 @@ class ByWindow:
 
     def __init__(
         self,
-        found: TraceEvents,
+        found: Events,
         computing: Intervals,
         collectives: Sequence[Collective],
         steps: Sequence[HostStep],
@@ -109,7 +110,8 @@ class ByWindow:
     ) -> None:
         self.windows = [Window(*step) for step in steps]
         self.no_step = no_step
-        self._computing, self._collectives, self._kernels = computing, collectives, found.kernels.pairs()
+        self._computing, self._collectives, self._found = computing, collectives, found
+        self._kernels = found.rows(Kind.KERNEL)
         self._reach = np.array([(each.first, each.last) for each in collectives], dtype=np.int64).reshape(-1, 2)
 
     def computing(self, index: int) -> Intervals:
@@ -133,35 +135,34 @@ class ByWindow:
 
     def kernels(self, index: int) -> np.ndarray:
         """Those that run in the window."""
-        window = self.windows[index]
-        return np.flatnonzero((self._kernels[:, 1] > window.start) & (self._kernels[:, 0] < window.end))
+        return _running(self._found, self._kernels, self.windows[index])
 
 
 class ByLaunch:
     """Steps are what the host's ranges launched."""
 
-    def __init__(self, found: TraceEvents, collectives: Sequence[Collective], steps: Sequence[HostStep]) -> None:
-        kernels, copies = found.kernels.pairs(), found.copies.pairs()
-        self._kernels = kernels
-        self._kernel_steps = _steps_of(launches_of(found, found.kernel_launches), steps)
-        copy_steps = _steps_of(launches_of(found, found.copy_launches), steps)
-        of_collectives = _steps_of(
-            np.array([each.issue if each.issued else _UNKNOWN for each in collectives], dtype=np.int64), steps
-        )
+    def __init__(self, found: Events, collectives: Sequence[Collective], steps: Sequence[HostStep]) -> None:
+        self._found, copies = found, found.rows(Kind.COPY)
+        self._kernels = found.rows(Kind.KERNEL)
+        self._kernel_steps = _steps_of(found.launch_starts(self._kernels), steps)
+        copy_steps = _steps_of(found.launch_starts(copies), steps)
         self._members: list[list[Collective]] = [[] for _ in range(len(steps) + 1)]
-        for each, step in zip(collectives, of_collectives.tolist()):
-            self._members[step].append(each)
-        own = [
-            union(kernels[self._kernel_steps == index], copies[copy_steps == index], pieces_of(self._members[index]))
-            for index in range(len(steps))
-        ]
-        of_none = union(kernels[self._kernel_steps < 0], copies[copy_steps < 0], pieces_of(self._members[-1]))
+        issues = np.array([each.issue for each in collectives], dtype=np.int64)
+        for each, step in zip(collectives, _steps_of(issues, steps).tolist()):
+            self._members[step if each.issued else -1].append(each)
+
+        def work_of(index: int) -> Intervals:
+            mine = [self._kernels[self._kernel_steps == index], copies[copy_steps == index]]
+            return union(*map(found.spans_of, mine), pieces_of(self._members[index]))
+
+        own, of_none = [work_of(index) for index in range(len(steps))], work_of(-1)
         self._index = [index for index, work in enumerate(own) if len(work)]
-        bounds = _windows_after(self._earlier(of_none), [own[index] for index in self._index])
-        kept = [(index, bound) for index, bound in zip(self._index, bounds) if bound[0] < bound[1]]
-        self._index = [index for index, _ in kept]
-        self.windows = [Window(steps[index][0], *bound) for index, bound in kept]
-        self.no_step = _no_step(own, of_none, dict(kept), steps)
+        earlier = self._earlier(of_none)
+        bounds = _windows_after(earlier, [own[index] for index in self._index])
+        kept = {index: bound for index, bound in zip(self._index, bounds) if bound[0] < bound[1]}
+        self._index = list(kept)
+        self.windows = wall_windows(kept, steps, int(earlier[-1, 1]) if len(earlier) else steps[0][1])
+        self.no_step = _no_step(own, of_none, kept, steps)
 
     def _earlier(self, of_none: Intervals) -> Intervals:
         """What the device still had to do when the first step came to it: work of no step that began before the step's
@@ -170,13 +171,14 @@ class ByLaunch:
         if not self._index:
             return EMPTY
         first = self._index[0]
-        work = union(self._kernels[self._kernel_steps == first], pieces_of(self._members[first]))
+        kernels = self._kernels[self._kernel_steps == first]
+        work = union(self._found.spans_of(kernels), pieces_of(self._members[first]))
         return of_none[of_none[:, 0] < work[0, 0]] if len(work) else EMPTY
 
     def computing(self, index: int) -> Intervals:
         """The step's own kernels."""
         window = self.windows[index]
-        return within(union(self._kernels[self.kernels(index)]), window.start, window.end)
+        return within(union(self._found.spans_of(self.kernels(index))), window.start, window.end)
 
     def collectives(self, index: int) -> list[Collective]:
         """Those that the step launched."""
@@ -188,32 +190,18 @@ class ByLaunch:
 
     def kernels(self, index: int) -> np.ndarray:
         """Those that the step launched, and that ran in its window."""
-        window = self.windows[index]
-        ran = (self._kernels[:, 1] > window.start) & (self._kernels[:, 0] < window.end)
-        return np.flatnonzero(ran & (self._kernel_steps == self._index[index]))
+        mine = self._kernels[self._kernel_steps == self._index[index]]
+        return _running(self._found, mine, self.windows[index])
 
 
-def shows_launches(found: TraceEvents) -> bool:
+def _running(found: Events, rows: np.ndarray, window: Window) -> np.ndarray:
+    """The rows that run in a window."""
+    return rows[(found.end[rows] > window.start) & (found.start[rows] < window.end)]
+
+
+def shows_launches(found: Events) -> bool:
     """Whether the trace says of any device work who launched it."""
-    numbers = np.array([*found.kernel_launches, *found.copy_launches], dtype=np.int64)
-    of_transfers = np.array([each.launch for each in found.transfers if each.launch is not None], dtype=np.int64)
-    launched = Launches(found).starts(np.concatenate([numbers, of_transfers]), _UNKNOWN)
-    return bool((launched != _UNKNOWN).any())
-
-
-def launches_of(found: TraceEvents, correlations: Sequence[int] | np.ndarray) -> np.ndarray:
-    """When the host launched each work; a time before all others where the trace does not say."""
-    return Launches(found).starts(np.array(correlations, dtype=np.int64), _UNKNOWN)
-
-
-def launch_ends_of(found: TraceEvents, correlations: Sequence[int]) -> np.ndarray:
-    """When the host had launched each work, as `launches_of`."""
-    return Launches(found).ends(np.array(correlations, dtype=np.int64), _UNKNOWN)
-
-
-def known(launches: np.ndarray) -> np.ndarray:
-    """Of `launches_of`: which of them the trace shows."""
-    return launches != _UNKNOWN
+    return bool((found.launched_by >= 0).any())
 
 
 def pieces_of(collectives: Sequence[Collective]) -> Intervals:
@@ -238,11 +226,31 @@ def device_windows(own: Sequence[Intervals]) -> list[tuple[int, int]]:
     """
     bounds = [(int(each[0, 0]), int(each[-1, 1])) for each in own]
     for index in range(1, len(bounds)):
-        (before, until), (start, end) = bounds[index - 1], bounds[index]
+        (begun, until), (start, end) = bounds[index - 1], bounds[index]
         if start < until:
-            cut = _cut(own[index - 1], own[index], max(before, start), max(before, min(until, end)))
-            bounds[index - 1], bounds[index] = (before, cut), (cut, max(cut, end))
+            cut = _cut(own[index - 1], own[index], max(begun, start), max(begun, min(until, end)))
+            bounds[index - 1], bounds[index] = (begun, cut), (cut, max(cut, end))
     return bounds
+
+
+def wall_windows(device: dict[int, tuple[int, int]], steps: Sequence[HostStep], busy_until: int) -> list[Window]:
+    """The steps with device work, from begin to begin. `device`: when each worked on the device, by its index in
+    `steps`; `busy_until`: when the device was done with what came before.
+
+    >>> wall_windows({0: (5, 30), 1: (105, 130)}, [(7, 0, 100), (8, 100, 200)], 0)    # a loader takes 70 of 100
+    [Window(number=7, start=0, end=100), Window(number=8, start=100, end=200)]
+    """
+    begins = []
+    for index, (_, begin, _) in enumerate(steps):
+        first, last = device.get(index, (max(begin, busy_until), busy_until))
+        begins.append(min(first, max(begin, busy_until)))
+        busy_until = last
+    windows = []
+    for index, (_, last) in device.items():
+        number, _, end = steps[index]
+        follows = index + 1 < len(steps) and steps[index + 1][0] == number + 1
+        windows.append(Window(number, begins[index], begins[index + 1] if follows else max(end, last)))
+    return windows
 
 
 def _windows_after(earlier: Intervals, own: Sequence[Intervals]) -> list[tuple[int, int]]:
@@ -250,11 +258,11 @@ def _windows_after(earlier: Intervals, own: Sequence[Intervals]) -> list[tuple[i
     return device_windows([earlier, *own])[1:] if len(earlier) and len(own) else device_windows(own)
 
 
-def _cut(before: Intervals, after: Intervals, first: int, last: int) -> int:
-    """The instant from `first` to `last` with the least work of `before` after it and of `after` before it."""
-    edges = np.concatenate([before.ravel(), after.ravel(), [first, last]])
+def _cut(earlier: Intervals, later: Intervals, first: int, last: int) -> int:
+    """The instant from `first` to `last` with the least work of `earlier` after it and of `later` before it."""
+    edges = np.concatenate([earlier.ravel(), later.ravel(), [first, last]])
     edges = np.unique(edges[(edges >= first) & (edges <= last)])
-    outside = size(before) - Measure(before).until(edges) + Measure(after).until(edges)
+    outside = size(earlier) - before(earlier, edges) + before(later, edges)
     return int(edges[int(np.argmin(outside))])
 
 
@@ -269,6 +277,6 @@ def _no_step(
     )
 
 
-def all_device_work(found: TraceEvents, collectives: Sequence[Collective]) -> Intervals:
+def all_device_work(found: Events, collectives: Sequence[Collective]) -> Intervals:
     """When the device did anything at all: kernels, copies, communication."""
-    return union(found.kernels.pairs(), found.copies.pairs(), pieces_of(collectives)) if found.on_gpu else EMPTY
+    return union(found.spans(Kind.KERNEL, Kind.COPY), pieces_of(collectives)) if found.on_gpu else EMPTY

@@ -1,0 +1,235 @@
+"""One step of one rank: every instant has one owner and one part, and every table is a sum over these labels.
+
+A cell (a stretch in which nothing changes) computes, communicates, does both or neither; so compute only + overlapped +
+exposed + other is the step. A cell with communication has one owner: the host's own copies and waits name theirs, else
+it is the collective that ends first, since the host goes on at its end. An exposed cell is packing or unpacking where
+the host copies for its owner (unless the host idles for longer than dispatching takes), else on the link where a
+transport moves bytes, else waiting for a peer. A cell with neither has a cause of idle time (`idle`).
+
+Causes of a collective's exposed time, in the order in which they are tried:
+- `hidden`: nothing of it was exposed;
+- `unknown`: the trace does not show who issued it;
+- `waiting_for_peer`, `nothing_to_hide_behind` of what the host carries itself: by whether the host mostly idled;
+- `link_busy`: it spent at least half of what was exposed behind other collectives, between its issue and its start;
+- `waiting_for_peer`: as long between issue and start with a free link (an emulated link starts with the last issue);
+  over several ranks' traces `with_peers` (peers) finds the rest;
+- `late_start`: its consumer issued it when needed (no prefetch), or the issuing call blocked the host, though there was
+  computing to hide it;
+- `nothing_to_hide_behind`: issued early and on a free link, but too little computing was left: the first gather, the
+  last reduction, small units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdplab.profiling.intervals import Cells, Intervals, close_gaps, union, within
+from fsdplab.profiling.memory.timeline import AccountingError
+from fsdplab.profiling.traces.collectives import Collective
+from fsdplab.profiling.traces.events import Events, Kind
+from fsdplab.profiling.traces.idle import AT_ONCE_NS, idle_causes
+from fsdplab.profiling.traces.segments import Segments
+from fsdplab.profiling.traces.steps import Window, all_device_work
+from fsdplab.records.tables import IDLE_PARTS, PARTS_OF_COLLECTIVE
+
+PARTS = ("compute_only_ns", "overlapped_ns", *PARTS_OF_COLLECTIVE, *IDLE_PARTS)
+_COMPUTE_ONLY, _OVERLAPPED = range(2)
+_EXPOSED = PARTS.index(PARTS_OF_COLLECTIVE[0])
+_ON_LINK, _PACKING, _UNPACKING, _WAITING = range(_EXPOSED, _EXPOSED + 4)
+_IDLE = PARTS.index(IDLE_PARTS[0])
+_REST = PARTS.index("rest_ns")
+_DISPATCH_NS = 100_000  # between two operators of a copy the host dispatches the next one; idle for longer, it waits
+_BACK_TO_BACK_NS = 10_000  # two kernels this close on a GPU: the second waited for the first
+_ENOUGH = 0.1  # computing of a tenth of the exposed time is something to hide behind
+
+
+class TraceSets:
+    """What the steps of one trace share, as sorted, disjoint sets."""
+
+    def __init__(
+        self, found: Events, collectives: Sequence[Collective], segments: Segments, host_busy: Intervals
+    ) -> None:
+        self.segments, self.on_gpu, self.host_busy = segments, found.on_gpu, host_busy
+        self.device = all_device_work(found, collectives)
+        self.loading = union(found.spans(Kind.LOADING))
+        self.blocked = union(found.spans(Kind.BLOCKED, Kind.BLOCKING_LAUNCH))
+        self.idle, self.idle_causes = idle_causes(found, self.device)
+
+    def causes_within(self, window: Window) -> tuple[Intervals, np.ndarray]:
+        """The idle causes of a window: spans, and positions in `PARTS`."""
+        first = np.searchsorted(self.idle[:, 1], window.start, side="right")
+        last = np.searchsorted(self.idle[:, 0], window.end, side="left")
+        spans = np.clip(self.idle[first:last], window.start, window.end)
+        return spans, self.idle_causes[first:last] + _IDLE
+
+
+@dataclass(frozen=True)
+class Account:
+    """A step's cells, each with its owner (an index of the step's collectives, -1 for none) and its part (a position in
+    `PARTS`, -1 outside of the step). `host` says where the host ran operators; `parts` are ns of exposed time for each
+    collective, by `PARTS_OF_COLLECTIVE`; `causes` says why.
+    """
+
+    cells: Cells
+    owner: np.ndarray
+    part: np.ndarray
+    host: np.ndarray
+    sums: dict[str, int]
+    parts: np.ndarray
+    causes: list[str]
+
+    @property
+    def computing(self) -> np.ndarray:
+        """Which cells compute."""
+        return (self.part == _COMPUTE_ONLY) | (self.part == _OVERLAPPED)
+
+    @property
+    def exposed(self) -> np.ndarray:
+        """Which cells are exposed communication."""
+        return (self.part >= _EXPOSED) & (self.part < _IDLE)
+
+    def on_link(self) -> tuple[Intervals, np.ndarray]:
+        """Exposed spans on the link, and their owners."""
+        return self.cells.runs(np.where(self.part == _ON_LINK, self.owner, -1))
+
+
+def account(
+    window: Window, computing: Intervals, mine: Sequence[Collective], trace: TraceSets, *edges: Intervals
+) -> Account:
+    """Label every instant of a step; AccountingError if it did not add up.
+
+    `computing`: sorted and disjoint, inside the window; `mine`: the step's own collectives; `edges`: further instants
+    at which the caller wants a cell to end. A step of 100 ms with 80 computing, 50 communicating and 40 of that at
+    once: `sums` has compute_only 40, overlapped 40, and 10 ms in the parts of exposed time.
+    """
+    span, of = [window.start, window.end], _Columns(mine, window, trace.segments)
+    host_busy, (idle, causes_of_idle) = within(trace.host_busy, *span), trace.causes_within(window)
+    cells = Cells(span, computing, of.spans, of.moments, of.asleep, host_busy, idle, *edges)
+    inside, computes, host = cells.inside([span]), cells.inside(computing), cells.inside(host_busy)
+    piece = cells.paint(of.spans[of.order], of.order)
+    owner = np.where(piece >= 0, of.owner[piece], -1) if len(mine) else piece
+    exposed = inside & ~computes & (owner >= 0)
+    cause = cells.paint(idle, causes_of_idle)
+    part = np.select(
+        [~inside, computes & (owner >= 0), computes, exposed, cause >= 0],
+        [-1, _OVERLAPPED, _COMPUTE_ONLY, _exposed_parts(cells, exposed, owner, piece, host, of), cause],
+        _REST,
+    )
+    sums = dict(zip(PARTS, cells.sums(part, len(PARTS)).tolist()))
+    if sum(sums.values()) != window.end - window.start:
+        raise AccountingError(f"step {window.number} does not add up to {sums}; report this with the trace")
+    parts = cells.sums(np.where(exposed, 4 * owner + part - _EXPOSED, -1), 4 * len(mine)).reshape(-1, 4)
+    busy = cells.sums(np.where(exposed & host, owner, -1), len(mine))
+    causes = _causes(parts.sum(1), busy, cells, computes, of, trace.on_gpu, window)
+    return Account(cells, np.where(inside, owner, -1), part, host, sums, parts, causes)
+
+
+class _Columns:
+    """A step's collectives and their pieces as columns; `order` is that in which pieces are painted: the last wins."""
+
+    def __init__(self, mine: Sequence[Collective], window: Window, segments: Segments) -> None:
+        pieces = [(piece, index, each) for index, each in enumerate(mine) for piece in each.pieces]
+        self.spans = _pairs([(piece.start, piece.end) for piece, _, _ in pieces])
+        self.owner = np.array([index for _, index, _ in pieces], dtype=np.int64)
+        self.copies = np.array([_copying(piece.role, each) for piece, _, each in pieces], dtype=np.int64)
+        self.issue, self.start, self.end = (
+            np.array([getattr(each, name) for each in mine], dtype=np.int64) for name in ("issue", "start", "end")
+        )
+        by_end: np.ndarray = np.argsort(np.lexsort((self.issue, self.end)))
+        roles = np.array([bool(piece.role) for piece, _, _ in pieces], dtype=np.int64)
+        self.order = np.lexsort((self.copies > 0, -by_end[self.owner], roles))
+        carried = [(each.transport, each.by_host) for each in mine if each.transport]
+        self.ways = _pairs([way[:2] for way, _ in carried])
+        self.moving = _pairs([way[:2] for way, by_host in carried if not by_host])
+        self.asleep = _pairs([_asleep(each) for each in mine])
+        self.until = np.array(_phase_ends(mine, window, segments), dtype=np.int64)
+        self.moments = np.concatenate([self.issue, self.start, self.end, self.until])
+        flags = ("own", "held", "issued", "emulated", "by_host")
+        self.own, self.held, self.issued, self.emulated, self.by_host = (
+            np.array([getattr(each, name) for each in mine], dtype=bool) for name in flags
+        )
+        self.gathers = np.array([each.kind == "all_gather" for each in mine], dtype=bool)
+
+
+def _pairs(spans: Sequence[tuple[int, int]]) -> Intervals:
+    return np.array(spans, dtype=np.int64).reshape(-1, 2)
+
+
+def _copying(role: str, each: Collective) -> int:
+    """The part that a piece is where the host works: packing, unpacking, or 0 where it is no copy."""
+    if role == "copy-in":
+        return _PACKING
+    return _UNPACKING if role == "copy-out" or each.by_host and not role else 0
+
+
+def _asleep(each: Collective) -> tuple[int, int]:
+    """When the host still slept though the bytes had come; nothing for what the host copies, and for kernels."""
+    if each.by_host or each.transport is None or len(each.pieces) == 1:
+        return each.end, each.end
+    return each.end, max(piece.end for piece in each.pieces if piece.role in ("", "blocked"))
+
+
+def _phase_ends(mine: Sequence[Collective], window: Window, segments: Segments) -> list[int]:
+    """When the phase of each collective ends in the step, for the last time."""
+    changes = segments.changes
+    edges = [window.start, *changes[(changes > window.start) & (changes < window.end)].tolist()]
+    ends = dict(zip(segments.phases_at(edges), [*edges[1:], window.end]))
+    return [ends.get(each.phase, window.end) for each in mine]
+
+
+def _exposed_parts(
+    cells: Cells, exposed: np.ndarray, owner: np.ndarray, piece: np.ndarray, host: np.ndarray, of: _Columns
+) -> np.ndarray:
+    """The part that each exposed cell is of."""
+    if not len(of.owner):
+        return owner
+    copies = np.where(exposed, of.copies[piece], 0)
+    pauses = cells.runs(np.where((copies > 0) & ~host, owner, -1))[0]
+    copies[cells.inside(pauses[pauses[:, 1] - pauses[:, 0] >= _DISPATCH_NS])] = 0
+    came, until = of.asleep[owner].T
+    moves = cells.inside(of.moving) | (came <= cells.start) & (cells.start < until)
+    return np.where(copies > 0, copies, np.where(moves, _ON_LINK, _WAITING))
+
+
+def _causes(
+    exposed: np.ndarray,
+    busy: np.ndarray,
+    cells: Cells,
+    computes: np.ndarray,
+    of: _Columns,
+    on_gpu: bool,
+    window: Window,
+) -> list[str]:
+    """Of every collective, as the file's beginning says; `busy`: ns of its exposed time in which the host worked."""
+    computed = cells.before(computes)
+    before = computed[cells.at(np.maximum(of.issue, window.start))] - computed[cells.at(window.start)]
+    after = computed[cells.at(np.maximum(of.until, of.end))] - computed[cells.at(of.end)]
+    queued = _queued(cells, of, on_gpu)
+    at_once = of.start - of.issue < AT_ONCE_NS if on_gpu else of.own | of.held
+    held = of.held & (after > _ENOUGH * exposed) & (not on_gpu)
+    late = np.where(of.gathers, at_once & (before > _ENOUGH * exposed), held)
+    tried = [
+        ("hidden", exposed == 0), ("unknown", ~of.issued),
+        ("waiting_for_peer", of.by_host & (2 * busy <= exposed)), ("nothing_to_hide_behind", of.by_host),
+        ("link_busy", 2 * queued >= exposed),
+        ("waiting_for_peer", of.emulated & (2 * (of.start - of.issue - queued) >= exposed)), ("late_start", late),
+    ]  # fmt: skip
+    return np.select([found for _, found in tried], [name for name, _ in tried], "nothing_to_hide_behind").tolist()
+
+
+def _queued(cells: Cells, of: _Columns, on_gpu: bool) -> np.ndarray:
+    """Nanoseconds that each collective spent behind others on the link, between its issue and its start.
+
+    A host that runs ahead issues long before the input is computed, so on a GPU only others that ran until this one
+    began count.
+    """
+    carried, begun = cells.before(cells.inside(of.ways)), of.issue
+    if on_gpu and len(of.ways):
+        runs = close_gaps(of.ways, _BACK_TO_BACK_NS)
+        at = np.searchsorted(runs[:, 0], of.start) - 1
+        behind = (at >= 0) & (runs[at, 1] >= of.start)
+        begun = np.where(behind, np.maximum(of.issue, runs[at, 0]), of.start)
+    return np.maximum(0, carried[cells.at(of.start)] - carried[cells.at(begun)])

@@ -1,0 +1,456 @@
+"""A trace as one table, a row an event, read once; and every rule of which event counts as what.
+
+On the CPU, computing is every operator (`aten::mm`, custom ones too) on a thread that is no transport's; `c10d::*` only
+enqueues or waits, and autograd's own ranges hold Python hooks and waiting, so neither computes. On a GPU, computing is
+every kernel that moves no bytes between ranks (`comm_kernels`); copies and memsets by the copy engines are neither
+computing nor communication. Communication is `gloo:*` on gloo's threads, `shm:*` and the engine's marked ranges on the
+thread that runs them, communication kernels, and the work that ranks which share a GPU launch inside `shared_gpu:*`.
+
+Names and threads are numbers in the table, and each name is judged once, so that a trace of a gigabyte fits in memory.
+Times are the trace's own nanoseconds; `base_ns` is added when rows of a record are made.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdplab.profiling.intervals import Intervals
+from fsdplab.profiling.traces.chrome import LATEST_NS, ChromeTrace, TraceError, nanoseconds, shown
+from fsdplab.profiling.traces.comm_kernels import CommKernels, kind_of
+
+ROOT = "root"  # the root unit; "" is no unit
+_ENGINE_RANGE = re.compile(r"^FSDP::(\w+?)(?: \((.*)\))?$")
+_PREFETCH_RANGE = re.compile(r"^FSDP::backward_prefetch (?:for (.+)|\((.*) for .*\))$")
+_STEP = re.compile(r"^ProfilerStep#(\d{1,18})$")  # a record holds 64 bits
+# What PyTorch of before 1.10 shows of a node, with nothing around it. One function of the engine has such a name and
+# runs in the forward (engine/core/hooks.py).
+_BACKWARD_NODE = re.compile(r"^(?!_EndOfBackward$)\w+Backward\d*$")
+_NO_COMPUTING = (
+    "c10d::", "_c10d_functional::", "c10d_functional::", "autograd::engine::", "torch::autograd::", "gloo:", "nccl:",
+    "shm:", "FSDP::",
+)  # fmt: skip
+_OF_BEFORE = {  # categories as PyTorch wrote them until 2021 -> as it does now
+    "Operator": "cpu_op", "Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Runtime": "cuda_runtime",
+}  # fmt: skip
+_OF_HOST, _OF_RUNTIME = ("cpu_op", "user_annotation"), ("cuda_runtime", "cuda_driver")
+_READ = {*_OF_HOST, *_OF_RUNTIME, "kernel", "gpu_memcpy", "gpu_memset", *_OF_BEFORE}
+_SYNCHRONOUS_COPIES = ("cudaMemcpy", "hipMemcpy", "hipMemcpyWithStream")  # the host waits for these
+_BYTES = re.compile(r"\((\d+) bytes\)$")
+_MOST_CORRELATION = 2**62
+_UNKNOWN = -(2**62)  # the launch of work that the trace does not show
+
+
+class Kind(IntEnum):
+    """What an event counts as."""
+
+    OPERATOR = 0  # computes, where no device does
+    AUTOGRAD = 1
+    RANGE = 2  # of an engine or an optimizer
+    ISSUE = 3  # a c10d operator
+    LOADING = 4
+    STEP = 5
+    GLOO = 6
+    SHM = 7
+    SHARED_GPU = 8  # the range around what ranks that share a GPU launch for a collective
+    KERNEL = 9  # computes on a device
+    COMM = 10  # a kernel that communicates
+    COPY = 11
+    CARRIED = 12  # work of a device that was launched inside a SHARED_GPU range
+    LAUNCH = 13
+    BLOCKED = 14
+    BLOCKING_LAUNCH = 15
+    IGNORED = 16
+
+
+class Range(NamedTuple):  # not a dataclass: a trace has a hundred thousand, and these are made in a third of the time
+    """A named range on one thread. `label` of `FSDP::all_gather (blocks.3)` is `all_gather`, `unit` is `blocks.3`."""
+
+    label: str
+    unit: str
+    start: int
+    end: int
+    thread: int
+
+
+class Transfer(NamedTuple):
+    """A transfer of bytes: a range of gloo's or of shared memory, a kernel, or work of ranks that share a GPU.
+
+    `row` is the event whose launch is the collective's.
+    """
+
+    kind: str
+    start: int
+    end: int
+    carrier: Kind
+    thread: int
+    row: int
+    details: Mapping[str, Any] = MappingProxyType({})
+
+
+class OddEvent(ValueError):
+    """What no profiler writes, in words for a reader."""
+
+
+@dataclass
+class Events:
+    """All events that matter, in the file's order; `details` has the arguments of what moves bytes, by row.
+
+    `first` and `last` are the earliest start and the latest end of all events, ignored ones among them.
+    """
+
+    path: Path
+    metadata: dict[str, Any]
+    base_ns: int
+    first: int
+    last: int
+    kind: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    name: np.ndarray
+    thread: np.ndarray
+    correlation: np.ndarray
+    names: Sequence[str]
+    threads: Sequence[tuple[Any, Any]]  # process and thread, as the trace names them
+    details: dict[int, dict[str, Any]]
+    comm_kernels: CommKernels
+
+    def rows(self, *kinds: Kind) -> np.ndarray:
+        """The rows of some kinds, in order."""
+        return np.flatnonzero(np.isin(self.kind, kinds) if len(kinds) > 1 else self.kind == kinds[0])
+
+    def spans(self, *kinds: Kind) -> Intervals:
+        """Start and end of each event of some kinds; they may overlap."""
+        return self.spans_of(self.rows(*kinds))
+
+    def spans_of(self, rows: np.ndarray) -> Intervals:
+        """Start and end of some rows."""
+        return np.stack([self.start[rows], self.end[rows]], axis=1)
+
+    @cached_property
+    def on_gpu(self) -> bool:
+        """Whether a device worked: then the host's operators only launch."""
+        return bool(np.isin(self.kind, (Kind.KERNEL, Kind.COMM, Kind.CARRIED)).any())
+
+    @property
+    def distributed(self) -> dict[str, Any]:
+        """The profiler's `distributedInfo`; {} in files that lack it."""
+        found = self.metadata.get("distributedInfo")
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def launched_by(self) -> np.ndarray:
+        """For each row the row of the host's call that launched it; -1 where the trace does not say."""
+        calls = self.rows(Kind.LAUNCH, Kind.BLOCKING_LAUNCH)
+        calls = calls[self.correlation[calls] >= 0]
+        found = np.full(len(self.kind), -1)
+        device = self.rows(Kind.KERNEL, Kind.COMM, Kind.COPY, Kind.CARRIED)
+        if len(calls):
+            calls = calls[np.argsort(self.correlation[calls], kind="stable")]
+            numbers = self.correlation[calls]
+            at = np.minimum(np.searchsorted(numbers, self.correlation[device]), len(calls) - 1)
+            found[device] = np.where(numbers[at] == self.correlation[device], calls[at], -1)
+        return found
+
+    def launch_starts(self, rows: np.ndarray) -> np.ndarray:
+        """When the host began to launch each row; a time before all others where the trace does not say."""
+        return self._of_launch(self.start, rows)
+
+    def launch_ends(self, rows: np.ndarray) -> np.ndarray:
+        """When the host had launched each row (a launch may take long: the first of a kernel loads its code)."""
+        return self._of_launch(self.end, rows)
+
+    def _of_launch(self, times: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        by = self.launched_by[rows]
+        return np.where(by >= 0, times[by], _UNKNOWN)
+
+    @cached_property
+    def compute_threads(self) -> list[int]:
+        """Threads whose operators compute: all but gloo's own (a thread that runs the engine's ranges, or most
+        operators, is never gloo's).
+        """
+        counts = np.bincount(self.thread[self.rows(Kind.OPERATOR)], minlength=len(self.threads))
+        gloo = set(self.thread[self.rows(Kind.GLOO)].tolist()) - set(self.thread[self.rows(Kind.RANGE)].tolist())
+        gloo -= {int(counts.argmax())} if len(counts) else set()
+        return [thread for thread in np.flatnonzero(counts).tolist() if thread not in gloo]
+
+    @cached_property
+    def steps(self) -> list[tuple[int, int, int]]:
+        """Number, start and end of the profiler's steps, in order of time."""
+        rows = self.rows(Kind.STEP)
+        numbers = [int(self.names[name].partition("#")[2]) for name in self.name[rows].tolist()]
+        return sorted(zip(numbers, self.start[rows].tolist(), self.end[rows].tolist()), key=lambda step: step[1])
+
+    @cached_property
+    def ranges(self) -> list[Range]:
+        """Ranges of engines and optimizers, the outer one first."""
+        return self._ranges(Kind.RANGE, _label)
+
+    @cached_property
+    def issues(self) -> list[Range]:
+        """c10d operators; the label is the collective."""
+        return self._ranges(Kind.ISSUE, lambda name: (kind_of(name), ""))
+
+    def _ranges(self, kind: Kind, named: Callable[[str], tuple[str, str]]) -> list[Range]:
+        rows = self._in_order(self.rows(kind))
+        labels = {number: named(self.names[number]) for number in set(self.name[rows].tolist())}
+        columns = (each[rows].tolist() for each in (self.name, self.start, self.end, self.thread))
+        return [Range(*labels[name], *others) for name, *others in zip(*columns)]
+
+    def _in_order(self, rows: np.ndarray) -> np.ndarray:
+        return rows[np.lexsort((-self.end[rows], self.start[rows]))]
+
+    @cached_property
+    def transfers(self) -> list[Transfer]:
+        """Everything that moves bytes between ranks, in order of time."""
+        found = [self._transfer(row) for row in self.rows(Kind.GLOO, Kind.SHM, Kind.COMM).tolist()]
+        return sorted([*found, *_carried(self)], key=lambda one: (one.start, -one.end))
+
+    def _transfer(self, row: int) -> Transfer:
+        name, details, carrier = self.names[int(self.name[row])], self.details[row], Kind(int(self.kind[row]))
+        kind = kind_of(name)
+        if carrier == Kind.COMM:
+            kind = kind_of(str(details.get("Collective name") or "")) or self.comm_kernels.kind(name) or ""
+        return Transfer(kind, int(self.start[row]), int(self.end[row]), carrier, int(self.thread[row]), row, details)
+
+
+def known(launches: np.ndarray) -> np.ndarray:
+    """Which of the times that `launch_starts` or `launch_ends` gave the trace shows."""
+    return launches != _UNKNOWN
+
+
+# ---- ranks that share a GPU
+
+
+def _take_carried(found: Events) -> Events:
+    """The same events, with the work launched inside `shared_gpu:` ranges as CARRIED: NCCL moves bytes with kernels of
+    its own, ranks that share a GPU with ordinary copies and sums.
+    """
+    if len(found.rows(Kind.SHARED_GPU)):
+        works = found.rows(Kind.KERNEL, Kind.COPY)
+        found.kind[works[_calls_around(found, works) >= 0]] = Kind.CARRIED
+    return found
+
+
+def _carried(found: Events) -> list[Transfer]:
+    """One transfer for each such range: from its first to its last work, and the waits for peers in between."""
+    works, moved = found.rows(Kind.CARRIED), []
+    calls = _calls_around(found, works) if len(works) else works
+    for call in dict.fromkeys(calls.tolist()):
+        mine, name = works[calls == call], found.names[int(found.name[call])]
+        span, match = (int(found.start[mine].min()), int(found.end[mine].max())), _BYTES.search(name)
+        details = {"bytes": int(match.group(1))} if match else {}
+        first = int(mine[np.argmin(found.launch_starts(mine))])
+        moved.append(Transfer(kind_of(name), *span, Kind.SHARED_GPU, int(found.thread[call]), first, details))
+    return moved
+
+
+def _calls_around(found: Events, works: np.ndarray) -> np.ndarray:
+    """For each work the `shared_gpu:` range in which it was launched; -1 for none."""
+    ranges, launches, around = found.rows(Kind.SHARED_GPU), found.launched_by[works], np.full(len(works), -1)
+    for thread in np.unique(found.thread[ranges]).tolist():
+        own = ranges[found.thread[ranges] == thread]
+        own = own[np.argsort(found.start[own], kind="stable")]
+        at = np.searchsorted(found.start[own], found.start[launches], side="right") - 1
+        held = (launches >= 0) & (found.thread[launches] == thread) & (at >= 0)
+        held &= found.start[launches] < found.end[own[at]]
+        around[held] = own[at[held]]
+    return around
+
+
+# ---- reading
+
+
+def read_events(path: str | Path, comm_patterns: Sequence[str] = ()) -> Events:
+    """Read a whole trace; TraceError when the file is damaged, of several ranks, or holds nothing that took time.
+
+    `comm_patterns`: kernels that communicate beside those of the table, as `comm_kernels.comm_pattern` takes them.
+    """
+    trace, comm_kernels = ChromeTrace(path), CommKernels(comm_patterns)
+    try:
+        reader = _Reader(comm_kernels)
+        reader.take(trace)
+        _check_metadata(trace.metadata)
+        if trace.base_ns + reader.last >= 2 * LATEST_NS:
+            raise OddEvent("a time of more than 64 bits")
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        what = error if isinstance(error, OddEvent) else shown(error)
+        raise TraceError(
+            f"{path} holds something that PyTorch's profiler does not write ({what}); export the trace again."
+        ) from None
+    if "mergedRanks" in trace.metadata:
+        ranks = trace.metadata["mergedRanks"]
+        raise TraceError(
+            f"{path} holds the ranks {ranks} merged into one file, which is for viewing; analyse each rank's own trace."
+        )
+    if reader.first is None:
+        raise TraceError(
+            f"{path} holds no event that took time: nothing ran while the profiler did; profile at least one whole"
+            " training step."
+        )
+    found = _take_carried(reader.events(trace))
+    _check_processes(found)
+    return found
+
+
+def _check_processes(found: Events) -> None:
+    processes = {str(found.threads[thread][0]) for thread in found.thread[found.rows(Kind.STEP)].tolist()}
+    if len(processes) > 1:
+        raise TraceError(
+            f"{found.path} holds the steps of {len(processes)} processes ({', '.join(sorted(processes)[:4])}); expected"
+            " one rank's: give each process its own trace."
+        )
+
+
+def _check_metadata(metadata: dict[str, Any]) -> None:
+    """OddEvent where what stands around the events is of another type than the profiler's."""
+    world = metadata.get("distributedInfo")
+    held = [("baseTimeNanoseconds", metadata.get("baseTimeNanoseconds") or 0)]
+    if isinstance(world, dict):
+        held += [(name, world[name]) for name in ("rank", "world_size") if name in world]
+    for name, value in held:
+        if not isinstance(value, int) or not 0 <= value < LATEST_NS:
+            raise OddEvent(f"{name} is {value!r:.40}")
+
+
+def _told(event: dict[str, Any]) -> str:
+    """An event in short: `'sm90_gemm' of 'kernel', ts 600.0, dur -5`."""
+    values = (event.get(key) for key in ("name", "cat", "ts", "dur"))
+    name, category, start, length = (repr(each[:40] if isinstance(each, str) else each)[:44] for each in values)
+    return f"{name} of {category}, ts {start}, dur {length}"
+
+
+class _Reader:
+    """Fills the table. Start, end, kind, name, thread and correlation of an event are six numbers in a row."""
+
+    def __init__(self, comm_kernels: CommKernels) -> None:
+        self._comm_kernels = comm_kernels
+        self._rows = array("q")
+        self._verdicts: dict[tuple[str, str], tuple[Kind, int]] = {}
+        self._threads: dict[tuple[Any, Any], int] = {}
+        self._details: dict[int, dict[str, Any]] = {}
+        self.first: int | None = None
+        self.last = 0
+
+    def take(self, trace: ChromeTrace) -> None:
+        """The hot loop: what an event counts as is looked up by its name and category."""
+        verdicts, threads, details, add = self._verdicts, self._threads, self._details, self._rows.extend
+        first, last, count, ignored, device = None, 0, 0, Kind.IGNORED, Kind.KERNEL
+        event: dict[str, Any] = {}
+        try:
+            for event in trace:
+                if event.get("ph") != "X" or event.get("cat", "") not in _READ:
+                    continue
+                start = nanoseconds(event["ts"])
+                end = start + nanoseconds(event.get("dur") or 0)
+                if end < start:
+                    raise OddEvent
+                if first is None or start < first:
+                    first = start
+                if end > last:
+                    last = end
+                key = event["name"], event["cat"]
+                verdict = verdicts.get(key)
+                if verdict is None:
+                    verdict = verdicts[key] = self._judged(*key), len(verdicts)
+                kind, number = verdict
+                if kind is ignored:
+                    continue
+                own = event["pid"], event["tid"]
+                thread = threads.get(own)
+                if thread is None:
+                    thread = threads[own] = len(threads)
+                add((start, end, kind, number, thread, correlation_of(event) if kind >= device else -1))
+                if kind in _MOVES_BYTES:
+                    given = event.get("args")
+                    details[count] = given if isinstance(given, dict) else {}
+                count += 1
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            if isinstance(error, TraceError):
+                raise
+            raise OddEvent(_told(event)) from None
+        self.first, self.last = first, last
+        if first is not None and (first < -LATEST_NS or last > LATEST_NS):
+            raise OddEvent("a time of more than 64 bits")
+
+    def _judged(self, name: str, category: str) -> Kind:
+        category = _OF_BEFORE.get(category, category)
+        if category in _OF_HOST:
+            return judge(name, category)
+        if category in _OF_RUNTIME:
+            launches = any(word in name for word in ("Launch", "Memcpy", "Memset"))
+            if "Synchronize" in name or name in _SYNCHRONOUS_COPIES:
+                return Kind.BLOCKING_LAUNCH if launches else Kind.BLOCKED
+            return Kind.LAUNCH if launches else Kind.IGNORED
+        if category != "kernel":
+            return Kind.COPY
+        return Kind.KERNEL if self._comm_kernels.kind(name) is None else Kind.COMM
+
+    def events(self, trace: ChromeTrace) -> Events:
+        """The table of what was taken."""
+        columns = np.frombuffer(self._rows, dtype=np.int64).reshape(-1, 6).T
+        start, end, correlation = (columns[at].copy() for at in (0, 1, 5))
+        kind, name, thread = (columns[at].astype(small) for at, small in ((2, np.int8), (3, np.int32), (4, np.int32)))
+        names = [name for name, _ in self._verdicts]
+        return Events(
+            trace.path, trace.metadata, trace.base_ns, self.first or 0, self.last, kind, start, end, name, thread,
+            correlation, names, list(self._threads), self._details, self._comm_kernels,
+        )  # fmt: skip
+
+
+_MOVES_BYTES = {Kind.GLOO, Kind.SHM, Kind.COMM}
+
+
+def correlation_of(event: dict[str, Any]) -> int:
+    """The number that a device's work shares with its launch; -1 where the trace has none. Earlier versions wrote it as
+    text.
+    """
+    given = (event.get("args") or {}).get("correlation", -1)
+    if isinstance(given, str) and given.isdecimal() and len(given) < 20:
+        given = int(given)
+    if not isinstance(given, int):
+        return -1
+    if not -1 <= given < _MOST_CORRELATION:
+        raise ValueError(f"the correlation {given!r:.40}")
+    return given
+
+
+_STARTS = (
+    ("gloo:", Kind.GLOO), ("shm:", Kind.SHM), ("shared_gpu:", Kind.SHARED_GPU), ("FSDP::", Kind.RANGE),
+    ("Optimizer.", Kind.RANGE), ("autograd::engine::evaluate_function", Kind.AUTOGRAD),
+    ("enumerate(DataLoader)", Kind.LOADING),
+)  # fmt: skip
+
+
+def judge(name: str, category: str) -> Kind:
+    """What an event on the host counts as."""
+    if _STEP.match(name):
+        return Kind.STEP
+    for start, kind in _STARTS:
+        if name.startswith(start):
+            return kind
+    if _BACKWARD_NODE.search(name):
+        return Kind.AUTOGRAD
+    if name.startswith(("c10d::", "_c10d_functional::", "nccl:")):
+        return Kind.ISSUE if kind_of(name) else Kind.IGNORED
+    computes = category == "cpu_op" and "::" in name and not name.startswith(_NO_COMPUTING)
+    return Kind.OPERATOR if computes else Kind.IGNORED
+
+
+def _label(name: str) -> tuple[str, str]:
+    if name.startswith("Optimizer."):
+        return "optimizer", ""
+    found = _PREFETCH_RANGE.match(name)
+    if found:
+        return "backward_prefetch", found.group(1) or found.group(2) or ROOT
+    found = _ENGINE_RANGE.match(name)
+    return (found.group(1), found.group(2) or ROOT) if found else (name, "")

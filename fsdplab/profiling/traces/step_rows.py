@@ -1,0 +1,218 @@
+"""The rows of a step's tables, from its account: `exposed`, `collectives`, and `timeline`, a step for a figure.
+
+Timeline rows are for viewing, a few hundred a rank instead of the trace's hundred thousand: neighbours of the same
+unit and phase are joined over gaps below 20 us, and over longer ones while a lane has too many rows, and across an
+exposed or a blocked stretch only in the last resort. All sums are computed before anything is joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fsdplab.profiling.intervals import EMPTY, Intervals, close_gaps, latest_ends, size, union, within
+from fsdplab.profiling.traces.account import Account, TraceSets, account
+from fsdplab.profiling.traces.collectives import Collective
+from fsdplab.profiling.traces.events import Events
+from fsdplab.profiling.traces.steps import Window, pieces_of
+from fsdplab.records.tables import PARTS_OF_COLLECTIVE, PARTS_OF_EXPOSED
+
+Row = dict[str, Any]
+Mark = tuple[str, str, str, str, int, int, bool]  # lane, unit, phase, name, start, end, emulated
+DISPATCH_NS = 20_000  # between two operators: the host dispatches the next one
+_BLOCKED_NS = 50_000  # a host without an operator for this long, while bytes are on their way, waits for them
+_APART_NS = 1_000_000  # a lane that is still too full is joined over everything from here on
+_MOST = {"compute": 240, "exposed": 120, "waiting": 80}
+_LANES = ("all_gather", "reduce_scatter", "all_reduce")
+_LIFECYCLE = (
+    "pre_forward", "pre_backward", "post_backward", "root_post_backward_callback", "link", "backward_prefetch",
+)  # fmt: skip
+
+
+class StepRows:
+    """Makes the rows of one rank's steps."""
+
+    def __init__(self, found: Events, rank: int, trace: TraceSets) -> None:
+        self._found, self._rank, self._trace = found, rank, trace
+        self._lifecycle = union([(each.start, each.end) for each in found.ranges if each.label.startswith(_LIFECYCLE)])
+
+    def account(self, window: Window, computing: Intervals, mine: Sequence[Collective]) -> Account:
+        """The step's account, cut where timeline rows need it."""
+        changes = self._trace.segments.changes
+        inside = changes[(changes > window.start) & (changes < window.end)]
+        return account(window, computing, mine, self._trace, inside, within(self._lifecycle, window.start, window.end))
+
+    def device_busy(self, window: Window) -> int | None:
+        """For how many ns the device did anything in the step, another step's work too; None where there is none."""
+        return size(within(self._trace.device, window.start, window.end)) if self._found.on_gpu else None
+
+    def exposed(self, window: Window, mine: Sequence[Collective], found: Account) -> list[Row]:
+        """One row a unit, phase and kind; of several collectives the most exposed one gives the cause."""
+        groups: dict[tuple[str, str, str], list[int]] = {}
+        for index, each in enumerate(mine):
+            groups.setdefault((each.unit, each.phase, each.kind), []).append(index)
+        rows = []
+        for (unit, phase, kind), members in groups.items():
+            spans, sums = union(pieces_of([mine[index] for index in members])), found.parts[members].sum(0)
+            rows.append({
+                "rank": self._rank, "step": window.number, "unit": unit, "phase": phase, "kind": kind,
+                "communication_ns": size(within(spans, window.start, window.end)), "exposed_ns": int(sums.sum()),
+                "cause": found.causes[max(members, key=lambda index: found.parts[index].sum())], **parts_of(sums),
+            })  # fmt: skip
+        return rows
+
+    def collectives(self, window: Window, mine: Sequence[Collective], found: Account) -> list[Row]:
+        """One row a collective. `on_link` has the instants at which it was exposed on the link; no table keeps them."""
+        base = self._found.base_ns
+        on_link: list[list[list[int]]] = [[] for _ in mine]
+        spans, whose = found.on_link()
+        for span, index in zip((spans + base).tolist(), whose.tolist()):
+            on_link[index].append(span)
+        return [
+            {
+                "rank": self._rank, "step": window.number, "unit": each.unit, "phase": each.phase, "kind": each.kind,
+                "issue_ns": base + each.issue, "start_ns": base + each.start, "end_ns": base + each.end,
+                "logical_bytes": each.nbytes, "group": each.group, "group_size": each.group_size,
+                "exposed_ns": sum(parts), **dict(zip(PARTS_OF_COLLECTIVE, parts)), "cause": cause,
+                "emulated": each.emulated, "on_link": spans,
+            }
+            for each, parts, cause, spans in zip(mine, found.parts.tolist(), found.causes, on_link)
+        ]  # fmt: skip
+
+    def timeline(self, window: Window, mine: Sequence[Collective], found: Account, kernels: np.ndarray) -> list[Row]:
+        """All lanes of a step, in order of time within a lane; `kernels`: the step's own, as rows of the events."""
+        exposed, whose = found.cells.runs(np.where(found.exposed, found.owner, -1))
+        owners, waiting = [mine[index] for index in whose.tolist()], self._waiting(window, found)
+        labels = [(each.unit, each.phase, each.kind, each.emulated) for each in owners]
+        lanes: list[list[Mark]] = [
+            [("step", "", "", f"step {window.number}", window.start, window.end, False)],
+            self._compute(window, found, kernels, union(exposed, waiting)[:, 0]),
+            [mark for each in mine for mark in _communication(each, window.start, window.end)],
+            [
+                ("exposed", *label[:3], *span, label[3])
+                for label, span in joined(exposed, labels, EMPTY[:, 0], _MOST["exposed"])
+            ],
+            self._waits(waiting, mine),
+        ]
+        base = self._found.base_ns
+        return [
+            {
+                "rank": self._rank, "step": window.number, "lane": lane, "unit": unit, "phase": phase, "name": name,
+                "start_ns": base + int(start), "end_ns": base + int(end), "emulated": emulated,
+            }
+            for marks in lanes
+            for lane, unit, phase, name, start, end, emulated in sorted(marks, key=lambda each: (each[0], each[4]))
+        ]  # fmt: skip
+
+    def _labels_at(self, instants: np.ndarray) -> list[tuple[str, str]]:
+        return list(zip(self._trace.segments.units_at(instants), self._trace.segments.phases_at(instants)))
+
+    def _compute(self, window: Window, found: Account, kernels: np.ndarray, barriers: np.ndarray) -> list[Mark]:
+        """By the unit and phase of the host, or those that launched each kernel."""
+        if self._found.on_gpu:
+            kernels = kernels[np.argsort(self._found.start[kernels], kind="stable")]
+            pieces = np.clip(self._found.spans_of(kernels), window.start, window.end)
+            by = self._found.launched_by[kernels]
+            labels = self._labels_at(np.where(by >= 0, self._found.start[by], self._found.start[kernels]))
+        else:
+            segment = np.searchsorted(self._trace.segments.changes, found.cells.start, side="right")
+            pieces = found.cells.runs(np.where(found.computing, segment, -1))[0]
+            labels = self._labels_at(pieces[:, 0])
+        return [
+            ("compute", *label, "compute", *span, False)
+            for label, span in joined(pieces, labels, barriers, _MOST["compute"])
+        ]
+
+    def _waiting(self, window: Window, found: Account) -> Intervals:
+        """When the host was blocked while bytes were on their way."""
+        if self._found.on_gpu:
+            return within(self._trace.blocked, window.start, window.end)
+        cells = found.cells
+        engaged = within(self._lifecycle, window.start, window.end)
+        moving = (found.part >= 0) & ((found.owner >= 0) | cells.inside(engaged))
+        idle = close_gaps(cells.runs(np.where(moving & ~found.host, 0, -1))[0], 1_000)
+        return idle[idle[:, 1] - idle[:, 0] >= _BLOCKED_NS]
+
+    def _waits(self, waiting: Intervals, mine: Sequence[Collective]) -> list[Mark]:
+        """Blocked stretches, each named by the collective of whose pieces it holds most."""
+        longest = waiting[np.argsort(waiting[:, 0] - waiting[:, 1], kind="stable")[: _MOST["waiting"]]]
+        reach = np.array([(each.first, each.last) for each in mine], dtype=np.int64).reshape(-1, 2)
+        marks: list[Mark] = []
+        for start, end in longest.tolist():
+            near = [mine[index] for index in np.flatnonzero((reach[:, 0] < end) & (reach[:, 1] > start)).tolist()]
+            best = max(near, key=lambda each: _held(each, start, end), default=None)
+            if best is not None and _held(best, start, end) > 0:
+                marks.append(("waiting", best.unit, best.phase, best.kind, start, end, best.emulated))
+            else:
+                marks.append(("waiting", "", self._labels_at(np.array([start]))[0][1], "host", start, end, False))
+        return marks
+
+
+def parts_of(sums: Sequence[int] | np.ndarray) -> dict[str, int]:
+    """The parts of exposed time from the sums of `PARTS_OF_COLLECTIVE`: packing and unpacking are copying.
+
+    >>> parts_of([5, 1, 2, 4])
+    {'on_link_ns': 5, 'copying_ns': 3, 'waiting_ns': 4}
+    """
+    on_link, packing, unpacking, waiting = map(int, sums)
+    return dict(zip(PARTS_OF_EXPOSED, (on_link, packing + unpacking, waiting)))
+
+
+def _held(each: Collective, start: int, end: int) -> int:
+    return sum(max(0, min(end, piece.end) - max(start, piece.start)) for piece in each.pieces)
+
+
+def _communication(each: Collective, start: int, end: int) -> list[Mark]:
+    """The transport as one mark named by its kind, the host's copies beside it as marks of their own."""
+    lane, way = each.kind if each.kind in _LANES else "other_communication", each.transport
+    moved = (max(start, way.start), min(end, way.end)) if way else (start, start)
+    marks: list[Mark] = []
+    for role in ("copy-in", "copy-out", "blocked") if len(each.pieces) > 1 or way is None else ():
+        spans = [(max(start, piece.start), min(end, piece.end)) for piece in each.pieces if piece.role == role]
+        for span in _beside(spans, *moved):
+            marks.append((lane, each.unit, each.phase, f"{each.kind} {role}", *span, False))
+    if moved[0] < moved[1]:
+        marks.append((lane, each.unit, each.phase, each.kind, *moved, each.emulated))
+    return marks
+
+
+def _beside(spans: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
+    """The spans less what lies from `start` to `end`, joined over gaps below 20 us."""
+    parts: list[tuple[int, int]] = []
+    for first, last in sorted(spans):
+        apart = [(first, min(last, start)), (max(first, end), last)] if start < end else [(first, last)]
+        parts += [part for part in apart if part[0] < part[1]]
+    rows: list[tuple[int, int]] = []
+    for first, last in sorted(parts):
+        if rows and first - rows[-1][1] < DISPATCH_NS:
+            rows[-1] = (rows[-1][0], max(rows[-1][1], last))
+        else:
+            rows.append((first, last))
+    return rows
+
+
+def joined(
+    pieces: Intervals, labels: Sequence[Any], barriers: np.ndarray, most: int
+) -> list[tuple[Any, tuple[int, int]]]:
+    """Neighbours with the same label made one over gaps below 20 us, doubled until at most `most` rows are left; never
+    across a barrier below 1 ms.
+
+    >>> joined(np.array([[0, 5], [9, 12], [90_000, 95_000]]), ["a", "a", "a"], np.array([]), most=9)
+    [('a', (0, 12)), ('a', (90000, 95000))]
+    """
+    if not len(pieces):
+        return []
+    numbers: dict[Any, int] = {}
+    new = np.diff([numbers.setdefault(label, len(numbers)) for label in labels], prepend=-1) != 0
+    gap = pieces[:, 0] - np.append(pieces[:1, 0], latest_ends(pieces[:, 1], np.cumsum(new))[:-1])
+    passed: np.ndarray = np.asarray(np.searchsorted(barriers, pieces[:, 0], side="right"))
+    barrier, below = (np.diff(passed, prepend=passed[0]) != 0) & (gap > 0), DISPATCH_NS
+    while True:
+        first = np.flatnonzero(new | (gap >= below) | barrier & (below < _APART_NS))
+        if len(first) <= most or below > 10**9:
+            break
+        below *= 2
+    spans = zip(pieces[first, 0].tolist(), np.maximum.reduceat(pieces[:, 1], first).tolist())
+    return [(labels[at], span) for at, span in zip(first.tolist(), spans)]
