@@ -4,10 +4,18 @@ by hand.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from fsdplab.profiling.intervals import EMPTY, union
+from fsdplab.profiling import core_waits
+from fsdplab.profiling.core_waits import waits_between
+from fsdplab.profiling.intervals import EMPTY, size, union
 from fsdplab.profiling.traces.account import account
 from fsdplab.profiling.traces.collectives import Collective, Piece
 from fsdplab.profiling.traces.overlap import StepAnalysis, TraceAnalysis
@@ -24,9 +32,12 @@ def pieces(*spans: tuple[int, int, str]) -> list[Piece]:
 
 
 class Sets:
-    """A trace without units, idle causes or a device; `busy`: when its host ran operators, in us."""
+    """A trace without units, idle causes or a device; `busy`: when its host ran operators, in us, `waits`: when it had
+    no core.
+    """
 
-    def __init__(self, busy: list[tuple[int, int]] = ()) -> None:
+    def __init__(self, busy: list[tuple[int, int]] = (), waits: list[tuple[int, int]] = ()) -> None:
+        self.core_waits = union(np.array(waits, dtype=np.int64).reshape(-1, 2) * US)
         self.segments, self.on_gpu, self.host_busy = (
             self,
             False,
@@ -45,7 +56,7 @@ def parts(collectives: list[Collective], until: int, busy: list[tuple[int, int]]
     """Each collective's (on the link, copying, waiting) in a step of `until` us without computing, in us."""
     found = account(Window(1, 0, until * US), EMPTY, collectives, Sets(busy))
     assert found.parts.sum() == sum(found.cells.length[found.exposed])
-    return [tuple(ns // US for ns in parts_of(sums).values()) for sums in found.parts]
+    return [tuple(ns // US for ns in [*parts_of(sums).values()][:3]) for sums in found.parts]
 
 
 def test_copies_are_copying_and_the_transport_is_the_link() -> None:
@@ -72,9 +83,59 @@ def test_the_hosts_own_transport_is_copying() -> None:
     assert parts([each], 1000, [(700, 1000)]) == [(0, 300, 700)]
 
 
+def test_without_a_core_nothing_is_copied_and_a_transport_goes_on() -> None:
+    """Of 1000 us the host has no core for 100 while it computes, 150 while it copies, 100 while bytes travel, and 100
+    while it idles.
+    """
+    each = Collective("all_gather", "a", 0, pieces((300, 500, "copy-in"), (500, 800, ""), (800, 900, "copy-out")))
+    waits = [(100, 200), (350, 450), (600, 700), (850, 1000)]
+    found = account(Window(1, 0, 1000 * US), union([(0, 300 * US)]), [each], Sets([(0, 500), (800, 900)], waits))
+    assert parts_of(found.parts[0]) == {
+        "on_link_ns": 300 * US, "copying_ns": 150 * US, "waiting_ns": 0, "no_core_ns": 150 * US,
+    }  # fmt: skip
+    assert found.sums["compute_only_ns"] == 300 * US and found.idle == dict.fromkeys(found.idle, 0) | {
+        "no_core_ns": 100 * US
+    }
+    assert found.core_wait_ns == 450 * US
+
+
+def test_waits_are_between_two_notes_and_at_most_as_long() -> None:
+    notes = [(0, 5_000), (100_000, 5_000), (300_000, 65_000), (310_000, 66_000), (400_000, 900_000)]
+    assert waits_between(notes).tolist() == [[240_000, 300_000], [310_000, 400_000]], "1 us is a usual switch"
+    assert waits_between(notes[:1]).tolist() == waits_between([]).tolist() == []
+
+
+def test_a_system_that_does_not_tell_leaves_no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_waits, "Path", lambda path: Path("nowhere"))
+    log = core_waits.CoreWaitLog()
+    log.note()
+    assert log.close().tolist() == []
+
+
+def test_a_thread_that_competes_for_a_core_has_waited() -> None:
+    """Two threads of one process on one core: the log's own thread waits while the other computes."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if not Path("/proc/self/schedstat").exists() or not cores:
+        pytest.skip("the system does not tell how long a thread waits for a core")
+    rival = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        os.sched_setaffinity(rival.pid, {min(cores)})
+        log, until = core_waits.CoreWaitLog(), time.monotonic() + 30
+        log.note()
+        while not (found := waits_between(log._notes)).size and time.monotonic() < until:
+            sum(range(100_000))
+            log.note()
+        assert size(found) > 0 and size(log.close()) <= time.time_ns()
+    finally:
+        os.sched_setaffinity(0, cores)
+        rival.kill()
+        rival.wait()
+
+
 def analysis(rank: int, start: int, device: str = "cuda", issue: int = 0) -> TraceAnalysis:
     """A kernel of a collective from `start` to 100, all of it exposed."""
-    sums = {"on_link_ns": 100 - start, "copying_ns": 0, "waiting_ns": 0}
+    sums = {"on_link_ns": 100 - start, "copying_ns": 0, "waiting_ns": 0, "no_core_ns": 0}
     where = {"rank": rank, "step": 1, "unit": "", "phase": "forward", "kind": "all_reduce"}
     collective = {
         **where, "issue_ns": issue, "start_ns": start, "end_ns": 100, "logical_bytes": 8, "exposed_ns": 100 - start,

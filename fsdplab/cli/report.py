@@ -107,7 +107,7 @@ def load_all(paths: Sequence[Path], options: TraceOptions, detail: Detail) -> li
     from fsdplab.profiling.traces.import_traces import record_of_traces
 
     try:
-        paths = [own for path in paths for own in _records_below(path) or [path]]
+        paths = [own for path in map(_its_record, paths) for own in _records_below(path) or [path]]
         runs = _runs_of_traces(paths)
         loaded = [RunRecord.load(path) for path in paths if not path.is_file() and not _traces_below(path)]
         progress = None if detail is Detail.QUIET else _print_progress
@@ -117,6 +117,12 @@ def load_all(paths: Sequence[Path], options: TraceOptions, detail: Detail) -> li
         ]
     except (AccountingError, RecordError, TraceError) as error:
         refuse(str(error))
+
+
+def _its_record(path: Path) -> Path:
+    """For the folder `traces` of a record that record, which knows what its traces lack; else the path itself."""
+    record = path.resolve().parent
+    return record if path.is_dir() and path.resolve().name == "traces" and (record / "run.json").exists() else path
 
 
 def _records_below(path: Path) -> list[Path]:

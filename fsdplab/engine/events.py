@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -120,4 +121,27 @@ def tag(category: str, tensor: torch.Tensor, unit: str) -> None:
 
 def span(label: str, unit: str = "") -> torch.profiler.record_function:
     """A profiler range under FSDP2's name: `span("all_gather", "blocks.3")` is `FSDP::all_gather (blocks.3)`."""
-    return torch.profiler.record_function(f"FSDP::{label} ({unit})" if unit else f"FSDP::{label}")
+    kind = _WatchedSpan if _edge_watchers else torch.profiler.record_function
+    return kind(f"FSDP::{label} ({unit})" if unit else f"FSDP::{label}")
+
+
+_edge_watchers: list[Callable[[], None]] = []
+
+
+def watch_edges(callback: Callable[[], None]) -> Callable[[], None]:
+    """Call `callback` at the begin and the end of every range, on its thread, until the returned function is called."""
+    _edge_watchers.append(callback)
+    return lambda: _edge_watchers.remove(callback)
+
+
+class _WatchedSpan(torch.profiler.record_function):
+    def __enter__(self) -> _WatchedSpan:
+        for callback in _edge_watchers:
+            callback()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for callback in _edge_watchers:
+            callback()

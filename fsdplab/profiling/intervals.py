@@ -41,6 +41,11 @@ def _merged(pairs: Intervals) -> Intervals:
     return _paired(pairs[edge[:-1], 0], ends[edge[1:]])
 
 
+def pairs(spans: Sequence[Sequence[int]]) -> Intervals:
+    """A list of spans, which may be empty, as an array of shape [k, 2]."""
+    return np.array(spans, dtype=np.int64).reshape(-1, 2)
+
+
 def _paired(starts: np.ndarray, ends: np.ndarray) -> Intervals:
     """Starts and ends as intervals; `np.stack` takes three times as long for the few of a step."""
     pairs: Intervals = np.empty((len(starts), 2), dtype=np.int64)

@@ -1,8 +1,8 @@
 """The sums of a profiled step, computed in one place: figures, findings, tables and JSON show the same numbers.
 
 A summary is the mean over the profiled steps of one rank. Means of partitions are a partition again, so compute only +
-overlapped + exposed + other is the step, and on the link + copying + waiting for a peer is exposed; medians would not
-add up. The rank that is exposed longest represents the run: its mean is the number that is called *exposed*.
+overlapped + exposed + other is the step, and on the link + copying + waiting for a peer or a core is exposed; medians
+would not add up. The rank that is exposed longest represents the run: its mean is the number that is called *exposed*.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Row = Mapping[str, Any]
 class StepSummary:
     """One rank's mean step, in nanoseconds: `compute_ns` is `compute_only_ns` + `overlapped_ns`.
 
-    `on_link_ns` + `copying_ns` + `waiting_ns` is `exposed_ns`; None in records of earlier versions, which lack them.
+    `on_link_ns` + `copying_ns` + `waiting_ns` + `no_core_ns` (waiting for a core) is `exposed_ns`; None in records of
+    earlier versions, which lack them.
     """
 
     rank: int
@@ -37,9 +38,11 @@ class StepSummary:
     on_link_ns: float | None = None
     copying_ns: float | None = None
     waiting_ns: float | None = None
+    no_core_ns: float | None = None
 
     def __post_init__(self) -> None:
-        parts = [part for part in (self.on_link_ns, self.copying_ns, self.waiting_ns) if part is not None]
+        found = (self.on_link_ns, self.copying_ns, self.waiting_ns, self.no_core_ns)
+        parts = [part for part in found if part is not None]
         assert not parts or isclose(sum(parts), self.exposed_ns, rel_tol=1e-9, abs_tol=1e-3), (parts, self.exposed_ns)
 
     @property
@@ -66,11 +69,12 @@ def summaries(breakdown: Iterable[Row]) -> dict[int, StepSummary]:
 
 def _summary(rank: int, rows: Sequence[Row]) -> StepSummary:
     names = [*_MEANS, *(PARTS_OF_EXPOSED if all(map(_has_parts, rows)) else ())]
-    return StepSummary(rank, len(rows), **{name: fmean(row[name] for row in rows) for name in names})
+    return StepSummary(rank, len(rows), **{name: fmean(row.get(name) or 0 for row in rows) for name in names})
 
 
 def _has_parts(row: Row) -> bool:
-    return all(row.get(name) is not None for name in PARTS_OF_EXPOSED)
+    """Whether exposed time is in parts; records from before `no_core_ns` have the other three."""
+    return all(row.get(name) is not None for name in PARTS_OF_EXPOSED if name != "no_core_ns")
 
 
 def step_summary(breakdown: Iterable[Row]) -> StepSummary | None:
@@ -94,7 +98,7 @@ def exposure(breakdown: Iterable[Row]) -> dict[str, float | None]:
     return {name: None if span is None else span / 1e9 for name, span in spans.items()} | {"overlap": worst.hidden}
 
 
-_EXPOSURE = ("exposed_s", "on_link_s", "copying_s", "waiting_s")
+_EXPOSURE = ("exposed_s", "on_link_s", "copying_s", "waiting_s", "no_core_s")
 
 
 @dataclass(frozen=True)
@@ -109,16 +113,16 @@ class ExposedCell:
     on_link_ns: float
     copying_ns: float
     waiting_ns: float
+    no_core_ns: float
     cause: str
 
     @property
     def shown_cause(self) -> str:
-        """The one cause that figures and tables give for the whole: copying or waiting for a peer where these are most
-        of it, as the findings that claim it say.
+        """The one cause that figures and tables give for the whole: copying, waiting for a peer or for a core where one
+        of these is most of it, as the findings that claim it say.
         """
-        if 2 * self.waiting_ns > self.exposed_ns:
-            return "waiting_for_peer"
-        return "copying" if 2 * self.copying_ns > self.exposed_ns else self.cause
+        parts = {"waiting_for_peer": self.waiting_ns, "copying": self.copying_ns, "no_core": self.no_core_ns}
+        return next((name for name, part in parts.items() if 2 * part > self.exposed_ns), self.cause)
 
 
 def exposed_cells(rows: Iterable[Row], steps: int) -> list[ExposedCell]:
@@ -138,15 +142,15 @@ def _cell(key: tuple[str, str, str], found: Sequence[Row], steps: int) -> Expose
     for row in found:
         by_cause[row["cause"]] += row["exposed_ns"]
     exposed = sum(by_cause.values())
-    on_link, copying, waiting = (sum(parts) / steps for parts in zip(*map(_parts, found)))
+    parts = [sum(each) / steps for each in zip(*map(_parts, found))]
     communication = sum(row["communication_ns"] for row in found) / steps
     cause = max(by_cause, key=by_cause.__getitem__) if exposed else "hidden"
-    return ExposedCell(*key, communication, exposed / steps, on_link, copying, waiting, cause)
+    return ExposedCell(*key, communication, exposed / steps, *parts, cause)
 
 
-def _parts(row: Row) -> tuple[int, int, int]:
-    """On the link, copying, waiting; by the cause alone in records of earlier versions."""
+def _parts(row: Row) -> list[int]:
+    """By `PARTS_OF_EXPOSED`; by the cause alone in records of earlier versions."""
     if _has_parts(row):
-        return row["on_link_ns"], row["copying_ns"], row["waiting_ns"]
+        return [row.get(name) or 0 for name in PARTS_OF_EXPOSED]
     waits = row["cause"] == "waiting_for_peer"
-    return (0, 0, row["exposed_ns"]) if waits else (row["exposed_ns"], 0, 0)
+    return [0, 0, row["exposed_ns"], 0] if waits else [row["exposed_ns"], 0, 0, 0]

@@ -49,12 +49,15 @@ def _finite(text: str) -> float:
     return value
 
 
-IDLE_PARTS = ("host_bound_ns", "kernel_gap_ns", "data_loading_ns", "synchronisation_ns", "copies_ns", "rest_ns")
-# exposed time is on the link (the transport moves bytes), copying (the host or the device), or waiting for a peer
-PARTS_OF_EXPOSED = ("on_link_ns", "copying_ns", "waiting_ns")
+IDLE_PARTS = (
+    "host_bound_ns", "kernel_gap_ns", "data_loading_ns", "synchronisation_ns", "copies_ns", "no_core_ns", "rest_ns",
+)  # fmt: skip
+# exposed time is on the link (the transport moves bytes), copying (the host or the device), waiting for a peer, or
+# waiting for a core
+PARTS_OF_EXPOSED = ("on_link_ns", "copying_ns", "waiting_ns", "no_core_ns")
 
 # the same of one collective: copying is packing what is sent and unpacking what has come
-PARTS_OF_COLLECTIVE = ("on_link_ns", "packing_ns", "unpacking_ns", "waiting_ns")
+PARTS_OF_COLLECTIVE = ("on_link_ns", "packing_ns", "unpacking_ns", "waiting_ns", "no_core_ns")
 
 Row = dict[str, Any]
 Schema = dict[str, Callable[[str], Any]]
@@ -106,7 +109,7 @@ TABLES: dict[str, Schema] = {
         "emulated": _flag,
     },
     # one row a rank and profiled step; compute only + overlapped + exposed + other = the step, to the nanosecond, and
-    # on the link + copying + waiting for a peer = exposed
+    # on the link + copying + waiting for a peer + without a core = exposed; `core_wait_ns` is of the whole step
     "breakdown": {
         "rank": _whole,
         "step": _whole,
@@ -118,6 +121,7 @@ TABLES: dict[str, Schema] = {
         "other_ns": _whole,
         **dict.fromkeys(PARTS_OF_EXPOSED, _whole),
         "device_busy_ns": _whole_or_none,
+        "core_wait_ns": _whole_or_none,
     },
     # where communication was exposed, and why
     "exposed": {
@@ -161,8 +165,9 @@ _NOT_ALWAYS_MEASURED = ("loss", "step_time_s", "tokens", "loading_s", "waited_ns
 _LATER = {
     "steps": ("loading_s",),
     "ledger": ("issue_ns",),
-    "breakdown": (*PARTS_OF_EXPOSED, "device_busy_ns"),
+    "breakdown": (*PARTS_OF_EXPOSED, "device_busy_ns", "core_wait_ns"),
     "exposed": PARTS_OF_EXPOSED,
+    "idle": ("no_core_ns",),
 }
 LANES = ("step", "compute", "all_gather", "reduce_scatter", "all_reduce", "other_communication", "exposed", "waiting")
 CAUSES = ("hidden", "late_start", "link_busy", "nothing_to_hide_behind", "waiting_for_peer", "unknown")

@@ -75,7 +75,7 @@ def _breakdown(found: Account) -> Row:
         "step_ns": found.step_ns, "compute_ns": found.compute_only_ns + found.overlapped_ns,
         "compute_only_ns": found.compute_only_ns, "overlapped_ns": found.overlapped_ns,
         "exposed_ns": found.exposed_ns, "other_ns": found.other_ns,
-        "on_link_ns": sum(each.on_link_ns for each in found.passages), "copying_ns": 0,
+        "on_link_ns": sum(each.on_link_ns for each in found.passages), "copying_ns": 0, "no_core_ns": 0,
         "waiting_ns": sum(each.waiting_ns for each in found.passages),
     }  # fmt: skip
 
@@ -90,7 +90,7 @@ def _exposed(log: RankLog, found: Account) -> list[Row]:
                 "unit": unit, "phase": phase, "kind": kind,
                 "communication_ns": sum(each.end - each.start for each in members),
                 "exposed_ns": sum(each.exposed_ns for each in members), "cause": cause_of(worst, log.computed),
-                "on_link_ns": sum(each.on_link_ns for each in members), "copying_ns": 0,
+                "on_link_ns": sum(each.on_link_ns for each in members), "copying_ns": 0, "no_core_ns": 0,
                 "waiting_ns": sum(each.waiting_ns for each in members),
             }
         )  # fmt: skip

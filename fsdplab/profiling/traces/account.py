@@ -4,7 +4,8 @@ A cell (a stretch in which nothing changes) computes, communicates, does both or
 exposed + other is the step. A cell with communication has one owner: the host's own copies and waits name theirs, else
 it is the collective that ends first, since the host goes on at its end. An exposed cell is packing or unpacking where
 the host copies for its owner (unless the host idles for longer than dispatching takes), else on the link where a
-transport moves bytes, else waiting for a peer. A cell with neither has a cause of idle time (`idle`).
+transport moves bytes, else waiting for a peer; without a core where the host waited for one meanwhile and no bytes
+moved. A cell with neither has a cause of idle time (`idle`).
 
 Causes of a collective's exposed time, in the order in which they are tried:
 - `hidden`: nothing of it was exposed;
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdplab.profiling.intervals import Cells, Intervals, close_gaps, union, within
+from fsdplab.profiling.intervals import Cells, Intervals, close_gaps, pairs, union, within
 from fsdplab.profiling.memory.timeline import AccountingError
 from fsdplab.profiling.traces.collectives import Collective
 from fsdplab.profiling.traces.events import Events, Kind
@@ -35,12 +36,12 @@ from fsdplab.profiling.traces.segments import Segments
 from fsdplab.profiling.traces.steps import Window, all_device_work
 from fsdplab.records.tables import IDLE_PARTS, PARTS_OF_COLLECTIVE
 
-PARTS = ("compute_only_ns", "overlapped_ns", *PARTS_OF_COLLECTIVE, *IDLE_PARTS)
+PARTS = ("compute_only_ns", "overlapped_ns", *PARTS_OF_COLLECTIVE, *(f"idle {name}" for name in IDLE_PARTS))
 _COMPUTE_ONLY, _OVERLAPPED = range(2)
 _EXPOSED = PARTS.index(PARTS_OF_COLLECTIVE[0])
-_ON_LINK, _PACKING, _UNPACKING, _WAITING = range(_EXPOSED, _EXPOSED + 4)
-_IDLE = PARTS.index(IDLE_PARTS[0])
-_REST = PARTS.index("rest_ns")
+_ON_LINK, _PACKING, _UNPACKING, _WAITING, _NO_CORE = range(_EXPOSED, _EXPOSED + len(PARTS_OF_COLLECTIVE))
+_IDLE = _NO_CORE + 1
+_IDLE_NO_CORE, _REST = (_IDLE + IDLE_PARTS.index(name) for name in ("no_core_ns", "rest_ns"))
 _DISPATCH_NS = 100_000  # between two operators of a copy the host dispatches the next one; idle for longer, it waits
 _BACK_TO_BACK_NS = 10_000  # two kernels this close on a GPU: the second waited for the first
 _ENOUGH = 0.1  # computing of a tenth of the exposed time is something to hide behind
@@ -50,12 +51,18 @@ class TraceSets:
     """What the steps of one trace share, as sorted, disjoint sets."""
 
     def __init__(
-        self, found: Events, collectives: Sequence[Collective], segments: Segments, host_busy: Intervals
+        self,
+        found: Events,
+        collectives: Sequence[Collective],
+        segments: Segments,
+        host_busy: Intervals,
+        core_waits: Intervals,
     ) -> None:
         self.segments, self.on_gpu, self.host_busy = segments, found.on_gpu, host_busy
         self.device = all_device_work(found, collectives)
         self.loading = union(found.spans(Kind.LOADING))
         self.blocked = union(found.spans(Kind.BLOCKED, Kind.BLOCKING_LAUNCH))
+        self.core_waits = union(core_waits)
         self.idle, self.idle_causes = idle_causes(found, self.device)
 
     def causes_within(self, window: Window) -> tuple[Intervals, np.ndarray]:
@@ -69,8 +76,9 @@ class TraceSets:
 @dataclass(frozen=True)
 class Account:
     """A step's cells, each with its owner (an index of the step's collectives, -1 for none) and its part (a position in
-    `PARTS`, -1 outside of the step). `host` says where the host ran operators; `parts` are ns of exposed time for each
-    collective, by `PARTS_OF_COLLECTIVE`; `causes` says why.
+    `PARTS`, -1 outside of the step). `host` says where the host ran operators; `sums` are ns by `PARTS`, `parts` of
+    exposed time for each collective by `PARTS_OF_COLLECTIVE`; `causes` says why. `core_wait_ns`: how long the host
+    waited for a core, also while it computed.
     """
 
     cells: Cells
@@ -80,6 +88,12 @@ class Account:
     sums: dict[str, int]
     parts: np.ndarray
     causes: list[str]
+    core_wait_ns: int
+
+    @property
+    def idle(self) -> dict[str, int]:
+        """The causes of idle time, by the columns of a record's table."""
+        return {name: self.sums[f"idle {name}"] for name in IDLE_PARTS}
 
     @property
     def computing(self) -> np.ndarray:
@@ -107,24 +121,29 @@ def account(
     """
     span, of = [window.start, window.end], _Columns(mine, window, trace.segments)
     host_busy, (idle, causes_of_idle) = within(trace.host_busy, *span), trace.causes_within(window)
-    cells = Cells(span, computing, of.spans, of.moments, of.asleep, host_busy, idle, *edges)
+    core_waits = within(trace.core_waits, *span)
+    cells = Cells(span, computing, of.spans, of.moments, of.asleep, host_busy, idle, core_waits, *edges)
     inside, computes, host = cells.inside([span]), cells.inside(computing), cells.inside(host_busy)
     piece = cells.paint(of.spans[of.order], of.order)
     owner = np.where(piece >= 0, of.owner[piece], -1) if len(mine) else piece
     exposed = inside & ~computes & (owner >= 0)
     cause = cells.paint(idle, causes_of_idle)
-    part = np.select(
-        [~inside, computes & (owner >= 0), computes, exposed, cause >= 0],
-        [-1, _OVERLAPPED, _COMPUTE_ONLY, _exposed_parts(cells, exposed, owner, piece, host, of), cause],
-        _REST,
-    )
+    how, no_core = _exposed_parts(cells, exposed, owner, piece, host, of), cells.inside(core_waits)
+    told = [
+        (~inside, -1), (computes & (owner >= 0), _OVERLAPPED), (computes, _COMPUTE_ONLY),
+        (exposed & no_core & (how != _ON_LINK), _NO_CORE), (exposed, how), (no_core, _IDLE_NO_CORE),
+        (cause >= 0, cause),
+    ]  # fmt: skip
+    part = np.select([where for where, _ in told], [label for _, label in told], _REST)
     sums = dict(zip(PARTS, cells.sums(part, len(PARTS)).tolist()))
     if sum(sums.values()) != window.end - window.start:
         raise AccountingError(f"step {window.number} does not add up to {sums}; report this with the trace")
-    parts = cells.sums(np.where(exposed, 4 * owner + part - _EXPOSED, -1), 4 * len(mine)).reshape(-1, 4)
+    many = len(PARTS_OF_COLLECTIVE)
+    parts = cells.sums(np.where(exposed, many * owner + part - _EXPOSED, -1), many * len(mine)).reshape(-1, many)
     busy = cells.sums(np.where(exposed & host, owner, -1), len(mine))
     causes = _causes(parts.sum(1), busy, cells, computes, of, trace.on_gpu, window)
-    return Account(cells, np.where(inside, owner, -1), part, host, sums, parts, causes)
+    core_wait = int(cells.length[no_core & inside].sum())
+    return Account(cells, np.where(inside, owner, -1), part, host, sums, parts, causes, core_wait)
 
 
 class _Columns:
@@ -132,7 +151,7 @@ class _Columns:
 
     def __init__(self, mine: Sequence[Collective], window: Window, segments: Segments) -> None:
         pieces = [(piece, index, each) for index, each in enumerate(mine) for piece in each.pieces]
-        self.spans = _pairs([(piece.start, piece.end) for piece, _, _ in pieces])
+        self.spans = pairs([(piece.start, piece.end) for piece, _, _ in pieces])
         self.owner = np.array([index for _, index, _ in pieces], dtype=np.int64)
         self.copies = np.array([_copying(piece.role, each) for piece, _, each in pieces], dtype=np.int64)
         self.issue, self.start, self.end = (
@@ -142,9 +161,9 @@ class _Columns:
         roles = np.array([bool(piece.role) for piece, _, _ in pieces], dtype=np.int64)
         self.order = np.lexsort((self.copies > 0, -by_end[self.owner], roles))
         carried = [(each.transport, each.by_host) for each in mine if each.transport]
-        self.ways = _pairs([way[:2] for way, _ in carried])
-        self.moving = _pairs([way[:2] for way, by_host in carried if not by_host])
-        self.asleep = _pairs([_asleep(each) for each in mine])
+        self.ways = pairs([way[:2] for way, _ in carried])
+        self.moving = pairs([way[:2] for way, by_host in carried if not by_host])
+        self.asleep = pairs([_asleep(each) for each in mine])
         self.until = np.array(_phase_ends(mine, window, segments), dtype=np.int64)
         self.moments = np.concatenate([self.issue, self.start, self.end, self.until])
         flags = ("own", "held", "issued", "emulated", "by_host")
@@ -152,10 +171,6 @@ class _Columns:
             np.array([getattr(each, name) for each in mine], dtype=bool) for name in flags
         )
         self.gathers = np.array([each.kind == "all_gather" for each in mine], dtype=bool)
-
-
-def _pairs(spans: Sequence[tuple[int, int]]) -> Intervals:
-    return np.array(spans, dtype=np.int64).reshape(-1, 2)
 
 
 def _copying(role: str, each: Collective) -> int:

@@ -11,6 +11,7 @@ streams are; and HTA calls all of the host's gaps "host wait", here those are sp
 - `host_bound_ns`: the rest of the host's gaps, and the time after the last work: Python and operator overhead;
 - `kernel_gap_ns`: shorter than 10 us, with the next work queued already (HTA: below 30 ns, less than devices need);
 - `copies_ns`: the copy engines worked (memcpy, memset);
+- `no_core_ns`: the host waited for a core, where somebody noted that (`account`);
 - `rest_ns`: unknown. The next work was queued and waited longer (for another stream, an event, a peer), or its launch
   is not in the trace, or the device did another step's work; on a CPU, all time without an operator.
 """
@@ -21,12 +22,11 @@ import numpy as np
 
 from fsdplab.profiling.intervals import Cells, Intervals, covered, union
 from fsdplab.profiling.traces.events import Events, Kind, known
-from fsdplab.records.tables import IDLE_PARTS
 
 AT_ONCE_NS = 100_000  # work that starts this soon after its launch waited for nothing else: the host came late
 _KERNEL_GAP_NS = 10_000
 _RETURN_NS = 5_000  # a synchronising call ends this much after the work that it waits for: the clocks differ slightly
-_HOST, _KERNEL_GAP, _LOADING, _SYNC, _COPIES, _REST = range(len(IDLE_PARTS))
+_HOST, _KERNEL_GAP, _LOADING, _SYNC, _COPIES = range(5)
 ON_DEVICE = (Kind.KERNEL, Kind.COMM, Kind.COPY, Kind.CARRIED)
 
 

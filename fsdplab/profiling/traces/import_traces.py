@@ -27,6 +27,12 @@ ENGINE = "trace"
 TABLES = ("timeline", "breakdown", "exposed", "collectives", "idle")
 
 
+_WITHOUT_LINK = (
+    "the link between the ranks was emulated, and what it carried stands in the run's record, not in its traces:"
+    " exposed time is shown without it; give the record's folder for all of it"
+)
+
+
 @dataclass
 class TracedRecord(RunRecord):
     """A record that still has the analyses of its traces, so that nobody reads the files again for them."""
@@ -122,6 +128,8 @@ def _sources(analyses: Sequence[TraceAnalysis], comm_patterns: Sequence[str]) ->
             said[sentence].append(each.rank)
     notes = [f"{_ranks(ranks, len(analyses))}: {sentence}" for sentence, ranks in said.items()]
     held, job = len(analyses), analyses[0].world_size
+    if analyses[0].origin.link is not None:
+        notes.insert(0, _WITHOUT_LINK)
     if job and held < job:
         notes.insert(0, f"{held} of the job's {job} ranks were given: what the others did is not known")
     return {

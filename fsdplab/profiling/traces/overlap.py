@@ -90,6 +90,7 @@ def analyse_trace(
     whole: bool = False,
     comm_patterns: Sequence[str] = (),
     default_rank: int = 0,
+    core_waits: Intervals = EMPTY,
 ) -> TraceAnalysis:
     """Read one rank's trace and account for every nanosecond of its steps.
 
@@ -97,13 +98,15 @@ def analyse_trace(
     transitions; they give the issue time of a gather whose range the trace lacks. `rank`: in place of the file's own;
     `default_rank` where the file has none. `first_step` numbers the steps from there, else they keep the profiler's
     numbers. `whole`: the whole trace as one step. `comm_patterns`: kernels that communicate beside NCCL's
-    (`comm_kernels.comm_pattern`). Raises TraceError for files that cannot be read, or of several ranks without any
+    (`comm_kernels.comm_pattern`). `core_waits`: when the rank's thread waited for a core (absolute ns).
+
+    Raises TraceError for files that cannot be read, or of several ranks without any
     communication; AccountingError if a step did not add up. A step of 100 ms with 80 computing, 50 communicating and 40
     of that at once: overlapped 40, exposed 10, compute only 40, other 10 ms.
     """
     with without_collection():
         found = read_events(path, comm_patterns)
-        return _analysed(found, path, ledger, life, rank, first_step, whole, default_rank)
+        return _analysed(found, path, ledger, life, rank, first_step, whole, default_rank, core_waits)
 
 
 def _analysed(
@@ -115,6 +118,7 @@ def _analysed(
     first_step: int | None,
     whole: bool,
     default_rank: int,
+    core_waits: Intervals,
 ) -> TraceAnalysis:
     """`analyse_trace`, of events that have been read."""
     step_ranges = whole or bool(found.steps)
@@ -125,7 +129,8 @@ def _analysed(
     own_rank = found.distributed.get("rank", default_rank) if rank is None else rank
     transfers = [row for row in ledger or () if row["emulated"] and row["rank"] == own_rank]
     transitions = [row for row in life or () if row["rank"] == own_rank]
-    account = _Account(found, int(own_rank), find_collectives(found, transfers, transitions), steps, whole)
+    collectives = find_collectives(found, transfers, transitions)
+    account = _Account(found, int(own_rank), collectives, steps, whole, core_waits)
     world_size, device = found.distributed.get("world_size"), "cuda" if found.on_gpu else "cpu"
     origin = origin_of(found.metadata, any(each.label == "link" for each in found.ranges))
     steps_found = account.analysed()
@@ -157,7 +162,13 @@ class _Account:
     """One rank's steps. All times are the trace's own until rows are made."""
 
     def __init__(
-        self, found: Events, rank: int, collectives: list[Collective], steps: Sequence[HostStep], whole: bool
+        self,
+        found: Events,
+        rank: int,
+        collectives: list[Collective],
+        steps: Sequence[HostStep],
+        whole: bool,
+        core_waits: Intervals,
     ) -> None:
         threads = _host_threads(found)
         segments = Segments(found, threads.values(), steps)
@@ -165,7 +176,7 @@ class _Account:
             each.phase = each.phase or phase
         computing = EMPTY if found.on_gpu else _host_computing(found, threads)
         self._steps, self._base, self._rank = _steps(found, collectives, steps, computing, whole), found.base_ns, rank
-        trace = TraceSets(found, collectives, segments, union(*threads.values()))
+        trace = TraceSets(found, collectives, segments, union(*threads.values()), core_waits - found.base_ns)
         self._rows, self.no_step = StepRows(found, rank, trace), self._steps.no_step
         self._loading = subtract(trace.loading, trace.device)
         self._host_steps = {number: (start, end) for number, start, end in steps}
@@ -181,11 +192,11 @@ class _Account:
         listed = zip(self._rows.collectives(window, mine, found), mine)
         return StepAnalysis(
             window.number,
-            {**where, **breakdown_of(found.sums), "device_busy_ns": self._rows.device_busy(window)},
+            {**where, **breakdown_of(found.sums), **self._rows.beside(window, found)},
             tuple(self._rows.timeline(window, mine, found, self._steps.kernels(index))),
             tuple(self._rows.exposed(window, mine, found)),
             tuple(row for row, each in listed if self._steps.lists(index, each)),
-            {**where, **{name: found.sums[name] for name in IDLE_PARTS}},
+            {**where, **found.idle},
             size(within(self._loading, *self._host_steps[window.number])),
             computing + self._base,
         )
@@ -201,7 +212,7 @@ def breakdown_of(sums: dict[str, int]) -> dict[str, int]:
     return {
         "step_ns": sum(sums[name] for name in PARTS), "compute_ns": compute_only + overlapped,
         "compute_only_ns": compute_only, "overlapped_ns": overlapped, "exposed_ns": sum(exposed.values()),
-        "other_ns": sum(sums[name] for name in IDLE_PARTS), **exposed,
+        "other_ns": sum(sums[f"idle {name}"] for name in IDLE_PARTS), **exposed,
     }  # fmt: skip
 
 

@@ -44,9 +44,12 @@ class StepRows:
         inside = changes[(changes > window.start) & (changes < window.end)]
         return account(window, computing, mine, self._trace, inside, within(self._lifecycle, window.start, window.end))
 
-    def device_busy(self, window: Window) -> int | None:
-        """For how many ns the device did anything in the step, another step's work too; None where there is none."""
-        return size(within(self._trace.device, window.start, window.end)) if self._found.on_gpu else None
+    def beside(self, window: Window, found: Account) -> dict[str, int | None]:
+        """For how long the device did anything, another step's work too, and how long the host waited for a core. None
+        where there is no device, and where nobody noted the waits.
+        """
+        busy = size(within(self._trace.device, window.start, window.end)) if self._found.on_gpu else None
+        return {"device_busy_ns": busy, "core_wait_ns": found.core_wait_ns if len(self._trace.core_waits) else None}
 
     def exposed(self, window: Window, mine: Sequence[Collective], found: Account) -> list[Row]:
         """One row a unit, phase and kind; of several collectives the most exposed one gives the cause."""
@@ -153,11 +156,11 @@ class StepRows:
 def parts_of(sums: Sequence[int] | np.ndarray) -> dict[str, int]:
     """The parts of exposed time from the sums of `PARTS_OF_COLLECTIVE`: packing and unpacking are copying.
 
-    >>> parts_of([5, 1, 2, 4])
-    {'on_link_ns': 5, 'copying_ns': 3, 'waiting_ns': 4}
+    >>> parts_of([5, 1, 2, 4, 0])
+    {'on_link_ns': 5, 'copying_ns': 3, 'waiting_ns': 4, 'no_core_ns': 0}
     """
-    on_link, packing, unpacking, waiting = map(int, sums)
-    return dict(zip(PARTS_OF_EXPOSED, (on_link, packing + unpacking, waiting)))
+    on_link, packing, unpacking, waiting, no_core = map(int, sums)
+    return dict(zip(PARTS_OF_EXPOSED, (on_link, packing + unpacking, waiting, no_core)))
 
 
 def _held(each: Collective, start: int, end: int) -> int:

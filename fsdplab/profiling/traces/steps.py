@@ -20,7 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-from fsdplab.profiling.intervals import EMPTY, Intervals, before, size, subtract, union, within
+from fsdplab.profiling.intervals import EMPTY, Intervals, before, pairs, size, subtract, union, within
 from fsdplab.profiling.traces.collectives import Collective
 from fsdplab.profiling.traces.events import Events, Kind
 
@@ -206,8 +206,7 @@ def shows_launches(found: Events) -> bool:
 
 def pieces_of(collectives: Sequence[Collective]) -> Intervals:
     """All pieces of all collectives as one array of intervals, which may overlap."""
-    pairs = [(piece.start, piece.end) for each in collectives for piece in each.pieces]
-    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    return pairs([(piece.start, piece.end) for each in collectives for piece in each.pieces])
 
 
 def _steps_of(launches: np.ndarray, steps: Sequence[HostStep]) -> np.ndarray:

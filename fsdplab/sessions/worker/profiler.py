@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from fsdplab.engine import events
 from fsdplab.profiling import AccountingError, StepAnalysis, TraceAnalysis, TraceError, analyse_trace
+from fsdplab.profiling.intervals import EMPTY, Intervals, pairs
 from fsdplab.profiling.saving import save_trace
 from fsdplab.profiling.stopping import await_gloo_threads
 from fsdplab.profiling.traces.origin import MARK
@@ -30,7 +30,7 @@ from fsdplab.sessions.worker.rank_process import RankContext
 
 RANGE = "ProfilerStep#"  # the profiler's own name for a step
 TRACE, MEMORY_TRACE = "pt.trace.json.gz", "memory.trace.json.gz"
-_SUFFIX = ".analysis"
+_SUFFIX, _WAITS = ".analysis", ".core_waits"
 # bytes: about two seconds. The caller waits for a larger trace itself, so that no rank seems to hang over it
 _LARGEST = 8_000_000
 
@@ -96,13 +96,18 @@ class UnitStateLog:
         self.rows.append({"rank": self._rank, "step": self.step, **row})
 
 
-def leave_analysis(context: RankContext, kind: str, ledger: Sequence[dict[str, Any]]) -> None:
-    """Analyse this rank's trace of one kind and write the rows; a large or bad trace is left to the caller."""
+def leave_analysis(
+    context: RankContext, kind: str, ledger: Sequence[dict[str, Any]], core_waits: Intervals = EMPTY
+) -> None:
+    """Analyse this rank's trace of one kind and write the rows; a large or bad trace is left to the caller.
+    `core_waits`: when the rank waited for a core.
+    """
     trace = context.mailbox.of(context.rank, kind)
+    context.mailbox.of(context.rank, kind + _WAITS).write_text(json.dumps(core_waits.tolist()))
     if not trace.exists() or trace.stat().st_size > _LARGEST:
         return
     try:
-        found = analyse_trace(trace, ledger=ledger, rank=context.rank)
+        found = analyse_trace(trace, ledger=ledger, rank=context.rank, core_waits=core_waits)
     except (AccountingError, TraceError):
         return
     steps = [vars(step) for step in found.steps]
@@ -115,7 +120,9 @@ def analysis_of(mailbox: Mailbox, rank: int, kind: str, trace: Path, ledger: Seq
     """The rank's analysis of `trace`; the trace is read here if the rank wrote none."""
     left = mailbox.of(rank, kind + _SUFFIX)
     if not left.exists():
-        return analyse_trace(trace, ledger=ledger, rank=rank)
+        noted = mailbox.of(rank, kind + _WAITS)
+        waits = pairs(json.loads(noted.read_text())) if noted.exists() else EMPTY
+        return analyse_trace(trace, ledger=ledger, rank=rank, core_waits=waits)
     world_size, device, steps, no_step = json.loads(left.read_text())
     rows = ("timeline", "exposed", "collectives")
     return TraceAnalysis(
@@ -124,12 +131,10 @@ def analysis_of(mailbox: Mailbox, rank: int, kind: str, trace: Path, ledger: Seq
         world_size,
         device,
         tuple(
-            StepAnalysis(**{**step, **{name: tuple(step[name]) for name in rows}, "computing": _pairs(step)})
+            StepAnalysis(
+                **{**step, **{name: tuple(step[name]) for name in rows}, "computing": pairs(step["computing"])}
+            )
             for step in steps
         ),
         NoStep(**{**no_step, "empty_steps": tuple(no_step["empty_steps"])}),
     )
-
-
-def _pairs(step: dict[str, Any]) -> np.ndarray:
-    return np.array(step["computing"], dtype=np.int64).reshape(-1, 2)

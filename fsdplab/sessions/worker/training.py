@@ -23,6 +23,8 @@ import torch.distributed as dist
 
 from fsdplab.engine import events
 from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
+from fsdplab.profiling.core_waits import CoreWaitLog
+from fsdplab.profiling.intervals import EMPTY
 from fsdplab.profiling.memory.snapshot import memory_snapshot
 from fsdplab.sessions.launch.mailbox import RANKS_STORE
 from fsdplab.sessions.spec import MEMORY_STEP, RunSpec
@@ -67,7 +69,7 @@ class Training:
         self.text = ByteText.from_path(spec.text) if spec.text else ByteText.from_standard_library()
         self.setup = build_setup(spec, context)
         self.network, self.unit_states = EmulatedNetwork(spec, context), UnitStateLog(context.rank)
-        self.profiler = None
+        self.profiler, self.core_waits = None, EMPTY
         if spec.profile and spec.engine != "twin":
             self.profiler = StepProfiler(spec.profile, spec.profiler_warmup, context.device)
 
@@ -94,7 +96,7 @@ class Training:
         }
         self.context.write("result", result)
         for kind in (TRACE, MEMORY_TRACE) if profiled else ():
-            leave_analysis(self.context, kind, self.ledger.kept)
+            leave_analysis(self.context, kind, self.ledger.kept, self.core_waits if kind == TRACE else EMPTY)
 
     def _is_traced(self, step: int) -> bool:
         return bool(self.spec.profile) and (step == MEMORY_STEP or step >= self.spec.untimed + self.spec.steps)
@@ -122,10 +124,14 @@ class Training:
                 self._step(step, timed=False)
             return []
         self.profiler.begin((self.network.as_dict() or {}).get("name"))
+        waits = CoreWaitLog()
+        unwatch = events.watch_edges(waits.note) if self.spec.engine == "lab" else lambda: None
         for step in range(first, self.spec.total_steps):
             self.unit_states.step = step if step >= first + self.spec.profiler_warmup else None
             self.profiler.step_done(self._step(step, timed=False))
         self.unit_states.step = None
+        unwatch()
+        self.core_waits = waits.close()
         return self.profiler.save(self.context.mailbox.of(self.context.rank, TRACE))
 
     def _step(self, step: int, timed: bool, around: AbstractContextManager[Any] = nullcontext()) -> float:

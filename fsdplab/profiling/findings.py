@@ -1,0 +1,656 @@
+"""Why a step was slower than its computing: at most five findings, each a fact with its number, and a remedy.
+
+Each rule is a row: what it claims, and its words. It claims exposed seconds of a step that no rule before it has
+claimed, a cause before its consequences, so the seconds of all findings add up to no more than the exposed time, and
+the last rule calls unknown what is left. A late rank claims waiting for a peer, a rule of its own the copies, and the
+rest was on the link: first what no schedule could hide, since the link is slower than the work, then what a schedule,
+other units or a second communicator would. Idle time and memory are no exposed time, and are claimed beside it.
+
+Where the ranks lacked a core for a large part of their steps, times say more about the machine than about the run; then
+this is the only finding on time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdplab.common.names import CATEGORY_ROWS
+from fsdplab.common.sizes import seconds, size
+from fsdplab.profiling.late_rank import fewest_steps
+from fsdplab.profiling.step_facts import (
+    ByRankAndStep,
+    Claim,
+    StepFacts,
+    Unclaimed,
+    ahead,
+    by_rank,
+    last_step,
+    of_ranks,
+    step_facts,
+    unit_bytes,
+)
+from fsdplab.profiling.step_summary import ExposedCell
+from fsdplab.records import RunRecord
+from fsdplab.records.summary import core_sentence
+
+MOST = 5
+WORTH_SAYING = 0.02  # part of a step below which a cause is not mentioned
+UNTOLD = 0.05  # part of the exposed time that may be left without a cause
+BIG_UNIT = 0.6  # part of all parameters in one unit from which on it has nothing to hide behind
+SLOW_RANK = 0.15  # by how much longer than the others a late rank computes from which on it is a slow one
+LONG_STEP = 1.5  # a step without its exposed time over the rank's other steps, from which on it is a long one
+LATENCY_BOUND = 0.4  # part of communication that is latency from which on units are too small
+LOADING = 0.05  # part of a step that all ranks wait for their data from which on the loader is slow
+IDLE = 0.1  # part of a step below which idle time is usual
+ALIKE = 1.5  # the largest unit over the smallest up to which units are alike
+MOST_OF_IT = 0.5
+
+
+class Time(float):
+    """Seconds, written as `seconds` writes them."""
+
+    def __str__(self) -> str:
+        return seconds(float(self))
+
+
+class Part(float):
+    """A part of a whole, written in per cent: `str(Part(0.19)) == "19 %"`."""
+
+    def __str__(self) -> str:
+        return f"{100 * self:.0f} %"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One cause: `seconds` of a step that it costs, as a part of the step's `exposed` time, the rest of the `step`, or
+    (0 seconds) of `memory` or the `machine`; the rank, unit and phase that it names, and what its words say.
+    """
+
+    kind: str
+    seconds: float
+    of: str = "exposed"
+    rank: int | None = None
+    unit: str = ""
+    phase: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fact in words: what was seen, what it means, what to do."""
+
+    fact: Fact
+    title: str
+    text: str
+    remedy: str
+
+    @property
+    def kind(self) -> str:
+        """The rule that found it."""
+        return self.fact.kind
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step that it costs."""
+        return self.fact.seconds
+
+    @property
+    def of(self) -> str:
+        """What the seconds are a part of."""
+        return self.fact.of
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row: what is claimed, and the words for it, whose names in braces are the fact's own; a remedy may depend on
+    the run. It is not tried where a finding of a kind in `unless` stands already.
+    """
+
+    kind: str
+    claims: Callable[[str, StepFacts, Unclaimed], Fact | None]
+    title: str
+    text: str
+    remedy: str | Callable[[StepFacts], str]
+    unless: tuple[str, ...] = ()
+
+    def found(self, facts: StepFacts, left: Unclaimed) -> Finding | None:
+        """The finding, if the rule claims anything."""
+        fact = self.claims(self.kind, facts, left)
+        return None if fact is None else self.in_words(fact, facts)
+
+    def in_words(self, fact: Fact, facts: StepFacts) -> Finding:
+        """The rule's words for a fact."""
+        words = {"seconds": Time(fact.seconds), "share": Part(fact.seconds / facts.step_s), "rank": fact.rank}
+        words |= {"step_s": Time(facts.step_s), **fact.values}
+        remedy = self.remedy if isinstance(self.remedy, str) else self.remedy(facts)
+        return Finding(fact, self.title.format(**words), self.text.format(**words).strip(), remedy.format(**words))
+
+
+def findings(record: RunRecord, loading: ByRankAndStep | None = None) -> list[Finding]:
+    """At most five findings on a profiled run, costliest first; ValueError when the run was not profiled.
+
+    A link that is slower than the work comes before what a schedule could hide on it. `loading`: seconds by (rank,
+    step) until the step's data was there, by default the record's own. Of a full_shard run with prefetch=0 on a slow
+    link the first says "All-gathers are issued too late: 210 ms of each step are exposed, ...".
+    """
+    facts = step_facts(record, loading)
+    peak = [found] if (found := _PEAK.found(facts, Unclaimed(()))) else []
+    if record.summary.short_of_cores and record.summary.cpu_share is not None:
+        words = {"sentence": core_sentence(record.summary.cpu_share).removesuffix(".")}
+        return [_SHORT_OF_CORES.in_words(Fact(_SHORT_OF_CORES.kind, 0.0, "machine", values=words), facts), *peak]
+    left = Unclaimed(facts.cells)
+    found: list[Finding] = []
+    for rule in _RULES:
+        standing = {each.kind for each in found}
+        each = None if standing & set(rule.unless) else rule.found(facts, left)
+        found += [each] if each is not None else []
+    _check_sums(facts, found)
+    return [*_shown(facts, found), *peak]
+
+
+def profiling_cost(record: RunRecord) -> str:
+    """What must be said beside figures of profiled steps that were more than a tenth longer than timed ones; "" where
+    they were not.
+    """
+    profile = record.summary.profile
+    if profile is None or profile.overhead is None or profile.overhead <= 0.1:
+        return ""
+    return (
+        f"Profiled steps took {100 * profile.overhead:.0f} % longer than timed ones. Exposed time in tables and figures"
+        " is that of profiled steps; findings claim what the timed steps allow."
+    )
+
+
+def _check_sums(facts: StepFacts, found: Sequence[Finding]) -> None:
+    """What findings claim is all that there is, and no more."""
+    claimed = sum(each.seconds for each in found if each.of == "exposed")
+    assert abs(claimed - facts.exposed_s) <= 1e-6, (claimed, facts.exposed_s)
+
+
+def _shown(facts: StepFacts, found: Sequence[Finding]) -> list[Finding]:
+    """The findings that are worth saying, in order; what is left out is said together where it is a twentieth of what
+    is exposed.
+    """
+    worth = [each for each in found if each.seconds >= WORTH_SAYING * facts.step_s]
+    shown = _in_order(worth)[: MOST - 1]
+    others = [each for each in found if each.of == "exposed" and each not in shown and each.seconds > 0]
+    rest = sum(each.seconds for each in others)
+    if rest <= UNTOLD * facts.exposed_s or rest < WORTH_SAYING * facts.step_s:
+        return shown
+    if len(others) == 1:
+        return [*shown, *others]
+    listed = ", ".join(f"{each.kind.replace('_', ' ')} {Time(each.seconds)}" for each in others)
+    return [*shown, _SMALLER.in_words(Fact(_SMALLER.kind, rest, values={"listed": listed}), facts)]
+
+
+def _in_order(found: Sequence[Finding]) -> list[Finding]:
+    """Costliest first, but a slow link before what a schedule could hide on it: with work enough, less would show."""
+    by_cost = sorted(found, key=lambda finding: -finding.seconds)
+    slow = [finding for finding in by_cost if finding.kind == "slow_link"]
+    others = [finding for finding in by_cost if finding.kind != "slow_link"]
+    place = next((index for index, each in enumerate(others) if each.kind in _OF_THE_SCHEDULE), len(others))
+    before = sum(slow[0].seconds <= each.seconds for each in others[:place]) if slow else 0
+    return [*others[:before], *slow, *others[before:]]
+
+
+_OF_THE_SCHEDULE = (
+    "tiny_units", "one_big_unit", "no_prefetch", "one_communicator", "busy_link", "nothing_to_hide_behind",
+)  # fmt: skip
+
+
+# ---- waiting for a peer: the loader, one long step, a late rank
+
+
+def _one_loader(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """One rank waits for its data, and the others for it."""
+    means = by_rank(facts.loading)
+    if len(means) < 2:
+        return None
+    rank = max(means, key=means.__getitem__)
+    others = statistics.median(own for other, own in means.items() if other != rank)
+    worth = WORTH_SAYING * facts.step_s
+    so = [ahead(facts.loading, rank, step) >= worth for step in {step for _, step in facts.loading}]
+    if means[rank] - others < worth or sum(so) <= MOST_OF_IT * len(so):
+        return None
+    values = {"own": Time(means[rank]), "others": Time(others)}
+    return Fact(kind, left.wait(means[rank] - others), rank=rank, values=values)
+
+
+def _loading_everywhere(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """All ranks wait for their data: no exposed time, but a part of every step."""
+    means = by_rank(facts.loading)
+    usual = min((statistics.median(each.values()) for each in of_ranks(facts.loading).values()), default=0.0)
+    if usual < LOADING * facts.step_s:
+        return None
+    who = "Every rank" if len(means) > 1 else "The rank"
+    return Fact(kind, min(means.values()), "step", values={"who": who})
+
+
+def _long_step(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """One step was much longer than the others of the same rank, by work or by idling and not by communication."""
+    if len(facts.steps) < 3:
+        return None
+    usual = {rank: statistics.median(each.values()) for rank, each in of_ranks(facts.own_s).items()}
+    over = {key: own - usual[key[0]] for key, own in facts.own_s.items() if own >= LONG_STEP * usual[key[0]]}
+    if not over:
+        return None
+    rank, step = max(over, key=over.__getitem__)
+    on_all, steps = all((other, step) in over for other in usual), len(facts.steps)
+    # on all ranks it is no waiting, but a part of the step
+    cost = min(over[other, step] for other in usual) / steps if on_all else left.wait(over[rank, step] / steps)
+    who = "on every rank" if on_all and len(usual) > 1 else f"on rank {rank}"
+    values = {
+        "step": step,
+        "who": who,
+        "steps": steps,
+        "own": Time(facts.own_s[rank, step]),
+        "usual": Time(usual[rank]),
+    }
+    return Fact(kind, cost, "step" if on_all else "exposed", None if on_all else rank, values=values)
+
+
+def _slow_rank(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """A rank that is late, and computes longer than the others in every profiled step."""
+    late = facts.late
+    if late is None:
+        return None
+    own, others = _computing(facts, late.rank)
+    longer = all(ahead(facts.compute_s, late.rank, step) > 0 for step in facts.steps)
+    return _late_rank(kind, facts, left) if own - others >= SLOW_RANK * others and longer else None
+
+
+def _late_rank(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    late = facts.late
+    if late is None:
+        return None
+    own, others = _computing(facts, late.rank)
+    values = {
+        "where": f" in {late.phase}" if late.phase else "", "last": late.last, "of": late.of,
+        "by": Time(late.by_ns / 1e9), "own": Time(own), "others": Time(others),
+    }  # fmt: skip
+    return Fact(kind, left.wait(late.a_step_ns / 1e9), rank=late.rank, phase=late.phase, values=values)
+
+
+def _computing(facts: StepFacts, rank: int) -> tuple[float, float]:
+    """Seconds a step that a rank computes, and the median of the others."""
+    means = by_rank(facts.compute_s)
+    return means[rank], statistics.median(own for other, own in means.items() if other != rank)
+
+
+def _waiting(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Waiting that no rank in particular causes."""
+    worst = max(facts.cells, key=lambda cell: cell.waiting_ns, default=None)
+    cost = left.wait()
+    if worst is None or not cost:
+        return None
+    ranks = facts.spec.get("world_size") or 0
+    timed = {row["step"] for row in facts.record.table("ledger")} | set(facts.steps)
+    why = "No rank is late beyond chance: at each collective the ranks wait for whoever comes last."
+    if len(timed) < (fewest := fewest_steps(ranks)):
+        why = (
+            "At each collective the ranks wait for whoever comes last;"
+            f" whether it is always the same rank, {len(timed)} steps cannot tell ({fewest} can: --steps {fewest})."
+        )
+    return Fact(kind, cost, unit=worst.unit, phase=worst.phase, values={"where": _cell(worst), "why": why})
+
+
+# ---- on the link, and copies
+
+
+def _slow_link(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    most = facts.excess_s - facts.latency_s
+    if most <= 0 or not facts.busy_s:  # nothing was computed: no schedule would hide anything
+        return None
+    summary = facts.record.summary
+    apart = ", gathers and reductions side by side," if facts.one_queue else ""
+    text = f"Even a perfect schedule{apart} would leave {{seconds}} of each step exposed ({_link(facts.record)})."
+    if facts.absent:
+        text += f" Waiting for {facts.absent}, whose traces were not given, is in it: the link may be faster than this."
+    too_slow = "Communication takes longer than the work" if facts.absent else "The link is too slow for this work"
+    claim = left.on_link(lambda cell: True, most)
+    values = {
+        "what": too_slow, "link": Time(facts.link_s), "busy": Time(facts.busy_s), "queues": summary.link,
+        "text": text.format(seconds=Time(claim.seconds)),
+    }  # fmt: skip
+    return Fact(kind, claim.seconds, values=values) if claim.cell else None
+
+
+def _faster_link(facts: StepFacts) -> str:
+    grown = ", or more micro-batches" if facts.spec.get("strategy") in ("no_shard", "zero1") else ""
+    less = _fewer_bytes(facts)
+    if facts.spec.get("strategy") != "hybrid_shard":
+        less.append("hybrid_shard with the shard group on a fast axis")
+    times = f"About {facts.link_s / facts.busy_s:.1f} times the tokens a rank and step would hide it"
+    times += f" (a larger batch{grown})"
+    traces = "Give the other ranks' traces too, which tell waiting from sending. " if facts.absent else ""
+    return f"{traces}{times}" + (f"; or send less: {', '.join(less)}." if less else ".")
+
+
+def _fewer_bytes(facts: StepFacts) -> list[str]:
+    """Ways to send less that the run does not follow already."""
+    ways = {
+        "bf16": facts.spec.get("precision") == "bf16",
+        "shard_grad_op instead of full_shard": facts.spec.get("strategy") != "full_shard",
+    }
+    return [way for way, followed in ways.items() if not followed]
+
+
+def _tiny_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    latency, all_of_it = facts.latency_s, facts.communication_s
+    if not all_of_it or latency < LATENCY_BOUND * all_of_it:
+        return None
+    rows = last_step(facts.record)
+    claim = left.on_link(lambda cell: True, latency * min(1.0, facts.exposed_s / all_of_it))
+    mean = size(statistics.mean(row["logical_bytes"] for row in rows))
+    values = {"count": len(rows), "size": mean, "latency": Time(latency), "part": Part(latency / all_of_it)}
+    return Fact(kind, claim.seconds, values=values) if claim.cell else None
+
+
+def _as_blocks(otherwise: str, blocks: str) -> Callable[[StepFacts], str]:
+    """A remedy for runs whose units are blocks, and another for those whose units are not."""
+    return lambda facts: otherwise if facts.spec.get("units", "auto") in ("auto", "block") else blocks
+
+
+def _one_big_unit(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    held = unit_bytes(facts.record)
+    total = sum(held.values())
+    if not total or (biggest := held.most_common(1)[0])[1] < BIG_UNIT * total:
+        return None
+    mine = lambda cell: cell.unit == biggest[0]  # noqa: E731
+    cost = left.on_link(mine).seconds + left.copies(mine).seconds
+    values = {"unit": _named(biggest[0]), "part": Part(biggest[1] / total)}
+    return Fact(kind, cost, unit=biggest[0], values=values) if cost else None
+
+
+def _no_prefetch(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    claim = left.on_link(lambda cell: cell.cause == "late_start" and cell.kind == "all_gather")
+    depth = facts.spec.get("prefetch") if facts.spec.get("engine") == "lab" else None
+    return _of_claim(kind, claim, depth="" if depth is None else f" (prefetch={depth})")
+
+
+def _gather_ahead(facts: StepFacts) -> str:
+    depth = facts.spec.get("prefetch") if facts.spec.get("engine") == "lab" else None
+    names = "set_modules_to_forward_prefetch and set_modules_to_backward_prefetch"
+    if depth:
+        return f"The run gathers ahead already, but not these: name them with {names}, or try prefetch={depth + 1}."
+    return f"Gather a unit ahead: prefetch=1 (or {names})."
+
+
+def _one_communicator(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    link = facts.record.summary.link
+    if link and link.queues == 2:
+        return None
+    # side by side, the shorter of the two kinds is all that can be saved
+    saved = facts.communication_s - max(facts.by_kind().values(), default=0.0)
+    return _of_claim(kind, left.on_link(lambda cell: cell.cause == "link_busy", saved))
+
+
+def _busy_link(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """What gathers and reductions side by side would not save: collectives that queue behind their own kind."""
+    return _of_claim(kind, left.on_link(lambda cell: cell.cause == "link_busy"))
+
+
+def _nothing_beside(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    blocks, _ = _blocks_and_root(facts.record)
+    unlike = bool(blocks) and max(blocks) > ALIKE * min(blocks)
+    more = ", and a large unit outlasts its small neighbour" if unlike else ""
+    return _of_claim(kind, left.on_link(lambda cell: cell.cause == "nothing_to_hide_behind"), more=more)
+
+
+def _units_alike(facts: StepFacts) -> str:
+    blocks, root = _blocks_and_root(facts.record)
+    ways = ["make units alike in size"] if blocks and max(blocks) > ALIKE * min(blocks) else []
+    if blocks and root is not None and root > ALIKE * statistics.median(blocks):
+        ways.append("keep the root small (embedding and head in units of their own)")
+    ways.append("give each step more work (a larger batch)")
+    ways += [] if blocks else ["if units or buckets differ in size, make them alike"]  # a trace does not say
+    remedy = ", or ".join(ways)
+    return f"{remedy[0].upper()}{remedy[1:]}."
+
+
+def _copies(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    return _of_claim(kind, left.copies(lambda cell: True))
+
+
+def _no_core(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    cost, left.no_core = left.no_core, 0.0
+    return Fact(kind, cost) if cost else None
+
+
+def _unknown(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Everything that no rule has claimed."""
+    parts = (left.on_link(lambda cell: True).seconds, left.copies(lambda cell: True).seconds, left.wait())
+    return Fact(kind, sum(parts)) if sum(parts) > 0 else None
+
+
+def _of_claim(kind: str, claim: Claim, **values: Any) -> Fact | None:
+    """A fact of what was claimed of some collectives, and of which most."""
+    if claim.cell is None:
+        return None
+    whole = claim.cell.exposed_ns / 1e9
+    name = _cell(claim.cell)
+    where = f"{name} alone {Time(whole)}" if claim.of_cell > 0.99 * whole else f"most at {name}"
+    return Fact(kind, claim.seconds, unit=claim.cell.unit, phase=claim.cell.phase, values={"where": where, **values})
+
+
+# ---- idle time
+
+_IDLE_COLUMNS = {
+    "host_bound": "host_bound_ns", "data_loading": "data_loading_ns", "synchronisation": "synchronisation_ns",
+    "device_copies": "copies_ns", "kernel_gaps": "kernel_gap_ns", "idle": "rest_ns",
+}  # fmt: skip
+
+
+def _idle(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Idle time whose largest known cause this kind is, or, for `idle`, none that is large is known."""
+    causes = {name: facts.idle_s.get(column, 0.0) for name, column in _IDLE_COLUMNS.items()}
+    if facts.idle_s.keys() == set() and kind == "idle":
+        causes["idle"] = facts.other_s  # a record of before does not tell
+    large = {name: cost for name, cost in causes.items() if name != "idle" and cost >= IDLE * facts.step_s}
+    largest = max(large, key=large.__getitem__) if large else "idle"
+    if kind != largest or facts.other_s < IDLE * facts.step_s:
+        return None
+    others = {name: cost for name, cost in causes.items() if name != kind and cost >= 0.001 * facts.step_s}
+    listed = ", ".join(f"{name.replace('_', ' ')} {Time(cost)}" for name, cost in others.items())
+    rest = f"The rest of it: {listed}." if listed else ""
+    values = {"other": Time(facts.other_s), "whole": Part(facts.other_s / facts.step_s), "rest": rest}
+    return Fact(kind, causes[kind], "step", values=values)
+
+
+# ---- memory
+
+
+def _peak(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """The largest category at the memory's peak."""
+    split = {
+        name: nbytes for name, nbytes in facts.record.summary.peak_memory_bytes.split.items() if name in CATEGORY_ROWS
+    }
+    total = sum(split.values())
+    if not total:
+        return None
+    name = max(split, key=split.__getitem__)
+    values = {"total": size(total), "bytes": size(split[name]), "part": Part(split[name] / total)}
+    values |= {"category": CATEGORY_ROWS[name].words, "smaller": _smaller(facts.spec, name)}
+    return Fact(kind, 0.0, "memory", values=values)
+
+
+def _smaller(spec: Mapping[str, Any], category: str) -> str:
+    """Ways to make a category smaller that the run does not follow already."""
+    whole = spec.get("strategy") == "full_shard"
+    offloads = spec.get("offload", "none") != "none"
+    ways = {
+        "activations": {
+            'recompute them (checkpoint="full" or "selective")': spec.get("checkpoint") not in (None, "none"),
+            "take a smaller micro-batch": spec.get("batch_size") == 1,
+            "take shorter sequences": False,
+        },
+        "optimizer_state": {"shard it over more ranks": False, "offload it": offloads},
+        "whole_gradients": {"shard them: zero2, shard_grad_op or full_shard": False},
+        "gathered_parameters": {
+            "reshard units after their forward (full_shard)": whole,
+            "make units smaller": False,
+            "gather fewer ahead": not spec.get("prefetch"),
+        },
+        "parameter_slices": {
+            "shard them over more ranks" + ("" if whole else " (full_shard)"): False,
+            "offload them": offloads,
+        },
+        "gradient_slices": {"shard them over more ranks": False, "reduce in bf16": False},
+        "communication_buffers": {"make units smaller": False, "allow fewer reductions in flight": False},
+        "other": {"look at the memory timeline: the optimizer's temporaries are the usual reason": False},
+    }[category]
+    return ", or ".join(way for way, followed in ways.items() if not followed)
+
+
+# ---- words
+
+
+def _blocks_and_root(record: RunRecord) -> tuple[list[int], int | None]:
+    """(the bytes of the units but for the root, the root's), where the ledger tells."""
+    sizes = {unit: nbytes for unit, nbytes in unit_bytes(record).items() if nbytes}
+    root = sizes.pop("root", None)
+    return list(sizes.values()), root
+
+
+def _cell(cell: ExposedCell) -> str:
+    """The collective's name; without its unit where it has none."""
+    of = f" of {_named(cell.unit)}" if cell.unit else ""
+    return f"{cell.kind}{of} in {cell.phase or 'the step'}"
+
+
+def _named(unit: str) -> str:
+    return "the root" if unit == "root" else unit
+
+
+def _link(record: RunRecord) -> str:
+    link = record.summary.link
+    if not link or not link.bytes_per_s:
+        simulated = record.provenance.get("step_time_s") == "simulated"
+        return "the data sheet's link, simulated" if simulated else "the machine's own transport, measured"
+    return f"{link.name}: {link.bytes_per_s / 1e6:,.0f} MB/s, {record.provenance.get('link', 'emulated')}"
+
+
+_LOADER = (
+    "More workers that stay and load ahead (DataLoader: num_workers, persistent_workers, prefetch_factor), pinned"
+    " memory, samples that are decoded beforehand, a faster storage."
+)
+_WAIT_FOR_IT = "The others wait for it at their next collective: {seconds} of each step."
+_LATE = "comes last to {last} of {of} collectives{where}, {by} after the others (median)"
+_TITLE_IDLE = "Nothing ran for {other} of each step ({whole}): for {seconds} "
+_NEITHER = "Neither computing nor communication ran. {rest}"
+
+_SHORT_OF_CORES = Rule(
+    "short_of_cores", lambda kind, facts, left: None, "{sentence}",
+    "Findings that depend on times are left out.",
+    "End what else runs on this machine, or run fewer ranks, and run it again.",
+)  # fmt: skip
+_PEAK = Rule(
+    "peak", _peak, "Peak memory is {total}, of which {bytes} ({part}) is {category}",
+    "It is the worst rank's, split at the instant of the peak.", "To lower it: {smaller}.",
+)  # fmt: skip
+_SMALLER = Rule(
+    "smaller_causes", lambda kind, facts, left: None, "Smaller causes take {seconds} of each step together ({share})",
+    "They are: {listed}.", "Begin with the causes above: these change with them.",
+)  # fmt: skip
+# whom others wait for, the link, copies, the loader, idle time; a cause before its consequences
+_RULES = (
+    Rule("slow_loading", _one_loader, "Rank {rank} waits {own} a step for its data, the others {others}",
+         _WAIT_FOR_IT, "Look at rank {rank}'s loader. " + _LOADER),
+    Rule("long_step", _long_step, "Step {step} was a long one {who}: {own} without communication, usually {usual}",
+         "Spread over the {steps} profiled steps that is {seconds} a step. The other steps are as usual.",
+         "Look at what else happened in this step: a checkpoint, an evaluation, garbage collection, new shapes"
+         " (compilation, cudnn benchmarks). Profile more steps before you judge the rank."),
+    Rule("slow_rank", _slow_rank, "Rank {rank} is slow: it computes for {own} a step, the others for {others}",
+         f"It {_LATE}. {_WAIT_FOR_IT}",
+         "Look at rank {rank}'s machine (another job, a hot or throttled card, fewer cores) and at its data (longer"
+         " sequences than the others')."),
+    Rule("late_rank", _late_rank, f"Rank {{rank}} {_LATE}",
+         "It computes for {own} a step, the others for {others}, so its device is not slow. " + _WAIT_FOR_IT,
+         "Look at what rank {rank} does between its collectives besides computing: its host's other work, loading,"
+         " logging, synchronisation, or more of the model's work than the others have.", unless=("slow_rank",)),
+    Rule("skew", _waiting, "Ranks wait for each other for {seconds} of each step ({share}), most at {where}", "{why}",
+         "Balance the lengths of sequences over the ranks, and give each rank cores of its own.",
+         unless=("slow_rank", "late_rank")),
+    Rule("more_waiting", _waiting, "Ranks wait for each other for another {seconds} of each step, most at {where}",
+         "It is more than the rank that is named above accounts for.",
+         "Look at the straggler map: at which collectives, and for whom.", unless=("skew",)),
+    Rule("slow_link", _slow_link, "{what}: {link} of communication beside {busy} of computing", "{text}", _faster_link),
+    Rule("tiny_units", _tiny_units,
+         "Units are too small: {count} collectives a step of {size} each spend {latency} on latency",
+         "Latency is {part} of all communication; it does not shrink with the bytes.",
+         _as_blocks("Make several blocks one unit: fewer, larger collectives.",
+                    'Make whole blocks units (units="auto"), or several blocks one unit: fewer, larger collectives.')),
+    Rule("one_big_unit", _one_big_unit,
+         "One unit holds {part} of the parameters: {unit} costs {seconds} of each step",
+         "Its all-gather has nothing to overlap with before it, its reduction nothing after it, and all of it is in"
+         " memory at once.",
+         _as_blocks("Cut it: make parts of it units of their own, so that one unit is gathered while its neighbour"
+                    " computes.",
+                    'Cut it: make each block a unit (units="auto"), so that one unit is gathered while its neighbour'
+                    " computes.")),
+    Rule("no_prefetch", _no_prefetch,
+         "All-gathers are issued too late: {seconds} of each step ({share}) are exposed, {where}",
+         "They are issued when their unit is needed, so nothing runs while they travel{depth}.", _gather_ahead),
+    Rule("one_communicator", _one_communicator,
+         "Gathers and reductions queue behind each other: {seconds} of each step are exposed, {where}",
+         "The link was carrying another unit's collective when this one was issued: one communicator runs them one"
+         " after the other.",
+         lambda facts: "Give reductions a communicator of their own (set_separate_reduce_scatter_group, --link-queues"
+         f" 2){_deeper(facts)}."),
+    Rule("busy_link", _busy_link,
+         "Collectives queue behind others of their kind: {seconds} of each step are exposed, {where}",
+         "The link was still carrying earlier ones when they were issued: for a while it cannot keep up.",
+         lambda facts: f"Give the step more work beside them (a larger batch){_deeper(facts)}."),
+    Rule("nothing_to_hide_behind", _nothing_beside,
+         "Communication has nothing to overlap with for {seconds} of each step ({share}), {where}",
+         "Too little computing is left beside it: the first gathers of a step and the last reductions have none{more}.",
+         _units_alike),
+    Rule("copies", _copies,
+         "Copies take {seconds} of each step ({share}) and do not overlap with computing, {where}",
+         "The rank packs gradients before a reduction and unpacks parameters after an all-gather.",
+         lambda facts: "Copy less: "
+         f"{', or '.join([*_fewer_bytes(facts), 'more tokens a step, which the same copies serve'])}."),
+    Rule("no_core", _no_core, "Ranks wait for a core for {seconds} of each step ({share}) inside their collectives",
+         "Something else used the cores meanwhile: another process, or the transport's own threads.",
+         "Run fewer ranks than cores, and nothing beside them."),
+    Rule("unknown", _unknown, "The cause of {seconds} of exposed time in each step ({share}) is unknown",
+         "The trace does not show who issued these collectives, or what they waited for.",
+         "Look at the timeline, or in Perfetto, for what runs beside them."),
+    Rule("slow_loading", _loading_everywhere, "Loading data takes {seconds} of a step of {step_s}",
+         "{who} waits for its data before it computes, in most of the steps.",
+         f"Load while the step computes. {_LOADER}", unless=("slow_loading",)),
+    Rule("host_bound", _idle, f"{_TITLE_IDLE}the host launched its next work too late", _NEITHER,
+         "Give the device more work a launch (larger batch, torch.compile, fused operators, CUDA graphs), and keep"
+         " Python out of the step."),
+    Rule("data_loading", _idle, f"{_TITLE_IDLE}the host was waiting for its DataLoader", _NEITHER,
+         "Load ahead: more workers (num_workers), a larger prefetch_factor, pin_memory=True; or prepare the data once"
+         " before training.", unless=("slow_loading",)),
+    Rule("synchronisation", _idle,
+         f"{_TITLE_IDLE}the host was blocked in a synchronising call, so nothing was queued", _NEITHER,
+         "Take .item(), .cpu() and print of tensors out of the step, or do them every hundredth step; copy with"
+         " non_blocking=True."),
+    Rule("device_copies", _idle, f"{_TITLE_IDLE}data was copied to or from the device, and nothing ran beside it",
+         _NEITHER,
+         "Copy the next batch on a stream of its own while this one computes (pin_memory=True, non_blocking=True)."),
+    Rule("kernel_gaps", _idle, f"{_TITLE_IDLE}many short kernels followed each other, with a gap before each", _NEITHER,
+         "Fuse them: torch.compile, fused optimizers, CUDA graphs."),
+    Rule("idle", _idle, f"{_TITLE_IDLE}the reason is unknown", _NEITHER,
+         lambda facts: _ON_A_DEVICE if facts.record.environment.get("device") == "cuda" else _ON_A_CPU),
+)  # fmt: skip
+_ON_A_DEVICE = (
+    "Profile with ProfilerActivity.CPU and ProfilerActivity.CUDA, so that launches are in the trace; where they are,"
+    " look in Perfetto for what the queued work waited for: another stream, an event, a peer."
+)
+_ON_A_CPU = (
+    "No operator ran: Python between the operators, work outside of PyTorch, or a thread without a core. A sampling"
+    " profiler (py-spy) tells which."
+)
+
+
+def _deeper(facts: StepFacts) -> str:
+    """The remedy of gathering further ahead, where the run does not do so."""
+    deep = facts.spec.get("engine") != "lab" or (facts.spec.get("prefetch") or 0) >= 2
+    return "" if deep else ", or gather two units ahead (prefetch=2)"

@@ -1,0 +1,273 @@
+"""The numbers that findings are made from: the profiled steps of one record, in seconds of a timed step.
+
+A step under the profiler is longer than one without it, and a finding must not claim what a timed step does not hold.
+Where the record has timed steps, exposed time is therefore scaled to what they allow: as long as their ranks were
+blocked in collectives (by the ledger), with the packing before them; without a ledger, in proportion to the step.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+from typing import Any
+
+from fsdplab.profiling.arrivals import late_rank_of
+from fsdplab.profiling.late_rank import LateRank
+from fsdplab.profiling.step_summary import ExposedCell, StepSummary, exposed_cells, step_summary
+from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
+
+Row = dict[str, Any]
+ByRankAndStep = Mapping[tuple[int, int], float]
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """One record's profiled steps, means of the rank that is exposed longest, in seconds of a step.
+
+    `scale` is by how much exposed time was reduced to what timed steps allow; `cells` are reduced already. `compute_s`,
+    `own_s` (all but communication) and `loading` (until the step's data was there) are by rank and step, as profiled.
+    """
+
+    record: RunRecord
+    worst: StepSummary
+    scale: float
+    step_s: float
+    cells: Sequence[ExposedCell]
+    compute_s: ByRankAndStep
+    own_s: ByRankAndStep
+    loading: ByRankAndStep
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """What was run."""
+        return self.record.spec
+
+    @property
+    def steps(self) -> list[int]:
+        """The profiled steps."""
+        return sorted({step for _, step in self.compute_s})
+
+    @property
+    def exposed_s(self) -> float:
+        """What the findings may claim of exposed time."""
+        return self.scale * self.worst.exposed_ns / 1e9
+
+    @property
+    def communication_s(self) -> float:
+        """Time with communication, hidden or exposed."""
+        return (self.worst.overlapped_ns + self.scale * self.worst.exposed_ns) / 1e9
+
+    @property
+    def other_s(self) -> float:
+        """Time with neither computing nor communication."""
+        return min(1.0, self.step_s / (self.worst.step_ns / 1e9)) * self.worst.other_ns / 1e9
+
+    @property
+    def idle_s(self) -> dict[str, float]:
+        """The same by cause, by the columns of the table `idle`; {} where the record does not tell."""
+        rows = [row for row in self.record.table("idle") if row["rank"] == self.worst.rank]
+        part = self.other_s / self.worst.other_ns if self.worst.other_ns else 0.0
+        names = [name for name in rows[0] if name.endswith("_ns")] if rows else []
+        return {name: part * statistics.fmean(row[name] for row in rows) for name in names}
+
+    @cached_property
+    def late(self) -> LateRank | None:
+        """The rank that is late beyond chance."""
+        return late_rank_of(self.record)
+
+    @property
+    def absent(self) -> str:
+        """How many of the job's ranks gave no trace: "7 of the 8 ranks"; "" where none is known to be absent."""
+        traces, job = self.record.summary.traces, self.spec.get("world_size")
+        return f"{job - traces.ranks} of the {job} ranks" if traces and job and traces.ranks < job else ""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of computing a step: the ranks' median."""
+        return statistics.median(by_rank(self.compute_s).values())
+
+    @property
+    def link_s(self) -> float:
+        """Seconds of a step in which bytes travelled: an emulated link's own; else all communication but for copies on
+        the host and waiting for a late rank.
+        """
+        waiting = sum(cell.waiting_ns for cell in self.cells) / 1e9
+        copying = sum(cell.copying_ns for cell in self.cells) / 1e9
+        carried = sum(row["end_ns"] - row["start_ns"] for row in last_step(self.record) if row["emulated"]) / 1e9
+        # copies of one unit may last while the link carries another
+        return max(0.0, min(carried or self.communication_s - copying, self.communication_s) - waiting)
+
+    @property
+    def excess_s(self) -> float:
+        """Time on the link that even a perfect schedule leaves exposed.
+
+        On an emulated link with one queue, gathers and reductions could travel side by side: then the longer of the two
+        counts.
+        """
+        moving = max(self.by_kind().values(), default=0.0) if self.one_queue else self.link_s
+        return max(0.0, min(moving, self.link_s) - self.busy_s)
+
+    @property
+    def one_queue(self) -> bool:
+        """Whether an emulated link carries gathers and reductions one after the other."""
+        link = self.record.summary.link
+        return link is not None and link.queues == 1
+
+    def by_kind(self) -> dict[str, float]:
+        """Seconds a step of gathers, and of reductions."""
+        sums: dict[str, float] = defaultdict(float)
+        for cell in self.cells:
+            sums["gathers" if cell.kind == "all_gather" else "reductions"] += cell.communication_ns / 1e9
+        return sums
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds a step that collectives spend on latency: the emulated link's, or as long as the quickest collective
+        of the step took.
+        """
+        rows, link = last_step(self.record), self.record.summary.link
+        if not rows:
+            return 0.0
+        if link and link.bytes_per_s:
+            carried = [row for row in rows if row["emulated"]]
+            lasted = sum(row["end_ns"] - row["start_ns"] for row in carried) / 1e9
+            return lasted - sum(row["wire_bytes"] for row in carried) / link.bytes_per_s
+        if statistics.mean(row["logical_bytes"] for row in rows) >= 100_000:
+            return 0.0
+        timed = [row["end_ns"] - row["start_ns"] for row in self.record.table("collectives")]
+        return min(timed, default=0) / 1e9 * len(rows)
+
+
+def step_facts(record: RunRecord, loading: ByRankAndStep | None = None) -> StepFacts:
+    """The facts of a profiled record; ValueError when it was not profiled. `loading`: by default the record's own."""
+    breakdown = record.table("breakdown")
+    worst = step_summary(breakdown)
+    if worst is None:
+        raise ValueError(
+            "findings need a profiled run, and this record has no profiled step; run it again with --profile 2"
+        )
+    scale = _scale(record, worst)
+    cells = exposed_cells([row for row in record.table("exposed") if row["rank"] == worst.rank], worst.steps)
+    timed = record.summary.step_time_s.median if record.summary.traces is None else None
+    steps = {row["step"] for row in breakdown}
+    return StepFacts(
+        record,
+        worst,
+        scale,
+        min(worst.step_ns / 1e9, timed or inf),
+        [_scaled(cell, scale) for cell in cells],
+        compute_s={(row["rank"], row["step"]): row["compute_ns"] / 1e9 for row in breakdown},
+        own_s={(row["rank"], row["step"]): (row["step_ns"] - row["exposed_ns"]) / 1e9 for row in breakdown},
+        loading=_loading(record, steps) if loading is None else loading,
+    )
+
+
+def _scale(record: RunRecord, worst: StepSummary) -> float:
+    timed, blocked = record.summary.step_time_s.median, record.summary.comm.blocked_s
+    if record.summary.traces is not None or timed is None or not worst.exposed_ns:
+        return 1.0
+    if blocked is None:
+        return min(1.0, timed * 1e9 / worst.step_ns)
+    packing = sum(row["packing_ns"] for row in record.table("collectives") if row["rank"] == worst.rank)
+    return min(1.0, (blocked * 1e9 + packing / worst.steps) / worst.exposed_ns)
+
+
+def _scaled(cell: ExposedCell, scale: float) -> ExposedCell:
+    hidden = cell.communication_ns - cell.exposed_ns
+    parts = {name: scale * getattr(cell, name) for name in ("exposed_ns", *PARTS_OF_EXPOSED)}
+    return replace(cell, communication_ns=hidden + parts["exposed_ns"], **parts)
+
+
+def _loading(record: RunRecord, steps: set[int]) -> dict[tuple[int, int], float]:
+    return {
+        (row["rank"], row["step"]): seconds
+        for row in record.table("steps")
+        if row["step"] in steps and (seconds := row.get("loading_s")) is not None
+    }
+
+
+def by_rank(values: ByRankAndStep) -> dict[int, float]:
+    """Means over the steps: `by_rank({(0, 7): 1.0, (0, 8): 3.0}) == {0: 2.0}`."""
+    return {rank: statistics.fmean(each.values()) for rank, each in of_ranks(values).items()}
+
+
+def of_ranks(values: ByRankAndStep) -> dict[int, dict[int, float]]:
+    """By rank, then by step."""
+    found: dict[int, dict[int, float]] = defaultdict(dict)
+    for (rank, step), value in values.items():
+        found[rank][step] = value
+    return dict(sorted(found.items()))
+
+
+def ahead(values: ByRankAndStep, rank: int, step: int) -> float:
+    """By how much a rank's value of one step is above the other ranks' median."""
+    others = [value for (other, at), value in values.items() if at == step and other != rank]
+    return values.get((rank, step), 0.0) - statistics.median(others) if others else 0.0
+
+
+def last_step(record: RunRecord) -> list[Row]:
+    """The collectives of rank 0's last step in the ledger."""
+    rows = [row for row in record.table("ledger") if row["rank"] == 0]
+    last = max((row["step"] for row in rows), default=0)
+    return [row for row in rows if row["step"] == last]
+
+
+def unit_bytes(record: RunRecord) -> Counter[str]:
+    """The bytes of each unit, from the ledger; none without one."""
+    moved = [row for row in last_step(record) if row["kind"] in ("all_gather", "reduce_scatter")]
+    return Counter({row["unit"]: row["logical_bytes"] for row in moved})
+
+
+# ---- who claims what
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Exposed seconds of a step that one finding claims, and the collective of which they are most."""
+
+    seconds: float
+    cell: ExposedCell | None = None
+    of_cell: float = 0.0
+
+
+class Unclaimed:
+    """The exposed seconds of a step that no finding has claimed yet: on the link and copying by collective, waiting in
+    all.
+    """
+
+    def __init__(self, cells: Sequence[ExposedCell]) -> None:
+        self._cells = cells
+        self._on_link = [cell.on_link_ns / 1e9 for cell in cells]
+        self._copying = [cell.copying_ns / 1e9 for cell in cells]
+        self.waiting = sum(cell.waiting_ns for cell in cells) / 1e9
+        self.no_core = sum(cell.no_core_ns for cell in cells) / 1e9
+
+    def on_link(self, which: Callable[[ExposedCell], bool], at_most: float = inf) -> Claim:
+        """Claim at most so many seconds of some collectives' time on the link, the same part of each."""
+        return self._claim(self._on_link, which, at_most)
+
+    def copies(self, which: Callable[[ExposedCell], bool]) -> Claim:
+        """Claim the copying of some collectives."""
+        return self._claim(self._copying, which, inf)
+
+    def wait(self, at_most: float = inf) -> float:
+        """Claim at most so many seconds of waiting for a peer."""
+        claimed = max(0.0, min(self.waiting, at_most))
+        self.waiting -= claimed
+        return claimed
+
+    def _claim(self, left: list[float], which: Callable[[ExposedCell], bool], at_most: float) -> Claim:
+        mine = [index for index, cell in enumerate(self._cells) if which(cell) and left[index] > 0]
+        total = sum(left[index] for index in mine)
+        part = min(1.0, max(0.0, at_most) / total) if total else 0.0
+        if not part:
+            return Claim(0.0)
+        worst = max(mine, key=lambda index: left[index])
+        claim = Claim(part * total, self._cells[worst], part * left[worst])
+        for index in mine:
+            left[index] *= 1.0 - part
+        return claim
