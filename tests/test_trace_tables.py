@@ -6,16 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from markupsafe import escape
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from fsdplab.cli.app import app
 from fsdplab.figures.report.tabs import tabbed
 from fsdplab.figures.trace_tables import cells
 from fsdplab.profiling import TraceError, analyse_trace, tables
 from fsdplab.profiling.tables import of_record
+from fsdplab.profiling.tables.work import flops_of, work_of
 from fsdplab.profiling.traces import side_by_side
+from fsdplab.profiling.traces.events import read_events
 from fsdplab.profiling.traces.import_traces import record_of_traces
 from fsdplab.records import RunRecord
+from fsdplab.workloads import build_model, loss_of
 from tests.gpu_traces import GpuRank
 
 DATA = Path(__file__).parent.parent / "data" / "traces-08"
@@ -261,9 +266,108 @@ def test_differences_sum_to_the_difference_of_the_whole(tmp_path):
     ]
     assert table.sentence == (
         "The second is 15.0 µs a step longer in operators and kernels;"
-        " softmax makes the largest difference, 35.0 µs more."
+        " softmax makes the largest difference, 35.0 µs more, which the first does not have."
     )  # fmt: skip
+    assert [row["state"] for row in table.rows] == ["new", "both", "gone"]
     assert "the same time" in tables.difference(paths[0], paths[0]).sentence
+
+
+def linear(rank: GpuRank, at: float, rows: int, launched: float, start: float, end: float) -> GpuRank:
+    """`aten::addmm` of `rows` x 64 by 64 x 32, and the kernel that it launches."""
+    rank.operator("aten::addmm", at, at + 5)
+    rank.events[-1]["args"] = {
+        "Input Dims": [[32], [rows, 64], [64, 32], [], []],
+        "Input type": ["float"] * 3 + ["Scalar"] * 2,
+    }
+    return rank.kernel(launched, start, end, name="gemm")
+
+
+def test_a_kernel_has_the_shapes_of_the_operator_that_launched_it(tmp_path):
+    first = linear(linear(GpuRank(world_size=1).step(1, 0, 100), 1, 8, 2, 10, 30), 40, 16, 41, 50, 60)
+    second = linear(GpuRank(world_size=1).step(1, 0, 100), 1, 8, 2, 10, 25)
+    paths = [each.write(tmp_path / f"{at}.json") for at, each in enumerate((first, second))]
+    found = {row["shapes"]: row for row in rows(tables.difference(*paths, by_shape=True)) if row["kind"] == "kernel"}
+    assert {shape: (row["difference_ns"], row["state"]) for shape, row in found.items()} == {
+        "32, 8x64, 64x32": (-5_000, "both"), "32, 16x64, 64x32": (-10_000, "gone"),
+    }  # fmt: skip
+
+
+def test_achieved_rates_beside_the_peak(tmp_path):
+    """8 x 64 by 64 x 32 are 32,768 operations; in 20 us 1.64e9 a second. Their tensors are 10,368 bytes."""
+    rank = linear(GpuRank(world_size=1).step(1, 0, 100).range("FSDP::pre_forward (a)", 0, 1), 1, 8, 2, 10, 30)
+    work = work_of(read_events(rank.write(tmp_path / "t.json"), shapes=True))
+    table = tables.achieved(work, tables.DevicePeak(1e10, 1e9, "a data sheet"))
+    (row,) = rows(table)
+    assert (row["unit"], row["flops"], row["time_ns"]) == ("a", 2 * 8 * 64 * 32, 20_000)
+    assert row["flops_per_s"] == pytest.approx(1.6384e9) and row["of_flops"] == pytest.approx(0.16384)
+    assert row["bytes_per_s"] == pytest.approx(4 * (32 + 8 * 64 + 64 * 32) / 20e-6)
+    assert "fastest is a with 1.64, 16% of the device's peak." in table.sentence and "a data sheet" in table.notes[0]
+    without = tables.achieved(work_of(read_events(tmp_path / "t.json")))
+    assert "record_shapes=True" in without.sentence and rows(without)[0]["flops_per_s"] is None
+
+
+@pytest.mark.parametrize("name, given, flops", [
+    ("aten::mm", "[[[4, 8], [8, 2]], []]", 128), ("aten::bmm", "[[[3, 4, 8], [3, 8, 2]], []]", 384),
+    ("aten::addmm", "[[[2], [4, 8], [8, 2]], []]", 128), ("aten::relu", "[[[4, 8]], []]", 0),
+    ("aten::_scaled_dot_product_flash_attention_for_cpu", "[[[1, 2, 4, 8], [1, 2, 4, 8], [1, 2, 4, 8]], []]", 1024),
+    ("aten::mm", "", 0), ("aten::mm", "[[], []]", 0), ("aten::mm", '[["x"], []]', 0), ("aten::mm", "[null]", 0),
+])  # fmt: skip
+def test_operations_of_a_call(name, given, flops):
+    assert flops_of(name, given) == flops
+
+
+def test_operations_are_those_that_torch_counts(tmp_path):
+    """A step of gpt-tiny under the profiler, and under torch's own counter."""
+    model, tokens = build_model("gpt-tiny", seed=0), torch.zeros(2, 16, dtype=torch.long)
+
+    def train() -> None:
+        loss_of(model, tokens, tokens).backward()
+
+    with FlopCounterMode(display=False) as counted:
+        train()
+    with torch.profiler.profile(record_shapes=True) as profile:
+        train()
+    profile.export_chrome_trace(str(tmp_path / "t.json"))
+    table = tables.achieved(work_of(read_events(tmp_path / "t.json", shapes=True)))
+    heads = [(2, 4, 16, 16)] * 3  # torch counts the CPU's attention not at all, so its formula is asked
+    attention = 2 * (sdpa_flop_count(*heads) + sdpa_backward_flop_count(heads[0], *heads))
+    assert sum(row["flops"] or 0 for row in table.rows) == counted.get_total_flops() + attention
+
+
+def step_record(tmp_path: Path, computing: list[int], waiting: list[int]) -> RunRecord:
+    """A record of one rank with a profiled step for each value, in us."""
+    breakdown = [
+        {"rank": 0, "step": step, "step_ns": 1000 * (busy + wait), "compute_ns": 1000 * busy,
+         "compute_only_ns": 1000 * busy, "overlapped_ns": 0, "exposed_ns": 1000 * wait, "other_ns": 0, "on_link_ns": 0,
+         "copying_ns": 0, "waiting_ns": 1000 * wait, "no_core_ns": 0}
+        for step, (busy, wait) in enumerate(zip(computing, waiting))
+    ]  # fmt: skip
+    return RunRecord(tmp_path, {"strategy": "x", "engine": "lab", "world_size": 1}, tables={"breakdown": breakdown})
+
+
+def test_steps_differ_beyond_their_spread_or_not_at_all(tmp_path):
+    first = step_record(tmp_path, [100, 110], [10, 40])
+    slower = tables.difference_of_steps(first, step_record(tmp_path, [150, 160], [12, 50]))
+    found = {row["part"]: row for row in rows(slower)}
+    assert (found["compute only"]["difference_ns"], found["compute only"]["beyond"]) == (50_000, "yes")
+    assert (found["exposed: waiting"]["difference_ns"], found["exposed: waiting"]["beyond"]) == (6_000, "no")
+    assert slower.sentence == (
+        "A profiled step of the second is 56.0 µs longer; most of it is compute only, 50.0 µs more."
+    )
+    same = tables.difference_of_steps(first, step_record(tmp_path, [105, 108], [11, 44]))
+    assert same.sentence == "No part of the step differs beyond the spread of its steps."
+    assert rows(tables.difference_of_steps(first, step_record(tmp_path, [500], [10])))[0]["beyond"] == "one step"
+
+
+def test_loading_data_is_a_row_of_its_own(tmp_path):
+    both = [step_record(tmp_path, [100, 100], [0, 0]) for _ in range(2)]
+    for record, loading in zip(both, (0.001, 0.004)):
+        record.tables["steps"] = [
+            {"rank": 0, "step": step, "loss": 1.0, "step_time_s": None, "tokens": 1, "loading_s": loading}
+            for step in (0, 1)
+        ]
+    (loading,) = [row for row in rows(tables.difference_of_steps(*both)) if row["part"] == "loading data"]
+    assert loading["difference_ns"] == pytest.approx(3e6) and loading["beyond"] == "yes"
 
 
 # ---- all

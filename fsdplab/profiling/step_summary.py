@@ -142,10 +142,10 @@ def _cell(key: tuple[str, str, str], found: Sequence[Row], steps: int) -> Expose
     for row in found:
         by_cause[row["cause"]] += row["exposed_ns"]
     exposed = sum(by_cause.values())
-    parts = [sum(each) / steps for each in zip(*map(_parts, found))]
+    on_link, copying, waiting, no_core = (sum(each) / steps for each in zip(*map(_parts, found)))
     communication = sum(row["communication_ns"] for row in found) / steps
     cause = max(by_cause, key=by_cause.__getitem__) if exposed else "hidden"
-    return ExposedCell(*key, communication, exposed / steps, *parts, cause)
+    return ExposedCell(*key, communication, exposed / steps, on_link, copying, waiting, no_core, cause)
 
 
 def _parts(row: Row) -> list[int]:

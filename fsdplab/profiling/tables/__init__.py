@@ -1,8 +1,9 @@
 """Tables that engineers know from HTA and TraceLens, each one function from traces to rows and a sentence."""
 
+from fsdplab.profiling.tables.achieved import DevicePeak, achieved
 from fsdplab.profiling.tables.bandwidth import bandwidths_by_size
 from fsdplab.profiling.tables.critical_path import critical_path
-from fsdplab.profiling.tables.difference import difference
+from fsdplab.profiling.tables.difference import difference, difference_of_steps
 from fsdplab.profiling.tables.idle import idle_time
 from fsdplab.profiling.tables.launches import launches
 from fsdplab.profiling.tables.of_record import TablesOf, tables_of_record
@@ -11,11 +12,14 @@ from fsdplab.profiling.tables.table import Column, Table
 
 __all__ = [
     "Column",
+    "DevicePeak",
     "Table",
     "TablesOf",
+    "achieved",
     "bandwidths_by_size",
     "critical_path",
     "difference",
+    "difference_of_steps",
     "idle_time",
     "launches",
     "operators",

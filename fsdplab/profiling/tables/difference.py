@@ -1,67 +1,153 @@
-"""Two traces side by side: which operators and which units took longer.
+"""Two runs side by side: which parts of the step differ, and which operators and kernels make the difference.
 
-The differences of all rows sum to the difference of the whole, so nothing is left unexplained.
+The differences of all rows of a table sum to the difference of the whole, so nothing is left unexplained. Whether a
+part differs beyond its spread is said beside it: over the profiled steps of both runs, one range must lie apart from
+the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from fsdplab.common.sizes import seconds
+from fsdplab.profiling.step_summary import step_summary
 from fsdplab.profiling.tables.operators import short, table_of
 from fsdplab.profiling.tables.table import Column, Row, Table
-from fsdplab.profiling.tables.work import work_of
+from fsdplab.profiling.tables.work import Work, work_of
 from fsdplab.profiling.traces.events import read_events
+from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
+from fsdplab.records.tables import IDLE_PARTS
 
 _COLUMNS = (
-    Column("kind", "kind"), Column("name", "name"), Column("unit", "unit"), Column("before_ns", "first", "ns"),
-    Column("after_ns", "second", "ns"), Column("difference_ns", "difference", "ns"),
-    Column("before_count", "calls, first", "count"), Column("after_count", "calls, second", "count"),
+    Column("kind", "kind"), Column("name", "name"), Column("shapes", "given"), Column("unit", "unit"),
+    Column("before_ns", "first", "ns"), Column("after_ns", "second", "ns"),
+    Column("difference_ns", "difference", "ns"), Column("before_count", "calls, first", "count"),
+    Column("after_count", "calls, second", "count"), Column("state", "in both"),
 )  # fmt: skip
+_PARTS = (
+    Column("part", "part of a step"), Column("before_ns", "first", "ns"), Column("after_ns", "second", "ns"),
+    Column("difference_ns", "difference", "ns"), Column("beyond", "beyond the spread"),
+)  # fmt: skip
+_OF_STEP = {"compute_only_ns": "compute only", "overlapped_ns": "overlapped", **{
+    name: f"exposed: {name.removesuffix('_ns').replace('_', ' ')}" for name in PARTS_OF_EXPOSED
+}}  # fmt: skip
+_OF_IDLE = {name: f"idle: {name.removesuffix('_ns').replace('_', ' ')}" for name in IDLE_PARTS}
 
 
 def difference(
-    first: str | Path, second: str | Path, *, by_unit: bool = False, comm_patterns: Sequence[str] = ()
+    first: str | Path,
+    second: str | Path,
+    *,
+    by_unit: bool = False,
+    by_shape: bool = False,
+    comm_patterns: Sequence[str] = (),
 ) -> Table:
-    """Time a step of every operator and kernel in two traces, the largest difference first.
+    """Time a step of every operator and kernel in two traces, the largest difference first; what only one of them has
+    is new or gone.
 
     Both are one rank's; they need not have equally many steps. `aten::mm` 24 ms in the first and 30 in the second:
     `{"difference_ns": 6e6, ...}`. Raises TraceError.
     """
+    works = (work_of(read_events(path, comm_patterns, shapes=by_shape)) for path in (first, second))
+    return difference_of_work(*works, by_unit=by_unit, by_shape=by_shape)
+
+
+def difference_of_work(first: Work, second: Work, *, by_unit: bool, by_shape: bool) -> Table:
+    """The same of work that has been read."""
     before, after = (
-        {
-            (row["kind"], row["name"], row["unit"]): row
-            for row in table_of(work_of(read_events(path, comm_patterns)), by_unit).rows
-        }
-        for path in (first, second)
+        {(row["kind"], row["name"], row["shapes"], row["unit"]): row for row in table_of(work, by_unit, by_shape).rows}
+        for work in (first, second)
     )
     rows = [_row(key, before.get(key), after.get(key)) for key in {**before, **after}]
     rows.sort(key=lambda row: -abs(row["difference_ns"]))
     total = sum(row["difference_ns"] for row in rows)
-    columns = tuple(column for column in _COLUMNS if by_unit or column.key != "unit")
-    return Table("difference", "Difference of two traces", _sentence(rows, total), columns, tuple(rows))
+    shown = {"unit": by_unit, "shapes": by_shape}
+    columns = tuple(column for column in _COLUMNS if shown.get(column.key, True))
+    return Table("difference", "Difference of operators and kernels", _sentence(rows, total), columns, tuple(rows))
 
 
-def _row(key: tuple[str, str, str], before: Row | None, after: Row | None) -> Row:
-    kind, name, unit = key
+def difference_of_steps(first: RunRecord, second: RunRecord) -> Table:
+    """The parts of a mean step of two records, of each the rank that is exposed longest; they sum to the difference of
+    the steps. The last row, loading data, lies inside the other parts, or before the step.
+    """
+    sides = [_parts(record) for record in (first, second)]
+    rows = []
+    for part in dict.fromkeys([*sides[0], *sides[1]]):
+        values = [side.get(part, [0.0]) for side in sides]
+        before, after = map(fmean, values)
+        if before or after:
+            rows.append({
+                "part": part, "before_ns": before, "after_ns": after, "difference_ns": after - before,
+                "beyond": _apart(*values),
+            })  # fmt: skip
+    return Table("step_difference", "Difference of the steps", _of_steps(rows), _PARTS, tuple(rows))
+
+
+_LOADING = "loading data"
+
+
+def _parts(record: RunRecord) -> dict[str, list[float]]:
+    """Each part of a step, in every profiled step of the rank that is exposed longest."""
+    worst = step_summary(record.table("breakdown"))
+    if worst is None:
+        return {}
+    tables = ("breakdown", "idle", "steps")
+    mine = {name: [row for row in record.table(name) if row["rank"] == worst.rank] for name in tables}
+    found = {words: [float(row.get(name) or 0) for row in mine["breakdown"]] for name, words in _OF_STEP.items()}
+    if mine["breakdown"] and mine["breakdown"][0].get("on_link_ns") is None:  # a record of before
+        found["exposed: on link"] = [float(row["exposed_ns"]) for row in mine["breakdown"]]
+    if mine["idle"]:
+        found |= {words: [float(row.get(name) or 0) for row in mine["idle"]] for name, words in _OF_IDLE.items()}
+    else:
+        found["idle: rest"] = [float(row["other_ns"]) for row in mine["breakdown"]]
+    steps = {row["step"] for row in mine["breakdown"]}
+    loading = [1e9 * row["loading_s"] for row in mine["steps"] if row["step"] in steps and row.get("loading_s")]
+    return found | ({_LOADING: loading} if loading else {})
+
+
+def _apart(before: Sequence[float], after: Sequence[float]) -> str:
+    """Whether two ranges of at least two steps each do not touch."""
+    if min(len(before), len(after)) < 2:
+        return "one step"
+    return "yes" if max(before) < min(after) or max(after) < min(before) else "no"
+
+
+def _row(key: tuple[str, str, str, str], before: Row | None, after: Row | None) -> Row:
+    kind, name, shapes, unit = key
+    state = "both" if before and after else "gone" if before else "new"
     nothing = {"time_ns": 0.0, "count": 0.0}
     before, after = before or nothing, after or nothing
     return {
-        "kind": kind, "name": name, "unit": unit, "before_ns": before["time_ns"], "after_ns": after["time_ns"],
-        "difference_ns": after["time_ns"] - before["time_ns"],
-        "before_count": before["count"], "after_count": after["count"],
+        "kind": kind, "name": name, "shapes": shapes, "unit": unit, "before_ns": before["time_ns"],
+        "after_ns": after["time_ns"], "difference_ns": after["time_ns"] - before["time_ns"],
+        "before_count": before["count"], "after_count": after["count"], "state": state,
     }  # fmt: skip
 
 
 def _sentence(rows: Sequence[Row], total: float) -> str:
-    changed = next((row for row in rows if row["difference_ns"]), None)
-    if changed is None:
-        return "Both traces spent the same time in every operator and kernel."
-    way = "longer" if total > 0 else "shorter"
-    more = "more" if changed["difference_ns"] > 0 else "less"
+    """The difference in all, and of what makes it the most: of rows that go the same way."""
+    way = [row for row in rows if row["difference_ns"] * total > 0]
+    if not way:
+        return "Both runs spent the same time in every operator and kernel."
+    most = max(way, key=lambda row: abs(row["difference_ns"]))
+    state = {"new": ", which the first does not have", "gone": ", which the second does not have"}
     return (
-        f"The second is {seconds(abs(total) / 1e9)} a step {way} in operators and kernels;"
-        f" {short(changed['name'])} makes the largest difference, {seconds(abs(changed['difference_ns']) / 1e9)}"
-        f" {more}."
+        f"The second is {seconds(abs(total) / 1e9)} a step {'longer' if total > 0 else 'shorter'} in operators and"
+        f" kernels; {short(most['name'])} makes the largest difference, {seconds(abs(most['difference_ns']) / 1e9)}"
+        f" {'more' if total > 0 else 'less'}{state.get(most['state'], '')}."
+    )
+
+
+def _of_steps(rows: Sequence[Row]) -> str:
+    parts = [row for row in rows if row["part"] != _LOADING]
+    total = sum(row["difference_ns"] for row in parts)
+    said = [row for row in parts if row["beyond"] != "no" and row["difference_ns"] * total > 0]
+    if not said:
+        return "No part of the step differs beyond the spread of its steps."
+    most = max(said, key=lambda row: abs(row["difference_ns"]))
+    return (
+        f"A profiled step of the second is {seconds(abs(total) / 1e9)} {'longer' if total > 0 else 'shorter'}; most of"
+        f" it is {most['part']}, {seconds(abs(most['difference_ns']) / 1e9)} {'more' if total > 0 else 'less'}."
     )

@@ -1,18 +1,24 @@
-"""The named work of one trace: operators of the host, and what its device did, each with its step and its unit.
+"""The named work of one trace: operators of the host, and what its device did, each with its step, unit and shapes.
 
-Work of a device belongs to the step and the unit that launched it; an operator to those around its start.
+Work of a device belongs to the step and the unit that launched it, and has the shapes of the operator around its
+launch; an operator belongs to those around its start. Floating-point operations are counted for matrix products,
+attention and convolutions, as `torch.utils.flop_counter` does: they are nearly all of a transformer's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 
-from fsdplab.profiling.intervals import union
+from fsdplab.profiling.intervals import covered, pairs, union
 from fsdplab.profiling.traces.chrome import TraceError
-from fsdplab.profiling.traces.events import Events, Kind, known
+from fsdplab.profiling.traces.collectives import communicating
+from fsdplab.profiling.traces.events import Events, Kind, known, tensor_bytes
 from fsdplab.profiling.traces.segments import Segments
 
 OPERATOR, KERNEL, COMMUNICATION, COPY = "operator", "kernel", "communication", "copy"
@@ -28,7 +34,8 @@ class Work:
     """All named work of the profiled steps of a trace (all of it where it marks none), one element each.
 
     `rows` are rows of `found`. `own_ns` is the time without what ran inside (operators nest; work of a device does
-    not). `unit` indexes `units`. `steps`: how many there are.
+    not). `unit` indexes `units`. `operator` is the row of the operator itself, or of the one that launched the work; -1
+    for none. `communicates`: operators that copy for a collective. `steps`: how many there are.
     """
 
     found: Events
@@ -37,11 +44,23 @@ class Work:
     unit: np.ndarray
     units: Sequence[str]
     own_ns: np.ndarray
+    operator: np.ndarray
+    communicates: np.ndarray
     steps: int
 
     def of_kind(self, *kinds: str) -> np.ndarray:
         """Which elements are of these kinds."""
         return np.isin(self.kind, [KINDS.index(kind) for kind in kinds])
+
+    @property
+    def computes(self) -> str:
+        """The kind of work that computes: kernels where there is a device."""
+        return KERNEL if self.of_kind(KERNEL).any() else OPERATOR
+
+    @cached_property
+    def shapes(self) -> list[str]:
+        """What each element's operator was given, as JSON; "" where the trace does not say."""
+        return [self.found.shapes.get(row, "") for row in self.operator.tolist()]
 
 
 def work_of(found: Events) -> Work:
@@ -52,16 +71,33 @@ def work_of(found: Events) -> Work:
     rows, kinds = rows[counts], kinds[counts]
     if not len(rows):
         raise TraceError(f"{found.path} has no operators and no work of a device, so there is nothing to list.")
-    own, launched = _own(found, rows, kinds), found.launch_starts(rows)
+    launched = found.launch_starts(rows)
     begun = np.where((kinds > 0) & known(launched), launched, found.start[rows])
-    bounds = np.array([step[1:] for step in found.steps], dtype=np.int64).reshape(-1, 2)
+    bounds = pairs([step[1:] for step in found.steps])
     kept = _inside(begun, bounds) if len(bounds) else np.ones(len(rows), dtype=bool)
-    operators = rows[kinds == 0]
-    threads = [union(found.spans_of(operators[found.thread[operators] == each])) for each in found.compute_threads]
+    own, around = _nested(found, rows[kinds == 0], found.launched_by[rows[kinds > 0]])
+    own_ns = found.end[rows] - found.start[rows]
+    own_ns[kinds == 0] = [own[row] for row in rows[kinds == 0].tolist()]
+    operator = np.where(kinds == 0, rows, [around.get(call, -1) for call in found.launched_by[rows].tolist()])
     numbers: dict[str, int] = {}
-    units = Segments(found, threads, found.steps).units_at(begun[kept])
+    units = Segments(found, _busy(found, rows[kinds == 0]), found.steps).units_at(begun[kept])
     unit = np.array([numbers.setdefault(each, len(numbers)) for each in units], dtype=np.int64)
-    return Work(found, rows[kept], kinds[kept], unit, list(numbers), own[kept], max(1, len(found.steps)))
+    kept_rows, steps = rows[kept], max(1, len(found.steps))
+    apart = _communicates(found, kept_rows)
+    return Work(found, kept_rows, kinds[kept], unit, list(numbers), own_ns[kept], operator[kept], apart, steps)
+
+
+def _communicates(found: Events, rows: np.ndarray) -> np.ndarray:
+    """Which rows are operators that begin where their thread copies for a collective."""
+    apart: np.ndarray = np.zeros(len(rows), dtype=bool)
+    for thread, spans in communicating(found).items():
+        own = (found.thread[rows] == thread) & (found.kind[rows] == Kind.OPERATOR)
+        apart[own] = covered(spans, found.start[rows[own]])
+    return apart
+
+
+def _busy(found: Events, operators: np.ndarray) -> list[np.ndarray]:
+    return [union(found.spans_of(operators[found.thread[operators] == each])) for each in found.compute_threads]
 
 
 def _inside(instants: np.ndarray, bounds: np.ndarray) -> np.ndarray:
@@ -69,16 +105,88 @@ def _inside(instants: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     return (at >= 0) & (instants <= bounds[at, 1])
 
 
-def _own(found: Events, rows: np.ndarray, kinds: np.ndarray) -> np.ndarray:
-    """Durations, of operators without the operators inside them on the same thread."""
-    start, end, thread = found.start[rows], found.end[rows], found.thread[rows]
-    own = end - start
-    operators = np.flatnonzero(kinds == 0)
-    stack: list[int] = []
-    for index in operators[np.lexsort((-end[operators], start[operators], thread[operators]))].tolist():
-        while stack and (thread[stack[-1]] != thread[index] or end[stack[-1]] <= start[index]):
+def _nested(found: Events, operators: np.ndarray, calls: np.ndarray) -> tuple[dict[int, int], dict[int, int]]:
+    """(ns of each operator without the operators inside it, the innermost operator around each launching call)."""
+    rows = np.concatenate([operators, np.unique(calls[calls >= 0])])
+    order = np.lexsort((-found.end[rows], found.start[rows], found.thread[rows]))
+    columns = (each[rows[order]].tolist() for each in (found.thread, found.start, found.end))
+    own: dict[int, int] = {}
+    around: dict[int, int] = {}
+    stack: list[tuple[int, int, int]] = []  # row, thread, end
+    for row, computes, thread, start, end in zip(rows[order].tolist(), (order < len(operators)).tolist(), *columns):
+        while stack and (stack[-1][1] != thread or stack[-1][2] <= start):
             stack.pop()
+        if not computes:
+            around[row] = stack[-1][0] if stack else -1
+            continue
         if stack:
-            own[stack[-1]] -= min(end[index], end[stack[-1]]) - start[index]
-        stack.append(index)
-    return own
+            own[stack[-1][0]] -= min(end, stack[-1][2]) - start
+        own[row] = end - start
+        stack.append((row, thread, end))
+    return own, around
+
+
+# ---- what an operator does, from what it was given
+
+
+@lru_cache(maxsize=4096)
+def flops_of(name: str, shapes: str) -> int:
+    """Floating-point operations of one call; 0 for what is not counted.
+
+    >>> flops_of("aten::mm", "[[[4, 8], [8, 2]], null]")
+    128
+    """
+    count = _COUNTED.get(name.removeprefix("aten::"))
+    try:
+        return count(json.loads(shapes)[0]) if count and shapes else 0
+    except (IndexError, TypeError, ValueError):  # shapes of another form than the operator's own
+        return 0
+
+
+@lru_cache(maxsize=4096)
+def bytes_of(name: str, shapes: str) -> int:
+    """Bytes of the tensors that one call was given; 0 where it reads none of them.
+
+    >>> bytes_of("aten::relu", '[[[4, 8]], ["float"]]'), bytes_of("aten::view", '[[[4, 8]], ["float"]]')
+    (128, 0)
+    """
+    reads = shapes and name.removeprefix("aten::") not in _READ_NOTHING
+    dims, types = json.loads(shapes) if reads else ([], [])
+    return sum(map(tensor_bytes, dims or [], types or []))
+
+
+def _product(a: list[int], b: list[int]) -> int:
+    return 2 * math.prod(a) * b[-1]
+
+
+def _attention(query: list[int], key: list[int], value: list[int]) -> int:
+    return 2 * math.prod(query) * key[-2] + 2 * math.prod(query[:-1]) * key[-2] * value[-1]
+
+
+def _attention_backward(given: list[list[int]]) -> int:
+    """Five products where the forward has two: of the output's gradient, then query, key and value."""
+    return 5 * _attention(*given[1:4]) // 2
+
+
+_READ_NOTHING = {
+    "view", "reshape", "transpose", "t", "slice", "split", "split_with_sizes", "select", "expand", "as_strided",
+    "detach", "detach_", "unsqueeze", "squeeze", "chunk", "permute", "alias", "narrow", "resize_", "empty_like",
+    "empty_strided", "unbind", "flatten", "linear", "matmul", "_unsafe_view", "view_as", "contiguous", "to", "_to_copy",
+    "zero_", "fill_", "set_", "record_stream", "is_nonzero", "item",
+}  # fmt: skip
+_COUNTED: dict[str, Callable[[list[list[int]]], int]] = {
+    "mm": lambda given: _product(given[0], given[1]),
+    "bmm": lambda given: _product(given[0], given[1]),
+    "addmm": lambda given: _product(given[1], given[2]),
+    "baddbmm": lambda given: _product(given[1], given[2]),
+    **dict.fromkeys(
+        ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+         "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+        lambda given: _attention(*given[:3]),
+    ),
+    **dict.fromkeys(
+        ("_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_flash_attention_for_cpu_backward",
+         "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward"),
+        _attention_backward,
+    ),
+}  # fmt: skip

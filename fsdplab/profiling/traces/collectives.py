@@ -8,14 +8,14 @@ unit empty.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fsdplab.profiling.traces.events import Events, Kind, Range, Transfer
+from fsdplab.profiling.intervals import Intervals, union
+from fsdplab.profiling.traces.events import Events, Kind, Range, Transfer, tensor_bytes
 from fsdplab.profiling.traces.segments import nests
 
 _FAMILY = {"all_gather": "gather", "reduce_scatter": "reduction", "all_reduce": "reduction", "all_to_all": "reduction"}
@@ -24,11 +24,6 @@ _CLOSES = {"all_gather_copy_out": "all_gather", "reduce_scatter": "reduce_scatte
 _GOES_ON = {"all_reduce_sum": "all_reduce"}
 MARKED = {*_OPENS, *_CLOSES, *_GOES_ON, "link"}
 _CONSUMERS = {"pre_forward", "pre_backward"}
-_ITEM = {
-    "float": 4, "double": 8, "int": 4, "long": 8, "bfloat16": 2, "half": 2, "c10::bfloat16": 2, "c10::half": 2,
-    "float16": 2, "float32": 4,
-    "signed char": 1, "unsigned char": 1, "char": 1, "byte": 1, "bool": 1, "short": 2,
-}  # fmt: skip
 
 
 class Piece(NamedTuple):
@@ -124,6 +119,17 @@ def find_collectives(
         book.shared_memory()
         book.gloo()
     return sorted((each for each in book.drafts if each.pieces), key=lambda each: each.issue)
+
+
+def communicating(found: Events) -> dict[int, Intervals]:
+    """When each thread of the host copied for a collective, or was inside a c10d call, where it enqueues or waits."""
+    apart: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for each in [*(each for each in found.ranges if each.label in MARKED), *found.issues]:
+        apart[each.thread].append((each.start, each.end))
+    for transfer in found.transfers:
+        if transfer.carrier == Kind.SHM:
+            apart[transfer.thread].append((transfer.start, transfer.end))
+    return {thread: union(spans) for thread, spans in apart.items()}
 
 
 class _Book:
@@ -387,19 +393,14 @@ def _payload(transfer: Transfer, kind: str, world_size: int) -> int | None:
     details = transfer.details
     if "bytes" in details:
         return details["bytes"] if isinstance(details["bytes"], int) else None
-    given, taken = details.get("In msg nelems"), details.get("Out msg nelems")
-    if elements := max(given if isinstance(given, int) else 0, taken if isinstance(taken, int) else 0):
-        size = _ITEM.get(str(details.get("dtype")).lower())
-        return elements * size if size else None
-    shapes, types = _list(details.get("Input Dims")), _list(details.get("Input type"))
-    sizes = [
-        math.prod(shape) * _ITEM[str(kind_).lower()]
-        for shape, kind_ in zip(shapes, types)
-        if shape and _flat(shape) and str(kind_).lower() in _ITEM
-    ]
-    if not sizes:
-        return None
-    return sum(sizes) * (world_size if kind == "all_gather" else 1)
+    counts = (details.get(key) for key in ("In msg nelems", "Out msg nelems"))
+    if elements := max((count for count in counts if isinstance(count, int)), default=0):
+        size = tensor_bytes([elements], details.get("dtype"))
+        return size or None
+    shapes, types = details.get("Input Dims"), details.get("Input type")
+    listed = zip(shapes, types) if isinstance(shapes, list) and isinstance(types, list) else ()
+    given = sum(tensor_bytes(dims, each) for dims, each in listed)
+    return given * (world_size if kind == "all_gather" else 1) or None
 
 
 def _group(transfer: Transfer) -> tuple[str, int | None]:
@@ -408,11 +409,3 @@ def _group(transfer: Transfer) -> tuple[str, int | None]:
     names = (details.get(key) for key in ("Process Group Description", "Process Group Name"))
     size = details.get("Group size")
     return next((name for name in names if isinstance(name, str) and name), ""), size if type(size) is int else None
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _flat(shape: Any) -> bool:
-    return isinstance(shape, list) and all(isinstance(each, int) for each in shape)

@@ -12,6 +12,8 @@ Times are the trace's own nanoseconds; `base_ns` is added when rows of a record 
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -97,13 +99,31 @@ class Transfer(NamedTuple):
     details: Mapping[str, Any] = MappingProxyType({})
 
 
+_ITEM_BYTES = {
+    "float": 4, "double": 8, "int": 4, "long": 8, "bfloat16": 2, "half": 2, "c10::bfloat16": 2, "c10::half": 2,
+    "float16": 2, "float32": 4,
+    "signed char": 1, "unsigned char": 1, "char": 1, "byte": 1, "bool": 1, "short": 2,
+}  # fmt: skip
+
+
+def tensor_bytes(dims: Any, kind: Any) -> int:
+    """Bytes of a tensor of a trace's `Input Dims` and `Input type`; 0 for what is no tensor.
+
+    >>> tensor_bytes([4, 8], "float"), tensor_bytes([], "Scalar")
+    (128, 0)
+    """
+    plain = isinstance(dims, list) and dims and all(type(each) is int and each >= 0 for each in dims)
+    return math.prod(dims) * _ITEM_BYTES.get(str(kind).lower(), 0) if plain else 0
+
+
 class OddEvent(ValueError):
     """What no profiler writes, in words for a reader."""
 
 
 @dataclass
 class Events:
-    """All events that matter, in the file's order; `details` has the arguments of what moves bytes, by row.
+    """All events that matter, in the file's order; `details` has the arguments of what moves bytes, by row, and
+    `shapes` what operators were given (JSON of their `Input Dims` and `Input type`), where that was asked for.
 
     `first` and `last` are the earliest start and the latest end of all events, ignored ones among them.
     """
@@ -123,6 +143,7 @@ class Events:
     threads: Sequence[tuple[Any, Any]]  # process and thread, as the trace names them
     details: dict[int, dict[str, Any]]
     comm_kernels: CommKernels
+    shapes: dict[int, str]
 
     def rows(self, *kinds: Kind) -> np.ndarray:
         """The rows of some kinds, in order."""
@@ -270,14 +291,15 @@ def _calls_around(found: Events, works: np.ndarray) -> np.ndarray:
 # ---- reading
 
 
-def read_events(path: str | Path, comm_patterns: Sequence[str] = ()) -> Events:
+def read_events(path: str | Path, comm_patterns: Sequence[str] = (), shapes: bool = False) -> Events:
     """Read a whole trace; TraceError when the file is damaged, of several ranks, or holds nothing that took time.
 
     `comm_patterns`: kernels that communicate beside those of the table, as `comm_kernels.comm_pattern` takes them.
+    `shapes`: keep what operators were given.
     """
     trace, comm_kernels = ChromeTrace(path), CommKernels(comm_patterns)
     try:
-        reader = _Reader(comm_kernels)
+        reader = _Reader(comm_kernels, shapes)
         reader.take(trace)
         _check_metadata(trace.metadata)
         if trace.base_ns + reader.last >= 2 * LATEST_NS:
@@ -332,8 +354,8 @@ def _told(event: dict[str, Any]) -> str:
 class _Reader:
     """Fills the table. Start, end, kind, name, thread and correlation of an event are six numbers in a row."""
 
-    def __init__(self, comm_kernels: CommKernels) -> None:
-        self._comm_kernels = comm_kernels
+    def __init__(self, comm_kernels: CommKernels, shapes: bool) -> None:
+        self._comm_kernels, self._shapes = comm_kernels, _Shapes() if shapes else None
         self._rows = array("q")
         self._verdicts: dict[tuple[str, str], tuple[Kind, int]] = {}
         self._threads: dict[tuple[Any, Any], int] = {}
@@ -345,6 +367,7 @@ class _Reader:
         """The hot loop: what an event counts as is looked up by its name and category."""
         verdicts, threads, details, add = self._verdicts, self._threads, self._details, self._rows.extend
         first, last, count, ignored, device = None, 0, 0, Kind.IGNORED, Kind.KERNEL
+        shapes = self._shapes
         event: dict[str, Any] = {}
         try:
             for event in trace:
@@ -373,6 +396,8 @@ class _Reader:
                 if kind in _MOVES_BYTES:
                     given = event.get("args")
                     details[count] = given if isinstance(given, dict) else {}
+                elif kind == 0 and shapes is not None:
+                    shapes.add(count, event.get("args"))
                 count += 1
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             if isinstance(error, TraceError):
@@ -404,7 +429,21 @@ class _Reader:
         return Events(
             trace.path, trace.metadata, trace.base_ns, self.first or 0, self.last, kind, start, end, name, thread,
             correlation, names, list(self._threads), self._details, self._comm_kernels,
+            self._shapes.of if self._shapes else {},
         )  # fmt: skip
+
+
+class _Shapes:
+    """What operators were given, each text kept once."""
+
+    def __init__(self) -> None:
+        self._once: dict[str, str] = {}
+        self.of: dict[int, str] = {}
+
+    def add(self, row: int, given: Any) -> None:
+        if isinstance(given, dict) and "Input Dims" in given:
+            text = json.dumps([given["Input Dims"], given.get("Input type")])
+            self.of[row] = self._once.setdefault(text, text)
 
 
 _MOVES_BYTES = {Kind.GLOO, Kind.SHM, Kind.COMM}

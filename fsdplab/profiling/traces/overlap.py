@@ -14,7 +14,6 @@ for the link.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 from fsdplab.profiling.intervals import EMPTY, Intervals, close_gaps, size, subtract, union, within
 from fsdplab.profiling.traces.account import PARTS, TraceSets
 from fsdplab.profiling.traces.chrome import TraceError, without_collection
-from fsdplab.profiling.traces.collectives import MARKED, Collective, find_collectives
+from fsdplab.profiling.traces.collectives import Collective, communicating, find_collectives
 from fsdplab.profiling.traces.events import Events, Kind, read_events
 from fsdplab.profiling.traces.origin import Origin, origin_of
 from fsdplab.profiling.traces.segments import Segments
@@ -237,17 +236,9 @@ def _host_threads(found: Events) -> dict[int, Intervals]:
 
 
 def _host_computing(found: Events, threads: dict[int, Intervals]) -> Intervals:
-    """Operators with the dispatch between them, less what the same thread did inside ranges that are communication, and
-    inside c10d calls, where it enqueues or waits.
-    """
-    apart: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for each in [*(each for each in found.ranges if each.label in MARKED), *found.issues]:
-        apart[each.thread].append((each.start, each.end))
-    for transfer in found.transfers:
-        if transfer.carrier == Kind.SHM:
-            apart[transfer.thread].append((transfer.start, transfer.end))
-    parts = []
+    """Operators with the dispatch between them, less what the same thread did for communication."""
+    apart, parts = communicating(found), []
     for thread, busy in threads.items():
-        others = union(apart[thread])
+        others = apart.get(thread, EMPTY)
         parts.append(subtract(close_gaps(subtract(busy, others), DISPATCH_NS), others))
     return union(*parts)
