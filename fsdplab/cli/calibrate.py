@@ -6,9 +6,9 @@ import json
 import time
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.table import Table
 
+from fsdplab.cli.console import console_beside
 from fsdplab.cli.errors import failed, refuse
 from fsdplab.common.sizes import seconds, three_digits
 from fsdplab.records import FORMAT
@@ -23,7 +23,7 @@ def calibrate_here(ranks: int, as_json: bool) -> None:
     """Measure on so many ranks, keep the figures, and show them; nothing is kept where a rank fails."""
     if not 1 <= ranks <= MOST_RANKS:
         refuse(f"--world-size is {ranks}; expected a whole number of ranks from 1 to {MOST_RANKS}")
-    console, start = Console(stderr=as_json), time.monotonic()
+    console, start = console_beside("-" if as_json else None), time.monotonic()
     with console.status(f"calibrating {ranks} ranks at once") as status:
         try:
             found = calibrate(ranks, lambda what: status.update(f"calibrating {ranks} ranks at once: {what}"))
@@ -42,6 +42,7 @@ def calibrate_here(ranks: int, as_json: bool) -> None:
         f"measured in {seconds(time.monotonic() - start)} on {ranks} ranks at once and kept in {path}; compare now"
         " predicts step times on as many ranks",
         highlight=False,
+        markup=False,
     )
 
 

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import ModuleType
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from fsdplab import __version__
+from fsdplab.cli.console import console_beside
 from fsdplab.cli.verdict import readiness, verdict_lines
 from fsdplab.common.sizes import size
 from fsdplab.records import FORMAT
@@ -209,7 +209,7 @@ def show_capabilities(as_json: bool) -> None:
     table = Table("", "there", "found", "note", box=None, pad_edge=False)
     for item in found:
         table.add_row(item.name, WORD[item.present], escape(item.value), escape(item.note))
-    console = Console()
+    console = console_beside(None)
     console.print(table)
     for word, what in reality(found).items():
         console.print(f"\n[bold]{word}[/]: {what}", highlight=False)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import typer
 
 from fsdplab.common.files import is_full
+from fsdplab.common.words import harmless
 
 # The base of all of typer's usage errors. Newer versions of typer carry their own copy of click, so it is not imported
 # by name.
@@ -24,13 +25,13 @@ _PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, e
 
 def refuse(message: str) -> NoReturn:
     """Print one line on stderr and exit with code 2."""
-    print(f"fsdplab: {' '.join(message.split())}", file=sys.stderr)
+    print(f"fsdplab: {harmless(' '.join(message.split()))}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def failed(report: str) -> NoReturn:
     """Print a failed run's report on stderr and exit with code 1."""
-    print(report, file=sys.stderr)
+    print(harmless(report), file=sys.stderr)
     raise SystemExit(1)
 
 

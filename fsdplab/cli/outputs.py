@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from fsdplab.cli.console import console_beside
 from fsdplab.cli.errors import failed, refuse
 from fsdplab.common.files import try_folder, try_output, write_output
 from fsdplab.common.places import how_to_install
@@ -72,8 +73,7 @@ class Outputs:
 
     def console(self) -> Console:
         """The console of the table: stdout, or stderr when stdout carries the JSON; wide if not a terminal."""
-        console = Console(stderr=self.json_file == "-")
-        return console if console.is_terminal else Console(stderr=self.json_file == "-", width=WIDTH)
+        return console_beside(self.json_file, WIDTH)
 
     def write(
         self,

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fsdplab.cli.console import console_beside
 from fsdplab.cli.errors import refuse
 from fsdplab.common.files import write_output
 from fsdplab.common.names import CATEGORY_ROWS
@@ -70,18 +71,12 @@ def show_plan(model: str, gpu: str, choices: dict[str, Any], tokens: float | Non
         found = plan_of(plan_spec(model, gpu, **choices))
         text = json.dumps(found.as_dict(tokens), indent=1)
         missing = shortfall(found)
-    console = console_beside(json_file)
+    console = console_beside(json_file, _WIDTH)
     console.print(f"[bold]{escape(_headline(found))}[/]", highlight=False)
     console.print(_memory_table(found))
     _print_card(console, found, missing)
     console.print(_times_table(found, tokens))
     write_json(json_file, text)
-
-
-def console_beside(json_file: str | None, width: int = _WIDTH) -> Console:
-    """stdout, or stderr when stdout carries the JSON; so wide if it is no terminal."""
-    console = Console(stderr=json_file == "-")
-    return console if console.is_terminal else Console(stderr=json_file == "-", width=width)
 
 
 def write_json(json_file: str | None, text: str) -> None:

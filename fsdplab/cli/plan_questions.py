@@ -9,8 +9,9 @@ from typing import Any
 
 from rich.table import Table
 
+from fsdplab.cli.console import console_beside
 from fsdplab.cli.outputs import WIDTH
-from fsdplab.cli.plan import console_beside, refusals, write_json
+from fsdplab.cli.plan import refusals, write_json
 from fsdplab.cli.plan_search import check_figure, write_figure
 from fsdplab.planning.planner import plan_spec
 from fsdplab.planning.questions import LISTED, QUESTIONS, Answer, ask
@@ -18,7 +19,7 @@ from fsdplab.planning.questions import LISTED, QUESTIONS, Answer, ask
 
 def show_questions(json_file: str | None) -> None:
     """Print every question with its name."""
-    console = console_beside(json_file)
+    console = console_beside(json_file, WIDTH)
     more = [name for name in QUESTIONS if name not in LISTED]
     console.print(_questions(LISTED))
     console.print("and five more:")

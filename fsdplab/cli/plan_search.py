@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fsdplab.cli.console import console_beside
 from fsdplab.cli.errors import refuse
 from fsdplab.cli.outputs import WIDTH, check_file
-from fsdplab.cli.plan import console_beside, print_provenance, refusals, write_json
+from fsdplab.cli.plan import print_provenance, refusals, write_json
 from fsdplab.common.files import write_output
 from fsdplab.common.places import how_to_install
 from fsdplab.common.sizes import seconds, size, three_digits

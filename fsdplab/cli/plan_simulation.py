@@ -11,8 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fsdplab.cli.console import console_beside
 from fsdplab.cli.outputs import WIDTH, Outputs
-from fsdplab.cli.plan import console_beside, print_provenance, refusals, write_json
+from fsdplab.cli.plan import print_provenance, refusals, write_json
 from fsdplab.common.files import write_output
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING, plural

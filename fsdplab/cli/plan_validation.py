@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fsdplab.cli.console import console_beside
 from fsdplab.cli.errors import refuse
 from fsdplab.cli.outputs import WIDTH
-from fsdplab.cli.plan import console_beside, write_json
+from fsdplab.cli.plan import write_json
 from fsdplab.cli.plan_search import check_figure, write_figure
 from fsdplab.common.places import shared_folder
 from fsdplab.common.sizes import three_digits
@@ -79,9 +80,11 @@ def _print_summary(console: Console, found: Validation) -> None:
         if count:
             console.print(f"[bold]{name}[/]: {count} figures, median error {median:.1%}, worst {worst:.1%}")
     fitted = ", ".join(f"{name} {value:.3f}" for name, value in found.efficiencies.items())
-    console.print(f"one fitted number a GPU type, the part of its FLOP/s that products reach: {fitted or 'none'}")
+    console.print(
+        f"one fitted number a GPU type, the part of its FLOP/s that products reach: {fitted or 'none'}", markup=False
+    )
     fits = found.ran - len(found.too_large)
     large = f"; predicted not to fit: {', '.join(found.too_large)}" if found.too_large else ""
-    console.print(f"of {found.ran} runs that took place, {fits} are predicted to fit{large}")
+    console.print(f"of {found.ran} runs that took place, {fits} are predicted to fit{large}", markup=False)
     for name, reason in found.left_out:
         console.print(f"left out: {escape(name)}: {escape(reason)}", highlight=False)

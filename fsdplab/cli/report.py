@@ -22,6 +22,7 @@ from fsdplab.cli.outputs import (
     show,
     with_verdicts,
 )
+from fsdplab.common.words import harmless
 from fsdplab.figures.trace_tables import cells, headings, is_number, left_out
 from fsdplab.figures.view import views
 from fsdplab.profiling.tables import Table, TablesOf
@@ -148,4 +149,4 @@ def _traces_below(path: Path) -> list[Path]:
 
 def _print_progress(done: int, of: int, path: Path) -> None:
     if of > 1:
-        print(f"read {path.name}: {done} of {of} traces", file=sys.stderr, flush=True)
+        print(f"read {harmless(path.name)}: {done} of {of} traces", file=sys.stderr, flush=True)

@@ -1,15 +1,19 @@
-"""Files that are complete or absent, and errors that name the file: the system's own say nothing of a full disk's."""
+"""Files that are complete or absent, files that are read up to a limit, and errors that name the file: the system's own
+say nothing of a full disk's.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TRIAL_BYTES = 4096  # a full disk still takes an empty file
+_PIECE = 1 << 20  # bytes that are read at once
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -69,6 +73,33 @@ def _try_folder(folder: Path, asked: Path) -> None:
                 trial.unlink(missing_ok=True)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(asked)) from None
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """The bytes of a file that somebody has named; `read_file(Path("config.json"), 1_000_000)`.
+
+    Raises an OSError for what has more than `most` bytes, and for a pipe or a device: reading one may never end.
+    """
+    check_is_file(path)
+    too_large = OSError(errno.EOVERFLOW, f"it has more than {most:,} bytes", str(path))
+    if path.stat().st_size > most:
+        raise too_large
+    content = bytearray()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):  # a file of /proc has a size of 0, whatever it holds
+            content += piece
+            if len(content) > most:
+                raise too_large
+    return bytes(content)
+
+
+def check_is_file(path: Path) -> None:
+    """Raise an OSError for a folder, a pipe (whose reader waits for a writer) and a device (which may never end)."""
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
 
 
 @contextmanager

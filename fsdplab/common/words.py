@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 
 MISSING = "–"  # shown in tables where nothing was measured
 NO_UNIT = "no unit named in this trace"
+# control characters but tab and line feed, other ends of lines, and signs that change the direction of writing
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def near(got: object, known: Iterable[str], most: int = 2) -> list[str]:
@@ -33,6 +35,15 @@ def did_you_mean(got: object, known: Iterable[str]) -> str:
 def plural(count: int, noun: str) -> str:
     """`plural(2, "rank") == "2 ranks"`, `plural(1, "rank") == "1 rank"`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def harmless(text: str) -> str:
+    """The text without characters that steer a terminal: those of escape sequences, and of the direction of writing.
+
+    >>> harmless("gemm\\x1b[2J\\u202e")
+    'gemm[2J'
+    """
+    return _STEERING.sub("", text)
 
 
 def squeezed(text: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fsdplab.common.files import read_file
 from fsdplab.common.words import did_you_mean
 
 from .models import ModelError, ModelShape, model
@@ -54,14 +55,10 @@ def _shape_of_kind(config: Mapping[str, Any], name: str) -> ModelShape:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise ModelError(f"{path} has more than {_LARGEST_FILE} bytes; expected a Hugging Face config.json")
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_file(path, _LARGEST_FILE).decode("utf-8-sig"))
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror or error}; give a known model, or a config.json") from None
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ModelError):
-            raise
+    except (ValueError, RecursionError):
         raise ModelError(f"{path} is no JSON file; expected a Hugging Face config.json") from None
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds no JSON object; expected a Hugging Face config.json")

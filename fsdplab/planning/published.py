@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fsdplab.common.files import read_file
+
 from .hardware import Gpu, find_gpu
 from .models import ModelShape
 from .plan_spec import PlanSpec
@@ -77,9 +79,7 @@ def _reason(left_out: list[tuple[str, str]]) -> str:
 
 def _rows(path: Path) -> Iterator[Mapping[str, str]]:
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise PublishedError(f"{path} has more than {_LARGEST_FILE} bytes; expected a table of measurements")
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path, _LARGEST_FILE).decode("utf-8-sig")
     except OSError as error:
         raise PublishedError(f"{path}: {error.strerror or error}; give a CSV of published measurements") from None
     except UnicodeDecodeError:

@@ -6,6 +6,7 @@ unsharded twin, or by a run resumed at another step.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import platform
@@ -19,10 +20,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fsdplab.common.files import read_file
+
 from .config import TextError
 
 TEXT_SUFFIXES = (".md", ".py", ".txt")
 VALIDATION_SHARE = 10  # the last tenth of the bytes is kept for validation
+MOST_BYTES = 10**9  # every rank holds the whole text in memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +50,7 @@ class ByteText:
     @classmethod
     def from_path(cls, path: str | os.PathLike[str]) -> ByteText:
         """The bytes of a file, or of all .md, .py and .txt files under a folder in order of path; `TextError` if there
-        are none.
+        are none, or more than 10^9 bytes.
         """
         if not os.fspath(path):
             raise TextError("the path of the text is empty; give a file or a folder")
@@ -145,8 +149,8 @@ def _files_of(path: Path) -> list[Path]:
         if not path.exists():
             raise TextError(f"there is no text at {path}: the path does not exist; give a file or a folder")
         if not path.is_dir():
-            raise TextError(f"{path} is neither a file nor a folder; give one of these")
-        files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file())
+            raise TextError(f"{path} is neither a file nor a folder, but a pipe or a device; give a file or a folder")
+        files = _texts_below(path)
     except OSError as error:
         raise TextError(f"cannot look for text at {path}: {error}; check the path and its permissions") from error
     if not files:
@@ -157,11 +161,33 @@ def _files_of(path: Path) -> list[Path]:
     return files
 
 
+def _texts_below(folder: Path) -> list[Path]:
+    """The text files of a folder in order; the search ends when they are too large together, as those of `/` are."""
+    files, nbytes = [], 0
+    for file in folder.rglob("*"):
+        if file.suffix in TEXT_SUFFIXES and file.is_file():
+            files.append(file)
+            nbytes += file.stat().st_size
+            if nbytes > MOST_BYTES:
+                raise _too_large(folder)
+    return sorted(files)
+
+
 def _join(files: list[Path]) -> bytes:
-    parts = []
+    parts, left = [], MOST_BYTES
     for file in files:
         try:
-            parts.append(file.read_bytes())
+            parts.append(read_file(file, left))
         except OSError as error:
+            if error.errno == errno.EOVERFLOW:
+                raise _too_large(file) from None
             raise TextError(f"cannot read {file}: {error}; check the file and its permissions") from error
+        left -= len(parts[-1])
     return b"".join(parts)
+
+
+def _too_large(path: Path) -> TextError:
+    return TextError(
+        f"the text at {path} has more than {MOST_BYTES:,} bytes, and every rank holds all of it in memory; give a part"
+        " of it"
+    )
