@@ -474,5 +474,5 @@ def test_a_wrong_simulation_is_one_clear_line(arguments, words, capsys):
 
 
 def test_the_late_rank_is_found(late):
-    found = late_rank_of(simulate(plan_spec("llama-3.1-8b", "h100", gpus=8, seq=8192), paces={3: 1.5}), [0])
+    found = late_rank_of(simulate(plan_spec("llama-3.1-8b", "h100", gpus=8, seq=8192), paces={3: 1.5}))
     assert found is not None and found.rank == 3

@@ -18,6 +18,7 @@ from fsdplab.records import RunRecord
 
 Row = dict[str, Any]
 _PAIRED = "send_recv"
+ENOUGH_STEPS = 8  # to name one of two ranks
 _CLOCKS_NS = 1_000_000  # ranks that end the same collectives further apart than this are on different clocks
 
 
@@ -47,8 +48,10 @@ def late_rank_of(record: RunRecord) -> LateRank | None:
     if summary is None:
         return None
     timed = {row["step"] for row in record.table("steps") if row["step_time_s"] is not None}
-    profiled = {row["step"] for row in record.table("breakdown")}
-    return late_rank(arrivals_of(record, timed | profiled), summary.step_ns)
+    arrivals = arrivals_of(record, timed | {row["step"] for row in record.table("breakdown")})
+    if record.provenance.get("step_time_s") == "simulated":  # every step would be the same
+        arrivals = {(step, *key[1:]): times for key, times in arrivals.items() for step in range(ENOUGH_STEPS)}
+    return late_rank(arrivals, summary.step_ns)
 
 
 def _came(row: Row, on_gpu: bool) -> int:
