@@ -49,7 +49,7 @@ def _fastest(timed: list[RunView]) -> go.Scatter:
         name="fastest step",
         mode="markers",
         y=[run.label for run in timed],
-        x=[run.step_min for run in timed],
+        x=[run.summary.step_time_s.min for run in timed],
         marker=dict(symbol="line-ns", size=26, line=dict(color="#14171c", width=3)),
         hovertemplate="%{y}<br>fastest %{x:.3f} s<extra></extra>",
     )
