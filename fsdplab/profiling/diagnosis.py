@@ -138,7 +138,8 @@ class Scene:
     @property
     def absent(self) -> str:
         """How many of the job's ranks gave no trace: "7 of the 8 ranks"; "" where none is known to be absent."""
-        held, job = (self.record.summary.get("traces") or {}).get("ranks"), self.spec.get("world_size")
+        traces, job = self.record.summary.traces, self.spec.get("world_size")
+        held = traces.ranks if traces else None
         return f"{job - held} of the {job} ranks" if held and job and held < job else ""
 
     @property
@@ -164,8 +165,8 @@ class Scene:
         On an emulated link with one queue, gathers and reductions could travel side by side: then the longer of the two
         counts.
         """
-        link = self.record.summary.get("link")
-        moving = max(self.by_kind().values(), default=0.0) if link and link.get("queues") == 1 else self.link_s
+        link = self.record.summary.link
+        moving = max(self.by_kind().values(), default=0.0) if link and link.queues == 1 else self.link_s
         return max(0.0, min(moving, self.link_s) - self.busy_s)
 
     def by_kind(self) -> dict[str, float]:
@@ -413,9 +414,8 @@ def _slow_link(scene: Scene, left: Unclaimed) -> Finding | None:
         f"the link is too slow for this work: {_ms(scene.link_s)} of communication beside {_ms(scene.busy_s)}"
         " of computing"
     )
-    apart = (
-        ", gathers and reductions side by side," if (scene.record.summary.get("link") or {}).get("queues") == 1 else ""
-    )
+    link = scene.record.summary.link
+    apart = ", gathers and reductions side by side," if link and link.queues == 1 else ""
     text = f"Even a perfect schedule{apart} would leave {_ms(claim.seconds)} a step exposed ({_link(scene.record)})."
     batch = "a larger batch" + (
         ", or more micro-batches" if scene.spec.get("strategy") in ("no_shard", "zero1") else ""
@@ -490,8 +490,8 @@ def _no_prefetch(scene: Scene, left: Unclaimed) -> Finding | None:
 
 
 def _one_communicator(scene: Scene, left: Unclaimed) -> Finding | None:
-    link = scene.record.summary.get("link")
-    if link and link.get("queues") == 2:
+    link = scene.record.summary.link
+    if link and link.queues == 2:
         return None
     # side by side, the shorter of the two kinds is all that can be saved
     saved = scene.communication_s - max(scene.by_kind().values(), default=0.0)
@@ -563,8 +563,8 @@ _OF_THE_SCHEDULE = (
 
 def _peak(record: RunRecord) -> Finding | None:
     """The largest category at the memory's peak."""
-    measured = (record.summary.get("peak_memory_bytes") or {}).get("by_category") or {}
-    split = {name: nbytes for name, nbytes in measured.items() if name in CATEGORY_ROWS and nbytes is not None}
+    measured = record.summary.peak_memory_bytes.split
+    split = {name: nbytes for name, nbytes in measured.items() if name in CATEGORY_ROWS}
     total = sum(split.values())
     if not total:
         return None
@@ -648,12 +648,12 @@ def _latency_s(scene: Scene) -> float:
     """Seconds a step that collectives spend on latency: the emulated link's, or as long as the quickest collective of
     the step took.
     """
-    rows, link = _last_step(scene.record), scene.record.summary.get("link")
+    rows, link = _last_step(scene.record), scene.record.summary.link
     if not rows:
         return 0.0
-    if link and link.get("bytes_per_s"):
+    if link and link.bytes_per_s:
         return sum(
-            (row["end_ns"] - row["start_ns"]) / 1e9 - row["wire_bytes"] / link["bytes_per_s"]
+            (row["end_ns"] - row["start_ns"]) / 1e9 - row["wire_bytes"] / link.bytes_per_s
             for row in rows
             if row["emulated"]
         )
@@ -680,11 +680,11 @@ def _cell(cell: ExposedCell) -> str:
 
 
 def _link(record: RunRecord) -> str:
-    link = record.summary.get("link")
-    if not link or not link.get("bytes_per_s"):
+    link = record.summary.link
+    if not link or not link.bytes_per_s:
         simulated = record.provenance.get("step_time_s") == "simulated"
         return "the data sheet's link, simulated" if simulated else "the machine's own transport, measured"
-    return f"{link['name']}: {link['bytes_per_s'] / 1e6:,.0f} MB/s, {record.provenance.get('link', 'emulated')}"
+    return f"{link.name}: {link.bytes_per_s / 1e6:,.0f} MB/s, {record.provenance.get('link', 'emulated')}"
 
 
 def _ms(seconds: float) -> str:

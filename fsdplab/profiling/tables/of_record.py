@@ -34,10 +34,10 @@ def tables_of_record(record: RunRecord) -> list[Table]:
     shown = named_work(
         traces[worst.rank if worst is not None and worst.rank in traces else min(traces)], _patterns(record)
     )
-    link = record.summary.get("link") or {}
+    link = record.summary.link
     tables = [
         idle_time(analyses),
-        bandwidths_by_size(analyses, link.get("bytes_per_s")),
+        bandwidths_by_size(analyses, link.bytes_per_s if link else None),
         operators_of(shown, by_unit=True),
         *([launches_of(shown)] if analyses[0].device == "cuda" else []),
     ]
@@ -76,4 +76,4 @@ def analyses_of(record: RunRecord, traces: Mapping[int, Path]) -> list[TraceAnal
 
 def _patterns(record: RunRecord) -> Sequence[str]:
     """The kernels that communicate beside NCCL's, as they were given when the traces were read."""
-    return (record.summary.get("traces") or {}).get("comm_patterns", ())
+    return record.summary.traces.comm_patterns if record.summary.traces else ()
