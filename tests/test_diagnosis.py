@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fsdplab.profiling.diagnosis import MOST, Finding, findings
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, Summary
 from fsdplab.sessions import RunSpec, run
 
 pytestmark = pytest.mark.timeout(600)  # an injection is repeated where the machine's speed changes meanwhile
@@ -49,7 +49,7 @@ def plain() -> RunRecord:
 
 def link_for(record: RunRecord, ratio: float) -> str:
     """A link on which the record's traffic takes `ratio` of its computing time."""
-    return f"{record.summary['comm']['bytes_per_step'] / (ratio * compute_s(record)) / 1e6:.3f}MB/s"
+    return f"{record.summary.comm.bytes_per_step / (ratio * compute_s(record)) / 1e6:.3f}MB/s"
 
 
 def behind(spec: RunSpec, plain: RunRecord, ratio: float, **more: object) -> RunRecord:
@@ -157,7 +157,8 @@ def by_hand(
         for rank, busy in ((0, compute), (1, other_rank))
     ]
     return RunRecord(
-        tmp_path, spec={"strategy": "full_shard", "engine": "lab", "world_size": 2, "prefetch": 1}, summary=summary,
+        tmp_path, spec={"strategy": "full_shard", "engine": "lab", "world_size": 2, "prefetch": 1},
+        summary=Summary.from_dict(summary),
         tables={"breakdown": breakdown, "exposed": rows},
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ from fsdplab.common.places import how_to_install
 from fsdplab.common.words import MISSING, plural
 from fsdplab.figures.table import COLUMNS, LEGEND, NUMBERS, cells, mood
 from fsdplab.figures.view import RunView, provenance, view
-from fsdplab.records import RunRecord, losses_of
+from fsdplab.records import RunRecord
 
 if TYPE_CHECKING:
     from fsdplab.profiling.tables import TablesOf
@@ -168,8 +168,8 @@ def _explain(console: Console, shown: Sequence[RunView], reference: RunRecord | 
         console.print(f"[bold]{word}[/]: {escape(what)}", highlight=False)
     if reference is not None:
         console.print(
-            f"[bold]losses[/]: of {plural(len(losses_of(reference)), 'step')}, beside the unsharded twin, one process"
-            " that replays every rank's batches",
+            f"[bold]losses[/]: of {plural(len(reference.summary.losses), 'step')}, beside the unsharded twin, one"
+            " process that replays every rank's batches",
             highlight=False,
         )
 

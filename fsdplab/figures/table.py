@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
@@ -55,13 +55,18 @@ def cells(run: RunView, unknown: str = MISSING) -> tuple[str, ...]:
         size(run.peak),
         split_of(run),
         predicted_of(run),
-        size(run.comm_bytes),
+        size(run.summary.comm.bytes_per_step),
         formula_of(run),
         exposed_of(run),
-        MISSING if run.overlap is None else f"{run.overlap:.0%}",
-        f"{run.losses[-1]:.4f}" if run.losses else MISSING,
+        MISSING if (hidden := run.summary.comm.overlap) is None else f"{hidden:.0%}",
+        _last_loss(run.summary.losses),
         badge(run, unknown),
     )
+
+
+def _last_loss(losses: Sequence[float | None]) -> str:
+    """The loss of the last step; a dash where it was not measured, or is no number."""
+    return MISSING if not losses or losses[-1] is None else f"{losses[-1]:.4f}"
 
 
 def exposed_of(run: RunView) -> str:
@@ -81,8 +86,8 @@ def split_of(run: RunView) -> str:
 
 def predicted_of(run: RunView) -> str:
     """Peak and step as predicted, each with its ratio to the measured one: `"199 MB (1.00), 98.1 ms (0.95)"`."""
-    peak = beside(run.predicted_peak, run.peak, size)
-    return peak if run.predicted_step is None else f"{peak}, {beside(run.predicted_step, run.step_median, seconds)}"
+    peak, step = beside(run.predicted_peak, run.peak, size), run.summary.predicted.step_time_s
+    return peak if step is None else f"{peak}, {beside(step, run.step_median, seconds)}"
 
 
 def beside(predicted: float | None, measured: float | None, shown: Callable[[float | None], str]) -> str:
@@ -99,12 +104,11 @@ def _megabytes(nbytes: int) -> str:
 
 def formula_of(run: RunView) -> str:
     """The formula's bytes, and whether the ledger equals them to the byte."""
-    if run.formula_bytes is None:
-        return MISSING
-    if run.comm_bytes is None:
-        return size(run.formula_bytes)
-    off = run.comm_bytes - run.formula_bytes
-    return f"{size(run.formula_bytes)} {EQUAL if not off else f'{DIFFER} {off:+,} B'}"
+    formula, sent = run.formula_bytes, run.summary.comm.bytes_per_step
+    if formula is None or sent is None:
+        return size(formula)
+    off = sent - formula
+    return f"{size(formula)} {EQUAL if not off else f'{DIFFER} {off:+,} B'}"
 
 
 def mood(text: str) -> str:

@@ -104,7 +104,7 @@ def _prediction(shown: list[RunView], source: Runs) -> dict[str, Any]:
     known = [run for run in shown if run.predicted_peak]
     if not known:
         return {}
-    reasons = [f"{run.label}: not predicted: {run.why_not_predicted}" for run in shown if run.why_not_predicted]
+    reasons = [f"{run.label}: not predicted: {why}" for run in shown if (why := run.summary.predicted.why_not)]
     explained = [gap.text for run in known for gap in gaps(run)]
     alike = (
         [] if explained else ["Every category is within 10% of what was measured, or less than 0.5% of the peak off."]
@@ -121,10 +121,9 @@ def _predictions_table(shown: list[RunView]) -> Markup:
     head = [Cell("run"), *(Cell(text, {"class": "number"}) for text in ("peak", "sent in a step", "step"))]
     rows = []
     for run in shown:
-        pairs = (
-            (run.predicted_peak, run.peak, size), (run.formula_bytes, run.comm_bytes, size),
-            (run.predicted_step, run.step_median, seconds),
-        )  # fmt: skip
+        sent = run.formula_bytes, run.summary.comm.bytes_per_step
+        step = run.summary.predicted.step_time_s, run.step_median
+        pairs = ((run.predicted_peak, run.peak, size), (*sent, size), (*step, seconds))
         rows.append([Cell(run.label), *(Cell(beside(*pair), {"class": "number"}) for pair in pairs)])
     return table(head, rows, caption="Predicted, and in brackets predicted over measured.")
 
