@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.common.words import MISSING
+from fsdplab.figures.fastest import core_words
 from fsdplab.figures.plots.memory import memory_by_category
 from fsdplab.figures.plots.predicted import predicted_memory
 from fsdplab.figures.plots.steps import step_time
@@ -52,11 +53,13 @@ def comparison_page(
     records = list(records if records is not None else [run for run in runs or () if is_record(run)])
     runs = records if len(records) == len(comparison["runs"]) else runs  # records know what tells namesakes apart
     summary = _summary(comparison, comparison if runs is None else with_verdicts(runs, comparison))
+    shown = views(runs if runs is not None else comparison)
     page = rendered(
         "page.html",
-        title=_title(views(runs if runs is not None else comparison)),
+        title=_title(shown),
         plotly_js=get_plotlyjs(),
-        setting=_setting(comparison.get("spec") or {}, views(runs if runs is not None else comparison)),
+        setting=_setting(comparison.get("spec") or {}, shown),
+        cores=core_words(shown),
         content=tabbed(summary, records, findings, tables_of) if records else summary,
         comparison=json.dumps(comparison, separators=(",", ":")),
     )
