@@ -31,13 +31,12 @@ NUMBERS = ("step", "tokens/s", "peak", "sent", "loss")  # columns that are set f
 WRAPPED = (SPLIT, "formula")  # columns whose text may take a second line
 SHORT = ("predicted",)  # those whose text may break at every blank
 LEGEND = (
-    "step: median; peak: memory of the worst rank, in MB = parameters (slices and gathered) + gradients (slices and"
-    " whole) + optimizer state + activations + rest (communication buffers, other); predicted: peak and step by"
-    " arithmetic, and in brackets each over what was measured; sent: by one rank in one step;"
-    " formula: what the strategy must send; exposed: time of a profiled step (mean) in which the rank communicated and"
-    " did not compute, copies and waiting for other ranks included, a dash where nothing was sent or profiled; hidden:"
-    " the part of communication under computing;"
-    " loss: of the last step"
+    "step: median, ± half the range of the middle half of the steps (of 4 or more); peak: memory of the worst rank, in"
+    " MB = parameters (slices and gathered) + gradients (slices and whole) + optimizer state + activations + rest"
+    " (communication buffers, other); predicted: peak and step by arithmetic, and in brackets each over what was"
+    " measured; sent: by one rank in one step; formula: what the strategy must send; exposed: time of a profiled step"
+    " (mean) in which the rank communicated and did not compute, copies and waiting for other ranks included, a dash"
+    " where nothing was sent or profiled; hidden: the part of communication under computing; loss: of the last step"
 )
 AGREE, DIFFER, EQUAL = "agree", "DIFFER", "equal"
 _MOODS = {AGREE: "good", EQUAL: "good", DIFFER: "bad", "out of memory": "bad", "failed": "bad"}
@@ -50,7 +49,7 @@ def cells(run: RunView, unknown: str = MISSING) -> tuple[str, ...]:
     return (
         f"{run.strategy}, {run.note}" if run.note else run.strategy,
         run.engine,
-        seconds(run.step_median) if run.step_median else run.status.replace("_", " "),
+        step_of(run),
         three_digits(run.tokens_per_s) if run.tokens_per_s else MISSING,
         size(run.peak),
         split_of(run),
@@ -62,6 +61,14 @@ def cells(run: RunView, unknown: str = MISSING) -> tuple[str, ...]:
         _last_loss(run.summary.losses),
         badge(run, unknown),
     )
+
+
+def step_of(run: RunView) -> str:
+    """The median step and its scatter, `398 ms ±3 %`; of a run without a timed step its status."""
+    if not run.step_median:
+        return run.status.replace("_", " ")
+    scatter = run.summary.step_time_s.scatter
+    return seconds(run.step_median) + ("" if scatter is None else f" ±{100 * scatter:.0f} %")
 
 
 def _last_loss(losses: Sequence[float | None]) -> str:

@@ -12,6 +12,7 @@ from fsdplab.records import RunRecord, Spread, Summary
 from fsdplab.sessions.spec import ENGINES
 
 CATEGORY_NAMES = {row.name: row.words for row in CATEGORY_ROWS.values()}
+_ALL_CORES = 0.95  # of a step: less is told, as other work took a core now and then
 UNSPLIT = "no category"  # a peer's memory that could not be attributed to a category
 
 
@@ -292,9 +293,17 @@ def provenance(runs: list[RunView]) -> list[tuple[str, str]]:
     pairs = ([("measured", _measured(own))] if own else []) + [("measured", _traced(run)) for run in traced]
     pairs += [("not in the traces", "memory, tokens/s, bytes sent, losses")] if traced else []
     pairs += [("computed", "formula: the bytes that each strategy must send")] if own or simulated else []
+    pairs += [("cores", words)] if (words := _cores(own)) else []
     pairs += [("predicted", _predicted(own))] if any(run.predicted_split for run in own) else []
     pairs += [("emulated", "; ".join(_emulated(runs)) or "nothing")]
     return [*pairs, ("simulated", _simulated(simulated) if simulated else "nothing")]
+
+
+def _cores(runs: list[RunView]) -> str:
+    """The part of the step in which ranks had a core, of the runs that had one for less than 95 %."""
+    shares = [(run.label, run.summary.cpu_share) for run in runs]
+    low = [f"{label} {share:.0%}" for label, share in shares if share is not None and share < _ALL_CORES]
+    return f"the part of their steps in which ranks had a core when they wanted one: {', '.join(low)}" if low else ""
 
 
 def _predicted(runs: list[RunView]) -> str:
