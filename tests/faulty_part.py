@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from fsdplab.gpu_check.part import Sheet, part_parser, run_part
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, Summary
 
 SLEEPER = "import time; time.sleep(601.25)"  # told from other sleepers by its seconds
 
@@ -26,7 +26,9 @@ def child() -> int:
 
 def keeps_a_record(sheet: Sheet, folder: Path) -> None:
     RunRecord(
-        folder / "run-a", spec={"strategy": "full_shard", "engine": "lab", "world_size": 1}, summary={"losses": [2.5]}
+        folder / "run-a",
+        spec={"strategy": "full_shard", "engine": "lab", "world_size": 1},
+        summary=Summary(losses=(2.5,)),
     ).save()
     sheet.record("run-a")
 

@@ -21,7 +21,7 @@ from fsdplab.cli.parse import names, parse_card
 from fsdplab.cli.progress import ProgressTable
 from fsdplab.cli.verdict import readiness, verdict_lines
 from fsdplab.common.places import how_to_install
-from fsdplab.records import CATEGORIES, RunRecord
+from fsdplab.records import CATEGORIES, RunRecord, Spread, Summary
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.spec import STRATEGIES
 
@@ -31,7 +31,8 @@ FIELDS = {  # DESIGN section 6, to the letter
     "engine": None,
     "world_size": None,
     "status": None,
-    "step_time_s": {"median", "min"},
+    "step_time_s": {"median", "min", "q1", "q3", "max", "count"},
+    "cpu_share": None,
     "tokens_per_s": None,
     "peak_memory_bytes": {"total", "by_category"},
     "comm": {
@@ -134,7 +135,7 @@ def test_a_run_that_fails_ends_with_its_report_and_exit_code_1(tmp_path, capsys)
 
 
 def test_a_run_that_failed_after_timed_steps_is_shown_as_failed(tmp_path, capsys):
-    summary = {"step_time_s": {"median": 0.5, "min": 0.4}, "tokens_per_s": 9.0, "losses": [5.0], "comm": {}}
+    summary = Summary(step_time_s=Spread.of([0.4, 0.5, 0.6]), tokens_per_s=9.0, losses=(5.0,))
     spec = {"strategy": "full_shard", "engine": "lab", "world_size": 2}
     failure = {"message": "Rank 1 died in step 7 (forward): it ended with SIGKILL (signal 9)."}
     record = RunRecord(tmp_path / "r", spec=spec, status="failed", failure=failure, summary=summary).save()

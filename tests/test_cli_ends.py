@@ -18,12 +18,12 @@ import pytest
 from fsdplab.cli.terminal import Ended, signals_as_exceptions
 from fsdplab.common.files import is_full, try_folder, try_output, write_output, write_whole
 from fsdplab.common.pythons import run_of, with_this_checkout
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, Spread, Summary
 from fsdplab.sessions.launch.mailbox import Mailbox
 from tests.leftovers import processes_of
 from tests.test_cli import TINY, ended
 
-SUMMARY = {"step_time_s": {"median": 0.5, "min": 0.4}, "tokens_per_s": 9.0, "losses": [5.0], "comm": {}}
+SUMMARY = Summary(step_time_s=Spread.of([0.4, 0.5, 0.6]), tokens_per_s=9.0, losses=(5.0,))
 SPEC = {"strategy": "full_shard", "engine": "lab", "world_size": 2}
 dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 

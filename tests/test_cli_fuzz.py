@@ -26,7 +26,7 @@ import typer
 from fsdplab import cli
 from fsdplab.cli.app import app
 from fsdplab.common.names import CATEGORIES
-from fsdplab.records import LANES, TABLES, RunRecord
+from fsdplab.records import LANES, TABLES, RunRecord, Summary
 from fsdplab.records.tables import IDLE_PARTS
 
 VALUES = (
@@ -207,7 +207,7 @@ def sound_record(folder: Path) -> Path:
     from fsdplab.sessions import RunSpec
 
     record = RunRecord(
-        folder, spec=RunSpec(model="gpt-tiny", device="cpu").as_dict(), summary=summary, tables=rows,
+        folder, spec=RunSpec(model="gpt-tiny", device="cpu").as_dict(), summary=Summary.from_dict(summary), tables=rows,
         environment={"versions": {"torch": "2.13"}, "device": "cpu", "cpu": {"model": "x", "count": 2}},
         provenance={"losses": "measured", "link": "emulated"},
     )  # fmt: skip

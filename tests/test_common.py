@@ -54,7 +54,7 @@ def test_every_table_has_the_categories_of_the_engine():
     from fsdplab.common.names import CATEGORIES
     from fsdplab.engine.events import CATEGORIES as TAGGED
     from fsdplab.figures import CATEGORY_COLOURS
-    from fsdplab.profiling.diagnosis import _smaller
+    from fsdplab.profiling.findings import _smaller
 
     assert CATEGORIES == TAGGED == records.CATEGORIES == tuple(CATEGORY_COLOURS)
     assert all(_smaller({}, category) for category in CATEGORIES)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fsdplab.figures import alt_text, ledger_against_formula, svg
+from fsdplab.records.summary import Comm
 from fsdplab.sessions import RanksFailed
 from fsdplab.teaching import mini_fsdp
 from fsdplab.teaching.core import checking, registry
@@ -222,10 +223,8 @@ def test_the_learners_engine_equals_the_twin_and_the_lab(training):
 
 def test_its_collectives_are_the_formulas_and_the_labs(training):
     summaries = [training.records[name].summary for name in ("my_fsdp", "lab")]
-    assert (
-        [summary["comm"]["collectives_per_step"] for summary in summaries] == [training.plan.collectives] * 2 == [8, 8]
-    )
-    assert [summary["comm"]["bytes_per_step"] for summary in summaries] == [training.plan.traffic(2)] * 2
+    assert [summary.comm.collectives_per_step for summary in summaries] == [training.plan.collectives] * 2 == [8, 8]
+    assert [summary.comm.bytes_per_step for summary in summaries] == [training.plan.traffic(2)] * 2
     mine, lab = (
         sorted(
             (row["unit"], row["phase"], row["kind"], row["logical_bytes"])
@@ -238,8 +237,8 @@ def test_its_collectives_are_the_formulas_and_the_labs(training):
 
 
 def test_its_gathered_bytes_are_the_arithmetics(training):
-    assert training.mine.summary["gathered_bytes"] == training.plan.peak
-    assert training.records["lab"].summary["gathered_bytes"] >= training.plan.peak, "the lab gathers one unit ahead"
+    assert training.mine.summary.gathered_bytes == training.plan.peak
+    assert training.records["lab"].summary.gathered_bytes >= training.plan.peak, "the lab gathers one unit ahead"
     assert "141,056" in str(training) and "formula" in training._repr_html_()
 
 
@@ -256,7 +255,7 @@ def test_an_engine_of_other_right_answers_is_the_twins_equal_too(course, tmp_pat
         open_course("learner", course.workspace.path)
     assert run.whose == "with your shard, unshard, guarded, reduce, hooks and the reference reshard"
     assert run.losses["my_fsdp"] == run.losses["twin"] and run.differs["my_fsdp"]["largest"] == 0
-    assert run.mine.summary["comm"] == {"bytes_per_step": run.plan.traffic(2), "collectives_per_step": 8}
+    assert run.mine.summary.comm == Comm(bytes_per_step=run.plan.traffic(2), collectives_per_step=8)
 
 
 def test_its_figures_say_what_they_show(training):

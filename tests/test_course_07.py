@@ -175,7 +175,7 @@ def test_sentences_and_tables_come_from_the_record(small):
     assert "prefetch=0" in told and overlapping.duration(split["exposed_ns"]) in told
     assert "Most frequent cause" in str(overlapping.worst_place(linked))
     exposed, whole = overlapping.moving(linked)
-    on_the_link = linked.summary["comm"]["bytes_per_step"] / 20e6
+    on_the_link = linked.summary.comm.bytes_per_step / 20e6
     assert 0.5 * on_the_link < exposed <= whole == pytest.approx(on_the_link, rel=1e-3), "copies are not on the link"
     assert overlapping.moving(small["alone"]) == (0, 0)
 
@@ -195,7 +195,7 @@ def test_inflation_and_the_raw_steps_come_from_the_records(small):
     runs = {"alone": small["alone"], "linked": small["linked"]}
     table = overlapping.inflation(runs)
     assert table.rows[0][2] == "1.00" and table.rows[0][3] == "nothing sent" and float(table.rows[1][1]) > 0
-    steps = [record.summary["step_time_s"]["median"] for record in runs.values()]
+    steps = [record.summary.step_time_s.median for record in runs.values()]
     assert f"linked {steps[1] / steps[0]:.2f} times" in str(overlapping.raw_words(runs))
     assert overlapping.least_exposed_ms(300, 500) == 200 and overlapping.least_exposed_ms(500, 300) == 0
 
@@ -219,7 +219,7 @@ def test_the_reference_rule_is_the_engines(prefetch):
 
 def test_another_rule_leads_to_another_timeline():
     none = overlapping.with_rule(lambda order, position, depth: [], JOB)
-    assert none.summary["comm"] == overlapping.steady(replace(JOB, prefetch=0)).summary["comm"]
+    assert none.summary.comm == overlapping.steady(replace(JOB, prefetch=0)).summary.comm
     shown = overlapping.timeline_at(rule_of(exercises.ahead.reference), JOB)
     assert "54.8 ms of 369 ms" in str(shown(1, 400)) and "322 ms" in str(shown(0, 400))
 

@@ -108,8 +108,8 @@ def test_sentences_come_from_the_record():
     told = str(hiding.tunnel_seen(record))
     assert f"{hiding.hundredths(record):.1f} %" in told and "12.7 % over the whole step" in told
     assert hiding.asked(record) == pytest.approx(12.7, abs=0.05), "what is predicted is the same on every machine"
-    rate = record.summary["link"]["bytes_per_s"]
-    at_least = record.summary["comm"]["bytes_per_step"] / rate
+    rate = record.summary.link.bytes_per_s
+    at_least = record.summary.comm.bytes_per_step / rate
     assert hiding._carried(record) == pytest.approx(at_least, rel=0.25) and hiding._carried(record) > at_least
     figure = overlap_roofline(hiding.target(), measured=record)
     assert any("measured" in (trace.name or "") for trace in figure.data)

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, Spread, Summary
+from fsdplab.records.summary import Comm, Peak
 from fsdplab.sessions import RunSpec, compare
 from fsdplab.teaching import reading_choices
 from fsdplab.teaching.core import answers, registry, training_on_ranks
@@ -46,17 +47,12 @@ def fake(
         spec={"strategy": strategy, "prefetch": 1, "link_queues": 1, "units": "auto"},
         status="finished",
         table={"ledger": ledger}.__getitem__,
-        summary={
-            "peak_memory_bytes": {"total": peak * 1e6},
-            "step_time_s": {"median": step_ms / 1e3},
-            "formula_bytes_per_step": sent * 1e6,
-            "comm": {
-                "exposed_s": exposed_ms / 1e3,
-                "bytes_per_step": sent * 1e6,
-                "overlap": 1 - exposed_ms / on_link_ms,
-                "collectives_per_step": 3,
-            },
-        },
+        summary=Summary(
+            peak_memory_bytes=Peak(round(peak * 1e6)),
+            step_time_s=Spread.of([step_ms / 1e3]),
+            formula_bytes_per_step=round(sent * 1e6),
+            comm=Comm(round(sent * 1e6), 3, exposed_s=exposed_ms / 1e3, overlap=1 - exposed_ms / on_link_ms),
+        ),
     )
 
 
@@ -118,7 +114,7 @@ def test_the_time_on_the_link_is_bytes_over_bandwidth(tmp_path):
     runs = [RunRecord.load(record.path) for record in compare(specs, directory=tmp_path)]
     for record in runs:
         assert reading_choices.on_the_link(record) == pytest.approx(
-            record.summary["comm"]["bytes_per_step"] / 100e6, rel=0.01
+            record.summary.comm.bytes_per_step / 100e6, rel=0.01
         )
     assert "formula" in str(reading_choices.traffic_table(runs))
 

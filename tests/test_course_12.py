@@ -154,7 +154,7 @@ def test_figures_and_sentences_come_from_the_records(small):
     )
     ratio = axes.slow(full) / axes.slow(hybrid)
     assert f"{ratio:.2f} times as much" in str(axes.seen(full, hybrid)) and ratio > 2
-    steps = [1e3 * record.summary["step_time_s"]["median"] for record in small]
+    steps = [1e3 * record.summary.step_time_s.median for record in small]
     assert f"{steps[0]:.0f} ms against {steps[1]:.0f}" in str(axes.raw_words(full, hybrid))
     assert "a rank" in str(axes.weighed(full, hybrid))
     table = axes.beside_the_formula(exercises.traffic_reference, [full, hybrid])

@@ -185,9 +185,9 @@ def small_runs():
 
 @pytest.mark.timeout(300)
 def test_recomputation_and_offload_change_memory_and_nothing_else(small_runs):
-    peaks = {name: record.summary["peak_memory_bytes"]["by_category"] for name, record in small_runs.items()}
-    losses = {tuple(record.summary["losses"]) for record in small_runs.values()}
-    assert len(losses) == 1 and len({record.summary["comm"]["bytes_per_step"] for record in small_runs.values()}) == 1
+    peaks = {name: record.summary.peak_memory_bytes.split for name, record in small_runs.items()}
+    losses = {tuple(record.summary.losses) for record in small_runs.values()}
+    assert len(losses) == 1 and len({record.summary.comm.bytes_per_step for record in small_runs.values()}) == 1
     assert peaks["full"]["activations"] < 0.7 * peaks["plain"]["activations"]
     assert peaks["plain"]["optimizer_state"] > 0
     assert not any(peaks["offload"][name] for name in ("parameter_slices", "gradient_slices", "optimizer_state"))
@@ -199,7 +199,7 @@ def test_offload_is_emulated_on_cpu_ranks_and_said_so(small_runs):
     assert small_runs["offload"].provenance["host_memory_beside_the_card"] == "emulated"
     assert "host_memory_beside_the_card" not in small_runs["plain"].provenance
     first, *_, last = small_runs.values()
-    totals = [run.summary["peak_memory_bytes"]["total"] / 1e6 for run in (first, last)]
+    totals = [run.summary.peak_memory_bytes.total / 1e6 for run in (first, last)]
     assert f"{totals[0]:.0f} MB at the peak" in str(trading.seen(first))
     assert f"From {totals[0]:.0f} to {totals[1]:.0f} MB" in str(trading.changed(first, last))
     assert "Smaller: nothing. Larger: nothing" in str(trading.changed(first, first))

@@ -35,7 +35,7 @@ def strategies():
 @pytest.mark.timeout(300)
 def test_shoot_out_bytes_and_times_do_not_know_the_load(strategies):
     on_card = reading_choices.on_steady_card(strategies)
-    sent = {run.spec["strategy"]: run.summary["comm"]["bytes_per_step"] for run in strategies}
+    sent = {run.spec["strategy"]: run.summary.comm.bytes_per_step for run in strategies}
     # a whole model is gathered twice by full_shard; the root once
     assert sent["no_shard"] == sent["zero1"] == sent["zero2"] == sent["shard_grad_op"] < sent["full_shard"]
     for ran, card in zip(strategies, on_card, strict=True):
@@ -49,7 +49,7 @@ def test_the_choices_of_the_shoot_out_are_right_on_the_card():
     on_card = [steady(reading_choices.job(strategy=name)) for name in reading_choices.STRATEGIES]
     by_name = {card.spec["strategy"]: card for card in on_card}
     assert "zero2" in reading_choices.least(on_card, reading_choices.step_s), shoot_out.defend.options["d"]
-    assert by_name["full_shard"].summary["comm"]["overlap"] > 0.5, shoot_out.defend.options["c"]
+    assert by_name["full_shard"].summary.comm.overlap > 0.5, shoot_out.defend.options["c"]
     assert "no_shard" not in reading_choices.least(on_card, reading_choices.exposed)
     assert reading_choices.exposed_ratio(on_card) == pytest.approx(1.41, abs=0.01)
 
@@ -58,7 +58,7 @@ def test_the_choices_of_the_shoot_out_are_right_on_the_card():
 def test_overlap_without_prefetch_everything_is_exposed():
     late = run(RunSpec(**SMALL, prefetch=0, memory=False, profile=1))
     shown, whole = overlapping.moving(late)
-    assert whole == pytest.approx(late.summary["comm"]["bytes_per_step"] / 20e6, rel=0.01)
+    assert whole == pytest.approx(late.summary.comm.bytes_per_step / 20e6, rel=0.01)
     assert f"({overlapping.percent(shown, whole)})" in str(overlapping.explained(late))
     job = overlapping.job()
     assert overlapping.factor(steady(replace(job, prefetch=0)), steady(job)) == pytest.approx(5.88, abs=0.01)

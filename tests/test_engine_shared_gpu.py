@@ -387,12 +387,12 @@ def short(**wanted: object) -> RunSpec:
 
 def test_a_run_trains_as_its_twin_and_is_labelled_emulated(tmp_path) -> None:
     record = run(short(), directory=tmp_path / "run")
-    assert record.summary["losses"] == run(short(engine="twin", transport="auto")).summary["losses"]
+    assert record.summary.losses == run(short(engine="twin", transport="auto")).summary.losses
     labels = RunRecord.load(tmp_path / "run").provenance
     assert {labels[name] for name in ("ranks_on_one_gpu", "step_time_s", "exposed_s")} == {"emulated"} and labels[
         "losses"
     ] == "measured"
-    assert record.summary["comm"]["bytes_per_step"] == record.summary["formula_bytes_per_step"]
+    assert record.summary.comm.bytes_per_step == record.summary.formula_bytes_per_step
     assert record.environment["backend"] == "shared_gpu, rehearsed on the CPU"
     assert "ranks take turns on one" in dict(provenance(views([record])))["emulated"]
 
@@ -463,8 +463,8 @@ def test_a_trace_tells_copies_between_ranks_from_computing(tmp_path) -> None:
 @needs_gpu
 @pytest.mark.parametrize("engine,world_size", [("lab", 2), ("torch-fsdp2", 2), ("lab", 4)])
 def test_ranks_on_one_gpu_train_as_the_cpu_twin(engine: str, world_size: int) -> None:
-    on_gpu = run(short(device="cuda", engine=engine, world_size=world_size)).summary["losses"]
-    twin = run(short(engine="twin", transport="auto", world_size=world_size)).summary["losses"]
+    on_gpu = run(short(device="cuda", engine=engine, world_size=world_size)).summary.losses
+    twin = run(short(engine="twin", transport="auto", world_size=world_size)).summary.losses
     torch.testing.assert_close(torch.tensor(on_gpu), torch.tensor(twin), rtol=1e-3, atol=0.0)
 
 

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -23,7 +23,8 @@ from fsdplab.figures import style
 from fsdplab.figures.static.svg import nice_step
 from fsdplab.figures.table import COLUMNS, cells
 from fsdplab.figures.view import view, views
-from fsdplab.records import CATEGORIES, RunRecord, comparison_json
+from fsdplab.records import CATEGORIES, RunRecord, Spread, Summary, comparison_json
+from fsdplab.records.summary import Peak, Predicted
 
 MB = 1_000_000
 SPLITS = {  # a model of 20 MB of parameters on two ranks, rounded
@@ -57,8 +58,9 @@ def record(
 ) -> RunRecord:
     """A complete small record as a run would leave it."""
     split = {name: SPLITS[strategy].get(name, 0) * MB for name in CATEGORIES}
+    steps = [] if median is None else [0.9 * median, median, median, 1.05 * median]
     summary = {
-        "step_time_s": {"median": median, "min": median and 0.9 * median},
+        "step_time_s": asdict(Spread.of(steps)),
         "tokens_per_s": median and 256 / median,
         "peak_memory_bytes": {"total": sum(split.values()), "by_category": split},
         "peak_by_rank": [sum(split.values())] * 2,
@@ -81,7 +83,7 @@ def record(
         ),
         environment={"torch": "2.13.0", "nested": {"cores": 2}},
         status=status,
-        summary=summary,
+        summary=Summary.from_dict(summary),
         provenance={"step_time_s": "measured", "card": "emulated"},
         tables={"memory": memory_rows(), "ledger": ledger_rows()},
     )
@@ -159,7 +161,7 @@ def test_quantities_read_well():
 def test_memory_stacks_to_the_measured_peak(runs):
     figure = figures.memory_by_category(runs)
     for index, run in enumerate(runs):
-        assert sum(bar.x[index] for bar in figure.data) * MB == pytest.approx(run.summary["peak_memory_bytes"]["total"])
+        assert sum(bar.x[index] for bar in figure.data) * MB == pytest.approx(run.summary.peak_memory_bytes.total)
     assert {bar.name for bar in figure.data} == {name.replace("_", " ") for name in CATEGORIES}
     assert [bar.marker.color for bar in figure.data] == [style.CATEGORY_COLOURS[name] for name in CATEGORIES]
     assert "out of memory" in words(figure) and "card 80.0 MB (emulated)" in words(figure)
@@ -184,7 +186,8 @@ def test_a_card_far_beyond_the_bars_is_said_not_drawn(tmp_path):
 
 def test_memory_that_cannot_be_told_apart_is_shown_as_such(tmp_path):
     peer = record(tmp_path, "full_shard", engine="torch-fsdp2", card=None)
-    peer.summary["peak_memory_bytes"]["by_category"] = {"optimizer_state": 20 * MB, "activations": None}
+    known = {"optimizer_state": 20 * MB, "activations": None}
+    peer.summary = replace(peer.summary, peak_memory_bytes=replace(peer.summary.peak_memory_bytes, by_category=known))
     figure = figures.memory_by_category(peer)
     assert {bar.name: bar.x[0] for bar in figure.data} == {"optimizer state": 20, "no category": 41}
     assert "emulated" not in words(figure)
@@ -218,7 +221,7 @@ def test_ledger_beside_the_formula(runs):
         "formula": 20,
     }
     assert "the ledger equals the formula, 20.0 MB a step" in words(figure)
-    runs[2].summary["formula_bytes_per_step"] += 3
+    runs[2].summary = replace(runs[2].summary, formula_bytes_per_step=20 * MB + 3)
     assert "differs from the formula by -3 bytes" in words(figures.ledger_against_formula(runs[2]))
     runs[2].tables["ledger"] = []
     with pytest.raises(ValueError, match="recorded no collective"):
@@ -227,7 +230,7 @@ def test_ledger_beside_the_formula(runs):
 
 def test_figures_refuse_what_they_cannot_draw(tmp_path, runs):
     empty = record(tmp_path, "zero1", median=None)
-    empty.summary["peak_memory_bytes"] = None
+    empty.summary = replace(empty.summary, peak_memory_bytes=Peak())
     with pytest.raises(ValueError, match="no run has a memory measurement"):
         figures.memory_by_category(empty)
     with pytest.raises(ValueError, match="no run has a timed step"):
@@ -471,12 +474,15 @@ def widest(tmp_path: Path) -> list[RunRecord]:
     for place, engine in enumerate(("torch-ddp", "deepspeed-1", "torch-fsdp2", "lab", "lab")):
         run = record(tmp_path / str(place), "full_shard", engine=engine)
         run.spec |= {"link": "eth10", "prefetch": place, "micro_batches": place}
-        peak = run.summary["peak_memory_bytes"]
-        peak["by_category"] = {name: nbytes + 150 * MB for name, nbytes in peak["by_category"].items()}
-        peak["total"] = sum(peak["by_category"].values())
-        run.summary["comm"] |= {"bytes_per_step": 1_234 * MB + 1, "exposed_s": 0.1234, "overlap": 0.56}
-        run.summary["formula_bytes_per_step"] = 1_233 * MB
-        run.summary["predicted"] = {"peak_memory_bytes": dict(peak), "step_time_s": 0.1234}
+        split = {name: nbytes + 150 * MB for name, nbytes in run.summary.peak_memory_bytes.split.items()}
+        peak = Peak(sum(split.values()), split)
+        run.summary = replace(
+            run.summary,
+            peak_memory_bytes=peak,
+            comm=replace(run.summary.comm, bytes_per_step=1_234 * MB + 1, exposed_s=0.1234, overlap=0.56),
+            formula_bytes_per_step=1_233 * MB,
+            predicted=Predicted(peak, step_time_s=0.1234),
+        )
         made.append(run)
     return made
 

@@ -13,7 +13,7 @@ import json
 import re
 import shutil
 import xml.etree.ElementTree as ET
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,8 @@ from fsdplab.figures.plotly_go import go
 from fsdplab.figures.plots.exposed import exposed_heatmap
 from fsdplab.figures.plots.shard_map import hover_text
 from fsdplab.figures.plots.timeline import lanes_of, phase_lines, phases, rank_timeline, step_start
-from fsdplab.records import CATEGORIES, LANES, TABLES, RunRecord, comparison_json
+from fsdplab.records import CATEGORIES, LANES, TABLES, RunRecord, Spread, Summary, comparison_json
+from fsdplab.records.summary import Comm, Peak
 
 MB, US, EPOCH = 1_000_000, 1_000, 1_790_000_000_000_000_000
 BLOCKS = [f"blocks.{index}" for index in range(4)]
@@ -222,7 +223,7 @@ def profiled(
     top = max(tables["memory"], key=lambda row: sum(row[name] for name in CATEGORIES), default=None)
     split = {name: top[name] for name in CATEGORIES} if top else None
     summary = {
-        "step_time_s": {"median": worst["step_ns"] / 1e9, "min": 0.98 * worst["step_ns"] / 1e9},
+        "step_time_s": asdict(Spread.of([part * worst["step_ns"] / 1e9 for part in (0.98, 1.0, 1.0, 1.01)])),
         "tokens_per_s": 256 / (worst["step_ns"] / 1e9),
         "peak_memory_bytes": {"total": split and sum(split.values()), "by_category": split},
         "comm": {
@@ -250,7 +251,7 @@ def profiled(
         tmp_path / strategy,
         spec=spec,
         environment={"torch": "2.13.0"},
-        summary=summary,
+        summary=Summary.from_dict(summary),
         provenance=provenance,
         tables=tables,
     )
@@ -432,7 +433,7 @@ def huge(tmp_path, units: int = 800, ranks: int = 4) -> RunRecord:
         for index in range(30_000)
     ]
     record.tables |= {"timeline": rows, "life": life, "memory": memory, "exposed": exposed, "breakdown": []}
-    record.summary["memory_start_ns"] = [EPOCH]
+    record.summary = replace(record.summary, memory_start_ns={0: EPOCH})
     return record
 
 
@@ -490,14 +491,15 @@ def test_pareto_draws_the_front_and_keeps_labels_apart(ahead, behind, tmp_path):
     from fsdplab.figures.plots.pareto import diameter, front, placed
     from fsdplab.figures.view import RunView
 
-    runs = [
-        RunView(f"run{i}", "lab", 2, step_median=0.1 + 0.001 * (i % 3), peak=(100 + i) * MB, exposed_s=0.001 * (i + 1))
-        for i in range(12)
-    ]
+    def seen(name: str, step: float, megabytes: int, exposed: float | None = None) -> RunView:
+        summary = Summary(
+            step_time_s=Spread.of([step]), peak_memory_bytes=Peak(megabytes * MB), comm=Comm(exposed_s=exposed)
+        )
+        return RunView(name, "lab", 2, summary)
+
+    runs = [seen(f"run{i}", 0.1 + 0.001 * (i % 3), 100 + i, 0.001 * (i + 1)) for i in range(12)]
     assert [run.strategy for run in front(runs)] == ["run0"]
-    assert [
-        run.strategy for run in front(runs[1:4] + [RunView("fast", "lab", 2, step_median=0.05, peak=500 * MB)])
-    ] == ["run1", "run3", "fast"]
+    assert [run.strategy for run in front(runs[1:4] + [seen("fast", 0.05, 500)])] == ["run1", "run3", "fast"]
     assert diameter(runs[2], runs) == pytest.approx(diameter(runs[11], runs) / 2)
     figure = figures.pareto(runs)
     ranges = (figure.layout.xaxis.range, figure.layout.yaxis.range)
@@ -512,7 +514,7 @@ def test_pareto_draws_the_front_and_keeps_labels_apart(ahead, behind, tmp_path):
     for (x0, y0, w0), (x1, y1, w1) in itertools.combinations(boxes, 2):
         assert abs(y0 - y1) >= 19.9 or abs(x0 - x1) >= (w0 + w1) / 2 - 9
     drowned = profiled(tmp_path, strategy="zero1")
-    drowned.status, drowned.summary["step_time_s"] = "out_of_memory", {"median": None}
+    drowned.status, drowned.summary = "out_of_memory", replace(drowned.summary, step_time_s=Spread())
     figure = figures.pareto([ahead, behind, drowned])
     assert "zero1 ran out of memory" in words(figure) and "card 110 MB (emulated)" in words(figure)
     assert (
@@ -671,7 +673,7 @@ def test_a_run_without_profile_says_what_to_do(plain, ahead):
             draw(plain)
     with pytest.raises(TypeError, match="this figure draws a run record, got int"):
         figures.rank_timeline(3)
-    plain.summary["peak_memory_bytes"] = None
+    plain.summary = replace(plain.summary, peak_memory_bytes=Peak())
     with pytest.raises(ValueError, match="no run has both a peak and a timed step"):
         figures.pareto(plain)
 

@@ -154,7 +154,7 @@ def test_a_hung_part_says_where_it_stood(checked):
 
 def test_records_are_packed_and_opened_again(checked, tmp_path):
     (place,) = open_check(checked.folder).unpack_records(tmp_path)
-    assert place == tmp_path / "keeps_a_record" / "run-a" and RunRecord.load(place).summary == {"losses": [2.5]}
+    assert place == tmp_path / "keeps_a_record" / "run-a" and RunRecord.load(place).summary.losses == (2.5,)
 
 
 def test_nothing_of_the_parts_is_left(checked):

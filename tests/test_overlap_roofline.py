@@ -100,9 +100,9 @@ def test_a_run_in_the_wind_tunnel_is_a_point_of_the_job_that_it_stands_for():
     # the tunnel takes its link from the compute of its calibration, which other work on the machine made longer
     assert 0.75 < point.predicted / point.measured < 1.25
     computed = sum(row["compute_ns"] for row in record.table("breakdown"))
-    link, steps = record.summary["link"], {row["step"] for row in record.table("breakdown")}
+    link, steps = record.summary.link, {row["step"] for row in record.table("breakdown")}
     sent = [row["wire_bytes"] for row in record.table("ledger") if row["step"] in steps]
-    needed = sum(sent) / link["bytes_per_s"] + len(sent) * link["latency_s"]
+    needed = sum(sent) / link.bytes_per_s + len(sent) * link.latency_s
     assert point.measured == pytest.approx(needed * 1e9 / computed, rel=0.01)
 
 

@@ -20,6 +20,8 @@ from fsdplab.planning.lab_memory.tape import Edge
 from fsdplab.planning.lab_step_time import ProductRate, Rates, compute_seconds, product_rates, step_seconds
 from fsdplab.planning.models import MODELS
 from fsdplab.planning.traffic import Traffic
+from fsdplab.records import Spread, Summary
+from fsdplab.records.summary import Peak, Predicted
 from fsdplab.sessions import RunSpec, run
 from fsdplab.sessions.calibrate import calibrate
 from fsdplab.sessions.calibration import Calibration, find_calibration, keep, this_machine
@@ -40,15 +42,15 @@ def held_against_a_run(tmp_path, **settings) -> None:
     """Run it and compare: bytes exact, the peak within 5%, each category within 10% or explained."""
     spec = RunSpec(**{"model": "gpt-tiny", "steps": 1, "device": "cpu", **settings})
     record = run(spec, directory=tmp_path / "run")
-    predicted, measured = predict(spec), record.summary["peak_memory_bytes"]
-    assert predicted.bytes_per_step == record.summary["comm"]["bytes_per_step"]
-    assert predicted.peak_bytes == pytest.approx(measured["total"], rel=0.05)
-    least = 0.002 * measured["total"]  # less changes nothing
+    predicted, measured = predict(spec), record.summary.peak_memory_bytes
+    assert predicted.bytes_per_step == record.summary.comm.bytes_per_step
+    assert predicted.peak_bytes == pytest.approx(measured.total, rel=0.05)
+    least = 0.002 * measured.total  # less changes nothing
     explained = EXPLAINED.get(spec.precision, ())
     for name in set(CATEGORIES) - set(explained):
-        found, expected = predicted.by_category[name], measured["by_category"][name]
+        found, expected = predicted.by_category[name], measured.split[name]
         assert abs(found - expected) <= max(0.1 * expected, least), (name, found, expected)
-    assert record.summary["predicted"]["peak_memory_bytes"]["by_category"] == predicted.by_category
+    assert record.summary.predicted.peak_memory_bytes.split == predicted.by_category
 
 
 @pytest.mark.parametrize("settings", EVERY, ids=lambda settings: settings["strategy"])
@@ -297,10 +299,16 @@ def test_ranks_calibrate_in_the_form_that_predictions_read(tmp_path):
         assert step is not None and 0 < step < 60
 
 
-def seen_run(**fields) -> RunView:
-    split = dict.fromkeys(CATEGORIES, 0) | {"parameter_slices": 60, "activations": 40}
-    run = RunView("full_shard", "lab", 2, peak=100, split=split, predicted_split=split, step_median=0.2)
-    return replace(run, **fields)
+SPLIT = dict.fromkeys(CATEGORIES, 0) | {"parameter_slices": 60, "activations": 40}
+
+
+def seen_run(strategy="full_shard", predicted_split=SPLIT, predicted_step=None, seconds=(0.2,), **spec) -> RunView:
+    summary = Summary(
+        step_time_s=Spread.of(seconds),
+        peak_memory_bytes=Peak(100, SPLIT),
+        predicted=Predicted(Peak(None, predicted_split), predicted_step),
+    )
+    return RunView(strategy, "lab", 2, summary, spec=spec)
 
 
 @pytest.mark.quick
@@ -308,7 +316,7 @@ def test_a_cell_has_the_prediction_and_its_ratio():
     assert predicted_of(seen_run()) == "100 B (1.00)"
     assert predicted_of(seen_run(predicted_step=0.1)) == "100 B (1.00), 100 ms (0.50)"
     assert predicted_of(seen_run(predicted_split={})) == MISSING
-    assert predicted_of(seen_run(predicted_step=0.1, step_median=None)) == "100 B (1.00), 100 ms"
+    assert predicted_of(seen_run(predicted_step=0.1, seconds=())) == "100 B (1.00), 100 ms"
 
 
 @pytest.mark.quick
@@ -317,7 +325,7 @@ def test_a_category_that_is_far_off_is_explained():
         return seen_run(predicted_split={"parameter_slices": 60, "activations": activations, **more})
 
     assert gaps(seen_run()) == [] and gaps(off(37)) == [], "within a tenth"
-    (scratch,) = gaps(replace(off(30), precision="bf16"))
+    (scratch,) = gaps(replace(off(30), spec={"precision": "bf16"}))
     assert (scratch.category, scratch.predicted, scratch.measured) == ("activations", 30, 40)
     assert "oneDNN" in scratch.why and "30 B predicted, 40 B measured" in scratch.text
     (unknown,) = gaps(off(30))

@@ -82,14 +82,14 @@ def test_odd_metadata_says_nothing(metadata):
 def test_a_recorded_trace_alone_says_that_its_link_was_emulated(tmp_path):
     record = run(RunSpec(model="gpt-tiny", steps=1, profile=1, link="400MB/s"), directory=tmp_path / "run")
     alone = record_of_traces(sorted((record.path / "traces").glob("rank*")))
-    assert alone.summary["link"]["name"] == "400MB/s" and alone.provenance["exposed_s"] == "emulated"
+    assert alone.summary.link.name == "400MB/s" and alone.provenance["exposed_s"] == "emulated"
     said = dict(provenance(views([alone])))
     assert "the link (400MB/s)" in said["emulated"] and "PyTorch 2." in said["measured"]
 
 
 def test_an_older_trace_tells_by_its_waits_for_the_link():
     alone = record_of_traces(sorted((DATA / "traces").glob("rank*")))
-    assert alone.summary["link"]["name"] == "a link" and alone.provenance["link"] == "emulated"
+    assert alone.summary.link.name == "a link" and alone.provenance["link"] == "emulated"
 
 
 def test_every_export_carries_the_mark(tmp_path):

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from fsdplab.records import CATEGORIES, TABLES, RecordError, RunRecord, comparison_json, matches_reference
+from fsdplab.records import (
+    CATEGORIES,
+    TABLES,
+    RecordError,
+    RunRecord,
+    Spread,
+    Summary,
+    comparison_json,
+    matches_reference,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -40,7 +49,7 @@ def record_in(folder: Path, losses: tuple[float, ...] = (5.7, 5.6), **fields: ob
         folder,
         spec={**spec, **fields},
         environment={"torch": "2.13.0"},
-        summary={"losses": list(losses), "step_time_s": {"median": 0.5, "min": 0.4}},
+        summary=Summary(losses=losses, step_time_s=Spread.of([0.4, 0.5, 0.6])),
         provenance={"losses": "measured"},
         tables={**{name: [] for name in TABLES}, "steps": [STEP], "ledger": [COLLECTIVE], "memory": [INSTANT]},
     ).save()
@@ -165,7 +174,7 @@ def test_a_damaged_table_is_refused(tmp_path: Path, damage: object, message: str
 
 def test_numbers_of_a_run_that_diverged_are_read_again(tmp_path: Path) -> None:
     spec = {"strategy": "zero1", "engine": "lab", "world_size": 2, "learning_rate": 1e30}
-    record = RunRecord(tmp_path, spec=spec, status="failed", summary={"losses": [5.0, 3e25, None]}).save()
+    record = RunRecord(tmp_path, spec=spec, status="failed", summary=Summary(losses=(5.0, 3e25, None))).save()
     assert RunRecord.load(tmp_path) == record
 
 
@@ -208,10 +217,12 @@ def test_the_comparison_has_exactly_the_promised_fields(tmp_path: Path) -> None:
     assert comparison["spec"] == {"engine": "lab", "world_size": 2, "model": "gpt-tiny", "precision": "fp32"}
     first, second = comparison["runs"]
     assert first.keys() == {
-        "strategy", "engine", "world_size", "status", "step_time_s", "tokens_per_s", "peak_memory_bytes", "comm",
-        "losses", "matches_reference", "provenance", "predicted",
+        "strategy", "engine", "world_size", "status", "step_time_s", "cpu_share", "tokens_per_s", "peak_memory_bytes",
+        "comm", "losses", "matches_reference", "provenance", "predicted",
     }  # fmt: skip
-    assert first["step_time_s"] == {"median": 0.5, "min": 0.4}
+    assert first["step_time_s"] == pytest.approx(
+        {"median": 0.5, "min": 0.4, "q1": 0.45, "q3": 0.55, "max": 0.6, "count": 3}
+    )
     assert first["peak_memory_bytes"].keys() == {"total", "by_category"}
     assert first["comm"].keys() == {
         "bytes_per_step", "collectives_per_step", "exposed_s", "on_link_s", "copying_s", "waiting_s", "overlap",

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from fsdplab.common.places import how_to_install
+from fsdplab.records.spread import step_seconds
+from fsdplab.records.summary import Comm
 from fsdplab.sessions import ENGINES, RanksFailed, RunSpec, SpecError, bench, compare
 from fsdplab.sessions.formula import formula_bytes, unit_shapes
 from fsdplab.sessions.launch.failure_report import PostMortem, failed_first, hung, not_started, too_slow
@@ -26,7 +28,7 @@ from fsdplab.sessions.launch.mailbox import (
     read_lines,
 )
 from fsdplab.sessions.launch.stacks import of_exception, readable
-from fsdplab.sessions.summary import mean_losses, sent_per_step, step_seconds
+from fsdplab.sessions.summary import mean_losses, sent_per_step
 from fsdplab.sessions.worker.environment import capture_environment
 from fsdplab.sessions.worker.remote_call_worker import unsupported_type
 
@@ -324,8 +326,8 @@ def test_a_step_is_as_slow_as_its_slowest_rank_and_its_loss_is_the_mean() -> Non
     ]
     rows = [dict(zip(("rank", "step", "loss", "step_time_s"), cell)) for cell in cells]
     assert step_seconds(rows) == [0.7, 0.6]
-    assert mean_losses(rows) == [5.0, 3.5, None]
-    assert mean_losses(rows[:3]) == [5.0], "a step that only some ranks finished has no mean"
+    assert mean_losses(rows) == (5.0, 3.5, None)
+    assert mean_losses(rows[:3]) == (5.0,), "a step that only some ranks finished has no mean"
 
 
 def test_bytes_sent_are_those_of_the_last_step_of_one_rank() -> None:
@@ -335,8 +337,8 @@ def test_bytes_sent_are_those_of_the_last_step_of_one_rank() -> None:
         for step in (0, 1)
         for _ in range(3)
     ]
-    assert sent_per_step(RunSpec(), ledger) == {"bytes_per_step": 60, "collectives_per_step": 3}
-    assert sent_per_step(RunSpec(engine="torch-fsdp2"), []) == {"bytes_per_step": None, "collectives_per_step": None}
+    assert sent_per_step(RunSpec(), ledger) == Comm(bytes_per_step=60, collectives_per_step=3)
+    assert sent_per_step(RunSpec(engine="torch-fsdp2"), []) == Comm()
 
 
 def test_the_formula_is_the_textbooks() -> None:

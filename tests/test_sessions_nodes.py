@@ -15,6 +15,7 @@ import pytest
 
 from fsdplab.planning.links import LinkSpec, parse_link
 from fsdplab.records import RunRecord
+from fsdplab.records.summary import Nodes
 from fsdplab.sessions import RanksFailed, RunSpec, SpecError, call_on_ranks
 from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeat
 from fsdplab.sessions.launch.netns import NetworkSetupError, address, bucket, shape
@@ -108,11 +109,11 @@ def test_a_run_on_nodes_is_recorded_as_measured(tmp_path: Path) -> None:
     )
     assert record.status == "finished" and seen == [1, 2, 3, 4, 5, 6]
     again = RunRecord.load(tmp_path / "run")
-    assert again.provenance["link"] == "measured" and again.summary["link"]["bytes_per_s"] == 5e6
-    assert again.summary["nodes"] == {"nodes": 2, "ranks_per_node": 1}
-    comm = again.summary["comm"]
-    passed_at_once = comm["collectives_per_step"] * 2 * int(bucket(SLOW.bytes_per_s)[3])
-    assert again.summary["step_time_s"]["min"] >= (comm["bytes_per_step"] - passed_at_once) / SLOW.bytes_per_s
+    assert again.provenance["link"] == "measured" and again.summary.link.bytes_per_s == 5e6
+    assert again.summary.nodes == Nodes(2, 1)
+    comm = again.summary.comm
+    passed_at_once = comm.collectives_per_step * 2 * int(bucket(SLOW.bytes_per_s)[3])
+    assert again.summary.step_time_s.min >= (comm.bytes_per_step - passed_at_once) / SLOW.bytes_per_s
     assert processes_of(tmp_path) == {}
 
 

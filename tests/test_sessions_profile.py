@@ -71,15 +71,15 @@ def test_every_profiled_step_of_every_rank_adds_up(records: dict[str, RunRecord]
 @pytest.mark.parametrize("name", SPECS)
 def test_a_record_says_how_much_was_exposed_and_who_says_so(records: dict[str, RunRecord], name: str) -> None:
     record, linked = records[name], SPECS[name].linked
-    comm, profile = record.summary["comm"], record.summary["profile"]
-    assert comm["exposed_s"] > 0 and 0 <= comm["overlap"] <= 1
-    assert comm["exposed_s"] == step_summary(record.table("breakdown")).exposed_ns / 1e9, "one number"
-    assert comm["on_link_s"] + comm["copying_s"] + comm["waiting_s"] == pytest.approx(comm["exposed_s"])
-    assert (comm["blocked_s"] is not None) == (SPECS[name].engine == "lab")
-    assert profile["steps"] == 2 and isinstance(profile["overhead"], float)
-    assert profile["source"] == "trace"
+    comm, profile = record.summary.comm, record.summary.profile
+    assert comm.exposed_s > 0 and 0 <= comm.overlap <= 1
+    assert comm.exposed_s == step_summary(record.table("breakdown")).exposed_ns / 1e9, "one number"
+    assert comm.on_link_s + comm.copying_s + comm.waiting_s == pytest.approx(comm.exposed_s)
+    assert (comm.blocked_s is not None) == (SPECS[name].engine == "lab")
+    assert profile.steps == 2 and isinstance(profile.overhead, float)
+    assert profile.source == "trace"
     assert record.provenance["exposed_s"] == ("emulated" if linked else "measured")
-    assert (record.summary["link"] is None) is not linked
+    assert (record.summary.link is None) is not linked
     assert sorted(path.name for path in (record.path / "traces").iterdir()) == [
         f"rank{rank}.pt.trace.json.gz" for rank in range(SPECS[name].world_size)
     ]
@@ -130,27 +130,23 @@ def test_only_the_all_reduce_of_hybrid_sharding_crosses(records: dict[str, RunRe
         for kind in ("all_reduce", "all_gather")
     }
     assert speeds == {"all_reduce": {20}, "all_gather": {1000}}  # MB/s
-    assert records["hybrid"].summary["comm"]["bytes_per_step"] == records["hybrid"].summary["formula_bytes_per_step"]
+    assert records["hybrid"].summary.comm.bytes_per_step == records["hybrid"].summary.formula_bytes_per_step
 
 
 def test_torchs_engines_meet_the_same_link(records: dict[str, RunRecord]) -> None:
     rows = records["ddp linked"].table("ledger")
     assert rows and all(row["emulated"] and row["kind"] == "all_reduce" for row in rows if row["phase"] == "backward")
-    assert records["ddp linked"].summary["losses"] == records["ddp"].summary["losses"]
+    assert records["ddp linked"].summary.losses == records["ddp"].summary.losses
 
 
 def test_a_wind_tunnel_gives_all_runs_one_link_and_the_twin_as_many_steps() -> None:
     common = dict(model="gpt-tiny", steps=1, memory=False, device="cpu", emulate="8xH100", as_model="llama-3.1-8b")
     specs = [RunSpec(**common), RunSpec(strategy="zero2", **common), RunSpec(engine="twin", **common)]
     one, two, twin = compare(specs)
-    assert one.summary["link"]["bytes_per_s"] == two.summary["link"]["bytes_per_s"] > 0
-    assert one.summary["link"]["as"] == "llama-3.1-8b on 8xH100" and one.summary["link"]["name"].startswith(
-        "wind tunnel"
-    )
-    assert len(one.summary["losses"]) == len(two.summary["losses"]) == len(twin.summary["losses"]) == 3
-    assert parse_link(link_text(one.summary["link"])).bytes_per_s == pytest.approx(
-        one.summary["link"]["bytes_per_s"], rel=1e-6
-    )
+    assert one.summary.link.bytes_per_s == two.summary.link.bytes_per_s > 0
+    assert one.summary.link.as_ == "llama-3.1-8b on 8xH100" and one.summary.link.name.startswith("wind tunnel")
+    assert len(one.summary.losses) == len(two.summary.losses) == len(twin.summary.losses) == 3
+    assert parse_link(link_text(one.summary.link)).bytes_per_s == pytest.approx(one.summary.link.bytes_per_s, rel=1e-6)
 
 
 def test_the_card_of_a_wind_tunnel_is_as_full() -> None:

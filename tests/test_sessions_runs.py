@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from fsdplab.records import RunRecord, comparison_json
+from fsdplab.records.summary import Card
 from fsdplab.sessions import RanksFailed, RunSpec, compare
 from fsdplab.sessions.launch.failure_report import NO_ANSWER
 from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats
@@ -93,9 +94,9 @@ def test_the_records_on_disk_are_those_returned(compared: dict[str, RunRecord]) 
 
 def test_the_ledger_has_the_bytes_of_the_formula_and_peers_have_none(compared: dict[str, RunRecord]) -> None:
     summary = compared["lab"].summary
-    assert summary["comm"]["bytes_per_step"] == summary["formula_bytes_per_step"] > 0
+    assert summary.comm.bytes_per_step == summary.formula_bytes_per_step > 0
     assert {row["rank"] for row in compared["lab"].table("ledger")} == {0, 1}
-    assert compared["fsdp2"].table("ledger") == [] and compared["fsdp2"].summary["comm"]["bytes_per_step"] is None
+    assert compared["fsdp2"].table("ledger") == [] and compared["fsdp2"].summary.comm.bytes_per_step is None
 
 
 def test_warm_up_is_not_timed_and_memory_is_split_at_its_peak(compared: dict[str, RunRecord]) -> None:
@@ -104,8 +105,8 @@ def test_warm_up_is_not_timed_and_memory_is_split_at_its_peak(compared: dict[str
     assert timed == {0: False, 1: False, 2: True, 3: True, 4: True, 5: True}
     peaks = [row for row in record.table("memory") if row["is_peak"]]
     assert {row["rank"] for row in peaks} == {0, 1} and {row["step"] for row in peaks} == {1}
-    memory = record.summary["peak_memory_bytes"]
-    assert sum(memory["by_category"].values()) == memory["total"] == max(record.summary["peak_by_rank"])
+    memory = record.summary.peak_memory_bytes
+    assert sum(memory.split.values()) == memory.total == max(record.summary.peak_by_rank)
     assert record.environment["device"] == "cpu" and record.provenance["losses"] == "measured"
 
 
@@ -248,8 +249,8 @@ def test_an_interrupted_caller_gets_its_interrupt(failed: dict[tuple[str, str], 
 def test_an_emulated_card_ends_the_run_that_does_not_fit(failed: dict[tuple[str, str], Any], start: str) -> None:
     record = failed[start, "card"]
     assert record.status == "out_of_memory" and record.failure is None
-    assert record.summary["card"] == {"bytes": 1_000_000, "exceeded": True} and record.provenance["card"] == "emulated"
-    assert len(record.summary["losses"]) == 2 and record.summary["peak_memory_bytes"]["total"] > 1_000_000
+    assert record.summary.card == Card(1_000_000, exceeded=True) and record.provenance["card"] == "emulated"
+    assert len(record.summary.losses) == 2 and record.summary.peak_memory_bytes.total > 1_000_000
     assert not (record.path / "ranks").exists(), "the ranks printed nothing, and the rest is in the record"
 
 

@@ -213,19 +213,19 @@ AGREED = {
 def test_the_closed_form_agrees(name):
     spec = plan_spec("llama-3.1-8b", "h100", **AGREED[name])
     closed, record = step_time(spec), simulate(spec)
-    assert record.summary["step_time_s"]["median"] == pytest.approx(closed.step_s, rel=1e-9)
-    assert record.summary["comm"]["exposed_s"] == pytest.approx(closed.exposed_s, abs=1e-6)
+    assert record.summary.step_time_s.median == pytest.approx(closed.step_s, rel=1e-9)
+    assert record.summary.comm.exposed_s == pytest.approx(closed.exposed_s, abs=1e-6)
     (split,) = record.table("breakdown")
     assert split["compute_ns"] / 1e9 == pytest.approx(closed.compute_s, rel=1e-6)
     assert sum(row["wire_bytes"] for row in record.table("ledger")) == pytest.approx(
-        record.summary["comm"]["bytes_per_step"], abs=500
+        record.summary.comm.bytes_per_step, abs=500
     )
 
 
 def test_tensor_parallelism_leaves_the_other_link_free():
     """Gathers go on beside its collectives, in both forms: one of them said 10.2 s, the other 9.85 s."""
     spec = plan_spec("llama-3.1-405b", "h100", gpus=512, tensor_parallel=8)
-    found, closed = simulate(spec).summary["step_time_s"]["median"], step_time(spec)
+    found, closed = simulate(spec).summary.step_time_s.median, step_time(spec)
     assert found == pytest.approx(closed.step_s, rel=1e-9)
     assert max(closed.compute_s, closed.communication_s / 2) < found < closed.compute_s + closed.communication_s
 
@@ -241,8 +241,8 @@ def test_trees_are_taken_where_they_are_faster():
 def test_trees_shorten_a_step_with_many_replicas():
     spec = plan_spec("llama-3.1-8b", "h100", gpus=4096, strategy="hybrid_shard", seq=1024)
     rings, faster = simulate(spec), simulate(spec, trees=True)
-    assert faster.summary["step_time_s"]["median"] < 0.9 * rings.summary["step_time_s"]["median"]
-    assert faster.summary["comm"]["bytes_per_step"] == rings.summary["comm"]["bytes_per_step"]
+    assert faster.summary.step_time_s.median < 0.9 * rings.summary.step_time_s.median
+    assert faster.summary.comm.bytes_per_step == rings.summary.comm.bytes_per_step
     sharded = plan_spec("llama-3.1-8b", "h100", gpus=64)
     assert simulate(sharded, trees=True).table("ledger") == simulate(sharded).table("ledger")
 
@@ -252,7 +252,7 @@ def test_trees_shorten_a_step_with_many_replicas():
 
 def test_ten_thousand_ranks_cost_what_eight_do():
     small, large = (
-        simulate(plan_spec("llama-3.1-405b", "h100", gpus=gpus, gpus_per_node=8)).summary["simulated"]
+        simulate(plan_spec("llama-3.1-405b", "h100", gpus=gpus, gpus_per_node=8)).summary.simulated
         for gpus in (8, 10_000)
     )
     layers = MODELS["llama-3.1-405b"].layers
@@ -263,10 +263,10 @@ def test_ten_thousand_ranks_cost_what_eight_do():
 def test_a_slow_rank_among_ten_thousand_makes_few_classes():
     spec = plan_spec("llama-3.1-8b", "h100", gpus=10_000, strategy="hybrid_shard")
     even, late = simulate(spec), simulate(spec, paces={77: 1.5})
-    ranks = late.summary["simulated"]["ranks"]
+    ranks = late.summary.simulated.ranks
     assert sum(ranks.values()) == 10_000 and ranks["77"] == 1 and len(ranks) <= 8
-    assert late.summary["step_time_s"]["median"] > 1.5 * step_time(spec).compute_s
-    assert late.summary["simulated"]["operations"] <= len(ranks) * even.summary["simulated"]["operations"]
+    assert late.summary.step_time_s.median > 1.5 * step_time(spec).compute_s
+    assert late.summary.simulated.operations <= len(ranks) * even.summary.simulated.operations
 
 
 @pytest.mark.parametrize("paces", [{}, {5: 1.5}, {0: 1.5, 5: 1.5}, {1: 0.5}, {0: 2.0, 1: 2.0, 2: 2.0, 3: 2.0}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from fsdplab import figures
 from fsdplab.figures.table import COLUMNS, cells
 from fsdplab.figures.view import views
-from fsdplab.profiling.diagnosis import findings
+from fsdplab.profiling.findings import findings
 from fsdplab.profiling.step_summary import StepSummary, exposed_cells, exposure, step_summary, summaries
-from fsdplab.records import RunRecord, comparison_json
+from fsdplab.records import RunRecord, Spread, Summary, comparison_json
+from fsdplab.records.summary import Comm
 
 pytestmark = pytest.mark.quick
 MS = 1_000_000
@@ -58,7 +60,7 @@ def test_bar_findings_and_table_show_one_number(tmp_path: Path):
         for step, each in ((10, 10), (11, 10), (12, 40))
     ]  # fmt: skip
     record = RunRecord(
-        tmp_path, spec={"strategy": "zero2", "engine": "lab", "world_size": 2, "prefetch": 1}, summary={},
+        tmp_path, spec={"strategy": "zero2", "engine": "lab", "world_size": 2, "prefetch": 1},
         tables={"breakdown": ROWS, "exposed": exposed},
     )  # fmt: skip
     assert exposure(ROWS)["exposed_s"] == pytest.approx(0.020) and exposure(ROWS)["overlap"] == pytest.approx(0.2)
@@ -96,7 +98,7 @@ def split(record: RunRecord) -> RunRecord:
         for each in record.table(table):
             exposed = each["exposed_ns"]
             each |= {"on_link_ns": exposed * 12 // 20, "copying_ns": exposed // 4, "waiting_ns": exposed * 3 // 20}
-    record.summary["comm"] = exposure(record.table("breakdown"))
+    record.summary = replace(record.summary, comm=Comm(**exposure(record.table("breakdown"))))
     return record
 
 
@@ -109,7 +111,7 @@ def recorded(tmp_path: Path, name: str, shorter: int, step_s: float) -> RunRecor
     ]  # fmt: skip
     return split(RunRecord(
         tmp_path, spec={"strategy": name, "engine": "lab", "world_size": 2, "prefetch": 1},
-        summary={"step_time_s": {"median": step_s, "min": step_s}},
+        summary=Summary(step_time_s=Spread.of([step_s])),
         tables={"breakdown": rows, "exposed": exposed},
     ))  # fmt: skip
 

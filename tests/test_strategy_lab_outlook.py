@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdplab.figures import outlook
 from fsdplab.figures.outlook import outlook_html, outlook_of
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, Summary
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.calibration import Calibration, Found, calibration_file
 from fsdplab.sessions.prediction import Prediction, predict
@@ -98,7 +98,7 @@ def a_record(**changes: Any) -> RunRecord:
         "card": None,
         "losses": [1.0],
     }
-    return RunRecord(Path("nowhere"), spec=spec, environment={}, summary=summary)
+    return RunRecord(Path("nowhere"), spec=spec, environment={}, summary=Summary.from_dict(summary))
 
 
 def test_the_last_measured_run_stands_beside_with_what_differed() -> None:

@@ -17,7 +17,8 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from fsdplab import RunSpec, teaching
 from fsdplab.figures import memory_by_category
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, Summary
+from fsdplab.records.summary import Peak
 from fsdplab.teaching import collectives, tour
 from fsdplab.teaching.core import (
     answers,
@@ -60,7 +61,7 @@ def course(tmp_path):
 
 def a_record(strategy: str, total: int, **split: int) -> RunRecord:
     """A record as a run leaves it, with a peak and its split, and a card of 310 MB."""
-    summary = {"peak_memory_bytes": {"total": total, "by_category": split}}
+    summary = Summary(peak_memory_bytes=Peak(total, split))
     spec = {"strategy": strategy, "engine": "lab", "world_size": 2, "card": 310_000_000}
     return RunRecord(
         "unsaved", spec=spec, summary=summary, provenance={"peak_memory_bytes": "measured", "card": "emulated"}

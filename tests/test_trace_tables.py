@@ -395,7 +395,7 @@ def test_every_table_of_a_record_has_a_sentence_and_the_record_s_steps():
     assert all(rows(table) for table in found.values())
     (step,) = {row["step"] for row in record.table("breakdown")}
     assert found["critical_path"].title == f"Critical path of step {step}"
-    link = record.summary["link"]["bytes_per_s"]
+    link = record.summary.link.bytes_per_s
     best = max(row["busbw"] for row in found["bandwidth"].rows)
     assert 0.5 < best / link <= 1.001, "an emulated link lets nothing pass faster than it is"
     assert {row["unit"] for row in found["operators"].rows} >= {"", "blocks.0"}

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from fsdplab.profiling import AccountingError, TraceError, merge_traces
-from fsdplab.profiling.diagnosis import findings
+from fsdplab.profiling.findings import findings
 from fsdplab.profiling.traces.import_traces import record_of_traces
 from fsdplab.records import RunRecord
 from tests.gpu_traces import GpuRank

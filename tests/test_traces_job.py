@@ -58,7 +58,7 @@ def test_a_folder_of_ranks_is_in_the_order_of_their_numbers(tmp_path):
     assert [path.name for path in found] == ["rank0.json", "rank9.json", "rank10.json"]
     record = record_of_traces(found)
     assert sorted({row["rank"] for row in record.table("breakdown")}) == [0, 9, 10]
-    (note,) = record.summary["traces"]["notes"]
+    (note,) = record.summary.traces.notes
     assert note.startswith("3 of the job's 16 ranks were given")
 
 
@@ -308,10 +308,10 @@ def test_traces_without_steps_count_as_one_and_every_report_says_so(tmp_path):
         return GpuRank(number).nccl("all_gather", 8, 100, 200).kernel(10, 150, 300)
 
     paths = [rank(number).write(tmp_path / f"rank{number}.json") for number in (0, 1)]
-    notes = record_of_traces(paths).summary["traces"]["notes"]
+    notes = record_of_traces(paths).summary.traces.notes
     assert len(notes) == 1 and notes[0].startswith("every rank: the trace has no ProfilerStep ranges, so all of it")
     stepped = [rank(number).step(1, 0, 50).write(tmp_path / f"rank{number}.json") for number in (0, 1)]
-    assert record_of_traces(stepped).summary["traces"]["notes"] == []
+    assert record_of_traces(stepped).summary.traces.notes == []
 
 
 def test_a_trace_that_is_a_list_of_events_is_found_in_its_folder(tmp_path):

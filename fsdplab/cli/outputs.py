@@ -22,9 +22,10 @@ from fsdplab.cli.errors import failed, refuse
 from fsdplab.common.files import try_folder, try_output, write_output
 from fsdplab.common.places import how_to_install
 from fsdplab.common.words import MISSING, plural
+from fsdplab.figures.fastest import core_words, step_words
 from fsdplab.figures.table import COLUMNS, LEGEND, NUMBERS, cells, mood
 from fsdplab.figures.view import RunView, provenance, view
-from fsdplab.records import RunRecord, losses_of
+from fsdplab.records import RunRecord
 
 if TYPE_CHECKING:
     from fsdplab.profiling.tables import TablesOf
@@ -151,7 +152,12 @@ def with_verdicts(records: Sequence[RunRecord], comparison: dict[str, Any]) -> l
 
 def show(console: Console, shown: Sequence[RunView], reference: RunRecord | None, detail: Detail) -> None:
     """Print the table; unless quiet also its legend, and what was measured, emulated or simulated."""
+    timed = [run for run in shown if run.step_median and run.engine != "twin"]
+    if core := core_words(shown):
+        console.print(f"[bold red]{escape(core)}[/]", highlight=False)
     console.print(board(shown, console.width))
+    if len(timed) > 1:
+        console.print(f"[bold]steps[/]: {escape(step_words(timed))}", highlight=False)
     if detail is not Detail.QUIET:
         _explain(console, shown, reference)
     for run in shown:
@@ -168,8 +174,8 @@ def _explain(console: Console, shown: Sequence[RunView], reference: RunRecord | 
         console.print(f"[bold]{word}[/]: {escape(what)}", highlight=False)
     if reference is not None:
         console.print(
-            f"[bold]losses[/]: of {plural(len(losses_of(reference)), 'step')}, beside the unsharded twin, one process"
-            " that replays every rank's batches",
+            f"[bold]losses[/]: of {plural(len(reference.summary.losses), 'step')}, beside the unsharded twin, one"
+            " process that replays every rank's batches",
             highlight=False,
         )
 

@@ -20,7 +20,9 @@ from fsdplab.common.words import MISSING, plural
 from fsdplab.planning.planner import Plan, plan_of, plan_spec
 from fsdplab.planning.simulation import simulate
 from fsdplab.planning.step_time import peak_flops
-from fsdplab.records import RunRecord, comparison_json
+from fsdplab.records import RunRecord, comparison_json, known
+
+_FIELDS = ("step_time_s", "tokens_per_s", "peak_memory_bytes", "comm", "formula_bytes_per_step", "simulated")
 
 
 def show_simulation(
@@ -57,23 +59,23 @@ def _table(found: Plan, record: RunRecord) -> Table:
 def _pairs(found: Plan, record: RunRecord) -> Iterator[tuple[str, Any, float, float]]:
     """(quantity, how it is written, simulated, closed form)."""
     assert found.time is not None, "a GPU without FLOP/s was refused before"
-    comm, split = record.summary["comm"], record.table("breakdown")[0]
-    yield "step", seconds, record.summary["step_time_s"]["median"], found.time.step_s
+    comm, split = record.summary.comm, record.table("breakdown")[0]
+    yield "step", seconds, known(record.summary.step_time_s.median), found.time.step_s
     yield "compute", seconds, split["compute_ns"] / 1e9, found.time.compute_s
-    yield "exposed communication", seconds, comm["exposed_s"], max(0.0, found.time.exposed_s)
-    yield "sent by a rank", size, comm["bytes_per_step"], sum(row.step_bytes for row in found.traffic)
-    speed = record.summary["tokens_per_s"] / found.spec.gpus
+    yield "exposed communication", seconds, known(comm.exposed_s), max(0.0, found.time.exposed_s)
+    yield "sent by a rank", size, known(comm.bytes_per_step), sum(row.step_bytes for row in found.traffic)
+    speed = known(record.summary.tokens_per_s) / found.spec.gpus
     yield "tokens/s a GPU", three_digits, speed, found.tokens_per_s_per_gpu or 0.0
-    peak = record.summary["peak_memory_bytes"]["total"]
+    peak = known(record.summary.peak_memory_bytes.total)
     yield "peak memory of a rank", size, peak, found.memory.peak.total
 
 
 def _print_how(console: Console, found: Plan, record: RunRecord, took: float) -> None:
-    simulated = record.summary["simulated"]
-    ranks = sum(simulated["ranks"].values())
+    simulated = known(record.summary.simulated)
+    ranks = sum(simulated.ranks.values())
     console.print(
-        f"simulated: {ranks:,} {'rank' if ranks == 1 else 'ranks'} of {plural(len(simulated['ranks']), 'kind')},"
-        f" {simulated['operations']:,} events with the engine's own schedule, in {seconds(took)}; memory is the closed"
+        f"simulated: {ranks:,} {'rank' if ranks == 1 else 'ranks'} of {plural(len(simulated.ranks), 'kind')},"
+        f" {simulated.operations:,} events with the engine's own schedule, in {seconds(took)}; memory is the closed"
         " form's, at the instants that the simulation gives it",
         highlight=False,
     )
@@ -81,5 +83,5 @@ def _print_how(console: Console, found: Plan, record: RunRecord, took: float) ->
 
 
 def _as_dict(found: Plan, record: RunRecord) -> dict[str, Any]:
-    simulated = {name: value for name, value in record.summary.items() if name not in ("memory_start_ns", "profile")}
+    simulated = {name: part for name, part in record.summary.as_dict().items() if name in _FIELDS}
     return {"simulated": simulated, "closed_form": found.as_dict(), "provenance": record.provenance}

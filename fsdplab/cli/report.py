@@ -97,7 +97,7 @@ def _grid(shown: Table) -> Grid:
 def print_notes(console: Console, records: Sequence[RunRecord]) -> None:
     """What the tables of foreign traces leave out, a line each."""
     for record in records:
-        for note in (record.summary.get("traces") or {}).get("notes", []):
+        for note in record.summary.traces.notes if record.summary.traces else ():
             console.print(f"note: {note}", highlight=False, markup=False)
 
 

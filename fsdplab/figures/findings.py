@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdplab.figures.view import views
-from fsdplab.profiling.diagnosis import Finding, findings
+from fsdplab.profiling.findings import Finding, findings
 from fsdplab.records import RunRecord
 
 

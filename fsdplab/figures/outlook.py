@@ -151,7 +151,7 @@ def _lines(row: Outlook, scale: float) -> str:
     if row.measured is None:
         return first
     seen = row.measured
-    told = f"measured {size(seen.peak)}, {_sent_in(seen.comm_bytes, seen.step_median)}"
+    told = f"measured {size(seen.peak)}, {_sent_in(seen.summary.comm.bytes_per_step, seen.step_median)}"
     told += f" (with {row.measured_with})" if row.measured_with else ""
     return first + _line("", seen.split, None, scale, f"<span style='opacity:.8'>{escape(told)}</span>", 0.6)
 

@@ -50,7 +50,7 @@ def _why(run: RunView, category: str, too_little: bool) -> str:
             "the totals agree, so two instants of the step are about equally high, and the prediction's split is that"
             " of the other one"
         )
-    if category == "activations" and too_little and run.precision == "bf16":
+    if category == "activations" and too_little and run.spec.get("precision") == "bf16":
         return "oneDNN holds scratch memory while it multiplies in bf16; its size depends on the processor"
     return "no reason is known; the engine or PyTorch has changed since the prediction was written"
 

@@ -16,6 +16,7 @@ from fsdplab.common.words import NO_UNIT
 from fsdplab.figures.view import how_and_where, views
 from fsdplab.profiling.step_summary import ExposedCell, exposed_cells, step_summary
 from fsdplab.records import RunRecord
+from fsdplab.records.summary import Link
 
 Row = dict[str, Any]
 Key = TypeVar("Key", bound=Hashable)
@@ -140,7 +141,7 @@ def slower_words(record: RunRecord) -> str:
     """By how much the profiled steps were slower than the timed ones, where that is more than a tenth: `"profiled steps
     took 1.60 s (mean), timed ones 729 ms (median)"`; else empty.
     """
-    timed = (record.summary.get("step_time_s") or {}).get("median")
+    timed = record.summary.step_time_s.median
     split = breakdown_of(record)
     if not timed or split is None or split["step_ns"] / 1e9 <= _SLOWER * timed or record.spec.get("engine") == "trace":
         return ""
@@ -180,7 +181,7 @@ def conditions(records: RunRecord | Iterable[RunRecord], *more: str) -> str:
     """
     runs = listed(records)
     origins = [run.provenance.get("exposed_s", "measured") for run in runs]
-    links = list(dict.fromkeys(link_words(run) for run in runs if run.summary.get("link")))
+    links = list(dict.fromkeys(link_words(run) for run in runs if run.summary.link))
     emulated = (
         f"; the link is emulated ({' / '.join(links)})"
         if links
@@ -193,13 +194,12 @@ def conditions(records: RunRecord | Iterable[RunRecord], *more: str) -> str:
 
 def link_words(record: RunRecord) -> str:
     """The emulated link: `"25 GbE: 3.12 GB/s, 10.0 µs"`."""
-    link = record.summary.get("link") or {}
-    name = str(link.get("name", "a link"))
-    rate = f"{size(link['bytes_per_s'])}/s" if link.get("bytes_per_s") else ""
-    numbers = [rate] if rate and rate.replace(" ", "").lower() != name.replace(" ", "").lower() else []
-    numbers += [seconds(link["latency_s"])] if link.get("latency_s") else []
-    as_model = f", as {link['as']}" if link.get("as") else ""
-    return f"{name}{': ' if numbers else ''}{', '.join(numbers)}{as_model}"
+    link = record.summary.link or Link()
+    rate = f"{size(link.bytes_per_s)}/s" if link.bytes_per_s else ""
+    numbers = [rate] if rate and rate.replace(" ", "").lower() != link.name.replace(" ", "").lower() else []
+    numbers += [seconds(link.latency_s)] if link.latency_s else []
+    as_model = f", as {link.as_}" if link.as_ else ""
+    return f"{link.name}{': ' if numbers else ''}{', '.join(numbers)}{as_model}"
 
 
 def duration(ns: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
@@ -31,13 +31,12 @@ NUMBERS = ("step", "tokens/s", "peak", "sent", "loss")  # columns that are set f
 WRAPPED = (SPLIT, "formula")  # columns whose text may take a second line
 SHORT = ("predicted",)  # those whose text may break at every blank
 LEGEND = (
-    "step: median; peak: memory of the worst rank, in MB = parameters (slices and gathered) + gradients (slices and"
-    " whole) + optimizer state + activations + rest (communication buffers, other); predicted: peak and step by"
-    " arithmetic, and in brackets each over what was measured; sent: by one rank in one step;"
-    " formula: what the strategy must send; exposed: time of a profiled step (mean) in which the rank communicated and"
-    " did not compute, copies and waiting for other ranks included, a dash where nothing was sent or profiled; hidden:"
-    " the part of communication under computing;"
-    " loss: of the last step"
+    "step: median, ± half the range of the middle half of the steps (of 4 or more); peak: memory of the worst rank, in"
+    " MB = parameters (slices and gathered) + gradients (slices and whole) + optimizer state + activations + rest"
+    " (communication buffers, other); predicted: peak and step by arithmetic, and in brackets each over what was"
+    " measured; sent: by one rank in one step; formula: what the strategy must send; exposed: time of a profiled step"
+    " (mean) in which the rank communicated and did not compute, copies and waiting for other ranks included, a dash"
+    " where nothing was sent or profiled; hidden: the part of communication under computing; loss: of the last step"
 )
 AGREE, DIFFER, EQUAL = "agree", "DIFFER", "equal"
 _MOODS = {AGREE: "good", EQUAL: "good", DIFFER: "bad", "out of memory": "bad", "failed": "bad"}
@@ -50,18 +49,31 @@ def cells(run: RunView, unknown: str = MISSING) -> tuple[str, ...]:
     return (
         f"{run.strategy}, {run.note}" if run.note else run.strategy,
         run.engine,
-        seconds(run.step_median) if run.step_median else run.status.replace("_", " "),
+        step_of(run),
         three_digits(run.tokens_per_s) if run.tokens_per_s else MISSING,
         size(run.peak),
         split_of(run),
         predicted_of(run),
-        size(run.comm_bytes),
+        size(run.summary.comm.bytes_per_step),
         formula_of(run),
         exposed_of(run),
-        MISSING if run.overlap is None else f"{run.overlap:.0%}",
-        f"{run.losses[-1]:.4f}" if run.losses else MISSING,
+        MISSING if (hidden := run.summary.comm.overlap) is None else f"{hidden:.0%}",
+        _last_loss(run.summary.losses),
         badge(run, unknown),
     )
+
+
+def step_of(run: RunView) -> str:
+    """The median step and its scatter, `398 ms ±3 %`; of a run without a timed step its status."""
+    if not run.step_median:
+        return run.status.replace("_", " ")
+    scatter = run.summary.step_time_s.scatter
+    return seconds(run.step_median) + ("" if scatter is None else f" ±{100 * scatter:.0f} %")
+
+
+def _last_loss(losses: Sequence[float | None]) -> str:
+    """The loss of the last step; a dash where it was not measured, or is no number."""
+    return MISSING if not losses or losses[-1] is None else f"{losses[-1]:.4f}"
 
 
 def exposed_of(run: RunView) -> str:
@@ -81,8 +93,8 @@ def split_of(run: RunView) -> str:
 
 def predicted_of(run: RunView) -> str:
     """Peak and step as predicted, each with its ratio to the measured one: `"199 MB (1.00), 98.1 ms (0.95)"`."""
-    peak = beside(run.predicted_peak, run.peak, size)
-    return peak if run.predicted_step is None else f"{peak}, {beside(run.predicted_step, run.step_median, seconds)}"
+    peak, step = beside(run.predicted_peak, run.peak, size), run.summary.predicted.step_time_s
+    return peak if step is None else f"{peak}, {beside(step, run.step_median, seconds)}"
 
 
 def beside(predicted: float | None, measured: float | None, shown: Callable[[float | None], str]) -> str:
@@ -99,12 +111,11 @@ def _megabytes(nbytes: int) -> str:
 
 def formula_of(run: RunView) -> str:
     """The formula's bytes, and whether the ledger equals them to the byte."""
-    if run.formula_bytes is None:
-        return MISSING
-    if run.comm_bytes is None:
-        return size(run.formula_bytes)
-    off = run.comm_bytes - run.formula_bytes
-    return f"{size(run.formula_bytes)} {EQUAL if not off else f'{DIFFER} {off:+,} B'}"
+    formula, sent = run.formula_bytes, run.summary.comm.bytes_per_step
+    if formula is None or sent is None:
+        return size(formula)
+    off = sent - formula
+    return f"{size(formula)} {EQUAL if not off else f'{DIFFER} {off:+,} B'}"
 
 
 def mood(text: str) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeGuard
 
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.words import plural
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, Spread, Summary
 from fsdplab.sessions.spec import ENGINES
 
 CATEGORY_NAMES = {row.name: row.words for row in CATEGORY_ROWS.values()}
+_ALL_CORES = 0.95  # of a step: less is told, as other work took a core now and then
 UNSPLIT = "no category"  # a peer's memory that could not be attributed to a category
 
 
@@ -27,40 +28,21 @@ class TraceSource:
 
 @dataclass(frozen=True)
 class RunView:
-    """One run as figures and pages read it: sizes in bytes, times in seconds, None for what was not measured."""
+    """One run as figures and pages read it: its summary, and what its spec, environment and provenance say beside it.
+
+    `strategy` is what the run is called; `matches`: whether its losses agree with the reference's.
+    """
 
     strategy: str
     engine: str
     world_size: int
+    summary: Summary = Summary()
     status: str = "finished"
-    step_median: float | None = None
-    step_min: float | None = None
-    tokens_per_s: float | None = None
-    peak: int | None = None
-    split: Mapping[str, int] = field(default_factory=dict)
-    comm_bytes: int | None = None
-    formula_bytes: int | None = None
-    losses: tuple[float, ...] = ()
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, str] = field(default_factory=dict)
     matches: bool | None = None
-    card: int | None = None
-    card_emulated: bool = True
-    device: str = "cpu"
-    exposed_s: float | None = None
-    overlap: float | None = None
-    link: str | None = None
-    one_gpu: bool = False  # whether ranks shared a GPU, or rehearsed it
-    traced: TraceSource | None = None  # of a run that is known by its traces alone
-    simulated: bool = False
     note: str = ""
-    precision: str = ""
-    predicted_split: Mapping[str, int] = field(default_factory=dict)
-    predicted_step: float | None = None
-    why_not_predicted: str = ""
-
-    @property
-    def predicted_peak(self) -> int | None:
-        """The peak by arithmetic; None where it is not predicted."""
-        return sum(self.predicted_split.values()) or None
 
     @property
     def label(self) -> str:
@@ -77,10 +59,9 @@ class RunView:
         return self.engine if self.strategy == implied else f"{self.engine} {self.strategy}"
 
     @property
-    def known_peak(self) -> int:
-        """The peak of a run whose memory was measured."""
-        assert self.peak is not None, f"{self.label} has no peak"
-        return self.peak
+    def step_median(self) -> float | None:
+        """Seconds of the median timed step."""
+        return self.summary.step_time_s.median
 
     @property
     def known_step(self) -> float:
@@ -89,14 +70,95 @@ class RunView:
         return self.step_median
 
     @property
+    def peak(self) -> int | None:
+        """Bytes at the peak of the worst rank."""
+        return self.summary.peak_memory_bytes.total
+
+    @property
+    def known_peak(self) -> int:
+        """The peak of a run whose memory was measured."""
+        assert self.peak is not None, f"{self.label} has no peak"
+        return self.peak
+
+    @property
+    def split(self) -> dict[str, int]:
+        """The peak by category."""
+        return self.summary.peak_memory_bytes.split
+
+    @property
+    def predicted_split(self) -> dict[str, int]:
+        """The peak by category, by arithmetic; {} where it is not predicted."""
+        return self.summary.predicted.peak_memory_bytes.split
+
+    @property
+    def predicted_peak(self) -> int | None:
+        """The peak by arithmetic; None where it is not predicted."""
+        return sum(self.predicted_split.values()) or None
+
+    @property
+    def formula_bytes(self) -> int | None:
+        """Bytes that one rank must send in a step, by the strategy's formula."""
+        return self.summary.formula_bytes_per_step
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of all ranks in a second."""
+        return self.summary.tokens_per_s
+
+    @property
+    def exposed_s(self) -> float | None:
+        """Seconds of communication a step that no computing hid."""
+        return self.summary.comm.exposed_s
+
+    @property
     def sends_nothing(self) -> bool:
         """Whether its profiled steps show no communication, exposed or hidden."""
-        return self.exposed_s == 0 and self.overlap is None
+        return self.exposed_s == 0 and self.summary.comm.overlap is None
+
+    @property
+    def device(self) -> str:
+        """`cpu` or `cuda`."""
+        said = self.environment.get("device") or self.spec.get("device") or "cpu"
+        return "cpu" if said == "auto" else str(said)
+
+    @property
+    def card(self) -> int | None:
+        """The card's bytes."""
+        known = self.summary.card.bytes if self.summary.card else None
+        return known or self.spec.get("card")
+
+    @property
+    def card_emulated(self) -> bool:
+        """Whether the card is emulated, as that of CPU ranks is."""
+        return self.provenance.get("card", "emulated") == "emulated"
 
     @property
     def over_card(self) -> bool:
         """Whether this run's memory did not fit the card."""
         return self.status == "out_of_memory" or bool(self.card and self.peak and self.peak > self.card)
+
+    @property
+    def link(self) -> str | None:
+        """The name of the emulated link."""
+        return self.summary.link.name if self.summary.link else self.spec.get("emulate") or self.spec.get("link")
+
+    @property
+    def one_gpu(self) -> bool:
+        """Whether ranks shared a GPU, or rehearsed it."""
+        return "ranks_on_one_gpu" in self.provenance
+
+    @property
+    def simulated(self) -> bool:
+        """Whether its times come from a simulation."""
+        return "simulated" in [self.provenance.get(name) for name in ("step_time_s", "exposed_s")]
+
+    @property
+    def traced(self) -> TraceSource | None:
+        """What the traces say of themselves, of a run that is known by its traces alone."""
+        if self.summary.traces is None:
+            return None
+        said = {name: str(self.environment.get(name) or "") for name in ("device_name", "backend", "torch")}
+        return TraceSource(self.summary.traces.ranks, **said)
 
 
 DEVICE_STEPS = "a step on a GPU is from its first to its last work there, without the time between steps"
@@ -110,14 +172,13 @@ def views(runs: Runs) -> list[RunView]:
         return [view(runs)]
     if isinstance(runs, Mapping):
         seen = [from_json(run, runs.get("spec") or {}, runs.get("environment") or {}) for run in runs["runs"]]
-        return disambiguate_labels(seen, [{} for _ in seen])
+        return disambiguate_labels(seen)
     if not isinstance(runs, Iterable):
         raise TypeError(
             f"a figure draws run records or a comparison dict, got {type(runs).__name__}; pass what run() or compare()"
             " returned"
         )
-    runs = list(runs)
-    return disambiguate_labels([view(run) for run in runs], [getattr(run, "spec", {}) for run in runs])
+    return disambiguate_labels([view(run) for run in runs])
 
 
 def _is_one(runs: Runs) -> TypeGuard[RunRecord]:
@@ -125,7 +186,7 @@ def _is_one(runs: Runs) -> TypeGuard[RunRecord]:
     return hasattr(runs, "summary")
 
 
-def disambiguate_labels(seen: list[RunView], specs: Sequence[Mapping[str, Any]]) -> list[RunView]:
+def disambiguate_labels(seen: list[RunView]) -> list[RunView]:
     """The views with a note wherever several have one name, because bars of one name would be drawn as one.
 
     Two runs of full_shard become `full_shard, prefetch 0` and `full_shard, prefetch 1`; equal runs are numbered.
@@ -134,14 +195,14 @@ def disambiguate_labels(seen: list[RunView], specs: Sequence[Mapping[str, Any]])
     for label in {run.label for run in seen}:
         same = [index for index, run in enumerate(seen) if run.label == label]
         if len(same) > 1:
-            for place, (index, note) in enumerate(zip(same, _notes([seen[i] for i in same], [specs[i] for i in same]))):
+            for place, (index, note) in enumerate(zip(same, _notes([seen[i] for i in same]))):
                 noted[index] = replace(seen[index], note=note or f"run {place + 1}")
     return noted
 
 
-def _notes(seen: list[RunView], specs: Sequence[Mapping[str, Any]]) -> list[str]:
+def _notes(seen: list[RunView]) -> list[str]:
     """The difference between runs of one name: their ranks, else fields of their specs, else nothing."""
-    described = [{"world_size": run.world_size, **spec} for run, spec in zip(seen, specs)]
+    described = [{**run.spec, "world_size": run.world_size} for run in seen]
     differing = [name for name in _TELLING if len({str(fields.get(name)) for fields in described}) > 1]
     notes = [", ".join(_TELLING[name].format(_none(fields.get(name))) for name in differing) for fields in described]
     return (
@@ -170,74 +231,32 @@ def view(run: RunRecord | RunView) -> RunView:
     """The RunView of one record (anything with `.spec`, `.summary`, `.status`); a RunView passes through."""
     if isinstance(run, RunView):
         return run
-    spec, summary = run.spec, run.summary or {}
-    card = summary.get("card") or {}
-    same_fields = {
-        **summary,
-        "status": run.status,
-        "strategy": spec["strategy"],
-        "engine": spec["engine"],
-        "world_size": spec["world_size"],
-        "provenance": run.provenance,
-    }
-    same_fields["predicted"] = {
-        **(summary.get("predicted") or {}), "comm_bytes_per_step": summary.get("formula_bytes_per_step")
-    }  # fmt: skip
-    known = from_json(same_fields, {"card": card.get("bytes") or spec.get("card")}, run.environment or {})
-    link = (summary.get("link") or {}).get("name") or spec.get("emulate") or spec.get("link")
-    return replace(
-        known,
-        link=link,
-        card_emulated=run.provenance.get("card", "emulated") == "emulated",
-        one_gpu="ranks_on_one_gpu" in run.provenance,
-        precision=str(spec.get("precision") or ""),
-        traced=_trace_source(run),
-    )
-
-
-def _trace_source(run: RunRecord) -> TraceSource | None:
-    traces = run.summary.get("traces")
-    if not traces:
-        return None
-    said = {name: str((run.environment or {}).get(name) or "") for name in ("device_name", "backend", "torch")}
-    return TraceSource(traces["ranks"], **said)
+    names = {name: run.spec[name] for name in ("strategy", "engine", "world_size")}
+    known = RunView(**names, spec=run.spec, environment=run.environment or {}, provenance=run.provenance)
+    return _with_result(known, run.summary, run.status)
 
 
 def from_json(run: Mapping[str, Any], spec: Mapping[str, Any], environment: Mapping[str, Any]) -> RunView:
     """The RunView of one entry of a comparison's `runs` (fields of records/comparison.py)."""
-    step, peak, comm, predicted = (
-        run.get(key) or {} for key in ("step_time_s", "peak_memory_bytes", "comm", "predicted")
+    predicted = run.get("predicted") or {}
+    summary = Summary.from_dict({**run, "formula_bytes_per_step": predicted.get("comm_bytes_per_step")}, "runs")
+    names = {name: run[name] for name in ("strategy", "engine", "world_size")}
+    origins = run.get("provenance") or {}
+    known = RunView(
+        **names, spec=spec, environment=environment, provenance=origins, matches=run.get("matches_reference")
     )
-    device = environment.get("device") or spec.get("device") or "cpu"
-    seen = RunView(
-        strategy=run["strategy"],
-        engine=run["engine"],
-        world_size=run["world_size"],
-        step_median=step.get("median"),
-        step_min=step.get("min"),
-        tokens_per_s=run.get("tokens_per_s"),
-        peak=peak.get("total"),
-        split={name: nbytes for name, nbytes in (peak.get("by_category") or {}).items() if nbytes is not None},
-        comm_bytes=comm.get("bytes_per_step"),
-        formula_bytes=predicted.get("comm_bytes_per_step"),
-        predicted_split=(predicted.get("peak_memory_bytes") or {}).get("by_category") or {},
-        predicted_step=predicted.get("step_time_s"),
-        why_not_predicted=predicted.get("why_not") or "",
-        precision=str(spec.get("precision") or ""),
-        losses=tuple(run.get("losses") or ()),
-        matches=run.get("matches_reference"),
-        card=spec.get("card"),
-        card_emulated=device != "cuda",
-        device="cpu" if device == "auto" else str(device),
-        exposed_s=comm.get("exposed_s"),
-        overlap=comm.get("overlap"),
-        link=spec.get("emulate") or spec.get("link"),
-        simulated="simulated" in [(run.get("provenance") or {}).get(name) for name in ("step_time_s", "exposed_s")],
-    )
-    status = run.get("status")
-    if status == "failed":  # what it did until then is no whole step's, and not to be compared with whole runs
-        return replace(seen, status=status, step_median=None, step_min=None, tokens_per_s=None, comm_bytes=None)
-    return replace(seen, status="out_of_memory") if seen.over_card else replace(seen, status=status or "finished")
+    return _with_result(known, summary, run.get("status") or "finished")
+
+
+def _with_result(known: RunView, summary: Summary, status: str) -> RunView:
+    """The run with what it did; of one that failed, which is no whole step's, without what whole runs have."""
+    seen = replace(known, summary=summary, status=status)
+    if status == "failed":
+        partly = replace(
+            summary, step_time_s=Spread(), tokens_per_s=None, comm=replace(summary.comm, bytes_per_step=None)
+        )
+        return replace(seen, summary=partly)
+    return replace(seen, status="out_of_memory") if seen.over_card else seen
 
 
 def ranks_and_device(runs: list[RunView]) -> str:
@@ -274,13 +293,25 @@ def provenance(runs: list[RunView]) -> list[tuple[str, str]]:
     pairs = ([("measured", _measured(own))] if own else []) + [("measured", _traced(run)) for run in traced]
     pairs += [("not in the traces", "memory, tokens/s, bytes sent, losses")] if traced else []
     pairs += [("computed", "formula: the bytes that each strategy must send")] if own or simulated else []
+    pairs += [("cores", words)] if (words := _cores(own)) else []
     pairs += [("predicted", _predicted(own))] if any(run.predicted_split for run in own) else []
     pairs += [("emulated", "; ".join(_emulated(runs)) or "nothing")]
     return [*pairs, ("simulated", _simulated(simulated) if simulated else "nothing")]
 
 
+def _cores(runs: list[RunView]) -> str:
+    """The part of the step in which ranks had a core, of the runs that had one for less than 95 %."""
+    shares = [(run.label, run.summary.cpu_share) for run in runs]
+    low = [f"{label} {share:.0%}" for label, share in shares if share is not None and share < _ALL_CORES]
+    return f"the part of their steps in which ranks had a core when they wanted one: {', '.join(low)}" if low else ""
+
+
 def _predicted(runs: list[RunView]) -> str:
-    seconds = ", and step time from this machine's calibration" if any(run.predicted_step for run in runs) else ""
+    seconds = (
+        ", and step time from this machine's calibration"
+        if any(run.summary.predicted.step_time_s for run in runs)
+        else ""
+    )
     return f"peak memory by category, from the engine's own layouts and schedule{seconds}; before the run"
 
 

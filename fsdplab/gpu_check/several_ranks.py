@@ -9,6 +9,7 @@ the transport.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from fsdplab.sessions.spec.run_spec import MULTI_RANK_NCCL, nccl_version
 
 from .part import Sheet, first_line, part_main
 
+Losses = Sequence[float | None]
 LARGE: dict[str, Any] = dict(model="gpt-20m", batch_size=4, sequence_length=64, steps=4)
 TINY: dict[str, Any] = dict(model="gpt-tiny", batch_size=2, sequence_length=32, steps=2)
 _LEAST_S = {"cuda": 18.0, "cpu": 8.0}  # a run is not begun with less than this
@@ -77,15 +79,15 @@ def _sizes(device: torch.device) -> dict[str, Any]:
     return LARGE if device.type == "cuda" else TINY
 
 
-def _twin(ranks: int, device: torch.device, seconds: float) -> list[float]:
+def _twin(ranks: int, device: torch.device, seconds: float) -> Losses:
     """The losses of the unsharded twin of `ranks` ranks, on the CPU."""
     spec = RunSpec(
         engine="twin", world_size=ranks, device="cpu", time_limit=max(1.0, seconds - 2), memory=False, **_sizes(device)
     )
-    return run(spec).summary["losses"]
+    return run(spec).summary.losses
 
 
-def _run(sheet: Sheet, job: Job, device: torch.device, twin: Future[list[float]]) -> None:
+def _run(sheet: Sheet, job: Job, device: torch.device, twin: Future[Losses]) -> None:
     limit = max(1.0, min(sheet.left() - REPORT_S[device.type], _MOST_S[device.type]))
     try:
         spec = RunSpec(
@@ -121,30 +123,30 @@ def figures(job: Job, record: RunRecord) -> dict[str, Any]:
     return {
         "engine": job.engine, "transport": job.transport, "ranks": job.ranks,
         "times_are": record.provenance["step_time_s"],
-        "step_time_s": summary["step_time_s"]["median"], "tokens_per_s": summary["tokens_per_s"],
-        "peak_bytes": summary["peak_memory_bytes"]["total"], "sent_bytes_per_step": summary["comm"]["bytes_per_step"],
-        "collectives_per_step": summary["comm"]["collectives_per_step"], "last_loss": summary["losses"][-1],
+        "step_time_s": summary.step_time_s.median, "tokens_per_s": summary.tokens_per_s,
+        "peak_bytes": summary.peak_memory_bytes.total, "sent_bytes_per_step": summary.comm.bytes_per_step,
+        "collectives_per_step": summary.comm.collectives_per_step, "last_loss": summary.losses[-1],
     }  # fmt: skip
 
 
-def _judge(sheet: Sheet, job: Job, record: RunRecord, expected: list[float], tolerance: float) -> None:
-    worst = furthest(record.summary["losses"], expected)
+def _judge(sheet: Sheet, job: Job, record: RunRecord, expected: Losses, tolerance: float) -> None:
+    worst = furthest(record.summary.losses, expected)
     name, allowed = f"{job.name}: losses equal the CPU twin's", f"at most {tolerance:.0e} in {len(expected)} steps"
     sheet.check(name, worst <= tolerance, f"{worst:.1e} relative", allowed)
     label = record.provenance["step_time_s"]
     sheet.check(f"{job.name}: its times are labelled emulated", label == "emulated", label, "emulated")
 
 
-def furthest(losses: list[float | None], expected: list[float]) -> float:
+def furthest(losses: Losses, expected: Losses) -> float:
     """The largest relative difference of two series of losses; infinite where one is shorter, or no number.
 
     >>> furthest([2.0, 1.0], [2.0, 1.25])
     0.2
     """
-    numbers = [loss for loss in losses if loss is not None]
-    if len(losses) != len(expected) or len(numbers) < len(losses):
+    pairs = [(ours, theirs) for ours, theirs in zip(losses, expected) if ours is not None and theirs is not None]
+    if not len(losses) == len(expected) == len(pairs):
         return float("inf")
-    return max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(numbers, expected))
+    return max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
 
 
 if __name__ == "__main__":

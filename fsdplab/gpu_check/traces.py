@@ -15,6 +15,7 @@ import torch
 from fsdplab.profiling.exports import traces_of
 from fsdplab.profiling.traces.overlap import analyse_trace
 from fsdplab.records import CATEGORIES, RunRecord
+from fsdplab.records.summary import Peak
 from fsdplab.sessions import RunSpec, SpecError
 
 from .part import Sheet, first_line, part_main
@@ -79,24 +80,24 @@ def figures(job: Job, record: RunRecord) -> dict[str, Any]:
     """The row of one record: times in ms (exposed and overlapped of the rank that exposes most), bytes, and the weight
     of its traces.
     """
-    comm, peak, summary = record.summary["comm"], record.summary["peak_memory_bytes"], record.summary
-    median = summary["step_time_s"]["median"]
+    comm, peak, summary = record.summary.comm, record.summary.peak_memory_bytes, record.summary
+    median = summary.step_time_s.median
     return {
         "record": job.name, "strategy": job.strategy, "ranks": job.ranks, "transport": job.transport,
         "model": record.spec["model"],
-        "step_ms": None if median is None else 1e3 * median, "tokens_per_s": summary["tokens_per_s"],
-        "exposed_ms": None if comm["exposed_s"] is None else 1e3 * comm["exposed_s"], "overlap": comm["overlap"],
-        "bytes_sent": comm["bytes_per_step"], "collectives": comm["collectives_per_step"],
-        "peak_bytes": peak["total"], "other_of_peak": other_share(peak),
-        "last_loss": summary["losses"][-1] if summary["losses"] else None,
+        "step_ms": None if median is None else 1e3 * median, "tokens_per_s": summary.tokens_per_s,
+        "exposed_ms": None if comm.exposed_s is None else 1e3 * comm.exposed_s, "overlap": comm.overlap,
+        "bytes_sent": comm.bytes_per_step, "collectives": comm.collectives_per_step,
+        "peak_bytes": peak.total, "other_of_peak": other_share(peak),
+        "last_loss": summary.losses[-1] if summary.losses else None,
         "memory_rows": len(record.table("memory")), "timeline_rows": len(record.table("timeline")),
         "trace_bytes": sum(path.stat().st_size for path in traces_of(record).values()),
     }  # fmt: skip
 
 
-def other_share(peak: dict[str, Any]) -> float | None:
+def other_share(peak: Peak) -> float | None:
     """The part of the peak that no category claims: 5 of 100 bytes is 0.05; None where memory was not measured."""
-    return peak["by_category"][CATEGORIES[-1]] / peak["total"] if peak["total"] else None
+    return peak.split[CATEGORIES[-1]] / peak.total if peak.total else None
 
 
 def judge(sheet: Sheet, job: Job, record: RunRecord, device: torch.device) -> None:

@@ -153,9 +153,9 @@ def _profiled(record: RunRecord, without: Sequence[str] = ()) -> tuple[list[dict
 
 def _by_formula(record: RunRecord, sent: Iterable[tuple[str, int]]) -> float | None:
     """Seconds that the record's emulated link needs for what was sent; None without one, or with groups of ranks."""
-    link = record.summary.get("link") or {}
-    if not link.get("bytes_per_s") or record.spec["strategy"] == "hybrid_shard":
+    link = record.summary.link
+    if link is None or not link.bytes_per_s or record.spec["strategy"] == "hybrid_shard":
         return None
-    known = LinkSpec(str(link.get("name")), link["bytes_per_s"], link.get("latency_s") or 0.0)
+    known = LinkSpec(link.name, link.bytes_per_s, link.latency_s or 0.0)
     ranks = record.spec["world_size"]
     return sum(transfer_s(known, wire, ring_steps(kind, ranks)) for kind, wire in sent)

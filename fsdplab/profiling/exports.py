@@ -29,8 +29,8 @@ _RANK = re.compile(r"^rank(\d+)\.pt\.trace\.json(\.gz)?$")
 
 def traces_of(record: RunRecord) -> dict[int, Path]:
     """rank -> trace file of a profiled record, or of one made from traces; RecordError where it has none."""
-    if read_from := (record.summary.get("traces") or {}).get("files"):
-        return {int(rank): Path(path) for rank, path in sorted(read_from.items(), key=lambda each: int(each[0]))}
+    if record.summary.traces:
+        return {rank: Path(path) for rank, path in sorted(record.summary.traces.files.items())}
     files = sorted((record.path / "traces").glob("rank*.pt.trace.json*"))
     found = {int(name.group(1)): file for file in files if (name := _RANK.match(file.name))}
     if not found:

@@ -138,16 +138,16 @@ def findings(record: RunRecord, loading: ByRankAndStep | None = None) -> list[Fi
     link the first says "All-gathers are issued too late: 210 ms of each step are exposed, ...".
     """
     facts = step_facts(record, loading)
-    peak = [found] if (found := _PEAK.found(facts, Unclaimed(()))) else []
+    peak = [each] if (each := _PEAK.found(facts, Unclaimed(()))) else []
     if record.summary.short_of_cores and record.summary.cpu_share is not None:
         words = {"sentence": core_sentence(record.summary.cpu_share).removesuffix(".")}
         return [_SHORT_OF_CORES.in_words(Fact(_SHORT_OF_CORES.kind, 0.0, "machine", values=words), facts), *peak]
     left = Unclaimed(facts.cells)
     found: list[Finding] = []
     for rule in _RULES:
-        standing = {each.kind for each in found}
-        each = None if standing & set(rule.unless) else rule.found(facts, left)
-        found += [each] if each is not None else []
+        stands = any(each.kind in rule.unless for each in found)
+        if not stands and (finding := rule.found(facts, left)) is not None:
+            found.append(finding)
     _check_sums(facts, found)
     return [*_shown(facts, found), *peak]
 

@@ -85,7 +85,7 @@ def step_summary(breakdown: Iterable[Row]) -> StepSummary | None:
     return max(summaries(breakdown).values(), key=lambda each: (each.exposed_ns, -each.rank), default=None)
 
 
-def exposure(breakdown: Iterable[Row]) -> dict[str, float | None]:
+def exposure(breakdown: Iterable[Row]) -> dict[str, Any]:
     """What a record's summary says of communication: exposed seconds with their parts, and the part of communication
     that computing hid, of the rank that is exposed longest; None without rows.
 

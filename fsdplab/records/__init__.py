@@ -6,8 +6,10 @@ machine opens here exactly as a fresh one does.
 
 from fsdplab.common.names import CATEGORIES
 
-from .comparison import FORMAT, comparison_json, losses_of, matches_reference
+from .comparison import FORMAT, comparison_json, matches_reference
 from .record import RunRecord
+from .spread import Race, Spread, is_below, race
+from .summary import Summary, core_sentence, known
 from .tables import CAUSES, LANES, PARTS_OF_EXPOSED, TABLES, RecordError
 
 __all__ = [
@@ -17,9 +19,15 @@ __all__ = [
     "LANES",
     "PARTS_OF_EXPOSED",
     "TABLES",
+    "Race",
     "RecordError",
     "RunRecord",
+    "Spread",
+    "Summary",
     "comparison_json",
-    "losses_of",
+    "core_sentence",
+    "is_below",
+    "known",
     "matches_reference",
+    "race",
 ]

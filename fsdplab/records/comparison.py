@@ -7,10 +7,12 @@ runs agree when their losses do, step by step, within the accuracy of their arit
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .record import RunRecord
+from .summary import Comm
+from .typed import plain
 
 # Relative difference of the loss at any step that rounding alone explains over some tens of steps. fp32: a sum of
 # gradients in another order changes the seventh digit of a gradient, and Adam amplifies it where gradients are near
@@ -19,22 +21,10 @@ from .record import RunRecord
 TOLERANCE = {"fp32": 2e-5, "bf16": 5e-3}
 
 
-# exposed_s: what no computing hid, mean of the profiled steps of the rank exposed longest; on_link_s + copying_s +
-# waiting_s is exposed_s. blocked_s: how long the host of a timed step was blocked for collectives, by the ledger
-COMM = (
-    "bytes_per_step", "collectives_per_step", "exposed_s", "on_link_s", "copying_s", "waiting_s", "overlap",
-    "blocked_s",
-)  # fmt: skip
-
 FORMAT = 1  # of the JSON that commands write
 
 
-def losses_of(record: RunRecord) -> list[float]:
-    """The mean loss over ranks, step by step: `[5.71, 5.62, ...]`; empty when the run ended before its first step."""
-    return record.summary.get("losses") or []
-
-
-def matches_reference(losses: Sequence[float], reference: Sequence[float], precision: str) -> bool:
+def matches_reference(losses: Sequence[float | None], reference: Sequence[float | None], precision: str) -> bool:
     """Whether two runs' losses agree at every step: same length, and within 2e-5 (fp32) or 5e-3 (bf16) of the
     reference, relatively.
 
@@ -43,8 +33,10 @@ def matches_reference(losses: Sequence[float], reference: Sequence[float], preci
     """
     if precision not in TOLERANCE:
         raise ValueError(f"precision is one of {', '.join(TOLERANCE)}; got {precision!r}.")
-    same_length = len(losses) == len(reference) > 0
-    return same_length and all(math.isclose(a, b, rel_tol=TOLERANCE[precision]) for a, b in zip(losses, reference))
+    pairs = list(zip(losses, reference))
+    known = [(a, b) for a, b in pairs if a is not None and b is not None]
+    same_length = len(losses) == len(reference) == len(known) > 0
+    return same_length and all(math.isclose(a, b, rel_tol=TOLERANCE[precision]) for a, b in known)
 
 
 def comparison_json(records: Sequence[RunRecord], reference: RunRecord | None = None) -> dict[str, Any]:
@@ -72,40 +64,32 @@ def _common_spec(records: Sequence[RunRecord]) -> dict[str, Any]:
 
 def _run_entry(record: RunRecord, reference: RunRecord | None) -> dict[str, Any]:
     summary = record.summary
-    times, memory, comm = (summary.get(name) or {} for name in ("step_time_s", "peak_memory_bytes", "comm"))
-    if record.status == "failed":
-        comm = {}  # traffic before a failure is no whole step's
+    comm = summary.comm if record.status != "failed" else Comm()  # traffic before a failure is no whole step's
     return {
         "strategy": record.spec.get("strategy"),
         "engine": record.spec.get("engine"),
         "world_size": record.spec.get("world_size"),
         "status": record.status,
-        "step_time_s": {name: times.get(name) for name in ("median", "min")},
-        "tokens_per_s": summary.get("tokens_per_s"),
-        "peak_memory_bytes": {name: memory.get(name) for name in ("total", "by_category")},
-        "comm": {name: comm.get(name) for name in COMM},
-        "losses": losses_of(record),
+        "step_time_s": plain(summary.step_time_s),
+        "cpu_share": summary.cpu_share,
+        "tokens_per_s": summary.tokens_per_s,
+        "peak_memory_bytes": plain(summary.peak_memory_bytes),
+        "comm": plain(comm),
+        "losses": plain(summary.losses),
         "matches_reference": _agreement(record, reference),
         "provenance": record.provenance,
-        "predicted": _predicted(summary),
-    }
-
-
-def _predicted(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What arithmetic says of the run, in the fields of what was measured; records of before have the bytes only."""
-    known = summary.get("predicted") or {}
-    peak = known.get("peak_memory_bytes") or {}
-    return {
-        "peak_memory_bytes": {name: peak.get(name) for name in ("total", "by_category")},
-        "comm_bytes_per_step": summary.get("formula_bytes_per_step"),
-        "step_time_s": known.get("step_time_s"),
+        "predicted": {
+            "peak_memory_bytes": plain(summary.predicted.peak_memory_bytes),
+            "comm_bytes_per_step": summary.formula_bytes_per_step,
+            "step_time_s": summary.predicted.step_time_s,
+        },
     }
 
 
 def _agreement(record: RunRecord, reference: RunRecord | None) -> bool | None:
     if reference is None or record.status != "finished" or reference.status != "finished":
         return None
-    losses, expected = losses_of(record), losses_of(reference)
+    losses, expected = record.summary.losses, reference.summary.losses
     if len(expected) >= record.spec.get("warmup", 0) + record.spec.get("steps", len(losses)):
         losses = losses[: len(expected)]  # steps under the profiler come last, and the reference may have none
     return matches_reference(losses, expected, record.spec.get("precision", "fp32"))

@@ -15,15 +15,18 @@ record must show that too.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdplab.common.files import write_whole
 from fsdplab.common.places import how_to_install
 
-from .checks import shown, wrong_in
+from .spread import Spread, step_seconds
+from .summary import Summary
 from .tables import LATER_TABLES, TABLES, RecordError, Row, file_name, read_table, write_table
+from .typed import LongText, Scalar, WrongType, plain, read, shown
 
 if TYPE_CHECKING:
     import pandas
@@ -31,7 +34,43 @@ if TYPE_CHECKING:
 FORMAT = "fsdplab run record 2"
 STATUSES = ("finished", "out_of_memory", "failed")
 ORIGINS = ("measured", "emulated", "simulated")
-_FIELDS = ("spec", "environment", "status", "failure", "summary", "provenance")
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What run.json holds, beside its format."""
+
+    spec: Mapping[str, Scalar]
+    environment: Mapping[str, Any]
+    status: str
+    failure: Mapping[str, Any] | None
+    summary: Summary
+    provenance: Mapping[str, str]
+    rows: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """The settings that every reader needs."""
+
+    strategy: str
+    engine: str
+    world_size: int
+
+
+@dataclass(frozen=True)
+class _Environment:
+    device: str | None = None
+
+
+@dataclass(frozen=True)
+class _Failure:
+    message: LongText | None = None
+    traceback: LongText | None = None
+
+
+_ALL = tuple(_Content.__dataclass_fields__)
+_FIELDS = tuple(name for name in _ALL if name != "rows")
 
 
 @dataclass
@@ -39,7 +78,7 @@ class RunRecord:
     """One run. `table("steps")` gives rows, `frame("steps")` the same as a pandas DataFrame.
 
     >>> record = RunRecord.load("runs/full_shard-lab-2-ranks")        # doctest: +SKIP
-    >>> record.status, record.summary["step_time_s"]["median"]        # doctest: +SKIP
+    >>> record.status, record.summary.step_time_s.median            # doctest: +SKIP
     ('finished', 0.41)
     """
 
@@ -48,7 +87,7 @@ class RunRecord:
     environment: dict[str, Any] = field(default_factory=dict)
     status: str = "finished"
     failure: dict[str, Any] | None = None
-    summary: dict[str, Any] = field(default_factory=dict)
+    summary: Summary = Summary()
     provenance: dict[str, str] = field(default_factory=dict)
     tables: dict[str, list[Row]] = field(default_factory=dict, repr=False)
 
@@ -82,7 +121,7 @@ class RunRecord:
         self.path.mkdir(parents=True, exist_ok=True)
         for name in TABLES:
             write_table(self.path, name, self.table(name))
-        content = {"format": FORMAT, **{name: getattr(self, name) for name in _FIELDS}}
+        content = {"format": FORMAT, **{name: plain(getattr(self, name)) for name in _FIELDS}}
         content["rows"] = {name: len(self.table(name)) for name in TABLES}
         write_whole(self.path / "run.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
         return self
@@ -103,10 +142,18 @@ class RunRecord:
                 continue
             record.tables[name] = read_table(folder, name)
             _check_rows(folder, name, len(record.tables[name]), content["rows"].get(name))
-        return record
+        return record._with_spread()
+
+    def _with_spread(self) -> RunRecord:
+        """The record, with the spread of its steps where it is of a version that kept the median and the minimum."""
+        seconds = step_seconds(self.table("steps"))
+        if self.summary.step_time_s.count is None and seconds:
+            self.summary = replace(self.summary, step_time_s=Spread.of(seconds))
+        return self
 
 
 def _read_run_json(folder: Path) -> dict[str, Any]:
+    """What run.json holds, every field of its type; the summary as an object."""
     path = folder / "run.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
@@ -130,13 +177,17 @@ def _read_run_json(folder: Path) -> dict[str, Any]:
             f"{path} has the format {shown(found)}; expected {FORMAT!r}. Record the run again with this version of"
             " fsdplab."
         )
-    missing = [name for name in (*_FIELDS, "rows") if name not in content]
+    missing = [name for name in _ALL if name not in content]
     if missing:
         raise RecordError(f"{path} lacks {', '.join(missing)}: it is damaged. Record the run again.")
-    if (wrong := wrong_in(content)) is not None:
+    try:
+        content["summary"] = read(_Content, content, "").summary
+        for kind, name in ((_Spec, "spec"), (_Environment, "environment"), (_Failure, "failure")):
+            read(kind, content[name] or {}, name)
+    except WrongType as wrong:
         raise RecordError(
             f"{path} is damaged: {wrong}. Copy it again from where it was recorded, or record the run again."
-        )
+        ) from None
     return content
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from fsdplab.common.files import write_whole
 from fsdplab.common.names import CATEGORIES
 
-from .checks import shown
+from .typed import shown
 
 
 class RecordError(RuntimeError):
@@ -64,7 +64,8 @@ Schema = dict[str, Callable[[str], Any]]
 
 TABLES: dict[str, Schema] = {
     # step_time_s is empty for the steps that are not timed (warm-up, and the step whose memory was measured); loading_s
-    # is what the rank took to get the step's data, which step_time_s does not hold
+    # is what the rank took to get the step's data, which step_time_s does not hold; cpu_s is the CPU time of all its
+    # threads, core_wait_s how long it waited for a core (empty where the system does not count that)
     "steps": {
         "rank": _whole,
         "step": _whole,
@@ -72,6 +73,8 @@ TABLES: dict[str, Schema] = {
         "step_time_s": _finite,
         "tokens": _whole,
         "loading_s": _finite,
+        "cpu_s": _finite,
+        "core_wait_s": _finite,
     },
     "ledger": {
         "rank": _whole,
@@ -160,10 +163,10 @@ TABLES: dict[str, Schema] = {
     "idle": {"rank": _whole, "step": _whole, **dict.fromkeys(IDLE_PARTS, _whole)},
 }
 LATER_TABLES = ("idle", "collectives")  # records of earlier versions lack their files
-_NOT_ALWAYS_MEASURED = ("loss", "step_time_s", "tokens", "loading_s", "waited_ns", *CATEGORIES)
+_NOT_ALWAYS_MEASURED = ("loss", "step_time_s", "tokens", "loading_s", "cpu_s", "core_wait_s", "waited_ns", *CATEGORIES)
 # columns that records of earlier versions lack; a table in which no row has one is written without it
 _LATER = {
-    "steps": ("loading_s",),
+    "steps": ("loading_s", "cpu_s", "core_wait_s"),
     "ledger": ("issue_ns",),
     "breakdown": (*PARTS_OF_EXPOSED, "device_busy_ns", "core_wait_ns"),
     "exposed": PARTS_OF_EXPOSED,

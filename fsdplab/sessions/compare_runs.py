@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, known
+from fsdplab.records.summary import Link
 from fsdplab.sessions.launch.failure_report import RanksFailed
 from fsdplab.sessions.run_and_record import OnStep, run
 from fsdplab.sessions.spec import RunSpec, SpecError
@@ -64,7 +64,7 @@ def _on_one_network(specs: Sequence[RunSpec], on_look: Callable[[], None] | None
         open_ended[0], steps=1, profile=0, memory=False,
         engine="lab", strategy="full_shard", card=None, shard_size=None, link_across=None, prefetch=1,
     )  # fmt: skip
-    link = link_text(run(trial, on_look=on_look).summary["link"])
+    link = link_text(run(trial, on_look=on_look).summary.link)
     return [replace(spec, link=link) if spec in open_ended else spec for spec in specs]
 
 
@@ -95,6 +95,7 @@ def _check_same(specs: Sequence[RunSpec]) -> None:
             )
 
 
-def link_text(link: dict[str, Any]) -> str:
+def link_text(link: Link | None) -> str:
     """A record's link in the form of a spec: `358.736589MB/s,4.870254us`."""
-    return f"{link['bytes_per_s'] / 1e6:.6f}MB/s,{link['latency_s'] * 1e6:.6f}us"
+    found = known(link)
+    return f"{known(found.bytes_per_s) / 1e6:.6f}MB/s,{known(found.latency_s) * 1e6:.6f}us"

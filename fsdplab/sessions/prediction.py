@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from fsdplab.planning import ModelShape, Traffic
 from fsdplab.planning.lab_memory import LabRun, memory_of_step, unit_parameters
 from fsdplab.planning.lab_step_time import StepSeconds, step_seconds
+from fsdplab.records.summary import Peak, Predicted
 from fsdplab.sessions.calibration import Calibration
 from fsdplab.sessions.formula import traffic_of
 from fsdplab.sessions.spec import RunSpec
@@ -42,11 +42,9 @@ class Prediction:
         """The sum of the categories at the peak."""
         return None if self.by_category is None else sum(self.by_category.values())
 
-    def as_dict(self) -> dict[str, Any]:
-        """As a record keeps it, JSON-able."""
-        peak = {"total": self.peak_bytes, "by_category": self.by_category}
-        return {"peak_memory_bytes": peak, "step_time_s": self.step_time_s, "exposed_s": self.exposed_s,
-                "why_not": self.why_not}  # fmt: skip
+    def recorded(self) -> Predicted:
+        """As a record keeps it."""
+        return Predicted(Peak(self.peak_bytes, self.by_category), self.step_time_s, self.exposed_s, self.why_not)
 
 
 def predict(spec: RunSpec, calibration: Calibration | None = None) -> Prediction:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from fsdplab.common.files import write_whole
 from fsdplab.common.temporary import temporary_folder
 from fsdplab.records import RunRecord
 from fsdplab.records.folder import claim_folder, is_written
+from fsdplab.records.summary import Link
+from fsdplab.records.typed import read
 from fsdplab.sessions.launch.failure_report import RanksFailed
 from fsdplab.sessions.launch.launcher import run_ranks
 from fsdplab.sessions.launch.live_output import Tail
@@ -113,18 +116,19 @@ def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed |
     memory = {rank: result["memory"] for rank, result in results.items() if result["memory"]}
     ledger = [row for rank in ranks for row in read_lines(mailbox.of(rank, "ledger"))]
     trace_tables = tables_of(spec, mailbox, ledger, folder) if spec.profile else {}
-    summary = summarise(spec, steps, ledger, memory) | {
-        "link": next((result["link"] for result in results.values()), None)
-    }
-    summary["profile"], cost = profile_summary(
-        spec, summary, [result["profiled_s"] for result in results.values()], ledger, trace_tables.get("breakdown", [])
+    link = next((result["link"] for result in results.values()), None)
+    summary = profile_summary(
+        spec,
+        replace(summarise(spec, steps, ledger, memory), link=link and read(Link, link, "link")),
+        [result["profiled_s"] for result in results.values()],
+        ledger,
+        trace_tables.get("breakdown", []),
     )
-    summary["comm"] |= cost
     return RunRecord(
         folder,
         spec=_portable(spec),
         environment=_environment(spec, mailbox),
-        status="failed" if failed else "out_of_memory" if (summary["card"] or {}).get("exceeded") else "finished",
+        status="failed" if failed else "out_of_memory" if summary.card and summary.card.exceeded else "finished",
         failure=failed.report.as_dict() if failed else None,
         summary=summary,
         provenance=_provenance(spec),

@@ -7,11 +7,13 @@ worst rank's. Losses are means over ranks, because each rank reads other text.
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fsdplab.records import Spread, Summary
+from fsdplab.records.spread import step_seconds
+from fsdplab.records.summary import Card, Comm, Peak
 from fsdplab.sessions.calibration import find_calibration
 from fsdplab.sessions.formula import formula_bytes
 from fsdplab.sessions.prediction import predict
@@ -22,43 +24,46 @@ Row = Mapping[str, Any]
 
 def summarise(
     spec: RunSpec, steps: Sequence[Row], ledger: Sequence[Row], memory: Mapping[int, Mapping[str, Any]]
-) -> dict[str, Any]:
+) -> Summary:
     """The summary of a record. `memory[rank]` holds `total`, `by_category` and `resident_growth` in bytes.
 
     What was not measured is None: times of a run that ended before its timed steps, bytes sent by an engine without a
     ledger.
     """
-    seconds = step_seconds(steps)
+    times = Spread.of(step_seconds(steps))
     worst = max(memory.values(), key=lambda peak: peak["total"], default=None)
-    return {
-        "step_time_s": (
-            {"median": statistics.median(seconds), "min": min(seconds)} if seconds else {"median": None, "min": None}
-        ),
-        "tokens_per_s": spec.tokens_per_rank * spec.world_size / statistics.median(seconds) if seconds else None,
-        "peak_memory_bytes": {name: worst[name] if worst else None for name in ("total", "by_category")},
-        "memory_start_ns": {str(rank): memory[rank]["start_ns"] for rank in sorted(memory)},
-        "peak_by_rank": [memory[rank]["total"] for rank in sorted(memory)],
-        "resident_growth_by_rank": [memory[rank]["resident_growth"] for rank in sorted(memory)],
-        "comm": sent_per_step(spec, ledger),
-        "formula_bytes_per_step": formula_bytes(spec),
-        "predicted": predict(spec, find_calibration(spec.world_size).calibration).as_dict(),
-        "losses": mean_losses(steps),
-        "card": (
-            None if spec.card is None else {"bytes": spec.card, "exceeded": bool(worst and worst["total"] > spec.card)}
-        ),
-    }
+    return Summary(
+        step_time_s=times,
+        tokens_per_s=spec.tokens_per_rank * spec.world_size / times.median if times.median else None,
+        cpu_share=cpu_share(steps),
+        peak_memory_bytes=Peak(worst["total"], worst["by_category"]) if worst else Peak(),
+        memory_start_ns={rank: memory[rank]["start_ns"] for rank in sorted(memory)},
+        peak_by_rank=tuple(memory[rank]["total"] for rank in sorted(memory)),
+        resident_growth_by_rank=tuple(memory[rank]["resident_growth"] for rank in sorted(memory)),
+        comm=sent_per_step(spec, ledger),
+        formula_bytes_per_step=formula_bytes(spec),
+        predicted=predict(spec, find_calibration(spec.world_size).calibration).recorded(),
+        losses=mean_losses(steps),
+        card=None if spec.card is None else Card(spec.card, bool(worst and worst["total"] > spec.card)),
+    )
 
 
-def step_seconds(steps: Sequence[Row]) -> list[float]:
-    """Seconds of each timed step: its slowest rank's."""
-    slowest: dict[int, float] = defaultdict(float)
+def cpu_share(steps: Sequence[Row]) -> float | None:
+    """The part of the timed steps in which a rank had a core when it wanted one, of the rank that lacked one longest.
+
+    A rank that waited for a core for 0.6 s of steps of 1 s has a share of 0.4. None where no wait was counted.
+    """
+    spans: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for row in steps:
         if row["step_time_s"] is not None:
-            slowest[row["step"]] = max(slowest[row["step"]], row["step_time_s"])
-    return list(slowest.values())
+            if row.get("core_wait_s") is None:
+                return None
+            spans[row["rank"]][0] += min(row["core_wait_s"], row["step_time_s"])
+            spans[row["rank"]][1] += row["step_time_s"]
+    return min((1 - waited / seconds for waited, seconds in spans.values() if seconds), default=None)
 
 
-def mean_losses(steps: Sequence[Row]) -> list[float | None]:
+def mean_losses(steps: Sequence[Row]) -> tuple[float | None, ...]:
     """The loss of each step that all ranks finished, averaged over them in rank order;
     None for one that is no number.
     """
@@ -68,24 +73,20 @@ def mean_losses(steps: Sequence[Row]) -> list[float | None]:
     ranks = max(map(len, by_step.values()), default=0)
     whole = [by_step[step] for step in sorted(by_step) if len(by_step[step]) == ranks]
     means = [sum(losses[rank] for rank in sorted(losses)) / ranks for losses in whole]
-    return [mean if math.isfinite(mean) else None for mean in means]
+    return tuple(mean if math.isfinite(mean) else None for mean in means)
 
 
-def sent_per_step(spec: RunSpec, ledger: Sequence[Row]) -> dict[str, int | None]:
+def sent_per_step(spec: RunSpec, ledger: Sequence[Row]) -> Comm:
     """Bytes that one rank sends in one step, and its collectives: of the last step, since the first ones may send
     more.
     """
-    if spec.engine != "lab":
-        return {"bytes_per_step": None, "collectives_per_step": None}
-    if not ledger and spec.world_size > 1:  # the run ended before a rank wrote its ledger
-        return {"bytes_per_step": None, "collectives_per_step": None}
+    unknown = not ledger and spec.world_size > 1  # the run ended before a rank wrote its ledger
+    if spec.engine != "lab" or unknown:
+        return Comm()
     last = max((row["step"] for row in ledger), default=0)
     bytes_of, count_of = Counter[int](), Counter[int]()
     for row in ledger:
         if row["step"] == last:
             bytes_of[row["rank"]] += row["wire_bytes"]
             count_of[row["rank"]] += 1
-    return {
-        "bytes_per_step": max(bytes_of.values(), default=0),
-        "collectives_per_step": max(count_of.values(), default=0),
-    }
+    return Comm(max(bytes_of.values(), default=0), max(count_of.values(), default=0))

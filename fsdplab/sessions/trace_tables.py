@@ -9,10 +9,13 @@ from __future__ import annotations
 import shutil
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdplab.records import Summary
+from fsdplab.records.summary import Profile
 from fsdplab.sessions.launch.mailbox import Mailbox
 from fsdplab.sessions.spec import RunSpec
 
@@ -63,24 +66,27 @@ def _add(tables: dict[str, list[Row]], analysis: TraceAnalysis, names: Sequence[
 
 def profile_summary(
     spec: RunSpec,
-    summary: Mapping[str, Any],
+    summary: Summary,
     profiled_s: Sequence[Sequence[float]],
     ledger: Sequence[Row],
     breakdown: Sequence[Row],
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the cost of profiling, what communication cost): the fields of the summary's `profile` and of its `comm`.
+) -> Summary:
+    """The summary with the cost of profiling, and with what communication cost.
 
     `exposed_s` is the mean of the profiled steps, from the trace, with its parts. `blocked_s` is another quantity: for
     how long the host of a timed step was blocked for collectives, from the ledger.
     """
     from fsdplab.profiling.step_summary import exposure
 
-    cost = overhead(profiled_s, summary["step_time_s"]["median"])
-    comm = exposure(breakdown)
+    cost = exposure(breakdown)
     if spec.world_size == 1 and spec.engine != "twin":
-        comm = dict.fromkeys(comm, 0.0) | {"overlap": None}  # nothing travels
-    profile = {"steps": spec.profile, "overhead": cost, "source": "trace" if breakdown else None}
-    return profile, {**comm, "blocked_s": blocked(ledger, spec.untimed, spec.untimed + spec.steps)}
+        cost = dict.fromkeys(cost, 0.0) | {"overlap": None}  # nothing travels
+    blocked_s = blocked(ledger, spec.untimed, spec.untimed + spec.steps)
+    return replace(
+        summary,
+        profile=Profile(spec.profile, overhead(profiled_s, summary.step_time_s.median), "trace" if breakdown else None),
+        comm=replace(summary.comm, **cost, blocked_s=blocked_s),
+    )
 
 
 def blocked(ledger: Sequence[Row], first: int, last: int) -> float | None:

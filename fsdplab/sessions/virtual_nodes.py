@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from fsdplab.common.processes import send_group
@@ -24,6 +25,7 @@ from fsdplab.common.pythons import run_of
 from fsdplab.common.temporary import temporary_folder
 from fsdplab.planning.links import LinkSpec
 from fsdplab.records import RunRecord
+from fsdplab.records.summary import Link, Nodes
 from fsdplab.sessions.launch.failure_report import RanksFailed
 from fsdplab.sessions.launch.launcher import Process, rank_environment, ranks_started_by
 from fsdplab.sessions.launch.mailbox import Mailbox
@@ -159,12 +161,9 @@ def _check_link(link: LinkSpec | None) -> None:
 def _on_nodes(record: RunRecord, nodes: int, ranks_per_node: int, link: LinkSpec | None) -> RunRecord:
     """The record, saved again, with where its ranks were; the latency is unknown, because it was not set."""
     if link is not None:
-        record.summary["link"] = {
-            "name": link.name, "bytes_per_s": link.bytes_per_s, "latency_s": None, "queues": None, "across": None,
-            "as": None,
-        }  # fmt: skip
+        record.summary = replace(record.summary, link=Link(link.name, link.bytes_per_s))
         record.provenance["link"] = "measured"
-    record.summary["nodes"] = {"nodes": nodes, "ranks_per_node": ranks_per_node}
+    record.summary = replace(record.summary, nodes=Nodes(nodes, ranks_per_node))
     return record.save()
 
 

@@ -12,10 +12,11 @@ from typing import TypeAlias
 from plotly.graph_objects import Figure
 
 from fsdplab import figures
+from fsdplab.figures.fastest import core_words
 from fsdplab.figures.report.parts import Look, comparison_table
 from fsdplab.figures.table import LEGEND, NUMBERS, SHORT, WRAPPED, mood
 from fsdplab.figures.view import RunView, provenance
-from fsdplab.profiling.diagnosis import findings
+from fsdplab.profiling.findings import findings
 from fsdplab.records import RunRecord
 
 from .lab_state import Batch
@@ -44,7 +45,9 @@ def table(runs: Sequence[RunView]) -> str:
     real = "<br>".join(f"<b>{word}</b>: {escape(what)}" for word, what in provenance(list(runs)))
     type_size = "font-size:calc(.93 * var(--fsdplab-table, 14px))"
     small = f"<p style='{type_size};opacity:.8;margin:6px 10px'>{escape(LEGEND)}.<br>{real}</p>"
-    return f"<div style='overflow-x:auto'>{comparison_table(runs, _LOOK, caption='')}</div>{small}"
+    core = core_words(runs)
+    first = f"<p style='color:{_COLOURS['bad']};font-weight:600;margin:6px 10px'>{escape(core)}</p>" if core else ""
+    return f"{first}<div style='overflow-x:auto'>{comparison_table(runs, _LOOK, caption='')}</div>{small}"
 
 
 def _placed(column: str) -> str:

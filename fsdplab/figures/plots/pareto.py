@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 from fsdplab.common.sizes import seconds, size
+from fsdplab.figures.fastest import fastest_words
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import EDGE, card_line, strategy_colour, titled
 from fsdplab.figures.view import Runs, RunView, emulated_links, how_and_where, views
@@ -172,16 +173,10 @@ def _label(figure: go.Figure, run: RunView, across: float, down: float, best: bo
 def _finding(drawn: list[RunView], best: list[RunView]) -> str:
     if len(drawn) == 1:
         return f"{drawn[0].label}: {size(drawn[0].peak)} and {seconds(drawn[0].step_median)} a step"
-    if len(best) == 1:
-        return (
-            f"{best[0].label} needs least memory, {size(best[0].peak)}, and is fastest, {seconds(best[0].step_median)}"
-            " a step"
-        )
-    small, fast = best[0], best[-1]
-    return (
-        f"{small.label} needs least memory, {size(small.peak)}; {fast.label} is fastest, {seconds(fast.step_median)} a"
-        " step"
-    )
+    small, told = best[0], fastest_words(drawn)
+    if told.startswith(f"{small.label} is fastest"):
+        return f"{small.label} needs least memory, {size(small.peak)}, and {told.removeprefix(f'{small.label} ')}"
+    return f"{small.label} needs least memory, {size(small.peak)}; {told}"
 
 
 def _conditions(shown: list[RunView], drawn: list[RunView]) -> str:

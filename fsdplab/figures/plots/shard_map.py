@@ -75,12 +75,8 @@ def step_begin(record: RunRecord, step: int, rows: list[Row]) -> int:
 
 
 def memory_starts(record: RunRecord) -> dict[int, int]:
-    """When each rank's memory step began (ns): the summary's `memory_start_ns`, a list by rank or an object by its
-    number.
-    """
-    starts = record.summary.get("memory_start_ns") or {}
-    pairs = starts.items() if hasattr(starts, "items") else enumerate(starts)
-    return {int(rank): int(begin) for rank, begin in pairs if begin is not None}
+    """When each rank's memory step began (ns)."""
+    return dict(record.summary.memory_start_ns)
 
 
 def hover_text(rank: int, unit: str, state: str) -> str:

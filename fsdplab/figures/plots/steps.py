@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fsdplab.common.sizes import seconds, three_digits
+from fsdplab.figures.fastest import step_words
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, EDGE, strategy_colour, titled
 from fsdplab.figures.view import Runs, RunView, emulated_links, how_and_where, ranks_and_device, views
@@ -49,7 +50,7 @@ def _fastest(timed: list[RunView]) -> go.Scatter:
         name="fastest step",
         mode="markers",
         y=[run.label for run in timed],
-        x=[run.step_min for run in timed],
+        x=[run.summary.step_time_s.min for run in timed],
         marker=dict(symbol="line-ns", size=26, line=dict(color="#14171c", width=3)),
         hovertemplate="%{y}<br>fastest %{x:.3f} s<extra></extra>",
     )
@@ -75,15 +76,9 @@ def _why_untimed(run: RunView) -> str:
 
 
 def _finding(timed: list[RunView]) -> str:
-    """The title: the fastest run, and how many times longer the slowest takes."""
+    """The title: who is fastest, the twin aside, and how many times longer the slowest takes."""
     racers = [run for run in timed if run.engine != "twin"] or timed
-    fast, slow = min(racers, key=lambda run: run.known_step), max(racers, key=lambda run: run.known_step)
-    if fast is slow:
-        return f"{fast.label}: {seconds(fast.step_median)} a step"
-    return (
-        f"{fast.label} is fastest, {seconds(fast.step_median)} a step; {slow.label} takes"
-        f" {slow.known_step / fast.known_step:.2f} times that"
-    )
+    return step_words(racers)
 
 
 def _conditions(shown: list[RunView]) -> str:

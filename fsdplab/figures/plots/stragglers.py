@@ -15,7 +15,7 @@ from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import MS, Row, breakdown_of, conditions, duration, label, profiled, rows_of, unnamed
 from fsdplab.figures.style import DARK_INK, HEAT, titled
 from fsdplab.profiling.arrivals import arrivals_of, late_rank_of
-from fsdplab.profiling.diagnosis import WORTH_SAYING
+from fsdplab.profiling.findings import WORTH_SAYING
 from fsdplab.profiling.late_rank import Arrivals, Key, LateRank
 from fsdplab.records import RunRecord
 

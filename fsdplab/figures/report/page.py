@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.common.words import MISSING
+from fsdplab.figures.fastest import core_words
 from fsdplab.figures.plots.memory import memory_by_category
 from fsdplab.figures.plots.predicted import predicted_memory
 from fsdplab.figures.plots.steps import step_time
@@ -29,7 +30,7 @@ from fsdplab.figures.view import CATEGORY_NAMES, Runs, RunView, provenance, rank
 from fsdplab.records import CATEGORIES, RunRecord
 
 if TYPE_CHECKING:
-    from fsdplab.profiling.diagnosis import Finding
+    from fsdplab.profiling.findings import Finding
     from fsdplab.profiling.tables import TablesOf
 
 
@@ -52,11 +53,13 @@ def comparison_page(
     records = list(records if records is not None else [run for run in runs or () if is_record(run)])
     runs = records if len(records) == len(comparison["runs"]) else runs  # records know what tells namesakes apart
     summary = _summary(comparison, comparison if runs is None else with_verdicts(runs, comparison))
+    shown = views(runs if runs is not None else comparison)
     page = rendered(
         "page.html",
-        title=_title(views(runs if runs is not None else comparison)),
+        title=_title(shown),
         plotly_js=get_plotlyjs(),
-        setting=_setting(comparison.get("spec") or {}, views(runs if runs is not None else comparison)),
+        setting=_setting(comparison.get("spec") or {}, shown),
+        cores=core_words(shown),
         content=tabbed(summary, records, findings, tables_of) if records else summary,
         comparison=json.dumps(comparison, separators=(",", ":")),
     )
@@ -104,7 +107,7 @@ def _prediction(shown: list[RunView], source: Runs) -> dict[str, Any]:
     known = [run for run in shown if run.predicted_peak]
     if not known:
         return {}
-    reasons = [f"{run.label}: not predicted: {run.why_not_predicted}" for run in shown if run.why_not_predicted]
+    reasons = [f"{run.label}: not predicted: {why}" for run in shown if (why := run.summary.predicted.why_not)]
     explained = [gap.text for run in known for gap in gaps(run)]
     alike = (
         [] if explained else ["Every category is within 10% of what was measured, or less than 0.5% of the peak off."]
@@ -121,10 +124,9 @@ def _predictions_table(shown: list[RunView]) -> Markup:
     head = [Cell("run"), *(Cell(text, {"class": "number"}) for text in ("peak", "sent in a step", "step"))]
     rows = []
     for run in shown:
-        pairs = (
-            (run.predicted_peak, run.peak, size), (run.formula_bytes, run.comm_bytes, size),
-            (run.predicted_step, run.step_median, seconds),
-        )  # fmt: skip
+        sent = run.formula_bytes, run.summary.comm.bytes_per_step
+        step = run.summary.predicted.step_time_s, run.step_median
+        pairs = ((run.predicted_peak, run.peak, size), (*sent, size), (*step, seconds))
         rows.append([Cell(run.label), *(Cell(beside(*pair), {"class": "number"}) for pair in pairs)])
     return table(head, rows, caption="Predicted, and in brackets predicted over measured.")
 

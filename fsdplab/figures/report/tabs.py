@@ -29,7 +29,7 @@ from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.records import RecordError, RunRecord
 
 if TYPE_CHECKING:
-    from fsdplab.profiling.diagnosis import Finding
+    from fsdplab.profiling.findings import Finding
 
 MARKS = 1_500  # of each timeline on a page, to stay under a megabyte a record
 _MOST_PAIRS = 5
@@ -70,7 +70,7 @@ def _each(records: Sequence[RunRecord], fill: Callable[[RunRecord], Markup]) -> 
 
 
 def _is_traced(record: RunRecord) -> bool:
-    return "traces" in record.summary
+    return record.summary.traces is not None
 
 
 def _of_a_run(what: str, fill: Callable[[RunRecord], Markup]) -> Callable[[RunRecord], Markup]:
@@ -98,7 +98,7 @@ def _memory(record: RunRecord) -> Markup:
     try:
         return Markup(linked_html(record))
     except ValueError as reason:
-        peaks = record.summary.get("peak_by_rank") or [0]
+        peaks = record.summary.peak_by_rank or (0,)
         worst = max(range(len(peaks)), key=lambda rank: peaks[rank] or 0)
         return drawn(memory_timeline, record, rank=worst) + note(str(reason))
 

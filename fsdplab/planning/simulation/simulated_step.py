@@ -16,7 +16,8 @@ from fsdplab.engine.core.schedule import Schedule
 from fsdplab.planning.memory import memory_of
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.plan_traffic import bytes_by_axis, plan_traffic
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, Spread, Summary
+from fsdplab.records.summary import Comm, Peak, Profile, SimulatedRanks
 
 from .classes import rank_classes
 from .memory_rows import memory_rows
@@ -77,8 +78,8 @@ def simulate(
 
     >>> from fsdplab.planning.planner import plan_spec
     >>> found = simulate(plan_spec("llama-3.1-8b", "h100", gpus=8))
-    >>> found.provenance["step_time_s"], found.summary["simulated"]["ranks"]
-    ('simulated', {'0': 8})
+    >>> found.provenance["step_time_s"], found.summary.simulated.ranks
+    ('simulated', {0: 8})
     """
     _check(spec, communicators, in_flight, paces or {})
     work = work_of(spec, efficiency, in_flight)
@@ -150,29 +151,24 @@ def _step_row(spec: PlanSpec, log: RankLog) -> Row:
     }  # fmt: skip
 
 
-def _summary(spec: PlanSpec, found: Simulated, tables: Mapping[str, list[Row]]) -> dict[str, Any]:
+def _summary(spec: PlanSpec, found: Simulated, tables: Mapping[str, list[Row]]) -> Summary:
     worst = max(tables["breakdown"], key=lambda row: (row["exposed_ns"], -row["rank"]))
     communication = worst["overlapped_ns"] + worst["exposed_ns"]
-    peak, step_s = memory_of(spec).peak, found.step_s
-    parts = {f"{name}_s": worst[f"{name}_ns"] / 1e9 for name in ("exposed", "on_link", "copying", "waiting")}
-    inner = spec.tensor_parallel
-    return {
-        "step_time_s": {"median": step_s, "min": step_s},
-        "tokens_per_s": spec.step_tokens / step_s,
-        "memory_start_ns": {str(log.rank.first * inner): 0 for log in found.logs},
-        "peak_memory_bytes": {
-            "total": round(peak.total), "by_category": {name: round(part) for name, part in peak.by_category.items()}
-        },
-        "comm": {
-            "bytes_per_step": sum(bytes_by_axis(plan_traffic(spec)).values()),
-            "collectives_per_step": sum(row["rank"] == worst["rank"] for row in tables["ledger"]),
-            **parts,
-            "overlap": worst["overlapped_ns"] / communication if communication else None,
-        },
-        "formula_bytes_per_step": sum(bytes_by_axis(plan_traffic(spec)).values()),
-        "profile": {"steps": 1, "overhead": None, "source": "simulation"},
-        "simulated": {
-            "ranks": {str(log.rank.first * inner): log.rank.count * inner for log in found.logs},
-            "operations": found.operations,
-        },
-    }  # fmt: skip
+    peak, sent, inner = memory_of(spec).peak, sum(bytes_by_axis(plan_traffic(spec)).values()), spec.tensor_parallel
+    return Summary(
+        step_time_s=Spread.of([found.step_s]),
+        tokens_per_s=spec.step_tokens / found.step_s,
+        memory_start_ns={log.rank.first * inner: 0 for log in found.logs},
+        peak_memory_bytes=Peak(round(peak.total), {name: round(part) for name, part in peak.by_category.items()}),
+        comm=Comm(
+            bytes_per_step=sent,
+            collectives_per_step=sum(row["rank"] == worst["rank"] for row in tables["ledger"]),
+            **{f"{name}_s": worst[f"{name}_ns"] / 1e9 for name in ("exposed", "on_link", "copying", "waiting")},
+            overlap=worst["overlapped_ns"] / communication if communication else None,
+        ),
+        formula_bytes_per_step=sent,
+        profile=Profile(steps=1, source="simulation"),
+        simulated=SimulatedRanks(
+            {log.rank.first * inner: log.rank.count * inner for log in found.logs}, found.operations
+        ),
+    )

@@ -29,7 +29,7 @@ def tables_of_record(record: RunRecord) -> list[Table]:
     """Critical path, idle time, bandwidth, operators and (of a GPU) launches; of one rank where a table is of one: the
     rank that is exposed longest. Raises RecordError for a record without traces, TraceError for damaged ones.
     """
-    traces, worst, link = traces_of(record), step_summary(record.table("breakdown")), record.summary.get("link") or {}
+    traces, worst, link = traces_of(record), step_summary(record.table("breakdown")), record.summary.link
     analyses = analyses_of(record, traces)
     trace = traces[worst.rank if worst is not None and worst.rank in traces else min(traces)]
     shown = work_of(read_events(trace, _patterns(record)))
@@ -41,7 +41,7 @@ def tables_of_record(record: RunRecord) -> list[Table]:
     return [
         _critical_path(analyses),
         idle_time(rows("idle"), rows("breakdown")),
-        bandwidths_by_size(rows("collectives"), record.spec["world_size"], link.get("bytes_per_s")),
+        bandwidths_by_size(rows("collectives"), record.spec["world_size"], link.bytes_per_s if link else None),
         operators_of(shown, by_unit=True),
         *([launches_of(shown)] if shown.found.on_gpu else []),
     ]
@@ -79,4 +79,4 @@ def analyses_of(record: RunRecord, traces: Mapping[int, Path]) -> list[TraceAnal
 
 def _patterns(record: RunRecord) -> Sequence[str]:
     """The kernels that communicate beside NCCL's, as they were given when the traces were read."""
-    return (record.summary.get("traces") or {}).get("comm_patterns", ())
+    return record.summary.traces.comm_patterns if record.summary.traces else ()

@@ -7,7 +7,6 @@ work of no step, ranks that were not given) is kept as notes, so that it can be 
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.ranks_of_files import check_one_job, ranks_by_name
 from fsdplab.profiling.traces.side_by_side import Progress, Reading, read_all
 from fsdplab.profiling.traces.skew import with_peers
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, Spread, Summary
+from fsdplab.records.summary import Comm, Link, Profile, Traces
 
 ENGINE = "trace"
 TABLES = ("timeline", "breakdown", "exposed", "collectives", "idle")
@@ -71,11 +71,7 @@ def record_of_traces(
         files[0].parent,
         spec={"strategy": _name(files), "engine": ENGINE, "world_size": analyses[0].world_size or len(analyses)},
         environment=_environment(analyses[0]),
-        summary={
-            **_summary(tables["breakdown"]),
-            "traces": _sources(analyses, comm_patterns),
-            "link": _link(analyses[0].origin),
-        },
+        summary=_summary(analyses, comm_patterns, tables["breakdown"]),
         provenance=_provenance(analyses[0].origin),
         tables=tables,
         analyses=tuple(analyses),
@@ -109,17 +105,12 @@ def _environment(analysis: TraceAnalysis) -> dict[str, Any]:
     return {"device": analysis.device, **{name: text for name, text in said.items() if text}}
 
 
-def _link(origin: Origin) -> dict[str, Any] | None:
-    """The emulated link that the lab's own traces tell of; its speed is in their record only."""
-    return None if origin.link is None else {"name": origin.link, "bytes_per_s": None, "latency_s": None}
-
-
 def _provenance(origin: Origin) -> dict[str, str]:
     emulated = {"link": "emulated", "exposed_s": "emulated"} if origin.link is not None else {"exposed_s": "measured"}
     return {"step_time_s": "measured", **emulated}
 
 
-def _sources(analyses: Sequence[TraceAnalysis], comm_patterns: Sequence[str]) -> dict[str, Any]:
+def _sources(analyses: Sequence[TraceAnalysis], comm_patterns: Sequence[str]) -> Traces:
     """What the record was read from and how: each rank's file, and what its tables leave out."""
     work = [each.no_step for each in analyses]
     said: dict[str, list[int]] = defaultdict(list)
@@ -132,14 +123,14 @@ def _sources(analyses: Sequence[TraceAnalysis], comm_patterns: Sequence[str]) ->
         notes.insert(0, _WITHOUT_LINK)
     if job and held < job:
         notes.insert(0, f"{held} of the job's {job} ranks were given: what the others did is not known")
-    return {
-        "ranks": held,
-        "files": {str(each.rank): str(each.path) for each in analyses},
-        "comm_patterns": list(comm_patterns),
-        "no_step_s": sum(each.ns for each in work) / 1e9,
-        "no_step_share": sum(each.ns for each in work) / (sum(each.device_ns for each in work) or 1),
-        "notes": notes,
-    }
+    return Traces(
+        ranks=held,
+        files={each.rank: str(each.path) for each in analyses},
+        comm_patterns=tuple(comm_patterns),
+        no_step_s=sum(each.ns for each in work) / 1e9,
+        no_step_share=sum(each.ns for each in work) / (sum(each.device_ns for each in work) or 1),
+        notes=tuple(notes),
+    )
 
 
 def _ranks(ranks: Sequence[int], of: int) -> str:
@@ -149,12 +140,18 @@ def _ranks(ranks: Sequence[int], of: int) -> str:
     return "every rank" if len(ranks) == of else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _summary(breakdown: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _summary(
+    analyses: Sequence[TraceAnalysis], comm_patterns: Sequence[str], breakdown: Sequence[dict[str, Any]]
+) -> Summary:
+    """Steps are as slow as their slowest rank. The lab's own traces tell the emulated link's name, not its speed."""
     by_step: dict[int, int] = defaultdict(int)
     for row in breakdown:
         by_step[row["step"]] = max(by_step[row["step"]], row["step_ns"])
-    return {
-        "step_time_s": {"median": statistics.median(by_step.values()) / 1e9, "min": min(by_step.values()) / 1e9},
-        "comm": {"bytes_per_step": None, "collectives_per_step": None, **exposure(breakdown)},
-        "profile": {"steps": len(by_step), "overhead": None, "source": "trace"},
-    }
+    link = analyses[0].origin.link
+    return Summary(
+        step_time_s=Spread.of([nanoseconds / 1e9 for nanoseconds in by_step.values()]),
+        comm=Comm(**exposure(breakdown)),
+        profile=Profile(len(by_step), source="trace"),
+        traces=_sources(analyses, comm_patterns),
+        link=None if link is None else Link(link),
+    )

@@ -29,6 +29,7 @@ from fsdplab.profiling.memory.snapshot import memory_snapshot
 from fsdplab.sessions.launch.mailbox import RANKS_STORE
 from fsdplab.sessions.spec import MEMORY_STEP, RunSpec
 from fsdplab.sessions.spec.sharing import carrier, device_of_ranks, nccl_variables
+from fsdplab.sessions.worker.core_share import core_time, waited_s
 from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
 from fsdplab.sessions.worker.engines import Batch, TrainingSetup, build
 from fsdplab.sessions.worker.environment import capture_environment
@@ -140,9 +141,9 @@ class Training:
         batches = self._batches(step)
         loading = time.perf_counter() - asked
         with around:
-            start = time.perf_counter()
+            before, start = core_time(), time.perf_counter()
             loss = self.setup.train_step(batches)
-            seconds = time.perf_counter() - start
+            seconds, after = time.perf_counter() - start, core_time()
         events.flush()
         self.ledger.write()
         tokens = self.spec.tokens_per_rank * len(batches)
@@ -153,6 +154,8 @@ class Training:
             "step_time_s": seconds if timed else None,
             "tokens": tokens,
             "loading_s": loading,
+            "cpu_s": after.cpu_s - before.cpu_s,
+            "core_wait_s": waited_s(before, after, torch.get_num_threads()),
         }
         self.context.append("steps", row)
         if not math.isfinite(loss):

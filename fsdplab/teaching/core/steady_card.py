@@ -18,6 +18,7 @@ from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
 from fsdplab.planning.simulation import simulate
 from fsdplab.records import RunRecord
+from fsdplab.records.summary import Link, Peak
 from fsdplab.sessions import RunSpec
 
 GIGAFLOPS = 60.0  # in fp32, about what a core or two reach
@@ -42,12 +43,12 @@ def steady(spec: RunSpec, gigaflops: float = GIGAFLOPS, schedule: Callable[[int]
         )
     link = parse_link(spec.link)
     found = simulate(_plan(spec, link, gigaflops), communicators=spec.link_queues, efficiency=1.0, schedule=schedule)
-    split = {name: part for name, part in found.summary["peak_memory_bytes"]["by_category"].items() if name != "other"}
-    summary = {
-        **found.summary,
-        "peak_memory_bytes": {"total": sum(split.values()), "by_category": split},  # without a GPU's own context
-        "link": {"name": spec.link, "bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s},
-    }
+    split = {name: part for name, part in found.summary.peak_memory_bytes.split.items() if name != "other"}
+    summary = replace(
+        found.summary,
+        peak_memory_bytes=Peak(sum(split.values()), split),  # without a GPU's own context
+        link=Link(spec.link, link.bytes_per_s, link.latency_s),
+    )
     return replace(found, spec={**asdict(spec), "gpu": "steady card"}, summary=summary)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, known
 from fsdplab.teaching.core.exercise import Case, Choice, Exercise, Question, Slip, Trial, Wrong, edited
 from fsdplab.teaching.core.verdicts import Difference
 
@@ -112,7 +112,7 @@ def _run(records: Iterable[RunRecord], strategy: str) -> RunRecord:
 
 
 def _peak(records: Iterable[RunRecord], strategy: str) -> float:
-    return _run(records, strategy).summary["peak_memory_bytes"]["total"] / 1e6
+    return known(_run(records, strategy).summary.peak_memory_bytes.total) / 1e6
 
 
 def _card(records: Iterable[RunRecord]) -> float:

@@ -16,7 +16,7 @@ from fsdplab.planning.fit import fit
 from fsdplab.planning.memory import FRAMEWORK_BYTES, memory_of
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, PlanSpec
 from fsdplab.planning.planner import plan_of, plan_spec
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec
 from fsdplab.teaching.core.display import Note, Table, table
 
@@ -99,7 +99,7 @@ def job(**choices: Any) -> RunSpec:
 
 def peak(record: RunRecord) -> float:
     """MB at the peak of the worst rank."""
-    return record.summary["peak_memory_bytes"]["total"] / MB
+    return known(record.summary.peak_memory_bytes.total) / MB
 
 
 def planned(batch: int) -> PlanSpec:
@@ -124,7 +124,7 @@ def predicted_beside(record: RunRecord) -> go.Figure:
 
 
 def _measured(record: RunRecord) -> dict[str, float]:
-    return dict(record.summary["peak_memory_bytes"]["by_category"])
+    return dict(record.summary.peak_memory_bytes.split)
 
 
 def gap(record: RunRecord) -> Note:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RanksFailed, call_on_ranks
 from fsdplab.teaching.core.checking import solution, solution_file
 from fsdplab.teaching.core.course_state import current
@@ -213,7 +213,7 @@ class Training:
     @property
     def gathered_megabytes(self) -> float:
         """Most MB that the learner's engine had gathered at once on a rank."""
-        return self.mine.summary["gathered_bytes"] / 1e6
+        return known(self.mine.summary.gathered_bytes) / 1e6
 
     def table(self) -> Table:
         """Losses, distance from the twin, collectives, bytes and gathered bytes, an engine a row."""
@@ -228,7 +228,7 @@ class Training:
             "",
             "",
             f"{self.plan.collectives}",
-            f"{self.mine.summary['formula_bytes_per_step']:,}",
+            f"{self.mine.summary.formula_bytes_per_step:,}",
             f"{self.plan.peak:,}",
         ]
         header = [
@@ -258,9 +258,9 @@ class Training:
             return "", "", ""
         summary = self.records[name].summary
         return (
-            str(summary["comm"]["collectives_per_step"]),
-            f"{summary['comm']['bytes_per_step']:,}",
-            f"{summary['gathered_bytes']:,}",
+            str(summary.comm.collectives_per_step),
+            f"{summary.comm.bytes_per_step:,}",
+            f"{summary.gathered_bytes:,}",
         )
 
     def __repr__(self) -> str:

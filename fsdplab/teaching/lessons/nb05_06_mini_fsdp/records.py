@@ -7,7 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, Summary
+from fsdplab.records.summary import Comm
 
 from .units import Plan
 
@@ -45,12 +46,12 @@ def record_of(engine: str, run: dict[str, Any], losses: list[float], work: dict[
     ranks, last = work["ranks"], work["steps"] - 1
     rows = [{"rank": 0, **row} for row in run["ledger"]] if "ledger" in run else ledger(run["rows"], ranks)
     step = [row for row in rows if row["step"] == last]
-    summary = {
-        "losses": losses,
-        "comm": {"bytes_per_step": sum(row["wire_bytes"] for row in step), "collectives_per_step": len(step)},
-        "formula_bytes_per_step": plan.traffic(ranks),
-        "gathered_bytes": max(sum(row["gathered"].values()) for row in run["rows"]),
-    }
+    summary = Summary(
+        losses=tuple(losses),
+        comm=Comm(bytes_per_step=sum(row["wire_bytes"] for row in step), collectives_per_step=len(step)),
+        formula_bytes_per_step=plan.traffic(ranks),
+        gathered_bytes=max(sum(row["gathered"].values()) for row in run["rows"]),
+    )
     spec = {"strategy": "full_shard", "engine": engine, "world_size": ranks, "model": work["model"]}
     steps = [{"rank": 0, "step": index, "loss": loss} for index, loss in enumerate(run["losses"])]
     return RunRecord(

@@ -19,7 +19,7 @@ from fsdplab.figures import alt_text, rank_timeline
 from fsdplab.figures.profile_data import COLLECTIVES, breakdown_of, duration, percent, timeline_of, worst_cells
 from fsdplab.planning.links import parse_link
 from fsdplab.profiling.intervals import length, subtract
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec, call_on_ranks
 from fsdplab.teaching.core.display import Note, Shown, Table, table
 from fsdplab.teaching.core.steady_card import GIGAFLOPS, steady
@@ -124,7 +124,7 @@ def seen(record: RunRecord) -> Note:
 
 def explained(record: RunRecord) -> Note:
     """Where a run's exposed time comes from: bytes over the link's rate, and what a rank does besides."""
-    sent, link = record.summary["comm"]["bytes_per_step"], parse_link(record.spec["link"])
+    sent, link = known(record.summary.comm.bytes_per_step), parse_link(record.spec["link"])
     shown, whole = (1e9 * part for part in moving(record))
     split = _split(record)
     rest = max(0.0, split["exposed_ns"] - shown)
@@ -214,7 +214,7 @@ def inflation(runs: Mapping[str, RunRecord]) -> Table:
                 f"{computed:.0f}",
                 f"{computed / base:.2f}",
                 hidden,
-                f"{1e3 * record.summary['step_time_s']['median']:.0f}",
+                f"{1e3 * known(record.summary.step_time_s.median):.0f}",
             ]
         )
     header = ["run", "forward + backward, ms", "compute inflation", "communication hidden", "step, ms"]
@@ -232,7 +232,7 @@ def moving(record: RunRecord) -> tuple[float, float]:
     Neither copies nor a late peer, which a busy machine stretches, count: the transfers on the link alone do. Without a
     link both are what the trace says of all communication.
     """
-    if not record.summary.get("link"):
+    if not record.summary.link:
         split = _split(record)
         return split["exposed_ns"] / 1e9, (split["exposed_ns"] + split["overlapped_ns"]) / 1e9
     _, rows = timeline_of(record, None)
@@ -245,7 +245,7 @@ def moving(record: RunRecord) -> tuple[float, float]:
 
 def raw_words(runs: Mapping[str, RunRecord]) -> Note:
     """The step of each run of several ranks beside the first one's, which sends nothing."""
-    first, *others = ((name, record.summary["step_time_s"]["median"]) for name, record in runs.items())
+    first, *others = ((name, known(record.summary.step_time_s.median)) for name, record in runs.items())
     ratios = ", ".join(f"{name} {step / first[1]:.2f} times" for name, step in others)
     shortest = min(others, key=lambda one: one[1])[0]
     return Note((f"Steps beside that of {first[0]}: {ratios} as long. Shortest of them: {shortest}.",))
@@ -282,7 +282,7 @@ def curves_of(job: RunSpec, tokens: int, links: tuple[int, ...]) -> Curves:
         timed = {name: steady(replace(here, prefetch=depth)) for name, depth in MOST_AHEAD.items()}
         computed, moved = _lengths_ms(next(iter(timed.values())))
         for name, record in timed.items():
-            found[name].append((link, 1e3 * record.summary["comm"]["exposed_s"], moved))
+            found[name].append((link, 1e3 * known(record.summary.comm.exposed_s), moved))
         found["no schedule can hide"].append((link, least_exposed_ms(computed, moved), moved))
     return found
 
@@ -310,7 +310,7 @@ def card_note(link: str = LINK) -> Note:
 
 def factor(late: RunRecord, early: RunRecord) -> float:
     """How many times as long `late` is exposed as `early`."""
-    return late.summary["comm"]["exposed_s"] / early.summary["comm"]["exposed_s"]
+    return known(late.summary.comm.exposed_s) / known(early.summary.comm.exposed_s)
 
 
 Rule = Callable[[list[str], int, int], list[str]]

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.common.places import shared_folder
-from fsdplab.profiling.diagnosis import findings
+from fsdplab.profiling.findings import findings
 from fsdplab.profiling.exports import traces_of
 from fsdplab.profiling.intervals import clip, length
 from fsdplab.profiling.step_summary import exposed_cells, step_summary
 from fsdplab.profiling.traces.chrome import ChromeTrace, nanoseconds
 from fsdplab.profiling.traces.overlap import TraceAnalysis, analyse_trace
-from fsdplab.records import RecordError, RunRecord
+from fsdplab.records import RecordError, RunRecord, known
 from fsdplab.sessions import RunSpec
 from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Note, Table, table
@@ -273,9 +273,9 @@ def clock_table(runs: Sequence[RunRecord], on_card: Sequence[RunRecord]) -> Tabl
     """What each run sent, and its exposed time: of the same job on the steady card, and of the run on this machine."""
     rows = []
     for run, card in zip(runs, on_card, strict=True):
-        here, there = run.summary["comm"], card.summary["comm"]
-        exposed = [f"{1e3 * comm['exposed_s']:.1f} ({comm['overlap']:.0%} hidden)" for comm in (there, here)]
-        rows.append([str(run.spec["prefetch"]), f"{here['bytes_per_step'] / 1e3:.0f}", *exposed])
+        here, there = run.summary.comm, card.summary.comm
+        exposed = [f"{1e3 * known(comm.exposed_s):.1f} ({known(comm.overlap):.0%} hidden)" for comm in (there, here)]
+        rows.append([str(run.spec["prefetch"]), f"{known(here.bytes_per_step) / 1e3:.0f}", *exposed])
     caption = (
         f"Bytes measured. The card computes {GIGAFLOPS:g} GFLOP/s in fp32 and is simulated; measured here: the profiled"
         " step of the rank exposed longest."
@@ -286,7 +286,7 @@ def clock_table(runs: Sequence[RunRecord], on_card: Sequence[RunRecord]) -> Tabl
 
 def saved_percent(before: RunRecord, after: RunRecord) -> float:
     """How much less is exposed, in percent: 30 ms before and 21 after are 30 %."""
-    was, now = (run.summary["comm"]["exposed_s"] for run in (before, after))
+    was, now = (known(run.summary.comm.exposed_s) for run in (before, after))
     return 100 * (1 - now / was)
 
 

@@ -119,7 +119,7 @@ def life_of(record: RunRecord, rank: int = 0) -> list[Row]:
     """Rows `unit`, `state`, `phase`, `time_ns` of one rank's memory step, in order of time, in ns since that step
     began.
     """
-    begin = int(record.summary["memory_start_ns"][str(rank)])
+    begin = record.summary.memory_start_ns[rank]
     steps = {row["step"] for row in record.table("memory")}
     rows = [row for row in record.table("life") if row["rank"] == rank and row["step"] in steps]
     named = [

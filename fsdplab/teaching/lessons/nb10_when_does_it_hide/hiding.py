@@ -18,7 +18,7 @@ from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
 from fsdplab.planning.planner import plan_spec
 from fsdplab.planning.step_time import peak_flops
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.worker.emulated_network import target_of
 from fsdplab.teaching.core.display import Note, Table, table
@@ -119,16 +119,16 @@ def hundredths(record: RunRecord) -> float:
 
 def tunnel_seen(record: RunRecord) -> Note:
     """The link that was chosen, the ratio asked for and reached, and what of the messages was exposed."""
-    link, comm = record.summary["link"], record.summary["comm"]
+    link, comm = known(record.summary.link), record.summary.comm
     carried = _carried(record)
-    hidden = 1 - comm["on_link_s"] / carried
+    hidden = 1 - known(comm.on_link_s) / carried
     return Note(
         (
-            f"Seen here: a link of {three_digits(link['bytes_per_s'] / 1e6)} MB/s gives this machine the ratio of the"
-            f" real job. Asked for: {asked(record):.1f} % over the whole step, computing measured in the run's first"
-            f" steps. Reached in the profiled step: {hundredths(record):.1f} %.",
+            f"Seen here: a link of {three_digits(known(link.bytes_per_s) / 1e6)} MB/s gives this machine the ratio of"
+            f" the real job. Asked for: {asked(record):.1f} % over the whole step, computing measured in the run's"
+            f" first steps. Reached in the profiled step: {hundredths(record):.1f} %.",
             f"The link carried messages for {seconds(carried)} of a step, {hidden:.0%} of it under computing and"
-            f" {seconds(comm['on_link_s'])} exposed.",
+            f" {seconds(comm.on_link_s)} exposed.",
         )
     )
 

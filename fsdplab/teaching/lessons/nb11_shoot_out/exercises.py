@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fsdplab.records import known
 from fsdplab.teaching.core.exercise import Case, Choice, Exercise, Question, Slip, Trial, Wrong, edited
 from fsdplab.teaching.core.verdicts import Difference
 
@@ -148,7 +149,7 @@ busy = Question(
         ),
         Slip(
             "that is the number of MB; divide by the link's 400 MB/s",
-            value=lambda runs: of(runs, "full_shard").summary["comm"]["bytes_per_step"] / MB,
+            value=lambda runs: known(of(runs, "full_shard").summary.comm.bytes_per_step) / MB,
         ),
     ),
     hints=(

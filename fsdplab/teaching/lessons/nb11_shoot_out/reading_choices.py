@@ -13,7 +13,7 @@ from typing import Any
 from fsdplab.common.names import OVER_ALL_RANKS
 from fsdplab.figures import alt_text, pareto
 from fsdplab.planning.links import parse_link
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, Spread, known
 from fsdplab.sessions import RunSpec
 from fsdplab.teaching.core.display import Note, Shown, Table, table
 from fsdplab.teaching.core.steady_card import GIGAFLOPS, steady
@@ -70,17 +70,17 @@ def of(runs: Sequence[RunRecord], strategy: str) -> RunRecord:
 
 def peak(run: RunRecord) -> int:
     """Bytes at the peak of the worst rank."""
-    return run.summary["peak_memory_bytes"]["total"]
+    return known(run.summary.peak_memory_bytes.total)
 
 
 def exposed(run: RunRecord) -> float:
     """Exposed seconds a step, as in the figures."""
-    return run.summary["comm"]["exposed_s"]
+    return known(run.summary.comm.exposed_s)
 
 
 def step_s(run: RunRecord) -> float:
     """The median step in seconds."""
-    return run.summary["step_time_s"]["median"]
+    return known(run.summary.step_time_s.median)
 
 
 def on_the_link(run: RunRecord) -> float:
@@ -94,9 +94,9 @@ def traffic_table(runs: Sequence[RunRecord]) -> Table:
     """The bytes of each run, those of the formula, and their time on the link."""
     rows = []
     for run in runs:
-        comm = run.summary["comm"]
-        sent, formula = comm["bytes_per_step"], run.summary["formula_bytes_per_step"]
-        counted = [f"{sent / MB:.1f}", f"{formula / MB:.1f}", str(comm["collectives_per_step"])]
+        comm = run.summary.comm
+        sent, formula = known(comm.bytes_per_step), known(run.summary.formula_bytes_per_step)
+        counted = [f"{sent / MB:.1f}", f"{formula / MB:.1f}", str(comm.collectives_per_step)]
         rows.append([run.spec["strategy"], *counted, f"{1e3 * on_the_link(run):.0f}"])
     caption = "A step, one rank. Bytes measured, formula computed, time on the emulated link's clock."
     return table(["strategy", "MB sent", "formula, MB", "collectives", "ms on the link"], rows, caption)
@@ -133,9 +133,9 @@ def on_steady_card(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 def _with_peak(timed: RunRecord, run: RunRecord) -> RunRecord:
     """The simulated step with the measured peak of the run that it stands for."""
-    measured = {name: run.summary[name] for name in ("peak_memory_bytes", "card") if name in run.summary}
+    summary = replace(timed.summary, peak_memory_bytes=run.summary.peak_memory_bytes, card=run.summary.card)
     origin = timed.provenance | {"peak_memory_bytes": "measured"}
-    return replace(timed, summary=timed.summary | measured, provenance=origin, status=run.status)
+    return replace(timed, summary=summary, provenance=origin, status=run.status)
 
 
 def cost_table(runs: Sequence[RunRecord]) -> Table:
@@ -143,7 +143,7 @@ def cost_table(runs: Sequence[RunRecord]) -> Table:
     rows = []
     for run in (run for run in runs if run.status == "finished"):
         times = [f"{1e3 * value:.0f}" for value in (on_the_link(run), exposed(run), step_s(run))]
-        rows.append([_name(run), f"{peak(run) / MB:.0f}", *times, f"{run.summary['comm']['overlap']:.0%}"])
+        rows.append([_name(run), f"{peak(run) / MB:.0f}", *times, f"{known(run.summary.comm.overlap):.0%}"])
     caption = "Peak measured. Times of one step on the steady card, simulated; `hidden`: part of the communication."
     return table(["run", "peak, MB", "ms on the link", "exposed, ms", "step, ms", "hidden"], rows, caption)
 
@@ -213,7 +213,7 @@ def seen(runs: Sequence[RunRecord]) -> Note:
 def why(runs: Sequence[RunRecord]) -> Note:
     """Which runs expose least, and by how much full_shard exceeds no_shard, in exposed time and in bytes."""
     whole, none = of(runs, "full_shard"), of(runs, "no_shard")
-    bytes_ratio = whole.summary["comm"]["bytes_per_step"] / none.summary["comm"]["bytes_per_step"]
+    bytes_ratio = known(whole.summary.comm.bytes_per_step) / known(none.summary.comm.bytes_per_step)
     names, smallest = least(runs, exposed), min(map(exposed, runs))
     return Note(
         (
@@ -260,4 +260,4 @@ def _behind(run: RunRecord, link: str, card: int) -> RunRecord:
     spec = timed.spec | {"card": card}
     if peak(run) <= card:
         return replace(timed, spec=spec)
-    return replace(timed, spec=spec, status="out_of_memory", summary=timed.summary | {"step_time_s": {}})
+    return replace(timed, spec=spec, status="out_of_memory", summary=replace(timed.summary, step_time_s=Spread()))

@@ -15,7 +15,7 @@ from typing import Any
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures import alt_text
 from fsdplab.planning.links import parse_link
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec
 from fsdplab.teaching.core.display import Note, Shown, Table, table
 from fsdplab.teaching.core.steady_card import GIGAFLOPS, steady
@@ -105,7 +105,7 @@ def card_note() -> Note:
 
 def exposed_factor(full: RunRecord, hybrid: RunRecord) -> float:
     """How many times as long `full` is exposed as `hybrid`."""
-    return full.summary["comm"]["exposed_s"] / hybrid.summary["comm"]["exposed_s"]
+    return known(full.summary.comm.exposed_s) / known(hybrid.summary.comm.exposed_s)
 
 
 def seen(full: RunRecord, hybrid: RunRecord) -> Note:
@@ -130,7 +130,7 @@ def waits(full: RunRecord, hybrid: RunRecord) -> Table:
         for (kind, phase), (moved, shown) in found.items():
             rows.append([record.spec["strategy"], f"{kind} in {phase}", f"{moved / 1e6:.0f}", f"{shown / 1e6:.0f}"])
     totals = " and ".join(
-        f"{record.spec['strategy']} {seconds(record.summary['comm']['exposed_s'])}" for record in (full, hybrid)
+        f"{record.spec['strategy']} {seconds(record.summary.comm.exposed_s)}" for record in (full, hybrid)
     )
     caption = f"One step on the steady card, simulated. Exposed in all: {totals}."
     return table(["run", "collective", "on the links, ms", "exposed, ms"], rows, caption)
@@ -138,7 +138,7 @@ def waits(full: RunRecord, hybrid: RunRecord) -> Table:
 
 def weighed(full: RunRecord, hybrid: RunRecord) -> Note:
     """The peaks of both runs, and the model state that a rank keeps under each."""
-    peaks = [record.summary["peak_memory_bytes"]["total"] for record in (full, hybrid)]
+    peaks = [known(record.summary.peak_memory_bytes.total) for record in (full, hybrid)]
     states = [16 * parameter_bytes(record) / 4 / groups_of(record)[0] for record in (full, hybrid)]
     return Note(
         (
@@ -158,11 +158,11 @@ def steps(runs: dict[str, RunRecord]) -> Table:
 
 
 def _step_ms(record: RunRecord) -> float:
-    return 1e3 * record.summary["step_time_s"]["median"]
+    return 1e3 * known(record.summary.step_time_s.median)
 
 
 def _link(record: RunRecord) -> str:
-    return "emulated" if record.summary["link"] else "none: raw transport"
+    return "emulated" if record.summary.link else "none: raw transport"
 
 
 def raw_words(full: RunRecord, hybrid: RunRecord) -> Note:

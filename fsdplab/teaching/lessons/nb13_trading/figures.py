@@ -10,7 +10,7 @@ from fsdplab.figures import memory_by_category
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import CATEGORY_COLOURS, EDGE, titled
 from fsdplab.figures.view import RunView, view
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, known
 
 MB = 1e6
 STATES = ("parameters", "gradients", "optimizer")
@@ -48,7 +48,7 @@ def memory_figure(runs: Sequence[RunRecord]) -> go.Figure:
     emulated.
     """
     figure = memory_by_category(named(runs))
-    figure.update_xaxes(range=[0, 1.5 * max(run.summary["peak_memory_bytes"]["total"] for run in runs) / MB])
+    figure.update_xaxes(range=[0, 1.5 * max(known(run.summary.peak_memory_bytes.total) for run in runs) / MB])
     if any("host_memory_beside_the_card" in run.provenance for run in runs):
         figure.layout.title.subtitle.text += ", and so is a host memory beside it"
     return figure

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec, call_on_ranks
 from fsdplab.teaching.core.display import Note, Table, table
 from fsdplab.workloads import parameter_count, preset
@@ -51,7 +51,7 @@ def bytes_each_reference(cut: Sequence[str], n: int) -> dict[str, float]:
 
 def prices(runs: Sequence[RunRecord]) -> Table:
     """Peak and price of each run: forwards computed, MB sent, MB over the bus (computed), and the last loss."""
-    rows = [[choices_of(run), f"{run.summary['peak_memory_bytes']['total'] / MB:.0f}", *_price(run)] for run in runs]
+    rows = [[choices_of(run), f"{known(run.summary.peak_memory_bytes.total) / MB:.0f}", *_price(run)] for run in runs]
     header = ["choices", "peak MB", "forwards", "MB sent", "MB over the bus", "loss, step 2"]
     return table(
         header, rows, "Peak, bytes sent and loss measured; forwards and the bus computed, a step and rank each."
@@ -60,9 +60,9 @@ def prices(runs: Sequence[RunRecord]) -> Table:
 
 def seen(run: RunRecord) -> Note:
     """The peak of a run and its largest parts, of which the first answers what to shrink."""
-    peak = run.summary["peak_memory_bytes"]
-    held = sorted(((nbytes, name) for name, nbytes in peak["by_category"].items() if nbytes), reverse=True)
-    whole = peak["total"]
+    peak = run.summary.peak_memory_bytes
+    held = sorted(((nbytes, name) for name, nbytes in peak.split.items() if nbytes), reverse=True)
+    whole = known(peak.total)
     parts = ", ".join(
         f"{name.replace('_', ' ')} {nbytes / MB:.0f} MB ({nbytes / whole:.0%})" for nbytes, name in held[:3]
     )
@@ -71,20 +71,20 @@ def seen(run: RunRecord) -> Note:
 
 def changed(before: RunRecord, after: RunRecord) -> Note:
     """The categories of the peak that became smaller, stayed, or grew from one run to another."""
-    was, now = (run.summary["peak_memory_bytes"]["by_category"] for run in (before, after))
+    was, now = (run.summary.peak_memory_bytes.split for run in (before, after))
     moved = {name: (now[name] - was[name]) / MB for name in was if was[name] or now[name]}
     less, more = (
         ", ".join(f"{name.replace('_', ' ')} {part:+.0f} MB" for name, part in moved.items() if sign * part >= 1)
         for sign in (-1, 1)
     )
-    totals = [run.summary["peak_memory_bytes"]["total"] / MB for run in (before, after)]
+    totals = [known(run.summary.peak_memory_bytes.total) / MB for run in (before, after)]
     return Note(
         (f"From {totals[0]:.0f} to {totals[1]:.0f} MB. Smaller: {less or 'nothing'}. Larger: {more or 'nothing'}.",)
     )
 
 
 def _price(run: RunRecord) -> list[str]:
-    losses, sent = run.summary["losses"], run.summary["comm"]["bytes_per_step"]
+    losses, sent = run.summary.losses, run.summary.comm.bytes_per_step
     loss = f"{losses[1]:.6f}" if len(losses) > 1 and losses[1] is not None else "-"
     return [
         _FORWARDS[run.spec["checkpoint"]],

@@ -1,0 +1,72 @@
+"""Which run is fastest, in words: titles, tables and pages say the same, and say nothing that is noise.
+
+A winner is named only beyond the spread of the steps (records/spread.py), and never where ranks were short of cores.
+Simulated times have no chance in them, so among these the shortest wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdplab.common.sizes import seconds
+from fsdplab.figures.view import RunView
+from fsdplab.records import Race, core_sentence, race
+
+_ALIKE = 1e-3  # of a simulated step: less is rounding
+
+
+def core_words(runs: Sequence[RunView]) -> str:
+    """The sentence on runs whose ranks were short of cores, which goes before all else; empty where none was."""
+    short = [run for run in runs if run.summary.short_of_cores]
+    some = [run for run in runs if run.summary.cpu_share is not None and run not in short]
+    shares = [run.summary.cpu_share for run in short if run.summary.cpu_share is not None]
+    return core_sentence(min(shares), listed(short) if some else "") if shares else ""
+
+
+def fastest_words(runs: Sequence[RunView]) -> str:
+    """Who is fastest of several runs with a timed step, for a title.
+
+    `zero1 is fastest, 342 ms a step`, `no difference seen between zero1 and zero2 (within 4 %)`, or why none is named.
+    """
+    if core_words(runs):
+        return "no run is called fastest, as ranks were short of cores"
+    found = race_of(runs)
+    if found.winner is not None:
+        return f"{runs[found.winner].label} is fastest, {seconds(runs[found.winner].step_median)} a step"
+    if found.within is None:
+        return "no run is called fastest, as too few steps were timed (4 are needed)"
+    level = listed([runs[place] for place in found.leaders])
+    return f"no difference seen between {level} (within {100 * found.within:.2g} %)"
+
+
+def step_words(runs: Sequence[RunView]) -> str:
+    """The sentence on the steps of runs: who is fastest, and how many times longer the slowest takes.
+
+    `zero1 is fastest, 342 ms a step; full_shard takes 1.20 times that`; of one run its step.
+    """
+    if core := core_words(runs):
+        return core.rstrip(".")
+    fast, slow = (pick(runs, key=lambda run: run.known_step) for pick in (min, max))
+    if fast is slow:
+        return f"{fast.label}: {seconds(fast.step_median)} a step"
+    told = fastest_words(runs)
+    if runs.index(slow) in race_of(runs).leaders:
+        return told
+    return f"{told}; {slow.label} takes {slow.known_step / fast.known_step:.2f} times that"
+
+
+def race_of(runs: Sequence[RunView]) -> Race:
+    """The race of the runs' steps; of simulated ones the shortest leads."""
+    if not all(run.simulated for run in runs):
+        return race([run.summary.step_time_s for run in runs])
+    steps = [(run.known_step, place) for place, run in enumerate(runs)]
+    best = min(steps)[0]
+    return Race(tuple(place for step, place in sorted(steps) if step <= (1 + _ALIKE) * best), within=_ALIKE)
+
+
+def listed(runs: Sequence[RunView]) -> str:
+    """`a`, `a and b`, `a, b and c`; of more than four the first three and how many others."""
+    names = [run.label for run in runs]
+    if len(names) > 4:
+        names = [*names[:3], f"{len(names) - 3} others"]
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -1,0 +1,127 @@
+"""Reads JSON into frozen dataclasses. The annotations are the only description of what the JSON may hold.
+
+A damaged record is refused when it is read, in one line that names the field, and never becomes a wrong figure or an
+error far from its cause. Fields that a dataclass lacks are passed over: a later version may write more. Null stands for
+a field's default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+Kind = TypeVar("Kind")
+Scalar = str | float | bool | None  # a setting
+_MOST, _MOST_FLOAT = 2**63, 1e100  # a loss that diverges is large, but a whole number counts something
+_LONGEST = 10_000  # characters of a text
+
+
+class WrongType(ValueError):
+    """A value is not of its field's type; one line: `summary.losses[2]: expected a number or null, got 'x'`."""
+
+
+class LongText(str):
+    """A text of any length, such as a traceback."""
+
+
+def read(kind: type[Kind], value: Any, where: str) -> Kind:
+    """`value`, out of JSON, as a `kind`: a dataclass, or what is said in annotations of one; WrongType names `where`.
+
+    >>> read(tuple[float, ...], [5.7, 5.6], "losses")
+    (5.7, 5.6)
+    """
+    found: Kind = _read(kind, value, where)
+    return found
+
+
+def plain(value: Any) -> Any:
+    """A dataclass and all inside it as JSON holds it: dicts, lists, texts, numbers."""
+    if is_dataclass(value):
+        return {_key(each): plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): plain(part) for name, part in value.items()}
+    return [plain(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def shown(value: Any) -> str:
+    """A value in an error's one line."""
+    words = repr(value)
+    return words if len(words) <= 60 else f"{words[:60]}..."
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    choices = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    if any(each is Any or each in _PLAIN and _PLAIN[each][1](value) for each in choices):
+        return value
+    for each in choices:
+        inside = get_args(each)
+        if is_dataclass(each) and isinstance(value, dict):
+            return _dataclass(each, value, where)
+        if get_origin(each) is tuple and isinstance(value, list):
+            return tuple(_read(inside[0], part, f"{where}[{place}]") for place, part in enumerate(value))
+        if get_origin(each) is Mapping and isinstance(value, dict):
+            names = [_name(inside[0], name, where) for name in value]
+            parts = [_read(inside[1], part, f"{where}[{shown(name)}]") for name, part in value.items()]
+            return dict(zip(names, parts))
+    raise WrongType(f"{where}: expected {' or '.join(map(_words, choices))}, got {shown(value)}")
+
+
+def _dataclass(kind: Any, value: dict[str, Any], where: str) -> Any:
+    known, found = _types(kind), {}
+    for each in fields(kind):
+        key = _key(each)
+        if value.get(key) is None and _has_default(each):
+            continue
+        if key in value:
+            found[each.name] = _read(known[each.name], value[key], f"{where}.{key}" if where else key)
+        else:
+            raise WrongType(f"{where}: expected an object with {key}, got {shown(value)}")
+    return kind(**found)
+
+
+def _name(kind: Any, name: str, where: str) -> str | int:
+    """A key of an object; JSON has whole numbers as texts there."""
+    if kind is int and not (name.isascii() and name.isdecimal() and len(name) < 20):
+        raise WrongType(f"{where}: expected whole numbers as names, got {shown(name)}")
+    return int(name) if kind is int else name
+
+
+@cache
+def _types(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _key(field: Field[Any]) -> str:
+    """A field's name in JSON: `as_` is `as`, which is no name in Python."""
+    return field.name.rstrip("_")
+
+
+def _has_default(field: Field[Any]) -> bool:
+    return field.default is not MISSING or field.default_factory is not MISSING
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -_MOST <= value < _MOST
+
+
+def _is_number(value: Any) -> bool:
+    return _is_whole(value) or isinstance(value, float) and abs(value) < _MOST_FLOAT
+
+
+_PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    int: ("a whole number", _is_whole),
+    float: ("a number", _is_number),
+    str: ("a text", lambda value: isinstance(value, str) and len(value) <= _LONGEST),
+    LongText: ("a text", lambda value: isinstance(value, str)),
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    NoneType: ("null", lambda value: value is None),
+}
+
+
+def _words(kind: Any) -> str:
+    if kind in _PLAIN:
+        return _PLAIN[kind][0]
+    return "a list" if get_origin(kind) is tuple else "an object"
