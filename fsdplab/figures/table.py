@@ -59,7 +59,7 @@ def cells(run: RunView, unknown: str = MISSING) -> tuple[str, ...]:
         formula_of(run),
         exposed_of(run),
         MISSING if run.overlap is None else f"{run.overlap:.0%}",
-        f"{run.losses[-1]:.4f}" if run.losses else MISSING,
+        f"{run.losses[-1]:.4f}" if run.losses and run.losses[-1] is not None else MISSING,
         badge(run, unknown),
     )
 

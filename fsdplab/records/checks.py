@@ -25,6 +25,10 @@ def _number(value: Any) -> str | None:
     return None if sound else "a number"
 
 
+def _size(value: Any) -> str | None:
+    return None if _number(value) is None and value >= 0 else "a number of at least 0"
+
+
 def _text(value: Any) -> str | None:
     sound = isinstance(value, str) and len(value) <= _LONGEST
     return None if sound else "a text"
@@ -71,6 +75,18 @@ def _dict_of(check: Check) -> Check:
     return checked
 
 
+def _ranks_of(check: Check) -> Check:
+    """An object whose names are ranks."""
+    return lambda value: (
+        _dict_of(check)(value)
+        or (
+            None
+            if all(rank.isascii() and rank.isdigit() and len(rank) < 10 for rank in value)
+            else "an object of ranks"
+        )
+    )
+
+
 def _fields(required: Mapping[str, Check], **others: Check) -> Check:
     """An object with certain fields; of others it may have any."""
 
@@ -101,6 +117,15 @@ def _or_null(expected: str | None) -> str | None:
 
 _AMOUNTS = _dict_of(_maybe(_number))
 _LINK = _fields({}, name=_maybe(_text), bytes_per_s=_maybe(_number), latency_s=_maybe(_number), queues=_maybe(_whole))
+_PREDICTED = _fields(
+    {},
+    peak_memory_bytes=_maybe(_fields({}, by_category=_maybe(_dict_of(_number)))),
+    step_time_s=_maybe(_number),
+    why_not=_maybe(_text),
+)
+_TRACES = _fields(
+    {"ranks": _whole}, files=_maybe(_ranks_of(_text)), comm_patterns=_list_of(_text), notes=_list_of(_text)
+)
 FIELDS: dict[str, Check] = {
     "spec": _fields({"strategy": _text, "engine": _text, "world_size": _whole}),
     "environment": _fields({}, device=_maybe(_text)),
@@ -108,16 +133,16 @@ FIELDS: dict[str, Check] = {
     "failure": _maybe(_fields({}, message=_maybe(_long_text), traceback=_maybe(_long_text))),
     "summary": _fields(
         {},
-        step_time_s=_maybe(_AMOUNTS),
-        tokens_per_s=_maybe(_number),
-        peak_memory_bytes=_maybe(_fields({}, total=_maybe(_number), by_category=_maybe(_AMOUNTS))),
+        step_time_s=_maybe(_dict_of(_maybe(_size))),
+        tokens_per_s=_maybe(_size),
+        peak_memory_bytes=_maybe(_fields({}, total=_maybe(_size), by_category=_maybe(_AMOUNTS))),
         memory_start_ns=_maybe(_AMOUNTS),
-        peak_by_rank=_maybe(_list_of(_maybe(_number))),
+        peak_by_rank=_maybe(_list_of(_maybe(_size))),
         resident_growth_by_rank=_maybe(_list_of(_maybe(_number))),
         comm=_maybe(_AMOUNTS),
-        formula_bytes_per_step=_maybe(_number),
+        formula_bytes_per_step=_maybe(_size),
         losses=_maybe(_list_of(_maybe(_number))),
-        card=_maybe(_fields({}, bytes=_maybe(_number), exceeded=_maybe(_yes_or_no))),
+        card=_maybe(_fields({}, bytes=_maybe(_size), exceeded=_maybe(_yes_or_no))),
         link=_maybe(
             _fields(
                 {}, name=_maybe(_text), bytes_per_s=_maybe(_number), latency_s=_maybe(_number), across=_maybe(_LINK)
@@ -125,6 +150,8 @@ FIELDS: dict[str, Check] = {
         ),
         profile=_maybe(_fields({}, steps=_maybe(_number), overhead=_maybe(_number), source=_maybe(_text))),
         nodes=_maybe(_AMOUNTS),
+        predicted=_maybe(_PREDICTED),
+        traces=_maybe(_TRACES),
     ),
     "provenance": _dict_of(_text),
     "rows": _dict_of(_whole),
