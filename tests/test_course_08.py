@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdplab.profiling.findings import findings
 from fsdplab.profiling.exports import export_perfetto, export_tensorboard
+from fsdplab.profiling.findings import findings
 from fsdplab.profiling.intervals import length, subtract
 from fsdplab.profiling.traces.overlap import analyse_trace
 from fsdplab.records import RecordError

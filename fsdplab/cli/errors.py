@@ -61,13 +61,14 @@ def one_line(error: Any) -> str:
 @contextmanager
 def refusals() -> Iterator[None]:
     """Around a run: an invalid request becomes one line and exit code 2, a failure its report and exit code 1."""
+    from fsdplab.profiling.traces.chrome import TraceError
     from fsdplab.records import RecordError
     from fsdplab.sessions import RanksFailed, SpecError
     from fsdplab.workloads import TextError
 
     try:
         yield
-    except (RecordError, SpecError, TextError) as error:
+    except (RecordError, SpecError, TextError, TraceError) as error:
         refuse(str(error))
     except RanksFailed as error:
         failed(str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ from fsdplab.cli.errors import refusals, refuse
 from fsdplab.cli.outputs import check_file, check_folder
 from fsdplab.figures.view import view
 from fsdplab.records import RunRecord
+
+_ODD = re.compile(r"[^\w.]+")  # in the name of a folder; a record may have any text for its strategy
+_LONGEST_NAME = 80
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ def _say(console: Console, text: str) -> None:
 
 
 def _each(records: Sequence[RunRecord], folder: Path, export: Callable[[RunRecord, Path], object]) -> None:
-    """One record into the folder itself, several into a folder each."""
+    """One record into the folder itself, several into a folder each, named as the run as far as a name of it can be."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, record in enumerate(records):
-        export(record, folder if len(records) == 1 else folder / f"{number}-{view(record).label.replace(' ', '-')}")
+        name = f"{number}-{_ODD.sub('-', view(record).label)[:_LONGEST_NAME]}"
+        export(record, folder if len(records) == 1 else folder / name)

@@ -110,7 +110,7 @@ def load_all(paths: Sequence[Path], options: TraceOptions, detail: Detail) -> li
     try:
         paths = [own for path in map(_its_record, paths) for own in _records_below(path) or [path]]
         runs = _runs_of_traces(paths)
-        loaded = [RunRecord.load(path) for path in paths if not path.is_file() and not _traces_below(path)]
+        loaded = [RunRecord.load(path) for path in paths if not _is_one_trace(path) and not _traces_below(path)]
         progress = None if detail is Detail.QUIET else _print_progress
         return loaded + [
             record_of_traces(run, ranks=options.ranks, comm_patterns=options.comm_patterns, progress=progress)
@@ -136,8 +136,13 @@ def _records_below(path: Path) -> list[Path]:
 
 def _runs_of_traces(paths: Sequence[Path]) -> list[list[Path]]:
     """The traces of each run: all files are one run, each folder of traces another."""
-    files = [path for path in paths if path.is_file()]
+    files = [path for path in paths if _is_one_trace(path)]
     return [run for run in [files, *map(_traces_below, paths)] if run]
+
+
+def _is_one_trace(path: Path) -> bool:
+    """Whether a path is to be read as a trace; what is no file at all is refused as such by its reader."""
+    return path.exists() and not path.is_dir()
 
 
 def _traces_below(path: Path) -> list[Path]:

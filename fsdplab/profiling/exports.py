@@ -2,9 +2,10 @@
 memory viewer, tables as CSV.
 
 The record is not changed; exports are copies. What lies in a target already and is no export is never replaced: the
-export is refused before it writes anything. torch-tb-profiler finds a run by the names of its files:
-`<worker>.<time>.pt.trace.json.gz` in one folder a run, the same time for all workers, so that it shows them as one
-distributed step.
+export is refused before it writes anything. A record may come from anybody, so the files of its traces are looked for
+in its own folder, and no text of a CSV file is a formula for a spreadsheet. torch-tb-profiler finds a run by the names
+of its files: `<worker>.<time>.pt.trace.json.gz` in one folder a run, the same time for all workers, so that it shows
+them as one distributed step.
 """
 
 from __future__ import annotations
@@ -19,18 +20,24 @@ from functools import partial
 from pathlib import Path
 
 from fsdplab.profiling.traces.chrome import is_gzipped
+from fsdplab.profiling.traces.import_traces import TracedRecord
 from fsdplab.profiling.traces.merge import merge_traces
 from fsdplab.records import TABLES, RecordError, RunRecord
 from fsdplab.records.record import ORIGINS
 
-_HEADER = "quantity,origin\n"
+_HEADER = ("quantity", "origin")
+_APOSTROPHE = "'"
+_FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # what a spreadsheet takes for the beginning of one, of full width too
 _RANK = re.compile(r"^rank(\d+)\.pt\.trace\.json(\.gz)?$")
 
 
 def traces_of(record: RunRecord) -> dict[int, Path]:
     """rank -> trace file of a profiled record, or of one made from traces; RecordError where it has none."""
     if record.summary.traces:
-        return {rank: Path(path) for rank, path in sorted(record.summary.traces.files.items())}
+        # only what was read a moment ago may lie anywhere: the paths in a run.json are somebody else's
+        anywhere = isinstance(record, TracedRecord)
+        given = sorted(record.summary.traces.files.items())
+        return {rank: Path(path) if anywhere else record.path / Path(path).name for rank, path in given}
     files = sorted((record.path / "traces").glob("rank*.pt.trace.json*"))
     found = {int(name.group(1)): file for file in files if (name := _RANK.match(file.name))}
     if not found:
@@ -55,7 +62,8 @@ def export_tensorboard(record: RunRecord, folder: str | Path) -> Path:
     for rank, file in traces.items():
         ending = ".pt.trace.json.gz" if is_gzipped(file) else ".pt.trace.json"
         shutil.copyfile(file, run / f"rank{rank}.{taken}{ending}")
-    (run / "provenance.txt").write_text(_marks(record, ": "), encoding="utf-8")
+    marks = (f"{quantity}: {origin}\n" for quantity, origin in record.provenance.items())
+    (run / "provenance.txt").write_text("".join(marks), encoding="utf-8")
     return run
 
 
@@ -92,10 +100,14 @@ def export_snapshots(record: RunRecord, folder: str | Path) -> list[Path]:
 def export_csv(record: RunRecord, folder: str | Path) -> list[Path]:
     """Write every table of the record that has rows as plain `<table>.csv`, columns as in the record, and
     `provenance.csv`, which says what was measured; returns the files.
+
+    A text that a spreadsheet would run as a formula has an apostrophe before it, and so has one that begins with an
+    apostrophe: the unit `=cmd()` is written `'=cmd()`. `cell.removeprefix("'")` gives back every text as it was.
+    Numbers are written as they are.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    _refuse_foreign(folder / "provenance.csv", lambda text: text.startswith(_HEADER))
+    _refuse_foreign(folder / "provenance.csv", lambda text: text.startswith(",".join(_HEADER)))
     tables = {table: columns for table, columns in TABLES.items() if record.table(table)}
     for table, columns in tables.items():
         _refuse_foreign(folder / f"{table}.csv", partial(_is_header, columns))
@@ -106,10 +118,23 @@ def export_csv(record: RunRecord, folder: str | Path) -> list[Path]:
             with written[-1].open("w", newline="", encoding="utf-8") as file:
                 writer = csv.DictWriter(file, [name for name in columns if name in rows[0]], lineterminator="\n")
                 writer.writeheader()
-                writer.writerows(rows)
+                writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
     written.append(folder / "provenance.csv")
-    written[-1].write_text(f"{_HEADER}{_marks(record, ',')}", encoding="utf-8")
+    with written[-1].open("w", newline="", encoding="utf-8") as file:
+        marks = [(_cell(quantity), origin) for quantity, origin in record.provenance.items()]
+        csv.writer(file, lineterminator="\n").writerows([_HEADER, *marks])
     return written
+
+
+def _cell(value: object) -> object:
+    """A value as a cell of a CSV file: a text that a spreadsheet would run has an apostrophe before it.
+
+    >>> _cell("=1+1"), _cell("blocks.0"), _cell(-3)
+    ("'=1+1", 'blocks.0', -3)
+    """
+    if isinstance(value, str) and (value.lstrip().startswith(_FORMULA) or value.startswith((_APOSTROPHE, *_FORMULA))):
+        return f"{_APOSTROPHE}{value}"
+    return value
 
 
 def _refuse_foreign(file: Path, is_own: Callable[[str], bool]) -> None:
@@ -142,8 +167,3 @@ def _is_header(columns: Iterable[str], text: str) -> bool:
 
 def _are_marks(text: str) -> bool:
     return all(line.rpartition(": ")[2] in ORIGINS for line in text.splitlines())
-
-
-def _marks(record: RunRecord, between: str) -> str:
-    """What was measured, emulated and simulated, a line each."""
-    return "".join(f"{quantity}{between}{origin}\n" for quantity, origin in record.provenance.items())

@@ -11,10 +11,11 @@ import os
 import re
 from pathlib import Path
 
-from fsdplab.common.files import write_whole
+from fsdplab.common.files import read_file, write_whole
 from fsdplab.records.tables import TABLES, RecordError
 
 MARKER = ".fsdplab-record"
+_MOST_BYTES = 10**8  # of a run.json
 _TOLD = "This folder holds a run record of fsdplab. A new record may replace the files of this one, and no others.\n"
 _BELOW = ("ranks", "traces", "snapshots")
 _WRITTEN = re.compile(
@@ -69,7 +70,7 @@ def is_record(folder: Path) -> bool:
     if (folder / MARKER).is_file():
         return True
     try:
-        content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        content = json.loads(read_file(folder / "run.json", _MOST_BYTES))
     except (OSError, ValueError):
         return False
     return isinstance(content, dict) and str(content.get("format")).startswith("fsdplab run record")

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdplab.common.files import write_whole
+from fsdplab.common.files import read_file, write_whole
 from fsdplab.common.places import how_to_install
 
 from .spread import Spread, step_seconds
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import pandas
 
 FORMAT = "fsdplab run record 2"
+_MOST_BYTES = 10**8  # of a run.json
 STATUSES = ("finished", "out_of_memory", "failed")
 ORIGINS = ("measured", "emulated", "simulated")
 
@@ -156,7 +157,7 @@ def _read_run_json(folder: Path) -> dict[str, Any]:
     """What run.json holds, every field of its type; the summary as an object."""
     path = folder / "run.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+        content = json.loads(read_file(path, _MOST_BYTES), parse_constant=_no_number)
         json.dumps(content, ensure_ascii=False).encode()  # ValueError for halves of signs, which no file can hold
     except (FileNotFoundError, NotADirectoryError):
         if not folder.exists():

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .typed import Amount, Size
+
 FEWEST = 4  # timed steps: with fewer no run is called faster than another
 LEAST = 0.02  # of the faster median: two runs of one program differ by so much
 _NOISE = 4.0  # times the interquartile ranges over the root of the steps
@@ -28,12 +30,12 @@ class Spread:
     Records of before had the median and the minimum alone.
     """
 
-    median: float | None = None
-    min: float | None = None
-    q1: float | None = None
-    q3: float | None = None
-    max: float | None = None
-    count: int | None = None
+    median: Amount | None = None
+    min: Amount | None = None
+    q1: Amount | None = None
+    q3: Amount | None = None
+    max: Amount | None = None
+    count: Size | None = None
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Spread:

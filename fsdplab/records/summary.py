@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .spread import Spread
-from .typed import plain, read
+from .typed import Amount, Size, plain, read
 
 Measured = TypeVar("Measured")
 ENOUGH_CORE = 0.8  # of a step: ranks that had a core for less were timed on a busy machine
@@ -21,8 +21,8 @@ ENOUGH_CORE = 0.8  # of a step: ranks that had a core for less were timed on a b
 class Peak:
     """Bytes of the worst rank at its peak, and their split by category."""
 
-    total: int | None = None
-    by_category: Mapping[str, int | None] | None = None
+    total: Size | None = None
+    by_category: Mapping[str, Size | None] | None = None
 
     @property
     def split(self) -> dict[str, int]:
@@ -39,7 +39,7 @@ class Comm:
     of a timed step was blocked for collectives, by the ledger.
     """
 
-    bytes_per_step: int | None = None
+    bytes_per_step: Size | None = None
     collectives_per_step: int | None = None
     exposed_s: float | None = None
     on_link_s: float | None = None
@@ -63,7 +63,7 @@ class Predicted:
 class Card:
     """The emulated card: its bytes, and whether the run needed more."""
 
-    bytes: int | None = None
+    bytes: Size | None = None
     exceeded: bool | None = None
 
 
@@ -126,14 +126,14 @@ class Summary:
     """
 
     step_time_s: Spread = Spread()
-    tokens_per_s: float | None = None
+    tokens_per_s: Amount | None = None
     cpu_share: float | None = None
     peak_memory_bytes: Peak = Peak()
     memory_start_ns: Mapping[int, int] = field(default_factory=dict)
-    peak_by_rank: tuple[int | None, ...] = ()
+    peak_by_rank: tuple[Size | None, ...] = ()
     resident_growth_by_rank: tuple[int | None, ...] = ()
     comm: Comm = Comm()
-    formula_bytes_per_step: int | None = None
+    formula_bytes_per_step: Size | None = None
     predicted: Predicted = Predicted()
     losses: tuple[float | None, ...] = ()
     card: Card | None = None

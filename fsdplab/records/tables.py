@@ -12,11 +12,11 @@ import gzip
 import io
 import math
 import zlib
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdplab.common.files import write_whole
+from fsdplab.common.files import read_file, write_whole
 from fsdplab.common.names import CATEGORIES
 
 from .typed import shown
@@ -58,6 +58,8 @@ PARTS_OF_EXPOSED = ("on_link_ns", "copying_ns", "waiting_ns", "no_core_ns")
 
 # the same of one collective: copying is packing what is sent and unpacking what has come
 PARTS_OF_COLLECTIVE = ("on_link_ns", "packing_ns", "unpacking_ns", "waiting_ns", "no_core_ns")
+
+_MOST_BYTES = 500_000_000  # of a table: some millions of rows
 
 Row = dict[str, Any]
 Schema = dict[str, Callable[[str], Any]]
@@ -203,7 +205,8 @@ def write_table(folder: Path, table: str, rows: list[Row]) -> None:
 def read_table(folder: Path, table: str) -> list[Row]:
     """Read one table as a list of typed rows; RecordError when the file is missing, damaged or has other columns."""
     path = folder / file_name(table)
-    header, *lines = _lines(path) or [[]]
+    lines = _lines(path)
+    header = next(lines, [])
     if header != _columns(table, header):
         raise RecordError(
             f"{path} has columns {shown(header)}; expected {list(TABLES[table])}. Record the run again with this"
@@ -218,21 +221,26 @@ def _columns(table: str, given: Container[str]) -> list[str]:
     return [name for name in TABLES[table] if name in given or name not in _LATER.get(table, ())]
 
 
-def _lines(path: Path) -> list[list[str]]:
+def _lines(path: Path) -> Iterator[list[str]]:
+    """The lines one after the other: that of a damaged table ends the reading."""
     try:
-        return list(csv.reader(io.StringIO(_unpack(path))))
-    except csv.Error as error:  # a cell of a hundred thousand signs
+        yield from csv.reader(io.TextIOWrapper(io.BytesIO(_unpack(path)), encoding="utf-8", newline="\n"))
+    except (csv.Error, UnicodeDecodeError) as error:  # a cell of a hundred thousand signs, or no text
         raise RecordError(f"{path} is damaged ({error}). Record the run again.") from error
 
 
-def _unpack(path: Path) -> str:
+def _unpack(path: Path) -> bytes:
     try:
-        return gzip.decompress(path.read_bytes()).decode()
+        with gzip.GzipFile(fileobj=io.BytesIO(read_file(path, _MOST_BYTES))) as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise OSError(f"it unpacks to more than {_MOST_BYTES:,} bytes")
+        return content
     except FileNotFoundError:
         raise RecordError(
             f"{path} is missing: the record is incomplete. Copy the whole record folder, or record the run again."
         ) from None
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise RecordError(
             f"{path} is damaged ({error}). Copy it again from where it was recorded, or record the run again."
         ) from error

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 Kind = TypeVar("Kind")
 Scalar = str | float | bool | None  # a setting
+Size = Annotated[int, "at least 0"]
+Amount = Annotated[float, "at least 0"]
 _MOST, _MOST_FLOAT = 2**63, 1e100  # a loss that diverges is large, but a whole number counts something
 _LONGEST = 10_000  # characters of a text
 
@@ -91,7 +93,7 @@ def _name(kind: Any, name: str, where: str) -> str | int:
 
 @cache
 def _types(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+    return get_type_hints(kind, include_extras=True)
 
 
 def _key(field: Field[Any]) -> str:
@@ -114,6 +116,8 @@ def _is_number(value: Any) -> bool:
 _PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     int: ("a whole number", _is_whole),
     float: ("a number", _is_number),
+    Size: ("a whole number of at least 0", lambda value: _is_whole(value) and value >= 0),
+    Amount: ("a number of at least 0", lambda value: _is_number(value) and value >= 0),
     str: ("a text", lambda value: isinstance(value, str) and len(value) <= _LONGEST),
     LongText: ("a text", lambda value: isinstance(value, str)),
     bool: ("true or false", lambda value: isinstance(value, bool)),

@@ -3,8 +3,10 @@ memory.
 
 `json.load` of a 100 MB trace takes ten times its size. Here a window of text slides over the file and one event at a
 time is decoded from it; what is around the events (ranks, devices, the clock's base) is kept as `metadata`. PyTorch of
-2021 and newer; plain or gzipped; an object with `traceEvents`, or the bare list of events of older exporters. Every
-kind of bad file is a `TraceError` with its remedy.
+2021 and newer; plain or gzipped, with a byte-order mark or without; an object with `traceEvents`, or the bare list of
+events of older exporters. Every kind of bad file is a `TraceError` with its remedy. A pipe and a device are refused
+before they are read, and a file that no profiler writes is refused where it begins to be one: a gzip file that unpacks
+to a thousand times its size, a long run of blanks, or many megabytes that are no events.
 """
 
 from __future__ import annotations
@@ -21,12 +23,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fsdplab.common.files import check_is_file
+
 LATEST_NS = 2**62  # sums of two times fit 64 bits
 _WINDOW = 1 << 20
-_LONGEST = 64 << 20  # no single value of a trace is larger; what does not decode within this is damaged
+_LONGEST = 16 << 20  # no value of a trace is longer, nor all that is around its events; else it is damaged
+_LEAST_UNPACKED, _MOST_UNPACKED = 64 << 20, 100  # bytes, and their ratio to packed ones: a trace has 15 to 30
 _AT_ONCE = 1 << 18
 _OPENING = 6  # characters with which every event of a file begins: `{"ph":`
 _BETWEEN = re.compile(r"[\s,]*")
+_BLANKS = b" \t\r\n,"
 _SPACE = re.compile(r"\s*")
 _AGAIN = "export it again with prof.export_chrome_trace(...), or copy it again from where it was made"
 
@@ -51,7 +57,8 @@ class ChromeTrace:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         try:
-            with _open(self.path) as file:
+            check_is_file(self.path)
+            with self.path.open("rb") as file:
                 yield from _Reader(self.path, file, self.metadata).events()
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise TraceError(f"{self.path} is a truncated or damaged gzip file ({error}); {_AGAIN}.") from None
@@ -91,7 +98,8 @@ def shown(error: Exception) -> str:
 
 
 def is_gzipped(path: Path) -> bool:
-    """Whether a file's first bytes are gzip's, whatever its name says."""
+    """Whether a file's first bytes are gzip's, whatever its name says; OSError for a pipe or a device."""
+    check_is_file(path)
     with path.open("rb") as file:
         return file.read(2) == b"\x1f\x8b"
 
@@ -114,17 +122,14 @@ def _end(found: re.Match[str] | None) -> int:
     return found.end()
 
 
-def _open(path: Path) -> io.BufferedIOBase:
-    return gzip.open(path) if is_gzipped(path) else path.open("rb")
-
-
 class _Reader:
-    """The window of text, and where in it the next value begins."""
+    """The window of text, and where in it the next value begins; `stored` is the file as it lies on the disk."""
 
-    def __init__(self, path: Path, file: io.BufferedIOBase, metadata: dict[str, Any]) -> None:
-        self._path, self._file, self._metadata = path, file, metadata
-        self._text, self._at, self._passed = "", 0, 0
-        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+    def __init__(self, path: Path, stored: io.BufferedReader, metadata: dict[str, Any]) -> None:
+        self._path, self._stored, self._metadata = path, stored, metadata
+        self._file = gzip.GzipFile(fileobj=stored) if is_gzipped(path) else stored
+        self._text, self._at, self._passed, self._unpacked, self._around = "", 0, 0, 0, 0
+        self._decode = codecs.getincrementaldecoder("utf-8-sig")(errors="replace").decode
         self._json = json.JSONDecoder(strict=False).raw_decode
 
     def events(self) -> Iterator[dict[str, Any]]:
@@ -152,7 +157,7 @@ class _Reader:
                 found = True
                 yield from self._list()
             else:
-                self._metadata[key] = self._value()
+                self._metadata[key] = self._value_around()
         if not found:
             names = ", ".join(list(self._metadata)[:5]) or "nothing"
             raise TraceError(
@@ -225,6 +230,18 @@ class _Reader:
             if not self._fill():
                 return ""
 
+    def _value_around(self) -> Any:
+        """A value that stands around the events."""
+        before = self._passed + self._at
+        value = self._value()
+        self._around += self._passed + self._at - before
+        if self._around > _LONGEST:
+            raise TraceError(
+                f"{self._path} holds more than {_LONGEST:,} characters around its events, which no profiler writes;"
+                f" {_AGAIN}."
+            )
+        return value
+
     def _value(self) -> Any:
         self._next()
         while True:
@@ -247,6 +264,16 @@ class _Reader:
     def _fill(self) -> bool:
         # a value longer than the window is decoded anew each time: doubling what is held keeps that cheap
         piece = self._file.read(max(_WINDOW, len(self._text) - self._at))
+        self._unpacked += len(piece)
+        if self._unpacked > max(_LEAST_UNPACKED, _MOST_UNPACKED * self._stored.tell()):
+            raise TraceError(
+                f"{self._path} unpacks to more than {_MOST_UNPACKED} times its size, which no profiler's trace does;"
+                f" {_AGAIN}."
+            )
+        if len(piece) == _WINDOW and not piece.strip(_BLANKS):
+            raise TraceError(
+                f"{self._path} holds {_WINDOW:,} blanks and commas in a row, which no profiler writes; {_AGAIN}."
+            )
         self._passed += self._at
         self._text, self._at = self._text[self._at :] + self._decode(piece, final=not piece), 0
         return bool(piece)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.common.places import shared_folder
-from fsdplab.profiling.findings import findings
 from fsdplab.profiling.exports import traces_of
+from fsdplab.profiling.findings import findings
 from fsdplab.profiling.intervals import clip, length
 from fsdplab.profiling.step_summary import exposed_cells, step_summary
 from fsdplab.profiling.traces.chrome import ChromeTrace, nanoseconds
