@@ -35,7 +35,7 @@ class Comm:
     """What one rank sends in a step, and what it cost.
 
     `exposed_s`: what no computing hid, mean of the profiled steps of the rank exposed longest; `on_link_s` +
-    `copying_s` + `waiting_s` is `exposed_s`. `overlap` is the part that computing hid. `blocked_s`: how long the host
+    `copying_s` + `waiting_s` + `no_core_s` (waiting for a core) is `exposed_s`. `overlap` is the part that computing hid. `blocked_s`: how long the host
     of a timed step was blocked for collectives, by the ledger.
     """
 
@@ -45,6 +45,7 @@ class Comm:
     on_link_s: float | None = None
     copying_s: float | None = None
     waiting_s: float | None = None
+    no_core_s: float | None = None
     overlap: float | None = None
     blocked_s: float | None = None
 

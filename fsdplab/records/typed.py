@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Kind = TypeVar("Kind")
 Scalar = str | float | bool | None  # a setting
@@ -55,7 +55,7 @@ def shown(value: Any) -> str:
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
-    choices = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    choices = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     if any(each is Any or each in _PLAIN and _PLAIN[each][1](value) for each in choices):
         return value
     for each in choices:
