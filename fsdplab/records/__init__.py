@@ -7,6 +7,7 @@ machine opens here exactly as a fresh one does.
 from fsdplab.common.names import CATEGORIES
 
 from .comparison import FORMAT, comparison_json, losses_of, matches_reference
+from .drift import drift_sentence
 from .record import RunRecord
 from .tables import CAUSES, LANES, PARTS_OF_EXPOSED, TABLES, RecordError
 
@@ -20,6 +21,7 @@ __all__ = [
     "RecordError",
     "RunRecord",
     "comparison_json",
+    "drift_sentence",
     "losses_of",
     "matches_reference",
 ]

@@ -109,6 +109,8 @@ FIELDS: dict[str, Check] = {
     "summary": _fields(
         {},
         step_time_s=_maybe(_AMOUNTS),
+        again_s=_maybe(_number),
+        in_turns=_maybe(_yes_or_no),
         tokens_per_s=_maybe(_number),
         peak_memory_bytes=_maybe(_fields({}, total=_maybe(_number), by_category=_maybe(_AMOUNTS))),
         memory_start_ns=_maybe(_AMOUNTS),
