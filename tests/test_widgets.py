@@ -243,7 +243,9 @@ def test_the_share_that_is_done_counts_the_steps_of_runs_that_take_turns() -> No
         state.started(run)
         state.stepped(run, 1, 5, 5.5)
     state.stepped(0, 2, 5, 5.4, 0.1)
-    assert state.message == "run 1 of 2, no_shard: step 2 of 5, loss 5.4000" and state.progress.share == pytest.approx(0.3)
+    assert state.message == "run 1 of 2, no_shard: step 2 of 5, loss 5.4000" and state.progress.share == pytest.approx(
+        0.3
+    )
     state.stepped(1, 2, 5, 5.4, 0.2)
     assert [(curve.losses, curve.seconds) for curve in state.curves] == [([5.5, 5.4], [0.1]), ([5.5, 5.4], [0.2])]
     state.recorded(a_record())

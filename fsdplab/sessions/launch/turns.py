@@ -3,9 +3,10 @@
     rank0.turn     a FIFO to the rank: one byte allows the next step, or all that is left
     rank0.waits    a FIFO from the rank: one byte each time it begins to wait
 
-A rank that waits is blocked in a read: it uses no processor, and the next step begins within a fraction of a
-millisecond. The caller makes both FIFOs before it starts the ranks, and removes their names when all ranks have opened
-them: no program that reads a record's folder finds one. They work for forked ranks and for those of torchrun.
+A rank that waits is blocked in a read: it uses no processor (a thread of gloo looks a hundred times a second, 0.2 % of
+a core), and its step begins within a fraction of a millisecond. The caller makes both FIFOs before it starts the ranks,
+and removes their names when all ranks have opened them: no program that reads a record's folder finds one. They work
+for forked ranks and for those of torchrun.
 """
 
 from __future__ import annotations
