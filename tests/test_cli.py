@@ -7,9 +7,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from rich.console import Console
 
 import fsdplab
 from fsdplab import cli
+from fsdplab.cli.outputs import Detail
 from fsdplab.cli.parse import names, parse_card
 from fsdplab.cli.progress import ProgressTable
 from fsdplab.cli.verdict import readiness, verdict_lines
@@ -306,7 +309,8 @@ def comparison(tmp_path_factory):
 
 def test_json_has_exactly_the_promised_fields(comparison):
     written = json.loads((comparison[1] / "c.json").read_text())
-    assert set(written) == {"format", "spec", "environment", "runs"} and written["format"] == 1
+    assert set(written) == {"format", "spec", "environment", "in_turns", "drift", "runs"} and written["format"] == 1
+    assert written["in_turns"] is True and written["drift"] is None
     assert [run["strategy"] for run in written["runs"]] == ["no_shard", "full_shard"]
     for run in written["runs"]:
         assert list(run) == list(FIELDS)
@@ -324,6 +328,9 @@ def test_both_runs_agree_with_the_twin(comparison):
 
 def test_rows_appear_one_by_one_then_the_table_and_what_was_real(comparison):
     out = comparison[0]
+    assert out.splitlines()[1] == (
+        "Each run warms up alone and then waits; their timed steps take turns, and a run's row is complete at the end."
+    )
     first, second = out.index("no_shard  lab  "), out.index("full_shard  lab  ")
     assert first < second < out.index("= par + grad + opt")
     assert all(text in out for text in ("emulated card of 1.00 GB", "equal", "agree", "measured", "simulated", "twin"))
@@ -354,6 +361,54 @@ def test_report_reads_the_kept_records_and_says_the_same(comparison, capsys):
     assert "agree" in shown and "twin" in shown
     code, of_the_folder, _ = ended(["report", str(folder / "records"), "--json", "-", "-q"], capsys)
     assert code == 0 and of_the_folder == printed
+
+
+def test_progress_in_a_terminal_shows_a_run_that_waits_and_completes_its_row(comparison):
+    record, twin = (RunRecord.load(sorted((comparison[1] / "records").iterdir())[number]) for number in (1, 2))
+    waits = replace(record, summary={**record.summary, "step_time_s": {"median": None, "min": None}})
+
+    def drawn(*events):
+        """The last state that a terminal shows after some events."""
+        console = Console(force_terminal=True, width=170, file=io.StringIO())
+        with ProgressTable(console, planned=2) as progress:
+            assert progress.live
+            for name, *arguments in events:
+                getattr(progress, name)(*arguments)
+        return console.file.getvalue()
+
+    ready = [("ready", waits), ("ready", twin)]
+    assert "Their timed steps take turns." in drawn(*ready, ("note", "Their timed steps take turns."))
+    waiting = drawn(*ready, ("step", RunSpec(**record.spec), 3, 10, 5.25))
+    assert " measuring " in waiting and "0 of 2 runs done, 1 being measured" in waiting and "twin" not in waiting
+    whole = drawn(*ready, ("finished", record), ("step", RunSpec(**twin.spec), 3, 10, 5.25))
+    assert " measuring " not in whole and "1 of 2 runs done)" in whole and "the twin, for reference: step 3" in whole
+
+
+def test_progress_that_is_piped_prints_a_row_when_it_is_complete(comparison):
+    record = RunRecord.load(sorted((comparison[1] / "records").iterdir())[1])
+    console = Console(width=170, file=io.StringIO())
+    with ProgressTable(console, planned=2) as progress:
+        assert not progress.live
+        progress.note("Their timed steps take turns.")
+        progress.finished(record)
+    note, row = console.file.getvalue().splitlines()
+    assert note == "Their timed steps take turns." and row.startswith("full_shard  lab  ") and "measuring" not in row
+    quiet = Console(width=170, file=io.StringIO())
+    with ProgressTable(quiet, planned=2, detail=Detail.QUIET) as progress:
+        progress.note("Their timed steps take turns.")
+        progress.finished(record)
+    assert quiet.file.getvalue() == ""
+
+
+@pytest.mark.parametrize("quiet", [[], ["-q"]])
+def test_a_drift_is_printed_below_the_table(comparison, tmp_path, quiet, capsys):
+    folder = tmp_path / "records"
+    shutil.copytree(comparison[1] / "records", folder)
+    first = RunRecord.load(folder / "0-no_shard-lab")
+    first.summary = replace(first.summary, again_s=1.5 * first.summary.known_step)
+    first.save()
+    code, out, _ = ended(["report", str(folder), *quiet], capsys)
+    assert code == 0 and out.count("no_shard was run again last, and its step took 50% longer") == 1
 
 
 def test_progress_in_a_terminal_shows_finished_rows_and_the_step_of_the_next(comparison):

@@ -213,7 +213,7 @@ def test_the_comparison_has_exactly_the_promised_fields(tmp_path: Path) -> None:
     twin = record_in(tmp_path / "twin", engine="twin", strategy="no_shard")
     runs = [record_in(tmp_path / "a"), record_in(tmp_path / "b", losses=(5.7, 9.9), strategy="zero1")]
     comparison = comparison_json(runs, twin)
-    assert comparison.keys() == {"format", "spec", "environment", "runs"}
+    assert comparison.keys() == {"format", "spec", "environment", "in_turns", "drift", "runs"}
     assert comparison["spec"] == {"engine": "lab", "world_size": 2, "model": "gpt-tiny", "precision": "fp32"}
     first, second = comparison["runs"]
     assert first.keys() == {

@@ -20,7 +20,7 @@ from fsdplab.records import RunRecord
 from fsdplab.sessions import RanksFailed, RunSpec, call_on_ranks, run
 from fsdplab.sessions.launch import launcher, warm
 from fsdplab.sessions.launch.failure_report import PostMortem, computing, hung, too_slow
-from fsdplab.sessions.launch.launcher import RankActivity, how_it_ended
+from fsdplab.sessions.launch.launcher import RankActivity, RunningRanks, how_it_ended
 from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox, read_heartbeats
 from tests.leftovers import processes_of
 from tests.test_sessions import CLOSED, SLEEPING, WAITING, heartbeat
@@ -68,7 +68,7 @@ def test_ranks_that_wait_for_each_other_are_hung_however_busy() -> None:
 
 
 class Watched:
-    """An agent that runs on, as `_watch` sees it, and what happens at each look."""
+    """An agent that runs on, as who watches it sees it, and what happens at each look."""
 
     lost, left = None, {}
 
@@ -84,8 +84,8 @@ class Watched:
 
 
 @pytest.fixture
-def stalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Mailbox, RankActivity]:
-    """One rank, this process, that has not moved for long; the looks at it take no time."""
+def stalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunningRanks:
+    """One rank, this process, that has not moved for long; its agent is the test's."""
     mailbox = Mailbox(tmp_path)
     mailbox.of(0, "stack").touch()
     writer = HeartbeatWriter(mailbox.of(0, "heartbeat"), 0)
@@ -95,35 +95,34 @@ def stalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Mailbox, R
     activity.last -= 100.0
     monkeypatch.setattr(launcher, "_GRACE_S", 0.3)
     monkeypatch.setattr(launcher, "ask_for_stacks", lambda *_: {0: COMPUTING})
-    return mailbox, activity
+    return RunningRanks(Watched(), mailbox, 1, 60.0, activity=activity)
 
 
 @linux
 @pytest.mark.quick
-def test_a_stall_of_a_rank_that_computes_does_not_end_the_run(stalled: tuple[Mailbox, RankActivity]) -> None:
-    mailbox, activity = stalled
-    assert activity.stalled(1)
+def test_a_stall_of_a_rank_that_computes_does_not_end_the_run(stalled: RunningRanks) -> None:
+    assert stalled.activity.stalled(1)
     seen: list[int] = []
     # this process is the rank, and computes while it is watched
-    agent = Watched(lambda: seen.append(sum(range(200_000))))
-    assert launcher._stalled(agent, mailbox, activity, lambda: None) is None
-    assert seen and not activity.stalled(1), "computing is a move"
+    stalled.agent = Watched(lambda: seen.append(sum(range(200_000))))
+    assert stalled._stalled() is None
+    assert seen and not stalled.activity.stalled(1), "computing is a move"
 
 
 @linux
 @pytest.mark.quick
-def test_a_stall_of_a_rank_that_does_nothing_does(stalled: tuple[Mailbox, RankActivity]) -> None:
-    mailbox, activity = stalled
+def test_a_stall_of_a_rank_that_does_nothing_does(stalled: RunningRanks) -> None:
     looks: list[int] = []
-    report = launcher._stalled(Watched(lambda: time.sleep(0.1)), mailbox, activity, lambda: looks.append(1))
+    stalled.agent, stalled.on_look = Watched(lambda: time.sleep(0.1)), lambda: looks.append(1)
+    report = stalled._stalled()
     assert report is not None and report.kind == "hung" and looks, "the caller goes on looking meanwhile"
 
 
 @pytest.mark.quick
-def test_a_rank_that_moves_after_all_does_not_end_the_run(stalled: tuple[Mailbox, RankActivity]) -> None:
-    mailbox, activity = stalled
-    writer = HeartbeatWriter(mailbox.of(0, "heartbeat"), 0)
-    assert launcher._stalled(Watched(lambda: writer.enter("backward", 3)), mailbox, activity, lambda: None) is None
+def test_a_rank_that_moves_after_all_does_not_end_the_run(stalled: RunningRanks) -> None:
+    writer = HeartbeatWriter(stalled.mailbox.of(0, "heartbeat"), 0)
+    stalled.agent = Watched(lambda: writer.enter("backward", 3))
+    assert stalled._stalled() is None
 
 
 @linux

@@ -271,8 +271,8 @@ def test_a_state_keeps_the_curve_of_each_run_of_the_batch() -> None:
     state = LabState(FIXED, **TINY)
     state.begin()
     state.started(0)
-    state.stepped(1, 6, 5.7)
-    state.stepped(2, 6, 5.6, 0.1)
+    state.stepped(0, 1, 6, 5.7)
+    state.stepped(0, 2, 6, 5.6, 0.1)
     assert [(curve.losses, curve.seconds) for curve in state.curves] == [([5.7, 5.6], [0.1])]
     state.ended()
     state.begin()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from plotly.graph_objects import Figure
 
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, Summary
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.spec import ENGINES
 from fsdplab.widgets.choices import MODELS, TARGETS, Choices, check, label, parse_card
@@ -163,8 +163,8 @@ def test_a_batch_from_begin_to_done() -> None:
     assert len(state.begin()) == 2 and state.busy and state.begin() == ()
     state.started(0)
     assert state.message == "run 1 of 2, no_shard: its ranks are starting"
-    state.stepped(1, 4, 5.5)
-    assert state.message == "run 1 of 2, no_shard: step 1 of 4, loss 5.5000" and state.progress.share == 0.125
+    state.stepped(0, 1, 5, 5.5)
+    assert state.message == "run 1 of 2, no_shard: step 1 of 5, loss 5.5000" and state.progress.share == 0.1
     state.recorded(a_record())
     state.started(1)
     state.recorded(a_record())
@@ -214,7 +214,7 @@ def test_an_error_of_the_runner_itself_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    "verb,arguments", [("started", (0,)), ("stepped", (1, 2, 3.0)), ("recorded", (None,)), ("ended", ())]
+    "verb,arguments", [("started", (0,)), ("stepped", (0, 1, 2, 3.0)), ("recorded", (None,)), ("ended", ())]
 )
 def test_the_verbs_of_a_run_need_one(verb: str, arguments: tuple[Any, ...]) -> None:
     with pytest.raises(RuntimeError, match=r"no batch is running \(status idle\); call begin\(\) first"):
@@ -235,11 +235,36 @@ def test_an_unknown_choice_is_an_error_of_the_caller() -> None:
         a_state().choose(world_size=2)
 
 
-def test_progress_before_any_run_is_empty_and_shares_never_exceed_one() -> None:
+def test_the_share_that_is_done_counts_the_steps_of_runs_that_take_turns() -> None:
     assert (str(BatchProgress()), BatchProgress().share) == ("", 0.0)
-    assert (
-        BatchProgress(run=2, runs=2, step=5, steps=10).share == 0.75
-        and BatchProgress(run=2, runs=1, step=10, steps=10).share == 1.0
+    state = a_state(strategies=("no_shard", "full_shard"))
+    state.begin()
+    for run in (0, 1):
+        state.started(run)
+        state.stepped(run, 1, 5, 5.5)
+    state.stepped(0, 2, 5, 5.4, 0.1)
+    assert state.message == "run 1 of 2, no_shard: step 2 of 5, loss 5.4000" and state.progress.share == pytest.approx(
+        0.3
+    )
+    state.stepped(1, 2, 5, 5.4, 0.2)
+    assert [(curve.losses, curve.seconds) for curve in state.curves] == [([5.5, 5.4], [0.1]), ([5.5, 5.4], [0.2])]
+    state.recorded(a_record())
+    assert state.progress.share == pytest.approx(0.7), "of full_shard, which has ended, nothing is left to do"
+    no_shard = a_record()
+    no_shard.spec["strategy"] = "no_shard"
+    state.recorded(no_shard)
+    assert state.progress.share == 1.0 and state.batches[-1].records[0] is no_shard, "in the order of the runs"
+
+
+def test_a_drift_of_runs_that_took_no_turns_is_said_at_the_end() -> None:
+    state, record = a_state(), a_record()
+    state.begin()
+    state.started(0)
+    record.summary = Summary.from_dict({"step_time_s": {"median": 0.1, "min": 0.1}, "again_s": 0.12})
+    state.recorded(record)
+    state.ended()
+    assert state.message.startswith(
+        "done: 1 record of 1 run kept. The machine's speed drifted: full_shard was run again"
     )
 
 

@@ -1,4 +1,4 @@
-"""`fsdplab compare`: rows that appear as runs finish, then the whole comparison."""
+"""`fsdplab compare`: rows that appear as runs warm up and are completed as they end, then the whole comparison."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fsdplab.cli.outputs import (
     Detail,
     Outputs,
     end_if_failed,
+    print_drift,
     print_findings,
     print_output_of_ranks,
     show,
@@ -50,6 +51,8 @@ def compare_runs(strategies: list[str], engines: list[str], common: dict[str, An
                 [*specs, twin],
                 directory=folder,
                 on_record=progress.finished,
+                on_ready=progress.ready if progress.live else None,
+                on_note=progress.note,
                 on_progress=progress.step,
                 on_look=look_for_signals,
             )
@@ -106,6 +109,7 @@ def _conclude(records: list[RunRecord], twin: RunRecord, console: Console, outpu
     comparison = comparison_json(records, reference)
     shown = with_verdicts(records, comparison)
     show(console, shown, reference, outputs.detail)
+    print_drift(console, comparison)
     if outputs.detail is not Detail.QUIET:
         _say_of_predictions(console, records)
         print_findings(console, records)

@@ -25,7 +25,7 @@ from fsdplab.common.words import MISSING, plural
 from fsdplab.figures.fastest import core_words, step_words
 from fsdplab.figures.table import COLUMNS, LEGEND, NUMBERS, cells, mood
 from fsdplab.figures.view import RunView, provenance, view
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, drift_sentence
 
 if TYPE_CHECKING:
     from fsdplab.profiling.tables import TablesOf
@@ -178,6 +178,12 @@ def _explain(console: Console, shown: Sequence[RunView], reference: RunRecord | 
             " process that replays every rank's batches",
             highlight=False,
         )
+
+
+def print_drift(console: Console, comparison: dict[str, Any]) -> None:
+    """Print by how much the machine's speed drifted, where the runs did not take turns and it drifted noticeably."""
+    if sentence := drift_sentence(comparison):
+        console.print(sentence, style="bold", highlight=False, markup=False)
 
 
 def print_findings(console: Console, records: Sequence[RunRecord]) -> None:

@@ -17,6 +17,7 @@ from fsdplab.cli.outputs import (
     Detail,
     Outputs,
     end_if_failed,
+    print_drift,
     print_findings,
     print_output_of_ranks,
     show,
@@ -53,6 +54,7 @@ def report_records(
     comparison = comparison_json(records, reference)
     shown = with_verdicts(records, comparison)
     show(outputs.console(), shown, reference, outputs.detail)
+    print_drift(outputs.console(), comparison)
     if outputs.detail is not Detail.QUIET:
         print_notes(outputs.console(), records)
         print_findings(outputs.console(), records)

@@ -1,4 +1,4 @@
-"""What the machine says of itself: its processor, and what its commands print."""
+"""What the machine says of itself: its processor, its free memory, and what its commands print."""
 
 from __future__ import annotations
 
@@ -26,3 +26,55 @@ def output_of(*command: str) -> str:
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that new processes can use without swapping: what the kernel calls available, and no more than the control
+    groups of this process allow. None where the system does not say.
+    """
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    if "MemAvailable" not in fields:
+        return None
+    return max(0, min([1024 * int(fields["MemAvailable"].split()[0]), *_left_in_groups(root)]))
+
+
+# by version: the mount, and in a group's folder its limit, what it uses, and which of that are files read long ago
+_GROUPS = {
+    2: ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def _left_in_groups(root: Path) -> list[int]:
+    """What each control group of this process that has a limit still allows; groups of groups count too."""
+    left = []
+    for version, own in _own_groups(root):
+        mount, *names = _GROUPS[version]
+        for group in (own, *own.parents):
+            folder = root / mount / group
+            try:
+                limit, used = ((folder / name).read_text().strip() for name in names[:2])
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except OSError:  # a group without a limit of its own, or outside of this container
+                continue
+            if limit != "max":
+                left.append(int(limit) - int(used) + int(stat.get(names[2], 0)))
+    return left
+
+
+def _own_groups(root: Path) -> list[tuple[int, Path]]:
+    """The version and the path of the control groups that limit this process's memory."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    named = [line.split(":", 2) for line in lines]
+    return [
+        (2 if not kinds else 1, Path(path.lstrip("/")))
+        for _, kinds, path in named
+        if not kinds or "memory" in kinds.split(",")
+    ]

@@ -51,6 +51,15 @@ def processor_seconds(pid: int) -> float | None:
     return ticks / os.sysconf("SC_CLK_TCK") if found else None
 
 
+def resident_bytes(pid: int) -> int | None:
+    """Memory that a process holds, of pages that it shares with others its part; None where that is unknown."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:  # it has ended, or the system does not say
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:")), None)
+
+
 def descendants(pid: int) -> list[int]:
     """The processes that a process has started, and theirs; none where /proc is missing."""
     parents = {each: state(each)[1] for each in _all()}

@@ -7,6 +7,7 @@ machine opens here exactly as a fresh one does.
 from fsdplab.common.names import CATEGORIES
 
 from .comparison import FORMAT, comparison_json, matches_reference
+from .drift import drift_sentence
 from .record import RunRecord
 from .spread import Race, Spread, is_below, race
 from .summary import Summary, core_sentence, known
@@ -28,6 +29,7 @@ __all__ = [
     "core_sentence",
     "is_below",
     "known",
+    "drift_sentence",
     "matches_reference",
     "race",
 ]

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from .drift import drift_of
 from .record import RunRecord
 from .summary import Comm
 from .typed import plain
@@ -44,7 +45,8 @@ def comparison_json(records: Sequence[RunRecord], reference: RunRecord | None = 
     [...]}`.
 
     `format` is raised when a field changes its meaning or goes; a new field leaves it. `spec` holds what all runs have
-    in common (strategy, engine and world size differ and stand with each run).
+    in common (strategy, engine and world size differ and stand with each run). `in_turns` says whether the runs' timed
+    steps took turns; where they did not, `drift` may have the first run's step time at first and again (drift.py).
     `status` is `finished`, `out_of_memory` (of the emulated card) or `failed`: the times of such a run are of the steps
     that it did. `matches_reference` is null without a reference and for runs that did not finish; it compares all steps
     that the reference did, which are at least the run's warm-up and timed steps.
@@ -53,6 +55,8 @@ def comparison_json(records: Sequence[RunRecord], reference: RunRecord | None = 
         "format": FORMAT,
         "spec": _common_spec(records),
         "environment": records[0].environment if records else {},
+        "in_turns": any(record.summary.in_turns for record in records),
+        "drift": drift_of(records),
         "runs": [_run_entry(record, reference) for record in records],
     }
 

@@ -121,12 +121,16 @@ class SimulatedRanks:
 class Summary:
     """The figures of a run. A step is as slow as its slowest rank; memory is the worst rank's; losses are means.
 
+    `in_turns`: whether its timed steps took turns with those of the other runs of a comparison; `again_s`: the median
+    step of the same run, timed again at the comparison's end (drift.py).
     `cpu_share` is the part of the timed steps in which the ranks had a core when they wanted one
     (sessions/worker/core_share.py).
     `memory_start_ns`: when each rank's measured step began.
     """
 
     step_time_s: Spread = Spread()
+    in_turns: bool | None = None
+    again_s: Amount | None = None
     tokens_per_s: Amount | None = None
     cpu_share: float | None = None
     peak_memory_bytes: Peak = Peak()

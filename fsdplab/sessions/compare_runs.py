@@ -1,25 +1,52 @@
-"""`compare`: several specs one after the other, each on fresh ranks, so that no run inherits memory or caches of
-another.
+"""`compare`: several specs, each on fresh ranks, so that no run inherits memory or caches of another.
 
-A failed run is a result too: it is recorded, and the next run starts.
+The runs warm up one after the other, each with the machine to itself, and then wait side by side. Their timed steps
+take turns, one step of one run at a time, so that a machine that becomes slower slows all runs alike. Profiled steps
+come last, one run after the other. Where runs cannot wait side by side (too little memory, GPUs, several nodes) they
+run one after the other, and the first is run again last: how far its step time has drifted says what the others' are
+worth.
+
+A failed run is a result too: it is recorded, and the others go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fsdplab.common.machine import free_memory
+from fsdplab.common.sizes import size
 from fsdplab.records import RunRecord, known
 from fsdplab.records.summary import Link
 from fsdplab.sessions.launch.failure_report import RanksFailed
-from fsdplab.sessions.run_and_record import OnStep, run
+from fsdplab.sessions.launch.launcher import starts_elsewhere
+from fsdplab.sessions.launch.turns import fifos_in
+from fsdplab.sessions.run_and_record import WORKER, OnStep, StartedRun, end_runs, run
 from fsdplab.sessions.spec import RunSpec, SpecError
+from fsdplab.sessions.spec.run_spec import least_bytes
 
 SAME = ("model", "text", "seed", "batch_size", "sequence_length", "micro_batches", "world_size")
 
 OnRecord = Callable[[RunRecord], None]
 OnProgress = Callable[[RunSpec, int, int, float], None]
+_IN_TURNS = (
+    "Each run warms up alone and then waits; their timed steps take turns, and a run's row is complete at the end."
+)
+_FREE_WHERE_UNKNOWN = 4_000_000_000  # bytes: three or four small runs
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What `compare` calls while its runs go on; each may be None."""
+
+    on_record: OnRecord | None = None
+    on_ready: OnRecord | None = None
+    on_note: Callable[[str], None] | None = None
+    on_progress: OnProgress | None = None
+    on_step: OnStep | None = None
+    on_look: Callable[[], None] | None = None
 
 
 def compare(
@@ -27,32 +54,214 @@ def compare(
     *,
     directory: str | Path | None = None,
     on_record: OnRecord | None = None,
+    on_ready: OnRecord | None = None,
+    on_note: Callable[[str], None] | None = None,
     on_progress: OnProgress | None = None,
     on_step: OnStep | None = None,
     on_look: Callable[[], None] | None = None,
+    program: Sequence[str] = WORKER,
 ) -> list[RunRecord]:
-    """Run several specs of the same model and data; `on_record(record)` is called as each ends, failed ones included.
+    """Run several specs of the same model and data; their records, in the order of the specs.
 
-    Records are written below `directory`, one folder each: `0-no_shard-lab`, `1-full_shard-lab`, ... `on_progress(spec,
-    step, total, loss)` and `on_step(row)` follow rank 0 of the current run; `on_look()` is called about twenty times a
-    second; an exception in it ends the comparison. Specs of different work raise SpecError before anything runs.
+    Records are written below `directory`, one folder each: `0-no_shard-lab`, `1-full_shard-lab`, ...
+    `on_record(record)` is called as each run ends, failed ones included; `on_ready(record)` when a run has warmed up
+    and waits for its turns, with a record that is not saved and has memory and bytes but no step time.
+    `on_progress(spec, step, total, loss)` and `on_step(row)` follow rank 0 of the run that works. `on_note(sentence)`
+    says whether the runs take turns, and if not, why. `on_look()` is called about twenty times a second; an exception
+    in it ends the comparison. `program` is what each rank executes. Specs of different work raise SpecError before
+    anything runs.
     """
     _check_same(specs)
     specs = _on_one_network(specs, on_look)
-    records = []
-    folders: Sequence[Path | None] = [None] * len(specs)
-    if directory is not None:
-        folders = folders_of(specs, Path(directory))
-    for spec, folder in zip(specs, folders, strict=True):
-        records.append(_recorded(spec, folder, on_progress, on_step, on_look))
-        if on_record is not None:
-            on_record(records[-1])
-    return records
+    callbacks = Callbacks(on_record, on_ready, on_note, on_progress, on_step, on_look)
+    comparison = _Comparison(specs, Path(directory) if directory is not None else None, callbacks, program)
+    try:
+        return comparison.run_all()
+    finally:
+        end_runs(comparison.started)
 
 
 def folders_of(specs: Sequence[RunSpec], directory: Path) -> list[Path]:
     """Where `compare` records each run: `directory/0-no_shard-lab`, ..."""
     return [directory / f"{number}-{spec.strategy}-{spec.engine}" for number, spec in enumerate(specs)]
+
+
+class _Comparison:
+    """The runs of one comparison, by their numbers: started, and recorded when they have ended."""
+
+    def __init__(
+        self, specs: Sequence[RunSpec], directory: Path | None, callbacks: Callbacks, program: Sequence[str]
+    ) -> None:
+        self._specs, self._directory, self._callbacks, self._program = specs, directory, callbacks, program
+        self._records: dict[int, RunRecord] = {}
+        self.started: list[StartedRun] = []
+
+    def run_all(self) -> list[RunRecord]:
+        waiting, why_not = self._start_side_by_side()
+        if not why_not:
+            self._take_turns(waiting)
+        for number, started in waiting.items():
+            self._finish(number, started)
+        for number in [number for number in range(len(self._specs)) if number not in self._records]:
+            self._finish(number, self._start(number))
+        if why_not:
+            self._run_the_first_again()
+        return [self._records[number] for number in range(len(self._specs))]
+
+    def _start_side_by_side(self) -> tuple[dict[int, StartedRun], str]:
+        """Start one run after the other; those that wait for their turn, and why further ones cannot, or ""."""
+        waiting: dict[int, StartedRun] = {}
+        room, why_not = Room(), why_no_turns(self._specs, self._directory)
+        for number, spec in enumerate(self._specs):
+            why_not = why_not or room.why_not(spec)
+            if why_not:
+                self._note(f"The runs go one after the other, and the first is run again last: {why_not}.")
+                break
+            run = self._start(number, in_turns=True)
+            if self._waits(number, run, run.ready):
+                if not waiting:
+                    self._note(_IN_TURNS)
+                waiting[number] = run
+                room.take(run)
+                if self._callbacks.on_ready is not None:
+                    self._callbacks.on_ready(run.so_far())
+        return waiting, why_not
+
+    def _take_turns(self, waiting: dict[int, StartedRun]) -> None:
+        """Let the runs take their timed steps in turn; one that ends meanwhile leaves the others going on."""
+        rota = Rota()
+        while due := [number for number, run in waiting.items() if rota.turns[number] < run.spec.steps]:
+            number = rota.next(due)
+            if not self._waits(number, waiting[number], waiting[number].step):
+                del waiting[number]
+
+    def _waits(self, number: int, run: StartedRun, act: Callable[[], bool]) -> bool:
+        """Whether a run waits for its turn after `act`; if it has ended instead it is recorded."""
+        try:
+            if act():
+                return True
+        except RanksFailed as failed:
+            self._keep(number, failed.record)
+        else:
+            self._finish(number, run)
+        return False
+
+    def _finish(self, number: int, run: StartedRun) -> None:
+        try:
+            record: RunRecord | None = run.finish()
+        except RanksFailed as failed:
+            record = failed.record
+        self._keep(number, record)
+
+    def _keep(self, number: int, record: RunRecord | None) -> None:
+        assert record is not None  # RanksFailed of a started run has one
+        self._records[number] = record
+        if self._callbacks.on_record is not None:
+            self._callbacks.on_record(record)
+
+    def _start(self, number: int, in_turns: bool = False) -> StartedRun:
+        spec, tell = self._specs[number], self._callbacks.on_progress
+        folder = None if self._directory is None else folders_of(self._specs, self._directory)[number]
+        started = StartedRun(
+            spec,
+            directory=folder,
+            in_turns=in_turns,
+            on_progress=None if tell is None else lambda step, total, loss: tell(spec, step, total, loss),
+            on_step=self._callbacks.on_step,
+            on_look=self._callbacks.on_look,
+            program=self._program,
+        )
+        self.started.append(started)
+        return started
+
+    def _run_the_first_again(self) -> None:
+        """Time the first run that finished once more, and note it in its record; where two or more are to be compared.
+
+        The unsharded twin is a reference for losses, and its time is compared with nothing.
+        """
+        timed = [
+            number
+            for number, record in sorted(self._records.items())
+            if record.summary.step_time_s.median and record.status == "finished" and record.spec["engine"] != "twin"
+        ]
+        if len(timed) < 2:
+            return
+        spec = replace(self._specs[timed[0]], memory=False, card=None, profile=0)
+        again = StartedRun(spec, on_look=self._callbacks.on_look, program=self._program)
+        self.started.append(again)
+        try:
+            seconds = again.finish().summary.step_time_s.median
+        except RanksFailed:
+            return
+        first = self._records[timed[0]]
+        first.summary = replace(first.summary, again_s=seconds)
+        first.save()
+
+    def _note(self, sentence: str) -> None:
+        if self._callbacks.on_note is not None and len(self._specs) > 1:
+            self._callbacks.on_note(sentence)
+
+
+class Rota:
+    """Whose turn it is: each run once a round, never twice in succession, and not always after the same one.
+
+    >>> rota = Rota()
+    >>> [rota.next([0, 1, 2]) for _ in range(6)]
+    [0, 1, 2, 0, 2, 1]
+    """
+
+    def __init__(self) -> None:
+        self.turns = Counter[int]()
+        self._followed = Counter[tuple[int | None, int]]()
+        self._last: int | None = None
+
+    def next(self, runs: Collection[int]) -> int:
+        """The next of `runs`: of those with the fewest turns, the one that has followed the last one least often."""
+        fewest = min(self.turns[run] for run in runs)
+        due = [run for run in runs if self.turns[run] == fewest]
+        others = [run for run in due if run != self._last] or due
+        chosen = min(others, key=lambda run: self._followed[self._last, run])
+        self.turns[chosen] += 1
+        self._followed[self._last, chosen] += 1
+        self._last = chosen
+        return chosen
+
+
+class Room:
+    """Whether the machine's free memory allows another run beside those that wait.
+
+    A run needs `least_bytes` of its spec, times the most by which a run that waits exceeds that. Twice as much must be
+    free, for profiled steps take more, one run at a time.
+    """
+
+    def __init__(self) -> None:
+        self._predicted = 0  # bytes of the runs that wait
+        self._excess = 1.0
+
+    def why_not(self, spec: RunSpec) -> str:
+        """Why a run of this spec cannot be started beside those that wait; "" where it can."""
+        known, needed = free_memory(), int(2 * self._excess * least_bytes(spec))
+        free = _FREE_WHERE_UNKNOWN - self._predicted if known is None else known
+        return "" if free >= needed else f"{size(free)} of memory are free, and a further run may need {size(needed)}"
+
+    def take(self, run: StartedRun) -> None:
+        """This run waits, and holds what it holds."""
+        least = least_bytes(run.spec)
+        self._predicted += least
+        self._excess = max(self._excess, run.resident_bytes() / least)
+
+
+def why_no_turns(specs: Sequence[RunSpec], directory: Path | None) -> str:
+    """Why runs of these specs cannot take turns, whatever memory there is; "" where they can."""
+    if len(specs) < 2:
+        return "there is one run"
+    if any(spec.device_type == "cuda" for spec in specs):
+        return "they use a GPU"
+    if starts_elsewhere():
+        return "their ranks are on several nodes"
+    if directory is not None and not fifos_in(directory):
+        return f"the file system of {directory} has no FIFOs"
+    return ""
 
 
 def _on_one_network(specs: Sequence[RunSpec], on_look: Callable[[], None] | None) -> list[RunSpec]:
@@ -66,21 +275,6 @@ def _on_one_network(specs: Sequence[RunSpec], on_look: Callable[[], None] | None
     )  # fmt: skip
     link = link_text(run(trial, on_look=on_look).summary.link)
     return [replace(spec, link=link) if spec in open_ended else spec for spec in specs]
-
-
-def _recorded(
-    spec: RunSpec,
-    folder: Path | None,
-    on_progress: OnProgress | None,
-    on_step: OnStep | None,
-    on_look: Callable[[], None] | None,
-) -> RunRecord:
-    follow = None if on_progress is None else lambda step, total, loss: on_progress(spec, step, total, loss)
-    try:
-        return run(spec, directory=folder, on_progress=follow, on_step=on_step, on_look=on_look)
-    except RanksFailed as failed:
-        assert failed.record is not None  # run() adds it
-        return failed.record
 
 
 def _check_same(specs: Sequence[RunSpec]) -> None:

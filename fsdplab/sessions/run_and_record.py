@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.common.files import write_whole
+from fsdplab.common.processes import resident_bytes
 from fsdplab.common.temporary import temporary_folder
 from fsdplab.records import RunRecord
 from fsdplab.records.folder import claim_folder, is_written
 from fsdplab.records.summary import Link
 from fsdplab.records.typed import read
 from fsdplab.sessions.launch.failure_report import RanksFailed
-from fsdplab.sessions.launch.launcher import run_ranks
+from fsdplab.sessions.launch.launcher import RunningRanks, end_ranks, start_agent
 from fsdplab.sessions.launch.live_output import Tail
-from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
+from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats, read_lines
+from fsdplab.sessions.launch.turns import Turns
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.summary import summarise
 from fsdplab.sessions.trace_tables import profile_summary, tables_of
@@ -49,26 +51,101 @@ def run(
     rank that dies, raises, hangs or diverges, or a run longer than `spec.time_limit`, raises RanksFailed; its `.record`
     is the record of the failed run. `program` is what each rank executes, for workers other than the lab's own.
     """
-    folder = claim_folder(Path(directory) if directory is not None else temporary_folder("run"))
-    mailbox = Mailbox(folder.absolute() / "ranks")  # ranks start in another folder
-    mailbox.folder.mkdir(exist_ok=True)
-    write_whole(mailbox.folder / "spec.json", json.dumps(_reachable(spec)))
-    follower = _Follower(mailbox, spec.total_steps, on_progress, on_step, on_look)
+    started = StartedRun(
+        spec, directory=directory, on_progress=on_progress, on_step=on_step, on_look=on_look, program=program
+    )
     try:
-        run_ranks(
-            [*program, str(mailbox.folder)],
-            mailbox,
-            world_size=spec.processes,
-            time_limit=spec.time_limit,
-            start=spec.start,
-            on_look=follower.look,
-        )
-    except RanksFailed as failed:
-        failed.record = _record(folder, spec, mailbox, failed).save()
-        raise
-    record = _record(folder, spec, mailbox, None).save()
-    _tidy(mailbox)
-    return record
+        return started.finish()
+    finally:
+        end_runs([started])
+
+
+class StartedRun:
+    """One run from the start of its ranks to its record, with the arguments of `run`; `end_runs` ends its ranks.
+
+    With `in_turns` its ranks wait before each timed step and before the profiled ones: `ready` returns True when all of
+    them wait for the first time, `step` lets them take one step, `finish` lets them go on to their end.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        *,
+        directory: str | Path | None = None,
+        in_turns: bool = False,
+        on_progress: OnProgress | None = None,
+        on_step: OnStep | None = None,
+        on_look: Callable[[], None] | None = None,
+        program: Sequence[str] = WORKER,
+    ) -> None:
+        self.spec = spec
+        self.folder = claim_folder(Path(directory) if directory is not None else temporary_folder("run"))
+        self.mailbox = Mailbox(self.folder.absolute() / "ranks")  # ranks start in another folder
+        self.mailbox.folder.mkdir(exist_ok=True)
+        write_whole(self.mailbox.folder / "spec.json", json.dumps(_reachable(spec)))
+        look = _Follower(self.mailbox, spec.total_steps, on_progress, on_step, on_look).look
+        self._took_turns = False
+        self._turns = Turns(self.mailbox, spec.processes) if in_turns else None
+        try:
+            agent = start_agent([*program, str(self.mailbox.folder)], self.mailbox, spec.processes, spec.start, look)
+        except BaseException:
+            if self._turns is not None:
+                self._turns.close()
+            raise
+        self._ranks = RunningRanks(agent, self.mailbox, spec.processes, spec.time_limit, look)
+
+    def ready(self) -> bool:
+        """Watch the run until all its ranks wait for their turn; False where it has ended instead. RanksFailed as
+        `run`.
+        """
+        return self._watch(self._turns)
+
+    def step(self) -> bool:
+        """Let the run take one timed step, and watch it as `ready` does."""
+        assert self._turns is not None  # a run that was started with in_turns
+        self._took_turns = True
+        self._turns.allow_step()
+        return self._watch(self._turns)
+
+    def finish(self) -> RunRecord:
+        """Let the run go on to its end, and return its saved record. RanksFailed as `run`."""
+        if self._turns is not None:
+            self._turns.allow_all()
+        self._watch(None)
+        end_runs([self])
+        record = self._record(None).save()
+        _tidy(self.mailbox)
+        return record
+
+    def resident_bytes(self) -> int:
+        """Memory that its ranks hold now, as far as the system says."""
+        heartbeats = read_heartbeats(self.mailbox, self.spec.processes).values()
+        return sum(resident_bytes(heartbeat.pid) or 0 for heartbeat in heartbeats)
+
+    def so_far(self) -> RunRecord:
+        """What is known of a run that waits: memory, bytes sent, losses, prediction. Nothing is saved."""
+        return self._record(None)
+
+    def _watch(self, turns: Turns | None) -> bool:
+        try:
+            return self._ranks.watch(turns)
+        except RanksFailed as failed:
+            end_runs([self])
+            failed.record = self._record(failed).save()
+            raise
+
+    def _record(self, failed: RanksFailed | None) -> RunRecord:
+        record = _record(self.folder, self.spec, self.mailbox, failed)
+        record.summary = replace(record.summary, in_turns=self._took_turns)
+        return record
+
+
+def end_runs(runs: Sequence[StartedRun]) -> None:
+    """End the ranks of several runs, in the time of one; none is left when this returns."""
+    end_ranks([run._ranks for run in runs])
+    for run in runs:
+        if run._turns is not None:
+            run._turns.close()
 
 
 class _Follower:
@@ -113,7 +190,7 @@ def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed |
     ranks = range(spec.processes)
     steps = [row for rank in ranks for row in read_lines(mailbox.of(rank, "steps"))]
     results = {rank: lines[0] for rank in ranks if (lines := read_lines(mailbox.of(rank, "result")))}
-    memory = {rank: result["memory"] for rank, result in results.items() if result["memory"]}
+    memory = {rank: lines[0] for rank in ranks if (lines := read_lines(mailbox.of(rank, "memory")))}
     ledger = [row for rank in ranks for row in read_lines(mailbox.of(rank, "ledger"))]
     trace_tables = tables_of(spec, mailbox, ledger, folder) if spec.profile else {}
     link = next((result["link"] for result in results.values()), None)

@@ -19,7 +19,7 @@ from typing import Any
 from fsdplab.common.words import plural
 from fsdplab.figures.outlook import Outlook, outlook_of
 from fsdplab.figures.view import RunView, view, views
-from fsdplab.records import RunRecord, comparison_json
+from fsdplab.records import RunRecord, comparison_json, drift_sentence
 from fsdplab.sessions.spec import RunSpec
 
 from .choices import Choices, check, label
@@ -31,7 +31,8 @@ BUSY = ("running", "cancelling")
 @dataclass(frozen=True)
 class BatchProgress:
     """The progress of a batch: run `run` of `runs` (from 1), step `step` of `steps`; before its first step a run is
-    starting. Before the first run `label` says what the batch waits for.
+    starting. Before the first run `label` says what the batch waits for. `share` is how much of all runs' steps is
+    done, 0 to 1.
     """
 
     run: int = 0
@@ -40,12 +41,7 @@ class BatchProgress:
     step: int = 0
     steps: int = 0
     loss: float | None = None
-
-    @property
-    def share(self) -> float:
-        """How much is done, 0 to 1: `BatchProgress(run=2, runs=2, step=5, steps=10).share == 0.75`."""
-        inside = self.step / self.steps if self.steps else 0.0
-        return min(1.0, (max(self.run - 1, 0) + inside) / self.runs) if self.runs else 0.0
+    share: float = 0.0
 
     def __str__(self) -> str:
         if not self.run:
@@ -124,6 +120,12 @@ class Curve:
     spec: RunSpec
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    ended: bool = False
+
+    @property
+    def share(self) -> float:
+        """The part of its steps that is done; all of a run that has ended."""
+        return 1.0 if self.ended else min(1.0, len(self.losses) / self.spec.total_steps)
 
 
 class LabState:
@@ -191,9 +193,12 @@ class LabState:
         if self.status == "idle":
             return self._outlook()
         kept = f"{plural(len(self.batches[-1].records), 'record')} of {plural(len(self.batches[-1].specs), 'run')} kept"
-        return {"done": f"done: {kept}", "cancelled": f"cancelled by you: {kept}; press Run to start again"}.get(
-            self.status
-        ) or (f"failed: {self.last_error}; {kept}, and the lab can be used on")
+        if self.status == "cancelled":
+            return f"cancelled by you: {kept}; press Run to start again"
+        if self.status == "failed":
+            return f"failed: {self.last_error}; {kept}, and the lab can be used on"
+        drift = drift_sentence(self.batches[-1].comparison)
+        return f"done: {kept}. {drift}" if drift else f"done: {kept}"
 
     def _outlook(self) -> str:
         if self.last_error:
@@ -263,21 +268,28 @@ class LabState:
         """Run number `run` (from 0) of the batch begins."""
         with self._told():
             specs = self._running().specs
-            self.progress = BatchProgress(run + 1, len(specs), label(specs[run]), 0, specs[run].total_steps)
             self.curves.append(Curve(specs[run]))
+            self._show(run, 0, specs[run].total_steps, None)
 
-    def stepped(self, step: int, steps: int, loss: float, seconds: float | None = None) -> None:
-        """The current run has done `step` of its `steps`; `seconds` of it where it was a timed one."""
+    def stepped(self, run: int, step: int, steps: int, loss: float, seconds: float | None = None) -> None:
+        """Run number `run`, which has begun, has done `step` of its `steps`; `seconds` of it where it was timed."""
         with self._told():
             self._running()
-            self.curves[-1].losses.append(loss)
-            self.curves[-1].seconds += [] if seconds is None else [seconds]
-            self.progress = replace(self.progress, step=step, steps=steps, loss=loss)
+            self.curves[run].losses.append(loss)
+            self.curves[run].seconds += [] if seconds is None else [seconds]
+            self._show(run, step, steps, loss)
 
     def recorded(self, record: RunRecord) -> None:
-        """A run ended, well or badly; keep its record."""
+        """A run ended, well or badly; keep its record, in the order of the runs."""
         with self._told():
-            self._running().records.append(record)
+            batch = self._running()
+            order = [(spec.strategy, spec.engine) for spec in batch.specs]
+            batch.records.append(record)
+            batch.records.sort(key=lambda each: order.index((each.spec["strategy"], each.spec["engine"])))
+            for curve in self.curves:
+                own = (record.spec["strategy"], record.spec["engine"])
+                curve.ended = curve.ended or own == (curve.spec.strategy, curve.spec.engine)
+            self.progress = replace(self.progress, share=self._share())
             if record.status == "failed":
                 self.last_error = f"{view(record).label}: {_one_line(record)}"
 
@@ -287,6 +299,13 @@ class LabState:
             self._running()
             self.last_error = error or self.last_error
             self.status = "cancelled" if self.status == "cancelling" else "failed" if self.last_error else "done"
+
+    def _show(self, run: int, step: int, steps: int, loss: float | None) -> None:
+        specs = self.batches[-1].specs
+        self.progress = BatchProgress(run + 1, len(specs), label(specs[run]), step, steps, loss, self._share())
+
+    def _share(self) -> float:
+        return sum(curve.share for curve in self.curves) / len(self.batches[-1].specs)
 
     def _running(self) -> Batch:
         if not self.busy:

@@ -104,27 +104,38 @@ class Runner:
                 shutil.rmtree(batch.folder, ignore_errors=True)
 
     def _run_all(self, specs: tuple[RunSpec, ...], folder: Path) -> None:
-        done, latest = 0, {}
+        numbers = {(spec.strategy, spec.engine): number for number, spec in enumerate(specs)}
+        warm: set[tuple[str, str]] = set()  # the runs that wait for their turns or have ended
+        latest = {}
+
+        def on_ready(record: RunRecord) -> None:
+            self._heed()
+            before = len(warm)
+            warm.add((record.spec["strategy"], record.spec["engine"]))
+            if before < len(warm) < len(specs):
+                self.state.started(len(warm))
 
         def on_record(record: RunRecord) -> None:
-            nonlocal done
-            done += 1
             self.state.recorded(record)
-            self._heed()
-            if done < len(specs):
-                self.state.started(done)
+            on_ready(record)
 
         def on_step(row: Mapping[str, Any]) -> None:
             latest["seconds"] = row["step_time_s"]
 
         def on_progress(spec: RunSpec, step: int, steps: int, loss: float) -> None:
             self._heed()
-            self.state.stepped(step, steps, loss, latest["seconds"])
+            self.state.stepped(numbers[spec.strategy, spec.engine], step, steps, loss, latest["seconds"])
 
         self.state.started(0)
         # without on_look Cancel works at the next step only, not while ranks start
         compare(
-            specs, directory=folder, on_record=on_record, on_progress=on_progress, on_step=on_step, on_look=self._heed
+            specs,
+            directory=folder,
+            on_record=on_record,
+            on_ready=on_ready,
+            on_progress=on_progress,
+            on_step=on_step,
+            on_look=self._heed,
         )
 
     def _heed(self) -> None:

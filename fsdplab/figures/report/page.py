@@ -27,7 +27,7 @@ from fsdplab.figures.report.rendering import rendered
 from fsdplab.figures.report.tabs import tabbed
 from fsdplab.figures.table import SHORT, WRAPPED, beside, mood
 from fsdplab.figures.view import CATEGORY_NAMES, Runs, RunView, provenance, ranks_and_device, views
-from fsdplab.records import CATEGORIES, RunRecord
+from fsdplab.records import CATEGORIES, RunRecord, drift_sentence
 
 if TYPE_CHECKING:
     from fsdplab.profiling.findings import Finding
@@ -92,6 +92,7 @@ def _summary(comparison: Mapping[str, Any], source: Runs) -> Markup:
     return rendered(
         "summary.html",
         comparison=comparison_table(shown, _LOOK),
+        drift=drift_sentence(comparison),
         figures=[drawn(draw, source) for draw in ((memory_by_category, step_time) if measured else (step_time,))],
         categories=_categories_table(shown) if measured else None,
         prediction=_prediction(shown, source),

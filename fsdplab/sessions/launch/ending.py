@@ -38,24 +38,35 @@ class Agent(Protocol):
 
 def end(agent: Agent, ranks: Sequence[int]) -> None:
     """End the agent and its ranks (process ids) and return once all are gone, after at most about ten seconds."""
-    ranks = sorted({*ranks, *agent.started()})
-    if agent.poll() is None and not (ranks and all(map(gone, ranks))):  # no rank known: they may be starting
+    end_all([(agent, ranks)])
+
+
+def end_all(running: Sequence[tuple[Agent, Sequence[int]]]) -> None:
+    """End several agents and their ranks, in the time of one."""
+    known = [(agent, {*ranks, *agent.started()}) for agent, ranks in running]
+    # without a known rank they may be starting
+    asked = [agent for agent, ranks in known if agent.poll() is None and not (ranks and all(map(gone, ranks)))]
+    for agent in asked:
         agent.terminate()
-        _wait(agent)
-    if agent.poll() is None:
+    _wait(asked)
+    killed = [agent for agent, _ in known if agent.poll() is None]
+    for agent in killed:
         agent.kill()
-        _wait(agent)
-    if not _all_gone(ranks):
-        for rank in ranks:
+    _wait(killed)
+    everyone = sorted({rank for _, ranks in known for rank in ranks})
+    if not _all_gone(everyone):
+        for rank in everyone:
             send(rank, signal.SIGKILL)
-        _all_gone(ranks)
+        _all_gone(everyone)
 
 
-def _wait(agent: Agent) -> None:
-    try:
-        agent.wait(_PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        pass
+def _wait(agents: Sequence[Agent]) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    for agent in agents:
+        try:
+            agent.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pass
 
 
 def _all_gone(ranks: Sequence[int]) -> bool:

@@ -23,7 +23,7 @@ from fsdplab.common.processes import descendants, gone, name_of
 from fsdplab.common.pythons import run_of, with_this_checkout
 from fsdplab.common.temporary import TEMPORARY, folder_of_this_process
 from fsdplab.sessions.launch import warm
-from fsdplab.sessions.launch.ending import Agent, end
+from fsdplab.sessions.launch.ending import Agent, end_all
 from fsdplab.sessions.launch.failure_report import (
     Failure,
     PostMortem,
@@ -41,6 +41,7 @@ from fsdplab.sessions.launch.failure_report import (
 )
 from fsdplab.sessions.launch.mailbox import RANKS_STORE, Heartbeat, Mailbox, read_heartbeats
 from fsdplab.sessions.launch.program import as_ranks_of_torchrun
+from fsdplab.sessions.launch.turns import Turns
 from fsdplab.sessions.spec import STARTS, SpecError
 
 _LOOK_EVERY_S = 0.05
@@ -105,14 +106,118 @@ def run_ranks(
     `on_look` is called about twenty times a second while the ranks run. An exception in it, Ctrl-C included, ends the
     ranks too.
     """
-    agent = start_agent(program, mailbox, world_size, start, on_look)
-    activity = RankActivity()
+    ranks = RunningRanks(
+        start_agent(program, mailbox, world_size, start, on_look), mailbox, world_size, time_limit, on_look
+    )
     try:
-        failure = _watch(agent, mailbox, world_size, time_limit, activity, on_look)
+        ranks.watch()
     finally:
-        end(agent, [heartbeat.pid for heartbeat in read_heartbeats(mailbox, world_size).values()])
-    if failure is not None:
-        raise RanksFailed(failure)
+        end_ranks([ranks])
+
+
+@dataclass
+class RunningRanks:
+    """The ranks of one run, which `start_agent` has started, `watch` follows and `end_ranks` ends."""
+
+    agent: Agent
+    mailbox: Mailbox
+    world_size: int
+    time_limit: float
+    on_look: Callable[[], None] = lambda: None
+    activity: RankActivity = field(default_factory=RankActivity)
+    ended: bool = False
+    _used: float = 0.0  # seconds of the time limit
+
+    def watch(self, turns: Turns | None = None) -> bool:
+        """Watch the ranks until they have ended (False), or all of them wait for their turn (True); RanksFailed where
+        they fail or hang.
+
+        The time between two calls is none of the ranks', and does not count for the time limit.
+        """
+        began = self.activity.last = time.monotonic()
+        try:
+            failure = self._watch(turns, began + self.time_limit - self._used)
+        finally:
+            self._used += time.monotonic() - began
+        if failure is not None:
+            raise RanksFailed(failure)
+        return turns is not None and turns.all_wait
+
+    def _watch(self, turns: Turns | None, deadline: float) -> Failure | None:
+        while self._runs_on(turns):
+            self._look()
+            if self.activity.finished(self.world_size) or turns is not None and turns.all_wait:
+                return None
+            if time.monotonic() > deadline:
+                return self._late()
+            if self.activity.stalled(self.world_size) and (failure := self._stalled()) is not None:
+                return failure
+        return self._ended()
+
+    def _runs_on(self, turns: Turns | None) -> bool:
+        """Whether the agent still runs, after a twentieth of a second or as soon as all ranks wait for their turn."""
+        if turns is None:
+            return still_running(self.agent)
+        turns.look(_LOOK_EVERY_S)
+        return still_running(self.agent, 0.0)
+
+    def _look(self) -> None:
+        self.activity.look(read_heartbeats(self.mailbox, self.world_size))
+        self.on_look()
+
+    def _ended(self) -> Failure | None:
+        """The outcome once the agent has ended: after all ranks, or after one failed and it has ended the others."""
+        self._look()
+        finished = self.activity.finished(self.world_size)
+        return None if finished else how_it_ended(self.agent, self.mailbox, self.world_size)
+
+    def _late(self) -> Failure | None:
+        """The outcome of a run whose time is up: it may end just now, and may be slow or hung."""
+        if len(self.activity.heartbeats) < self.world_size:
+            return not_started(gather(self.mailbox, self.world_size), self.time_limit, self.world_size)
+        busy = self._watch_longer()
+        if self.agent.poll() is not None:
+            return self._ended()
+        post_mortem = self._position(busy)
+        if self.activity.moving or computing(post_mortem) is not None:
+            return too_slow(post_mortem, self.time_limit)
+        return hung(post_mortem, self.activity.idle)
+
+    def _stalled(self) -> Failure | None:
+        """The report of a hang before the time limit; None where a rank has moved or ended after all, or computes."""
+        since = self.activity.last
+        busy = self._watch_longer()
+        if self.activity.last != since or self.agent.poll() is not None:
+            return None
+        post_mortem = self._position(busy)
+        if computing(post_mortem) is None:
+            return hung(post_mortem, self.activity.idle)
+        self.activity.last = time.monotonic()  # computing is a move: the next look at it is after another such pause
+        return None
+
+    def _watch_longer(self) -> dict[int, float]:
+        """Look at the ranks until one moves, they have ended, or some seconds are over; the part of a core that each
+        used meanwhile.
+        """
+        since, began, before = self.activity.last, time.monotonic(), used_so_far(self.activity.heartbeats)
+        while self.activity.last == since and time.monotonic() < began + _GRACE_S and still_running(self.agent):
+            self._look()
+        used, lasted = used_so_far(self.activity.heartbeats), max(time.monotonic() - began, _LOOK_EVERY_S)
+        return {rank: (used[rank] - before[rank]) / lasted for rank in before if rank in used}
+
+    def _position(self, busy: dict[int, float]) -> PostMortem:
+        """Where the ranks stand, by their heartbeats and stacks, and how busy they were."""
+        beats = self.activity.heartbeats
+        return PostMortem(heartbeats=beats, stacks=ask_for_stacks(self.mailbox, beats), busy=busy)
+
+
+def end_ranks(runs: Sequence[RunningRanks]) -> None:
+    """End the ranks of those runs whose ranks were not ended before; none is left when this returns."""
+    running = [run for run in runs if not run.ended]
+    heartbeats = [read_heartbeats(run.mailbox, run.world_size).values() for run in running]
+    end_all([(run.agent, [each.pid for each in own]) for run, own in zip(running, heartbeats)])
+    for run in running:
+        run.ended = True
 
 
 Start = Callable[[Sequence[str], Mailbox, int], Agent]
@@ -127,6 +232,11 @@ def ranks_started_by(start: Start) -> Iterator[None]:
         yield
     finally:
         _other_start.reset(token)
+
+
+def starts_elsewhere() -> bool:
+    """Whether this is inside `ranks_started_by`."""
+    return _other_start.get() is not None
 
 
 def start_agent(
@@ -247,34 +357,6 @@ def _loopback() -> str | None:
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
-def _watch(
-    agent: Agent,
-    mailbox: Mailbox,
-    world_size: int,
-    time_limit: float,
-    activity: RankActivity,
-    on_look: Callable[[], None],
-) -> Failure | None:
-    deadline = time.monotonic() + time_limit
-    while still_running(agent):
-        activity.look(read_heartbeats(mailbox, world_size))
-        on_look()
-        if activity.finished(world_size):
-            return None
-        if time.monotonic() > deadline:
-            return _late(agent, mailbox, world_size, time_limit, activity, on_look)
-        if activity.stalled(world_size) and (failure := _stalled(agent, mailbox, activity, on_look)) is not None:
-            return failure
-    on_look()
-    return _ended(agent, mailbox, world_size, activity)
-
-
-def _ended(agent: Agent, mailbox: Mailbox, world_size: int, activity: RankActivity) -> Failure | None:
-    """The outcome once the agent has ended: it ends after all ranks, or after a failed rank and ending the others."""
-    activity.look(read_heartbeats(mailbox, world_size))
-    return None if activity.finished(world_size) else how_it_ended(agent, mailbox, world_size)
-
-
 def how_it_ended(agent: Agent, mailbox: Mailbox, world_size: int) -> Failure:
     """The report of ranks that have ended without finishing their work."""
     post_mortem = gather(mailbox, world_size)
@@ -290,56 +372,3 @@ def still_running(agent: Agent, within_s: float = _LOOK_EVERY_S) -> bool:
     except subprocess.TimeoutExpired:
         return True
     return False
-
-
-def _late(
-    agent: Agent,
-    mailbox: Mailbox,
-    world_size: int,
-    time_limit: float,
-    activity: RankActivity,
-    on_look: Callable[[], None],
-) -> Failure | None:
-    """The outcome of a run whose time is up: it may end just now, and may be slow or hung."""
-    if len(activity.heartbeats) < world_size:
-        return not_started(gather(mailbox, world_size), time_limit, world_size)
-    busy = _watch_longer(agent, mailbox, activity, on_look)
-    if agent.poll() is not None:
-        return _ended(agent, mailbox, world_size, activity)
-    post_mortem = _position(mailbox, activity, busy)
-    if activity.moving or computing(post_mortem) is not None:
-        return too_slow(post_mortem, time_limit)
-    return hung(post_mortem, activity.idle)
-
-
-def _stalled(agent: Agent, mailbox: Mailbox, activity: RankActivity, on_look: Callable[[], None]) -> Failure | None:
-    """The report of a hang before the time limit; None where a rank has moved or ended after all, or computes."""
-    since = activity.last
-    busy = _watch_longer(agent, mailbox, activity, on_look)
-    if activity.last != since or agent.poll() is not None:
-        return None
-    post_mortem = _position(mailbox, activity, busy)
-    if computing(post_mortem) is None:
-        return hung(post_mortem, activity.idle)
-    activity.last = time.monotonic()  # computing is a move: the next look at it is after another such pause
-    return None
-
-
-def _watch_longer(
-    agent: Agent, mailbox: Mailbox, activity: RankActivity, on_look: Callable[[], None]
-) -> dict[int, float]:
-    """Look at the ranks until one moves, they have ended, or some seconds are over; the part of a core that each
-    used meanwhile.
-    """
-    since, began, before = activity.last, time.monotonic(), used_so_far(activity.heartbeats)
-    while activity.last == since and time.monotonic() < began + _GRACE_S and still_running(agent):
-        activity.look(read_heartbeats(mailbox, len(activity.heartbeats)))
-        on_look()
-    used, lasted = used_so_far(activity.heartbeats), max(time.monotonic() - began, _LOOK_EVERY_S)
-    return {rank: (used[rank] - before[rank]) / lasted for rank in before if rank in used}
-
-
-def _position(mailbox: Mailbox, activity: RankActivity, busy: dict[int, float]) -> PostMortem:
-    """Where the ranks stand, by their heartbeats and stacks, and how busy they were."""
-    beats = activity.heartbeats
-    return PostMortem(heartbeats=beats, stacks=ask_for_stacks(mailbox, beats), busy=busy)

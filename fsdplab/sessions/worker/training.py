@@ -3,8 +3,9 @@
     python -m fsdplab.sessions.worker.training FOLDER
 
 The steps, in order: one that makes the optimizer's state, one whose memory is measured, further warm-up, the timed
-ones, and those under the profiler. Nothing is added between ranks: no barrier, and on CUDA one synchronisation a step,
-at its end, where reading the loss needs it anyway.
+ones, and those under the profiler. In a comparison the run may wait for its turn before each timed step and before the
+profiled ones. Nothing is added between ranks: no barrier, and on CUDA one synchronisation a step, at its end, where
+reading the loss needs it anyway.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from fsdplab.profiling.core_waits import CoreWaitLog
 from fsdplab.profiling.intervals import EMPTY
 from fsdplab.profiling.memory.snapshot import memory_snapshot
 from fsdplab.sessions.launch.mailbox import RANKS_STORE
+from fsdplab.sessions.launch.turns import OwnTurns
 from fsdplab.sessions.spec import MEMORY_STEP, RunSpec
 from fsdplab.sessions.spec.sharing import carrier, device_of_ranks, nccl_variables
 from fsdplab.sessions.worker.core_share import core_time, waited_s
@@ -65,6 +67,7 @@ class Training:
 
     def __init__(self, spec: RunSpec, context: RankContext, build_setup: Build) -> None:
         self.spec, self.context = spec, context
+        self.turns = OwnTurns(context.mailbox, context.rank, context.heartbeat)
         self.ledger = Ledger(context, self._is_traced)
         self.tags = TagLog() if spec.memory else None
         self.text = ByteText.from_path(spec.text) if spec.text else ByteText.from_standard_library()
@@ -79,22 +82,17 @@ class Training:
         subscriptions = [events.subscribe(self._on_event), events.subscribe(self.unit_states.on_event)]
         self.network.begin(self.setup.model)
         timeline = self._warm_up()
+        if timeline is not None:
+            self.context.write("memory", self._memory(timeline))
         if timeline is None or not self._card_is_full(timeline):
             self.network.warmed_up(self.setup.model)
-            for step in range(self.spec.untimed, self.spec.untimed + self.spec.steps):
-                self._step(step, timed=True)
-            profiled = self._profiled_steps()
+            profiled = self._timed_and_profiled_steps()
         else:
             profiled = []
         for unsubscribe in subscriptions:
             unsubscribe()
         self.ledger.write()
-        result = {
-            "life": self.unit_states.rows,
-            "memory": self._memory(timeline),
-            "profiled_s": profiled,
-            "link": self.network.as_dict(),
-        }
+        result = {"life": self.unit_states.rows, "profiled_s": profiled, "link": self.network.as_dict()}
         self.context.write("result", result)
         for kind in (TRACE, MEMORY_TRACE) if profiled else ():
             leave_analysis(self.context, kind, self.ledger.kept, self.core_waits if kind == TRACE else EMPTY)
@@ -114,6 +112,14 @@ class Training:
             if step >= self.spec.warmup:
                 self.network.note_step(step, seconds, self.ledger.of_step)
         return timeline
+
+    def _timed_and_profiled_steps(self) -> list[float]:
+        """Train the timed steps, each in its turn, and then the profiled ones; the seconds of these."""
+        for step in range(self.spec.untimed, self.spec.untimed + self.spec.steps):
+            self.turns.wait()
+            self._step(step, timed=True)
+        self.turns.wait()
+        return self._profiled_steps()
 
     def _profiled_steps(self) -> list[float]:
         """Train under the profiler and save its trace; the seconds of the steps in it. The twin only trains: its losses
@@ -206,9 +212,7 @@ class Training:
         self.context.heartbeat.complete(f"{event.kind} of {event.unit or 'the root'} in {event.phase}")
         self.ledger.add({"rank": self.context.rank, "step": self.context.heartbeat.step, **vars(event)})
 
-    def _memory(self, timeline: MemoryTimeline | None) -> dict[str, Any] | None:
-        if timeline is None:
-            return None
+    def _memory(self, timeline: MemoryTimeline) -> dict[str, Any]:
         where = {"rank": self.context.rank, "step": MEMORY_STEP}
         rows = [{**where, **point, "is_peak": point["time_ns"] == timeline.peak_time_ns} for point in timeline.points]
         return {
