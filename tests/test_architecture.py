@@ -187,8 +187,8 @@ METAPHORS = re.compile(
     re.IGNORECASE,
 )
 LITERAL = {  # (path, word): the word is meant literally, or belongs to a fixed name
-    ("cli/bench.py", "floor"), ("sessions/bench_engines.py", "floor"), ("figures/static", "floor"),
-    ("figures/static", "room"), ("figures/report", "room"), ("figures/style.py", "room"), ("gpu_check", "room"),
+    ("cli/bench.py", "floor"), ("sessions/bench_engines.py", "floor"),
+    ("figures/report", "room"), ("figures/style.py", "room"), ("gpu_check", "room"),
     ("engine/features/mapped.py", "room"), ("engine/features/offload.py", "room"), ("figures/table.py", "room"),
     ("teaching/lessons/nb11_shoot_out/exercises.py", "room"),
 }  # fmt: skip

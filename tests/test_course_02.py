@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdplab.figures import alt_text, svg
+from fsdplab.figures import alt_text
 from fsdplab.planning.fit import fit
 from fsdplab.planning.planner import plan_spec
 from fsdplab.records import CATEGORIES
@@ -112,7 +112,7 @@ def test_the_reference_gives_zeros_published_table():
 def test_the_stack_names_the_strategies_that_fit(checkpointing):
     figure = accounting.stack(8, 1, checkpointing)
     words = alt_text(figure)
-    assert "full_shard" in words and "The card holds 85.9 GB" in words and svg(figure).startswith("<svg")
+    assert "full_shard" in words and "The card holds 85.9 GB" in words
     title = figure.layout.title.text
     assert "full_shard" in title and "no_shard" not in title
     assert "no strategy fits" in accounting.stack(2, 4, "none").layout.title.text

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdplab.figures import alt_text, overlap_roofline, svg
+from fsdplab.figures import alt_text, overlap_roofline
 from fsdplab.planning.overlap import overlap_of, overlap_point
 from fsdplab.sessions import run
 from fsdplab.teaching import hiding
@@ -74,7 +74,7 @@ def test_the_formula_and_the_planner_are_of_one_size():
 @pytest.mark.parametrize("rate,tokens,hides", [(50, 256, False), (400, 8192, True)])
 def test_a_block_is_drawn_with_what_is_exposed(rate, tokens, hides):
     figure = hiding.block(rate, tokens)
-    assert ("everything hides" in figure.layout.title.text) == hides and svg(figure).startswith("<svg")
+    assert ("everything hides" in figure.layout.title.text) == hides
     drawn = {trace.name: [value for value in trace.x if value] for trace in figure.data}
     assert bool(drawn["messages, exposed"]) != hides and len(drawn["compute"]) == 2
     assert f"{rate} GB/s" in alt_text(figure)

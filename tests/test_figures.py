@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,9 +19,10 @@ from fsdplab.common.places import how_to_install
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import plural
 from fsdplab.figures import style
-from fsdplab.figures.static.svg import nice_step
+from fsdplab.figures.bars import Part, stacked_bars
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.table import COLUMNS, cells
-from fsdplab.figures.view import view, views
+from fsdplab.figures.view import RunView, view, views
 from fsdplab.records import CATEGORIES, RunRecord, Spread, Summary, comparison_json
 from fsdplab.records.summary import Peak, Predicted
 
@@ -173,7 +173,10 @@ def test_memory_stacks_to_the_measured_peak(runs):
 def test_long_names_of_runs_leave_the_legend_a_further_row(tmp_path):
     """The card's label stands right below the legend."""
     known = view(record(tmp_path, "full_shard"))
-    short, long = figures.memory_by_category([known]), figures.memory_by_category([replace(known, note="bf16, eth10")])
+    short, long = (
+        figures.memory_by_category([known]),
+        figures.memory_by_category([replace(known, note="bf16, eth10, prefetch 2, batch 8")]),
+    )
     assert len(long.data[0].y[0]) > 16 >= len(short.data[0].y[0])
     assert long.layout.margin.t - short.layout.margin.t == long.layout.height - short.layout.height == 21
 
@@ -214,7 +217,7 @@ def test_timeline_finds_the_peak_of_the_rank(runs):
 
 def test_ledger_beside_the_formula(runs):
     figure = figures.ledger_against_formula(runs[2])
-    assert {trace.name: trace.x[0] for trace in figure.data} == {
+    assert {trace.name: max(trace.x) for trace in figure.data} == {
         "all_gather in forward": 8,
         "all_gather in backward": 4,
         "reduce_scatter in backward": 8,
@@ -267,67 +270,54 @@ def test_every_figure_says_what_it_shows_in_words(runs):
     assert "no_shard out of memory" in figures.alt_text(drawn[1])
 
 
-def rectangles(picture: str) -> list[dict]:
-    return [node.attrib for node in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}rect")]
-
-
-def test_static_picture_draws_every_bar_to_scale(runs):
+def test_every_bar_has_its_words_beyond_its_end_and_the_lines_that_it_meets(runs):
     figure = figures.memory_by_category(runs)
-    picture = figures.svg(figure)
-    bars = [box for box in rectangles(picture) if float(box["height"]) > 20 and box["fill"] != "#ffffff"]
-    assert len(bars) == sum(1 for trace in figure.data for x in trace.x if x)
-    amounts = [x for trace in figure.data for x in trace.x if x]
-    pixels = [float(box["width"]) for box in bars]
-    assert pixels == pytest.approx([amount * sum(pixels) / sum(amounts) for amount in amounts], abs=0.1)
-    for text in ("no_shard", "optimizer state", "card 80.0 MB (emulated)", "90.0 MB · out of memory"):
-        assert text in picture
-    assert figures.alt_text(figure) in picture and len(picture) < 20_000
+    lengths = {row: sum(trace.x[place] for trace in figure.data) for place, row in enumerate(figure.data[0].y)}
+    ends = {note.y: note for note in figure.layout.annotations if note.y in lengths}
+    assert lengths == {"no_shard": 90, "zero1": 72, "full_shard": 60} or lengths.keys() == ends.keys()
+    assert ends["no_shard"].text == "<b>90.0 MB</b> · out of memory" and ends["no_shard"].font.color == style.ALARM
+    assert all(note.x >= lengths[row] and note.x < figure.layout.xaxis.range[1] for row, note in ends.items())
+    (card,) = figure.layout.shapes
+    assert card.x0 == 80 and ends["zero1"].x == 80, "the words of 72 MB would go through the card's line at 80"
+    assert "card 80.0 MB (emulated)" in [note.text for note in figure.layout.annotations]
 
 
-def test_static_picture_of_each_kind_is_sound(runs):
-    for figure in (figures.step_time(runs), figures.memory_timeline(runs[1]), figures.ledger_against_formula(runs[1])):
-        root = ET.fromstring(figures.svg(figure))
-        _, _, width, height = map(float, root.attrib["viewBox"].split())
-        for node in root.iter("{http://www.w3.org/2000/svg}text"):
-            assert 0 <= float(node.attrib["x"]) <= width and 0 <= float(node.attrib["y"]) <= height, node.text
-    assert [nice_step(rough) for rough in (0.7, 1, 33, 0.021)] == [1, 1, 50, pytest.approx(0.05)]
+def test_numbers_stand_in_parts_that_have_room_for_them():
+    figure = stacked_bars(
+        {"a": "10"}, [Part("wide", "#0064c8", [9.0]), Part("thin", "#cc7fa8", [0.1])], "ms", number=str
+    )
+    assert [trace.text for trace in figure.data] == [("9.0",), ("",)]
+    assert figure.data[0].textfont.color == "#ffffff" and 9.1 < figure.layout.xaxis.range[1] < 15
 
 
-def texts_of(picture: str) -> list[ET.Element]:
-    return list(ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}text"))
+def test_step_times_have_whiskers_where_quartiles_are_known(monkeypatch):
+    assert figures.step_time(RunView("zero1", "lab", 2, step_median=0.4)).data[0].error_x.array is None
+    monkeypatch.setattr(RunView, "step_q1", 0.3, raising=False)
+    monkeypatch.setattr(RunView, "step_q3", 0.6, raising=False)
+    runs = [
+        RunView("zero1", "lab", 2, step_median=0.4, step_min=0.2, peak=MB),
+        RunView("zero2", "lab", 2, status="failed"),
+    ]
+    figure = figures.step_time(runs)
+    assert figure.data[0].error_x.array == pytest.approx((0.2, 0)) and "whiskers: quartiles" in str(figure.layout.xaxis)
+    assert figure.data[0].error_x.arrayminus == pytest.approx((0.1, 0))
+    assert figure.layout.annotations[0].x == pytest.approx(0.6), "the words begin behind the whisker"
+    pareto = figures.pareto(runs)
+    assert pareto.data[1].error_y.array == pytest.approx((200,)) and "whiskers" in pareto.layout.title.subtitle.text
 
 
-def test_svg_leaves_out_labels_that_the_figure_sets_beyond_an_axis():
-    """An axis without a range ends at its data; a tick that the figure sets beyond it would stand in the margin."""
-    go = pytest.importorskip("plotly.graph_objects")
-    figure = go.Figure([go.Scatter(x=[0.0, 2.0], y=[0.0, 2.0])])
-    figure.update_xaxes(tickvals=[0, 1, 2, 3, -1], ticktext=["one", "ten", "hundred", "thousand", "tenth"])
-    said = [node.text for node in texts_of(figures.svg(figure))]
-    assert {"one", "ten", "hundred"} <= set(said) and not {"thousand", "tenth"} & set(said)
-
-
-def test_svg_puts_the_title_of_a_second_panel_beside_it_and_shrinks_long_headings():
-    go = pytest.importorskip("plotly.graph_objects")
-    figure = go.Figure([go.Bar(x=["a"], y=[3]), go.Bar(x=["a"], y=[4000], xaxis="x2", yaxis="y2")])
-    figure.update_layout(
-        xaxis=dict(domain=[0, 0.4]), xaxis2=dict(domain=[0.6, 1], anchor="y2"), yaxis_title="left",
-        yaxis2=dict(title="right", anchor="x2"), title_text="A long title of the figure, " * 3,
-    )  # fmt: skip
-    nodes = {node.text.strip(): node.attrib for node in texts_of(figures.svg(figure)) if node.text}
-    assert float(nodes["left"]["x"]) == 20 and 300 < float(nodes["right"]["x"]) < 620
-    (title,) = [name for name in nodes if name.startswith("A long")]
-    size = float(nodes[title]["font-size"])
-    assert size < 20 and 0.6 * size * len(title) <= 1000 - 16
-
-
-def test_static_picture_finds_the_ranges_that_a_figure_leaves_to_plotly():
-    """A learner's own figure sets none."""
-    import plotly.graph_objects as go
-
-    picture = figures.svg(go.Figure([go.Bar(x=["a", "b"], y=[3, 4]), go.Scatter(x=["a", "b"], y=[1, -2])]))
-    heights = [float(box["height"]) for box in rectangles(picture)[1:] if float(box["width"]) > 20]
-    assert heights == pytest.approx([3 * heights[1] / 4, heights[1]], abs=0.1)
-    assert re.search(r">-2<", picture) and re.search(r">4<", picture)
+def test_a_figure_is_as_tall_as_its_title_legend_and_words_need():
+    bars = [go.Bar(name=f"a part with a long name, {place}", x=[1], y=["a"], orientation="h") for place in range(9)]
+    few, many = (style.titled(go.Figure(found), "title", "Measured", "alt") for found in (bars[:2], bars))
+    assert (
+        many.layout.margin.t - few.layout.margin.t == many.layout.height - few.layout.height == 2 * style._LEGEND_LINE
+    )
+    marked = go.Figure(bars[:2])
+    style.mark_level(marked, 1, "card")
+    assert style.titled(marked, "title", "Measured", "alt").layout.margin.t == few.layout.margin.t + style._ABOVE
+    with style.on_page(style.PAGE / 2):
+        narrow = style.titled(go.Figure(bars[:2]), "many words " * 6, "Measured", "alt")
+    assert narrow.layout.title.text.count("<br>") == 1
 
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
@@ -372,7 +362,6 @@ def test_no_text_of_a_run_becomes_a_tag_or_ends_a_script(tmp_path):
     data = [json.loads(text) for attributes, text in seen.scripts if attributes.get("type") == "application/json"]
     assert data[-1] == comparison_json([evil]) and len(data) == len(expected.scripts) - 2
     assert HOSTILE in data[1]["data"][0]["y"][0], "a figure's data arrive as they are"
-    assert ET.fromstring(figures.svg(figures.step_time(evil))) is not None
 
 
 def test_page_and_lab_show_one_table(runs):

@@ -471,14 +471,14 @@ def test_fit_is_the_cheapest_that_fits_and_the_fewest_gpus(capsys):
 
 
 def test_a_sweep_is_a_table_and_a_figure(capsys, tmp_path):
-    path, rows = tmp_path / "sweep.svg", tmp_path / "rows.json"
+    path, rows = tmp_path / "sweep.html", tmp_path / "rows.json"
     given = ["--model", "llama-3.1-70b", "--checkpointing", "full", "--sweep", "gpus=8..64"]
     code, out, _ = ended(["plan", *given, "--figure", str(path), "--json", str(rows)], capsys)
     assert code == 0 and out.count("does not fit") == 2 and "gpus 64" in out
     found = [row["memory_bytes"]["total"] for row in json.loads(rows.read_text())["rows"]]
     assert found == sorted(found, reverse=True) and len(found) == 4
     picture = path.read_text()
-    assert "llama-3.1-70b fits with gpus 32, 64" in picture and picture.startswith("<svg")
+    assert "llama-3.1-70b fits with gpus 32, 64" in picture and '"toImageButtonOptions": {"format": "svg"}' in picture
 
 
 @pytest.mark.parametrize(
@@ -492,8 +492,8 @@ def test_a_sweep_is_a_table_and_a_figure(capsys, tmp_path):
         (["--sweep", "gpus=8..x"], "--sweep has values"),
         (["--sweep", "gpus=0..8"], "--sweep has values"),
         (["--sweep", "gpus=8,12"], "12 GPUs do not fill nodes of 8"),
-        (["--sweep", "gpus=8,16", "--figure", "a.png"], "ends in .svg or .html"),
-        (["--sweep", "gpus=8,16", "--figure", "/no/such/folder/a.svg"], "--figure /no/such/folder/a.svg cannot be"),
+        (["--sweep", "gpus=8,16", "--figure", "a.svg"], "ends in .html: its camera button saves an SVG"),
+        (["--sweep", "gpus=8,16", "--figure", "/no/such/folder/a.html"], "--figure /no/such/folder/a.html cannot be"),
         (["--json", "/no/such/folder/a.json"], "--json /no/such/folder/a.json cannot be written"),
     ],
     ids=str,

@@ -115,7 +115,7 @@ def test_the_table_in_data_is_what_the_command_writes(found):
 
 
 def test_the_command_prints_rows_and_errors_and_draws_them(capsys, tmp_path):
-    figure, path = tmp_path / "v.svg", tmp_path / "v.json"
+    figure, path = tmp_path / "v.html", tmp_path / "v.json"
     code, out, _ = ended(["plan", "--validate", "--json", str(path), "--figure", str(figure)], capsys)
     assert code == 0 and "held out" in out and "median error" in out and "left out: tt-l31-8b-8-cp1" in out
     assert json.loads(path.read_text())["memory"]["count"] == 28

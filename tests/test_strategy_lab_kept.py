@@ -17,6 +17,7 @@ import plotly.graph_objects as go
 import pytest
 
 from fsdplab.figures import style
+from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec
 from fsdplab.widgets import kept_runs
@@ -192,7 +193,7 @@ def test_thirty_kept_batches_are_not_all_read(tmp_path: Path) -> None:
     write_batch(tmp_path, "batch-31-<script>", "zero2")
     lab = StrategyLab(FIXED, directory=tmp_path, export_to=tmp_path, **TINY)
     assert "19 older ones stay in" in lab.message.value and lab.name.value == "<script>"
-    still = Still(lab.state.batch)._repr_html_()
+    still = Still(lab.state.batch)._repr_mimebundle_()["text/html"]
     assert "<script>" not in still and "&lt;script&gt;" in still
     assert lab.export() is not None
 
@@ -401,7 +402,7 @@ def test_figures_are_larger_on_a_wide_page_and_on_a_projector(monkeypatch: pytes
     scales: list[float] = []
     figure = style.titled(go.Figure(go.Bar(x=[1], y=["a"], orientation="h")), "title", "Measured", "alt")
     monkeypatch.setattr(strategy_lab, "pieces", lambda *_: ["words", figure])
-    monkeypatch.setattr(strategy_lab, "enlarged", lambda figure, scale, wider: scales.append(round(scale, 3)) or figure)
+    monkeypatch.setattr(strategy_lab, "enlarged", lambda figure, scale: scales.append(round(scale, 3)) or figure)
     lab = StrategyLab(FIXED, **TINY)
     lab.wide.value = "wide"
     lab.present()
@@ -410,52 +411,33 @@ def test_figures_are_larger_on_a_wide_page_and_on_a_projector(monkeypatch: pytes
     assert scales == [1.2, 1.62, 1.35]
 
 
-def test_an_enlarged_figure_has_larger_type_and_titles_that_still_fit() -> None:
-    figure = style.titled(go.Figure(go.Bar(x=[1], y=["a"])), "many words " * 9, "Measured " * 16, "alt", height=300)
+def test_an_enlarged_figure_has_all_its_pixels_times_the_scale() -> None:
+    bar = go.Bar(x=[1], y=["a"], marker=dict(line_width=1))
+    with style.on_page(style.PAGE / 1.5):
+        figure = style.titled(go.Figure(bar), ("many words " * 9).strip(), "Measured " * 16, "alt", height=300)
     large = style.enlarged(figure, 1.5)
     assert large.layout.template.layout.font.size == 1.5 * figure.layout.template.layout.font.size
-    lines = large.layout.title.text.removeprefix("<b>").removesuffix("</b>").split("<br>")
+    lines = figure.layout.title.text.removeprefix("<b>").removesuffix("</b>").split("<br>")
     assert max(map(len, lines)) <= 74 / 1.5 and " ".join(lines) == ("many words " * 9).strip()
-    added = 1.5 * (25 * (len(lines) - 2) + 20 * (large.layout.title.subtitle.text.count("<br>") - 1))
-    assert large.layout.height == pytest.approx(1.5 * figure.layout.height + added)
-    assert large.layout.margin.t == pytest.approx(1.5 * figure.layout.margin.t + added)
-    assert 0 < large.layout.legend.y < 1 and style.alt_text(large) == "alt" and large.data[0].x == (1,)
+    assert large.layout.title.text == figure.layout.title.text
+    assert large.layout.height == pytest.approx(1.5 * figure.layout.height)
+    assert large.layout.margin.t == pytest.approx(1.5 * figure.layout.margin.t)
+    assert (
+        large.layout.legend.y == figure.layout.legend.y and style.alt_text(large) == "alt" and large.data[0].x == (1,)
+    )
     assert figure.layout.title.subtitle.font.size == 15, "the figure itself is unchanged"
 
 
-def a_bar(name: str, *spans: float) -> go.Bar:
-    words = [f"{span:.0f} ms" for span in spans]
-    return go.Bar(name=name, x=spans, y=["a", "b"][: len(spans)], text=words, orientation="h", constraintext="none")
-
-
-def test_what_is_enlarged_beyond_the_page_makes_room_for_words_at_the_ends_of_bars() -> None:
-    figure = go.Figure([a_bar("compute", 90, 60), a_bar("exposed", 15, 45)]).update_xaxes(range=[0, 170])
-    figure.add_annotation(x=105, y="a", text="<b>105 ms</b> · 0 % hidden", xanchor="left", xshift=6)
-    large = style.enlarged(style.titled(figure, "title", "Measured", "alt"), 1.35)
-    assert large.layout.xaxis.range[1] == pytest.approx(1.35 * 170) and large.layout.annotations[0].xshift == 6 * 1.35
-    assert [bar.text for bar in large.data] == [("90 ms", "60 ms"), ("", "45 ms")], "what is too long for its bar goes"
-    assert large.layout.annotations[0].text.endswith("hidden")
-    wide = style.enlarged(style.titled(figure, "title", "Measured", "alt"), 1.2, 1.4)
-    assert wide.layout.xaxis.range == (0, 170) and wide.data[1].text == ("15 ms", "45 ms")
-
-
-def test_an_enlarged_clock_still_ends_with_the_step_and_points_keep_their_names() -> None:
-    clock = go.Figure(a_bar("compute", 90)).update_xaxes(range=[0, 100])
-    clock.add_annotation(x=0, y=1, yref="paper", text="forward →", xanchor="left", xshift=2)
-    assert style.enlarged(style.titled(clock, "title", "Measured", "alt"), 1.35).layout.xaxis.range == (0, 100)
-    points = go.Figure(go.Scatter(x=[20, 80], y=[3, 4])).update_xaxes(range=[0, 100])
-    for x, shift in ((20, -120.0), (80, 120.0)):
-        points.add_annotation(x=x, y=3, text="<b>full_shard</b> · exposed 831 ms", xshift=shift, yshift=20)
-    notes = style.enlarged(style.titled(points, "title", "Measured", "alt"), 1.35).layout.annotations
-    assert [note.text for note in notes] == ["<b>full_shard</b>"] * 2 and {note.yshift for note in notes} == {20}
-    assert -120 < notes[0].xshift < 0 < notes[1].xshift < 120, "a short label stands nearer to its point"
-
-
-def test_a_legend_that_takes_more_rows_in_large_type_gets_them() -> None:
-    lanes = ["compute in forward", "compute in backward", "optimizer", "all-gather", "reduce-scatter", "exposed"]
-    few, many = (go.Figure([a_bar(name, 1) for name in names]) for names in (lanes[:2], lanes))
-    heights = [style.enlarged(style.titled(each, "title", "", "alt"), 1.35).layout.height for each in (few, many)]
-    assert heights[1] == pytest.approx(heights[0] + 1.35 * style._LEGEND_LINE)
+def test_figures_are_drawn_for_the_page_that_they_are_shown_on() -> None:
+    parts = [Part("compute", "#6b7380", [90.0]), Part("exposed", "#e01f3d", [7.0])]
+    draw = lambda: stacked_bars({"a run": "105 ms · 0 % hidden"}, parts, "ms", number=lambda ms: f"{ms:.0f} ms")  # noqa: E731
+    usual = draw()
+    with style.on_page(style.PAGE / 1.8):
+        narrow = draw()
+    assert narrow.layout.xaxis.range[1] > 1.1 * usual.layout.xaxis.range[1], "the words at the end need a larger share"
+    assert [bar.text for bar in usual.data] == [("90 ms",), ("7 ms",)]
+    assert [bar.text for bar in narrow.data] == [("90 ms",), ("",)], "what is too long for its bar goes"
+    assert draw().layout.xaxis.range == usual.layout.xaxis.range
 
 
 def test_names_of_a_batch_stay_with_it() -> None:

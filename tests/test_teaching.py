@@ -553,11 +553,12 @@ def test_what_a_widget_controls_is_an_output_of_its_own():
     assert "application/vnd.jupyter.widget-view+json" in bundle and bundle["text/plain"] == ""
 
 
-def test_a_figure_leaves_a_picture_with_alternative_text(capsys):
+def test_a_figure_leaves_html_with_its_alternative_text(capsys):
     figure = memory_by_category(RUNS)
     bundle = display.Shown(figure, "two bars & a card")._repr_mimebundle_()
     assert set(bundle) == {"application/vnd.plotly.v1+json", "text/html", "text/plain"}
-    assert 'alt="two bars &amp; a card"' in bundle["text/html"] and "data:image/svg+xml;base64," in bundle["text/html"]
+    assert "<figcaption" in bundle["text/html"] and ">two bars &amp; a card</figcaption>" in bundle["text/html"]
+    assert "Plotly.newPlot" in bundle["text/html"], "where scripts run, an exported notebook draws it"
     teaching.show(figure)
     assert "full_shard" in capsys.readouterr().out
     with pytest.raises(ValueError, match="alternative text"):

@@ -16,9 +16,8 @@ def test_a_figure_under_sliders_has_words():
         return titled(go.Figure(go.Bar(x=[1], y=[height])), "Bars", "Computed", f"A bar of {height}.")
 
     explorer = exploring.Explorer(bars, {"height": [1, 2]}, {"height": 2})
-    assert str(explorer.render()) == "[figure] A bar of 2." and "image/svg" in str(
-        explorer.render()._repr_mimebundle_()
-    )
+    assert str(explorer.render()) == "[figure] A bar of 2."
+    assert "A bar of 2.</figcaption>" in explorer.render()._repr_mimebundle_()["text/html"]
     with pytest.raises(ValueError, match="needs alternative text"):
         exploring.Explorer(lambda height: go.Figure(), {"height": [1]}).render()
 

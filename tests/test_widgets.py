@@ -14,10 +14,11 @@ from plotly.graph_objects import Figure
 from fsdplab.records import RunRecord, Summary
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.spec import ENGINES
+from fsdplab.teaching.site import outputs
 from fsdplab.widgets.choices import MODELS, TARGETS, Choices, check, label, parse_card
 from fsdplab.widgets.lab_state import Batch, BatchProgress, LabState
 from fsdplab.widgets.running import Runner
-from fsdplab.widgets.stills import Still
+from fsdplab.widgets.stills import PIECES, PLOTLY, Still
 from fsdplab.widgets.strategy_lab import StrategyLab
 from fsdplab.widgets.tabs import EMPTY, FAULT, TABS, pieces
 from tests.leftovers import processes_of
@@ -360,10 +361,13 @@ def test_a_figure_with_a_fault_leaves_the_tab_alive(lab: StrategyLab, monkeypatc
     assert FAULT in pieces("Pareto", lab.state.batch)[0]
 
 
-def test_the_saved_notebook_keeps_a_folded_picture_with_words(lab: StrategyLab) -> None:
+def test_the_saved_notebook_keeps_a_folded_table_with_the_figures_words(lab: StrategyLab) -> None:
     still = Still(lab.state.batch)
-    html = still._repr_html_()
-    assert html.startswith("<details>") and html.count("<img") >= 2 and 'alt="Bars of' in html and len(html) < 200_000
+    bundle = still._repr_mimebundle_()
+    html, drawn = bundle["text/html"], [piece for piece in bundle[PIECES] if PLOTLY in piece]
+    assert html.startswith("<details>") and "<table" in html and html.count("<p>Bars of") == 2 and len(html) < 50_000
+    page = outputs.shown([{"output_type": "display_data", "data": bundle}])
+    assert page.count('class="plot"') == len(drawn) >= 2, "the course's static pages draw the figures"
     assert "Bars of peak memory per rank: full_shard" in repr(still) and "\n" not in repr(Still(None))
 
 

@@ -257,10 +257,10 @@ def bench(
         "fsdplab plan --model llama-3.1-70b --gpu h100-80gb --gpus 16 --checkpointing full",
         "fsdplab plan --model mistral-7b --gpu 4090 --gpus 4 --lora-rank 16 --base-dtype nf4 --json -",
         "fsdplab plan --model llama-3.1-8b --gpus 16 --fit",
-        "fsdplab plan --model llama-3.1-70b --checkpointing full --sweep gpus=8..1024 --figure sweep.svg",
-        "fsdplab plan --ask hybrid --model llama-3.1-70b --gpus 16 --figure hybrid.svg",
+        "fsdplab plan --model llama-3.1-70b --checkpointing full --sweep gpus=8..1024 --figure sweep.html",
+        "fsdplab plan --ask hybrid --model llama-3.1-70b --gpus 16 --figure hybrid.html",
         "fsdplab plan --model llama-3.1-405b --gpus 10000 --simulate --html step.html",
-        "fsdplab plan --validate --figure validation.svg",
+        "fsdplab plan --validate --figure validation.html",
     )
 )
 def plan(
@@ -326,7 +326,8 @@ def plan(
         Path | None, typer.Option("--html", help="Of --simulate: a standalone page with the simulated timeline.")
     ] = None,
     figure: Annotated[
-        Path | None, typer.Option(help="Of --sweep, --validate or --ask: a figure, .svg or .html.")
+        Path | None,
+        typer.Option(help="Of --sweep, --validate or --ask: a figure as .html; its camera button saves an SVG."),
     ] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write the plan as JSON to a file, or to stdout with -.")

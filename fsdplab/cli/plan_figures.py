@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import size, three_digits
+from fsdplab.figures.lines import line, points
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, titled
+from fsdplab.figures.style import CATEGORY_COLOURS, mark_level, titled
 from fsdplab.planning.planner import Plan
 
 
@@ -28,19 +29,7 @@ def sweep_figure(name: str, values: Sequence[int], plans: Sequence[Plan]) -> go.
     figure.update_layout(barmode="stack")
     figure.update_xaxes(title_text=name.replace("_", " "), type="category")
     figure.update_yaxes(title_text="memory of a rank at its peak (GB)")
-    figure.add_shape(
-        type="line",
-        x0=0,
-        x1=1,
-        xref="paper",
-        y0=card / 1e9,
-        y1=card / 1e9,
-        line=dict(color=ALARM, width=2, dash="dash"),
-    )
-    figure.add_annotation(
-        x=1, xref="paper", y=card / 1e9, text=f"card {size(card)}", showarrow=False, xanchor="right", yanchor="bottom",
-        font=dict(color=ALARM, size=14),
-    )  # fmt: skip
+    mark_level(figure, card / 1e9, f"card {size(card)}", "y", x=1, xanchor="right", xshift=-6)
     spec, fits = plans[0].spec, [label for label, each in zip(labels, plans) if each.fits]
     speeds = [f"{label}: {three_digits(each.tokens_per_s_per_gpu or 0)}" for label, each in zip(labels, plans)]
     title = f"{spec.model.name} fits with {name.replace('_', ' ')} {', '.join(fits) or 'of none of these'}"
@@ -56,35 +45,26 @@ def validation_figure(rows: Sequence[tuple[str, str, float, float]], title: str)
     for place, quantity in enumerate(dict.fromkeys(row[0] for row in rows)):
         _add_panel(figure, place, quantity, [row for row in rows if row[0] == quantity])
     subtitle = f"{len(rows)} figures; both axes logarithmic; on the line a prediction equals what was published"
-    return titled(figure, title, subtitle, f"Scatter of predicted against published. {title}.", height=520)
+    return titled(figure, title, subtitle, f"Scatter of predicted against published. {title}.", 340)
 
 
 def _add_panel(figure: go.Figure, place: int, quantity: str, rows: Sequence[tuple[str, str, float, float]]) -> None:
-    """Points of one quantity and the diagonal; logarithms on a linear axis, with labels of round values."""
-    suffix, number = ("", "") if place == 0 else (str(place + 1), str(place + 1))
+    """Points of one quantity and the diagonal, on logarithmic axes with labels of round values."""
+    number = "" if place == 0 else str(place + 1)
+    axes = dict(xaxis=f"x{number}", yaxis=f"y{number}")
     found = [value for row in rows for value in row[2:]]
-    low, high = math.log10(min(found)) - 0.1, math.log10(max(found)) + 0.1
-    figure.add_trace(
-        go.Scatter(
-            x=[low, high], y=[low, high], mode="lines", line=dict(color="#808488", dash="dot"), showlegend=False,
-            xaxis=f"x{suffix}", yaxis=f"y{suffix}",
-        )
-    )  # fmt: skip
+    ends = [0.8 * min(found), 1.25 * max(found)]
+    figure.add_trace(line("", "#808488", ends, ends, 2, "dot", showlegend=False, **axes))
     for index, source in enumerate(dict.fromkeys(row[1] for row in rows)):
-        points = [row for row in rows if row[1] == source]
-        figure.add_trace(
-            go.Scatter(
-                x=[math.log10(row[2]) for row in points], y=[math.log10(row[3]) for row in points], mode="markers",
-                name=f"{quantity}: {source}", xaxis=f"x{suffix}", yaxis=f"y{suffix}",
-                marker=dict(size=10, color=_COLOURS[index % len(_COLOURS)]),
-            )
-        )  # fmt: skip
-    ticks = [tick for tick in _ROUND if low <= math.log10(tick) <= high]
-    axis = dict(tickvals=[math.log10(tick) for tick in ticks], ticktext=[f"{tick:,}" for tick in ticks])
-    axis |= dict(range=[low, high])
+        own = [row for row in rows if row[1] == source]
+        name, colour = f"{quantity}: {source}", _COLOURS[index % len(_COLOURS)]
+        figure.add_trace(points(name, colour, [row[2] for row in own], [row[3] for row in own], 10, **axes))
+    ticks = [tick for tick in _ROUND if ends[0] <= tick <= ends[1]]
+    axis = dict(type="log", tickvals=ticks, ticktext=[f"{tick:,}" for tick in ticks])
+    axis |= dict(range=[math.log10(end) for end in ends])
     span = [0.0, 0.44] if place == 0 else [0.56, 1.0]
-    up = axis | dict(title="predicted" if place == 0 else "", anchor=f"x{suffix}")
-    across = axis | dict(domain=span, title=f"published {quantity}", anchor=f"y{suffix}")
+    up = axis | dict(title="predicted" if place == 0 else "", anchor=f"x{number}")
+    across = axis | dict(domain=span, title=f"published {quantity}", anchor=f"y{number}")
     figure.update_layout({f"xaxis{number}": across, f"yaxis{number}": up})
 
 

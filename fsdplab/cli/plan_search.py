@@ -86,19 +86,18 @@ def check_figure(path: Path) -> None:
     """Refuse a figure of another kind, or one that cannot be written, before anything is computed."""
     import importlib.util
 
-    if path.suffix not in (".svg", ".html"):
-        refuse(f"--figure is {str(path)!r}; expected a file name that ends in .svg or .html")
+    if path.suffix != ".html":
+        refuse(f"--figure is {str(path)!r}; expected a file name that ends in .html: its camera button saves an SVG")
     if importlib.util.find_spec("plotly") is None:
         refuse(f"--figure needs plotly; run: {how_to_install('lab')}")
     check_file("--figure", path)
 
 
 def write_figure(path: Path, figure: Any) -> None:
-    """As a picture, or as a page of its own."""
-    from fsdplab.figures.static.svg import svg
+    """As a page of its own, whose camera button saves the figure as SVG."""
+    from fsdplab.figures.style import CAMERA
 
-    text = svg(figure) if path.suffix == ".svg" else figure.to_html(include_plotlyjs="cdn")
-    write_output(path, text)
+    write_output(path, figure.to_html(include_plotlyjs="cdn", config=CAMERA))
 
 
 def _table(labels: list[str], plans: list[Plan], card: int) -> Table:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from fsdplab.figures.plots.traffic import ledger_against_formula as ledger_against_formula
     from fsdplab.figures.report.linked import linked_html as linked_html
     from fsdplab.figures.report.page import comparison_page as comparison_page
-    from fsdplab.figures.static.svg import svg as svg
     from fsdplab.figures.style import CATEGORY_COLOURS as CATEGORY_COLOURS
     from fsdplab.figures.style import STRATEGY_COLOURS as STRATEGY_COLOURS
     from fsdplab.figures.style import alt_text as alt_text
@@ -57,7 +56,6 @@ _MODULES = {
     "linked_html": "report.linked",
     "comparison_page": "report.page",
     "findings_of": "findings",
-    "svg": "static.svg",
     "alt_text": "style",
     "CATEGORY_COLOURS": "style",
     "STRATEGY_COLOURS": "style",

@@ -7,8 +7,10 @@ notebook, a printed page and a dark lecture room.
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
@@ -46,10 +48,13 @@ ALARM = "#e5383b"  # the card line, what exceeds it, exposed time
 GRID = "rgba(128,132,136,0.28)"
 EDGE = "rgba(20,22,26,0.65)"  # thin edge of a bar segment
 FONT = "Inter, 'Segoe UI', 'DejaVu Sans', Arial, sans-serif"
-_TITLE_CHARACTERS, _SUBTITLE_CHARACTERS = 74, 118  # what a notebook's width holds at 1280 px, in a wide font
-_LINE, _SUBLINE = 25, 20  # pixels that each further line of a title and of a subtitle takes
-_PLOT, _GLYPH = 880, 8.2  # pixels of a plot's width on a page of 1280 px, and of a letter of a label beside a point
-_LEGEND_LINE, _LEGEND_SIGN, _NUMBER = 21, 45, 52  # pixels of a legend's row and sign, and of a number inside a bar
+_LINE, _SUBLINE, _LEGEND_LINE = 25, 20, 21  # pixels that a line of the title, the subtitle and the legend takes
+_LEGEND_SIGN = 45  # pixels of a legend's sign and the gaps around it
+_ABOVE = 24  # pixels of words that stand above the plot, or of a button
+_PIXELS = re.compile(r"(font|marker)\.size$|\.(standoff|entrywidth|height|[xy]shift)$|\.(margin|pad)\.[lrtb]$")
+PAGE = 1100  # pixels that a notebook has in a window of 1280
+_PAGE = ContextVar("page", default=float(PAGE))
+CAMERA = dict(displaylogo=False, toImageButtonOptions=dict(format="svg"))  # the camera button saves an SVG
 TEXT = "#1b1e23"
 DARK_TEXT = "#eceff3"
 
@@ -85,91 +90,85 @@ def template() -> go.layout.Template:
     )
 
 
-def titled(figure: go.Figure, title: str, subtitle: str, alt: str, height: int = 420, top: int = 160) -> go.Figure:
+@contextmanager
+def on_page(pixels: float) -> Iterator[None]:
+    """Draw figures for a page of this width instead of a notebook's: titles break, and words have room, accordingly."""
+    before = _PAGE.set(pixels)
+    try:
+        yield
+    finally:
+        _PAGE.reset(before)
+
+
+def words_width(words: str, size: int = 15) -> float:
+    """About how many pixels a text takes in letters of `size` pixels, without its tags."""
+    return 0.52 * size * len(re.sub(r"<[^>]+>", "", words))
+
+
+def plot_width(labels: Iterable[str] = ()) -> float:
+    """Pixels of a plot's width on the page beside the labels of its rows."""
+    return max(100.0, _PAGE.get() - 54 - max(map(words_width, labels), default=60))
+
+
+def titled(figure: go.Figure, title: str, subtitle: str, alt: str, height: int = 260) -> go.Figure:
     """Give a figure its finding (title), its conditions (subtitle), its alternative text and the common look.
 
-    Long titles and subtitles take further lines, for which the figure grows; `height` and `top` (the margin above the
-    plot) are without them.
+    `height` is the plot's, with its axis below it. The figure is as much taller as title, subtitle, legend and words
+    above the plot need.
     """
-    titles, subtitles = wrapped(title, _TITLE_CHARACTERS), wrapped(subtitle, _SUBTITLE_CHARACTERS)
-    more = _LINE * titles.count("<br>") + _SUBLINE * subtitles.count("<br>")
+    titles, subtitles = wrapped(title, int(_PAGE.get() / 14.8)), wrapped(subtitle, int(_PAGE.get() / 9.3))
+    legend = 82 + _LINE * titles.count("<br>") + _SUBLINE * subtitles.count("<br>")
+    top = legend + 18 + _LEGEND_LINE * _legend_rows(figure) + (_ABOVE if _words_above(figure) else 0)
     # plotly hangs a title by its last lines: without it, the first would leave the picture
     lift = 16 + 14 * titles.count("<br>")
     figure.update_layout(
         template=template(),
         title=dict(
-            text=f"<b>{titles}</b>",
-            subtitle=dict(text=subtitles, font=dict(size=15)),
-            y=1,
-            yanchor="top",
+            text=f"<b>{titles}</b>", subtitle=dict(text=subtitles, font=dict(size=15)), y=1, yanchor="top",
             pad=dict(t=lift),
         ),
-        margin=dict(l=16, r=28, t=top + more, b=16),
-        legend=dict(y=1 - (82 + more) / (height + more)),
-        height=height + more,
+        margin=dict(l=16, r=28, t=top, b=16),
+        legend=dict(y=1 - legend / (height + top)),
+        height=height + top,
         meta=dict(alt=alt),
-    )
+    )  # fmt: skip
     return figure
 
 
-def enlarged(figure: go.Figure, scale: float, wider: float = 1.0) -> go.Figure:
-    """The figure in type that is `scale` times as large, for a projector: taller by as much, its titles broken anew for
-    a page that is `wider` times as wide as a notebook's at 1280 px.
-    """
-    title, old = figure.layout.title, figure.layout
-    titles = wrapped(re.sub(r"<br>|</?b>", " ", title.text).strip(), int(_TITLE_CHARACTERS * wider / scale))
-    subtitles = wrapped(title.subtitle.text.replace("<br>", " "), int(_SUBTITLE_CHARACTERS * wider / scale))
-    before = _LINE * title.text.count("<br>") + _SUBLINE * title.subtitle.text.count("<br>")
-    more = scale * (_LINE * titles.count("<br>") + _SUBLINE * subtitles.count("<br>") - before)
-    rows = scale * _LEGEND_LINE * max(0, _legend_rows(figure, scale, wider) - _legend_rows(figure))
-    height = scale * old.height + more + rows
-    larger = go.Figure(_in_larger_type(figure.to_plotly_json(), scale))
-    larger.layout.title.update(text=f"<b>{titles}</b>", subtitle_text=subtitles)
-    larger.layout.title.pad.t = scale * (16 + 14 * titles.count("<br>"))
-    if scale > wider:
-        _keep_words_apart(larger, figure, scale, scale / wider)
-    above_legend = scale * (1 - old.legend.y) * old.height + more
-    margin = scale * old.margin.t + more + rows
-    return larger.update_layout(height=height, margin_t=margin, legend_y=1 - above_legend / height)
-
-
-def _legend_rows(figure: go.Figure, scale: float = 1.0, wider: float = 1.0) -> int:
-    """Rows that a figure's legend takes: one, or columns as wide as its longest name."""
-    names = [each.name for each in figure.data if each.name and each.showlegend is not False]
-    if not names or figure.layout.showlegend is False:
+def _legend_rows(figure: go.Figure) -> int:
+    """Rows that a figure's legend takes: one, or columns as wide as its longest name beside the labels of the rows."""
+    names = {each.name for each in figure.data if each.name and each.showlegend is not False}
+    if figure.layout.showlegend is False or len(figure.data) < 2 or not names:
         return 0
-    widths = [0.56 * 14 * scale * len(name) + _LEGEND_SIGN for name in names]
-    columns = len(names) if sum(widths) <= _PLOT * wider else max(1, int(_PLOT * wider // max(widths)))
+    rows = [row for each in figure.data if each.type == "bar" for row in each.y or () if isinstance(row, str)]
+    width = plot_width([*rows, *(figure.layout.yaxis.ticktext or ())])
+    widths = [words_width(name, 14) + _LEGEND_SIGN for name in names]
+    columns = len(names) if sum(widths) <= width else max(1, int(width // max(widths)))
     return -(-len(names) // columns)
 
 
-def _keep_words_apart(larger: go.Figure, figure: go.Figure, scale: float, growth: float) -> None:
-    """Type that has grown by more than the page is wide needs room: bars become shorter for the words at their ends,
-    lose the numbers that are too long for them, and points keep their names only.
+def _words_above(figure: go.Figure) -> bool:
+    """Whether something stands above the plot: the name of a line, a phase, a button, the labels of an axis."""
+    notes = (note for note in figure.layout.annotations if note.yref in ("paper", "y domain"))
+    above = any(note.y == 1 and note.yanchor == "bottom" for note in notes)
+    return above or bool(figure.layout.updatemenus) or figure.layout.xaxis.side == "top"
+
+
+def enlarged(figure: go.Figure, scale: float) -> go.Figure:
+    """The figure with everything that is set in pixels times `scale`, for a projector.
+
+    Draw it for a page that is narrower by as much: `with on_page(PAGE / scale)`.
     """
-    old = figure.layout
-    if any(note.xshift and isinstance(note.y, str) for note in old.annotations) and old.xaxis.range:
-        larger.layout.xaxis.range = (old.xaxis.range[0], old.xaxis.range[1] * growth)
-        for bar in larger.data:
-            if isinstance(bar, go.Bar) and bar.constraintext == "none" and bar.text is not None:
-                least = larger.layout.xaxis.range[1] * growth * _NUMBER / _PLOT
-                bar.text = [words if span > least else "" for words, span in zip(bar.text, bar.x)]
-    for note, before in zip(larger.layout.annotations, old.annotations):
-        name, _, rest = before.text.partition(" · ")
-        if rest and not isinstance(before.y, str) and before.xref != "paper":
-            letters = [len(re.sub(r"<[^>]+>", "", words)) for words in (before.text, name)]
-            nearer = _GLYPH * (letters[0] - letters[1] * scale) / 2
-            shift = before.xshift or 0
-            note.update(text=name, xshift=shift - math.copysign(nearer, shift) if shift else 0, yshift=before.yshift)
+    return go.Figure(_in_pixels(figure.to_plotly_json(), scale))
 
 
-def _in_larger_type(part: Any, scale: float, name: str = "") -> Any:
-    """A figure's description with every font size, and what is set in pixels beside text, times `scale`."""
+def _in_pixels(part: Any, scale: float, name: str = "") -> Any:
+    """A figure's description with every number of pixels times `scale`."""
     if isinstance(part, dict):
-        return {key: _in_larger_type(each, scale, f"{name}.{key}") for key, each in part.items()}
+        return {key: _in_pixels(each, scale, f"{name}.{key}") for key, each in part.items()}
     if isinstance(part, (list, tuple)):
-        return [_in_larger_type(each, scale, name) for each in part]
-    return part * scale if re.search(r"font\.size$|\.standoff$|entrywidth$|\.[xy]shift$", name) else part
+        return [_in_pixels(each, scale, name) for each in part]
+    return part * scale if isinstance(part, (int, float)) and _PIXELS.search(name) else part
 
 
 def wrapped(text: str, characters: int) -> str:
@@ -199,18 +198,22 @@ def ink_on(colour: str) -> str:
     return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 140 else DARK_INK
 
 
-def card_line(figure: go.Figure, card: int, emulated: bool) -> None:
-    """The card's capacity as a line over the whole height of a figure whose x axis is in MB."""
-    figure.add_shape(
-        type="line",
-        x0=card / 1e6,
-        x1=card / 1e6,
-        y0=0,
-        y1=1,
-        yref="paper",
-        line=dict(color=ALARM, width=2.5, dash="dash"),
-    )
-    figure.add_annotation(
-        x=card / 1e6, y=1, yref="paper", text=f"card {size(card)}{' (emulated)' if emulated else ''}", showarrow=False,
-        xanchor="center", yanchor="bottom", font=dict(color=ALARM, size=14),
-    )  # fmt: skip
+def mark_level(
+    figure: go.Figure, at: float, words: str, axis: str = "x", panel: str = "", colour: str = ALARM, **place: Any
+) -> None:
+    """A dashed line across the plot at a value of an axis, such as a card's capacity, with its name at the line's end.
+
+    `panel` is the number of the axes ("" for the first); `place` sets more of the name's annotation.
+    """
+    x, y = f"x{panel}", f"y{panel}"
+    along = dict(xref=x, yref=f"{y} domain") if axis == "x" else dict(xref=f"{x} domain", yref=y)
+    ends = dict(x0=at, x1=at, y0=0, y1=1) if axis == "x" else dict(x0=0, x1=1, y0=at, y1=at)
+    beside = dict(x=at, y=1, xanchor="center") if axis == "x" else dict(x=0, y=at, xanchor="left", xshift=6)
+    figure.add_shape(type="line", line=dict(color=colour, width=2.5, dash="dash"), **along, **ends)
+    note = dict(text=words, showarrow=False, yanchor="bottom", font=dict(color=colour, size=14))
+    figure.add_annotation(note | along | beside | place)
+
+
+def card_words(card: int, emulated: bool) -> str:
+    """The name of a card's line: `card 80.0 MB (emulated)`."""
+    return f"card {size(card)}{' (emulated)' if emulated else ''}"

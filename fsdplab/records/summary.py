@@ -35,7 +35,8 @@ class Comm:
     """What one rank sends in a step, and what it cost.
 
     `exposed_s`: what no computing hid, mean of the profiled steps of the rank exposed longest; `on_link_s` +
-    `copying_s` + `waiting_s` + `no_core_s` (waiting for a core) is `exposed_s`. `overlap` is the part that computing hid. `blocked_s`: how long the host
+    `copying_s` + `waiting_s` + `no_core_s` (waiting for a core) is `exposed_s`. `overlap` is the part that computing
+    hid. `blocked_s`: how long the host
     of a timed step was blocked for collectives, by the ledger.
     """
 

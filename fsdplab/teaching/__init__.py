@@ -1,4 +1,4 @@
-"""The course: exercises that are saved and checked on real ranks, predictions, figures with static pictures, editions.
+"""The course: exercises that are saved and checked on real ranks, predictions, figures, editions.
 
 A notebook starts with `from fsdplab import teaching; teaching.start(edition="learner")` and then uses the names below.
 They load when they are first used, so that a rank process may import `fsdplab.teaching.core.on_ranks` with torch alone.

@@ -1,7 +1,8 @@
-"""Static forms of the lab for pages without widgets or scripts: a picture of each figure, and its alternative text.
+"""Static forms of the lab for pages without widgets: each figure with its alternative text.
 
-Live figures are shown by plotly together with these; the whole batch is repeated below the lab, folded, as an ordinary
-output, because the widgets' state is not saved in the notebook.
+Live figures are shown by plotly; the whole batch is repeated below the lab, folded, as an ordinary output, because the
+widgets' state is not saved in the notebook. There it is the table and the figures' alternative texts; the course's
+static pages, which have plotly, draw the figures too.
 """
 
 from __future__ import annotations
@@ -14,31 +15,27 @@ from typing import Any
 from plotly.graph_objects import Figure
 
 from fsdplab.figures import alt_text
-from fsdplab.figures.report.parts import picture
 
 from .lab_state import Batch
 from .tabs import EMPTY, Piece, note, pieces
 
 
 def outputs(piece: Piece) -> list[dict[str, Any]]:
-    """One piece as outputs of a notebook: a figure in three forms with its alternative text; HTML unchanged."""
+    """One piece as outputs of a notebook: a figure with its alternative text; HTML unchanged."""
     if isinstance(piece, str):
         return [_output({"text/html": piece})]
-    words = alt_text(piece)
-    figure = {
-        "application/vnd.plotly.v1+json": (
-            json.loads(piece.to_json()) | {"config": {"displaylogo": False, "responsive": False}}
-        ),
-        "text/html": picture(piece),
-        "text/plain": f"[figure] {words}",
-    }
-    return [_output(figure), _output({"text/html": f"<div style='{_UNSEEN}'>{escape(words)}</div>"})]
+    config = {"config": {"displaylogo": False, "responsive": False}}
+    words = {"text/html": f"<p>{escape(alt_text(piece))}</p>", "text/plain": f"[figure] {alt_text(piece)}"}
+    unseen = f"<div style='{_UNSEEN}'>{escape(alt_text(piece))}</div>"
+    return [_output({PLOTLY: json.loads(piece.to_json()) | config, **words}), _output({"text/html": unseen})]
 
 
 def _output(data: dict[str, Any]) -> dict[str, Any]:
     return {"output_type": "display_data", "data": data, "metadata": {}}
 
 
+PLOTLY = "application/vnd.plotly.v1+json"
+PIECES = "application/vnd.fsdplab.pieces+json"  # bundles of outputs, one below the other
 _UNSEEN = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)"  # there for screen readers only
 
 
@@ -57,12 +54,18 @@ class Still:
 
     @property
     def _headline(self) -> str:
-        return f"Still picture of batch {self.batch.title}" if self.batch else f"Strategy lab: {EMPTY}"
+        return f"Batch {self.batch.title}, as it is saved" if self.batch else f"Strategy lab: {EMPTY}"
 
-    def _repr_html_(self) -> str:
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        """The folded output as HTML, and its pieces for a page that draws figures itself."""
         if not self.batch:
-            return note(self._headline)
-        inside = "".join(piece if isinstance(piece, str) else picture(piece) for piece in self._pieces)
-        return (
-            f"<details><summary style='opacity:.75;cursor:pointer'>{escape(self._headline)}</summary>{inside}</details>"
+            return {"text/html": note(self._headline), "text/plain": repr(self)}
+        inside = "".join(
+            piece if isinstance(piece, str) else f"<p>{escape(alt_text(piece))}</p>" for piece in self._pieces
         )
+        summary = f"<summary style='opacity:.75;cursor:pointer'>{escape(self._headline)}</summary>"
+        return {
+            "text/html": f"<details>{summary}{inside}</details>",
+            "text/plain": repr(self),
+            PIECES: [output["data"] for piece in self._pieces for output in outputs(piece)[:1]],
+        }

@@ -19,7 +19,7 @@ from IPython.display import DisplayHandle, display
 
 from fsdplab.figures import comparison_page, findings_of
 from fsdplab.figures.outlook import outlook_html
-from fsdplab.figures.style import enlarged
+from fsdplab.figures.style import PAGE, enlarged, on_page
 from fsdplab.records import RunRecord
 
 from .at_once import WAITING, script, style
@@ -313,9 +313,11 @@ class StrategyLab:
         for name, place in self.outputs.items():
             place.outputs = tuple(outputs(note("drawing …"))) if name == tab else ()
         if (tab, wanted) not in self._shown.drawn:
-            shown = pieces(tab, self._batch, self.run_menu.value or 0)
-            if self._scale != (1, 1):
-                shown = [piece if isinstance(piece, str) else enlarged(piece, *self._scale) for piece in shown]
+            scale, wider = self._scale
+            with on_page(PAGE * wider / scale):
+                shown = pieces(tab, self._batch, self.run_menu.value or 0)
+            if scale != 1:
+                shown = [piece if isinstance(piece, str) else enlarged(piece, scale) for piece in shown]
             self._shown.drawn[tab, wanted] = tuple(output for piece in shown for output in outputs(piece))
         self.outputs[tab].outputs = self._shown.drawn[tab, wanted]
         self._shown.filled = (tab, wanted)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fsdplab.common.sizes import size
+from fsdplab.figures.lines import line
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import ALARM, COLLECTIVE_COLOURS, EDGE, LANE_COLOURS, titled
+from fsdplab.figures.style import ALARM, COLLECTIVE_COLOURS, EDGE, LANE_COLOURS, mark_level, titled
 from fsdplab.planning.plan_spec import PlanSpec
-from fsdplab.planning.questions import Answer, Column, Panel
+from fsdplab.planning.questions import Answer, Panel
 
 _SCALES = {"bytes": ("GB", 1e9), "rate": ("GB/s", 1e9), "seconds": ("ms", 1e-3), "share": ("%", 0.01)}
 _COLOURS = (COLLECTIVE_COLOURS["all_gather in backward"], COLLECTIVE_COLOURS["reduce_scatter"])
 _SPANS = {1: [(0.0, 1.0)], 2: [(0.0, 0.46), (0.56, 1.0)]}
 _ABOVE = 1.15  # of the highest value, for the limit's name
+_MOST_LETTERS = 70  # of labels beside each other over the whole width
 
 
 def answer_figure(answer: Answer) -> go.Figure:
@@ -21,7 +25,7 @@ def answer_figure(answer: Answer) -> go.Figure:
         _add_panel(figure, answer, panel, place)
     figure.update_layout(barmode="group", showlegend=any(len(panel.columns) > 1 for panel in answer.panels))
     alt = f"{answer.asked} {answer.sentence}. {_drawn(answer)}."
-    return titled(figure, answer.sentence, _conditions(answer), alt, height=460, top=150)
+    return titled(figure, answer.sentence, _conditions(answer), alt, 310)
 
 
 def _drawn(answer: Answer) -> str:
@@ -30,67 +34,39 @@ def _drawn(answer: Answer) -> str:
 
 
 def _add_panel(figure: go.Figure, answer: Answer, panel: Panel, place: int) -> None:
+    """The panel's traces, its axes, and its limit."""
     number = "" if place == 0 else str(place + 1)
     columns = [each for each in answer.columns if each.name in panel.columns]
-    highest = max([float(value or 0) for each in columns for value in answer.column(each.name)])
-    unit, scale = (
-        ("s", 1.0) if columns[0].kind == "seconds" and highest >= 1 else _SCALES.get(columns[0].kind, ("", 1.0))
-    )
+    values = {each.name: [float(value or 0) for value in answer.column(each.name)] for each in columns}
+    highest, kind = max(value for found in values.values() for value in found), columns[0].kind
+    unit, scale = ("s", 1.0) if kind == "seconds" and highest >= 1 else _SCALES.get(kind, ("", 1.0))
+    limit = panel.limit[0] / scale if panel.limit else None
     labels = [row[0] for row in answer.texts()]
-    axes = dict(xaxis=f"x{number}", yaxis=f"y{number}")
-    for column, colour in zip(columns, _COLOURS):
-        heights = [float(value or 0) / scale for value in answer.column(column.name)]
-        figure.add_trace(
-            _trace(column, panel, labels, heights, colour if place == 0 else _of_place(place), axes, scale)
-        )
-    top = _ABOVE * max(highest, panel.limit[0] if panel.limit else 0.0) / scale
-    title = panel.title or columns[0].name
-    up = dict(title=f"{title} ({unit})".strip() if unit else title, anchor=f"x{number}", range=[0, top or 1])
+    for (name, found), colour in zip(values.items(), _COLOURS):
+        colour = LANE_COLOURS["all_reduce"] if place else colour
+        trace = _trace(name, panel.kind, labels, [value / scale for value in found], colour, limit)
+        figure.add_trace(trace.update(xaxis=f"x{number}", yaxis=f"y{number}"))
+    title = f"{panel.title or columns[0].name}{f' ({unit})' if unit else ''}"
+    up = dict(title=title, anchor=f"x{number}", range=[0, _ABOVE * max(highest / scale, limit or 0.0) or 1])
+    span = _SPANS[len(answer.panels)][place]
     across = dict(
-        title=answer.columns[0].name, domain=_SPANS[len(answer.panels)][place], anchor=f"y{number}", type="category",
-        showgrid=False, tickangle=-45 if sum(map(len, labels)) * len(answer.panels) > _MOST_LETTERS else None,
+        title=answer.columns[0].name, domain=span, anchor=f"y{number}", type="category", showgrid=False,
+        tickangle=-45 if sum(map(len, labels)) * len(answer.panels) > _MOST_LETTERS else None,
     )  # fmt: skip
     figure.update_layout({f"xaxis{number}": across, f"yaxis{number}": up})
-    if panel.limit:
-        first, last = (float(answer.column(columns[0].name)[end] or 0) for end in (0, -1))
-        _add_limit(figure, panel.limit, scale, number, _SPANS[len(answer.panels)][place], last > first)
-
-
-_MOST_LETTERS = 70  # of labels beside each other over the whole width
-
-
-def _of_place(place: int) -> str:
-    return LANE_COLOURS["all_reduce"] if place else _COLOURS[0]
+    if panel.limit and limit is not None:
+        rises = values[columns[0].name][-1] > values[columns[0].name][0]
+        end: dict[str, Any] = dict(x=0, xanchor="left") if rises else dict(x=1, xanchor="right", xshift=-6)
+        mark_level(figure, limit, panel.limit[1], "y", number, **end)
 
 
 def _trace(
-    column: Column, panel: Panel, labels: list[str], heights: list[float], colour: str, axes: dict[str, str],
-    scale: float,
-) -> go.Bar | go.Scatter:  # fmt: skip
-    shown = dict(name=column.name, x=labels, y=heights, **axes)
-    if panel.kind == "lines":
-        return go.Scatter(
-            mode="lines+markers", line=dict(color=colour, width=3), marker=dict(size=9, color=colour), **shown
-        )
-    most = panel.limit[0] / scale if panel.limit else float("inf")
-    colours = [ALARM if height > most else colour for height in heights]
-    return go.Bar(marker=dict(color=colours, line=dict(color=EDGE, width=1)), **shown)
-
-
-def _add_limit(
-    figure: go.Figure, limit: tuple[float, str], scale: float, number: str, span: tuple[float, float], rises: bool
-) -> None:
-    """A dashed line over the panel, and its name above it, where bars are lower."""
-    left, right = span
-    height = limit[0] / scale
-    figure.add_shape(
-        type="line", x0=left, x1=right, xref="paper", y0=height, y1=height, yref=f"y{number}",
-        line=dict(color=ALARM, width=2, dash="dash"),
-    )  # fmt: skip
-    figure.add_annotation(
-        x=left if rises else right, xref="paper", y=height, yref=f"y{number}", text=limit[1], showarrow=False,
-        xanchor="left" if rises else "right", yanchor="bottom", font=dict(size=14, color=ALARM),
-    )  # fmt: skip
+    name: str, kind: str, labels: list[str], heights: list[float], colour: str, limit: float | None
+) -> go.Bar | go.Scatter:
+    if kind == "lines":
+        return line(name, colour, labels, heights, mode="lines+markers")
+    colours = [ALARM if limit is not None and height > limit else colour for height in heights]
+    return go.Bar(name=name, x=labels, y=heights, marker=dict(color=colours, line=dict(color=EDGE, width=1)))
 
 
 def _conditions(answer: Answer) -> str:

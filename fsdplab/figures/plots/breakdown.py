@@ -8,9 +8,10 @@ the same work without communication is among the runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import (
     MS,
@@ -23,22 +24,15 @@ from fsdplab.figures.profile_data import (
     rows_of,
     slower_words,
 )
-from fsdplab.figures.style import EDGE, EXPOSED_COLOURS, STEP_COLOURS, ink_on, titled
+from fsdplab.figures.style import EXPOSED_COLOURS, STEP_COLOURS, titled
 from fsdplab.figures.view import views
 from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
 
 PART_COLUMN = dict(zip(EXPOSED_COLOURS, PARTS_OF_EXPOSED))
 COLUMN = {name: f"{name.replace(' ', '_')}_ns" for name in STEP_COLOURS}
 _SAME_WORK = (
-    "model",
-    "batch_size",
-    "sequence_length",
-    "micro_batches",
-    "precision",
-    "checkpoint",
-    "engine",
-    "optimizer",
-)
+    "model", "batch_size", "sequence_length", "micro_batches", "precision", "checkpoint", "engine", "optimizer",
+)  # fmt: skip
 
 
 def step_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
@@ -49,14 +43,9 @@ def step_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
     1 ms is a step of 20 ms.
     """
     runs = listed(records)
-    shown = {view.label: run for view, run in zip(views(runs), runs) if run.table("breakdown")}
-    if not shown:
-        rows_of(runs[0], "breakdown")
-    parts = _splits(shown)
-    figure = _stacked(parts, COLUMN, STEP_COLOURS, "step_ns", "time of one step (ms)")
-    inflation = compute_inflation(shown)
-    for name, split in parts.items():
-        _total(figure, name, split, inflation.get(name))
+    shown = _with_breakdown(runs)
+    splits, inflation = _splits(shown), compute_inflation(shown)
+    ends = {name: _total(split, inflation.get(name)) for name, split in splits.items()}
     left_out = len(runs) - len(shown)
     where = conditions(
         list(shown.values()),
@@ -65,7 +54,8 @@ def step_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
         "without the time between steps" if any(run.device != "cpu" for run in views(list(shown.values()))) else "",
         _slower(shown),
     )
-    return titled(figure, _finding(parts), where, _alt(parts), height=200 + 60 * len(shown), top=122)
+    figure = _stacked(ends, splits, COLUMN, STEP_COLOURS, "time of one step (ms)")
+    return titled(figure, _finding(splits), where, _alt(splits, COLUMN, "the step", "step_ns"), 78 + 60 * len(shown))
 
 
 def exposed_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
@@ -75,28 +65,26 @@ def exposed_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
     ValueError with the remedy if no record has these parts. 6 + 3 + 1 ms are 10 ms exposed.
     """
     runs = listed(records)
-    splits = _splits({view.label: run for view, run in zip(views(runs), runs) if run.table("breakdown")})
+    found = _splits(_with_breakdown(runs))
+    splits = {name: split for name, split in found.items() if split["on_link_ns"] is not None}
     if not splits:
-        rows_of(runs[0], "breakdown")
-    parts = {name: split for name, split in splits.items() if split["on_link_ns"] is not None}
-    if not parts:
         raise ValueError(
-            f"{next(iter(splits))} does not say what its exposed time was spent on: it was recorded with an earlier"
+            f"{next(iter(found))} does not say what its exposed time was spent on: it was recorded with an earlier"
             " version; run it again with --profile 2"
         )
-    figure = _stacked(parts, PART_COLUMN, EXPOSED_COLOURS, "exposed_ns", "exposed time of one step (ms)")
-    for name, split in parts.items():
-        _end(figure, name, split["exposed_ns"], f"{duration(split['exposed_ns'])}</b> exposed")
-    most = max(parts, key=lambda name: parts[name]["exposed_ns"])
-    largest = max(PART_COLUMN, key=lambda part: parts[most][PART_COLUMN[part]])
-    run = next(view for view in views(runs) if view.label == most)
-    if largest == "on the link" and run.traced is not None and run.traced.ranks < run.world_size:
-        largest += " or waiting for ranks whose traces were not given"
-    title = f"{most}: {duration(parts[most]['exposed_ns'])} a step are exposed, most of it {largest}"
-    if not parts[most]["exposed_ns"]:
-        title = "No run has exposed communication"
+    ends = {name: f"<b>{duration(split['exposed_ns'])}</b> exposed" for name, split in splits.items()}
+    figure = _stacked(ends, splits, PART_COLUMN, EXPOSED_COLOURS, "exposed time of one step (ms)")
     where = conditions(runs, "mean of the profiled steps of the rank exposed longest")
-    return titled(figure, title, where, _alt(parts, PART_COLUMN, "exposed_ns"), 200 + 60 * len(parts), top=122)
+    alt = _alt(splits, PART_COLUMN, "exposed time", "exposed_ns")
+    return titled(figure, _largest_part(runs, splits), where, alt, 78 + 60 * len(splits))
+
+
+def _with_breakdown(runs: list[RunRecord]) -> dict[str, RunRecord]:
+    """The runs that have a breakdown, by label; ValueError with the remedy where none has one."""
+    shown = {view.label: run for view, run in zip(views(runs), runs) if run.table("breakdown")}
+    if not shown:
+        rows_of(runs[0], "breakdown")
+    return shown
 
 
 def _slower(shown: dict[str, RunRecord]) -> str:
@@ -108,15 +96,12 @@ def _slower(shown: dict[str, RunRecord]) -> str:
 
 
 def _stacked(
-    parts: dict[str, Row], columns: dict[str, str], colours: dict[str, str], whole: str, axis: str
+    ends: Mapping[str, str], splits: Mapping[str, Row], columns: dict[str, str], colours: dict[str, str], axis: str
 ) -> go.Figure:
-    """Bars of the parts, one a run, with space for the words at their ends."""
-    longest = max(split[whole] for split in parts.values())
-    figure = go.Figure([_segment(part, columns[part], colours[part], parts, longest) for part in columns])
-    figure.update_layout(barmode="stack", xaxis_title=axis, uniformtext=dict(minsize=13, mode="hide"))
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    figure.update_xaxes(range=[0, 1.7 * longest / MS or 1])
-    return figure
+    """A bar a run of the parts in `columns`, each with its duration where it fits."""
+    parts = [Part(name, colours[name], [split[columns[name]] / MS for split in splits.values()]) for name in columns]
+    figure = stacked_bars(ends, parts, axis, "%{x:.3f} ms", lambda ms: duration(ms * MS))
+    return figure.update_layout(uniformtext=dict(minsize=13, mode="hide"))
 
 
 def compute_inflation(shown: dict[str, RunRecord]) -> dict[str, float]:
@@ -147,30 +132,24 @@ def _work(run: RunRecord) -> list[Any]:
     return [run.spec.get(name) for name in _SAME_WORK]
 
 
-def _segment(part: str, column: str, colour: str, parts: dict[str, Row], longest: float) -> go.Bar:
-    """One part of every run's bar, with its number where it fits."""
-    spans = [split[column] for split in parts.values()]
-    return go.Bar(
-        name=part, orientation="h", y=list(parts), x=[span / MS for span in spans],
-        marker=dict(color=colour, line=dict(color=EDGE, width=1)),
-        text=[duration(span) if span > 0.1 * longest else "" for span in spans],
-        textposition="inside", insidetextanchor="middle", textangle=0, constraintext="none",
-        textfont=dict(size=13, color=ink_on(colour)),
-        hovertemplate="%{y}<br>" + part + ": %{x:.3f} ms<extra></extra>",
-    )  # fmt: skip
-
-
-def _total(figure: go.Figure, name: str, split: Row, inflation: float | None) -> None:
+def _total(split: Row, inflation: float | None) -> str:
     """At the bar's end: the step, the overlap, and the compute inflation."""
     communication = split["overlapped_ns"] + split["exposed_ns"]
     words = f"{percent(split['overlapped_ns'], communication)} hidden" if communication else "no communication"
     words += f", compute ×{inflation:.2f}" if inflation else ""
-    _end(figure, name, split["step_ns"], f"{duration(split['step_ns'])}</b> · {words}")
+    return f"<b>{duration(split['step_ns'])}</b> · {words}"
 
 
-def _end(figure: go.Figure, name: str, length_ns: float, words: str) -> None:
-    """Words at the end of a run's bar, bold until `</b>`."""
-    figure.add_annotation(x=length_ns / MS, y=name, text=f"<b>{words}", showarrow=False, xanchor="left", xshift=6)
+def _largest_part(runs: list[RunRecord], splits: dict[str, Row]) -> str:
+    """The title: the run that is exposed longest, and what most of this time is."""
+    most = max(splits, key=lambda name: splits[name]["exposed_ns"])
+    if not splits[most]["exposed_ns"]:
+        return "No run has exposed communication"
+    largest = max(PART_COLUMN, key=lambda part: splits[most][PART_COLUMN[part]])
+    run = next(view for view in views(runs) if view.label == most)
+    if largest == "on the link" and run.traced is not None and run.traced.ranks < run.world_size:
+        largest += " or waiting for ranks whose traces were not given"
+    return f"{most}: {duration(splits[most]['exposed_ns'])} a step are exposed, most of it {largest}"
 
 
 def _finding(parts: dict[str, Row]) -> str:
@@ -187,10 +166,9 @@ def _finding(parts: dict[str, Row]) -> str:
     )
 
 
-def _alt(parts: dict[str, Row], columns: dict[str, str] = COLUMN, whole: str = "step_ns") -> str:
+def _alt(splits: dict[str, Row], columns: dict[str, str], of: str, whole: str) -> str:
     runs = []
-    for name, split in parts.items():
+    for name, split in splits.items():
         inside = ", ".join(f"{part} {duration(split[column])}" for part, column in columns.items())
         runs.append(f"{name} {inside} of {duration(split[whole])}")
-    of = "the step" if whole == "step_ns" else "exposed time"
     return f"Stacked bars of {of}: {'; '.join(runs)}."

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fsdplab.figures.lanes import CLOCK, Span, lane
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import EDGE, ink_on, titled
+from fsdplab.figures.style import titled
 
 MILLISECONDS = 900  # a moment of the animation, at most
 LONGEST = 12_000  # a whole animation, in ms
@@ -56,15 +57,10 @@ def cells_in_time(
         for number, moment in enumerate(moments)
     ]
     middles = [number + _WIDE / 2 for number in range(len(moments))]
-    figure.update_xaxes(
-        range=[-0.03, len(moments)], zeroline=False, tickvals=middles, ticktext=list(moments), showgrid=False
-    )
-    figure.update_yaxes(
-        range=[-0.5, len(rows) - 0.5], tickvals=list(places.values()), ticktext=list(places), showgrid=False,
-        zeroline=False,
-    )  # fmt: skip
+    figure.update_xaxes(range=[-0.03, len(moments)], tickvals=middles, ticktext=list(moments), **CLOCK)
+    figure.update_yaxes(range=[-0.5, len(rows) - 0.5], tickvals=list(places.values()), ticktext=list(places), **CLOCK)
     figure.update_layout(barmode="overlay", updatemenus=[_buttons(min(MILLISECONDS, LONGEST // len(moments)))])
-    return titled(figure, title, subtitle, alt, height=250 + 30 * len(rows))
+    return titled(figure, title, subtitle, alt, 90 + 30 * len(rows))
 
 
 def _check(cells: Sequence[HeldCell], rows: Sequence[str], moments: Sequence[str], colours: dict[str, str]) -> None:
@@ -80,14 +76,14 @@ def _check(cells: Sequence[HeldCell], rows: Sequence[str], moments: Sequence[str
 
 def _trace(cells: Sequence[HeldCell], kind: str, colour: str, moments: int, places: dict[str, int]) -> go.Bar:
     """All cells of a kind as they are after the first `moments` moments: one that lasts longer grows."""
-    shown = [cell for cell in cells if cell.kind == kind and cell.moment < moments]
-    return go.Bar(
-        name=kind, orientation="h", y=[places[cell.row] for cell in shown], base=[float(cell.moment) for cell in shown],
-        x=[min(cell.lasts, moments - cell.moment) - 1 + _WIDE for cell in shown], text=[cell.label for cell in shown],
-        textposition="inside", insidetextanchor="middle", constraintext="none", textangle=0, width=0.86,
-        textfont=dict(size=14, color=ink_on(colour)), marker=dict(color=colour, line=dict(color=EDGE, width=1)),
-        hovertext=[f"{cell.row}: {kind}" for cell in shown], hovertemplate="%{hovertext}<br>%{text}<extra></extra>",
-    )  # fmt: skip
+    spans = [
+        Span(
+            places[cell.row], float(cell.moment), min(cell.lasts, moments - cell.moment) - 1 + _WIDE, cell.label,
+            f"{cell.row}: {kind}",
+        )
+        for cell in cells if cell.kind == kind and cell.moment < moments
+    ]  # fmt: skip
+    return lane(kind, colour, spans, textfont_size=14, hovertemplate="%{hovertext}<br>%{text}<extra></extra>")
 
 
 def _buttons(milliseconds: int) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fsdplab.common.sizes import three_digits
 from fsdplab.common.words import NO_UNIT, plural
+from fsdplab.figures.heat import heat_map
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import (
     MS,
@@ -16,7 +17,7 @@ from fsdplab.figures.profile_data import (
     unnamed,
     worst_cells,
 )
-from fsdplab.figures.style import DARK_INK, HEAT, titled
+from fsdplab.figures.style import titled
 from fsdplab.profiling.step_summary import ExposedCell
 from fsdplab.records import RunRecord
 
@@ -48,14 +49,21 @@ def exposed_heatmap(record: RunRecord) -> go.Figure:
         key=lambda column: (_PHASES.index(column[0]) if column[0] in _PHASES else 9, column[1]),
     )
     grid = [[cells.get((unit, *column)) for column in columns] for unit in units]
-    figure = go.Figure(_heat(grid, units, columns))
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    figure.update_xaxes(side="top", type="category", showgrid=False)
+    figure = heat_map(
+        [f"{phase} {kind}".strip() for phase, kind in columns],
+        units,
+        [[cell.exposed_ns / MS if cell else None for cell in row] for row in grid],
+        [[_words(cell) for cell in row] for row in grid],
+        "%{y}, %{x}<br>exposed %{z:.3f} ms of %{customdata}",
+        "exposed<br>(ms a step)",
+        customdata=[[cell and _hover(cell) for cell in row] for row in grid],
+    )
+    figure.update_xaxes(side="top")
     title, alt = _finding(record, cells)
     mean = f"rank {rank}, the most exposed, mean of {plural(steps, 'profiled step')}"
     where = conditions(record, mean, slower_words(record), few_words(units, found))
     rows = max(_LEAST, max(14, min(38, 1300 // len(units))) * len(units))
-    return titled(figure, title, where, alt, height=170 + rows, top=124)
+    return titled(figure, title, where, alt, 46 + rows)
 
 
 def foremost(weights: dict[str, float]) -> list[str]:
@@ -66,32 +74,6 @@ def foremost(weights: dict[str, float]) -> list[str]:
 def few_words(drawn: list[str], found: set[str]) -> str:
     """The subtitle's text on units left out; empty where none was: `"the 90 foremost of 224 units"`."""
     return f"the {len(drawn)} foremost of {len(found)} units" if len(drawn) < len(found) else ""
-
-
-def _heat(grid: list[list[ExposedCell | None]], units: list[str], columns: list[tuple[str, str]]) -> go.Heatmap:
-    return go.Heatmap(
-        x=[f"{phase} {kind}".strip() for phase, kind in columns],
-        y=units,
-        z=[[cell and cell.exposed_ns / MS for cell in row] for row in grid],
-        text=[[_words(cell) for cell in row] for row in grid],
-        texttemplate="%{text}",
-        textfont=dict(size=14, color=DARK_INK),
-        customdata=[[cell and _hover(cell) for cell in row] for row in grid],
-        hovertemplate="%{y}, %{x}<br>exposed %{z:.3f} ms of %{customdata}<extra></extra>",
-        hoverongaps=False,
-        xgap=3,
-        ygap=3,
-        zmin=0,
-        zmax=max((cell.exposed_ns / MS for row in grid for cell in row if cell), default=0) or 1,
-        colorscale=HEAT,
-        colorbar=dict(
-            title=dict(text="exposed<br>(ms a step)", font=dict(size=14)),
-            thickness=16,
-            tickfont=dict(size=14),
-            outlinewidth=0,
-            nticks=4 if len(grid) < 4 else 8,
-        ),
-    )
 
 
 def _words(cell: ExposedCell | None) -> str:

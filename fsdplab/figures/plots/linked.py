@@ -9,21 +9,23 @@ from __future__ import annotations
 from typing import Any
 
 from fsdplab.common.sizes import size
+from fsdplab.figures.lanes import CLOCK, Mark, downsample, mark_lanes, merge_words
+from fsdplab.figures.lines import peak
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.plots.memory import MB, band, envelope
+from fsdplab.figures.plots.memory import MB, bands, envelope
 from fsdplab.figures.plots.shard_map import (
-    SLICE_COLOURS,
+    STATE_COLOURS,
     UnitStates,
     cells,
     finding,
     hover_text,
+    map_height,
     memory_starts,
     rank_axis,
     unit_axis,
     unit_states,
 )
 from fsdplab.figures.plots.timeline import HEIGHTS, Lanes, lanes_of, phase_lines, phases, step_marks, step_start
-from fsdplab.figures.plots.timeline_bars import Mark, bars, downsample, merge_words
 from fsdplab.figures.profile_data import MS, Row, conditions, label, rows_of, short_unit, timeline_of
 from fsdplab.figures.style import ALARM, LANE_COLOURS, titled
 from fsdplab.records import CATEGORIES, RunRecord
@@ -33,11 +35,6 @@ _CURSOR = "#d0105a"
 _LANES = 120  # of units' states: above it neighbouring units share a lane
 _NAMED = 40  # lanes that are named each; of more, the ranks are
 _GAP = 34  # pixels between two panels
-_LEGEND_ROW = 22  # pixels of a row of the legend, which has four names or more where a notebook's width is given
-_STATE_COLOURS = {
-    "unsharding": SLICE_COLOURS["on its way"],
-    "unsharded": SLICE_COLOURS["gathered from the other ranks"],
-}
 
 
 def linked_view(record: RunRecord) -> go.Figure:
@@ -83,27 +80,23 @@ def _linked(record: RunRecord, at_ns: float | None, with_slices: bool, limit: in
     _, rows = timeline_of(record, life.step)
     lanes, end = lanes_of(rows), life.length / MS
     marks, found, window = step_marks(rows, lanes, step_start(rows), limit)
-    heights = [round(24 * lanes.bottom), 180, _life_height(life)]
-    heights += [min(46, 600 // len(life.shown)) * len(life.shown)] if with_slices else []
-    figure = go.Figure(bars(marks, LANE_COLOURS, HEIGHTS, end))
+    heights = [round(24 * lanes.bottom), 180, _life_height(life), *([map_height(life, 46)] if with_slices else [])]
+    domains = _domains(heights)
+    figure = go.Figure(mark_lanes(marks, LANE_COLOURS, HEIGHTS, end))
     figure.add_traces(_memory_bands(memory, life))
     figure.add_traces(_life_bars(life, end, limit))
-    if with_slices and at_ns is not None:
-        figure.add_traces([trace.update(showlegend=False) for trace in cells(life, at_ns, "x2", "y4")])
     _axes(figure, heights, life, lanes, end, top=1.25 * max(map(_total, memory)) / MB)
-    domains = _domains(heights)
     phase_lines(figure, phases(rows, step_start(rows)), end, domains[2][0])
+    if with_slices and at_ns is not None:
+        figure.add_traces([trace.update(showlegend=False) for trace in cells(life, at_ns, xaxis="x2", yaxis="y4")])
     if at_ns is not None:
         _cursor(figure, at_ns / MS, domains)
     _peak(figure, max(memory, key=_total), domains, named=at_ns is None)
     title, alt = _finding(record, life, memory, at_ns if with_slices else None)
     where = conditions(record, f"step {life.step}", merge_words(found, len(marks), window))
-    names = {trace.name for trace in figure.data if trace.showlegend is not False}
-    top = 110 + _LEGEND_ROW * -(-len(names) // 4)
-    titled(figure, title, where, alt, height=sum(heights) + _GAP * (len(heights) - 1) + top + 70, top=top)
-    return figure.update_layout(
-        margin_b=70, barmode="overlay", uniformtext=dict(minsize=12, mode="hide"), hovermode="closest"
-    )
+    figure.update_layout(barmode="overlay", hovermode="closest")
+    titled(figure, title, where, alt, sum(heights) + _GAP * (len(heights) - 1) + 70)
+    return figure.update_layout(margin_b=70)
 
 
 def memory_of_step(record: RunRecord, life: UnitStates) -> list[Row]:
@@ -124,13 +117,10 @@ def _total(row: Row) -> int:
 
 
 def _memory_bands(memory: list[Row], life: UnitStates) -> list[go.Scatter]:
-    """The stack of categories, in MB."""
+    """The stack of categories, in MB, until the end of the step."""
     drawn = envelope(memory, 300)
-    last = {**drawn[-1], "time_ns": max(life.length, drawn[-1]["time_ns"])}
-    drawn = [*drawn, last]
-    times = [round(row["time_ns"] / MS, 4) for row in drawn]
-    bands = [band(drawn, times, name).update(yaxis="y2") for name in CATEGORIES if any(row[name] for row in drawn)]
-    return bands
+    drawn.append({**drawn[-1], "time_ns": max(life.length, drawn[-1]["time_ns"])})
+    return bands(drawn, [round(row["time_ns"] / MS, 4) for row in drawn], yaxis="y2")
 
 
 def _life_bars(life: UnitStates, end: float, limit: int) -> list[go.Bar]:
@@ -144,7 +134,8 @@ def _life_bars(life: UnitStates, end: float, limit: int) -> list[go.Bar]:
             if state != "sharded" and until > since:
                 marks.append(Mark(state, row + 0.5, since / MS, until / MS, f" · {hover_text(rank, unit, state)}"))
     drawn, _ = downsample(marks, limit)
-    return [trace.update(showlegend=True) for trace in bars(drawn, _STATE_COLOURS, {}, end, yaxis="y3")]
+    colours = {name: colour for name, colour in STATE_COLOURS.items() if name != "sharded"}
+    return mark_lanes(drawn, colours, {}, end, yaxis="y3")
 
 
 def sharing(life: UnitStates) -> int:
@@ -170,95 +161,56 @@ def _domains(heights: list[int]) -> list[tuple[float, float]]:
 def _axes(figure: go.Figure, heights: list[int], life: UnitStates, lanes: Lanes, end: float, top: float) -> None:
     """One clock for the first three panels, its spike line through all of them; the map of slices has its own axis."""
     domains = _domains(heights)
+    spike = dict(showspikes=True, spikemode="across", spikesnap="cursor", spikethickness=2, spikedash="solid")
+    clock = dict(range=[0, 1.005 * end], anchor="y3", title_text="time since the step began (ms)", **spike)
     figure.update_layout(
-        xaxis=dict(
-            range=[0, 1.005 * end],
-            anchor="y3",
-            title_text="time since the step began (ms)",
-            showspikes=True,
-            spikemode="across",
-            spikesnap="cursor",
-            spikethickness=2,
-            spikedash="solid",
-            spikecolor=_CURSOR,
-        ),
-        yaxis=dict(
-            domain=domains[0],
-            range=[lanes.bottom + 0.15, -0.15],
-            showgrid=False,
-            zeroline=False,
-            **lanes.ticks(heights[0]),
-        ),
+        xaxis=clock | dict(spikecolor=_CURSOR),
+        yaxis=lanes.axis(heights[0]) | dict(domain=domains[0]),
         yaxis2=dict(domain=domains[1], title_text="live memory (MB)", range=[0, top], nticks=5),
-        yaxis3=dict(domain=domains[2], **_life_axis(life)),
+        yaxis3=_life_axis(life) | dict(domain=domains[2]),
         spikedistance=-1,
     )
     if len(heights) == 4:
-        ranks = dict(domain=domains[3], anchor="x2", **rank_axis(life))
         figure.update_layout(
             xaxis=dict(title=None, ticksuffix=" ms"),
-            xaxis2=dict(domain=[0, 1], anchor="y4", **unit_axis(life)),
-            yaxis4=ranks,
+            xaxis2=unit_axis(life) | dict(domain=[0, 1], anchor="y4"),
+            yaxis4=rank_axis(life) | dict(domain=domains[3], anchor="x2"),
         )
 
 
 def _life_axis(life: UnitStates) -> dict[str, Any]:
     """Lanes of units, labelled where space allows: every unit of a few, else every rank."""
-    count = len(life.ranks) * len(life.units)
-    named = [
-        (f"<b>rank {rank}</b>  " if not place else "") + short_unit(unit)
-        for rank in life.ranks
-        for place, unit in enumerate(life.units)
-    ]
-    shown = range(count) if count <= _NAMED else range(0, count, len(life.units))
-    texts = [named[row] if count <= _NAMED else f"<b>rank {life.ranks[row // len(life.units)]}</b>" for row in shown]
-    every = sharing(life)
-    return dict(
-        range=[(count - 1) // every + 1.1, -0.1], tickmode="array", tickvals=[row // every + 0.5 for row in shown],
-        ticktext=texts,
-        showgrid=False, zeroline=False, tickfont=dict(size=11),
-    )  # fmt: skip
+    count, every = len(life.ranks) * len(life.units), sharing(life)
+    texts = {}
+    for row, (rank, unit) in enumerate((rank, unit) for rank in life.ranks for unit in life.units):
+        first = f"<b>rank {rank}</b>" if unit == life.units[0] else ""
+        if first or count <= _NAMED:
+            texts[row // every + 0.5] = f"{first}  {short_unit(unit)}".strip() if count <= _NAMED else first
+    ticks = dict(tickmode="array", tickvals=list(texts), ticktext=list(texts.values()), tickfont=dict(size=11))
+    return CLOCK | ticks | dict(range=[(count - 1) // every + 1.1, -0.1])
 
 
 def _cursor(figure: go.Figure, at_ms: float, domains: list[tuple[float, float]]) -> None:
     """The line at the instant, through the panels that share the clock, with the time between the first two."""
-    figure.add_shape(
-        type="line",
-        name="cursor",
-        x0=at_ms,
-        x1=at_ms,
-        y0=domains[2][0],
-        y1=1,
-        yref="paper",
-        line=dict(color=_CURSOR, width=2.5),
-    )
+    line = dict(color=_CURSOR, width=2.5)
+    figure.add_shape(type="line", name="cursor", x0=at_ms, x1=at_ms, y0=domains[2][0], y1=1, yref="paper", line=line)
     figure.add_annotation(
         name="cursor", x=at_ms, y=domains[0][0], yref="paper", text=f"<b>{at_ms:.2f} ms</b>", showarrow=False,
-        xanchor="left", yanchor="top",
-        xshift=4, font=dict(color=_CURSOR, size=14),
+        xanchor="left", yanchor="top", xshift=4, font=dict(color=_CURSOR, size=14),
     )  # fmt: skip
 
 
 def _peak(figure: go.Figure, row: Row, domains: list[tuple[float, float]], named: bool) -> None:
-    """The peak as a dot with its number; without a cursor also a line from it down through the units' states."""
+    """The peak as a dot; without a cursor also its number, and a line from it down through the units' states."""
     at, height = row["time_ns"] / MS, _total(row) / MB
-    figure.add_trace(
-        go.Scatter(
-            x=[at], y=[height], yaxis="y2", mode="markers", name="peak", showlegend=False,
-            marker=dict(symbol="circle", size=11, color=ALARM, line=dict(color="white", width=1.5)),
-            hovertemplate="peak %{y:.1f} MB<extra></extra>",
-        )
-    )  # fmt: skip
+    figure.add_trace(peak(at, height, yaxis="y2"))
     if not named:
         return
-    figure.add_annotation(
-        x=at, y=height, yref="y2", text=f"<b>peak {size(_total(row))}</b>", showarrow=False, yshift=16,
-        font=dict(color=ALARM, size=14),
-    )  # fmt: skip
-    figure.add_shape(
-        type="line", name="peak", x0=at, x1=at, y0=domains[2][0], y1=domains[1][1], yref="paper",
-        line=dict(color=ALARM, width=1.5, dash="dot"),
-    )  # fmt: skip
+    words = dict(text=f"<b>peak {size(_total(row))}</b>", showarrow=False, yshift=16, font=dict(color=ALARM, size=14))
+    figure.add_annotation(x=at, y=height, yref="y2", **words)
+    line = dict(color=ALARM, width=1.5, dash="dot")
+    ends = dict(y0=domains[2][0], y1=domains[1][1], yref="paper")
+    figure.add_shape(type="line", name="peak", x0=at, x1=at, line=line, **ends)
 
 
 def _finding(record: RunRecord, life: UnitStates, memory: list[Row], at_ns: float | None) -> tuple[str, str]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from fsdplab.common.sizes import size
+from fsdplab.figures.bars import Part, stacked_bars
+from fsdplab.figures.lines import band, peak
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import Row
-from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, EDGE, card_line, titled
+from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, card_words, mark_level, titled
 from fsdplab.figures.view import CATEGORY_NAMES, UNSPLIT, Runs, RunView, how_and_where, views
 from fsdplab.records import CATEGORIES, RunRecord
 
 MB = 1e6
-_LEGEND_ROW = 21  # pixels
+_UNSPLIT_COLOUR = "rgba(128,132,136,0.35)"
 
 
 def memory_by_category(runs: Runs) -> go.Figure:
@@ -21,70 +23,24 @@ def memory_by_category(runs: Runs) -> go.Figure:
     shown = [run for run in views(runs) if run.peak]
     if not shown:
         raise ValueError("no run has a memory measurement to draw; run with memory=True")
-    figure = go.Figure([_category_bar(shown, name) for name in _present(shown)])
-    figure.update_layout(barmode="stack", xaxis_title="peak memory of the worst rank (MB)")
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    cards = [card for card in _cards(shown) if not _far(card, shown)]
-    widest = max(*(run.known_peak for run in shown), *cards, 0) / MB
-    figure.update_xaxes(range=[0, 1.3 * widest])
-    for run in shown:
-        _total_label(figure, run, margin=0.1 * widest)
-    for card in cards:
-        card_line(figure, card, emulated=any(run.card_emulated for run in shown))
-    more = _LEGEND_ROW * max(0, _legend_rows(len(figure.data), shown) - 2)
-    height = 260 + 52 * len(shown) + more
-    return titled(figure, _finding(shown), _conditions(shown), _alt(shown), height=height, top=160 + more)
-
-
-def _legend_rows(entries: int, shown: list[RunView]) -> int:
-    """Rows of the legend in a notebook: long names of runs leave it a column less."""
-    columns = 3 if max(len(run.label) for run in shown) > 16 else 4
-    return -(-entries // columns)
-
-
-def _present(shown: list[RunView]) -> list[str]:
-    """Categories that at least one run holds, in the stack's order."""
-    names = [name for name in CATEGORIES if any(run.split.get(name) for run in shown)]
-    return names + [UNSPLIT] if any(_unsplit(run) for run in shown) else names
-
-
-def _unsplit(run: RunView) -> int:
-    """Bytes of the peak that no category accounts for: all of a peer engine's if unknown."""
-    return max(0, run.known_peak - sum(run.split.values()))
+    ends = {run.label: f"<b>{size(run.peak)}</b>{' · out of memory' if run.over_card else ''}" for run in shown}
+    parts = [
+        Part(
+            CATEGORY_NAMES.get(name, name), CATEGORY_COLOURS.get(name, _UNSPLIT_COLOUR),
+            [_bytes_of(run, name) / MB for run in shown],
+        )
+        for name in (*CATEGORIES, UNSPLIT) if any(_bytes_of(run, name) for run in shown)
+    ]  # fmt: skip
+    emulated = any(run.card_emulated for run in shown)
+    levels = {card_words(card, emulated): card / MB for card in _cards(shown) if not _far(card, shown)}
+    over = [run.label for run in shown if run.over_card]
+    figure = stacked_bars(ends, parts, "peak memory of the worst rank (MB)", levels=levels, alarming=over)
+    return titled(figure, _finding(shown), _conditions(shown), _alt(shown), 100 + 52 * len(shown))
 
 
 def _bytes_of(run: RunView, name: str) -> int:
-    return _unsplit(run) if name == UNSPLIT else run.split.get(name, 0)
-
-
-def _category_bar(shown: list[RunView], name: str) -> go.Bar:
-    """One category's segment in every run's bar."""
-    colour = CATEGORY_COLOURS.get(name, "rgba(128,132,136,0.35)")
-    label = CATEGORY_NAMES.get(name, name)
-    return go.Bar(
-        name=label,
-        orientation="h",
-        y=[run.label for run in shown],
-        x=[_bytes_of(run, name) / MB for run in shown],
-        marker=dict(color=colour, line=dict(color=EDGE, width=1)),
-        hovertemplate="%{y}<br>" + label + ": %{x:.1f} MB<extra></extra>",
-    )
-
-
-def _total_label(figure: go.Figure, run: RunView, margin: float) -> None:
-    """The total at the bar's end, in the alarm colour where the card is exceeded; `margin` (MB) keeps it off the card
-    line.
-    """
-    end, card = run.known_peak / MB, (run.card or 0) / MB
-    figure.add_annotation(
-        x=card if 0 <= card - end < margin else end,
-        y=run.label,
-        text=f"<b>{size(run.peak)}</b>" + (" · out of memory" if run.over_card else ""),
-        font=dict(color=ALARM) if run.over_card else None,
-        showarrow=False,
-        xanchor="left",
-        xshift=6,
-    )
+    """A category's bytes at the peak; those that no category accounts for: all of a peer engine's if unknown."""
+    return max(0, run.known_peak - sum(run.split.values())) if name == UNSPLIT else run.split.get(name, 0)
 
 
 def _cards(shown: list[RunView]) -> list[int]:
@@ -157,17 +113,19 @@ def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
     drawn = envelope(rows)
     times = [float(row["time_ns"]) / 1e6 for row in drawn]
     totals = [_total(row) for row in drawn]
-    figure = go.Figure([band(drawn, times, name) for name in CATEGORIES if any(float(row[name]) for row in drawn)])
+    figure = go.Figure(bands(drawn, times))
     top = max(range(len(drawn)), key=totals.__getitem__)
-    _peak_marker(figure, times[top], totals[top])
+    figure.add_trace(peak(times[top], totals[top] / MB))
+    words = dict(text=f"<b>peak {size(totals[top])}</b>", showarrow=False, yshift=18, font=dict(color=ALARM))
+    figure.add_annotation(x=times[top], y=totals[top] / MB, **words)
     if run.card:
-        _card_level(figure, run.card, run.card_emulated)
+        mark_level(figure, run.card / MB, card_words(run.card, run.card_emulated), "y")
     figure.update_layout(xaxis_title="time since the step began (ms)", yaxis_title="live memory (MB)")
     figure.update_xaxes(range=[times[0], times[-1]], showgrid=False)
     figure.update_yaxes(range=[0, 1.18 * max(totals[top], run.card or 0) / MB])
     title = f"{run.label}: rank {rank} peaks at {size(totals[top])} after {times[top]:.0f} ms"
     where = f"{how_and_where([run])}, one step" + ("; the card is emulated" if run.card and run.card_emulated else "")
-    return titled(figure, title, where, f"Stacked area of memory through one step. {title}.", height=520)
+    return titled(figure, title, where, f"Stacked area of memory through one step. {title}.", 360)
 
 
 def _total(row: Row) -> float:
@@ -191,45 +149,8 @@ def envelope(rows: list[Row], limit: int = 500) -> list[Row]:
     return list({id(row): row for row in [rows[0], *kept]}.values())
 
 
-def band(rows: list[Row], times: list[float], name: str) -> go.Scatter:
-    """One category's band; memory holds its level until the next event, so the edge is a step."""
-    return go.Scatter(
-        name=CATEGORY_NAMES[name],
-        x=times,
-        y=[float(row[name]) / MB for row in rows],
-        stackgroup="memory",
-        mode="lines",
-        line=dict(shape="hv", width=0.6, color=CATEGORY_COLOURS[name]),
-        fillcolor=CATEGORY_COLOURS[name],
-        hovertemplate=CATEGORY_NAMES[name] + ": %{y:.1f} MB<extra></extra>",
-    )
-
-
-def _peak_marker(figure: go.Figure, time_ms: float, total: float) -> None:
-    """A dot and the number at the peak's instant."""
-    figure.add_trace(
-        go.Scatter(
-            x=[time_ms], y=[total / MB], mode="markers", name="peak", showlegend=False,
-            marker=dict(symbol="circle", size=12, color=ALARM, line=dict(color="white", width=1.5)),
-            hovertemplate="peak %{y:.1f} MB<extra></extra>",
-        )
-    )  # fmt: skip
-    figure.add_annotation(
-        x=time_ms, y=total / MB, text=f"<b>peak {size(total)}</b>", showarrow=False, yshift=18, font=dict(color=ALARM)
-    )
-
-
-def _card_level(figure: go.Figure, card: int, emulated: bool) -> None:
-    figure.add_shape(
-        type="line",
-        x0=0,
-        x1=1,
-        xref="paper",
-        y0=card / MB,
-        y1=card / MB,
-        line=dict(color=ALARM, width=2.5, dash="dash"),
-    )
-    figure.add_annotation(
-        x=0, xref="paper", y=card / MB, text=f"card {size(card)}{' (emulated)' if emulated else ''}",
-        showarrow=False, xanchor="left", yanchor="bottom", xshift=6, font=dict(color=ALARM, size=14),
-    )  # fmt: skip
+def bands(rows: list[Row], times: list[float], **more: str) -> list[go.Scatter]:
+    """The stack of the categories that the rows hold, in MB."""
+    held = [name for name in CATEGORIES if any(float(row[name]) for row in rows)]
+    stacks = {name: [float(row[name]) / MB for row in rows] for name in held}
+    return [band(CATEGORY_NAMES[name], CATEGORY_COLOURS[name], times, stacks[name], **more) for name in held]

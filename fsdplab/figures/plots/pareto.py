@@ -9,23 +9,24 @@ import math
 from collections.abc import Sequence
 
 from fsdplab.common.sizes import seconds, size
+from fsdplab.figures.bars import whiskers
 from fsdplab.figures.fastest import fastest_words
+from fsdplab.figures.lines import line, points
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import EDGE, card_line, strategy_colour, titled
+from fsdplab.figures.style import EDGE, card_words, mark_level, plot_width, strategy_colour, titled, words_width
 from fsdplab.figures.view import Runs, RunView, emulated_links, how_and_where, views
 
 MB = 1e6
 _LARGEST, _SMALLEST = 64, 12  # bubbles' diameters in pixels
-_WIDTH, _HEIGHT = 880, 380  # the plot's pixels in a static picture, the narrowest place, by which labels are placed
-_GLYPH, _LINE = 8.2, 20
+_HEIGHT, _LINE = 380, 20  # pixels of the plot's height and of a label's, by which labels are placed
 
 Ranges = tuple[list[float], list[float]]  # of x and of y, each from its low to its high end
 Sides = tuple[float, float, float, float]  # of a box, in pixels: left, below, right, above
 
 
 def pareto(runs: Runs) -> go.Figure:
-    """Bubbles of peak memory (MB, x) against the median step (ms, y), area = exposed time, with the Pareto front and
-    the card as lines.
+    """Bubbles of peak memory (MB, x) against the median step (ms, y), area = exposed time, with the quartiles of the
+    step as whiskers, and the Pareto front and the card as lines.
 
     `runs`: records, or a comparison dict. ValueError if no run has both numbers. Runs out of memory have no step and
     are named in the subtitle.
@@ -38,15 +39,17 @@ def pareto(runs: Runs) -> go.Figure:
         )
     best = front(drawn)
     ranges = _ranges(drawn)
-    figure = go.Figure([*_front_line(best, ranges), *[_bubble(run, drawn) for run in drawn]])
+    figure = go.Figure([_front_line(best, ranges), *[_bubble(run, drawn) for run in drawn]])
     figure.update_xaxes(title_text="peak memory of the worst rank (MB)", range=ranges[0])
     figure.update_yaxes(title_text="median step (ms)", range=ranges[1])
     figure.update_layout(showlegend=False)
     for card in sorted({run.card for run in shown if run.card and run.card / MB < ranges[0][1]}):
-        card_line(figure, card, any(run.card_emulated for run in shown))
+        mark_level(figure, card / MB, card_words(card, any(run.card_emulated for run in shown)))
     for run, (across, down) in zip(drawn, placed(drawn, ranges, _lines(figure, ranges))):
-        _label(figure, run, across, down, run in best)
-    return titled(figure, _finding(drawn, best), _conditions(shown, drawn), _alt(drawn, best), height=560, top=112)
+        text = _words(run).replace(run.label, f"<b>{run.label}</b>", 1) if run in best else _words(run)
+        at = dict(x=run.known_peak / MB, y=run.known_step * 1e3, xshift=across, yshift=down)
+        figure.add_annotation(text=text, showarrow=False, font=dict(size=14), **at)
+    return titled(figure, _finding(drawn, best), _conditions(shown, drawn), _alt(drawn, best), _HEIGHT + 68)
 
 
 def front(runs: Sequence[RunView]) -> list[RunView]:
@@ -65,15 +68,11 @@ def _ranges(drawn: list[RunView]) -> Ranges:
     return [0, 1.3 * max(run.known_peak for run in drawn) / MB], [0, 1.3e3 * max(run.known_step for run in drawn)]
 
 
-def _front_line(best: list[RunView], ranges: Ranges) -> list[go.Scatter]:
+def _front_line(best: list[RunView], ranges: Ranges) -> go.Scatter:
     """The front as a staircase: left of it and below it there is nothing to choose."""
     xs, ys = [run.known_peak / MB for run in best], [run.known_step * 1e3 for run in best]
-    return [
-        go.Scatter(
-            x=[xs[0], *xs, ranges[0][1]], y=[ranges[1][1], *ys, ys[-1]], mode="lines", name="Pareto front",
-            line=dict(color="#808488", width=2, dash="dot", shape="hv"), hoverinfo="skip",
-        )
-    ]  # fmt: skip
+    stairs = [xs[0], *xs, ranges[0][1]], [ranges[1][1], *ys, ys[-1]]
+    return line("Pareto front", "#808488", *stairs, 2, "dot", line_shape="hv", hoverinfo="skip")
 
 
 def diameter(run: RunView, drawn: Sequence[RunView]) -> float:
@@ -88,15 +87,18 @@ def _bubble(run: RunView, drawn: list[RunView]) -> go.Scatter:
     """One run; hollow where its exposed time was not measured."""
     colour = strategy_colour(run.strategy, run.engine)
     known = run.exposed_s is not None
-    return go.Scatter(
-        x=[run.known_peak / MB], y=[run.known_step * 1e3], mode="markers", name=run.label,
-        marker=dict(
-            size=diameter(run, drawn), opacity=0.85, color=colour if known else "rgba(128,132,136,0.15)",
-            symbol="circle",
-            line=dict(color=EDGE if known else colour, width=1 if known else 3),
-        ),
+    look = dict(color=colour if known else "rgba(128,132,136,0.15)", opacity=0.85, symbol="circle")
+    edge = dict(color=EDGE if known else colour, width=1 if known else 3)
+    return points(
+        run.label, colour, [run.known_peak / MB], [run.known_step * 1e3], diameter(run, drawn),
+        marker=look | dict(line=edge), error_y=whiskers([run], 1e-3),
         hovertemplate=f"{run.label}<br>%{{x:.1f}} MB, %{{y:.1f}} ms<br>{_exposed(run)}<extra></extra>",
     )  # fmt: skip
+
+
+def _pixels(x: float, y: float, ranges: Ranges) -> tuple[float, float]:
+    """Where a point of MB and ms lies on the plot, in pixels from its lower left corner."""
+    return x / ranges[0][1] * plot_width(), y / ranges[1][1] * _HEIGHT
 
 
 def _lines(figure: go.Figure, ranges: Ranges) -> list[Sides]:
@@ -105,69 +107,55 @@ def _lines(figure: go.Figure, ranges: Ranges) -> list[Sides]:
     corners = [point for a, b, c in zip(stairs.x, stairs.y, stairs.x[1:]) for point in ((a, b), (c, b))]
     corners += [(stairs.x[-1], stairs.y[-1])]
     cards = [((shape.x0, 0), (shape.x0, ranges[1][1])) for shape in figure.layout.shapes]
-    pairs = [*zip(corners, corners[1:]), *cards]
-    pixels = [[(x / ranges[0][1] * _WIDTH, y / ranges[1][1] * _HEIGHT) for x, y in pair] for pair in pairs]
-    return [(min(a[0], b[0]) - 1, min(a[1], b[1]) - 1, max(a[0], b[0]) + 1, max(a[1], b[1]) + 1) for a, b in pixels]
+    ends = [[_pixels(*point, ranges) for point in pair] for pair in (*zip(corners, corners[1:]), *cards)]
+    return [(min(a[0], b[0]) - 1, min(a[1], b[1]) - 1, max(a[0], b[0]) + 1, max(a[1], b[1]) + 1) for a, b in ends]
 
 
 def placed(drawn: Sequence[RunView], ranges: Ranges, lines: Sequence[Sides] = ()) -> list[tuple[float, float]]:
-    """Pixels from each bubble's middle to its label's: right, left, above or below, farther until it covers no label,
-    bubble or line.
+    """Pixels from each bubble's middle to its label's: right, left, above or below, farther where it would cover a
+    label, a bubble or a line.
     """
-    spots = [
-        (
-            run.known_peak / MB / ranges[0][1] * _WIDTH,
-            run.known_step * 1e3 / ranges[1][1] * _HEIGHT,
-            diameter(run, drawn) / 2,
-        )
-        for run in drawn
-    ]
-    taken = [*lines, *((x - r, y - r, x + r, y + r) for x, y, r in spots)]
+    middles = [_pixels(run.known_peak / MB, run.known_step * 1e3, ranges) for run in drawn]
+    radii = [diameter(run, drawn) / 2 for run in drawn]
+    taken = [(x - r, y - r, x + r, y + r) for (x, y), r in zip(middles, radii)]
     shifts = []
-    for run, (x, y, radius) in zip(drawn, spots):
-        half = len(_words(run)) * _GLYPH / 2
-        shifts.append(_free_place(x, y, radius, half, taken))
-        taken.append(_box(x + shifts[-1][0], y + shifts[-1][1], half))
+    for run, (x, y), radius in zip(drawn, middles, radii):
+        half = words_width(_words(run), 14) / 2
+        places = {
+            place: cost + 100 * _covered(_box(x, y, half, place), taken) + 3 * _covered(_box(x, y, half, place), lines)
+            for place, cost in _places(radius, half).items() if _is_inside(_box(x, y, half, place))
+        }  # fmt: skip
+        shifts.append(min(places, key=lambda place: places[place], default=(radius + half + 8, 0.0)))
+        taken.append(_box(x, y, half, shifts[-1]))
     return shifts
 
 
-def _free_place(x: float, y: float, radius: float, half: float, taken: list[Sides]) -> tuple[float, float]:
-    """The nearest of the places around a bubble where a label of half width `half` covers nothing and stays on the
-    plot.
-    """
-    tries = []
+def _places(radius: float, half: float) -> dict[tuple[float, float], int]:
+    """Places of a label of half width `half` around a bubble's middle, each with how far away it is."""
+    beside, found = radius + half + 8, {}
     for step in range(12):
-        beside, above = radius + half + 8, radius + 14 + step * _LINE
-        lift = step * _LINE
-        tries += [(beside, lift), (beside, -lift), (-beside, lift), (-beside, -lift), (0, above), (0, -above)]
-    fits = (place for place in tries if _is_free(_box(x + place[0], y + place[1], half), taken))
-    return next(fits, tries[0])
+        lift, above = step * _LINE, radius + 14 + step * _LINE
+        four = ((beside, lift), (beside, -lift), (-beside, lift), (-beside, -lift))
+        found |= dict.fromkeys((*four, (0, above), (0, -above)), step)
+    return found
 
 
-def _box(x: float, y: float, half: float) -> Sides:
+def _box(x: float, y: float, half: float, shift: tuple[float, float]) -> Sides:
+    x, y = x + shift[0], y + shift[1]
     return x - half, y - _LINE / 2, x + half, y + _LINE / 2
 
 
-def _is_free(box: Sides, taken: list[Sides]) -> bool:
-    inside = box[0] >= 0 and box[2] <= _WIDTH and box[1] >= 0 and box[3] <= _HEIGHT
-    return inside and all(box[2] <= a or c <= box[0] or box[3] <= b or d <= box[1] for a, b, c, d in taken)
+def _is_inside(box: Sides) -> bool:
+    return box[0] >= 0 and box[2] <= plot_width() and box[1] >= 0 and box[3] <= _HEIGHT
+
+
+def _covered(box: Sides, taken: Sequence[Sides]) -> int:
+    """How many boxes a label covers."""
+    return sum(not (box[2] <= a or c <= box[0] or box[3] <= b or d <= box[1]) for a, b, c, d in taken)
 
 
 def _words(run: RunView) -> str:
     return f"{run.label} · {_exposed(run)}" if run.exposed_s is not None else run.label
-
-
-def _label(figure: go.Figure, run: RunView, across: float, down: float, best: bool) -> None:
-    text = _words(run).replace(run.label, f"<b>{run.label}</b>", 1) if best else _words(run)
-    figure.add_annotation(
-        x=run.known_peak / MB,
-        y=run.known_step * 1e3,
-        text=text,
-        showarrow=False,
-        xshift=across,
-        yshift=down,
-        font=dict(size=14),
-    )
 
 
 def _finding(drawn: list[RunView], best: list[RunView]) -> str:
@@ -182,18 +170,16 @@ def _finding(drawn: list[RunView], best: list[RunView]) -> str:
 def _conditions(shown: list[RunView], drawn: list[RunView]) -> str:
     links = emulated_links(shown)
     longest = max((run.exposed_s or 0 for run in drawn), default=0)
-    area = (
-        f"bubble area: exposed time, at most {seconds(longest)}"
-        if longest
-        else "exposed time not measured (--profile 2)"
-    )
+    longest_words = f"bubble area: exposed time, at most {seconds(longest)}"
+    marks = [longest_words if longest else "exposed time not measured (--profile 2)"]
+    marks += ["whiskers: quartiles of the step time"] if whiskers(drawn) else []
     missing = [
         f"{run.label} {'ran out of memory' if run.over_card else 'has no timed step'}"
         for run in shown
         if run not in drawn
     ]
     linked = f"; the link is emulated ({', '.join(links)})" if links else ""
-    return "; ".join([f"{how_and_where(shown)}{linked}", area, *missing[:2]])
+    return "; ".join([f"{how_and_where(shown)}{linked}", *marks, *missing[:2]])
 
 
 def _alt(drawn: list[RunView], best: list[RunView]) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from fsdplab.common.sizes import size
+from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.plots.memory import MB
 from fsdplab.figures.predicted import verdict
-from fsdplab.figures.style import CATEGORY_COLOURS, EDGE, titled
+from fsdplab.figures.style import CATEGORY_COLOURS, titled
 from fsdplab.figures.view import CATEGORY_NAMES, Runs, RunView, how_and_where, views
 from fsdplab.records import CATEGORIES
 
@@ -23,44 +24,26 @@ def predicted_memory(runs: Runs) -> go.Figure:
         raise ValueError(
             "no run has both a measured and a predicted peak; memory is predicted for the lab's engine on CPU ranks"
         )
-    names = [name for name in CATEGORIES if any(run.split.get(name) or run.predicted_split.get(name) for run in shown)]
-    figure = go.Figure([_segment(shown, name) for name in names])
-    figure.update_layout(barmode="stack", xaxis_title="peak memory of the worst rank (MB)", bargap=0.18)
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    figure.update_xaxes(range=[0, 1.25 * max(max(run.known_peak, run.predicted_peak or 0) for run in shown) / MB])
-    for run in shown:
-        _labels(figure, run)
+    ends = {row: words for run in shown for row, words in _rows(run).items()}
+    splits = [split for run in shown for split in (run.split, run.predicted_split)]  # a run's two together
+    names = [name for name in CATEGORIES if any(split.get(name) for split in splits)]
+    parts = [
+        Part(CATEGORY_NAMES[name], CATEGORY_COLOURS[name], [split.get(name, 0) / MB for split in splits])
+        for name in names
+    ]
+    figure = stacked_bars(ends, parts, "peak memory of the worst rank (MB)")
+    figure.update_traces(marker_opacity=[1.0, _PALE] * len(shown)).update_layout(bargap=0.18)
     what = f"{how_and_where(shown)}; predicted by playing the engine's allocations, before the run"
-    return titled(figure, verdict(shown), what, _alt(shown), height=240 + 76 * len(shown))
+    return titled(figure, verdict(shown), what, _alt(shown), 80 + 76 * len(shown))
 
 
-def _row(run: RunView) -> str:
-    return f"{run.label}, predicted"
-
-
-def _segment(shown: list[RunView], name: str) -> go.Bar:
-    """One category's segment in every bar."""
-    label = CATEGORY_NAMES[name]
-    rows = [(run.label, run.split.get(name, 0), 1.0) for run in shown]
-    rows += [(_row(run), run.predicted_split.get(name, 0), _PALE) for run in shown]
-    rows = [rows[index + half] for index in range(len(shown)) for half in (0, len(shown))]  # a run's two together
-    return go.Bar(
-        name=label,
-        orientation="h",
-        y=[row[0] for row in rows],
-        x=[row[1] / MB for row in rows],
-        marker=dict(color=CATEGORY_COLOURS[name], opacity=[row[2] for row in rows], line=dict(color=EDGE, width=1)),
-        hovertemplate="%{y}<br>" + label + ": %{x:.1f} MB<extra></extra>",
-    )
-
-
-def _labels(figure: go.Figure, run: RunView) -> None:
+def _rows(run: RunView) -> dict[str, str]:
+    """The names of a run's two bars, and the words at their ends."""
     predicted = run.predicted_peak or 0
-    for row, nbytes, text in (
-        (run.label, run.known_peak, f"<b>{size(run.peak)}</b>"),
-        (_row(run), predicted, f"{size(predicted)}, {predicted / run.known_peak:.2f} of it"),
-    ):
-        figure.add_annotation(x=nbytes / MB, y=row, text=text, showarrow=False, xanchor="left", xshift=6)
+    return {
+        run.label: f"<b>{size(run.peak)}</b>",
+        f"{run.label}, predicted": f"{size(predicted)}, {predicted / run.known_peak:.2f} of it",
+    }
 
 
 def _alt(shown: list[RunView]) -> str:

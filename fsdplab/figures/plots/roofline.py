@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from fsdplab.common.sizes import three_digits
+from fsdplab.figures.lines import line, points
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import conditions
-from fsdplab.figures.style import ALARM, COLLECTIVE_COLOURS, EDGE, GRID, titled
+from fsdplab.figures.style import ALARM, COLLECTIVE_COLOURS, GRID, titled
 from fsdplab.figures.view import RunView, views
 from fsdplab.planning.overlap import PHASES, Overlap, OverlapPoint, overlap_of, overlap_point
 from fsdplab.planning.plan_spec import PlanSpec
@@ -33,20 +34,23 @@ def overlap_roofline(
         raise ValueError(f"a roofline draws 1 to {_MOST_LINES} plans, got {len(plans)}; leave some out, or add one")
     records = [measured] if isinstance(measured, RunRecord) else list(measured)
     found = {name: overlap_of(spec) for name, spec in plans.items()}
-    points = [(view, overlap_point(record)) for view, record in zip(views(records), records)] if records else []
-    low, high = _range(list(found.values()), [point.tokens for _, point in points])
+    runs = [(view, overlap_point(record)) for view, record in zip(views(records), records)] if records else []
+    low, high = _range(list(found.values()), [point.tokens for _, point in runs])
     figure = go.Figure()
     for name, each in found.items():
         for label, phase, colour in _lines(name, each, list(found)):
-            named = f"{label}: hidden from {three_digits(each.crossover(phase))} tokens on"
-            _add_line(figure, named, colour, each.ratio(phase, low), low, high)
-            _add_crossover(figure, each.crossover(phase), colour)
-    for view, point in points:
-        _add_point(figure, view, point, low, high)
+            tokens = each.crossover(phase)
+            named = f"{label}: hidden from {three_digits(tokens)} tokens on"
+            figure.add_trace(_falling(named, colour, each.ratio(phase, low), low, high))
+            hover = f"{three_digits(tokens)} tokens<extra></extra>"
+            crossover = points("", colour, [tokens], [1.0], hovertemplate=hover, showlegend=False)
+            figure.add_trace(crossover.update(marker_symbol="diamond"))
+    for view, point in runs:
+        figure.add_traces(_of_a_run(view, point, low, high))
     _axes(figure, low, high)
     title = _finding(plans, found)
     alt = f"Lines of communication over compute against tokens, falling to the right. {title}."
-    return titled(figure, title, _conditions(plans, records), alt, height=540, top=150)
+    return titled(figure, title, _conditions(plans, records), alt, 390)
 
 
 def _lines(name: str, overlap: Overlap, names: Sequence[str]) -> list[tuple[str, str, str]]:
@@ -64,60 +68,30 @@ def _range(found: Sequence[Overlap], points: Sequence[int]) -> tuple[float, floa
     return max(1.0, min(tokens) / 10), 10 * max(tokens)
 
 
-def _add_line(
-    figure: go.Figure, label: str, colour: str, at_low: float, low: float, high: float, dash: str = "solid"
-) -> None:
-    """From the ratio at the fewest tokens with the slope of -1."""
-    first, last = math.log10(low), math.log10(high)
-    ratio = math.log10(at_low)
-    figure.add_trace(
-        go.Scatter(
-            x=[first, last], y=[ratio, ratio - (last - first)], mode="lines", name=label,
-            line=dict(color=colour, width=3, dash=dash),
-        )
-    )  # fmt: skip
+def _falling(name: str, colour: str, at_low: float, low: float, high: float, dash: str = "solid") -> go.Scatter:
+    """From the ratio at the fewest tokens: twice the tokens, half the ratio."""
+    return line(name, colour, [low, high], [at_low, at_low * low / high], dash=dash)
 
 
-def _add_crossover(figure: go.Figure, tokens: float, colour: str) -> None:
-    figure.add_trace(
-        go.Scatter(
-            x=[math.log10(tokens)], y=[0.0], mode="markers", showlegend=False,
-            hovertemplate=f"{three_digits(tokens)} tokens<extra></extra>",
-            marker=dict(symbol="diamond", size=13, color=colour, line=dict(color=EDGE, width=1)),
-        )
-    )  # fmt: skip
-
-
-def _add_point(figure: go.Figure, view: RunView, point: OverlapPoint, low: float, high: float) -> None:
+def _of_a_run(view: RunView, point: OverlapPoint, low: float, high: float) -> list[go.Scatter]:
     """The run's own point, and the line through what its link's formula predicts at its tokens."""
-    how = "simulated" if view.simulated else "measured"
-    if point.predicted:
-        at_low = point.predicted * point.tokens / low
-        _add_line(figure, f"{view.label}: {point.source}", ALARM, at_low, low, high, "dot")
-    figure.add_trace(
-        go.Scatter(
-            x=[math.log10(point.tokens)], y=[math.log10(point.measured)], mode="markers", name=f"{view.label}, {how}",
-            marker=dict(size=13, color=ALARM, line=dict(color=EDGE, width=1)),
-            hovertemplate=f"{view.label}<br>{point.tokens:,} tokens, {point.measured:.3f}<extra></extra>",
-        )
-    )  # fmt: skip
+    hover = f"{view.label}<br>{point.tokens:,} tokens, {point.measured:.3f}<extra></extra>"
+    name = f"{view.label}, {'simulated' if view.simulated else 'measured'}"
+    own = points(name, ALARM, [point.tokens], [point.measured], hovertemplate=hover)
+    if not point.predicted:
+        return [own]
+    at_low = point.predicted * point.tokens / low
+    return [_falling(f"{view.label}: {point.source}", ALARM, at_low, low, high, "dot"), own]
 
 
 def _axes(figure: go.Figure, low: float, high: float) -> None:
-    """Logarithms on linear axes, with labels of round values; what is below the line of 1 is hidden."""
-    across = [power for power in range(12) if math.log10(low) <= power <= math.log10(high)]
-    figure.update_xaxes(
-        range=[math.log10(low), math.log10(high)], tickvals=across, ticktext=[f"{10**power:,}" for power in across],
-        title_text="tokens of a rank's micro-batch",
-    )  # fmt: skip
-    drawn = [value for trace in figure.data for value in trace.y] + [0.0]
-    bottom, top = min(drawn) - 0.2, max(drawn) + 0.2
-    up = list(range(math.ceil(bottom), int(top) + 1))
-    figure.update_yaxes(
-        range=[bottom, top], tickvals=up, ticktext=[f"{10.0**power:g}" for power in up],
-        title_text="communication / compute of a block",
-    )  # fmt: skip
-    figure.add_shape(type="line", x0=0, x1=1, xref="paper", y0=0, y1=0, line=dict(color=GRID, width=3))
+    """Both axes in powers of ten; what is below the line of 1 is hidden."""
+    drawn = [value for trace in figure.data for value in trace.y] + [1.0]
+    ends = [math.log10(min(drawn)) - 0.2, math.log10(max(drawn)) + 0.2]
+    across = [math.log10(low), math.log10(high)]
+    figure.update_xaxes(type="log", dtick=1, tickformat=",", range=across, title_text="tokens of a rank's micro-batch")
+    figure.update_yaxes(type="log", dtick=1, range=ends, title_text="communication / compute of a block")
+    figure.add_hline(1.0, line=dict(color=GRID, width=3))
     for text, anchor in (("exposed", "bottom"), ("hidden", "top")):
         figure.add_annotation(
             x=0.01, xref="paper", y=0, text=text, showarrow=False, xanchor="left", yanchor=anchor, font=dict(size=14)

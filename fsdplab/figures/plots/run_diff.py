@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
 from fsdplab.common.sizes import three_digits
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.plots.exposed import few_words, foremost
@@ -24,6 +28,7 @@ from fsdplab.records import RunRecord
 
 MB = 1e6
 UnitPhase = tuple[str, str]
+Amounts = Mapping[UnitPhase, float]
 _ROOM_FOR_NUMBERS = 24  # units above which numbers no longer fit
 PANELS = {
     "communication_ns": "communication (ms a step)",
@@ -40,20 +45,17 @@ def difference(a: RunRecord, b: RunRecord) -> go.Figure:
     there; 2.0 ms in a and 0.5 ms in b is -1.5.
     """
     runs = (a, b)
-    times = [spent(run) for run in runs]
-    held = [gathered_memory(run) for run in runs]
-    panels = [name for name in PANELS if name != "gathered" or all(held)]
-    changes = {name: _changes(name, times, held) for name in panels}
-    found = {unit for spends in times for unit, _ in spends}
-    units = unit_order(
-        a,
-        foremost(
-            {unit: sum(abs(value) for key, value in changes["exposed_ns"].items() if key[0] == unit) for unit in found}
-        ),
-    )
+    before, after = map(amounts, runs)
+    panels = [name for name in PANELS if before[name] and after[name]]
+    changes = {name: _change(before[name], after[name]) for name in panels}
+    found = {unit for unit, _ in changes["exposed_ns"]}
+    weights = dict.fromkeys(found, 0.0)
+    for (unit, _), change in changes["exposed_ns"].items():
+        weights[unit] += abs(change)
+    units = unit_order(a, foremost(weights))
     figure = go.Figure([bar for place, name in enumerate(panels) for bar in _bars(changes[name], units, place, name)])
     for place, name in enumerate(panels):
-        _axis(figure, place, len(panels), PANELS[name], changes[name])
+        figure.update_layout({f"xaxis{place + 1}": _axis(place, len(panels), PANELS[name], changes[name])})
     figure.update_layout(barmode="group", bargap=0.25, bargroupgap=0.05)
     figure.update_yaxes(
         autorange="reversed", type="category", showgrid=False, categoryorder="array", categoryarray=units
@@ -62,7 +64,7 @@ def difference(a: RunRecord, b: RunRecord) -> go.Figure:
     title, alt = _finding(first, second, changes)
     title = title if first in [view.label for view in views(runs)] else f"{label(a).split(',')[0]}: {title}"
     where = f"{conditions(runs, few_words(units, found))}; bars: {second} minus {first}"
-    return titled(figure, title, where, alt, height=230 + max(18, min(58, 1200 // len(units))) * len(units), top=122)
+    return titled(figure, title, where, alt, 108 + max(18, min(58, 1200 // len(units))) * len(units))
 
 
 def names_of(a: RunRecord, b: RunRecord) -> tuple[str, str]:
@@ -72,17 +74,22 @@ def names_of(a: RunRecord, b: RunRecord) -> tuple[str, str]:
     return (first.note, second.note) if namesakes else (first.label, second.label)
 
 
-def spent(record: RunRecord) -> dict[UnitPhase, dict[str, float]]:
-    """Communication and exposed ns a step of each (unit, phase), on the rank exposed longest, mean over its profiled
-    steps.
+def amounts(record: RunRecord) -> dict[str, Amounts]:
+    """What each panel shows of one run, by (unit, phase): communication and exposed ms a step on the rank exposed
+    longest, mean over its profiled steps, and MB of gathered memory.
     """
-    sums: dict[UnitPhase, dict[str, float]] = {}
     nameless = unnamed(record)
+    communication, exposed = defaultdict[UnitPhase, float](float), defaultdict[UnitPhase, float](float)
     for cell in worst_cells(record)[2]:
-        held = sums.setdefault((cell.unit or nameless, cell.phase), {"communication_ns": 0.0, "exposed_ns": 0.0})
-        held["communication_ns"] += cell.communication_ns
-        held["exposed_ns"] += cell.exposed_ns
-    return sums
+        key = cell.unit or nameless, cell.phase
+        communication[key] += cell.communication_ns / MS
+        exposed[key] += cell.exposed_ns / MS
+    gathered = {key: nbytes / MB for key, nbytes in gathered_memory(record).items()}
+    return {"communication_ns": communication, "exposed_ns": exposed, "gathered": gathered}
+
+
+def _change(before: Amounts, after: Amounts) -> Amounts:
+    return {key: after.get(key, 0.0) - before.get(key, 0.0) for key in {**before, **after}}
 
 
 def gathered_memory(record: RunRecord) -> dict[UnitPhase, float]:
@@ -114,19 +121,7 @@ def _stays(found: list[Row]) -> list[tuple[str, int]]:
     return stays
 
 
-def _changes(
-    name: str, times: list[dict[UnitPhase, dict[str, float]]], held: list[dict[UnitPhase, float]]
-) -> dict[UnitPhase, float]:
-    """b minus a in ms or MB, by (unit, phase)."""
-    if name == "gathered":
-        return {key: (held[1].get(key, 0) - held[0].get(key, 0)) / MB for key in held[0] | held[1]}
-    nothing = {name: 0.0}
-    return {
-        key: (times[1].get(key, nothing)[name] - times[0].get(key, nothing)[name]) / MS for key in times[0] | times[1]
-    }
-
-
-def _bars(changes: dict[UnitPhase, float], units: list[str], place: int, name: str) -> list[go.Bar]:
+def _bars(changes: Amounts, units: list[str], place: int, name: str) -> list[go.Bar]:
     """One panel's bars, a colour a phase."""
     suffix = str(place + 1) if place else ""
     phases = [phase for phase in PHASE_COLOURS if any(key[1] == phase for key in changes)]
@@ -149,29 +144,31 @@ def _signed(value: float) -> str:
     return "" if abs(value) < 0.005 else f"{'+' if value > 0 else '-'}{three_digits(abs(value))}"
 
 
-def _axis(figure: go.Figure, place: int, panels: int, title: str, changes: dict[UnitPhase, float]) -> None:
+def _axis(place: int, panels: int, title: str, changes: Amounts) -> dict[str, Any]:
     """A panel's axis: its third or half of the width, with space for the numbers at the bars' ends."""
     low, high = min(0, *changes.values(), 0), max(0, *changes.values(), 0)
     margin = 0.22 * (high - low) or 1
-    layout = {"xaxis" + (str(place + 1) if place else ""): dict(
+    return dict(
         domain=[place / panels + 0.03 * (place > 0), (place + 1) / panels], anchor="y", title_text=title,
-        title_font_size=15,
+        title_font_size=15, zeroline=True, zerolinewidth=2, zerolinecolor="#808488",
         range=[low - margin * (low < 0 or not high), high + margin * (high > 0 or not low)],
-        zeroline=True, zerolinewidth=2,
-        zerolinecolor="#808488",
-    )}  # fmt: skip
-    figure.update_layout(layout)
+    )  # fmt: skip
 
 
-def _finding(first: str, second: str, changes: dict[str, dict[UnitPhase, float]]) -> tuple[str, str]:
-    """(title, alternative text): the change of exposed time in all, and the largest of one unit in one phase."""
+def _finding(first: str, second: str, changes: Mapping[str, Amounts]) -> tuple[str, str]:
+    """(title, alternative text): the change of exposed time in all, and the unit that changed most in this direction.
+
+    Of +21, -40 and -20 ms the sum is -39 and the unit that of -40: one that rose cannot be where the time fell.
+    """
     exposed = changes["exposed_ns"]
     total = sum(exposed.values())
-    unit, phase = max(exposed, key=lambda key: abs(exposed[key]))
-    if abs(total) < 0.005 and abs(exposed[unit, phase]) < 0.005:
-        title = f"{second} and {first} are exposed alike"
+    along = max(exposed, key=lambda key: exposed[key] if total > 0 else -exposed[key])
+    most = f"{along[0]} {along[1]} ({_signed(exposed[along])} ms)"
+    if abs(total) >= 0.005:
+        more = "less" if total < 0 else "more"
+        title = f"{second} is exposed {duration(abs(total) * MS)} a step {more} than {first}, most in {most}"
     else:
-        title = f"{second} is exposed {duration(abs(total) * MS)} a step {'less' if total < 0 else 'more'} than {first}"
-        title += f", most in {unit} {phase} ({_signed(exposed[unit, phase])} ms)"
+        title = f"{second} and {first} are exposed alike"
+        title += f" in all, not in every unit: {most}" if abs(exposed[along]) >= 0.005 else ""
     sums = "; ".join(f"{PANELS[name]} {_signed(sum(values.values())) or '0'}" for name, values in changes.items())
     return title, f"Bars of the difference by unit and phase. {title}. In all: {sums}."

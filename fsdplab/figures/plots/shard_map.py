@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.common.words import plural
+from fsdplab.figures.lanes import CLOCK, Span, lane
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import MS, Row, conditions, group, label, rows_of, unit_order
-from fsdplab.figures.style import CATEGORY_COLOURS, EDGE, GRID, titled
+from fsdplab.figures.style import CATEGORY_COLOURS, GRID, titled
 from fsdplab.records import RunRecord
 
-STATES = ("sharded", "unsharding", "unsharded")
-SLICE_COLOURS = {
-    "own slice": CATEGORY_COLOURS["parameter_slices"],
-    "gathered from the other ranks": CATEGORY_COLOURS["gathered_parameters"],
-    "on its way": "#ccd2d9",
-}
+# the filling of a unit's cell by its state
+STATE_COLOURS = {
+    "sharded": "rgba(0,0,0,0)", "unsharding": "#ccd2d9", "unsharded": CATEGORY_COLOURS["gathered_parameters"]
+}  # fmt: skip
+_FILLINGS = {"on its way": "unsharding", "gathered from the other ranks": "unsharded"}
+_OUTLINE = "#808488"
 _ENTERED_BY = {"sharded": "reshard", "unsharding": "start_unshard", "unsharded": "finish_unshard"}  # methods of Unit
 _ROOM_FOR_NAMES = 20  # units above which their names no longer fit under the cells
 _MOST_CELLS = 1_500  # above it only the first ranks are drawn
@@ -83,8 +84,13 @@ def hover_text(rank: int, unit: str, state: str) -> str:
     """A unit's state on a rank, and the engine's method that set it: "rank 0, blocks.3: unsharding (start_unshard,
     unit.py line 148)".
     """
+    return f"rank {rank}, {unit}: {state_words(state)}"
+
+
+def state_words(state: str) -> str:
+    """A state and the engine's method that set it: `unsharding (start_unshard, unit.py line 148)`."""
     method = _ENTERED_BY[state]
-    return f"rank {rank}, {unit}: {state} ({method}, unit.py line {_lines_of_unit()[method]})"
+    return f"{state} ({method}, unit.py line {_lines_of_unit()[method]})"
 
 
 @cache
@@ -118,81 +124,58 @@ def slice_map(record: RunRecord, at_ns: float) -> go.Figure:
             f"at_ns is {at_ns:.0f}; expected 0 to {life.length}, ns since step {life.step} began; choose an instant of"
             " the step"
         )
-    figure = go.Figure(cells(life, at_ns))
-    figure.update_layout(barmode="overlay", bargap=0)
-    figure.update_xaxes(**unit_axis(life))
-    figure.update_yaxes(**rank_axis(life))
     title, alt = finding(record, life, at_ns)
     where = conditions(record, f"step {life.step}, {at_ns / MS:.2f} ms after it began")
     few = f"; the first {plural(len(life.shown), 'rank')}" if life.shown != life.ranks else ""
-    height = 190 + min(56, 700 // len(life.shown)) * len(life.shown)
-    return titled(
-        figure, title, f"{where}; cell: one unit, 1/{len(life.ranks)} of it a rank{few}", alt, height, top=122
-    )
+    where = f"{where}; cell: one unit, 1/{len(life.ranks)} of it a rank{few}"
+    return titled(cells_figure(life, at_ns), title, where, alt, map_height(life) + 60)
 
 
-def cells(life: UnitStates, at_ns: float, xaxis: str = "x", yaxis: str = "y") -> list[go.Bar]:
-    """The cells' fillings as bars: own slices, gathered slices, slices on their way. A unit is 0.9 wide."""
-    state = {key: name for key, name in life.at(at_ns).items() if key[0] in life.shown}
-    filled = {"own slice": list(state), "gathered from the other ranks": [], "on its way": []}
-    filled["gathered from the other ranks"] = [key for key in state if state[key] == "unsharded"]
-    filled["on its way"] = [key for key in state if state[key] == "unsharding"]
-    names = ["on its way", "gathered from the other ranks", "own slice"]  # own slices last: they lie on top
-    return [*_outline(life, xaxis, yaxis), *(_filling(life, state, name, filled[name], xaxis, yaxis) for name in names)]
+def cells_figure(life: UnitStates, at_ns: float) -> go.Figure:
+    """The cells at an instant with their axes, without a title; the first trace holds a cell for each rank and unit."""
+    figure = go.Figure(cells(life, at_ns)).update_layout(barmode="overlay", bargap=0)
+    return figure.update_xaxes(unit_axis(life)).update_yaxes(rank_axis(life))
 
 
-def _outline(life: UnitStates, xaxis: str, yaxis: str) -> list[go.Bar]:
-    """The empty cells, so that missing slices can be seen."""
-    places = [(life.units.index(unit) - 0.45, rank) for rank in life.shown for unit in life.units]
-    return [
-        go.Bar(
-            orientation="h", base=[left for left, _ in places], x=[0.9] * len(places),
-            y=[life.ranks.index(rank) for _, rank in places], width=0.72,
-            marker=dict(color="rgba(0,0,0,0)", line=dict(color=EDGE, width=1)), showlegend=False, hoverinfo="skip",
-            xaxis=xaxis, yaxis=yaxis,
-        )
-    ]  # fmt: skip
+def map_height(life: UnitStates, row: int = 56) -> int:
+    """Pixels of the map's rows, each at most `row` high."""
+    return min(row, 700 // len(life.shown)) * len(life.shown)
 
 
-def _filling(
-    life: UnitStates, state: dict[tuple[int, str], str], name: str, keys: list[tuple[int, str]], xaxis: str, yaxis: str
-) -> go.Bar:
-    share = 0.9 / len(life.ranks)
-    own = name == "own slice"
-    return go.Bar(
-        name=name, orientation="h", width=0.72, xaxis=xaxis, yaxis=yaxis,
-        base=[life.units.index(unit) - 0.45 + (share * life.ranks.index(rank) if own else 0) for rank, unit in keys],
-        x=[share if own else 0.9 for _ in keys], y=[life.ranks.index(rank) for rank, _ in keys],
-        marker=dict(color=SLICE_COLOURS[name], line=dict(color=EDGE, width=1)),
-        hovertext=[hover_text(rank, unit, state[rank, unit]) for rank, unit in keys],
-        hovertemplate="%{hovertext}<extra></extra>",
-    )  # fmt: skip
+def cells(life: UnitStates, at_ns: float, **axes: str) -> list[go.Bar]:
+    """Every unit's cell on every rank, filled by its state, with the rank's own slice over it. A unit is 0.9 wide."""
+    state, share = life.at(at_ns), 0.9 / len(life.ranks)
+    keys = [(rank, unit) for rank in life.shown for unit in life.units]
+    left = {unit: place - 0.45 for place, unit in enumerate(life.units)}
+    row = {rank: place for place, rank in enumerate(life.ranks)}
+    words = {(rank, unit): hover_text(rank, unit, state[rank, unit]) for rank, unit in keys}
+    wholes = [Span(row[rank], left[unit], 0.9, hover=words[rank, unit]) for rank, unit in keys]
+    owns = [Span(row[rank], left[unit] + share * row[rank], share, hover=words[rank, unit]) for rank, unit in keys]
+    look: dict[str, Any] = dict(height=0.72, marker_line_color=_OUTLINE, **axes)
+    whole = lane("unit", "#ffffff", wholes, showlegend=False, **look)
+    legend = [lane(name, STATE_COLOURS[of], [Span(-9, 0, 0)], **look) for name, of in _FILLINGS.items()]
+    own = lane("own slice", CATEGORY_COLOURS["parameter_slices"], owns, **look)
+    return [whole.update(marker_color=[STATE_COLOURS[state[key]] for key in keys]), *legend, own]
 
 
 def unit_axis(life: UnitStates) -> dict[str, Any]:
     """The axis of the cells' columns."""
     every = -(-len(life.units) // _ROOM_FOR_NAMES)
-    shown = [(index, unit) for index, unit in enumerate(life.units) if not index % every]
-    return dict(
-        range=[-0.55, len(life.units) - 0.45], tickmode="array", tickvals=[index for index, _ in shown],
-        ticktext=[name for _, name in shown],
-        showgrid=False, zeroline=False, linecolor=GRID,
-    )  # fmt: skip
+    places = list(range(0, len(life.units), every))
+    ticks = dict(tickmode="array", tickvals=places, ticktext=[life.units[place] for place in places], linecolor=GRID)
+    return CLOCK | dict(range=[-0.55, len(life.units) - 0.45], **ticks)
 
 
 def rank_axis(life: UnitStates) -> dict[str, Any]:
     """The axis of the cells' rows, the first rank on top."""
-    return dict(
-        range=[len(life.shown) - 0.45, -0.55], tickmode="array", tickvals=list(range(len(life.shown))),
-        ticktext=[f"rank {rank}" for rank in life.shown], showgrid=False, zeroline=False,
-    )  # fmt: skip
+    ticks = dict(tickmode="array", tickvals=list(range(len(life.shown))), ticktext=[f"rank {n}" for n in life.shown])
+    return CLOCK | dict(range=[len(life.shown) - 0.45, -0.55], **ticks)
 
 
 def finding(record: RunRecord, life: UnitStates, at_ns: float) -> tuple[str, str]:
     """(title, alternative text): which units are whole at the instant, on the first rank."""
     state, rank = life.at(at_ns), life.ranks[0]
-    there = {name: [unit for unit in life.units if state[rank, unit] == name] for name in STATES}
-    whole, coming = there["unsharded"], there["unsharding"]
+    whole, coming = ([unit for unit in life.units if state[rank, unit] == name] for name in ("unsharded", "unsharding"))
     title = f"{label(record)}: {len(whole)} of {plural(len(life.units), 'unit')} whole on rank {rank}" + (
         f" ({_few(whole)})" if whole else ""
     )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from fsdplab.common.sizes import seconds, three_digits
+from fsdplab.figures.bars import Part, stacked_bars, whiskers
 from fsdplab.figures.fastest import step_words
+from fsdplab.figures.lines import points
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import ALARM, EDGE, strategy_colour, titled
+from fsdplab.figures.style import DARK_INK, STRATEGY_COLOURS, strategy_colour, titled
 from fsdplab.figures.view import Runs, RunView, emulated_links, how_and_where, ranks_and_device, views
 
 
 def step_time(runs: Runs) -> go.Figure:
-    """Bars of the median step, a tick at the fastest one; runs that ran out of memory say so.
+    """Bars of the median step with the quartiles as whiskers, and a tick at the fastest step; runs that ran out of
+    memory say so.
 
     `runs`: records, or a comparison dict. Example: `step_time(compare(specs))`.
     """
@@ -18,51 +21,30 @@ def step_time(runs: Runs) -> go.Figure:
     timed = [run for run in shown if run.step_median]
     if not timed:
         raise ValueError("no run has a timed step to draw: every run ended before its first timed step")
-    figure = go.Figure([_bars(shown), _fastest(timed)])
-    figure.update_layout(showlegend=False, xaxis_title="seconds per step (bar: median, tick: fastest)")
-    figure.update_yaxes(
-        autorange="reversed",
-        type="category",
-        showgrid=False,
-        categoryorder="array",
-        categoryarray=[run.label for run in shown],
-    )
-    figure.update_xaxes(range=[0, 1.45 * max(run.known_step for run in timed)])
-    for run in shown:
-        _label(figure, run)
-    return titled(figure, _finding(timed), _conditions(shown), _alt(shown), height=190 + 52 * len(shown), top=100)
-
-
-def _bars(shown: list[RunView]) -> go.Bar:
-    return go.Bar(
-        name="median step",
-        orientation="h",
-        y=[run.label for run in shown],
-        x=[run.step_median or 0 for run in shown],
-        marker=dict(color=[strategy_colour(run.strategy, run.engine) for run in shown], line=dict(color=EDGE, width=1)),
-        customdata=[run.tokens_per_s for run in shown],
-        hovertemplate="%{y}<br>median %{x:.3f} s<br>%{customdata:,.0f} tokens/s<extra></extra>",
-    )
+    spread = whiskers(shown)
+    marks = "bar: median, tick: fastest" + (", whiskers: quartiles" if spread else "")
+    medians = Part("median", STRATEGY_COLOURS["no_shard"], [run.step_median or 0 for run in shown])
+    untimed = [run.label for run in shown if not run.step_median]
+    ends = {run.label: _end(run) for run in shown}
+    hover = "%{x:.3f} s<br>%{customdata:,.0f} tokens/s"
+    figure = stacked_bars(ends, [medians], f"seconds per step ({marks})", hover, alarming=untimed, spread=spread)
+    colours = [strategy_colour(run.strategy, run.engine) for run in shown]
+    figure.update_traces(customdata=[run.tokens_per_s for run in shown], marker_color=colours)
+    figure.add_trace(_fastest(timed)).update_layout(showlegend=False)
+    return titled(figure, _finding(timed), _conditions(shown), _alt(shown), 90 + 52 * len(shown))
 
 
 def _fastest(timed: list[RunView]) -> go.Scatter:
-    return go.Scatter(
-        name="fastest step",
-        mode="markers",
-        y=[run.label for run in timed],
-        x=[run.summary.step_time_s.min for run in timed],
-        marker=dict(symbol="line-ns", size=26, line=dict(color="#14171c", width=3)),
-        hovertemplate="%{y}<br>fastest %{x:.3f} s<extra></extra>",
-    )
+    """A tick at each run's fastest step."""
+    rows, steps = [run.label for run in timed], [run.summary.step_time_s.min or run.known_step for run in timed]
+    tick = dict(symbol="line-ns", line=dict(color=DARK_INK, width=3))
+    hover = "%{y}<br>fastest %{x:.3f} s<extra></extra>"
+    return points("fastest step", DARK_INK, steps, rows, 26, marker=tick, hovertemplate=hover)
 
 
-def _label(figure: go.Figure, run: RunView) -> None:
-    """The number at the bar's end: duration and throughput, or why there is none."""
-    text = f"<b>{seconds(run.step_median)}</b> · {_tokens(run)}" if run.step_median else f"<b>{_why_untimed(run)}</b>"
-    figure.add_annotation(
-        x=run.step_median or 0, y=run.label, text=text, showarrow=False, xanchor="left", xshift=6,
-        font=None if run.step_median else dict(color=ALARM),
-    )  # fmt: skip
+def _end(run: RunView) -> str:
+    """The words at a bar's end: duration and throughput, or why there is none."""
+    return f"<b>{seconds(run.step_median)}</b> · {_tokens(run)}" if run.step_median else f"<b>{_why_untimed(run)}</b>"
 
 
 def _tokens(run: RunView) -> str:

@@ -11,9 +11,10 @@ import statistics
 
 from fsdplab.common.sizes import three_digits
 from fsdplab.common.words import NO_UNIT
+from fsdplab.figures.heat import heat_map
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import MS, Row, breakdown_of, conditions, duration, label, profiled, rows_of, unnamed
-from fsdplab.figures.style import DARK_INK, HEAT, titled
+from fsdplab.figures.style import titled
 from fsdplab.profiling.arrivals import arrivals_of, late_rank_of
 from fsdplab.profiling.findings import WORTH_SAYING
 from fsdplab.profiling.late_rank import Arrivals, Key, LateRank
@@ -48,17 +49,24 @@ def straggler_map(record: RunRecord) -> go.Figure:
         rank: [_latest(values[place : place + every]) for place in range(0, len(values), every)]
         for rank, values in late.items()
     }
-    figure = go.Figure(_heat(drawn, list(columns)[::every], most, numbers=len(columns) <= _ROOM_FOR_NUMBERS))
-    how = f"{every} collectives a column" if every > 1 else how
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    figure.update_xaxes(
-        type="category", showgrid=False, tickangle=-45, title_text="collectives in the order of the step"
+    numbers = len(columns) <= _ROOM_FOR_NUMBERS
+    figure = heat_map(
+        list(columns)[::every],
+        [f"rank {rank}" for rank in ranks],
+        [[value if value is None else round(value, 4) for value in values] for values in drawn.values()],
+        [[_words(value) if numbers else "" for value in values] for values in drawn.values()],
+        "%{y}, %{x}<br>%{z:.3f} ms after the first rank",
+        "" if numbers else "later than the<br>first rank (ms)",
+        most,
     )
+    figure.update_traces(colorbar=dict(lenmode="pixels", len=150, y=1, yanchor="top", nticks=4))
+    how = f"{every} collectives a column" if every > 1 else how
+    figure.update_xaxes(tickangle=-45, title_text="collectives in the order of the step")
     title = _finding(record, late, issued)
     means = ", ".join(f"rank {rank} {duration(statistics.fmean(_known(late[rank])) * MS)}" for rank in ranks)
     alt = f"Heat map of lateness. {title}. Mean lateness: {means}."
-    height = 300 + max(16, min(46, 900 // len(ranks))) * len(ranks)
-    return titled(figure, title, conditions(record, "cells: ms after the first rank", how), alt, height, top=92)
+    height = 208 + max(16, min(46, 900 // len(ranks))) * len(ranks)
+    return titled(figure, title, conditions(record, "cells: ms after the first rank", how), alt, height)
 
 
 def _columns(issued: Arrivals, without_units: bool) -> dict[str, list[Key]]:
@@ -105,23 +113,6 @@ def _latest(values: list[float | None]) -> float | None:
 
 def _words(value: float | None) -> str:
     return "" if value is None else three_digits(value) if value else "first"
-
-
-def _heat(late: Late, columns: list[str], most: float, numbers: bool) -> go.Heatmap:
-    return go.Heatmap(
-        x=columns, y=[f"rank {rank}" for rank in late],
-        z=[[value if value is None else round(value, 4) for value in values] for values in late.values()],
-        text=[[_words(value) for value in values] for values in late.values()],
-        texttemplate="%{text}" if numbers else None, textfont=dict(size=13, color=DARK_INK),
-        hovertemplate="%{y}, %{x}<br>%{z:.3f} ms after the first rank<extra></extra>",
-        xgap=2, ygap=3, zmin=0, zmax=most, colorscale=HEAT,
-        showscale=not numbers,
-        colorbar=dict(
-            title=dict(text="later than the<br>first rank (ms)", font=dict(size=14)), thickness=16,
-            tickfont=dict(size=14), outlinewidth=0,
-            lenmode="pixels", len=150, y=1, yanchor="top", nticks=4,
-        ),
-    )  # fmt: skip
 
 
 def _alike_ms(record: RunRecord) -> float:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdplab.common.words import NO_UNIT, plural
+from fsdplab.figures.lanes import CLOCK, LIMIT, Mark, downsample, mark_lanes, merge_words
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.plots.timeline_bars import LIMIT, Mark, bars, downsample, merge_words
 from fsdplab.figures.profile_data import (
     COLLECTIVES,
     MS,
@@ -23,7 +23,7 @@ from fsdplab.figures.profile_data import (
     slower_words,
     timeline_of,
 )  # fmt: skip
-from fsdplab.figures.style import GRID, LANE_COLOURS, titled
+from fsdplab.figures.style import GRID, LANE_COLOURS, plot_width, titled, words_width
 from fsdplab.profiling.intervals import subtract, union, within
 from fsdplab.records import RunRecord
 
@@ -32,8 +32,6 @@ HEIGHTS = {"exposed": 0.5}
 _GAP = 0.5  # lanes between two ranks
 _LINE = 15  # pixels of a line of text
 _MOST_PHASES = 40
-_PIXELS = 900  # width of the clock on a page of 1280 pixels
-_GLYPH, _NAME_SPACE = (8.0, 28.0)  # pixels of a phase's name: a character, and the sign and space around it
 _BRIEF = 0.002  # part of the compute below which a stretch of another phase is a hook
 _WORDS = {
     "all_gather": "all-gather",
@@ -50,7 +48,11 @@ class Lanes:
     middle: dict[tuple[int, str], float]
     bottom: float
 
-    def ticks(self, height: float) -> dict[str, Any]:
+    def axis(self, height: float) -> dict[str, Any]:
+        """The settings of the lanes' axis, which is `height` pixels high."""
+        return CLOCK | dict(range=[self.bottom + 0.15, -0.15], tickmode="array", **self.ticks(height))
+
+    def ticks(self, height: float) -> dict[str, list[Any]]:
         """The axis's ticks: the lane's name, after the rank's where it is the rank's first; ranks alone where `height`,
         the axis's in pixels, leaves a lane less than a line of text: its colours tell the lanes.
         """
@@ -59,12 +61,12 @@ class Lanes:
             places = [[at for (of, _), at in self.middle.items() if of == rank] for rank in first]
             every = max(1, math.ceil(_LINE * len(first) / height))
             texts = [f"<b>rank {rank}</b>" if index % every == 0 else "" for index, rank in enumerate(first)]
-            return dict(tickmode="array", tickvals=[sum(each) / len(each) for each in places], ticktext=texts)
+            return dict(tickvals=[sum(each) / len(each) for each in places], ticktext=texts)
         texts = [
             (f"<b>rank {rank}</b>  " if first[rank] == lane else "") + _WORDS.get(lane, lane)
             for rank, lane in self.middle
         ]
-        return dict(tickmode="array", tickvals=list(self.middle.values()), ticktext=texts)
+        return dict(tickvals=list(self.middle.values()), ticktext=texts)
 
 
 def lanes_of(rows: list[Row]) -> Lanes:
@@ -91,19 +93,17 @@ def rank_timeline(record: RunRecord, step: int | None = None, limit: int = LIMIT
     lanes = lanes_of(rows)
     marks, found, window = step_marks(rows, lanes, origin, limit)
     end = max(row["end_ns"] for row in rows) / MS - origin / MS
-    figure = go.Figure(bars(marks, LANE_COLOURS, HEIGHTS, end))
-    figure.update_layout(
-        barmode="overlay", xaxis_title="time since the step began (ms)", uniformtext=dict(minsize=12, mode="hide")
-    )
+    figure = go.Figure(mark_lanes(marks, LANE_COLOURS, HEIGHTS, end))
+    figure.update_layout(barmode="overlay", xaxis_title="time since the step began (ms)")
     figure.update_xaxes(range=[0, 1.005 * end])
     height = round(min(34.0, max(9.0, 1500 / lanes.bottom)) * lanes.bottom)
-    figure.update_yaxes(range=[lanes.bottom + 0.15, -0.15], showgrid=False, zeroline=False, **lanes.ticks(height))
+    figure.update_yaxes(lanes.axis(height))
     phase_lines(figure, phases(rows, origin), end)
     title, words = _finding(record, rows)
     ends = merge_words(found, len(marks), window)
     alt = f"Timeline of {plural(len(_ranks(rows)), 'rank')} through step {step}. {words}"
     where = conditions(record, _drawn_words(record, step), slower_words(record), ends)
-    return titled(figure, title, where, alt, 200 + height, top=138)
+    return titled(figure, title, where, alt, 62 + height)
 
 
 def step_start(rows: list[Row]) -> int:
@@ -202,28 +202,20 @@ def phase_lines(figure: go.Figure, found: Sequence[tuple[float, str]], end: floa
     ends = [*(begin for begin, _ in found[1:]), end]
     longest = sorted(range(len(found)), key=lambda index: found[index][0] - ends[index])[:_MOST_PHASES]
     taken: list[tuple[float, float]] = []
-    for index in longest:
-        begin, name = found[index]
-        late = begin > 0.9 * end
-        width = _NAME_SPACE + _GLYPH * len(name)
-        left = begin / end * _PIXELS - (width - 22 if late else 0)
-        free = all(left + width <= first or left >= last for first, last in taken)
-        taken += [(left, left + width)] if free else []
-        _phase_line(figure, begin, name if free else "", late, bottom)
-
-
-def _phase_line(figure: go.Figure, begin: float, name: str, late: bool, bottom: float) -> None:
-    """One phase's line and name; beside the right edge the name stands before the line."""
-    figure.add_shape(
-        type="line", x0=begin, x1=begin, y0=bottom, y1=1, yref="paper", line=dict(color=GRID, width=2), layer="below"
-    )
-    if not name:
-        return
-    figure.add_annotation(
-        x=begin, y=1, yref="paper", text=f"{name} →", showarrow=False, xanchor="right" if late else "left",
-        yanchor="bottom",
-        xshift=22 if late else 2, font=dict(size=14),
-    )  # fmt: skip
+    for begin, name in (found[index] for index in longest):
+        late = begin > 0.9 * end  # beside the right edge the name stands before the line
+        width = words_width(f"{name} → ", 14)
+        left = begin / end * plot_width() - (width - 22 if late else 0)
+        figure.add_shape(
+            type="line", x0=begin, x1=begin, y0=bottom, y1=1, yref="paper", line=dict(color=GRID, width=2),
+            layer="below",
+        )  # fmt: skip
+        if all(left + width <= first or left >= last for first, last in taken):
+            taken.append((left, left + width))
+            figure.add_annotation(
+                x=begin, y=1, yref="paper", text=f"{name} →", showarrow=False, xanchor="right" if late else "left",
+                yanchor="bottom", xshift=22 if late else 2, font=dict(size=14),
+            )  # fmt: skip
 
 
 def _finding(record: RunRecord, rows: list[Row]) -> tuple[str, str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 
 from fsdplab.common.sizes import size
+from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import Row
-from fsdplab.figures.style import COLLECTIVE_COLOURS, EDGE, STRATEGY_COLOURS, titled
+from fsdplab.figures.style import COLLECTIVE_COLOURS, STRATEGY_COLOURS, titled
 from fsdplab.figures.view import RunView, how_and_where, ranks_and_device, views
 from fsdplab.records import RunRecord
 
@@ -26,22 +27,15 @@ def ledger_against_formula(record: RunRecord, rank: int = 0) -> go.Figure:
         )
     last = max(int(row["step"]) for row in rows)
     sent = _by_collective([row for row in rows if int(row["step"]) == last])
-    run = views(record)[0]
-    figure = go.Figure([_segment(name, nbytes) for name, nbytes in sent.items()])
-    if run.formula_bytes:
-        figure.add_trace(_formula_bar(run.formula_bytes))
-    figure.update_layout(barmode="stack", xaxis_title="bytes sent by one rank in one step (MB)")
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    total = sum(sent.values())
-    figure.update_xaxes(range=[0, 1.25 * max(total, run.formula_bytes or 0) / MB])
-    for bar, nbytes in (("ledger", total), ("formula", run.formula_bytes)):
-        if nbytes:
-            figure.add_annotation(
-                x=nbytes / MB, y=bar, text=f"<b>{size(nbytes)}</b>", showarrow=False, xanchor="left", xshift=6
-            )
+    run, total = views(record)[0], sum(sent.values())
+    parts = [Part(name, _colour(name), [nbytes / MB, 0.0]) for name, nbytes in sent.items()]
+    parts += [Part("formula", STRATEGY_COLOURS["no_shard"], [0.0, (run.formula_bytes or 0) / MB])]
+    ends = {"ledger": f"<b>{size(total)}</b>", "formula": f"<b>{size(run.formula_bytes)}</b>"}
+    figure = stacked_bars(ends, parts, "bytes sent by one rank in one step (MB)", "%{x:.3f} MB")
+    figure.data[-1].showlegend = False
     words = "; ".join(f"{name} {size(nbytes)}" for name, nbytes in sent.items())
     alt = f"Two bars. Ledger: {words}. Formula: {size(run.formula_bytes)}."
-    return titled(figure, _finding(run, total), _conditions(run, rank, last), alt, height=340)
+    return titled(figure, _finding(run, total), _conditions(run, rank, last), alt, 200)
 
 
 def _by_collective(rows: list[Row]) -> dict[str, int]:
@@ -52,22 +46,9 @@ def _by_collective(rows: list[Row]) -> dict[str, int]:
     return dict(sent)
 
 
-def _segment(name: str, nbytes: int) -> go.Bar:
-    """One collective in one phase; the second gather of a step has its own shade."""
-    colour = COLLECTIVE_COLOURS.get(name) or COLLECTIVE_COLOURS.get(name.split(" in ")[0], "#808488")
-    return go.Bar(
-        name=name, orientation="h", y=["ledger"], x=[nbytes / MB],
-        marker=dict(color=colour, line=dict(color=EDGE, width=1)),
-        hovertemplate=f"{name}: " + "%{x:.3f} MB<extra></extra>",
-    )  # fmt: skip
-
-
-def _formula_bar(nbytes: int) -> go.Bar:
-    return go.Bar(
-        name="formula", orientation="h", y=["formula"], x=[nbytes / MB], showlegend=False,
-        marker=dict(color=STRATEGY_COLOURS["no_shard"], line=dict(color=EDGE, width=1)),
-        hovertemplate="formula: %{x:.3f} MB<extra></extra>",
-    )  # fmt: skip
+def _colour(name: str) -> str:
+    """The colour of a collective in one phase; the second gather of a step has its own shade."""
+    return COLLECTIVE_COLOURS.get(name) or COLLECTIVE_COLOURS.get(name.split(" in ")[0], "#808488")
 
 
 def _finding(run: RunView, total: int) -> str:

@@ -1,4 +1,4 @@
-"""The linked view on a page: a slider moves the cursor and the map of slices, with no server behind it.
+"""The linked view on a page: a slider moves the cursor and fills the map of slices, with no server behind it.
 
 The states of every unit travel as compact JSON (an instant in ms and a state's number for each change); a few lines of
 script look them up. The page that embeds the fragment brings plotly, `plots.js` and `linked.css`.
@@ -12,10 +12,18 @@ from typing import Any
 from markupsafe import Markup
 
 from fsdplab.figures.plots.linked import peak_instant, with_cursor
-from fsdplab.figures.plots.shard_map import SLICE_COLOURS, STATES, UnitStates, unit_states
+from fsdplab.figures.plots.shard_map import (
+    STATE_COLOURS,
+    UnitStates,
+    cells_figure,
+    map_height,
+    state_words,
+    unit_states,
+)
 from fsdplab.figures.profile_data import MS
 from fsdplab.figures.report.parts import plot
 from fsdplab.figures.report.rendering import rendered
+from fsdplab.figures.style import template
 from fsdplab.records import RunRecord
 
 MARKS = 900  # of the timeline and of the lives each
@@ -30,13 +38,17 @@ def linked_html(record: RunRecord, standalone: bool = False) -> str:
     """
     start, life = peak_instant(record), unit_states(record)
     length = life.length / MS
+    slices = cells_figure(life, start).update_layout(
+        template=template(), height=70 + map_height(life), margin=dict(l=16, r=28, t=34, b=16), legend_y=1,
+        meta=dict(alt="Which slice lives where at the cursor."),
+    )  # fmt: skip
     fragment = rendered(
         "linked.html",
         plot=plot(with_cursor(record, start, MARKS)),
+        slices=plot(slices),
         start=f"{start / MS:.4f}",
         end=f"{length:.4f}",
         step=f"{length / 2000:.6f}",
-        colours=SLICE_COLOURS,
         states=json.dumps(states_json(life), separators=(",", ":")),
     )
     return str(_alone(fragment) if standalone else fragment)
@@ -44,21 +56,19 @@ def linked_html(record: RunRecord, standalone: bool = False) -> str:
 
 def states_json(life: UnitStates) -> dict[str, Any]:
     """Ranks, units and every unit's changes: `[[0, 0], [1.2, 1], [3.4, 2]]` is sharded, from 1.2 ms unsharding, from
-    3.4 ms unsharded.
+    3.4 ms unsharded; and the words and the colour of each state.
     """
+    number = {state: place for place, state in enumerate(STATE_COLOURS)}
     changes = [
-        [
-            [[round(since / MS, 3), STATES.index(state)] for since, state in life.states[rank, unit]]
-            for unit in life.units
-        ]
+        [[[round(since / MS, 3), number[state]] for since, state in life.states[rank, unit]] for unit in life.units]
         for rank in life.shown
     ]
     return {
         "ranks": life.shown,
-        "shares": len(life.ranks),
         "units": life.units,
         "changes": changes,
-        "colours": list(SLICE_COLOURS.values()),
+        "colours": list(STATE_COLOURS.values()),
+        "words": [state_words(state) for state in STATE_COLOURS],
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeAlias
@@ -11,14 +10,12 @@ from markupsafe import Markup
 
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.report.rendering import part
-from fsdplab.figures.static.svg import svg
-from fsdplab.figures.style import alt_text
+from fsdplab.figures.style import CAMERA, alt_text
 from fsdplab.figures.table import COLUMNS, LEGEND, cells
 from fsdplab.figures.view import RunView
 
 What = ParamSpec("What")
 Attributes: TypeAlias = Mapping[str, str]
-_MOST_STATIC = 400  # marks above which a reader without scripts gets the words instead of the picture
 
 
 @dataclass(frozen=True)
@@ -64,15 +61,8 @@ def drawn(draw: Callable[What, go.Figure], *what: What.args, **how: What.kwargs)
 
 
 def plot(figure: go.Figure) -> Markup:
-    """A figure as JSON beside an empty place, drawn when it is first seen; without scripts its picture, or its words if
-    it has many marks.
-    """
-    marks = sum(
-        sum(map(len, trace.z)) if isinstance(trace, go.Heatmap) else len(trace.x or ()) for trace in figure.data
-    )
-    still = Markup(svg(figure)) if marks <= _MOST_STATIC else ""
-    height = figure.layout.height or 420
-    return part("plot", alt=alt_text(figure), height=height, data=figure.to_json(), still=still)
+    """A figure as JSON beside an empty place, drawn when it is first seen; without scripts its words."""
+    return part("plot", alt=alt_text(figure), height=figure.layout.height or 420, data=figure.to_json())
 
 
 def note(text: str) -> Markup:
@@ -81,6 +71,8 @@ def note(text: str) -> Markup:
 
 
 def picture(figure: go.Figure, alt: str | None = None) -> str:
-    """The figure as an `<img>` of its SVG with alternative text (its own by default), for pages without scripts."""
-    encoded = base64.b64encode(svg(figure).encode()).decode()
-    return str(part("picture", encoded=encoded, alt=alt or alt_text(figure)))
+    """The figure for a saved notebook that is read without a kernel: drawn by plotly from its site where scripts may
+    run, and its alternative text (its own by default), which needs neither a script nor a network.
+    """
+    drawn = figure.to_html(full_html=False, include_plotlyjs="cdn", config=CAMERA)
+    return str(part("picture", drawn=Markup(drawn), alt=alt or alt_text(figure)))

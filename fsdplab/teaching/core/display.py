@@ -1,7 +1,8 @@
 """Output of cells: tables, figures that also show without scripts, and widgets.
 
-A figure is shown in three forms at once: plotly's own (interactive in JupyterLab), an SVG with alternative text (static
-pages, printed notebooks), and the alternative text itself (terminals, screen readers). The reader's page picks.
+A figure is shown in three forms at once: plotly's own (interactive in JupyterLab, drawn by the course's static pages),
+HTML with the alternative text (exported notebooks), and the alternative text itself (terminals, screen readers). The
+reader's page picks.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Shown:
 
 
 def show(figure: go.Figure, alt: str | None = None) -> None:
-    """Show a plotly figure and leave a static picture with alternative text beside it (the figure's own by default)."""
+    """Show a plotly figure and leave it with alternative text (the figure's own by default) in the saved notebook."""
     present(shown(figure, alt))
 
 

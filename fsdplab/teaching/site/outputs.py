@@ -1,6 +1,6 @@
 """Outputs of executed cells as HTML: the richest form that a page without a kernel can show.
 
-A figure is drawn by the site's one copy of plotly.js, and stays a picture for readers without scripts. What only a
+A figure is drawn by the site's one copy of plotly.js; readers without scripts get its alternative text. What only a
 kernel can answer (sliders, buttons) leaves one sentence.
 """
 
@@ -18,10 +18,10 @@ from markupsafe import Markup, escape
 from fsdplab.figures.report.rendering import in_script
 
 PLOTLY, WIDGET = "application/vnd.plotly.v1+json", "application/vnd.jupyter.widget-view+json"
+PIECES = "application/vnd.fsdplab.pieces+json"  # the strategy lab's saved batch: bundles, one below the other
 WITHOUT_A_KERNEL = "In the notebook, controls stand here; this page shows where they begin."
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _SCRIPT = re.compile(r"<script\b.*?</script\s*>", re.DOTALL | re.IGNORECASE)
-_IMAGE = re.compile(r"<img\b[^>]*>")
 _DRAWN = ("data", "layout", "frames")
 _TALL_AS_PLOTLY = 450  # px: what plotly.js takes where a figure says nothing
 
@@ -65,7 +65,6 @@ def _richest(data: Mapping[str, Any]) -> Markup:
 def _figure(data: Mapping[str, Any]) -> Markup:
     figure = data[PLOTLY]
     words = _text(data.get("text/plain", "")).removeprefix("[figure] ")
-    still = _IMAGE.search(_text(data.get("text/html", "")))
     height = (figure.get("layout") or {}).get("height") or _TALL_AS_PLOTLY
     return Markup(
         '<figure role="img" aria-label="{}"><div class="plot" style="height:{}px"></div>'
@@ -74,7 +73,7 @@ def _figure(data: Mapping[str, Any]) -> Markup:
         words,
         int(height),
         in_script(json.dumps({name: figure[name] for name in _DRAWN if name in figure}, separators=(",", ":"))),
-        Markup(still.group()) if still else words,
+        words,
     )
 
 
@@ -100,6 +99,7 @@ def _words(data: Mapping[str, Any]) -> Markup:
 
 _FORMS: dict[str, Callable[[Mapping[str, Any]], Markup]] = {
     PLOTLY: _figure,
+    PIECES: lambda data: Markup("\n").join(map(_richest, data[PIECES])),
     WIDGET: lambda data: Markup('<p class="no-kernel">{}</p>').format(WITHOUT_A_KERNEL),
     "text/html": _html,
     "image/svg+xml": _picture("image/svg+xml"),

@@ -26,41 +26,26 @@ function follow(div) {
   }).observe(div);
 }
 
+// The slider of a linked view moves the cursor through the first figure, and fills the cells of the second.
 function link(view) {
   if (view.dataset.linked) return;
   view.dataset.linked = "yes";
-  const plot = view.querySelector(".plot"), slider = view.querySelector("input"), told = view.querySelector("output");
-  const data = JSON.parse(view.querySelector(".states").textContent), n = data.ranks.length, wide = 1100 / data.units.length;
-  const draw = (x, y, w, h, fill) =>
-    `<rect x="${x}" y="${y}" width="${w}" height="${h}" fill="${fill}" stroke="currentColor" stroke-width="0.8"/>`;
-  const say = (x, y, text, anchor) => {
-    const safe = document.createElement("i"); safe.textContent = text;
-    return `<text x="${x}" y="${y}" font-size="15" text-anchor="${anchor}" fill="currentColor">${safe.innerHTML}</text>`;
-  };
-  function map(at) {
-    let body = "";
-    data.ranks.forEach((rank, row) => {
-      body += say(70, row * 36 + 20, "rank " + rank, "end");
-      data.units.forEach((unit, column) => {
-        let state = 0;
-        for (const [since, next] of data.changes[row][column]) if (since <= at) state = next;
-        const x = 84 + column * wide, w = wide * 0.9;
-        body += draw(x, row * 36, w, 28, ["none", data.colours[2], data.colours[1]][state]);
-        body += draw(x + w * row / data.shares, row * 36, w / data.shares, 28, data.colours[0]);
-      });
-    });
-    const every = Math.ceil(data.units.length / 20);
-    data.units.forEach((unit, column) => { if (column % every === 0) body += say(84 + column * wide + wide * 0.45, n * 36 + 14, unit, "middle"); });
-    view.querySelector(".slices").innerHTML = `<svg viewBox="0 0 1200 ${n * 36 + 24}">${body}</svg>`;
+  const [plot, slices] = view.querySelectorAll(".plot"), slider = view.querySelector("input"), told = view.querySelector("output");
+  const data = JSON.parse(view.querySelector(".states").textContent);
+  const stateAt = (changes, at) => changes.reduce((state, [since, next]) => since <= at ? next : state, 0);
+  function fill(at) {
+    const states = data.changes.flatMap(row => row.map(changes => stateAt(changes, at)));
+    const cell = index => `rank ${data.ranks[Math.floor(index / data.units.length)]}, ${data.units[index % data.units.length]}`;
+    const words = states.map((state, index) => `${cell(index)}: ${data.words[state]}`);
+    Plotly.restyle(slices, {"marker.color": [states.map(state => data.colours[state])], hovertext: [words]}, [0]);
+    Plotly.restyle(slices, {hovertext: [words]}, [slices.data.length - 1]);
   }
-  function move() {
+  slider.oninput = () => {
     const at = Number(slider.value), text = at.toFixed(2) + " ms";
     told.textContent = text;
-    map(at);
+    fill(at);
     const line = `shapes[${plot.layout.shapes.length - 1}]`, note = `annotations[${plot.layout.annotations.length - 1}]`;
     Plotly.relayout(plot, {[line + ".x0"]: at, [line + ".x1"]: at, [note + ".x"]: at, [note + ".text"]: `<b>${text}</b>`});
-  }
-  slider.oninput = move;
+  };
   told.textContent = Number(slider.value).toFixed(2) + " ms";
-  map(Number(slider.value));
 }

@@ -9,11 +9,17 @@ from __future__ import annotations
 from fsdplab.common.sizes import size
 from fsdplab.common.words import plural
 from fsdplab.engine import STRATEGIES, Strategy
+from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import CATEGORY_COLOURS, EDGE, titled
+from fsdplab.figures.style import CATEGORY_COLOURS, titled
 
 FLOAT = 4  # bytes
 ADAM = 2 * FLOAT  # its two moments, a parameter
+_STATES = {
+    "parameters": CATEGORY_COLOURS["parameter_slices"],
+    "gradients": CATEGORY_COLOURS["whole_gradients"],
+    "optimizer state": CATEGORY_COLOURS["optimizer_state"],
+}
 
 
 def state_bytes(strategy: Strategy, parameters: int, ranks: int) -> tuple[float, float, float]:
@@ -40,29 +46,14 @@ def state_figure(million_parameters: float, ranks: int) -> go.Figure:
     held = states_by_strategy(million_parameters, ranks)
     totals = {name: sum(states) for name, states in held.items()}
     unit, name_of_unit = (1e9, "GB") if max(totals.values()) >= 1e9 else (1e6, "MB")
-    figure = go.Figure([_segment(held, index, unit, name_of_unit) for index in range(3)])
-    figure.update_layout(barmode="stack", xaxis_title=f"model states on one rank ({name_of_unit})")
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    figure.update_xaxes(range=[0, 1.25 * max(totals.values()) / unit])
-    for name, total in totals.items():
-        figure.add_annotation(
-            x=total / unit, y=name, text=f"<b>{size(total)}</b>", showarrow=False, xanchor="left", xshift=6
-        )
+    parts = [
+        Part(name, colour, [states[index] / unit for states in held.values()])
+        for index, (name, colour) in enumerate(_STATES.items())
+    ]
+    ends = {name: f"<b>{size(total)}</b>" for name, total in totals.items()}
+    figure = stacked_bars(ends, parts, f"model states on one rank ({name_of_unit})", f"%{{x:,.4g}} {name_of_unit}")
     words = "; ".join(f"{name} {size(total)}" for name, total in totals.items())
     title = f"{million_parameters:,g} million parameters on {plural(ranks, 'rank')}: {words.split('; ')[0]}"
     title += f", full_shard {size(totals['full_shard'])} on each"
     subtitle = "Computed: fp32 with Adam, nothing but parameters, gradients and the optimizer's state"
-    return titled(figure, title, subtitle, f"Stacked bars of model states on one rank: {words}.", height=420)
-
-
-def _segment(held: dict[str, tuple[float, float, float]], index: int, unit: float, name_of_unit: str) -> go.Bar:
-    name, colour = (
-        ("parameters", CATEGORY_COLOURS["parameter_slices"]),
-        ("gradients", CATEGORY_COLOURS["whole_gradients"]),
-        ("optimizer state", CATEGORY_COLOURS["optimizer_state"]),
-    )[index]
-    return go.Bar(
-        name=name, orientation="h", y=list(held), x=[states[index] / unit for states in held.values()],
-        marker=dict(color=colour, line=dict(color=EDGE, width=1)),
-        hovertemplate="%{y}<br>" + name + f": %{{x:,.4g}} {name_of_unit}<extra></extra>",
-    )  # fmt: skip
+    return titled(figure, title, subtitle, f"Stacked bars of model states on one rank: {words}.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdplab.common.sizes import size, three_digits
+from fsdplab.figures.lines import line
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import COLLECTIVE_COLOURS, STRATEGY_COLOURS, titled
 from fsdplab.teaching.core.display import Table, table
@@ -97,16 +98,14 @@ def bandwidth_figure(measured: Bandwidth) -> go.Figure:
     figure.update_yaxes(title="busbw (GB/s)", range=[0, 1.15 * max(t.busbw for t in measured.timings) / GB])
     ranks = measured.timings[0].ranks
     subtitle = f"Measured on {ranks} CPU ranks, gloo over this machine's loopback: no network is involved"
-    return titled(figure, _finding(measured, kinds), subtitle, _alt(measured, kinds), height=440)
+    return titled(figure, _finding(measured, kinds), subtitle, _alt(measured, kinds), 280)
 
 
 def _line(kind: str, timings: list[Timing]) -> go.Scatter:
     colour = COLLECTIVE_COLOURS.get(kind, STRATEGY_COLOURS["no_shard"])
-    return go.Scatter(
-        name=kind, mode="lines+markers", x=[size(t.nbytes) for t in timings], y=[t.busbw / GB for t in timings],
-        line=dict(color=colour, width=3), marker=dict(color=colour, size=9),
-        hovertemplate=f"{kind}, %{{x}}: %{{y:.2f}} GB/s<extra></extra>",
-    )  # fmt: skip
+    hover = f"{kind}, %{{x}}: %{{y:.2f}} GB/s<extra></extra>"
+    places, rates = [size(t.nbytes) for t in timings], [t.busbw / GB for t in timings]
+    return line(kind, colour, places, rates, mode="lines+markers", hovertemplate=hover)
 
 
 def _finding(measured: Bandwidth, kinds: list[str]) -> str:

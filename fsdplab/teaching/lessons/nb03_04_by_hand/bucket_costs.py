@@ -12,8 +12,9 @@ from functools import lru_cache
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.common.words import plural
+from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import ALARM, EDGE, titled
+from fsdplab.figures.style import ALARM, titled
 from fsdplab.workloads import build_model
 
 _STARTS, _BYTES = "starts of messages", "their bytes"
@@ -74,26 +75,14 @@ def costs(model: str, bucket_MB: float, start_us: float, GB_per_s: float, ranks:
 def bucket_costs(model: str, bucket_MB: float, start_us: float, GB_per_s: float, ranks: int = 8) -> go.Figure:
     """The three choices as bars of milliseconds, with the last message, which nothing hides, in red."""
     found = costs(model, bucket_MB, start_us, GB_per_s, ranks)
-    figure = go.Figure([_bar(part, found) for part in _COLOURS])
-    figure.update_layout(barmode="stack", xaxis_title="ms on the network in one step")
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    figure.update_xaxes(range=[0, 1.5 * max(cost.total for cost in found) * 1e3])
-    for cost in found:
-        words = f"<b>{plural(cost.messages, 'message')}</b>, last {seconds(cost.last)}"
-        figure.add_annotation(x=cost.total * 1e3, y=cost.name, text=words, showarrow=False, xanchor="left", xshift=6)
+    parts = [Part(part, colour, [cost.parts[part] * 1e3 for cost in found]) for part, colour in _COLOURS.items()]
+    ends = {cost.name: f"<b>{plural(cost.messages, 'message')}</b>, last {seconds(cost.last)}" for cost in found}
+    figure = stacked_bars(ends, parts, "ms on the network in one step", "%{x:.3g} ms")
     title = f"{found[1].name}: {plural(found[1].messages, 'message')}, {seconds(found[1].last)} after backward"
     subtitle = (
         f"Computed for {model}, {size(sum(gradient_sizes(model)))} of gradients on {ranks} ranks; nothing was run"
     )
-    return titled(figure, title, subtitle, _alt(found), height=400)
-
-
-def _bar(part: str, found: Sequence[Cost]) -> go.Bar:
-    return go.Bar(
-        name=part, orientation="h", y=[cost.name for cost in found], x=[cost.parts[part] * 1e3 for cost in found],
-        marker=dict(color=_COLOURS[part], line=dict(color=EDGE, width=1)),
-        hovertemplate="%{y}, " + part + ": %{x:.3g} ms<extra></extra>",
-    )  # fmt: skip
+    return titled(figure, title, subtitle, _alt(found), 240)
 
 
 def _alt(found: Sequence[Cost]) -> str:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from fsdplab.common.sizes import size
 from fsdplab.common.words import plural
+from fsdplab.figures.lines import line
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import STRATEGY_COLOURS, titled
+from fsdplab.figures.style import STRATEGY_COLOURS, mark_level, titled
 
 from .runs import Run
 
@@ -35,19 +36,14 @@ def bucket_figure(runs: Sequence[Run]) -> go.Figure:
     title = f"{last.collectives} messages instead of {many[0].collectives}; {rest} left after backward"
     subtitle = f"Measured on {one.ranks} CPU ranks, one backward; {size(one.payload)} of gradients"
     alt = f"Staircases of bytes over the gradients of one backward. {words}. {title}."
-    return titled(figure, title, subtitle, alt, height=470)
+    return titled(figure, title, subtitle, alt, height=310)
 
 
 def gradient_figure(runs: Sequence[Run]) -> go.Figure:
     """Bytes of gradients that one rank holds, before and after the hooks of every gradient in one backward."""
     figure = go.Figure([_steps(run.name, run.held, colour, 0.5) for run, colour in zip(runs, HELD[1:])])
     whole = runs[0].payload
-    level, line = whole / KB, dict(color=HELD[0], width=2, dash="dash")
-    figure.add_shape(type="line", x0=0, x1=1, xref="paper", y0=level, y1=level, line=line)
-    text = f"all gradients whole: {size(whole)}"
-    figure.add_annotation(
-        x=0, xref="paper", y=level, text=text, showarrow=False, xanchor="left", yanchor="bottom", xshift=6
-    )
+    mark_level(figure, whole / KB, f"all gradients whole: {size(whole)}", "y", colour=HELD[0])
     figure.update_xaxes(
         title="gradients ready so far, from the head to the embeddings", range=[0, len(runs[0].held) / 2 + 0.5]
     )
@@ -55,19 +51,17 @@ def gradient_figure(runs: Sequence[Run]) -> go.Figure:
     peaks = [f"{run.name} {size(max(run.held))}" for run in runs]
     title = f"Most gradients held: {', '.join(peaks)}"
     subtitle = f"Measured on {runs[0].ranks} CPU ranks, one backward; each tooth is a gradient before it is cut"
-    return titled(figure, title, subtitle, f"Gradient bytes held through one backward. {title}.", height=470)
+    return titled(figure, title, subtitle, f"Gradient bytes held through one backward. {title}.", height=310)
 
 
 def _area(name: str, levels: Sequence[int]) -> go.Scatter:
     """A filled staircase, to stand behind the others."""
-    line = _steps(name, levels, READY)
-    return line.update(stackgroup=name, fillcolor=READY, line=dict(width=0))
+    return _steps(name, levels, READY).update(stackgroup=name, fillcolor=READY, line=dict(width=0))
 
 
 def _steps(name: str, levels: Sequence[int], colour: str, width: float = 1.0) -> go.Scatter:
     """A staircase over the gradients; `width` 0.5 where there are two levels a gradient."""
-    return go.Scatter(
-        name=name, mode="lines",
-        x=[0, *(width * (index + 1) for index in range(len(levels)))], y=[0, *(level / KB for level in levels)],
-        line=dict(color=colour, width=3, shape="hv"), hovertemplate=f"{name}: %{{y:.0f}} kB<extra></extra>",
-    )  # fmt: skip
+    places = [0, *(width * (index + 1) for index in range(len(levels)))]
+    heights = [0, *(level / KB for level in levels)]
+    hover = f"{name}: %{{y:.0f}} kB<extra></extra>"
+    return line(name, colour, places, heights, line_shape="hv", hovertemplate=hover)

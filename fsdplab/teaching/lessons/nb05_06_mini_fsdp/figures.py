@@ -6,14 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from fsdplab.common.sizes import size
+from fsdplab.figures.bars import Part, stacked_bars
+from fsdplab.figures.lines import points
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, EDGE, titled
+from fsdplab.figures.style import CATEGORY_COLOURS, DARK_INK, titled
 from fsdplab.records import RunRecord
 
 from .engine import Wanted
 from .units import CHOICES, Plan, plan
 
 MB = 1e6
+_HOVER = "%{x:.3f} MB"
 UNIT_COLOURS = ("#6cc4f0", "#f09a1a", "#0aa06c", "#cc7fa8", "#ebdf6a", "#b84a0a")
 ROOT_COLOUR = "#0064c8"
 
@@ -47,13 +50,13 @@ def layer_figure(life: LayersLife) -> go.Figure:
     kinds = [name for name in life.moments[0] if name != "moment"]
     names = [moment["moment"] for moment in life.moments]
     totals = [sum(moment[kind] for kind in kinds) for moment in life.moments]
-    bars = [
-        _bar(kind.replace("_", " "), CATEGORY_COLOURS[kind], names, [moment[kind] for moment in life.moments])
+    parts = [
+        Part(kind.replace("_", " "), CATEGORY_COLOURS[kind], [moment[kind] / MB for moment in life.moments])
         for kind in kinds
     ]
     whole = 2 * life.weight_bytes
-    figure = _stacked(bars, "bytes held by one rank (MB)", names, totals, extra=whole)
-    _level(figure, whole, f"unsharded: {size(whole)}")
+    levels = {f"unsharded: {size(whole)}": whole / MB}
+    figure = stacked_bars(_ends(names, totals), parts, "bytes held by one rank (MB)", _HOVER, levels=levels)
     rest, peak = totals[-1], max(totals)
     title = f"A weight of {size(life.weight_bytes)} and its gradient: {size(rest)} at rest, {size(peak)} at the peak"
     summary = "; ".join(f"{name} {size(total)}" for name, total in zip(names, totals))
@@ -66,7 +69,7 @@ def layer_figure(life: LayersLife) -> go.Figure:
         title,
         subtitle,
         f"Bars from top to bottom in time order: {summary}. Unsharded {size(whole)}.",
-        height=300 + 34 * len(names),
+        height=140 + 34 * len(names),
     )
 
 
@@ -77,12 +80,12 @@ def gathered_figure(training: Trained, engine: str = "my_fsdp") -> go.Figure:
     names = [f"{number}  {_spoken(row)}" for number, row in enumerate(rows, 1)]
     units = [name for name, _ in reversed(training.plan.units)]
     totals = [sum(row["gathered"].values()) for row in rows]
-    bars = [
-        _bar(unit, _unit_colour(units, unit), names, [row["gathered"].get(unit, 0) for row in rows]) for unit in units
+    parts = [
+        Part(unit, _unit_colour(units, unit), [row["gathered"].get(unit, 0) / MB for row in rows]) for unit in units
     ]
     whole = sum(nbytes for _, nbytes in training.plan.units)
-    figure = _stacked(bars, "gathered parameters on one rank (MB)", names, totals, extra=whole)
-    _level(figure, whole, f"whole model: {size(whole)}")
+    levels = {f"whole model: {size(whole)}": whole / MB}
+    figure = stacked_bars(_ends(names, totals), parts, "gathered parameters on one rank (MB)", _HOVER, levels=levels)
     summary = "; ".join(f"{name} {size(total)}" for name, total in zip(names, totals))
     spec, how = (
         training.records[engine].spec,
@@ -91,7 +94,7 @@ def gathered_figure(training: Trained, engine: str = "my_fsdp") -> go.Figure:
     subtitle = f"Measured on rank 0 of {spec['world_size']} CPU ranks, {spec['model']}, last step: {how}"
     title = f"{engine}: at most {size(max(totals))} of {size(whole)} gathered at once"
     return titled(
-        figure, title, subtitle, f"Bars from top to bottom in time order: {summary}.", height=300 + 30 * len(names)
+        figure, title, subtitle, f"Bars from top to bottom in time order: {summary}.", height=140 + 30 * len(names)
     )
 
 
@@ -103,31 +106,19 @@ def choices_figure(
     """
     asked = {name: is_unit for name, is_unit in {**CHOICES, **more}.items() if name != "the whole model"}
     plans = {name.replace("_", " "): plan(model, is_unit) for name, is_unit in asked.items()}
-    names, totals = list(plans), [each.peak for each in plans.values()]
-    bars = [_bar("root", ROOT_COLOUR, names, [each.root for each in plans.values()])]
-    bars.append(
-        _bar("largest unit, with units around it", UNIT_COLOURS[0], names, [each.chain for each in plans.values()])
-    )
-    marks = [f"{size(each.peak)} · {each.collectives} collectives" for each in plans.values()]
-    figure = _stacked(
-        bars, "gathered parameters at the peak (MB)", names, totals, extra=target or 0, labels=marks, margin=1.6
-    )
-    _clear(figure, target or 0, 0.3 * 1.6 * max(totals))
-    if target:
-        _level(figure, target, f"target {size(target)}")
+    ends = {name: f"<b>{size(each.peak)} · {each.collectives} collectives</b>" for name, each in plans.items()}
+    parts = [
+        Part("root", ROOT_COLOUR, [each.root / MB for each in plans.values()]),
+        Part("largest unit, with units around it", UNIT_COLOURS[0], [each.chain / MB for each in plans.values()]),
+    ]
+    levels = {f"target {size(target)}": target / MB} if target else {}
+    figure = stacked_bars(ends, parts, "gathered parameters at the peak (MB)", _HOVER, levels=levels)
     if measured:
         figure.add_trace(_ticks(measured))
     title = _chosen(plans, target) if more else _extremes(plans)
     return titled(
-        figure, title, _conditions(model, measured), _spoken_choices(plans, target), height=300 + 52 * len(names)
+        figure, title, _conditions(model, measured), _spoken_choices(plans, target), height=140 + 52 * len(plans)
     )
-
-
-def _clear(figure: go.Figure, target: int, width: float) -> None:
-    """Move labels that the target line would cross to its other side; `width` is a label's, in bytes."""
-    for note in figure.layout.annotations:
-        if 0 <= target / MB - note.x < width / MB:
-            note.x = target / MB
 
 
 def _conditions(model: str, measured: dict[str, float] | None) -> str:
@@ -162,58 +153,12 @@ def _unit_colour(units: list[str], unit: str) -> str:
     return ROOT_COLOUR if unit == "root" else UNIT_COLOURS[others.index(unit) % len(UNIT_COLOURS)]
 
 
-def _bar(name: str, colour: str, places: list[str], values: list[int]) -> go.Bar:
-    return go.Bar(
-        name=name, orientation="h", y=places, x=[value / MB for value in values],
-        marker=dict(color=colour, line=dict(color=EDGE, width=1)),
-        hovertemplate="%{y}<br>" + name + ": %{x:.3f} MB<extra></extra>",
-    )  # fmt: skip
-
-
-def _stacked(
-    bars: list[go.Bar],
-    title: str,
-    names: list[str],
-    totals: list[int],
-    extra: int = 0,
-    labels: list[str] | None = None,
-    margin: float = 1.25,
-) -> go.Figure:
-    """Bars under each other with their totals at the ends; `extra` widens the axis for a line."""
-    figure = go.Figure(bars)
-    figure.update_layout(barmode="stack", xaxis_title=title)
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    figure.update_xaxes(range=[0, max(margin * max(totals), 1.15 * extra) / MB])
-    for name, total, label in zip(names, totals, labels or [size(total) for total in totals]):
-        figure.add_annotation(x=total / MB, y=name, text=f"<b>{label}</b>", showarrow=False, xanchor="left", xshift=6)
-    return figure
-
-
-def _level(figure: go.Figure, nbytes: int, text: str) -> None:
-    figure.add_shape(
-        type="line",
-        x0=nbytes / MB,
-        x1=nbytes / MB,
-        y0=0,
-        y1=1,
-        yref="paper",
-        line=dict(color=ALARM, width=2.5, dash="dash"),
-    )
-    figure.add_annotation(
-        x=nbytes / MB,
-        y=1,
-        yref="paper",
-        text=text,
-        showarrow=False,
-        xanchor="center",
-        yanchor="bottom",
-        font=dict(color=ALARM, size=14),
-    )
+def _ends(names: Sequence[str], totals: Sequence[int]) -> dict[str, str]:
+    """The words at the bars' ends: their totals."""
+    return {name: f"<b>{size(total)}</b>" for name, total in zip(names, totals)}
 
 
 def _ticks(measured: dict[str, float]) -> go.Scatter:
-    return go.Scatter(
-        name="measured", mode="markers", y=[name.replace("_", " ") for name in measured], x=list(measured.values()),
-        marker=dict(symbol="line-ns", size=26, color="#14171c", line=dict(color="#14171c", width=3)),
-        hovertemplate="%{y}<br>measured %{x:.3f} MB<extra></extra>",
-    )  # fmt: skip
+    rows, tick = [name.replace("_", " ") for name in measured], dict(color=DARK_INK, width=3)
+    look = dict(marker=dict(symbol="line-ns", line=tick), hovertemplate="%{y}<br>measured %{x:.3f} MB<extra></extra>")
+    return points("measured", DARK_INK, list(measured.values()), rows, 26, **look)

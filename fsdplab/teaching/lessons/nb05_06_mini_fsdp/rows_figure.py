@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from fsdplab.common.words import plural
+from fsdplab.figures.lanes import Span, lane
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import CATEGORY_COLOURS, EDGE, titled
+from fsdplab.figures.style import CATEGORY_COLOURS, titled
 
 _OWN, _PADDING = CATEGORY_COLOURS["parameter_slices"], "#d0d4d9"
 
@@ -13,9 +14,11 @@ def rows_figure(rows: int, ranks: int) -> go.Figure:
     """Every rank's c = ceil(rows / n) places: rows of the tensor, as torch.chunk cuts them, then padding."""
     c = -(-rows // ranks)
     places = [(rank, place, rank * c + place) for rank in range(ranks) for place in range(c)]
-    own = [(rank, place, str(row)) for rank, place, row in places if row < rows]
-    padding = [(rank, place, "0") for rank, place, row in places if row >= rows]
-    figure = go.Figure([_cells("row of the tensor", _OWN, own), _cells("padding", _PADDING, padding)])
+    own = [Span(f"rank {rank}", place, 1, str(row)) for rank, place, row in places if row < rows]
+    padding = [Span(f"rank {rank}", place, 1, "0") for rank, place, row in places if row >= rows]
+    kinds = (("row of the tensor", _OWN, own), ("padding", _PADDING, padding))
+    hover = "%{{y}}, {} %{{text}}<extra></extra>"
+    figure = go.Figure([lane(name, colour, cells, hovertemplate=hover.format(name)) for name, colour, cells in kinds])
     shown = range(0, c, max(1, c // 16))
     figure.update_xaxes(
         title="place in the slice", range=[0, c], tickvals=[place + 0.5 for place in shown],
@@ -31,13 +34,4 @@ def rows_figure(rows: int, ranks: int) -> go.Figure:
         for rank in range(ranks)
     )
     alt = f"Cells of {c} places for each rank. {held}. {title}."
-    return titled(figure, title, "Computed: every rank sends c rows", alt, height=270 + 34 * ranks)
-
-
-def _cells(name: str, colour: str, cells: list[tuple[int, int, str]]) -> go.Bar:
-    return go.Bar(
-        name=name, orientation="h", y=[f"rank {rank}" for rank, _, _ in cells], base=[place for _, place, _ in cells],
-        x=[1] * len(cells), text=[label for _, _, label in cells], textposition="inside", insidetextanchor="middle",
-        textangle=0, constraintext="none", marker=dict(color=colour, line=dict(color=EDGE, width=1)),
-        hovertemplate="%{y}, " + name + " %{text}<extra></extra>",
-    )  # fmt: skip
+    return titled(figure, title, "Computed: every rank sends c rows", alt, 110 + 34 * ranks)

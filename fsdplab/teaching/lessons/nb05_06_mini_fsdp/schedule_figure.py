@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fsdplab.figures.lanes import CLOCK, lane
+from fsdplab.figures.lanes import Span as Drawn
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, EDGE, LANE_COLOURS, titled
+from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, LANE_COLOURS, titled
 
 from .schedules import MEMORY_TARGET, Played, ScheduleError, Span, play, shortest, waits
 
@@ -27,17 +29,15 @@ def schedule_figure(steps: Any, blocks: int = 4) -> go.Figure:
     try:
         played = play(steps, blocks)
     except ScheduleError as error:
-        return titled(go.Figure(), "This schedule cannot run", str(error), f"No schedule to draw: {error}.", height=200)
+        return titled(go.Figure(), "This schedule cannot run", str(error), f"No schedule to draw: {error}.", height=40)
     spans = [*played.actions, *waits(played), *played.memory]
     rows = _rows(blocks)
     figure = go.Figure([_bars(what, spans, rows) for what in _COLOURS if any(span.what == what for span in spans)])
     end = max(played.milliseconds, shortest(blocks))
     figure.update_xaxes(title="ms, by the puzzle's clock", range=[0, 1.02 * end])
-    figure.update_yaxes(
-        range=[-0.5, len(rows) - 0.5], tickvals=list(rows.values()), ticktext=list(rows), showgrid=False, zeroline=False
-    )
+    figure.update_yaxes(range=[-0.5, len(rows) - 0.5], tickvals=list(rows.values()), ticktext=list(rows), **CLOCK)
     figure.update_layout(barmode="overlay")
-    return titled(figure, _title(played), _subtitle(played), _alt(played), height=300 + 34 * len(rows))
+    return titled(figure, _title(played), _subtitle(played), _alt(played), height=140 + 34 * len(rows))
 
 
 def _rows(blocks: int) -> dict[str, float]:
@@ -54,17 +54,14 @@ def _row_of(span: Span) -> str:
 
 
 def _bars(what: str, spans: Sequence[Span], rows: dict[str, float]) -> go.Bar:
+    name, labelled = _NAMES.get(what, what), what not in _NAMES
     own = [span for span in spans if span.what == what]
-    name = _NAMES.get(what, what)
-    labels = [str(span.block) if what not in _NAMES else "" for span in own]
-    return go.Bar(
-        name=name, orientation="h", y=[rows[_row_of(span)] for span in own], base=[span.start for span in own],
-        x=[span.end - span.start for span in own], width=0.8, text=labels, textposition="inside", textangle=0,
-        insidetextanchor="middle", constraintext="none",
-        marker=dict(color=_COLOURS[what], line=dict(color=EDGE, width=1)),
-        hovertext=[f"{name}, block {span.block}: {span.start} to {span.end} ms" for span in own],
-        hovertemplate="%{hovertext}<extra></extra>",
-    )  # fmt: skip
+    hovers = [f"{name}, block {span.block}: {span.start} to {span.end} ms" for span in own]
+    drawn = [
+        Drawn(rows[_row_of(span)], span.start, span.end - span.start, str(span.block) if labelled else "", hover)
+        for span, hover in zip(own, hovers)
+    ]
+    return lane(name, _COLOURS[what], drawn, 0.8)
 
 
 def _title(played: Played) -> str:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from fsdplab.common.sizes import seconds
+from fsdplab.figures.lines import line
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import GRID, titled
 
 # (MB/s of the link, exposed ms, ms of all communication) points by the schedule's name
 Curves = Mapping[str, list[tuple[int, float, float]]]
-_LINES = (dict(color="#e01f3d", width=3), dict(color="#4aa3e0", width=3), dict(color="#6b7380", width=2, dash="dash"))
+_LINES = (("#e01f3d", 3, "solid"), ("#4aa3e0", 3, "solid"), ("#6b7380", 2, "dash"))  # colour, width, dash
 
 
 def exposed_curves(curves: Curves, link: int, tokens: int) -> go.Figure:
@@ -24,7 +24,7 @@ def exposed_curves(curves: Curves, link: int, tokens: int) -> go.Figure:
     links = sorted({at for points in curves.values() for at, _, _ in points})
     places = {at: math.log2(at / links[0]) for at in links}
     lines = zip(curves.items(), _LINES, strict=True)
-    figure = go.Figure([_line(name, points, places, line) for (name, points), line in lines])
+    figure = go.Figure([_line(name, points, places, look) for (name, points), look in lines])
     names = dict(tickmode="array", tickvals=list(places.values()), ticktext=[f"{at:,}" for at in links])
     figure.update_xaxes(title_text="link (MB/s)", range=[-0.3, places[links[-1]] + 0.3], **names)
     figure.update_yaxes(title_text="exposed, % of communication", range=[-3, 105])
@@ -32,15 +32,17 @@ def exposed_curves(curves: Curves, link: int, tokens: int) -> go.Figure:
         type="line", x0=places[link], x1=places[link], y0=0, y1=1, yref="paper", line=dict(color=GRID, width=4)
     )
     title, where, alt = _words(curves, link, tokens)
-    return titled(figure, title, where, alt, height=460, top=136)
+    return titled(figure, title, where, alt, 324)
 
 
 def _line(
-    name: str, points: list[tuple[int, float, float]], places: dict[int, float], line: dict[str, Any]
+    name: str, points: list[tuple[int, float, float]], places: dict[int, float], look: tuple[str, int, str]
 ) -> go.Scatter:
-    return go.Scatter(
-        x=[places[at] for at, _, _ in points], y=[100 * shown / moved for _, shown, moved in points],
-        name=name, mode="lines", line=line, customdata=[list(point) for point in points],
+    colour, width, dash = look
+    shares = [100 * shown / moved for _, shown, moved in points]
+    return line(
+        name, colour, [places[at] for at, _, _ in points], shares, width, dash,
+        customdata=[list(point) for point in points],
         hovertemplate=f"{name}, %{{customdata[0]}} MB/s<br>%{{customdata[1]:.1f}} of %{{customdata[2]:.1f}} ms"
         "<extra></extra>",
     )  # fmt: skip

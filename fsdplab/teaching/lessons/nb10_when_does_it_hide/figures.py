@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from fsdplab.common.sizes import seconds
+from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import EDGE, STEP_COLOURS, ink_on, titled
+from fsdplab.figures.style import STEP_COLOURS, titled
 from fsdplab.planning.overlap import PHASES, Overlap
 
 _NAMES = {"compute": "#6b7380", "hidden": STEP_COLOURS["overlapped"], "exposed": STEP_COLOURS["exposed"]}
@@ -14,9 +15,10 @@ def block_figure(found: Overlap, link: str, batch: str) -> go.Figure:
     """Bars of a block's compute and messages in forward and backward; a message hides as far as compute reaches."""
     spans = {phase: _split(found, phase) for phase in PHASES}
     lines = [f"{phase}: {what}" for phase in PHASES for what in ("compute", "messages")]
-    figure = go.Figure([_bars(name, lines, spans) for name in _NAMES])
-    figure.update_layout(barmode="stack", xaxis_title="one block (ms)")
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    parts = [_part(name, lines, spans) for name in _NAMES]
+    figure = stacked_bars(
+        dict.fromkeys(lines, ""), parts, "one block (ms)", "%{x:.2f} ms", lambda ms: seconds(ms / 1e3)
+    )
     exposed = {phase: split["exposed"] for phase, split in spans.items()}
     where = ", ".join(f"{phase} {seconds(span)}" for phase, span in exposed.items() if span)
     title = f"{link}, {batch}: {f'exposed a block: {where}' if where else 'everything hides'}"
@@ -25,7 +27,7 @@ def block_figure(found: Overlap, link: str, batch: str) -> go.Figure:
         for phase in PHASES
     )
     subtitle = "Predicted for Llama 3.1 8B on 8 H100 behind this link, full_shard, gathering one block ahead"
-    return titled(figure, title, subtitle, f"Bars of one block: {said}. {title}.", height=400, top=130)
+    return titled(figure, title, subtitle, f"Bars of one block: {said}. {title}.", 270)
 
 
 def _split(found: Overlap, phase: str) -> dict[str, float]:
@@ -33,15 +35,7 @@ def _split(found: Overlap, phase: str) -> dict[str, float]:
     return {"compute": compute, "hidden": min(sent, compute), "exposed": max(0.0, sent - compute)}
 
 
-def _bars(name: str, lines: list[str], spans: dict[str, dict[str, float]]) -> go.Bar:
+def _part(name: str, lines: list[str], spans: dict[str, dict[str, float]]) -> Part:
     row = "compute" if name == "compute" else "messages"
-    values = [1e3 * spans[line.partition(":")[0]][name] if line.endswith(row) else 0.0 for line in lines]
-    label = name if name == "compute" else f"messages, {name}"
-    widest = 1e3 * max(max(split["compute"], split["hidden"] + split["exposed"]) for split in spans.values())
-    return go.Bar(
-        name=label, orientation="h", y=lines, x=values, marker=dict(color=_NAMES[name], line=dict(color=EDGE, width=1)),
-        text=[seconds(value / 1e3) if value > 0.08 * widest else "" for value in values],
-        textposition="inside", insidetextanchor="middle", textangle=0, constraintext="none",
-        textfont=dict(size=13, color=ink_on(_NAMES[name])),
-        hovertemplate="%{y}<br>" + label + ": %{x:.2f} ms<extra></extra>",
-    )  # fmt: skip
+    lengths = [1e3 * spans[line.partition(":")[0]][name] if line.endswith(row) else 0.0 for line in lines]
+    return Part(name if name == "compute" else f"messages, {name}", _NAMES[name], lengths)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures import memory_by_category
+from fsdplab.figures.bars import Part, stacked_bars
+from fsdplab.figures.heat import mesh
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import COLLECTIVE_COLOURS, DARK_INK, EDGE, ink_on, titled
+from fsdplab.figures.style import COLLECTIVE_COLOURS, titled
 from fsdplab.records import RunRecord
 
 from .network import ACROSS, WITHIN, by_collective, sent, slow
@@ -19,18 +21,16 @@ def link_figure(runs: Sequence[RunRecord]) -> go.Figure:
     """
     split = {record.spec["strategy"]: by_collective(record) for record in runs}
     kinds = [kind for kind in COLLECTIVE_COLOURS if any(kind in found for found in split.values())]
-    longest = max(sum(spent for _, spent in found.values()) for found in split.values())
-    figure = go.Figure([_segment(kind, split, longest) for kind in kinds])
-    figure.update_layout(barmode="stack", xaxis_title="time on the links in one step (ms)")
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    figure.update_xaxes(range=[0, 1.8e3 * longest])
-    for record in runs:
-        name, s = record.spec["strategy"], sent(record)
-        words = f"<b>{seconds(_total(split[name]))}</b> · {size(slow(record))} at the slow link's pace"
-        words += f", {size(s['within'])} at the fast one's" if s["across"] else ""
-        figure.add_annotation(
-            x=1e3 * _total(split[name]), y=name, text=words, showarrow=False, xanchor="left", xshift=6
+    parts = [
+        Part(
+            kind.replace("_", "-"), COLLECTIVE_COLOURS[kind],
+            [1e3 * found.get(kind, (0, 0.0))[1] for found in split.values()],
         )
+        for kind in kinds
+    ]  # fmt: skip
+    ends = {record.spec["strategy"]: _end(record, split[record.spec["strategy"]]) for record in runs}
+    axis = "time on the links in one step (ms)"
+    figure = stacked_bars(ends, parts, axis, "%{x:.1f} ms", lambda ms: seconds(ms / 1e3))
     summary = "; ".join(
         f"{name}: " + ", ".join(f"{kind} {size(nbytes)} in {seconds(spent)}" for kind, (nbytes, spent) in found.items())
         for name, found in split.items()
@@ -45,8 +45,7 @@ def link_figure(runs: Sequence[RunRecord]) -> go.Figure:
         title,
         f"Counted on 4 CPU ranks; both links are emulated ({WITHIN} within a node, {ACROSS} between)",
         f"Stacked bars: {summary}.",
-        height=320,
-        top=130,
+        height=190,
     )
 
 
@@ -54,16 +53,11 @@ def _total(found: dict[str, tuple[int, float]]) -> float:
     return sum(spent for _, spent in found.values())
 
 
-def _segment(kind: str, split: dict[str, dict[str, tuple[int, float]]], longest: float) -> go.Bar:
-    spans = [found.get(kind, (0, 0.0))[1] for found in split.values()]
-    return go.Bar(
-        name=kind.replace("_", "-"), orientation="h", y=list(split), x=[1e3 * span for span in spans],
-        marker=dict(color=COLLECTIVE_COLOURS[kind], line=dict(color=EDGE, width=1)),
-        text=[seconds(span) if span > 0.08 * longest else "" for span in spans],
-        textposition="inside", insidetextanchor="middle", textangle=0, constraintext="none",
-        textfont=dict(size=13, color=ink_on(COLLECTIVE_COLOURS[kind])),
-        hovertemplate="%{y}<br>" + kind + ": %{x:.1f} ms<extra></extra>",
-    )  # fmt: skip
+def _end(record: RunRecord, found: dict[str, tuple[int, float]]) -> str:
+    """The words at a bar's end: the time in all, and the bytes by the pace that they travelled at."""
+    s = sent(record)
+    words = f"<b>{seconds(_total(found))}</b> · {size(slow(record))} at the slow link's pace"
+    return words + (f", {size(s['within'])} at the fast one's" if s["across"] else "")
 
 
 def memory_figure(runs: Sequence[RunRecord]) -> go.Figure:
@@ -87,11 +81,13 @@ def mesh_figure(nodes: int, per_node: int, shard_group: int) -> go.Figure:
             " that divides the number of ranks: mesh_figure(2, 2, 2)"
         )
     rows = [list(range(first, first + s)) for first in range(0, ranks, s)]
-    figure = go.Figure(_cells(rows, per_node, nodes))
-    figure.update_xaxes(
-        title_text="shard axis: the ranks of a row hold one model, a slice each", showgrid=False, type="category"
-    )
-    figure.update_yaxes(title_text="replicate axis", autorange="reversed", showgrid=False, type="category")
+    names = [f"slice {index + 1} of {s}" if s <= 8 else str(index + 1) for index in range(s)]
+    texts = [[_place(rank, per_node, s) for rank in row] for row in rows]
+    owners = [[rank // per_node for rank in row] for row in rows]
+    colours = [_NODES[index % len(_NODES)] for index in range(nodes)]
+    figure = mesh(names, [f"replica {index}" for index in range(len(rows))], owners, texts, colours)
+    figure.update_xaxes(title_text="shard axis: the ranks of a row hold one model, a slice each")
+    figure.update_yaxes(title_text="replicate axis")
     inside, r = all(len({rank // per_node for rank in row}) == 1 for row in rows), len(rows)
     within, across = 3 * (s - 1) / s, 2 / s * (r - 1) / r
     pace = "inside a node" if inside else "from node to node"
@@ -101,21 +97,7 @@ def mesh_figure(nodes: int, per_node: int, shard_group: int) -> go.Figure:
     )
     groups = "; ".join(f"row {index}: ranks {', '.join(map(str, row))}" for index, row in enumerate(rows[:8]))
     alt = f"A mesh of {r} rows and {s} columns. {groups}. {title}."
-    return titled(figure, title, where, alt, height=170 + max(110, 46 * r), top=104)
-
-
-def _cells(rows: Sequence[Sequence[int]], per_node: int, nodes: int) -> go.Heatmap:
-    colours = [_NODES[index % len(_NODES)] for index in range(nodes)]
-    steps = [(edge, colour) for index, colour in enumerate(colours) for edge in (index / nodes, (index + 1) / nodes)]
-    few = max(len(row) for row in rows) <= 8
-    return go.Heatmap(
-        x=[f"slice {index + 1} of {len(rows[0])}" if few else str(index + 1) for index in range(len(rows[0]))],
-        y=[f"replica {index}" for index in range(len(rows))],
-        z=[[rank // per_node + 0.5 for rank in row] for row in rows],
-        text=[[_place(rank, per_node, len(row)) for rank in row] for row in rows],
-        texttemplate="%{text}", textfont=dict(size=13, color=DARK_INK), xgap=4, ygap=4, zmin=0, zmax=nodes,
-        colorscale=steps, showscale=False, hovertemplate="%{text}<br>%{x}, %{y}<extra></extra>",
-    )  # fmt: skip
+    return titled(figure, title, where, alt, 66 + max(110, 46 * r))
 
 
 def _place(rank: int, per_node: int, columns: int) -> str:

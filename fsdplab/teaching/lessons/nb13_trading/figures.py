@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from fsdplab.engine import STRATEGIES
 from fsdplab.figures import memory_by_category
+from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import CATEGORY_COLOURS, EDGE, titled
+from fsdplab.figures.style import CATEGORY_COLOURS, titled
 from fsdplab.figures.view import RunView, view
-from fsdplab.records import RunRecord, known
+from fsdplab.records import RunRecord
 
 MB = 1e6
 STATES = ("parameters", "gradients", "optimizer")
@@ -48,7 +49,6 @@ def memory_figure(runs: Sequence[RunRecord]) -> go.Figure:
     emulated.
     """
     figure = memory_by_category(named(runs))
-    figure.update_xaxes(range=[0, 1.5 * max(known(run.summary.peak_memory_bytes.total) for run in runs) / MB])
     if any("host_memory_beside_the_card" in run.provenance for run in runs):
         figure.layout.title.subtitle.text += ", and so is a host memory beside it"
     return figure
@@ -67,12 +67,14 @@ def kept_figure(bytes_each: Callable[[Sequence[str], int], dict[str, float]], ra
     names = [name for name in STRATEGIES if name not in ("hybrid_shard", "shard_grad_op")]
     by_name = {name: bytes_each(cut_by(name), ranks) for name in names}
     totals = [sum(each.values()) for each in by_name.values()]
-    figure = go.Figure([_kept_bar(kept, by_name) for kept in KEPT])
-    figure.update_layout(barmode="stack", xaxis_title="bytes a parameter, on one rank")
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    figure.update_xaxes(range=[0, 1.15 * max(totals)])
-    for name, total in zip(names, totals):
-        figure.add_annotation(x=total, y=name, text=f"<b>{total:g}</b>", showarrow=False, xanchor="left", xshift=6)
+    parts = [
+        Part(
+            f"{kept} ({'bf16' if kept == 'working copy' else 'fp32'})", colour, [by_name[each][kept] for each in names]
+        )
+        for kept, colour in _COLOURS.items()
+    ]
+    ends = {name: f"<b>{total:g}</b>" for name, total in zip(names, totals)}
+    figure = stacked_bars(ends, parts, "bytes a parameter, on one rank", "%{x:g} bytes")
     title = f"Mixed precision keeps {totals[0]:g} bytes a parameter; full_shard on {ranks} ranks {totals[-1]:g}"
     summary = "; ".join(f"{name} {total:g} bytes" for name, total in zip(names, totals))
     return titled(
@@ -80,14 +82,5 @@ def kept_figure(bytes_each: Callable[[Sequence[str], int], dict[str, float]], ra
         title,
         f"Computed for n = {ranks} ranks; activations and gathered units come on top",
         f"Stacked bars: {summary}.",
-        height=440,
+        height=280,
     )
-
-
-def _kept_bar(kept: str, by_name: dict[str, dict[str, float]]) -> go.Bar:
-    fmt = "bf16" if kept == "working copy" else "fp32"
-    return go.Bar(
-        name=f"{kept} ({fmt})", orientation="h", y=list(by_name), x=[each[kept] for each in by_name.values()],
-        marker=dict(color=_COLOURS[kept], line=dict(color=EDGE, width=1)),
-        hovertemplate=f"%{{y}}<br>{kept}: %{{x:g}} bytes<extra></extra>",
-    )  # fmt: skip

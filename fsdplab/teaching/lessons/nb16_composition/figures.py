@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fsdplab.figures.heat import mesh
+from fsdplab.figures.lanes import Span, lane
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import DARK_INK, EDGE, PHASE_COLOURS, ink_on, titled
+from fsdplab.figures.style import PHASE_COLOURS, titled
 
 _ROWS = ("#9cc3e6", "#f2c38b", "#a8d5a2", "#d7b5e0")  # a colour for each place on the first axis
 _TAKES = {"forward": 1, "backward": 2}  # a backward computes twice as much
@@ -26,19 +28,14 @@ def mesh_figure(axes: dict[str, int], holds: Callable[[int, int], str], title: s
     names = [
         [f"rank {row * columns + column}: {holds(row, column)}" for column in range(columns)] for row in range(rows)
     ]
-    steps = [(edge, _ROWS[row % len(_ROWS)]) for row in range(rows) for edge in (row / rows, (row + 1) / rows)]
-    cells = go.Heatmap(
-        x=[f"{right} {column}" for column in range(columns)], y=[f"{down} {row}" for row in range(rows)],
-        z=[[row + 0.5] * columns for row in range(rows)], text=names, texttemplate="%{text}",
-        textfont=dict(size=14, color=DARK_INK), xgap=5, ygap=5, zmin=0, zmax=rows, colorscale=steps, showscale=False,
-        hovertemplate="%{text}<extra></extra>",
-    )  # fmt: skip
-    figure = go.Figure(cells)
-    figure.update_xaxes(title_text=f"{right}: ranks of a row (neighbours)", showgrid=False, type="category")
-    figure.update_yaxes(title_text=down, autorange="reversed", showgrid=False, type="category")
+    colours = [_ROWS[row % len(_ROWS)] for row in range(rows)]
+    owners = [[row] * columns for row in range(rows)]
+    headings = [f"{right} {column}" for column in range(columns)]
+    figure = mesh(headings, [f"{down} {row}" for row in range(rows)], owners, names, colours)
+    figure.update_xaxes(title_text=f"{right}: ranks of a row (neighbours)").update_yaxes(title_text=down)
     where = f"Computed: {rows} x {columns} ranks; a collective over {right} joins a row, one over {down} a column"
     listed = "; ".join(name for row in names for name in row)
-    return titled(figure, title, where, f"Ranks on a mesh. {title}. {listed}.", height=180 + 70 * rows, top=104)
+    return titled(figure, title, where, f"Ranks on a mesh. {title}. {listed}.", height=76 + 70 * rows)
 
 
 @dataclass(frozen=True)
@@ -110,15 +107,13 @@ def pipeline_figure(stages: int, micro_batches: int) -> go.Figure:
     title = f"{stages} stages, {micro_batches} micro-batches: each stage is idle for {idle:.1%} of the time"
     where = "Computed: 1F1B, equal stages, a backward takes twice a forward, messages take no time"
     alt = f"Lanes of pipeline stages. {title}; the last stage waits at the start, the first before its last backwards."
-    return titled(figure, title, where, alt, height=190 + 34 * stages, top=130)
+    return titled(figure, title, where, alt, 66 + 34 * stages)
 
 
 def _lane(phase: str, turns: Sequence[Turn], end: int) -> go.Bar:
-    colour = PHASE_COLOURS[phase]
-    return go.Bar(
-        name=phase, orientation="h", y=[f"stage {turn.stage}" for turn in turns], base=[turn.start for turn in turns],
-        x=[_TAKES[phase]] * len(turns), marker=dict(color=colour, line=dict(color=EDGE, width=1)),
-        text=[str(turn.micro_batch) if end <= 110 else "" for turn in turns], textposition="inside",
-        insidetextanchor="middle", textangle=0, constraintext="none", textfont=dict(size=12, color=ink_on(colour)),
-        hovertemplate=f"{phase} of micro-batch %{{text}}, from %{{base}}<extra></extra>",
-    )  # fmt: skip
+    spans = [
+        Span(f"stage {turn.stage}", turn.start, _TAKES[phase], str(turn.micro_batch) if end <= 110 else "")
+        for turn in turns
+    ]
+    hover = f"{phase} of micro-batch %{{text}}, from %{{base}}<extra></extra>"
+    return lane(phase, PHASE_COLOURS[phase], spans, hovertemplate=hover)

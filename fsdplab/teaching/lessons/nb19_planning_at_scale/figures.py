@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from fsdplab.figures.lines import points
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import ALARM, EDGE, GRID, titled
+from fsdplab.figures.style import EDGE, GRID, mark_level, titled
 from fsdplab.planning.validate import FITTED, Row
 
 _PLAIN, _CHOSEN = "#9fb4cc", "#0064c8"
@@ -29,7 +30,7 @@ def bill_figure(
         title = f"{gpus} {gpu} cannot hold the model; {names[0]} can"
     subtitle = f"Predicted: Llama 3.1 70B, {billions} billion tokens, the cheapest plan at each number; here: {chosen}"
     said = "; ".join(f"{count} GPUs {span:.3g} days, ${cost:,.0f}" for count, (span, cost) in ladder.items())
-    return titled(figure, title, subtitle, f"Bars over the number of GPUs: {said}.", height=430, top=120)
+    return titled(figure, title, subtitle, f"Bars over the number of GPUs: {said}.", 310)
 
 
 def _panel(
@@ -69,14 +70,10 @@ def ratio_figure(rows: Sequence[Row], error: float) -> go.Figure:
     figure = go.Figure()
     for name, seen, colour in (("the fit has seen it", True, _SEEN), ("held out", False, _UNSEEN)):
         shown = [row for row in rows if (row.part == FITTED) == seen]
-        figure.add_trace(
-            go.Scatter(
-                x=[row.ratio for row in shown], y=[gpus.index(row.gpu) + (0.15 if seen else -0.15) for row in shown],
-                mode="markers", name=name, marker=dict(size=13, color=colour, line=dict(color=EDGE, width=1)),
-                text=[row.id for row in shown], hovertemplate="%{text}: %{x:.2f}<extra></extra>",
-            )
-        )  # fmt: skip
-    figure.add_shape(type="line", x0=1, x1=1, y0=0, y1=1, yref="paper", line=dict(color=ALARM, width=2, dash="dash"))
+        places = [gpus.index(row.gpu) + (0.15 if seen else -0.15) for row in shown]
+        dots = points(name, colour, [row.ratio for row in shown], places, text=[row.id for row in shown])
+        figure.add_trace(dots.update(hovertemplate="%{text}: %{x:.2f}<extra></extra>"))
+    mark_level(figure, 1, "")
     figure.update_xaxes(title_text="predicted / published tokens a second", range=[0.7, 1.6])
     figure.update_yaxes(
         tickvals=list(range(len(gpus))), ticktext=gpus, range=[len(gpus) - 0.5, -0.5], gridcolor=GRID
@@ -85,4 +82,4 @@ def ratio_figure(rows: Sequence[Row], error: float) -> go.Figure:
     subtitle = f"{len(rows)} rows of data/published.csv; one efficiency a GPU type is fitted, on every other row"
     low, high = min(row.ratio for row in rows), max(row.ratio for row in rows)
     alt = f"Points of predicted over published throughput by GPU, from {low:.2f} to {high:.2f}. {title}."
-    return titled(figure, title, subtitle, alt, height=430, top=130)
+    return titled(figure, title, subtitle, alt, 300)

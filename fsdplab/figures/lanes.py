@@ -1,4 +1,4 @@
-"""Bars on a time axis: intervals as marks, few enough for a browser, labelled where space allows.
+"""Lanes on a clock: spans of time or of places as bars in rows, few enough for a browser, labelled where space allows.
 
 A step of a large model has tens of thousands of intervals; a browser draws about five thousand quickly. Above that,
 neighbours that lie within the same small window become one mark that says how many it holds.
@@ -6,15 +6,38 @@ neighbours that lie within the same small window become one mark that says how m
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from fsdplab.common.sizes import seconds
+from fsdplab.figures.bars import INSIDE
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import EDGE, ink_on
+from fsdplab.figures.style import EDGE, ink_on, plot_width, words_width
 
 LIMIT = 5_000
-_PIXELS = 1000  # width of a clock on a page of 1280 pixels
-_GLYPH = 7.0  # width of a character of a bar's label
+CLOCK = dict(showgrid=False, zeroline=False)  # of an axis that carries lanes
+
+
+class Span(NamedTuple):
+    """One bar: its row, where it begins, how long it is, the text inside it, and what a hover shows."""
+
+    row: float | str
+    start: float
+    length: float
+    text: str = ""
+    hover: str = ""
+
+
+def lane(name: str, colour: str, spans: Iterable[Span], height: float = 0.86, edge: float = 1, **more: Any) -> go.Bar:
+    """All spans of one colour as one trace; `height` is a bar's thickness in rows, `more` further settings of it."""
+    found = list(spans)
+    rows, starts, lengths, texts, hovers = ([span[place] for span in found] for place in range(5))
+    settings = INSIDE | dict(textfont=dict(size=13, color=ink_on(colour)), hovertemplate="%{hovertext}<extra></extra>")
+    return go.Bar(
+        name=name, orientation="h", y=rows, base=starts, x=lengths, text=texts, hovertext=hovers, width=height,
+        marker=dict(color=colour, line=dict(color=EDGE, width=edge)), **settings,
+    ).update(more)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,42 +114,32 @@ def merge_words(found: int, drawn: int, window: float) -> str:
     )
 
 
-def bars(
+def mark_lanes(
     marks: list[Mark], colours: dict[str, str], height: dict[str, float], span: float, yaxis: str = "y"
 ) -> list[go.Bar]:
     """One trace a group, in the order of `colours`; `height` is the bar's thickness in lanes, `span` the clock's length
     in ms.
     """
+    groups = {name: [mark for mark in marks if mark.group == name] for name in colours}
+    pixels = plot_width(["rank 0  reduce-scatter"]) / span
     return [
-        _trace([mark for mark in marks if mark.group == name], name, colour, height.get(name, 0.84), span, yaxis)
-        for name, colour in colours.items()
-        if any(mark.group == name for mark in marks)
-    ]
+        lane(
+            _shown(name), colours[name], [_span(mark, pixels) for mark in mine], height.get(name, 0.84),
+            edge=0.6 if len(mine) < 400 else 0, yaxis=yaxis,
+            hovertemplate="%{hovertext}<br>from %{base:.3f} ms<extra></extra>",
+        )
+        for name, mine in groups.items() if mine
+    ]  # fmt: skip
 
 
-def _trace(marks: list[Mark], name: str, colour: str, height: float, span: float, yaxis: str) -> go.Bar:
-    return go.Bar(
-        name=name.replace("_", "-") if name.startswith(("all", "reduce")) else name.replace("_", " "),
-        orientation="h",
-        y=[mark.y for mark in marks],
-        base=[round(mark.start, 4) for mark in marks],
-        x=[round(mark.end - mark.start, 4) for mark in marks],
-        width=height,
-        marker=dict(color=colour, line=dict(color=EDGE, width=0.6 if len(marks) < 400 else 0)),
-        text=[_label(mark, span) for mark in marks],
-        textposition="inside",
-        insidetextanchor="middle",
-        textangle=0,
-        constraintext="none",
-        textfont=dict(size=12, color=ink_on(colour)),
-        hovertext=[mark.hover for mark in marks],
-        hovertemplate="%{hovertext}<br>from %{base:.3f} ms<extra></extra>",
-        yaxis=yaxis,
-    )
+def _shown(group: str) -> str:
+    """A group's name as collectives are written: `reduce-scatter`, `other communication`."""
+    return group.replace("_", "-" if group.startswith(("all", "reduce")) else " ")
 
 
-def _label(mark: Mark, span: float) -> str:
-    """The longest of the mark's names that fits its width."""
-    pixels = (mark.end - mark.start) / span * _PIXELS - 6
-    long = mark.name.partition(" · ")[0]
-    return next((text for text in (long, mark.short) if text and len(text) * _GLYPH <= pixels), "")
+def _span(mark: Mark, pixels: float) -> Span:
+    """A mark with the longest of its names that fits its width; `pixels` is that of a millisecond."""
+    width = (mark.end - mark.start) * pixels - 6
+    names = (mark.name.partition(" · ")[0], mark.short)
+    text = next((text for text in names if text and words_width(text, 13) <= width), "")
+    return Span(mark.y, round(mark.start, 4), round(mark.end - mark.start, 4), text, mark.hover)

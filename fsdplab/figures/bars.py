@@ -1,0 +1,100 @@
+"""Horizontal stacked bars, the form of half of the figures: parts beside each other, and words at a bar's end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.style import ALARM, EDGE, ink_on, mark_level, plot_width, words_width
+from fsdplab.figures.view import RunView
+
+_BESIDE_A_LEVEL = 0.1  # of the axis: a bar that ends so near before a line has its words behind the line
+INSIDE = dict(textposition="inside", insidetextanchor="middle", textangle=0, constraintext="none")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of every bar: its name in the legend, its colour, and its length in each row, in the axis's unit."""
+
+    name: str
+    colour: str
+    lengths: Sequence[float]
+
+
+def stacked_bars(
+    ends: Mapping[str, str],
+    parts: Sequence[Part],
+    axis: str,
+    hover: str = "%{x:.1f} MB",
+    number: Callable[[float], str] | None = None,
+    levels: Mapping[str, float] | None = None,
+    alarming: Collection[str] = (),
+    spread: dict[str, Any] | None = None,
+) -> go.Figure:
+    """One bar a row; `ends` has each row's name and the words at its bar's end, `axis` the axis's title.
+
+    `number(length)` is written inside of each part that has room for it, `levels` are lines by their names, the words
+    of rows in `alarming` are red, and `spread` is what `whiskers` makes.
+    `stacked_bars({"zero1": "3 MB"}, [Part("activations", "#cc7fa8", [3.0])], "peak (MB)")`.
+    """
+    rows, levels = list(ends), levels or {}
+    totals = {row: sum(part.lengths[place] for part in parts) for place, row in enumerate(rows)}
+    reached = {row: totals[row] + beyond for row, beyond in zip(rows, spread["array"])} if spread else totals
+    whole = _axis_end(reached, ends, levels)
+    pixels = plot_width(rows) / whole  # a unit of the axis
+    figure = go.Figure([_segment(part, rows, hover, number, pixels) for part in parts])
+    figure.data[-1].error_x = spread
+    figure.update_layout(barmode="stack", xaxis_title=axis)
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    figure.update_xaxes(range=[0, whole])
+    for row, words in ends.items():
+        at = _words_place(reached[row], levels, whole)
+        font = dict(color=ALARM) if row in alarming else None
+        figure.add_annotation(x=at, y=row, text=words, showarrow=False, xanchor="left", xshift=6, font=font)
+    for words, at in levels.items():
+        mark_level(figure, at, words)
+    return figure
+
+
+def _axis_end(reached: Mapping[str, float], ends: Mapping[str, str], levels: Mapping[str, float]) -> float:
+    """Where the axis ends, so that every bar has room for its words and every line for its name."""
+    width = plot_width(reached)
+    shares = {row: max(0.35, 1 - (words_width(words) + 12) / width) for row, words in ends.items()}
+    return max([end / shares[row] for row, end in reached.items()] + [1.15 * at for at in levels.values()]) or 1.0
+
+
+def _words_place(end: float, levels: Mapping[str, float], whole: float) -> float:
+    """Where a bar's words begin: at its end, or behind the line that would go through them."""
+    return max([at for at in levels.values() if 0 <= at - end < _BESIDE_A_LEVEL * whole], default=end)
+
+
+def _segment(
+    part: Part, rows: Sequence[str], hover: str, number: Callable[[float], str] | None, pixels: float
+) -> go.Bar:
+    texts = [number(length) for length in part.lengths] if number else []
+    texts = [text if words_width(text, 13) + 6 < length * pixels else "" for text, length in zip(texts, part.lengths)]
+    inside: dict[str, Any] = (
+        INSIDE | dict(text=texts, textfont=dict(size=13, color=ink_on(part.colour))) if texts else {}
+    )
+    return go.Bar(
+        name=part.name, orientation="h", y=rows, x=part.lengths,
+        marker=dict(color=part.colour, line=dict(color=EDGE, width=1)),
+        hovertemplate=f"%{{y}}<br>{part.name}: {hover}<extra></extra>", **inside,
+    )  # fmt: skip
+
+
+def whiskers(runs: Sequence[RunView], unit_s: float = 1.0) -> dict[str, Any] | None:
+    """The error bars from the quartiles of the runs' step times around their medians, in units of `unit_s` seconds;
+    None where no run has quartiles.
+    """
+    quartiles = [(run.summary.step_time_s.q1, run.summary.step_time_s.q3) for run in runs]
+    if all(None in pair for pair in quartiles):
+        return None
+    spreads = [
+        (run.known_step - low, high - run.known_step) if run.step_median and low and high else (0.0, 0.0)
+        for run, (low, high) in zip(runs, quartiles)
+    ]
+    below, above = ([spread[side] / unit_s for spread in spreads] for side in (0, 1))
+    return dict(type="data", array=above, arrayminus=below, symmetric=False, color="#808488", thickness=2, width=7)

@@ -1,0 +1,45 @@
+"""Heat maps: a cell for each pair of a row and a column, with its value in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.style import DARK_INK, HEAT
+
+Value = float | None
+
+
+def heat_map(
+    columns: Sequence[str], rows: Sequence[str], values: Sequence[Sequence[Value]], texts: Sequence[Sequence[str]],
+    hover: str, scale_title: str = "", most: float | None = None, **more: Any,
+) -> go.Figure:  # fmt: skip
+    """A figure of cells, the first row on top; a cell of None is empty.
+
+    `most` is the value of the strongest colour (the highest value by default), `scale_title` names the colours' scale.
+    """
+    highest = most or max((value for row in values for value in row if value is not None), default=0) or 1
+    scale = dict(
+        title=dict(text=scale_title, font=dict(size=14)), thickness=16, tickfont=dict(size=14), outlinewidth=0,
+        nticks=4 if len(rows) < 4 else 8,
+    )  # fmt: skip
+    cells = go.Heatmap(
+        x=columns, y=rows, z=values, text=texts, texttemplate="%{text}", textfont=dict(size=13, color=DARK_INK),
+        hovertemplate=f"{hover}<extra></extra>", hoverongaps=False, xgap=3, ygap=3, zmin=0, zmax=highest,
+        colorscale=HEAT, colorbar=scale, showscale=bool(scale_title),
+    )  # fmt: skip
+    figure = go.Figure(cells.update(more))
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    return figure.update_xaxes(type="category", showgrid=False)
+
+
+def mesh(
+    columns: Sequence[str], rows: Sequence[str], owners: Sequence[Sequence[int]], texts: Sequence[Sequence[str]],
+    colours: Sequence[str],
+) -> go.Figure:  # fmt: skip
+    """A figure of ranks in rows and columns, each with its text, in the colour of its owner: a node, a row."""
+    parts = len(colours)
+    steps = [(edge, colour) for index, colour in enumerate(colours) for edge in (index / parts, (index + 1) / parts)]
+    values = [[owner + 0.5 for owner in row] for row in owners]
+    return heat_map(columns, rows, values, texts, "%{text}<br>%{x}, %{y}", most=parts, colorscale=steps)

@@ -1,0 +1,39 @@
+"""Lines, points and stacked bands over an axis, in the look that all figures share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.style import ALARM, EDGE
+
+Places = Sequence[float] | Sequence[str]
+
+
+def line(
+    name: str, colour: str, x: Places, y: Sequence[float], width: float = 3, dash: str = "solid", **more: Any
+) -> go.Scatter:
+    """A line by its name in the legend; `line_shape="hv"` holds a level until the next point, `mode="lines+markers"`
+    adds points.
+    """
+    look = dict(mode="lines", line=dict(color=colour, width=width, dash=dash), marker=dict(color=colour, size=9))
+    return go.Scatter(name=name, x=x, y=y, **look).update(more)
+
+
+def points(name: str, colour: str, x: Sequence[float], y: Places, size: float = 13, **more: Any) -> go.Scatter:
+    """Points with a thin edge."""
+    marker = dict(color=colour, size=size, line=dict(color=EDGE, width=1))
+    return go.Scatter(name=name, x=x, y=y, mode="markers", marker=marker).update(more)
+
+
+def peak(at: float, height: float, **more: Any) -> go.Scatter:
+    """The dot at a highest value, in MB."""
+    look = dict(marker_line=dict(color="white", width=1.5), hovertemplate="peak %{y:.1f} MB<extra></extra>")
+    return points("peak", ALARM, [at], [height], 12, showlegend=False, **look, **more)
+
+
+def band(name: str, colour: str, x: Sequence[float], y: Sequence[float], **more: Any) -> go.Scatter:
+    """A band of a stack, in MB; it holds its level until the next event, so that its edge is a step."""
+    look = dict(stackgroup="memory", fillcolor=colour, hovertemplate=f"{name}: %{{y:.1f}} MB<extra></extra>")
+    return line(name, colour, x, y, 0.6, line_shape="hv", **look, **more)
