@@ -132,7 +132,8 @@ def placed(drawn: Sequence[RunView], ranges: Ranges, lines: Sequence[Sides] = ()
 
 def _places(radius: float, half: float) -> dict[tuple[float, float], int]:
     """Places of a label of half width `half` around a bubble's middle, each with how far away it is."""
-    beside, found = radius + half + 8, {}
+    beside = radius + half + 8
+    found: dict[tuple[float, float], int] = {}
     for step in range(12):
         lift, above = step * _LINE, radius + 14 + step * _LINE
         four = ((beside, lift), (beside, -lift), (-beside, lift), (-beside, -lift))
