@@ -29,7 +29,7 @@ COLUMNS = (
 )
 NUMBERS = ("step", "tokens/s", "peak", "sent", "loss")  # columns that are set flush right where there is room
 WRAPPED = (SPLIT, "formula")  # columns whose text may take a second line
-SHORT = ("predicted",)  # those whose text may break at every blank
+SHORT = ("step", "predicted")  # those whose text may break at every blank
 LEGEND = (
     "step: median, ± half the range of the middle half of the steps (of 4 or more); peak: memory of the worst rank, in"
     " MB = parameters (slices and gathered) + gradients (slices and whole) + optimizer state + activations + rest"
@@ -64,11 +64,11 @@ def cells(run: RunView, unknown: str = MISSING) -> tuple[str, ...]:
 
 
 def step_of(run: RunView) -> str:
-    """The median step and its scatter, `398 ms ±3 %`; of a run without a timed step its status."""
+    """The median step and its scatter, `398 ms ±3%`; of a run without a timed step its status."""
     if not run.step_median:
         return run.status.replace("_", " ")
     scatter = run.summary.step_time_s.scatter
-    return seconds(run.step_median) + ("" if scatter is None else f" ±{100 * scatter:.0f} %")
+    return seconds(run.step_median) + ("" if scatter is None else f" ±{scatter:.0%}")
 
 
 def _last_loss(losses: Sequence[float | None]) -> str:

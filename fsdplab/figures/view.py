@@ -9,21 +9,12 @@ from typing import Any, TypeAlias, TypeGuard
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.words import plural
 from fsdplab.records import RunRecord, Spread, Summary
+from fsdplab.records.summary import Traces
 from fsdplab.sessions.spec import ENGINES
 
 CATEGORY_NAMES = {row.name: row.words for row in CATEGORY_ROWS.values()}
 _ALL_CORES = 0.95  # of a step: less is told, as other work took a core now and then
 UNSPLIT = "no category"  # a peer's memory that could not be attributed to a category
-
-
-@dataclass(frozen=True)
-class TraceSource:
-    """What traces of PyTorch's profiler say of where they were made; "" for what they do not say."""
-
-    ranks: int
-    device_name: str = ""
-    backend: str = ""
-    torch: str = ""
 
 
 @dataclass(frozen=True)
@@ -153,12 +144,9 @@ class RunView:
         return "simulated" in [self.provenance.get(name) for name in ("step_time_s", "exposed_s")]
 
     @property
-    def traced(self) -> TraceSource | None:
-        """What the traces say of themselves, of a run that is known by its traces alone."""
-        if self.summary.traces is None:
-            return None
-        said = {name: str(self.environment.get(name) or "") for name in ("device_name", "backend", "torch")}
-        return TraceSource(self.summary.traces.ranks, **said)
+    def traced(self) -> Traces | None:
+        """The traces of a run that is known by them alone."""
+        return self.summary.traces
 
 
 DEVICE_STEPS = "a step on a GPU is from its first to its last work there, without the time between steps"
@@ -262,7 +250,7 @@ def _with_result(known: RunView, summary: Summary, status: str) -> RunView:
 def ranks_and_device(runs: list[RunView]) -> str:
     """`"2 CPU ranks"`, the words of every subtitle."""
     if len(runs) == 1 and runs[0].traced is not None:
-        return _traced_ranks(runs[0], runs[0].traced)
+        return _traced_ranks(runs[0], runs[0].traced.ranks)
     sizes = sorted({run.world_size for run in runs if run.engine != "twin"} or {run.world_size for run in runs})
     kind = "CPU" if all(run.device == "cpu" for run in runs) else "GPU"
     return plural(sizes[0], f"{kind} rank") if len(sizes) == 1 else f"{' and '.join(map(str, sizes))} {kind} ranks"
@@ -278,10 +266,10 @@ def how_and_where(runs: list[RunView]) -> str:
     return " and ".join(words)
 
 
-def _traced_ranks(run: RunView, traced: TraceSource) -> str:
+def _traced_ranks(run: RunView, ranks: int) -> str:
     """`"2 of 8 NVIDIA A100 ranks"`."""
-    of_job = f"{traced.ranks} of " if traced.ranks < run.world_size else ""
-    kind = traced.device_name or ("CPU" if run.device == "cpu" else "GPU")
+    of_job = f"{ranks} of " if ranks < run.world_size else ""
+    kind = run.environment.get("device_name") or ("CPU" if run.device == "cpu" else "GPU")
     return f"{of_job}{plural(run.world_size, f'{kind} rank')}"
 
 
@@ -329,10 +317,9 @@ def _measured(runs: list[RunView]) -> str:
 
 def _traced(run: RunView) -> str:
     """What a trace measured, and where, in its own words."""
-    assert run.traced is not None, f"{run.label} is no trace"
-    backend = run.traced.backend and f"backend {run.traced.backend}"
-    torch = run.traced.torch and f"PyTorch {run.traced.torch}"
-    where = ", ".join(filter(None, (ranks_and_device([run]), backend, torch)))
+    words = {"backend": "backend {}", "torch": "PyTorch {}"}
+    said = [form.format(run.environment[name]) for name, form in words.items() if run.environment.get(name)]
+    where = ", ".join([ranks_and_device([run]), *said])
     device = "" if run.device == "cpu" else f"; {DEVICE_STEPS}"
     return f"step time, exposed time: by PyTorch's profiler on {where}{device}"
 

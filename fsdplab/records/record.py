@@ -50,26 +50,12 @@ class _Content:
     rows: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class _Spec:
-    """The settings that every reader needs."""
-
-    strategy: str
-    engine: str
-    world_size: int
-
-
-@dataclass(frozen=True)
-class _Environment:
-    device: str | None = None
-
-
-@dataclass(frozen=True)
-class _Failure:
-    message: LongText | None = None
-    traceback: LongText | None = None
-
-
+# what readers take from objects that hold more
+_NEEDED: dict[str, dict[str, Any]] = {
+    "spec": {"strategy": str, "engine": str, "world_size": int},
+    "environment": {"device": str | None},
+    "failure": {"message": LongText | None, "traceback": LongText | None},
+}
 _ALL = tuple(_Content.__dataclass_fields__)
 _FIELDS = tuple(name for name in _ALL if name != "rows")
 
@@ -183,8 +169,9 @@ def _read_run_json(folder: Path) -> dict[str, Any]:
         raise RecordError(f"{path} lacks {', '.join(missing)}: it is damaged. Record the run again.")
     try:
         content["summary"] = read(_Content, content, "").summary
-        for kind, name in ((_Spec, "spec"), (_Environment, "environment"), (_Failure, "failure")):
-            read(kind, content[name] or {}, name)
+        for place, kinds in _NEEDED.items():
+            for name, kind in kinds.items():
+                read(kind, (content[place] or {}).get(name), f"{place}.{name}")
     except WrongType as wrong:
         raise RecordError(
             f"{path} is damaged: {wrong}. Copy it again from where it was recorded, or record the run again."

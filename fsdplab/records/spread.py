@@ -91,16 +91,15 @@ def race(spreads: Sequence[Spread]) -> Race:
         return Race(())
     best, first = timed[0]
     needed = {place: least_difference(spreads[first], spreads[place]) for _, place in timed[1:]}
-    level = [place for median, place in timed[1:] if not _beyond(median - best, needed[place])]
+    level = [place for _, place in timed[1:] if not is_below(spreads[first], spreads[place])]
     known = [each for place in level if (each := needed[place]) is not None]
     return Race((first, *level), max(known) / best if known and len(known) == len(level) else None)
 
 
 def is_below(fast: Spread, slow: Spread) -> bool:
     """Whether `fast` is faster than `slow` beyond chance; False wherever the figures do not say so."""
-    if fast.median is None or slow.median is None:
-        return False
-    return _beyond(slow.median - fast.median, least_difference(fast, slow))
+    needed = least_difference(fast, slow)
+    return needed is not None and (slow.median or 0) - (fast.median or 0) > needed
 
 
 def least_difference(fast: Spread, slow: Spread) -> float | None:
@@ -126,10 +125,6 @@ def step_seconds(steps: Sequence[Mapping[str, Any]]) -> list[float]:
         if row.get("step_time_s") is not None:
             slowest[row["step"]] = max(slowest[row["step"]], row["step_time_s"])
     return list(slowest.values())
-
-
-def _beyond(difference: float, needed: float | None) -> bool:
-    return needed is not None and difference > needed
 
 
 def _box(spread: Spread) -> _Box | None:

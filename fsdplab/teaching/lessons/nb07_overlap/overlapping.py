@@ -16,7 +16,9 @@ from typing import Any
 
 from fsdplab.engine.core.schedule import Schedule
 from fsdplab.figures import alt_text, rank_timeline
+from fsdplab.figures.fastest import fastest_words
 from fsdplab.figures.profile_data import COLLECTIVES, breakdown_of, duration, percent, timeline_of, worst_cells
+from fsdplab.figures.view import view
 from fsdplab.planning.links import parse_link
 from fsdplab.profiling.intervals import length, subtract
 from fsdplab.records import RunRecord, known
@@ -245,10 +247,9 @@ def moving(record: RunRecord) -> tuple[float, float]:
 
 def raw_words(runs: Mapping[str, RunRecord]) -> Note:
     """The step of each run of several ranks beside the first one's, which sends nothing."""
-    first, *others = ((name, known(record.summary.step_time_s.median)) for name, record in runs.items())
-    ratios = ", ".join(f"{name} {step / first[1]:.2f} times" for name, step in others)
-    shortest = min(others, key=lambda one: one[1])[0]
-    return Note((f"Steps beside that of {first[0]}: {ratios} as long. Shortest of them: {shortest}.",))
+    first, *others = (replace(view(record), strategy=name, engine="lab") for name, record in runs.items())
+    ratios = ", ".join(f"{run.label} {run.known_step / first.known_step:.2f} times" for run in others)
+    return Note((f"Steps beside that of {first.label}: {ratios} as long. Of these, {fastest_words(others)}.",))
 
 
 # ---- what no schedule can hide

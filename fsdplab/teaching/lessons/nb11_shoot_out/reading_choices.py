@@ -12,6 +12,8 @@ from typing import Any
 
 from fsdplab.common.names import OVER_ALL_RANKS
 from fsdplab.figures import alt_text, pareto
+from fsdplab.figures.fastest import fastest_words
+from fsdplab.figures.view import views
 from fsdplab.planning.links import parse_link
 from fsdplab.records import RunRecord, Spread, known
 from fsdplab.sessions import RunSpec
@@ -227,8 +229,8 @@ def why(runs: Sequence[RunRecord]) -> Note:
 def steps_here(runs: Sequence[RunRecord], on_card: Sequence[RunRecord]) -> Table:
     """This machine's own steps beside the steady card's."""
     rows = [[_name(run), f"{1e3 * step_s(run):.0f}", f"{1e3 * step_s(card):.0f}"] for run, card in zip(runs, on_card)]
-    first, last = (min(found, key=step_s) for found in (runs, on_card))
-    caption = f"Shortest here: {_name(first)}; on the card: {_name(last)}. The first column changes from run to run."
+    here, card = (fastest_words(views(found)) for found in (runs, on_card))
+    caption = f"Here: {here}. On the card: {card}. The first column changes from run to run."
     return table(["run", "step on this machine, ms", "on the steady card, ms"], rows, caption)
 
 

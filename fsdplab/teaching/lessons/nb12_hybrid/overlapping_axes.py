@@ -14,6 +14,8 @@ from typing import Any
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures import alt_text
+from fsdplab.figures.fastest import fastest_words
+from fsdplab.figures.view import views
 from fsdplab.planning.links import parse_link
 from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec
@@ -166,11 +168,9 @@ def _link(record: RunRecord) -> str:
 
 
 def raw_words(full: RunRecord, hybrid: RunRecord) -> Note:
-    """The two raw steps beside each other."""
+    """The two raw steps beside each other, and whether one is shorter beyond chance."""
     first, second = _step_ms(full), _step_ms(hybrid)
-    quicker = "full_shard" if first < second else "hybrid_shard"
-    apart = abs(first - second) / max(first, second)
-    return Note((f"Raw: {first:.0f} ms against {second:.0f}; {quicker} was quicker this time, by {apart:.0%}.",))
+    return Note((f"Raw: {first:.0f} ms against {second:.0f}; {fastest_words(views([full, hybrid]))}.",))
 
 
 # ---- larger clusters, computed
