@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from fsdplab.figures.plots.linked import linked_view as linked_view
     from fsdplab.figures.plots.memory import memory_by_category as memory_by_category
     from fsdplab.figures.plots.memory import memory_timeline as memory_timeline
+    from fsdplab.figures.plots.memory import predicted_memory as predicted_memory
     from fsdplab.figures.plots.pareto import pareto as pareto
-    from fsdplab.figures.plots.predicted import predicted_memory as predicted_memory
     from fsdplab.figures.plots.roofline import overlap_roofline as overlap_roofline
     from fsdplab.figures.plots.run_diff import difference as difference
     from fsdplab.figures.plots.shard_map import slice_map as slice_map
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "memory_by_category": "plots.memory",
     "memory_timeline": "plots.memory",
-    "predicted_memory": "plots.predicted",
+    "predicted_memory": "plots.memory",
     "step_time": "plots.steps",
     "ledger_against_formula": "plots.traffic",
     "rank_timeline": "plots.timeline",

@@ -50,8 +50,8 @@ def stacked_bars(
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     figure.update_xaxes(range=[0, whole])
     for row, words in ends.items():
-        at = _words_place(reached[row], levels, whole)
-        font = dict(color=ALARM) if row in alarming else None
+        near = [at for at in levels.values() if 0 <= at - reached[row] < _BESIDE_A_LEVEL * whole]
+        at, font = max(near, default=reached[row]), dict(color=ALARM) if row in alarming else None
         figure.add_annotation(x=at, y=row, text=words, showarrow=False, xanchor="left", xshift=6, font=font)
     for words, at in levels.items():
         mark_level(figure, at, words)
@@ -63,11 +63,6 @@ def _axis_end(reached: Mapping[str, float], ends: Mapping[str, str], levels: Map
     width = plot_width(reached)
     shares = {row: max(0.35, 1 - (words_width(words) + 12) / width) for row, words in ends.items()}
     return max([end / shares[row] for row, end in reached.items()] + [1.15 * at for at in levels.values()]) or 1.0
-
-
-def _words_place(end: float, levels: Mapping[str, float], whole: float) -> float:
-    """Where a bar's words begin: at its end, or behind the line that would go through them."""
-    return max([at for at in levels.values() if 0 <= at - end < _BESIDE_A_LEVEL * whole], default=end)
 
 
 def _segment(
@@ -86,9 +81,7 @@ def _segment(
 
 
 def whiskers(runs: Sequence[RunView], unit_s: float = 1.0) -> dict[str, Any] | None:
-    """The error bars from the quartiles of the runs' step times around their medians, in units of `unit_s` seconds;
-    None where no run has quartiles.
-    """
+    """Error bars from the quartiles around the median step, in units of `unit_s` seconds; None where none are known."""
     quartiles = [(run.summary.step_time_s.q1, run.summary.step_time_s.q3) for run in runs]
     if all(None in pair for pair in quartiles):
         return None

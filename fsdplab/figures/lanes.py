@@ -85,9 +85,7 @@ def _edges(marks: list[Mark]) -> list[tuple[bool, float, float]]:
 
 
 def _begins(edges: list[tuple[bool, float, float]], window: float) -> list[int]:
-    """Where each merged mark begins, if neighbours of one lane and group that together span at most `window` ms are
-    one.
-    """
+    """Where each merged mark begins: neighbours of one lane and group that together span at most `window` ms."""
     begins, since = [], 0.0
     for index, (new, start, end) in enumerate(edges):
         if new or end - since > window:
@@ -117,24 +115,18 @@ def merge_words(found: int, drawn: int, window: float) -> str:
 def mark_lanes(
     marks: list[Mark], colours: dict[str, str], height: dict[str, float], span: float, yaxis: str = "y"
 ) -> list[go.Bar]:
-    """One trace a group, in the order of `colours`; `height` is the bar's thickness in lanes, `span` the clock's length
-    in ms.
-    """
+    """One trace a group, in the order of `colours`; `height` is in lanes, `span` the clock's length in ms."""
     groups = {name: [mark for mark in marks if mark.group == name] for name in colours}
     pixels = plot_width(["rank 0  reduce-scatter"]) / span
     return [
         lane(
-            _shown(name), colours[name], [_span(mark, pixels) for mark in mine], height.get(name, 0.84),
+            name.replace("_", "-" if name.startswith(("all", "reduce")) else " "), colours[name],
+            [_span(mark, pixels) for mark in mine], height.get(name, 0.84),
             edge=0.6 if len(mine) < 400 else 0, yaxis=yaxis,
             hovertemplate="%{hovertext}<br>from %{base:.3f} ms<extra></extra>",
         )
         for name, mine in groups.items() if mine
     ]  # fmt: skip
-
-
-def _shown(group: str) -> str:
-    """A group's name as collectives are written: `reduce-scatter`, `other communication`."""
-    return group.replace("_", "-" if group.startswith(("all", "reduce")) else " ")
 
 
 def _span(mark: Mark, pixels: float) -> Span:

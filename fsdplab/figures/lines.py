@@ -14,9 +14,7 @@ Places = Sequence[float] | Sequence[str]
 def line(
     name: str, colour: str, x: Places, y: Sequence[float], width: float = 3, dash: str = "solid", **more: Any
 ) -> go.Scatter:
-    """A line by its name in the legend; `line_shape="hv"` holds a level until the next point, `mode="lines+markers"`
-    adds points.
-    """
+    """A line by its name in the legend; `line_shape="hv"` holds each level until the next point."""
     look = dict(mode="lines", line=dict(color=colour, width=width, dash=dash), marker=dict(color=colour, size=9))
     return go.Scatter(name=name, x=x, y=y, **look).update(more)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from html import escape
 from typing import Any
 
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size
+from fsdplab.figures.report.rendering import rendered
 from fsdplab.figures.style import ALARM
 from fsdplab.figures.view import RunView, view
 from fsdplab.records import RunRecord
@@ -28,10 +28,6 @@ _SETTINGS = {
     "sequence_length": "sequence {}", "batch_size": "batch {}", "micro_batches": "{} micro-batches",
 }  # fmt: skip
 _OWN = ("model", "strategy", "engine")  # what a measurement must share with a run: another model's peak says nothing
-_NAME = "flex:0 0 8em;overflow-wrap:anywhere"
-_BAR = "flex:1 1 12em;position:relative;display:flex;height:1.1em"
-_FIGURES = "flex:0 1 25em;text-align:left"
-_ROW = "display:flex;gap:0 12px;align-items:center;flex-wrap:wrap;min-height:1.6em;margin-top:3px"
 
 
 @dataclass(frozen=True)
@@ -94,19 +90,11 @@ def _predicted(spec: RunSpec, calibrated_ns: int) -> tuple[Prediction, str]:
 def outlook_of(specs: Iterable[RunSpec], records: Sequence[RunRecord] = ()) -> tuple[Outlook, ...]:
     """What each run will take, beside the last of `records` with its model, strategy and engine; not for the twin."""
     rows = []
-    for spec in specs:
-        if spec.engine == "twin":
-            continue
+    for spec in (spec for spec in specs if spec.engine != "twin"):
         own = (spec.model, spec.strategy, spec.engine)
         last = next((each for each in reversed(records) if tuple(map(each.spec.get, _OWN)) == own), None)
-        rows.append(
-            Outlook(
-                spec,
-                *predicted(spec),
-                None if last is None else view(last),
-                "" if last is None else _differing(spec.as_dict(), last.spec),
-            )
-        )
+        beside = (None, "") if last is None else (view(last), _differing(spec.as_dict(), last.spec))
+        rows.append(Outlook(spec, *predicted(spec), *beside))
     return tuple(rows)
 
 
@@ -124,67 +112,43 @@ def outlook_html(rows: Sequence[Outlook]) -> str:
     """Two bars a run over one scale, predicted and last measured, with the card as a line; what does not fit is red."""
     if not rows:
         return ""
-    peaks = [row.predicted.peak_bytes or 0 for row in rows] + [row.measured.peak or 0 for row in rows if row.measured]
-    scale = 1.08 * max([1, *peaks, *(row.spec.card or 0 for row in rows)])
-    shown = {
-        name: nbytes
-        for row in rows
-        for part in (row.predicted.by_category, row.measured and row.measured.split)
-        for name, nbytes in (part or {}).items()
-        if nbytes
-    }
-    body = "".join(_lines(row, scale) for row in rows)
-    remark = next((row.remark for row in rows if row.predicted.by_category), rows[0].remark)
-    head = "Peak memory of the worst rank, <b>predicted</b> (by arithmetic, nothing has run) and last measured."
-    return (
-        f"<div class='fsdplab-outlook' style='line-height:1.35'><div style='opacity:.85'>{head} {_legend(shown)}"
-        f"</div>{body}<div style='opacity:.85'>{escape(remark)}</div></div>"
+    bars = [bar for row in rows for bar in _bars(row)]
+    lengths = [sum(bar.split.values()) for bar in bars] + [bar.card or 0 for bar in bars]
+    return str(
+        rendered(
+            "outlook.html",
+            bars=bars,
+            scale=1.08 * max(1, *lengths),
+            legend=[row for row in CATEGORY_ROWS.values() if any(bar.split.get(row.name) for bar in bars)],
+            remark=next((row.remark for row in rows if row.predicted.by_category), rows[0].remark),
+            alarm=ALARM,
+            size=size,
+        )
     )
 
 
-def _lines(row: Outlook, scale: float) -> str:
-    """The lines of one run: its prediction, its misfit, its last measurement."""
-    forecast = row.predicted
-    ink = f"color:{ALARM};font-weight:600" if row.misfit else ""
-    words = f"<span style='{ink}'>{escape(row.misfit or in_words(forecast))}</span>"
-    first = _line(escape(row.label), forecast.by_category, row.spec.card, scale, words, 1)
+@dataclass(frozen=True)
+class _Bar:
+    """A bar of `outlook.html`: bytes by category, the card's line, and the words beside it."""
+
+    name: str
+    split: Mapping[str, int]
+    words: str
+    card: int | None = None
+    misfit: bool = False
+    measured: bool = False
+
+
+def _bars(row: Outlook) -> list[_Bar]:
+    """The bars of one run: its prediction, and its last measurement."""
+    words = row.misfit or in_words(row.predicted)
+    first = _Bar(row.label, row.predicted.by_category or {}, words, row.spec.card, bool(row.misfit))
     if row.measured is None:
-        return first
+        return [first]
     seen = row.measured
     told = f"measured {size(seen.peak)}, {_sent_in(seen.summary.comm.bytes_per_step, seen.step_median)}"
     told += f" (with {row.measured_with})" if row.measured_with else ""
-    return first + _line("", seen.split, None, scale, f"<span style='opacity:.8'>{escape(told)}</span>", 0.6)
-
-
-def _line(
-    name: str, split: Mapping[str, int] | None, card: int | None, scale: float, words: str, strength: float
-) -> str:
-    """A name, a stacked bar with the card's line, and words."""
-    boxes = "".join(
-        f"<span title='{CATEGORY_ROWS[category].words}: {size(nbytes)}' style='width:{100 * nbytes / scale:.3f}%;"
-        f"background:{CATEGORY_ROWS[category].colour}'></span>"
-        for category, nbytes in (split or {}).items()
-        if nbytes and category in CATEGORY_ROWS
-    )
-    place = f"left:{100 * (card or 0) / scale:.3f}%;border-left:3px solid {ALARM}"
-    line = (
-        f"<span title='card: {size(card)}' style='position:absolute;top:-2px;bottom:-2px;{place}'></span>"
-        if card
-        else ""
-    )
-    return (
-        f"<div style='{_ROW}'><span style='{_NAME}'>{name}</span>"
-        f"<span style='{_BAR};opacity:{strength}'>{boxes}{line}</span><span style='{_FIGURES}'>{words}</span></div>"
-    )
-
-
-def _legend(shown: Mapping[str, Any]) -> str:
-    """The categories that appear, in the order of a stack."""
-    return " ".join(
-        f"<span style='white-space:nowrap'><span style='color:{row.colour}'>■</span> {row.words}</span>"
-        for name, row in CATEGORY_ROWS.items()
-        if name in shown
-    )
+    return [first, _Bar("", seen.split, told, measured=True)]
 
 
 def _differing(wanted: Mapping[str, Any], had: Mapping[str, Any]) -> str:

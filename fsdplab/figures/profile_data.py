@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.common.words import NO_UNIT
 from fsdplab.figures.view import how_and_where, views
-from fsdplab.profiling.step_summary import ExposedCell, exposed_cells, step_summary
+from fsdplab.profiling.step_summary import ExposedCell, StepSummary, exposed_cells, step_summary
 from fsdplab.records import RunRecord
 from fsdplab.records.summary import Link
 
@@ -24,6 +23,7 @@ MS = 1e6  # nanoseconds
 _SLOWER = 1.1  # profiled steps over timed ones from which on a figure says so
 ROOT = "root"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "other_communication")  # lanes of a timeline
+_MOST_UNITS = 90  # that fit on a page
 _REMEDIES = {
     "memory": "run it again with memory measured (memory=True)",
     "life": "only the lab's engine tells its units' states: run it again with --engines lab --profile 2",
@@ -60,9 +60,7 @@ def is_record(found: object) -> TypeGuard[RunRecord]:
 
 
 def named_rows(record: RunRecord, table: str) -> list[Row]:
-    """The rows of a table, none or many, with the root under its name:
-    the ledger writes `root`, traces leave it empty.
-    """
+    """The rows of a table, with the root under its name: the ledger writes `root`, traces leave it empty."""
     name = unnamed(record)
     return [{**row, "unit": name} if row.get("unit") == "" else row for row in record.table(table)]
 
@@ -79,9 +77,7 @@ def listed(records: RunRecord | Iterable[RunRecord]) -> list[RunRecord]:
 
 
 def profiled(rows: Sequence[Row], record: RunRecord) -> list[Row]:
-    """The rows of profiled steps: those of the memory step, which its measurement slows down, are left out if there are
-    others.
-    """
+    """The rows of profiled steps; those of the memory step, which is slow, only if there are no others."""
     slowed = {row["step"] for row in record.table("memory")}
     return [row for row in rows if row["step"] not in slowed] or list(rows)
 
@@ -112,14 +108,9 @@ def timeline_of(record: RunRecord, step: int | None) -> tuple[int, list[Row]]:
     return chosen, found
 
 
-def breakdown_of(record: RunRecord) -> Row | None:
-    """The breakdown of the rank that is exposed longest, on average over the profiled steps, in ns.
-
-    Means of rows keep their sum, so compute_only + overlapped + exposed + other is the step here too. None without the
-    table.
-    """
-    worst = step_summary(profiled(record.table("breakdown"), record))
-    return None if worst is None else asdict(worst)
+def breakdown_of(record: RunRecord) -> StepSummary | None:
+    """The mean of the profiled steps of the rank that is exposed longest, in ns; None without the table."""
+    return step_summary(profiled(record.table("breakdown"), record))
 
 
 def worst_cells(record: RunRecord) -> tuple[int, int, list[ExposedCell]]:
@@ -128,24 +119,20 @@ def worst_cells(record: RunRecord) -> tuple[int, int, list[ExposedCell]]:
     """
     rows = profiled(rows_of(record, "exposed"), record)
     split = breakdown_of(record)
-    sums: dict[int, int] = {}
-    for row in rows:
-        sums[row["rank"]] = sums.get(row["rank"], 0) + row["exposed_ns"]
-    worst = split["rank"] if split and split["rank"] in sums else max(sums, key=lambda rank: sums[rank])
-    mine = [row for row in rows if row["rank"] == worst]
-    steps = split["steps"] if split else len({row["step"] for row in mine})
-    return worst, steps, exposed_cells(mine, steps)
+    own = group(rows, lambda row: row["rank"])
+    worst = max(own, key=lambda rank: sum(row["exposed_ns"] for row in own[rank]))
+    worst = split.rank if split and split.rank in own else worst
+    steps = split.steps if split else len({row["step"] for row in own[worst]})
+    return worst, steps, exposed_cells(own[worst], steps)
 
 
 def slower_words(record: RunRecord) -> str:
-    """By how much the profiled steps were slower than the timed ones, where that is more than a tenth: `"profiled steps
-    took 1.60 s (mean), timed ones 729 ms (median)"`; else empty.
-    """
+    """`profiled steps took 1.60 s (mean), timed ones 729 ms (median)`; "" where they differ by less than a tenth."""
     timed = record.summary.step_time_s.median
     split = breakdown_of(record)
-    if not timed or split is None or split["step_ns"] / 1e9 <= _SLOWER * timed or record.spec.get("engine") == "trace":
+    if not timed or split is None or split.step_ns / 1e9 <= _SLOWER * timed or record.spec.get("engine") == "trace":
         return ""
-    return f"profiled steps took {duration(split['step_ns'])} (mean), timed ones {seconds(timed)} (median)"
+    return f"profiled steps took {duration(split.step_ns)} (mean), timed ones {seconds(timed)} (median)"
 
 
 def group(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
@@ -156,18 +143,26 @@ def group(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]
     return groups
 
 
-def natural(name: str) -> list[tuple[int, int, str]]:
-    """Sort key with numbers as numbers: `blocks.2` before `blocks.10`, the root first."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
-
-
 def unit_order(record: RunRecord, units: Iterable[str]) -> list[str]:
     """Units in the order in which the forward reaches them; units that it never reaches follow by name."""
     first: dict[str, int] = {}
     for row in named_rows(record, "timeline"):
         if row["phase"] == "forward" and row["lane"] == "compute":
             first[row["unit"]] = min(first.get(row["unit"], row["start_ns"]), row["start_ns"])
-    return sorted(set(units), key=lambda unit: (unit != ROOT, first.get(unit, float("inf")), natural(unit)))
+    numbers = {unit: [(part.isdigit(), part.zfill(9)) for part in re.split(r"(\d+)", unit)] for unit in units}
+    return sorted(numbers, key=lambda unit: (unit != ROOT, first.get(unit, float("inf")), numbers[unit]))
+
+
+def foremost_units(record: RunRecord, amounts: Mapping[Any, float]) -> tuple[list[str], str]:
+    """(the units of the largest amounts in the forward's order, as many as fit on a page; the subtitle's words on those
+    left out: "the 90 foremost of 224 units"). `amounts` are by tuples that begin with a unit.
+    """
+    weights: dict[str, float] = {}
+    for (unit, *_), amount in amounts.items():
+        weights[unit] = weights.get(unit, 0.0) + abs(amount)
+    drawn = sorted(weights, key=lambda unit: -weights[unit])[:_MOST_UNITS]
+    few = f"the {len(drawn)} foremost of {len(weights)} units" if len(drawn) < len(weights) else ""
+    return unit_order(record, drawn), few
 
 
 def short_unit(unit: str) -> str:
@@ -176,19 +171,12 @@ def short_unit(unit: str) -> str:
 
 
 def conditions(records: RunRecord | Iterable[RunRecord], *more: str) -> str:
-    """The provenance, for every subtitle: `"Measured on 2 CPU ranks; the link is emulated (25 GbE: 3.12 GB/s, 10.0 µs),
-    step 11"`.
-    """
+    """The provenance for a subtitle: `Measured on 2 CPU ranks; the link is emulated (25 GbE: 3.12 GB/s), step 11`."""
     runs = listed(records)
     origins = [run.provenance.get("exposed_s", "measured") for run in runs]
     links = list(dict.fromkeys(link_words(run) for run in runs if run.summary.link))
-    emulated = (
-        f"; the link is emulated ({' / '.join(links)})"
-        if links
-        else "; communication is emulated"
-        if "emulated" in origins
-        else ""
-    )
+    emulated = "; communication is emulated" if "emulated" in origins else ""
+    emulated = f"; the link is emulated ({' / '.join(links)})" if links else emulated
     return ", ".join([f"{how_and_where(views(runs))}{emulated}", *filter(None, more)])
 
 

@@ -24,13 +24,10 @@ def answer_figure(answer: Answer) -> go.Figure:
     for place, panel in enumerate(answer.panels):
         _add_panel(figure, answer, panel, place)
     figure.update_layout(barmode="group", showlegend=any(len(panel.columns) > 1 for panel in answer.panels))
-    alt = f"{answer.asked} {answer.sentence}. {_drawn(answer)}."
+    over = answer.columns[0].name
+    drawn = "; ".join(f"{panel.kind} of {', '.join(panel.columns)} over {over}" for panel in answer.panels)
+    alt = f"{answer.asked} {answer.sentence}. {drawn}."
     return titled(figure, answer.sentence, _conditions(answer), alt, 310)
-
-
-def _drawn(answer: Answer) -> str:
-    first = answer.columns[0].name
-    return "; ".join(f"{panel.kind} of {', '.join(panel.columns)} over {first}" for panel in answer.panels)
 
 
 def _add_panel(figure: go.Figure, answer: Answer, panel: Panel, place: int) -> None:

@@ -9,25 +9,17 @@ the same work without communication is among the runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
+from fsdplab.figures import profile_data as profile
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profile_data import (
-    MS,
-    Row,
-    breakdown_of,
-    conditions,
-    duration,
-    listed,
-    percent,
-    rows_of,
-    slower_words,
-)
+from fsdplab.figures.profile_data import MS, duration, percent
 from fsdplab.figures.style import EXPOSED_COLOURS, STEP_COLOURS, titled
 from fsdplab.figures.view import views
+from fsdplab.profiling.step_summary import StepSummary
 from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
 
+Splits = Mapping[str, StepSummary]  # of each run, by label
 PART_COLUMN = dict(zip(EXPOSED_COLOURS, PARTS_OF_EXPOSED))
 COLUMN = {name: f"{name.replace(' ', '_')}_ns" for name in STEP_COLOURS}
 _SAME_WORK = (
@@ -36,22 +28,21 @@ _SAME_WORK = (
 
 
 def step_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
-    """Stacked bars, one a run: compute only, overlapped, exposed, other, in ms; they sum to the step of the rank that
-    is exposed longest.
+    """Stacked bars, one a run, of the step of the rank exposed longest: compute only, overlapped, exposed, other.
 
     `records`: one record or several with a `breakdown` table; ValueError with the remedy if none has one. 10 + 6 + 3 +
     1 ms is a step of 20 ms.
     """
-    runs = listed(records)
+    runs = profile.listed(records)
     shown = _with_breakdown(runs)
     splits, inflation = _splits(shown), compute_inflation(shown)
     ends = {name: _total(split, inflation.get(name)) for name, split in splits.items()}
     left_out = len(runs) - len(shown)
-    where = conditions(
-        list(shown.values()),
+    where = profile.conditions(
+        shown.values(),
         "mean of the profiled steps",
         f"{left_out} not profiled" if left_out else "",
-        "without the time between steps" if any(run.device != "cpu" for run in views(list(shown.values()))) else "",
+        "without the time between steps" if any(run.device != "cpu" for run in views(shown.values())) else "",
         _slower(shown),
     )
     figure = _stacked(ends, splits, COLUMN, STEP_COLOURS, "time of one step (ms)")
@@ -59,22 +50,21 @@ def step_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
 
 
 def exposed_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
-    """Stacked bars, one a run: exposed time on the link, copying, and waiting for a peer, in ms a step; they sum to
-    what the run's table calls exposed.
+    """Stacked bars, one a run, of its exposed time: on the link, copying, and waiting for a peer, in ms a step.
 
     ValueError with the remedy if no record has these parts. 6 + 3 + 1 ms are 10 ms exposed.
     """
-    runs = listed(records)
+    runs = profile.listed(records)
     found = _splits(_with_breakdown(runs))
-    splits = {name: split for name, split in found.items() if split["on_link_ns"] is not None}
+    splits = {name: split for name, split in found.items() if split.on_link_ns is not None}
     if not splits:
         raise ValueError(
             f"{next(iter(found))} does not say what its exposed time was spent on: it was recorded with an earlier"
             " version; run it again with --profile 2"
         )
-    ends = {name: f"<b>{duration(split['exposed_ns'])}</b> exposed" for name, split in splits.items()}
+    ends = {name: f"<b>{duration(split.exposed_ns)}</b> exposed" for name, split in splits.items()}
     figure = _stacked(ends, splits, PART_COLUMN, EXPOSED_COLOURS, "exposed time of one step (ms)")
-    where = conditions(runs, "mean of the profiled steps of the rank exposed longest")
+    where = profile.conditions(runs, "mean of the profiled steps of the rank exposed longest")
     alt = _alt(splits, PART_COLUMN, "exposed time", "exposed_ns")
     return titled(figure, _largest_part(runs, splits), where, alt, 78 + 60 * len(splits))
 
@@ -83,92 +73,78 @@ def _with_breakdown(runs: list[RunRecord]) -> dict[str, RunRecord]:
     """The runs that have a breakdown, by label; ValueError with the remedy where none has one."""
     shown = {view.label: run for view, run in zip(views(runs), runs) if run.table("breakdown")}
     if not shown:
-        rows_of(runs[0], "breakdown")
+        profile.rows_of(runs[0], "breakdown")
     return shown
 
 
-def _slower(shown: dict[str, RunRecord]) -> str:
-    """How much slower profiled steps were than timed ones, of each run where they were; named where several are
-    shown.
-    """
-    found = {name: words for name, run in shown.items() if (words := slower_words(run))}
+def _splits(shown: Mapping[str, RunRecord]) -> dict[str, StepSummary]:
+    """The breakdown of each run; all of them have one."""
+    return {name: split for name, run in shown.items() if (split := profile.breakdown_of(run)) is not None}
+
+
+def _slower(shown: Mapping[str, RunRecord]) -> str:
+    """How much slower profiled steps were than timed ones; each run is named where several are shown."""
+    found = {name: words for name, run in shown.items() if (words := profile.slower_words(run))}
     return "; ".join(f"{name}: {words}" if len(shown) > 1 else words for name, words in found.items())
 
 
 def _stacked(
-    ends: Mapping[str, str], splits: Mapping[str, Row], columns: dict[str, str], colours: dict[str, str], axis: str
+    ends: Mapping[str, str], splits: Splits, columns: Mapping[str, str], colours: Mapping[str, str], axis: str
 ) -> go.Figure:
     """A bar a run of the parts in `columns`, each with its duration where it fits."""
-    parts = [Part(name, colours[name], [split[columns[name]] / MS for split in splits.values()]) for name in columns]
-    figure = stacked_bars(ends, parts, axis, "%{x:.3f} ms", lambda ms: duration(ms * MS))
-    return figure.update_layout(uniformtext=dict(minsize=13, mode="hide"))
+    parts = [
+        Part(name, colours[name], [getattr(split, column) / MS for split in splits.values()])
+        for name, column in columns.items()
+    ]
+    return stacked_bars(ends, parts, axis, "%{x:.3f} ms", lambda ms: duration(ms * MS))
 
 
-def compute_inflation(shown: dict[str, RunRecord]) -> dict[str, float]:
-    """Compute time of each run over that of the same work without communication; runs that have no such partner are
-    left out.
+def compute_inflation(shown: Mapping[str, RunRecord]) -> dict[str, float]:
+    """Compute time of each run over that of the same work without communication, where there is such a run.
 
-    `{"full_shard": 1.25}` says that its compute took a quarter longer than on a rank that sends nothing.
+    `{"full_shard": 1.25}`: its compute took a quarter longer than on a rank that sends nothing.
     """
     splits = _splits(shown)
-    idle = [name for name, split in splits.items() if not split["overlapped_ns"] + split["exposed_ns"]]
-    partner = {
-        name: next((other for other in idle if other != name and _work(shown[other]) == _work(run)), None)
-        for name, run in shown.items()
-    }
-    return {
-        name: splits[name]["compute_ns"] / splits[other]["compute_ns"]
-        for name, other in partner.items()
-        if other and name not in idle
-    }
+    work = {name: tuple(run.spec.get(field) for field in _SAME_WORK) for name, run in shown.items()}
+    alone = {work[name]: split for name, split in reversed(splits.items()) if not split.communication_ns}
+    talking = [name for name, split in splits.items() if split.communication_ns and work[name] in alone]
+    return {name: splits[name].compute_ns / alone[work[name]].compute_ns for name in talking}
 
 
-def _splits(shown: dict[str, RunRecord]) -> dict[str, Row]:
-    """The breakdown of each run; all of them have one."""
-    return {name: split for name, run in shown.items() if (split := breakdown_of(run)) is not None}
-
-
-def _work(run: RunRecord) -> list[Any]:
-    return [run.spec.get(name) for name in _SAME_WORK]
-
-
-def _total(split: Row, inflation: float | None) -> str:
+def _total(split: StepSummary, inflation: float | None) -> str:
     """At the bar's end: the step, the overlap, and the compute inflation."""
-    communication = split["overlapped_ns"] + split["exposed_ns"]
-    words = f"{percent(split['overlapped_ns'], communication)} hidden" if communication else "no communication"
+    words = "no communication" if split.hidden is None else f"{100 * split.hidden:.0f} % hidden"
     words += f", compute ×{inflation:.2f}" if inflation else ""
-    return f"<b>{duration(split['step_ns'])}</b> · {words}"
+    return f"<b>{duration(split.step_ns)}</b> · {words}"
 
 
-def _largest_part(runs: list[RunRecord], splits: dict[str, Row]) -> str:
+def _largest_part(runs: list[RunRecord], splits: Splits) -> str:
     """The title: the run that is exposed longest, and what most of this time is."""
-    most = max(splits, key=lambda name: splits[name]["exposed_ns"])
-    if not splits[most]["exposed_ns"]:
+    most = max(splits, key=lambda name: splits[name].exposed_ns)
+    if not splits[most].exposed_ns:
         return "No run has exposed communication"
-    largest = max(PART_COLUMN, key=lambda part: splits[most][PART_COLUMN[part]])
+    largest = max(PART_COLUMN, key=lambda part: getattr(splits[most], PART_COLUMN[part]))
     run = next(view for view in views(runs) if view.label == most)
     if largest == "on the link" and run.traced is not None and run.traced.ranks < run.world_size:
         largest += " or waiting for ranks whose traces were not given"
-    return f"{most}: {duration(splits[most]['exposed_ns'])} a step are exposed, most of it {largest}"
+    return f"{most}: {duration(splits[most].exposed_ns)} a step are exposed, most of it {largest}"
 
 
-def _finding(parts: dict[str, Row]) -> str:
-    talking = [name for name, split in parts.items() if split["overlapped_ns"] + split["exposed_ns"]]
-    if not talking:
+def _finding(splits: Splits) -> str:
+    exposed = {name: split.exposed_ns for name, split in splits.items() if split.communication_ns}
+    if not exposed:
         return "No run sends anything: there is nothing to hide"
-    least, most = (pick(talking, key=lambda name: parts[name]["exposed_ns"]) for pick in (min, max))
-    share = f"{percent(parts[most]['exposed_ns'], parts[most]['step_ns'])} of its step"
+    least, most = (pick(exposed, key=lambda name: exposed[name]) for pick in (min, max))
     if least == most:
-        return f"{most}: {duration(parts[most]['exposed_ns'])} of communication is exposed, {share}"
-    return (
-        f"{most} is exposed longest, {duration(parts[most]['exposed_ns'])} a step; least: {least},"
-        f" {duration(parts[least]['exposed_ns'])}"
-    )
+        share = percent(exposed[most], splits[most].step_ns)
+        return f"{most}: {duration(exposed[most])} of communication is exposed, {share} of its step"
+    rest = f"least: {least}, {duration(exposed[least])}"
+    return f"{most} is exposed longest, {duration(exposed[most])} a step; {rest}"
 
 
-def _alt(splits: dict[str, Row], columns: dict[str, str], of: str, whole: str) -> str:
+def _alt(splits: Splits, columns: Mapping[str, str], of: str, whole: str) -> str:
     runs = []
     for name, split in splits.items():
-        inside = ", ".join(f"{part} {duration(split[column])}" for part, column in columns.items())
-        runs.append(f"{name} {inside} of {duration(split[whole])}")
+        inside = ", ".join(f"{part} {duration(getattr(split, column))}" for part, column in columns.items())
+        runs.append(f"{name} {inside} of {duration(getattr(split, whole))}")
     return f"Stacked bars of {of}: {'; '.join(runs)}."

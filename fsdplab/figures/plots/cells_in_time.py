@@ -20,9 +20,7 @@ _WIDE = 0.94  # of a moment's width: a gap shows that the next is another moment
 
 @dataclass(frozen=True)
 class HeldCell:
-    """One cell: its `row`, the number of its `moment`, what kind of thing is there, a short label, and the moments that
-    it takes.
-    """
+    """One cell: its `row`, the number of its `moment`, its kind, a short label, and how many moments it takes."""
 
     row: str
     moment: int

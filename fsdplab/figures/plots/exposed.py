@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from fsdplab.common.sizes import three_digits
 from fsdplab.common.words import NO_UNIT, plural
+from fsdplab.figures import profile_data as profile
 from fsdplab.figures.heat import heat_map
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profile_data import (
-    MS,
-    conditions,
-    duration,
-    label,
-    percent,
-    slower_words,
-    unit_order,
-    unnamed,
-    worst_cells,
-)
+from fsdplab.figures.profile_data import MS, duration, label
 from fsdplab.figures.style import titled
 from fsdplab.profiling.step_summary import ExposedCell
 from fsdplab.records import RunRecord
 
 _PHASES = ("forward", "backward", "optimizer", "")
-_CAUSES = {"hidden": "", "unknown": ""}
-MOST_ROWS = 90  # units that fit on a page; of more, those with most exposed time are drawn
 _LEAST = 130  # pixels of the cells, so that the labels of the colour bar stay apart
 
 Place = tuple[str, str, str]  # unit, phase and kind
@@ -36,18 +25,12 @@ def exposed_heatmap(record: RunRecord) -> go.Figure:
     the findings count the same cells with the same causes. Needs an `exposed` table (ValueError with the remedy without
     one). An empty cell: the unit has no such collective.
     """
-    rank, steps, every = worst_cells(record)
-    nameless = unnamed(record)
+    rank, steps, every = profile.worst_cells(record)
+    nameless = profile.unnamed(record)
     cells: dict[Place, ExposedCell] = {(each.unit or nameless, each.phase, each.kind): each for each in every}
-    found = {unit for unit, _, _ in cells}
-    units = unit_order(
-        record,
-        foremost({unit: sum(each.exposed_ns for key, each in cells.items() if key[0] == unit) for unit in found}),
-    )
-    columns = sorted(
-        {key[1:] for key in cells},
-        key=lambda column: (_PHASES.index(column[0]) if column[0] in _PHASES else 9, column[1]),
-    )
+    units, few = profile.foremost_units(record, {key: each.exposed_ns for key, each in cells.items()})
+    order = {phase: place for place, phase in enumerate(_PHASES)}
+    columns = sorted({key[1:] for key in cells}, key=lambda column: (order.get(column[0], len(order)), column[1]))
     grid = [[cells.get((unit, *column)) for column in columns] for unit in units]
     figure = heat_map(
         [f"{phase} {kind}".strip() for phase, kind in columns],
@@ -61,26 +44,16 @@ def exposed_heatmap(record: RunRecord) -> go.Figure:
     figure.update_xaxes(side="top")
     title, alt = _finding(record, cells)
     mean = f"rank {rank}, the most exposed, mean of {plural(steps, 'profiled step')}"
-    where = conditions(record, mean, slower_words(record), few_words(units, found))
+    where = profile.conditions(record, mean, profile.slower_words(record), few)
     rows = max(_LEAST, max(14, min(38, 1300 // len(units))) * len(units))
     return titled(figure, title, where, alt, 46 + rows)
-
-
-def foremost(weights: dict[str, float]) -> list[str]:
-    """The units of most weight, as many as fit on a page: all of them up to 90."""
-    return sorted(weights, key=lambda unit: -abs(weights[unit]))[:MOST_ROWS]
-
-
-def few_words(drawn: list[str], found: set[str]) -> str:
-    """The subtitle's text on units left out; empty where none was: `"the 90 foremost of 224 units"`."""
-    return f"the {len(drawn)} foremost of {len(found)} units" if len(drawn) < len(found) else ""
 
 
 def _words(cell: ExposedCell | None) -> str:
     if cell is None:
         return ""
-    cause = _CAUSES.get(cell.shown_cause, cell.shown_cause.replace("_", " "))
-    return f"{three_digits(cell.exposed_ns / MS)} ms{' · ' if cause else ''}{cause}" if cell.exposed_ns else "hidden"
+    cause = "" if cell.shown_cause in ("hidden", "unknown") else f" · {cell.shown_cause.replace('_', ' ')}"
+    return f"{three_digits(cell.exposed_ns / MS)} ms{cause}" if cell.exposed_ns else "hidden"
 
 
 def _hover(cell: ExposedCell) -> str:
@@ -95,19 +68,12 @@ def _finding(record: RunRecord, cells: dict[Place, ExposedCell]) -> tuple[str, s
     """(title, alternative text): the cell with most exposed time, and its share."""
     total = sum(each.exposed_ns for each in cells.values())
     if not total:
-        return (
-            f"{label(record)}: all communication is hidden under compute",
-            "Heat map of exposed communication: every cell is hidden.",
-        )
-    ranked = sorted(cells, key=lambda key: -cells[key].exposed_ns)
-    first = ranked[0]
-    exposed = cells[first].exposed_ns
+        words = "Heat map of exposed communication: every cell is hidden."
+        return f"{label(record)}: all communication is hidden under compute", words
+    first, *_ = ranked = sorted((key for key in cells if cells[key].exposed_ns), key=lambda key: -cells[key].exposed_ns)
+    spent = {key: duration(cells[key].exposed_ns) for key in ranked[:5]}
     of = "" if first[0] == NO_UNIT else f" of {first[0]}"
-    title = (
-        f"{label(record)}: {first[2]}{of} in {first[1]} exposes {duration(exposed)},"
-        f" {percent(exposed, total)} of the exposed time"
-    )
-    most = "; ".join(
-        f"{' '.join(key)} {duration(cells[key].exposed_ns)}" for key in ranked[:5] if cells[key].exposed_ns
-    )
+    share = profile.percent(cells[first].exposed_ns, total)
+    title = f"{label(record)}: {first[2]}{of} in {first[1]} exposes {spent[first]}, {share} of the exposed time"
+    most = "; ".join(f"{' '.join(key)} {words}" for key, words in spent.items())
     return title, f"Heat map of exposed communication, {duration(total)} a step. Most: {most}."

@@ -9,26 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 from fsdplab.common.sizes import size
-from fsdplab.figures.lanes import CLOCK, Mark, downsample, mark_lanes, merge_words
+from fsdplab.figures.lanes import CLOCK, Mark, downsample, mark_lanes
 from fsdplab.figures.lines import peak
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.plots.memory import MB, bands, envelope
-from fsdplab.figures.plots.shard_map import (
-    STATE_COLOURS,
-    UnitStates,
-    cells,
-    finding,
-    hover_text,
-    map_height,
-    memory_starts,
-    rank_axis,
-    unit_axis,
-    unit_states,
-)
-from fsdplab.figures.plots.timeline import HEIGHTS, Lanes, lanes_of, phase_lines, phases, step_marks, step_start
+from fsdplab.figures.plots import shard_map
+from fsdplab.figures.plots.memory import MB, bands, envelope, total
+from fsdplab.figures.plots.shard_map import UnitStates, unit_states
+from fsdplab.figures.plots.timeline import Lanes, lane_bars, lanes_of, phase_lines, phases
 from fsdplab.figures.profile_data import MS, Row, conditions, label, rows_of, short_unit, timeline_of
-from fsdplab.figures.style import ALARM, LANE_COLOURS, titled
-from fsdplab.records import CATEGORIES, RunRecord
+from fsdplab.figures.style import ALARM, titled
+from fsdplab.records import RunRecord
 
 MARKS = 1_800  # of the timeline and of the units' states each: with the memory's edges, at most about 5,000
 _CURSOR = "#d0105a"
@@ -38,11 +28,9 @@ _GAP = 34  # pixels between two panels
 
 
 def linked_view(record: RunRecord) -> go.Figure:
-    """The memory step on one clock: rank timeline, memory of the worst rank by category (MB), and the units' states on
-    every rank.
+    """The memory step on one clock: rank timeline, memory of the worst rank (MB), and the units' states on every rank.
 
-    Needs `timeline`, `memory` and `life` of that step (ValueError with the remedy). Hover shows the cursor in all
-    three.
+    Needs `timeline`, `memory` and `life` of that step (ValueError with the remedy). Hover shows the cursor in all.
     """
     return _linked(record, None, with_slices=False)
 
@@ -52,26 +40,19 @@ def linked_at(record: RunRecord, at_ns: float) -> go.Figure:
 
     ValueError outside of the step. `linked_at(record, 3_000_000)` is 3 ms into the step.
     """
-    length = unit_states(record).length
-    if not 0 <= at_ns <= length:
-        raise ValueError(
-            f"at_ns is {at_ns:.0f}; expected 0 to {length}, ns since the memory step began; choose an instant of the"
-            " step"
-        )
+    shard_map.check_instant(unit_states(record), at_ns)
     return _linked(record, at_ns, with_slices=True)
 
 
 def with_cursor(record: RunRecord, at_ns: float, limit: int = MARKS) -> go.Figure:
-    """The linked view with the cursor but without the map of slices, for a page that draws the map itself; the cursor
-    is its last shape.
-    """
+    """The linked view with the cursor, its last shape, but without the map of slices: a page draws that beside it."""
     return _linked(record, at_ns, with_slices=False, limit=limit)
 
 
 def peak_instant(record: RunRecord) -> int:
     """When the worst rank's memory peaks, in ns since the step began: where a cursor starts."""
     life = unit_states(record)
-    return min(max(0, max(memory_of_step(record, life), key=_total)["time_ns"]), life.length)
+    return min(max(0, max(memory_of_step(record, life), key=total)["time_ns"]), life.length)
 
 
 def _linked(record: RunRecord, at_ns: float | None, with_slices: bool, limit: int = MARKS) -> go.Figure:
@@ -79,21 +60,21 @@ def _linked(record: RunRecord, at_ns: float | None, with_slices: bool, limit: in
     memory = memory_of_step(record, life)
     _, rows = timeline_of(record, life.step)
     lanes, end = lanes_of(rows), life.length / MS
-    marks, found, window = step_marks(rows, lanes, step_start(rows), limit)
-    heights = [round(24 * lanes.bottom), 180, _life_height(life), *([map_height(life, 46)] if with_slices else [])]
+    heights = [round(24 * lanes.bottom), 180, _life_height(life)]
+    heights += [shard_map.map_height(life, 46)] if with_slices else []
     domains = _domains(heights)
-    figure = go.Figure(mark_lanes(marks, LANE_COLOURS, HEIGHTS, end))
-    figure.add_traces(_memory_bands(memory, life))
-    figure.add_traces(_life_bars(life, end, limit))
-    _axes(figure, heights, life, lanes, end, top=1.25 * max(map(_total, memory)) / MB)
-    phase_lines(figure, phases(rows, step_start(rows)), end, domains[2][0])
+    timeline, merged = lane_bars(rows, lanes, end, limit)
+    figure = go.Figure([*timeline, *_memory_bands(memory, life), *_life_bars(life, end, limit)])
+    _axes(figure, heights, life, lanes, end, top=1.25 * max(map(total, memory)) / MB)
+    phase_lines(figure, phases(rows), end, domains[2][0])
     if with_slices and at_ns is not None:
-        figure.add_traces([trace.update(showlegend=False) for trace in cells(life, at_ns, xaxis="x2", yaxis="y4")])
+        cells = shard_map.cells(life, at_ns, xaxis="x2", yaxis="y4")
+        figure.add_traces([trace.update(showlegend=False) for trace in cells])
     if at_ns is not None:
         _cursor(figure, at_ns / MS, domains)
-    _peak(figure, max(memory, key=_total), domains, named=at_ns is None)
+    _peak(figure, max(memory, key=total), domains, named=at_ns is None)
     title, alt = _finding(record, life, memory, at_ns if with_slices else None)
-    where = conditions(record, f"step {life.step}", merge_words(found, len(marks), window))
+    where = conditions(record, f"step {life.step}", merged)
     figure.update_layout(barmode="overlay", hovermode="closest")
     titled(figure, title, where, alt, sum(heights) + _GAP * (len(heights) - 1) + 70)
     return figure.update_layout(margin_b=70)
@@ -106,14 +87,10 @@ def memory_of_step(record: RunRecord, life: UnitStates) -> list[Row]:
         raise ValueError(
             f"{label(record)} has no memory of step {life.step}; run it again with memory=True and --profile 2"
         )
-    worst = max(rows, key=_total)["rank"]
-    shift = memory_starts(record).get(worst, life.begin) - life.begin
+    worst = max(rows, key=total)["rank"]
+    shift = shard_map.memory_starts(record).get(worst, life.begin) - life.begin
     mine = sorted((row for row in rows if row["rank"] == worst), key=lambda row: row["time_ns"])
     return [{**row, "time_ns": row["time_ns"] + shift} for row in mine]
-
-
-def _total(row: Row) -> int:
-    return sum(row[name] for name in CATEGORIES)
 
 
 def _memory_bands(memory: list[Row], life: UnitStates) -> list[go.Scatter]:
@@ -132,9 +109,11 @@ def _life_bars(life: UnitStates, end: float, limit: int) -> list[go.Bar]:
         ends = [since for since, _ in states[1:]] + [life.length]
         for (since, state), until in zip(states, ends):
             if state != "sharded" and until > since:
-                marks.append(Mark(state, row + 0.5, since / MS, until / MS, f" · {hover_text(rank, unit, state)}"))
+                marks.append(
+                    Mark(state, row + 0.5, since / MS, until / MS, f" · {shard_map.hover_text(rank, unit, state)}")
+                )
     drawn, _ = downsample(marks, limit)
-    colours = {name: colour for name, colour in STATE_COLOURS.items() if name != "sharded"}
+    colours = {name: colour for name, colour in shard_map.STATE_COLOURS.items() if name != "sharded"}
     return mark_lanes(drawn, colours, {}, end, yaxis="y3")
 
 
@@ -173,8 +152,8 @@ def _axes(figure: go.Figure, heights: list[int], life: UnitStates, lanes: Lanes,
     if len(heights) == 4:
         figure.update_layout(
             xaxis=dict(title=None, ticksuffix=" ms"),
-            xaxis2=unit_axis(life) | dict(domain=[0, 1], anchor="y4"),
-            yaxis4=rank_axis(life) | dict(domain=domains[3], anchor="x2"),
+            xaxis2=shard_map.unit_axis(life) | dict(domain=[0, 1], anchor="y4"),
+            yaxis4=shard_map.rank_axis(life) | dict(domain=domains[3], anchor="x2"),
         )
 
 
@@ -202,11 +181,11 @@ def _cursor(figure: go.Figure, at_ms: float, domains: list[tuple[float, float]])
 
 def _peak(figure: go.Figure, row: Row, domains: list[tuple[float, float]], named: bool) -> None:
     """The peak as a dot; without a cursor also its number, and a line from it down through the units' states."""
-    at, height = row["time_ns"] / MS, _total(row) / MB
+    at, height = row["time_ns"] / MS, total(row) / MB
     figure.add_trace(peak(at, height, yaxis="y2"))
     if not named:
         return
-    words = dict(text=f"<b>peak {size(_total(row))}</b>", showarrow=False, yshift=16, font=dict(color=ALARM, size=14))
+    words = dict(text=f"<b>peak {size(total(row))}</b>", showarrow=False, yshift=16, font=dict(color=ALARM, size=14))
     figure.add_annotation(x=at, y=height, yref="y2", **words)
     line = dict(color=ALARM, width=1.5, dash="dot")
     ends = dict(y0=domains[2][0], y1=domains[1][1], yref="paper")
@@ -215,13 +194,13 @@ def _peak(figure: go.Figure, row: Row, domains: list[tuple[float, float]], named
 
 def _finding(record: RunRecord, life: UnitStates, memory: list[Row], at_ns: float | None) -> tuple[str, str]:
     if at_ns is not None:
-        return finding(record, life, at_ns)
-    top = max(memory, key=_total)
+        return shard_map.finding(record, life, at_ns)
+    top = max(memory, key=total)
     state = life.at(min(max(top["time_ns"], 0), life.length))
     whole = [unit for unit in life.units if state.get((top["rank"], unit)) != "sharded"]
     at = f"{top['time_ns'] / MS:.1f} ms"
     title = (
-        f"{label(record)}: rank {top['rank']} peaks at {size(_total(top))} after {at}, when {len(whole)} of"
+        f"{label(record)}: rank {top['rank']} peaks at {size(total(top))} after {at}, when {len(whole)} of"
         f" {len(life.units)} units are gathered"
     )
     words = f"Timeline, memory and units' states of one step on one clock. {title}: {', '.join(whole) or 'none'}."

@@ -1,4 +1,4 @@
-"""Memory by category: the peak of each run, and one rank's memory through a step."""
+"""Memory by category: the peak of each run, as measured and as predicted, and one rank's memory through a step."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from fsdplab.common.sizes import size
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.lines import band, peak
 from fsdplab.figures.plotly_go import go
+from fsdplab.figures.predicted import verdict
 from fsdplab.figures.profile_data import Row
 from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, card_words, mark_level, titled
 from fsdplab.figures.view import CATEGORY_NAMES, UNSPLIT, Runs, RunView, how_and_where, views
 from fsdplab.records import CATEGORIES, RunRecord
 
 MB = 1e6
+_PALE = 0.55  # opacity of what is predicted
 _UNSPLIT_COLOUR = "rgba(128,132,136,0.35)"
 
 
@@ -32,7 +34,7 @@ def memory_by_category(runs: Runs) -> go.Figure:
         for name in (*CATEGORIES, UNSPLIT) if any(_bytes_of(run, name) for run in shown)
     ]  # fmt: skip
     emulated = any(run.card_emulated for run in shown)
-    levels = {card_words(card, emulated): card / MB for card in _cards(shown) if not _far(card, shown)}
+    levels = {card_words(card, emulated): card / MB for card, far in _cards(shown).items() if not far}
     over = [run.label for run in shown if run.over_card]
     figure = stacked_bars(ends, parts, "peak memory of the worst rank (MB)", levels=levels, alarming=over)
     return titled(figure, _finding(shown), _conditions(shown), _alt(shown), 100 + 52 * len(shown))
@@ -43,14 +45,10 @@ def _bytes_of(run: RunView, name: str) -> int:
     return max(0, run.known_peak - sum(run.split.values())) if name == UNSPLIT else run.split.get(name, 0)
 
 
-def _cards(shown: list[RunView]) -> list[int]:
-    """The sizes of card that occur."""
-    return sorted({run.card for run in shown if run.card})
-
-
-def _far(card: int, shown: list[RunView]) -> bool:
-    """Whether a card is so much larger than the runs that the bars would become too small."""
-    return card > 2.5 * max(run.known_peak for run in shown)
+def _cards(shown: list[RunView]) -> dict[int, bool]:
+    """The sizes of card that occur, and whether each is so far beyond the runs that their bars would be tiny."""
+    most = 2.5 * max(run.known_peak for run in shown)
+    return {card: card > most for card in sorted({run.card for run in shown if run.card})}
 
 
 def _finding(shown: list[RunView]) -> str:
@@ -80,7 +78,7 @@ def _listed(runs: list[RunView]) -> str:
 
 def _conditions(shown: list[RunView]) -> str:
     emulated = "; the card is emulated" if any(run.card and run.card_emulated for run in shown) else ""
-    far = [f" and holds {size(card)}, beyond this axis" for card in _cards(shown) if _far(card, shown)]
+    far = [f" and holds {size(card)}, beyond this axis" for card, far in _cards(shown).items() if far]
     return f"{how_and_where(shown)}, split at the instant of the peak{emulated}{far[0] if far and emulated else ''}"
 
 
@@ -93,6 +91,43 @@ def _alt(shown: list[RunView]) -> str:
         parts.append(f"{run.label} {size(run.peak)}{inside}{', out of memory' if run.over_card else ''}")
     card = next((f" The card holds {size(run.card)}." for run in shown if run.card), "")
     return f"Bars of peak memory per rank: {'; '.join(parts)}.{card}"
+
+
+def predicted_memory(runs: Runs) -> go.Figure:
+    """Stacked bars of each run's peak by category, the measured one above the predicted one, which is paler.
+
+    `runs`: records, or a comparison dict. ValueError where no run has both.
+    """
+    shown = [run for run in views(runs) if run.peak and run.predicted_peak]
+    if not shown:
+        raise ValueError(
+            "no run has both a measured and a predicted peak; memory is predicted for the lab's engine on CPU ranks"
+        )
+    ends = {row: words for run in shown for row, words in _pair(run).items()}
+    splits = [split for run in shown for split in (run.split, run.predicted_split)]  # a run's two together
+    names = [name for name in CATEGORIES if any(split.get(name) for split in splits)]
+    parts = [
+        Part(CATEGORY_NAMES[name], CATEGORY_COLOURS[name], [split.get(name, 0) / MB for split in splits])
+        for name in names
+    ]
+    figure = stacked_bars(ends, parts, "peak memory of the worst rank (MB)")
+    figure.update_traces(marker_opacity=[1.0, _PALE] * len(shown)).update_layout(bargap=0.18)
+    what = f"{how_and_where(shown)}; predicted by playing the engine's allocations, before the run"
+    return titled(figure, verdict(shown), what, _predicted_alt(shown), 80 + 76 * len(shown))
+
+
+def _pair(run: RunView) -> dict[str, str]:
+    """The names of a run's two bars, and the words at their ends."""
+    predicted = run.predicted_peak or 0
+    return {
+        run.label: f"<b>{size(run.peak)}</b>",
+        f"{run.label}, predicted": f"{size(predicted)}, {predicted / run.known_peak:.2f} of it",
+    }
+
+
+def _predicted_alt(shown: list[RunView]) -> str:
+    parts = [f"{run.label} {size(run.peak)}, predicted {size(run.predicted_peak)}" for run in shown]
+    return f"Bars of measured and predicted peak memory: {'; '.join(parts)}."
 
 
 def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
@@ -112,7 +147,7 @@ def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
     run = views(record)[0]
     drawn = envelope(rows)
     times = [float(row["time_ns"]) / 1e6 for row in drawn]
-    totals = [_total(row) for row in drawn]
+    totals = [total(row) for row in drawn]
     figure = go.Figure(bands(drawn, times))
     top = max(range(len(drawn)), key=totals.__getitem__)
     figure.add_trace(peak(times[top], totals[top] / MB))
@@ -128,13 +163,13 @@ def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
     return titled(figure, title, where, f"Stacked area of memory through one step. {title}.", 360)
 
 
-def _total(row: Row) -> float:
+def total(row: Row) -> float:
+    """Bytes of a row of memory, all categories together."""
     return sum(float(row[name]) for name in CATEGORIES)
 
 
 def envelope(rows: list[Row], limit: int = 500) -> list[Row]:
-    """At most about twice `limit` of a rank's rows, in order of time: of each equal share of the step, the highest and
-    the last.
+    """At most about twice `limit` of a rank's rows: of each equal share of the step, the highest and the last.
 
     A step has tens of thousands of allocations, a screen about a thousand columns; the peak and the level at the end of
     every column stay.
@@ -145,7 +180,7 @@ def envelope(rows: list[Row], limit: int = 500) -> list[Row]:
     shares: dict[int, list[Row]] = {}
     for row in rows:
         shares.setdefault(int((float(row["time_ns"]) - begin) / length * (limit - 1)), []).append(row)
-    kept = [place for share in shares.values() for place in (max(share, key=_total), share[-1])]
+    kept = [place for share in shares.values() for place in (max(share, key=total), share[-1])]
     return list({id(row): row for row in [rows[0], *kept]}.values())
 
 

@@ -38,7 +38,8 @@ def pareto(runs: Runs) -> go.Figure:
             "no run has both a peak and a timed step to draw; run with memory=True, and with steps=1 or more"
         )
     best = front(drawn)
-    ranges = _ranges(drawn)
+    highest = max(run.known_peak for run in drawn) / MB, 1e3 * max(run.known_step for run in drawn)
+    ranges = [0, 1.3 * highest[0]], [0, 1.3 * highest[1]]  # with space for the bubbles and their labels
     figure = go.Figure([_front_line(best, ranges), *[_bubble(run, drawn) for run in drawn]])
     figure.update_xaxes(title_text="peak memory of the worst rank (MB)", range=ranges[0])
     figure.update_yaxes(title_text="median step (ms)", range=ranges[1])
@@ -53,19 +54,12 @@ def pareto(runs: Runs) -> go.Figure:
 
 
 def front(runs: Sequence[RunView]) -> list[RunView]:
-    """The runs that no other beats in memory and time at once, by memory: of (10 MB, 3 s), (20 MB, 2 s), (30 MB, 2 s)
-    the first two.
-    """
+    """The runs that no other beats in memory and time: of (10 MB, 3 s), (20 MB, 2 s), (30 MB, 2 s) the first two."""
     best: list[RunView] = []
     for run in sorted(runs, key=lambda run: (run.known_peak, run.known_step)):
         if not best or run.known_step < best[-1].known_step:
             best.append(run)
     return best
-
-
-def _ranges(drawn: list[RunView]) -> Ranges:
-    """Both axes from zero, with space for the bubbles and their labels."""
-    return [0, 1.3 * max(run.known_peak for run in drawn) / MB], [0, 1.3e3 * max(run.known_step for run in drawn)]
 
 
 def _front_line(best: list[RunView], ranges: Ranges) -> go.Scatter:
@@ -76,9 +70,7 @@ def _front_line(best: list[RunView], ranges: Ranges) -> go.Scatter:
 
 
 def diameter(run: RunView, drawn: Sequence[RunView]) -> float:
-    """A bubble's diameter in pixels: its area is the exposed time; a quarter of the longest exposed time gives half its
-    diameter.
-    """
+    """A bubble's diameter in pixels: its area is the exposed time, so a quarter of the longest has half of it."""
     longest = max((other.exposed_s or 0 for other in drawn), default=0)
     return max(_SMALLEST, _LARGEST * math.sqrt((run.exposed_s or 0) / longest)) if longest else _SMALLEST + 8
 
@@ -112,42 +104,32 @@ def _lines(figure: go.Figure, ranges: Ranges) -> list[Sides]:
 
 
 def placed(drawn: Sequence[RunView], ranges: Ranges, lines: Sequence[Sides] = ()) -> list[tuple[float, float]]:
-    """Pixels from each bubble's middle to its label's: right, left, above or below, farther where it would cover a
-    label, a bubble or a line.
-    """
+    """Pixels from each bubble's middle to its label's: the nearest place that covers no label, bubble or line."""
     middles = [_pixels(run.known_peak / MB, run.known_step * 1e3, ranges) for run in drawn]
     radii = [diameter(run, drawn) / 2 for run in drawn]
     taken = [(x - r, y - r, x + r, y + r) for (x, y), r in zip(middles, radii)]
     shifts = []
     for run, (x, y), radius in zip(drawn, middles, radii):
         half = words_width(_words(run), 14) / 2
-        places = {
-            place: cost + 100 * _covered(_box(x, y, half, place), taken) + 3 * _covered(_box(x, y, half, place), lines)
-            for place, cost in _places(radius, half).items() if _is_inside(_box(x, y, half, place))
-        }  # fmt: skip
-        shifts.append(min(places, key=lambda place: places[place], default=(radius + half + 8, 0.0)))
-        taken.append(_box(x, y, half, shifts[-1]))
+        costs = []
+        for cost, (across, up) in _places(radius, half):
+            box = x + across - half, y + up - _LINE / 2, x + across + half, y + up + _LINE / 2
+            if box[0] >= 0 and box[2] <= plot_width() and box[1] >= 0 and box[3] <= _HEIGHT:
+                costs.append((cost + 100 * _covered(box, taken) + 3 * _covered(box, lines), (across, up), box))
+        _, shift, box = min(costs, default=(0, (radius + half + 8, 0.0), taken[0]), key=lambda place: place[0])
+        shifts.append(shift)
+        taken.append(box)
     return shifts
 
 
-def _places(radius: float, half: float) -> dict[tuple[float, float], int]:
+def _places(radius: float, half: float) -> list[tuple[int, tuple[float, float]]]:
     """Places of a label of half width `half` around a bubble's middle, each with how far away it is."""
-    beside = radius + half + 8
-    found: dict[tuple[float, float], int] = {}
+    found: list[tuple[int, tuple[float, float]]] = []
     for step in range(12):
-        lift, above = step * _LINE, radius + 14 + step * _LINE
-        four = ((beside, lift), (beside, -lift), (-beside, lift), (-beside, -lift))
-        found |= dict.fromkeys((*four, (0, above), (0, -above)), step)
+        beside, lift, above = radius + half + 8, step * _LINE, radius + 14 + step * _LINE
+        sides = ((beside, lift), (beside, -lift), (-beside, lift), (-beside, -lift), (0.0, above), (0.0, -above))
+        found += [(step, shift) for shift in sides]
     return found
-
-
-def _box(x: float, y: float, half: float, shift: tuple[float, float]) -> Sides:
-    x, y = x + shift[0], y + shift[1]
-    return x - half, y - _LINE / 2, x + half, y + _LINE / 2
-
-
-def _is_inside(box: Sides) -> bool:
-    return box[0] >= 0 and box[2] <= plot_width() and box[1] >= 0 and box[3] <= _HEIGHT
 
 
 def _covered(box: Sides, taken: Sequence[Sides]) -> int:
@@ -171,24 +153,19 @@ def _finding(drawn: list[RunView], best: list[RunView]) -> str:
 def _conditions(shown: list[RunView], drawn: list[RunView]) -> str:
     links = emulated_links(shown)
     longest = max((run.exposed_s or 0 for run in drawn), default=0)
-    longest_words = f"bubble area: exposed time, at most {seconds(longest)}"
-    marks = [longest_words if longest else "exposed time not measured (--profile 2)"]
+    area = f"bubble area: exposed time, at most {seconds(longest)}"
+    marks = [area if longest else "exposed time not measured (--profile 2)"]
     marks += ["whiskers: quartiles of the step time"] if whiskers(drawn) else []
-    missing = [
-        f"{run.label} {'ran out of memory' if run.over_card else 'has no timed step'}"
-        for run in shown
-        if run not in drawn
-    ]
+    why = {True: "ran out of memory", False: "has no timed step"}
+    missing = [f"{run.label} {why[run.over_card]}" for run in shown if run not in drawn]
     linked = f"; the link is emulated ({', '.join(links)})" if links else ""
     return "; ".join([f"{how_and_where(shown)}{linked}", *marks, *missing[:2]])
 
 
 def _alt(drawn: list[RunView], best: list[RunView]) -> str:
-    runs = [f"{run.label} {size(run.peak)}, {seconds(run.step_median)}, {_exposed(run)}" for run in drawn]
-    return (
-        f"Scatter of peak memory against step time: {'; '.join(runs)}. On the Pareto front:"
-        f" {', '.join(run.label for run in best)}."
-    )
+    runs = "; ".join(f"{run.label} {size(run.peak)}, {seconds(run.step_median)}, {_exposed(run)}" for run in drawn)
+    front = ", ".join(run.label for run in best)
+    return f"Scatter of peak memory against step time: {runs}. On the Pareto front: {front}."
 
 
 def _exposed(run: RunView) -> str:

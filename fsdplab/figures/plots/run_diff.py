@@ -7,21 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdplab.common.sizes import three_digits
+from fsdplab.figures import profile_data as profile
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.plots.exposed import few_words, foremost
-from fsdplab.figures.profile_data import (
-    MS,
-    Row,
-    conditions,
-    duration,
-    group,
-    label,
-    named_rows,
-    profiled,
-    unit_order,
-    unnamed,
-    worst_cells,
-)
+from fsdplab.figures.profile_data import MS, Row
 from fsdplab.figures.style import EDGE, PHASE_COLOURS, titled
 from fsdplab.figures.view import views
 from fsdplab.records import RunRecord
@@ -47,12 +35,11 @@ def difference(a: RunRecord, b: RunRecord) -> go.Figure:
     runs = (a, b)
     before, after = map(amounts, runs)
     panels = [name for name in PANELS if before[name] and after[name]]
-    changes = {name: _change(before[name], after[name]) for name in panels}
-    found = {unit for unit, _ in changes["exposed_ns"]}
-    weights = dict.fromkeys(found, 0.0)
-    for (unit, _), change in changes["exposed_ns"].items():
-        weights[unit] += abs(change)
-    units = unit_order(a, foremost(weights))
+    changes = {
+        name: {key: after[name].get(key, 0.0) - before[name].get(key, 0.0) for key in {**before[name], **after[name]}}
+        for name in panels
+    }
+    units, few = profile.foremost_units(a, changes["exposed_ns"])
     figure = go.Figure([bar for place, name in enumerate(panels) for bar in _bars(changes[name], units, place, name)])
     for place, name in enumerate(panels):
         figure.update_layout({f"xaxis{place + 1}": _axis(place, len(panels), PANELS[name], changes[name])})
@@ -62,8 +49,8 @@ def difference(a: RunRecord, b: RunRecord) -> go.Figure:
     )
     first, second = names_of(a, b)
     title, alt = _finding(first, second, changes)
-    title = title if first in [view.label for view in views(runs)] else f"{label(a).split(',')[0]}: {title}"
-    where = f"{conditions(runs, few_words(units, found))}; bars: {second} minus {first}"
+    title = title if first in [view.label for view in views(runs)] else f"{profile.label(a).split(',')[0]}: {title}"
+    where = f"{profile.conditions(runs, few)}; bars: {second} minus {first}"
     return titled(figure, title, where, alt, 108 + max(18, min(58, 1200 // len(units))) * len(units))
 
 
@@ -78,9 +65,9 @@ def amounts(record: RunRecord) -> dict[str, Amounts]:
     """What each panel shows of one run, by (unit, phase): communication and exposed ms a step on the rank exposed
     longest, mean over its profiled steps, and MB of gathered memory.
     """
-    nameless = unnamed(record)
+    nameless = profile.unnamed(record)
     communication, exposed = defaultdict[UnitPhase, float](float), defaultdict[UnitPhase, float](float)
-    for cell in worst_cells(record)[2]:
+    for cell in profile.worst_cells(record)[2]:
         key = cell.unit or nameless, cell.phase
         communication[key] += cell.communication_ns / MS
         exposed[key] += cell.exposed_ns / MS
@@ -88,23 +75,20 @@ def amounts(record: RunRecord) -> dict[str, Amounts]:
     return {"communication_ns": communication, "exposed_ns": exposed, "gathered": gathered}
 
 
-def _change(before: Amounts, after: Amounts) -> Amounts:
-    return {key: after.get(key, 0.0) - before.get(key, 0.0) for key in {**before, **after}}
-
-
 def gathered_memory(record: RunRecord) -> dict[UnitPhase, float]:
-    """Mean bytes that each unit's gathered parameters hold over a step, by the phase that gathered them; empty where
-    unknown.
+    """Mean bytes of each unit's gathered parameters over a step, by the phase that gathered them; {} where unknown.
 
     A unit of 8 MB that is unsharded for a quarter of the step holds 2 MB on average. From `life`, the ledger's gathers,
     and the steps' length.
     """
-    life = profiled(named_rows(record, "life"), record)
-    nbytes = {row["unit"]: row["logical_bytes"] for row in named_rows(record, "ledger") if row["kind"] == "all_gather"}
+    life = profile.profiled(profile.named_rows(record, "life"), record)
+    nbytes = {
+        row["unit"]: row["logical_bytes"] for row in profile.named_rows(record, "ledger") if row["kind"] == "all_gather"
+    }
     lengths = {row["step"]: row["step_ns"] for row in record.table("breakdown") if row["rank"] == 0}
     mine = [row for row in life if row["rank"] == 0 and row["step"] in lengths]
     held: dict[UnitPhase, float] = {}
-    for (step, unit), found in group(mine, lambda row: (row["step"], row["unit"])).items():
+    for (step, unit), found in profile.group(mine, lambda row: (row["step"], row["unit"])).items():
         for phase, kept in _stays(found):
             share = kept / lengths[step] / len({row["step"] for row in mine})
             held[unit, phase] = held.get((unit, phase), 0.0) + share * nbytes.get(unit, 0)
@@ -166,7 +150,7 @@ def _finding(first: str, second: str, changes: Mapping[str, Amounts]) -> tuple[s
     most = f"{along[0]} {along[1]} ({_signed(exposed[along])} ms)"
     if abs(total) >= 0.005:
         more = "less" if total < 0 else "more"
-        title = f"{second} is exposed {duration(abs(total) * MS)} a step {more} than {first}, most in {most}"
+        title = f"{second} is exposed {profile.duration(abs(total) * MS)} a step {more} than {first}, most in {most}"
     else:
         title = f"{second} and {first} are exposed alike"
         title += f" in all, not in every unit: {most}" if abs(exposed[along]) >= 0.005 else ""

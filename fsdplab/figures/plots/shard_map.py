@@ -31,8 +31,7 @@ _MOST_CELLS = 1_500  # above it only the first ranks are drawn
 class UnitStates:
     """The states of every unit on every rank in one step, in ns since the step began.
 
-    `states[rank, unit]` is a list of (since, state), the first at 0: `[(0, "sharded"), (1_000, "unsharding"), (5_000,
-    "unsharded")]`.
+    `states[rank, unit]` is a list of (since, state), the first at 0: `[(0, "sharded"), (1_000, "unsharding")]`.
     """
 
     step: int
@@ -81,9 +80,7 @@ def memory_starts(record: RunRecord) -> dict[int, int]:
 
 
 def hover_text(rank: int, unit: str, state: str) -> str:
-    """A unit's state on a rank, and the engine's method that set it: "rank 0, blocks.3: unsharding (start_unshard,
-    unit.py line 148)".
-    """
+    """A unit's state, and what set it: `rank 0, blocks.3: unsharding (start_unshard, unit.py line 148)`."""
     return f"rank {rank}, {unit}: {state_words(state)}"
 
 
@@ -104,31 +101,33 @@ def _lines_of_unit() -> dict[str, int]:
 
 
 def _since(found: list[Row], begin: int) -> list[tuple[int, str]]:
-    """One unit's states on one rank; before its first transition it was sharded, or whole if that transition is a
-    reshard.
-    """
+    """One unit's states on one rank; before its first transition it was sharded, or whole if that is a reshard."""
     turns = [(max(0, row["time_ns"] - begin), row["state"]) for row in sorted(found, key=lambda row: row["time_ns"])]
     return [(0, "unsharded" if turns[0][1] == "sharded" else "sharded"), *turns]
 
 
 def slice_map(record: RunRecord, at_ns: float) -> go.Figure:
-    """Ranks x units at one instant: each cell is the unit, filled with the rank's own slice, and with the others' where
-    they are gathered.
+    """Ranks x units at one instant: each cell is a unit, filled with the rank's own slice and what it has gathered.
 
     `at_ns`: ns since the memory step began, 0 to its length (ValueError names it). Needs a `life` table: the lab's
     engine, with a profile.
     """
     life = unit_states(record)
-    if not 0 <= at_ns <= life.length:
-        raise ValueError(
-            f"at_ns is {at_ns:.0f}; expected 0 to {life.length}, ns since step {life.step} began; choose an instant of"
-            " the step"
-        )
+    check_instant(life, at_ns)
     title, alt = finding(record, life, at_ns)
     where = conditions(record, f"step {life.step}, {at_ns / MS:.2f} ms after it began")
     few = f"; the first {plural(len(life.shown), 'rank')}" if life.shown != life.ranks else ""
     where = f"{where}; cell: one unit, 1/{len(life.ranks)} of it a rank{few}"
     return titled(cells_figure(life, at_ns), title, where, alt, map_height(life) + 60)
+
+
+def check_instant(life: UnitStates, at_ns: float) -> None:
+    """ValueError for an instant outside of the step."""
+    if not 0 <= at_ns <= life.length:
+        raise ValueError(
+            f"at_ns is {at_ns:.0f}; expected 0 to {life.length}, ns since step {life.step} began; choose an instant of"
+            " the step"
+        )
 
 
 def cells_figure(life: UnitStates, at_ns: float) -> go.Figure:

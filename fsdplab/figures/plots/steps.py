@@ -12,8 +12,7 @@ from fsdplab.figures.view import Runs, RunView, emulated_links, how_and_where, r
 
 
 def step_time(runs: Runs) -> go.Figure:
-    """Bars of the median step with the quartiles as whiskers, and a tick at the fastest step; runs that ran out of
-    memory say so.
+    """Bars of the median step, whiskers at its quartiles, a tick at the fastest step; or why a run has no step.
 
     `runs`: records, or a comparison dict. Example: `step_time(compare(specs))`.
     """

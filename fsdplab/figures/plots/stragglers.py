@@ -11,31 +11,33 @@ import statistics
 
 from fsdplab.common.sizes import three_digits
 from fsdplab.common.words import NO_UNIT
+from fsdplab.figures import profile_data as profile
 from fsdplab.figures.heat import heat_map
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profile_data import MS, Row, breakdown_of, conditions, duration, label, profiled, rows_of, unnamed
+from fsdplab.figures.profile_data import MS, duration, label
 from fsdplab.figures.style import titled
 from fsdplab.profiling.arrivals import arrivals_of, late_rank_of
 from fsdplab.profiling.findings import WORTH_SAYING
 from fsdplab.profiling.late_rank import Arrivals, Key, LateRank
+from fsdplab.profiling.step_summary import StepSummary
 from fsdplab.records import RunRecord
 
 _ALIKE = 0.01  # of the step: lateness below it is not red
 _MOST_CELLS = 2_000  # above it neighbouring collectives share a column, which shows the latest of them
 _ROOM_FOR_NUMBERS = 24  # columns of cells above which numbers no longer fit
+_LONGEST_NAME = 24
+_SHORT = {"forward": "fwd", "backward": "bwd"}
 Late = dict[int, list[float | None]]  # of each rank and column, ms after the first rank
 
 
 def straggler_map(record: RunRecord) -> go.Figure:
-    """Ranks (rows) x collectives in time order (columns): ms by which each rank came later than the first, mean over
-    the profiled steps.
+    """Ranks (rows) x collectives (columns): ms by which each rank came later than the first, mean over profiled steps.
 
-    Needs a `timeline` table and two ranks (ValueError without). Come at 1.0 and 1.4 ms, the second rank is 0.4 ms
-    late.
+    Needs a `timeline` table and two ranks (ValueError without). Come at 1.0 and 1.4 ms, the second is 0.4 ms late.
     """
-    rows = profiled(rows_of(record, "timeline"), record)
+    rows = profile.profiled(profile.rows_of(record, "timeline"), record)
     issued, how = arrivals_of(record, {row["step"] for row in rows}), ""
-    columns = _columns(issued, unnamed(record) == NO_UNIT)
+    columns = _columns(issued, profile.unnamed(record) == NO_UNIT)
     ranks = sorted({rank for times in issued.values() for rank in times})
     if len(ranks) < 2 or not columns:
         remedy = "run it with --world-size 2 or more and --profile 2"
@@ -43,10 +45,15 @@ def straggler_map(record: RunRecord) -> go.Figure:
             remedy = "give the traces of two ranks or more"
         raise ValueError(f"{label(record)} has no collective of two ranks to compare; {remedy}")
     late = {rank: [_lateness(keys, issued, rank) for keys in columns.values()] for rank in ranks}
-    most = max(*(value or 0 for values in late.values() for value in values), 2 * _alike_ms(record)) or 1
+    split = profile.breakdown_of(record)
+    alike = _ALIKE * split.step_ns / MS if split else 0.0
+    most = max(*(value or 0.0 for values in late.values() for value in values), 2 * alike) or 1.0
     every = -(-len(columns) * len(ranks) // _MOST_CELLS)
     drawn = {
-        rank: [_latest(values[place : place + every]) for place in range(0, len(values), every)]
+        rank: [
+            max((value for value in values[place : place + every] if value is not None), default=None)
+            for place in range(0, len(values), every)
+        ]
         for rank, values in late.items()
     }
     numbers = len(columns) <= _ROOM_FOR_NUMBERS
@@ -63,10 +70,11 @@ def straggler_map(record: RunRecord) -> go.Figure:
     how = f"{every} collectives a column" if every > 1 else how
     figure.update_xaxes(tickangle=-45, title_text="collectives in the order of the step")
     title = _finding(record, late, issued)
-    means = ", ".join(f"rank {rank} {duration(statistics.fmean(_known(late[rank])) * MS)}" for rank in ranks)
+    known = {rank: [value for value in values if value is not None] for rank, values in late.items()}
+    means = ", ".join(f"rank {rank} {duration(statistics.fmean(known[rank]) * MS)}" for rank in ranks)
     alt = f"Heat map of lateness. {title}. Mean lateness: {means}."
     height = 208 + max(16, min(46, 900 // len(ranks))) * len(ranks)
-    return titled(figure, title, conditions(record, "cells: ms after the first rank", how), alt, height)
+    return titled(figure, title, profile.conditions(record, "cells: ms after the first rank", how), alt, height)
 
 
 def _columns(issued: Arrivals, without_units: bool) -> dict[str, list[Key]]:
@@ -87,14 +95,8 @@ def _short_names(units: set[str]) -> dict[str, str]:
     named = [unit for unit in units if "." in unit]
     common = os.path.commonprefix(named).rpartition(".")[0] if len(named) > 1 else ""
     found = {unit: f"…{unit[len(common) :]}" if common and unit.startswith(f"{common}.") else unit for unit in units}
-    cut = {
-        unit: name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…" for unit, name in found.items()
-    }
+    cut = {unit: name if len(name) <= _LONGEST_NAME else f"{name[:23]}…" for unit, name in found.items()}
     return cut if len(set(cut.values())) == len(units) else found
-
-
-_LONGEST_NAME = 24
-_SHORT = {"forward": "fwd", "backward": "bwd"}
 
 
 def _lateness(keys: list[Key], issued: Arrivals, rank: int) -> float | None:
@@ -103,30 +105,16 @@ def _lateness(keys: list[Key], issued: Arrivals, rank: int) -> float | None:
     return statistics.fmean(late) / MS if late else None
 
 
-def _known(values: list[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
-def _latest(values: list[float | None]) -> float | None:
-    return max(_known(values), default=None)
-
-
 def _words(value: float | None) -> str:
     return "" if value is None else three_digits(value) if value else "first"
 
 
-def _alike_ms(record: RunRecord) -> float:
-    """Lateness in ms that is ignored."""
-    split = breakdown_of(record)
-    return _ALIKE * split["step_ns"] / MS if split else 0.0
-
-
 def _finding(record: RunRecord, late: Late, issued: Arrivals) -> str:
     """The title: which rank is late, by how much and how often; or that none is so again and again."""
-    found, split = late_rank_of(record), breakdown_of(record)
+    found, split = late_rank_of(record), profile.breakdown_of(record)
     if found is None or split and not _costs(found, split):
-        most = duration(max(max(_known(values)) for values in late.values()) * MS)
-        return f"{label(record)}: no straggler, ranks come within {most} of one another"
+        most = max(value or 0.0 for values in late.values() for value in values)
+        return f"{label(record)}: no straggler, ranks come within {duration(most * MS)} of one another"
     where = f" in {found.phase}" if found.phase else ""
     return (
         f"{label(record)}: rank {found.rank} straggles, last to {found.last} of {found.of} collectives{where},"
@@ -134,7 +122,7 @@ def _finding(record: RunRecord, late: Late, issued: Arrivals) -> str:
     )
 
 
-def _costs(found: LateRank, split: Row) -> bool:
+def _costs(found: LateRank, split: StepSummary) -> bool:
     """Whether others wait for the late rank for long enough to be a finding: who sends ahead may be late for free."""
-    waiting = found.a_step_ns if split["waiting_ns"] is None else split["waiting_ns"]
-    return min(found.a_step_ns, waiting) >= WORTH_SAYING * split["step_ns"]
+    waiting = found.a_step_ns if split.waiting_ns is None else split.waiting_ns
+    return min(found.a_step_ns, waiting) >= WORTH_SAYING * split.step_ns

@@ -5,30 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from fsdplab.common.words import NO_UNIT, plural
+from fsdplab.figures import profile_data as profile
 from fsdplab.figures.lanes import CLOCK, LIMIT, Mark, downsample, mark_lanes, merge_words
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profile_data import (
-    COLLECTIVES,
-    MS,
-    Row,
-    breakdown_of,
-    conditions,
-    duration,
-    label,
-    percent,
-    short_unit,
-    slower_words,
-    timeline_of,
-)  # fmt: skip
+from fsdplab.figures.profile_data import MS, Row, duration, label, percent
 from fsdplab.figures.style import GRID, LANE_COLOURS, plot_width, titled, words_width
 from fsdplab.profiling.intervals import subtract, union, within
 from fsdplab.records import RunRecord
 
-SHOWN = ("compute", *COLLECTIVES, "exposed")
-HEIGHTS = {"exposed": 0.5}
+SHOWN = ("compute", *profile.COLLECTIVES, "exposed")
 _GAP = 0.5  # lanes between two ranks
 _LINE = 15  # pixels of a line of text
 _MOST_PHASES = 40
@@ -82,27 +71,24 @@ def lanes_of(rows: list[Row]) -> Lanes:
 
 
 def rank_timeline(record: RunRecord, step: int | None = None, limit: int = LIMIT) -> go.Figure:
-    """Ranks stacked on one clock: compute, each collective, and exposed time in red; `step` is the profiled one of
-    median length by default.
+    """Ranks stacked on one clock: compute, each collective, and exposed time in red.
 
-    Needs a `timeline` table (ValueError with the remedy without one). At most `limit` marks are drawn. Hover names the
-    unit.
+    `step` is the profiled one of median length by default. Needs a `timeline` table (ValueError with the remedy without
+    one). At most `limit` marks are drawn. Hover names the unit.
     """
-    step, rows = timeline_of(record, step)
-    origin = step_start(rows)
-    lanes = lanes_of(rows)
-    marks, found, window = step_marks(rows, lanes, origin, limit)
-    end = max(row["end_ns"] for row in rows) / MS - origin / MS
-    figure = go.Figure(mark_lanes(marks, LANE_COLOURS, HEIGHTS, end))
-    figure.update_layout(barmode="overlay", xaxis_title="time since the step began (ms)")
+    step, rows = profile.timeline_of(record, step)
+    lanes, end = lanes_of(rows), (max(row["end_ns"] for row in rows) - step_start(rows)) / MS
+    bars, merged = lane_bars(rows, lanes, end, limit)
+    figure = go.Figure(bars).update_layout(barmode="overlay", xaxis_title="time since the step began (ms)")
     figure.update_xaxes(range=[0, 1.005 * end])
     height = round(min(34.0, max(9.0, 1500 / lanes.bottom)) * lanes.bottom)
     figure.update_yaxes(lanes.axis(height))
-    phase_lines(figure, phases(rows, origin), end)
+    phase_lines(figure, phases(rows), end)
     title, words = _finding(record, rows)
-    ends = merge_words(found, len(marks), window)
     alt = f"Timeline of {plural(len(_ranks(rows)), 'rank')} through step {step}. {words}"
-    where = conditions(record, _drawn_words(record, step), slower_words(record), ends)
+    steps = len({row["step"] for row in record.table("breakdown")})
+    drawn = f"step {step} (title: mean of {steps} profiled steps)" if steps > 1 else f"step {step}"
+    where = profile.conditions(record, drawn, profile.slower_words(record), merged)
     return titled(figure, title, where, alt, 62 + height)
 
 
@@ -116,11 +102,12 @@ def _ranks(rows: list[Row]) -> set[int]:
     return {row["rank"] for row in rows}
 
 
-def step_marks(rows: list[Row], lanes: Lanes, origin: int, limit: int) -> tuple[list[Mark], int, float]:
-    """(marks, how many intervals there were, the window in ms within which neighbours were merged)."""
+def lane_bars(rows: list[Row], lanes: Lanes, end: float, limit: int) -> tuple[list[go.Bar], str]:
+    """(the bars of a step's lanes on a clock of `end` ms, the subtitle's words on neighbours that were merged)."""
+    origin = step_start(rows)
     marks = [_mark(row, lanes, origin) for row in uncovered(rows) if (row["rank"], row["lane"]) in lanes.middle]
     drawn, window = downsample(marks, limit)
-    return drawn, len(marks), window
+    return mark_lanes(drawn, LANE_COLOURS, {"exposed": 0.5}, end), merge_words(len(marks), len(drawn), window)
 
 
 def uncovered(rows: list[Row]) -> list[Row]:
@@ -129,11 +116,9 @@ def uncovered(rows: list[Row]) -> list[Row]:
     A record has neighbouring pieces of exposed time as one row where there are many, also across short computing. Drawn
     so, the red strip would be longer than the exposed time that the title states.
     """
-    computed: dict[int, list[tuple[int, int]]] = {rank: [] for rank in _ranks(rows)}
-    for row in rows:
-        if row["lane"] == "compute":
-            computed[row["rank"]].append((row["start_ns"], row["end_ns"]))
-    whole = {rank: union(pieces) for rank, pieces in computed.items()}
+    computed = profile.group((row for row in rows if row["lane"] == "compute"), lambda row: row["rank"])
+    spans = {rank: [(row["start_ns"], row["end_ns"]) for row in computed.get(rank, [])] for rank in _ranks(rows)}
+    whole = {rank: union(pieces) for rank, pieces in spans.items()}
     found = []
     for row in rows:
         if row["lane"] != "exposed":
@@ -147,52 +132,34 @@ def uncovered(rows: list[Row]) -> list[Row]:
 
 def _mark(row: Row, lanes: Lanes, origin: int) -> Mark:
     """A row's bar, named by its unit; exposed time says in which collective."""
-    unit = "" if row["unit"] == NO_UNIT else row["unit"]
-    what = " · ".join(filter(None, [unit, row["phase"], row["name"] if row["lane"] != "compute" else "compute"]))
-    what = what if unit else f" · {what}"  # no label where no unit has a name
-    place = lanes.middle[row["rank"], row["lane"]]
+    lane, phase, unit = row["lane"], row["phase"], "" if row["unit"] == NO_UNIT else row["unit"]
+    what = " · ".join(filter(None, [unit, phase, row["name"] if lane != "compute" else "compute"]))
+    place = lanes.middle[row["rank"], lane]
     start, end = ((row[name] - origin) / MS for name in ("start_ns", "end_ns"))
-    if row["lane"] == "exposed":
-        return Mark("exposed", place, start, end, f" · exposed: {what.removeprefix(' · ')}")
-    if row["phase"] == "optimizer":
+    if lane == "exposed":
+        return Mark("exposed", place, start, end, f" · exposed: {what}")
+    if phase == "optimizer":
         return Mark("optimizer", place, start, end, " · optimizer")
-    return Mark(_group(row), place, start, end, what, short_unit(unit))
+    group = lane if lane != "compute" else f"compute in {'backward' if phase == 'backward' else 'forward'}"
+    what = what if unit else f" · {what}"  # no label where no unit has a name
+    return Mark(group, place, start, end, what, profile.short_unit(unit))
 
 
-def _group(row: Row) -> str:
-    """The colour's name: the lane, and for compute its phase."""
-    if row["lane"] != "compute":
-        return row["lane"]
-    if row["phase"] == "optimizer":
-        return "optimizer"
-    return f"compute in {row['phase'] if row['phase'] == 'backward' else 'forward'}"
-
-
-def phases(rows: list[Row], origin: int) -> list[tuple[float, str]]:
+def phases(rows: list[Row]) -> list[tuple[float, str]]:
     """(begin in ms, name) of the phases, as the first rank's compute goes through them.
 
     A hook's few microseconds of another phase in the middle of one are no change of phase.
     """
-    first = min(_ranks(rows))
+    first, origin = min(_ranks(rows)), step_start(rows)
     computed = [row for row in rows if row["rank"] == first and row["lane"] == "compute" and row["phase"]]
     whole = sum(row["end_ns"] - row["start_ns"] for row in computed)
     found: list[tuple[float, str]] = []
-    for begin, name, spent in _runs_of_a_phase(computed):
+    for name, run in groupby(sorted(computed, key=lambda row: row["start_ns"]), lambda row: row["phase"]):
+        own = list(run)
+        spent = sum(row["end_ns"] - row["start_ns"] for row in own)
         if spent >= _BRIEF * whole and (not found or found[-1][1] != name):
-            found.append(((begin - origin) / MS, name))
+            found.append(((own[0]["start_ns"] - origin) / MS, name))
     return [(0.0, found[0][1]), *found[1:]] if found else []
-
-
-def _runs_of_a_phase(computed: list[Row]) -> list[tuple[int, str, int]]:
-    """(begin, name, compute) in ns of rows in a row that have one phase."""
-    runs: list[tuple[int, str, int]] = []
-    for row in sorted(computed, key=lambda row: row["start_ns"]):
-        spent = row["end_ns"] - row["start_ns"]
-        if runs and runs[-1][1] == row["phase"]:
-            runs[-1] = (*runs[-1][:2], runs[-1][2] + spent)
-        else:
-            runs.append((row["start_ns"], row["phase"], spent))
-    return runs
 
 
 def phase_lines(figure: go.Figure, found: Sequence[tuple[float, str]], end: float, bottom: float = 0) -> None:
@@ -220,22 +187,13 @@ def phase_lines(figure: go.Figure, found: Sequence[tuple[float, str]], end: floa
 
 def _finding(record: RunRecord, rows: list[Row]) -> tuple[str, str]:
     """(title, the alternative text): how much of a profiled step is exposed, the mean that is called so everywhere."""
-    split = breakdown_of(record)
+    split = profile.breakdown_of(record)
     if split is None:
         red = sum(row["end_ns"] - row["start_ns"] for row in rows if row["lane"] == "exposed") / len(_ranks(rows))
         title = f"{label(record)}: {duration(red)} of communication is exposed in the step"
         return title, f"{title}."
-    communication = split["overlapped_ns"] + split["exposed_ns"]
-    title = f"{label(record)}: {percent(split['exposed_ns'], split['step_ns'])} of the step is exposed communication"
-    title += f" ({duration(split['exposed_ns'])} of {duration(split['step_ns'])})"
-    hidden = (
-        f"{percent(split['overlapped_ns'], communication)} of {duration(communication)} of communication is hidden"
-        " under compute"
-    )
-    return title, f"{title}; on rank {split['rank']}, the most exposed, {hidden}."
-
-
-def _drawn_words(record: RunRecord, step: int) -> str:
-    """The step that is drawn; of several, the title's numbers are means."""
-    steps = len({row["step"] for row in record.table("breakdown")})
-    return f"step {step} (title: mean of {steps} profiled steps)" if steps > 1 else f"step {step}"
+    title = f"{label(record)}: {percent(split.exposed_ns, split.step_ns)} of the step is exposed communication"
+    title += f" ({duration(split.exposed_ns)} of {duration(split.step_ns)})"
+    hidden = percent(split.overlapped_ns, split.communication_ns)
+    words = f"{hidden} of {duration(split.communication_ns)} of communication is hidden under compute"
+    return title, f"{title}; on rank {split.rank}, the most exposed, {words}."

@@ -7,12 +7,12 @@ from collections import defaultdict
 from fsdplab.common.sizes import size
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profile_data import Row
 from fsdplab.figures.style import COLLECTIVE_COLOURS, STRATEGY_COLOURS, titled
 from fsdplab.figures.view import RunView, how_and_where, ranks_and_device, views
 from fsdplab.records import RunRecord
 
 MB = 1e6
+_GREY = "#808488"
 
 
 def ledger_against_formula(record: RunRecord, rank: int = 0) -> go.Figure:
@@ -26,9 +26,15 @@ def ledger_against_formula(record: RunRecord, rank: int = 0) -> go.Figure:
             f"rank {rank} recorded no collective; a run of one rank sends nothing: use world_size=2 or more"
         )
     last = max(int(row["step"]) for row in rows)
-    sent = _by_collective([row for row in rows if int(row["step"]) == last])
+    sent: dict[str, int] = defaultdict(int)  # bytes by "kind in phase", in order of first appearance
+    for row in (row for row in rows if int(row["step"]) == last):
+        sent[f"{row['kind']} in {row['phase']}"] += int(row["wire_bytes"])
     run, total = views(record)[0], sum(sent.values())
-    parts = [Part(name, _colour(name), [nbytes / MB, 0.0]) for name, nbytes in sent.items()]
+    # the second gather of a step has its own shade
+    colours = {
+        name: COLLECTIVE_COLOURS.get(name, COLLECTIVE_COLOURS.get(name.split(" in ")[0], _GREY)) for name in sent
+    }
+    parts = [Part(name, colours[name], [nbytes / MB, 0.0]) for name, nbytes in sent.items()]
     parts += [Part("formula", STRATEGY_COLOURS["no_shard"], [0.0, (run.formula_bytes or 0) / MB])]
     ends = {"ledger": f"<b>{size(total)}</b>", "formula": f"<b>{size(run.formula_bytes)}</b>"}
     figure = stacked_bars(ends, parts, "bytes sent by one rank in one step (MB)", "%{x:.3f} MB")
@@ -36,19 +42,6 @@ def ledger_against_formula(record: RunRecord, rank: int = 0) -> go.Figure:
     words = "; ".join(f"{name} {size(nbytes)}" for name, nbytes in sent.items())
     alt = f"Two bars. Ledger: {words}. Formula: {size(run.formula_bytes)}."
     return titled(figure, _finding(run, total), _conditions(run, rank, last), alt, 200)
-
-
-def _by_collective(rows: list[Row]) -> dict[str, int]:
-    """Wire bytes per `"kind in phase"`, in order of first appearance."""
-    sent: dict[str, int] = defaultdict(int)
-    for row in rows:
-        sent[f"{row['kind']} in {row['phase']}"] += int(row["wire_bytes"])
-    return dict(sent)
-
-
-def _colour(name: str) -> str:
-    """The colour of a collective in one phase; the second gather of a step has its own shade."""
-    return COLLECTIVE_COLOURS.get(name) or COLLECTIVE_COLOURS.get(name.split(" in ")[0], "#808488")
 
 
 def _finding(run: RunView, total: int) -> str:

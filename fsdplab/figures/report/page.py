@@ -17,8 +17,7 @@ from markupsafe import Markup
 from fsdplab.common.sizes import seconds, size
 from fsdplab.common.words import MISSING
 from fsdplab.figures.fastest import core_words
-from fsdplab.figures.plots.memory import memory_by_category
-from fsdplab.figures.plots.predicted import predicted_memory
+from fsdplab.figures.plots.memory import memory_by_category, predicted_memory
 from fsdplab.figures.plots.steps import step_time
 from fsdplab.figures.predicted import gaps
 from fsdplab.figures.profile_data import is_record
@@ -169,9 +168,7 @@ def _amount(run: RunView, name: str) -> str:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested settings as (name, text) pairs: `{"a": {"b": 1}}` gives `[("a b", "1")]`; unset ones or empty ones are
-    left out.
-    """
+    """Settings as (name, text) pairs, without those that are not set: `{"a": {"b": 1}}` gives `[("a b", "1")]`."""
     pairs = []
     for name, value in values.items():
         label = f"{prefix}{name}".replace("_", " ")

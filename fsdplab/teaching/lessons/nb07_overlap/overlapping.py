@@ -21,6 +21,7 @@ from fsdplab.figures.profile_data import COLLECTIVES, breakdown_of, duration, pe
 from fsdplab.figures.view import view
 from fsdplab.planning.links import parse_link
 from fsdplab.profiling.intervals import length, subtract
+from fsdplab.profiling.step_summary import StepSummary
 from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec, call_on_ranks
 from fsdplab.teaching.core.display import Note, Shown, Table, table
@@ -97,7 +98,7 @@ def banner(link: str = LINK) -> Note:
 # ---- what a figure showed, in a sentence
 
 
-def _split(record: RunRecord) -> Row:
+def _split(record: RunRecord) -> StepSummary:
     """The breakdown of a run that was profiled."""
     split = breakdown_of(record)
     assert split is not None, "the lesson's runs are profiled"
@@ -107,16 +108,16 @@ def _split(record: RunRecord) -> Row:
 def seen(record: RunRecord) -> Note:
     """How much of the profiled step was exposed, and how much of the communication was hidden."""
     split = _split(record)
-    exposed = split["exposed_ns"]
+    exposed = split.exposed_ns
     first = (
-        f"Seen here, on rank {split['rank']} with prefetch={record.spec['prefetch']}: {duration(exposed)} of a step of"
-        f" {duration(split['step_ns'])} were exposed "
+        f"Seen here, on rank {split.rank} with prefetch={record.spec['prefetch']}: {duration(exposed)} of a step of"
+        f" {duration(split.step_ns)} were exposed "
     )
     shown, link = (1e9 * part for part in moving(record))
     return Note(
         (
             (
-                f"{first}({percent(exposed, split['step_ns'])}), copies and waiting for the other rank included. The"
+                f"{first}({percent(exposed, split.step_ns)}), copies and waiting for the other rank included. The"
                 f" link carried messages for {duration(link)}: {percent(link - shown, link)} of that under computing,"
                 f" {duration(shown)} not."
             ),
@@ -129,12 +130,12 @@ def explained(record: RunRecord) -> Note:
     sent, link = known(record.summary.comm.bytes_per_step), parse_link(record.spec["link"])
     shown, whole = (1e9 * part for part in moving(record))
     split = _split(record)
-    rest = max(0.0, split["exposed_ns"] - shown)
+    rest = max(0.0, split.exposed_ns - shown)
     return Note(
         (
             f"{sent / MB:.0f} MB at {link.words} keep the link busy for {duration(whole)}. For {duration(shown)} of it"
             f" ({percent(shown, whole)}) the rank computed nothing: the answer to the prediction.",
-            f"The red strip is {duration(split['exposed_ns'])} on rank {split['rank']}. The other {duration(rest)}: it"
+            f"The red strip is {duration(split.exposed_ns)} on rank {split.rank}. The other {duration(rest)}: it"
             " copies what it sends and gets, and waits until the other rank is there, too.",
         )
     )
@@ -236,7 +237,7 @@ def moving(record: RunRecord) -> tuple[float, float]:
     """
     if not record.summary.link:
         split = _split(record)
-        return split["exposed_ns"] / 1e9, (split["exposed_ns"] + split["overlapped_ns"]) / 1e9
+        return split.exposed_ns / 1e9, (split.exposed_ns + split.overlapped_ns) / 1e9
     _, rows = timeline_of(record, None)
     by_rank = []
     for rank in {row["rank"] for row in rows}:
