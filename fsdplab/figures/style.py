@@ -38,8 +38,13 @@ LANE_COLOURS = {
 }
 # the four parts of a step
 STEP_COLOURS = {"compute only": "#6b7380", "overlapped": "#4aa3e0", "exposed": "#e01f3d", "other": "#cfd3d9"}
-# the three parts of exposed time
-EXPOSED_COLOURS = {"on the link": "#e01f3d", "copying": "#f6a582", "waiting for a peer": "#8a4a9e"}
+# the parts of exposed time
+EXPOSED_COLOURS = {
+    "on the link": "#e01f3d",
+    "copying": "#f6a582",
+    "waiting for a peer": "#8a4a9e",
+    "waiting for a core": "#6b7380",
+}
 PHASE_COLOURS = {"forward": "#4aa3e0", "backward": "#8a4a9e", "optimizer": "#d9b84a"}
 # of exposed time and of lateness; dark text reads on all of it
 HEAT = ((0.0, "#fdeee6"), (0.5, "#f6a582"), (1.0, "#e5484b"))

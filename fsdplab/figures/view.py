@@ -149,7 +149,6 @@ class RunView:
         return self.summary.traces
 
 
-DEVICE_STEPS = "a step on a GPU is from its first to its last work there, without the time between steps"
 # what a figure of several runs takes: records, views of them, or the dict of a comparison
 Runs: TypeAlias = RunRecord | RunView | Mapping[str, Any] | Iterable[RunRecord | RunView]
 
@@ -279,7 +278,7 @@ def provenance(runs: list[RunView]) -> list[tuple[str, str]]:
     own = [run for run in runs if run.traced is None and not run.simulated]
     simulated = [run for run in runs if run.simulated]
     pairs = ([("measured", _measured(own))] if own else []) + [("measured", _traced(run)) for run in traced]
-    pairs += [("not in the traces", "memory, tokens/s, bytes sent, losses")] if traced else []
+    pairs += [("not in the traces", _absent(traced))] if traced else []
     pairs += [("computed", "formula: the bytes that each strategy must send")] if own or simulated else []
     pairs += [("cores", words)] if (words := _cores(own)) else []
     pairs += [("predicted", _predicted(own))] if any(run.predicted_split for run in own) else []
@@ -320,8 +319,19 @@ def _traced(run: RunView) -> str:
     words = {"backend": "backend {}", "torch": "PyTorch {}"}
     said = [form.format(run.environment[name]) for name, form in words.items() if run.environment.get(name)]
     where = ", ".join([ranks_and_device([run]), *said])
-    device = "" if run.device == "cpu" else f"; {DEVICE_STEPS}"
-    return f"step time, exposed time: by PyTorch's profiler on {where}{device}"
+    held = ["step time", "exposed time", *(name for name, value in _of_traces(run).items() if value is not None)]
+    return f"{', '.join(held)}: by PyTorch's profiler on {where}"
+
+
+def _of_traces(run: RunView) -> dict[str, int | None]:
+    """What some traces tell and others do not."""
+    return {"peak memory": run.peak, "bytes sent": run.summary.comm.bytes_per_step}
+
+
+def _absent(traced: list[RunView]) -> str:
+    """What none of the traces tells."""
+    some = [name for name in _of_traces(traced[0]) if all(_of_traces(run)[name] is None for run in traced)]
+    return ", ".join([*some, "tokens/s", "losses"])
 
 
 def _emulated(runs: list[RunView]) -> list[str]:

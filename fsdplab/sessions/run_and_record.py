@@ -199,7 +199,7 @@ def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed |
         replace(summarise(spec, steps, ledger, memory), link=link and read(Link, link, "link")),
         [result["profiled_s"] for result in results.values()],
         ledger,
-        trace_tables.get("breakdown", []),
+        trace_tables,
     )
     return RunRecord(
         folder,

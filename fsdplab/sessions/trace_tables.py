@@ -9,13 +9,13 @@ from __future__ import annotations
 import shutil
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdplab.records import Summary
-from fsdplab.records.summary import Profile
+from fsdplab.records.summary import Comm, Profile
 from fsdplab.sessions.launch.mailbox import Mailbox
 from fsdplab.sessions.spec import RunSpec
 
@@ -69,23 +69,29 @@ def profile_summary(
     summary: Summary,
     profiled_s: Sequence[Sequence[float]],
     ledger: Sequence[Row],
-    breakdown: Sequence[Row],
+    tables: Mapping[str, Sequence[Row]],
 ) -> Summary:
-    """The summary with the cost of profiling, and with what communication cost.
+    """The summary with the cost of profiling, and with what communication cost; what other engines sent is read from
+    their traces.
 
     `exposed_s` is the mean of the profiled steps, from the trace, with its parts. `blocked_s` is another quantity: for
     how long the host of a timed step was blocked for collectives, from the ledger.
     """
     from fsdplab.profiling.step_summary import exposure
+    from fsdplab.profiling.traces.skew import sent_per_step
 
+    breakdown = tables.get("breakdown", [])
     cost = exposure(breakdown)
+    sent = (summary.comm.bytes_per_step, summary.comm.collectives_per_step)
+    if spec.engine != "lab":
+        sent = sent_per_step(tables.get("collectives", []), spec.world_size)
     if spec.world_size == 1 and spec.engine != "twin":
         cost = dict.fromkeys(cost, 0.0) | {"overlap": None}  # nothing travels
     blocked_s = blocked(ledger, spec.untimed, spec.untimed + spec.steps)
     return replace(
         summary,
         profile=Profile(spec.profile, overhead(profiled_s, summary.step_time_s.median), "trace" if breakdown else None),
-        comm=replace(summary.comm, **cost, blocked_s=blocked_s),
+        comm=Comm(*sent, **cost, blocked_s=blocked_s),
     )
 
 

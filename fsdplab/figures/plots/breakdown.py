@@ -39,11 +39,7 @@ def step_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
     ends = {name: _total(split, inflation.get(name)) for name, split in splits.items()}
     left_out = len(runs) - len(shown)
     where = profile.conditions(
-        shown.values(),
-        "mean of the profiled steps",
-        f"{left_out} not profiled" if left_out else "",
-        "without the time between steps" if any(run.device != "cpu" for run in views(shown.values())) else "",
-        _slower(shown),
+        shown.values(), "mean of the profiled steps", f"{left_out} not profiled" if left_out else "", _slower(shown)
     )
     figure = _stacked(ends, splits, COLUMN, STEP_COLOURS, "time of one step (ms)")
     return titled(figure, _finding(splits), where, _alt(splits, COLUMN, "the step", "step_ns"), 78 + 60 * len(shown))

@@ -49,6 +49,7 @@ _READ = {*_OF_HOST, *_OF_RUNTIME, "kernel", "gpu_memcpy", "gpu_memset", *_OF_BEF
 _SYNCHRONOUS_COPIES = ("cudaMemcpy", "hipMemcpy", "hipMemcpyWithStream")  # the host waits for these
 _BYTES = re.compile(r"\((\d+) bytes\)$")
 _MOST_CORRELATION = 2**62
+_ON_CUDA = 1  # the profiler's number of the kind of device
 _UNKNOWN = -(2**62)  # the launch of work that the trace does not show
 
 
@@ -144,6 +145,7 @@ class Events:
     details: dict[int, dict[str, Any]]
     comm_kernels: CommKernels
     shapes: dict[int, str]
+    allocated_peak: int | None  # bytes of the device's allocator at their highest, where the profiler noted them
 
     def rows(self, *kinds: Kind) -> np.ndarray:
         """The rows of some kinds, in order."""
@@ -362,6 +364,7 @@ class _Reader:
         self._details: dict[int, dict[str, Any]] = {}
         self.first: int | None = None
         self.last = 0
+        self._allocated_peak: int | None = None
 
     def take(self, trace: ChromeTrace) -> None:
         """The hot loop: what an event counts as is looked up by its name and category."""
@@ -371,6 +374,8 @@ class _Reader:
         event: dict[str, Any] = {}
         try:
             for event in trace:
+                if event.get("ph") == "i" and event.get("name") == "[memory]":
+                    self._note_memory(event.get("args"))
                 if event.get("ph") != "X" or event.get("cat", "") not in _READ:
                     continue
                 start = nanoseconds(event["ts"])
@@ -407,6 +412,13 @@ class _Reader:
         if first is not None and (first < -LATEST_NS or last > LATEST_NS):
             raise OddEvent("a time of more than 64 bits")
 
+    def _note_memory(self, given: Any) -> None:
+        """The allocator of a device tells its whole; that of the CPU only what has changed since profiling began."""
+        if isinstance(given, dict) and given.get("Device Type") == _ON_CUDA:
+            total = given.get("Total Allocated")
+            if type(total) is int and 0 <= total < LATEST_NS:
+                self._allocated_peak = max(self._allocated_peak or 0, total)
+
     def _judged(self, name: str, category: str) -> Kind:
         category = _OF_BEFORE.get(category, category)
         if category in _OF_HOST:
@@ -429,7 +441,7 @@ class _Reader:
         return Events(
             trace.path, trace.metadata, trace.base_ns, self.first or 0, self.last, kind, start, end, name, thread,
             correlation, names, list(self._threads), self._details, self._comm_kernels,
-            self._shapes.of if self._shapes else {},
+            self._shapes.of if self._shapes else {}, self._allocated_peak,
         )  # fmt: skip
 
 

@@ -19,9 +19,9 @@ from fsdplab.profiling.traces.origin import Origin
 from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.ranks_of_files import check_one_job, ranks_by_name
 from fsdplab.profiling.traces.side_by_side import Progress, Reading, read_all
-from fsdplab.profiling.traces.skew import with_peers
+from fsdplab.profiling.traces.skew import sent_per_step, with_peers
 from fsdplab.records import RunRecord, Spread, Summary
-from fsdplab.records.summary import Comm, Link, Profile, Traces
+from fsdplab.records.summary import Comm, Link, Peak, Profile, Traces
 
 ENGINE = "trace"
 TABLES = ("timeline", "breakdown", "exposed", "collectives", "idle")
@@ -71,7 +71,7 @@ def record_of_traces(
         files[0].parent,
         spec={"strategy": _name(files), "engine": ENGINE, "world_size": analyses[0].world_size or len(analyses)},
         environment=_environment(analyses[0]),
-        summary=_summary(analyses, comm_patterns, tables["breakdown"]),
+        summary=_summary(analyses, comm_patterns, tables),
         provenance=_provenance(analyses[0].origin),
         tables=tables,
         analyses=tuple(analyses),
@@ -141,16 +141,19 @@ def _ranks(ranks: Sequence[int], of: int) -> str:
 
 
 def _summary(
-    analyses: Sequence[TraceAnalysis], comm_patterns: Sequence[str], breakdown: Sequence[dict[str, Any]]
+    analyses: Sequence[TraceAnalysis], comm_patterns: Sequence[str], tables: dict[str, list[dict[str, Any]]]
 ) -> Summary:
     """Steps are as slow as their slowest rank. The lab's own traces tell the emulated link's name, not its speed."""
     by_step: dict[int, int] = defaultdict(int)
-    for row in breakdown:
+    for row in tables["breakdown"]:
         by_step[row["step"]] = max(by_step[row["step"]], row["step_ns"])
-    link = analyses[0].origin.link
+    link, peaks = analyses[0].origin.link, [each.allocated_peak for each in analyses]
+    sent = sent_per_step(tables["collectives"], analyses[0].world_size or len(analyses))
     return Summary(
         step_time_s=Spread.of([nanoseconds / 1e9 for nanoseconds in by_step.values()]),
-        comm=Comm(**exposure(breakdown)),
+        peak_memory_bytes=Peak(max((peak for peak in peaks if peak is not None), default=None)),
+        peak_by_rank=tuple(peaks) if any(peaks) else (),
+        comm=Comm(*sent, **exposure(tables["breakdown"])),
         profile=Profile(len(by_step), source="trace"),
         traces=_sources(analyses, comm_patterns),
         link=None if link is None else Link(link),

@@ -60,7 +60,8 @@ class StepAnalysis:
 @dataclass(frozen=True)
 class TraceAnalysis:
     """All steps of one rank's trace. `device` is "cpu" or "cuda"; `world_size` is None where the trace does not say;
-    `no_step`: device work outside of the steps. `origin`: where it was made.
+    `no_step`: device work outside of the steps. `origin`: where it was made. `allocated_peak`: bytes of the device's
+    allocator at their highest, where the trace tells.
     """
 
     path: Path
@@ -70,6 +71,7 @@ class TraceAnalysis:
     steps: tuple[StepAnalysis, ...]
     no_step: NoStep = NoStep()
     origin: Origin = Origin()
+    allocated_peak: int | None = None
 
     def rows(self, table: str) -> list[Row]:
         """The rows of `breakdown`, `idle`, `timeline`, `exposed` or `collectives` over all steps."""
@@ -134,7 +136,9 @@ def _analysed(
     origin = origin_of(found.metadata, any(each.label == "link" for each in found.ranges))
     steps_found = account.analysed()
     no_step = replace(account.no_step, step_ranges=step_ranges)
-    analysis = TraceAnalysis(Path(path), int(own_rank), world_size, device, steps_found, no_step, origin)
+    analysis = TraceAnalysis(
+        Path(path), int(own_rank), world_size, device, steps_found, no_step, origin, found.allocated_peak
+    )
     _require_steps(analysis, len(steps))
     _require_communication(analysis)
     return analysis
