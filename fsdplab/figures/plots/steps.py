@@ -61,10 +61,8 @@ def _finding(timed: list[RunView]) -> str:
     fast, slow = min(racers, key=lambda run: run.known_step), max(racers, key=lambda run: run.known_step)
     if fast is slow:
         return f"{fast.label}: {seconds(fast.step_median)} a step"
-    return (
-        f"{fast.label} is fastest, {seconds(fast.step_median)} a step; {slow.label} takes"
-        f" {slow.known_step / fast.known_step:.2f} times that"
-    )
+    times = f"{slow.known_step / fast.known_step:.2f}"
+    return f"{fast.label} is fastest, {seconds(fast.step_median)} a step; {slow.label} takes {times} times that"
 
 
 def _conditions(shown: list[RunView]) -> str:
