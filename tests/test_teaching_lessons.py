@@ -14,9 +14,8 @@ import pytest
 
 from fsdplab import teaching
 from fsdplab.figures import alt_text
-from fsdplab.figures.plots import cells_in_time
 from fsdplab.teaching import collectives, composing, mini_fsdp, overlapping_axes, tour
-from fsdplab.teaching.core import exploring, glossary, registry, waiting
+from fsdplab.teaching.core import diagrams, exploring, glossary, registry, waiting
 from fsdplab.teaching.core.exercise import Exercise
 from fsdplab.teaching.lessons.nb01_collectives.ring import ring_cells
 from fsdplab.teaching.lessons.nb05_06_mini_fsdp.schedules import MEMORY_TARGET, ScheduleError, play, shortest, waits
@@ -70,8 +69,8 @@ def test_an_animation_is_complete_on_paper_and_plays_moment_by_moment(draw):
 
 
 def test_a_cell_that_lasts_grows_while_it_is_played():
-    cell = cells_in_time.HeldCell("stage 0", 1, "backward", "0", lasts=2)
-    figure = cells_in_time.cells_in_time([cell], ["stage 0"], ["0", "1", "2"], {"backward": "#8a4a9e"}, "t", "s", "a")
+    cell = diagrams.HeldCell("stage 0", 1, "backward", "0", lasts=2)
+    figure = diagrams.cells_in_time([cell], ["stage 0"], ["0", "1", "2"], {"backward": "#8a4a9e"}, "t", "s", "a")
     assert [[round(x, 2) for x in frame.data[0].x] for frame in figure.frames] == [[], [0.94], [1.94]]
     assert figure.data[0].x == figure.frames[-1].data[0].x
 
@@ -111,8 +110,8 @@ def test_what_cannot_be_drawn_is_refused(draw, says):
 
 def held(row: str = "here", moment: int = 0, kind: str = "slice", lasts: int = 1) -> object:
     """A figure of one row, two moments and one kind, with one cell."""
-    cell = cells_in_time.HeldCell(row, moment, kind, lasts=lasts)
-    return cells_in_time.cells_in_time([cell], ["here"], ["0", "1"], {"slice": "#0064c8"}, "t", "s", "a")
+    cell = diagrams.HeldCell(row, moment, kind, lasts=lasts)
+    return diagrams.cells_in_time([cell], ["here"], ["0", "1"], {"slice": "#0064c8"}, "t", "s", "a")
 
 
 def test_sliders_draw_a_figure(capsys):

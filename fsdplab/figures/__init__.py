@@ -35,32 +35,27 @@ if TYPE_CHECKING:
     from fsdplab.figures.style import STRATEGY_COLOURS as STRATEGY_COLOURS
     from fsdplab.figures.style import alt_text as alt_text
 
-_MODULES = {
-    "memory_by_category": "plots.memory",
-    "memory_timeline": "plots.memory",
-    "predicted_memory": "plots.memory",
-    "step_time": "plots.steps",
-    "ledger_against_formula": "plots.traffic",
-    "rank_timeline": "plots.timeline",
-    "step_bar": "plots.breakdown",
-    "pareto": "plots.pareto",
-    "exposed_bar": "plots.breakdown",
-    "exposed_heatmap": "plots.exposed",
-    "straggler_map": "plots.stragglers",
-    "overlap_roofline": "plots.roofline",
-    "answer_figure": "plots.answers",
-    "difference": "plots.run_diff",
-    "slice_map": "plots.shard_map",
-    "linked_view": "plots.linked",
-    "linked_at": "plots.linked",
-    "linked_html": "report.linked",
-    "comparison_page": "report.page",
-    "findings_of": "findings",
-    "alt_text": "style",
-    "CATEGORY_COLOURS": "style",
-    "STRATEGY_COLOURS": "style",
+_NAMES = {
+    "plots.answers": ("answer_figure",),
+    "plots.breakdown": ("exposed_bar", "step_bar"),
+    "plots.exposed": ("exposed_heatmap",),
+    "plots.linked": ("linked_at", "linked_view"),
+    "plots.memory": ("memory_by_category", "memory_timeline", "predicted_memory"),
+    "plots.pareto": ("pareto",),
+    "plots.roofline": ("overlap_roofline",),
+    "plots.run_diff": ("difference",),
+    "plots.shard_map": ("slice_map",),
+    "plots.steps": ("step_time",),
+    "plots.stragglers": ("straggler_map",),
+    "plots.timeline": ("rank_timeline",),
+    "plots.traffic": ("ledger_against_formula",),
+    "report.linked": ("linked_html",),
+    "report.page": ("comparison_page",),
+    "findings": ("findings_of",),
+    "style": ("alt_text", "CATEGORY_COLOURS", "STRATEGY_COLOURS"),
 }
+_MODULES = {name: f"fsdplab.figures.{module}" for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_MODULES)
 
-__getattr__, __dir__ = names_of(__name__, {name: f"fsdplab.figures.{module}" for name, module in _MODULES.items()})
+__getattr__, __dir__ = names_of(__name__, _MODULES)

@@ -68,26 +68,22 @@ def _axis_end(reached: Mapping[str, float], ends: Mapping[str, str], levels: Map
 def _segment(
     part: Part, rows: Sequence[str], hover: str, number: Callable[[float], str] | None, pixels: float
 ) -> go.Bar:
-    texts = [number(length) for length in part.lengths] if number else []
+    texts = [number(length) for length in part.lengths] if number else []  # each where it fits
     texts = [text if words_width(text, 13) + 6 < length * pixels else "" for text, length in zip(texts, part.lengths)]
-    inside: dict[str, Any] = (
-        INSIDE | dict(text=texts, textfont=dict(size=13, color=ink_on(part.colour))) if texts else {}
-    )
+    look = dict(text=texts, textfont=dict(size=13, color=ink_on(part.colour))) if texts else {}
     return go.Bar(
         name=part.name, orientation="h", y=rows, x=part.lengths,
         marker=dict(color=part.colour, line=dict(color=EDGE, width=1)),
-        hovertemplate=f"%{{y}}<br>{part.name}: {hover}<extra></extra>", **inside,
+        hovertemplate=f"%{{y}}<br>{part.name}: {hover}<extra></extra>", **INSIDE, **look,
     )  # fmt: skip
 
 
 def whiskers(runs: Sequence[RunView], unit_s: float = 1.0) -> dict[str, Any] | None:
     """Error bars from the quartiles around the median step, in units of `unit_s` seconds; None where none are known."""
-    quartiles = [(run.summary.step_time_s.q1, run.summary.step_time_s.q3) for run in runs]
-    if all(None in pair for pair in quartiles):
-        return None
-    spreads = [
-        (run.known_step - low, high - run.known_step) if run.step_median and low and high else (0.0, 0.0)
-        for run, (low, high) in zip(runs, quartiles)
+    known: list[tuple[Any, Any, Any]] = [
+        (run.summary.step_time_s.q1, run.step_median, run.summary.step_time_s.q3) for run in runs
     ]
-    below, above = ([spread[side] / unit_s for spread in spreads] for side in (0, 1))
+    if not any(map(all, known)):
+        return None
+    below, above = ([abs(each[1] - each[end]) / unit_s if all(each) else 0.0 for each in known] for end in (0, 2))
     return dict(type="data", array=above, arrayminus=below, symmetric=False, color="#808488", thickness=2, width=7)

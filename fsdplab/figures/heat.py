@@ -32,14 +32,3 @@ def heat_map(
     figure = go.Figure(cells.update(more))
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     return figure.update_xaxes(type="category", showgrid=False)
-
-
-def mesh(
-    columns: Sequence[str], rows: Sequence[str], owners: Sequence[Sequence[int]], texts: Sequence[Sequence[str]],
-    colours: Sequence[str],
-) -> go.Figure:  # fmt: skip
-    """A figure of ranks in rows and columns, each with its text, in the colour of its owner: a node, a row."""
-    parts = len(colours)
-    steps = [(edge, colour) for index, colour in enumerate(colours) for edge in (index / parts, (index + 1) / parts)]
-    values = [[owner + 0.5 for owner in row] for row in owners]
-    return heat_map(columns, rows, values, texts, "%{text}<br>%{x}, %{y}", most=parts, colorscale=steps)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from fsdplab.common.sizes import seconds
@@ -67,31 +68,23 @@ def downsample(marks: list[Mark], limit: int = LIMIT) -> tuple[list[Mark], float
     if len(marks) <= limit:
         return marks, 0.0
     marks = sorted(marks, key=lambda mark: (mark.y, mark.group, mark.start))
-    edges = _edges(marks)
+    lanes = [list(run) for _, run in groupby(marks, lambda mark: (mark.y, mark.group))]
     low, high = 0.0, max(mark.end for mark in marks) - min(mark.start for mark in marks)
-    for _ in range(24):  # the window to the ten-millionth of the span
+    for _ in range(20):  # the window to the millionth of the span
         middle = (low + high) / 2
-        low, high = (low, middle) if len(_begins(edges, middle)) <= limit else (middle, high)
-    begins = _begins(edges, high)
-    return [_joined(marks[begin:end]) for begin, end in zip(begins, [*begins[1:], len(marks)])], high
+        low, high = (low, middle) if sum(len(_runs(lane, middle)) for lane in lanes) <= limit else (middle, high)
+    return [_joined(run) for lane in lanes for run in _runs(lane, high)], high
 
 
-def _edges(marks: list[Mark]) -> list[tuple[bool, float, float]]:
-    """(begins a lane or group, start, end) of marks in order: what merging asks, as plain tuples."""
-    places = [(mark.y, mark.group) for mark in marks]
-    return [
-        (index == 0 or places[index] != places[index - 1], mark.start, mark.end) for index, mark in enumerate(marks)
-    ]
-
-
-def _begins(edges: list[tuple[bool, float, float]], window: float) -> list[int]:
-    """Where each merged mark begins: neighbours of one lane and group that together span at most `window` ms."""
-    begins, since = [], 0.0
-    for index, (new, start, end) in enumerate(edges):
-        if new or end - since > window:
-            begins.append(index)
-            since = start
-    return begins
+def _runs(marks: list[Mark], window: float) -> list[list[Mark]]:
+    """The marks of a lane in runs of neighbours that together span at most `window` ms."""
+    runs: list[list[Mark]] = []
+    for mark in marks:
+        if runs and mark.end - runs[-1][0].start <= window:
+            runs[-1].append(mark)
+        else:
+            runs.append([mark])
+    return runs
 
 
 def _joined(run: list[Mark]) -> Mark:
@@ -105,11 +98,8 @@ def _joined(run: list[Mark]) -> Mark:
 
 def merge_words(found: int, drawn: int, window: float) -> str:
     """The subtitle's text on merged marks; empty where none was merged."""
-    return (
-        f"{found:,} intervals drawn as {drawn:,} marks (neighbours within {seconds(window / 1e3)} are one)"
-        if window
-        else ""
-    )
+    near = f"neighbours within {seconds(window / 1e3)} are one"
+    return f"{found:,} intervals drawn as {drawn:,} marks ({near})" if window else ""
 
 
 def mark_lanes(

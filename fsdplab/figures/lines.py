@@ -1,4 +1,4 @@
-"""Lines, points and stacked bands over an axis, in the look that all figures share."""
+"""Lines and points over an axis, in the look that all figures share."""
 
 from __future__ import annotations
 
@@ -29,9 +29,3 @@ def peak(at: float, height: float, **more: Any) -> go.Scatter:
     """The dot at a highest value, in MB."""
     look = dict(marker_line=dict(color="white", width=1.5), hovertemplate="peak %{y:.1f} MB<extra></extra>")
     return points("peak", ALARM, [at], [height], 12, showlegend=False, **look, **more)
-
-
-def band(name: str, colour: str, x: Sequence[float], y: Sequence[float], **more: Any) -> go.Scatter:
-    """A band of a stack, in MB; it holds its level until the next event, so that its edge is a step."""
-    look = dict(stackgroup="memory", fillcolor=colour, hovertemplate=f"{name}: %{{y:.1f}} MB<extra></extra>")
-    return line(name, colour, x, y, 0.6, line_shape="hv", **look, **more)

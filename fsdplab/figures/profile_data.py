@@ -85,10 +85,8 @@ def profiled(rows: Sequence[Row], record: RunRecord) -> list[Row]:
 def usual_step(record: RunRecord) -> int:
     """The profiled step of median length (its slowest rank's), whose timeline stands for the others."""
     rows = profiled(rows_of(record, "timeline"), record)
-    lengths: dict[int, int] = {}
-    for row in rows:
-        if row["lane"] == "step":
-            lengths[row["step"]] = max(lengths.get(row["step"], 0), row["end_ns"] - row["start_ns"])
+    steps = group((row for row in rows if row["lane"] == "step"), lambda row: row["step"])
+    lengths = {step: max(row["end_ns"] - row["start_ns"] for row in own) for step, own in steps.items()}
     if not lengths:
         return max(row["step"] for row in rows)
     middle = statistics.median_low(lengths.values())

@@ -192,9 +192,7 @@ def alt_text(figure: go.Figure) -> str:
 
 def strategy_colour(strategy: str, engine: str) -> str:
     """The strategy's colour; the twin has its own."""
-    return (
-        STRATEGY_COLOURS["twin"] if engine == "twin" else STRATEGY_COLOURS.get(strategy, STRATEGY_COLOURS["no_shard"])
-    )
+    return STRATEGY_COLOURS.get("twin" if engine == "twin" else strategy, STRATEGY_COLOURS["no_shard"])
 
 
 def ink_on(colour: str) -> str:

@@ -22,10 +22,7 @@ def headings(table: Table) -> list[str]:
 def cells(table: Table, most: int = MOST) -> list[list[str]]:
     """The first rows as text: times, bytes and shares in their units, a dash where the trace does not say."""
     nameless = "root" if any(row.get("unit") for row in table.rows) else NO_UNIT
-    return [
-        [_shown(column, row[column.key], _nameless(row, nameless)) for column in table.columns]
-        for row in table.rows[:most]
-    ]
+    return [[_shown(column, row, nameless) for column in table.columns] for row in table.rows[:most]]
 
 
 def is_number(column: Column) -> bool:
@@ -38,12 +35,8 @@ def left_out(table: Table, most: int = MOST) -> str:
     return f"and {len(table.rows) - most} more" if len(table.rows) > most else ""
 
 
-def _nameless(row: Row, otherwise: str) -> str:
-    """What the unit of a row is called that has no name: idle time is of no unit."""
-    return MISSING if row.get("what") in (IDLE, BEFORE) else otherwise
-
-
-def _shown(column: Column, value: Any, nameless: str) -> str:
+def _shown(column: Column, row: Row, nameless: str) -> str:
+    value: Any = row[column.key]
     if value is None:
         return MISSING
     if column.unit == "ns":
@@ -57,5 +50,5 @@ def _shown(column: Column, value: Any, nameless: str) -> str:
     if column.unit == "count":
         return str(value) if isinstance(value, int) else three_digits(value).removesuffix(".00")
     if column.key == "unit":
-        return value or nameless
+        return value or (MISSING if row.get("what") in (IDLE, BEFORE) else nameless)  # idle time is of no unit
     return value if len(value) <= _LONGEST else f"{value[: _LONGEST - 1]}…"

@@ -8,7 +8,6 @@ from fsdplab.common.sizes import size
 from fsdplab.figures.lines import line
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, COLLECTIVE_COLOURS, EDGE, LANE_COLOURS, mark_level, titled
-from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.questions import Answer, Panel
 
 _SCALES = {"bytes": ("GB", 1e9), "rate": ("GB/s", 1e9), "seconds": ("ms", 1e-3), "share": ("%", 0.01)}
@@ -67,14 +66,8 @@ def _trace(
 
 
 def _conditions(answer: Answer) -> str:
-    provenance = answer.provenance
-    said = f"{provenance[0].upper()}{provenance[1:]}; {setting(answer.spec)}"
+    """The provenance, and the plan that was asked about."""
+    spec, said = answer.spec, f"{answer.provenance[0].upper()}{answer.provenance[1:]}"
+    said += f"; {spec.model.name}, {spec.strategy}, {spec.gpus:,} x {spec.gpu.name} ({size(spec.gpu.memory_bytes)})"
+    said += f", {spec.micro_batch} x {spec.seq:,} tokens a micro-batch, checkpointing {spec.checkpointing}"
     return f"{said}; {answer.note}" if answer.note else said
-
-
-def setting(spec: PlanSpec) -> str:
-    """The plan that was asked about: `llama-3.1-8b, full_shard, 8 x H100 SXM 80GB (85.9 GB), 1 x 4,096 tokens`."""
-    return (
-        f"{spec.model.name}, {spec.strategy}, {spec.gpus:,} x {spec.gpu.name} ({size(spec.gpu.memory_bytes)}),"
-        f" {spec.micro_batch} x {spec.seq:,} tokens a micro-batch, checkpointing {spec.checkpointing}"
-    )

@@ -27,12 +27,12 @@ _NAMED = 40  # lanes that are named each; of more, the ranks are
 _GAP = 34  # pixels between two panels
 
 
-def linked_view(record: RunRecord) -> go.Figure:
+def linked_view(record: RunRecord, limit: int = MARKS) -> go.Figure:
     """The memory step on one clock: rank timeline, memory of the worst rank (MB), and the units' states on every rank.
 
     Needs `timeline`, `memory` and `life` of that step (ValueError with the remedy). Hover shows the cursor in all.
     """
-    return _linked(record, None, with_slices=False)
+    return _linked(record, None, limit)
 
 
 def linked_at(record: RunRecord, at_ns: float) -> go.Figure:
@@ -40,13 +40,7 @@ def linked_at(record: RunRecord, at_ns: float) -> go.Figure:
 
     ValueError outside of the step. `linked_at(record, 3_000_000)` is 3 ms into the step.
     """
-    shard_map.check_instant(unit_states(record), at_ns)
-    return _linked(record, at_ns, with_slices=True)
-
-
-def with_cursor(record: RunRecord, at_ns: float, limit: int = MARKS) -> go.Figure:
-    """The linked view with the cursor, its last shape, but without the map of slices: a page draws that beside it."""
-    return _linked(record, at_ns, with_slices=False, limit=limit)
+    return _linked(record, at_ns, MARKS)
 
 
 def peak_instant(record: RunRecord) -> int:
@@ -55,25 +49,27 @@ def peak_instant(record: RunRecord) -> int:
     return min(max(0, max(memory_of_step(record, life), key=total)["time_ns"]), life.length)
 
 
-def _linked(record: RunRecord, at_ns: float | None, with_slices: bool, limit: int = MARKS) -> go.Figure:
+def _linked(record: RunRecord, at_ns: float | None, limit: int) -> go.Figure:
     life = unit_states(record)
     memory = memory_of_step(record, life)
     _, rows = timeline_of(record, life.step)
     lanes, end = lanes_of(rows), life.length / MS
     heights = [round(24 * lanes.bottom), 180, _life_height(life)]
-    heights += [shard_map.map_height(life, 46)] if with_slices else []
-    domains = _domains(heights)
+    heights += [] if at_ns is None else [shard_map.map_height(life, 46)]
+    domains, top = _domains(heights), max(memory, key=total)
     timeline, merged = lane_bars(rows, lanes, end, limit)
     figure = go.Figure([*timeline, *_memory_bands(memory, life), *_life_bars(life, end, limit)])
-    _axes(figure, heights, life, lanes, end, top=1.25 * max(map(total, memory)) / MB)
+    _axes(figure, heights, life, lanes, end, 1.25 * total(top) / MB)
     phase_lines(figure, phases(rows), end, domains[2][0])
-    if with_slices and at_ns is not None:
+    figure.add_trace(peak(top["time_ns"] / MS, total(top) / MB, yaxis="y2"))
+    if at_ns is None:
+        _name_peak(figure, top, domains)
+    else:
+        shard_map.check_instant(life, at_ns)
         cells = shard_map.cells(life, at_ns, xaxis="x2", yaxis="y4")
         figure.add_traces([trace.update(showlegend=False) for trace in cells])
-    if at_ns is not None:
         _cursor(figure, at_ns / MS, domains)
-    _peak(figure, max(memory, key=total), domains, named=at_ns is None)
-    title, alt = _finding(record, life, memory, at_ns if with_slices else None)
+    title, alt = _finding(record, life, top) if at_ns is None else shard_map.finding(record, life, at_ns)
     where = conditions(record, f"step {life.step}", merged)
     figure.update_layout(barmode="overlay", hovermode="closest")
     titled(figure, title, where, alt, sum(heights) + _GAP * (len(heights) - 1) + 70)
@@ -102,30 +98,26 @@ def _memory_bands(memory: list[Row], life: UnitStates) -> list[go.Scatter]:
 
 def _life_bars(life: UnitStates, end: float, limit: int) -> list[go.Bar]:
     """A narrow lane for each rank and unit: pale while the unit is gathered, blue while it is whole."""
-    marks, every = [], sharing(life)
-    for place, (rank, unit) in enumerate((rank, unit) for rank in life.ranks for unit in life.units):
-        row = place // every
-        states = life.states[rank, unit]
-        ends = [since for since, _ in states[1:]] + [life.length]
-        for (since, state), until in zip(states, ends):
+    marks, every = [], _sharing(life)
+    for place, (rank, unit) in enumerate(life.keys):
+        states = [*life.states[rank, unit], (life.length, "")]
+        for (since, state), (until, _) in zip(states, states[1:]):
             if state != "sharded" and until > since:
-                marks.append(
-                    Mark(state, row + 0.5, since / MS, until / MS, f" · {shard_map.hover_text(rank, unit, state)}")
-                )
+                words = f" · {shard_map.hover_text(rank, unit, state)}"
+                marks.append(Mark(state, place // every + 0.5, since / MS, until / MS, words))
     drawn, _ = downsample(marks, limit)
     colours = {name: colour for name, colour in shard_map.STATE_COLOURS.items() if name != "sharded"}
     return mark_lanes(drawn, colours, {}, end, yaxis="y3")
 
 
-def sharing(life: UnitStates) -> int:
+def _sharing(life: UnitStates) -> int:
     """How many units share a lane: 1 for up to 120 units times ranks, 2 for up to 240."""
-    return -(-len(life.ranks) * len(life.units) // _LANES)
+    return -(-len(life.keys) // _LANES)
 
 
 def _life_height(life: UnitStates) -> int:
     """Pixels of the units' lanes: enough for a name each, where each has one."""
-    count = len(life.ranks) * len(life.units)
-    return max(70, 15 * count) if count <= _NAMED else 300
+    return max(70, 15 * len(life.keys)) if len(life.keys) <= _NAMED else 300
 
 
 def _domains(heights: list[int]) -> list[tuple[float, float]]:
@@ -159,12 +151,11 @@ def _axes(figure: go.Figure, heights: list[int], life: UnitStates, lanes: Lanes,
 
 def _life_axis(life: UnitStates) -> dict[str, Any]:
     """Lanes of units, labelled where space allows: every unit of a few, else every rank."""
-    count, every = len(life.ranks) * len(life.units), sharing(life)
-    texts = {}
-    for row, (rank, unit) in enumerate((rank, unit) for rank in life.ranks for unit in life.units):
+    count, every, texts = len(life.keys), _sharing(life), {}
+    for place, (rank, unit) in enumerate(life.keys):
         first = f"<b>rank {rank}</b>" if unit == life.units[0] else ""
         if first or count <= _NAMED:
-            texts[row // every + 0.5] = f"{first}  {short_unit(unit)}".strip() if count <= _NAMED else first
+            texts[place // every + 0.5] = f"{first}  {short_unit(unit)}".strip() if count <= _NAMED else first
     ticks = dict(tickmode="array", tickvals=list(texts), ticktext=list(texts.values()), tickfont=dict(size=11))
     return CLOCK | ticks | dict(range=[(count - 1) // every + 1.1, -0.1])
 
@@ -179,29 +170,20 @@ def _cursor(figure: go.Figure, at_ms: float, domains: list[tuple[float, float]])
     )  # fmt: skip
 
 
-def _peak(figure: go.Figure, row: Row, domains: list[tuple[float, float]], named: bool) -> None:
-    """The peak as a dot; without a cursor also its number, and a line from it down through the units' states."""
-    at, height = row["time_ns"] / MS, total(row) / MB
-    figure.add_trace(peak(at, height, yaxis="y2"))
-    if not named:
-        return
+def _name_peak(figure: go.Figure, row: Row, domains: list[tuple[float, float]]) -> None:
+    """The number of the peak, and a line from it down through the units' states."""
+    at, line = row["time_ns"] / MS, dict(color=ALARM, width=1.5, dash="dot")
     words = dict(text=f"<b>peak {size(total(row))}</b>", showarrow=False, yshift=16, font=dict(color=ALARM, size=14))
-    figure.add_annotation(x=at, y=height, yref="y2", **words)
-    line = dict(color=ALARM, width=1.5, dash="dot")
+    figure.add_annotation(x=at, y=total(row) / MB, yref="y2", **words)
     ends = dict(y0=domains[2][0], y1=domains[1][1], yref="paper")
     figure.add_shape(type="line", name="peak", x0=at, x1=at, line=line, **ends)
 
 
-def _finding(record: RunRecord, life: UnitStates, memory: list[Row], at_ns: float | None) -> tuple[str, str]:
-    if at_ns is not None:
-        return shard_map.finding(record, life, at_ns)
-    top = max(memory, key=total)
+def _finding(record: RunRecord, life: UnitStates, top: Row) -> tuple[str, str]:
+    """(title, alternative text): the peak, and which units are gathered then."""
     state = life.at(min(max(top["time_ns"], 0), life.length))
     whole = [unit for unit in life.units if state.get((top["rank"], unit)) != "sharded"]
-    at = f"{top['time_ns'] / MS:.1f} ms"
-    title = (
-        f"{label(record)}: rank {top['rank']} peaks at {size(total(top))} after {at}, when {len(whole)} of"
-        f" {len(life.units)} units are gathered"
-    )
+    peaks = f"rank {top['rank']} peaks at {size(total(top))} after {top['time_ns'] / MS:.1f} ms"
+    title = f"{label(record)}: {peaks}, when {len(whole)} of {len(life.units)} units are gathered"
     words = f"Timeline, memory and units' states of one step on one clock. {title}: {', '.join(whole) or 'none'}."
     return title, words

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdplab.common.sizes import size
 from fsdplab.figures.bars import Part, stacked_bars
-from fsdplab.figures.lines import band, peak
+from fsdplab.figures.lines import line, peak
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.predicted import verdict
 from fsdplab.figures.profile_data import Row
@@ -54,26 +54,16 @@ def _cards(shown: list[RunView]) -> dict[int, bool]:
 def _finding(shown: list[RunView]) -> str:
     """The title: which runs exceed the card, which fit."""
     over = [run for run in shown if run.over_card]
-    low = min(shown, key=lambda run: run.known_peak)
-    if over and len(over) < len(shown):
-        return (
-            f"{_listed(over)} {'exceeds' if len(over) == 1 else 'exceed'} the card; {low.label} peaks at"
-            f" {size(low.peak)}"
-        )
-    if over:
+    if len(over) == len(shown):
         return "No run fits the card"
-    high = max(shown, key=lambda run: run.known_peak)
-    return f"{low.label} peaks at {size(low.peak)}" + (
-        f", {high.label} at {size(high.peak)}" if high is not low else ""
-    )
-
-
-def _listed(runs: list[RunView]) -> str:
-    """`"a, b and c"`; beyond three names, how many."""
-    names = [run.label for run in runs]
-    if len(names) > 3:
-        return f"{len(names)} runs"
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    low, high = (pick(shown, key=lambda run: run.known_peak) for pick in (min, max))
+    peaks = f"{low.label} peaks at {size(low.peak)}"
+    if over:
+        names = [run.label for run in over]
+        listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+        listed = listed if len(names) <= 3 else f"{len(names)} runs"
+        return f"{listed} {'exceeds' if len(over) == 1 else 'exceed'} the card; {peaks}"
+    return peaks + (f", {high.label} at {size(high.peak)}" if high is not low else "")
 
 
 def _conditions(shown: list[RunView]) -> str:
@@ -185,7 +175,11 @@ def envelope(rows: list[Row], limit: int = 500) -> list[Row]:
 
 
 def bands(rows: list[Row], times: list[float], **more: str) -> list[go.Scatter]:
-    """The stack of the categories that the rows hold, in MB."""
-    held = [name for name in CATEGORIES if any(float(row[name]) for row in rows)]
-    stacks = {name: [float(row[name]) / MB for row in rows] for name in held}
-    return [band(CATEGORY_NAMES[name], CATEGORY_COLOURS[name], times, stacks[name], **more) for name in held]
+    """The stack of the categories that the rows hold, in MB; each holds its level until the next event."""
+    found = []
+    for category in (name for name in CATEGORIES if any(float(row[name]) for row in rows)):
+        name, colour = CATEGORY_NAMES[category], CATEGORY_COLOURS[category]
+        edge = line(name, colour, times, [float(row[category]) / MB for row in rows], 0.6, line_shape="hv", **more)
+        hover = f"{name}: %{{y:.1f}} MB<extra></extra>"
+        found.append(edge.update(stackgroup="memory", fillcolor=colour, hovertemplate=hover))
+    return found

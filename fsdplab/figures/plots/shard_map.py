@@ -42,6 +42,11 @@ class UnitStates:
     states: dict[tuple[int, str], list[tuple[int, str]]]
 
     @property
+    def keys(self) -> list[tuple[int, str]]:
+        """(rank, unit) of every unit on every rank."""
+        return [(rank, unit) for rank in self.ranks for unit in self.units]
+
+    @property
     def shown(self) -> list[int]:
         """The ranks that fit on a map: all, or the first of them where units times ranks are very many."""
         return self.ranks[: max(1, _MOST_CELLS // len(self.units))]
@@ -61,9 +66,8 @@ def unit_states(record: RunRecord) -> UnitStates:
     states = {key: _since(found, begin) for key, found in group(rows, lambda row: (row["rank"], row["unit"])).items()}
     ends = [row["end_ns"] for row in record.table("timeline") if row["step"] == step] + [row["time_ns"] for row in rows]
     ranks, units = sorted({row["rank"] for row in rows}), unit_order(record, {row["unit"] for row in rows})
-    for key in ((rank, unit) for rank in ranks for unit in units):
-        states.setdefault(key, [(0, "sharded")])
-    return UnitStates(step, begin, max(ends) - begin, ranks, units, states)
+    never = {(rank, unit): [(0, "sharded")] for rank in ranks for unit in units}
+    return UnitStates(step, begin, max(ends) - begin, ranks, units, never | states)
 
 
 def step_begin(record: RunRecord, step: int, rows: list[Row]) -> int:
@@ -144,7 +148,7 @@ def map_height(life: UnitStates, row: int = 56) -> int:
 def cells(life: UnitStates, at_ns: float, **axes: str) -> list[go.Bar]:
     """Every unit's cell on every rank, filled by its state, with the rank's own slice over it. A unit is 0.9 wide."""
     state, share = life.at(at_ns), 0.9 / len(life.ranks)
-    keys = [(rank, unit) for rank in life.shown for unit in life.units]
+    keys = [key for key in life.keys if key[0] in life.shown]
     left = {unit: place - 0.45 for place, unit in enumerate(life.units)}
     row = {rank: place for place, rank in enumerate(life.ranks)}
     words = {(rank, unit): hover_text(rank, unit, state[rank, unit]) for rank, unit in keys}
@@ -175,14 +179,11 @@ def finding(record: RunRecord, life: UnitStates, at_ns: float) -> tuple[str, str
     """(title, alternative text): which units are whole at the instant, on the first rank."""
     state, rank = life.at(at_ns), life.ranks[0]
     whole, coming = ([unit for unit in life.units if state[rank, unit] == name] for name in ("unsharded", "unsharding"))
-    title = f"{label(record)}: {len(whole)} of {plural(len(life.units), 'unit')} whole on rank {rank}" + (
-        f" ({_few(whole)})" if whole else ""
-    )
+    units = f"{len(whole)} of {plural(len(life.units), 'unit')} whole on rank {rank}"
+    title = f"{label(record)}: {units}{f' ({_few(whole)})' if whole else ''}"
     title += f", {_few(coming)} on {'its' if len(coming) == 1 else 'their'} way" if coming else ""
-    return (
-        title,
-        f"Map of ranks by units {at_ns / MS:.2f} ms into the step. {title}; the others hold 1/{len(life.ranks)} each.",
-    )
+    words = f"Map of ranks by units {at_ns / MS:.2f} ms into the step. {title}; the others hold"
+    return title, f"{words} 1/{len(life.ranks)} each."
 
 
 def _few(names: list[str]) -> str:

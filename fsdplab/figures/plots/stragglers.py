@@ -115,11 +115,8 @@ def _finding(record: RunRecord, late: Late, issued: Arrivals) -> str:
     if found is None or split and not _costs(found, split):
         most = max(value or 0.0 for values in late.values() for value in values)
         return f"{label(record)}: no straggler, ranks come within {duration(most * MS)} of one another"
-    where = f" in {found.phase}" if found.phase else ""
-    return (
-        f"{label(record)}: rank {found.rank} straggles, last to {found.last} of {found.of} collectives{where},"
-        f" {duration(found.by_ns)} after the others (median)"
-    )
+    last = f"last to {found.last} of {found.of} collectives{f' in {found.phase}' if found.phase else ''}"
+    return f"{label(record)}: rank {found.rank} straggles, {last}, {duration(found.by_ns)} after the others (median)"
 
 
 def _costs(found: LateRank, split: StepSummary) -> bool:

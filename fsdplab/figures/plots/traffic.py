@@ -55,6 +55,5 @@ def _finding(run: RunView, total: int) -> str:
 def _conditions(run: RunView, rank: int, step: int) -> str:
     if run.simulated:
         return f"{how_and_where([run])}, rank {rank}; the formula is computed"
-    return (
-        f"Rank {rank} of {ranks_and_device([run])}, step {step}: counted at every collective; the formula is computed"
-    )
+    where = f"Rank {rank} of {ranks_and_device([run])}, step {step}"
+    return f"{where}: counted at every collective; the formula is computed"

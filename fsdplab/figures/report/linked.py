@@ -9,17 +9,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from markupsafe import Markup
-
-from fsdplab.figures.plots.linked import peak_instant, with_cursor
-from fsdplab.figures.plots.shard_map import (
-    STATE_COLOURS,
-    UnitStates,
-    cells_figure,
-    map_height,
-    state_words,
-    unit_states,
-)
+from fsdplab.figures.plots import shard_map
+from fsdplab.figures.plots.linked import linked_view, peak_instant
+from fsdplab.figures.plots.shard_map import STATE_COLOURS, UnitStates
 from fsdplab.figures.profile_data import MS
 from fsdplab.figures.report.parts import plot
 from fsdplab.figures.report.rendering import rendered
@@ -36,22 +28,26 @@ def linked_html(record: RunRecord, standalone: bool = False) -> str:
     Needs `timeline`, `memory` and `life` (ValueError with the remedy).
     `Path("step.html").write_text(linked_html(record, standalone=True))`.
     """
-    start, life = peak_instant(record), unit_states(record)
+    start, life = peak_instant(record), shard_map.unit_states(record)
     length = life.length / MS
-    slices = cells_figure(life, start).update_layout(
-        template=template(), height=70 + map_height(life), margin=dict(l=16, r=28, t=34, b=16), legend_y=1,
+    slices = shard_map.cells_figure(life, start).update_layout(
+        template=template(), height=70 + shard_map.map_height(life), margin=dict(l=16, r=28, t=34, b=16), legend_y=1,
         meta=dict(alt="Which slice lives where at the cursor."),
     )  # fmt: skip
     fragment = rendered(
         "linked.html",
-        plot=plot(with_cursor(record, start, MARKS)),
+        plot=plot(linked_view(record, MARKS)),
         slices=plot(slices),
         start=f"{start / MS:.4f}",
         end=f"{length:.4f}",
         step=f"{length / 2000:.6f}",
         states=json.dumps(states_json(life), separators=(",", ":")),
     )
-    return str(_alone(fragment) if standalone else fragment)
+    if standalone:
+        from plotly.offline import get_plotlyjs
+
+        fragment = rendered("linked_alone.html", linked=fragment, plotly_js=get_plotlyjs())
+    return str(fragment)
 
 
 def states_json(life: UnitStates) -> dict[str, Any]:
@@ -68,11 +64,5 @@ def states_json(life: UnitStates) -> dict[str, Any]:
         "units": life.units,
         "changes": changes,
         "colours": list(STATE_COLOURS.values()),
-        "words": [state_words(state) for state in STATE_COLOURS],
+        "words": [shard_map.state_words(state) for state in STATE_COLOURS],
     }
-
-
-def _alone(fragment: Markup) -> Markup:
-    from plotly.offline import get_plotlyjs
-
-    return rendered("linked_alone.html", linked=fragment, plotly_js=get_plotlyjs())

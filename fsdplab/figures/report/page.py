@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from fsdplab.common.sizes import seconds, size
-from fsdplab.common.words import MISSING
 from fsdplab.figures.fastest import core_words
 from fsdplab.figures.plots.memory import memory_by_category, predicted_memory
 from fsdplab.figures.plots.steps import step_time
 from fsdplab.figures.predicted import gaps
 from fsdplab.figures.profile_data import is_record
-from fsdplab.figures.report.parts import Attributes, Cell, Look, comparison_table, drawn, table
+from fsdplab.figures.report.parts import Attributes, Look, comparison_table, drawn, number_table
 from fsdplab.figures.report.rendering import rendered
 from fsdplab.figures.report.tabs import tabbed
 from fsdplab.figures.table import SHORT, WRAPPED, beside, mood
@@ -31,6 +30,13 @@ from fsdplab.records import CATEGORIES, RunRecord, drift_sentence
 if TYPE_CHECKING:
     from fsdplab.profiling.findings import Finding
     from fsdplab.profiling.tables import TablesOf
+
+
+# what was trained, in the order of the sentence
+_SETTING = {
+    "model": "model {}", "world_size": "{} ranks", "batch_size": "batch {} a rank",
+    "sequence_length": "{} tokens a sequence", "steps": "{} steps", "seed": "seed {}",
+}  # fmt: skip
 
 
 def comparison_page(
@@ -109,41 +115,34 @@ def _prediction(shown: list[RunView], source: Runs) -> dict[str, Any]:
         return {}
     reasons = [f"{run.label}: not predicted: {why}" for run in shown if (why := run.summary.predicted.why_not)]
     explained = [gap.text for run in known for gap in gaps(run)]
-    alike = (
-        [] if explained else ["Every category is within 10% of what was measured, or less than 0.5% of the peak off."]
-    )
+    alike = "Every category is within 10% of what was measured, or less than 0.5% of the peak off."
     return {
         "table": _predictions_table(shown),
         "figure": drawn(predicted_memory, source),
-        "lines": [*alike, *explained, *reasons],
+        "lines": [*(explained or [alike]), *reasons],
     }
 
 
 def _predictions_table(shown: list[RunView]) -> Markup:
     """Peak, bytes and step of every run: as predicted, and in brackets over what was measured."""
-    head = [Cell("run"), *(Cell(text, {"class": "number"}) for text in ("peak", "sent in a step", "step"))]
-    rows = []
-    for run in shown:
-        sent = run.formula_bytes, run.summary.comm.bytes_per_step
-        step = run.summary.predicted.step_time_s, run.step_median
-        pairs = ((run.predicted_peak, run.peak, size), (*sent, size), (*step, seconds))
-        rows.append([Cell(run.label), *(Cell(beside(*pair), {"class": "number"}) for pair in pairs)])
-    return table(head, rows, caption="Predicted, and in brackets predicted over measured.")
+    rows = [
+        [
+            run.label,
+            beside(run.predicted_peak, run.peak, size),
+            beside(run.formula_bytes, run.summary.comm.bytes_per_step, size),
+            beside(run.summary.predicted.step_time_s, run.step_median, seconds),
+        ]
+        for run in shown
+    ]
+    caption = "Predicted, and in brackets predicted over measured."
+    return number_table(["run", "peak", "sent in a step", "step"], rows, caption)
 
 
 def _setting(spec: Mapping[str, Any], runs: Sequence[RunView]) -> str:
     """One sentence on what was trained, of the fields that the spec has; of traces, whose they are."""
     if len(runs) == 1 and runs[0].traced is not None:
         return ranks_and_device(list(runs))
-    words = {
-        "model": "model {}",
-        "world_size": "{} ranks",
-        "batch_size": "batch {} a rank",
-        "sequence_length": "{} tokens a sequence",
-        "steps": "{} steps",
-        "seed": "seed {}",
-    }
-    return ", ".join(form.format(spec[name]) for name, form in words.items() if spec.get(name) is not None)
+    return ", ".join(form.format(spec[name]) for name, form in _SETTING.items() if spec.get(name) is not None)
 
 
 def _classes(column: str, text: str) -> Attributes:
@@ -157,14 +156,8 @@ _LOOK = Look(table={}, heading=lambda column: {}, cell=_classes)
 
 def _categories_table(shown: list[RunView]) -> Markup:
     """Every category of every run, in full."""
-    number = {"class": "number"}
-    head = [Cell("run"), *(Cell(CATEGORY_NAMES[name], number) for name in CATEGORIES)]
-    rows = [[Cell(run.label), *(Cell(_amount(run, name), number) for name in CATEGORIES)] for run in shown]
-    return table(head, rows)
-
-
-def _amount(run: RunView, name: str) -> str:
-    return size(run.split[name]) if name in run.split else MISSING
+    rows = [[run.label, *(size(run.split.get(name)) for name in CATEGORIES)] for run in shown]
+    return number_table(["run", *(CATEGORY_NAMES[name] for name in CATEGORIES)], rows)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

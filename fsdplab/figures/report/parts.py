@@ -16,6 +16,7 @@ from fsdplab.figures.view import RunView
 
 What = ParamSpec("What")
 Attributes: TypeAlias = Mapping[str, str]
+Texts: TypeAlias = Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,18 @@ def table(
 ) -> Markup:
     """An HTML table: `table([Cell("rank")], [[Cell("0")], [Cell("1")]])`."""
     return part("table", head=head, rows=rows, attributes=attributes or {}, caption=caption)
+
+
+def number_table(head: Texts, rows: Iterable[Texts], caption: str = "") -> Markup:
+    """A table of texts whose cells are numbers, set flush right, after the first column's."""
+    return classed_table(["", *["number"] * (len(head) - 1)], head, rows, caption)
+
+
+def classed_table(classes: Texts, head: Texts, rows: Iterable[Texts], caption: str = "") -> Markup:
+    """A table of texts, each column with its class."""
+    looks = [{"class": name} if name else {} for name in classes]
+    header, *body = ([Cell(text, look) for text, look in zip(row, looks)] for row in (head, *rows))
+    return table(header, body, caption=caption)
 
 
 def comparison_table(runs: Sequence[RunView], look: Look, caption: str = f"{LEGEND}.") -> Markup:

@@ -10,17 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+from fsdplab import figures
 from fsdplab.common.sizes import seconds
-from fsdplab.figures.plots.breakdown import exposed_bar, step_bar
-from fsdplab.figures.plots.exposed import exposed_heatmap
-from fsdplab.figures.plots.memory import memory_timeline
-from fsdplab.figures.plots.pareto import pareto
-from fsdplab.figures.plots.run_diff import difference
-from fsdplab.figures.plots.stragglers import straggler_map
-from fsdplab.figures.plots.timeline import rank_timeline
-from fsdplab.figures.plots.traffic import ledger_against_formula
-from fsdplab.figures.report.linked import linked_html
-from fsdplab.figures.report.parts import Cell, drawn, note, table
+from fsdplab.figures.report.parts import classed_table, drawn, note
 from fsdplab.figures.report.rendering import part, rendered
 from fsdplab.figures.trace_tables import cells, headings, is_number, left_out
 from fsdplab.figures.view import view, views
@@ -45,14 +37,16 @@ def tabbed(
     """The row of tabs and their panels, the summary first; tables of traces are made here, or `tables_of` has them."""
     panels = {
         "Summary": summary,
-        "Timeline": drawn(step_bar, records) + _each(records, _timeline),
-        "Exposed": drawn(exposed_bar, records)
-        + _each(records, lambda record: drawn(exposed_heatmap, record) + _stragglers(record)),
+        "Timeline": drawn(figures.step_bar, records)
+        + _each(records, lambda record: drawn(figures.rank_timeline, record, limit=MARKS)),
+        "Exposed": drawn(figures.exposed_bar, records)
+        + _each(records, lambda record: drawn(figures.exposed_heatmap, record) + _stragglers(record)),
         "Memory": _each(records, _of_a_run("memory by category", _memory)),
         "Traffic": _each(
-            records, _of_a_run("what the strategy must send", lambda record: drawn(ledger_against_formula, record))
+            records,
+            _of_a_run("what the strategy must send", lambda record: drawn(figures.ledger_against_formula, record)),
         ),
-        "Pareto": drawn(pareto, own)
+        "Pareto": drawn(figures.pareto, own)
         if (own := [record for record in records if not _is_traced(record)])
         else _not_in_traces("memory, one of the two axes"),
         "Tables": _each(records, lambda record: _tables(record, tables_of or tables_of_record)),
@@ -86,21 +80,17 @@ def _stragglers(record: RunRecord) -> Markup:
     """Who was late; ranks that were simulated once for all are alike."""
     if view(record).simulated and len({row["rank"] for row in record.table("breakdown")}) < 2:
         return note("All simulated ranks are alike, so none is late and none waits for another.")
-    return drawn(straggler_map, record)
-
-
-def _timeline(record: RunRecord) -> Markup:
-    return drawn(rank_timeline, record, limit=MARKS)
+    return drawn(figures.straggler_map, record)
 
 
 def _memory(record: RunRecord) -> Markup:
     """The linked view where the record tells of its units' lives, else the memory of the worst rank."""
     try:
-        return Markup(linked_html(record))
+        return Markup(figures.linked_html(record))
     except ValueError as reason:
         peaks = record.summary.peak_by_rank or (0,)
         worst = max(range(len(peaks)), key=lambda rank: peaks[rank] or 0)
-        return drawn(memory_timeline, record, rank=worst) + note(str(reason))
+        return drawn(figures.memory_timeline, record, rank=worst) + note(str(reason))
 
 
 def _tables(record: RunRecord, tables_of: TablesOf) -> Markup:
@@ -117,11 +107,10 @@ def _tables(record: RunRecord, tables_of: TablesOf) -> Markup:
 
 
 def _table(shown: Table) -> Markup:
-    look = [{"class": "number" if is_number(column) else _BREAKS.get(column.key, "")} for column in shown.columns]
-    head = [Cell(text, attributes) for text, attributes in zip(headings(shown), look)]
-    rows = [[Cell(text, attributes) for text, attributes in zip(row, look)] for row in cells(shown)]
+    classes = ["number" if is_number(column) else _BREAKS.get(column.key, "") for column in shown.columns]
     notes = [each for each in (left_out(shown), *shown.notes) if each]
-    body = table(head, rows) if rows else Markup("")
+    rows = cells(shown)
+    body = classed_table(classes, headings(shown), rows) if rows else Markup("")
     return part("trace_table", title=shown.title, sentence=shown.sentence, body=body, notes=notes)
 
 
@@ -135,7 +124,7 @@ def _pairs(records: Sequence[RunRecord]) -> Markup:
             "A difference needs two runs: give two records, such as the same strategy with --prefetch 0 and"
             f" --prefetch 1, or two folders of traces.{why}"
         )
-    return Markup("\n").join(drawn(difference, records[0], other) for other in records[1 : 1 + _MOST_PAIRS])
+    return Markup("\n").join(drawn(figures.difference, records[0], other) for other in records[1 : 1 + _MOST_PAIRS])
 
 
 def _findings(findings: Iterable[Finding | Mapping[str, Any]]) -> Markup:
@@ -148,12 +137,8 @@ def _findings(findings: Iterable[Finding | Mapping[str, Any]]) -> Markup:
 
 def _finding(found: Finding | Mapping[str, Any]) -> Markup:
     """One finding: an object or a dict with `title`, `text`, `remedy`, and perhaps `seconds` a step."""
-    told = (
-        found
-        if isinstance(found, Mapping)
-        else {name: getattr(found, name, None) for name in ("title", "kind", "text", "remedy", "seconds")}
-    )
+    names = ("title", "kind", "text", "remedy", "seconds")
+    told = found if isinstance(found, Mapping) else {name: getattr(found, name, None) for name in names}
     title = str(told.get("title") or str(told.get("kind") or "finding").replace("_", " "))
     cost = f" · {seconds(told['seconds'])} a step" if told.get("seconds") and "a step" not in title else ""
-    text, remedy = (told[name] if told.get(name) else "" for name in ("text", "remedy"))
-    return part("finding", title=title + cost, text=text, remedy=remedy)
+    return part("finding", title=title + cost, text=told.get("text") or "", remedy=told.get("remedy") or "")

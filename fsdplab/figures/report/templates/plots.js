@@ -31,6 +31,7 @@ function link(view) {
   if (view.dataset.linked) return;
   view.dataset.linked = "yes";
   const [plot, slices] = view.querySelectorAll(".plot"), slider = view.querySelector("input"), told = view.querySelector("output");
+  const drawn = {shapes: plot.layout.shapes, annotations: plot.layout.annotations};
   const data = JSON.parse(view.querySelector(".states").textContent);
   const stateAt = (changes, at) => changes.reduce((state, [since, next]) => since <= at ? next : state, 0);
   function fill(at) {
@@ -44,8 +45,10 @@ function link(view) {
     const at = Number(slider.value), text = at.toFixed(2) + " ms";
     told.textContent = text;
     fill(at);
-    const line = `shapes[${plot.layout.shapes.length - 1}]`, note = `annotations[${plot.layout.annotations.length - 1}]`;
-    Plotly.relayout(plot, {[line + ".x0"]: at, [line + ".x1"]: at, [note + ".x"]: at, [note + ".text"]: `<b>${text}</b>`});
+    const {yaxis, yaxis3} = plot.layout, pen = {color: "#d0105a", width: 2.5}, x = {xref: "x", yref: "paper"};
+    const line = {...x, type: "line", x0: at, x1: at, y0: yaxis3.domain[0], y1: 1, line: pen};
+    const note = {...x, x: at, y: yaxis.domain[0], text: `<b>${text}</b>`, showarrow: false, xanchor: "left", yanchor: "top", font: {color: pen.color, size: 14}};
+    Plotly.relayout(plot, {shapes: [...drawn.shapes, line], annotations: [...drawn.annotations, note]});
   };
   told.textContent = Number(slider.value).toFixed(2) + " ms";
 }

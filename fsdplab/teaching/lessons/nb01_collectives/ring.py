@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.plots.cells_in_time import HeldCell, cells_in_time
+from fsdplab.teaching.core.diagrams import HeldCell, cells_in_time
 
 BLOCK_COLOURS = ("#6cc4f0", "#f09a1a", "#0aa06c", "#cc7fa8")
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.plots.cells_in_time import HeldCell, cells_in_time
 from fsdplab.figures.style import CATEGORY_COLOURS
+from fsdplab.teaching.core.diagrams import HeldCell, cells_in_time
 
 MOMENTS = ("shard", "unshard", "forward", "reshard", "unshard", "backward", "reshard", "reduce")
 _GATHERED = (1, 2, 4, 5)  # moments at which the whole weight is there

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures import memory_by_category
 from fsdplab.figures.bars import Part, stacked_bars
-from fsdplab.figures.heat import mesh
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import COLLECTIVE_COLOURS, titled
 from fsdplab.records import RunRecord
+from fsdplab.teaching.core.diagrams import mesh
 
 from .network import ACROSS, WITHIN, by_collective, sent, slow
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.plots.cells_in_time import HeldCell, cells_in_time
 from fsdplab.figures.style import CATEGORY_COLOURS, COLLECTIVE_COLOURS
+from fsdplab.teaching.core.diagrams import HeldCell, cells_in_time
 
 MOST_ROWS = 16  # of a picture that a screen holds
 MOMENTS = ("backward", "reduce-scatter in each row", "all-reduce in each column")

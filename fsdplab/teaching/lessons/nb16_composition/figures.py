@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fsdplab.figures.heat import mesh
 from fsdplab.figures.lanes import Span, lane
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import PHASE_COLOURS, titled
+from fsdplab.teaching.core.diagrams import mesh
 
 _ROWS = ("#9cc3e6", "#f2c38b", "#a8d5a2", "#d7b5e0")  # a colour for each place on the first axis
 _TAKES = {"forward": 1, "backward": 2}  # a backward computes twice as much

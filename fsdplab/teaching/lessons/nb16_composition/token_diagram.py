@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.plots.cells_in_time import HeldCell, cells_in_time
 from fsdplab.figures.style import COLLECTIVE_COLOURS, LANE_COLOURS
+from fsdplab.teaching.core.diagrams import HeldCell, cells_in_time
 
 MOMENTS = ("route", "all-to-all", "experts compute", "all-to-all back", "weighted sum")
 MOST_ROWS = 16  # of a picture that a screen holds

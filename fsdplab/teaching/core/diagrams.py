@@ -1,7 +1,7 @@
-"""Who holds or does what, moment by moment: cells in rows over time, with a button that plays them in order.
+"""Diagrams that lessons draw without a record: cells in rows over time, and ranks on a mesh.
 
-For diagrams where the order is the point: a ring's steps, the life of a sharded layer, a pipeline's schedule. The
-picture without the button is complete, so a printed page shows everything; playing hides what is still to come.
+Cells in time have a button that plays them in order, where the order is the point: a ring's steps, the life of a
+sharded layer, a pipeline's schedule. The picture without the button is complete; playing hides what is still to come.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fsdplab.figures.heat import heat_map
 from fsdplab.figures.lanes import CLOCK, Span, lane
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import titled
@@ -95,3 +96,14 @@ def _buttons(milliseconds: int) -> dict[str, object]:
             dict(label="Pause", method="animate", args=[[None], all_at_once]),
         ],
     )  # fmt: skip
+
+
+def mesh(
+    columns: Sequence[str], rows: Sequence[str], owners: Sequence[Sequence[int]], texts: Sequence[Sequence[str]],
+    colours: Sequence[str],
+) -> go.Figure:  # fmt: skip
+    """A figure of ranks in rows and columns, each with its text, in the colour of its owner: a node, a row."""
+    parts = len(colours)
+    steps = [(edge, colour) for index, colour in enumerate(colours) for edge in (index / parts, (index + 1) / parts)]
+    values = [[owner + 0.5 for owner in row] for row in owners]
+    return heat_map(columns, rows, values, texts, "%{text}<br>%{x}, %{y}", most=parts, colorscale=steps)
