@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from fsdplab.common.places import course_folder
 from fsdplab.common.pythons import without_package
+from fsdplab.common.words import harmless
 
 # nbformat's checker of addresses in many scripts, which jupyterlab brings, takes 1.5 s to import; no notebook needs it
 with without_package("rfc3987_syntax"):
@@ -26,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return asked.command(asked)
     except CourseError as error:
-        print(error, file=sys.stderr)
+        print(harmless(str(error)), file=sys.stderr)
         return 2
 
 
@@ -68,7 +69,7 @@ def _build(asked: argparse.Namespace) -> int:
 
 def _test(asked: argparse.Namespace) -> int:
     editions = (asked.edition,) if asked.edition else BOTH
-    runs = run_course(asked.directory, lambda run: print(run, flush=True), editions)
+    runs = run_course(asked.directory, lambda run: print(harmless(str(run)), flush=True), editions)
     return 1 if any(run.failure for run in runs) else 0
 
 
@@ -81,7 +82,7 @@ def _site(asked: argparse.Namespace) -> int:
         site = build_site(asked.source, asked.out)
     else:
         check_out(asked.out, asked.source)
-        with executed_in(asked.source, asked.keep, lambda run: print(run, flush=True)) as executed:
+        with executed_in(asked.source, asked.keep, lambda run: print(harmless(str(run)), flush=True)) as executed:
             if executed.failed:
                 return 1
             site = build_site(executed.folder, asked.out, executed.where)

@@ -18,6 +18,7 @@ import nbformat
 from nbformat import NotebookNode
 from nbformat.validator import normalize
 
+from fsdplab.common.files import read_file
 from fsdplab.teaching.core.course_state import EDITIONS
 from fsdplab.teaching.core.exercise import Exercise
 from fsdplab.teaching.core.registry import find
@@ -31,6 +32,7 @@ OTHER_TAGS = (
 )  # fmt: skip
 STARTS = 'edition="teacher"'
 MOST_BYTES = 300_000
+_LARGEST_FILE = 10**8  # bytes of an executed notebook
 AUTHORS_ONLY = ("conftest.py", "README.md")
 
 
@@ -92,7 +94,7 @@ def _copy_helpers(source: Path, target: Path) -> None:
 def read(path: Path) -> NotebookNode:
     """A notebook in the present format; CourseError where the file is no notebook."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+        content = json.loads(read_file(path, _LARGEST_FILE), parse_constant=_no_number)
         _check_format(content)
         # before it is made a notebook: the library's errors on one of another shape say nothing of the file
         _, sound = normalize(content)

@@ -10,6 +10,7 @@ import json
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fsdplab.figures.report.rendering import in_script
 from fsdplab.figures.style import DARK_TEXT, FONT, TEXT
 from fsdplab.teaching.authoring.course import CourseError, notebooks_in, read
 from fsdplab.teaching.core.glossary import TERMS
+from fsdplab.teaching.site.foreign_html import mark_of
 from fsdplab.teaching.site.lesson import Lesson, Section, code_colours, lesson_of
 
 MOST_BYTES = 15_000_000
@@ -42,8 +44,8 @@ class Site:
 def build_site(executed: Path | str, out: Path | str, where: str = "") -> Site:
     """Write the site of every executed notebook in a folder to `out`; `where` says on which machine they ran.
 
-    Raises CourseError for notebooks that cannot be read or were not executed, for a folder that holds files of
-    somebody else's under the names of the site's, and for a site of more than 15 MB.
+    Raises CourseError for notebooks that cannot be read, were not executed or have odd names, for a folder that holds
+    files of somebody else's under the names of the site's, and for a site of more than 15 MB.
     """
     lessons = [_lesson(path) for path in notebooks_in(executed)]
     files = _files(lessons, where)
@@ -84,6 +86,8 @@ def check_out(out: Path | str, sources: Path | str) -> None:
 
 
 def _lesson(path: Path) -> Lesson:
+    if not path.name.isprintable() or f"{path.stem}.html" in _BESIDE_LESSONS:
+        raise CourseError(f"a notebook is named {path.name!r}, and no page can have that name; rename it")
     notebook = read(path)
     code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
     if code and not any(cell.get("execution_count") or cell.get("outputs") for cell in code):
@@ -121,8 +125,9 @@ def _files(lessons: Sequence[Lesson], where: str) -> dict[str, str]:
     """File name -> content."""
     from plotly.offline import get_plotlyjs
 
+    page = partial(_rendered, mark=mark_of(f"{lesson.body}{lesson.origins}" for lesson in lessons))
     files = {
-        f"{lesson.name}.html": _rendered(
+        f"{lesson.name}.html": page(
             "lesson.html",
             lesson=lesson,
             lessons=lessons,
@@ -132,9 +137,9 @@ def _files(lessons: Sequence[Lesson], where: str) -> dict[str, str]:
         )
         for place, lesson in enumerate(lessons)
     }
-    files["index.html"] = _rendered("index.html", lessons=lessons, title="The course")
-    files["glossary.html"] = _rendered("glossary.html", terms=TERMS, title="Glossary")
-    files["real.html"] = _rendered("real.html", lessons=lessons, where=where, title="What was real")
+    files["index.html"] = page("index.html", lessons=lessons, title="The course")
+    files["glossary.html"] = page("glossary.html", terms=TERMS, title="Glossary")
+    files["real.html"] = page("real.html", lessons=lessons, where=where, title="What was real")
     files["site.css"] = str(_rendered("site.css", code_colours=Markup(code_colours())))
     files["site.js"] = _verbatim("plots.js") + _verbatim("site.js")
     files["search.js"] = f"const PAGES = {in_script(json.dumps(_index(lessons), separators=(',', ':')))};\n"
@@ -145,7 +150,7 @@ def _files(lessons: Sequence[Lesson], where: str) -> dict[str, str]:
 
 def _index(lessons: Sequence[Lesson]) -> list[dict[str, Any]]:
     """What the search looks through: every section of every page, and every term."""
-    pages = [(f"{lesson.name}.html", lesson.label, lesson.sections) for lesson in lessons]
+    pages = [(lesson.page, lesson.label, lesson.sections) for lesson in lessons]
     pages += [("glossary.html", "Glossary", tuple(Section(term.anchor, term.word, term.meaning) for term in TERMS))]
     return [
         {"page": page, "title": title, "sections": [vars(part) for part in sections]} for page, title, sections in pages

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from markupsafe import Markup
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
@@ -18,6 +19,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 
 from fsdplab.teaching.authoring.course import STARTS, CourseError, tags_of
+from fsdplab.teaching.site.foreign_html import without_scripts
 from fsdplab.teaching.site.outputs import plain, shown
 
 _HEADING = re.compile(r'<h([23])(?: id="([^"]+)")?>(.*?)</h\1>', re.DOTALL)
@@ -49,6 +51,11 @@ class Lesson:
     body: Markup
     sections: tuple[Section, ...]
     origins: Markup
+
+    @property
+    def page(self) -> str:
+        """The address of its page: `01_collectives.html`, with signs that no address has in their other form."""
+        return quote(f"{self.name}.html")
 
     @property
     def label(self) -> str:
@@ -137,7 +144,8 @@ def code_colours() -> str:
 
 
 def _text(source: str) -> Markup:
-    made = MarkdownWithMath(renderer=IPythonRenderer(escape=False, exclude_anchor_links=True)).render(source)
+    rendered = MarkdownWithMath(renderer=IPythonRenderer(escape=False, exclude_anchor_links=True)).render(source)
+    made = str(without_scripts(rendered))
     linked = _BESIDE.sub(r'href="\1.html', made.replace('href="GLOSSARY.md', 'href="glossary.html'))
     return Markup(re.sub(r"(<table\b.*?</table>)", r'<div class="wide">\1</div>', linked, flags=re.DOTALL))
 

@@ -16,14 +16,14 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from fsdplab.figures.report.rendering import in_script
+from fsdplab.teaching.site.foreign_html import without_scripts
 
 PLOTLY, WIDGET = "application/vnd.plotly.v1+json", "application/vnd.jupyter.widget-view+json"
 PIECES = "application/vnd.fsdplab.pieces+json"  # the strategy lab's saved batch: bundles, one below the other
 WITHOUT_A_KERNEL = "In the notebook, controls stand here; this page shows where they begin."
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_SCRIPT = re.compile(r"<script\b.*?</script\s*>", re.DOTALL | re.IGNORECASE)
 _DRAWN = ("data", "layout", "frames")
-_TALL_AS_PLOTLY = 450  # px: what plotly.js takes where a figure says nothing
+_TALL_AS_PLOTLY, _TALLEST = 450, 10_000  # px: what plotly.js takes where a figure says nothing; a page's patience
 
 
 def shown(outputs: Sequence[Mapping[str, Any]]) -> Markup:
@@ -64,14 +64,17 @@ def _richest(data: Mapping[str, Any]) -> Markup:
 
 def _figure(data: Mapping[str, Any]) -> Markup:
     figure = data[PLOTLY]
+    if not isinstance(figure, dict) or not isinstance(figure.get("layout", {}), dict):
+        return Markup()
+    figure = {"layout": {}, **figure}
     words = _text(data.get("text/plain", "")).removeprefix("[figure] ")
-    height = (figure.get("layout") or {}).get("height") or _TALL_AS_PLOTLY
+    height = figure["layout"].get("height")
     return Markup(
         '<figure role="img" aria-label="{}"><div class="plot" style="height:{}px"></div>'
         '<script type="application/json">{}</script><noscript>{}</noscript></figure>'
     ).format(
         words,
-        int(height),
+        int(height) if isinstance(height, (int, float)) and 0 < height < _TALLEST else _TALL_AS_PLOTLY,
         in_script(json.dumps({name: figure[name] for name in _DRAWN if name in figure}, separators=(",", ":"))),
         words,
     )
@@ -79,7 +82,7 @@ def _figure(data: Mapping[str, Any]) -> Markup:
 
 def _html(data: Mapping[str, Any]) -> Markup:
     """HTML as the cell made it, without scripts: no page carries a second copy of a library."""
-    return Markup('<div class="rich">{}</div>').format(Markup(_SCRIPT.sub("", _text(data["text/html"]))))
+    return Markup('<div class="rich">{}</div>').format(without_scripts(_text(data["text/html"])))
 
 
 def _picture(kind: str) -> Callable[[Mapping[str, Any]], Markup]:
