@@ -16,8 +16,9 @@ import torch
 from fsdplab.gpu_check.contestants import Case, Timed, host_syncs, medians, synchronisations
 from fsdplab.gpu_check.memory import StateBytes, apart
 from fsdplab.gpu_check.one_rank import judge as judge_engines
-from fsdplab.gpu_check.one_rank import mfu, multiplying_parameters, peak_of, plans, step_flops
+from fsdplab.gpu_check.one_rank import mfu, multiplying_parameters, plans, step_flops
 from fsdplab.gpu_check.overlap import RANKS, SIZES, Blocks, Span, judge, link_for
+from fsdplab.planning.hardware import gpu_of
 from fsdplab.profiling import export_snapshots
 from fsdplab.profiling.memory.snapshot import memory_snapshot, write_snapshot
 from fsdplab.records import RecordError, RunRecord
@@ -58,12 +59,12 @@ def test_mfu_is_a_part_of_the_peak() -> None:
     ("NVIDIA A100-SXM4-80GB", "A100 SXM 80GB"), ("NVIDIA GeForce RTX 4090", "RTX 4090"),
 ])  # fmt: skip
 def test_the_peak_of_a_device_is_the_tables(name: str, row: str) -> None:
-    assert peak_of(name)[0] == row
+    assert gpu_of(name).name == row
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "Tesla T4", "", "A card of next year"])
 def test_a_device_of_another_peak_has_none(name: str) -> None:
-    assert peak_of(name) is None
+    assert gpu_of(name) is None
 
 
 @pytest.mark.parametrize("name,billions", [("llama-0.3b", 0.30), ("llama-1b", 1.07), ("llama-3b", 3.02)])

@@ -391,7 +391,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path):
 def test_every_table_of_a_record_has_a_sentence_and_the_record_s_steps():
     record = RunRecord.load(DATA)
     found = {table.name: table for table in tables.tables_of_record(record)}
-    assert list(found) == ["critical_path", "idle", "bandwidth", "operators"]
+    assert list(found) == ["critical_path", "idle", "bandwidth", "operators", "achieved"]
     assert all(rows(table) for table in found.values())
     (step,) = {row["step"] for row in record.table("breakdown")}
     assert found["critical_path"].title == f"Critical path of step {step}"

@@ -24,7 +24,7 @@ from fsdplab.common.places import how_to_install
 from fsdplab.common.words import MISSING, plural
 from fsdplab.figures.fastest import core_words, step_words
 from fsdplab.figures.table import COLUMNS, LEGEND, NUMBERS, cells, mood
-from fsdplab.figures.view import RunView, provenance, view
+from fsdplab.figures.view import RunView, provenance, view, views
 from fsdplab.records import RunRecord, drift_sentence
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def show(console: Console, shown: Sequence[RunView], reference: RunRecord | None
     if core := core_words(shown):
         console.print(f"[bold red]{escape(core)}[/]", highlight=False)
     console.print(board(shown, console.width))
-    if len(timed) > 1:
+    if len(timed) > 1 and not core:
         console.print(f"[bold]steps[/]: {escape(step_words(timed))}", highlight=False)
     if detail is not Detail.QUIET:
         _explain(console, shown, reference)
@@ -189,10 +189,14 @@ def print_drift(console: Console, comparison: dict[str, Any]) -> None:
 def print_findings(console: Console, records: Sequence[RunRecord]) -> None:
     """At most five findings for every run that was profiled, the costliest first, each with its remedy."""
     from fsdplab.figures.findings import findings_by_run
+    from fsdplab.profiling.findings import profiling_cost
 
+    costs = {shown.label: profiling_cost(record) for shown, record in zip(views(records), records)}
     for label, found in findings_by_run(records):
         memory = ", and what fills its memory" if any(finding.of == "memory" for finding in found) else ""
         console.print(f"\n[bold]{escape(label)}[/]: what a step lost time to{memory}", highlight=False)
+        if cost := costs.get(label):
+            console.print(f"  {cost}", highlight=False, markup=False)
         for number, finding in enumerate(found, start=1):
             console.print(f"  {number}. {finding.title}. {finding.text}", highlight=False, markup=False)
             console.print(f"     -> {finding.remedy}", highlight=False, markup=False, style="dim")

@@ -68,23 +68,31 @@ def report_records(
 
 def _print_tables(console: Console, records: Sequence[RunRecord]) -> TablesOf:
     """Print the tables of every record's traces, and return where they are, for a page: they take long to make."""
-    from fsdplab.profiling.tables import tables_of_record
+    from fsdplab.profiling.tables import tables_of_pair, tables_of_record
     from fsdplab.profiling.traces.chrome import TraceError
+    from fsdplab.sessions.device_peak import peak_of
 
-    made: dict[int, list[Table]] = {}
-    for record, shown in zip(records, views(records)):
-        try:
-            found = made[id(record)] = tables_of_record(record)
-        except (RecordError, TraceError) as error:
-            refuse(str(error))
-        for each in found:
-            console.print(f"\n{shown.label}: {each.title}", style="bold", highlight=False, markup=False)
-            console.print(each.sentence, highlight=False, markup=False)
-            if each.rows:
-                console.print(_grid(each))
-            for note in filter(None, (left_out(each), *each.notes)):
-                console.print(note, style="dim", highlight=False, markup=False)
+    labels = [shown.label for shown in views(records)]
+    try:
+        made = {id(record): tables_of_record(record, peak_of(record)) for record in records}
+        pairs = [tables_of_pair(records[0], other) for other in records[1:]]
+    except (RecordError, TraceError) as error:
+        refuse(str(error))
+    for name, record in zip(labels, records):
+        _print_each(console, name, made[id(record)])
+    for name, found in zip(labels[1:], pairs):
+        _print_each(console, f"{name} beside {labels[0]}", found)
     return lambda record: made[id(record)]
+
+
+def _print_each(console: Console, name: str, tables: Sequence[Table]) -> None:
+    for each in tables:
+        console.print(f"\n{name}: {each.title}", style="bold", highlight=False, markup=False)
+        console.print(each.sentence, highlight=False, markup=False)
+        if each.rows:
+            console.print(_grid(each))
+        for note in filter(None, (left_out(each), *each.notes)):
+            console.print(note, style="dim", highlight=False, markup=False)
 
 
 def _grid(shown: Table) -> Grid:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar
 
 from fsdplab.common.sizes import seconds, size
-from fsdplab.common.words import NO_UNIT
+from fsdplab.common.words import NO_UNIT, OUTSIDE_UNITS
 from fsdplab.figures.view import how_and_where, views
 from fsdplab.profiling.step_summary import ExposedCell, StepSummary, exposed_cells, step_summary
 from fsdplab.records import RunRecord
@@ -66,9 +66,12 @@ def named_rows(record: RunRecord, table: str) -> list[Row]:
 
 
 def unnamed(record: RunRecord) -> str:
-    """What a unit without a name is: the root where other units have one; else nothing is known of units."""
-    tables = ("exposed", "timeline", "ledger", "life")
-    return ROOT if any(row.get("unit") for name in tables for row in record.table(name)) else NO_UNIT
+    """What a unit without a name is: in records of before, which left the root nameless, the root."""
+    units = {row.get("unit") for name in ("exposed", "timeline") for row in record.table(name)}
+    if ROOT in units:
+        return OUTSIDE_UNITS
+    named = units | {row.get("unit") for name in ("ledger", "life") for row in record.table(name)}
+    return ROOT if named - {"", None} else NO_UNIT
 
 
 def listed(records: RunRecord | Iterable[RunRecord]) -> list[RunRecord]:

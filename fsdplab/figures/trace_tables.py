@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdplab.common.sizes import seconds, size, three_digits
-from fsdplab.common.words import MISSING, NO_UNIT
+from fsdplab.common.words import MISSING, NO_UNIT, OUTSIDE_UNITS
 from fsdplab.profiling.tables import Column, Table
 from fsdplab.profiling.tables.critical_path import BEFORE, IDLE
 from fsdplab.profiling.tables.table import Row
@@ -21,7 +21,7 @@ def headings(table: Table) -> list[str]:
 
 def cells(table: Table, most: int = MOST) -> list[list[str]]:
     """The first rows as text: times, bytes and shares in their units, a dash where the trace does not say."""
-    nameless = "root" if any(row.get("unit") for row in table.rows) else NO_UNIT
+    nameless = OUTSIDE_UNITS if any(row.get("unit") for row in table.rows) else NO_UNIT
     return [[_shown(column, row, nameless) for column in table.columns] for row in table.rows[:most]]
 
 
@@ -45,6 +45,8 @@ def _shown(column: Column, row: Row, nameless: str) -> str:
         return size(value)
     if column.unit == "bytes/s":
         return f"{size(value)}/s"
+    if column.unit in ("GFLOP", "GFLOP/s"):
+        return f"{three_digits(value / 1e9)} {column.unit}"
     if column.unit == "share":
         return f"{value:.1%}"
     if column.unit == "count":

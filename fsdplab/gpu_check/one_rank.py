@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdplab.planning.hardware import HardwareError, find_gpu
+from fsdplab.planning.hardware import gpu_of
 from fsdplab.workloads import ModelConfig, parameter_count, preset
 from fsdplab.workloads.compiled import missing_compiler
 
@@ -92,9 +92,12 @@ def plans(device_type: str) -> list[Plan]:
 
 def work(sheet: Sheet, device: torch.device) -> None:
     """The whole part; a case that fails is a failed check, and the next one runs."""
-    peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    gpu = gpu_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    peak = gpu.bf16_flops if gpu else None
     known = (
-        f"{peak[1] / 1e12:.0f} TFLOP/s dense bf16 of {peak[0]} (data sheet)" if peak else "not known for this device"
+        f"{peak / 1e12:.0f} TFLOP/s dense bf16 of {gpu.name} (data sheet)"
+        if gpu and peak
+        else "not known for this device"
     )
     sheet.note(f"{FORMULA}; peak: {known}.")
     sheet.note(
@@ -112,7 +115,7 @@ def work(sheet: Sheet, device: torch.device) -> None:
                 sheet.note(f"left out: {plan.case.words}: {sheet.left():.0f} s of the limit remained")
             else:
                 with sheet.trying(plan.case.words):
-                    compare(sheet, plan, device, peak[1] if peak else None)
+                    compare(sheet, plan, device, peak)
             _tidy(device)
 
 
@@ -245,27 +248,6 @@ def step_flops(config: ModelConfig, tokens: int, sequence_length: int) -> int:
 def mfu(config: ModelConfig, tokens: int, sequence_length: int, seconds: float, peak: float | None) -> float | None:
     """The part of `peak` FLOP/s that a step of `seconds` used, 0 to 1; None where the peak is not known."""
     return None if not peak else step_flops(config, tokens, sequence_length) / seconds / peak
-
-
-def peak_of(device_name: str) -> tuple[str, float] | None:
-    """(row of the hardware table, dense bf16 FLOP/s) for the name that CUDA gives a device; None where the table has no
-    certain answer.
-
-    >>> peak_of("NVIDIA H200")
-    ('H200 SXM 141GB', 989000000000000.0)
-    >>> peak_of("NVIDIA H100 PCIe") is None
-    True
-    """
-    words = device_name.replace("NVIDIA", "").replace("GeForce", "").replace("-", " ").split()
-    if not words or {"PCIe", "NVL", "PCIE"} & set(words):  # other cards, other peaks
-        return None
-    for name in (" ".join(words), " ".join(words[:2]), words[0]):
-        try:
-            gpu = find_gpu(name)
-        except HardwareError:
-            continue
-        return (gpu.name, gpu.bf16_flops) if gpu.bf16_flops else None
-    return None
 
 
 if __name__ == "__main__":

@@ -214,6 +214,23 @@ def find_gpu(name: str) -> Gpu:
     return GPUS[full]
 
 
+def gpu_of(device_name: str) -> Gpu | None:
+    """The row of the table for the name that CUDA gives a device; None where the table has no certain answer.
+
+    >>> gpu_of("NVIDIA H200").name, gpu_of("NVIDIA H100 PCIe")
+    ('H200 SXM 141GB', None)
+    """
+    words = device_name.replace("NVIDIA", "").replace("GeForce", "").replace("-", " ").split()
+    if not words or {"PCIe", "NVL", "PCIE"} & set(words):  # other cards, other peaks
+        return None
+    for name in (" ".join(words), " ".join(words[:2]), words[0]):
+        try:
+            return find_gpu(name)
+        except HardwareError:
+            continue
+    return None
+
+
 def parse_cluster(text: str) -> Cluster:
     """The cluster that `text` names: GPUs x kind, or nodes x GPUs of a node x kind; raises HardwareError.
 

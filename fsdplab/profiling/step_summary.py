@@ -21,7 +21,8 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class StepSummary:
-    """One rank's mean step, in nanoseconds: `compute_ns` is `compute_only_ns` + `overlapped_ns`.
+    """One rank's mean step, in nanoseconds: `compute_ns` is `compute_only_ns` + `overlapped_ns`; `device_busy_ns` how
+    long a GPU computed, copied or communicated.
 
     `on_link_ns` + `copying_ns` + `waiting_ns` + `no_core_ns` (waiting for a core) is `exposed_ns`; None in records of
     earlier versions, which lack them.
@@ -39,6 +40,7 @@ class StepSummary:
     copying_ns: float | None = None
     waiting_ns: float | None = None
     no_core_ns: float | None = None
+    device_busy_ns: float | None = None
 
     def __post_init__(self) -> None:
         found = (self.on_link_ns, self.copying_ns, self.waiting_ns, self.no_core_ns)
@@ -69,6 +71,8 @@ def summaries(breakdown: Iterable[Row]) -> dict[int, StepSummary]:
 
 def _summary(rank: int, rows: Sequence[Row]) -> StepSummary:
     names = [*_MEANS, *(PARTS_OF_EXPOSED if all(map(_has_parts, rows)) else ())]
+    if all(row.get("device_busy_ns") is not None for row in rows):
+        names.append("device_busy_ns")
     return StepSummary(rank, len(rows), **{name: fmean(row.get(name) or 0 for row in rows) for name in names})
 
 

@@ -108,9 +108,10 @@ def compute_inflation(shown: Mapping[str, RunRecord]) -> dict[str, float]:
 
 
 def _total(split: StepSummary, inflation: float | None) -> str:
-    """At the bar's end: the step, the overlap, and the compute inflation."""
+    """At the bar's end: the step, the overlap, the compute inflation, and how long a GPU was busy."""
     words = "no communication" if split.hidden is None else f"{100 * split.hidden:.0f} % hidden"
     words += f", compute ×{inflation:.2f}" if inflation else ""
+    words += f", device busy {duration(split.device_busy_ns)}" if split.device_busy_ns else ""
     return f"<b>{duration(split.step_ns)}</b> · {words}"
 
 

@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from fsdplab import figures
-from fsdplab.common.sizes import seconds
+from fsdplab.common.sizes import seconds, size
+from fsdplab.common.words import plural
 from fsdplab.figures.report.parts import classed_table, drawn, note
 from fsdplab.figures.report.rendering import part, rendered
 from fsdplab.figures.trace_tables import cells, headings, is_number, left_out
 from fsdplab.figures.view import view, views
-from fsdplab.profiling.tables import Table, TablesOf, tables_of_record
+from fsdplab.profiling.findings import profiling_cost
+from fsdplab.profiling.tables import Table, TablesOf, tables_of_pair, tables_of_record
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.records import RecordError, RunRecord
+from fsdplab.sessions.device_peak import peak_of
 
 if TYPE_CHECKING:
     from fsdplab.profiling.findings import Finding
@@ -41,17 +44,14 @@ def tabbed(
         + _each(records, lambda record: drawn(figures.rank_timeline, record, limit=MARKS)),
         "Exposed": drawn(figures.exposed_bar, records)
         + _each(records, lambda record: drawn(figures.exposed_heatmap, record) + _stragglers(record)),
-        "Memory": _each(records, _of_a_run("memory by category", _memory)),
-        "Traffic": _each(
-            records,
-            _of_a_run("what the strategy must send", lambda record: drawn(figures.ledger_against_formula, record)),
-        ),
-        "Pareto": drawn(figures.pareto, own)
-        if (own := [record for record in records if not _is_traced(record)])
+        "Memory": _each(records, _memory),
+        "Traffic": _each(records, _traffic),
+        "Pareto": drawn(figures.pareto, records)
+        if any(view(record).peak or not _is_traced(record) for record in records)
         else _not_in_traces("memory, one of the two axes"),
-        "Tables": _each(records, lambda record: _tables(record, tables_of or tables_of_record)),
+        "Tables": _each(records, lambda record: _tables(record, tables_of or _tables_of)),
         "Difference": _pairs(records),
-        "Findings": _findings(findings),
+        "Findings": _costs_of_profiling(records) + _findings(findings),
     }
     return rendered("tabs.html", panels=panels)
 
@@ -67,11 +67,6 @@ def _is_traced(record: RunRecord) -> bool:
     return record.summary.traces is not None
 
 
-def _of_a_run(what: str, fill: Callable[[RunRecord], Markup]) -> Callable[[RunRecord], Markup]:
-    """`fill`, for runs of the lab's; foreign traces lack `what`."""
-    return lambda record: _not_in_traces(what) if _is_traced(record) else fill(record)
-
-
 def _not_in_traces(what: str) -> Markup:
     return note(f"Not in these traces: {what}. The lab records it in runs of its own: fsdplab run or fsdplab compare.")
 
@@ -84,13 +79,35 @@ def _stragglers(record: RunRecord) -> Markup:
 
 
 def _memory(record: RunRecord) -> Markup:
-    """The linked view where the record tells of its units' lives, else the memory of the worst rank."""
+    """The linked view where the record tells of its units' lives, else the memory of the worst rank; of foreign traces
+    the peak where they hold it.
+    """
+    if _is_traced(record):
+        by_rank = enumerate(record.summary.peak_by_rank or ())
+        said = ", ".join(f"rank {rank} {size(peak)}" for rank, peak in by_rank if peak)
+        known = note(f"Peak of allocated memory, from the traces: {said}.") if said else Markup("")
+        return known + _not_in_traces("memory by category" if said else "memory")
     try:
         return Markup(figures.linked_html(record))
     except ValueError as reason:
         peaks = record.summary.peak_by_rank or (0,)
         worst = max(range(len(peaks)), key=lambda rank: peaks[rank] or 0)
         return drawn(figures.memory_timeline, record, rank=worst) + note(str(reason))
+
+
+def _traffic(record: RunRecord) -> Markup:
+    """What was sent beside what the strategy must send; of foreign traces what they hold."""
+    if not _is_traced(record):
+        return drawn(figures.ledger_against_formula, record)
+    comm = record.summary.comm
+    if comm.bytes_per_step is None:
+        return _not_in_traces("bytes sent, and what the strategy must send")
+    said = f"{plural(comm.collectives_per_step or 0, 'collective')} a step send {size(comm.bytes_per_step)} a rank"
+    return note(f"{said}, from the traces.") + _not_in_traces("what the strategy must send")
+
+
+def _tables_of(record: RunRecord) -> list[Table]:
+    return tables_of_record(record, peak_of(record))
 
 
 def _tables(record: RunRecord, tables_of: TablesOf) -> Markup:
@@ -124,7 +141,24 @@ def _pairs(records: Sequence[RunRecord]) -> Markup:
             "A difference needs two runs: give two records, such as the same strategy with --prefetch 0 and"
             f" --prefetch 1, or two folders of traces.{why}"
         )
-    return Markup("\n").join(drawn(figures.difference, records[0], other) for other in records[1 : 1 + _MOST_PAIRS])
+    return Markup("\n").join(_pair(records[0], other) for other in records[1 : 1 + _MOST_PAIRS])
+
+
+def _pair(first: RunRecord, second: RunRecord) -> Markup:
+    """The difference unit by unit, then in the parts of a step and in its operators and kernels."""
+    shown = drawn(figures.difference, first, second)
+    if not (first.table("breakdown") and second.table("breakdown")):
+        return shown
+    try:
+        return shown + Markup("\n").join(map(_table, tables_of_pair(first, second)))
+    except TraceError as reason:
+        return shown + note(str(reason))
+
+
+def _costs_of_profiling(records: Sequence[RunRecord]) -> Markup:
+    """By how much profiled steps were longer than timed ones, where it is much."""
+    said = [(shown.label, profiling_cost(record)) for shown, record in zip(views(records), records)]
+    return Markup("\n").join(note(f"{name}: {words}" if len(said) > 1 else words) for name, words in said if words)
 
 
 def _findings(findings: Iterable[Finding | Mapping[str, Any]]) -> Markup:

@@ -6,7 +6,7 @@ from fsdplab.profiling.tables.critical_path import critical_path
 from fsdplab.profiling.tables.difference import difference, difference_of_steps
 from fsdplab.profiling.tables.idle import idle_time
 from fsdplab.profiling.tables.launches import launches
-from fsdplab.profiling.tables.of_record import TablesOf, tables_of_record
+from fsdplab.profiling.tables.of_record import TablesOf, tables_of_pair, tables_of_record
 from fsdplab.profiling.tables.operators import operators
 from fsdplab.profiling.tables.table import Column, Table
 
@@ -23,5 +23,6 @@ __all__ = [
     "idle_time",
     "launches",
     "operators",
+    "tables_of_pair",
     "tables_of_record",
 ]

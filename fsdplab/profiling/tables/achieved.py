@@ -16,8 +16,8 @@ from fsdplab.profiling.tables.table import Column, Row, Table
 from fsdplab.profiling.tables.work import OPERATOR, Work, bytes_of, flops_of
 
 _COLUMNS = (
-    Column("unit", "unit"), Column("time_ns", "computing a step", "ns"), Column("flops", "operations a step", "count"),
-    Column("flops_per_s", "operations/s", "count"), Column("of_flops", "of the peak", "share"),
+    Column("unit", "unit"), Column("time_ns", "computing a step", "ns"), Column("flops", "products a step", "GFLOP"),
+    Column("flops_per_s", "achieved", "GFLOP/s"), Column("of_flops", "of the peak", "share"),
     Column("bytes_per_s", "bytes given/s", "bytes/s"), Column("of_bytes", "of the memory's", "share"),
 )  # fmt: skip
 

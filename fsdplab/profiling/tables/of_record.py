@@ -1,4 +1,4 @@
-"""All tables of one recorded run, from the traces that lie in its folder."""
+"""All tables of one recorded run, and of two beside each other, from the traces that lie in their folders."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import TypeAlias
 
 from fsdplab.profiling.exports import traces_of
 from fsdplab.profiling.step_summary import step_summary
+from fsdplab.profiling.tables.achieved import DevicePeak, achieved
 from fsdplab.profiling.tables.bandwidth import bandwidths_by_size
 from fsdplab.profiling.tables.critical_path import critical_path
+from fsdplab.profiling.tables.difference import difference_of_steps, difference_of_work
 from fsdplab.profiling.tables.idle import idle_time
 from fsdplab.profiling.tables.launches import table_of as launches_of
 from fsdplab.profiling.tables.operators import table_of as operators_of
 from fsdplab.profiling.tables.table import Row, Table
-from fsdplab.profiling.tables.work import work_of
+from fsdplab.profiling.tables.work import Work, work_of
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.profiling.traces.events import read_events
 from fsdplab.profiling.traces.import_traces import TracedRecord
 from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.side_by_side import Reading, read_all
-from fsdplab.records import RunRecord
+from fsdplab.records import RecordError, RunRecord
 
 TablesOf: TypeAlias = Callable[[RunRecord], list[Table]]
 
 
-def tables_of_record(record: RunRecord) -> list[Table]:
-    """Critical path, idle time, bandwidth, operators and (of a GPU) launches; of one rank where a table is of one: the
-    rank that is exposed longest. Raises RecordError for a record without traces, TraceError for damaged ones.
+def tables_of_record(record: RunRecord, peak: DevicePeak = DevicePeak()) -> list[Table]:
+    """Critical path, idle time, bandwidth, operators, achieved rates beside the device's `peak` (of traces with shapes)
+    and (of a GPU) launches; of one rank where a table is of one: the rank that is exposed longest. Raises RecordError
+    for a record without traces, TraceError for damaged ones.
     """
-    traces, worst, link = traces_of(record), step_summary(record.table("breakdown")), record.summary.link
-    analyses = analyses_of(record, traces)
-    trace = traces[worst.rank if worst is not None and worst.rank in traces else min(traces)]
-    shown = work_of(read_events(trace, _patterns(record)))
+    link, analyses, shown = record.summary.link, analyses_of(record, traces_of(record)), _work_of_worst(record)
 
     def rows(table: str) -> list[Row]:
         """Of the record; of its traces where an earlier version recorded it."""
@@ -43,8 +43,29 @@ def tables_of_record(record: RunRecord) -> list[Table]:
         idle_time(rows("idle"), rows("breakdown")),
         bandwidths_by_size(rows("collectives"), record.spec["world_size"], link.bytes_per_s if link else None),
         operators_of(shown, by_unit=True),
+        *([achieved(shown, peak)] if shown.found.shapes else []),
         *([launches_of(shown)] if shown.found.on_gpu else []),
     ]
+
+
+def tables_of_pair(first: RunRecord, second: RunRecord) -> list[Table]:
+    """Where the steps of two records differ: in which parts, and in which operators and kernels, by the shapes of what
+    they were given; the latter only of records that hold traces. Raises TraceError for damaged ones.
+    """
+    tables = [difference_of_steps(first, second)]
+    try:
+        works = [_work_of_worst(record) for record in (first, second)]
+    except RecordError:  # no traces: the parts are all that is known
+        return tables
+    by_shape = all(work.found.shapes for work in works)
+    return [*tables, difference_of_work(*works, by_unit=False, by_shape=by_shape)]
+
+
+def _work_of_worst(record: RunRecord) -> Work:
+    """The work of the rank that is exposed longest."""
+    traces, worst = traces_of(record), step_summary(record.table("breakdown"))
+    trace = traces[worst.rank if worst is not None and worst.rank in traces else min(traces)]
+    return work_of(read_events(trace, _patterns(record), shapes=True))
 
 
 def _critical_path(analyses: Sequence[TraceAnalysis]) -> Table:

@@ -15,8 +15,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its key in the rows, its heading, and its unit: "ns", "bytes", "bytes/s", "share", "count" or "" for
-    text.
+    """A column: its key in the rows, its heading, and its unit: "ns", "bytes", "bytes/s", "GFLOP", "GFLOP/s", "share",
+    "count" or "" for text.
     """
 
     key: str
