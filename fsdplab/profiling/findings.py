@@ -462,7 +462,8 @@ def _idle(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     others = {name: cost for name, cost in causes.items() if name != kind and cost >= 0.001 * facts.step_s}
     listed = ", ".join(f"{name.replace('_', ' ')} {Time(cost)}" for name, cost in others.items())
     rest = f"The rest of it: {listed}." if listed else ""
-    values = {"other": Time(facts.other_s), "whole": Part(facts.other_s / facts.step_s), "rest": rest}
+    of_it = f"for {Time(causes[kind])} " if listed else ""
+    values = {"other": Time(facts.other_s), "whole": Part(facts.other_s / facts.step_s), "rest": rest, "of_it": of_it}
     return Fact(kind, causes[kind], "step", values=values)
 
 
@@ -545,7 +546,7 @@ _LOADER = (
 )
 _WAIT_FOR_IT = "The others wait for it at their next collective: {seconds} of each step."
 _LATE = "comes last to {last} of {of} collectives{where}, {by} after the others (median)"
-_TITLE_IDLE = "Nothing ran for {other} of each step ({whole}): for {seconds} "
+_TITLE_IDLE = "Nothing ran for {other} of each step ({whole}): {of_it}"
 _NEITHER = "Neither computing nor communication ran. {rest}"
 
 _SHORT_OF_CORES = Rule(

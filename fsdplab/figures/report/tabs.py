@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 MARKS = 1_500  # of each timeline on a page, to stay under a megabyte a record
 _MOST_PAIRS = 5
-_BREAKS = {"name": "name", "unit": "name", "group": "name"}  # columns of names that may be longer than the page is wide
+_BREAKS = dict.fromkeys(
+    ("name", "unit", "group", "shapes"), "name"
+)  # columns of names that may be longer than the page is wide
 
 
 def tabbed(

@@ -13,12 +13,12 @@ from statistics import fmean
 
 from fsdplab.common.sizes import seconds
 from fsdplab.profiling.step_summary import step_summary
+from fsdplab.profiling.tables.idle import WORDS
 from fsdplab.profiling.tables.operators import short, table_of
 from fsdplab.profiling.tables.table import Column, Row, Table
 from fsdplab.profiling.tables.work import Work, work_of
 from fsdplab.profiling.traces.events import read_events
 from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
-from fsdplab.records.tables import IDLE_PARTS
 
 _COLUMNS = (
     Column("kind", "kind"), Column("name", "name"), Column("shapes", "given"), Column("unit", "unit"),
@@ -33,7 +33,7 @@ _PARTS = (
 _OF_STEP = {"compute_only_ns": "compute only", "overlapped_ns": "overlapped", **{
     name: f"exposed: {name.removesuffix('_ns').replace('_', ' ')}" for name in PARTS_OF_EXPOSED
 }}  # fmt: skip
-_OF_IDLE = {name: f"idle: {name.removesuffix('_ns').replace('_', ' ')}" for name in IDLE_PARTS}
+_OF_IDLE = {name: f"idle: {words}" for name, words in WORDS.items()}
 
 
 def difference(
@@ -82,7 +82,9 @@ def difference_of_steps(first: RunRecord, second: RunRecord) -> Table:
                 "part": part, "before_ns": before, "after_ns": after, "difference_ns": after - before,
                 "beyond": _apart(*values),
             })  # fmt: skip
-    return Table("step_difference", "Difference of the steps", _of_steps(rows), _PARTS, tuple(rows))
+    wholes = [[sum(parts) for parts in zip(*(of for name, of in side.items() if name != _LOADING))] for side in sides]
+    sentence = _of_steps(rows, _apart(*wholes))
+    return Table("step_difference", "Difference of the steps", sentence, _PARTS, tuple(rows))
 
 
 _LOADING = "loading data"
@@ -101,7 +103,7 @@ def _parts(record: RunRecord) -> dict[str, list[float]]:
     if mine["idle"]:
         found |= {words: [float(row.get(name) or 0) for row in mine["idle"]] for name, words in _OF_IDLE.items()}
     else:
-        found["idle: rest"] = [float(row["other_ns"]) for row in mine["breakdown"]]
+        found[_OF_IDLE["rest_ns"]] = [float(row["other_ns"]) for row in mine["breakdown"]]
     steps = {row["step"] for row in mine["breakdown"]}
     loading = [1e9 * row["loading_s"] for row in mine["steps"] if row["step"] in steps and row.get("loading_s")]
     return found | ({_LOADING: loading} if loading else {})
@@ -140,14 +142,18 @@ def _sentence(rows: Sequence[Row], total: float) -> str:
     )
 
 
-def _of_steps(rows: Sequence[Row]) -> str:
+def _of_steps(rows: Sequence[Row], beyond: str) -> str:
+    """Whether the steps differ beyond their spread, and the part that differs most: in the same direction, then."""
     parts = [row for row in rows if row["part"] != _LOADING]
     total = sum(row["difference_ns"] for row in parts)
-    said = [row for row in parts if row["beyond"] != "no" and row["difference_ns"] * total > 0]
+    same = beyond == "no" or not total
+    said = [row for row in parts if row["beyond"] != "no" and (same or row["difference_ns"] * total > 0)]
+    way = f"{seconds(abs(total) / 1e9)} {'longer' if total > 0 else 'shorter'}"
+    whole = "The steps do not differ beyond their spread" if same else f"A profiled step of the second is {way}"
     if not said:
-        return "No part of the step differs beyond the spread of its steps."
+        return (
+            f"{whole}, and neither does any part of them." if same else f"{whole}; no part differs beyond its spread."
+        )
     most = max(said, key=lambda row: abs(row["difference_ns"]))
-    return (
-        f"A profiled step of the second is {seconds(abs(total) / 1e9)} {'longer' if total > 0 else 'shorter'}; most of"
-        f" it is {most['part']}, {seconds(abs(most['difference_ns']) / 1e9)} {'more' if total > 0 else 'less'}."
-    )
+    cost, less = seconds(abs(most["difference_ns"]) / 1e9), "more" if most["difference_ns"] > 0 else "less"
+    return f"{whole}; the part that changes most is {most['part']}, {cost} {less}."
