@@ -76,7 +76,7 @@ def test_runs_that_cannot_be_told_apart_lead_together() -> None:
     assert found.within == pytest.approx(least_difference(first, second) / first.median)
     assert not is_below(first, second) and is_below(first, slow)
     shifted = Spread.of([each + found.within * first.median for each in (0.41, 0.42, 0.43, 0.44)])
-    assert is_below(first, shifted), "so far apart they are told apart"
+    assert is_below(first, shifted), "so far apart they are distinguished"
     assert race([Spread.of([0.4] * 2), Spread.of([0.5] * 2)]) == Race((0, 1), within=None)
 
 

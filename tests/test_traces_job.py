@@ -311,7 +311,7 @@ def test_traces_without_steps_count_as_one_and_every_report_says_so(tmp_path):
     notes = record_of_traces(paths).summary.traces.notes
     assert len(notes) == 1 and notes[0].startswith("every rank: the trace has no ProfilerStep ranges, so all of it")
     stepped = [rank(number).step(1, 0, 50).write(tmp_path / f"rank{number}.json") for number in (0, 1)]
-    assert record_of_traces(stepped).summary.traces.notes == []
+    assert record_of_traces(stepped).summary.traces.notes == ()
 
 
 def test_a_trace_that_is_a_list_of_events_is_found_in_its_folder(tmp_path):

@@ -66,8 +66,8 @@ class _Box(NamedTuple):
 class Race:
     """Which of several runs is fastest: `leaders` are their places, the shortest median first.
 
-    More than one leader means that these cannot be told apart. Their medians would have to differ by `within`, a part
-    of the shortest, to be told apart; None where too few steps were timed to say.
+    More than one leader: these cannot be distinguished. Their medians would have to differ by `within`, a part
+    of the shortest, to be distinguished; None where too few steps were timed to say.
     """
 
     leaders: tuple[int, ...]
