@@ -8,12 +8,10 @@ from typing import Any
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import DARK_INK, HEAT
 
-Value = float | None
-
 
 def heat_map(
-    columns: Sequence[str], rows: Sequence[str], values: Sequence[Sequence[Value]], texts: Sequence[Sequence[str]],
-    hover: str, scale_title: str = "", most: float | None = None, **more: Any,
+    columns: Sequence[str], rows: Sequence[str], values: Sequence[Sequence[float | None]],
+    texts: Sequence[Sequence[str]], hover: str, scale_title: str = "", most: float | None = None, **more: Any,
 ) -> go.Figure:  # fmt: skip
     """A figure of cells, the first row on top; a cell of None is empty.
 

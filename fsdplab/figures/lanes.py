@@ -52,7 +52,6 @@ class Mark:
     name: str
     short: str = ""
     busy: float = 0.0
-    count: int = 1
 
     @property
     def hover(self) -> str:
@@ -90,10 +89,9 @@ def _runs(marks: list[Mark], window: float) -> list[list[Mark]]:
 def _joined(run: list[Mark]) -> Mark:
     if len(run) == 1:
         return run[0]
-    busy = sum(mark.busy or mark.end - mark.start for mark in run)
-    count = sum(mark.count for mark in run)
-    names = f" · {count} intervals, from {run[0].name.removeprefix(' · ')} to {run[-1].name.removeprefix(' · ')}"
-    return Mark(run[0].group, run[0].y, run[0].start, max(mark.end for mark in run), names, "", busy, count)
+    busy = sum(mark.end - mark.start for mark in run)
+    names = f" · {len(run)} intervals, from {run[0].name.removeprefix(' · ')} to {run[-1].name.removeprefix(' · ')}"
+    return Mark(run[0].group, run[0].y, run[0].start, max(mark.end for mark in run), names, "", busy)
 
 
 def merge_words(found: int, drawn: int, window: float) -> str:
@@ -110,13 +108,18 @@ def mark_lanes(
     pixels = plot_width(["rank 0  reduce-scatter"]) / span
     return [
         lane(
-            name.replace("_", "-" if name.startswith(("all", "reduce")) else " "), colours[name],
+            written(name), colours[name],
             [_span(mark, pixels) for mark in mine], height.get(name, 0.84),
             edge=0.6 if len(mine) < 400 else 0, yaxis=yaxis,
             hovertemplate="%{hovertext}<br>from %{base:.3f} ms<extra></extra>",
         )
         for name, mine in groups.items() if mine
     ]  # fmt: skip
+
+
+def written(lane: str) -> str:
+    """A lane's name as it is written: `reduce-scatter`, `other communication`."""
+    return lane.replace("_", "-" if lane.startswith(("all", "reduce")) else " ")
 
 
 def _span(mark: Mark, pixels: float) -> Span:

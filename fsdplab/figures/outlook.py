@@ -14,7 +14,6 @@ from typing import Any
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures.report.rendering import rendered
-from fsdplab.figures.style import ALARM
 from fsdplab.figures.view import RunView, view
 from fsdplab.records import RunRecord
 from fsdplab.sessions.calibration import calibration_file, find_calibration
@@ -114,17 +113,9 @@ def outlook_html(rows: Sequence[Outlook]) -> str:
         return ""
     bars = [bar for row in rows for bar in _bars(row)]
     lengths = [sum(bar.split.values()) for bar in bars] + [bar.card or 0 for bar in bars]
-    return str(
-        rendered(
-            "outlook.html",
-            bars=bars,
-            scale=1.08 * max(1, *lengths),
-            legend=[row for row in CATEGORY_ROWS.values() if any(bar.split.get(row.name) for bar in bars)],
-            remark=next((row.remark for row in rows if row.predicted.by_category), rows[0].remark),
-            alarm=ALARM,
-            size=size,
-        )
-    )
+    legend = [row for row in CATEGORY_ROWS.values() if any(bar.split.get(row.name) for bar in bars)]
+    remark = next((row.remark for row in rows if row.predicted.by_category), rows[0].remark)
+    return str(rendered("outlook.html", bars=bars, scale=1.08 * max(1, *lengths), legend=legend, remark=remark))
 
 
 @dataclass(frozen=True)

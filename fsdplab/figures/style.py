@@ -8,6 +8,7 @@ notebook, a printed page and a dark lecture room.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -67,6 +68,9 @@ _AXIS = dict(
     gridcolor=GRID, zerolinecolor=GRID, linecolor=GRID, automargin=True, ticks="outside", ticklen=4, tickcolor=GRID,
     title=dict(standoff=12, font=dict(size=16)), tickfont=dict(size=15),
 )  # fmt: skip
+_LEGEND = dict(
+    orientation="h", x=0, xanchor="left", yref="container", yanchor="top", font=dict(size=14), traceorder="normal"
+)
 
 
 @lru_cache
@@ -76,23 +80,11 @@ def template() -> go.layout.Template:
         layout=dict(
             font=dict(family=FONT, size=15, color=TEXT),
             title=dict(x=0, xref="container", xanchor="left", yref="container", font=dict(size=20), pad=dict(l=16)),
-            paper_bgcolor="rgba(0,0,0,0)",
-            plot_bgcolor="rgba(0,0,0,0)",
-            xaxis=_AXIS,
-            yaxis=_AXIS,
-            legend=dict(
-                orientation="h",
-                x=0,
-                xanchor="left",
-                yref="container",
-                yanchor="top",
-                font=dict(size=14),
-                traceorder="normal",
-            ),
+            paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", xaxis=_AXIS, yaxis=_AXIS, legend=_LEGEND,
             bargap=0.32,
             hoverlabel=dict(font=dict(family=FONT, size=14)),
         )
-    )
+    )  # fmt: skip
 
 
 @contextmanager
@@ -178,11 +170,7 @@ def _in_pixels(part: Any, scale: float, name: str = "") -> Any:
 
 def wrapped(text: str, characters: int) -> str:
     """The text in lines of at most so many characters, broken at spaces: `wrapped("a bc", 3) == "a<br>bc"`."""
-    lines = [""]
-    for word in text.split(" "):
-        fits = len(re.sub(r"<[^>]+>", "", f"{lines[-1]} {word}")) <= characters
-        lines[-1:] = [f"{lines[-1]} {word}".strip()] if fits or not lines[-1] else [lines[-1], word]
-    return "<br>".join(lines)
+    return "<br>".join(textwrap.wrap(text, characters, break_long_words=False, break_on_hyphens=False))
 
 
 def alt_text(figure: go.Figure) -> str:

@@ -40,8 +40,13 @@ def _add_panel(figure: go.Figure, answer: Answer, panel: Panel, place: int) -> N
     labels = [row[0] for row in answer.texts()]
     for (name, found), colour in zip(values.items(), _COLOURS):
         colour = LANE_COLOURS["all_reduce"] if place else colour
-        trace = _trace(name, panel.kind, labels, [value / scale for value in found], colour, limit)
-        figure.add_trace(trace.update(xaxis=f"x{number}", yaxis=f"y{number}"))
+        heights, axes = [value / scale for value in found], {"xaxis": f"x{number}", "yaxis": f"y{number}"}
+        if panel.kind == "lines":
+            figure.add_trace(line(name, colour, labels, heights, mode="lines+markers").update(axes))
+        else:
+            colours = [ALARM if limit is not None and height > limit else colour for height in heights]
+            marker = dict(color=colours, line=dict(color=EDGE, width=1))
+            figure.add_trace(go.Bar(name=name, x=labels, y=heights, marker=marker, **axes))
     title = f"{panel.title or columns[0].name}{f' ({unit})' if unit else ''}"
     up = dict(title=title, anchor=f"x{number}", range=[0, _ABOVE * max(highest / scale, limit or 0.0) or 1])
     span = _SPANS[len(answer.panels)][place]
@@ -54,15 +59,6 @@ def _add_panel(figure: go.Figure, answer: Answer, panel: Panel, place: int) -> N
         rises = values[columns[0].name][-1] > values[columns[0].name][0]
         end: dict[str, Any] = dict(x=0, xanchor="left") if rises else dict(x=1, xanchor="right", xshift=-6)
         mark_level(figure, limit, panel.limit[1], "y", number, **end)
-
-
-def _trace(
-    name: str, kind: str, labels: list[str], heights: list[float], colour: str, limit: float | None
-) -> go.Bar | go.Scatter:
-    if kind == "lines":
-        return line(name, colour, labels, heights, mode="lines+markers")
-    colours = [ALARM if limit is not None and height > limit else colour for height in heights]
-    return go.Bar(name=name, x=labels, y=heights, marker=dict(color=colours, line=dict(color=EDGE, width=1)))
 
 
 def _conditions(answer: Answer) -> str:

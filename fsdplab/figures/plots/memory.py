@@ -103,7 +103,9 @@ def predicted_memory(runs: Runs) -> go.Figure:
     figure = stacked_bars(ends, parts, "peak memory of the worst rank (MB)")
     figure.update_traces(marker_opacity=[1.0, _PALE] * len(shown)).update_layout(bargap=0.18)
     what = f"{how_and_where(shown)}; predicted by playing the engine's allocations, before the run"
-    return titled(figure, verdict(shown), what, _predicted_alt(shown), 80 + 76 * len(shown))
+    peaks = [f"{run.label} {size(run.peak)}, predicted {size(run.predicted_peak)}" for run in shown]
+    alt = f"Bars of measured and predicted peak memory: {'; '.join(peaks)}."
+    return titled(figure, verdict(shown), what, alt, 80 + 76 * len(shown))
 
 
 def _pair(run: RunView) -> dict[str, str]:
@@ -113,11 +115,6 @@ def _pair(run: RunView) -> dict[str, str]:
         run.label: f"<b>{size(run.peak)}</b>",
         f"{run.label}, predicted": f"{size(predicted)}, {predicted / run.known_peak:.2f} of it",
     }
-
-
-def _predicted_alt(shown: list[RunView]) -> str:
-    parts = [f"{run.label} {size(run.peak)}, predicted {size(run.predicted_peak)}" for run in shown]
-    return f"Bars of measured and predicted peak memory: {'; '.join(parts)}."
 
 
 def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:

@@ -40,7 +40,10 @@ def pareto(runs: Runs) -> go.Figure:
     best = front(drawn)
     highest = max(run.known_peak for run in drawn) / MB, 1e3 * max(run.known_step for run in drawn)
     ranges = [0, 1.3 * highest[0]], [0, 1.3 * highest[1]]  # with space for the bubbles and their labels
-    figure = go.Figure([_front_line(best, ranges), *[_bubble(run, drawn) for run in drawn]])
+    xs, ys = [run.known_peak / MB for run in best], [run.known_step * 1e3 for run in best]
+    stairs = [xs[0], *xs, ranges[0][1]], [ranges[1][1], *ys, ys[-1]]  # left of the front and below it there is no run
+    front_line = line("Pareto front", "#808488", *stairs, 2, "dot", line_shape="hv", hoverinfo="skip")
+    figure = go.Figure([front_line, *[_bubble(run, drawn) for run in drawn]])
     figure.update_xaxes(title_text="peak memory of the worst rank (MB)", range=ranges[0])
     figure.update_yaxes(title_text="median step (ms)", range=ranges[1])
     figure.update_layout(showlegend=False)
@@ -60,13 +63,6 @@ def front(runs: Sequence[RunView]) -> list[RunView]:
         if not best or run.known_step < best[-1].known_step:
             best.append(run)
     return best
-
-
-def _front_line(best: list[RunView], ranges: Ranges) -> go.Scatter:
-    """The front as a staircase: left of it and below it there is nothing to choose."""
-    xs, ys = [run.known_peak / MB for run in best], [run.known_step * 1e3 for run in best]
-    stairs = [xs[0], *xs, ranges[0][1]], [ranges[1][1], *ys, ys[-1]]
-    return line("Pareto front", "#808488", *stairs, 2, "dot", line_shape="hv", hoverinfo="skip")
 
 
 def diameter(run: RunView, drawn: Sequence[RunView]) -> float:

@@ -86,11 +86,9 @@ def _of_a_run(view: RunView, point: OverlapPoint, low: float, high: float) -> li
 
 def _axes(figure: go.Figure, low: float, high: float) -> None:
     """Both axes in powers of ten; what is below the line of 1 is hidden."""
-    drawn = [value for trace in figure.data for value in trace.y] + [1.0]
-    ends = [math.log10(min(drawn)) - 0.2, math.log10(max(drawn)) + 0.2]
     across = [math.log10(low), math.log10(high)]
     figure.update_xaxes(type="log", dtick=1, tickformat=",", range=across, title_text="tokens of a rank's micro-batch")
-    figure.update_yaxes(type="log", dtick=1, range=ends, title_text="communication / compute of a block")
+    figure.update_yaxes(type="log", dtick=1, title_text="communication / compute of a block")
     figure.add_hline(1.0, line=dict(color=GRID, width=3))
     for text, anchor in (("exposed", "bottom"), ("hidden", "top")):
         figure.add_annotation(

@@ -18,8 +18,7 @@ from fsdplab.figures.profile_data import MS, duration, label
 from fsdplab.figures.style import titled
 from fsdplab.profiling.arrivals import arrivals_of, late_rank_of
 from fsdplab.profiling.findings import WORTH_SAYING
-from fsdplab.profiling.late_rank import Arrivals, Key, LateRank
-from fsdplab.profiling.step_summary import StepSummary
+from fsdplab.profiling.late_rank import Arrivals, Key
 from fsdplab.records import RunRecord
 
 _ALIKE = 0.01  # of the step: lateness below it is not red
@@ -49,19 +48,12 @@ def straggler_map(record: RunRecord) -> go.Figure:
     alike = _ALIKE * split.step_ns / MS if split else 0.0
     most = max(*(value or 0.0 for values in late.values() for value in values), 2 * alike) or 1.0
     every = -(-len(columns) * len(ranks) // _MOST_CELLS)
-    drawn = {
-        rank: [
-            max((value for value in values[place : place + every] if value is not None), default=None)
-            for place in range(0, len(values), every)
-        ]
-        for rank, values in late.items()
-    }
-    numbers = len(columns) <= _ROOM_FOR_NUMBERS
+    drawn, numbers = [_latest(values, every) for values in late.values()], len(columns) <= _ROOM_FOR_NUMBERS
     figure = heat_map(
         list(columns)[::every],
         [f"rank {rank}" for rank in ranks],
-        [[value if value is None else round(value, 4) for value in values] for values in drawn.values()],
-        [[_words(value) if numbers else "" for value in values] for values in drawn.values()],
+        drawn,
+        [[_words(value) if numbers else "" for value in values] for values in drawn],
         "%{y}, %{x}<br>%{z:.3f} ms after the first rank",
         "" if numbers else "later than the<br>first rank (ms)",
         most,
@@ -105,6 +97,12 @@ def _lateness(keys: list[Key], issued: Arrivals, rank: int) -> float | None:
     return statistics.fmean(late) / MS if late else None
 
 
+def _latest(values: list[float | None], every: int) -> list[float | None]:
+    """The latest of each `every` values: a column for several collectives."""
+    columns = [values[place : place + every] for place in range(0, len(values), every)]
+    return [max((round(value, 4) for value in column if value is not None), default=None) for column in columns]
+
+
 def _words(value: float | None) -> str:
     return "" if value is None else three_digits(value) if value else "first"
 
@@ -112,14 +110,11 @@ def _words(value: float | None) -> str:
 def _finding(record: RunRecord, late: Late, issued: Arrivals) -> str:
     """The title: which rank is late, by how much and how often; or that none is so again and again."""
     found, split = late_rank_of(record), profile.breakdown_of(record)
-    if found is None or split and not _costs(found, split):
+    # others must wait for the late rank for long enough: who sends ahead may be late for free
+    waiting = None if split is None else split.waiting_ns
+    lost = 0.0 if found is None else found.a_step_ns if waiting is None else min(found.a_step_ns, waiting)
+    if found is None or split and lost < WORTH_SAYING * split.step_ns:
         most = max(value or 0.0 for values in late.values() for value in values)
         return f"{label(record)}: no straggler, ranks come within {duration(most * MS)} of one another"
     last = f"last to {found.last} of {found.of} collectives{f' in {found.phase}' if found.phase else ''}"
     return f"{label(record)}: rank {found.rank} straggles, {last}, {duration(found.by_ns)} after the others (median)"
-
-
-def _costs(found: LateRank, split: StepSummary) -> bool:
-    """Whether others wait for the late rank for long enough to be a finding: who sends ahead may be late for free."""
-    waiting = found.a_step_ns if split.waiting_ns is None else split.waiting_ns
-    return min(found.a_step_ns, waiting) >= WORTH_SAYING * split.step_ns

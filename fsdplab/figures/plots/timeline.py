@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdplab.common.words import NO_UNIT, plural
 from fsdplab.figures import profile_data as profile
-from fsdplab.figures.lanes import CLOCK, LIMIT, Mark, downsample, mark_lanes, merge_words
+from fsdplab.figures.lanes import CLOCK, LIMIT, Mark, downsample, mark_lanes, merge_words, written
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import MS, Row, duration, label, percent
 from fsdplab.figures.style import GRID, LANE_COLOURS, plot_width, titled, words_width
@@ -22,12 +22,6 @@ _GAP = 0.5  # lanes between two ranks
 _LINE = 15  # pixels of a line of text
 _MOST_PHASES = 40
 _BRIEF = 0.002  # part of the compute below which a stretch of another phase is a hook
-_WORDS = {
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_reduce": "all-reduce",
-    "other_communication": "other comm.",
-}
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,7 @@ class Lanes:
             texts = [f"<b>rank {rank}</b>" if index % every == 0 else "" for index, rank in enumerate(first)]
             return dict(tickvals=[sum(each) / len(each) for each in places], ticktext=texts)
         texts = [
-            (f"<b>rank {rank}</b>  " if first[rank] == lane else "") + _WORDS.get(lane, lane)
+            (f"<b>rank {rank}</b>  " if first[rank] == lane else "") + written(lane).replace("communication", "comm.")
             for rank, lane in self.middle
         ]
         return dict(tickvals=list(self.middle.values()), ticktext=texts)
@@ -173,16 +167,13 @@ def phase_lines(figure: go.Figure, found: Sequence[tuple[float, str]], end: floa
         late = begin > 0.9 * end  # beside the right edge the name stands before the line
         width = words_width(f"{name} → ", 14)
         left = begin / end * plot_width() - (width - 22 if late else 0)
-        figure.add_shape(
-            type="line", x0=begin, x1=begin, y0=bottom, y1=1, yref="paper", line=dict(color=GRID, width=2),
-            layer="below",
-        )  # fmt: skip
+        line = dict(color=GRID, width=2)
+        figure.add_shape(type="line", x0=begin, x1=begin, y0=bottom, y1=1, yref="paper", line=line, layer="below")
         if all(left + width <= first or left >= last for first, last in taken):
             taken.append((left, left + width))
-            figure.add_annotation(
-                x=begin, y=1, yref="paper", text=f"{name} →", showarrow=False, xanchor="right" if late else "left",
-                yanchor="bottom", xshift=22 if late else 2, font=dict(size=14),
-            )  # fmt: skip
+            side = dict(xanchor="right", xshift=22) if late else dict(xanchor="left", xshift=2)
+            above = dict(y=1, yref="paper", yanchor="bottom", showarrow=False, font=dict(size=14))
+            figure.add_annotation(x=begin, text=f"{name} →", **above, **side)
 
 
 def _finding(record: RunRecord, rows: list[Row]) -> tuple[str, str]:

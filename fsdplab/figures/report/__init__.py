@@ -1,4 +1,1 @@
-"""The standalone page of a comparison: begin in page.py.
-
-What is shown is gathered in Python; how it looks is in `templates/`, as HTML, CSS and JavaScript.
-"""
+"""The standalone page of a comparison: begin in page.py; its HTML, CSS and JavaScript are in `templates/`."""

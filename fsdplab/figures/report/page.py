@@ -85,9 +85,8 @@ def with_verdicts(runs: Sequence[RunRecord | RunView], comparison: Mapping[str, 
     """The runs as figures read them; where only the comparison judged their losses, with its verdict."""
     entries = comparison.get("runs") or []
     judged = [entry.get("matches_reference") for entry in entries] if len(entries) == len(runs) else [None] * len(runs)
-    return [
-        run if run.matches is not None else replace(run, matches=matches) for run, matches in zip(views(runs), judged)
-    ]
+    pairs = zip(views(runs), judged)
+    return [run if run.matches is not None else replace(run, matches=matches) for run, matches in pairs]
 
 
 def _summary(comparison: Mapping[str, Any], source: Runs) -> Markup:

@@ -12,7 +12,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fsdplab.figures.style import DARK_TEXT, FONT, TEXT
+from fsdplab.common.sizes import size
+from fsdplab.figures.style import ALARM, DARK_TEXT, FONT, TEXT
 
 
 @lru_cache
@@ -24,7 +25,7 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.globals.update(verbatim=_verbatim, ink=TEXT, ink_on_dark=DARK_TEXT, font=FONT)
+    made.globals.update(verbatim=_verbatim, size=size, ink=TEXT, ink_on_dark=DARK_TEXT, alarm=ALARM, font=FONT)
     made.filters["in_script"] = in_script
     return made
 

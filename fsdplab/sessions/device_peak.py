@@ -1,0 +1,31 @@
+"""What the device of a record can do, for the tables that set achieved rates beside it.
+
+Of a GPU its data sheet says it; of a CPU the calibration of this machine, for a record that was made on it.
+"""
+
+from __future__ import annotations
+
+from fsdplab.planning.hardware import gpu_of
+from fsdplab.profiling.tables import DevicePeak
+from fsdplab.records import RunRecord
+from fsdplab.sessions.calibration import find_calibration
+
+
+def peak_of(record: RunRecord) -> DevicePeak:
+    """Operations and bytes a second of one rank's device; without figures where nobody knows them.
+
+    A record on H200s: 989e12 operations, those of a dense product in bf16, and 4.8e12 bytes a second.
+    """
+    said = record.environment
+    if gpu := gpu_of(_device_name(record)):
+        return DevicePeak(gpu.bf16_flops, gpu.hbm_bytes_per_s, f"{gpu.name}, bf16 without sparsity: {gpu.source}")
+    found = find_calibration(record.spec["world_size"]).calibration if said.get("device") == "cpu" else None
+    if found is None or found.machine["cpu"] != (said.get("cpu") or {}).get("model"):
+        return DevicePeak()
+    fastest = max(max(rate.forward, rate.backward) for rates in found.rates.products.values() for rate in rates)
+    return DevicePeak(fastest, None, f"the fastest product of the calibration of {found.date}")
+
+
+def _device_name(record: RunRecord) -> str:
+    gpus = record.environment.get("gpus") or [{}]
+    return str(record.environment.get("device_name") or gpus[0].get("name") or "")
