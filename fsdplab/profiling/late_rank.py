@@ -16,7 +16,8 @@ A half needs three steps so that one bad step does not decide it. So a rank can 
 ranks or more, and from 8 steps on between two ranks, where each step is a coin toss (2 x 0.5^8 = 0.8 %).
 
 The test assumes that a disturbance in one step says nothing about the next step. The medians and the halves make up for
-disturbances that stay on one rank for some steps. A rank that something else slows down in all of the steps is late.
+disturbances that stay on one rank for some steps. They do not make up for a speed that drifts by 2 % or more, so slowly
+that a rank stays slow for most of the steps. A rank that something else slows down in all of the steps is late.
 """
 
 from __future__ import annotations
