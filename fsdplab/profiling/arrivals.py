@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from fsdplab.profiling.late_rank import Arrivals, LateRank, late_rank
+from fsdplab.common.words import plural
+from fsdplab.profiling.late_rank import Arrivals, LateRank, fewest_steps, late_rank
 from fsdplab.profiling.step_summary import step_summary
 from fsdplab.profiling.traces.skew import matched
 from fsdplab.records import RunRecord
 
 Row = dict[str, Any]
 _PAIRED = "send_recv"
-ENOUGH_STEPS = 8  # to name one of two ranks
 _CLOCKS_NS = 1_000_000  # ranks that end the same collectives further apart than this are on different clocks
 
 
@@ -47,11 +47,28 @@ def late_rank_of(record: RunRecord) -> LateRank | None:
     summary = step_summary(record.table("breakdown"))
     if summary is None:
         return None
-    timed = {row["step"] for row in record.table("steps") if row["step_time_s"] is not None}
-    arrivals = arrivals_of(record, timed | {row["step"] for row in record.table("breakdown")})
+    arrivals = arrivals_of(record, _steps_of(record))
     if record.provenance.get("step_time_s") == "simulated":  # every step would be the same
-        arrivals = {(step, *key[1:]): times for key, times in arrivals.items() for step in range(ENOUGH_STEPS)}
+        arrivals = {(step, *key[1:]): times for key, times in arrivals.items() for step in range(fewest_steps(2))}
     return late_rank(arrivals, summary.step_ns)
+
+
+def too_few_steps(record: RunRecord) -> str:
+    """What to say where nobody can be named since the record has too few steps; "" where it has enough.
+
+    Of 6 steps between 2 ranks: `6 steps cannot tell (8 can: --steps 8)`.
+    """
+    if record.provenance.get("step_time_s") == "simulated":
+        return ""
+    ledger = {row["step"] for row in record.table("ledger")} or {row["step"] for row in record.table("collectives")}
+    known, fewest = len(_steps_of(record) & ledger), fewest_steps(max(2, record.spec.get("world_size") or 0))
+    return "" if known >= fewest else f"{plural(known, 'step')} cannot tell ({fewest} can: --steps {fewest})"
+
+
+def _steps_of(record: RunRecord) -> set[int]:
+    """The timed steps and the profiled ones."""
+    timed = {row["step"] for row in record.table("steps") if row["step_time_s"] is not None}
+    return timed | {row["step"] for row in record.table("breakdown")}
 
 
 def _came(row: Row, on_gpu: bool) -> int:

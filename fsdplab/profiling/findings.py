@@ -12,7 +12,6 @@ this is the only finding on time.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Any
 
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size
-from fsdplab.profiling.late_rank import CHANCE, FEWEST_STEPS
+from fsdplab.profiling.arrivals import too_few_steps
 from fsdplab.profiling.step_facts import (
     ByRankAndStep,
     Claim,
@@ -281,25 +280,15 @@ def _computing(facts: StepFacts, rank: int) -> tuple[float, float]:
     return means[rank], statistics.median(own for other, own in means.items() if other != rank)
 
 
-def _fewest_steps(ranks: int) -> int:
-    """How many steps it takes to name a late rank: always last by chance must be rarer than `CHANCE`."""
-    return max(FEWEST_STEPS, math.ceil(math.log(ranks / CHANCE) / math.log(ranks)))
-
-
 def _waiting(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Waiting that no rank in particular causes."""
     worst = max(facts.cells, key=lambda cell: cell.waiting_ns, default=None)
     cost = left.wait()
     if worst is None or not cost:
         return None
-    ranks = max(2, facts.spec.get("world_size") or 0)
-    timed = {row["step"] for row in facts.record.table("ledger")} | set(facts.steps)
     why = "No rank is late beyond chance: at each collective the ranks wait for whoever comes last."
-    if len(timed) < (fewest := _fewest_steps(ranks)):
-        why = (
-            "At each collective the ranks wait for whoever comes last;"
-            f" whether it is always the same rank, {len(timed)} steps cannot tell ({fewest} can: --steps {fewest})."
-        )
+    if few := too_few_steps(facts.record):
+        why = f"At each collective the ranks wait for whoever comes last; whether it is always the same rank, {few}."
     return Fact(kind, cost, unit=worst.unit, phase=worst.phase, values={"where": _cell(worst), "why": why})
 
 

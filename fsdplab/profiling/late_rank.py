@@ -22,6 +22,7 @@ that a rank stays slow for most of the steps. A rank that something else slows d
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,15 @@ def late_rank(arrivals: Arrivals, step_ns: float) -> LateRank | None:
     candidates = sum(len(peers.ranks) for peers in groups)
     found = [late for peers in groups if (late := _late(peers, candidates, step_ns)) is not None]
     return max(found, key=lambda late: late.a_step_ns, default=None)
+
+
+def fewest_steps(ranks: int) -> int:
+    """The steps that it takes to name one of so many ranks: to be last in all of them by chance is rarer than `CHANCE`.
+
+    >>> fewest_steps(2), fewest_steps(8)
+    (8, 6)
+    """
+    return max(FEWEST_STEPS, math.ceil(math.log(ranks / CHANCE) / math.log(ranks)))
 
 
 def _late(peers: _Peers, candidates: int, step_ns: float) -> LateRank | None:

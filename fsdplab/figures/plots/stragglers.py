@@ -16,7 +16,7 @@ from fsdplab.figures.heat import heat_map
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import MS, duration, label
 from fsdplab.figures.style import titled
-from fsdplab.profiling.arrivals import arrivals_of, late_rank_of
+from fsdplab.profiling.arrivals import arrivals_of, late_rank_of, too_few_steps
 from fsdplab.profiling.findings import WORTH_SAYING
 from fsdplab.profiling.late_rank import Arrivals, Key
 from fsdplab.records import RunRecord
@@ -115,6 +115,8 @@ def _finding(record: RunRecord, late: Late, issued: Arrivals) -> str:
     lost = 0.0 if found is None else found.a_step_ns if waiting is None else min(found.a_step_ns, waiting)
     if found is None or split and lost < WORTH_SAYING * split.step_ns:
         most = max(value or 0.0 for values in late.values() for value in values)
-        return f"{label(record)}: no straggler, ranks come within {duration(most * MS)} of one another"
+        apart = f"ranks come within {duration(most * MS)} of one another"
+        few = too_few_steps(record) if found is None else ""
+        return f"{label(record)}: {apart}; who is late, {few}" if few else f"{label(record)}: no straggler, {apart}"
     last = f"last to {found.last} of {found.of} collectives{f' in {found.phase}' if found.phase else ''}"
     return f"{label(record)}: rank {found.rank} straggles, {last}, {duration(found.by_ns)} after the others (median)"
