@@ -22,7 +22,7 @@ from fsdplab.figures import style
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.table import COLUMNS, cells
-from fsdplab.figures.view import RunView, view, views
+from fsdplab.figures.view import view, views
 from fsdplab.records import CATEGORIES, RunRecord, Spread, Summary, comparison_json
 from fsdplab.records.summary import Peak, Predicted
 
@@ -290,14 +290,13 @@ def test_numbers_stand_in_parts_that_have_room_for_them():
     assert figure.data[0].textfont.color == "#ffffff" and 9.1 < figure.layout.xaxis.range[1] < 15
 
 
-def test_step_times_have_whiskers_where_quartiles_are_known(monkeypatch):
-    assert figures.step_time(RunView("zero1", "lab", 2, step_median=0.4)).data[0].error_x.array is None
-    monkeypatch.setattr(RunView, "step_q1", 0.3, raising=False)
-    monkeypatch.setattr(RunView, "step_q3", 0.6, raising=False)
-    runs = [
-        RunView("zero1", "lab", 2, step_median=0.4, step_min=0.2, peak=MB),
-        RunView("zero2", "lab", 2, status="failed"),
-    ]
+def test_step_times_have_whiskers_where_quartiles_are_known(tmp_path):
+    timed = record(tmp_path, "zero1", median=0.4)
+    without = replace(timed.summary, step_time_s=Spread(median=0.4))
+    assert figures.step_time([replace(timed, summary=without)]).data[0].error_x.array is None
+    spread = replace(timed.summary.step_time_s, median=0.4, min=0.2, q1=0.3, q3=0.6)
+    failed = replace(record(tmp_path, "full_shard"), summary=Summary(), status="failed")
+    runs = [replace(timed, summary=replace(timed.summary, step_time_s=spread)), failed]
     figure = figures.step_time(runs)
     assert figure.data[0].error_x.array == pytest.approx((0.2, 0)) and "whiskers: quartiles" in str(figure.layout.xaxis)
     assert figure.data[0].error_x.arrayminus == pytest.approx((0.1, 0))

@@ -33,12 +33,19 @@ def kinds(record: RunRecord) -> list[str]:
     return [finding.kind for finding in findings(record)]
 
 
+def with_cores(record: RunRecord) -> RunRecord:
+    """The record as if its ranks had had their cores: other tests may run beside these, and then most findings are
+    withheld.
+    """
+    return replace(record, summary=replace(record.summary, cpu_share=None))
+
+
 def first(record: RunRecord) -> Finding:
     """The first finding but for what other work on this machine causes: that ranks come late now and then, and that
     copies take longer, is no part of an injection.
     """
     of_the_machine = ("skew", "slow_rank", "late_rank", "copies", "no_core", "idle")
-    return next(finding for finding in findings(record) if finding.kind not in of_the_machine)
+    return next(finding for finding in findings(with_cores(record)) if finding.kind not in of_the_machine)
 
 
 def exposed_first(record: RunRecord) -> Finding:
@@ -82,7 +89,7 @@ def injected(kind: str, make: Callable[[], RunRecord]) -> RunRecord:
     """
     for _ in range(3):
         record = make()
-        if any(found.kind == kind for found in findings(record)) and first(record).kind == kind:
+        if any(found.kind == kind for found in findings(with_cores(record))) and first(record).kind == kind:
             return record
     raise AssertionError(f"{kind} was injected three times, and the last run's findings are\n{told(record)}")
 
@@ -122,8 +129,8 @@ def test_one_communicator(plain: RunRecord) -> None:
 
 
 def test_a_slow_rank() -> None:
-    record = run(PLAIN, program=SLOW_WORKER)
-    found = findings(record)[0]
+    record = run(replace(PLAIN, steps=7), program=SLOW_WORKER)  # with the profiled ones enough to name one of two ranks
+    found = findings(with_cores(record))[0]
     assert found.kind == "slow_rank" and "Rank 1" in found.title, told(record)
 
 
@@ -569,7 +576,7 @@ def test_a_large_idle_share_is_told_even_where_nobody_knows_why(tmp_path: Path, 
     record.environment["device"] = device
     (found,) = findings(record)
     assert (found.kind, found.of, found.seconds) == ("idle", "step", pytest.approx(0.040))
-    assert found.title == "Nothing ran for 40.0 ms of each step (40 %): for 40.0 ms the reason is unknown"
+    assert found.title == "Nothing ran for 40.0 ms of each step (40 %): the reason is unknown"
     assert ("py-spy" in found.remedy) == (device == "cpu")
 
 
@@ -595,7 +602,7 @@ def test_a_loader_that_leaves_the_device_idle(tmp_path: Path) -> None:
 def test_synchronising_and_late_launches(tmp_path: Path) -> None:
     (late,) = findings(record_of(tmp_path, busy(400)))
     assert late.kind == "host_bound" and late.title == (
-        "Nothing ran for 401 µs of each step (50 %): for 401 µs the host launched its next work too late"
+        "Nothing ran for 401 µs of each step (50 %): the host launched its next work too late"
     )
     assert kinds(record_of(tmp_path, busy(400).synchronise(120, 303))) == ["synchronisation"]
 
@@ -608,7 +615,7 @@ def test_long_idle_time_that_the_trace_does_not_explain_is_told(tmp_path: Path) 
     """The second kernel was launched at once and began 900 us later."""
     trace = GpuRank(world_size=1).step(1, 99, 150).kernel(99, 100, 200).kernel(120, 1100, 1200)
     (found,) = findings(record_of(tmp_path, trace))
-    assert (found.kind, found.of) == ("idle", "step") and "for 900 µs the reason is unknown" in found.title
+    assert (found.kind, found.of) == ("idle", "step") and ": the reason is unknown" in found.title
     assert "Perfetto" in found.remedy
 
 

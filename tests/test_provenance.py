@@ -41,10 +41,9 @@ def body(page: str) -> str:
 def test_a_trace_says_device_backend_and_ranks_and_what_it_lacks(foreign):
     said = dict(provenance(views([foreign])))
     assert said["measured"] == (
-        "step time, exposed time: by PyTorch's profiler on 1 of 8 NVIDIA A100-SXM4-80GB ranks, backend nccl;"
-        " a step on a GPU is from its first to its last work there, without the time between steps"
+        "step time, exposed time, bytes sent: by PyTorch's profiler on 1 of 8 NVIDIA A100-SXM4-80GB ranks, backend nccl"
     )
-    assert said["not in the traces"] == "memory, tokens/s, bytes sent, losses"
+    assert said["not in the traces"] == "peak memory, tokens/s, losses"
     assert said["emulated"] == "nothing" and "computed" not in said
 
 

@@ -254,7 +254,7 @@ def test_a_page_on_one_rank_of_several_says_so_wherever_it_matters(tmp_path, cap
     """What one rank waits for cannot be told from what it sends."""
     path, page = rank(0, world_size=8).write(tmp_path / "rank0.json"), tmp_path / "page.html"
     assert reported(path, "--html", page) == 0
-    shown = page.read_text()
+    shown = page.read_text().replace("\\u003cbr\\u003e", " ")
     assert ">1 of 8 GPU ranks<" in shown and ">8 ranks<" not in shown
     assert "most of it on the link or waiting for ranks whose traces were not given" in shown
     assert "no collective of two ranks to compare; give the traces of two ranks or more" in shown
@@ -262,7 +262,7 @@ def test_a_page_on_one_rank_of_several_says_so_wherever_it_matters(tmp_path, cap
 
 
 def test_a_report_without_findings_says_that_there_are_none(tmp_path, capsys):
-    trace = GpuRank(world_size=1).step(1, 0, 50).kernel(10, 100, 1000)
+    trace = GpuRank(world_size=1).step(1, 0, 50).kernel(10, 12, 1000)
     assert reported(trace.write(tmp_path / "rank0.json")) == 0
     assert "nothing stands out in the profiled steps" in capsys.readouterr().out
 

@@ -80,7 +80,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Finding:
-    """A fact in words: what was seen, what it means, what to do."""
+    """A fact as sentences: what was seen, what it means, what to do."""
 
     fact: Fact
     title: str

@@ -111,9 +111,9 @@ class _Comparison:
     def _start_side_by_side(self) -> tuple[dict[int, StartedRun], str]:
         """Start one run after the other; those that wait for their turn, and why further ones cannot, or ""."""
         waiting: dict[int, StartedRun] = {}
-        room, why_not = Room(), why_no_turns(self._specs, self._directory)
+        memory, why_not = FreeMemory(), why_no_turns(self._specs, self._directory)
         for number, spec in enumerate(self._specs):
-            why_not = why_not or room.why_not(spec)
+            why_not = why_not or memory.why_not(spec)
             if why_not:
                 self._note(f"The runs go one after the other, and the first is run again last: {why_not}.")
                 break
@@ -122,7 +122,7 @@ class _Comparison:
                 if not waiting:
                     self._note(_IN_TURNS)
                 waiting[number] = run
-                room.take(run)
+                memory.take(run)
                 if self._callbacks.on_ready is not None:
                     self._callbacks.on_ready(run.so_far())
         return waiting, why_not
@@ -227,7 +227,7 @@ class Rota:
         return chosen
 
 
-class Room:
+class FreeMemory:
     """Whether the machine's free memory allows another run beside those that wait.
 
     A run needs `least_bytes` of its spec, times the most by which a run that waits exceeds that. Twice as much must be

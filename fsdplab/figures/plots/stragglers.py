@@ -36,7 +36,7 @@ def straggler_map(record: RunRecord) -> go.Figure:
     """
     rows = profile.profiled(profile.rows_of(record, "timeline"), record)
     issued, how = arrivals_of(record, {row["step"] for row in rows}), ""
-    columns = _columns(issued, profile.unnamed(record) == NO_UNIT)
+    columns = _columns(issued, profile.unnamed(record))
     ranks = sorted({rank for times in issued.values() for rank in times})
     if len(ranks) < 2 or not columns:
         remedy = "run it with --world-size 2 or more and --profile 2"
@@ -69,13 +69,13 @@ def straggler_map(record: RunRecord) -> go.Figure:
     return titled(figure, title, profile.conditions(record, "cells: ms after the first rank", how), alt, height)
 
 
-def _columns(issued: Arrivals, without_units: bool) -> dict[str, list[Key]]:
+def _columns(issued: Arrivals, nameless: str) -> dict[str, list[Key]]:
     """{column: its collective in each step}, in the order of the step."""
     columns: dict[str, list[Key]] = {}
     names = _short_names({key[1] for key in issued})
     for key in sorted(issued, key=lambda key: (key[0], min(issued[key].values()))):
         again = f" #{key[4] + 1}" if key[4] else ""
-        unit = "" if without_units else f" {names[key[1]]}"
+        unit = "" if nameless == NO_UNIT else f" {names[key[1]] or nameless}"
         columns.setdefault(f"{key[3]}{unit} {_SHORT.get(key[2], key[2])}{again}", []).append(key)
     return columns
 
