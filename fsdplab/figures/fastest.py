@@ -1,4 +1,4 @@
-"""Which run is fastest, in words: titles, tables and pages say the same, and say nothing that is noise.
+"""Names the fastest of several runs where that is no noise: titles, tables and pages say the same.
 
 A winner is named only beyond the spread of the steps (records/spread.py), and never where ranks were short of cores.
 Simulated times have no chance in them, so among these the shortest wins.
