@@ -6,7 +6,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from fsdplab.common.words import MISSING, plural
 from fsdplab.figures.fastest import core_words, step_words
 from fsdplab.figures.table import COLUMNS, LEGEND, NUMBERS, cells, mood
 from fsdplab.figures.view import RunView, provenance, view
+from fsdplab.figures.view import with_verdicts as with_verdicts
 from fsdplab.records import RunRecord
 
 if TYPE_CHECKING:
@@ -142,21 +143,16 @@ def _table(columns: Sequence[str], rows: list[dict[str, str]]) -> Table:
     return table
 
 
-def with_verdicts(records: Sequence[RunRecord], comparison: dict[str, Any]) -> list[RunView]:
-    """The records as a table shows them, each with the comparison's verdict on its losses."""
-    return [
-        replace(view(record), matches=entry["matches_reference"])
-        for record, entry in zip(records, comparison["runs"], strict=True)
-    ]
-
-
 def show(console: Console, shown: Sequence[RunView], reference: RunRecord | None, detail: Detail) -> None:
-    """Print the table; unless quiet also its legend, and what was measured, emulated or simulated."""
+    """Print the table and who is fastest; unless quiet also its legend, and what was measured, emulated or simulated.
+
+    Before all else, what the ranks lacked of cores.
+    """
     timed = [run for run in shown if run.step_median and run.engine != "twin"]
     if core := core_words(shown):
         console.print(f"[bold red]{escape(core)}[/]", highlight=False)
     console.print(board(shown, console.width))
-    if len(timed) > 1:
+    if len(timed) > 1 and not core:
         console.print(f"[bold]steps[/]: {escape(step_words(timed))}", highlight=False)
     if detail is not Detail.QUIET:
         _explain(console, shown, reference)
