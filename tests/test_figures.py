@@ -207,7 +207,8 @@ def test_step_time_names_the_fastest_and_those_that_did_not_train(runs):
 @pytest.mark.parametrize(
     ("steps", "words"),
     [
-        (([0.40, 0.41, 0.42, 0.43], [0.41, 0.42, 0.43, 0.44]), "no difference seen between run0 and run1 (within 10 %)"),
+        (([0.40, 0.41, 0.42, 0.43], [0.41, 0.42, 0.43, 0.44]),
+         "no difference seen between run0 and run1 (within 10 %)"),
         (([0.4, 0.5], [0.8, 0.9]), "no run is called fastest, as too few steps were timed (4 are needed)"),
         (([0.5], [0.4], [0.4]), "no run is called fastest, as too few steps were timed (4 are needed)"),
         (([0.5] * 4, [0.4] * 4, [0.9] * 4), "run1 is fastest, 400 ms a step; run2 takes 2.25 times that"),
