@@ -121,8 +121,7 @@ class Summary:
     """The figures of a run. A step is as slow as its slowest rank; memory is the worst rank's; losses are means.
 
     `cpu_share` is the part of the timed steps in which the ranks had a core when they wanted one
-    (sessions/worker/core_share.py).
-    `memory_start_ns`: when each rank's measured step began.
+    (sessions/worker/core_share.py). `memory_start_ns`: when each rank's measured step began.
     """
 
     step_time_s: Spread = Spread()
