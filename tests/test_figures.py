@@ -20,9 +20,10 @@ from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import plural
 from fsdplab.figures import style
 from fsdplab.figures.bars import Part, stacked_bars
+from fsdplab.figures.fastest import fastest_words, step_words
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.table import COLUMNS, cells
-from fsdplab.figures.view import view, views
+from fsdplab.figures.view import RunView, view, views
 from fsdplab.records import CATEGORIES, RunRecord, Spread, Summary, comparison_json
 from fsdplab.records.summary import Peak, Predicted
 
@@ -204,6 +205,35 @@ def test_step_time_names_the_fastest_and_those_that_did_not_train(runs):
     assert list(figure.data[1].x) == pytest.approx([0.45, 0.54])
     assert figure.layout.title.text == "<b>zero1 is fastest, 500 ms a step; full_shard takes 1.20 times that</b>"
     assert "512 tokens/s" in words(figure) and "out of memory" in words(figure)
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        (([0.40, 0.41, 0.42, 0.43], [0.41, 0.42, 0.43, 0.44]),
+         "no difference seen between run0 and run1 (within 10 %)"),
+        (([0.4, 0.5], [0.8, 0.9]), "no run is called fastest, as too few steps were timed (4 are needed)"),
+        (([0.5], [0.4], [0.4]), "no run is called fastest, as too few steps were timed (4 are needed)"),
+        (([0.5] * 4, [0.4] * 4, [0.9] * 4), "run1 is fastest, 400 ms a step; run2 takes 2.25 times that"),
+        (([0.5, 0.1, 0.9, 2.0], [0.4, 0.2, 0.9, 3.0]), "no difference seen between run1 and run0 (within 454 %)"),
+        (([0.5] * 4, [0.5] * 4, [0.9] * 4),
+         "no difference seen between run0 and run1 (within 2 %); run2 takes 1.80 times that"),
+        (([0.4] * 4,), "run0: 400 ms a step"),
+    ],
+)  # fmt: skip
+def test_a_winner_is_named_beyond_the_spread_of_the_steps(steps, words):
+    runs = [RunView(f"run{i}", "lab", 2, Summary(step_time_s=Spread.of(each))) for i, each in enumerate(steps)]
+    assert step_words(runs) == words
+    assert figures.step_time(runs).layout.title.text.replace("<br>", " ") == f"<b>{words}</b>"
+
+
+def test_among_simulated_steps_the_shortest_wins():
+    runs = [
+        RunView(f"run{i}", "lab", 2, Summary(step_time_s=Spread.of([step])), provenance={"step_time_s": "simulated"})
+        for i, step in enumerate((0.5, 0.4, 0.4))
+    ]
+    assert step_words(runs[:2]) == "run1 is fastest, 400 ms a step; run0 takes 1.25 times that"
+    assert fastest_words(runs) == "no difference seen between run1 and run2 (within 0.1 %)"
 
 
 def test_timeline_finds_the_peak_of_the_rank(runs):

@@ -19,8 +19,10 @@ from fsdplab.records import (
     Spread,
     Summary,
     comparison_json,
+    known,
     matches_reference,
 )
+from fsdplab.records.summary import Link, Nodes, Peak, SimulatedRanks, Traces
 
 pytestmark = pytest.mark.quick
 
@@ -123,6 +125,82 @@ def test_a_wrong_field_is_refused(tmp_path: Path, field: str, value: object, mes
     path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
     with pytest.raises(RecordError, match=message):
         RunRecord.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("summary", "message"),
+    [
+        ([], "summary: expected an object, got []"),
+        ({"losses": "x"}, "summary.losses: expected a list, got 'x'"),
+        ({"losses": [5.0, None, "x"]}, "summary.losses[2]: expected a number or null, got 'x'"),
+        ({"tokens_per_s": True}, "summary.tokens_per_s: expected a number or null, got True"),
+        ({"tokens_per_s": 1e200}, "summary.tokens_per_s: expected a number or null, got 1e+200"),
+        ({"step_time_s": {"median": "x"}}, "summary.step_time_s.median: expected a number or null, got 'x'"),
+        ({"comm": {"bytes_per_step": 2**63}},
+         f"summary.comm.bytes_per_step: expected a whole number or null, got {2**63}"),
+        ({"comm": {"collectives_per_step": 1.5}},
+         "summary.comm.collectives_per_step: expected a whole number or null, got 1.5"),
+        ({"peak_memory_bytes": {"by_category": {"other": "x"}}},
+         "summary.peak_memory_bytes.by_category['other']: expected a whole number or null, got 'x'"),
+        ({"memory_start_ns": {"one": 1}}, "summary.memory_start_ns: expected whole numbers as names, got 'one'"),
+        ({"link": {"across": {"name": 3}}}, "summary.link.across.name: expected a text, got 3"),
+        ({"card": {"exceeded": 1}}, "summary.card.exceeded: expected true or false or null, got 1"),
+        ({"traces": {"files": {}}}, "summary.traces: expected an object with ranks, got {'files': {}}"),
+        ({"predicted": {"why_not": "x" * 10_001}}, "summary.predicted.why_not: expected a text, got 'xxx"),
+    ],
+)  # fmt: skip
+def test_a_summary_with_a_value_of_another_type_is_refused(tmp_path: Path, summary: object, message: str) -> None:
+    path = record_in(tmp_path).path / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "summary": summary}))
+    with pytest.raises(RecordError) as raised:
+        RunRecord.load(tmp_path)
+    said = str(raised.value)
+    assert f"is damaged: {message}" in said and "\n" not in said and said.endswith("or record the run again.")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("spec", {"strategy": "zero1", "engine": "lab"}, "spec.world_size: expected a whole number, got None"),
+        ("spec", {"strategy": "zero1", "engine": "lab", "world_size": 2, "link": []}, "spec['link']: expected"),
+        ("environment", {"device": 3}, "environment.device: expected a text or null, got 3"),
+        ("failure", {"message": 3}, "failure.message: expected a text or null, got 3"),
+        ("rows", {"steps": "x"}, "rows['steps']: expected a whole number, got 'x'"),
+    ],
+)
+def test_other_parts_of_run_json_are_checked_too(tmp_path: Path, place: str, value: object, message: str) -> None:
+    path = record_in(tmp_path).path / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), place: value}))
+    with pytest.raises(RecordError) as raised:
+        RunRecord.load(tmp_path)
+    assert f"is damaged: {message}" in str(raised.value)
+
+
+def test_a_summary_reads_back_whole_and_passes_over_what_a_later_version_adds() -> None:
+    summary = Summary(
+        step_time_s=Spread.of([0.4, 0.5]), memory_start_ns={0: 7, 1: 9}, peak_by_rank=(3, None),
+        peak_memory_bytes=Peak(3, {"other": 3, "activations": None}),
+        link=Link("eth10", 1.25e9, across=Link("slow"), as_="a job"), nodes=Nodes(2, 1),
+        traces=Traces(2, {0: "a", 1: "b"}),
+        simulated=SimulatedRanks({0: 8}, 5), losses=(5.0, None),
+    )  # fmt: skip
+    written = json.loads(json.dumps(summary.as_dict()))
+    assert written["link"]["as"] == "a job" and written["memory_start_ns"] == {"0": 7, "1": 9}
+    assert Summary.from_dict({**written, "mood": "good", "comm": None, "losses": [5.0, None]}) == summary
+    assert summary.peak_memory_bytes.split == {"other": 3} and Summary().peak_memory_bytes.split == {}
+    assert known(summary.link).name == "eth10"
+    with pytest.raises(ValueError, match="did not measure this figure"):
+        known(summary.comm.exposed_s)
+
+
+def test_a_record_of_before_gets_the_spread_of_its_steps(tmp_path: Path) -> None:
+    record = record_in(tmp_path)
+    record.tables["steps"] = [STEP | {"step": step, "step_time_s": 0.1 * step} for step in (1, 2, 3, 4)]
+    path = record.save().path / "run.json"
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "summary": {"step_time_s": {"median": 0.25, "min": 0.1}}})
+    )
+    assert RunRecord.load(tmp_path).summary.step_time_s == Spread.of([0.1, 0.2, 0.1 * 3, 0.4])
 
 
 def damage_missing(path: Path) -> None:

@@ -12,19 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from fsdplab.cli.errors import refusals, refuse
-from fsdplab.cli.outputs import (
-    Detail,
-    Outputs,
-    end_if_failed,
-    print_drift,
-    print_findings,
-    print_output_of_ranks,
-    show,
-    with_verdicts,
-)
+from fsdplab.cli.outputs import Detail, Outputs, end_if_failed, print_drift, print_findings, print_output_of_ranks, show
 from fsdplab.cli.progress import ProgressTable, headline
 from fsdplab.cli.terminal import look_for_signals
 from fsdplab.common.temporary import folder_of_this_process
+from fsdplab.figures.view import with_verdicts
 from fsdplab.records import RunRecord, comparison_json
 from fsdplab.sessions.spec import ENGINES, PEERS, RunSpec
 

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,16 +142,11 @@ def _table(columns: Sequence[str], rows: list[dict[str, str]]) -> Table:
     return table
 
 
-def with_verdicts(records: Sequence[RunRecord], comparison: dict[str, Any]) -> list[RunView]:
-    """The records as a table shows them, each with the comparison's verdict on its losses."""
-    return [
-        replace(view(record), matches=entry["matches_reference"])
-        for record, entry in zip(records, comparison["runs"], strict=True)
-    ]
-
-
 def show(console: Console, shown: Sequence[RunView], reference: RunRecord | None, detail: Detail) -> None:
-    """Print the table; unless quiet also its legend, and what was measured, emulated or simulated."""
+    """Print the table and who is fastest; unless quiet also its legend, and what was measured, emulated or simulated.
+
+    Before all else, what the ranks lacked of cores.
+    """
     timed = [run for run in shown if run.step_median and run.engine != "twin"]
     if core := core_words(shown):
         console.print(f"[bold red]{escape(core)}[/]", highlight=False)

@@ -13,19 +13,10 @@ from rich.text import Text
 
 from fsdplab.cli.errors import refuse
 from fsdplab.cli.exports import Exports
-from fsdplab.cli.outputs import (
-    Detail,
-    Outputs,
-    end_if_failed,
-    print_drift,
-    print_findings,
-    print_output_of_ranks,
-    show,
-    with_verdicts,
-)
+from fsdplab.cli.outputs import Detail, Outputs, end_if_failed, print_drift, print_findings, print_output_of_ranks, show
 from fsdplab.common.words import harmless
 from fsdplab.figures.trace_tables import cells, headings, is_number, left_out
-from fsdplab.figures.view import views
+from fsdplab.figures.view import views, with_verdicts
 from fsdplab.profiling.tables import Table, TablesOf
 from fsdplab.records import RecordError, RunRecord, comparison_json
 

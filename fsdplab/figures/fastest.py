@@ -1,4 +1,4 @@
-"""The sentences on which run is fastest: titles, tables and pages say the same, and say nothing that is noise.
+"""Names the fastest of several runs where that is no noise: titles, tables and pages say the same.
 
 A winner is named only beyond the spread of the steps (records/spread.py), and never where ranks were short of cores.
 Simulated times have no chance in them, so among these the shortest wins.
@@ -35,8 +35,8 @@ def fastest_words(runs: Sequence[RunView]) -> str:
         return f"{runs[found.winner].label} is fastest, {seconds(runs[found.winner].step_median)} a step"
     if found.within is None:
         return "no run is called fastest, as too few steps were timed (4 are needed)"
-    level = listed([runs[place] for place in found.leaders])
-    return f"no difference seen between {level} (within {100 * found.within:.2g} %)"
+    level, percent = listed([runs[place] for place in found.leaders]), 100 * found.within
+    return f"no difference seen between {level} (within {percent:.{0 if percent >= 1 else 1}f} %)"
 
 
 def step_words(runs: Sequence[RunView]) -> str:
@@ -46,13 +46,13 @@ def step_words(runs: Sequence[RunView]) -> str:
     """
     if core := core_words(runs):
         return core.rstrip(".")
-    fast, slow = (pick(runs, key=lambda run: run.known_step) for pick in (min, max))
-    if fast is slow:
-        return f"{fast.label}: {seconds(fast.step_median)} a step"
-    told = fastest_words(runs)
-    if runs.index(slow) in race_of(runs).leaders:
+    if len(runs) == 1:
+        return f"{runs[0].label}: {seconds(runs[0].step_median)} a step"
+    steps = [run.known_step for run in runs]
+    told, slow = fastest_words(runs), steps.index(max(steps))
+    if slow in race_of(runs).leaders:
         return told
-    return f"{told}; {slow.label} takes {slow.known_step / fast.known_step:.2f} times that"
+    return f"{told}; {runs[slow].label} takes {max(steps) / min(steps):.2f} times that"
 
 
 def race_of(runs: Sequence[RunView]) -> Race:

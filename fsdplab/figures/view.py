@@ -168,6 +168,15 @@ def views(runs: Runs) -> list[RunView]:
     return disambiguate_labels([view(run) for run in runs])
 
 
+def with_verdicts(runs: Iterable[RunRecord | RunView], comparison: Mapping[str, Any]) -> list[RunView]:
+    """The runs as figures and tables read them; where only the comparison judged their losses, with its verdict."""
+    seen, entries = views(runs), comparison.get("runs") or []
+    if len(seen) != len(entries):
+        return seen
+    judged = [entry.get("matches_reference") for entry in entries]
+    return [replace(run, matches=each) if run.matches is None else run for run, each in zip(seen, judged)]
+
+
 def _is_one(runs: Runs) -> TypeGuard[RunRecord]:
     """Whether this is one run: anything with a summary."""
     return hasattr(runs, "summary")

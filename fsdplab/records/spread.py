@@ -42,8 +42,9 @@ class Spread:
         """The spread of a series: `Spread.of([0.1, 0.2, 0.3])` has median 0.2 and quartiles 0.15 and 0.25."""
         if not seconds:
             return cls()
-        low, middle, high = _quartiles(sorted(seconds))
-        return cls(middle, min(seconds), low, high, max(seconds), len(seconds))
+        several = len(seconds) > 1
+        quarters = statistics.quantiles(seconds, n=4, method="inclusive") if several else [seconds[0]]
+        return cls(statistics.median(seconds), min(seconds), quarters[0], quarters[-1], max(seconds), len(seconds))
 
     @property
     def scatter(self) -> float | None:
@@ -66,8 +67,8 @@ class _Box(NamedTuple):
 class Race:
     """Which of several runs is fastest: `leaders` are their places, the shortest median first.
 
-    More than one leader: these cannot be distinguished. Their medians would have to differ by `within`, a part
-    of the shortest, to be distinguished; None where too few steps were timed to say.
+    More than one leader: these cannot be distinguished. Their medians would have to differ by `within`, a part of the
+    shortest, to be distinguished; None where too few steps were timed to say.
     """
 
     leaders: tuple[int, ...]
@@ -132,10 +133,3 @@ def _box(spread: Spread) -> _Box | None:
     figures = (spread.median, spread.min, spread.q1, spread.q3, spread.max, spread.count)
     known = [each for each in figures if each is not None]
     return _Box(*known) if len(known) == len(figures) and known[-1] >= FEWEST else None
-
-
-def _quartiles(ordered: Sequence[float]) -> tuple[float, float, float]:
-    if len(ordered) == 1:
-        return ordered[0], ordered[0], ordered[0]
-    low, _, high = statistics.quantiles(ordered, n=4, method="inclusive")
-    return low, statistics.median(ordered), high

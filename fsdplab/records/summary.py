@@ -125,8 +125,7 @@ class Summary:
     `in_turns`: whether its timed steps took turns with those of the other runs of a comparison; `again_s`: the median
     step of the same run, timed again at the comparison's end (drift.py).
     `cpu_share` is the part of the timed steps in which the ranks had a core when they wanted one
-    (sessions/worker/core_share.py).
-    `memory_start_ns`: when each rank's measured step began.
+    (sessions/worker/core_share.py). `memory_start_ns`: when each rank's measured step began.
     """
 
     step_time_s: Spread = Spread()

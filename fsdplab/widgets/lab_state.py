@@ -18,7 +18,7 @@ from typing import Any
 
 from fsdplab.common.words import plural
 from fsdplab.figures.outlook import Outlook, outlook_of
-from fsdplab.figures.view import RunView, view, views
+from fsdplab.figures.view import RunView, view, with_verdicts
 from fsdplab.records import RunRecord, comparison_json, drift_sentence
 from fsdplab.sessions.spec import RunSpec
 
@@ -84,8 +84,7 @@ class Batch:
     @property
     def views(self) -> list[RunView]:
         """The rows as tables show them, each with the verdict on its losses."""
-        verdicts = [entry["matches_reference"] for entry in self.comparison["runs"]]
-        return [replace(run, matches=verdict) for run, verdict in zip(views(self.rows), verdicts, strict=True)]
+        return with_verdicts(self.rows, self.comparison)
 
     @property
     def title(self) -> str:

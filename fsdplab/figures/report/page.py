@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -24,7 +23,7 @@ from fsdplab.figures.report.parts import Attributes, Look, comparison_table, dra
 from fsdplab.figures.report.rendering import rendered
 from fsdplab.figures.report.tabs import tabbed
 from fsdplab.figures.table import SHORT, WRAPPED, beside, mood
-from fsdplab.figures.view import CATEGORY_NAMES, Runs, RunView, provenance, ranks_and_device, views
+from fsdplab.figures.view import CATEGORY_NAMES, Runs, RunView, provenance, ranks_and_device, views, with_verdicts
 from fsdplab.records import CATEGORIES, RunRecord, drift_sentence
 
 if TYPE_CHECKING:
@@ -79,14 +78,6 @@ def _title(runs: Sequence[RunView]) -> str:
     if not traced or len(traced) < len(runs):
         return "What each sharding strategy costs"
     return f"What the traces of {' and '.join(run.strategy for run in traced)} show"
-
-
-def with_verdicts(runs: Sequence[RunRecord | RunView], comparison: Mapping[str, Any]) -> list[RunView]:
-    """The runs as figures read them; where only the comparison judged their losses, with its verdict."""
-    entries = comparison.get("runs") or []
-    judged = [entry.get("matches_reference") for entry in entries] if len(entries) == len(runs) else [None] * len(runs)
-    pairs = zip(views(runs), judged)
-    return [run if run.matches is not None else replace(run, matches=matches) for run, matches in pairs]
 
 
 def _summary(comparison: Mapping[str, Any], source: Runs) -> Markup:

@@ -6,16 +6,18 @@ counted as far as the other threads' running cannot have filled it: that is the 
 core. A thread that sleeps in a collective neither runs nor waits. The threads that compute side by side with the
 thread that waits (`pool`, as many as PyTorch uses) fill nothing: each of them needs a core of its own.
 
-Measured on two cores with gpt-20m, two ranks, the worst rank's 1 - wait / step, quiet and beside six busy processes:
+Measured on two cores with gpt-20m and two ranks: 1 - wait / step of the worst rank, quiet and beside six processes that
+compute, and what the main thread's wait alone gives.
 
-    engine           quiet    busy   by the main thread's wait alone, quiet
-    lab              0.99     0.30   0.99
-    lab over gloo    1.00     0.33   0.81
-    torch-ddp        0.99     0.35   0.85
-    torch-fsdp2      1.00     0.40   0.95
+    engine           quiet   busy   main thread alone, quiet
+    lab              0.99    0.31   0.99
+    lab over gloo    0.99    0.29   0.81
+    torch-ddp        0.98    0.25   0.85
+    torch-fsdp2      1.00    0.46   0.95
 
 gloo's own threads compete with the main thread, also on a quiet machine: hence the last column is not the definition.
-Four ranks on two cores have 0.52: they lack cores too. A reading takes about 0.05 ms.
+Behind a link of 200 Mbit/s, where ranks sleep for nine tenths of a step, it is 1.00. Four ranks on two cores have 0.5:
+they lack cores too. A reading takes about 0.05 ms.
 """
 
 from __future__ import annotations
