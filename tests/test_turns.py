@@ -23,7 +23,7 @@ from fsdplab.common.processes import processor_seconds, resident_bytes
 from fsdplab.figures import comparison_page
 from fsdplab.records import RunRecord, Summary, comparison_json, drift_sentence
 from fsdplab.sessions import RunSpec, compare, compare_runs
-from fsdplab.sessions.compare_runs import FreeMemory, Rota, why_no_turns
+from fsdplab.sessions.compare_runs import Rota, SpareMemory, why_no_turns
 from fsdplab.sessions.launch import launcher, turns
 from fsdplab.sessions.launch.launcher import RunningRanks
 from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox, read_heartbeats
@@ -324,6 +324,14 @@ def test_a_run_without_room_lets_those_that_wait_go_on_alone(tmp_path: Path, mon
     assert records[0].summary.again_s > 0 and records[1].summary.again_s is None
 
 
+def test_a_run_beside_the_twin_alone_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare_runs, "free_memory", lambda: 0)
+    notes: list[str] = []
+    records = compare([RunSpec(engine="twin", **TINY), lab("zero2")], on_note=notes.append, program=noting(tmp_path))
+    assert len(steps_of(tmp_path)) == 12 and notes[0].startswith("The runs go one after the other: 0 B of memory")
+    assert not any(record.summary.again_s for record in records)
+
+
 def test_one_run_alone_takes_no_turns_and_is_not_run_again(tmp_path: Path) -> None:
     notes: list[str] = []
     (record,) = compare([lab("zero2")], on_note=notes.append, program=noting(tmp_path))
@@ -385,7 +393,7 @@ def test_a_run_that_ends_or_has_fewer_steps_leaves_its_turns_to_the_others() -> 
 def test_there_is_room_for_a_run_where_twice_its_need_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = lab("zero2")
     least = least_bytes(spec)
-    memory = FreeMemory()
+    memory = SpareMemory()
     monkeypatch.setattr(compare_runs, "free_memory", lambda: 2 * least)
     assert memory.why_not(spec) == ""
     monkeypatch.setattr(compare_runs, "free_memory", lambda: 2 * least - 1)
@@ -400,7 +408,7 @@ def test_there_is_room_for_a_run_where_twice_its_need_is_free(monkeypatch: pytes
 @pytest.mark.quick
 def test_where_the_system_does_not_say_what_is_free_a_few_small_runs_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_runs, "free_memory", lambda: None)
-    memory, spec, waiting = FreeMemory(), RunSpec(device="cpu"), 0
+    memory, spec, waiting = SpareMemory(), RunSpec(device="cpu"), 0
     while not memory.why_not(spec):
         memory.take(Waiting(spec, 0))
         waiting += 1

@@ -111,11 +111,12 @@ class _Comparison:
     def _start_side_by_side(self) -> tuple[dict[int, StartedRun], str]:
         """Start one run after the other; those that wait for their turn, and why further ones cannot, or ""."""
         waiting: dict[int, StartedRun] = {}
-        memory, why_not = FreeMemory(), why_no_turns(self._specs, self._directory)
+        memory, why_not = SpareMemory(), why_no_turns(self._specs, self._directory)
         for number, spec in enumerate(self._specs):
             why_not = why_not or memory.why_not(spec)
             if why_not:
-                self._note(f"The runs go one after the other, and the first is run again last: {why_not}.")
+                again = ", and the first is run again last" if _are_timed(self._specs) else ""
+                self._note(f"The runs go one after the other{again}: {why_not}.")
                 break
             run = self._start(number, in_turns=True)
             if self._waits(number, run, run.ready):
@@ -175,31 +176,30 @@ class _Comparison:
         return started
 
     def _run_the_first_again(self) -> None:
-        """Time the first run that finished once more, and note it in its record; where two or more are to be compared.
-
-        The unsharded twin is a reference for losses, and its time is compared with nothing.
-        """
-        timed = [
-            number
-            for number, record in sorted(self._records.items())
-            if record.summary.step_time_s.median and record.status == "finished" and record.spec["engine"] != "twin"
-        ]
-        if len(timed) < 2:
+        """Time the first run that finished once more, and note it in its record."""
+        finished = [number for number, record in sorted(self._records.items()) if record.status == "finished"]
+        if not _are_timed([self._specs[number] for number in finished]):
             return
-        spec = replace(self._specs[timed[0]], memory=False, card=None, profile=0)
+        first = next(number for number in finished if self._specs[number].engine != "twin")
+        spec = replace(self._specs[first], memory=False, card=None, profile=0)
         again = StartedRun(spec, on_look=self._callbacks.on_look, program=self._program)
         self.started.append(again)
         try:
             seconds = again.finish().summary.step_time_s.median
         except RanksFailed:
             return
-        first = self._records[timed[0]]
-        first.summary = replace(first.summary, again_s=seconds)
-        first.save()
+        record = self._records[first]
+        record.summary = replace(record.summary, again_s=seconds)
+        record.save()
 
     def _note(self, sentence: str) -> None:
         if self._callbacks.on_note is not None and len(self._specs) > 1:
             self._callbacks.on_note(sentence)
+
+
+def _are_timed(specs: Sequence[RunSpec]) -> bool:
+    """Whether the step times of several runs are compared; the twin is a reference for losses alone."""
+    return sum(spec.engine != "twin" for spec in specs) > 1
 
 
 class Rota:
@@ -227,7 +227,7 @@ class Rota:
         return chosen
 
 
-class FreeMemory:
+class SpareMemory:
     """Whether the machine's free memory allows another run beside those that wait.
 
     A run needs `least_bytes` of its spec, times the most by which a run that waits exceeds that. Twice as much must be
