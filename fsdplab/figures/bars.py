@@ -35,7 +35,7 @@ def stacked_bars(
 ) -> go.Figure:
     """One bar a row; `ends` has each row's name and the words at its bar's end, `axis` the axis's title.
 
-    `number(length)` is written inside of each part that has room for it, `levels` are lines by their names, the words
+    `number(length)` is written inside of each part that is long enough, `levels` are lines by their names, the words
     of rows in `alarming` are red, and `spread` is what `whiskers` makes.
     `stacked_bars({"zero1": "3 MB"}, [Part("activations", "#cc7fa8", [3.0])], "peak (MB)")`.
     """
@@ -59,7 +59,7 @@ def stacked_bars(
 
 
 def _axis_end(reached: Mapping[str, float], ends: Mapping[str, str], levels: Mapping[str, float]) -> float:
-    """Where the axis ends, so that every bar has room for its words and every line for its name."""
+    """Where the axis ends, so that the words of every bar and the name of every line fit."""
     width = plot_width(reached)
     shares = {row: max(0.35, 1 - (words_width(words) + 12) / width) for row, words in ends.items()}
     return max([end / shares[row] for row, end in reached.items()] + [1.15 * at for at in levels.values()]) or 1.0

@@ -1,4 +1,4 @@
-"""Heat maps: a cell for each pair of a row and a column, with its value in words."""
+"""Heat maps: a cell for each pair of a row and a column, with its value as text."""
 
 from __future__ import annotations
 
