@@ -172,7 +172,7 @@ def small():
 def test_sentences_and_tables_come_from_the_record(small):
     linked = small["linked"]
     told, split = str(overlapping.seen(linked)), overlapping.breakdown_of(linked)
-    assert "prefetch=0" in told and overlapping.duration(split["exposed_ns"]) in told
+    assert "prefetch=0" in told and overlapping.duration(split.exposed_ns) in told
     assert "Most frequent cause" in str(overlapping.worst_place(linked))
     exposed, whole = overlapping.moving(linked)
     on_the_link = linked.summary.comm.bytes_per_step / 20e6

@@ -626,7 +626,7 @@ def test_slices_fill_what_each_rank_holds(ahead):
     for wrong in (-1, 10**18):
         with pytest.raises(ValueError, match=r"expected 0 to \d+, ns since step 1 began"):
             figures.slice_map(ahead, wrong)
-        with pytest.raises(ValueError, match="ns since step 1 began"):
+        with pytest.raises(ValueError, match=r"expected 0 to \d+, ns since step 1 began"):
             figures.linked_at(ahead, wrong)
 
 

@@ -35,7 +35,7 @@ def stacked_bars(
 ) -> go.Figure:
     """One bar a row; `ends` has each row's name and the words at its bar's end, `axis` the axis's title.
 
-    `number(length)` is written inside of each part that is wide enough, `levels` are lines by their names, the words
+    `number(length)` is written inside of each part that is long enough, `levels` are lines by their names, the words
     of rows in `alarming` are red, and `spread` is what `whiskers` makes.
     `stacked_bars({"zero1": "3 MB"}, [Part("activations", "#cc7fa8", [3.0])], "peak (MB)")`.
     """

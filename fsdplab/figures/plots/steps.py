@@ -22,7 +22,7 @@ def step_time(runs: Runs) -> go.Figure:
         raise ValueError("no run has a timed step to draw: every run ended before its first timed step")
     spread = whiskers(shown)
     marks = "bar: median, tick: fastest" + (", whiskers: quartiles" if spread else "")
-    medians = Part("median", STRATEGY_COLOURS["no_shard"], [run.step_median or 0 for run in shown])
+    medians = Part("median step", STRATEGY_COLOURS["no_shard"], [run.step_median or 0 for run in shown])
     untimed = [run.label for run in shown if not run.step_median]
     ends = {run.label: _end(run) for run in shown}
     hover = "%{x:.3f} s<br>%{customdata:,.0f} tokens/s"

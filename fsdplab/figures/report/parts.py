@@ -75,7 +75,10 @@ def drawn(draw: Callable[What, go.Figure], *what: What.args, **how: What.kwargs)
 
 def plot(figure: go.Figure) -> Markup:
     """A figure as JSON beside an empty place, drawn when it is first seen; without scripts its words."""
-    return part("plot", alt=alt_text(figure), height=figure.layout.height or 420, data=figure.to_json())
+    words = (figure.layout.title.text, figure.layout.title.subtitle.text)
+    title, conditions = (Markup((each or "").replace("<br>", " ")).striptags() for each in words)
+    height = figure.layout.height or 420
+    return part("plot", title=title, conditions=conditions, alt=alt_text(figure), height=height, data=figure.to_json())
 
 
 def note(text: str) -> Markup:
