@@ -207,7 +207,7 @@ def test_a_notebook_whose_name_no_page_can_have_is_refused(tmp_path: Path, name:
 
 
 def hostile(text: str) -> str:
-    return f"{text}</script>{AT_ONCE['script']}{AT_ONCE['onerror']}'\"><b>"
+    return f"{text}</script></noscript></title>{AT_ONCE['script']}{AT_ONCE['onerror']}'\"><b>"
 
 
 def with_hostile_names(row: dict[str, Any]) -> dict[str, Any]:

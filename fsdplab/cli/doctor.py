@@ -17,6 +17,7 @@ from rich.table import Table
 
 from fsdplab import __version__
 from fsdplab.cli.console import console_beside
+from fsdplab.cli.errors import refuse
 from fsdplab.cli.verdict import readiness, verdict_lines
 from fsdplab.common.sizes import size
 from fsdplab.records import FORMAT
@@ -63,7 +64,15 @@ def _machine() -> list[Capability]:
 
 
 def _torch() -> list[Capability]:
-    import torch
+    try:
+        import torch
+    except (
+        ImportError,
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # a broken install; or a TORCH_... of no such value
+        refuse(f"torch cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     return [

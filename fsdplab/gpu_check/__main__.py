@@ -19,6 +19,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import NoReturn
 
+from fsdplab.common.words import harmless
+
 from .check import Check, open_check
 from .runner import (
     CLOSING_S,
@@ -81,14 +83,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser().parse_args(arguments)
     try:
         if asked.open:
-            print(open_check(asked.open))
+            print(harmless(str(open_check(asked.open))))
             return PASSED
         plans = planned(asked)
         if asked.wheels:
             put_on_path(asked.wheels)
         out = fresh_folder(asked.out or Path(f"gpu-check-{asked.device}"))
     except (ValueError, OSError) as error:
-        print(f"fsdplab gpu-check: {error}", file=sys.stderr)
+        print(f"fsdplab gpu-check: {harmless(str(error))}", file=sys.stderr)
         return REFUSED
     try:
         with _ended_in_order():

@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdplab.common.files import write_whole
+from fsdplab.common.files import read_file, write_whole
 
 from .runner import STATUSES, Outcome, without_paths
 
 FORMAT = "fsdplab gpu check 1"
 MOST_BYTES = 15_000_000  # in an archive, before compression; tar's own blocks come on top
 MOST_ARCHIVES = 3
+_LARGEST_FILE = 10**8  # bytes of a check.json
 _LOG_HEAD, _LOG_TAIL = 100_000, 400_000  # bytes of one part's log that are kept
 _PER_FILE = 1536  # a tar header and padding, about
 Table = tuple[list[str], list[list[str]]]
@@ -114,7 +115,7 @@ def open_check(folder: Path | str) -> Check:
     """The check in `folder`; `print(open_check("data/gpu-check"))` shows its table. CheckError where there is none."""
     path = Path(folder) / "check.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_file(path, _LARGEST_FILE))
         if content["format"] != FORMAT:
             raise CheckError(
                 f"{path} has the format {content['format']!r}; expected {FORMAT!r}: run the check again with this"

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
+from fsdplab.common.words import harmless
 from fsdplab.profiling.traces.chrome import is_gzipped
 from fsdplab.profiling.traces.import_traces import TracedRecord
 from fsdplab.profiling.traces.merge import merge_traces
@@ -27,7 +28,7 @@ from fsdplab.records.record import ORIGINS
 
 _HEADER = ("quantity", "origin")
 _APOSTROPHE = "'"
-_FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # what a spreadsheet takes for the beginning of one, of full width too
+_FORMULA = tuple("=+-@\t\n＝＋－＠")  # what a spreadsheet takes for the beginning of one, of full width too
 _RANK = re.compile(r"^rank(\d+)\.pt\.trace\.json(\.gz)?$")
 
 
@@ -101,9 +102,9 @@ def export_csv(record: RunRecord, folder: str | Path) -> list[Path]:
     """Write every table of the record that has rows as plain `<table>.csv`, columns as in the record, and
     `provenance.csv`, which says what was measured; returns the files.
 
-    A text that a spreadsheet would run as a formula has an apostrophe before it, and so has one that begins with an
-    apostrophe: the unit `=cmd()` is written `'=cmd()`. `cell.removeprefix("'")` gives back every text as it was.
-    Numbers are written as they are.
+    Texts have no control characters. One that a spreadsheet would run as a formula has an apostrophe before it, and so
+    has one that begins with an apostrophe: the unit `=cmd()` is written `'=cmd()`. `cell.removeprefix("'")` gives back
+    every text. Numbers are written as they are.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,9 +133,11 @@ def _cell(value: object) -> object:
     >>> _cell("=1+1"), _cell("blocks.0"), _cell(-3)
     ("'=1+1", 'blocks.0', -3)
     """
-    if isinstance(value, str) and (value.lstrip().startswith(_FORMULA) or value.startswith((_APOSTROPHE, *_FORMULA))):
-        return f"{_APOSTROPHE}{value}"
-    return value
+    if not isinstance(value, str):
+        return value
+    text = harmless(value)
+    is_run = text.lstrip().startswith(_FORMULA) or text.startswith((_APOSTROPHE, *_FORMULA))
+    return f"{_APOSTROPHE}{text}" if is_run else text
 
 
 def _refuse_foreign(file: Path, is_own: Callable[[str], bool]) -> None:

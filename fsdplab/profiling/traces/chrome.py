@@ -28,7 +28,7 @@ from fsdplab.common.files import check_is_file
 LATEST_NS = 2**62  # sums of two times fit 64 bits
 _WINDOW = 1 << 20
 _LONGEST = 16 << 20  # no value of a trace is longer, nor all that is around its events; else it is damaged
-_LEAST_UNPACKED, _MOST_UNPACKED = 64 << 20, 100  # bytes, and their ratio to packed ones: a trace has 15 to 30
+_LEAST_UNPACKED, _MOST_UNPACKED = 16 << 20, 100  # bytes, and their ratio to packed ones: a trace has 15 to 30
 _AT_ONCE = 1 << 18
 _OPENING = 6  # characters with which every event of a file begins: `{"ph":`
 _BETWEEN = re.compile(r"[\s,]*")
