@@ -213,7 +213,7 @@ def _one_loader(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     others = statistics.median(own for other, own in means.items() if other != rank)
     worth = WORTH_SAYING * facts.step_s
     so = [ahead(facts.loading, rank, step) >= worth for step in {step for _, step in facts.loading}]
-    if means[rank] - others < worth or sum(so) <= MOST_OF_IT * len(so):
+    if min(means[rank] - others, left.waiting) < worth or sum(so) <= MOST_OF_IT * len(so):
         return None
     values = {"own": Time(means[rank]), "others": Time(others)}
     return Fact(kind, left.wait(means[rank] - others), rank=rank, values=values)
@@ -435,18 +435,16 @@ def _of_claim(kind: str, claim: Claim, **values: Any) -> Fact | None:
 
 _IDLE_COLUMNS = {
     "host_bound": "host_bound_ns", "data_loading": "data_loading_ns", "synchronisation": "synchronisation_ns",
-    "device_copies": "copies_ns", "kernel_gaps": "kernel_gap_ns", "idle": "rest_ns",
+    "device_copies": "copies_ns", "kernel_gaps": "kernel_gap_ns", "idle_without_core": "no_core_ns",
+    "idle": "rest_ns",
 }  # fmt: skip
 
 
 def _idle(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Idle time whose largest known cause this kind is, or, for `idle`, none that is large is known."""
-    causes = {name: facts.idle_s.get(column, 0.0) for name, column in _IDLE_COLUMNS.items()}
-    if facts.idle_s.keys() == set() and kind == "idle":
-        causes["idle"] = facts.other_s  # a record of before does not tell
-    large = {name: cost for name, cost in causes.items() if name != "idle" and cost >= IDLE * facts.step_s}
-    largest = max(large, key=large.__getitem__) if large else "idle"
-    if kind != largest or facts.other_s < IDLE * facts.step_s:
+    """Idle time of which this kind is the largest cause; for `idle` it is unknown."""
+    known = facts.idle_s or {"rest_ns": facts.other_s}  # a record of before does not tell
+    causes = {name: known.get(column, 0.0) for name, column in _IDLE_COLUMNS.items()}
+    if kind != max(causes, key=causes.__getitem__) or facts.other_s < IDLE * facts.step_s:
         return None
     others = {name: cost for name, cost in causes.items() if name != kind and cost >= 0.001 * facts.step_s}
     listed = ", ".join(f"{name.replace('_', ' ')} {Time(cost)}" for name, cost in others.items())
@@ -538,6 +536,8 @@ _LATE = "comes last to {last} of {of} collectives{where}, {by} after the others 
 _TITLE_IDLE = "Nothing ran for {other} of each step ({whole}): {of_it}"
 _NEITHER = "Neither computing nor communication ran. {rest}"
 
+_FEWER_RANKS = "Run fewer ranks than cores, and nothing beside them."
+
 _SHORT_OF_CORES = Rule(
     "short_of_cores", lambda kind, facts, left: None, "{sentence}",
     "Findings that depend on times are left out.",
@@ -576,7 +576,8 @@ _RULES = (
     Rule("slow_link", _slow_link, "{what}: {link} of communication beside {busy} of computing", "{text}", _faster_link),
     Rule("tiny_units", _tiny_units,
          "Units are too small: {count} collectives a step of {size} each spend {latency} on latency",
-         "Latency is {part} of all communication; it does not shrink with the bytes.",
+         "Latency is {part} of all communication; it does not shrink with the bytes. {seconds} of each step are"
+         " exposed.",
          _as_blocks("Make several blocks one unit: fewer, larger collectives.",
                     'Make whole blocks units (units="auto"), or several blocks one unit: fewer, larger collectives.')),
     Rule("one_big_unit", _one_big_unit,
@@ -611,7 +612,7 @@ _RULES = (
          f"{', or '.join([*_fewer_bytes(facts), 'more tokens a step, which the same copies serve'])}."),
     Rule("no_core", _no_core, "Ranks wait for a core for {seconds} of each step ({share}) inside their collectives",
          "Something else used the cores meanwhile: another process, or the transport's own threads.",
-         "Run fewer ranks than cores, and nothing beside them."),
+         _FEWER_RANKS),
     Rule("unknown", _unknown, "The cause of {seconds} of exposed time in each step ({share}) is unknown",
          "The trace does not show who issued these collectives, or what they waited for.",
          "Look at the timeline, or in Perfetto, for what runs beside them."),
@@ -633,6 +634,7 @@ _RULES = (
          "Copy the next batch on a stream of its own while this one computes (pin_memory=True, non_blocking=True)."),
     Rule("kernel_gaps", _idle, f"{_TITLE_IDLE}many short kernels followed each other, with a gap before each", _NEITHER,
          "Fuse them: torch.compile, fused optimizers, CUDA graphs."),
+    Rule("idle_without_core", _idle, f"{_TITLE_IDLE}the rank waited for a core", _NEITHER, _FEWER_RANKS),
     Rule("idle", _idle, f"{_TITLE_IDLE}the reason is unknown", _NEITHER,
          lambda facts: _ON_A_DEVICE if facts.record.environment.get("device") == "cuda" else _ON_A_CPU),
 )  # fmt: skip
