@@ -24,7 +24,7 @@ from fsdplab.figures import comparison_page
 from fsdplab.records import RunRecord, Summary, comparison_json, drift_sentence
 from fsdplab.sessions import RunSpec, compare, compare_runs
 from fsdplab.sessions.compare_runs import Rota, SpareMemory, why_no_turns
-from fsdplab.sessions.launch import launcher, turns
+from fsdplab.sessions.launch import launcher, turns, warm
 from fsdplab.sessions.launch.launcher import RunningRanks
 from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox, read_heartbeats
 from fsdplab.sessions.launch.turns import WAITING, OwnTurns, Turns, fifos_in
@@ -258,6 +258,23 @@ def test_an_interrupt_in_the_middle_of_a_turn_ends_all_runs(tmp_path: Path, star
         compare([lab(strategy, start=start) for strategy in ("zero1", "zero2")], directory=tmp_path, on_step=interrupt)
     assert processes_of(tmp_path) == [] and fifos_below(tmp_path) == []
     assert list(tmp_path.rglob("run.json")) == []
+
+
+@pytest.mark.skipif(warm.why_not() is not None, reason="ranks are not forked here")
+def test_a_killed_starter_ends_every_run_with_a_report_of_its_own(tmp_path: Path) -> None:
+    killed: list[int] = []
+
+    def kill_the_starter(row: Any) -> None:
+        if row["step_time_s"] is not None and not killed:
+            killed.append(warm.starter_pid() or 0)
+            os.kill(killed[0], signal.SIGKILL)
+
+    specs = [lab(strategy, start="warm") for strategy in ("zero1", "zero2", "full_shard")]
+    records = compare(specs, directory=tmp_path, on_step=kill_the_starter)
+    assert [record.status for record in records] == ["failed"] * 3
+    for record in records:
+        assert (record.failure or {})["message"].startswith("The warm starter, the process that forks the ranks, was")
+    assert processes_of(tmp_path) == [] and fifos_below(tmp_path) == []
 
 
 @linux
