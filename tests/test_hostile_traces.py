@@ -23,7 +23,6 @@ WAYS: dict[str, list[str]] = {
     "table": [], "tables": ["--tables"], "page": ["--html", "page.html"], "json": ["--json", "-"],
     "perfetto": ["--perfetto", "all.json"], "csv": ["--csv", "csv"], "tensorboard": ["--tensorboard", "log"],
 }  # fmt: skip
-NOT_YET = "neither a result nor one line yet"
 # what no result says: no number, amounts below zero, millions of seconds, and numbers of ten digits
 _ABSURD = re.compile(
     r"\bnan\b|\binf\b|(?<![\w.])-\d[\d.,]* (?:B|kB|MB|GB|TB|[num]?s|µs|ranks)\b"
@@ -136,32 +135,6 @@ CASES = {
     for kind, cases in (("zero", ZERO), ("long", LONG), ("negative", NEGATIVE), ("other", OTHER))
     for name, make in cases.items()
 }
-# case -> the ways in which it fails today
-FAILS_TODAY: dict[str, tuple[str, ...]] = {
-    "zero: kernels": ("page",),  # the timeline's height is divided by lanes without any work
-    "zero: kernels without steps": ("page",),
-    "zero: kernels and nothing else": tuple(WAYS),  # the step of a trace without step ranges has no device work
-    "zero: steps of a CPU": ("tables", "page"),  # idle time is a share of nothing
-    "zero: all events of a CPU": ("tables", "page"),
-    "long: operator": ("tables",),
-    "long: kernel": tuple(WAYS),
-    "long: collective of a CPU": ("tables",),
-    "long: collective of a GPU": tuple(WAYS),
-    "long: step": tuple(WAYS),
-    "long: late kernel": tuple(WAYS),
-    "negative: elements": ("tables",),
-    "negative: ranks of a group": ("tables",),
-    "negative: shape": ("tables",),
-    "negative: elements without end": ("tables",),
-    "negative: shape without end": ("tables",),
-}
-
-
-def marked(case: str, way: str) -> Any:
-    marks = [pytest.mark.xfail(reason=NOT_YET, strict=True)] if way in FAILS_TODAY.get(case, ()) else []
-    return pytest.param(case, way, marks=marks, id=f"{case}, {way}")
-
-
 # ---- what each gives
 
 
@@ -192,7 +165,8 @@ def no_number(name: str) -> None:
     raise AssertionError(f"{name} is not JSON")
 
 
-@pytest.mark.parametrize("case,way", [marked(case, way) for case in CASES for way in WAYS])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CASES)
 def test_an_odd_trace_is_a_result_or_one_line(case: str, way: str, report: Any, tmp_path: Path) -> None:
     path = written(tmp_path / "odd.json", CASES[case]())
     code, out, err = report(path, *WAYS[way])
@@ -208,13 +182,7 @@ def test_an_odd_trace_is_a_result_or_one_line(case: str, way: str, report: Any, 
         assert "NaN" not in re.findall(r'id="comparison">(.*?)</script>', Path("page.html").read_text())[0]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(name, marks=[pytest.mark.xfail(reason=NOT_YET, strict=True)] if "nothing else" in name else [])
-        for name in ZERO
-    ],
-)
+@pytest.mark.parametrize("case", ZERO)
 def test_the_parts_of_a_step_without_length_sum_to_it(case: str, tmp_path: Path) -> None:
     """And none of them is negative: the accounting holds for what takes no time."""
     from fsdplab.profiling import TraceError, analyse_trace
@@ -240,9 +208,6 @@ def test_times_since_1970_are_no_trace_of_fifty_years(tmp_path: Path, report: An
 # ---- folders
 
 
-@pytest.mark.xfail(
-    reason="both are called worker0: a trace gives its folder's name to its run only beside others", strict=True
-)
 def test_runs_of_one_trace_each_are_told_apart_by_their_folders(tmp_path: Path, report: Any) -> None:
     """Every job calls its first rank's trace worker0: two of them beside each other are known by where they lie."""
     for name in ("eager", "compiled"):

@@ -113,12 +113,22 @@ def load_all(paths: Sequence[Path], options: TraceOptions, detail: Detail) -> li
         runs = _runs_of_traces(paths)
         loaded = [RunRecord.load(path) for path in paths if not _is_one_trace(path) and not _traces_below(path)]
         progress = None if detail is Detail.QUIET else _print_progress
-        return loaded + [
+        traced = [
             record_of_traces(run, ranks=options.ranks, comm_patterns=options.comm_patterns, progress=progress)
             for run in runs
         ]
+        _name_apart(traced)
+        return loaded + traced
     except (AccountingError, RecordError, TraceError) as error:
         refuse(str(error))
+
+
+def _name_apart(traced: Sequence[RunRecord]) -> None:
+    """Runs of one name, such as worker0, which every job calls its first rank, are called as their folders are."""
+    names = [record.spec["strategy"] for record in traced]
+    for record, name in zip(traced, names):
+        if names.count(name) > 1:
+            record.spec["strategy"] = record.path.resolve().name
 
 
 def _its_record(path: Path) -> Path:

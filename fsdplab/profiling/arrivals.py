@@ -45,7 +45,7 @@ def late_rank_of(record: RunRecord) -> LateRank | None:
     None where nobody did.
     """
     summary = step_summary(record.table("breakdown"))
-    if summary is None:
+    if summary is None or not summary.step_ns:
         return None
     arrivals = arrivals_of(record, _steps_of(record))
     if record.provenance.get("step_time_s") == "simulated":  # every step would be the same

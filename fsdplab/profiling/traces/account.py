@@ -242,8 +242,7 @@ def _queued(cells: Cells, of: _Columns, on_gpu: bool) -> np.ndarray:
     began count.
     """
     carried, begun = cells.before(cells.inside(of.ways)), of.issue
-    if on_gpu and len(of.ways):
-        runs = close_gaps(of.ways, _BACK_TO_BACK_NS)
+    if on_gpu and len(runs := close_gaps(of.ways, _BACK_TO_BACK_NS)):
         at = np.searchsorted(runs[:, 0], of.start) - 1
         behind = (at >= 0) & (runs[at, 1] >= of.start)
         begun = np.where(behind, np.maximum(of.issue, runs[at, 0]), of.start)

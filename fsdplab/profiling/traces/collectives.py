@@ -408,4 +408,6 @@ def _group(transfer: Transfer) -> tuple[str, int | None]:
     details = transfer.details
     names = (details.get(key) for key in ("Process Group Description", "Process Group Name"))
     size = details.get("Group size")
-    return next((name for name in names if isinstance(name, str) and name), ""), size if type(size) is int else None
+    return next((name for name in names if isinstance(name, str) and name), ""), size if type(
+        size
+    ) is int and size > 0 else None

@@ -107,14 +107,20 @@ _ITEM_BYTES = {
 }  # fmt: skip
 
 
+_MOST_BYTES = 2**50
+_DAY_NS = 86_400 * 10**9
+_LONGEST_NS = 365 * _DAY_NS
+
+
 def tensor_bytes(dims: Any, kind: Any) -> int:
-    """Bytes of a tensor of a trace's `Input Dims` and `Input type`; 0 for what is no tensor.
+    """Bytes of a tensor of a trace's `Input Dims` and `Input type`; 0 for what is no tensor, or larger than a petabyte.
 
     >>> tensor_bytes([4, 8], "float"), tensor_bytes([], "Scalar")
     (128, 0)
     """
     plain = isinstance(dims, list) and dims and all(type(each) is int and each >= 0 for each in dims)
-    return math.prod(dims) * _ITEM_BYTES.get(str(kind).lower(), 0) if plain else 0
+    nbytes = math.prod(dims) * _ITEM_BYTES.get(str(kind).lower(), 0) if plain else 0
+    return nbytes if nbytes <= _MOST_BYTES else 0
 
 
 class OddEvent(ValueError):
@@ -411,6 +417,8 @@ class _Reader:
         self.first, self.last = first, last
         if first is not None and (first < -LATEST_NS or last > LATEST_NS):
             raise OddEvent("a time of more than 64 bits")
+        if first is not None and last - first > _LONGEST_NS:
+            raise OddEvent(f"events over {(last - first) // _DAY_NS} days")
 
     def _note_memory(self, given: Any) -> None:
         """The allocator of a device tells its whole; that of the CPU only what has changed since profiling began."""

@@ -66,6 +66,8 @@ def record_of_traces(
     check_one_job(analyses)
     analyses = with_peers(analyses)
     tables = {name: [row for each in analyses for row in each.rows(name)] for name in TABLES}
+    if not any(row["step_ns"] for row in tables["breakdown"]):
+        raise TraceError(f"{files[0]} has steps that take no time; record it again with PyTorch's profiler.")
     tables["steps"] = _steps(analyses)
     return TracedRecord(
         files[0].parent,
