@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -26,6 +27,7 @@ from fsdplab.figures.table import COLUMNS, cells
 from fsdplab.figures.view import RunView, view, views
 from fsdplab.records import CATEGORIES, RunRecord, Spread, Summary, comparison_json
 from fsdplab.records.summary import Peak, Predicted
+from tests.pictures import svg_of
 
 MB = 1_000_000
 SPLITS = {  # a model of 20 MB of parameters on two ranks, rounded
@@ -450,6 +452,13 @@ def test_page_opens_offline_in_a_browser(runs, tmp_path):
         assert page.locator(".js-plotly-plot").count() == 2
         browser.close()
     assert (asked, problems) == ([target.as_uri()], [])
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a chromium on the path")
+def test_a_page_of_a_figure_becomes_the_picture_that_readmes_show(runs):
+    picture = ET.fromstring(svg_of(figures.memory_by_category(runs).to_html(include_plotlyjs="cdn")))
+    said = " ".join(picture.itertext())
+    assert picture.tag.endswith("svg") and "card 80.0 MB (emulated)" in said and "optimizer state" in said
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a chromium on the path")

@@ -12,7 +12,7 @@ from fsdplab.figures.style import titled
 from fsdplab.profiling.step_summary import ExposedCell
 from fsdplab.records import RunRecord
 
-_PHASES = ("forward", "backward", "optimizer", "")
+_ORDER = {"forward": 0, "backward": 1, "optimizer": 2, "": 3}
 _LEAST = 130  # pixels of the cells, so that the labels of the colour bar stay apart
 
 Place = tuple[str, str, str]  # unit, phase and kind
@@ -29,8 +29,7 @@ def exposed_heatmap(record: RunRecord) -> go.Figure:
     nameless = profile.unnamed(record)
     cells: dict[Place, ExposedCell] = {(each.unit or nameless, each.phase, each.kind): each for each in every}
     units, few = profile.foremost_units(record, {key: each.exposed_ns for key, each in cells.items()})
-    order = {phase: place for place, phase in enumerate(_PHASES)}
-    columns = sorted({key[1:] for key in cells}, key=lambda column: (order.get(column[0], len(order)), column[1]))
+    columns = sorted({key[1:] for key in cells}, key=lambda column: (_ORDER.get(column[0], len(_ORDER)), column[1]))
     grid = [[cells.get((unit, *column)) for column in columns] for unit in units]
     figure = heat_map(
         [f"{phase} {kind}".strip() for phase, kind in columns],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from fsdplab.common.sizes import size
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.lines import line, peak
@@ -26,23 +28,19 @@ def memory_by_category(runs: Runs) -> go.Figure:
     if not shown:
         raise ValueError("no run has a memory measurement to draw; run with memory=True")
     ends = {run.label: f"<b>{size(run.peak)}</b>{' · out of memory' if run.over_card else ''}" for run in shown}
-    parts = [
-        Part(
-            CATEGORY_NAMES.get(name, name), CATEGORY_COLOURS.get(name, _UNSPLIT_COLOUR),
-            [_bytes_of(run, name) / MB for run in shown],
-        )
-        for name in (*CATEGORIES, UNSPLIT) if any(_bytes_of(run, name) for run in shown)
-    ]  # fmt: skip
+    splits = [{**run.split, UNSPLIT: max(0, run.known_peak - sum(run.split.values()))} for run in shown]
     emulated = any(run.card_emulated for run in shown)
     levels = {card_words(card, emulated): card / MB for card, far in _cards(shown).items() if not far}
     over = [run.label for run in shown if run.over_card]
-    figure = stacked_bars(ends, parts, "peak memory of the worst rank (MB)", levels=levels, alarming=over)
+    figure = stacked_bars(ends, _parts(splits), "peak memory of the worst rank (MB)", levels=levels, alarming=over)
     return titled(figure, _finding(shown), _conditions(shown), _alt(shown), 100 + 52 * len(shown))
 
 
-def _bytes_of(run: RunView, name: str) -> int:
-    """A category's bytes at the peak; those that no category accounts for: all of a peer engine's if unknown."""
-    return max(0, run.known_peak - sum(run.split.values())) if name == UNSPLIT else run.split.get(name, 0)
+def _parts(splits: Sequence[Mapping[str, int]]) -> list[Part]:
+    """The categories that at least one of the bars holds, in MB."""
+    held = [name for name in (*CATEGORIES, UNSPLIT) if any(split.get(name) for split in splits)]
+    looks = [(CATEGORY_NAMES.get(name, name), CATEGORY_COLOURS.get(name, _UNSPLIT_COLOUR)) for name in held]
+    return [Part(*look, [split.get(name, 0) / MB for split in splits]) for look, name in zip(looks, held)]
 
 
 def _cards(shown: list[RunView]) -> dict[int, bool]:
@@ -95,12 +93,7 @@ def predicted_memory(runs: Runs) -> go.Figure:
         )
     ends = {row: words for run in shown for row, words in _pair(run).items()}
     splits = [split for run in shown for split in (run.split, run.predicted_split)]  # a run's two together
-    names = [name for name in CATEGORIES if any(split.get(name) for split in splits)]
-    parts = [
-        Part(CATEGORY_NAMES[name], CATEGORY_COLOURS[name], [split.get(name, 0) / MB for split in splits])
-        for name in names
-    ]
-    figure = stacked_bars(ends, parts, "peak memory of the worst rank (MB)")
+    figure = stacked_bars(ends, _parts(splits), "peak memory of the worst rank (MB)")
     figure.update_traces(marker_opacity=[1.0, _PALE] * len(shown)).update_layout(bargap=0.18)
     what = f"{how_and_where(shown)}; predicted by playing the engine's allocations, before the run"
     peaks = [f"{run.label} {size(run.peak)}, predicted {size(run.predicted_peak)}" for run in shown]

@@ -112,7 +112,7 @@ def placed(drawn: Sequence[RunView], ranges: Ranges, lines: Sequence[Sides] = ()
             box = x + across - half, y + up - _LINE / 2, x + across + half, y + up + _LINE / 2
             if box[0] >= 0 and box[2] <= plot_width() and box[1] >= 0 and box[3] <= _HEIGHT:
                 costs.append((cost + 100 * _covered(box, taken) + 3 * _covered(box, lines), (across, up), box))
-        _, shift, box = min(costs, default=(0, (radius + half + 8, 0.0), taken[0]), key=lambda place: place[0])
+        _, shift, box = min(costs, default=(0, (radius + half + 12, 0.0), taken[0]), key=lambda place: place[0])
         shifts.append(shift)
         taken.append(box)
     return shifts
@@ -122,7 +122,7 @@ def _places(radius: float, half: float) -> list[tuple[int, tuple[float, float]]]
     """Places of a label of half width `half` around a bubble's middle, each with how far away it is."""
     found: list[tuple[int, tuple[float, float]]] = []
     for step in range(12):
-        beside, lift, above = radius + half + 8, step * _LINE, radius + 14 + step * _LINE
+        beside, lift, above = radius + half + 12, step * _LINE, radius + 14 + step * _LINE
         sides = ((beside, lift), (beside, -lift), (-beside, lift), (-beside, -lift), (0.0, above), (0.0, -above))
         found += [(step, shift) for shift in sides]
     return found

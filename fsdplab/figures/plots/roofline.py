@@ -17,7 +17,6 @@ from fsdplab.records import RunRecord
 
 _COLOURS = ("#0064c8", "#b84a0a", "#0aa06c", "#8a4a9e", "#d9b84a", "#6b7380")
 _PHASE_COLOURS = {"forward": COLLECTIVE_COLOURS["all_gather"], "backward": COLLECTIVE_COLOURS["all_gather in backward"]}
-_MOST_LINES = len(_COLOURS)
 
 
 def overlap_roofline(
@@ -30,8 +29,8 @@ def overlap_roofline(
     ValueError for no or more than six plans, and for a run without a profile.
     """
     plans = {"": specs} if isinstance(specs, PlanSpec) else dict(specs)
-    if not 1 <= len(plans) <= _MOST_LINES:
-        raise ValueError(f"a roofline draws 1 to {_MOST_LINES} plans, got {len(plans)}; leave some out, or add one")
+    if not 1 <= len(plans) <= len(_COLOURS):
+        raise ValueError(f"a roofline draws 1 to {len(_COLOURS)} plans, got {len(plans)}; leave some out, or add one")
     records = [measured] if isinstance(measured, RunRecord) else list(measured)
     found = {name: overlap_of(spec) for name, spec in plans.items()}
     runs = [(view, overlap_point(record)) for view, record in zip(views(records), records)] if records else []

@@ -21,7 +21,6 @@ STATE_COLOURS = {
     "sharded": "rgba(0,0,0,0)", "unsharding": "#ccd2d9", "unsharded": CATEGORY_COLOURS["gathered_parameters"]
 }  # fmt: skip
 _FILLINGS = {"on its way": "unsharding", "gathered from the other ranks": "unsharded"}
-_OUTLINE = "#808488"
 _ENTERED_BY = {"sharded": "reshard", "unsharding": "start_unshard", "unsharded": "finish_unshard"}  # methods of Unit
 _ROOM_FOR_NAMES = 20  # units above which their names no longer fit under the cells
 _MOST_CELLS = 1_500  # above it only the first ranks are drawn
@@ -154,7 +153,7 @@ def cells(life: UnitStates, at_ns: float, **axes: str) -> list[go.Bar]:
     words = {(rank, unit): hover_text(rank, unit, state[rank, unit]) for rank, unit in keys}
     wholes = [Span(row[rank], left[unit], 0.9, hover=words[rank, unit]) for rank, unit in keys]
     owns = [Span(row[rank], left[unit] + share * row[rank], share, hover=words[rank, unit]) for rank, unit in keys]
-    look: dict[str, Any] = dict(height=0.72, marker_line_color=_OUTLINE, **axes)
+    look: dict[str, Any] = dict(height=0.72, marker_line_color="#808488", **axes)
     whole = lane("unit", "#ffffff", wholes, showlegend=False, **look)
     legend = [lane(name, STATE_COLOURS[of], [Span(-9, 0, 0)], **look) for name, of in _FILLINGS.items()]
     own = lane("own slice", CATEGORY_COLOURS["parameter_slices"], owns, **look)

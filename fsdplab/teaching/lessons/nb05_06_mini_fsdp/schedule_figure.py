@@ -29,7 +29,8 @@ def schedule_figure(steps: Any, blocks: int = 4) -> go.Figure:
     try:
         played = play(steps, blocks)
     except ScheduleError as error:
-        return titled(go.Figure(), "This schedule cannot run", str(error), f"No schedule to draw: {error}.", height=40)
+        empty = go.Figure().update_xaxes(visible=False).update_yaxes(visible=False)
+        return titled(empty, "This schedule cannot run", str(error), f"No schedule to draw: {error}.", height=20)
     spans = [*played.actions, *waits(played), *played.memory]
     rows = _rows(blocks)
     figure = go.Figure([_bars(what, spans, rows) for what in _COLOURS if any(span.what == what for span in spans)])

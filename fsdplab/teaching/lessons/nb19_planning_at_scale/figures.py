@@ -38,26 +38,20 @@ def _panel(
     span: list[float],
 ) -> None:  # fmt: skip
     """One panel; the bar of the chosen number in the strong colour, each with its value above."""
-    for strong, colour in ((False, _PLAIN), (True, _CHOSEN)):
-        shown = [value if (name == chosen) == strong else 0.0 for name, value in zip(names, values)]
-        figure.add_trace(
-            go.Bar(
-                x=names, y=shown, xaxis=f"x{number}", yaxis=f"y{number}", showlegend=False,
-                marker=dict(color=colour, line=dict(color=EDGE, width=1)),
-                hovertemplate="%{x} GPUs: %{y:.3g}<extra></extra>",
-            )
-        )  # fmt: skip
-    for name, value, text in zip(names, values, texts):
-        figure.add_annotation(
-            x=name, y=value, xref=f"x{number}", yref=f"y{number}", text=text, showarrow=False, yanchor="bottom",
-        )  # fmt: skip
+    colours = [_CHOSEN if name == chosen else _PLAIN for name in names]
+    figure.add_trace(
+        go.Bar(
+            x=names, y=values, xaxis=f"x{number}", yaxis=f"y{number}", showlegend=False, text=texts,
+            textposition="outside", cliponaxis=False, marker=dict(color=colours, line=dict(color=EDGE, width=1)),
+            hovertemplate="%{x} GPUs: %{y:.3g}<extra></extra>",
+        )
+    )  # fmt: skip
     figure.add_annotation(
         x=span[0], y=1, xref="paper", yref="paper", text=f"<b>{words}</b>", showarrow=False, xanchor="left",
         yanchor="bottom", yshift=6,
     )  # fmt: skip
     figure.update_layout(
         {
-            "barmode": "stack",
             f"xaxis{number}": dict(domain=span, anchor=f"y{number}", type="category", title="GPUs", showgrid=False),
             f"yaxis{number}": dict(anchor=f"x{number}", range=[0, 1.15 * max(values)]),
         }
