@@ -26,7 +26,7 @@ import torch
 from torch._C._profiler import _EventType, _TensorMetadata
 
 from fsdplab.engine.events import Tag
-from fsdplab.profiling.memory.blocks import NEVER, AllocatorEvent
+from fsdplab.profiling.memory.blocks import NEVER, AllocatorEvent, blocks_of
 
 _BACKWARD = "autograd::engine::evaluate_function"
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -202,17 +202,14 @@ def _unseen_frees(
     return [AllocatorEvent(min(end, b.until - 1), b.event.pointer, -b.event.nbytes) for b, end in ends.items()]
 
 
-def _unfreed(made: Iterable[tuple[_Node, AllocatorEvent]]) -> list[_Unfreed]:
-    found: dict[int, list[_Unfreed]] = {}
-    for node, event in made:
-        here = found.setdefault(event.pointer, [])
-        if event.nbytes < 0:
-            del here[-1:]
-            continue
-        if here:
-            here[-1] = replace(here[-1], until=event.time_ns)
-        here.append(_Unfreed(node, event, NEVER))
-    return [block for blocks in found.values() for block in blocks]
+def _unfreed(made: Sequence[tuple[_Node, AllocatorEvent]]) -> list[_Unfreed]:
+    blocks = blocks_of(event for _, event in made)
+    lives = zip(blocks.born.tolist(), blocks.died.tolist(), blocks.times[blocks.died].tolist())
+    return [
+        _Unfreed(made[born - 1][0], made[born - 1][1], died_ns)
+        for born, died, died_ns in lives
+        if died_ns == NEVER or made[died - 1][1].nbytes > 0
+    ]
 
 
 def _uses(blocks: Iterable[_Unfreed], nodes: Iterable[_Node]) -> Iterator[tuple[_Unfreed, _Node]]:
