@@ -7,20 +7,24 @@ from __future__ import annotations
 import gc
 import math
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._profiler import _EventType
 from torch.profiler import record_function
 
 from fsdplab.engine.events import CATEGORIES, Tag, emit, tag
 from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
+from fsdplab.profiling.memory import events_of_trace
 from fsdplab.profiling.memory import recorder as memory_module
 from fsdplab.profiling.memory.events_of_trace import read_trace
 from fsdplab.profiling.memory.live_storages import cuda_blocks, living_storages
 from fsdplab.profiling.memory.resident_set import ResidentGrowth
+from fsdplab.profiling.memory.timeline import build_timeline
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.worker import engines
 from fsdplab.workloads import build_model
@@ -330,6 +334,48 @@ def test_other_devices_are_refused(device):
 def test_a_profile_without_a_tree_is_refused():
     with pytest.raises(RuntimeError, match="without an event tree"):
         read_trace(torch.profiler.profile(), CPU)
+
+
+class Given(SimpleNamespace):
+    """In place of the profiler's record of a tensor that an operator was given."""
+
+
+def operator(name: str, start_ns: int, end_ns: int, address: int) -> SimpleNamespace:
+    """A node of the profiler's tree: an operator that is given one tensor."""
+    tensor = Given(storage_data_ptr=address, sizes=[1], dtype=torch.float32, device=CPU)
+    return node(name, start_ns, end_ns, _EventType.TorchOp, SimpleNamespace(inputs=[tensor]))
+
+
+def allocation(time_ns: int, address: int, nbytes: int) -> SimpleNamespace:
+    """A node of the profiler's tree: an allocation, or a free where `nbytes` is negative."""
+    fields = SimpleNamespace(ptr=address, alloc_size=nbytes, device=CPU)
+    return node("[memory]", time_ns, time_ns, _EventType.Allocation, fields)
+
+
+def node(name: str, start_ns: int, end_ns: int, kind: Any, fields: Any) -> SimpleNamespace:
+    times = {"start_time_ns": start_ns, "end_time_ns": end_ns}
+    return SimpleNamespace(name=name, **times, tag=kind, typed=(kind, fields), parent=None, children=[])
+
+
+@pytest.mark.parametrize("second", [100, 120])
+def test_a_free_that_was_not_seen_does_not_end_what_comes_later_at_the_address(second, monkeypatch):
+    """The first block was freed on a thread that the profiler does not see; the second lies where it was, or inside."""
+    monkeypatch.setattr(events_of_trace, "_TensorMetadata", Given)
+    tree = [
+        allocation(1, 100, 50),
+        operator("c10d::allreduce_", 2, 3, 100),
+        allocation(10, second, 30),
+        operator("aten::mul", 12, 15, second),
+        allocation(20, second, -30),
+        allocation(30, 100, 40),
+        allocation(40, 100, -40),
+    ]
+    results = SimpleNamespace(experimental_event_tree=lambda: tree)
+    profile = SimpleNamespace(profiler=SimpleNamespace(kineto_results=results))
+    timeline = build_timeline(read_trace(profile, CPU).events)
+    seen = [(row["time_ns"], total) for row, total in zip(timeline.points, timeline.totals)]
+    assert seen == [(0, 0), (1, 50), (3, 0), (10, 30), (20, 0), (30, 40), (40, 0)]
+    assert timeline.unknown_frees == timeline.unseen_frees == 0
 
 
 def test_living_storages_skips_what_owns_no_memory():

@@ -7,12 +7,17 @@ from dataclasses import replace
 import pytest
 
 from fsdplab.engine.events import CATEGORIES, Tag
-from fsdplab.profiling.memory.block_lifetimes import AllocatorEvent, Storage, lifetimes_of, united
+from fsdplab.profiling.memory.blocks import LONG_AGO, NEVER, AllocatorEvent, blocks_of, united
 from fsdplab.profiling.memory.timeline import MAX_POINTS, TOLERANCE_NS, AccountingError, build_timeline, downsample
 
 pytestmark = pytest.mark.quick
 
 MS = 1_000_000  # nanoseconds
+
+
+def there(pointer: int, nbytes: int, category: str = "", gone_ns: int = NEVER) -> AllocatorEvent:
+    """A storage that was there when profiling began."""
+    return AllocatorEvent(LONG_AGO, pointer, nbytes, category, gone_ns=gone_ns)
 
 
 def alloc(ms: float, pointer: int, nbytes: int, category: str = "", unit: str = "") -> AllocatorEvent:
@@ -37,7 +42,7 @@ def series(timeline) -> list[tuple[float, dict[str, int]]]:
 
 
 def test_a_step_by_hand():
-    baseline = [Storage(1000, 100, "parameter_slices"), Storage(2000, 200, "optimizer_state"), Storage(3000, 7)]
+    baseline = [there(1000, 100, "parameter_slices"), there(2000, 200, "optimizer_state"), there(3000, 7)]
     events = [
         alloc(1, 5000, 40, "gathered_parameters", "block.0"),
         alloc(2, 6000, 30),
@@ -47,7 +52,7 @@ def test_a_step_by_hand():
         alloc(8, 8000, 9),  # after the last backward: a temporary of the optimizer
         free(9, 8000, 9),
     ]
-    timeline = build_timeline(baseline, events, tags=[tag("whole_gradients", 7000, 6)], work_end_ns=6 * MS)
+    timeline = build_timeline([*baseline, *events], tags=[tag("whole_gradients", 7000, 6)], work_end_ns=6 * MS)
     rest = {"parameter_slices": 100, "optimizer_state": 200, "other": 7}
     assert series(timeline) == [
         (0, rest),
@@ -67,9 +72,9 @@ def test_a_step_by_hand():
 
 
 def test_an_empty_step_is_its_baseline():
-    timeline = build_timeline([Storage(8, 5, "other")], [])
+    timeline = build_timeline([there(8, 5, "other")])
     assert series(timeline) == [(0, {"other": 5})] and timeline.peak_total == 5
-    assert build_timeline([], []).other_share == 0.0
+    assert build_timeline([]).other_share == 0.0
 
 
 def test_units_gathered_at_the_peak_are_named_in_order():
@@ -80,12 +85,12 @@ def test_units_gathered_at_the_peak_are_named_in_order():
         alloc(4, 200, 10, "gathered_parameters", "block.1"),
         alloc(5, 300, 10, "gathered_parameters", "block.1"),
     ]
-    assert build_timeline([], events).unit_names_gathered_at_peak == ["root", "block.1"]
+    assert build_timeline(events).unit_names_gathered_at_peak == ["root", "block.1"]
 
 
 def test_an_address_used_again_is_another_block():
     events = [alloc(1, 100, 50), free(2, 100, 50), alloc(3, 100, 50), free(4, 100, 50), alloc(5, 100, 50)]
-    timeline = build_timeline([], events, tags=[tag("whole_gradients", 100, 3.5)])
+    timeline = build_timeline(events, tags=[tag("whole_gradients", 100, 3.5)])
     assert [row for _, row in series(timeline)] == [
         {},
         {"activations": 50},
@@ -101,14 +106,14 @@ def test_a_tag_right_before_its_allocation_event_counts():
     on a machine that may pause between.
     """
     early = 1 - TOLERANCE_NS / MS / 2
-    timeline = build_timeline([], [alloc(1, 100, 50)], tags=[tag("gradient_slices", 100, early)])
+    timeline = build_timeline([alloc(1, 100, 50)], tags=[tag("gradient_slices", 100, early)])
     assert held(timeline.peak) == {"gradient_slices": 50} and timeline.found_late == 0
 
 
 def test_a_tag_prefers_the_block_alive_to_the_one_soon_after():
     soon = 2 + TOLERANCE_NS / MS / 4
     events = [alloc(1, 100, 50), free(2, 100, 50), alloc(soon, 100, 60)]
-    timeline = build_timeline([], events, tags=[tag("gradient_slices", 100, 1.999)])
+    timeline = build_timeline(events, tags=[tag("gradient_slices", 100, 1.999)])
     assert [row for _, row in series(timeline)] == [{}, {"gradient_slices": 50}, {}, {"activations": 60}]
 
 
@@ -116,89 +121,85 @@ def test_the_last_tag_wins_over_earlier_ones_ranges_and_hints():
     events = [alloc(1, 100, 50, "communication_buffers"), alloc(1, 200, 5, "communication_buffers"), alloc(1, 300, 2)]
     tags = [tag("whole_gradients", 100, 2), tag("gradient_slices", 100, 3, unit="a")]
     hints = [tag("gathered_parameters", at, 2) for at in (100, 200, 300)] + [tag("communication_buffers", 300, 3)]
-    timeline = build_timeline([], events, tags=tags, hints=hints)
+    timeline = build_timeline(events, tags=tags, hints=hints)
     assert held(timeline.peak) == {"gradient_slices": 50, "communication_buffers": 5, "gathered_parameters": 2}
 
 
 def test_tags_from_before_name_baseline_storages_of_their_size_only():
-    baseline = [Storage(100, 50), Storage(200, 60), Storage(300, 70)]
+    baseline = [there(100, 50), there(200, 60), there(300, 70)]
     old = [tag("parameter_slices", 100, -5, nbytes=50), tag("gathered_parameters", 200, -5, nbytes=61)]
-    timeline = build_timeline(baseline, [alloc(1, 400, 9)], tags=[*old, tag("gathered_parameters", 400, -5, nbytes=9)])
+    timeline = build_timeline([*baseline, alloc(1, 400, 9)], tags=[*old, tag("gathered_parameters", 400, -5, nbytes=9)])
     assert held(timeline.peak) == {"parameter_slices": 50, "other": 130, "activations": 9}
     assert timeline.found_late == 0
 
 
 def test_tags_in_the_step_name_baseline_storages():
-    timeline = build_timeline(
-        [Storage(100, 50)], [alloc(1, 200, 1)], tags=[tag("communication_buffers", 100, 2, nbytes=8)]
-    )
+    timeline = build_timeline([there(100, 50), alloc(1, 200, 1)], tags=[tag("communication_buffers", 100, 2, nbytes=8)])
     assert held(timeline.peak) == {"communication_buffers": 50, "activations": 1}
 
 
 def test_a_tag_inside_a_baseline_storage_names_it():
-    timeline = build_timeline([Storage(100, 50)], [], tags=[tag("communication_buffers", 120, 2, nbytes=8)])
+    timeline = build_timeline([there(100, 50)], tags=[tag("communication_buffers", 120, 2, nbytes=8)])
     assert held(timeline.peak) == {"communication_buffers": 50} and timeline.found_late == 0
 
 
 def test_tagged_memory_that_nothing_else_knows_was_there_all_along():
     """A shared arena, or a bucket made in C++: counted once, from the beginning, with the most that was seen of it."""
     tags = [tag("communication_buffers", 900, 2, nbytes=64), tag("communication_buffers", 900, 3, nbytes=80)]
-    timeline = build_timeline([Storage(100, 50, "other")], [alloc(1, 200, 1)], tags=tags)
+    timeline = build_timeline([there(100, 50, "other"), alloc(1, 200, 1)], tags=tags)
     assert timeline.baseline_total == 130 and timeline.found_late == 1
     assert held(timeline.peak) == {"other": 50, "communication_buffers": 80, "activations": 1}
 
 
 def test_a_baseline_storage_may_be_freed():
     timeline = build_timeline(
-        [Storage(100, 50, "whole_gradients")], [alloc(1, 200, 20), free(2, 100, 50), free(3, 200, 20)]
+        [there(100, 50, "whole_gradients"), alloc(1, 200, 20), free(2, 100, 50), free(3, 200, 20)]
     )
     assert [sum(row.values()) for _, row in series(timeline)] == [50, 70, 20, 0]
 
 
 def test_a_baseline_storage_may_be_seen_to_go():
-    baseline = [Storage(100, 50, "whole_gradients", gone_ns=2 * MS), Storage(300, 5, "other", gone_ns=4 * MS)]
-    timeline = build_timeline(baseline, [alloc(1, 200, 20), free(3, 300, 5)])
+    baseline = [there(100, 50, "whole_gradients", gone_ns=2 * MS), there(300, 5, "other", gone_ns=4 * MS)]
+    timeline = build_timeline([*baseline, alloc(1, 200, 20), free(3, 300, 5)])
     assert [(ms, sum(row.values())) for ms, row in series(timeline)] == [(0, 55), (1, 75), (2, 25), (3, 20), (4, 20)]
     assert timeline.unknown_frees == 0
 
 
 def test_a_double_free_changes_nothing_and_is_counted():
-    timeline = build_timeline([], [alloc(1, 100, 50), free(2, 100, 50), free(3, 100, 50)])
+    timeline = build_timeline([alloc(1, 100, 50), free(2, 100, 50), free(3, 100, 50)])
     assert timeline.totals == [0, 50, 0, 0] and timeline.unknown_frees == 1
 
 
 def test_an_unknown_free_changes_nothing_and_is_counted():
-    timeline = build_timeline([Storage(8, 1)], [free(1, 100, 50), alloc(2, 100, 10)])
+    timeline = build_timeline([there(8, 1), free(1, 100, 50), alloc(2, 100, 10)])
     assert timeline.totals == [1, 1, 11] and timeline.unknown_frees == 1
 
 
 @pytest.mark.parametrize("pointer,nbytes", [(100, 50), (90, 20), (140, 20), (110, 10), (50, 500)])
 def test_a_block_over_a_live_one_proves_that_the_old_one_is_gone(pointer, nbytes):
-    timeline = build_timeline([], [alloc(1, 100, 50), alloc(2, pointer, nbytes), free(3, pointer, nbytes)])
+    timeline = build_timeline([alloc(1, 100, 50), alloc(2, pointer, nbytes), free(3, pointer, nbytes)])
     assert timeline.totals == [0, 50, nbytes, 0] and timeline.unseen_frees == 1
     timeline.check()
 
 
 def test_one_block_may_replace_several():
-    lives = lifetimes_of([Storage(100, 50), Storage(200, 50), Storage(300, 50)], [alloc(1, 120, 100)], 0)
-    assert lives.totals == [150, 150] and lives.unseen_frees == 2
+    blocks = blocks_of([there(100, 50), there(200, 50), there(300, 50), alloc(1, 120, 100)])
+    assert blocks.totals == [150, 150] and blocks.unseen_frees == 2
 
 
 def test_neighbours_do_not_overlap():
-    lives = lifetimes_of([Storage(100, 50)], [alloc(1, 150, 10), alloc(2, 90, 10)], 0)
-    assert lives.totals == [50, 60, 70] and lives.unseen_frees == 0
+    blocks = blocks_of([there(100, 50), alloc(1, 150, 10), alloc(2, 90, 10)])
+    assert blocks.totals == [50, 60, 70] and blocks.unseen_frees == 0
 
 
 def test_shared_memory_is_counted_once():
-    joined = united(
-        [Storage(200, 5), Storage(120, 10, "activations"), Storage(100, 50), Storage(140, 20), Storage(100, 30)]
-    )
-    assert joined == [Storage(100, 60, "activations"), Storage(200, 5)]
+    joined = united([there(200, 5), there(120, 10, "activations"), there(100, 50), there(140, 20), there(100, 30)])
+    assert joined == [there(100, 60, "activations"), there(200, 5)]
 
 
 def test_events_come_in_any_order_and_equal_times_keep_theirs():
     events = [free(2, 100, 50), alloc(2, 100, 70), alloc(1, 100, 50)]
-    timeline = build_timeline([], events)
+    timeline = build_timeline(events)
     # one row at the time of the peak
     assert (timeline.totals, timeline.peak_total, timeline.unseen_frees) == ([0, 50, 70], 70, 0)
 
@@ -209,7 +210,7 @@ def test_the_peak_is_found_between_the_points_that_are_kept():
     for i in range(10_000):
         nbytes = 10**9 if i == 7_123 else 1000 + i % 17
         events += [alloc(i + 0.25, 4096, nbytes), free(i + 0.5, 4096, nbytes)]
-    timeline = build_timeline([Storage(8, 24, "other")], events)
+    timeline = build_timeline([there(8, 24, "other"), *events])
     timeline.check()
     assert timeline.peak_total == 10**9 + 24 and timeline.peak_time_ns == 7_123.25 * MS
     assert {"time_ns": timeline.peak_time_ns, **timeline.peak} in timeline.points
@@ -226,7 +227,7 @@ def test_thinning_keeps_troughs_and_crests_of_every_stretch():
 
 
 def test_check_rejects_a_timeline_that_does_not_add_up():
-    good = build_timeline([Storage(8, 24, "other")], [alloc(1, 100, 50)])
+    good = build_timeline([there(8, 24, "other"), alloc(1, 100, 50)])
     good.check()
     more = [row | {"activations": row["activations"] + 1} for row in good.points]
     with pytest.raises(AccountingError, match="sum to 25, the allocator's running total is 24"):

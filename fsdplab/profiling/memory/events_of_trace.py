@@ -17,45 +17,34 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Set
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch._C._profiler import _EventType, _TensorMetadata
 
 from fsdplab.engine.events import Tag
-from fsdplab.profiling.memory.block_lifetimes import NEVER, AllocatorEvent
+from fsdplab.profiling.memory.blocks import NEVER, AllocatorEvent, blocks_of
 
 _BACKWARD = "autograd::engine::evaluate_function"
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _COLLECTIVES = ("c10d::", "gloo:", "nccl:")
 _MAKES_BUCKETS = "DistributedDataParallel.forward"  # DDP makes its buckets anew in its second forward, in C++
-# An allocation directly in one of these ranges is the gathered parameters' own storage. (FSDP2 and the lab, then
-# FSDP1.)
+# What is allocated directly in one of these ranges is the gathered parameters' own storage: FSDP2 and the lab, FSDP1.
 _GATHERED_IN = (
     "FSDP::all_gather_copy_out",
-    "FullyShardedDataParallel._pre_forward",
-    "FullyShardedDataParallel._pre_backward_prefetch",
-    "FullyShardedDataParallel._pre_backward_hook",
+    *(f"FullyShardedDataParallel.{name}" for name in ("_pre_forward", "_pre_backward_prefetch", "_pre_backward_hook")),
 )
-# The innermost of these ranges around an allocation decides. Memory that autograd's accumulation keeps is an engine's
-# bucket.
-_CATEGORY_IN = (
-    *((name, "communication_buffers") for name in _COLLECTIVES),
-    ("FSDP::all_gather", "communication_buffers"),
-    ("FSDP::post_backward_reduce", "communication_buffers"),
-    ("FSDP::all_reduce", "communication_buffers"),
-    (_ACCUMULATE, "communication_buffers"),
-    ("Optimizer.step", "other"),
-)
+# Memory that autograd's accumulation keeps is an engine's bucket.
+_BUFFERS_IN = (*_COLLECTIVES, "FSDP::all_gather", "FSDP::post_backward_reduce", "FSDP::all_reduce", _ACCUMULATE)
+_TEMPORARIES_IN = "Optimizer.step"
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Allocator events in order of time; whole gradients as tags; uses by collectives as hints; when the last backward
-    ended.
-    """
+    """Allocator events; whole gradients as tags; uses by collectives as hints; when the last backward ended."""
 
     events: list[AllocatorEvent]
     gradients: list[Tag]
@@ -83,198 +72,153 @@ def read_trace(
             f"torch {torch.__version__} gave a profile without an event tree, so its memory cannot be measured; "
             "fsdplab reads torch 2.11 to 2.15: install one of these, or run with memory=False"
         )
-    nodes = sorted(_walk(results.experimental_event_tree()), key=lambda node: node.start_ns)
-    events = [event for node in nodes if (event := _allocation(node, device)) is not None]
-    uses = _Uses(device, gathers_into_parameters)
-    for node in nodes:
-        uses.see(node)
-    ends = [node.of_tree.end_time_ns for node in nodes if node.name.startswith(_BACKWARD)]
+    waiting, nodes = [_Node(root, (), device) for root in results.experimental_event_tree()], list[_Node]()
+    while waiting:
+        nodes.append(waiting.pop())
+        waiting += nodes[-1].children
+    nodes.sort(key=lambda node: node.start_ns)
+    made = [(node, node.event) for node in nodes if node.event]
     return Trace(
-        events + _unseen_frees(nodes, events, device, buffers, alive),
-        uses.gradients,
-        uses.hints,
-        max(ends, default=NEVER),
+        [event for _, event in made] + _unseen_frees(_unfreed(made), nodes, buffers, alive),
+        [tag for node in nodes if node.name == _ACCUMULATE for tag in node.tags("whole_gradients")],
+        _hints(nodes, gathers_into_parameters),
+        max((node.end_ns for node in nodes if node.name.startswith(_BACKWARD)), default=NEVER),
     )
 
 
-class _Node(NamedTuple):
-    """A node of the tree, with what is asked for often: each question to the tree makes its answer anew."""
+class _Node:
+    """A node of the tree, as far as it concerns one device. The tree makes every answer anew, so answers are kept."""
 
-    of_tree: Any
-    name: str
-    start_ns: int
-    kind: Any
-    allocation: Any  # its fields, None for what is no allocation
+    def __init__(self, of_tree: Any, around: Sequence[str], device: torch.device) -> None:
+        self._of_tree, self._device, self._kind = of_tree, device, of_tree.tag
+        self.around = around  # the names of the ranges that it happened in, the innermost first
+        self.name, self.start_ns, self.end_ns = of_tree.name, of_tree.start_time_ns, of_tree.end_time_ns
+        self.event = self._allocator_event() if self._kind == _EventType.Allocation else None
+
+    @property
+    def children(self) -> list[_Node]:
+        around = (self.name, *self.around)
+        return [_Node(child, around, self._device) for child in self._of_tree.children]
+
+    @cached_property
+    def given(self) -> list[tuple[int, int]]:
+        """(address, bytes seen of it) of every storage that the operator was given, in order."""
+        inputs = self._of_tree.typed[1].inputs if self._kind == _EventType.TorchOp else ()
+        held = [tensor for tensor in _tensors(inputs) if tensor.storage_data_ptr and self._here(tensor)]
+        return [(tensor.storage_data_ptr, math.prod(tensor.sizes) * tensor.dtype.itemsize) for tensor in held]
+
+    def tags(self, category: str) -> list[Tag]:
+        """A tag for every storage that the operator was given."""
+        return [Tag(category, pointer, nbytes, self.start_ns, "") for pointer, nbytes in self.given]
+
+    def _allocator_event(self) -> AllocatorEvent | None:
+        fields = self._of_tree.typed[1]
+        if not self._here(fields):
+            return None
+        home = _home(self.around) if fields.alloc_size > 0 else ()
+        return AllocatorEvent(self.start_ns, fields.ptr, fields.alloc_size, *home)
+
+    def _here(self, thing: Any) -> bool:
+        found, wanted = thing.device, self._device
+        return found.type == wanted.type and (wanted.type == "cpu" or found.index == wanted.index)
 
 
-def _walk(roots: Iterable[Any]) -> Iterator[_Node]:
-    waiting = list(roots)
-    while waiting:
-        node = waiting.pop()
-        yield _node(node)
-        waiting.extend(node.children)
+def _tensors(inputs: Iterable[Any]) -> Iterator[Any]:
+    for one in inputs:
+        if isinstance(one, (list, tuple)):
+            yield from _tensors(one)
+        elif isinstance(one, _TensorMetadata):
+            yield one
 
 
-def _node(node: Any) -> _Node:
-    kind = node.tag
-    return _Node(node, node.name, node.start_time_ns, kind, node.typed[1] if kind == _EventType.Allocation else None)
-
-
-def _allocation(node: _Node, device: torch.device) -> AllocatorEvent | None:
-    fields = node.allocation
-    if fields is None or not _same(fields.device, device):
-        return None
-    category, unit = _home(node) if fields.alloc_size > 0 else ("", "")
-    return AllocatorEvent(node.start_ns, fields.ptr, fields.alloc_size, category, unit)
-
-
-def _same(found: torch.device, wanted: torch.device) -> bool:
-    return found.type == wanted.type and (wanted.type == "cpu" or found.index == wanted.index)
-
-
-def _home(node: _Node) -> tuple[str, str]:
-    """The category, and the unit where the name holds one, that the ranges around an allocation give it."""
-    chain = list(_ancestors(node.of_tree))
-    if chain and chain[0].startswith(_GATHERED_IN):
-        return "gathered_parameters", _unit(chain[0])
-    for name in chain:
-        for prefix, category in _CATEGORY_IN:
-            if name.startswith(prefix):
-                return category, _unit(name)
+def _home(around: Sequence[str]) -> tuple[str, str]:
+    """The category and the unit that the ranges around an allocation give it; the innermost known range decides."""
+    if around and around[0].startswith(_GATHERED_IN):
+        return "gathered_parameters", _unit(around[0])
+    for name in around:
+        if name.startswith(_BUFFERS_IN):
+            return "communication_buffers", _unit(name)
+        if name.startswith(_TEMPORARIES_IN):
+            return "other", ""
     return "", ""
 
 
-def _ancestors(node: Any) -> Iterator[str]:
-    while (node := node.parent) is not None:
-        yield node.name
-
-
 def _unit(name: str) -> str:
-    """`FSDP::all_gather (blocks.3)` -> `blocks.3`; FSDP2 leaves the root's name out."""
-    if not name.startswith("FSDP::"):
-        return ""
-    found = re.search(r"\((.+)\)$", name)
-    return found.group(1) if found else "root"
+    """`FSDP::all_gather (blocks.3)` -> `blocks.3`; FSDP2 leaves the root's name out, and FSDP1 all names."""
+    found = re.fullmatch(r"FSDP::.*?(?:\((.+)\))?", name)
+    return (found.group(1) or "root") if found else ""
 
 
-def _storages(node: _Node, device: torch.device) -> list[tuple[int, int]]:
-    """(address, bytes seen of it) of every storage an operator was given on the device, in order."""
-    tensors = [t for t in _tensors(node) if _same(t.device, device)]
-    return [(t.storage_data_ptr, math.prod(t.sizes) * t.dtype.itemsize) for t in tensors]
-
-
-def _tensors(node: _Node) -> list[Any]:
-    """The tensors with a storage that an operator was given."""
-    inputs = node.of_tree.typed[1].inputs if node.kind == _EventType.TorchOp else ()
-    return [t for t in _flat(inputs) if isinstance(t, _TensorMetadata) and t.storage_data_ptr]
-
-
-def _flat(inputs: Iterable[Any]) -> Iterator[Any]:
-    for one in inputs:
-        yield from _flat(one) if isinstance(one, (list, tuple)) else (one,)
-
-
-class _Uses:
-    """Infers from operators, in order of time, the uses of their addresses."""
-
-    def __init__(self, device: torch.device, gathers_into_parameters: bool) -> None:
-        self.gradients: list[Tag] = []
-        self.hints: list[Tag] = []
-        self._device = device
-        self._into_parameters = gathers_into_parameters
-        self._gathered: set[int] = set()
-
-    def see(self, node: _Node) -> None:
-        if node.name == _ACCUMULATE:
-            self.gradients += self._tags(node, "whole_gradients")
-        elif node.name.startswith(_COLLECTIVES):
-            self._collective(node)
-        elif self._into_parameters and node.name == "aten::cat":
-            self._concatenation(node)
-
-    def _collective(self, node: _Node) -> None:
-        tags = self._tags(node, "communication_buffers")
-        if self._into_parameters and node.name.startswith("c10d::") and "gather" in node.name and tags:
-            self._gathered.add(tags[0].pointer)
-            tags[0] = self._tags(node, "gathered_parameters")[0]
-        self.hints += tags
-
-    def _concatenation(self, node: _Node) -> None:
-        sources = {pointer for pointer, _ in _storages(node, self._device)}
-        if sources and sources <= self._gathered:
-            made = (
-                event
-                for child in node.of_tree.children
-                if (event := _allocation(_node(child), self._device)) and event.nbytes > 0
-            )
-            self.hints += [Tag("gathered_parameters", event.pointer, event.nbytes, event.time_ns, "") for event in made]
-
-    def _tags(self, node: _Node, category: str) -> list[Tag]:
-        return [Tag(category, at, nbytes, node.start_ns, "") for at, nbytes in _storages(node, self._device)]
+def _hints(nodes: Iterable[_Node], gathers_into_parameters: bool) -> list[Tag]:
+    """The buffers of collectives; where gathers go into parameters, their outputs and what is concatenated from them
+    alone.
+    """
+    hints, gathered = [], set()
+    for node in nodes:
+        if node.name.startswith(_COLLECTIVES):
+            tags = node.tags("communication_buffers")
+            if gathers_into_parameters and node.name.startswith("c10d::") and "gather" in node.name and tags:
+                gathered.add(tags[0].pointer)
+                tags[0] = replace(tags[0], category="gathered_parameters")
+            hints += tags
+        elif gathers_into_parameters and node.name == "aten::cat":
+            sources = {pointer for pointer, _ in node.given}
+            made = [child.event for child in node.children if child.event and child.event.nbytes > 0]
+            if sources and sources <= gathered:
+                hints += [Tag("gathered_parameters", new.pointer, new.nbytes, new.time_ns, "") for new in made]
+    return hints
 
 
 # ---- frees on threads that the profiler does not see
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class _Unfreed:
-    """An allocation without a free: it ended before `until`, after the last operator that used it."""
+    """An allocation without a free; `until` is when its memory was allocated again."""
 
-    born_ns: int
-    pointer: int
-    nbytes: int
-    travelled: bool  # whether a collective allocated it or was given it
-    stays: bool  # whether only C++ holds it, so that Python cannot see it
-    last_use_ns: int
-    until: int = NEVER
+    node: _Node
+    event: AllocatorEvent
+    until: int
 
 
 def _unseen_frees(
-    nodes: list[_Node],
-    events: list[AllocatorEvent],
-    device: torch.device,
-    buffers: Set[int],
-    alive: Callable[[], Set[int]],
+    unfreed: Sequence[_Unfreed], nodes: Sequence[_Node], buffers: Set[int], alive: Callable[[], Set[int]]
 ) -> list[AllocatorEvent]:
-    """The missing frees: of memory used by a collective that is neither alive at the end nor at its address."""
-    blocks = _unfreed(nodes, events)
-    for block, _ in _uses_of(blocks, (node for node in nodes if node.name.startswith(_COLLECTIVES)), device):
-        block.travelled = True
-    travelled = (block for block in blocks if block.travelled or block.pointer in buffers)
-    doubtful = [block for block in travelled if block.until == NEVER and not block.stays]
+    """The missing frees: of memory that was allocated again, and of what a collective used that is not alive at the
+    end. Such memory ended with its last use.
+    """
+    collectives = [node for node in nodes if node.name.startswith(_COLLECTIVES)]
+    travelled = {block for block, _ in _uses(unfreed, collectives)}
+    travelled |= {
+        b for b in unfreed if b.event.pointer in buffers or any(name.startswith(_COLLECTIVES) for name in b.node.around)
+    }
+    # only C++ holds what DDP makes, so that Python cannot see whether it is alive
+    doubtful = [b for b in unfreed if b.until == NEVER and b in travelled and _MAKES_BUCKETS not in b.node.around]
     living = alive() if doubtful else set()
-    gone = [b for b in blocks if b.until < NEVER] + [b for b in doubtful if b.pointer not in living]
-    for block, user in _uses_of(gone, nodes, device):
-        block.last_use_ns = max(block.last_use_ns, user.of_tree.end_time_ns)
-    return [AllocatorEvent(min(block.last_use_ns, block.until - 1), block.pointer, -block.nbytes) for block in gone]
+    gone = [b for b in unfreed if b.until < NEVER] + [b for b in doubtful if b.event.pointer not in living]
+    ends = {block: block.event.time_ns for block in gone}
+    for block, user in _uses(gone, nodes):
+        ends[block] = max(ends[block], user.end_ns)
+    return [AllocatorEvent(min(end, b.until - 1), b.event.pointer, -b.event.nbytes) for b, end in ends.items()]
 
 
-def _uses_of(blocks: list[_Unfreed], nodes: Iterable[_Node], device: torch.device) -> Iterator[tuple[_Unfreed, _Node]]:
+def _unfreed(made: Sequence[tuple[_Node, AllocatorEvent]]) -> list[_Unfreed]:
+    blocks = blocks_of(event for _, event in made)
+    lives = zip(blocks.born.tolist(), blocks.died.tolist(), blocks.times[blocks.died].tolist())
+    return [
+        _Unfreed(made[born - 1][0], made[born - 1][1], died_ns)
+        for born, died, died_ns in lives
+        if died_ns == NEVER or made[died - 1][1].nbytes > 0
+    ]
+
+
+def _uses(blocks: Iterable[_Unfreed], nodes: Iterable[_Node]) -> Iterator[tuple[_Unfreed, _Node]]:
     """The blocks beside the operators that were given them."""
     at: dict[int, list[_Unfreed]] = {}
     for block in blocks:
-        at.setdefault(block.pointer, []).append(block)
+        at.setdefault(block.event.pointer, []).append(block)
     for node in nodes if at else ():
-        for tensor in _tensors(node):
-            for block in at.get(tensor.storage_data_ptr, ()):
-                if block.born_ns <= node.start_ns < block.until and _same(tensor.device, device):
+        for pointer, _ in node.given:
+            for block in at.get(pointer, ()):
+                if block.event.time_ns <= node.start_ns < block.until:
                     yield block, node
-
-
-def _unfreed(nodes: list[_Node], events: list[AllocatorEvent]) -> list[_Unfreed]:
-    """The blocks that were not seen to be freed."""
-    allocations = {(node.start_ns, node.allocation.ptr): node for node in nodes if node.allocation is not None}
-    unfreed: dict[int, list[_Unfreed]] = {}
-    for event in events:
-        earlier = unfreed.setdefault(event.pointer, [])
-        if event.nbytes < 0:
-            del earlier[-1:]
-            continue
-        if earlier:
-            earlier[-1].until = event.time_ns
-        around = tuple(_ancestors(allocations[event.time_ns, event.pointer].of_tree))
-        travelled = any(name.startswith(_COLLECTIVES) for name in around)
-        earlier.append(
-            _Unfreed(event.time_ns, event.pointer, event.nbytes, travelled, _MAKES_BUCKETS in around, event.time_ns)
-        )
-    return [block for blocks in unfreed.values() for block in blocks]

@@ -19,32 +19,26 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fsdplab.engine.events import Event, Tag, subscribe
+from fsdplab.profiling.memory.blocks import AllocatorEvent
 from fsdplab.profiling.memory.events_of_trace import read_trace
-from fsdplab.profiling.memory.live_storages import (
-    OffloadedTensors,
-    WatchedStorages,
-    alive_now,
-    gradient_tags,
-    inner_optimizer,
-    named_storages,
-    state_addresses,
-)
+from fsdplab.profiling.memory.live_storages import Owners, WatchedStorages, address, alive_now
 from fsdplab.profiling.memory.resident_set import ResidentGrowth
 from fsdplab.profiling.memory.timeline import MemoryTimeline, build_timeline
 from fsdplab.profiling.saving import save_trace
 from fsdplab.profiling.stopping import await_gloo_threads
 
 
-class TagLog:
+class TagLog(AbstractContextManager["TagLog"]):
     """The newest tag of every address, kept from before the model is built so that long-lived buffers have a name.
 
     >>> log = TagLog()
@@ -55,7 +49,8 @@ class TagLog:
 
     def __init__(self) -> None:
         self._newest: dict[int, Tag] = {}
-        self._unsubscribe: Callable[[], None] | None = subscribe(self._on_event)
+        self._until_closed = ExitStack()
+        self._until_closed.callback(subscribe(self._on_event))
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Tag):
@@ -68,24 +63,25 @@ class TagLog:
 
     def close(self) -> None:
         """Stop recording; the tags stay."""
-        if self._unsubscribe is not None:
-            self._unsubscribe()
-            self._unsubscribe = None
-
-    def __enter__(self) -> TagLog:
-        return self
+        self._until_closed.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class MemoryRecorder:
     """Measures the memory of the one step inside its `with`: forward, backward, optimizer step, zero_grad.
 
     `tags` is the log that was started before the model was built (lab engine); `ignore` lists tensors that are no part
-    of training, such as the text that batches are cut from. With `offloaded`, offloaded tensors are left out, also
-    where the host computes (`OffloadedTensors`). With `save_trace` the profiler's trace of the step is written there.
-    An exception inside the step passes through and leaves no timeline. No other `torch.profiler` may run.
+    of training, such as the text that batches are cut from. With `save_trace` the profiler's trace of the step is
+    written there. An exception inside the step passes through and leaves no timeline. No other `torch.profiler` may
+    run.
+
+    With `offloaded`, offloaded tensors do not count. A GPU's allocator never sees them. On CPU ranks this is emulated:
+    parameters and optimizer state are left out from the beginning, a reduced gradient from the moment its parameter
+    gets it. Memory in use counts, as on a card, except a card's staging copy of the slice that is being gathered in its
+    own dtype: one unit's, at most.
 
     >>> model = torch.nn.Linear(1000, 10, bias=False)
     >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -97,130 +93,114 @@ class MemoryRecorder:
     40000
     """
 
-    def __init__(
-        self,
-        *,
-        model: torch.nn.Module,
-        optimizer: Any,
-        engine: str,
-        device: torch.device,
-        tags: TagLog | None = None,
-        ignore: Iterable[torch.Tensor] = (),
-        offloaded: bool = False,
-        save_trace: Path | None = None,
-    ) -> None:
-        self._device = _indexed(device)
-        self._model, self._engine = model, engine
-        self._outer, self._optimizer = optimizer, inner_optimizer(optimizer)
-        self._log, self._ignore, self._save_trace = tags, list(ignore), save_trace
-        self._offloaded = OffloadedTensors(model, self._optimizer, self._device) if offloaded else None
+    model: torch.nn.Module
+    optimizer: Any
+    engine: str
+    device: torch.device
+    tags: TagLog | None = None
+    ignore: Iterable[torch.Tensor] = ()
+    offloaded: bool = False
+    save_trace: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.device = _indexed(self.device)
+        self._owners = Owners(self.model, self.optimizer, self.engine, self.device)
         self._heard: list[Tag] = []
         self._gradients: list[Tag] = []
+        self._departures: list[AllocatorEvent] = []
         self._timeline: MemoryTimeline | None = None
 
     @property
     def timeline(self) -> MemoryTimeline:
         """The measured timeline; `RuntimeError` before the step has ended."""
         if self._timeline is None:
-            raise RuntimeError(
-                "no timeline yet: read recorder.timeline after its `with` block, and only if the step inside did not"
-                " fail"
-            )
+            after = "read recorder.timeline after its `with` block, and only if the step inside did not fail"
+            raise RuntimeError(f"no timeline yet: {after}")
         return self._timeline
 
     def __enter__(self) -> MemoryRecorder:
         gc.collect()  # garbage in cycles is no memory of the step, and would be freed at any instant
-        self._old_tags = self._trusted_tags()
-        named = named_storages(self._model, self._outer, self._engine, self._device)
-        resting = self._offloaded.resting() if self._offloaded else []
-        self._storages = WatchedStorages(self._device, named, [*self._ignore, *resting])
-        self._settle_device()
+        # an address that is the optimizer's by now was another buffer's when it was tagged
+        state = self._owners.state_addresses()
+        self._old_tags = [tag for tag in (self.tags.tags if self.tags else ()) if tag.pointer not in state]
+        resting = [*self.model.parameters(), *self._owners.state()] if self.offloaded else []
+        self._storages = WatchedStorages(self.device, self._owners.categories(), [*self.ignore, *resting])
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True)
         self._profile.start()
-        self._undo = [
-            subscribe(self._on_event),
-            *self._watch_optimizer(),
-            *(self._offloaded.watch() if self._offloaded else []),
-        ]
+        self._until_end = self._watch()
         self._growth = ResidentGrowth()
         self._start_ns = time.time_ns()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         measured = {"resident_growth": self._growth.stop(), **self._allocator_peaks()}
         self._note_gradients()
         self._storages.stop()
-        for undo in self._undo:
-            undo()
-        tags = [*self._old_tags, *self._heard, *self._state_tags()]
+        self._until_end.close()
+        tags = [*self._old_tags, *self._heard]
+        if not self.offloaded:
+            now = time.time_ns()
+            tags += [Tag("optimizer_state", at, 0, now, "") for at in self._owners.state_addresses()]
         await_gloo_threads()
         self._profile.stop()
-        if error is None and self._save_trace is not None:
-            save_trace(self._profile, self._save_trace)
-        if error is None:
+        if kind is None and self.save_trace is not None:
+            save_trace(self._profile, self.save_trace)
+        if kind is None:
             self._timeline = self._build(tags, measured)
         del self._profile
 
     # ---- while the step runs
 
+    def _watch(self) -> ExitStack:
+        """Listen to the engine, the optimizer and, where gradients are offloaded, to the parameters."""
+        stack = ExitStack()
+        stack.callback(subscribe(self._on_event))
+        if (optimizer := self._owners.optimizer) is not None:
+            stack.callback(optimizer.register_step_pre_hook(lambda *_: self._note_gradients()).remove)
+            stack.callback(optimizer.register_step_post_hook(lambda *_: self._storages.look()).remove)
+        for parameter in self.model.parameters() if self.offloaded else ():
+            if parameter.requires_grad:
+                stack.callback(parameter.register_post_accumulate_grad_hook(self._gradient_left).remove)
+        return stack
+
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Tag):
             self._heard.append(event)
 
-    def _watch_optimizer(self) -> list[Callable[[], None]]:
-        if self._optimizer is None:
-            return []
-        before = self._optimizer.register_step_pre_hook(lambda *_: self._note_gradients())
-        after = self._optimizer.register_step_post_hook(lambda *_: self._storages.look())
-        return [before.remove, after.remove]
-
     def _note_gradients(self) -> None:
         self._storages.look()
-        if self._offloaded is not None:
-            return  # they left when their parameters got them
-        self._gradients += gradient_tags(self._model, self._optimizer, self._engine, self._device)
+        if not self.offloaded:
+            self._gradients += self._owners.gradient_tags()
 
-    # ---- before and after
+    def _gradient_left(self, parameter: torch.Tensor) -> None:
+        gradient = getattr(parameter.grad, "_local_tensor", parameter.grad)
+        if at := address(gradient, self.device):
+            self._departures.append(AllocatorEvent(time.time_ns(), at, -gradient.untyped_storage().nbytes()))
 
-    def _trusted_tags(self) -> list[Tag]:
-        """Tags from before the step, but for addresses where the optimizer's state lifetimes now."""
-        state = state_addresses(self._optimizer, self._device)
-        return [tag for tag in (self._log.tags if self._log else ()) if tag.pointer not in state]
-
-    def _state_tags(self) -> list[Tag]:
-        now = time.time_ns()
-        if self._offloaded is not None:
-            return []
-        return [Tag("optimizer_state", at, 0, now, "") for at in state_addresses(self._optimizer, self._device)]
-
-    def _settle_device(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
+    # ---- afterwards
 
     def _allocator_peaks(self) -> dict[str, int | None]:
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return {}
-        torch.cuda.synchronize(self._device)
-        allocated, reserved = (
-            torch.cuda.max_memory_allocated(self._device),
-            torch.cuda.max_memory_reserved(self._device),
-        )
-        return {"allocated_peak": allocated, "reserved_peak": reserved}
+        torch.cuda.synchronize(self.device)
+        return {
+            "allocated_peak": torch.cuda.max_memory_allocated(self.device),
+            "reserved_peak": torch.cuda.max_memory_reserved(self.device),
+        }
 
     def _build(self, tags: list[Tag], measured: dict[str, int | None]) -> MemoryTimeline:
         trace = read_trace(
             self._profile,
-            self._device,
+            self.device,
             buffers={tag.pointer for tag in self._heard if tag.category == "communication_buffers"},
-            alive=lambda: alive_now(self._device),
-            gathers_into_parameters=self._engine.startswith("deepspeed"),
+            alive=lambda: alive_now(self.device).keys(),
+            gathers_into_parameters=self.engine.startswith("deepspeed"),
         )
         timeline = build_timeline(
-            self._storages.storages(),
-            [*trace.events, *(self._offloaded.departures if self._offloaded else ())],
+            [*self._storages.events(), *trace.events, *self._departures],
             # tags of the engine and the optimizer outrank inferred ones
             tags=[*trace.gradients, *self._gradients, *tags],
             hints=trace.hints,

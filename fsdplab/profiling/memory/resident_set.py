@@ -10,45 +10,30 @@ slower steps. The other way round, memory that was allocated but never written t
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
+from contextlib import suppress
 from pathlib import Path
-
-_STATUS = Path("/proc/self/status")
-_CLEAR = Path("/proc/self/clear_refs")
 
 
 class ResidentGrowth:
     """From construction to `stop`: highest resident bytes minus those at the beginning (Linux; None elsewhere)."""
 
     def __init__(self) -> None:
-        _return_freed_memory()
-        self._before = _status_bytes("VmRSS") if _reset_high_water() else None
+        self._before: int | None = None
+        if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc has it, musl does not
+            libc.malloc_trim(0)
+        with suppress(OSError):  # no such file outside Linux, and some sandboxes forbid it
+            Path("/proc/self/clear_refs").write_text("5")
+            self._before = _status_bytes("VmRSS")
 
     def stop(self) -> int | None:
         """Bytes by which the resident memory rose at its highest, or None where the system does not tell."""
-        highest = _status_bytes("VmHWM")
-        if self._before is None or highest is None:
+        if self._before is None or (highest := _status_bytes("VmHWM")) is None:
             return None
         return max(0, highest - self._before)
 
 
-def _return_freed_memory() -> None:
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc has it, musl does not
-        libc.malloc_trim(0)
-
-
-def _reset_high_water() -> bool:
-    try:
-        _CLEAR.write_text("5")
-    except OSError:  # no such file outside Linux, and some sandboxes forbid it
-        return False
-    return True
-
-
 def _status_bytes(field: str) -> int | None:
-    try:
-        lines = _STATUS.read_text().splitlines()
-    except OSError:
-        return None
-    values = [line.split()[1] for line in lines if line.startswith(field + ":")]
-    return int(values[0]) * 1024 if values else None
+    found = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None

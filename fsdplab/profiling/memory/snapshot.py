@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import pickle
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 
 MOST_EVENTS = 20_000  # of the newest: a step of a model with a few hundred parameters has some thousands
-_KEPT_PARTS = 3  # of the name of a file outside this package
 
 
 @contextmanager
@@ -40,30 +40,21 @@ def memory_snapshot(path: Path | None, device: torch.device) -> Iterator[None]:
 
 
 def write_snapshot(snapshot: Any, path: Path) -> None:
-    """Write what `torch.cuda.memory._snapshot()` returned, gzipped; of file names their last parts only, since a path
-    identifies a machine.
-    """
-    shorten_names(snapshot)
+    """Write what `torch.cuda.memory._snapshot()` returned, gzipped, without what a path says of the machine."""
+    _shorten_names(snapshot)
     with gzip.open(path, "wb") as file:
         pickle.dump(snapshot, file)
 
 
-def shorten_names(snapshot: Any) -> None:
+def _shorten_names(snapshot: Any) -> None:
     """Leave of every frame's `filename`, in place, the last parts: `/home/me/lab/fsdplab/engine/core/unit.py` is
-    `fsdplab/engine/core/unit.py`.
+    `fsdplab/engine/core/unit.py`, and of a file outside this package three.
     """
     waiting = [snapshot]
     while waiting:
         thing = waiting.pop()
-        if isinstance(thing, dict):
-            if isinstance(thing.get("filename"), str):
-                thing["filename"] = _shortened(thing["filename"])
-            waiting += [value for value in thing.values() if isinstance(value, (dict, list))]
-        elif isinstance(thing, list):
-            waiting += [value for value in thing if isinstance(value, (dict, list))]
-
-
-def _shortened(name: str) -> str:
-    parts = name.split("/")
-    within = len(parts) - parts[::-1].index("fsdplab") - 1 if "fsdplab" in parts else -_KEPT_PARTS
-    return "/".join(parts[within:])
+        if isinstance(thing, dict) and isinstance(name := thing.get("filename"), str):
+            ours = re.fullmatch(r"(?:.*/)?(fsdplab/.*)", name)
+            thing["filename"] = ours[1] if ours else "/".join(name.split("/")[-3:])
+        values = thing.values() if isinstance(thing, dict) else thing
+        waiting += [value for value in values if isinstance(value, (dict, list))]

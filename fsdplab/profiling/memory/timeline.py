@@ -1,7 +1,7 @@
 """A memory timeline: the allocated bytes at each instant by category, and the peak.
 
-Pure: a list of storages that were there at the beginning, a list of allocator events and a list of tags go in, a
-`MemoryTimeline` comes out. Measuring is done by recorder.py, so tiny hand-written traces test the accounting exactly.
+Pure: allocator events and tags go in, a `MemoryTimeline` comes out. Measuring is done by recorder.py, so tiny
+hand-written traces test the accounting exactly.
 
 The category of a block comes from, in this order: a tag of its owner, its own record (the profiler range it was
 allocated in, or the object that owns it), a hint (a collective used it). All other blocks are `activations` when
@@ -17,15 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fsdplab.common.names import CATEGORIES
-from fsdplab.profiling.memory.block_lifetimes import (
-    LONG_AGO,
-    NEVER,
-    AllocatorEvent,
-    Block,
-    BlockLifetimes,
-    Storage,
-    lifetimes_of,
-)
+from fsdplab.profiling.memory.blocks import LONG_AGO, NEVER, AllocatorEvent, Blocks, blocks_of
 
 if TYPE_CHECKING:
     from fsdplab.engine.events import Tag  # which imports torch
@@ -92,7 +84,6 @@ class MemoryTimeline:
 
 
 def build_timeline(
-    baseline: Iterable[Storage],
     events: Iterable[AllocatorEvent],
     *,
     tags: Sequence[Tag] = (),
@@ -103,33 +94,36 @@ def build_timeline(
 ) -> MemoryTimeline:
     """The timeline of a step whose last backward ended at `work_end_ns`; `measured` fills the fields of the same name.
 
-    Tags from before `start_ns` apply to baseline storages of exactly their size (an older block at the address differs
-    in that). A later tag that fits nothing names memory the profiler cannot see (a shared arena, a buffer made in C++):
-    it is counted from the beginning.
+    Tags from before `start_ns` apply to storages of the beginning of exactly their size (an older block at the address
+    differs in that). A later tag that fits nothing names memory the profiler cannot see (a shared arena, a buffer made
+    in C++): it is counted from the beginning.
 
-    >>> events = [AllocatorEvent(5, 900, 40), AllocatorEvent(7, 900, -40)]
-    >>> tags = [Tag("whole_gradients", 900, 40, 6, "a")]
-    >>> build_timeline([Storage(8, 100, "parameter_slices")], events, tags=tags).peak_total
+    >>> events = [AllocatorEvent(LONG_AGO, 8, 100), AllocatorEvent(5, 900, 40), AllocatorEvent(7, 900, -40)]
+    >>> build_timeline(events, tags=[Tag("whole_gradients", 900, 40, 6, "a")]).peak_total
     140
     """
-    baseline, events = list(baseline), list(events)
-    strays = _strays(lifetimes_of(baseline, events, start_ns), [*tags, *hints], start_ns)
-    lifetimes = lifetimes_of([*baseline, *strays], events, start_ns)
-    _name(lifetimes, tags, hints, start_ns, work_end_ns)
-    held = _by_category(lifetimes)
-    peak = int(np.argmax(lifetimes.totals))
+    events = list(events)
+    strays = _strays(blocks_of(events), [*tags, *hints], start_ns)
+    blocks = blocks_of([*events, *strays])
+    names = _names(blocks, tags, hints, start_ns, work_end_ns)
+    held = _by_category(blocks, names)
+    times = blocks.times.clip(start_ns).tolist()
+    peak = int(np.argmax(blocks.totals))
+    at_peak = [names[i] for i in np.flatnonzero((blocks.born <= peak) & (peak < blocks.died))]
+    gathered = dict.fromkeys(unit for category, unit in at_peak if category == "gathered_parameters" and unit)
     # one row at the time of the peak
-    kept = [i for i in downsample(lifetimes.totals) if i == peak or lifetimes.times[i] != lifetimes.times[peak]]
+    kept = [i for i in downsample(blocks.totals) if i == peak or times[i] != times[peak]]
+    rows = {i: dict(zip(CATEGORIES, held[i].tolist())) for i in kept}
     return MemoryTimeline(
-        points=[_row(lifetimes.times[i] - start_ns, held[i]) for i in kept],
-        totals=[lifetimes.totals[i] for i in kept],
-        peak=_row(0, held[peak], timed=False),
-        peak_total=lifetimes.totals[peak],
-        peak_time_ns=lifetimes.times[peak] - start_ns,
-        baseline_total=lifetimes.totals[0],
-        unit_names_gathered_at_peak=_gathered(lifetimes.blocks, peak),
-        unknown_frees=lifetimes.unknown_frees,
-        unseen_frees=lifetimes.unseen_frees,
+        points=[{"time_ns": times[i] - start_ns, **rows[i]} for i in kept],
+        totals=[blocks.totals[i] for i in kept],
+        peak=rows[peak],
+        peak_total=blocks.totals[peak],
+        peak_time_ns=times[peak] - start_ns,
+        baseline_total=blocks.totals[0],
+        unit_names_gathered_at_peak=list(gathered),
+        unknown_frees=blocks.unknown_frees,
+        unseen_frees=blocks.unseen_frees,
         found_late=len(strays),
         start_ns=start_ns,
         **measured,
@@ -149,76 +143,56 @@ def downsample(totals: Sequence[int], limit: int = MAX_POINTS) -> list[int]:
     return sorted(kept)
 
 
-class _Directory:
-    """Finds the block of a tag."""
-
-    def __init__(self, blocks: Iterable[Block], start_ns: int) -> None:
-        self._start_ns = start_ns
-        self._at: dict[int, list[Block]] = {}
-        self._resident = [block for block in blocks if block.born_ns == LONG_AGO]
-        for block in blocks:
-            self._at.setdefault(block.pointer, []).append(block)
-
-    def find(self, tag: Tag) -> Block | None:
-        """The block alive at the tag's address and time; failing that the nearest in time within the tolerance."""
-        candidates = self._at.get(tag.pointer, ())
-        if tag.time_ns < self._start_ns:
-            return next((b for b in candidates if b.born_ns == LONG_AGO and b.nbytes == tag.nbytes), None)
-        near = [block for block in candidates if _distance(block, tag.time_ns) <= TOLERANCE_NS] or self._around(tag)
-        return min(near, key=lambda block: (_distance(block, tag.time_ns), -block.born_ns), default=None)
-
-    def _around(self, tag: Tag) -> list[Block]:
-        return [
-            b for b in self._resident if b.pointer < tag.pointer < b.pointer + b.nbytes and tag.time_ns <= b.died_ns
-        ]
+def _strays(blocks: Blocks, tags: Sequence[Tag], start_ns: int) -> list[AllocatorEvent]:
+    """The memory that tags name and no event shows, as storages of the beginning: the most bytes seen of each."""
+    sizes: dict[int, int] = {}
+    for tag, meant in zip(tags, _meant(blocks, tags, start_ns)):
+        if meant is None and tag.time_ns >= start_ns and tag.pointer and tag.nbytes:
+            sizes[tag.pointer] = max(tag.nbytes, sizes.get(tag.pointer, 0))
+    return [AllocatorEvent(LONG_AGO, pointer, nbytes) for pointer, nbytes in sizes.items()]
 
 
-def _distance(block: Block, time_ns: int) -> int:
-    return max(block.born_ns - time_ns, time_ns - block.died_ns, 0)
-
-
-def _strays(lifetimes: BlockLifetimes, tags: Iterable[Tag], start_ns: int) -> list[Storage]:
-    directory = _Directory(lifetimes.blocks, start_ns)
-    strays: dict[int, Storage] = {}
+def _meant(blocks: Blocks, tags: Sequence[Tag], start_ns: int) -> list[int | None]:
+    """The index of the block that each tag is about, None for no block: the one alive at its address and time; failing
+    that the nearest in time within the tolerance; and then the storage of the beginning that the address lies in.
+    """
+    born_ns, died_ns, ends = blocks.times[blocks.born], blocks.times[blocks.died], blocks.pointer + blocks.nbytes
+    found = []
     for tag in tags:
-        if tag.time_ns >= start_ns and tag.pointer and tag.nbytes and directory.find(tag) is None:
-            known = strays.get(tag.pointer)
-            strays[tag.pointer] = Storage(tag.pointer, max(tag.nbytes, known.nbytes if known else 0))
-    return list(strays.values())
+        here = np.flatnonzero(blocks.pointer == tag.pointer)
+        if tag.time_ns < start_ns:
+            here = here[(blocks.born[here] == 0) & (blocks.nbytes[here] == tag.nbytes)]
+        else:
+            away = np.maximum(born_ns[here] - tag.time_ns, tag.time_ns - died_ns[here]).clip(0)
+            here = here[np.lexsort((-born_ns[here], away))][: np.count_nonzero(away <= TOLERANCE_NS)]
+            if not here.size:
+                inside = (blocks.pointer < tag.pointer) & (tag.pointer < ends) & (tag.time_ns <= died_ns)
+                here = np.flatnonzero(inside & (blocks.born == 0))
+        found.append(int(here[0]) if here.size else None)
+    return found
 
 
-def _name(
-    lifetimes: BlockLifetimes, tags: Sequence[Tag], hints: Sequence[Tag], start_ns: int, work_end_ns: int
-) -> None:
-    directory = _Directory(lifetimes.blocks, start_ns)
-    for hint in hints:
-        block = directory.find(hint)
-        if block is not None and not block.category:
-            block.category, block.unit = hint.category, hint.unit
-    for tag in tags:
-        block = directory.find(tag)
-        if block is not None:
-            block.category, block.unit = tag.category, tag.unit
-    for block in lifetimes.blocks:
-        if not block.category:
-            block.category = "activations" if LONG_AGO < block.born_ns <= work_end_ns else "other"
+def _names(
+    blocks: Blocks, tags: Sequence[Tag], hints: Sequence[Tag], start_ns: int, work_end_ns: int
+) -> list[tuple[str, str]]:
+    """The category and the unit of every block: the last tag says it, else its own event, else the first hint, else
+    its time.
+    """
+    said: dict[int | None, tuple[str, str]] = {
+        index: ("activations" if LONG_AGO < event.time_ns <= work_end_ns else "other", "")
+        for index, event in enumerate(blocks.allocations)
+    }
+    hinted, tagged = _meant(blocks, hints, start_ns), _meant(blocks, tags, start_ns)
+    said |= {index: (hint.category, hint.unit) for index, hint in zip(reversed(hinted), reversed(hints))}
+    said |= {index: (event.category, event.unit) for index, event in enumerate(blocks.allocations) if event.category}
+    said |= {index: (tag.category, tag.unit) for index, tag in zip(tagged, tags)}
+    return [said[index] for index in range(len(blocks.allocations))]
 
 
-def _by_category(lifetimes: BlockLifetimes) -> np.ndarray:
-    changes: np.ndarray = np.zeros((len(lifetimes.times), len(CATEGORIES)), dtype=np.int64)
-    for block in lifetimes.blocks:
-        column = CATEGORIES.index(block.category)
-        changes[block.born, column] += block.nbytes
-        if block.died != NEVER:
-            changes[block.died, column] -= block.nbytes
+def _by_category(blocks: Blocks, names: Sequence[tuple[str, str]]) -> np.ndarray:
+    """The bytes held after each moment: a column a category."""
+    changes: np.ndarray = np.zeros((len(blocks.times), len(CATEGORIES)), dtype=np.int64)
+    columns = [CATEGORIES.index(category) for category, _ in names]
+    np.add.at(changes, (blocks.born, columns), blocks.nbytes)
+    np.subtract.at(changes, (blocks.died, columns), blocks.nbytes)
     return changes.cumsum(axis=0)
-
-
-def _row(time_ns: int, held: np.ndarray, timed: bool = True) -> dict[str, int]:
-    row = {"time_ns": time_ns} if timed else {}
-    return row | {category: int(nbytes) for category, nbytes in zip(CATEGORIES, held)}
-
-
-def _gathered(blocks: Iterable[Block], instant: int) -> list[str]:
-    alive = (b for b in blocks if b.category == "gathered_parameters" and b.born <= instant < b.died)
-    return list(dict.fromkeys(block.unit for block in alive if block.unit))
