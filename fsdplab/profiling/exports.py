@@ -34,7 +34,7 @@ _RANK = re.compile(r"^rank(\d+)\.pt\.trace\.json(\.gz)?$")
 
 def traces_of(record: RunRecord) -> dict[int, Path]:
     """rank -> trace file of a profiled record, or of one made from traces; RecordError where it has none."""
-    if record.summary.traces:
+    if record.summary.traces and record.summary.traces.files:
         # only what was read a moment ago may lie anywhere: the paths in a run.json are somebody else's
         anywhere = isinstance(record, TracedRecord)
         given = sorted(record.summary.traces.files.items())
