@@ -45,6 +45,7 @@ FIELDS = {  # DESIGN section 6, to the letter
         "on_link_s",
         "copying_s",
         "waiting_s",
+        "no_core_s",
         "overlap",
         "blocked_s",
     },
@@ -365,7 +366,7 @@ def test_report_reads_the_kept_records_and_says_the_same(comparison, capsys):
 
 def test_progress_in_a_terminal_shows_a_run_that_waits_and_completes_its_row(comparison):
     record, twin = (RunRecord.load(sorted((comparison[1] / "records").iterdir())[number]) for number in (1, 2))
-    waits = replace(record, summary={**record.summary, "step_time_s": {"median": None, "min": None}})
+    waits = replace(record, summary=replace(record.summary, step_time_s=Spread()))
 
     def drawn(*events):
         """The last state that a terminal shows after some events."""
@@ -405,7 +406,7 @@ def test_a_drift_is_printed_below_the_table(comparison, tmp_path, quiet, capsys)
     folder = tmp_path / "records"
     shutil.copytree(comparison[1] / "records", folder)
     first = RunRecord.load(folder / "0-no_shard-lab")
-    first.summary = replace(first.summary, again_s=1.5 * first.summary.known_step)
+    first.summary = replace(first.summary, again_s=1.5 * first.summary.step_time_s.median)
     first.save()
     code, out, _ = ended(["report", str(folder), *quiet], capsys)
     assert code == 0 and out.count("no_shard was run again last, and its step took 50% longer") == 1

@@ -285,7 +285,7 @@ def damaged_table(packed: bytes, chance: random.Random) -> tuple[bytes, str]:
     if how == "empty":
         return gzip.compress(b""), "empty"
     rows = [line.split(",") for line in text.splitlines()]
-    row = 0 if how == "header" else chance.randrange(1, len(rows))
+    row = 0 if how == "header" or len(rows) == 1 else chance.randrange(1, len(rows))
     if how == "row":
         rows.pop(row)
         return gzip.compress("\n".join(map(",".join, rows)).encode()), "a row less"

@@ -108,7 +108,9 @@ def test_a_second_analysis_of_the_file_gives_the_record(record):
 def test_tables_say_what_the_record_holds(record):
     assert "FSDP::pre_forward (root)" in str(reading.ranges(reading.trace_of(record)))
     assert "blocks.0" in str(reading.transfers(record)) and "late start" in str(reading.key(record))
-    assert "are exposed" in str(reading.seen(record)) and "gathers set out too late" in str(reading.diagnosis(record))
+    assert "are exposed" in str(reading.seen(record)) and "All-gathers are issued too late" in str(
+        reading.diagnosis(record)
+    )
     instants = " ".join(str(reading.at(record, percent)) for percent in range(0, 100, 4))
     assert "compute only" in instants and "exposed" in instants
 

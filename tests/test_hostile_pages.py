@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from fsdplab.figures.outlook import OutlookTable, outlook_of
 from fsdplab.figures.report.page import comparison_page
 from fsdplab.records import RunRecord, comparison_json
+from fsdplab.records.summary import Link, Predicted, Traces
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.teaching.authoring.course import CourseError
 from fsdplab.teaching.site.build import build_site
@@ -219,12 +221,12 @@ def hostile_record(folder: Path) -> RunRecord:
     sound = RunRecord.load(sound_record(folder / "sound"))
     tables = {name: [with_hostile_names(row) for row in rows] for name, rows in sound.tables.items()}
     environment = {"device": "cpu", "cpu": {"model": hostile("cpu")}, hostile("key"): hostile("value")}
-    summary = {
-        **sound.summary,
-        "traces": {"ranks": 2, "files": {}, "comm_patterns": [], "notes": [hostile("note")]},
-        "link": {"name": hostile("link")},
-        "predicted": {"why_not": hostile("why")},
-    }
+    summary = replace(
+        sound.summary,
+        traces=Traces(2, {}, notes=(hostile("note"),)),
+        link=Link(name=hostile("link")),
+        predicted=Predicted(why_not=hostile("why")),
+    )
     spec = {**sound.spec, "strategy": hostile("strategy"), "link": hostile("link")}
     return RunRecord(folder / "hostile", spec, environment, summary=summary, tables=tables).save()
 

@@ -133,15 +133,18 @@ def test_a_wrong_field_is_refused(tmp_path: Path, field: str, value: object, mes
         ([], "summary: expected an object, got []"),
         ({"losses": "x"}, "summary.losses: expected a list, got 'x'"),
         ({"losses": [5.0, None, "x"]}, "summary.losses[2]: expected a number or null, got 'x'"),
-        ({"tokens_per_s": True}, "summary.tokens_per_s: expected a number or null, got True"),
-        ({"tokens_per_s": 1e200}, "summary.tokens_per_s: expected a number or null, got 1e+200"),
-        ({"step_time_s": {"median": "x"}}, "summary.step_time_s.median: expected a number or null, got 'x'"),
+        ({"tokens_per_s": True}, "summary.tokens_per_s: expected a number of at least 0 or null, got True"),
+        ({"tokens_per_s": 1e200}, "summary.tokens_per_s: expected a number of at least 0 or null, got 1e+200"),
+        (
+            {"step_time_s": {"median": "x"}},
+            "summary.step_time_s.median: expected a number of at least 0 or null, got 'x'",
+        ),
         ({"comm": {"bytes_per_step": 2**63}},
-         f"summary.comm.bytes_per_step: expected a whole number or null, got {2**63}"),
+         f"summary.comm.bytes_per_step: expected a whole number of at least 0 or null, got {2**63}"),
         ({"comm": {"collectives_per_step": 1.5}},
          "summary.comm.collectives_per_step: expected a whole number or null, got 1.5"),
         ({"peak_memory_bytes": {"by_category": {"other": "x"}}},
-         "summary.peak_memory_bytes.by_category['other']: expected a whole number or null, got 'x'"),
+         "summary.peak_memory_bytes.by_category['other']: expected a whole number of at least 0 or null, got 'x'"),
         ({"memory_start_ns": {"one": 1}}, "summary.memory_start_ns: expected whole numbers as names, got 'one'"),
         ({"link": {"across": {"name": 3}}}, "summary.link.across.name: expected a text, got 3"),
         ({"card": {"exceeded": 1}}, "summary.card.exceeded: expected true or false or null, got 1"),
@@ -303,7 +306,7 @@ def test_the_comparison_has_exactly_the_promised_fields(tmp_path: Path) -> None:
     )
     assert first["peak_memory_bytes"].keys() == {"total", "by_category"}
     assert first["comm"].keys() == {
-        "bytes_per_step", "collectives_per_step", "exposed_s", "on_link_s", "copying_s", "waiting_s", "overlap",
+        "bytes_per_step", "collectives_per_step", "exposed_s", "on_link_s", "copying_s", "waiting_s", "no_core_s", "overlap",
         "blocked_s",
     }  # fmt: skip
     assert first["predicted"].keys() == {"peak_memory_bytes", "comm_bytes_per_step", "step_time_s"}

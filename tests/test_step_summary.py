@@ -66,7 +66,7 @@ def test_bar_findings_and_table_show_one_number(tmp_path: Path):
     assert exposure(ROWS)["exposed_s"] == pytest.approx(0.020) and exposure(ROWS)["overlap"] == pytest.approx(0.2)
     (finding,) = [each for each in findings(record) if each.kind == "nothing_to_hide_behind"]
     assert finding.seconds == pytest.approx(0.020)
-    assert finding.title.count("20 ms") == 2, "the only collective of its kind costs what all of them cost"
+    assert finding.title.count("20.0 ms") == 2, "the only collective of its kind costs what all of them cost"
     bar = figures.step_bar(record)
     (segment,) = [trace for trace in bar.data if trace.name == "exposed"]
     assert list(segment.x) == [pytest.approx(20.0)] and "20.0 ms" in bar.layout.title.text
@@ -125,7 +125,7 @@ def test_no_two_winners_for_one_word(tmp_path: Path):
     title = figures.step_bar(runs).layout.title.text
     assert "zero2 is exposed longest, 30.0 ms a step; least: full_shard, 20.0 ms" in title.replace("<br>", " ")
     bar = figures.exposed_bar(runs)
-    assert [trace.name for trace in bar.data] == ["on the link", "copying", "waiting for a peer"]
+    assert [trace.name for trace in bar.data] == ["on the link", "copying", "waiting for a peer", "waiting for a core"]
     assert [sum(trace.x[place] for trace in bar.data) for place in (0, 1)] == [pytest.approx(30.0), pytest.approx(20.0)]
     assert "zero2: 30.0 ms a step are exposed, most of it on the link" in bar.layout.title.text
     heat = figures.exposed_heatmap(runs[0])

@@ -352,10 +352,10 @@ def test_steps_differ_beyond_their_spread_or_not_at_all(tmp_path):
     assert (found["compute only"]["difference_ns"], found["compute only"]["beyond"]) == (50_000, "yes")
     assert (found["exposed: waiting"]["difference_ns"], found["exposed: waiting"]["beyond"]) == (6_000, "no")
     assert slower.sentence == (
-        "A profiled step of the second is 56.0 µs longer; most of it is compute only, 50.0 µs more."
+        "A profiled step of the second is 56.0 µs longer; the part that changes most is compute only, 50.0 µs more."
     )
     same = tables.difference_of_steps(first, step_record(tmp_path, [105, 108], [11, 44]))
-    assert same.sentence == "No part of the step differs beyond the spread of its steps."
+    assert same.sentence == "The steps do not differ beyond their spread, and neither does any part of them."
     assert rows(tables.difference_of_steps(first, step_record(tmp_path, [500], [10])))[0]["beyond"] == "one step"
 
 

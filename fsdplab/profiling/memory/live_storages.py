@@ -125,9 +125,7 @@ class WatchedStorages:
 
 
 class Owners:
-    """A model and its optimizer, asked for what they own on one device; `optimizer` is the one inside a wrapper
-    (DeepSpeed's).
-    """
+    """What a model and its optimizer own on one device. `optimizer` is the one inside a wrapper such as DeepSpeed's."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, engine: str, device: torch.device) -> None:
         self._model, self._engine, self._device = model, engine, device
@@ -168,7 +166,7 @@ class Owners:
         return list(tags.values())
 
     def state_addresses(self) -> set[int]:
-        """Their addresses."""
+        """The addresses of the tensors in the optimizer's state."""
         return {address(tensor, self._device) for tensor in self.state()} - {0}
 
     def state(self) -> list[torch.Tensor]:

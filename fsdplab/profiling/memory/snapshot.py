@@ -40,7 +40,7 @@ def memory_snapshot(path: Path | None, device: torch.device) -> Iterator[None]:
 
 
 def write_snapshot(snapshot: Any, path: Path) -> None:
-    """Write what `torch.cuda.memory._snapshot()` returned, gzipped, without what a path says of the machine."""
+    """Write what `torch.cuda.memory._snapshot()` returned, gzipped; file names, which identify a machine, are cut."""
     _shorten_names(snapshot)
     with gzip.open(path, "wb") as file:
         pickle.dump(snapshot, file)
