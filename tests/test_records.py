@@ -306,8 +306,8 @@ def test_the_comparison_has_exactly_the_promised_fields(tmp_path: Path) -> None:
     )
     assert first["peak_memory_bytes"].keys() == {"total", "by_category"}
     assert first["comm"].keys() == {
-        "bytes_per_step", "collectives_per_step", "exposed_s", "on_link_s", "copying_s", "waiting_s", "no_core_s", "overlap",
-        "blocked_s",
+        "bytes_per_step", "collectives_per_step", "exposed_s", "on_link_s", "copying_s", "waiting_s", "no_core_s",
+        "overlap", "blocked_s",
     }  # fmt: skip
     assert first["predicted"].keys() == {"peak_memory_bytes", "comm_bytes_per_step", "step_time_s"}
     assert first["matches_reference"] is True and second["matches_reference"] is False

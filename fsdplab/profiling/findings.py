@@ -435,7 +435,7 @@ def _of_claim(kind: str, claim: Claim, **values: Any) -> Fact | None:
 
 _IDLE_COLUMNS = {
     "host_bound": "host_bound_ns", "data_loading": "data_loading_ns", "synchronisation": "synchronisation_ns",
-    "device_copies": "copies_ns", "kernel_gaps": "kernel_gap_ns", "idle_without_core": "no_core_ns",
+    "device_copies": "copies_ns", "kernel_gaps": "kernel_gap_ns", "waiting_for_a_core": "no_core_ns",
     "idle": "rest_ns",
 }  # fmt: skip
 
@@ -634,7 +634,7 @@ _RULES = (
          "Copy the next batch on a stream of its own while this one computes (pin_memory=True, non_blocking=True)."),
     Rule("kernel_gaps", _idle, f"{_TITLE_IDLE}many short kernels followed each other, with a gap before each", _NEITHER,
          "Fuse them: torch.compile, fused optimizers, CUDA graphs."),
-    Rule("idle_without_core", _idle, f"{_TITLE_IDLE}the rank waited for a core", _NEITHER, _FEWER_RANKS),
+    Rule("waiting_for_a_core", _idle, f"{_TITLE_IDLE}the rank waited for a core", _NEITHER, _FEWER_RANKS),
     Rule("idle", _idle, f"{_TITLE_IDLE}the reason is unknown", _NEITHER,
          lambda facts: _ON_A_DEVICE if facts.record.environment.get("device") == "cuda" else _ON_A_CPU),
 )  # fmt: skip

@@ -11,10 +11,9 @@ import json
 import os
 import platform
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from fsdplab.common.files import write_whole
 from fsdplab.common.machine import cpu_model
@@ -45,7 +44,7 @@ class Found:
 def this_machine() -> dict[str, Any]:
     """What a calibration is of: processor, cores that may be used, torch. No name of a host or a user."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"cpu": cpu_model(), "cores": cores, "system": platform.system(), "torch": str(torch.__version__)}
+    return {"cpu": cpu_model(), "cores": cores, "system": platform.system(), "torch": version("torch")}
 
 
 def calibration_file() -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from fsdplab.planning.hardware import gpu_of
 from fsdplab.profiling.tables import DevicePeak
 from fsdplab.records import RunRecord
+from fsdplab.sessions.calibration import find_calibration
 
 
 def peak_of(record: RunRecord) -> DevicePeak:
@@ -20,8 +21,6 @@ def peak_of(record: RunRecord) -> DevicePeak:
         return DevicePeak(gpu.bf16_flops, gpu.hbm_bytes_per_s, f"{gpu.name}, bf16 without sparsity: {gpu.source}")
     if said.get("device") != "cpu":
         return DevicePeak()
-    from fsdplab.sessions.calibration import find_calibration  # it imports torch
-
     found = find_calibration(record.spec["world_size"]).calibration
     if found is None or found.machine["cpu"] != (said.get("cpu") or {}).get("model"):
         return DevicePeak()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
@@ -65,7 +66,15 @@ def _work_of_worst(record: RunRecord) -> Work:
     """The work of the rank that is exposed longest."""
     traces, worst = traces_of(record), step_summary(record.table("breakdown"))
     trace = traces[worst.rank if worst is not None and worst.rank in traces else min(traces)]
-    return work_of(read_events(trace, _patterns(record), shapes=True))
+    if not trace.exists():
+        raise TraceError(f"{trace} is missing; copy the record with its traces, or record the run again.")
+    return _work_in(trace, trace.stat().st_mtime_ns, tuple(_patterns(record)))
+
+
+@lru_cache(maxsize=8)
+def _work_in(trace: Path, changed_ns: int, patterns: tuple[str, ...]) -> Work:
+    """Kept, as a page shows a run's own tables, and its difference to several others."""
+    return work_of(read_events(trace, patterns, shapes=True))
 
 
 def _critical_path(analyses: Sequence[TraceAnalysis]) -> Table:
