@@ -234,7 +234,24 @@ def test_the_figures_of_a_rank_that_is_late_to_three_of_five_collectives() -> No
     times = np.arange(5)[:, None] * 20.0 * MS + np.zeros((6, 5, 8))
     times[..., 7] += late
     found = late_rank(as_arrivals(times), 100 * MS)
-    assert found == LateRank(7, 18, 30, 6.1 * MS, pytest.approx(18.3 * MS), pytest.approx(8**-5), "")
+    assert found == LateRank(
+        7, 18, 30, 6.1 * MS, pytest.approx(18.3 * MS), pytest.approx(18.3 * MS), 1.0, pytest.approx(8**-5), ""
+    )
+
+
+@quick
+def test_waiting_for_another_rank_is_not_waiting_for_the_late_one() -> None:
+    """Seven ranks wait 6 ms twice for rank 7 and once for rank 0: of 126 ms in all 84 are for rank 7, and 6 for each of
+    the other seven on average.
+    """
+    late = np.zeros((4, 8))
+    late[:2, 7] = late[2, 0] = 6 * MS
+    times = np.arange(4)[:, None] * 20.0 * MS + np.zeros((6, 4, 8)) + late
+    found = late_rank(as_arrivals(times), 100 * MS)
+    assert found is not None and found.rank == 7 and found.awaited == pytest.approx((84 - 6) / 126)
+    assert found.awaited_ns == pytest.approx((84 - 6) / 7 * MS)
+    assert found.of_waiting(2 * MS) == pytest.approx(2 * MS * (84 - 6) / 126)
+    assert found.of_waiting(100 * MS) == found.awaited_ns, "its arrivals account for no more"
 
 
 @quick

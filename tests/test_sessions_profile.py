@@ -74,7 +74,7 @@ def test_a_record_says_how_much_was_exposed_and_who_says_so(records: dict[str, R
     comm, profile = record.summary.comm, record.summary.profile
     assert comm.exposed_s > 0 and 0 <= comm.overlap <= 1
     assert comm.exposed_s == step_summary(record.table("breakdown")).exposed_ns / 1e9, "one number"
-    assert comm.on_link_s + comm.copying_s + comm.waiting_s == pytest.approx(comm.exposed_s)
+    assert comm.on_link_s + comm.copying_s + comm.waiting_s + comm.no_core_s == pytest.approx(comm.exposed_s)
     assert (comm.blocked_s is not None) == (SPECS[name].engine == "lab")
     assert profile.steps == 2 and isinstance(profile.overhead, float)
     assert profile.source == "trace"

@@ -271,7 +271,9 @@ def _late_rank(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
         "where": f" in {late.phase}" if late.phase else "", "last": late.last, "of": late.of,
         "by": Time(late.by_ns / 1e9), "own": Time(own), "others": Time(others),
     }  # fmt: skip
-    return Fact(kind, left.wait(late.a_step_ns / 1e9), rank=late.rank, phase=late.phase, values=values)
+    return Fact(
+        kind, left.wait(late.of_waiting(left.waiting * 1e9) / 1e9), rank=late.rank, phase=late.phase, values=values
+    )
 
 
 def _computing(facts: StepFacts, rank: int) -> tuple[float, float]:

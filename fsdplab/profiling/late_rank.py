@@ -46,9 +46,11 @@ _ALL_IN_ONE_PHASE = 0.85  # part of the rank's delay from which on it is late in
 class LateRank:
     """The late rank: it came last to `last` of `of` collectives, at the median `by_ns` after the median of the others.
 
-    `a_step_ns` is the time that its own delays add to a step. `p_value` is the probability that some rank comes as late
-    in as many steps by chance. `phase` is "" if the rank is late in more than one phase, else all figures but the
-    probability are of that phase.
+    `a_step_ns` is the time that its own delays add to a step. `awaited_ns` is how long another rank waits for it in a
+    step: at the collectives to which it comes last, less what is waited for another rank on average. `awaited` is that
+    as a part of all waiting.
+    `p_value` is the probability that some rank comes as late in as many steps by chance. `phase` is "" if the rank is
+    late in more than one phase, else all figures but the probability are of that phase.
     """
 
     rank: int
@@ -56,8 +58,18 @@ class LateRank:
     of: int
     by_ns: float
     a_step_ns: float
+    awaited_ns: float
+    awaited: float
     p_value: float
     phase: str = ""
+
+    def of_waiting(self, waiting_ns: float) -> float:
+        """How much of this waiting in a step is for the rank, in ns: no more than its arrivals account for.
+
+        >>> LateRank(7, 18, 30, 6.1e6, 18.3e6, 18.3e6, 0.9, 3.1e-05).of_waiting(10e6)
+        9000000.0
+        """
+        return min(self.awaited * waiting_ns, self.awaited_ns)
 
 
 @dataclass(frozen=True)
@@ -77,14 +89,15 @@ def late_rank(arrivals: Arrivals, step_ns: float) -> LateRank | None:
     """The rank that is persistently late in these steps of `step_ns` each; None if no rank is, or with too few steps.
 
     A collective counts if the same ranks recorded it in all complete steps. Rank 7 of 8 that comes 6.1 ms after the
-    others to 3 of 5 collectives in each of 6 steps of 100 ms: `LateRank(7, 18, 30, 6.1e6, 18.3e6, 3.1e-05)`.
+    others to 3 of 5 collectives in each of 6 steps of 100 ms: LateRank(7, 18, 30, 6.1e6, 18.3e6, 18.3e6, 1.0, 3.1e-05).
     ValueError if `step_ns` is not above 0.
     """
     if not step_ns > 0:
         raise ValueError(f"step_ns is {step_ns}; expected the length of a step in ns, above 0")
     groups = list(_peers(arrivals))
     candidates = sum(len(peers.ranks) for peers in groups)
-    found = [late for peers in groups if (late := _late(peers, candidates, step_ns)) is not None]
+    waiting = sum(float(_waiting(peers.times).sum()) for peers in groups)
+    found = [late for peers in groups if (late := _late(peers, candidates, step_ns, waiting)) is not None]
     return max(found, key=lambda late: late.a_step_ns, default=None)
 
 
@@ -97,7 +110,7 @@ def fewest_steps(ranks: int) -> int:
     return max(FEWEST_STEPS, math.ceil(math.log(ranks / CHANCE) / math.log(ranks)))
 
 
-def _late(peers: _Peers, candidates: int, step_ns: float) -> LateRank | None:
+def _late(peers: _Peers, candidates: int, step_ns: float, waiting: float) -> LateRank | None:
     own = own_delays(peers.times, peers.kinds)
     index, p_value = verdict(own, step_ns, candidates)
     if p_value > CHANCE:
@@ -106,10 +119,24 @@ def _late(peers: _Peers, candidates: int, step_ns: float) -> LateRank | None:
     within = np.array([phase in ("", each) for each in peers.phases])
     late = lateness(peers.times)[:, within]
     last = late.argmax(axis=-1) == index
+    awaited_ns = _awaited_ns(peers.times[:, within], index)
     return LateRank(
         rank=peers.ranks[index], last=int(last.sum()), of=last.size, by_ns=float(np.median(late[..., index])),
-        a_step_ns=float(effects(own[:, within])[index]), p_value=float(p_value), phase=phase,
+        a_step_ns=float(effects(own[:, within])[index]), awaited_ns=awaited_ns / last.shape[0] / (len(peers.ranks) - 1),
+        awaited=awaited_ns / waiting if waiting else 0.0, p_value=float(p_value), phase=phase,
     )  # fmt: skip
+
+
+def _waiting(times: Array) -> Array:
+    """How long all ranks together wait at each collective for its last rank. Shape (steps, collectives)."""
+    return (times.max(axis=-1, keepdims=True) - times).sum(axis=-1)
+
+
+def _awaited_ns(times: Array, index: int) -> float:
+    """How long all ranks together wait for this rank, less how long for another rank on average."""
+    by_rank = np.bincount(times.argmax(axis=-1).ravel(), _waiting(times).ravel(), minlength=times.shape[-1])
+    others = (by_rank.sum() - by_rank[index]) / (len(by_rank) - 1)
+    return max(0.0, float(by_rank[index] - others))
 
 
 def _phase(phases: Sequence[str], delays: Array) -> str:

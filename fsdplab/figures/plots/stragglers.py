@@ -112,7 +112,7 @@ def _finding(record: RunRecord, late: Late, issued: Arrivals) -> str:
     found, split = late_rank_of(record), profile.breakdown_of(record)
     # others must wait for the late rank for long enough: who sends ahead may be late for free
     waiting = None if split is None else split.waiting_ns
-    lost = 0.0 if found is None else found.a_step_ns if waiting is None else min(found.a_step_ns, waiting)
+    lost = 0.0 if found is None else found.a_step_ns if waiting is None else found.of_waiting(waiting)
     if found is None or split and lost < WORTH_SAYING * split.step_ns:
         most = max(value or 0.0 for values in late.values() for value in values)
         apart = f"ranks come within {duration(most * MS)} of one another"
