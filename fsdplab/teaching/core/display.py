@@ -46,8 +46,27 @@ def present_live(thing: object) -> Callable[[object], None]:
     The output is an ordinary one that stays in the saved notebook, where a widget is not saved.
     """
     display = notebook_display()
-    present_first = display(thing, display_id=True) if display else print(thing)
-    return present_first.update if present_first else lambda other: None
+    handle = display(thing, display_id=True) if display else print(thing)
+    if handle is None:
+        return lambda other: None
+
+    def replace(other: object) -> None:
+        handle.update(_Between())
+        handle.update(other)
+
+    return replace
+
+
+@dataclass(frozen=True)
+class _Between:
+    """What stands in an output for the instant between two figures.
+
+    JupyterLab keeps an output's renderer while its form stays the same, and plotly's renderer ignores a second figure.
+    A form of another kind makes JupyterLab begin anew.
+    """
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return {"text/html": "<div style='height:450px'></div>", "text/plain": ""}
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,0 +1,154 @@
+"""Every slider of the course, moved in JupyterLab in a real browser: the picture below it must change on the screen.
+
+A saved notebook is no proof: plotly's renderer for JupyterLab once kept the first figure on the screen, while the
+notebook's file had the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser import CHROMIUM, address_of, needs_chromium
+
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+FEWEST_SLIDERS = 35  # of the course; fewer means that this test no longer finds them
+SETUP = {  # what the notebook's own cells leave behind, in short
+    "07_overlap": """
+job = RunSpec(strategy="full_shard", model="gpt-20m", world_size=2, batch_size=2, sequence_length=64, link="400MB/s",
+              warmup=1, steps=1, profile=1, memory=False)
+ahead = lambda order, position, depth: order[position + 1 : position + 1 + depth]""",
+    "08_reading_a_trace": "record = reading.recorded()",
+    "11_strategy_shoot_out": """
+runs = compare([RunSpec(strategy=name, model="gpt-20m", world_size=2, batch_size=2, sequence_length=64, link="400MB/s",
+                        steps=1, warmup=2, device="cpu") for name in shoot_out.STRATEGIES[:2]])""",
+}
+
+
+def course() -> list[tuple[str, str]]:
+    """(name of the notebook, source that shows its sliders), one a cell."""
+    found = []
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        sources = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if is_code(cell)]
+        imports = "\n".join(
+            re.findall(r"^(?:from fsdplab|import torch|from dataclasses)[^\n(]*$", "\n".join(sources), re.M)
+        )
+        for source in sources:
+            if re.search(r"^explore\(", source, re.M):
+                found.append((path.stem, f"{imports}\n{SETUP.get(path.stem, '')}\n{source}"))
+    return found
+
+
+def is_code(cell: dict[str, Any]) -> bool:
+    return cell["cell_type"] == "code"
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[str]:
+    """The address of a JupyterLab on a folder that has a notebook with these cells."""
+    cells = [
+        {"cell_type": "code", "execution_count": None, "id": f"cell-{number}", "metadata": {}, "outputs": [],
+         "source": source}
+        for number, (_, source) in enumerate(course())
+    ]  # fmt: skip
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    notebook = {"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
+    (tmp_path / "sliders.ipynb").write_text(json.dumps(notebook))
+    settings = tmp_path / "settings" / "@jupyterlab" / "notebook-extension"
+    settings.mkdir(parents=True)
+    (settings / "tracker.jupyterlab-settings").write_text(
+        '{"windowingMode": "none"}'
+    )  # else cells out of sight are not drawn
+    server = subprocess.Popen(
+        [sys.executable, "-m", "jupyterlab", "--no-browser", "--port=0", "--ip=127.0.0.1", "--allow-root",
+         f"--LabApp.user_settings_dir={tmp_path / 'settings'}"],
+        cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        start_new_session=True, env={**os.environ, "JUPYTER_CONFIG_DIR": str(tmp_path / "config")},
+    )  # fmt: skip
+    try:
+        yield address_of(server, within_s=120)
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+@needs_chromium
+@pytest.mark.timeout(600)
+def test_every_slider_of_the_course_changes_the_picture_on_the_screen(lab: str, tmp_path: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto(lab.replace("/lab?", "/lab/tree/sliders.ipynb?"))
+        page.get_by_text("(ipykernel) | Idle").wait_for(timeout=120_000)
+        page.add_style_tag(content=".Toastify { display: none }")
+        page.get_by_role("menuitem", name="Run", exact=True).click()
+        page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+        names = [name for name, _ in course()]
+        cells = list(zip(names, page.locator(".jp-Notebook .jp-CodeCell").all(), strict=True))
+        for _, cell in cells:  # all of them first: what runs above moves what is below
+            cell.locator(".noUi-handle, .jp-OutputArea-output[data-mime-type*=stderr]").first.wait_for(timeout=180_000)
+        dead, moved = [], 0
+        for name, cell in cells:
+            for slider in range(cell.locator(".noUi-handle").count()):
+                moved += 1
+                dead += [] if changes(page, cell, slider) else [f"{name}, {label(cell, slider)}"]
+                assert len(dead) < 3, f"the picture stayed as it was: {dead}"
+        page.screenshot(path=str(tmp_path / "sliders.png"))
+        browser.close()
+    assert not dead, f"the picture stayed as it was: {dead}"
+    assert moved >= FEWEST_SLIDERS
+
+
+def label(cell: Any, slider: int) -> str:
+    return str(cell.locator(".widget-label").nth(slider).inner_text())
+
+
+def changes(page: Any, cell: Any, slider: int) -> bool:
+    """Whether one step of the slider changes what is seen below it, within 20 s."""
+    below = cell.locator(".jp-OutputArea-child").last
+    handle = cell.locator(".noUi-handle").nth(slider)
+    below.locator(".main-svg, table, div").first.wait_for(timeout=60_000)
+    before = settled(page, below)
+    at_end = handle.get_attribute("aria-valuenow") == handle.get_attribute("aria-valuemax")
+    handle.focus()
+    page.keyboard.press("ArrowLeft" if at_end else "ArrowRight")
+    for _ in range(40):
+        page.wait_for_timeout(500)
+        if seen(below) not in (None, before):
+            return True
+    return False
+
+
+def settled(page: Any, below: Any) -> bytes:
+    """The picture when it no longer changes by itself."""
+    last = seen(below)
+    for _ in range(40):
+        page.wait_for_timeout(250)
+        now = seen(below)
+        if now is not None and now == last:
+            return now
+        last = now
+    raise AssertionError("the picture keeps changing")
+
+
+def seen(output: Any) -> bytes | None:
+    """Its pixels; None while it is being replaced."""
+    from playwright.sync_api import Error
+
+    try:
+        return bytes(output.screenshot(timeout=10_000))
+    except Error as error:
+        if "not attached" not in str(error):
+            raise
+        return None
