@@ -43,7 +43,7 @@ class Sets:
             False,
             union(np.array(busy, dtype=np.int64).reshape(-1, 2) * US),
         )
-        self.changes = np.empty(0, dtype=np.int64)
+        self.changes, self.lifecycle = np.empty(0, dtype=np.int64), EMPTY
 
     def phases_at(self, instants: list[int]) -> list[str]:
         return ["forward"] * len(instants)

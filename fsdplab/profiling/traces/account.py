@@ -44,11 +44,16 @@ _IDLE = _NO_CORE + 1
 _IDLE_NO_CORE, _REST = (_IDLE + IDLE_PARTS.index(name) for name in ("no_core_ns", "rest_ns"))
 _DISPATCH_NS = 100_000  # between two operators of a copy the host dispatches the next one; idle for longer, it waits
 _BACK_TO_BACK_NS = 10_000  # two kernels this close on a GPU: the second waited for the first
+_LIFECYCLE = (
+    "pre_forward", "pre_backward", "post_backward", "root_post_backward_callback", "link", "backward_prefetch",
+)  # fmt: skip
 _ENOUGH = 0.1  # computing of a tenth of the exposed time is something to hide behind
 
 
 class TraceSets:
-    """What the steps of one trace share, as sorted, disjoint sets."""
+    """What the steps of one trace share: its events and segments, and sorted, disjoint sets of instants. `lifecycle`:
+    when an engine's hooks ran.
+    """
 
     def __init__(
         self,
@@ -58,11 +63,11 @@ class TraceSets:
         host_busy: Intervals,
         core_waits: Intervals,
     ) -> None:
-        self.segments, self.on_gpu, self.host_busy = segments, found.on_gpu, host_busy
+        self.found, self.segments, self.on_gpu, self.host_busy = found, segments, found.on_gpu, host_busy
         self.device = all_device_work(found, collectives)
-        self.loading = union(found.spans(Kind.LOADING))
         self.blocked = union(found.spans(Kind.BLOCKED, Kind.BLOCKING_LAUNCH))
         self.core_waits = union(core_waits)
+        self.lifecycle = union([(each.start, each.end) for each in found.ranges if each.label.startswith(_LIFECYCLE)])
         self.idle, self.idle_causes = idle_causes(found, self.device)
 
     def causes_within(self, window: Window) -> tuple[Intervals, np.ndarray]:
@@ -110,19 +115,19 @@ class Account:
         return self.cells.runs(np.where(self.part == _ON_LINK, self.owner, -1))
 
 
-def account(
-    window: Window, computing: Intervals, mine: Sequence[Collective], trace: TraceSets, *edges: Intervals
-) -> Account:
+def account(window: Window, computing: Intervals, mine: Sequence[Collective], trace: TraceSets) -> Account:
     """Label every instant of a step; AccountingError if it did not add up.
 
-    `computing`: sorted and disjoint, inside the window; `mine`: the step's own collectives; `edges`: further instants
-    at which the caller wants a cell to end. A step of 100 ms with 80 computing, 50 communicating and 40 of that at
-    once: `sums` has compute_only 40, overlapped 40, and 10 ms in the parts of exposed time.
+    `computing`: sorted and disjoint, inside the window; `mine`: the step's own collectives. A step of 100 ms with 80
+    computing, 50 communicating and 40 of that at once: `sums` has compute_only 40, overlapped 40, and 10 ms in the
+    parts of exposed time.
     """
-    span, of = [window.start, window.end], _Columns(mine, window, trace.segments)
+    span, changes = [window.start, window.end], trace.segments.changes
+    changes = changes[(changes > window.start) & (changes < window.end)]
+    of = _Columns(mine, [window.start, *changes.tolist(), window.end], trace.segments)
     host_busy, (idle, causes_of_idle) = within(trace.host_busy, *span), trace.causes_within(window)
-    core_waits = within(trace.core_waits, *span)
-    cells = Cells(span, computing, of.spans, of.moments, of.asleep, host_busy, idle, core_waits, *edges)
+    core_waits, lifecycle = within(trace.core_waits, *span), within(trace.lifecycle, *span)
+    cells = Cells(span, changes, computing, of.spans, of.moments, of.asleep, host_busy, idle, core_waits, lifecycle)
     inside, computes, host = cells.inside([span]), cells.inside(computing), cells.inside(host_busy)
     piece = cells.paint(of.spans[of.order], of.order)
     owner = np.where(piece >= 0, of.owner[piece], -1) if len(mine) else piece
@@ -149,7 +154,8 @@ def account(
 class _Columns:
     """A step's collectives and their pieces as columns; `order` is that in which pieces are painted: the last wins."""
 
-    def __init__(self, mine: Sequence[Collective], window: Window, segments: Segments) -> None:
+    def __init__(self, mine: Sequence[Collective], changes: Sequence[int], segments: Segments) -> None:
+        phase_ends = dict(zip(segments.phases_at(changes[:-1]), changes[1:]))  # the last of each phase in the step
         pieces = [(piece, index, each) for index, each in enumerate(mine) for piece in each.pieces]
         self.spans = pairs([(piece.start, piece.end) for piece, _, _ in pieces])
         self.owner = np.array([index for _, index, _ in pieces], dtype=np.int64)
@@ -164,7 +170,7 @@ class _Columns:
         self.ways = pairs([way[:2] for way, _ in carried])
         self.moving = pairs([way[:2] for way, by_host in carried if not by_host])
         self.asleep = pairs([_asleep(each) for each in mine])
-        self.until = np.array(_phase_ends(mine, window, segments), dtype=np.int64)
+        self.until = np.array([phase_ends.get(each.phase, changes[-1]) for each in mine], dtype=np.int64)
         self.moments = np.concatenate([self.issue, self.start, self.end, self.until])
         flags = ("own", "held", "issued", "emulated", "by_host")
         self.own, self.held, self.issued, self.emulated, self.by_host = (
@@ -185,14 +191,6 @@ def _asleep(each: Collective) -> tuple[int, int]:
     if each.by_host or each.transport is None or len(each.pieces) == 1:
         return each.end, each.end
     return each.end, max(piece.end for piece in each.pieces if piece.role in ("", "blocked"))
-
-
-def _phase_ends(mine: Sequence[Collective], window: Window, segments: Segments) -> list[int]:
-    """When the phase of each collective ends in the step, for the last time."""
-    changes = segments.changes
-    edges = [window.start, *changes[(changes > window.start) & (changes < window.end)].tolist()]
-    ends = dict(zip(segments.phases_at(edges), [*edges[1:], window.end]))
-    return [ends.get(each.phase, window.end) for each in mine]
 
 
 def _exposed_parts(

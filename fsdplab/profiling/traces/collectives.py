@@ -73,6 +73,11 @@ class Collective:
             self.transport = piece
 
     @property
+    def label(self) -> tuple[str, str, str, bool]:
+        """By what a figure tells it from others: unit, phase, kind and whether it is emulated."""
+        return self.unit, self.phase, self.kind, self.emulated
+
+    @property
     def start(self) -> int:
         """When bytes began to move."""
         return self.first if self.transport is None else self.transport.start
