@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdplab.profiling.intervals import Intervals
-from fsdplab.profiling.traces.chrome import LATEST_NS, ChromeTrace, TraceError, nanoseconds, shown
+from fsdplab.profiling.traces.chrome import LATEST_NS, ChromeTrace, OddEvent, TraceError, as_trace_error, nanoseconds
 from fsdplab.profiling.traces.comm_kernels import CommKernels, kind_of
 
 ROOT = "root"  # the root unit; "" is no unit
@@ -121,10 +121,6 @@ def tensor_bytes(dims: Any, kind: Any) -> int:
     plain = isinstance(dims, list) and dims and all(type(each) is int and each >= 0 for each in dims)
     nbytes = math.prod(dims) * _ITEM_BYTES.get(str(kind).lower(), 0) if plain else 0
     return nbytes if nbytes <= _MOST_BYTES else 0
-
-
-class OddEvent(ValueError):
-    """What no profiler writes, in words for a reader."""
 
 
 @dataclass
@@ -260,14 +256,13 @@ def known(launches: np.ndarray) -> np.ndarray:
 # ---- ranks that share a GPU
 
 
-def _take_carried(found: Events) -> Events:
-    """The same events, with the work launched inside `shared_gpu:` ranges as CARRIED: NCCL moves bytes with kernels of
-    its own, ranks that share a GPU with ordinary copies and sums.
+def _take_carried(found: Events) -> None:
+    """Makes the work launched inside `shared_gpu:` ranges CARRIED: NCCL moves bytes with kernels of its own, ranks that
+    share a GPU with ordinary copies and sums.
     """
     if len(found.rows(Kind.SHARED_GPU)):
         works = found.rows(Kind.KERNEL, Kind.COPY)
         found.kind[works[_calls_around(found, works) >= 0]] = Kind.CARRIED
-    return found
 
 
 def _carried(found: Events) -> list[Transfer]:
@@ -306,17 +301,12 @@ def read_events(path: str | Path, comm_patterns: Sequence[str] = (), shapes: boo
     `shapes`: keep what operators were given.
     """
     trace, comm_kernels = ChromeTrace(path), CommKernels(comm_patterns)
-    try:
+    with as_trace_error(trace.path):
         reader = _Reader(comm_kernels, shapes)
         reader.take(trace)
         _check_metadata(trace.metadata)
         if trace.base_ns + reader.last >= 2 * LATEST_NS:
             raise OddEvent("a time of more than 64 bits")
-    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-        what = error if isinstance(error, OddEvent) else shown(error)
-        raise TraceError(
-            f"{path} holds something that PyTorch's profiler does not write ({what}); export the trace again."
-        ) from None
     if "mergedRanks" in trace.metadata:
         ranks = trace.metadata["mergedRanks"]
         raise TraceError(
@@ -327,18 +317,15 @@ def read_events(path: str | Path, comm_patterns: Sequence[str] = (), shapes: boo
             f"{path} holds no event that took time: nothing ran while the profiler did; profile at least one whole"
             " training step."
         )
-    found = _take_carried(reader.events(trace))
-    _check_processes(found)
-    return found
-
-
-def _check_processes(found: Events) -> None:
+    found = reader.events(trace)
+    _take_carried(found)
     processes = {str(found.threads[thread][0]) for thread in found.thread[found.rows(Kind.STEP)].tolist()}
     if len(processes) > 1:
         raise TraceError(
             f"{found.path} holds the steps of {len(processes)} processes ({', '.join(sorted(processes)[:4])}); expected"
             " one rank's: give each process its own trace."
         )
+    return found
 
 
 def _check_metadata(metadata: dict[str, Any]) -> None:
@@ -363,7 +350,9 @@ class _Reader:
     """Fills the table. Start, end, kind, name, thread and correlation of an event are six numbers in a row."""
 
     def __init__(self, comm_kernels: CommKernels, shapes: bool) -> None:
-        self._comm_kernels, self._shapes = comm_kernels, _Shapes() if shapes else None
+        self._comm_kernels, self._wants_shapes = comm_kernels, shapes
+        self._shapes: dict[int, str] = {}
+        self._once: dict[str, str] = {}  # each text of shapes is kept once
         self._rows = array("q")
         self._verdicts: dict[tuple[str, str], tuple[Kind, int]] = {}
         self._threads: dict[tuple[Any, Any], int] = {}
@@ -376,7 +365,7 @@ class _Reader:
         """The hot loop: what an event counts as is looked up by its name and category."""
         verdicts, threads, details, add = self._verdicts, self._threads, self._details, self._rows.extend
         first, last, count, ignored, device = None, 0, 0, Kind.IGNORED, Kind.KERNEL
-        shapes = self._shapes
+        wants_shapes = self._wants_shapes
         event: dict[str, Any] = {}
         try:
             for event in trace:
@@ -407,8 +396,8 @@ class _Reader:
                 if kind in _MOVES_BYTES:
                     given = event.get("args")
                     details[count] = given if isinstance(given, dict) else {}
-                elif kind == 0 and shapes is not None:
-                    shapes.add(count, event.get("args"))
+                elif wants_shapes and kind == 0:
+                    self._note_shapes(count, event.get("args"))
                 count += 1
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             if isinstance(error, TraceError):
@@ -426,6 +415,11 @@ class _Reader:
             total = given.get("Total Allocated")
             if type(total) is int and 0 <= total < LATEST_NS:
                 self._allocated_peak = max(self._allocated_peak or 0, total)
+
+    def _note_shapes(self, row: int, given: Any) -> None:
+        if isinstance(given, dict) and "Input Dims" in given:
+            text = json.dumps([given["Input Dims"], given.get("Input type")])
+            self._shapes[row] = self._once.setdefault(text, text)
 
     def _judged(self, name: str, category: str) -> Kind:
         category = _OF_BEFORE.get(category, category)
@@ -449,21 +443,8 @@ class _Reader:
         return Events(
             trace.path, trace.metadata, trace.base_ns, self.first or 0, self.last, kind, start, end, name, thread,
             correlation, names, list(self._threads), self._details, self._comm_kernels,
-            self._shapes.of if self._shapes else {}, self._allocated_peak,
+            self._shapes, self._allocated_peak,
         )  # fmt: skip
-
-
-class _Shapes:
-    """What operators were given, each text kept once."""
-
-    def __init__(self) -> None:
-        self._once: dict[str, str] = {}
-        self.of: dict[int, str] = {}
-
-    def add(self, row: int, given: Any) -> None:
-        if isinstance(given, dict) and "Input Dims" in given:
-            text = json.dumps([given["Input Dims"], given.get("Input type")])
-            self.of[row] = self._once.setdefault(text, text)
 
 
 _MOVES_BYTES = {Kind.GLOO, Kind.SHM, Kind.COMM}
