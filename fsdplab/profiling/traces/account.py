@@ -68,14 +68,7 @@ class TraceSets:
         self.blocked = union(found.spans(Kind.BLOCKED, Kind.BLOCKING_LAUNCH))
         self.core_waits = union(core_waits)
         self.lifecycle = union([(each.start, each.end) for each in found.ranges if each.label.startswith(_LIFECYCLE)])
-        self.idle, self.idle_causes = idle_causes(found, self.device)
-
-    def causes_within(self, window: Window) -> tuple[Intervals, np.ndarray]:
-        """The idle causes of a window: spans, and positions in `PARTS`."""
-        first = np.searchsorted(self.idle[:, 1], window.start, side="right")
-        last = np.searchsorted(self.idle[:, 0], window.end, side="left")
-        spans = np.clip(self.idle[first:last], window.start, window.end)
-        return spans, self.idle_causes[first:last] + _IDLE
+        self.idle, self.idle_causes = idle_causes(found, self.device)  # spans, and for each a position in IDLE_PARTS
 
 
 @dataclass(frozen=True)
@@ -125,19 +118,19 @@ def account(window: Window, computing: Intervals, mine: Sequence[Collective], tr
     span, changes = [window.start, window.end], trace.segments.changes
     changes = changes[(changes > window.start) & (changes < window.end)]
     of = _Columns(mine, [window.start, *changes.tolist(), window.end], trace.segments)
-    host_busy, (idle, causes_of_idle) = within(trace.host_busy, *span), trace.causes_within(window)
-    core_waits, lifecycle = within(trace.core_waits, *span), within(trace.lifecycle, *span)
+    sets = (trace.host_busy, trace.idle, trace.core_waits, trace.lifecycle)
+    host_busy, idle, core_waits, lifecycle = (within(each, *span) for each in sets)
     cells = Cells(span, changes, computing, of.spans, of.moments, of.asleep, host_busy, idle, core_waits, lifecycle)
     inside, computes, host = cells.inside([span]), cells.inside(computing), cells.inside(host_busy)
     piece = cells.paint(of.spans[of.order], of.order)
     owner = np.where(piece >= 0, of.owner[piece], -1) if len(mine) else piece
     exposed = inside & ~computes & (owner >= 0)
-    cause = cells.paint(idle, causes_of_idle)
+    idle_cause = np.append(-1, trace.idle_causes)[np.searchsorted(trace.idle[:, 0], cells.start, side="right")]
     how, no_core = _exposed_parts(cells, exposed, owner, piece, host, of), cells.inside(core_waits)
     told = [
         (~inside, -1), (computes & (owner >= 0), _OVERLAPPED), (computes, _COMPUTE_ONLY),
         (exposed & no_core & (how != _ON_LINK), _NO_CORE), (exposed, how), (no_core, _IDLE_NO_CORE),
-        (cause >= 0, cause),
+        (cells.inside(idle), _IDLE + idle_cause),
     ]  # fmt: skip
     part = np.select([where for where, _ in told], [label for _, label in told], _REST)
     sums = dict(zip(PARTS, cells.sums(part, len(PARTS)).tolist()))

@@ -226,13 +226,11 @@ class Events:
         return self._ranges(Kind.ISSUE, lambda name: (kind_of(name), ""))
 
     def _ranges(self, kind: Kind, named: Callable[[str], tuple[str, str]]) -> list[Range]:
-        rows = self._in_order(self.rows(kind))
+        rows = self.rows(kind)
+        rows = rows[np.lexsort((-self.end[rows], self.start[rows]))]
         labels = {number: named(self.names[number]) for number in set(self.name[rows].tolist())}
         columns = (each[rows].tolist() for each in (self.name, self.start, self.end, self.thread))
         return [Range(*labels[name], *others) for name, *others in zip(*columns)]
-
-    def _in_order(self, rows: np.ndarray) -> np.ndarray:
-        return rows[np.lexsort((-self.end[rows], self.start[rows]))]
 
     @cached_property
     def transfers(self) -> list[Transfer]:

@@ -150,9 +150,7 @@ def with_peers(analyses: Sequence[TraceAnalysis]) -> list[TraceAnalysis]:
 
 
 def _explained(step: StepAnalysis, last: dict[int, int], came: str) -> StepAnalysis:
-    collectives = tuple(
-        _waiting(_blamed(row, last[id(row)] - row[came]), _before(row, last[id(row)])) for row in step.collectives
-    )
+    collectives = tuple(_told(row, last[id(row)], came) for row in step.collectives)
     worst: dict[tuple, Row] = {}
     waited: dict[tuple, int] = defaultdict(int)
     for row, before in sorted(zip(collectives, step.collectives), key=lambda pair: pair[0]["exposed_ns"]):
@@ -165,15 +163,13 @@ def _explained(step: StepAnalysis, last: dict[int, int], came: str) -> StepAnaly
     return replace(step, breakdown=breakdown, exposed=exposed, collectives=collectives)
 
 
-def _blamed(row: Row, earlier_ns: int) -> Row:
-    """The row with its cause: a peer where the last rank came later by at least half of what was exposed."""
-    by_a_peer = 0 < row["exposed_ns"] <= 2 * earlier_ns and row["cause"] in _MAY_BE_A_PEER
-    return row | {"cause": "waiting_for_peer"} if by_a_peer else row
-
-
-def _before(row: Row, last: int) -> int:
-    """Nanoseconds of a transport's exposed time before its last rank came. (An emulated link begins then.)"""
-    return 0 if row["emulated"] else sum(max(0, min(end, last) - start) for start, end in row["on_link"])
+def _told(row: Row, last: int, came: str) -> Row:
+    """The row where the last rank came at `last`: what a transport spent before then is waiting (an emulated link
+    begins then), and its cause is a peer if that rank came later by at least half of what was exposed.
+    """
+    before = 0 if row["emulated"] else sum(max(0, min(end, last) - start) for start, end in row["on_link"])
+    by_a_peer = 0 < row["exposed_ns"] <= 2 * (last - row[came]) and row["cause"] in _MAY_BE_A_PEER
+    return _waiting(row | {"cause": "waiting_for_peer"} if by_a_peer else row, before)
 
 
 def _waiting(row: Row, waited_ns: int) -> Row:
