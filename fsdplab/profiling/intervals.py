@@ -35,9 +35,7 @@ def union(*sets: Any) -> Intervals:
 
 
 def _merged(ordered: Intervals, below: int = 1) -> Intervals:
-    """Intervals in order of their starts, none of them empty, with those made one that overlap or are less than `below`
-    apart.
-    """
+    """Non-empty intervals in order of their starts, with those less than `below` apart made one."""
     if not len(ordered):
         return EMPTY
     ends = np.maximum.accumulate(ordered[:, 1])
@@ -114,9 +112,7 @@ def close_gaps(a: Any, below: int) -> Intervals:
 
 
 def covered(a: Any, instants: Sequence[int] | np.ndarray) -> np.ndarray:
-    """For each instant, whether the set holds it; starts count, ends do not: `covered([(2, 4)], [1, 2, 4])` is `[F, T,
-    F]`.
-    """
+    """For each instant, whether the set holds it (starts, not ends): `covered([(2, 4)], [1, 2, 4])` is `[F, T, F]`."""
     whole = union(a)
     begun, ended = (np.searchsorted(whole[:, side], instants, side="right") for side in (0, 1))
     return np.asarray(begun > ended)

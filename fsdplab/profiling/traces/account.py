@@ -51,9 +51,7 @@ _ENOUGH = 0.1  # computing of a tenth of the exposed time is something to hide b
 
 
 class TraceSets:
-    """What the steps of one trace share: its events and segments, and sorted, disjoint sets of instants. `lifecycle`:
-    when an engine's hooks ran.
-    """
+    """What the steps of one trace share, as sorted, disjoint sets; `lifecycle`: when an engine's hooks ran."""
 
     def __init__(
         self,

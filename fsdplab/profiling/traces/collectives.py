@@ -32,9 +32,7 @@ _ISSUE = attrgetter("issue")
 
 
 class Piece(NamedTuple):
-    """One interval in which a collective moved bytes; `role` is "" for the transport itself, else copy-in, copy-out or
-    blocked.
-    """
+    """An interval in which a collective moved bytes: its transport (role ""), copy-in, copy-out or blocked."""
 
     start: int
     end: int
@@ -116,9 +114,7 @@ class Collective:
 def find_collectives(
     found: Events, ledger: Sequence[dict[str, Any]] = (), life: Sequence[dict[str, Any]] = ()
 ) -> list[Collective]:
-    """All collectives in order of issue. `ledger`: the emulated link's transfers of this rank (absolute ns), which
-    replace the trace's transports.
-    """
+    """All collectives in order of issue; the rank's rows of an emulated link's `ledger` replace the transports."""
     if found.on_gpu:
         return sorted(_launched(found), key=_ISSUE)
     book = _Book(found)
@@ -293,17 +289,13 @@ def _family(kind: str) -> str:
 
 
 def _issue_of(row: dict[str, Any], unshards: Sequence[dict[str, Any]]) -> int:
-    """When a transfer without a range was issued: for a gather the last time its unit began to unshard, else as it
-    began.
-    """
+    """When a transfer without a range was issued: a gather as its unit last began to unshard, others as they began."""
     began, until = [each["time_ns"] for each in unshards if each["unit"] == row["unit"]], row["start_ns"]
     return max((time for time in began if time <= until and row["kind"] == "all_gather"), default=until)
 
 
 def _issued_by_consumer(around: Iterable[Range], unit: str) -> bool:
-    """Whether the unit that needs the result issued it, as it needed it: inside its own pre_forward or pre_backward,
-    not in a prefetch.
-    """
+    """Whether the unit that needs the result issued it, inside its own pre_forward or pre_backward: no prefetch."""
     for each in around:
         if each.label == "backward_prefetch":
             return False
@@ -324,9 +316,7 @@ def _outermost(calls: Sequence[Range]) -> list[Range]:
 
 
 def _launched(found: Events) -> Iterable[Collective]:
-    """The kernels that communicate, and the transfers of ranks that share a GPU, each with the instant and the ranges
-    of its launch.
-    """
+    """The kernels and shared-GPU transfers that communicate, with the instant and the ranges of their launches."""
     by_thread, calls = nests(found.ranges), nests(found.issues)
     for transfer in found.transfers:
         if transfer.carrier in (Kind.GLOO, Kind.SHM):
@@ -358,9 +348,7 @@ def _carry(collective: Collective, transfer: Transfer, found: Events, role: str 
 
 
 def _payload(details: Mapping[str, Any], slices: int) -> int | None:
-    """The whole payload in bytes, of all ranks' slices; from NCCL's own figures or from the shapes that gloo was given,
-    which are those of one of the slices.
-    """
+    """Bytes of all ranks' slices: by NCCL's own figures, or by the shapes that gloo was given, of one slice."""
     if "bytes" in details:
         return details["bytes"] if isinstance(details["bytes"], int) else None
     counts = (details.get(key) for key in ("In msg nelems", "Out msg nelems"))

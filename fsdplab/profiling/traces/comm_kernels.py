@@ -76,8 +76,6 @@ class CommKernels:
 
 @lru_cache(maxsize=4096)
 def kind_of(name: str) -> str:
-    """The collective in a name: `c10d::_allgather_base_`, `gloo:all_gather`, `ncclDevKernel_AllGather_RING_LL` ->
-    all_gather; else "".
-    """
+    """The collective in a name such as `c10d::_allgather_base_` or `ncclDevKernel_AllGather_RING_LL`; else ""."""
     letters = "".join(each for each in name.split("::")[-1].lower() if each.isalpha())
     return next((kind for part, kind in KINDS.items() if part in letters), "")

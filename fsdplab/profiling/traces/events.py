@@ -86,10 +86,7 @@ class Range(NamedTuple):  # not a dataclass: a trace has a hundred thousand, and
 
 
 class Transfer(NamedTuple):
-    """A transfer of bytes: a range of gloo's or of shared memory, a kernel, or work of ranks that share a GPU.
-
-    `row` is the event whose launch is the collective's.
-    """
+    """Something that moves bytes between ranks; `row` is the event whose launch is the collective's."""
 
     kind: str
     start: int
@@ -200,9 +197,7 @@ class Events:
 
     @cached_property
     def compute_threads(self) -> list[int]:
-        """Threads whose operators compute: all but gloo's own (a thread that runs the engine's ranges, or most
-        operators, is never gloo's).
-        """
+        """Threads whose operators compute: all but gloo's, which run no engine's ranges and not most operators."""
         counts = np.bincount(self.thread[self.rows(Kind.OPERATOR)], minlength=len(self.threads))
         gloo = set(self.thread[self.rows(Kind.GLOO)].tolist()) - set(self.thread[self.rows(Kind.RANGE)].tolist())
         gloo -= {int(counts.argmax())} if len(counts) else set()
@@ -449,9 +444,7 @@ _MOVES_BYTES = {Kind.GLOO, Kind.SHM, Kind.COMM}
 
 
 def correlation_of(event: dict[str, Any]) -> int:
-    """The number that a device's work shares with its launch; -1 where the trace has none. Earlier versions wrote it as
-    text.
-    """
+    """The number that a device's work shares with its launch (text in earlier versions); -1 where there is none."""
     given = (event.get("args") or {}).get("correlation", -1)
     if isinstance(given, str) and given.isdecimal() and len(given) < 20:
         given = int(given)

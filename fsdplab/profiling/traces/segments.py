@@ -64,9 +64,7 @@ def _unit_changes(ranges: Sequence[Range]) -> tuple[np.ndarray, list[str]]:
 
 
 def _backward(found: Events, compute_starts: np.ndarray) -> Intervals:
-    """Autograd's ranges, joined where nothing computed between them; each reaches to the next computing (the host waits
-    for reductions there).
-    """
+    """Autograd's ranges, each up to the next computing or step's end: the host waits for reductions in between."""
     marked = [(each.start, each.end) for each in found.ranges if each.label.startswith(_OF_BACKWARD)]
     pieces = union(found.spans(Kind.AUTOGRAD), marked)
     if not len(pieces):

@@ -24,9 +24,7 @@ _MAY_BE_A_PEER = ("nothing_to_hide_behind", "late_start", "unknown")
 
 @dataclass(frozen=True)
 class CollectiveSkew:
-    """One collective over its ranks. Times in ns, bandwidths in bytes/s (None where no rank knows the bytes);
-    `straggler` began last.
-    """
+    """One collective over its ranks, in ns and bytes/s (None where no rank tells the bytes); `straggler` began last."""
 
     step: int
     unit: str
@@ -44,9 +42,7 @@ class CollectiveSkew:
 
 
 def bus_factor(kind: str, ranks: int) -> float:
-    """The factor from bytes/t to the bandwidth of the busiest link: `bus_factor("all_gather", 4)` is 0.75, all_reduce
-    1.5; 1 for the others.
-    """
+    """From bytes/t to the bandwidth of the busiest link: `bus_factor("all_gather", 4)` is 0.75, all_reduce 1.5."""
     share = (ranks - 1) / ranks
     return {"all_gather": share, "reduce_scatter": share, "all_to_all": share, "all_reduce": 2 * share}.get(kind, 1.0)
 
@@ -71,9 +67,7 @@ def sent_per_step(collectives: Sequence[Row], ranks_of_job: int) -> tuple[int | 
 
 
 def bandwidths(kind: str, nbytes: int | None, ns: int, ranks: int) -> tuple[float | None, float | None]:
-    """(algbw, busbw) in bytes/s: 8 MB all-gathered over 2 ranks in 1 ms are 8e9 and 4e9; (None, None) without bytes or
-    time.
-    """
+    """(algbw, busbw) in bytes/s, None if unknown: 8 MB all-gathered over 2 ranks in 1 ms are 8e9 and 4e9."""
     if not nbytes or ns <= 0:
         return None, None
     algbw = nbytes / (ns * 1e-9)
@@ -115,9 +109,7 @@ def _skew(key: Key, members: Sequence[Row]) -> CollectiveSkew:
 
 
 def straggling(skews: Iterable[CollectiveSkew]) -> dict[int, int]:
-    """By how many ns in total each rank began after the middle of the others, where it began last: `{1: 3_000_000}`
-    says rank 1 is slow.
-    """
+    """By how many ns in total each rank began after the middle of the others: `{1: 3_000_000}` says rank 1 is slow."""
     total: dict[int, int] = defaultdict(int)
     for skew in skews:
         total[skew.straggler] += skew.late_by_ns

@@ -79,9 +79,7 @@ class StepRows:
         return rows
 
     def collectives(self) -> list[Row]:
-        """One row for each collective that is counted in the step. `on_link` has the instants at which it was exposed
-        on the link; no table keeps them.
-        """
+        """One row a collective counted in the step; `on_link`, when it was exposed on the link, is in no table."""
         base, found = self.trace.found.base_ns, self.account
         on_link: list[list[list[int]]] = [[] for _ in self.step.collectives]
         spans, whose = found.on_link()
