@@ -173,9 +173,10 @@ class Cells:
         kept = labels[first] >= 0
         return spans[kept], labels[first][kept]
 
-    def before(self, where: np.ndarray) -> np.ndarray:
-        """Nanoseconds of these cells before each edge."""
-        return np.concatenate([[0], np.cumsum(self.length * where)])
+    def between(self, where: np.ndarray, begin: Any, end: Any) -> np.ndarray:
+        """Nanoseconds of these cells from the edges `begin` to the edges `end`."""
+        sums: np.ndarray = np.concatenate([[0], np.cumsum(self.length * where)])
+        return sums[self.at(end)] - sums[self.at(begin)]
 
     def sums(self, labels: np.ndarray, many: int) -> np.ndarray:
         """Nanoseconds of each label from 0 to `many` - 1."""

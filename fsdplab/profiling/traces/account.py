@@ -137,7 +137,7 @@ def account(window: Window, computing: Intervals, mine: Sequence[Collective], tr
     many = len(PARTS_OF_COLLECTIVE)
     parts = cells.sums(np.where(exposed, many * owner + part - _EXPOSED, -1), many * len(mine)).reshape(-1, many)
     busy = cells.sums(np.where(exposed & host, owner, -1), len(mine))
-    causes = _causes(parts.sum(1), busy, cells, computes, of, trace.on_gpu, window)
+    causes = _causes(parts.sum(1), busy, cells, computes, of, trace.on_gpu, window.start)
     core_wait = int(cells.length[no_core & inside].sum())
     return Account(cells, np.where(inside, owner, -1), part, host, sums, parts, causes, core_wait)
 
@@ -199,18 +199,11 @@ def _exposed_parts(
 
 
 def _causes(
-    exposed: np.ndarray,
-    busy: np.ndarray,
-    cells: Cells,
-    computes: np.ndarray,
-    of: _Columns,
-    on_gpu: bool,
-    window: Window,
+    exposed: np.ndarray, busy: np.ndarray, cells: Cells, computes: np.ndarray, of: _Columns, on_gpu: bool, start: int
 ) -> list[str]:
     """Of every collective, as the file's beginning says; `busy`: ns of its exposed time in which the host worked."""
-    computed = cells.before(computes)
-    before = computed[cells.at(np.maximum(of.issue, window.start))] - computed[cells.at(window.start)]
-    after = computed[cells.at(np.maximum(of.until, of.end))] - computed[cells.at(of.end)]
+    before = cells.between(computes, start, np.maximum(of.issue, start))
+    after = cells.between(computes, of.end, np.maximum(of.until, of.end))
     queued = _queued(cells, of, on_gpu)
     at_once = of.start - of.issue < AT_ONCE_NS if on_gpu else of.own | of.held
     held = of.held & (after > _ENOUGH * exposed) & (not on_gpu)
@@ -230,9 +223,9 @@ def _queued(cells: Cells, of: _Columns, on_gpu: bool) -> np.ndarray:
     A host that runs ahead issues long before the input is computed, so on a GPU only others that ran until this one
     began count.
     """
-    carried, begun = cells.before(cells.inside(of.ways)), of.issue
+    begun = of.issue
     if on_gpu and len(runs := close_gaps(of.ways, _BACK_TO_BACK_NS)):
         at = np.searchsorted(runs[:, 0], of.start) - 1
         behind = (at >= 0) & (runs[at, 1] >= of.start)
         begun = np.where(behind, np.maximum(of.issue, runs[at, 0]), of.start)
-    return np.maximum(0, carried[cells.at(of.start)] - carried[cells.at(begun)])
+    return np.maximum(0, cells.between(cells.inside(of.ways), begun, of.start))

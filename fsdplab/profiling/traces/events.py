@@ -417,7 +417,7 @@ class _Reader:
     def _judged(self, name: str, category: str) -> Kind:
         category = _OF_BEFORE.get(category, category)
         if category in _OF_HOST:
-            return judge(name, category)
+            return _of_host(name, category)
         if category in _OF_RUNTIME:
             launches = any(word in name for word in ("Launch", "Memcpy", "Memset"))
             if "Synchronize" in name or name in _SYNCHRONOUS_COPIES:
@@ -462,7 +462,7 @@ _STARTS = (
 )  # fmt: skip
 
 
-def judge(name: str, category: str) -> Kind:
+def _of_host(name: str, category: str) -> Kind:
     """What an event on the host counts as."""
     if _STEP.match(name):
         return Kind.STEP

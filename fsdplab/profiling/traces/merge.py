@@ -27,7 +27,7 @@ def merge_traces(
     ledger: Sequence[dict[str, Any]] = (),
     provenance: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write the traces of several ranks (rank -> file) into one (gzipped where its name ends in .gz); returns its path.
+    """Write the traces of several ranks (rank -> file) into one (gzipped where its name ends in .gz); return its path.
 
     An emulated link moves nothing that a profiler could see: its passages come from the record's `ledger`, each rank's
     as a process of its own. `provenance` (quantity -> measured, emulated, simulated) is written beside the events.

@@ -1,12 +1,8 @@
 """Overlap of computing and communication in one rank's trace, step by step.
 
-C is the union of computing, M the union of communication (`events` says what counts). Exposed is M without C: the time
-that communication costs. Every instant of a step has one label (`account`), so compute only + overlapped + exposed +
-other is the step to the nanosecond; the part "other" is split by cause (`idle`). On the CPU a gap below 20 us between
-two operators of a thread is the dispatch of the next one and counts as computing; on a GPU kernels count as they are.
-
-A step is a `ProfilerStep#k` range of the host, on a GPU with the device work that this range launched, wherever it ran
-(`steps`). A trace without such ranges is one step.
+C is the union of computing, M the union of communication (`events` says what counts); exposed is M without C: the time
+that communication costs. `steps` says what belongs to a step, `account` gives every instant of it one label. On the CPU
+a gap below 20 us between two operators of a thread is the dispatch of the next one and counts as computing.
 
 An emulated link: the ledger's transfers are M in place of the trace's transports, with the host's copies and its waits
 for the link.
@@ -98,9 +94,9 @@ def analyse_trace(
     numbers. `whole`: the whole trace as one step. `comm_patterns`: kernels that communicate beside NCCL's
     (`comm_kernels.comm_pattern`). `core_waits`: when the rank's thread waited for a core (absolute ns).
 
-    Raises TraceError for files that cannot be read, or of several ranks without any
-    communication; AccountingError if a step did not add up. A step of 100 ms with 80 computing, 50 communicating and 40
-    of that at once: overlapped 40, exposed 10, compute only 40, other 10 ms.
+    Raises TraceError for files that cannot be read, or of several ranks without any communication; AccountingError if a
+    step did not add up. A step of 100 ms with 80 computing, 50 communicating and 40 of that at once: overlapped 40,
+    exposed 10, compute only 40, other 10 ms.
     """
     found = read_events(path, comm_patterns)
     on_gpu, world_size = found.on_gpu, found.distributed.get("world_size")

@@ -90,10 +90,8 @@ def _check_sizes(analyses: Sequence[TraceAnalysis]) -> None:
     told = [each for each in analyses if each.world_size is not None]
     for each in told:
         if each.world_size != told[0].world_size:
-            raise TraceError(
-                f"two runs are mixed: {told[0].path} is of a job of {told[0].world_size} ranks, {each.path} of one of"
-                f" {each.world_size}; give the traces of one run."
-            )
+            job = f"a job of {told[0].world_size} ranks"
+            raise _mixed(f"{told[0].path} is of {job}, {each.path} of one of {each.world_size}", "")
         if each.rank >= (each.world_size or 0):
             raise TraceError(
                 f"{each.path} is of rank {each.rank} of {each.world_size}, which cannot be; expected a rank below"
@@ -102,10 +100,8 @@ def _check_sizes(analyses: Sequence[TraceAnalysis]) -> None:
     devices = ["a GPU" if each.device == "cuda" else "a CPU" for each in analyses]
     for each, device in zip(analyses, devices):
         if device != devices[0]:
-            raise TraceError(
-                f"two runs are mixed: {analyses[0].path} is of {devices[0]}, {each.path} of {device}; give the traces"
-                " of one run, all profiled alike."
-            )
+            both = f"{analyses[0].path} is of {devices[0]}, {each.path} of {device}"
+            raise _mixed(both, ", all profiled alike")
 
 
 def _check_times(analyses: Sequence[TraceAnalysis]) -> None:
@@ -116,26 +112,25 @@ def _check_times(analyses: Sequence[TraceAnalysis]) -> None:
     earliest = min(range(len(spans)), key=lambda index: spans[index][1])
     apart = spans[latest][0] - spans[earliest][1]
     if apart > max(_CLOCKS_NS, *(end - start for start, end in spans)):
-        raise TraceError(
-            f"two runs are mixed: {analyses[latest].path} begins {apart / 1e9:.3g} s after {analyses[earliest].path}"
-            " has ended, so these ranks never met; give the traces of one run, taken at the same steps."
-        )
+        late = f"{analyses[latest].path} begins {apart / 1e9:.3g} s after {analyses[earliest].path} has ended"
+        raise _mixed(f"{late}, so these ranks never met")
 
 
 def _check_steps(analyses: Sequence[TraceAnalysis]) -> None:
     steps = {each.path: {step.step for step in each.steps} for each in analyses}
     usual = Counter(map(frozenset, steps.values())).most_common(1)[0][0]
     for path, own in steps.items():
+        both = f"{path} holds the steps {_listed(own)}, another rank's trace {_listed(usual)}"
         if not own & usual:
-            raise TraceError(
-                f"two runs are mixed: {path} holds the steps {_listed(own)}, another rank's trace {_listed(usual)};"
-                " give the traces of one run, taken at the same steps."
-            )
+            raise _mixed(both)
         if own != usual:
             raise TraceError(
-                f"{path} holds the steps {_listed(own)}, another rank's trace {_listed(usual)}: one of them was cut"
-                " short, or was taken with another schedule; give traces of the same steps."
+                f"{both}: one of them was cut short, or was taken with another schedule; give traces of the same steps."
             )
+
+
+def _mixed(what: str, alike: str = ", taken at the same steps") -> TraceError:
+    return TraceError(f"two runs are mixed: {what}; give the traces of one run{alike}.")
 
 
 def _listed(steps: set[int] | frozenset[int]) -> str:

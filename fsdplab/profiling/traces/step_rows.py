@@ -43,8 +43,7 @@ class StepRows:
         return account(self.step.window, self.step.computing, self.step.collectives, self.trace)
 
     @property
-    def where(self) -> Row:
-        """The rank and the step, with which each row begins."""
+    def _where(self) -> Row:
         return {"rank": self.rank, "step": self.step.window.number}
 
     def _within(self, spans: Intervals) -> Intervals:
@@ -56,11 +55,11 @@ class StepRows:
         """
         busy = size(self._within(self.trace.device)) if self.trace.on_gpu else None
         waited = self.account.core_wait_ns if len(self.trace.core_waits) else None
-        return {**self.where, **breakdown_of(self.account.sums), "device_busy_ns": busy, "core_wait_ns": waited}
+        return {**self._where, **breakdown_of(self.account.sums), "device_busy_ns": busy, "core_wait_ns": waited}
 
     def idle(self) -> Row:
         """The part "other" by cause."""
-        return {**self.where, **self.account.idle}
+        return {**self._where, **self.account.idle}
 
     def exposed(self) -> list[Row]:
         """One row a unit, phase and kind; of several collectives the most exposed one gives the cause."""
@@ -72,7 +71,7 @@ class StepRows:
         for (unit, phase, kind), members in groups.items():
             spans, sums = union(pieces_of([mine[index] for index in members])), found.parts[members].sum(0)
             rows.append({
-                **self.where, "unit": unit, "phase": phase, "kind": kind,
+                **self._where, "unit": unit, "phase": phase, "kind": kind,
                 "communication_ns": size(self._within(spans)), "exposed_ns": int(sums.sum()),
                 "cause": found.causes[max(members, key=lambda index: found.parts[index].sum())], **parts_of(sums),
             })  # fmt: skip
@@ -88,7 +87,7 @@ class StepRows:
         listed = zip(self.step.collectives, self.step.counted, found.parts.tolist(), found.causes, on_link)
         return [
             {
-                **self.where, "unit": each.unit, "phase": each.phase, "kind": each.kind,
+                **self._where, "unit": each.unit, "phase": each.phase, "kind": each.kind,
                 "issue_ns": base + each.issue, "start_ns": base + each.start, "end_ns": base + each.end,
                 "logical_bytes": each.nbytes, "group": each.group, "group_size": each.group_size,
                 "exposed_ns": sum(parts), **dict(zip(PARTS_OF_COLLECTIVE, parts)), "cause": cause,
@@ -116,7 +115,7 @@ class StepRows:
         base = self.trace.found.base_ns
         return [
             {
-                **self.where, "lane": lane, "unit": unit, "phase": phase, "name": name,
+                **self._where, "lane": lane, "unit": unit, "phase": phase, "name": name,
                 "start_ns": base + int(start), "end_ns": base + int(end), "emulated": emulated,
             }
             for marks in lanes

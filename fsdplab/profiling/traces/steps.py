@@ -7,9 +7,8 @@ begins once its range has begun and the device is done with the step before, and
 its last work. Time in which the device waits for a loader between two steps is therefore time of a step.
 
 Where the work of two steps overlaps (a copy for the next batch on a stream of its own), it is cut at the instant that
-leaves the least work outside of its own step, so no nanosecond is in two steps. The first step is cut likewise against
-what the device still had to do when the profiler began. Work launched outside of every step, before the trace began, or
-left beyond a cut belongs to no step; it is summed up, never dropped.
+leaves the least work outside of its own step; the first step likewise against what the device still had to do when the
+profiler began. Work launched outside of every step or left beyond a cut belongs to no step; it is summed up.
 """
 
 from __future__ import annotations
