@@ -166,7 +166,13 @@ class _Reader:
                 found = True
                 yield from self._list()
             else:
-                self._metadata[key] = self._value_around()
+                before = self._passed + self._at
+                self._metadata[key] = self._value()
+                self._around += self._passed + self._at - before
+                if self._around > _LONGEST:
+                    raise self._bad(
+                        f"holds more than {_LONGEST:,} characters around its events, which no profiler writes"
+                    )
         if not found:
             names = ", ".join(list(self._metadata)[:5]) or "nothing"
             raise self._bad(
@@ -227,15 +233,6 @@ class _Reader:
                 return self._text[self._at]
             if not self._fill():
                 return ""
-
-    def _value_around(self) -> Any:
-        """A value that stands around the events."""
-        before = self._passed + self._at
-        value = self._value()
-        self._around += self._passed + self._at - before
-        if self._around > _LONGEST:
-            raise self._bad(f"holds more than {_LONGEST:,} characters around its events, which no profiler writes")
-        return value
 
     def _value(self) -> Any:
         self._next()

@@ -336,9 +336,9 @@ def _launched(found: Events) -> Iterable[Collective]:
 
 def _carry(collective: Collective, transfer: Transfer, found: Events, role: str = "") -> None:
     """Give a collective its transfer: when it ran, the bytes of it and its process group, as far as the trace tells."""
-    details, world_size = transfer.details, int(found.distributed.get("world_size") or 1)
+    details = transfer.details
     collective.add(Piece(transfer.start, transfer.end, role))
-    collective.nbytes = _payload(details, world_size if collective.kind == "all_gather" else 1)
+    collective.nbytes = _payload(details, found.world_size if collective.kind == "all_gather" else 1)
     names, size = (
         (details.get(f"Process Group {which}") for which in ("Description", "Name")),
         details.get("Group size"),

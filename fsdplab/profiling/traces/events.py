@@ -170,6 +170,11 @@ class Events:
         return found if isinstance(found, dict) else {}
 
     @cached_property
+    def world_size(self) -> int:
+        """How many ranks the job has; 1 where the trace does not say."""
+        return int(self.distributed.get("world_size") or 1)
+
+    @cached_property
     def launched_by(self) -> np.ndarray:
         """For each row the row of the host's call that launched it; -1 where the trace does not say."""
         calls = self.rows(Kind.LAUNCH, Kind.BLOCKING_LAUNCH)

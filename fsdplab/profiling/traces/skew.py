@@ -54,16 +54,14 @@ def sent_per_step(collectives: Sequence[Row], ranks_of_job: int) -> tuple[int | 
     8 MB gathered over 2 ranks: 4 MB sent, in one collective.
     """
     last = max((row["step"] for row in collectives), default=None)
-    counts: dict[int, int] = defaultdict(int)
-    sent: dict[int, float] = defaultdict(float)
+    of_rank: dict[int, list[float]] = defaultdict(list)
     for row in collectives:
         if row["step"] == last:
-            counts[row["rank"]] += 1
-            sent[row["rank"]] += (row["logical_bytes"] or 0) * bus_factor(
-                row["kind"], row["group_size"] or ranks_of_job
-            )
+            factor = bus_factor(row["kind"], row["group_size"] or ranks_of_job)
+            of_rank[row["rank"]].append((row["logical_bytes"] or 0) * factor)
     known = all(row["logical_bytes"] is not None for row in collectives)
-    return round(max(sent.values())) if sent and known else None, max(counts.values(), default=None)
+    most = max(map(sum, of_rank.values()), default=None)
+    return round(most) if known and most is not None else None, max(map(len, of_rank.values()), default=None)
 
 
 def bandwidths(kind: str, nbytes: int | None, ns: int, ranks: int) -> tuple[float | None, float | None]:
