@@ -150,7 +150,7 @@ class _Book:
         self._silent = not any(transfer.carrier == Kind.GLOO for transfer in found.transfers)
         waiting: dict[tuple[str, str], deque[Collective]] = defaultdict(deque)
         for mark in found.ranges:
-            if mark.label in MARKED - {"link"}:
+            if mark.label in MARKED and mark.label != "link":
                 self._mark(mark, waiting)
 
     def _mark(self, mark: Range, waiting: dict[tuple[str, str], deque[Collective]]) -> None:
@@ -164,7 +164,8 @@ class _Book:
             return
         else:
             draft = self._open(kind or _OPENS[mark.label], mark.unit, mark.start, mark)
-            queue.extend([] if kind else [draft])
+            if not kind:
+                queue.append(draft)
         draft.add(Piece(mark.start, mark.end, "copy-out" if kind else "copy-in"))
         self._of_mark[id(mark)] = draft
 
