@@ -43,13 +43,11 @@ class Sets:
             False,
             union(np.array(busy, dtype=np.int64).reshape(-1, 2) * US),
         )
-        self.changes = np.empty(0, dtype=np.int64)
+        self.lifecycle = self.idle = EMPTY
+        self.changes = self.idle_causes = EMPTY[:, 0]
 
     def phases_at(self, instants: list[int]) -> list[str]:
         return ["forward"] * len(instants)
-
-    def causes_within(self, window: Window) -> tuple:
-        return EMPTY, EMPTY[:, 0]
 
 
 def parts(collectives: list[Collective], until: int, busy: list[tuple[int, int]] = ()) -> list:

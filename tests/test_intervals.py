@@ -89,4 +89,4 @@ def test_cells_give_what_counting_every_instant_gives(seed):
     assert [by_instant[start:end] for start, end in runs.tolist()] == [
         [label] * (end - start) for (start, end), label in zip(runs.tolist(), whose.tolist())
     ]
-    assert (cells.before(painted >= 0)[-1]) == sum(label >= 0 for label in by_instant)
+    assert cells.between(painted >= 0, 0, 60) == sum(label >= 0 for label in by_instant)

@@ -16,34 +16,31 @@ Intervals = np.ndarray
 EMPTY: Intervals = np.empty((0, 2), dtype=np.int64)
 
 
+def pairs(spans: Any) -> Intervals:
+    """Spans, of which there may be none, as an array of shape [k, 2]."""
+    return np.asarray(spans, dtype=np.int64).reshape(-1, 2)
+
+
 def union(*sets: Any) -> Intervals:
     """The instants in any of the sets; the members of a set may overlap and come in any order.
 
     >>> union([(5, 8), (0, 3)], [(2, 4), (8, 9)]).tolist()
     [[0, 4], [5, 9]]
     """
-    pairs = np.concatenate([EMPTY, *(np.asarray(each, dtype=np.int64).reshape(-1, 2) for each in sets)])
-    if (pairs[:, 1] > pairs[:, 0]).all() and (pairs[1:, 0] > pairs[:-1, 1]).all():
-        return pairs  # most are sorted and disjoint already
-    pairs = pairs[pairs[:, 1] > pairs[:, 0]]
-    return _merged(pairs[np.argsort(pairs[:, 0], kind="stable")])
+    every = np.concatenate([EMPTY, *map(pairs, sets)])
+    if (every[:, 1] > every[:, 0]).all() and (every[1:, 0] > every[:-1, 1]).all():
+        return every  # most are sorted and disjoint already
+    every = every[every[:, 1] > every[:, 0]]
+    return _merged(every[np.argsort(every[:, 0], kind="stable")])
 
 
-def _merged(pairs: Intervals) -> Intervals:
-    """Intervals in order of their starts, none of them empty, with those that overlap or touch made one."""
-    if not len(pairs):
+def _merged(ordered: Intervals, below: int = 1) -> Intervals:
+    """Non-empty intervals in order of their starts, with those less than `below` apart made one."""
+    if not len(ordered):
         return EMPTY
-    ends = np.maximum.accumulate(pairs[:, 1])
-    edge: np.ndarray = np.ones(
-        len(pairs) + 1, dtype=bool
-    )  # before each interval, and after the last: whether none reaches over it
-    np.greater(pairs[1:, 0], ends[:-1], out=edge[1:-1])
-    return _paired(pairs[edge[:-1], 0], ends[edge[1:]])
-
-
-def pairs(spans: Sequence[Sequence[int]]) -> Intervals:
-    """A list of spans, which may be empty, as an array of shape [k, 2]."""
-    return np.array(spans, dtype=np.int64).reshape(-1, 2)
+    ends = np.maximum.accumulate(ordered[:, 1])
+    apart = ordered[1:, 0] - ends[:-1] >= below
+    return _paired(ordered[np.append(True, apart), 0], ends[np.append(apart, True)])
 
 
 def _paired(starts: np.ndarray, ends: np.ndarray) -> Intervals:
@@ -65,13 +62,12 @@ def subtract(a: Any, b: Any) -> Intervals:
 
 def length(a: Any) -> int:
     """How many nanoseconds the set holds; overlapping members count once: `length([(0, 3), (2, 4)])` is 4."""
-    whole = union(a)
-    return int((whole[:, 1] - whole[:, 0]).sum())
+    return size(union(a))
 
 
 def clip(a: Any, start: int, end: int) -> Intervals:
     """The part between two instants: `clip([(0, 9)], 2, 4)` is `[[2, 4]]`."""
-    return union(np.clip(union(a), start, max(start, end)))
+    return within(union(a), start, end)
 
 
 def within(whole: Intervals, start: int, end: int) -> Intervals:
@@ -111,26 +107,15 @@ def latest_ends(ends: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def close_gaps(a: Any, below: int) -> Intervals:
-    """The set with every gap shorter than `below` filled: `close_gaps([(0, 3), (4, 5), (9, 10)], 2)` is `[[0, 5], [9,
-    10]]`.
-    """
-    whole = union(a)
-    if len(whole) < 2:
-        return whole
-    apart = whole[1:, 0] - whole[:-1, 1] >= below
-    first, last = np.concatenate([[True], apart]), np.concatenate([apart, [True]])
-    return np.stack([whole[first, 0], whole[last, 1]], axis=1)
+    """The set with gaps shorter than `below` filled: `close_gaps([(0, 3), (4, 5)], 2)` is `[[0, 5]]`."""
+    return _merged(union(a), below)
 
 
 def covered(a: Any, instants: Sequence[int] | np.ndarray) -> np.ndarray:
-    """For each instant, whether the set holds it (starts count, ends do not): `covered([(2, 4)], [1, 2, 4])` is `[F, T,
-    F]`.
-    """
-    whole, instants = union(a), np.asarray(instants, dtype=np.int64)
-    if not len(whole):
-        return np.zeros(len(instants), dtype=bool)
-    at = np.searchsorted(whole[:, 0], instants, side="right") - 1
-    return (at >= 0) & (instants < whole[at, 1])
+    """For each instant, whether the set holds it (starts, not ends): `covered([(2, 4)], [1, 2, 4])` is `[F, T, F]`."""
+    whole = union(a)
+    begun, ended = (np.searchsorted(whole[:, side], instants, side="right") for side in (0, 1))
+    return np.asarray(begun > ended)
 
 
 def _where(a: Any, b: Any, wanted: int) -> Intervals:
@@ -170,7 +155,7 @@ class Cells:
 
     def inside(self, spans: Any) -> np.ndarray:
         """Which cells lie in any of the spans, which may overlap."""
-        first, last = self.at(np.asarray(spans, dtype=np.int64).reshape(-1, 2)).T
+        first, last = self.at(pairs(spans)).T
         many = len(self._edges) + 1
         return np.cumsum(np.bincount(first, minlength=many) - np.bincount(last, minlength=many))[: len(self.start)] > 0
 
@@ -188,9 +173,10 @@ class Cells:
         kept = labels[first] >= 0
         return spans[kept], labels[first][kept]
 
-    def before(self, where: np.ndarray) -> np.ndarray:
-        """Nanoseconds of these cells before each edge."""
-        return np.concatenate([[0], np.cumsum(self.length * where)])
+    def between(self, where: np.ndarray, begin: Any, end: Any) -> np.ndarray:
+        """Nanoseconds of these cells from the edges `begin` to the edges `end`."""
+        sums: np.ndarray = np.concatenate([[0], np.cumsum(self.length * where)])
+        return sums[self.at(end)] - sums[self.at(begin)]
 
     def sums(self, labels: np.ndarray, many: int) -> np.ndarray:
         """Nanoseconds of each label from 0 to `many` - 1."""

@@ -66,28 +66,17 @@ def blocks_of(events: Iterable[AllocatorEvent]) -> Blocks:
     moments = [(storage.gone_ns, storage) for storage in baseline if storage.gone_ns != NEVER]
     moments += [(event.time_ns, event) for event in events if event.time_ns > LONG_AGO]
     moments.sort(key=lambda moment: moment[0])
-    heap = _Heap(len(moments) + 1)
-    for storage in baseline:
-        heap.put(storage, 0)
+    heap = _Heap(baseline)
     totals = [heap.live_bytes]
     for moment, (_, event) in enumerate(moments, start=1):
         heap.apply(event, moment)
         totals.append(heap.live_bytes)
-    return Blocks(
-        heap.allocations,
-        _int64(each.pointer for each in heap.allocations),
-        _int64(each.nbytes for each in heap.allocations),
-        _int64(heap.born),
-        _int64(heap.died),
-        _int64([LONG_AGO, *(time_ns for time_ns, _ in moments), NEVER]),
-        totals,
-        heap.unknown_frees,
-        heap.unseen_frees,
-    )
-
-
-def _int64(values: Iterable[int]) -> np.ndarray:
-    return np.fromiter(values, dtype=np.int64)
+    spans = [(each.pointer, each.nbytes) for each in heap.allocations]
+    lives = [(born, heap.died.get(index, len(totals))) for index, born in enumerate(heap.born)]
+    pointer, nbytes = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+    born, died = np.array(lives, dtype=np.int64).reshape(-1, 2).T
+    times = np.array([LONG_AGO, *(time_ns for time_ns, _ in moments), NEVER])
+    return Blocks(heap.allocations, pointer, nbytes, born, died, times, totals, heap.unknown_frees, heap.unseen_frees)
 
 
 def united(storages: Iterable[AllocatorEvent]) -> list[AllocatorEvent]:
@@ -110,17 +99,17 @@ def united(storages: Iterable[AllocatorEvent]) -> list[AllocatorEvent]:
 
 
 class _Heap:
-    """All blocks so far, and of those alive the index by start address; a block dies at the moment `end` until it is
-    freed.
-    """
+    """All blocks so far with the moments of their begin and end, and of those alive the index by start address."""
 
-    def __init__(self, end: int) -> None:
+    def __init__(self, baseline: Iterable[AllocatorEvent]) -> None:
         self.allocations: list[AllocatorEvent] = []
         self.born: list[int] = []
-        self.died: list[int] = []
+        self.died: dict[int, int] = {}
         self.live_bytes = self.unknown_frees = self.unseen_frees = 0
-        self._end, self._at = end, dict[int, int]()
+        self._at: dict[int, int] = {}
         self._starts: list[int] = []  # the keys of `_at`, sorted
+        for storage in baseline:
+            self._put(storage, 0)
 
     def apply(self, event: AllocatorEvent, moment: int) -> None:
         index = self._at.get(event.pointer)
@@ -128,13 +117,13 @@ class _Heap:
             if index is not None and self.born[index] == 0:
                 self._free(event.pointer, moment)
         elif event.nbytes > 0:
-            self.put(event, moment)
+            self._put(event, moment)
         elif event.nbytes < 0 and index is not None:
             self._free(event.pointer, moment)
         elif event.nbytes < 0:
             self.unknown_frees += 1
 
-    def put(self, new: AllocatorEvent, moment: int) -> None:
+    def _put(self, new: AllocatorEvent, moment: int) -> None:
         first = max(bisect_right(self._starts, new.pointer) - 1, 0)
         for start in self._starts[first : bisect_left(self._starts, new.pointer + new.nbytes)]:
             if start + self.allocations[self._at[start]].nbytes > new.pointer:
@@ -144,7 +133,6 @@ class _Heap:
         self._at[new.pointer] = len(self.allocations)
         self.allocations.append(new)
         self.born.append(moment)
-        self.died.append(self._end)
         self.live_bytes += new.nbytes
 
     def _free(self, start: int, moment: int) -> None:

@@ -79,7 +79,7 @@ def read_trace(
     nodes.sort(key=lambda node: node.start_ns)
     made = [(node, node.event) for node in nodes if node.event]
     return Trace(
-        [event for _, event in made] + _unseen_frees(_unfreed(made), nodes, buffers, alive),
+        [event for _, event in made] + _unseen_frees(made, nodes, buffers, alive),
         [tag for node in nodes if node.name == _ACCUMULATE for tag in node.tags("whole_gradients")],
         _hints(nodes, gathers_into_parameters),
         max((node.end_ns for node in nodes if node.name.startswith(_BACKWARD)), default=NEVER),
@@ -93,7 +93,11 @@ class _Node:
         self._of_tree, self._device, self._kind = of_tree, device, of_tree.tag
         self.around = around  # the names of the ranges that it happened in, the innermost first
         self.name, self.start_ns, self.end_ns = of_tree.name, of_tree.start_time_ns, of_tree.end_time_ns
-        self.event = self._allocator_event() if self._kind == _EventType.Allocation else None
+        self.event: AllocatorEvent | None = None
+        fields = of_tree.typed[1]
+        if self._kind == _EventType.Allocation and self._here(fields):
+            home = _home(around) if fields.alloc_size > 0 else ()
+            self.event = AllocatorEvent(self.start_ns, fields.ptr, fields.alloc_size, *home)
 
     @property
     def children(self) -> list[_Node]:
@@ -110,13 +114,6 @@ class _Node:
     def tags(self, category: str) -> list[Tag]:
         """A tag for every storage that the operator was given."""
         return [Tag(category, pointer, nbytes, self.start_ns, "") for pointer, nbytes in self.given]
-
-    def _allocator_event(self) -> AllocatorEvent | None:
-        fields = self._of_tree.typed[1]
-        if not self._here(fields):
-            return None
-        home = _home(self.around) if fields.alloc_size > 0 else ()
-        return AllocatorEvent(self.start_ns, fields.ptr, fields.alloc_size, *home)
 
     def _here(self, thing: Any) -> bool:
         found, wanted = thing.device, self._device
@@ -150,9 +147,7 @@ def _unit(name: str) -> str:
 
 
 def _hints(nodes: Iterable[_Node], gathers_into_parameters: bool) -> list[Tag]:
-    """The buffers of collectives; where gathers go into parameters, their outputs and what is concatenated from them
-    alone.
-    """
+    """The buffers of collectives; what is gathered into parameters is the parameters, also once it is concatenated."""
     hints, gathered = [], set()
     for node in nodes:
         if node.name.startswith(_COLLECTIVES):
@@ -182,11 +177,21 @@ class _Unfreed:
 
 
 def _unseen_frees(
-    unfreed: Sequence[_Unfreed], nodes: Sequence[_Node], buffers: Set[int], alive: Callable[[], Set[int]]
+    made: Sequence[tuple[_Node, AllocatorEvent]],
+    nodes: Sequence[_Node],
+    buffers: Set[int],
+    alive: Callable[[], Set[int]],
 ) -> list[AllocatorEvent]:
     """The missing frees: of memory that was allocated again, and of what a collective used that is not alive at the
     end. Such memory ended with its last use.
     """
+    blocks = blocks_of(event for _, event in made)
+    lives = zip(blocks.born.tolist(), blocks.died.tolist(), blocks.times[blocks.died].tolist())
+    unfreed = [
+        _Unfreed(made[born - 1][0], made[born - 1][1], until)
+        for born, died, until in lives
+        if until == NEVER or made[died - 1][1].nbytes > 0
+    ]
     collectives = [node for node in nodes if node.name.startswith(_COLLECTIVES)]
     travelled = {block for block, _ in _uses(unfreed, collectives)}
     travelled |= {
@@ -200,16 +205,6 @@ def _unseen_frees(
     for block, user in _uses(gone, nodes):
         ends[block] = max(ends[block], user.end_ns)
     return [AllocatorEvent(min(end, b.until - 1), b.event.pointer, -b.event.nbytes) for b, end in ends.items()]
-
-
-def _unfreed(made: Sequence[tuple[_Node, AllocatorEvent]]) -> list[_Unfreed]:
-    blocks = blocks_of(event for _, event in made)
-    lives = zip(blocks.born.tolist(), blocks.died.tolist(), blocks.times[blocks.died].tolist())
-    return [
-        _Unfreed(made[born - 1][0], made[born - 1][1], died_ns)
-        for born, died, died_ns in lives
-        if died_ns == NEVER or made[died - 1][1].nbytes > 0
-    ]
 
 
 def _uses(blocks: Iterable[_Unfreed], nodes: Iterable[_Node]) -> Iterator[tuple[_Unfreed, _Node]]:

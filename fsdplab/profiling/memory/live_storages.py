@@ -12,7 +12,6 @@ import time
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -94,9 +93,10 @@ class WatchedStorages:
         self._starts = sorted(self._sizes)
         ignored = {self._start(address(tensor, device)) for tensor in ignore} if on_host else set()
         categories = {self._start(at): category for at, category in named.items()}
-        kept = {at: nbytes for at, nbytes in self._sizes.items() if at not in ignored}
-        self._storages = [AllocatorEvent(LONG_AGO, at, nbytes, categories.get(at, "")) for at, nbytes in kept.items()]
-        self._watched = {at: weakref.ref(living[at], partial(self._leave, at)) for at in living if at in kept}
+        self._categories = {at: categories.get(at, "") for at in self._sizes if at not in ignored}
+        self._watched = {
+            at: weakref.ref(living[at], partial(self._leave, at)) for at in living if at in self._categories
+        }
 
     def look(self) -> None:
         """Record the storages that were resized to zero; nothing announces that, so call it at important instants."""
@@ -112,7 +112,10 @@ class WatchedStorages:
 
     def events(self) -> list[AllocatorEvent]:
         """The storages as allocations of the beginning, with the times at which they were seen to be gone."""
-        return [replace(each, gone_ns=self._gone.get(each.pointer, NEVER)) for each in self._storages]
+        return [
+            AllocatorEvent(LONG_AGO, at, self._sizes[at], category, gone_ns=self._gone.get(at, NEVER))
+            for at, category in self._categories.items()
+        ]
 
     def _start(self, at: int) -> int:
         """The start of the storage that an address lies in, or the address itself."""
@@ -148,9 +151,7 @@ class Owners:
         return named
 
     def gradient_tags(self) -> list[Tag]:
-        """A tag for every gradient held now: slices where the engine shards what the optimizer sees, whole ones
-        elsewhere.
-        """
+        """A tag for every gradient held now: a slice where the engine shards what the optimizer sees."""
         # FSDP1's flat parameters, whose gradients outlive `zero_grad` where the original parameters are shown
         handles: list[Any] = [getattr(module, "_handle", None) for module in self._model.modules()]
         flat = [handle for handle in handles if hasattr(handle, "flat_param")]

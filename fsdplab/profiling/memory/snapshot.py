@@ -40,15 +40,8 @@ def memory_snapshot(path: Path | None, device: torch.device) -> Iterator[None]:
 
 
 def write_snapshot(snapshot: Any, path: Path) -> None:
-    """Write what `torch.cuda.memory._snapshot()` returned, gzipped; file names, which identify a machine, are cut."""
-    _shorten_names(snapshot)
-    with gzip.open(path, "wb") as file:
-        pickle.dump(snapshot, file)
-
-
-def _shorten_names(snapshot: Any) -> None:
-    """Leave of every frame's `filename`, in place, the last parts: `/home/me/lab/fsdplab/engine/core/unit.py` is
-    `fsdplab/engine/core/unit.py`, and of a file outside this package three.
+    """Write what `torch.cuda.memory._snapshot()` returned, gzipped. Names of files, which identify a machine, are cut
+    in place: `/home/me/fsdplab/engine/core/unit.py` is `fsdplab/engine/core/unit.py`; of others three parts stay.
     """
     waiting = [snapshot]
     while waiting:
@@ -58,3 +51,5 @@ def _shorten_names(snapshot: Any) -> None:
             thing["filename"] = ours[1] if ours else "/".join(name.split("/")[-3:])
         values = thing.values() if isinstance(thing, dict) else thing
         waiting += [value for value in values if isinstance(value, (dict, list))]
+    with gzip.open(path, "wb") as file:
+        pickle.dump(snapshot, file)

@@ -131,9 +131,7 @@ def build_timeline(
 
 
 def downsample(totals: Sequence[int], limit: int = MAX_POINTS) -> list[int]:
-    """At most `limit` indices in order: first, last, the (first) peak, and the lowest and highest of each of equal
-    windows.
-    """
+    """At most `limit` indices: first, last, the first peak, the lowest and highest of each of equal windows."""
     if len(totals) <= limit:
         return list(range(len(totals)))
     values = np.asarray(totals)
@@ -175,9 +173,7 @@ def _meant(blocks: Blocks, tags: Sequence[Tag], start_ns: int) -> list[int | Non
 def _names(
     blocks: Blocks, tags: Sequence[Tag], hints: Sequence[Tag], start_ns: int, work_end_ns: int
 ) -> list[tuple[str, str]]:
-    """The category and the unit of every block: the last tag says it, else its own event, else the first hint, else
-    its time.
-    """
+    """Category and unit of every block: by the last tag, else its own event, else the first hint, else its time."""
     said: dict[int | None, tuple[str, str]] = {
         index: ("activations" if LONG_AGO < event.time_ns <= work_end_ns else "other", "")
         for index, event in enumerate(blocks.allocations)

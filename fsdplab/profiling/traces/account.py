@@ -44,11 +44,14 @@ _IDLE = _NO_CORE + 1
 _IDLE_NO_CORE, _REST = (_IDLE + IDLE_PARTS.index(name) for name in ("no_core_ns", "rest_ns"))
 _DISPATCH_NS = 100_000  # between two operators of a copy the host dispatches the next one; idle for longer, it waits
 _BACK_TO_BACK_NS = 10_000  # two kernels this close on a GPU: the second waited for the first
+_LIFECYCLE = (
+    "pre_forward", "pre_backward", "post_backward", "root_post_backward_callback", "link", "backward_prefetch",
+)  # fmt: skip
 _ENOUGH = 0.1  # computing of a tenth of the exposed time is something to hide behind
 
 
 class TraceSets:
-    """What the steps of one trace share, as sorted, disjoint sets."""
+    """What the steps of one trace share, as sorted, disjoint sets; `lifecycle`: when an engine's hooks ran."""
 
     def __init__(
         self,
@@ -58,19 +61,12 @@ class TraceSets:
         host_busy: Intervals,
         core_waits: Intervals,
     ) -> None:
-        self.segments, self.on_gpu, self.host_busy = segments, found.on_gpu, host_busy
+        self.found, self.segments, self.on_gpu, self.host_busy = found, segments, found.on_gpu, host_busy
         self.device = all_device_work(found, collectives)
-        self.loading = union(found.spans(Kind.LOADING))
         self.blocked = union(found.spans(Kind.BLOCKED, Kind.BLOCKING_LAUNCH))
         self.core_waits = union(core_waits)
-        self.idle, self.idle_causes = idle_causes(found, self.device)
-
-    def causes_within(self, window: Window) -> tuple[Intervals, np.ndarray]:
-        """The idle causes of a window: spans, and positions in `PARTS`."""
-        first = np.searchsorted(self.idle[:, 1], window.start, side="right")
-        last = np.searchsorted(self.idle[:, 0], window.end, side="left")
-        spans = np.clip(self.idle[first:last], window.start, window.end)
-        return spans, self.idle_causes[first:last] + _IDLE
+        self.lifecycle = union([(each.start, each.end) for each in found.ranges if each.label.startswith(_LIFECYCLE)])
+        self.idle, self.idle_causes = idle_causes(found, self.device)  # spans, and for each a position in IDLE_PARTS
 
 
 @dataclass(frozen=True)
@@ -110,29 +106,29 @@ class Account:
         return self.cells.runs(np.where(self.part == _ON_LINK, self.owner, -1))
 
 
-def account(
-    window: Window, computing: Intervals, mine: Sequence[Collective], trace: TraceSets, *edges: Intervals
-) -> Account:
+def account(window: Window, computing: Intervals, mine: Sequence[Collective], trace: TraceSets) -> Account:
     """Label every instant of a step; AccountingError if it did not add up.
 
-    `computing`: sorted and disjoint, inside the window; `mine`: the step's own collectives; `edges`: further instants
-    at which the caller wants a cell to end. A step of 100 ms with 80 computing, 50 communicating and 40 of that at
-    once: `sums` has compute_only 40, overlapped 40, and 10 ms in the parts of exposed time.
+    `computing`: sorted and disjoint, inside the window; `mine`: the step's own collectives. A step of 100 ms with 80
+    computing, 50 communicating and 40 of that at once: `sums` has compute_only 40, overlapped 40, and 10 ms in the
+    parts of exposed time.
     """
-    span, of = [window.start, window.end], _Columns(mine, window, trace.segments)
-    host_busy, (idle, causes_of_idle) = within(trace.host_busy, *span), trace.causes_within(window)
-    core_waits = within(trace.core_waits, *span)
-    cells = Cells(span, computing, of.spans, of.moments, of.asleep, host_busy, idle, core_waits, *edges)
+    span, changes = [window.start, window.end], trace.segments.changes
+    changes = changes[(changes > window.start) & (changes < window.end)]
+    of = _Columns(mine, [window.start, *changes.tolist(), window.end], trace.segments)
+    sets = (trace.host_busy, trace.idle, trace.core_waits, trace.lifecycle)
+    host_busy, idle, core_waits, lifecycle = (within(each, *span) for each in sets)
+    cells = Cells(span, changes, computing, of.spans, of.moments, of.asleep, host_busy, idle, core_waits, lifecycle)
     inside, computes, host = cells.inside([span]), cells.inside(computing), cells.inside(host_busy)
     piece = cells.paint(of.spans[of.order], of.order)
     owner = np.where(piece >= 0, of.owner[piece], -1) if len(mine) else piece
     exposed = inside & ~computes & (owner >= 0)
-    cause = cells.paint(idle, causes_of_idle)
+    idle_cause = np.append(-1, trace.idle_causes)[np.searchsorted(trace.idle[:, 0], cells.start, side="right")]
     how, no_core = _exposed_parts(cells, exposed, owner, piece, host, of), cells.inside(core_waits)
     told = [
         (~inside, -1), (computes & (owner >= 0), _OVERLAPPED), (computes, _COMPUTE_ONLY),
         (exposed & no_core & (how != _ON_LINK), _NO_CORE), (exposed, how), (no_core, _IDLE_NO_CORE),
-        (cause >= 0, cause),
+        (cells.inside(idle), _IDLE + idle_cause),
     ]  # fmt: skip
     part = np.select([where for where, _ in told], [label for _, label in told], _REST)
     sums = dict(zip(PARTS, cells.sums(part, len(PARTS)).tolist()))
@@ -141,7 +137,7 @@ def account(
     many = len(PARTS_OF_COLLECTIVE)
     parts = cells.sums(np.where(exposed, many * owner + part - _EXPOSED, -1), many * len(mine)).reshape(-1, many)
     busy = cells.sums(np.where(exposed & host, owner, -1), len(mine))
-    causes = _causes(parts.sum(1), busy, cells, computes, of, trace.on_gpu, window)
+    causes = _causes(parts.sum(1), busy, cells, computes, of, trace.on_gpu, window.start)
     core_wait = int(cells.length[no_core & inside].sum())
     return Account(cells, np.where(inside, owner, -1), part, host, sums, parts, causes, core_wait)
 
@@ -149,7 +145,8 @@ def account(
 class _Columns:
     """A step's collectives and their pieces as columns; `order` is that in which pieces are painted: the last wins."""
 
-    def __init__(self, mine: Sequence[Collective], window: Window, segments: Segments) -> None:
+    def __init__(self, mine: Sequence[Collective], changes: Sequence[int], segments: Segments) -> None:
+        phase_ends = dict(zip(segments.phases_at(changes[:-1]), changes[1:]))  # the last of each phase in the step
         pieces = [(piece, index, each) for index, each in enumerate(mine) for piece in each.pieces]
         self.spans = pairs([(piece.start, piece.end) for piece, _, _ in pieces])
         self.owner = np.array([index for _, index, _ in pieces], dtype=np.int64)
@@ -164,7 +161,7 @@ class _Columns:
         self.ways = pairs([way[:2] for way, _ in carried])
         self.moving = pairs([way[:2] for way, by_host in carried if not by_host])
         self.asleep = pairs([_asleep(each) for each in mine])
-        self.until = np.array(_phase_ends(mine, window, segments), dtype=np.int64)
+        self.until = np.array([phase_ends.get(each.phase, changes[-1]) for each in mine], dtype=np.int64)
         self.moments = np.concatenate([self.issue, self.start, self.end, self.until])
         flags = ("own", "held", "issued", "emulated", "by_host")
         self.own, self.held, self.issued, self.emulated, self.by_host = (
@@ -187,14 +184,6 @@ def _asleep(each: Collective) -> tuple[int, int]:
     return each.end, max(piece.end for piece in each.pieces if piece.role in ("", "blocked"))
 
 
-def _phase_ends(mine: Sequence[Collective], window: Window, segments: Segments) -> list[int]:
-    """When the phase of each collective ends in the step, for the last time."""
-    changes = segments.changes
-    edges = [window.start, *changes[(changes > window.start) & (changes < window.end)].tolist()]
-    ends = dict(zip(segments.phases_at(edges), [*edges[1:], window.end]))
-    return [ends.get(each.phase, window.end) for each in mine]
-
-
 def _exposed_parts(
     cells: Cells, exposed: np.ndarray, owner: np.ndarray, piece: np.ndarray, host: np.ndarray, of: _Columns
 ) -> np.ndarray:
@@ -210,18 +199,11 @@ def _exposed_parts(
 
 
 def _causes(
-    exposed: np.ndarray,
-    busy: np.ndarray,
-    cells: Cells,
-    computes: np.ndarray,
-    of: _Columns,
-    on_gpu: bool,
-    window: Window,
+    exposed: np.ndarray, busy: np.ndarray, cells: Cells, computes: np.ndarray, of: _Columns, on_gpu: bool, start: int
 ) -> list[str]:
     """Of every collective, as the file's beginning says; `busy`: ns of its exposed time in which the host worked."""
-    computed = cells.before(computes)
-    before = computed[cells.at(np.maximum(of.issue, window.start))] - computed[cells.at(window.start)]
-    after = computed[cells.at(np.maximum(of.until, of.end))] - computed[cells.at(of.end)]
+    before = cells.between(computes, start, np.maximum(of.issue, start))
+    after = cells.between(computes, of.end, np.maximum(of.until, of.end))
     queued = _queued(cells, of, on_gpu)
     at_once = of.start - of.issue < AT_ONCE_NS if on_gpu else of.own | of.held
     held = of.held & (after > _ENOUGH * exposed) & (not on_gpu)
@@ -241,9 +223,9 @@ def _queued(cells: Cells, of: _Columns, on_gpu: bool) -> np.ndarray:
     A host that runs ahead issues long before the input is computed, so on a GPU only others that ran until this one
     began count.
     """
-    carried, begun = cells.before(cells.inside(of.ways)), of.issue
+    begun = of.issue
     if on_gpu and len(runs := close_gaps(of.ways, _BACK_TO_BACK_NS)):
         at = np.searchsorted(runs[:, 0], of.start) - 1
         behind = (at >= 0) & (runs[at, 1] >= of.start)
         begun = np.where(behind, np.maximum(of.issue, runs[at, 0]), of.start)
-    return np.maximum(0, carried[cells.at(of.start)] - carried[cells.at(begun)])
+    return np.maximum(0, cells.between(cells.inside(of.ways), begun, of.start))

@@ -38,9 +38,28 @@ _AGAIN = "export it again with prof.export_chrome_trace(...), or copy it again f
 
 
 class TraceError(RuntimeError):
-    """A trace file is missing, truncated, empty, not a trace, or without events to analyse; one line, with the
-    remedy.
-    """
+    """A trace file is missing, damaged, empty, not a trace, or without events to analyse; one line, with the remedy."""
+
+
+class OddEvent(ValueError):
+    """What no profiler writes, in words for a reader."""
+
+
+def _bad(path: Path, what: str) -> TraceError:
+    return TraceError(f"{path} {what}; {_AGAIN}.")
+
+
+@contextmanager
+def as_trace_error(path: Path) -> Iterator[None]:
+    """What is of another type than the profiler's raises a TraceError."""
+    try:
+        yield
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        what = error if isinstance(error, OddEvent) else words if len(words) <= 100 else f"{words[:100]}..."
+        raise TraceError(
+            f"{path} holds something that PyTorch's profiler does not write ({what}); export the trace again."
+        ) from None
 
 
 class ChromeTrace:
@@ -61,9 +80,9 @@ class ChromeTrace:
             with self.path.open("rb") as file:
                 yield from _Reader(self.path, file, self.metadata).events()
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise TraceError(f"{self.path} is a truncated or damaged gzip file ({error}); {_AGAIN}.") from None
+            raise _bad(self.path, f"is a truncated or damaged gzip file ({error})") from None
         except RecursionError:
-            raise TraceError(f"{self.path} holds a value nested too deeply to be a profiler's; {_AGAIN}.") from None
+            raise _bad(self.path, "holds a value nested too deeply to be a profiler's") from None
         except OSError as error:
             why = error.strerror or error
             raise TraceError(
@@ -72,29 +91,19 @@ class ChromeTrace:
 
     @property
     def base_ns(self) -> int:
-        """Added to every event's time to get `time.time_ns()`; 0 for files whose times are absolute (before PyTorch
-        2.3).
-        """
+        """Added to an event's time to get `time.time_ns()`; 0 for files with absolute times (before PyTorch 2.3)."""
         base = self.metadata.get("baseTimeNanoseconds") or 0
         if type(base) is not int or not 0 <= base < LATEST_NS:
-            raise TraceError(f"{self.path} has the clock's base {base!r:.40}, expected nanoseconds; {_AGAIN}.")
+            raise _bad(self.path, f"has the clock's base {base!r:.40}, expected nanoseconds")
         return base
 
 
 def nanoseconds(microseconds: float | int) -> int:
-    """Microseconds as written in a trace to whole nanoseconds: 4441797835578.61 -> 4441797835578610, exact as far as
-    the file is.
-    """
+    """Microseconds of a trace as whole nanoseconds, exact as far as the file is: 4.25 -> 4250."""
     if type(microseconds) is int:
         return microseconds * 1000
     whole = int(microseconds)
     return whole * 1000 + round((microseconds - whole) * 1000)
-
-
-def shown(error: Exception) -> str:
-    """An error in at most a hundred characters of one line."""
-    words = " ".join(f"{type(error).__name__}: {error}".split())
-    return words if len(words) <= 100 else f"{words[:100]}..."
 
 
 def is_gzipped(path: Path) -> bool:
@@ -134,17 +143,14 @@ class _Reader:
 
     def events(self) -> Iterator[dict[str, Any]]:
         first = self._next()
-        if first == "":
-            raise TraceError(f"{self._path} is empty; {_AGAIN}.")
         if first == "[":
             yield from self._list()
         elif first == "{":
             yield from self._object()
+        elif first:
+            raise self._bad(f"is no Chrome trace: it begins with {self._text[:20]!r}, a trace begins with '{{' or '['")
         else:
-            raise TraceError(
-                f"{self._path} is no Chrome trace: it begins with {self._text[:20]!r}, a trace begins with '{{' or '[';"
-                f" {_AGAIN}."
-            )
+            raise self._bad("is empty")
 
     def _object(self) -> Iterator[dict[str, Any]]:
         found, self._at = False, self._at + 1
@@ -152,27 +158,30 @@ class _Reader:
             if mark == ",":
                 self._at += 1
                 continue
-            key = self._key(mark)
+            self._require(mark, '"')
+            key = self._value()
+            self._require(self._next(), ":")
+            self._at += 1
             if key == "traceEvents" and self._next() == "[":
                 found = True
                 yield from self._list()
             else:
-                self._metadata[key] = self._value_around()
+                before = self._passed + self._at
+                self._metadata[key] = self._value()
+                self._around += self._passed + self._at - before
+                if self._around > _LONGEST:
+                    raise self._bad(
+                        f"holds more than {_LONGEST:,} characters around its events, which no profiler writes"
+                    )
         if not found:
             names = ", ".join(list(self._metadata)[:5]) or "nothing"
-            raise TraceError(
-                f"{self._path} is JSON without a list `traceEvents` (it holds {names}), so no profiler wrote it as a"
-                f" trace; {_AGAIN}."
+            raise self._bad(
+                f"is JSON without a list `traceEvents` (it holds {names}), so no profiler wrote it as a trace"
             )
 
-    def _key(self, mark: str) -> str:
-        if mark != '"':
-            raise self._truncated() if mark == "" else self._damaged()
-        key = self._value()
-        if self._next() != ":":
-            raise self._damaged() if self._next() else self._truncated()
-        self._at += 1
-        return key
+    def _require(self, mark: str, expected: str) -> None:
+        if mark != expected:
+            raise self._damaged() if mark else self._truncated()
 
     def _list(self) -> Iterator[dict[str, Any]]:
         """The events of the list that begins here. The hot loop: everything it needs is local."""
@@ -184,8 +193,7 @@ class _Reader:
             text, at = self._text, self._at
             try:
                 while True:
-                    if gap := between(text, at):  # always: it may be empty
-                        at = gap.end()
+                    at = _end(between(text, at))
                     event, at = decode(text, at)
                     if type(event) is dict:
                         yield event
@@ -201,9 +209,9 @@ class _Reader:
         as fast as one by one. Nothing where the guess is wrong: what was cut is no list of values.
         """
         text, between = self._text, _BETWEEN.match
-        try:
-            _, end = self._json(text, begin := _end(between(text, self._at)))
-        except (json.JSONDecodeError, StopIteration):
+        begin = _end(between(text, self._at))
+        _, end = self._decoded(text, begin)
+        if end < 0:
             return []
         following = _end(between(text, end))
         seam = text[end - 1 : following + _OPENING]  # an event's end, what is between, how the next one begins
@@ -211,10 +219,7 @@ class _Reader:
         if cut < following:
             return []
         whole = f"[{text[begin:cut]}]"
-        try:
-            events, end = self._json(whole, 0)
-        except (json.JSONDecodeError, StopIteration):
-            return []
+        events, end = self._decoded(whole, 0)
         if end < len(whole):
             return []
         self._at = cut
@@ -223,36 +228,27 @@ class _Reader:
     def _next(self) -> str:
         """The next character that is not space, not taken; "" at the end of the file."""
         while True:
-            if space := _SPACE.match(self._text, self._at):  # always: it may be empty
-                self._at = space.end()
+            self._at = _end(_SPACE.match(self._text, self._at))
             if self._at < len(self._text):
                 return self._text[self._at]
             if not self._fill():
                 return ""
 
-    def _value_around(self) -> Any:
-        """A value that stands around the events."""
-        before = self._passed + self._at
-        value = self._value()
-        self._around += self._passed + self._at - before
-        if self._around > _LONGEST:
-            raise TraceError(
-                f"{self._path} holds more than {_LONGEST:,} characters around its events, which no profiler writes;"
-                f" {_AGAIN}."
-            )
-        return value
-
     def _value(self) -> Any:
         self._next()
         while True:
-            try:
-                value, end = self._json(self._text, self._at)
-                if end < len(self._text):  # a number at the window's end may go on
-                    self._at = end
-                    return value
-            except (json.JSONDecodeError, StopIteration):
-                pass
+            value, end = self._decoded(self._text, self._at)
+            if 0 <= end < len(self._text):  # a number at the window's end may go on
+                self._at = end
+                return value
             self._more()
+
+    def _decoded(self, text: str, at: int) -> tuple[Any, int]:
+        """The value that begins there and its end; the end is -1 where the text holds no whole value."""
+        try:
+            return self._json(text, at)
+        except (json.JSONDecodeError, StopIteration):
+            return None, -1
 
     def _more(self) -> None:
         """Read more text, or raise an error if the file ends here."""
@@ -266,27 +262,19 @@ class _Reader:
         piece = self._file.read(max(_WINDOW, len(self._text) - self._at))
         self._unpacked += len(piece)
         if self._unpacked > max(_LEAST_UNPACKED, _MOST_UNPACKED * self._stored.tell()):
-            raise TraceError(
-                f"{self._path} unpacks to more than {_MOST_UNPACKED} times its size, which no profiler's trace does;"
-                f" {_AGAIN}."
-            )
+            raise self._bad(f"unpacks to more than {_MOST_UNPACKED} times its size, which no profiler's trace does")
         if len(piece) == _WINDOW and not piece.strip(_BLANKS):
-            raise TraceError(
-                f"{self._path} holds {_WINDOW:,} blanks and commas in a row, which no profiler writes; {_AGAIN}."
-            )
+            raise self._bad(f"holds {_WINDOW:,} blanks and commas in a row, which no profiler writes")
         self._passed += self._at
         self._text, self._at = self._text[self._at :] + self._decode(piece, final=not piece), 0
         return bool(piece)
 
+    def _bad(self, what: str) -> TraceError:
+        return _bad(self._path, what)
+
     def _truncated(self) -> TraceError:
-        return TraceError(
-            f"{self._path} ends in the middle of a value: it is truncated, or its process was stopped while it wrote;"
-            f" {_AGAIN}."
-        )
+        return self._bad("ends in the middle of a value: it is truncated, or its process was stopped while it wrote")
 
     def _damaged(self) -> TraceError:
-        position = self._passed + self._at
-        return TraceError(
-            f"{self._path} is damaged at character {position}: {self._text[self._at : self._at + 20]!r} is no JSON;"
-            f" {_AGAIN}."
-        )
+        shown = self._text[self._at : self._at + 20]
+        return self._bad(f"is damaged at character {self._passed + self._at}: {shown!r} is no JSON")

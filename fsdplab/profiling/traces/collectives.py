@@ -8,35 +8,38 @@ unit empty.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right, insort
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fsdplab.profiling.intervals import Intervals, union
+from fsdplab.profiling.traces.chrome import LATEST_NS
 from fsdplab.profiling.traces.events import Events, Kind, Range, Transfer, tensor_bytes
 from fsdplab.profiling.traces.segments import nests
 
 _FAMILY = {"all_gather": "gather", "reduce_scatter": "reduction", "all_reduce": "reduction", "all_to_all": "reduction"}
 _OPENS = {"all_gather": "all_gather", "post_backward_reduce": "reduce_scatter", "all_reduce": "all_reduce"}
 _CLOSES = {"all_gather_copy_out": "all_gather", "reduce_scatter": "reduce_scatter"}
-_GOES_ON = {"all_reduce_sum": "all_reduce"}
+_GOES_ON = {"all_reduce_sum"}
 MARKED = {*_OPENS, *_CLOSES, *_GOES_ON, "link"}
 _CONSUMERS = {"pre_forward", "pre_backward"}
+_ISSUE = attrgetter("issue")
 
 
 class Piece(NamedTuple):
-    """One interval in which a collective moved bytes; `role` is "" for the transport itself, else copy-in, copy-out or
-    blocked.
-    """
+    """An interval in which a collective moved bytes: its transport (role ""), copy-in, copy-out or blocked."""
 
     start: int
     end: int
     role: str = ""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Collective:
     """One collective of one rank. Times are the trace's own ns; `nbytes` is its whole payload where the trace tells,
     else None.
@@ -73,6 +76,11 @@ class Collective:
             self.transport = piece
 
     @property
+    def label(self) -> tuple[str, str, str, bool]:
+        """By what a figure tells it from others: unit, phase, kind and whether it is emulated."""
+        return self.unit, self.phase, self.kind, self.emulated
+
+    @property
     def start(self) -> int:
         """When bytes began to move."""
         return self.first if self.transport is None else self.transport.start
@@ -106,11 +114,9 @@ class Collective:
 def find_collectives(
     found: Events, ledger: Sequence[dict[str, Any]] = (), life: Sequence[dict[str, Any]] = ()
 ) -> list[Collective]:
-    """All collectives in order of issue. `ledger`: the emulated link's transfers of this rank (absolute ns), which
-    replace the trace's transports.
-    """
+    """All collectives in order of issue; the rank's rows of an emulated link's `ledger` replace the transports."""
     if found.on_gpu:
-        return sorted(_launched(found), key=lambda each: each.issue)
+        return sorted(_launched(found), key=_ISSUE)
     book = _Book(found)
     if ledger:
         book.shared_memory("copy-in")
@@ -118,7 +124,7 @@ def find_collectives(
     else:
         book.shared_memory()
         book.gloo()
-    return sorted((each for each in book.drafts if each.pieces), key=lambda each: each.issue)
+    return sorted((each for each in book.drafts if each.pieces), key=_ISSUE)
 
 
 def communicating(found: Events) -> dict[int, Intervals]:
@@ -141,56 +147,48 @@ class _Book:
         self._awaiting = _Awaiting()
         self._nests = nests(found.ranges)
         self._of_mark: dict[int, Collective] = {}
-        self._world_size = int(found.distributed.get("world_size") or 1)
         self._silent = not any(transfer.carrier == Kind.GLOO for transfer in found.transfers)
         waiting: dict[tuple[str, str], deque[Collective]] = defaultdict(deque)
         for mark in found.ranges:
-            if mark.label in MARKED:
+            if mark.label in MARKED and mark.label != "link":
                 self._mark(mark, waiting)
 
     def _mark(self, mark: Range, waiting: dict[tuple[str, str], deque[Collective]]) -> None:
-        if (goes_on := _GOES_ON.get(mark.label)) and (unit := waiting[goes_on, mark.unit]):
-            unit[0].add(Piece(mark.start, mark.end, "copy-out"))
-            self._of_mark[id(mark)] = unit[0]
+        kind, goes_on = _CLOSES.get(mark.label), mark.label in _GOES_ON
+        if goes_on or mark.label == "all_reduce" and self._silent and waiting["all_reduce", mark.unit]:
+            kind = "all_reduce"  # over shared memory a pair of ranges of one name
+        queue = waiting[kind or _OPENS[mark.label], mark.unit]
+        if kind and queue:
+            draft = queue[0] if goes_on else queue.popleft()
+        elif goes_on:
             return
-        kind = _CLOSES.get(mark.label)
-        if mark.label == "all_reduce" and self._silent and waiting["all_reduce", mark.unit]:
-            kind = "all_reduce"  # shared memory: the second range of a pair
-        if kind and waiting[kind, mark.unit]:
-            draft = waiting[kind, mark.unit].popleft()
-            draft.add(Piece(mark.start, mark.end, "copy-out"))
-        elif kind or mark.label in _OPENS:
-            draft = self._open(kind or _OPENS[mark.label], mark.unit, mark.start, mark)
-            draft.add(Piece(mark.start, mark.end, "copy-out" if kind else "copy-in"))
-            if not kind:
-                waiting[draft.kind, mark.unit].append(draft)
         else:
-            return
+            draft = self._open(kind or _OPENS[mark.label], mark.unit, mark.start, mark)
+            if not kind:
+                queue.append(draft)
+        draft.add(Piece(mark.start, mark.end, "copy-out" if kind else "copy-in"))
         self._of_mark[id(mark)] = draft
 
     def _open(self, kind: str, unit: str, issue: int, mark: Range | None = None) -> Collective:
         draft = Collective(kind, unit, issue, mark=mark)
-        draft.own = mark is not None and _issued_by_consumer(self._around(mark.thread, mark.start), unit)
+        draft.own = mark is not None and _issued_by_consumer(self._around(mark), unit)
         self.drafts.append(draft)
         self._awaiting.add(draft)
         return draft
 
-    def _around(self, thread: int, instant: int) -> list[Range]:
-        return self._nests[thread].around(instant) if thread in self._nests else []
+    def _around(self, call: Range) -> list[Range]:
+        return self._nests[call.thread].around(call.start) if call.thread in self._nests else []
 
     def _complete(self, draft: Collective, transfer: Transfer, role: str = "") -> None:
-        draft.add(Piece(transfer.start, transfer.end, role))
-        draft.nbytes = _payload(transfer, draft.kind, self._world_size)
-        draft.group, draft.group_size = _group(transfer)
         if not role:
             self._awaiting.remove(draft)
+        _carry(draft, transfer, self.found, role)
 
     def shared_memory(self, role: str = "") -> None:
         """The host's copies for torch's own engines: the transport itself, or beside an emulated link's transfer."""
         for transfer in self.found.transfers:
             if transfer.carrier == Kind.SHM:
-                call = Range(transfer.kind, "", transfer.start, transfer.end, transfer.thread)
-                owner = self._owner(call)
+                owner = self._owner(Range(transfer.kind, "", transfer.start, transfer.end, transfer.thread))
                 owner.by_host = True
                 self._complete(owner, transfer, role)
 
@@ -198,151 +196,107 @@ class _Book:
         """Gloo's ranges in order of time, each with the oldest issue of its family that came before it."""
         issues: dict[str, deque[Range]] = defaultdict(deque)
         for call in _outermost(self.found.issues):
-            issues[_FAMILY.get(call.label, call.label)].append(call)
-        for transfer in self.found.transfers:
-            if transfer.carrier != Kind.GLOO:
-                continue
-            family = _FAMILY.get(transfer.kind, transfer.kind)
-            queue = issues[family]
-            known = bool(queue) and queue[0].start <= transfer.start
-            self._complete(self._owner(queue.popleft()) if known else self._oldest(family, transfer), transfer)
+            issues[_family(call.label)].append(call)
+        for transfer in (each for each in self.found.transfers if each.carrier == Kind.GLOO):
+            family = _family(transfer.kind)
+            if (queue := issues[family]) and queue[0].start <= transfer.start:
+                draft = self._owner(queue.popleft())
+            else:
+                draft = self._awaiting.oldest(transfer.end, family) or self._open(transfer.kind, "", transfer.start)
+                draft.issued = draft.mark is not None
+            self._complete(draft, transfer)
 
     def _owner(self, call: Range) -> Collective:
         """The draft that a call belongs to: of the engine's range around it, or the newest of the unit around it that
         still lacks a transport.
         """
-        around = self._around(call.thread, call.start)
-        family = _FAMILY.get(call.label, call.label)
+        around, family = self._around(call), _family(call.label)
         draft = next((self._of_mark[id(each)] for each in around if id(each) in self._of_mark), None)
         unit = around[0].unit if around else ""
         if draft is None and around:
             draft = self._awaiting.newest(call.start, family, unit)
-        if draft is None or not self._awaits(draft, family, call.start):
-            draft = self._open(call.label, draft.unit if draft else unit, call.start, None)
-            draft.own = _issued_by_consumer(around, draft.unit)
-            draft.mark = call
+        if draft is None or draft.transport or _family(draft.kind) != family or draft.issue > call.start:
+            return self._open(call.label, draft.unit if draft else unit, call.start, call)
         if call.label != draft.kind:
             self._awaiting.remove(draft)
             draft.kind = call.label or draft.kind
             self._awaiting.add(draft)
         return draft
 
-    def _oldest(self, family: str, transfer: Transfer) -> Collective:
-        draft = self._awaiting.oldest(transfer.end, family) or self._open(transfer.kind, "", transfer.start)
-        draft.issued = draft.mark is not None
-        return draft
-
-    @staticmethod
-    def _awaits(draft: Collective, family: str, until: int) -> bool:
-        return draft.transport is None and _FAMILY.get(draft.kind, draft.kind) == family and draft.issue <= until
-
     def emulated(self, ledger: Sequence[dict[str, Any]], life: Sequence[dict[str, Any]]) -> None:
         """The link's transfers in order, each with the oldest draft of its kind and unit; what blocked the host goes to
         the transfer it waited for.
         """
-        base, began = self.found.base_ns, _gathers_of(life)
+        base, unshards = self.found.base_ns, [each for each in life if each["state"] == "unsharding"]
         for row in sorted(ledger, key=lambda each: each["start_ns"]):
             start, end, kind, unit = row["start_ns"] - base, row["end_ns"] - base, row["kind"], row["unit"]
             if end < self.found.first or start > self.found.last:
                 continue
             # torch's engines give the link no unit: the order of issue decides
             fitting = self._awaiting.oldest(end, "of kind", kind, *([unit] if unit else []))
-            draft = fitting or self._open(kind, unit, _issue(row, began) - base)
-            draft.add(Piece(start, end))
+            draft = fitting or self._open(kind, unit, _issue_of(row, unshards) - base)
             self._awaiting.remove(draft)
+            draft.add(Piece(start, end))
             draft.phase, draft.emulated, draft.nbytes, draft.by_host = row["phase"], True, row["logical_bytes"], False
+        self._blocked()
+
+    def _blocked(self) -> None:
+        """Gives each wait for the link to the unit's transfer whose end is nearest, of those issued by then."""
         passing: dict[str, list[Collective]] = defaultdict(list)
-        for draft in self.drafts:
-            if draft.transport:
-                passing[draft.unit].append(draft)
-        nearest = {unit: _ByEnd(drafts) for unit, drafts in passing.items()}
+        for draft in sorted((each for each in self.drafts if each.transport), key=lambda each: each.end):
+            passing[draft.unit].append(draft)
+        times = {unit: np.array([(each.end, each.issue) for each in drafts]).T for unit, drafts in passing.items()}
         for wait in self.found.ranges:
-            if wait.label == "link" and wait.unit in nearest and (awaited := nearest[wait.unit].to(wait.end)):
-                awaited.add(Piece(wait.start, wait.end, "blocked"))
+            if wait.label == "link" and wait.unit in times:
+                ends, issues = times[wait.unit]
+                nearest = int(np.argmin(np.where(issues <= wait.end, abs(ends - wait.end), LATEST_NS)))
+                if issues[nearest] <= wait.end:
+                    passing[wait.unit][nearest].add(Piece(wait.start, wait.end, "blocked"))
 
 
 class _Awaiting:
     """Drafts that lack a transport, in order of issue: of each family or kind, and of each unit in it."""
 
     def __init__(self) -> None:
-        self._lists: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)
-        self._drafts: list[Collective] = []
-        self._numbers: dict[int, int] = {}
+        self._lists: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
 
     def add(self, draft: Collective) -> None:
-        number = self._numbers.setdefault(id(draft), len(self._drafts))
-        if number == len(self._drafts):
-            self._drafts.append(draft)
         for key in self._keys(draft):
-            insort(self._lists[key], (draft.issue, number))
+            insort(self._lists[key], draft, key=_ISSUE)
 
     def remove(self, draft: Collective) -> None:
-        """Does nothing for one that was removed before."""
-        entry = draft.issue, self._numbers[id(draft)]
         for key in self._keys(draft):
-            held = self._lists[key]
-            at = bisect_left(held, entry)
-            if at < len(held) and held[at] == entry:
-                del held[at]
+            self._lists[key].remove(draft)
 
     def oldest(self, until: int, *key: str) -> Collective | None:
         """The first that was issued by `until`: `oldest(9, "gather")`, `oldest(9, "of kind", "all_gather", "unit")`."""
         held = self._lists.get(key)
-        return self._drafts[held[0][1]] if held and held[0][0] <= until else None
+        return held[0] if held and held[0].issue <= until else None
 
     def newest(self, until: int, *key: str) -> Collective | None:
         """The last that was issued by `until`."""
         held = self._lists.get(key, [])
-        at = bisect_right(held, (until, len(self._drafts)))
-        return self._drafts[held[at - 1][1]] if at else None
+        at = bisect_right(held, until, key=_ISSUE)
+        return held[at - 1] if at else None
 
     @staticmethod
     def _keys(draft: Collective) -> list[tuple[str, ...]]:
-        family = _FAMILY.get(draft.kind, draft.kind)
+        family = _family(draft.kind)
         return [(family,), (family, draft.unit), ("of kind", draft.kind), ("of kind", draft.kind, draft.unit)]
 
 
-class _ByEnd:
-    """Collectives of one unit with a transport, to find the one that ends nearest to an instant."""
-
-    def __init__(self, drafts: Sequence[Collective]) -> None:
-        self._drafts = sorted(drafts, key=lambda each: each.end)  # stable: of equal ends the first issued stays first
-        self._ends = [each.end for each in self._drafts]
-
-    def to(self, instant: int) -> Collective | None:
-        """Of those issued by the instant; None where there is none."""
-        later = bisect_right(self._ends, instant)
-        before = self._drafts[bisect_left(self._ends, self._ends[later - 1])] if later else None
-        for after in self._drafts[later:]:
-            if before is not None and instant - before.end <= after.end - instant:
-                break
-            if after.issue <= instant:
-                return after
-        return before
+def _family(kind: str) -> str:
+    return _FAMILY.get(kind, kind)
 
 
-def _gathers_of(life: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
-    """When each unit began to unshard, in order."""
-    began: dict[str, list[int]] = defaultdict(list)
-    for each in life:
-        if each["state"] == "unsharding":
-            insort(began[each["unit"]], each["time_ns"])
-    return began
-
-
-def _issue(row: dict[str, Any], began: dict[str, list[int]]) -> int:
-    """When a transfer without a range was issued: for a gather the last time its unit began to unshard, else as it
-    began.
-    """
-    times = began.get(row["unit"], [])
-    at = bisect_right(times, row["start_ns"])
-    return times[at - 1] if at and row["kind"] == "all_gather" else row["start_ns"]
+def _issue_of(row: dict[str, Any], unshards: Sequence[dict[str, Any]]) -> int:
+    """When a transfer without a range was issued: a gather as its unit last began to unshard, others as they began."""
+    began, until = [each["time_ns"] for each in unshards if each["unit"] == row["unit"]], row["start_ns"]
+    return max((time for time in began if time <= until and row["kind"] == "all_gather"), default=until)
 
 
 def _issued_by_consumer(around: Iterable[Range], unit: str) -> bool:
-    """Whether the unit that needs the result issued it, as it needed it: inside its own pre_forward or pre_backward,
-    not in a prefetch.
-    """
+    """Whether the unit that needs the result issued it, inside its own pre_forward or pre_backward: no prefetch."""
     for each in around:
         if each.label == "backward_prefetch":
             return False
@@ -363,11 +317,8 @@ def _outermost(calls: Sequence[Range]) -> list[Range]:
 
 
 def _launched(found: Events) -> Iterable[Collective]:
-    """The kernels that communicate, and the transfers of ranks that share a GPU, each with the instant and the ranges
-    of its launch.
-    """
+    """The kernels and shared-GPU transfers that communicate, with the instant and the ranges of their launches."""
     by_thread, calls = nests(found.ranges), nests(found.issues)
-    world_size = int(found.distributed.get("world_size") or 1)
     for transfer in found.transfers:
         if transfer.carrier in (Kind.GLOO, Kind.SHM):
             continue
@@ -380,34 +331,30 @@ def _launched(found: Events) -> Iterable[Collective]:
             kind = next((each.label for each in calls[thread].around(launch)), "")
         collective = Collective(kind or "other", unit, launch)
         collective.own, collective.issued = _issued_by_consumer(around, unit), call >= 0
-        collective.add(Piece(transfer.start, transfer.end))
-        collective.nbytes = _payload(transfer, collective.kind, world_size)
-        collective.group, collective.group_size = _group(transfer)
+        _carry(collective, transfer, found)
         yield collective
 
 
-def _payload(transfer: Transfer, kind: str, world_size: int) -> int | None:
-    """The whole payload in bytes, of all ranks' slices; from NCCL's own figures or from the shapes that gloo was
-    given.
-    """
+def _carry(collective: Collective, transfer: Transfer, found: Events, role: str = "") -> None:
+    """Give a collective its transfer: when it ran, the bytes of it and its process group, as far as the trace tells."""
     details = transfer.details
+    collective.add(Piece(transfer.start, transfer.end, role))
+    collective.nbytes = _payload(details, found.world_size if collective.kind == "all_gather" else 1)
+    names, size = (
+        (details.get(f"Process Group {which}") for which in ("Description", "Name")),
+        details.get("Group size"),
+    )
+    collective.group = next((name for name in names if isinstance(name, str) and name), "")
+    collective.group_size = size if type(size) is int and size > 0 else None
+
+
+def _payload(details: Mapping[str, Any], slices: int) -> int | None:
+    """Bytes of all ranks' slices: by NCCL's own figures, or by the shapes that gloo was given, of one slice."""
     if "bytes" in details:
         return details["bytes"] if isinstance(details["bytes"], int) else None
     counts = (details.get(key) for key in ("In msg nelems", "Out msg nelems"))
     if elements := max((count for count in counts if isinstance(count, int)), default=0):
-        size = tensor_bytes([elements], details.get("dtype"))
-        return size or None
+        return tensor_bytes([elements], details.get("dtype")) or None
     shapes, types = details.get("Input Dims"), details.get("Input type")
     listed = zip(shapes, types) if isinstance(shapes, list) and isinstance(types, list) else ()
-    given = sum(tensor_bytes(dims, each) for dims, each in listed)
-    return given * (world_size if kind == "all_gather" else 1) or None
-
-
-def _group(transfer: Transfer) -> tuple[str, int | None]:
-    """The process group's description, else its name, and how many ranks it has."""
-    details = transfer.details
-    names = (details.get(key) for key in ("Process Group Description", "Process Group Name"))
-    size = details.get("Group size")
-    return next((name for name in names if isinstance(name, str) and name), ""), size if type(
-        size
-    ) is int and size > 0 else None
+    return slices * sum(tensor_bytes(dims, each) for dims, each in listed) or None

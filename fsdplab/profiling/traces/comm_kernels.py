@@ -9,8 +9,7 @@ kernels that are in no table.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
 
 from fsdplab.profiling.traces.chrome import TraceError
@@ -33,16 +32,9 @@ TABLE = (
 )
 
 
-@dataclass(frozen=True)
-class CommPattern:
-    """A regular expression that is searched for in kernel names, ignoring case, and the collective that it means."""
-
-    expression: re.Pattern[str]
-    kind: str
-
-
-def comm_pattern(text: str) -> CommPattern:
-    """A pattern as an option gives it: `my_dispatch=all_to_all`, or `my_comm` where the kernels' names say the rest.
+def comm_pattern(text: str) -> tuple[re.Pattern[str], str]:
+    """What is searched for in kernels' names, ignoring case, and the collective that it means, as an option gives them:
+    `my_dispatch=all_to_all`, or `my_comm` where the kernels' names say the rest.
 
     Raises TraceError for what is no regular expression, or no collective.
     """
@@ -64,35 +56,26 @@ def comm_pattern(text: str) -> CommPattern:
         ) from None
     if compiled.search(""):
         raise TraceError(f"the pattern {text!r} is found in every name; expected one that only communication has.")
-    return CommPattern(compiled, kind)
+    return compiled, kind
 
 
 class CommKernels:
     """Says of a kernel's name which collective it is; each name is looked at once."""
 
     def __init__(self, more: Sequence[str] = ()) -> None:
-        table = [CommPattern(re.compile(text, re.IGNORECASE), kind) for text, kind in TABLE]
-        self._patterns = [*map(comm_pattern, more), *table]
+        self._patterns = [*map(comm_pattern, more), *((re.compile(text, re.IGNORECASE), kind) for text, kind in TABLE)]
         self._known: dict[str, str | None] = {}
 
     def kind(self, name: str) -> str | None:
         """The collective, "" for communication that does not say which, None for computing."""
         if name not in self._known:
-            self._known[name] = _kind(name, self._patterns)
+            kind = next((kind for expression, kind in self._patterns if expression.search(name)), None)
+            self._known[name] = kind_of(name) if kind == NAMED else kind
         return self._known[name]
-
-
-def _kind(name: str, patterns: Iterable[CommPattern]) -> str | None:
-    found = next((each for each in patterns if each.expression.search(name)), None)
-    if found is None:
-        return None
-    return kind_of(name) if found.kind == NAMED else found.kind
 
 
 @lru_cache(maxsize=4096)
 def kind_of(name: str) -> str:
-    """The collective in a name: `c10d::_allgather_base_`, `gloo:all_gather`, `ncclDevKernel_AllGather_RING_LL` ->
-    all_gather; else "".
-    """
+    """The collective in a name such as `c10d::_allgather_base_` or `ncclDevKernel_AllGather_RING_LL`; else ""."""
     letters = "".join(each for each in name.split("::")[-1].lower() if each.isalpha())
     return next((kind for part, kind in KINDS.items() if part in letters), "")

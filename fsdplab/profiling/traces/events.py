@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdplab.profiling.intervals import Intervals
-from fsdplab.profiling.traces.chrome import LATEST_NS, ChromeTrace, TraceError, nanoseconds, shown
+from fsdplab.profiling.traces.chrome import LATEST_NS, ChromeTrace, OddEvent, TraceError, as_trace_error, nanoseconds
 from fsdplab.profiling.traces.comm_kernels import CommKernels, kind_of
 
 ROOT = "root"  # the root unit; "" is no unit
@@ -86,10 +86,7 @@ class Range(NamedTuple):  # not a dataclass: a trace has a hundred thousand, and
 
 
 class Transfer(NamedTuple):
-    """A transfer of bytes: a range of gloo's or of shared memory, a kernel, or work of ranks that share a GPU.
-
-    `row` is the event whose launch is the collective's.
-    """
+    """Something that moves bytes between ranks; `row` is the event whose launch is the collective's."""
 
     kind: str
     start: int
@@ -121,10 +118,6 @@ def tensor_bytes(dims: Any, kind: Any) -> int:
     plain = isinstance(dims, list) and dims and all(type(each) is int and each >= 0 for each in dims)
     nbytes = math.prod(dims) * _ITEM_BYTES.get(str(kind).lower(), 0) if plain else 0
     return nbytes if nbytes <= _MOST_BYTES else 0
-
-
-class OddEvent(ValueError):
-    """What no profiler writes, in words for a reader."""
 
 
 @dataclass
@@ -177,6 +170,11 @@ class Events:
         return found if isinstance(found, dict) else {}
 
     @cached_property
+    def world_size(self) -> int:
+        """How many ranks the job has; 1 where the trace does not say."""
+        return int(self.distributed.get("world_size") or 1)
+
+    @cached_property
     def launched_by(self) -> np.ndarray:
         """For each row the row of the host's call that launched it; -1 where the trace does not say."""
         calls = self.rows(Kind.LAUNCH, Kind.BLOCKING_LAUNCH)
@@ -204,9 +202,7 @@ class Events:
 
     @cached_property
     def compute_threads(self) -> list[int]:
-        """Threads whose operators compute: all but gloo's own (a thread that runs the engine's ranges, or most
-        operators, is never gloo's).
-        """
+        """Threads whose operators compute: all but gloo's, which run no engine's ranges and not most operators."""
         counts = np.bincount(self.thread[self.rows(Kind.OPERATOR)], minlength=len(self.threads))
         gloo = set(self.thread[self.rows(Kind.GLOO)].tolist()) - set(self.thread[self.rows(Kind.RANGE)].tolist())
         gloo -= {int(counts.argmax())} if len(counts) else set()
@@ -230,13 +226,11 @@ class Events:
         return self._ranges(Kind.ISSUE, lambda name: (kind_of(name), ""))
 
     def _ranges(self, kind: Kind, named: Callable[[str], tuple[str, str]]) -> list[Range]:
-        rows = self._in_order(self.rows(kind))
+        rows = self.rows(kind)
+        rows = rows[np.lexsort((-self.end[rows], self.start[rows]))]
         labels = {number: named(self.names[number]) for number in set(self.name[rows].tolist())}
         columns = (each[rows].tolist() for each in (self.name, self.start, self.end, self.thread))
         return [Range(*labels[name], *others) for name, *others in zip(*columns)]
-
-    def _in_order(self, rows: np.ndarray) -> np.ndarray:
-        return rows[np.lexsort((-self.end[rows], self.start[rows]))]
 
     @cached_property
     def transfers(self) -> list[Transfer]:
@@ -260,14 +254,13 @@ def known(launches: np.ndarray) -> np.ndarray:
 # ---- ranks that share a GPU
 
 
-def _take_carried(found: Events) -> Events:
-    """The same events, with the work launched inside `shared_gpu:` ranges as CARRIED: NCCL moves bytes with kernels of
-    its own, ranks that share a GPU with ordinary copies and sums.
+def _take_carried(found: Events) -> None:
+    """Makes the work launched inside `shared_gpu:` ranges CARRIED: NCCL moves bytes with kernels of its own, ranks that
+    share a GPU with ordinary copies and sums.
     """
     if len(found.rows(Kind.SHARED_GPU)):
         works = found.rows(Kind.KERNEL, Kind.COPY)
         found.kind[works[_calls_around(found, works) >= 0]] = Kind.CARRIED
-    return found
 
 
 def _carried(found: Events) -> list[Transfer]:
@@ -306,17 +299,12 @@ def read_events(path: str | Path, comm_patterns: Sequence[str] = (), shapes: boo
     `shapes`: keep what operators were given.
     """
     trace, comm_kernels = ChromeTrace(path), CommKernels(comm_patterns)
-    try:
+    with as_trace_error(trace.path):
         reader = _Reader(comm_kernels, shapes)
         reader.take(trace)
         _check_metadata(trace.metadata)
         if trace.base_ns + reader.last >= 2 * LATEST_NS:
             raise OddEvent("a time of more than 64 bits")
-    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-        what = error if isinstance(error, OddEvent) else shown(error)
-        raise TraceError(
-            f"{path} holds something that PyTorch's profiler does not write ({what}); export the trace again."
-        ) from None
     if "mergedRanks" in trace.metadata:
         ranks = trace.metadata["mergedRanks"]
         raise TraceError(
@@ -327,18 +315,15 @@ def read_events(path: str | Path, comm_patterns: Sequence[str] = (), shapes: boo
             f"{path} holds no event that took time: nothing ran while the profiler did; profile at least one whole"
             " training step."
         )
-    found = _take_carried(reader.events(trace))
-    _check_processes(found)
-    return found
-
-
-def _check_processes(found: Events) -> None:
+    found = reader.events(trace)
+    _take_carried(found)
     processes = {str(found.threads[thread][0]) for thread in found.thread[found.rows(Kind.STEP)].tolist()}
     if len(processes) > 1:
         raise TraceError(
             f"{found.path} holds the steps of {len(processes)} processes ({', '.join(sorted(processes)[:4])}); expected"
             " one rank's: give each process its own trace."
         )
+    return found
 
 
 def _check_metadata(metadata: dict[str, Any]) -> None:
@@ -363,7 +348,9 @@ class _Reader:
     """Fills the table. Start, end, kind, name, thread and correlation of an event are six numbers in a row."""
 
     def __init__(self, comm_kernels: CommKernels, shapes: bool) -> None:
-        self._comm_kernels, self._shapes = comm_kernels, _Shapes() if shapes else None
+        self._comm_kernels, self._wants_shapes = comm_kernels, shapes
+        self._shapes: dict[int, str] = {}
+        self._once: dict[str, str] = {}  # each text of shapes is kept once
         self._rows = array("q")
         self._verdicts: dict[tuple[str, str], tuple[Kind, int]] = {}
         self._threads: dict[tuple[Any, Any], int] = {}
@@ -376,7 +363,7 @@ class _Reader:
         """The hot loop: what an event counts as is looked up by its name and category."""
         verdicts, threads, details, add = self._verdicts, self._threads, self._details, self._rows.extend
         first, last, count, ignored, device = None, 0, 0, Kind.IGNORED, Kind.KERNEL
-        shapes = self._shapes
+        wants_shapes = self._wants_shapes
         event: dict[str, Any] = {}
         try:
             for event in trace:
@@ -407,8 +394,8 @@ class _Reader:
                 if kind in _MOVES_BYTES:
                     given = event.get("args")
                     details[count] = given if isinstance(given, dict) else {}
-                elif kind == 0 and shapes is not None:
-                    shapes.add(count, event.get("args"))
+                elif wants_shapes and kind == 0:
+                    self._note_shapes(count, event.get("args"))
                 count += 1
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             if isinstance(error, TraceError):
@@ -427,10 +414,15 @@ class _Reader:
             if type(total) is int and 0 <= total < LATEST_NS:
                 self._allocated_peak = max(self._allocated_peak or 0, total)
 
+    def _note_shapes(self, row: int, given: Any) -> None:
+        if isinstance(given, dict) and "Input Dims" in given:
+            text = json.dumps([given["Input Dims"], given.get("Input type")])
+            self._shapes[row] = self._once.setdefault(text, text)
+
     def _judged(self, name: str, category: str) -> Kind:
         category = _OF_BEFORE.get(category, category)
         if category in _OF_HOST:
-            return judge(name, category)
+            return _of_host(name, category)
         if category in _OF_RUNTIME:
             launches = any(word in name for word in ("Launch", "Memcpy", "Memset"))
             if "Synchronize" in name or name in _SYNCHRONOUS_COPIES:
@@ -449,30 +441,15 @@ class _Reader:
         return Events(
             trace.path, trace.metadata, trace.base_ns, self.first or 0, self.last, kind, start, end, name, thread,
             correlation, names, list(self._threads), self._details, self._comm_kernels,
-            self._shapes.of if self._shapes else {}, self._allocated_peak,
+            self._shapes, self._allocated_peak,
         )  # fmt: skip
-
-
-class _Shapes:
-    """What operators were given, each text kept once."""
-
-    def __init__(self) -> None:
-        self._once: dict[str, str] = {}
-        self.of: dict[int, str] = {}
-
-    def add(self, row: int, given: Any) -> None:
-        if isinstance(given, dict) and "Input Dims" in given:
-            text = json.dumps([given["Input Dims"], given.get("Input type")])
-            self.of[row] = self._once.setdefault(text, text)
 
 
 _MOVES_BYTES = {Kind.GLOO, Kind.SHM, Kind.COMM}
 
 
 def correlation_of(event: dict[str, Any]) -> int:
-    """The number that a device's work shares with its launch; -1 where the trace has none. Earlier versions wrote it as
-    text.
-    """
+    """The number that a device's work shares with its launch (text in earlier versions); -1 where there is none."""
     given = (event.get("args") or {}).get("correlation", -1)
     if isinstance(given, str) and given.isdecimal() and len(given) < 20:
         given = int(given)
@@ -490,7 +467,7 @@ _STARTS = (
 )  # fmt: skip
 
 
-def judge(name: str, category: str) -> Kind:
+def _of_host(name: str, category: str) -> Kind:
     """What an event on the host counts as."""
     if _STEP.match(name):
         return Kind.STEP

@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from fsdplab.profiling.intervals import Cells, Intervals, covered, union
+from fsdplab.profiling.intervals import Cells, Intervals, covered, subtract, union
 from fsdplab.profiling.traces.events import Events, Kind, known
 
 AT_ONCE_NS = 100_000  # work that starts this soon after its launch waited for nothing else: the host came late
 _KERNEL_GAP_NS = 10_000
 _RETURN_NS = 5_000  # a synchronising call ends this much after the work that it waits for: the clocks differ slightly
 _HOST, _KERNEL_GAP, _LOADING, _SYNC, _COPIES = range(5)
-ON_DEVICE = (Kind.KERNEL, Kind.COMM, Kind.COPY, Kind.CARRIED)
 
 
 def idle_causes(found: Events, device: Intervals) -> tuple[Intervals, np.ndarray]:
@@ -39,7 +38,7 @@ def idle_causes(found: Events, device: Intervals) -> tuple[Intervals, np.ndarray
     loading = union(found.spans(Kind.LOADING))
     if not found.on_gpu:
         return loading, np.full(len(loading), _LOADING)
-    copies, gaps = union(found.spans(Kind.COPY)), _gaps(device, found.first, found.last)
+    copies, gaps = union(found.spans(Kind.COPY)), subtract([(found.first, found.last)], device)
     late, queued = _by_launch(found, gaps)
     blocked = found.spans(Kind.BLOCKED, Kind.BLOCKING_LAUNCH)
     dry = late[covered(union(blocked + [0, _RETURN_NS]), late[:, 0])]
@@ -53,15 +52,9 @@ def idle_causes(found: Events, device: Intervals) -> tuple[Intervals, np.ndarray
     return cells.runs(np.select([where for where, _ in told], [label for _, label in told], -1))
 
 
-def _gaps(device: Intervals, first: int, last: int) -> Intervals:
-    """When the device did nothing, from the trace's first to its last instant."""
-    gaps = np.stack([np.append(first, device[:, 1]), np.append(device[:, 0], last)], axis=1)
-    return gaps[gaps[:, 1] > gaps[:, 0]]
-
-
 def _by_launch(found: Events, gaps: Intervals) -> tuple[Intervals, Intervals]:
     """(what of the gaps is the host's, gaps whose next work was queued before they began)."""
-    works = found.rows(*ON_DEVICE)
+    works = found.rows(Kind.KERNEL, Kind.COMM, Kind.COPY, Kind.CARRIED)
     starts, launched = found.start[works], found.launch_ends(works)
     order = np.lexsort((launched, starts))  # of equal starts the first launched
     starts, launched = np.append(starts[order], found.last), np.append(launched[order], found.last)

@@ -15,7 +15,6 @@ from typing import Any
 
 from fsdplab.profiling.step_summary import exposure
 from fsdplab.profiling.traces.chrome import TraceError
-from fsdplab.profiling.traces.origin import Origin
 from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.ranks_of_files import check_one_job, ranks_by_name
 from fsdplab.profiling.traces.side_by_side import Progress, Reading, read_all
@@ -59,22 +58,25 @@ def record_of_traces(
         raise TraceError(
             f"{len(ranks)} ranks were given for {len(files)} traces; expected one for each file, in the files' order."
         )
-    named: Sequence[int | None] = ranks_by_name(files)
     given: Sequence[int | None] = [None] * len(files) if ranks is None else ranks
-    readings = [Reading(*one, tuple(comm_patterns)) for one in zip(files, given, named)]
+    readings = [Reading(*one, tuple(comm_patterns)) for one in zip(files, given, ranks_by_name(files))]
     analyses = read_all(readings, progress)
     check_one_job(analyses)
     analyses = with_peers(analyses)
     tables = {name: [row for each in analyses for row in each.rows(name)] for name in TABLES}
     if not any(row["step_ns"] for row in tables["breakdown"]):
         raise TraceError(f"{files[0]} has steps that take no time; record it again with PyTorch's profiler.")
-    tables["steps"] = _steps(analyses)
+    tables["steps"], origin = _steps(analyses), analyses[0].origin
+    said = {"device_name": origin.device_name, "backend": origin.backend, "torch": origin.torch}
+    provenance = {"step_time_s": "measured", "exposed_s": "measured"}
+    if origin.link is not None:
+        provenance |= {"link": "emulated", "exposed_s": "emulated"}
     return TracedRecord(
         files[0].parent,
         spec={"strategy": _name(files), "engine": ENGINE, "world_size": analyses[0].world_size or len(analyses)},
-        environment=_environment(analyses[0]),
+        environment={"device": analyses[0].device, **{name: text for name, text in said.items() if text}},
         summary=_summary(analyses, comm_patterns, tables),
-        provenance=_provenance(analyses[0].origin),
+        provenance=provenance,
         tables=tables,
         analyses=tuple(analyses),
     )
@@ -98,18 +100,6 @@ def _steps(analyses: Sequence[TraceAnalysis]) -> list[dict[str, Any]]:
         for each in analyses
         for step in each.steps
     ]  # fmt: skip
-
-
-def _environment(analysis: TraceAnalysis) -> dict[str, Any]:
-    """Where the traces were made, as far as they say."""
-    origin = analysis.origin
-    said = {"device_name": origin.device_name, "backend": origin.backend, "torch": origin.torch}
-    return {"device": analysis.device, **{name: text for name, text in said.items() if text}}
-
-
-def _provenance(origin: Origin) -> dict[str, str]:
-    emulated = {"link": "emulated", "exposed_s": "emulated"} if origin.link is not None else {"exposed_s": "measured"}
-    return {"step_time_s": "measured", **emulated}
 
 
 def _sources(analyses: Sequence[TraceAnalysis], comm_patterns: Sequence[str]) -> Traces:

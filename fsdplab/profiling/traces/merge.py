@@ -10,12 +10,11 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from fsdplab.profiling.traces.chrome import ChromeTrace, TraceError, nanoseconds, shown
+from fsdplab.profiling.traces.chrome import ChromeTrace, as_trace_error, nanoseconds
 
 _FLOWS = ("s", "t", "f")
 _PROCESSES = 1000  # a rank's processes: the host's, one a GPU, the profiler's own
@@ -28,7 +27,7 @@ def merge_traces(
     ledger: Sequence[dict[str, Any]] = (),
     provenance: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write the traces of several ranks (rank -> file) into one (gzipped where its name ends in .gz); returns its path.
+    """Write the traces of several ranks (rank -> file) into one (gzipped where its name ends in .gz); return its path.
 
     An emulated link moves nothing that a profiler could see: its passages come from the record's `ledger`, each rank's
     as a process of its own. `provenance` (quantity -> measured, emulated, simulated) is written beside the events.
@@ -40,8 +39,8 @@ def merge_traces(
             "merge_traces got no traces; expected rank -> file, such as {0: 'rank0.pt.trace.json.gz'}. Profile the run"
             " first."
         )
-    ranks = {rank: (ChromeTrace(path), _clock(path)) for rank, path in sorted(traces.items())}
-    origin = min(base + first for _, (base, first, _) in ranks.values())
+    ranks = {rank: _clocked(path) for rank, path in sorted(traces.items())}
+    origin = min(first for _, _, first, _ in ranks.values())
     file = Path(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(file, "wt") if file.suffix == ".gz" else file.open("w") as out:
@@ -49,30 +48,24 @@ def merge_traces(
             f'{{"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": {origin}, "mergedRanks":'
             f' {list(ranks)}, "provenance": {json.dumps(dict(provenance or {}))}, "traceEvents": [\n'
         )
-        events = (
-            event for rank, (trace, (base, *_)) in ranks.items() for event in _renamed(rank, trace, base - origin)
-        )
-        passages = (
-            event
-            for rank, (_, (base, first, last)) in ranks.items()
-            for event in _passages(rank, ledger, base + first, base + last, origin)
-        )
-        for index, event in enumerate(chain(events, passages)):
+        events = [_renamed(rank, trace, base - origin) for rank, (trace, base, _, _) in ranks.items()]
+        passages = [_passages(rank, ledger, first, last, origin) for rank, (_, _, first, last) in ranks.items()]
+        for index, event in enumerate(chain(*events, *passages)):
             out.write((",\n" if index else "") + json.dumps(event))
         out.write("\n]}\n")
     return file
 
 
-def _clock(path: str | Path) -> tuple[int, int, int]:
-    """The base of a trace's clock, its earliest event on that clock and the last end, in ns."""
+def _clocked(path: str | Path) -> tuple[ChromeTrace, int, int, int]:
+    """A trace, the base of its clock, and its earliest event and the last end in absolute ns."""
     trace, first, last = ChromeTrace(path), None, 0
-    with _profilers_own(trace.path):
+    with as_trace_error(trace.path):
         for event in trace:
             if event.get("ph") == "X":
                 start = nanoseconds(event["ts"])
                 first = start if first is None else min(first, start)
                 last = max(last, start + nanoseconds(event.get("dur", 0)))
-    return trace.base_ns, first or 0, last
+    return trace, trace.base_ns, trace.base_ns + (first or 0), trace.base_ns + last
 
 
 def _passages(
@@ -93,37 +86,23 @@ def _passages(
         }  # fmt: skip
 
 
-@contextmanager
-def _profilers_own(path: Path) -> Iterator[None]:
-    """What is of another type than the profiler's is a TraceError."""
-    try:
-        yield
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise TraceError(
-            f"{path} holds something that PyTorch's profiler does not write ({shown(error)}); export the trace again."
-        ) from None
-
-
 def _renamed(rank: int, trace: ChromeTrace, shift: int) -> Iterator[dict[str, Any]]:
-    with _profilers_own(trace.path):
-        yield from _with_own_numbers(rank, trace, shift)
-
-
-def _with_own_numbers(rank: int, trace: ChromeTrace, shift: int) -> Iterator[dict[str, Any]]:
+    """A rank's events with processes and flows of its own numbers."""
     processes: dict[Any, int] = {}
-    for event in trace:
-        pid = event.get("pid", "")
-        if pid not in processes:
-            processes[pid] = _PROCESSES * rank + len(processes)
-            yield from _names(rank, pid, processes[pid])
-        if event.get("name") in ("process_name", "process_sort_index"):
-            continue
-        event["pid"] = processes[pid]
-        if "ts" in event:
-            event["ts"] = (nanoseconds(event["ts"]) + shift) / 1000
-        if event.get("ph") in _FLOWS and "id" in event:
-            event["id"] = f"{rank}.{event['id']}"
-        yield event
+    with as_trace_error(trace.path):
+        for event in trace:
+            pid = event.get("pid", "")
+            if pid not in processes:
+                processes[pid] = _PROCESSES * rank + len(processes)
+                yield from _names(rank, pid, processes[pid])
+            if event.get("name") in ("process_name", "process_sort_index"):
+                continue
+            event["pid"] = processes[pid]
+            if "ts" in event:
+                event["ts"] = (nanoseconds(event["ts"]) + shift) / 1000
+            if event.get("ph") in _FLOWS and "id" in event:
+                event["id"] = f"{rank}.{event['id']}"
+            yield event
 
 
 def _names(rank: int, old: Any, new: int) -> Iterator[dict[str, Any]]:

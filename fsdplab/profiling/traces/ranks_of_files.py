@@ -30,7 +30,8 @@ def traces_in(folder: Path) -> list[Path]:
     """
     found = [path for path in folder.iterdir() if path.name.endswith(_ENDINGS) and path.is_file()]
     found = [path for path in found if not _is_other_json(path)]
-    return sorted(found, key=lambda path: [int(part) if part.isdigit() else part for part in _parts(path.name)])
+    parts = {path: re.split(r"(\d+)", path.name) for path in found}  # text and numbers in turn
+    return sorted(found, key=lambda path: [int(part) if part.isdigit() else part for part in parts[path]])
 
 
 def _is_other_json(path: Path) -> bool:
@@ -44,11 +45,6 @@ def _is_other_json(path: Path) -> bool:
     if isinstance(content, list):  # a trace's other form: nothing but its events
         return not any(isinstance(each, dict) and "ph" in each for each in content)
     return isinstance(content, dict) and "traceEvents" not in content
-
-
-def _parts(name: str) -> list[str]:
-    """Text and numbers in turn, so that two names compare part by part."""
-    return re.split(r"(\d+)", name)
 
 
 def ranks_by_name(paths: Sequence[Path]) -> list[int | None]:
@@ -94,58 +90,47 @@ def _check_sizes(analyses: Sequence[TraceAnalysis]) -> None:
     told = [each for each in analyses if each.world_size is not None]
     for each in told:
         if each.world_size != told[0].world_size:
-            raise TraceError(
-                f"two runs are mixed: {told[0].path} is of a job of {told[0].world_size} ranks, {each.path} of one of"
-                f" {each.world_size}; give the traces of one run."
-            )
+            job = f"a job of {told[0].world_size} ranks"
+            raise _mixed(f"{told[0].path} is of {job}, {each.path} of one of {each.world_size}", "")
         if each.rank >= (each.world_size or 0):
             raise TraceError(
                 f"{each.path} is of rank {each.rank} of {each.world_size}, which cannot be; expected a rank below"
                 f" {each.world_size}: give its right number with --ranks."
             )
-    for each in analyses:
-        if each.device != analyses[0].device:
-            raise TraceError(
-                f"two runs are mixed: {analyses[0].path} is of {_device(analyses[0])}, {each.path} of {_device(each)};"
-                " give the traces of one run, all profiled alike."
-            )
-
-
-def _device(analysis: TraceAnalysis) -> str:
-    return "a GPU" if analysis.device == "cuda" else "a CPU"
+    devices = ["a GPU" if each.device == "cuda" else "a CPU" for each in analyses]
+    for each, device in zip(analyses, devices):
+        if device != devices[0]:
+            both = f"{analyses[0].path} is of {devices[0]}, {each.path} of {device}"
+            raise _mixed(both, ", all profiled alike")
 
 
 def _check_times(analyses: Sequence[TraceAnalysis]) -> None:
     """Traces that share no instant, on one clock, are of two runs (or of two parts of one)."""
-    spans = [_span(each) for each in analyses]
+    ends = [(each.steps[0].timeline[0], each.steps[-1].timeline[0]) for each in analyses]
+    spans = [(first["start_ns"], last["end_ns"]) for first, last in ends]
     latest = max(range(len(spans)), key=lambda index: spans[index][0])
     earliest = min(range(len(spans)), key=lambda index: spans[index][1])
     apart = spans[latest][0] - spans[earliest][1]
     if apart > max(_CLOCKS_NS, *(end - start for start, end in spans)):
-        raise TraceError(
-            f"two runs are mixed: {analyses[latest].path} begins {apart / 1e9:.3g} s after {analyses[earliest].path}"
-            " has ended, so these ranks never met; give the traces of one run, taken at the same steps."
-        )
-
-
-def _span(analysis: TraceAnalysis) -> tuple[int, int]:
-    return analysis.steps[0].timeline[0]["start_ns"], analysis.steps[-1].timeline[0]["end_ns"]
+        late = f"{analyses[latest].path} begins {apart / 1e9:.3g} s after {analyses[earliest].path} has ended"
+        raise _mixed(f"{late}, so these ranks never met")
 
 
 def _check_steps(analyses: Sequence[TraceAnalysis]) -> None:
     steps = {each.path: {step.step for step in each.steps} for each in analyses}
     usual = Counter(map(frozenset, steps.values())).most_common(1)[0][0]
     for path, own in steps.items():
+        both = f"{path} holds the steps {_listed(own)}, another rank's trace {_listed(usual)}"
         if not own & usual:
-            raise TraceError(
-                f"two runs are mixed: {path} holds the steps {_listed(own)}, another rank's trace {_listed(usual)};"
-                " give the traces of one run, taken at the same steps."
-            )
+            raise _mixed(both)
         if own != usual:
             raise TraceError(
-                f"{path} holds the steps {_listed(own)}, another rank's trace {_listed(usual)}: one of them was cut"
-                " short, or was taken with another schedule; give traces of the same steps."
+                f"{both}: one of them was cut short, or was taken with another schedule; give traces of the same steps."
             )
+
+
+def _mixed(what: str, alike: str = ", taken at the same steps") -> TraceError:
+    return TraceError(f"two runs are mixed: {what}; give the traces of one run{alike}.")
 
 
 def _listed(steps: set[int] | frozenset[int]) -> str:

@@ -13,28 +13,25 @@ from functools import cached_property
 
 import numpy as np
 
-from fsdplab.profiling.intervals import Intervals, covered, union
+from fsdplab.profiling.intervals import EMPTY, Intervals, covered, pairs, union
 from fsdplab.profiling.traces.events import Events, Kind, Range
 
 PHASES = ("forward", "backward", "optimizer")
 _OF_BACKWARD = ("pre_backward", "post_backward", "root_post_backward_callback", "backward_prefetch")
+_NEVER = -(2**62)  # the end of a backward that did not end before
 _ENTER = {"pre_forward", "pre_backward"}
 _LEAVE = {"post_forward", "post_backward", "post_backward_accumulate", "post_backward_reshard", "post_backward_reduce"}
 
 
 class Segments:
-    """Answers `units_at` and `phases_at` for arrays of instants (on the trace's own clock), and gives the instants
-    where an answer changes.
-    """
+    """The unit and the phase at instants on the trace's own clock, and the instants at which they change."""
 
     def __init__(self, found: Events, computing: Iterable[Intervals], steps: Sequence[tuple[int, int, int]]) -> None:
         self._unit_times, self._units = _unit_changes(found.ranges)
-        starts = np.sort(np.concatenate([np.empty(0, dtype=np.int64), *(each[:, 0] for each in computing)]))
+        starts = np.concatenate([EMPTY[:, 0], *(each[:, 0] for each in computing)])
         self._backward = _backward(found, starts)
-        self._optimizer = union(
-            *([(each.start, each.end)] for each in found.ranges if each.label == "optimizer"),
-            _after(self._backward, steps),
-        )
+        optimizer = [(each.start, each.end) for each in found.ranges if each.label == "optimizer"]
+        self._optimizer = union(optimizer, _after(self._backward, steps))
 
     @cached_property
     def changes(self) -> np.ndarray:
@@ -43,8 +40,7 @@ class Segments:
 
     def units_at(self, instants: Sequence[int] | np.ndarray) -> list[str]:
         """The unit at each instant; "" outside of all units, and where no engine marks them."""
-        at = np.searchsorted(self._unit_times, np.asarray(instants, dtype=np.int64), side="right") - 1
-        return [self._units[index] if index >= 0 else "" for index in at]
+        return [self._units[at] for at in np.asarray(np.searchsorted(self._unit_times, instants, side="right"))]
 
     def phases_at(self, instants: Sequence[int] | np.ndarray) -> list[str]:
         """forward, backward or optimizer."""
@@ -53,9 +49,10 @@ class Segments:
 
 
 def _unit_changes(ranges: Sequence[Range]) -> tuple[np.ndarray, list[str]]:
+    """The instants at which the unit changes, and the units before the first, between them and after the last."""
     marks = [(each.end, True, each.unit) for each in ranges if each.label in _ENTER]
     marks += [(each.start, False, each.unit) for each in ranges if each.label in _LEAVE]
-    stack, times, units = [], [], []
+    stack, times, units = [], [], [""]
     for time, enter, unit in sorted(marks):
         if enter:
             stack.append(unit)
@@ -67,32 +64,24 @@ def _unit_changes(ranges: Sequence[Range]) -> tuple[np.ndarray, list[str]]:
 
 
 def _backward(found: Events, compute_starts: np.ndarray) -> Intervals:
-    """Autograd's ranges, joined where nothing computed between them; each reaches to the next computing (the host waits
-    for reductions there).
-    """
+    """Autograd's ranges, each up to the next computing or step's end: the host waits for reductions in between."""
     marked = [(each.start, each.end) for each in found.ranges if each.label.startswith(_OF_BACKWARD)]
     pieces = union(found.spans(Kind.AUTOGRAD), marked)
     if not len(pieces):
         return pieces
-    optimizer = np.array(
-        [each.start for each in found.ranges if each.label == "optimizer"] + [end for _, _, end in found.steps],
-        dtype=np.int64,
-    )
-    marks = np.sort(np.concatenate([compute_starts, optimizer]))
+    ends = [each.start for each in found.ranges if each.label == "optimizer"] + [end for _, _, end in found.steps]
+    marks = np.sort(np.append(compute_starts, np.array(ends, dtype=np.int64)))
     following = np.searchsorted(marks, pieces[:, 1], side="left")
     limit = np.append(marks, max(found.last, pieces[-1, 1]))[following]
     return union(np.stack([pieces[:, 0], np.maximum(limit, pieces[:, 1])], axis=1))
 
 
-def _after(backward: Intervals, steps: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
+def _after(backward: Intervals, steps: Sequence[tuple[int, int, int]]) -> Intervals:
     """From the end of each step's last backward to the end of the step."""
-    ends = backward[:, 1]
-    pairs = []
-    for _, first, last in steps:
-        at = int(np.searchsorted(ends, last, side="right")) - 1
-        if at >= 0 and first < ends[at] < last:
-            pairs.append((int(ends[at]), last))
-    return pairs
+    bounds = pairs([step[1:] for step in steps])
+    last = np.append(_NEVER, backward[:, 1])[np.searchsorted(backward[:, 1], bounds[:, 1], side="right")]
+    within = (bounds[:, 0] < last) & (last < bounds[:, 1])
+    return np.stack([last, bounds[:, 1]], axis=1)[within]
 
 
 class Nest:

@@ -59,21 +59,14 @@ def read_all(
 
     Raises the first TraceError or AccountingError.
     """
-    small = _bytes(readings) < _SMALL
-    many = processes or (1 if small else min(len(readings), _cores()))
+    sizes = [(each.path, each.path.stat().st_size) for each in readings if each.path.exists()]
+    small = sum(size * (_PACKED if path.suffix == ".gz" else 1) for path, size in sizes) < _SMALL
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    many = processes or (1 if small else min(len(readings), cores))
     if many == 1 and small:
         return [reading.read() for reading in readings]
     return _in_processes(readings, progress, many)
-
-
-def _bytes(readings: Sequence[Reading]) -> int:
-    sizes = [(each.path, each.path.stat().st_size) for each in readings if each.path.exists()]
-    return sum(size * (_PACKED if path.suffix == ".gz" else 1) for path, size in sizes)
-
-
-def _cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _in_processes(readings: Sequence[Reading], progress: Progress | None, many: int) -> list[TraceAnalysis]:

@@ -24,9 +24,7 @@ _MAY_BE_A_PEER = ("nothing_to_hide_behind", "late_start", "unknown")
 
 @dataclass(frozen=True)
 class CollectiveSkew:
-    """One collective over its ranks. Times in ns, bandwidths in bytes/s (None where no rank knows the bytes);
-    `straggler` began last.
-    """
+    """One collective over its ranks, in ns and bytes/s (None where no rank tells the bytes); `straggler` began last."""
 
     step: int
     unit: str
@@ -44,9 +42,7 @@ class CollectiveSkew:
 
 
 def bus_factor(kind: str, ranks: int) -> float:
-    """The factor from bytes/t to the bandwidth of the busiest link: `bus_factor("all_gather", 4)` is 0.75, all_reduce
-    1.5; 1 for the others.
-    """
+    """From bytes/t to the bandwidth of the busiest link: `bus_factor("all_gather", 4)` is 0.75, all_reduce 1.5."""
     share = (ranks - 1) / ranks
     return {"all_gather": share, "reduce_scatter": share, "all_to_all": share, "all_reduce": 2 * share}.get(kind, 1.0)
 
@@ -58,22 +54,18 @@ def sent_per_step(collectives: Sequence[Row], ranks_of_job: int) -> tuple[int | 
     8 MB gathered over 2 ranks: 4 MB sent, in one collective.
     """
     last = max((row["step"] for row in collectives), default=None)
-    counts: dict[int, int] = defaultdict(int)
-    sent: dict[int, float] = defaultdict(float)
+    of_rank: dict[int, list[float]] = defaultdict(list)
     for row in collectives:
         if row["step"] == last:
-            counts[row["rank"]] += 1
-            sent[row["rank"]] += (row["logical_bytes"] or 0) * bus_factor(
-                row["kind"], row["group_size"] or ranks_of_job
-            )
+            factor = bus_factor(row["kind"], row["group_size"] or ranks_of_job)
+            of_rank[row["rank"]].append((row["logical_bytes"] or 0) * factor)
     known = all(row["logical_bytes"] is not None for row in collectives)
-    return round(max(sent.values())) if sent and known else None, max(counts.values(), default=None)
+    most = max(map(sum, of_rank.values()), default=None)
+    return round(most) if known and most is not None else None, max(map(len, of_rank.values()), default=None)
 
 
 def bandwidths(kind: str, nbytes: int | None, ns: int, ranks: int) -> tuple[float | None, float | None]:
-    """(algbw, busbw) in bytes/s: 8 MB all-gathered over 2 ranks in 1 ms are 8e9 and 4e9; (None, None) without bytes or
-    time.
-    """
+    """(algbw, busbw) in bytes/s, None if unknown: 8 MB all-gathered over 2 ranks in 1 ms are 8e9 and 4e9."""
     if not nbytes or ns <= 0:
         return None, None
     algbw = nbytes / (ns * 1e-9)
@@ -115,9 +107,7 @@ def _skew(key: Key, members: Sequence[Row]) -> CollectiveSkew:
 
 
 def straggling(skews: Iterable[CollectiveSkew]) -> dict[int, int]:
-    """By how many ns in total each rank began after the middle of the others, where it began last: `{1: 3_000_000}`
-    says rank 1 is slow.
-    """
+    """By how many ns in total each rank began after the middle of the others: `{1: 3_000_000}` says rank 1 is slow."""
     total: dict[int, int] = defaultdict(int)
     for skew in skews:
         total[skew.straggler] += skew.late_by_ns
@@ -150,9 +140,7 @@ def with_peers(analyses: Sequence[TraceAnalysis]) -> list[TraceAnalysis]:
 
 
 def _explained(step: StepAnalysis, last: dict[int, int], came: str) -> StepAnalysis:
-    collectives = tuple(
-        _waiting(_blamed(row, last[id(row)] - row[came]), _before(row, last[id(row)])) for row in step.collectives
-    )
+    collectives = tuple(_told(row, last[id(row)], came) for row in step.collectives)
     worst: dict[tuple, Row] = {}
     waited: dict[tuple, int] = defaultdict(int)
     for row, before in sorted(zip(collectives, step.collectives), key=lambda pair: pair[0]["exposed_ns"]):
@@ -165,15 +153,13 @@ def _explained(step: StepAnalysis, last: dict[int, int], came: str) -> StepAnaly
     return replace(step, breakdown=breakdown, exposed=exposed, collectives=collectives)
 
 
-def _blamed(row: Row, earlier_ns: int) -> Row:
-    """The row with its cause: a peer where the last rank came later by at least half of what was exposed."""
-    by_a_peer = 0 < row["exposed_ns"] <= 2 * earlier_ns and row["cause"] in _MAY_BE_A_PEER
-    return row | {"cause": "waiting_for_peer"} if by_a_peer else row
-
-
-def _before(row: Row, last: int) -> int:
-    """Nanoseconds of a transport's exposed time before its last rank came. (An emulated link begins then.)"""
-    return 0 if row["emulated"] else sum(max(0, min(end, last) - start) for start, end in row["on_link"])
+def _told(row: Row, last: int, came: str) -> Row:
+    """The row where the last rank came at `last`: what a transport spent before then is waiting (an emulated link
+    begins then), and its cause is a peer if that rank came later by at least half of what was exposed.
+    """
+    before = 0 if row["emulated"] else sum(max(0, min(end, last) - start) for start, end in row["on_link"])
+    by_a_peer = 0 < row["exposed_ns"] <= 2 * (last - row[came]) and row["cause"] in _MAY_BE_A_PEER
+    return _waiting(row | {"cause": "waiting_for_peer"} if by_a_peer else row, before)
 
 
 def _waiting(row: Row, waited_ns: int) -> Row:

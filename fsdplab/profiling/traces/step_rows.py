@@ -8,16 +8,17 @@ exposed or a blocked stretch only in the last resort. All sums are computed befo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from fsdplab.profiling.intervals import EMPTY, Intervals, close_gaps, latest_ends, size, union, within
-from fsdplab.profiling.traces.account import Account, TraceSets, account
+from fsdplab.profiling.intervals import EMPTY, Intervals, close_gaps, latest_ends, pairs, size, union, within
+from fsdplab.profiling.traces.account import PARTS, Account, TraceSets, account
 from fsdplab.profiling.traces.collectives import Collective
-from fsdplab.profiling.traces.events import Events
-from fsdplab.profiling.traces.steps import Window, pieces_of
-from fsdplab.records.tables import PARTS_OF_COLLECTIVE, PARTS_OF_EXPOSED
+from fsdplab.profiling.traces.steps import Step, pieces_of
+from fsdplab.records.tables import IDLE_PARTS, PARTS_OF_COLLECTIVE, PARTS_OF_EXPOSED
 
 Row = dict[str, Any]
 Mark = tuple[str, str, str, str, int, int, bool]  # lane, unit, phase, name, start, end, emulated
@@ -26,33 +27,43 @@ _BLOCKED_NS = 50_000  # a host without an operator for this long, while bytes ar
 _APART_NS = 1_000_000  # a lane that is still too full is joined over everything from here on
 _MOST = {"compute": 240, "exposed": 120, "waiting": 80}
 _LANES = ("all_gather", "reduce_scatter", "all_reduce")
-_LIFECYCLE = (
-    "pre_forward", "pre_backward", "post_backward", "root_post_backward_callback", "link", "backward_prefetch",
-)  # fmt: skip
 
 
+@dataclass(frozen=True, eq=False)
 class StepRows:
-    """Makes the rows of one rank's steps."""
+    """Makes the rows of one step of one rank."""
 
-    def __init__(self, found: Events, rank: int, trace: TraceSets) -> None:
-        self._found, self._rank, self._trace = found, rank, trace
-        self._lifecycle = union([(each.start, each.end) for each in found.ranges if each.label.startswith(_LIFECYCLE)])
+    rank: int
+    trace: TraceSets
+    step: Step
 
-    def account(self, window: Window, computing: Intervals, mine: Sequence[Collective]) -> Account:
-        """The step's account, cut where timeline rows need it."""
-        changes = self._trace.segments.changes
-        inside = changes[(changes > window.start) & (changes < window.end)]
-        return account(window, computing, mine, self._trace, inside, within(self._lifecycle, window.start, window.end))
+    @cached_property
+    def account(self) -> Account:
+        """The step's account; AccountingError where it does not add up."""
+        return account(self.step.window, self.step.computing, self.step.collectives, self.trace)
 
-    def beside(self, window: Window, found: Account) -> dict[str, int | None]:
-        """For how long the device did anything, another step's work too, and how long the host waited for a core. None
-        where there is no device, and where nobody noted the waits.
+    @property
+    def _where(self) -> Row:
+        return {"rank": self.rank, "step": self.step.window.number}
+
+    def _within(self, spans: Intervals) -> Intervals:
+        return within(spans, self.step.window.start, self.step.window.end)
+
+    def breakdown(self) -> Row:
+        """The sums of the parts; beside them for how long the device did anything, another step's work too, and how
+        long the host waited for a core. None where there is no device, and where nobody noted the waits.
         """
-        busy = size(within(self._trace.device, window.start, window.end)) if self._found.on_gpu else None
-        return {"device_busy_ns": busy, "core_wait_ns": found.core_wait_ns if len(self._trace.core_waits) else None}
+        busy = size(self._within(self.trace.device)) if self.trace.on_gpu else None
+        waited = self.account.core_wait_ns if len(self.trace.core_waits) else None
+        return {**self._where, **breakdown_of(self.account.sums), "device_busy_ns": busy, "core_wait_ns": waited}
 
-    def exposed(self, window: Window, mine: Sequence[Collective], found: Account) -> list[Row]:
+    def idle(self) -> Row:
+        """The part "other" by cause."""
+        return {**self._where, **self.account.idle}
+
+    def exposed(self) -> list[Row]:
         """One row a unit, phase and kind; of several collectives the most exposed one gives the cause."""
+        mine, found = self.step.collectives, self.account
         groups: dict[tuple[str, str, str], list[int]] = {}
         for index, each in enumerate(mine):
             groups.setdefault((each.unit, each.phase, each.kind), []).append(index)
@@ -60,49 +71,51 @@ class StepRows:
         for (unit, phase, kind), members in groups.items():
             spans, sums = union(pieces_of([mine[index] for index in members])), found.parts[members].sum(0)
             rows.append({
-                "rank": self._rank, "step": window.number, "unit": unit, "phase": phase, "kind": kind,
-                "communication_ns": size(within(spans, window.start, window.end)), "exposed_ns": int(sums.sum()),
+                **self._where, "unit": unit, "phase": phase, "kind": kind,
+                "communication_ns": size(self._within(spans)), "exposed_ns": int(sums.sum()),
                 "cause": found.causes[max(members, key=lambda index: found.parts[index].sum())], **parts_of(sums),
             })  # fmt: skip
         return rows
 
-    def collectives(self, window: Window, mine: Sequence[Collective], found: Account) -> list[Row]:
-        """One row a collective. `on_link` has the instants at which it was exposed on the link; no table keeps them."""
-        base = self._found.base_ns
-        on_link: list[list[list[int]]] = [[] for _ in mine]
+    def collectives(self) -> list[Row]:
+        """One row a collective counted in the step; `on_link`, when it was exposed on the link, is in no table."""
+        base, found = self.trace.found.base_ns, self.account
+        on_link: list[list[list[int]]] = [[] for _ in self.step.collectives]
         spans, whose = found.on_link()
         for span, index in zip((spans + base).tolist(), whose.tolist()):
             on_link[index].append(span)
+        listed = zip(self.step.collectives, self.step.counted, found.parts.tolist(), found.causes, on_link)
         return [
             {
-                "rank": self._rank, "step": window.number, "unit": each.unit, "phase": each.phase, "kind": each.kind,
+                **self._where, "unit": each.unit, "phase": each.phase, "kind": each.kind,
                 "issue_ns": base + each.issue, "start_ns": base + each.start, "end_ns": base + each.end,
                 "logical_bytes": each.nbytes, "group": each.group, "group_size": each.group_size,
                 "exposed_ns": sum(parts), **dict(zip(PARTS_OF_COLLECTIVE, parts)), "cause": cause,
                 "emulated": each.emulated, "on_link": spans,
             }
-            for each, parts, cause, spans in zip(mine, found.parts.tolist(), found.causes, on_link)
+            for each, counted, parts, cause, spans in listed
+            if counted
         ]  # fmt: skip
 
-    def timeline(self, window: Window, mine: Sequence[Collective], found: Account, kernels: np.ndarray) -> list[Row]:
-        """All lanes of a step, in order of time within a lane; `kernels`: the step's own, as rows of the events."""
+    def timeline(self) -> list[Row]:
+        """All lanes of a step, in order of time within a lane."""
+        window, mine, found = self.step.window, self.step.collectives, self.account
         exposed, whose = found.cells.runs(np.where(found.exposed, found.owner, -1))
-        owners, waiting = [mine[index] for index in whose.tolist()], self._waiting(window, found)
-        labels = [(each.unit, each.phase, each.kind, each.emulated) for each in owners]
+        waiting, labels = self._waiting(), [mine[index].label for index in whose.tolist()]
         lanes: list[list[Mark]] = [
             [("step", "", "", f"step {window.number}", window.start, window.end, False)],
-            self._compute(window, found, kernels, union(exposed, waiting)[:, 0]),
+            self._compute(union(exposed, waiting)[:, 0]),
             [mark for each in mine for mark in _communication(each, window.start, window.end)],
             [
                 ("exposed", *label[:3], *span, label[3])
                 for label, span in joined(exposed, labels, EMPTY[:, 0], _MOST["exposed"])
             ],
-            self._waits(waiting, mine),
+            self._waits(waiting),
         ]
-        base = self._found.base_ns
+        base = self.trace.found.base_ns
         return [
             {
-                "rank": self._rank, "step": window.number, "lane": lane, "unit": unit, "phase": phase, "name": name,
+                **self._where, "lane": lane, "unit": unit, "phase": phase, "name": name,
                 "start_ns": base + int(start), "end_ns": base + int(end), "emulated": emulated,
             }
             for marks in lanes
@@ -110,17 +123,18 @@ class StepRows:
         ]  # fmt: skip
 
     def _labels_at(self, instants: np.ndarray) -> list[tuple[str, str]]:
-        return list(zip(self._trace.segments.units_at(instants), self._trace.segments.phases_at(instants)))
+        return list(zip(self.trace.segments.units_at(instants), self.trace.segments.phases_at(instants)))
 
-    def _compute(self, window: Window, found: Account, kernels: np.ndarray, barriers: np.ndarray) -> list[Mark]:
+    def _compute(self, barriers: np.ndarray) -> list[Mark]:
         """By the unit and phase of the host, or those that launched each kernel."""
-        if self._found.on_gpu:
-            kernels = kernels[np.argsort(self._found.start[kernels], kind="stable")]
-            pieces = np.clip(self._found.spans_of(kernels), window.start, window.end)
-            by = self._found.launched_by[kernels]
-            labels = self._labels_at(np.where(by >= 0, self._found.start[by], self._found.start[kernels]))
+        events, found = self.trace.found, self.account
+        if events.on_gpu:
+            kernels = self.step.kernels[np.argsort(events.start[self.step.kernels], kind="stable")]
+            pieces = np.clip(events.spans_of(kernels), self.step.window.start, self.step.window.end)
+            by = events.launched_by[kernels]
+            labels = self._labels_at(np.where(by >= 0, events.start[by], events.start[kernels]))
         else:
-            segment = np.searchsorted(self._trace.segments.changes, found.cells.start, side="right")
+            segment = np.searchsorted(self.trace.segments.changes, found.cells.start, side="right")
             pieces = found.cells.runs(np.where(found.computing, segment, -1))[0]
             labels = self._labels_at(pieces[:, 0])
         return [
@@ -128,29 +142,43 @@ class StepRows:
             for label, span in joined(pieces, labels, barriers, _MOST["compute"])
         ]
 
-    def _waiting(self, window: Window, found: Account) -> Intervals:
+    def _waiting(self) -> Intervals:
         """When the host was blocked while bytes were on their way."""
-        if self._found.on_gpu:
-            return within(self._trace.blocked, window.start, window.end)
-        cells = found.cells
-        engaged = within(self._lifecycle, window.start, window.end)
-        moving = (found.part >= 0) & ((found.owner >= 0) | cells.inside(engaged))
+        if self.trace.on_gpu:
+            return self._within(self.trace.blocked)
+        found, cells = self.account, self.account.cells
+        moving = (found.part >= 0) & ((found.owner >= 0) | cells.inside(self._within(self.trace.lifecycle)))
         idle = close_gaps(cells.runs(np.where(moving & ~found.host, 0, -1))[0], 1_000)
         return idle[idle[:, 1] - idle[:, 0] >= _BLOCKED_NS]
 
-    def _waits(self, waiting: Intervals, mine: Sequence[Collective]) -> list[Mark]:
+    def _waits(self, waiting: Intervals) -> list[Mark]:
         """Blocked stretches, each named by the collective of whose pieces it holds most."""
+        mine = self.step.collectives
         longest = waiting[np.argsort(waiting[:, 0] - waiting[:, 1], kind="stable")[: _MOST["waiting"]]]
-        reach = np.array([(each.first, each.last) for each in mine], dtype=np.int64).reshape(-1, 2)
+        reach = pairs([(each.first, each.last) for each in mine])
         marks: list[Mark] = []
         for start, end in longest.tolist():
             near = [mine[index] for index in np.flatnonzero((reach[:, 0] < end) & (reach[:, 1] > start)).tolist()]
             best = max(near, key=lambda each: _held(each, start, end), default=None)
             if best is not None and _held(best, start, end) > 0:
-                marks.append(("waiting", best.unit, best.phase, best.kind, start, end, best.emulated))
+                marks.append(("waiting", *best.label[:3], start, end, best.emulated))
             else:
                 marks.append(("waiting", "", self._labels_at(np.array([start]))[0][1], "host", start, end, False))
         return marks
+
+
+def breakdown_of(sums: dict[str, int]) -> dict[str, int]:
+    """The columns of a record's `breakdown` from the sums of an account's parts.
+
+    10 ms of compute only, 6 overlapped, 3 on the link and 1 of rest: a step of 20 ms, 16 of computing, 3 exposed.
+    """
+    exposed = parts_of([sums[name] for name in PARTS_OF_COLLECTIVE])
+    compute_only, overlapped = sums["compute_only_ns"], sums["overlapped_ns"]
+    return {
+        "step_ns": sum(sums[name] for name in PARTS), "compute_ns": compute_only + overlapped,
+        "compute_only_ns": compute_only, "overlapped_ns": overlapped, "exposed_ns": sum(exposed.values()),
+        "other_ns": sum(sums[f"idle {name}"] for name in IDLE_PARTS), **exposed,
+    }  # fmt: skip
 
 
 def parts_of(sums: Sequence[int] | np.ndarray) -> dict[str, int]:

@@ -7,16 +7,14 @@ begins once its range has begun and the device is done with the step before, and
 its last work. Time in which the device waits for a loader between two steps is therefore time of a step.
 
 Where the work of two steps overlaps (a copy for the next batch on a stream of its own), it is cut at the instant that
-leaves the least work outside of its own step, so no nanosecond is in two steps. The first step is cut likewise against
-what the device still had to do when the profiler began. Work launched outside of every step, before the trace began, or
-left beyond a cut belongs to no step; it is summed up, never dropped.
+leaves the least work outside of its own step; the first step likewise against what the device still had to do when the
+profiler began. Work launched outside of every step or left beyond a cut belongs to no step; it is summed up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -46,7 +44,7 @@ class NoStep:
 
     ns: int = 0
     device_ns: int = 0
-    empty_steps: tuple[int, ...] = field(default=())
+    empty_steps: tuple[int, ...] = ()
     by_launch: bool = True
     step_ranges: bool = True
 
@@ -78,120 +76,82 @@ class NoStep:
         return found
 
 
-class Steps(Protocol):
-    """The steps of a trace, and what belongs to each (by its index in `windows`)."""
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A step and what belongs to it: when it computed (inside its window), its collectives in order of issue, which of
+    them are counted in it and in no other, and its computing kernels as rows of the events.
+    """
 
-    windows: list[Window]
-    no_step: NoStep
-
-    def computing(self, index: int) -> Intervals:
-        """When the step computed, inside its window."""
-
-    def collectives(self, index: int) -> list[Collective]:
-        """The step's collectives, in order of issue."""
-
-    def lists(self, index: int, each: Collective) -> bool:
-        """Whether one of the step's collectives is counted in it, and in no other."""
-
-    def kernels(self, index: int) -> np.ndarray:
-        """Which computing kernels are the step's, as rows of the events."""
+    window: Window
+    computing: Intervals
+    collectives: list[Collective]
+    counted: list[bool]
+    kernels: np.ndarray
 
 
-class ByWindow:
-    """Steps are ranges of the host: everything that runs in a range belongs to it."""
-
-    def __init__(
-        self,
-        found: Events,
-        computing: Intervals,
-        collectives: Sequence[Collective],
-        steps: Sequence[HostStep],
-        no_step: NoStep,
-    ) -> None:
-        self.windows = [Window(*step) for step in steps]
-        self.no_step = no_step
-        self._computing, self._collectives, self._found = computing, collectives, found
-        self._kernels = found.rows(Kind.KERNEL)
-        self._reach = np.array([(each.first, each.last) for each in collectives], dtype=np.int64).reshape(-1, 2)
-
-    def computing(self, index: int) -> Intervals:
-        """The part of all computing in the window."""
-        window = self.windows[index]
-        return within(self._computing, window.start, window.end)
-
-    def collectives(self, index: int) -> list[Collective]:
-        """Those with a piece in the window."""
-        start, end = self.windows[index].start, self.windows[index].end
-        near = np.flatnonzero((self._reach[:, 0] < end) & (self._reach[:, 1] > start)).tolist()
-        return [
-            self._collectives[at]
-            for at in near
-            if any(piece.start < end and piece.end > start for piece in self._collectives[at].pieces)
-        ]
-
-    def lists(self, index: int, each: Collective) -> bool:
-        """Whether no earlier step has it: gloo's range may end late, in the next step, and its bytes count once."""
-        return index == 0 or each.first >= self.windows[index - 1].end
-
-    def kernels(self, index: int) -> np.ndarray:
-        """Those that run in the window."""
-        return _running(self._found, self._kernels, self.windows[index])
+def steps_of(
+    found: Events, collectives: Sequence[Collective], ranges: Sequence[HostStep], host_computing: Intervals, whole: bool
+) -> tuple[list[Step], NoStep]:
+    """By launch on a GPU, where the trace tells who launched what; else by the clock. `whole`: all is one step."""
+    shows_launches = bool((found.launched_by >= 0).any()) if found.on_gpu else False
+    if shows_launches and not whole:
+        return _by_launch(found, collectives, ranges)
+    computing = union(found.spans(Kind.KERNEL)) if found.on_gpu else host_computing
+    no_step = NoStep(by_launch=shows_launches or whole or not found.on_gpu)
+    return _by_clock(found, computing, collectives, ranges), no_step
 
 
-class ByLaunch:
-    """Steps are what the host's ranges launched."""
+def _by_clock(
+    found: Events, computing: Intervals, collectives: Sequence[Collective], ranges: Sequence[HostStep]
+) -> list[Step]:
+    """Everything that runs in a range belongs to it. A collective with pieces in two steps (gloo's range may end late)
+    is counted in the first.
+    """
+    kernels, reach = found.rows(Kind.KERNEL), pairs([(each.first, each.last) for each in collectives])
+    made: list[Step] = []
+    for number, start, end in ranges:
+        near = np.flatnonzero((reach[:, 0] < end) & (reach[:, 1] > start)).tolist()
+        mine = [collectives[at] for at in near if any(a < end and b > start for a, b, _ in collectives[at].pieces)]
+        counted = [not made or each.first >= made[-1].window.end for each in mine]
+        window = Window(number, start, end)
+        made.append(Step(window, within(computing, start, end), mine, counted, _running(found, kernels, window)))
+    return made
 
-    def __init__(self, found: Events, collectives: Sequence[Collective], steps: Sequence[HostStep]) -> None:
-        self._found, copies = found, found.rows(Kind.COPY)
-        self._kernels = found.rows(Kind.KERNEL)
-        self._kernel_steps = _steps_of(found.launch_starts(self._kernels), steps)
-        copy_steps = _steps_of(found.launch_starts(copies), steps)
-        self._members: list[list[Collective]] = [[] for _ in range(len(steps) + 1)]
-        issues = np.array([each.issue for each in collectives], dtype=np.int64)
-        for each, step in zip(collectives, _steps_of(issues, steps).tolist()):
-            self._members[step if each.issued else -1].append(each)
 
-        def work_of(index: int) -> Intervals:
-            mine = [self._kernels[self._kernel_steps == index], copies[copy_steps == index]]
-            return union(*map(found.spans_of, mine), pieces_of(self._members[index]))
+def _by_launch(
+    found: Events, collectives: Sequence[Collective], ranges: Sequence[HostStep]
+) -> tuple[list[Step], NoStep]:
+    """A range's step is what it launched."""
+    kernels, copies = found.rows(Kind.KERNEL), found.rows(Kind.COPY)
+    kernel_steps, copy_steps = (_launched_in(found.launch_starts(rows), ranges) for rows in (kernels, copies))
+    members: list[list[Collective]] = [[] for _ in range(len(ranges) + 1)]
+    issues = np.array([each.issue for each in collectives], dtype=np.int64)
+    for each, index in zip(collectives, _launched_in(issues, ranges).tolist()):
+        members[index if each.issued else -1].append(each)
 
-        own, of_none = [work_of(index) for index in range(len(steps))], work_of(-1)
-        self._index = [index for index, work in enumerate(own) if len(work)]
-        earlier = self._earlier(of_none)
-        bounds = _windows_after(earlier, [own[index] for index in self._index])
-        kept = {index: bound for index, bound in zip(self._index, bounds) if bound[0] < bound[1]}
-        self._index = list(kept)
-        self.windows = wall_windows(kept, steps, int(earlier[-1, 1]) if len(earlier) else steps[0][1])
-        self.no_step = _no_step(own, of_none, kept, steps)
+    def without_copies(index: int) -> Intervals:
+        return union(found.spans_of(kernels[kernel_steps == index]), pieces_of(members[index]))
 
-    def _earlier(self, of_none: Intervals) -> Intervals:
-        """What the device still had to do when the first step came to it: work of no step that began before the step's
-        own kernels. A copy of the step may run beside it; what is launched unseen later on is not older.
-        """
-        if not self._index:
-            return EMPTY
-        first = self._index[0]
-        kernels = self._kernels[self._kernel_steps == first]
-        work = union(self._found.spans_of(kernels), pieces_of(self._members[first]))
-        return of_none[of_none[:, 0] < work[0, 0]] if len(work) else EMPTY
-
-    def computing(self, index: int) -> Intervals:
-        """The step's own kernels."""
-        window = self.windows[index]
-        return within(union(self._found.spans_of(self.kernels(index))), window.start, window.end)
-
-    def collectives(self, index: int) -> list[Collective]:
-        """Those that the step launched."""
-        return self._members[self._index[index]]
-
-    def lists(self, index: int, each: Collective) -> bool:
-        """Every collective has one step."""
-        return True
-
-    def kernels(self, index: int) -> np.ndarray:
-        """Those that the step launched, and that ran in its window."""
-        mine = self._kernels[self._kernel_steps == self._index[index]]
-        return _running(self._found, mine, self.windows[index])
+    *own, of_none = (
+        union(without_copies(index), found.spans_of(copies[copy_steps == index])) for index in [*range(len(ranges)), -1]
+    )
+    working = [index for index, work in enumerate(own) if len(work)]
+    # What the device still had to do when the first step came to it: work of no step that began before the step's own
+    # kernels. A copy of the step may run beside it; what is launched unseen later on is not older.
+    begun = without_copies(working[0])[:1, 0] if working else EMPTY[:, 0]
+    earlier = of_none[of_none[:, 0] < begun] if len(begun) else EMPTY
+    ahead = [earlier] if len(earlier) else []
+    bounds = device_windows([*ahead, *(own[index] for index in working)])[len(ahead) :]
+    kept = {index: (start, end) for index, (start, end) in zip(working, bounds) if start < end}
+    made = []
+    windows = wall_windows(kept, ranges, int(earlier[-1, 1]) if len(earlier) else ranges[0][1])
+    for index, window in zip(kept, windows):
+        mine = _running(found, kernels[kernel_steps == index], window)
+        computing = within(union(found.spans_of(mine)), window.start, window.end)
+        made.append(Step(window, computing, members[index], [True] * len(members[index]), mine))
+    beyond = [subtract(work, [kept.get(index, (0, 0))]) for index, work in enumerate(own)]
+    empty = tuple(number for index, (number, *_) in enumerate(ranges) if index not in kept)
+    return made, NoStep(size(union(of_none, *beyond)), size(union(of_none, *own)), empty)
 
 
 def _running(found: Events, rows: np.ndarray, window: Window) -> np.ndarray:
@@ -199,19 +159,14 @@ def _running(found: Events, rows: np.ndarray, window: Window) -> np.ndarray:
     return rows[(found.end[rows] > window.start) & (found.start[rows] < window.end)]
 
 
-def shows_launches(found: Events) -> bool:
-    """Whether the trace says of any device work who launched it."""
-    return bool((found.launched_by >= 0).any())
-
-
 def pieces_of(collectives: Sequence[Collective]) -> Intervals:
     """All pieces of all collectives as one array of intervals, which may overlap."""
     return pairs([(piece.start, piece.end) for each in collectives for piece in each.pieces])
 
 
-def _steps_of(launches: np.ndarray, steps: Sequence[HostStep]) -> np.ndarray:
-    """The index of the step in whose range each launch lies; -1 for none. The ranges are in order of their starts."""
-    bounds = np.array([step[1:] for step in steps], dtype=np.int64).reshape(-1, 2)
+def _launched_in(launches: np.ndarray, ranges: Sequence[HostStep]) -> np.ndarray:
+    """The index of the range in which each launch lies; -1 for none. The ranges are in order of their starts."""
+    bounds = pairs([each[1:] for each in ranges])
     at = np.searchsorted(bounds[:, 0], launches, side="right") - 1
     return np.where((at >= 0) & (launches <= bounds[at, 1]), at, -1)
 
@@ -252,28 +207,12 @@ def wall_windows(device: dict[int, tuple[int, int]], steps: Sequence[HostStep], 
     return windows
 
 
-def _windows_after(earlier: Intervals, own: Sequence[Intervals]) -> list[tuple[int, int]]:
-    """The windows, the first one cut against what the device still had to do when profiling began."""
-    return device_windows([earlier, *own])[1:] if len(earlier) and len(own) else device_windows(own)
-
-
 def _cut(earlier: Intervals, later: Intervals, first: int, last: int) -> int:
     """The instant from `first` to `last` with the least work of `earlier` after it and of `later` before it."""
     edges = np.concatenate([earlier.ravel(), later.ravel(), [first, last]])
     edges = np.unique(edges[(edges >= first) & (edges <= last)])
     outside = size(earlier) - before(earlier, edges) + before(later, edges)
     return int(edges[int(np.argmin(outside))])
-
-
-def _no_step(
-    own: Sequence[Intervals], of_none: Intervals, windows: dict[int, tuple[int, int]], steps: Sequence[HostStep]
-) -> NoStep:
-    beyond = [subtract(work, [windows.get(index, (0, 0))]) for index, work in enumerate(own)]
-    return NoStep(
-        size(union(of_none, *beyond)),
-        size(union(of_none, *own)),
-        tuple(step[0] for index, step in enumerate(steps) if index not in windows),
-    )
 
 
 def all_device_work(found: Events, collectives: Sequence[Collective]) -> Intervals:
