@@ -6,8 +6,7 @@ machine opens here exactly as a fresh one does.
 
 from fsdplab.common.names import CATEGORIES
 
-from .comparison import FORMAT, comparison_json, matches_reference
-from .drift import drift_sentence
+from .comparison import FORMAT, comparison_json, drift_sentence, matches_reference
 from .record import RunRecord
 from .spread import Race, Spread, is_below, race
 from .summary import Summary, core_sentence, known

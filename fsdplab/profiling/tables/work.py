@@ -12,13 +12,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
 
 import numpy as np
 
 from fsdplab.profiling.intervals import covered, pairs, union
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.profiling.traces.collectives import communicating
-from fsdplab.profiling.traces.events import Events, Kind, known, tensor_bytes
+from fsdplab.profiling.traces.events import Events, Kind, known, read_events, tensor_bytes
 from fsdplab.profiling.traces.segments import Segments
 
 OPERATOR, KERNEL, COMMUNICATION, COPY = "operator", "kernel", "communication", "copy"
@@ -61,6 +62,11 @@ class Work:
     def shapes(self) -> list[str]:
         """What each element's operator was given, as JSON; "" where the trace does not say."""
         return [self.found.shapes.get(row, "") for row in self.operator.tolist()]
+
+
+def work_in(trace: Work | str | Path, comm_patterns: Sequence[str] = (), shapes: bool = False) -> Work:
+    """The named work of a trace, given as its file or as what has been read of it. Raises TraceError."""
+    return trace if isinstance(trace, Work) else work_of(read_events(trace, comm_patterns, shapes=shapes))
 
 
 def work_of(found: Events) -> Work:
@@ -175,18 +181,9 @@ _READ_NOTHING = {
     "zero_", "fill_", "set_", "record_stream", "is_nonzero", "item",
 }  # fmt: skip
 _COUNTED: dict[str, Callable[[list[list[int]]], int]] = {
-    "mm": lambda given: _product(given[0], given[1]),
-    "bmm": lambda given: _product(given[0], given[1]),
-    "addmm": lambda given: _product(given[1], given[2]),
-    "baddbmm": lambda given: _product(given[1], given[2]),
-    **dict.fromkeys(
-        ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-         "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
-        lambda given: _attention(*given[:3]),
-    ),
-    **dict.fromkeys(
-        ("_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_flash_attention_for_cpu_backward",
-         "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward"),
-        _attention_backward,
-    ),
-}  # fmt: skip
+    **dict.fromkeys(("mm", "bmm"), lambda given: _product(given[0], given[1])),
+    **dict.fromkeys(("addmm", "baddbmm"), lambda given: _product(given[1], given[2])),
+}
+for _name in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"):
+    _COUNTED[f"_scaled_dot_product_{_name}"] = lambda given: _attention(*given[:3])
+    _COUNTED[f"_scaled_dot_product_{_name}_backward"] = _attention_backward
