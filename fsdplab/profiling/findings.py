@@ -427,28 +427,26 @@ def _smaller(spec: Mapping[str, Any], category: str) -> str:
     """Ways to make a category smaller that the run does not follow already."""
     whole = spec.get("strategy") == "full_shard"
     offloads = spec.get("offload", "none") != "none"
+    recomputes = spec.get("checkpoint") not in (None, "none")
     ways = {
-        "activations": {
-            'recompute them (checkpoint="full" or "selective")': spec.get("checkpoint") not in (None, "none"),
-            "take a smaller micro-batch": spec.get("batch_size") == 1,
-            "take shorter sequences": False,
-        },
-        "optimizer_state": {"shard it over more ranks": False, "offload it": offloads},
-        "whole_gradients": {"shard them: zero2, shard_grad_op or full_shard": False},
-        "gathered_parameters": {
-            "reshard units after their forward (full_shard)": whole,
-            "make units smaller": False,
-            "gather fewer ahead": not spec.get("prefetch"),
-        },
-        "parameter_slices": {
-            "shard them over more ranks" + ("" if whole else " (full_shard)"): False,
-            "offload them": offloads,
-        },
-        "gradient_slices": {"shard them over more ranks": False, "reduce in bf16": False},
-        "communication_buffers": {"make units smaller": False, "allow fewer reductions in flight": False},
-        "other": {"look at the memory timeline: the optimizer's temporaries are the usual reason": False},
-    }[category]
-    return ", or ".join(way for way, followed in ways.items() if not followed)
+        "activations": (
+            "" if recomputes else 'recompute them (checkpoint="full" or "selective")',
+            "" if spec.get("batch_size") == 1 else "take a smaller micro-batch", "take shorter sequences",
+        ),
+        "optimizer_state": ("shard it over more ranks", "" if offloads else "offload it"),
+        "whole_gradients": ("shard them: zero2, shard_grad_op or full_shard",),
+        "gathered_parameters": (
+            "" if whole else "reshard units after their forward (full_shard)", "make units smaller",
+            "gather fewer ahead" if spec.get("prefetch") else "",
+        ),
+        "parameter_slices": (
+            f"shard them over more ranks{'' if whole else ' (full_shard)'}", "" if offloads else "offload them",
+        ),
+        "gradient_slices": ("shard them over more ranks", "reduce in bf16"),
+        "communication_buffers": ("make units smaller", "allow fewer reductions in flight"),
+        "other": ("look at the memory timeline: the optimizer's temporaries are the usual reason",),
+    }[category]  # fmt: skip
+    return ", or ".join(filter(None, ways))
 
 
 # ---- words

@@ -164,25 +164,21 @@ def step_facts(record: RunRecord, loading: ByRankAndStep | None = None) -> StepF
         raise ValueError(
             "findings need a profiled run, and this record has no profiled step; run it again with --profile 2"
         )
-    scale = _scale(record, worst)
-    cells = exposed_cells([row for row in record.table("exposed") if row["rank"] == worst.rank], worst.steps)
     timed = record.summary.step_time_s.median if record.summary.traces is None else None
+    scale = _scale(record, worst, timed)
+    cells = exposed_cells([row for row in record.table("exposed") if row["rank"] == worst.rank], worst.steps)
     steps = {row["step"] for row in breakdown}
     return StepFacts(
-        record,
-        worst,
-        scale,
-        min(worst.step_ns / 1e9, timed or inf),
-        [_scaled(cell, scale) for cell in cells],
+        record, worst, scale, min(worst.step_ns / 1e9, timed or inf), [_scaled(cell, scale) for cell in cells],
         compute_s={(row["rank"], row["step"]): row["compute_ns"] / 1e9 for row in breakdown},
         own_s={(row["rank"], row["step"]): (row["step_ns"] - row["exposed_ns"]) / 1e9 for row in breakdown},
         loading=_loading(record, steps) if loading is None else loading,
-    )
+    )  # fmt: skip
 
 
-def _scale(record: RunRecord, worst: StepSummary) -> float:
-    timed, blocked = record.summary.step_time_s.median, record.summary.comm.blocked_s
-    if record.summary.traces is not None or timed is None or not worst.exposed_ns:
+def _scale(record: RunRecord, worst: StepSummary, timed: float | None) -> float:
+    blocked = record.summary.comm.blocked_s
+    if timed is None or not worst.exposed_ns:
         return 1.0
     if blocked is None:
         return min(1.0, timed * 1e9 / worst.step_ns)
