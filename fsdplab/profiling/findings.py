@@ -250,15 +250,13 @@ def _slow_link(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     most = facts.excess_s - facts.latency_s
     if most <= 0 or not facts.busy_s:  # nothing was computed: no schedule would hide anything
         return None
-    apart = ", gathers and reductions side by side," if facts.one_queue else ""
-    text = f"Even a perfect schedule{apart} would leave {{seconds}} of each step exposed ({_link(facts.record)})."
-    if facts.absent:
-        text += f" Waiting for {facts.absent}, whose traces were not given, is in it: the link may be faster than this."
-    too_slow = "Communication takes longer than the work" if facts.absent else "The link is too slow for this work"
+    unseen = f" Waiting for {facts.absent}, whose traces were not given, is in it: the link may be faster than this."
     claim = left.claim("on_link_ns", at_most=most)
     values = {
-        "what": too_slow, "link": seconds(facts.link_s), "busy": seconds(facts.busy_s),
-        "text": text.format(seconds=seconds(claim.seconds)),
+        "what": "Communication takes longer than the work" if facts.absent else "The link is too slow for this work",
+        "link": seconds(facts.link_s), "busy": seconds(facts.busy_s), "carrier": _link(facts.record),
+        "apart": ", gathers and reductions side by side," if facts.one_queue else "",
+        "unseen": unseen if facts.absent else "",
     }  # fmt: skip
     return Fact(kind, claim.seconds, values=values) if claim.cell else None
 
@@ -330,7 +328,7 @@ def _one_communicator(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | No
     if link and link.queues == 2:
         return None
     # side by side, the shorter of the two kinds is all that can be saved
-    saved = facts.communication_s - max(facts.by_kind().values(), default=0.0)
+    saved = facts.communication_s - facts.longer_kind_s
     return _of_claim(kind, left.claim("on_link_ns", _caused("link_busy"), saved))
 
 
@@ -526,7 +524,9 @@ _RULES = (
     Rule("more_waiting", _waiting, "Ranks wait for each other for another {seconds} of each step, most at {at}",
          "It is more than the rank that is named above accounts for.",
          "Look at the straggler map: at which collectives, and for whom.", unless=("skew",)),
-    Rule("slow_link", _slow_link, "{what}: {link} of communication beside {busy} of computing", "{text}", _faster_link),
+    Rule("slow_link", _slow_link, "{what}: {link} of communication beside {busy} of computing",
+         "Even a perfect schedule{apart} would leave {seconds} of each step exposed ({carrier}).{unseen}",
+         _faster_link),
     Rule("tiny_units", _tiny_units,
          "Units are too small: {count} collectives a step of {size} each spend {latency} on latency",
          "Latency is {part} of all communication; it does not shrink with the bytes. {seconds} of each step are"

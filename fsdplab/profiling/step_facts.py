@@ -124,7 +124,7 @@ class StepFacts:
         On an emulated link with one queue, gathers and reductions could travel side by side: then the longer of the two
         counts.
         """
-        moving = max(self.by_kind().values(), default=0.0) if self.one_queue else self.link_s
+        moving = self.longer_kind_s if self.one_queue else self.link_s
         return max(0.0, min(moving, self.link_s) - self.busy_s)
 
     @property
@@ -133,12 +133,11 @@ class StepFacts:
         link = self.record.summary.link
         return link is not None and link.queues == 1
 
-    def by_kind(self) -> dict[str, float]:
-        """Seconds a step of gathers, and of reductions."""
-        sums: dict[str, float] = defaultdict(float)
-        for cell in self.cells:
-            sums["gathers" if cell.kind == "all_gather" else "reductions"] += cell.communication_ns / 1e9
-        return sums
+    @property
+    def longer_kind_s(self) -> float:
+        """Seconds a step of all gathers, or of all reductions, whichever is longer."""
+        gathers = [cell.communication_ns / 1e9 for cell in self.cells if cell.kind == "all_gather"]
+        return max(sum(gathers), sum(cell.communication_ns / 1e9 for cell in self.cells if cell.kind != "all_gather"))
 
     @property
     def latency_s(self) -> float:

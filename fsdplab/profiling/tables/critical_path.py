@@ -18,10 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-import numpy as np
-
 from fsdplab.common.sizes import seconds
-from fsdplab.profiling.intervals import Intervals
+from fsdplab.profiling.intervals import within
 from fsdplab.profiling.memory.timeline import AccountingError
 from fsdplab.profiling.tables.table import Column, Row, Table
 from fsdplab.profiling.traces.chrome import TraceError
@@ -29,15 +27,10 @@ from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.skew import matched
 
 COMPUTE, IDLE, BEFORE = "compute", "idle", "before its step"
-_SHARES = (
-    Column("rank", "rank", "count"), Column("what", "what"), Column("unit", "unit"), Column("phase", "phase"),
-    Column("parts", "parts", "count"), Column("ns", "lasts", "ns"), Column("share", "of the step", "share"),
-)  # fmt: skip
-_PARTS = (
-    Column("order", "part", "count"), Column("rank", "rank", "count"), Column("what", "what"), Column("unit", "unit"),
-    Column("phase", "phase"), Column("start_ns", "begins", "ns"), Column("ns", "lasts", "ns"),
-    Column("share", "of the step", "share"),
-)  # fmt: skip
+_OF_PART = (Column("rank", "rank", "count"), Column("what", "what"), Column("unit", "unit"), Column("phase", "phase"))
+_LASTS = (Column("ns", "lasts", "ns"), Column("share", "of the step", "share"))
+_SHARES = (*_OF_PART, Column("parts", "parts", "count"), *_LASTS)
+_PARTS = (Column("order", "part", "count"), *_OF_PART, Column("start_ns", "begins", "ns"), *_LASTS)
 _CLOCKS_AGREE_NS = 1_000_000  # by how much two ranks may differ and still be of one clock
 _WAITS_FOR_ALL = ("all_gather", "reduce_scatter", "all_reduce", "barrier")  # ends nowhere before all have begun
 
@@ -115,19 +108,14 @@ def critical_path(analyses: Sequence[TraceAnalysis], step: int | None = None, *,
 def _rank(analysis: TraceAnalysis, step: int | None) -> _Rank:
     found = next(each for each in analysis.steps if each.step == step)
     whole = next(row for row in found.timeline if row["lane"] == "step")
-    computing = _exactly([row for row in found.timeline if row["lane"] == COMPUTE], found.computing)
+    # of the timeline's joined rows the parts in which the rank did compute
+    computing = [
+        row | {"start_ns": start, "end_ns": end}
+        for row in found.timeline
+        if row["lane"] == COMPUTE
+        for start, end in within(found.computing, row["start_ns"], row["end_ns"]).tolist()
+    ]
     return _Rank(whole["start_ns"], whole["end_ns"], _Lane(computing), _Lane(found.collectives))
-
-
-def _exactly(rows: Sequence[Row], computing: Intervals) -> list[Row]:
-    """Of the timeline's joined rows the parts in which the rank did compute."""
-    pieces = []
-    for row in rows:
-        first = np.searchsorted(computing[:, 1], row["start_ns"], side="right")
-        last = np.searchsorted(computing[:, 0], row["end_ns"], side="left")
-        spans = np.clip(computing[first:last], row["start_ns"], row["end_ns"]).tolist()
-        pieces += [row | {"start_ns": start, "end_ns": end} for start, end in spans]
-    return pieces
 
 
 def _arrivals(rows: Sequence[Row]) -> dict[int, tuple[int, int]]:
