@@ -485,8 +485,12 @@ _LOADER = (
 )
 _WAIT_FOR_IT = "The others wait for it at their next collective: {seconds} of each step."
 _LATE = "comes last to {last} of {of} collectives{where}, {by} after the others (median)"
-_TITLE_IDLE = "Nothing ran for {other} of each step ({whole}): {of_it}"
-_NEITHER = "Neither computing nor communication ran. {rest}"
+
+
+def _idle_rule(kind: str, why: str, remedy: str | Callable[[StepFacts], str], unless: tuple[str, ...] = ()) -> Rule:
+    title = f"Nothing ran for {{other}} of each step ({{whole}}): {{of_it}}{why}"
+    return Rule(kind, _idle, title, "Neither computing nor communication ran. {rest}", remedy, unless)
+
 
 _FEWER_RANKS = "Run fewer ranks than cores, and nothing beside them."
 
@@ -573,24 +577,23 @@ _RULES = (
     Rule("slow_loading", _loading_everywhere, "Loading data takes {seconds} of a step of {step_s}",
          "{who} waits for its data before it computes, in most of the steps.",
          f"Load while the step computes. {_LOADER}", unless=("slow_loading",)),
-    Rule("host_bound", _idle, f"{_TITLE_IDLE}the host launched its next work too late", _NEITHER,
-         "Give the device more work a launch (larger batch, torch.compile, fused operators, CUDA graphs), and keep"
-         " Python out of the step."),
-    Rule("data_loading", _idle, f"{_TITLE_IDLE}the host was waiting for its DataLoader", _NEITHER,
-         "Load ahead: more workers (num_workers), a larger prefetch_factor, pin_memory=True; or prepare the data once"
-         " before training.", unless=("slow_loading",)),
-    Rule("synchronisation", _idle,
-         f"{_TITLE_IDLE}the host was blocked in a synchronising call, so nothing was queued", _NEITHER,
-         "Take .item(), .cpu() and print of tensors out of the step, or do them every hundredth step; copy with"
-         " non_blocking=True."),
-    Rule("device_copies", _idle, f"{_TITLE_IDLE}data was copied to or from the device, and nothing ran beside it",
-         _NEITHER,
-         "Copy the next batch on a stream of its own while this one computes (pin_memory=True, non_blocking=True)."),
-    Rule("kernel_gaps", _idle, f"{_TITLE_IDLE}many short kernels followed each other, with a gap before each", _NEITHER,
-         "Fuse them: torch.compile, fused optimizers, CUDA graphs."),
-    Rule("waiting_for_a_core", _idle, f"{_TITLE_IDLE}the rank waited for a core", _NEITHER, _FEWER_RANKS),
-    Rule("idle", _idle, f"{_TITLE_IDLE}the reason is unknown", _NEITHER,
-         lambda facts: _ON_A_DEVICE if facts.record.environment.get("device") == "cuda" else _ON_A_CPU),
+    _idle_rule("host_bound", "the host launched its next work too late",
+               "Give the device more work a launch (larger batch, torch.compile, fused operators, CUDA graphs), and"
+               " keep Python out of the step."),
+    _idle_rule("data_loading", "the host was waiting for its DataLoader",
+               "Load ahead: more workers (num_workers), a larger prefetch_factor, pin_memory=True; or prepare the data"
+               " once before training.", unless=("slow_loading",)),
+    _idle_rule("synchronisation", "the host was blocked in a synchronising call, so nothing was queued",
+               "Take .item(), .cpu() and print of tensors out of the step, or do them every hundredth step; copy with"
+               " non_blocking=True."),
+    _idle_rule("device_copies", "data was copied to or from the device, and nothing ran beside it",
+               "Copy the next batch on a stream of its own while this one computes (pin_memory=True,"
+               " non_blocking=True)."),
+    _idle_rule("kernel_gaps", "many short kernels followed each other, with a gap before each",
+               "Fuse them: torch.compile, fused optimizers, CUDA graphs."),
+    _idle_rule("waiting_for_a_core", "the rank waited for a core", _FEWER_RANKS),
+    _idle_rule("idle", "the reason is unknown",
+               lambda facts: _ON_A_DEVICE if facts.record.environment.get("device") == "cuda" else _ON_A_CPU),
 )  # fmt: skip
 _ON_A_DEVICE = (
     "Profile with ProfilerActivity.CPU and ProfilerActivity.CUDA, so that launches are in the trace; where they are,"

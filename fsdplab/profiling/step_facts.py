@@ -19,8 +19,8 @@ from fsdplab.profiling.arrivals import late_rank_of
 from fsdplab.profiling.late_rank import LateRank
 from fsdplab.profiling.step_summary import ExposedCell, StepSummary, exposed_cells, step_summary
 from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
+from fsdplab.records.tables import Row
 
-Row = dict[str, Any]
 ByRankAndStep = Mapping[tuple[int, int], float]
 
 

@@ -7,7 +7,7 @@ would not add up. The rank that is exposed longest represents the run: its mean 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import isclose
@@ -136,14 +136,13 @@ def exposed_cells(rows: Iterable[Row], steps: int) -> list[ExposedCell]:
 
 
 def _cell(key: tuple[str, str, str], found: Sequence[Row], steps: int) -> ExposedCell:
-    by_cause: dict[str, int] = defaultdict(int)
+    by_cause: Counter[str] = Counter()
     for row in found:
         by_cause[row["cause"]] += row["exposed_ns"]
-    exposed = sum(by_cause.values())
-    on_link, copying, waiting, no_core = (sum(each) / steps for each in zip(*map(_parts, found)))
-    communication = sum(row["communication_ns"] for row in found) / steps
+    communication, exposed = (sum(row[name] for row in found) / steps for name in ("communication_ns", "exposed_ns"))
+    parts = {name: sum(each) / steps for name, each in zip(PARTS_OF_EXPOSED, zip(*map(_parts, found)))}
     cause = max(by_cause, key=by_cause.__getitem__) if exposed else "hidden"
-    return ExposedCell(*key, communication, exposed / steps, on_link, copying, waiting, no_core, cause)
+    return ExposedCell(*key, communication, exposed, cause=cause, **parts)
 
 
 def _parts(row: Row) -> list[int]:

@@ -79,18 +79,21 @@ def work_of(found: Events) -> Work:
         raise TraceError(f"{found.path} has no operators and no work of a device, so there is nothing to list.")
     launched = found.launch_starts(rows)
     begun = np.where((kinds > 0) & known(launched), launched, found.start[rows])
-    bounds = pairs([step[1:] for step in found.steps])
-    kept = _inside(begun, bounds) if len(bounds) else np.ones(len(rows), dtype=bool)
-    own, around = _nested(found, rows[kinds == 0], found.launched_by[rows[kinds > 0]])
+    steps = pairs([step[1:] for step in found.steps])
+    kept = covered(steps + [0, 1], begun) if len(steps) else np.ones(len(rows), dtype=bool)  # their ends count, too
+    operators = rows[kinds == 0]
+    own, around = _nested(found, operators, found.launched_by[rows[kinds > 0]])
     own_ns = found.end[rows] - found.start[rows]
-    own_ns[kinds == 0] = [own[row] for row in rows[kinds == 0].tolist()]
+    own_ns[kinds == 0] = [own[row] for row in operators.tolist()]
     operator = np.where(kinds == 0, rows, [around.get(call, -1) for call in found.launched_by[rows].tolist()])
     numbers: dict[str, int] = {}
-    units = Segments(found, _busy(found, rows[kinds == 0]), found.steps).units_at(begun[kept])
+    busy = [union(found.spans_of(operators[found.thread[operators] == each])) for each in found.compute_threads]
+    units = Segments(found, busy, found.steps).units_at(begun[kept])
     unit = np.array([numbers.setdefault(each, len(numbers)) for each in units], dtype=np.int64)
-    kept_rows, steps = rows[kept], max(1, len(found.steps))
-    apart = _communicates(found, kept_rows)
-    return Work(found, kept_rows, kinds[kept], unit, list(numbers), own_ns[kept], operator[kept], apart, steps)
+    return Work(
+        found, rows[kept], kinds[kept], unit, list(numbers), own_ns[kept], operator[kept],
+        _communicates(found, rows[kept]), max(1, len(steps)),
+    )  # fmt: skip
 
 
 def _communicates(found: Events, rows: np.ndarray) -> np.ndarray:
@@ -100,15 +103,6 @@ def _communicates(found: Events, rows: np.ndarray) -> np.ndarray:
         own = (found.thread[rows] == thread) & (found.kind[rows] == Kind.OPERATOR)
         apart[own] = covered(spans, found.start[rows[own]])
     return apart
-
-
-def _busy(found: Events, operators: np.ndarray) -> list[np.ndarray]:
-    return [union(found.spans_of(operators[found.thread[operators] == each])) for each in found.compute_threads]
-
-
-def _inside(instants: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    at = np.searchsorted(bounds[:, 0], instants, side="right") - 1
-    return (at >= 0) & (instants <= bounds[at, 1])
 
 
 def _nested(found: Events, operators: np.ndarray, calls: np.ndarray) -> tuple[dict[int, int], dict[int, int]]:
