@@ -16,7 +16,8 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby, pairwise
+from operator import attrgetter, itemgetter
 
 from fsdplab.common.sizes import seconds
 from fsdplab.profiling.intervals import within
@@ -49,7 +50,7 @@ class _Lane:
     """Rows of one rank, computing or collectives, that can be asked for those around an instant."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        self.rows = sorted(rows, key=lambda row: (row["start_ns"], row["end_ns"]))
+        self.rows = sorted(rows, key=itemgetter("start_ns", "end_ns"))
         self._starts = [row["start_ns"] for row in self.rows]
         self._latest = list(accumulate((row["end_ns"] for row in self.rows), max))
 
@@ -152,7 +153,7 @@ def _part(rank: int, here: _Rank, now: int, arrivals: dict[int, tuple[int, int]]
     """What ends at `now` on this rank, and the rank that the path goes on with before it."""
     computing, since = here.computing.before(now, here.start)
     if computing:
-        row = max(computing, key=lambda one: one["end_ns"])
+        row = max(computing, key=itemgetter("end_ns"))
         return _Part(rank, COMPUTE, row["unit"], row["phase"], max(row["start_ns"], here.start), now), rank
     under_way, since = here.collectives.before(now, since)
     if under_way:
@@ -166,15 +167,13 @@ def _part(rank: int, here: _Rank, now: int, arrivals: dict[int, tuple[int, int]]
 
 def _joined(backwards: Sequence[_Part]) -> list[_Part]:
     """In order of time, neighbours of one kind as one part."""
-    parts: list[_Part] = []
-    for part in reversed(backwards):
-        if parts and parts[-1].end != part.start:
+    forwards, parts = backwards[::-1], []
+    for before, part in pairwise(forwards):
+        if before.end != part.start:
             raise AccountingError(f"the critical path has a gap before {part}; report this with the traces")
-        joined = replace(part, start=parts[-1].start) if parts else part
-        if parts and joined == replace(parts[-1], end=part.end):  # of one kind
-            parts[-1] = joined
-        else:
-            parts.append(part)
+    for _, group in groupby(forwards, attrgetter("rank", "what", "unit", "phase")):
+        first, *others = group
+        parts.append(replace(first, end=others[-1].end) if others else first)
     return parts
 
 
