@@ -434,7 +434,7 @@ def test_the_last_to_come_is_named_and_not_who_computes_longest(tmp_path: Path) 
     assert first == "late_rank: Rank 7 comes last to 24 of 40 collectives, 6.10 ms after the others (median)"
     assert rest.startswith("more_waiting: Ranks wait for each other for another")
     (found,) = [each for each in findings(record) if each.kind == "late_rank"]
-    assert found.fact.rank == 7 and "its device is not slow" in found.text
+    assert found.rank == 7 and "its device is not slow" in found.text
 
 
 def test_a_late_rank_that_computes_longer_is_slow(tmp_path: Path) -> None:
@@ -475,21 +475,21 @@ def test_one_long_step_is_no_slow_rank(tmp_path: Path) -> None:
     late = lambda rank, step, number: 15.0 if (rank, step) == (1, 2) else 0.0  # noqa: E731
     one = steps_of(tmp_path, late, steps=3, longer_ms=lambda rank, step: 75.0 if (rank, step) == (1, 2) else 0.0)
     assert blamed(one)[0] == "long_step: Step 2 was a long one on rank 1: 175 ms without communication, usually 100 ms"
-    assert findings(one)[0].seconds == pytest.approx(0.025) and findings(one)[0].fact.rank == 1
+    assert findings(one)[0].seconds == pytest.approx(0.025) and findings(one)[0].rank == 1
     near = steps_of(tmp_path, late, steps=3, longer_ms=lambda rank, step: 30.0 if (rank, step) == (1, 2) else 0.0)
     assert not any("long_step" in each or "slow" in each for each in blamed(near))
     everywhere = steps_of(
         tmp_path, lambda rank, step, number: 0.0, steps=3, longer_ms=lambda rank, step: 90.0 if step == 2 else 0.0
     )
     (found,) = [each for each in findings(everywhere) if each.kind == "long_step"]
-    assert found.of == "step" and "on every rank" in found.title and found.fact.rank is None
+    assert found.of == "step" and "on every rank" in found.title and found.rank is None
 
 
 def test_a_slow_loader_is_named_with_its_remedy(tmp_path: Path) -> None:
     record = steps_of(tmp_path, lambda rank, step, number: 12.0 if rank == 1 and number == 0 else 0.0, steps=3)
     slow = {(rank, step): 0.040 if rank == 1 else 0.002 for rank in (0, 1) for step in range(3)}
     found = findings(record, slow)[0]
-    assert (found.kind, found.fact.rank) == ("slow_loading", 1)
+    assert (found.kind, found.rank) == ("slow_loading", 1)
     assert found.title == "Rank 1 waits 40.0 ms a step for its data, the others 2.00 ms"
     assert "rank 1's loader" in found.remedy and "num_workers" in found.remedy
     assert found.seconds == pytest.approx(0.030), "no more than is waited for"

@@ -113,10 +113,10 @@ def wrong_names(record: RunRecord, found: list[Finding]) -> Iterator[str]:
     phases = {row["phase"] for table in tables for row in record.table(table)} | {""}
     for each in found:
         named = {int(rank) for rank in re.findall(r"\b[Rr]ank (\d+)\b", f"{each.title} {each.text}")}
-        if not named | ({each.fact.rank} - {None}) <= ranks:
+        if not named | ({each.rank} - {None}) <= ranks:
             yield f"{each.title!r} names a rank that the record has not: {ranks}"
-        if each.fact.unit not in units or each.fact.phase not in phases:
-            yield f"{each.title!r} names {each.fact.unit!r} in {each.fact.phase!r}, which no table has"
+        if each.unit not in units or each.phase not in phases:
+            yield f"{each.title!r} names {each.unit!r} in {each.phase!r}, which no table has"
     kinds = [each.kind for each in found]
     if len(set(kinds)) < len(kinds):
         yield f"one kind twice: {kinds}"
@@ -126,7 +126,7 @@ def wrong_names(record: RunRecord, found: list[Finding]) -> Iterator[str]:
 def wrong_ranks(record: RunRecord, found: list[Finding]) -> Iterator[str]:
     """Findings and the straggler map name the same rank, or none; nobody is late beside "no rank is late"."""
     late, title = late_rank_of(record), drawn(figures.straggler_map, record)
-    told = {each.fact.rank for each in found if each.kind in ("slow_rank", "late_rank")}
+    told = {each.rank for each in found if each.kind in ("slow_rank", "late_rank")}
     straggler = {int(rank) for rank in re.findall(r"rank (\d+) straggles", title)}
     if (told or straggler) - ({late.rank} if late else set()):
         yield f"{told or straggler} is called late, and the test on arrivals names {late}"
@@ -320,7 +320,7 @@ def told(record: RunRecord) -> list[Finding]:
 
 def test_a_claim_above_the_exposed_time_is_found(records: dict[str, RunRecord]) -> None:
     most = told(records["behind"])[0]
-    twice = [replace(most, fact=replace(most.fact, seconds=9.0))]
+    twice = [replace(most, seconds=9.0)]
     assert any("more than" in what for what in wrong_claims(records["behind"], twice))
     assert any("claimed by nobody" in what for what in wrong_claims(records["behind"], []))
     larger = [replace(most, title="Something takes 3 ms of each step (140 %)")]
@@ -330,8 +330,8 @@ def test_a_claim_above_the_exposed_time_is_found(records: dict[str, RunRecord]) 
 def test_a_rank_or_a_unit_that_does_not_exist_is_found(records: dict[str, RunRecord]) -> None:
     most = told(records["behind"])[0]
     for changed in (
-        replace(most, title="Rank 7 is slow"), replace(most, fact=replace(most.fact, rank=7)),
-        replace(most, fact=replace(most.fact, unit="blocks.99")),
+        replace(most, title="Rank 7 is slow"), replace(most, rank=7),
+        replace(most, unit="blocks.99"),
     ):  # fmt: skip
         assert list(wrong_names(records["behind"], [changed]))
     assert any("twice" in what for what in wrong_names(records["behind"], [most, most]))
@@ -339,9 +339,9 @@ def test_a_rank_or_a_unit_that_does_not_exist_is_found(records: dict[str, RunRec
 
 def test_sentences_that_disagree_on_a_late_rank_are_found(records: dict[str, RunRecord], tmp_path: Path) -> None:
     record = written(late_job(), tmp_path)
-    late = next(each for each in findings(record) if each.fact.rank is not None)
-    assert late.fact.rank == 2 and not list(wrong_ranks(record, [late]))
-    assert list(wrong_ranks(record, [replace(late, fact=replace(late.fact, rank=1))]))
+    late = next(each for each in findings(record) if each.rank is not None)
+    assert late.rank == 2 and not list(wrong_ranks(record, [late]))
+    assert list(wrong_ranks(record, [replace(late, rank=1)]))
     assert list(wrong_ranks(record, [late, replace(late, text="No rank is late beyond chance")]))
     assert list(wrong_ranks(record, [])), "the straggler map names a rank, and no finding does"
     assert list(wrong_ranks(records["even"], [late]))

@@ -30,26 +30,16 @@ if TYPE_CHECKING:
     from fsdplab.profiling.traces.skew import with_peers as with_peers
 
 _MODULES = {
-    "AccountingError": "memory.timeline",
-    "CollectiveSkew": "traces.skew",
-    "MemoryRecorder": "memory.recorder",
-    "MemoryTimeline": "memory.timeline",
-    "StepAnalysis": "traces.overlap",
-    "TagLog": "memory.recorder",
-    "TraceAnalysis": "traces.overlap",
-    "TraceError": "traces.chrome",
-    "analyse_trace": "traces.overlap",
-    "collective_skews": "traces.skew",
-    "compute_inflation": "traces.skew",
-    "export_csv": "exports",
-    "export_perfetto": "exports",
-    "export_snapshots": "exports",
-    "export_tensorboard": "exports",
-    "merge_traces": "traces.merge",
-    "straggling": "traces.skew",
-    "with_peers": "traces.skew",
+    "exports": ("export_csv", "export_perfetto", "export_snapshots", "export_tensorboard"),
+    "memory.recorder": ("MemoryRecorder", "TagLog"),
+    "memory.timeline": ("AccountingError", "MemoryTimeline"),
+    "traces.chrome": ("TraceError",),
+    "traces.merge": ("merge_traces",),
+    "traces.overlap": ("StepAnalysis", "TraceAnalysis", "analyse_trace"),
+    "traces.skew": ("CollectiveSkew", "collective_skews", "compute_inflation", "straggling", "with_peers"),
 }
+_SOURCES = {name: f"fsdplab.profiling.{module}" for module, names in _MODULES.items() for name in names}
 
-__all__ = [*_MODULES]
+__all__ = [*_SOURCES]
 
-__getattr__, __dir__ = names_of(__name__, {name: f"fsdplab.profiling.{module}" for name, module in _MODULES.items()})
+__getattr__, __dir__ = names_of(__name__, _SOURCES)

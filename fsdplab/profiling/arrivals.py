@@ -16,8 +16,8 @@ from fsdplab.profiling.late_rank import Arrivals, LateRank, fewest_steps, late_r
 from fsdplab.profiling.step_summary import step_summary
 from fsdplab.profiling.traces.skew import matched
 from fsdplab.records import RunRecord
+from fsdplab.records.tables import Row
 
-Row = dict[str, Any]
 _PAIRED = "send_recv"
 _CLOCKS_NS = 1_000_000  # ranks that end the same collectives further apart than this are on different clocks
 

@@ -88,14 +88,14 @@ def export_snapshots(record: RunRecord, folder: str | Path) -> list[Path]:
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for file in found:
-        _refuse_other(folder / _plain(file), file)
-    written = []
-    for file in found:
-        written.append(folder / _plain(file))
-        with gzip.open(file, "rb") as packed, written[-1].open("wb") as plain:
+    targets = {file: folder / file.name.replace(".snapshot.pickle.gz", ".pickle") for file in found}
+    for file, target in targets.items():  # the format tells nothing of who wrote it
+        if target.exists() and target.read_bytes() != gzip.decompress(file.read_bytes()):
+            raise RecordError(f"{target} exists and is another snapshot, so it is not replaced; give another folder.")
+    for file, target in targets.items():
+        with gzip.open(file, "rb") as packed, target.open("wb") as plain:
             shutil.copyfileobj(packed, plain)
-    return written
+    return list(targets.values())
 
 
 def export_csv(record: RunRecord, folder: str | Path) -> list[Path]:
@@ -109,22 +109,18 @@ def export_csv(record: RunRecord, folder: str | Path) -> list[Path]:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _refuse_foreign(folder / "provenance.csv", lambda text: text.startswith(",".join(_HEADER)))
-    tables = {table: columns for table, columns in TABLES.items() if record.table(table)}
-    for table, columns in tables.items():
-        _refuse_foreign(folder / f"{table}.csv", partial(_is_header, columns))
-    written = []
-    for table, columns in tables.items():
-        if rows := record.table(table):
-            written.append(folder / f"{table}.csv")
-            with written[-1].open("w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, [name for name in columns if name in rows[0]], lineterminator="\n")
-                writer.writeheader()
-                writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
-    written.append(folder / "provenance.csv")
-    with written[-1].open("w", newline="", encoding="utf-8") as file:
-        marks = [(_cell(quantity), origin) for quantity, origin in record.provenance.items()]
-        csv.writer(file, lineterminator="\n").writerows([_HEADER, *marks])
-    return written
+    marks = [dict(zip(_HEADER, mark)) for mark in record.provenance.items()]
+    tables = {name: (tuple(columns), record.table(name)) for name, columns in TABLES.items() if record.table(name)}
+    files = {folder / f"{name}.csv": table for name, table in {**tables, "provenance": (_HEADER, marks)}.items()}
+    for file, (columns, _) in files.items():
+        _refuse_foreign(file, partial(_is_header, columns))
+    for file, (columns, rows) in files.items():
+        with file.open("w", newline="", encoding="utf-8") as opened:
+            known = [name for name in columns if not rows or name in rows[0]]
+            writer = csv.DictWriter(opened, known, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    return list(files)
 
 
 def _cell(value: object) -> object:
@@ -151,16 +147,6 @@ def _refuse_foreign(file: Path, is_own: Callable[[str], bool]) -> None:
         own = False
     if not own:
         raise RecordError(f"{file} exists and is no export of fsdplab, so it is not replaced; give another target.")
-
-
-def _refuse_other(file: Path, packed: Path) -> None:
-    """RecordError for a snapshot in the target that is another one: its format tells nothing of who wrote it."""
-    if file.exists() and file.read_bytes() != gzip.decompress(packed.read_bytes()):
-        raise RecordError(f"{file} exists and is another snapshot, so it is not replaced; give another folder.")
-
-
-def _plain(snapshot: Path) -> str:
-    return snapshot.name.replace(".snapshot.pickle.gz", ".pickle")
 
 
 def _is_header(columns: Iterable[str], text: str) -> bool:

@@ -26,14 +26,13 @@ from fsdplab.profiling.step_facts import (
     StepFacts,
     Unclaimed,
     ahead,
+    beside,
     by_rank,
-    last_step,
     of_ranks,
     step_facts,
-    unit_bytes,
 )
 from fsdplab.profiling.step_summary import ExposedCell
-from fsdplab.records import RunRecord
+from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
 from fsdplab.records.summary import core_sentence
 
 MOST = 5
@@ -47,20 +46,6 @@ LOADING = 0.05  # part of a step that all ranks wait for their data from which o
 IDLE = 0.1  # part of a step below which idle time is usual
 ALIKE = 1.5  # the largest unit over the smallest up to which units are alike
 MOST_OF_IT = 0.5
-
-
-class Time(float):
-    """Seconds, written as `seconds` writes them."""
-
-    def __str__(self) -> str:
-        return seconds(float(self))
-
-
-class Part(float):
-    """A part of a whole, written in per cent: `str(Part(0.19)) == "19 %"`."""
-
-    def __str__(self) -> str:
-        return f"{100 * self:.0f} %"
 
 
 @dataclass(frozen=True)
@@ -79,28 +64,12 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Finding(Fact):
     """A fact as sentences: what was seen, what it means, what to do."""
 
-    fact: Fact
-    title: str
-    text: str
-    remedy: str
-
-    @property
-    def kind(self) -> str:
-        """The rule that found it."""
-        return self.fact.kind
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step that it costs."""
-        return self.fact.seconds
-
-    @property
-    def of(self) -> str:
-        """What the seconds are a part of."""
-        return self.fact.of
+    title: str = ""
+    text: str = ""
+    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,17 +85,13 @@ class Rule:
     remedy: str | Callable[[StepFacts], str]
     unless: tuple[str, ...] = ()
 
-    def found(self, facts: StepFacts, left: Unclaimed) -> Finding | None:
-        """The finding, if the rule claims anything."""
-        fact = self.claims(self.kind, facts, left)
-        return None if fact is None else self.in_words(fact, facts)
-
     def in_words(self, fact: Fact, facts: StepFacts) -> Finding:
         """The rule's words for a fact."""
-        words = {"seconds": Time(fact.seconds), "share": Part(fact.seconds / facts.step_s), "rank": fact.rank}
-        words |= {"step_s": Time(facts.step_s), **fact.values}
+        words = {"seconds": seconds(fact.seconds), "share": _percent(fact.seconds / facts.step_s), "rank": fact.rank}
+        words |= {"step_s": seconds(facts.step_s), **fact.values}
         remedy = self.remedy if isinstance(self.remedy, str) else self.remedy(facts)
-        return Finding(fact, self.title.format(**words), self.text.format(**words).strip(), remedy.format(**words))
+        title, text, remedy = (each.format(**words).strip() for each in (self.title, self.text, remedy))
+        return Finding(**vars(fact), title=title, text=text, remedy=remedy)
 
 
 def findings(record: RunRecord, loading: ByRankAndStep | None = None) -> list[Finding]:
@@ -137,18 +102,24 @@ def findings(record: RunRecord, loading: ByRankAndStep | None = None) -> list[Fi
     link the first says "All-gathers are issued too late: 210 ms of each step are exposed, ...".
     """
     facts = step_facts(record, loading)
-    peak = [each] if (each := _PEAK.found(facts, Unclaimed(()))) else []
-    if record.summary.short_of_cores and record.summary.cpu_share is not None:
-        words = {"sentence": core_sentence(record.summary.cpu_share).removesuffix(".")}
-        return [_SHORT_OF_CORES.in_words(Fact(_SHORT_OF_CORES.kind, 0.0, "machine", values=words), facts), *peak]
+    peak = _found((_PEAK,), facts)
+    if record.summary.short_of_cores:
+        return [*_found((_SHORT_OF_CORES,), facts), *peak]
+    found = _found(_RULES, facts)
+    claimed = sum(each.seconds for each in found if each.of == "exposed")
+    assert abs(claimed - facts.exposed_s) <= 1e-6, (claimed, facts.exposed_s)  # all that there is, and no more
+    return [*_shown(facts, found), *peak]
+
+
+def _found(rules: Sequence[Rule], facts: StepFacts) -> list[Finding]:
+    """What these rules claim, one after the other."""
     left = Unclaimed(facts.cells)
     found: list[Finding] = []
-    for rule in _RULES:
+    for rule in rules:
         stands = any(each.kind in rule.unless for each in found)
-        if not stands and (finding := rule.found(facts, left)) is not None:
-            found.append(finding)
-    _check_sums(facts, found)
-    return [*_shown(facts, found), *peak]
+        if not stands and (fact := rule.claims(rule.kind, facts, left)) is not None:
+            found.append(rule.in_words(fact, facts))
+    return found
 
 
 def profiling_cost(record: RunRecord) -> str:
@@ -164,12 +135,6 @@ def profiling_cost(record: RunRecord) -> str:
     )
 
 
-def _check_sums(facts: StepFacts, found: Sequence[Finding]) -> None:
-    """What findings claim is all that there is, and no more."""
-    claimed = sum(each.seconds for each in found if each.of == "exposed")
-    assert abs(claimed - facts.exposed_s) <= 1e-6, (claimed, facts.exposed_s)
-
-
 def _shown(facts: StepFacts, found: Sequence[Finding]) -> list[Finding]:
     """The findings that are worth saying, in order; what is left out is said together where it is a twentieth of what
     is exposed.
@@ -182,7 +147,7 @@ def _shown(facts: StepFacts, found: Sequence[Finding]) -> list[Finding]:
         return shown
     if len(others) == 1:
         return [*shown, *others]
-    listed = ", ".join(f"{each.kind.replace('_', ' ')} {Time(each.seconds)}" for each in others)
+    listed = ", ".join(f"{each.kind.replace('_', ' ')} {seconds(each.seconds)}" for each in others)
     return [*shown, _SMALLER.in_words(Fact(_SMALLER.kind, rest, values={"listed": listed}), facts)]
 
 
@@ -210,13 +175,13 @@ def _one_loader(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     if len(means) < 2:
         return None
     rank = max(means, key=means.__getitem__)
-    others = statistics.median(own for other, own in means.items() if other != rank)
+    own, others = beside(facts.loading, rank)
     worth = WORTH_SAYING * facts.step_s
     so = [ahead(facts.loading, rank, step) >= worth for step in {step for _, step in facts.loading}]
-    if min(means[rank] - others, left.waiting) < worth or sum(so) <= MOST_OF_IT * len(so):
+    if min(own - others, left.waiting) < worth or sum(so) <= MOST_OF_IT * len(so):
         return None
-    values = {"own": Time(means[rank]), "others": Time(others)}
-    return Fact(kind, left.wait(means[rank] - others), rank=rank, values=values)
+    values = {"own": seconds(own), "others": seconds(others)}
+    return Fact(kind, left.claim("waiting_ns", at_most=own - others).seconds, rank=rank, values=values)
 
 
 def _loading_everywhere(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
@@ -239,17 +204,12 @@ def _long_step(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
         return None
     rank, step = max(over, key=over.__getitem__)
     on_all, steps = all((other, step) in over for other in usual), len(facts.steps)
-    # on all ranks it is no waiting, but a part of the step
-    cost = min(over[other, step] for other in usual) / steps if on_all else left.wait(over[rank, step] / steps)
     who = "on every rank" if on_all and len(usual) > 1 else f"on rank {rank}"
-    values = {
-        "step": step,
-        "who": who,
-        "steps": steps,
-        "own": Time(facts.own_s[rank, step]),
-        "usual": Time(usual[rank]),
-    }
-    return Fact(kind, cost, "step" if on_all else "exposed", None if on_all else rank, values=values)
+    values = {"step": step, "who": who, "steps": steps, "own": seconds(facts.own_s[rank, step])}
+    values["usual"] = seconds(usual[rank])
+    if on_all:  # nobody waits for anybody: it is a part of the step
+        return Fact(kind, min(over[other, step] for other in usual) / steps, "step", values=values)
+    return Fact(kind, left.claim("waiting_ns", at_most=over[rank, step] / steps).seconds, rank=rank, values=values)
 
 
 def _slow_rank(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
@@ -257,7 +217,7 @@ def _slow_rank(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     late = facts.late
     if late is None:
         return None
-    own, others = _computing(facts, late.rank)
+    own, others = beside(facts.compute_s, late.rank)
     longer = all(ahead(facts.compute_s, late.rank, step) > 0 for step in facts.steps)
     return _late_rank(kind, facts, left) if own - others >= SLOW_RANK * others and longer else None
 
@@ -266,32 +226,21 @@ def _late_rank(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     late = facts.late
     if late is None:
         return None
-    own, others = _computing(facts, late.rank)
+    own, others = beside(facts.compute_s, late.rank)
     values = {
         "where": f" in {late.phase}" if late.phase else "", "last": late.last, "of": late.of,
-        "by": Time(late.by_ns / 1e9), "own": Time(own), "others": Time(others),
+        "by": seconds(late.by_ns / 1e9), "own": seconds(own), "others": seconds(others),
     }  # fmt: skip
-    return Fact(
-        kind, left.wait(late.of_waiting(left.waiting * 1e9) / 1e9), rank=late.rank, phase=late.phase, values=values
-    )
-
-
-def _computing(facts: StepFacts, rank: int) -> tuple[float, float]:
-    """Seconds a step that a rank computes, and the median of the others."""
-    means = by_rank(facts.compute_s)
-    return means[rank], statistics.median(own for other, own in means.items() if other != rank)
+    cost = left.claim("waiting_ns", at_most=late.of_waiting(left.waiting * 1e9) / 1e9).seconds
+    return Fact(kind, cost, rank=late.rank, phase=late.phase, values=values)
 
 
 def _waiting(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Waiting that no rank in particular causes."""
-    worst = max(facts.cells, key=lambda cell: cell.waiting_ns, default=None)
-    cost = left.wait()
-    if worst is None or not cost:
-        return None
     why = "No rank is late beyond chance: at each collective the ranks wait for whoever comes last."
     if few := too_few_steps(facts.record):
         why = f"At each collective the ranks wait for whoever comes last; whether it is always the same rank, {few}."
-    return Fact(kind, cost, unit=worst.unit, phase=worst.phase, values={"where": _cell(worst), "why": why})
+    return _of_claim(kind, left.claim("waiting_ns"), why=why)
 
 
 # ---- on the link, and copies
@@ -301,16 +250,13 @@ def _slow_link(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     most = facts.excess_s - facts.latency_s
     if most <= 0 or not facts.busy_s:  # nothing was computed: no schedule would hide anything
         return None
-    summary = facts.record.summary
-    apart = ", gathers and reductions side by side," if facts.one_queue else ""
-    text = f"Even a perfect schedule{apart} would leave {{seconds}} of each step exposed ({_link(facts.record)})."
-    if facts.absent:
-        text += f" Waiting for {facts.absent}, whose traces were not given, is in it: the link may be faster than this."
-    too_slow = "Communication takes longer than the work" if facts.absent else "The link is too slow for this work"
-    claim = left.on_link(lambda cell: True, most)
+    unseen = f" Waiting for {facts.absent}, whose traces were not given, is in it: the link may be faster than this."
+    claim = left.claim("on_link_ns", at_most=most)
     values = {
-        "what": too_slow, "link": Time(facts.link_s), "busy": Time(facts.busy_s), "queues": summary.link,
-        "text": text.format(seconds=Time(claim.seconds)),
+        "what": "Communication takes longer than the work" if facts.absent else "The link is too slow for this work",
+        "link": seconds(facts.link_s), "busy": seconds(facts.busy_s), "carrier": _link(facts.record),
+        "apart": ", gathers and reductions side by side," if facts.one_queue else "",
+        "unseen": unseen if facts.absent else "",
     }  # fmt: skip
     return Fact(kind, claim.seconds, values=values) if claim.cell else None
 
@@ -328,21 +274,18 @@ def _faster_link(facts: StepFacts) -> str:
 
 def _fewer_bytes(facts: StepFacts) -> list[str]:
     """Ways to send less that the run does not follow already."""
-    ways = {
-        "bf16": facts.spec.get("precision") == "bf16",
-        "shard_grad_op instead of full_shard": facts.spec.get("strategy") != "full_shard",
-    }
-    return [way for way, followed in ways.items() if not followed]
+    ways = ["bf16"] if facts.spec.get("precision") != "bf16" else []
+    return [*ways, "shard_grad_op instead of full_shard"] if facts.spec.get("strategy") == "full_shard" else ways
 
 
 def _tiny_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     latency, all_of_it = facts.latency_s, facts.communication_s
     if not all_of_it or latency < LATENCY_BOUND * all_of_it:
         return None
-    rows = last_step(facts.record)
-    claim = left.on_link(lambda cell: True, latency * min(1.0, facts.exposed_s / all_of_it))
+    rows = facts.last_step
+    claim = left.claim("on_link_ns", at_most=latency * min(1.0, facts.exposed_s / all_of_it))
     mean = size(statistics.mean(row["logical_bytes"] for row in rows))
-    values = {"count": len(rows), "size": mean, "latency": Time(latency), "part": Part(latency / all_of_it)}
+    values = {"count": len(rows), "size": mean, "latency": seconds(latency), "part": _percent(latency / all_of_it)}
     return Fact(kind, claim.seconds, values=values) if claim.cell else None
 
 
@@ -352,26 +295,30 @@ def _as_blocks(otherwise: str, blocks: str) -> Callable[[StepFacts], str]:
 
 
 def _one_big_unit(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    held = unit_bytes(facts.record)
+    held = facts.unit_bytes
     total = sum(held.values())
     if not total or (biggest := held.most_common(1)[0])[1] < BIG_UNIT * total:
         return None
-    mine = lambda cell: cell.unit == biggest[0]  # noqa: E731
-    cost = left.on_link(mine).seconds + left.copies(mine).seconds
-    values = {"unit": _named(biggest[0]), "part": Part(biggest[1] / total)}
+    parts = ("on_link_ns", "copying_ns")
+    cost = sum(left.claim(part, lambda cell: cell.unit == biggest[0]).seconds for part in parts)
+    values = {"unit": _named(biggest[0]), "part": _percent(biggest[1] / total)}
     return Fact(kind, cost, unit=biggest[0], values=values) if cost else None
 
 
 def _no_prefetch(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    claim = left.on_link(lambda cell: cell.cause == "late_start" and cell.kind == "all_gather")
-    depth = facts.spec.get("prefetch") if facts.spec.get("engine") == "lab" else None
+    claim = left.claim("on_link_ns", lambda cell: cell.cause == "late_start" and cell.kind == "all_gather")
+    depth = _depth(facts)
     return _of_claim(kind, claim, depth="" if depth is None else f" (prefetch={depth})")
 
 
+def _depth(facts: StepFacts) -> int | None:
+    """How many units the run gathers ahead; None where another engine decides."""
+    return facts.spec.get("prefetch") if facts.spec.get("engine") == "lab" else None
+
+
 def _gather_ahead(facts: StepFacts) -> str:
-    depth = facts.spec.get("prefetch") if facts.spec.get("engine") == "lab" else None
     names = "set_modules_to_forward_prefetch and set_modules_to_backward_prefetch"
-    if depth:
+    if depth := _depth(facts):
         return f"The run gathers ahead already, but not these: name them with {names}, or try prefetch={depth + 1}."
     return f"Gather a unit ahead: prefetch=1 (or {names})."
 
@@ -381,24 +328,19 @@ def _one_communicator(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | No
     if link and link.queues == 2:
         return None
     # side by side, the shorter of the two kinds is all that can be saved
-    saved = facts.communication_s - max(facts.by_kind().values(), default=0.0)
-    return _of_claim(kind, left.on_link(lambda cell: cell.cause == "link_busy", saved))
-
-
-def _busy_link(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """What gathers and reductions side by side would not save: collectives that queue behind their own kind."""
-    return _of_claim(kind, left.on_link(lambda cell: cell.cause == "link_busy"))
+    saved = facts.communication_s - facts.longer_kind_s
+    return _of_claim(kind, left.claim("on_link_ns", _caused("link_busy"), saved))
 
 
 def _nothing_beside(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    blocks, _ = _blocks_and_root(facts.record)
+    blocks, _ = _blocks_and_root(facts)
     unlike = bool(blocks) and max(blocks) > ALIKE * min(blocks)
     more = ", and a large unit outlasts its small neighbour" if unlike else ""
-    return _of_claim(kind, left.on_link(lambda cell: cell.cause == "nothing_to_hide_behind"), more=more)
+    return _of_claim(kind, left.claim("on_link_ns", _caused("nothing_to_hide_behind")), more=more)
 
 
 def _units_alike(facts: StepFacts) -> str:
-    blocks, root = _blocks_and_root(facts.record)
+    blocks, root = _blocks_and_root(facts)
     ways = ["make units alike in size"] if blocks and max(blocks) > ALIKE * min(blocks) else []
     if blocks and root is not None and root > ALIKE * statistics.median(blocks):
         ways.append("keep the root small (embedding and head in units of their own)")
@@ -408,19 +350,19 @@ def _units_alike(facts: StepFacts) -> str:
     return f"{remedy[0].upper()}{remedy[1:]}."
 
 
-def _copies(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    return _of_claim(kind, left.copies(lambda cell: True))
-
-
 def _no_core(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    cost, left.no_core = left.no_core, 0.0
+    cost = left.claim("no_core_ns").seconds
     return Fact(kind, cost) if cost else None
 
 
 def _unknown(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Everything that no rule has claimed."""
-    parts = (left.on_link(lambda cell: True).seconds, left.copies(lambda cell: True).seconds, left.wait())
-    return Fact(kind, sum(parts)) if sum(parts) > 0 else None
+    cost = sum(left.claim(part).seconds for part in PARTS_OF_EXPOSED)
+    return Fact(kind, cost) if cost > 0 else None
+
+
+def _caused(cause: str) -> Callable[[ExposedCell], bool]:
+    return lambda cell: cell.cause == cause
 
 
 def _of_claim(kind: str, claim: Claim, **values: Any) -> Fact | None:
@@ -429,8 +371,9 @@ def _of_claim(kind: str, claim: Claim, **values: Any) -> Fact | None:
         return None
     whole = claim.cell.exposed_ns / 1e9
     name = _cell(claim.cell)
-    where = f"{name} alone {Time(whole)}" if claim.of_cell > 0.99 * whole else f"most at {name}"
-    return Fact(kind, claim.seconds, unit=claim.cell.unit, phase=claim.cell.phase, values={"where": where, **values})
+    where = f"{name} alone {seconds(whole)}" if claim.of_cell > 0.99 * whole else f"most at {name}"
+    values = {"where": where, "at": name, **values}
+    return Fact(kind, claim.seconds, unit=claim.cell.unit, phase=claim.cell.phase, values=values)
 
 
 # ---- idle time
@@ -449,26 +392,31 @@ def _idle(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     if kind != max(causes, key=causes.__getitem__) or facts.other_s < IDLE * facts.step_s:
         return None
     others = {name: cost for name, cost in causes.items() if name != kind and cost >= 0.001 * facts.step_s}
-    listed = ", ".join(f"{name.replace('_', ' ')} {Time(cost)}" for name, cost in others.items())
+    listed = ", ".join(f"{name.replace('_', ' ')} {seconds(cost)}" for name, cost in others.items())
     rest = f"The rest of it: {listed}." if listed else ""
-    of_it = f"for {Time(causes[kind])} " if listed else ""
-    values = {"other": Time(facts.other_s), "whole": Part(facts.other_s / facts.step_s), "rest": rest, "of_it": of_it}
+    of_it = f"for {seconds(causes[kind])} " if listed else ""
+    values = {"other": seconds(facts.other_s), "whole": _percent(facts.other_s / facts.step_s)}
+    values |= {"rest": rest, "of_it": of_it}
     return Fact(kind, causes[kind], "step", values=values)
 
 
-# ---- memory
+# ---- the machine, and memory
+
+
+def _short_of_cores(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    sentence = core_sentence(facts.record.summary.cpu_share or 0.0).removesuffix(".")
+    return Fact(kind, 0.0, "machine", values={"sentence": sentence})
 
 
 def _peak(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """The largest category at the memory's peak."""
-    split = {
-        name: nbytes for name, nbytes in facts.record.summary.peak_memory_bytes.split.items() if name in CATEGORY_ROWS
-    }
+    known = facts.record.summary.peak_memory_bytes.split
+    split = {name: nbytes for name, nbytes in known.items() if name in CATEGORY_ROWS}
     total = sum(split.values())
     if not total:
         return None
     name = max(split, key=split.__getitem__)
-    values = {"total": size(total), "bytes": size(split[name]), "part": Part(split[name] / total)}
+    values = {"total": size(total), "bytes": size(split[name]), "part": _percent(split[name] / total)}
     values |= {"category": CATEGORY_ROWS[name].words, "smaller": _smaller(facts.spec, name)}
     return Fact(kind, 0.0, "memory", values=values)
 
@@ -477,36 +425,38 @@ def _smaller(spec: Mapping[str, Any], category: str) -> str:
     """Ways to make a category smaller that the run does not follow already."""
     whole = spec.get("strategy") == "full_shard"
     offloads = spec.get("offload", "none") != "none"
+    recomputes = spec.get("checkpoint") not in (None, "none")
     ways = {
-        "activations": {
-            'recompute them (checkpoint="full" or "selective")': spec.get("checkpoint") not in (None, "none"),
-            "take a smaller micro-batch": spec.get("batch_size") == 1,
-            "take shorter sequences": False,
-        },
-        "optimizer_state": {"shard it over more ranks": False, "offload it": offloads},
-        "whole_gradients": {"shard them: zero2, shard_grad_op or full_shard": False},
-        "gathered_parameters": {
-            "reshard units after their forward (full_shard)": whole,
-            "make units smaller": False,
-            "gather fewer ahead": not spec.get("prefetch"),
-        },
-        "parameter_slices": {
-            "shard them over more ranks" + ("" if whole else " (full_shard)"): False,
-            "offload them": offloads,
-        },
-        "gradient_slices": {"shard them over more ranks": False, "reduce in bf16": False},
-        "communication_buffers": {"make units smaller": False, "allow fewer reductions in flight": False},
-        "other": {"look at the memory timeline: the optimizer's temporaries are the usual reason": False},
-    }[category]
-    return ", or ".join(way for way, followed in ways.items() if not followed)
+        "activations": (
+            "" if recomputes else 'recompute them (checkpoint="full" or "selective")',
+            "" if spec.get("batch_size") == 1 else "take a smaller micro-batch", "take shorter sequences",
+        ),
+        "optimizer_state": ("shard it over more ranks", "" if offloads else "offload it"),
+        "whole_gradients": ("shard them: zero2, shard_grad_op or full_shard",),
+        "gathered_parameters": (
+            "" if whole else "reshard units after their forward (full_shard)", "make units smaller",
+            "gather fewer ahead" if spec.get("prefetch") else "",
+        ),
+        "parameter_slices": (
+            f"shard them over more ranks{'' if whole else ' (full_shard)'}", "" if offloads else "offload them",
+        ),
+        "gradient_slices": ("shard them over more ranks", "reduce in bf16"),
+        "communication_buffers": ("make units smaller", "allow fewer reductions in flight"),
+        "other": ("look at the memory timeline: the optimizer's temporaries are the usual reason",),
+    }[category]  # fmt: skip
+    return ", or ".join(filter(None, ways))
 
 
 # ---- words
 
 
-def _blocks_and_root(record: RunRecord) -> tuple[list[int], int | None]:
+def _percent(part: float) -> str:
+    return f"{100 * part:.0f} %"
+
+
+def _blocks_and_root(facts: StepFacts) -> tuple[list[int], int | None]:
     """(the bytes of the units but for the root, the root's), where the ledger tells."""
-    sizes = {unit: nbytes for unit, nbytes in unit_bytes(record).items() if nbytes}
+    sizes = {unit: nbytes for unit, nbytes in facts.unit_bytes.items() if nbytes}
     root = sizes.pop("root", None)
     return list(sizes.values()), root
 
@@ -535,14 +485,17 @@ _LOADER = (
 )
 _WAIT_FOR_IT = "The others wait for it at their next collective: {seconds} of each step."
 _LATE = "comes last to {last} of {of} collectives{where}, {by} after the others (median)"
-_TITLE_IDLE = "Nothing ran for {other} of each step ({whole}): {of_it}"
-_NEITHER = "Neither computing nor communication ran. {rest}"
+
+
+def _idle_rule(kind: str, why: str, remedy: str | Callable[[StepFacts], str], unless: tuple[str, ...] = ()) -> Rule:
+    title = f"Nothing ran for {{other}} of each step ({{whole}}): {{of_it}}{why}"
+    return Rule(kind, _idle, title, "Neither computing nor communication ran. {rest}", remedy, unless)
+
 
 _FEWER_RANKS = "Run fewer ranks than cores, and nothing beside them."
 
 _SHORT_OF_CORES = Rule(
-    "short_of_cores", lambda kind, facts, left: None, "{sentence}",
-    "Findings that depend on times are left out.",
+    "short_of_cores", _short_of_cores, "{sentence}", "Findings that depend on times are left out.",
     "End what else runs on this machine, or run fewer ranks, and run it again.",
 )  # fmt: skip
 _PEAK = Rule(
@@ -569,13 +522,15 @@ _RULES = (
          "It computes for {own} a step, the others for {others}, so its device is not slow. " + _WAIT_FOR_IT,
          "Look at what rank {rank} does between its collectives besides computing: its host's other work, loading,"
          " logging, synchronisation, or more of the model's work than the others have.", unless=("slow_rank",)),
-    Rule("skew", _waiting, "Ranks wait for each other for {seconds} of each step ({share}), most at {where}", "{why}",
+    Rule("skew", _waiting, "Ranks wait for each other for {seconds} of each step ({share}), most at {at}", "{why}",
          "Balance the lengths of sequences over the ranks, and give each rank cores of its own.",
          unless=("slow_rank", "late_rank")),
-    Rule("more_waiting", _waiting, "Ranks wait for each other for another {seconds} of each step, most at {where}",
+    Rule("more_waiting", _waiting, "Ranks wait for each other for another {seconds} of each step, most at {at}",
          "It is more than the rank that is named above accounts for.",
          "Look at the straggler map: at which collectives, and for whom.", unless=("skew",)),
-    Rule("slow_link", _slow_link, "{what}: {link} of communication beside {busy} of computing", "{text}", _faster_link),
+    Rule("slow_link", _slow_link, "{what}: {link} of communication beside {busy} of computing",
+         "Even a perfect schedule{apart} would leave {seconds} of each step exposed ({carrier}).{unseen}",
+         _faster_link),
     Rule("tiny_units", _tiny_units,
          "Units are too small: {count} collectives a step of {size} each spend {latency} on latency",
          "Latency is {part} of all communication; it does not shrink with the bytes. {seconds} of each step are"
@@ -599,7 +554,8 @@ _RULES = (
          " after the other.",
          lambda facts: "Give reductions a communicator of their own (set_separate_reduce_scatter_group, --link-queues"
          f" 2){_deeper(facts)}."),
-    Rule("busy_link", _busy_link,
+    # what gathers and reductions side by side would not save: collectives that queue behind their own kind
+    Rule("busy_link", lambda kind, facts, left: _of_claim(kind, left.claim("on_link_ns", _caused("link_busy"))),
          "Collectives queue behind others of their kind: {seconds} of each step are exposed, {where}",
          "The link was still carrying earlier ones when they were issued: for a while it cannot keep up.",
          lambda facts: f"Give the step more work beside them (a larger batch){_deeper(facts)}."),
@@ -607,7 +563,7 @@ _RULES = (
          "Communication has nothing to overlap with for {seconds} of each step ({share}), {where}",
          "Too little computing is left beside it: the first gathers of a step and the last reductions have none{more}.",
          _units_alike),
-    Rule("copies", _copies,
+    Rule("copies", lambda kind, facts, left: _of_claim(kind, left.claim("copying_ns")),
          "Copies take {seconds} of each step ({share}) and do not overlap with computing, {where}",
          "The rank packs gradients before a reduction and unpacks parameters after an all-gather.",
          lambda facts: "Copy less: "
@@ -621,24 +577,23 @@ _RULES = (
     Rule("slow_loading", _loading_everywhere, "Loading data takes {seconds} of a step of {step_s}",
          "{who} waits for its data before it computes, in most of the steps.",
          f"Load while the step computes. {_LOADER}", unless=("slow_loading",)),
-    Rule("host_bound", _idle, f"{_TITLE_IDLE}the host launched its next work too late", _NEITHER,
-         "Give the device more work a launch (larger batch, torch.compile, fused operators, CUDA graphs), and keep"
-         " Python out of the step."),
-    Rule("data_loading", _idle, f"{_TITLE_IDLE}the host was waiting for its DataLoader", _NEITHER,
-         "Load ahead: more workers (num_workers), a larger prefetch_factor, pin_memory=True; or prepare the data once"
-         " before training.", unless=("slow_loading",)),
-    Rule("synchronisation", _idle,
-         f"{_TITLE_IDLE}the host was blocked in a synchronising call, so nothing was queued", _NEITHER,
-         "Take .item(), .cpu() and print of tensors out of the step, or do them every hundredth step; copy with"
-         " non_blocking=True."),
-    Rule("device_copies", _idle, f"{_TITLE_IDLE}data was copied to or from the device, and nothing ran beside it",
-         _NEITHER,
-         "Copy the next batch on a stream of its own while this one computes (pin_memory=True, non_blocking=True)."),
-    Rule("kernel_gaps", _idle, f"{_TITLE_IDLE}many short kernels followed each other, with a gap before each", _NEITHER,
-         "Fuse them: torch.compile, fused optimizers, CUDA graphs."),
-    Rule("waiting_for_a_core", _idle, f"{_TITLE_IDLE}the rank waited for a core", _NEITHER, _FEWER_RANKS),
-    Rule("idle", _idle, f"{_TITLE_IDLE}the reason is unknown", _NEITHER,
-         lambda facts: _ON_A_DEVICE if facts.record.environment.get("device") == "cuda" else _ON_A_CPU),
+    _idle_rule("host_bound", "the host launched its next work too late",
+               "Give the device more work a launch (larger batch, torch.compile, fused operators, CUDA graphs), and"
+               " keep Python out of the step."),
+    _idle_rule("data_loading", "the host was waiting for its DataLoader",
+               "Load ahead: more workers (num_workers), a larger prefetch_factor, pin_memory=True; or prepare the data"
+               " once before training.", unless=("slow_loading",)),
+    _idle_rule("synchronisation", "the host was blocked in a synchronising call, so nothing was queued",
+               "Take .item(), .cpu() and print of tensors out of the step, or do them every hundredth step; copy with"
+               " non_blocking=True."),
+    _idle_rule("device_copies", "data was copied to or from the device, and nothing ran beside it",
+               "Copy the next batch on a stream of its own while this one computes (pin_memory=True,"
+               " non_blocking=True)."),
+    _idle_rule("kernel_gaps", "many short kernels followed each other, with a gap before each",
+               "Fuse them: torch.compile, fused optimizers, CUDA graphs."),
+    _idle_rule("waiting_for_a_core", "the rank waited for a core", _FEWER_RANKS),
+    _idle_rule("idle", "the reason is unknown",
+               lambda facts: _ON_A_DEVICE if facts.record.environment.get("device") == "cuda" else _ON_A_CPU),
 )  # fmt: skip
 _ON_A_DEVICE = (
     "Profile with ProfilerActivity.CPU and ProfilerActivity.CUDA, so that launches are in the trace; where they are,"

@@ -19,8 +19,8 @@ from fsdplab.profiling.arrivals import late_rank_of
 from fsdplab.profiling.late_rank import LateRank
 from fsdplab.profiling.step_summary import ExposedCell, StepSummary, exposed_cells, step_summary
 from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
+from fsdplab.records.tables import Row
 
-Row = dict[str, Any]
 ByRankAndStep = Mapping[tuple[int, int], float]
 
 
@@ -85,6 +85,19 @@ class StepFacts:
         traces, job = self.record.summary.traces, self.spec.get("world_size")
         return f"{job - traces.ranks} of the {job} ranks" if traces and job and traces.ranks < job else ""
 
+    @cached_property
+    def last_step(self) -> list[Row]:
+        """The collectives of rank 0's last step in the ledger."""
+        rows = [row for row in self.record.table("ledger") if row["rank"] == 0]
+        last = max((row["step"] for row in rows), default=0)
+        return [row for row in rows if row["step"] == last]
+
+    @property
+    def unit_bytes(self) -> Counter[str]:
+        """The bytes of each unit, from the ledger; none without one."""
+        moved = [row for row in self.last_step if row["kind"] in ("all_gather", "reduce_scatter")]
+        return Counter({row["unit"]: row["logical_bytes"] for row in moved})
+
     @property
     def busy_s(self) -> float:
         """Seconds of computing a step: the ranks' median."""
@@ -97,9 +110,12 @@ class StepFacts:
         """
         waiting = sum(cell.waiting_ns for cell in self.cells) / 1e9
         copying = sum(cell.copying_ns for cell in self.cells) / 1e9
-        carried = sum(row["end_ns"] - row["start_ns"] for row in last_step(self.record) if row["emulated"]) / 1e9
         # copies of one unit may last while the link carries another
-        return max(0.0, min(carried or self.communication_s - copying, self.communication_s) - waiting)
+        return max(0.0, min(self._carried_s or self.communication_s - copying, self.communication_s) - waiting)
+
+    @property
+    def _carried_s(self) -> float:
+        return sum(row["end_ns"] - row["start_ns"] for row in self.last_step if row["emulated"]) / 1e9
 
     @property
     def excess_s(self) -> float:
@@ -108,7 +124,7 @@ class StepFacts:
         On an emulated link with one queue, gathers and reductions could travel side by side: then the longer of the two
         counts.
         """
-        moving = max(self.by_kind().values(), default=0.0) if self.one_queue else self.link_s
+        moving = self.longer_kind_s if self.one_queue else self.link_s
         return max(0.0, min(moving, self.link_s) - self.busy_s)
 
     @property
@@ -117,25 +133,22 @@ class StepFacts:
         link = self.record.summary.link
         return link is not None and link.queues == 1
 
-    def by_kind(self) -> dict[str, float]:
-        """Seconds a step of gathers, and of reductions."""
-        sums: dict[str, float] = defaultdict(float)
-        for cell in self.cells:
-            sums["gathers" if cell.kind == "all_gather" else "reductions"] += cell.communication_ns / 1e9
-        return sums
+    @property
+    def longer_kind_s(self) -> float:
+        """Seconds a step of all gathers, or of all reductions, whichever is longer."""
+        gathers = [cell.communication_ns / 1e9 for cell in self.cells if cell.kind == "all_gather"]
+        return max(sum(gathers), sum(cell.communication_ns / 1e9 for cell in self.cells if cell.kind != "all_gather"))
 
     @property
     def latency_s(self) -> float:
         """Seconds a step that collectives spend on latency: the emulated link's, or as long as the quickest collective
         of the step took.
         """
-        rows, link = last_step(self.record), self.record.summary.link
+        rows, link = self.last_step, self.record.summary.link
         if not rows:
             return 0.0
         if link and link.bytes_per_s:
-            carried = [row for row in rows if row["emulated"]]
-            lasted = sum(row["end_ns"] - row["start_ns"] for row in carried) / 1e9
-            return lasted - sum(row["wire_bytes"] for row in carried) / link.bytes_per_s
+            return self._carried_s - sum(row["wire_bytes"] for row in rows if row["emulated"]) / link.bytes_per_s
         if statistics.mean(row["logical_bytes"] for row in rows) >= 100_000:
             return 0.0
         timed = [row["end_ns"] - row["start_ns"] for row in self.record.table("collectives")]
@@ -150,25 +163,21 @@ def step_facts(record: RunRecord, loading: ByRankAndStep | None = None) -> StepF
         raise ValueError(
             "findings need a profiled run, and this record has no profiled step; run it again with --profile 2"
         )
-    scale = _scale(record, worst)
-    cells = exposed_cells([row for row in record.table("exposed") if row["rank"] == worst.rank], worst.steps)
     timed = record.summary.step_time_s.median if record.summary.traces is None else None
+    scale = _scale(record, worst, timed)
+    cells = exposed_cells([row for row in record.table("exposed") if row["rank"] == worst.rank], worst.steps)
     steps = {row["step"] for row in breakdown}
     return StepFacts(
-        record,
-        worst,
-        scale,
-        min(worst.step_ns / 1e9, timed or inf),
-        [_scaled(cell, scale) for cell in cells],
+        record, worst, scale, min(worst.step_ns / 1e9, timed or inf), [_scaled(cell, scale) for cell in cells],
         compute_s={(row["rank"], row["step"]): row["compute_ns"] / 1e9 for row in breakdown},
         own_s={(row["rank"], row["step"]): (row["step_ns"] - row["exposed_ns"]) / 1e9 for row in breakdown},
         loading=_loading(record, steps) if loading is None else loading,
-    )
+    )  # fmt: skip
 
 
-def _scale(record: RunRecord, worst: StepSummary) -> float:
-    timed, blocked = record.summary.step_time_s.median, record.summary.comm.blocked_s
-    if record.summary.traces is not None or timed is None or not worst.exposed_ns:
+def _scale(record: RunRecord, worst: StepSummary, timed: float | None) -> float:
+    blocked = record.summary.comm.blocked_s
+    if timed is None or not worst.exposed_ns:
         return 1.0
     if blocked is None:
         return min(1.0, timed * 1e9 / worst.step_ns)
@@ -203,23 +212,16 @@ def of_ranks(values: ByRankAndStep) -> dict[int, dict[int, float]]:
     return dict(sorted(found.items()))
 
 
+def beside(values: ByRankAndStep, rank: int) -> tuple[float, float]:
+    """A rank's mean over the steps, and the median of the other ranks'."""
+    means = by_rank(values)
+    return means[rank], statistics.median(own for other, own in means.items() if other != rank)
+
+
 def ahead(values: ByRankAndStep, rank: int, step: int) -> float:
     """By how much a rank's value of one step is above the other ranks' median."""
     others = [value for (other, at), value in values.items() if at == step and other != rank]
     return values.get((rank, step), 0.0) - statistics.median(others) if others else 0.0
-
-
-def last_step(record: RunRecord) -> list[Row]:
-    """The collectives of rank 0's last step in the ledger."""
-    rows = [row for row in record.table("ledger") if row["rank"] == 0]
-    last = max((row["step"] for row in rows), default=0)
-    return [row for row in rows if row["step"] == last]
-
-
-def unit_bytes(record: RunRecord) -> Counter[str]:
-    """The bytes of each unit, from the ledger; none without one."""
-    moved = [row for row in last_step(record) if row["kind"] in ("all_gather", "reduce_scatter")]
-    return Counter({row["unit"]: row["logical_bytes"] for row in moved})
 
 
 # ---- who claims what
@@ -229,45 +231,33 @@ def unit_bytes(record: RunRecord) -> Counter[str]:
 class Claim:
     """Exposed seconds of a step that one finding claims, and the collective of which they are most."""
 
-    seconds: float
+    seconds: float = 0.0
     cell: ExposedCell | None = None
     of_cell: float = 0.0
 
 
 class Unclaimed:
-    """The exposed seconds of a step that no finding has claimed yet: on the link and copying by collective, waiting in
-    all.
-    """
+    """The exposed seconds of a step that no finding has claimed yet, by part (`PARTS_OF_EXPOSED`) and collective."""
 
     def __init__(self, cells: Sequence[ExposedCell]) -> None:
         self._cells = cells
-        self._on_link = [cell.on_link_ns / 1e9 for cell in cells]
-        self._copying = [cell.copying_ns / 1e9 for cell in cells]
-        self.waiting = sum(cell.waiting_ns for cell in cells) / 1e9
-        self.no_core = sum(cell.no_core_ns for cell in cells) / 1e9
+        self._left = {part: [getattr(cell, part) / 1e9 for cell in cells] for part in PARTS_OF_EXPOSED}
 
-    def on_link(self, which: Callable[[ExposedCell], bool], at_most: float = inf) -> Claim:
-        """Claim at most so many seconds of some collectives' time on the link, the same part of each."""
-        return self._claim(self._on_link, which, at_most)
+    @property
+    def waiting(self) -> float:
+        """Seconds of waiting for a peer that are left."""
+        return sum(self._left["waiting_ns"])
 
-    def copies(self, which: Callable[[ExposedCell], bool]) -> Claim:
-        """Claim the copying of some collectives."""
-        return self._claim(self._copying, which, inf)
-
-    def wait(self, at_most: float = inf) -> float:
-        """Claim at most so many seconds of waiting for a peer."""
-        claimed = max(0.0, min(self.waiting, at_most))
-        self.waiting -= claimed
-        return claimed
-
-    def _claim(self, left: list[float], which: Callable[[ExposedCell], bool], at_most: float) -> Claim:
+    def claim(self, part: str, which: Callable[[ExposedCell], bool] = lambda cell: True, at_most: float = inf) -> Claim:
+        """Claim at most so many seconds of one part of some collectives, of each the same share."""
+        left = self._left[part]
         mine = [index for index, cell in enumerate(self._cells) if which(cell) and left[index] > 0]
         total = sum(left[index] for index in mine)
-        part = min(1.0, max(0.0, at_most) / total) if total else 0.0
-        if not part:
-            return Claim(0.0)
+        share = min(1.0, max(0.0, at_most) / total) if total else 0.0
+        if not share:
+            return Claim()
         worst = max(mine, key=lambda index: left[index])
-        claim = Claim(part * total, self._cells[worst], part * left[worst])
+        claim = Claim(share * total, self._cells[worst], share * left[worst])
         for index in mine:
-            left[index] *= 1.0 - part
+            left[index] *= 1.0 - share
         return claim

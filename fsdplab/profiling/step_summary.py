@@ -7,9 +7,9 @@ would not add up. The rank that is exposed longest represents the run: its mean 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isclose
 from statistics import fmean
 from typing import Any
@@ -43,8 +43,7 @@ class StepSummary:
     device_busy_ns: float | None = None
 
     def __post_init__(self) -> None:
-        found = (self.on_link_ns, self.copying_ns, self.waiting_ns, self.no_core_ns)
-        parts = [part for part in found if part is not None]
+        parts = [part for name in PARTS_OF_EXPOSED if (part := getattr(self, name)) is not None]
         assert not parts or isclose(sum(parts), self.exposed_ns, rel_tol=1e-9, abs_tol=1e-3), (parts, self.exposed_ns)
 
     @property
@@ -58,7 +57,7 @@ class StepSummary:
         return self.overlapped_ns / self.communication_ns if self.communication_ns else None
 
 
-_MEANS = ("step_ns", "compute_ns", "compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")
+_NAMES = tuple(each.name for each in fields(StepSummary))[2:]
 
 
 def summaries(breakdown: Iterable[Row]) -> dict[int, StepSummary]:
@@ -70,15 +69,11 @@ def summaries(breakdown: Iterable[Row]) -> dict[int, StepSummary]:
 
 
 def _summary(rank: int, rows: Sequence[Row]) -> StepSummary:
-    names = [*_MEANS, *(PARTS_OF_EXPOSED if all(map(_has_parts, rows)) else ())]
-    if all(row.get("device_busy_ns") is not None for row in rows):
-        names.append("device_busy_ns")
-    return StepSummary(rank, len(rows), **{name: fmean(row.get(name) or 0 for row in rows) for name in names})
-
-
-def _has_parts(row: Row) -> bool:
-    """Whether exposed time is in parts; records from before `no_core_ns` have the other three."""
-    return all(row.get(name) is not None for name in PARTS_OF_EXPOSED if name != "no_core_ns")
+    known = [name for name in _NAMES if all(row.get(name) is not None for row in rows)]
+    means = {name: fmean(row[name] for row in rows) for name in known}
+    if "waiting_ns" in means:  # records from before `no_core_ns` have the other three parts
+        means.setdefault("no_core_ns", 0.0)
+    return StepSummary(rank, len(rows), **means)
 
 
 def step_summary(breakdown: Iterable[Row]) -> StepSummary | None:
@@ -96,13 +91,12 @@ def exposure(breakdown: Iterable[Row]) -> dict[str, Any]:
     A rank whose step has 6 ms of communication, 2 of them exposed: `exposed_s` is 0.002, `overlap` 0.667.
     """
     worst = step_summary(breakdown)
-    if worst is None:
-        return dict.fromkeys((*_EXPOSURE, "overlap"))
-    spans = {name: getattr(worst, f"{name.removesuffix('_s')}_ns") for name in _EXPOSURE}
-    return {name: None if span is None else span / 1e9 for name, span in spans.items()} | {"overlap": worst.hidden}
+    spans = {f"{name}_s": getattr(worst, f"{name}_ns", None) for name in _EXPOSURE}
+    found = {name: None if span is None else span / 1e9 for name, span in spans.items()}
+    return found | {"overlap": worst.hidden if worst else None}
 
 
-_EXPOSURE = ("exposed_s", "on_link_s", "copying_s", "waiting_s", "no_core_s")
+_EXPOSURE = ("exposed", "on_link", "copying", "waiting", "no_core")
 
 
 @dataclass(frozen=True)
@@ -142,19 +136,18 @@ def exposed_cells(rows: Iterable[Row], steps: int) -> list[ExposedCell]:
 
 
 def _cell(key: tuple[str, str, str], found: Sequence[Row], steps: int) -> ExposedCell:
-    by_cause: dict[str, int] = defaultdict(int)
+    by_cause: Counter[str] = Counter()
     for row in found:
         by_cause[row["cause"]] += row["exposed_ns"]
-    exposed = sum(by_cause.values())
-    on_link, copying, waiting, no_core = (sum(each) / steps for each in zip(*map(_parts, found)))
-    communication = sum(row["communication_ns"] for row in found) / steps
+    communication, exposed = (sum(row[name] for row in found) / steps for name in ("communication_ns", "exposed_ns"))
+    parts = {name: sum(each) / steps for name, each in zip(PARTS_OF_EXPOSED, zip(*map(_parts, found)))}
     cause = max(by_cause, key=by_cause.__getitem__) if exposed else "hidden"
-    return ExposedCell(*key, communication, exposed / steps, on_link, copying, waiting, no_core, cause)
+    return ExposedCell(*key, communication, exposed, cause=cause, **parts)
 
 
 def _parts(row: Row) -> list[int]:
     """By `PARTS_OF_EXPOSED`; by the cause alone in records of earlier versions."""
-    if _has_parts(row):
+    if row.get("waiting_ns") is not None:
         return [row.get(name) or 0 for name in PARTS_OF_EXPOSED]
     waits = row["cause"] == "waiting_for_peer"
     return [0, 0, row["exposed_ns"], 0] if waits else [row["exposed_ns"], 0, 0, 0]

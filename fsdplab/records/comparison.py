@@ -1,16 +1,19 @@
 """Several records side by side, with the fields of `fsdplab compare --json`.
 
 Readers of that file need not guess: every field is always present, and null says that this run did not measure it. Two
-runs agree when their losses do, step by step, within the accuracy of their arithmetic.
+runs agree when their losses do, step by step, within the accuracy of their arithmetic. Where runs did not take turns,
+the first one is run again last: a step that takes longer the second time was slowed by the machine, and so may the runs
+in between have been.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .drift import drift_of
+from fsdplab.common.sizes import seconds
+
 from .record import RunRecord
 from .summary import Comm
 from .typed import plain
@@ -20,9 +23,8 @@ from .typed import plain
 # zero. bf16 keeps 8 bits, and engines that cast in different places (autocast, parameters) differed by 4e-4 in ten
 # steps.
 TOLERANCE = {"fp32": 2e-5, "bf16": 5e-3}
-
-
 FORMAT = 1  # of the JSON that commands write
+_DRIFT = 0.03  # of the first median, from which on a drift is said
 
 
 def matches_reference(losses: Sequence[float | None], reference: Sequence[float | None], precision: str) -> bool:
@@ -46,7 +48,7 @@ def comparison_json(records: Sequence[RunRecord], reference: RunRecord | None = 
 
     `format` is raised when a field changes its meaning or goes; a new field leaves it. `spec` holds what all runs have
     in common (strategy, engine and world size differ and stand with each run). `in_turns` says whether the runs' timed
-    steps took turns; where they did not, `drift` may have the first run's step time at first and again (drift.py).
+    steps took turns; where they did not, `drift` may have the first run's step time at first and again.
     `status` is `finished`, `out_of_memory` (of the emulated card) or `failed`: the times of such a run are of the steps
     that it did. `matches_reference` is null without a reference and for runs that did not finish; it compares all steps
     that the reference did, which are at least the run's warm-up and timed steps.
@@ -97,3 +99,29 @@ def _agreement(record: RunRecord, reference: RunRecord | None) -> bool | None:
     if len(expected) >= record.spec.get("warmup", 0) + record.spec.get("steps", len(losses)):
         losses = losses[: len(expected)]  # steps under the profiler come last, and the reference may have none
     return matches_reference(losses, expected, record.spec.get("precision", "fp32"))
+
+
+def drift_of(records: Sequence[RunRecord]) -> dict[str, Any] | None:
+    """How the step of the run that was run again has changed: its median at first and again, in seconds, and
+    `relative`, 0.12 for a step that took 12 % longer. None where no run was.
+    """
+    for record in records:
+        first, again = record.summary.step_time_s.median, record.summary.again_s
+        if first and again:
+            named = {name: record.spec.get(name) for name in ("strategy", "engine")}
+            return {**named, "first_s": first, "again_s": again, "relative": again / first - 1}
+    return None
+
+
+def drift_sentence(comparison: Mapping[str, Any]) -> str:
+    """One sentence on a drift above 3 %, of the dict of a comparison; "" where there is none."""
+    drift = comparison.get("drift")
+    if not drift or abs(drift["relative"]) <= _DRIFT:
+        return ""
+    name = drift["strategy"] if drift["engine"] == "lab" else f"{drift['strategy']} ({drift['engine']})"
+    changed = f"{abs(drift['relative']):.0%} {'longer' if drift['relative'] > 0 else 'less time'}"
+    return (
+        f"The machine's speed drifted: {name} was run again last, and its step took {changed}"
+        f" ({seconds(drift['again_s'])} instead of {seconds(drift['first_s'])}), so a difference of this size between"
+        " two runs may not be theirs."
+    )

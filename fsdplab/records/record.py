@@ -127,16 +127,16 @@ class RunRecord:
         for name in TABLES:
             if name in LATER_TABLES and name not in content["rows"] and not (folder / file_name(name)).exists():
                 continue
-            record.tables[name] = read_table(folder, name)
-            _check_rows(folder, name, len(record.tables[name]), content["rows"].get(name))
-        return record._with_spread()
-
-    def _with_spread(self) -> RunRecord:
-        """The record, with the spread of its steps where it is of a version that kept the median and the minimum."""
-        seconds = step_seconds(self.table("steps"))
-        if self.summary.step_time_s.count is None and seconds:
-            self.summary = replace(self.summary, step_time_s=Spread.of(seconds))
-        return self
+            record.tables[name] = rows = read_table(folder, name)
+            if len(rows) != (expected := content["rows"].get(name)):
+                raise RecordError(
+                    f"{folder / file_name(name)} has {len(rows)} rows; run.json says {expected}. The files are of two"
+                    " runs: copy the whole folder again."
+                )
+        seconds = step_seconds(record.table("steps"))
+        if record.summary.step_time_s.count is None and seconds:  # an earlier version kept the median and the minimum
+            record.summary = replace(record.summary, step_time_s=Spread.of(seconds))
+        return record
 
 
 def _read_run_json(folder: Path) -> dict[str, Any]:
@@ -181,11 +181,3 @@ def _read_run_json(folder: Path) -> dict[str, Any]:
 
 def _no_number(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
-
-
-def _check_rows(folder: Path, table: str, found: int, expected: Any) -> None:
-    if found != expected:
-        raise RecordError(
-            f"{folder / table}.csv.gz has {found} rows; run.json says {expected}. The files are of two runs: copy the"
-            " whole folder again."
-        )

@@ -12,8 +12,8 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import astuple, dataclass
+from typing import Any
 
 from .typed import Amount, Size
 
@@ -52,15 +52,6 @@ class Spread:
         if not self.median or self.q1 is None or self.q3 is None or (self.count or 0) < FEWEST:
             return None
         return (self.q3 - self.q1) / 2 / self.median
-
-
-class _Box(NamedTuple):
-    median: float
-    min: float
-    q1: float
-    q3: float
-    max: float
-    steps: float
 
 
 @dataclass(frozen=True)
@@ -110,13 +101,13 @@ def least_difference(fast: Spread, slow: Spread) -> float | None:
     squares, each over the root of its steps); and what it takes for the boxes not to overlap, of all steps where a run
     has fewer than ten, of the quartiles otherwise.
     """
-    one, other = _box(fast), _box(slow)
-    if one is None or other is None:
+    one, other = astuple(fast), astuple(slow)
+    if None in (*one, *other) or min(one[-1], other[-1]) < FEWEST:
         return None
-    noise = _NOISE * math.hypot(*((each.q3 - each.q1) / math.sqrt(each.steps) for each in (one, other)))
-    few = min(one.steps, other.steps) < _FEW
-    overlap = one.max - other.min if few else one.q3 - other.q1
-    return max(LEAST * one.median, noise, other.median - one.median + overlap)
+    (median, _, q1, q3, most, steps), (slow_median, slow_least, slow_q1, slow_q3, _, slow_steps) = one, other
+    noise = _NOISE * math.hypot((q3 - q1) / math.sqrt(steps), (slow_q3 - slow_q1) / math.sqrt(slow_steps))
+    overlap = most - slow_least if min(steps, slow_steps) < _FEW else q3 - slow_q1
+    return max(LEAST * median, noise, slow_median - median + overlap)
 
 
 def step_seconds(steps: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -126,10 +117,3 @@ def step_seconds(steps: Sequence[Mapping[str, Any]]) -> list[float]:
         if row.get("step_time_s") is not None:
             slowest[row["step"]] = max(slowest[row["step"]], row["step_time_s"])
     return list(slowest.values())
-
-
-def _box(spread: Spread) -> _Box | None:
-    """The figures of a spread where all are known, and of enough steps."""
-    figures = (spread.median, spread.min, spread.q1, spread.q3, spread.max, spread.count)
-    known = [each for each in figures if each is not None]
-    return _Box(*known) if len(known) == len(figures) and known[-1] >= FEWEST else None

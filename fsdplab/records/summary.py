@@ -36,8 +36,7 @@ class Comm:
 
     `exposed_s`: what no computing hid, mean of the profiled steps of the rank exposed longest; `on_link_s` +
     `copying_s` + `waiting_s` + `no_core_s` (waiting for a core) is `exposed_s`. `overlap` is the part that computing
-    hid. `blocked_s`: how long the host
-    of a timed step was blocked for collectives, by the ledger.
+    hid. `blocked_s`: how long the host of a timed step was blocked for collectives, by the ledger.
     """
 
     bytes_per_step: Size | None = None
@@ -123,7 +122,7 @@ class Summary:
     """The figures of a run. A step is as slow as its slowest rank; memory is the worst rank's; losses are means.
 
     `in_turns`: whether its timed steps took turns with those of the other runs of a comparison; `again_s`: the median
-    step of the same run, timed again at the comparison's end (drift.py).
+    step of the same run, timed again at the comparison's end.
     `cpu_share` is the part of the timed steps in which the ranks had a core when they wanted one
     (sessions/worker/core_share.py). `memory_start_ns`: when each rank's measured step began.
     """
@@ -160,8 +159,7 @@ class Summary:
 
     def as_dict(self) -> dict[str, Any]:
         """As run.json holds it: dicts, lists, texts and numbers."""
-        content: dict[str, Any] = plain(self)
-        return content
+        return dict(plain(self))
 
     @property
     def short_of_cores(self) -> bool:

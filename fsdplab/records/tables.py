@@ -1,4 +1,4 @@
-"""The three tables of a record, as compressed CSV with a declared type for every column.
+"""The tables of a record, as compressed CSV with a declared type for every column.
 
 CSV because every tool opens it, and because a diff of two records is readable. CSV has no types, so the schema is here:
 a file that does not match it is an error, so that a damaged record never becomes a wrong figure. An empty cell means
@@ -37,16 +37,27 @@ def _whole(text: str) -> int:
     return value
 
 
-def _whole_or_none(text: str) -> int | None:
-    """A number that a trace may not tell."""
-    return _whole(text) if text else None
-
-
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:20]!r} is no finite number")
     return value
+
+
+Row = dict[str, Any]
+Schema = dict[str, Callable[[str], Any]]
+_MOST_BYTES = 500_000_000  # of a table: some millions of rows
+_TYPES: Schema = {
+    **dict.fromkeys(("unit", "phase", "kind", "dtype", "lane", "name", "cause", "group", "state"), str),
+    **dict.fromkeys(("emulated", "is_peak"), _flag),
+    **dict.fromkeys(("step_time_s", "loading_s", "cpu_s", "core_wait_s"), _finite),
+    "loss": float,  # that of a run which diverged is no finite number
+}
+
+
+def _table(*columns: str) -> Schema:
+    """Columns in order; one that is not in `_TYPES` holds whole numbers: ranks, steps, bytes, nanoseconds."""
+    return {name: _TYPES.get(name, _whole) for name in columns}
 
 
 IDLE_PARTS = (
@@ -55,117 +66,50 @@ IDLE_PARTS = (
 # exposed time is on the link (the transport moves bytes), copying (the host or the device), waiting for a peer, or
 # waiting for a core
 PARTS_OF_EXPOSED = ("on_link_ns", "copying_ns", "waiting_ns", "no_core_ns")
-
 # the same of one collective: copying is packing what is sent and unpacking what has come
 PARTS_OF_COLLECTIVE = ("on_link_ns", "packing_ns", "unpacking_ns", "waiting_ns", "no_core_ns")
-
-_MOST_BYTES = 500_000_000  # of a table: some millions of rows
-
-Row = dict[str, Any]
-Schema = dict[str, Callable[[str], Any]]
+_WHERE = ("rank", "step", "unit", "phase", "kind")
 
 TABLES: dict[str, Schema] = {
     # step_time_s is empty for the steps that are not timed (warm-up, and the step whose memory was measured); loading_s
     # is what the rank took to get the step's data, which step_time_s does not hold; cpu_s is the CPU time of all its
     # threads, core_wait_s how long it waited for a core (empty where the system does not count that)
-    "steps": {
-        "rank": _whole,
-        "step": _whole,
-        "loss": float,
-        "step_time_s": _finite,
-        "tokens": _whole,
-        "loading_s": _finite,
-        "cpu_s": _finite,
-        "core_wait_s": _finite,
-    },
-    "ledger": {
-        "rank": _whole,
-        "step": _whole,
-        "unit": str,
-        "phase": str,
-        "kind": str,
-        "logical_bytes": _whole,
-        "wire_bytes": _whole,
-        "padding_bytes": _whole,
-        "dtype": str,
-        "start_ns": _whole,
-        "end_ns": _whole,
-        "emulated": _flag,
-        "waited_ns": _whole,
-        "issue_ns": _whole_or_none,
-    },
-    "memory": {
-        "rank": _whole,
-        "step": _whole,
-        "time_ns": _whole,
-        **dict.fromkeys(CATEGORIES, _whole),
-        "is_peak": _flag,
-    },
+    "steps": _table("rank", "step", "loss", "step_time_s", "tokens", "loading_s", "cpu_s", "core_wait_s"),
+    "ledger": _table(
+        *_WHERE, "logical_bytes", "wire_bytes", "padding_bytes", "dtype", "start_ns", "end_ns", "emulated", "waited_ns",
+        "issue_ns",
+    ),
+    "memory": _table("rank", "step", "time_ns", *CATEGORIES, "is_peak"),
     # profiled steps: one row an interval, in the lanes of a figure
-    "timeline": {
-        "rank": _whole,
-        "step": _whole,
-        "lane": str,
-        "unit": str,
-        "phase": str,
-        "name": str,
-        "start_ns": _whole,
-        "end_ns": _whole,
-        "emulated": _flag,
-    },
+    "timeline": _table("rank", "step", "lane", "unit", "phase", "name", "start_ns", "end_ns", "emulated"),
     # one row a rank and profiled step; compute only + overlapped + exposed + other = the step, to the nanosecond, and
     # on the link + copying + waiting for a peer + without a core = exposed; `core_wait_ns` is of the whole step
-    "breakdown": {
-        "rank": _whole,
-        "step": _whole,
-        "step_ns": _whole,
-        "compute_ns": _whole,
-        "compute_only_ns": _whole,
-        "overlapped_ns": _whole,
-        "exposed_ns": _whole,
-        "other_ns": _whole,
-        **dict.fromkeys(PARTS_OF_EXPOSED, _whole),
-        "device_busy_ns": _whole_or_none,
-        "core_wait_ns": _whole_or_none,
-    },
+    "breakdown": _table(
+        "rank", "step", "step_ns", "compute_ns", "compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns",
+        *PARTS_OF_EXPOSED, "device_busy_ns", "core_wait_ns",
+    ),
     # where communication was exposed, and why
-    "exposed": {
-        "rank": _whole,
-        "step": _whole,
-        "unit": str,
-        "phase": str,
-        "kind": str,
-        "communication_ns": _whole,
-        "exposed_ns": _whole,
-        "cause": str,
-        **dict.fromkeys(PARTS_OF_EXPOSED, _whole),
-    },
+    "exposed": _table(*_WHERE, "communication_ns", "exposed_ns", "cause", *PARTS_OF_EXPOSED),
     # one row a collective of the profiled steps, as the trace shows it: when the rank issued it, when bytes moved, its
     # process group, the parts of its exposed time, and why it was exposed
-    "collectives": {
-        "rank": _whole,
-        "step": _whole,
-        "unit": str,
-        "phase": str,
-        "kind": str,
-        "issue_ns": _whole,
-        "start_ns": _whole,
-        "end_ns": _whole,
-        "logical_bytes": _whole_or_none,
-        "group": str,
-        "group_size": _whole_or_none,
-        "exposed_ns": _whole,
-        **dict.fromkeys(PARTS_OF_COLLECTIVE, _whole),
-        "cause": str,
-        "emulated": _flag,
-    },
+    "collectives": _table(
+        *_WHERE, "issue_ns", "start_ns", "end_ns", "logical_bytes", "group", "group_size", "exposed_ns",
+        *PARTS_OF_COLLECTIVE, "cause", "emulated",
+    ),
     # when a unit was gathered and dropped
-    "life": {"rank": _whole, "step": _whole, "unit": str, "state": str, "phase": str, "time_ns": _whole},
+    "life": _table("rank", "step", "unit", "state", "phase", "time_ns"),
     # one row a rank and profiled step: the part "other" of the step by cause, which sum to it
-    "idle": {"rank": _whole, "step": _whole, **dict.fromkeys(IDLE_PARTS, _whole)},
-}
+    "idle": _table("rank", "step", *IDLE_PARTS),
+}  # fmt: skip
 LATER_TABLES = ("idle", "collectives")  # records of earlier versions lack their files
-_NOT_ALWAYS_MEASURED = ("loss", "step_time_s", "tokens", "loading_s", "cpu_s", "core_wait_s", "waited_ns", *CATEGORIES)
+# columns in which a cell may be empty: the run did not measure it, or its trace does not tell
+_MAY_BE_EMPTY: dict[str, tuple[str, ...]] = {
+    "steps": ("loss", "step_time_s", "tokens", "loading_s", "cpu_s", "core_wait_s"),
+    "ledger": ("waited_ns", "issue_ns"),
+    "memory": CATEGORIES,
+    "breakdown": ("device_busy_ns", "core_wait_ns"),
+    "collectives": ("logical_bytes", "group_size"),
+}
 # columns that records of earlier versions lack; a table in which no row has one is written without it
 _LATER = {
     "steps": ("loading_s", "cpu_s", "core_wait_s"),
@@ -212,8 +156,9 @@ def read_table(folder: Path, table: str) -> list[Row]:
             f"{path} has columns {shown(header)}; expected {list(TABLES[table])}. Record the run again with this"
             " version of fsdplab."
         )
-    schema = {name: TABLES[table][name] for name in header}
-    return [_typed_row(path, schema, number, cells) for number, cells in enumerate(lines, start=2)]
+    optional = _MAY_BE_EMPTY.get(table, ())
+    columns = [(name, TABLES[table][name], name in optional) for name in header]
+    return [_typed_row(path, columns, number, cells) for number, cells in enumerate(lines, start=2)]
 
 
 def _columns(table: str, given: Container[str]) -> list[str]:
@@ -246,17 +191,16 @@ def _unpack(path: Path) -> bytes:
         ) from error
 
 
-def _value(name: str, cell: str, convert: Callable[[str], Any]) -> Any:
-    return None if cell == "" and name in _NOT_ALWAYS_MEASURED else convert(cell)
-
-
-def _typed_row(path: Path, schema: Schema, number: int, cells: list[str]) -> Row:
-    if len(cells) != len(schema):
+def _typed_row(path: Path, columns: list[tuple[str, Callable[[str], Any], bool]], number: int, cells: list[str]) -> Row:
+    if len(cells) != len(columns):
         raise RecordError(
-            f"{path}, line {number}, has {len(cells)} cells; expected {len(schema)}. Record the run again."
+            f"{path}, line {number}, has {len(cells)} cells; expected {len(columns)}. Record the run again."
         )
     try:
-        return {name: _value(name, cell, convert) for (name, convert), cell in zip(schema.items(), cells)}
+        return {
+            name: None if optional and not cell else convert(cell)
+            for (name, convert, optional), cell in zip(columns, cells)
+        }
     except (ValueError, KeyError) as error:
         raise RecordError(
             f"{path}, line {number}, holds a value of the wrong type ({error}). Record the run again."

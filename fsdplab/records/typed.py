@@ -75,7 +75,8 @@ def _dataclass(kind: Any, value: dict[str, Any], where: str) -> Any:
     known, found = _types(kind), {}
     for each in fields(kind):
         key = _key(each)
-        if value.get(key) is None and _has_default(each):
+        has_default = each.default is not MISSING or each.default_factory is not MISSING
+        if value.get(key) is None and has_default:
             continue
         if key in value:
             found[each.name] = _read(known[each.name], value[key], f"{where}.{key}" if where else key)
@@ -99,10 +100,6 @@ def _types(kind: type) -> dict[str, Any]:
 def _key(field: Field[Any]) -> str:
     """A field's name in JSON: `as_` is `as`, which is no name in Python."""
     return field.name.rstrip("_")
-
-
-def _has_default(field: Field[Any]) -> bool:
-    return field.default is not MISSING or field.default_factory is not MISSING
 
 
 def _is_whole(value: Any) -> bool:

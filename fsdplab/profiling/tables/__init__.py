@@ -11,18 +11,6 @@ from fsdplab.profiling.tables.operators import operators
 from fsdplab.profiling.tables.table import Column, Table
 
 __all__ = [
-    "Column",
-    "DevicePeak",
-    "Table",
-    "TablesOf",
-    "achieved",
-    "bandwidths_by_size",
-    "critical_path",
-    "difference",
-    "difference_of_steps",
-    "idle_time",
-    "launches",
-    "operators",
-    "tables_of_pair",
-    "tables_of_record",
-]
+    "Column", "DevicePeak", "Table", "TablesOf", "achieved", "bandwidths_by_size", "critical_path", "difference",
+    "difference_of_steps", "idle_time", "launches", "operators", "tables_of_pair", "tables_of_record",
+]  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 
 from fsdplab.common.sizes import three_digits
 from fsdplab.profiling.tables.table import Column, Row, Table
-from fsdplab.profiling.tables.work import OPERATOR, Work, bytes_of, flops_of
+from fsdplab.profiling.tables.work import Work, bytes_of, flops_of
 
 _COLUMNS = (
     Column("unit", "unit"), Column("time_ns", "computing a step", "ns"), Column("flops", "products a step", "GFLOP"),
@@ -54,8 +54,6 @@ def achieved(work: Work, peak: DevicePeak = DevicePeak()) -> Table:
 
 def _first_of_operator(work: Work) -> np.ndarray:
     """Which elements stand for their operator: each counts once, though it may have launched several kernels."""
-    if work.computes == OPERATOR:
-        return np.ones(len(work.rows), dtype=bool)
     found: np.ndarray = np.zeros(len(work.rows), dtype=bool)
     mine = np.flatnonzero(work.of_kind(work.computes) & (work.operator >= 0))
     found[mine[np.unique(work.operator[mine], return_index=True)[1]]] = True

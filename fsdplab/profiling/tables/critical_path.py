@@ -12,13 +12,15 @@ crosses ranks, since what a sharded step waits for is usually another rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise
+from operator import attrgetter, itemgetter
 
 from fsdplab.common.sizes import seconds
-from fsdplab.profiling.intervals import Intervals
+from fsdplab.profiling.intervals import within
 from fsdplab.profiling.memory.timeline import AccountingError
 from fsdplab.profiling.tables.table import Column, Row, Table
 from fsdplab.profiling.traces.chrome import TraceError
@@ -26,15 +28,10 @@ from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.skew import matched
 
 COMPUTE, IDLE, BEFORE = "compute", "idle", "before its step"
-_SHARES = (
-    Column("rank", "rank", "count"), Column("what", "what"), Column("unit", "unit"), Column("phase", "phase"),
-    Column("parts", "parts", "count"), Column("ns", "lasts", "ns"), Column("share", "of the step", "share"),
-)  # fmt: skip
-_PARTS = (
-    Column("order", "part", "count"), Column("rank", "rank", "count"), Column("what", "what"), Column("unit", "unit"),
-    Column("phase", "phase"), Column("start_ns", "begins", "ns"), Column("ns", "lasts", "ns"),
-    Column("share", "of the step", "share"),
-)  # fmt: skip
+_OF_PART = (Column("rank", "rank", "count"), Column("what", "what"), Column("unit", "unit"), Column("phase", "phase"))
+_LASTS = (Column("ns", "lasts", "ns"), Column("share", "of the step", "share"))
+_SHARES = (*_OF_PART, Column("parts", "parts", "count"), *_LASTS)
+_PARTS = (Column("order", "part", "count"), *_OF_PART, Column("start_ns", "begins", "ns"), *_LASTS)
 _CLOCKS_AGREE_NS = 1_000_000  # by how much two ranks may differ and still be of one clock
 _WAITS_FOR_ALL = ("all_gather", "reduce_scatter", "all_reduce", "barrier")  # ends nowhere before all have begun
 
@@ -49,14 +46,33 @@ class _Part:
     end: int
 
 
+class _Lane:
+    """Rows of one rank, computing or collectives, that can be asked for those around an instant."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.rows = sorted(rows, key=itemgetter("start_ns", "end_ns"))
+        self._starts = [row["start_ns"] for row in self.rows]
+        self._latest = list(accumulate((row["end_ns"] for row in self.rows), max))
+
+    def before(self, now: int, since: int) -> tuple[list[Row], int]:
+        """What began before `now` and had not ended; and where there is nothing, when the last row ended, or `since`
+        if that is later.
+        """
+        at, found = bisect_left(self._starts, now) - 1, []
+        while at >= 0 and self._latest[at] >= now:
+            found += [self.rows[at]] if self.rows[at]["end_ns"] >= now else []
+            at -= 1
+        return found, max(since, self._latest[at]) if at >= 0 else since
+
+
 @dataclass(frozen=True)
 class _Rank:
-    """One rank in the step: its window, and its computing and collectives in order of their ends."""
+    """One rank in the step: its window, its computing and its collectives."""
 
     start: int
     end: int
-    computing: list[Row]
-    collectives: list[Row]
+    computing: _Lane
+    collectives: _Lane
 
 
 def critical_path(analyses: Sequence[TraceAnalysis], step: int | None = None, *, in_order: bool = False) -> Table:
@@ -73,7 +89,7 @@ def critical_path(analyses: Sequence[TraceAnalysis], step: int | None = None, *,
     ranks = {each.rank: _rank(each, step) for each in analyses if any(one.step == step for one in each.steps)}
     if step is None or not ranks:
         raise TraceError(f"no trace has step {step}; expected one of {', '.join(map(str, sorted(steps))) or 'none'}.")
-    arrivals = _arrivals([row for rank in ranks.values() for row in rank.collectives])
+    arrivals = _arrivals([row for rank in ranks.values() for row in rank.collectives.rows])
     parts = _joined(_walked(ranks, arrivals))
     begun = parts[0].start
     rows = tuple(
@@ -93,24 +109,14 @@ def critical_path(analyses: Sequence[TraceAnalysis], step: int | None = None, *,
 def _rank(analysis: TraceAnalysis, step: int | None) -> _Rank:
     found = next(each for each in analysis.steps if each.step == step)
     whole = next(row for row in found.timeline if row["lane"] == "step")
-    computing = _exactly([row for row in found.timeline if row["lane"] == COMPUTE], found.computing)
-    return _Rank(
-        whole["start_ns"],
-        whole["end_ns"],
-        sorted(computing, key=lambda row: row["end_ns"]),
-        sorted(found.collectives, key=lambda row: row["end_ns"]),
-    )
-
-
-def _exactly(rows: Sequence[Row], computing: Intervals) -> list[Row]:
-    """Of the timeline's joined rows the parts in which the rank did compute."""
-    pieces = []
-    for row in rows:
-        first = np.searchsorted(computing[:, 1], row["start_ns"], side="right")
-        last = np.searchsorted(computing[:, 0], row["end_ns"], side="left")
-        spans = np.clip(computing[first:last], row["start_ns"], row["end_ns"]).tolist()
-        pieces += [row | {"start_ns": start, "end_ns": end} for start, end in spans]
-    return pieces
+    # of the timeline's joined rows the parts in which the rank did compute
+    computing = [
+        row | {"start_ns": start, "end_ns": end}
+        for row in found.timeline
+        if row["lane"] == COMPUTE
+        for start, end in within(found.computing, row["start_ns"], row["end_ns"]).tolist()
+    ]
+    return _Rank(whole["start_ns"], whole["end_ns"], _Lane(computing), _Lane(found.collectives))
 
 
 def _arrivals(rows: Sequence[Row]) -> dict[int, tuple[int, int]]:
@@ -135,83 +141,47 @@ def _walked(ranks: dict[int, _Rank], arrivals: dict[int, tuple[int, int]]) -> li
     """The parts, the last first."""
     rank = max(ranks, key=lambda each: (ranks[each].end, -each))
     now, parts = ranks[rank].end, []
-    left = {each: (len(one.computing), len(one.collectives)) for each, one in ranks.items()}
     while now > ranks[rank].start:
-        here = ranks[rank]
-        left[rank] = _before(here, now, *left[rank])
-        part, follow = _part(rank, here, now, left[rank], arrivals)
+        part, rank = _part(rank, ranks[rank], now, arrivals)
         parts.append(part)
-        now, rank = part.start, follow
+        now = part.start
     first = min(each.start for each in ranks.values())
     return [*parts, _Part(rank, BEFORE, "", "", first, now)] if first < now else parts
 
 
-def _before(rank: _Rank, now: int, computing: int, collectives: int) -> tuple[int, int]:
-    """How many of the rank's rows may reach to `now`: those behind began at or after it. Rows are in order of their
-    ends, and of one lane nearly disjoint, so that few are looked at again.
-    """
-    while computing and rank.computing[computing - 1]["start_ns"] >= now:
-        computing -= 1
-    while collectives and rank.collectives[collectives - 1]["start_ns"] >= now:
-        collectives -= 1
-    return computing, collectives
-
-
-def _part(
-    rank: int, here: _Rank, now: int, left: tuple[int, int], arrivals: dict[int, tuple[int, int]]
-) -> tuple[_Part, int]:
+def _part(rank: int, here: _Rank, now: int, arrivals: dict[int, tuple[int, int]]) -> tuple[_Part, int]:
     """What ends at `now` on this rank, and the rank that the path goes on with before it."""
-    row = here.computing[left[0] - 1] if left[0] else None
-    if row is not None and row["end_ns"] >= now:
+    computing, since = here.computing.before(now, here.start)
+    if computing:
+        row = max(computing, key=itemgetter("end_ns"))
         return _Part(rank, COMPUTE, row["unit"], row["phase"], max(row["start_ns"], here.start), now), rank
-    under_way, ended = _lately(here.collectives, left[1], now)
+    under_way, since = here.collectives.before(now, since)
     if under_way:
         each = min(under_way, key=lambda one: (one["end_ns"], -one["start_ns"]))
         last, began = arrivals[id(each)]
         if not each["start_ns"] <= began < now:
             last, began = rank, each["start_ns"]
         return _Part(rank, each["kind"], each["unit"], each["phase"], max(began, here.start), now), last
-    ends = [here.start]
-    ends += [row["end_ns"]] if row is not None else []
-    ends += [] if ended is None else [ended]
-    return _Part(rank, IDLE, "", "", max(each for each in ends if each < now), now), rank
-
-
-def _lately(collectives: Sequence[Row], count: int, now: int) -> tuple[list[Row], int | None]:
-    """Of the first `count`, in order of their ends: those under way at `now`, and when the last one before ended."""
-    under_way: list[Row] = []
-    for at in range(count - 1, -1, -1):
-        each = collectives[at]
-        if each["end_ns"] < now:
-            return under_way, each["end_ns"]
-        if each["start_ns"] < now:
-            under_way.append(each)
-    return under_way, None
+    return _Part(rank, IDLE, "", "", since, now), rank
 
 
 def _joined(backwards: Sequence[_Part]) -> list[_Part]:
     """In order of time, neighbours of one kind as one part."""
-    parts: list[_Part] = []
-    for part in reversed(backwards):
-        before = parts[-1] if parts else None
-        if before is not None and before.end != part.start:
+    forwards, parts = backwards[::-1], []
+    for before, part in pairwise(forwards):
+        if before.end != part.start:
             raise AccountingError(f"the critical path has a gap before {part}; report this with the traces")
-        if before is not None and _kind(before) == _kind(part):
-            parts[-1] = _Part(part.rank, part.what, part.unit, part.phase, before.start, part.end)
-        else:
-            parts.append(part)
+    for _, group in groupby(forwards, attrgetter("rank", "what", "unit", "phase")):
+        first, *others = group
+        parts.append(replace(first, end=others[-1].end) if others else first)
     return parts
-
-
-def _kind(part: _Part) -> tuple[int, str, str, str]:
-    return part.rank, part.what, part.unit, part.phase
 
 
 def _shares(parts: Sequence[Row]) -> tuple[Row, ...]:
     """The parts of one rank, unit, phase and kind as one row, the longest first."""
-    groups: dict[tuple[int, str, str, str], list[Row]] = {}
+    groups: dict[tuple[int, str, str, str], list[Row]] = defaultdict(list)
     for row in parts:
-        groups.setdefault((row["rank"], row["what"], row["unit"], row["phase"]), []).append(row)
+        groups[row["rank"], row["what"], row["unit"], row["phase"]].append(row)
     rows = [
         {
             "rank": rank, "what": what, "unit": unit, "phase": phase, "parts": len(members),
@@ -223,10 +193,10 @@ def _shares(parts: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def _sentence(step: int, rows: Sequence[Row], several: bool) -> str:
-    by_what: dict[str, int] = {}
+    by_what: Counter[str] = Counter()
     for row in rows:
-        by_what[row["what"]] = by_what.get(row["what"], 0) + row["ns"]
-    shares = ", ".join(f"{seconds(ns / 1e9)} {what}" for what, ns in sorted(by_what.items(), key=lambda each: -each[1]))
+        by_what[row["what"]] += row["ns"]
+    shares = ", ".join(f"{seconds(ns / 1e9)} {what}" for what, ns in by_what.most_common())
     longest = _shares(rows)[0]
     unit = f" of {longest['unit']}" if longest["unit"] else ""
     across = " from the first rank's start to the last rank's end" if several else ""

@@ -14,10 +14,9 @@ from statistics import fmean
 from fsdplab.common.sizes import seconds
 from fsdplab.profiling.step_summary import step_summary
 from fsdplab.profiling.tables.idle import WORDS
-from fsdplab.profiling.tables.operators import short, table_of
+from fsdplab.profiling.tables.operators import operators, short
 from fsdplab.profiling.tables.table import Column, Row, Table
-from fsdplab.profiling.tables.work import Work, work_of
-from fsdplab.profiling.traces.events import read_events
+from fsdplab.profiling.tables.work import Work
 from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
 
 _COLUMNS = (
@@ -37,8 +36,8 @@ _OF_IDLE = {name: f"idle: {words}" for name, words in WORDS.items()}
 
 
 def difference(
-    first: str | Path,
-    second: str | Path,
+    first: Work | str | Path,
+    second: Work | str | Path,
     *,
     by_unit: bool = False,
     by_shape: bool = False,
@@ -50,15 +49,11 @@ def difference(
     Both are one rank's; they need not have equally many steps. `aten::mm` 24 ms in the first and 30 in the second:
     `{"difference_ns": 6e6, ...}`. Raises TraceError.
     """
-    works = (work_of(read_events(path, comm_patterns, shapes=by_shape)) for path in (first, second))
-    return difference_of_work(*works, by_unit=by_unit, by_shape=by_shape)
-
-
-def difference_of_work(first: Work, second: Work, *, by_unit: bool, by_shape: bool) -> Table:
-    """The same of work that has been read."""
+    tables = [
+        operators(trace, by_unit=by_unit, by_shape=by_shape, comm_patterns=comm_patterns) for trace in (first, second)
+    ]
     before, after = (
-        {(row["kind"], row["name"], row["shapes"], row["unit"]): row for row in table_of(work, by_unit, by_shape).rows}
-        for work in (first, second)
+        {(row["kind"], row["name"], row["shapes"], row["unit"]): row for row in table.rows} for table in tables
     )
     rows = [_row(key, before.get(key), after.get(key)) for key in {**before, **after}]
     rows.sort(key=lambda row: -abs(row["difference_ns"]))

@@ -14,8 +14,7 @@ import numpy as np
 
 from fsdplab.common.sizes import seconds
 from fsdplab.profiling.tables.table import Column, Row, Table
-from fsdplab.profiling.tables.work import COMMUNICATION, COPY, KERNEL, Work, work_of
-from fsdplab.profiling.traces.events import read_events
+from fsdplab.profiling.tables.work import COMMUNICATION, COPY, KERNEL, Work, work_in
 
 _COLUMNS = (
     Column("stream", "stream"), Column("launches", "launches a step", "count"),
@@ -27,16 +26,12 @@ _COLUMNS = (
 _HOST_BOUND = 0.5  # part of launches into an empty queue from which on the host sets the pace
 
 
-def launches(path: str | Path, *, comm_patterns: Sequence[str] = ()) -> Table:
+def launches(trace: Work | str | Path, *, comm_patterns: Sequence[str] = ()) -> Table:
     """One row a stream of the device, the busiest first; no rows for a trace of CPU ranks. Raises TraceError.
 
     A kernel that starts 40 us after its launching call of 5 us began has a delay of 35 us.
     """
-    return table_of(work_of(read_events(path, comm_patterns)))
-
-
-def table_of(work: Work) -> Table:
-    """The table of work that has been read."""
+    work = work_in(trace, comm_patterns)
     rows = sorted(_rows(work), key=lambda row: -row["launches"])
     return Table("launches", "Launches", _sentence(work, rows), _COLUMNS, tuple(rows))
 

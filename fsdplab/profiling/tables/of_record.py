@@ -12,14 +12,13 @@ from fsdplab.profiling.step_summary import step_summary
 from fsdplab.profiling.tables.achieved import DevicePeak, achieved
 from fsdplab.profiling.tables.bandwidth import bandwidths_by_size
 from fsdplab.profiling.tables.critical_path import critical_path
-from fsdplab.profiling.tables.difference import difference_of_steps, difference_of_work
+from fsdplab.profiling.tables.difference import difference, difference_of_steps
 from fsdplab.profiling.tables.idle import idle_time
-from fsdplab.profiling.tables.launches import table_of as launches_of
-from fsdplab.profiling.tables.operators import table_of as operators_of
+from fsdplab.profiling.tables.launches import launches
+from fsdplab.profiling.tables.operators import operators
 from fsdplab.profiling.tables.table import Row, Table
-from fsdplab.profiling.tables.work import Work, work_of
+from fsdplab.profiling.tables.work import Work, work_in
 from fsdplab.profiling.traces.chrome import TraceError
-from fsdplab.profiling.traces.events import read_events
 from fsdplab.profiling.traces.import_traces import TracedRecord
 from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.side_by_side import Reading, read_all
@@ -43,9 +42,9 @@ def tables_of_record(record: RunRecord, peak: DevicePeak = DevicePeak()) -> list
         _critical_path(analyses),
         idle_time(rows("idle"), rows("breakdown")),
         bandwidths_by_size(rows("collectives"), record.spec["world_size"], link.bytes_per_s if link else None),
-        operators_of(shown, by_unit=True),
+        operators(shown, by_unit=True),
         *([achieved(shown, peak)] if shown.found.shapes else []),
-        *([launches_of(shown)] if shown.found.on_gpu else []),
+        *([launches(shown)] if shown.found.on_gpu else []),
     ]
 
 
@@ -59,7 +58,7 @@ def tables_of_pair(first: RunRecord, second: RunRecord) -> list[Table]:
     except RecordError:  # no traces: the parts are all that is known
         return tables
     by_shape = all(work.found.shapes for work in works)
-    return [*tables, difference_of_work(*works, by_unit=False, by_shape=by_shape)]
+    return [*tables, difference(*works, by_shape=by_shape)]
 
 
 def _work_of_worst(record: RunRecord) -> Work:
@@ -74,7 +73,7 @@ def _work_of_worst(record: RunRecord) -> Work:
 @lru_cache(maxsize=8)
 def _work_in(trace: Path, changed_ns: int, patterns: tuple[str, ...]) -> Work:
     """Kept, as a page shows a run's own tables, and its difference to several others."""
-    return work_of(read_events(trace, patterns, shapes=True))
+    return work_in(trace, patterns, shapes=True)
 
 
 def _critical_path(analyses: Sequence[TraceAnalysis]) -> Table:

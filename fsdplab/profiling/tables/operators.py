@@ -16,8 +16,7 @@ import numpy as np
 
 from fsdplab.common.sizes import seconds
 from fsdplab.profiling.tables.table import Column, Row, Table
-from fsdplab.profiling.tables.work import KERNEL, KINDS, OPERATOR, Work, work_of
-from fsdplab.profiling.traces.events import read_events
+from fsdplab.profiling.tables.work import KERNEL, KINDS, OPERATOR, Work, work_in
 
 _COLUMNS = (
     Column("kind", "kind"), Column("name", "name"), Column("shapes", "given"), Column("unit", "unit"),
@@ -26,22 +25,22 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def operators(path: str | Path, *, by_unit: bool = False, comm_patterns: Sequence[str] = ()) -> Table:
+def operators(
+    trace: Work | str | Path, *, by_unit: bool = False, by_shape: bool = False, comm_patterns: Sequence[str] = ()
+) -> Table:
     """Operators of the host and kernels of the device of one rank's trace by their time a step, longest first.
 
-    `by_unit`: a row for each unit in which a name ran ("" is none). Raises TraceError. Of two steps with 48 calls
-    of `aten::mm` of 1 ms each: `{"name": "aten::mm", "time_ns": 24e6, "count": 24, ...}`.
+    `by_unit`, `by_shape`: a row for each unit in which a name ran ("" is none), for each shape that it was given.
+    Raises TraceError. Of two steps with 48 calls of `aten::mm` of 1 ms each:
+    `{"name": "aten::mm", "time_ns": 24e6, "count": 24, ...}`.
     """
-    return table_of(work_of(read_events(path, comm_patterns)), by_unit)
-
-
-def table_of(work: Work, by_unit: bool, by_shape: bool = False) -> Table:
-    """The table of work that has been read; `by_shape`: a row for each shape that a name was given."""
+    work = work_in(trace, comm_patterns, shapes=by_shape)
     rows = _rows(work, by_unit, by_shape)
     kind = KERNEL if any(row["kind"] == KERNEL for row in rows) else OPERATOR
     most = next((row for row in rows if row["kind"] == kind), None)
+    unit = f" of {most['unit']}" if most and most["unit"] else ""
     sentence = "Nothing was computed in the profiled steps." if most is None else (
-        f"{short(most['name'])}{_of(most['unit'])} takes {most['share']:.0%} of the {kind}s' time:"
+        f"{short(most['name'])}{unit} takes {most['share']:.0%} of the {kind}s' time:"
         f" {seconds(most['time_ns'] / 1e9)} a step in {most['count']:.3g} calls."
     )  # fmt: skip
     shown = {"unit": by_unit, "shapes": by_shape}
@@ -89,7 +88,3 @@ def short(name: str, most: int = 60) -> str:
     plain = plain.split("(")[0] if "(" in plain[1:] else plain
     plain = plain.split("<")[0] if "<" in plain[1:] else plain
     return plain if len(plain) <= most else f"{plain[: most - 1]}…"
-
-
-def _of(unit: str) -> str:
-    return f" of {unit}" if unit else ""

@@ -12,13 +12,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
 
 import numpy as np
 
 from fsdplab.profiling.intervals import covered, pairs, union
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.profiling.traces.collectives import communicating
-from fsdplab.profiling.traces.events import Events, Kind, known, tensor_bytes
+from fsdplab.profiling.traces.events import Events, Kind, known, read_events, tensor_bytes
 from fsdplab.profiling.traces.segments import Segments
 
 OPERATOR, KERNEL, COMMUNICATION, COPY = "operator", "kernel", "communication", "copy"
@@ -63,6 +64,11 @@ class Work:
         return [self.found.shapes.get(row, "") for row in self.operator.tolist()]
 
 
+def work_in(trace: Work | str | Path, comm_patterns: Sequence[str] = (), shapes: bool = False) -> Work:
+    """The named work of a trace, given as its file or as what has been read of it. Raises TraceError."""
+    return trace if isinstance(trace, Work) else work_of(read_events(trace, comm_patterns, shapes=shapes))
+
+
 def work_of(found: Events) -> Work:
     """The named work of events that have been read; TraceError where there is none."""
     rows = found.rows(*_KIND_OF)
@@ -73,18 +79,21 @@ def work_of(found: Events) -> Work:
         raise TraceError(f"{found.path} has no operators and no work of a device, so there is nothing to list.")
     launched = found.launch_starts(rows)
     begun = np.where((kinds > 0) & known(launched), launched, found.start[rows])
-    bounds = pairs([step[1:] for step in found.steps])
-    kept = _inside(begun, bounds) if len(bounds) else np.ones(len(rows), dtype=bool)
-    own, around = _nested(found, rows[kinds == 0], found.launched_by[rows[kinds > 0]])
+    steps = pairs([step[1:] for step in found.steps])
+    kept = covered(steps + [0, 1], begun) if len(steps) else np.ones(len(rows), dtype=bool)  # their ends count, too
+    operators = rows[kinds == 0]
+    own, around = _nested(found, operators, found.launched_by[rows[kinds > 0]])
     own_ns = found.end[rows] - found.start[rows]
-    own_ns[kinds == 0] = [own[row] for row in rows[kinds == 0].tolist()]
+    own_ns[kinds == 0] = [own[row] for row in operators.tolist()]
     operator = np.where(kinds == 0, rows, [around.get(call, -1) for call in found.launched_by[rows].tolist()])
     numbers: dict[str, int] = {}
-    units = Segments(found, _busy(found, rows[kinds == 0]), found.steps).units_at(begun[kept])
+    busy = [union(found.spans_of(operators[found.thread[operators] == each])) for each in found.compute_threads]
+    units = Segments(found, busy, found.steps).units_at(begun[kept])
     unit = np.array([numbers.setdefault(each, len(numbers)) for each in units], dtype=np.int64)
-    kept_rows, steps = rows[kept], max(1, len(found.steps))
-    apart = _communicates(found, kept_rows)
-    return Work(found, kept_rows, kinds[kept], unit, list(numbers), own_ns[kept], operator[kept], apart, steps)
+    return Work(
+        found, rows[kept], kinds[kept], unit, list(numbers), own_ns[kept], operator[kept],
+        _communicates(found, rows[kept]), max(1, len(steps)),
+    )  # fmt: skip
 
 
 def _communicates(found: Events, rows: np.ndarray) -> np.ndarray:
@@ -94,15 +103,6 @@ def _communicates(found: Events, rows: np.ndarray) -> np.ndarray:
         own = (found.thread[rows] == thread) & (found.kind[rows] == Kind.OPERATOR)
         apart[own] = covered(spans, found.start[rows[own]])
     return apart
-
-
-def _busy(found: Events, operators: np.ndarray) -> list[np.ndarray]:
-    return [union(found.spans_of(operators[found.thread[operators] == each])) for each in found.compute_threads]
-
-
-def _inside(instants: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    at = np.searchsorted(bounds[:, 0], instants, side="right") - 1
-    return (at >= 0) & (instants <= bounds[at, 1])
 
 
 def _nested(found: Events, operators: np.ndarray, calls: np.ndarray) -> tuple[dict[int, int], dict[int, int]]:
@@ -175,18 +175,9 @@ _READ_NOTHING = {
     "zero_", "fill_", "set_", "record_stream", "is_nonzero", "item",
 }  # fmt: skip
 _COUNTED: dict[str, Callable[[list[list[int]]], int]] = {
-    "mm": lambda given: _product(given[0], given[1]),
-    "bmm": lambda given: _product(given[0], given[1]),
-    "addmm": lambda given: _product(given[1], given[2]),
-    "baddbmm": lambda given: _product(given[1], given[2]),
-    **dict.fromkeys(
-        ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-         "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
-        lambda given: _attention(*given[:3]),
-    ),
-    **dict.fromkeys(
-        ("_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_flash_attention_for_cpu_backward",
-         "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward"),
-        _attention_backward,
-    ),
-}  # fmt: skip
+    **dict.fromkeys(("mm", "bmm"), lambda given: _product(given[0], given[1])),
+    **dict.fromkeys(("addmm", "baddbmm"), lambda given: _product(given[1], given[2])),
+}
+for _name in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"):
+    _COUNTED[f"_scaled_dot_product_{_name}"] = lambda given: _attention(*given[:3])
+    _COUNTED[f"_scaled_dot_product_{_name}_backward"] = _attention_backward
