@@ -16,6 +16,7 @@ import pytest
 from fsdplab.planning.links import parse_link
 from fsdplab.profiling.saving import save_trace
 from fsdplab.profiling.step_summary import exposure, step_summary
+from fsdplab.profiling.tables.of_record import tables_of_record
 from fsdplab.records import CAUSES, LANES, PARTS_OF_EXPOSED, RunRecord
 from fsdplab.sessions import RunSpec, SpecError, compare, run
 from fsdplab.sessions.compare_runs import link_text
@@ -83,6 +84,16 @@ def test_a_record_says_how_much_was_exposed_and_who_says_so(records: dict[str, R
     assert sorted(path.name for path in (record.path / "traces").iterdir()) == [
         f"rank{rank}.pt.trace.json.gz" for rank in range(SPECS[name].world_size)
     ]
+
+
+def test_the_critical_path_holds_no_more_of_collectives_than_was_exposed(records: dict[str, RunRecord]) -> None:
+    """A rank issues its collectives before it computes, and copies after: no computing is called a collective."""
+    path = next(table for table in tables_of_record(records["lab"]) if table.name == "critical_path")
+    step = int(path.title.rsplit(" ", 1)[1])
+    row = next(row for row in path.rows if row["what"] not in ("idle", "compute", "before its step"))
+    on_path = sum(row["ns"] for row in path.rows if row["what"] in LANES[2:5])
+    exposed = [row["exposed_ns"] for row in records["lab"].table("breakdown") if row["step"] == step]
+    assert row["ns"] > 0 and on_path <= sum(exposed)
 
 
 def test_a_record_with_all_its_tables_reads_back(records: dict[str, RunRecord]) -> None:

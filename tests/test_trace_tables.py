@@ -186,7 +186,7 @@ def test_the_path_goes_through_the_rank_that_arrived_last(tmp_path, slow):
         (slow, "idle", 10_000), (slow, "compute", 110_000), (0, "all_reduce", 20_000), (0, "compute", 20_000),
     ]  # fmt: skip
     most = 110 if slow else 130  # rank 0 goes on after the collective
-    assert f"Most of it is compute on rank {slow}, {most} µs" in table.sentence
+    assert f"The largest part is compute on rank {slow}, {most} µs" in table.sentence
 
 
 def test_the_parts_sum_to_the_step_of_a_real_run():

@@ -2,9 +2,11 @@
 
 It is walked backwards from the instant at which the last rank ends. Where that rank computed, the path goes through its
 computing; where it waited in a collective, through the collective back to the start of the rank that arrived last, and
-goes on there; where it did neither, through the gap. Where it reaches a rank that began later than the first one, the
-time until then is "before its step". The parts are one after the other, so they sum to the step from the first rank's
-first work to the last rank's end. Computing is what the breakdown counts as computing, not the timeline's joined rows.
+goes on there; where it did neither, through the gap. A collective of which nothing was exposed on the link delayed the
+rank only by its exposed copies and waits: the path goes through those, and then on. Where it reaches a rank that began
+later than the first one, the time until then is "before its step". The parts are one after the other, so they sum to
+the step from the first rank's first work to the last rank's end. Computing is what the breakdown counts as computing,
+not the timeline's joined rows.
 
 HTA builds a graph of operators, launches and synchronisations of one rank; here the granularity is coarser and the path
 crosses ranks, since what a sharded step waits for is usually another rank.
@@ -67,11 +69,12 @@ class _Lane:
 
 @dataclass(frozen=True)
 class _Rank:
-    """One rank in the step: its window, its computing and its collectives."""
+    """One rank in the step: its window, its computing, its exposed time and its collectives."""
 
     start: int
     end: int
     computing: _Lane
+    exposed: _Lane
     collectives: _Lane
 
 
@@ -116,7 +119,8 @@ def _rank(analysis: TraceAnalysis, step: int | None) -> _Rank:
         if row["lane"] == COMPUTE
         for start, end in within(found.computing, row["start_ns"], row["end_ns"]).tolist()
     ]
-    return _Rank(whole["start_ns"], whole["end_ns"], _Lane(computing), _Lane(found.collectives))
+    exposed = [row for row in found.timeline if row["lane"] == "exposed"]
+    return _Rank(whole["start_ns"], whole["end_ns"], _Lane(computing), _Lane(exposed), _Lane(found.collectives))
 
 
 def _arrivals(rows: Sequence[Row]) -> dict[int, tuple[int, int]]:
@@ -155,14 +159,26 @@ def _part(rank: int, here: _Rank, now: int, arrivals: dict[int, tuple[int, int]]
     if computing:
         row = max(computing, key=itemgetter("end_ns"))
         return _Part(rank, COMPUTE, row["unit"], row["phase"], max(row["start_ns"], here.start), now), rank
-    under_way, since = here.collectives.before(now, since)
-    if under_way:
-        each = min(under_way, key=lambda one: (one["end_ns"], -one["start_ns"]))
+    exposed, since = here.exposed.before(now, since)
+    return _exposed(rank, here, exposed, now, arrivals) if exposed else (_Part(rank, IDLE, "", "", since, now), rank)
+
+
+def _exposed(
+    rank: int, here: _Rank, exposed: Sequence[Row], now: int, arrivals: dict[int, tuple[int, int]]
+) -> tuple[_Part, int]:
+    """The collective that is exposed at `now`, and the rank that it waited for."""
+    row = max(exposed, key=itemgetter("start_ns"))
+    of = row["unit"], row["phase"], row["name"]
+    under_way, _ = here.collectives.before(now, here.start)
+    mine = [each for each in under_way if (each["unit"], each["phase"], each["kind"]) == of]
+    last, began = rank, row["start_ns"]
+    if mine:
+        each = min(mine, key=lambda one: (one["end_ns"], -one["start_ns"]))
+        earliest = each["start_ns"] if each["on_link_ns"] else began
         last, began = arrivals[id(each)]
-        if not each["start_ns"] <= began < now:
-            last, began = rank, each["start_ns"]
-        return _Part(rank, each["kind"], each["unit"], each["phase"], max(began, here.start), now), last
-    return _Part(rank, IDLE, "", "", since, now), rank
+        if not earliest <= began < now:
+            last, began = rank, earliest
+    return _Part(rank, of[2], *of[:2], max(began, here.start), now), last
 
 
 def _joined(backwards: Sequence[_Part]) -> list[_Part]:
@@ -201,6 +217,6 @@ def _sentence(step: int, rows: Sequence[Row], several: bool) -> str:
     unit = f" of {longest['unit']}" if longest["unit"] else ""
     across = " from the first rank's start to the last rank's end" if several else ""
     return (
-        f"Step {step} lasts {seconds(sum(by_what.values()) / 1e9)}{across}: {shares}. Most of it is"
+        f"Step {step} lasts {seconds(sum(by_what.values()) / 1e9)}{across}: {shares}. The largest part is"
         f" {longest['what']}{unit} on rank {longest['rank']}, {seconds(longest['ns'] / 1e9)}."
     )

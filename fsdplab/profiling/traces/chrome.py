@@ -26,6 +26,7 @@ from typing import Any
 from fsdplab.common.files import check_is_file
 
 LATEST_NS = 2**62  # sums of two times fit 64 bits
+_UTF_8 = codecs.getincrementaldecoder("utf-8-sig")  # looked up here: a rank that is forked later has it
 _WINDOW = 1 << 20
 _LONGEST = 16 << 20  # no value of a trace is longer, nor all that is around its events; else it is damaged
 _LEAST_UNPACKED, _MOST_UNPACKED = 16 << 20, 100  # bytes, and their ratio to packed ones: a trace has 15 to 30
@@ -138,7 +139,7 @@ class _Reader:
         self._path, self._stored, self._metadata = path, stored, metadata
         self._file = gzip.GzipFile(fileobj=stored) if is_gzipped(path) else stored
         self._text, self._at, self._passed, self._unpacked, self._around = "", 0, 0, 0, 0
-        self._decode = codecs.getincrementaldecoder("utf-8-sig")(errors="replace").decode
+        self._decode = _UTF_8(errors="replace").decode
         self._json = json.JSONDecoder(strict=False).raw_decode
 
     def events(self) -> Iterator[dict[str, Any]]:
