@@ -146,8 +146,8 @@ def _legend_rows(figure: go.Figure) -> int:
 
 def _words_above(figure: go.Figure) -> bool:
     """Whether something stands above the plot: the name of a line, a phase, a button, the labels of an axis."""
-    notes = (note for note in figure.layout.annotations if note.yref in ("paper", "y domain"))
-    above = any(note.y == 1 and note.yanchor == "bottom" for note in notes)
+    place = ("paper", 1, "bottom"), ("y domain", 1, "bottom")
+    above = any((note.yref, note.y, note.yanchor) in place for note in figure.layout.annotations)
     return above or bool(figure.layout.updatemenus) or figure.layout.xaxis.side == "top"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from fsdplab.common.sizes import three_digits
 from fsdplab.figures.lines import line, points
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profile_data import conditions
+from fsdplab.figures.profile_data import conditions, listed
 from fsdplab.figures.style import ALARM, COLLECTIVE_COLOURS, GRID, titled
 from fsdplab.figures.view import RunView, views
 from fsdplab.planning.overlap import PHASES, Overlap, OverlapPoint, overlap_of, overlap_point
@@ -31,7 +31,7 @@ def overlap_roofline(
     plans = {"": specs} if isinstance(specs, PlanSpec) else dict(specs)
     if not 1 <= len(plans) <= len(_COLOURS):
         raise ValueError(f"a roofline draws 1 to {len(_COLOURS)} plans, got {len(plans)}; leave some out, or add one")
-    records = [measured] if isinstance(measured, RunRecord) else list(measured)
+    records = listed(measured)
     found = {name: overlap_of(spec) for name, spec in plans.items()}
     runs = [(view, overlap_point(record)) for view, record in zip(views(records), records)] if records else []
     low, high = _range(list(found.values()), [point.tokens for _, point in runs])
@@ -96,7 +96,6 @@ def _axes(figure: go.Figure, low: float, high: float) -> None:
 
 
 def _finding(plans: Mapping[str, PlanSpec], found: Mapping[str, Overlap]) -> str:
-    """When it hides, and for several, where first and where last."""
     if len(plans) == 1:
         (name, spec), (each,) = next(iter(plans.items())), found.values()
         where = name or f"{spec.model.name} on {spec.gpus} {spec.gpu.name}"
@@ -108,7 +107,6 @@ def _finding(plans: Mapping[str, PlanSpec], found: Mapping[str, Overlap]) -> str
 
 
 def _conditions(plans: Mapping[str, PlanSpec], records: list[RunRecord]) -> str:
-    """What is predicted, and what was measured."""
     models = ", ".join(dict.fromkeys(spec.model.name for spec in plans.values()))
     strategies = ", ".join(dict.fromkeys(spec.strategy for spec in plans.values()))
     said = f"Predicted for {models}, {strategies}, prefetching one block"

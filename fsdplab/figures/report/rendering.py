@@ -7,6 +7,7 @@ JavaScript are plain files, which go in as they are.
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -18,13 +19,10 @@ from fsdplab.figures.style import ALARM, DARK_TEXT, FONT, TEXT
 
 @lru_cache
 def _templates() -> Environment:
+    loader = PackageLoader("fsdplab.figures.report")
     made = Environment(
-        loader=PackageLoader("fsdplab.figures.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )  # fmt: skip
     made.globals.update(verbatim=_verbatim, size=size, ink=TEXT, ink_on_dark=DARK_TEXT, alarm=ALARM, font=FONT)
     made.filters["in_script"] = in_script
     return made
@@ -47,6 +45,4 @@ def in_script(json_text: str) -> Markup:
 
 
 def _verbatim(file: str) -> Markup:
-    loader = _templates().loader
-    assert loader is not None
-    return Markup(loader.get_source(_templates(), file)[0])
+    return Markup(Path(__file__).with_name("templates").joinpath(file).read_text(encoding="utf-8"))
