@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size
-from fsdplab.figures.report.rendering import rendered
+from fsdplab.figures.report.parts import rendered
 from fsdplab.figures.view import RunView, settings_words, view
 from fsdplab.records import RunRecord
 from fsdplab.sessions.calibration import calibration_file, find_calibration

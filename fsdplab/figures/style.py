@@ -31,9 +31,7 @@ LANE_COLOURS = {
     "compute in forward": "#b3bac4",
     "compute in backward": "#6b7380",
     "optimizer": "#d9b84a",
-    "all_gather": "#6cc4f0",
-    "reduce_scatter": "#b84a0a",
-    "all_reduce": "#0aa06c",
+    **{kind: COLLECTIVE_COLOURS[kind] for kind in ("all_gather", "reduce_scatter", "all_reduce")},
     "other_communication": "#8a4a9e",
     "exposed": "#e01f3d",
 }

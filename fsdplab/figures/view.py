@@ -48,10 +48,11 @@ class RunView:
     @property
     def label(self) -> str:
         """`full_shard` for the lab's own engine, `torch-fsdp2` or `torch-fsdp2 zero2` for others; then the note."""
-        name = {"lab": self.strategy, "twin": "twin"}.get(self.engine, self.engine)
-        implied = ENGINES.get(self.engine, ("",))[0]  # what the engine is best known for
-        if self.engine not in ("lab", "twin") and self.strategy != implied:
-            name = f"{self.engine} {self.strategy}"
+        if self.engine in ("lab", "twin"):
+            name = self.strategy if self.engine == "lab" else "twin"
+        else:
+            implied = ENGINES.get(self.engine, ("",))[0]  # what the engine is best known for
+            name = self.engine if self.strategy == implied else f"{self.engine} {self.strategy}"
         return f"{name}, {self.note}" if self.note else name
 
     @property

@@ -28,21 +28,18 @@ def memory_by_category(runs: Runs) -> go.Figure:
     shown = [run for run in views(runs) if run.peak]
     if not shown:
         raise ValueError("no run has a memory measurement to draw; run with memory=True")
-    beyond = {run.label: " · out of memory" if run.over_card else "" for run in shown}
-    ends = {run.label: f"<b>{size(run.peak)}</b>{beyond[run.label]}" for run in shown}
+    over = [run.label for run in shown if run.over_card]
+    ends = {run.label: f"<b>{size(run.peak)}</b>{' · out of memory' if run.label in over else ''}" for run in shown}
     splits = [{**run.split, UNSPLIT: max(0, known(run.peak) - sum(run.split.values()))} for run in shown]
     cards = sorted({run.card for run in shown if run.card})
     far = [card for card in cards if card > 2.5 * max(known(run.peak) for run in shown)]  # bars would be tiny beside it
     emulated = any(run.card_emulated for run in shown)
     levels = {card_words(card, emulated): card / MB for card in cards if card not in far}
-    over = [run.label for run in shown if run.over_card]
     figure = stacked_bars(ends, _parts(splits), "peak memory of the worst rank (MB)", levels=levels, alarming=over)
     where = f"{how_and_where(shown)}, split at the instant of the peak{_emulated(shown)}"
     if far and _emulated(shown):
         where += f" and holds {size(far[0])}, beyond this axis"
-    peaks = "; ".join(
-        f"{run.label} {size(run.peak)}{_mostly(run)}{beyond[run.label].replace(' ·', ',')}" for run in shown
-    )
+    peaks = "; ".join(f"{run.label} {size(run.peak)}{_mostly(run)}" for run in shown)
     card = next((f" The card holds {size(run.card)}." for run in shown if run.card), "")
     alt = f"Bars of peak memory per rank: {peaks}.{card}"
     return titled(figure, _finding(shown), where, alt, 100 + 52 * len(shown))
@@ -60,11 +57,12 @@ def _emulated(shown: Sequence[RunView]) -> str:
 
 
 def _mostly(run: RunView) -> str:
-    """The largest category of a run, for the alternative text."""
+    """The largest category of a run, for the alternative text, and whether it is out of memory."""
+    over = ", out of memory" if run.over_card else ""
     if not any(run.split.values()):
-        return ""
+        return over
     largest = max(run.split, key=lambda name: run.split[name])
-    return f", mostly {CATEGORY_NAMES.get(largest, largest)} ({size(run.split[largest])})"
+    return f", mostly {CATEGORY_NAMES.get(largest, largest)} ({size(run.split[largest])}){over}"
 
 
 def _finding(shown: list[RunView]) -> str:

@@ -44,8 +44,10 @@ def ledger_against_formula(record: RunRecord, rank: int = 0) -> go.Figure:
         title = f"{run.label}: the ledger equals the formula, {size(total)} a step"
     else:
         title = f"{run.label}: the ledger differs from the formula by {total - formula:+,} bytes a step"
-    where = f"Rank {rank} of {ranks_and_device([run])}, step {last}: counted at every collective"
-    where = f"{how_and_where([run])}, rank {rank}" if run.simulated else where
+    if run.simulated:
+        where = f"{how_and_where([run])}, rank {rank}"
+    else:
+        where = f"Rank {rank} of {ranks_and_device([run])}, step {last}: counted at every collective"
     words = "; ".join(f"{name} {size(nbytes)}" for name, nbytes in sent.items())
     alt = f"Two bars. Ledger: {words}. Formula: {size(formula)}."
     return titled(figure, title, f"{where}; the formula is computed", alt, 200)

@@ -13,8 +13,7 @@ from fsdplab.figures.plots import shard_map
 from fsdplab.figures.plots.linked import linked_view, peak_instant
 from fsdplab.figures.plots.shard_map import STATE_COLOURS, UnitStates
 from fsdplab.figures.profile_data import MS
-from fsdplab.figures.report.parts import plot
-from fsdplab.figures.report.rendering import rendered
+from fsdplab.figures.report.parts import plot, rendered
 from fsdplab.figures.style import template
 from fsdplab.records import RunRecord
 

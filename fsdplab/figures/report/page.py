@@ -8,7 +8,7 @@ and has a switch for lecture rooms.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -18,8 +18,7 @@ from fsdplab.figures.fastest import core_words
 from fsdplab.figures.plots.memory import memory_by_category, predicted_memory
 from fsdplab.figures.plots.steps import step_time
 from fsdplab.figures.predicted import gaps
-from fsdplab.figures.report.parts import comparison_table, drawn, number_table
-from fsdplab.figures.report.rendering import rendered
+from fsdplab.figures.report.parts import comparison_table, drawn, number_table, rendered
 from fsdplab.figures.report.tabs import tabbed
 from fsdplab.figures.table import COLUMNS, SHORT, WRAPPED, beside, mood
 from fsdplab.figures.view import CATEGORY_NAMES, Runs, RunView, provenance, ranks_and_device, views, with_verdicts
@@ -134,16 +133,13 @@ def _setting(spec: Mapping[str, Any], runs: Sequence[RunView]) -> str:
     return ", ".join(form.format(spec[name]) for name, form in _SETTING.items() if spec.get(name) is not None)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Settings as (name, text) pairs, without those that are not set: `{"a": {"b": 1}}` gives `[("a b", "1")]`."""
-    pairs = []
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Settings as (name, text) pairs, without those that are not set: `{"a": {"b": 1}}` gives `("a b", "1")`."""
     for name, value in values.items():
-        label = f"{prefix}{name}".replace("_", " ")
         if isinstance(value, Mapping):
-            pairs += _flat(value, f"{label} ")
+            yield from _flat(value, f"{prefix}{name} ")
         elif value not in (None, []):
-            pairs.append((label, _shown(name, value)))
-    return pairs
+            yield f"{prefix}{name}".replace("_", " "), _shown(name, value)
 
 
 def _shown(name: str, value: object) -> str:

@@ -1,15 +1,23 @@
-"""The pieces that pages and notebooks share: tables, figures drawn when they are first seen, notes, pictures."""
+"""From templates to HTML, and the pieces that pages and notebooks share: tables, figures that are drawn when they are
+first seen, notes, pictures.
+
+Everything that is put into a template of `templates/` is escaped. `parts.html` holds the small pieces as macros; the
+other HTML files are each one fragment or the page. CSS and JavaScript are plain files, which go in as they are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ParamSpec, TypeAlias
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ParamSpec, TypeAlias
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from fsdplab.common.sizes import size
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.report.rendering import part
-from fsdplab.figures.style import CAMERA, alt_text
+from fsdplab.figures.style import ALARM, CAMERA, DARK_TEXT, FONT, TEXT, alt_text
 from fsdplab.figures.table import COLUMNS, LEGEND, cells
 from fsdplab.figures.view import RunView
 
@@ -18,6 +26,37 @@ Texts: TypeAlias = Sequence[str]
 # the attributes of a cell's tag by its column's place and its text (None: the column's heading): classes where there is
 # a style sheet, styles where there is none
 Look: TypeAlias = Callable[[int, str | None], Mapping[str, str]]
+
+
+@lru_cache
+def _templates() -> Environment:
+    loader = PackageLoader("fsdplab.figures.report")
+    made = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )  # fmt: skip
+    made.globals.update(verbatim=_verbatim, size=size, ink=TEXT, ink_on_dark=DARK_TEXT, alarm=ALARM, font=FONT)
+    made.filters["in_script"] = in_script
+    return made
+
+
+def rendered(template: str, **values: Any) -> Markup:
+    """The HTML of a whole template: `rendered("tabs.html", panels={"Summary": body})`."""
+    return Markup(_templates().get_template(template).render(values))
+
+
+def part(macro: str, **values: Any) -> Markup:
+    """The HTML of a macro of `parts.html`: `part("note", text="a < b") == "<figure><p>a &lt; b</p></figure>"`."""
+    made: Markup = getattr(_templates().get_template("parts.html").module, macro)(**values)
+    return made
+
+
+def in_script(json_text: str) -> Markup:
+    """JSON that no text in it can end: `in_script('"</script>"')` has `\\u003c` for `<`, which JSON reads back."""
+    return Markup(json_text.replace("<", "\\u003c"))
+
+
+def _verbatim(file: str) -> Markup:
+    return Markup(Path(__file__).with_name("templates").joinpath(file).read_text(encoding="utf-8"))
 
 
 def table(head: Texts, rows: Iterable[Texts], look: Look, caption: str = "", **attributes: str) -> Markup:

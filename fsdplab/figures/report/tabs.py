@@ -13,8 +13,7 @@ from markupsafe import Markup
 from fsdplab import figures
 from fsdplab.common.sizes import seconds, size
 from fsdplab.common.words import plural
-from fsdplab.figures.report.parts import drawn, note, table
-from fsdplab.figures.report.rendering import part, rendered
+from fsdplab.figures.report.parts import drawn, note, part, rendered, table
 from fsdplab.figures.trace_tables import cells, left_out
 from fsdplab.figures.view import view, views
 from fsdplab.profiling.findings import profiling_cost
