@@ -16,7 +16,7 @@ from fsdplab.sessions.spec import ENGINES
 CATEGORY_NAMES = {row.name: row.words for row in CATEGORY_ROWS.values()}
 UNSPLIT = "no category"  # a peer's memory that could not be attributed to a category
 _ALL_CORES = 0.95  # of a step: less is told, as other work took a core now and then
-# the fields of a spec that tell runs apart, in words
+# how the fields of a spec that tell runs apart are written
 SETTINGS = {
     "model": "{}", "world_size": "{} ranks", "shard_size": "{} ranks a shard group", "emulate": "as {}",
     "link": "link {}", "link_across": "across {}", "link_queues": "{} queues", "prefetch": "prefetch {}",
