@@ -824,10 +824,10 @@ def test_names_of_phases_never_stand_in_each_others_place():
 def test_many_ranks_have_their_names_and_few_ranks_their_lanes():
     rows = [{"rank": rank, "lane": lane} for rank in range(32) for lane in ("compute", "all_gather", "exposed")]
     lanes = lanes_of(rows)
-    assert set(lanes.ticks(1500)["ticktext"]) >= {f"<b>rank {rank}</b>" for rank in range(32)}
-    assert len(lanes.ticks(1500)["ticktext"]) == 32 and "all-gather" not in lanes.ticks(1500)["ticktext"]
-    assert len([text for text in lanes.ticks(240)["ticktext"] if text]) == 16, "every second where there is less room"
-    assert "all-gather" in lanes_of(rows[:6]).ticks(300)["ticktext"]
+    assert set(lanes.axis(1500)["ticktext"]) >= {f"<b>rank {rank}</b>" for rank in range(32)}
+    assert len(lanes.axis(1500)["ticktext"]) == 32 and "all-gather" not in lanes.axis(1500)["ticktext"]
+    assert len([text for text in lanes.axis(240)["ticktext"] if text]) == 16, "every second where there is less room"
+    assert "all-gather" in lanes_of(rows[:6]).axis(300)["ticktext"]
 
 
 def test_a_record_whose_units_have_no_names_speaks_of_no_root(tmp_path, ahead):

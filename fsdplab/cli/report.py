@@ -15,7 +15,7 @@ from fsdplab.cli.errors import refuse
 from fsdplab.cli.exports import Exports
 from fsdplab.cli.outputs import Detail, Outputs, end_if_failed, print_drift, print_findings, print_output_of_ranks, show
 from fsdplab.common.words import harmless
-from fsdplab.figures.trace_tables import cells, headings, is_number, left_out
+from fsdplab.figures.trace_tables import cells, left_out
 from fsdplab.figures.view import views, with_verdicts
 from fsdplab.profiling.tables import Table, TablesOf
 from fsdplab.records import RecordError, RunRecord, comparison_json
@@ -88,8 +88,8 @@ def _print_each(console: Console, name: str, tables: Sequence[Table]) -> None:
 
 def _grid(shown: Table) -> Grid:
     grid = Grid(box=None, pad_edge=False, header_style="bold")
-    for column, heading in zip(shown.columns, headings(shown)):
-        grid.add_column(heading, justify="right" if is_number(column) else "left", overflow="fold")
+    for column in shown.columns:
+        grid.add_column(column.heading, justify="right" if column.unit else "left", overflow="fold")
     for row in cells(shown):
         grid.add_row(*map(Text, row))
     return grid

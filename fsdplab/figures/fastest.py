@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from fsdplab.common.sizes import seconds
 from fsdplab.figures.view import RunView
-from fsdplab.records import Race, core_sentence, race
+from fsdplab.records import Race, core_sentence, known, race
 
 _ALIKE = 1e-3  # of a simulated step: less is rounding
 
@@ -48,7 +48,7 @@ def step_words(runs: Sequence[RunView]) -> str:
         return core.rstrip(".")
     if len(runs) == 1:
         return f"{runs[0].label}: {seconds(runs[0].step_median)} a step"
-    steps = [run.known_step for run in runs]
+    steps = [known(run.step_median) for run in runs]
     told, slow = fastest_words(runs), steps.index(max(steps))
     if slow in race_of(runs).leaders:
         return told
@@ -59,7 +59,7 @@ def race_of(runs: Sequence[RunView]) -> Race:
     """The race of the runs' steps; of simulated ones the shortest leads."""
     if not all(run.simulated for run in runs):
         return race([run.summary.step_time_s for run in runs])
-    steps = [(run.known_step, place) for place, run in enumerate(runs)]
+    steps = [(known(run.step_median), place) for place, run in enumerate(runs)]
     best = min(steps)[0]
     return Race(tuple(place for step, place in sorted(steps) if step <= (1 + _ALIKE) * best), within=_ALIKE)
 

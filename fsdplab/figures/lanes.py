@@ -6,7 +6,7 @@ neighbours that lie within the same small window become one mark that says how m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -18,6 +18,12 @@ from fsdplab.figures.style import EDGE, ink_on, plot_width, words_width
 
 LIMIT = 5_000
 CLOCK = dict(showgrid=False, zeroline=False)  # of an axis that carries lanes
+
+
+def named_axis(names: Mapping[Any, str], first: float, last: float) -> dict[str, Any]:
+    """An axis from one end to the other with a name at each place: `named_axis({0: "rank 0"}, 0.5, -0.5)`."""
+    ticks = dict(tickmode="array", tickvals=list(names), ticktext=list(names.values()))
+    return CLOCK | dict(range=[first, last], **ticks)
 
 
 class Span(NamedTuple):
@@ -53,26 +59,23 @@ class Mark:
     short: str = ""
     busy: float = 0.0
 
-    @property
-    def hover(self) -> str:
-        """The bar's name and duration."""
-        return f"{self.name.removeprefix(' · ')}<br>{seconds((self.busy or self.end - self.start) / 1e3)}"
 
-
-def downsample(marks: list[Mark], limit: int = LIMIT) -> tuple[list[Mark], float]:
-    """(at most `limit` marks, the window in ms within which neighbours were merged; 0 where none was).
+def downsample(marks: list[Mark], limit: int = LIMIT) -> tuple[list[Mark], str]:
+    """(at most `limit` marks, the subtitle's words on those that were merged; empty where none was).
 
     Marks merge only with neighbours of the same lane and group, the smallest first.
     """
     if len(marks) <= limit:
-        return marks, 0.0
-    marks = sorted(marks, key=lambda mark: (mark.y, mark.group, mark.start))
-    lanes = [list(run) for _, run in groupby(marks, lambda mark: (mark.y, mark.group))]
+        return marks, ""
+    ordered = sorted(marks, key=lambda mark: (mark.y, mark.group, mark.start))
+    lanes = [list(run) for _, run in groupby(ordered, lambda mark: (mark.y, mark.group))]
     low, high = 0.0, max(mark.end for mark in marks) - min(mark.start for mark in marks)
     for _ in range(20):  # the window to the millionth of the span
         middle = (low + high) / 2
         low, high = (low, middle) if sum(len(_runs(lane, middle)) for lane in lanes) <= limit else (middle, high)
-    return [_joined(run) for lane in lanes for run in _runs(lane, high)], high
+    drawn = [_joined(run) for lane in lanes for run in _runs(lane, high)]
+    near = f"neighbours within {seconds(high / 1e3)} are one"
+    return drawn, f"{len(marks):,} intervals drawn as {len(drawn):,} marks ({near})"
 
 
 def _runs(marks: list[Mark], window: float) -> list[list[Mark]]:
@@ -92,12 +95,6 @@ def _joined(run: list[Mark]) -> Mark:
     busy = sum(mark.end - mark.start for mark in run)
     names = f" · {len(run)} intervals, from {run[0].name.removeprefix(' · ')} to {run[-1].name.removeprefix(' · ')}"
     return Mark(run[0].group, run[0].y, run[0].start, max(mark.end for mark in run), names, "", busy)
-
-
-def merge_words(found: int, drawn: int, window: float) -> str:
-    """The subtitle's text on merged marks; empty where none was merged."""
-    near = f"neighbours within {seconds(window / 1e3)} are one"
-    return f"{found:,} intervals drawn as {drawn:,} marks ({near})" if window else ""
 
 
 def mark_lanes(
@@ -124,7 +121,8 @@ def written(lane: str) -> str:
 
 def _span(mark: Mark, pixels: float) -> Span:
     """A mark with the longest of its names that fits its width; `pixels` is that of a millisecond."""
-    width = (mark.end - mark.start) * pixels - 6
+    length = mark.end - mark.start
     names = (mark.name.partition(" · ")[0], mark.short)
-    text = next((text for text in names if text and words_width(text, 13) <= width), "")
-    return Span(mark.y, round(mark.start, 4), round(mark.end - mark.start, 4), text, mark.hover)
+    text = next((text for text in names if text and words_width(text, 13) <= length * pixels - 6), "")
+    hover = f"{mark.name.removeprefix(' · ')}<br>{seconds((mark.busy or length) / 1e3)}"
+    return Span(mark.y, round(mark.start, 4), round(length, 4), text, hover)

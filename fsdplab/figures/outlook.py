@@ -13,19 +13,18 @@ from typing import Any
 
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size
-from fsdplab.figures.report.rendering import rendered
-from fsdplab.figures.view import RunView, view
+from fsdplab.figures.report.parts import rendered
+from fsdplab.figures.view import RunView, settings_words, view
 from fsdplab.records import RunRecord
 from fsdplab.sessions.calibration import calibration_file, find_calibration
 from fsdplab.sessions.prediction import Prediction, predict
 from fsdplab.sessions.spec import RunSpec
 
 # settings that change what a run takes; a measurement with other ones says so
-_SETTINGS = {
-    "world_size": "{} ranks", "precision": "{}", "units": "units {}", "checkpoint": "recomputation {}",
-    "prefetch": "prefetch {}", "shard_size": "groups of {}", "link": "link {}", "card": "card {}",
-    "sequence_length": "sequence {}", "batch_size": "batch {}", "micro_batches": "{} micro-batches",
-}  # fmt: skip
+_SETTINGS = (
+    "world_size", "precision", "units", "checkpoint", "prefetch", "shard_size", "link", "card", "sequence_length",
+    "batch_size", "micro_batches",
+)  # fmt: skip
 _OWN = ("model", "strategy", "engine")  # what a measurement must share with a run: another model's peak says nothing
 
 
@@ -131,21 +130,15 @@ class _Bar:
 
 
 def _bars(row: Outlook) -> list[_Bar]:
-    """The bars of one run: its prediction, and its last measurement."""
     words = row.misfit or in_words(row.predicted)
-    first = _Bar(row.label, row.predicted.by_category or {}, words, row.spec.card, bool(row.misfit))
-    if row.measured is None:
-        return [first]
-    seen = row.measured
-    told = f"measured {size(seen.peak)}, {_sent_in(seen.summary.comm.bytes_per_step, seen.step_median)}"
-    told += f" (with {row.measured_with})" if row.measured_with else ""
-    return [first, _Bar("", seen.split, told, measured=True)]
+    bars = [_Bar(row.label, row.predicted.by_category or {}, words, row.spec.card, bool(row.misfit))]
+    if (seen := row.measured) is not None:
+        told = f"measured {size(seen.peak)}, {_sent_in(seen.summary.comm.bytes_per_step, seen.step_median)}"
+        told += f" (with {row.measured_with})" if row.measured_with else ""
+        bars.append(_Bar("", seen.split, told, measured=True))
+    return bars
 
 
 def _differing(wanted: Mapping[str, Any], had: Mapping[str, Any]) -> str:
     """The settings of a measured run that are not those of the run to come: `prefetch 0, card none`."""
-    return ", ".join(
-        words.format("none" if had.get(name) is None else size(had[name]) if name == "card" else had[name])
-        for name, words in _SETTINGS.items()
-        if name in had and had[name] != wanted.get(name)
-    )
+    return settings_words(had, [name for name in _SETTINGS if name in had and had[name] != wanted.get(name)])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fsdplab.common.names import CATEGORIES
 from fsdplab.common.sizes import size
 from fsdplab.figures.view import CATEGORY_NAMES, RunView
+from fsdplab.records import known
 
 NEAR = 0.10  # a category further off than this is explained
 SMALL = 0.005  # of the peak: what is less changes no picture
@@ -36,16 +37,18 @@ def gaps(run: RunView) -> list[Gap]:
     if not run.predicted_peak or not run.peak:
         return []
     pairs = [(name, run.predicted_split.get(name, 0), run.split.get(name, 0)) for name in CATEGORIES]
-    least = SMALL * run.peak
-    off = [each for each in pairs if abs(each[1] - each[2]) > max(NEAR * each[2], least)]
-    return [Gap(run.label, name, ours, theirs, _why(run, name, ours < theirs)) for name, ours, theirs in off]
+    return [
+        Gap(run.label, name, ours, theirs, _why(run, name, ours < theirs))
+        for name, ours, theirs in pairs
+        if abs(ours - theirs) > max(NEAR * theirs, SMALL * run.peak)
+    ]
 
 
 def _why(run: RunView, category: str, too_little: bool) -> str:
     total = run.predicted_peak or 0
     if run.status == "failed":
         return "the run failed before its step was whole"
-    if abs(total - run.known_peak) <= ALIKE * run.known_peak:
+    if abs(total - known(run.peak)) <= ALIKE * known(run.peak):
         return (
             "the totals agree, so two instants of the step are about equally high, and the prediction's split is that"
             " of the other one"
@@ -57,7 +60,7 @@ def _why(run: RunView, category: str, too_little: bool) -> str:
 
 def verdict(runs: Sequence[RunView]) -> str:
     """The finding of a comparison: how far the predicted peaks are off at most."""
-    known = [(run, run.predicted_peak / run.known_peak - 1) for run in runs if run.peak and run.predicted_peak]
+    known = [(run, run.predicted_peak / run.peak - 1) for run in runs if run.peak and run.predicted_peak]
     if not known:
         return "No peak of these runs is predicted"
     worst, off = max(known, key=lambda pair: abs(pair[1]))

@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.common.words import NO_UNIT, OUTSIDE_UNITS
-from fsdplab.figures.view import how_and_where, views
+from fsdplab.figures.view import how_and_where, view, views
 from fsdplab.profiling.step_summary import ExposedCell, StepSummary, exposed_cells, step_summary
 from fsdplab.records import RunRecord
 from fsdplab.records.summary import Link
@@ -33,12 +33,12 @@ _REMEDIES = {
 
 def label(record: RunRecord) -> str:
     """The run's name in titles: `full_shard`, `torch-fsdp2`."""
-    return views(record)[0].label
+    return view(record).label
 
 
 def rows_of(record: RunRecord, table: str) -> list[Row]:
     """The rows of a table; ValueError with the remedy when the record has none, TypeError for anything but a record."""
-    if not is_record(record):
+    if not isinstance(record, RunRecord):
         raise TypeError(
             f"this figure draws a run record, got {type(record).__name__}; pass what run() returned or"
             " RunRecord.load(folder)"
@@ -52,11 +52,6 @@ def rows_of(record: RunRecord, table: str) -> list[Row]:
             remedy = "the card was full before its profiled steps: give it a larger --card, or a smaller model or batch"
         raise ValueError(f"{label(record)} has no {table} table to draw; {remedy}")
     return rows
-
-
-def is_record(found: object) -> TypeGuard[RunRecord]:
-    """Whether this is a record: anything with tables."""
-    return hasattr(found, "table")
 
 
 def named_rows(record: RunRecord, table: str) -> list[Row]:
@@ -76,7 +71,7 @@ def unnamed(record: RunRecord) -> str:
 
 def listed(records: RunRecord | Iterable[RunRecord]) -> list[RunRecord]:
     """One record or several, as a list."""
-    return [records] if isinstance(records, RunRecord) or is_record(records) else list(records)
+    return [records] if isinstance(records, RunRecord) else list(records)
 
 
 def profiled(rows: Sequence[Row], record: RunRecord) -> list[Row]:
@@ -85,28 +80,24 @@ def profiled(rows: Sequence[Row], record: RunRecord) -> list[Row]:
     return [row for row in rows if row["step"] not in slowed] or list(rows)
 
 
-def usual_step(record: RunRecord) -> int:
-    """The profiled step of median length (its slowest rank's), whose timeline stands for the others."""
-    rows = profiled(rows_of(record, "timeline"), record)
-    steps = group((row for row in rows if row["lane"] == "step"), lambda row: row["step"])
-    lengths = {step: max(row["end_ns"] - row["start_ns"] for row in own) for step, own in steps.items()}
-    if not lengths:
-        return max(row["step"] for row in rows)
-    middle = statistics.median_low(lengths.values())
-    return next(step for step, length in lengths.items() if length == middle)
-
-
 def timeline_of(record: RunRecord, step: int | None) -> tuple[int, list[Row]]:
-    """(step, its timeline rows); the usual step by default. ValueError names the steps there are."""
+    """(step, its timeline rows); by default the profiled step of median length (its slowest rank's), which stands for
+    the others. ValueError names the steps there are.
+    """
     rows = rows_of(record, "timeline")
-    chosen = usual_step(record) if step is None else step
-    found = [row for row in rows if row["step"] == chosen]
+    if step is None:
+        usual = profiled(rows, record)
+        whole = group((row for row in usual if row["lane"] == "step"), lambda row: row["step"])
+        lengths = {step: max(row["end_ns"] - row["start_ns"] for row in own) for step, own in whole.items()}
+        middle = statistics.median_low(lengths.values() or [0])
+        step = next((step for step, length in lengths.items() if length == middle), max(row["step"] for row in usual))
+    found = [row for row in rows if row["step"] == step]
     if not found:
         steps = sorted({row["step"] for row in rows})
         raise ValueError(
-            f"{label(record)} has no timeline of step {chosen}; expected one of {steps}; run with --profile for more"
+            f"{label(record)} has no timeline of step {step}; expected one of {steps}; run with --profile for more"
         )
-    return chosen, found
+    return step, found
 
 
 def breakdown_of(record: RunRecord) -> StepSummary | None:
@@ -174,21 +165,18 @@ def short_unit(unit: str) -> str:
 def conditions(records: RunRecord | Iterable[RunRecord], *more: str) -> str:
     """The provenance for a subtitle: `Measured on 2 CPU ranks; the link is emulated (25 GbE: 3.12 GB/s), step 11`."""
     runs = listed(records)
-    origins = [run.provenance.get("exposed_s", "measured") for run in runs]
-    links = list(dict.fromkeys(link_words(run) for run in runs if run.summary.link))
-    emulated = "; communication is emulated" if "emulated" in origins else ""
-    emulated = f"; the link is emulated ({' / '.join(links)})" if links else emulated
+    links = " / ".join(dict.fromkeys(_link_words(run.summary.link) for run in runs if run.summary.link))
+    communicated = any(run.provenance.get("exposed_s") == "emulated" for run in runs)
+    emulated = f"; the link is emulated ({links})" if links else "; communication is emulated" if communicated else ""
     return ", ".join([f"{how_and_where(views(runs))}{emulated}", *filter(None, more)])
 
 
-def link_words(record: RunRecord) -> str:
+def _link_words(link: Link) -> str:
     """The emulated link: `"25 GbE: 3.12 GB/s, 10.0 µs"`."""
-    link = record.summary.link or Link()
     rate = f"{size(link.bytes_per_s)}/s" if link.bytes_per_s else ""
-    numbers = [rate] if rate and rate.replace(" ", "").lower() != link.name.replace(" ", "").lower() else []
-    numbers += [seconds(link.latency_s)] if link.latency_s else []
-    as_model = f", as {link.as_}" if link.as_ else ""
-    return f"{link.name}{': ' if numbers else ''}{', '.join(numbers)}{as_model}"
+    named = rate.replace(" ", "").lower() == link.name.replace(" ", "").lower()
+    numbers = ", ".join(filter(None, [rate if not named else "", seconds(link.latency_s) if link.latency_s else ""]))
+    return f"{link.name}{f': {numbers}' if numbers else ''}{f', as {link.as_}' if link.as_ else ''}"
 
 
 def duration(ns: float) -> str:

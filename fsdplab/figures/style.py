@@ -31,9 +31,7 @@ LANE_COLOURS = {
     "compute in forward": "#b3bac4",
     "compute in backward": "#6b7380",
     "optimizer": "#d9b84a",
-    "all_gather": "#6cc4f0",
-    "reduce_scatter": "#b84a0a",
-    "all_reduce": "#0aa06c",
+    **{kind: COLLECTIVE_COLOURS[kind] for kind in ("all_gather", "reduce_scatter", "all_reduce")},
     "other_communication": "#8a4a9e",
     "exposed": "#e01f3d",
 }
@@ -146,8 +144,8 @@ def _legend_rows(figure: go.Figure) -> int:
 
 def _words_above(figure: go.Figure) -> bool:
     """Whether something stands above the plot: the name of a line, a phase, a button, the labels of an axis."""
-    notes = (note for note in figure.layout.annotations if note.yref in ("paper", "y domain"))
-    above = any(note.y == 1 and note.yanchor == "bottom" for note in notes)
+    place = ("paper", 1, "bottom"), ("y domain", 1, "bottom")
+    above = any((note.yref, note.y, note.yanchor) in place for note in figure.layout.annotations)
     return above or bool(figure.layout.updatemenus) or figure.layout.xaxis.side == "top"
 
 

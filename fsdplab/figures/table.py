@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
@@ -10,23 +10,8 @@ from fsdplab.common.words import MISSING
 from fsdplab.figures.view import RunView
 
 _NAMED = tuple(dict.fromkeys(row.group for row in CATEGORY_ROWS.values() if row.group != "rest"))
-GROUPS = {group: tuple(row.name for row in CATEGORY_ROWS.values() if row.group == group) for group in _NAMED}
-SPLIT = f"= {' + '.join([*GROUPS, 'rest'])}"
-COLUMNS = (
-    "strategy",
-    "engine",
-    "step",
-    "tokens/s",
-    "peak",
-    SPLIT,
-    "predicted",
-    "sent",
-    "formula",
-    "exposed",
-    "hidden",
-    "loss",
-    "losses",
-)
+_GROUPS = {group: tuple(row.name for row in CATEGORY_ROWS.values() if row.group == group) for group in _NAMED}
+SPLIT = f"= {' + '.join([*_GROUPS, 'rest'])}"
 NUMBERS = ("step", "tokens/s", "peak", "sent", "loss")  # columns that are set flush right where there is room
 WRAPPED = (SPLIT, "formula")  # columns whose text may take a second line
 SHORT = ("step", "predicted")  # those whose text may break at every blank
@@ -38,29 +23,7 @@ LEGEND = (
     " (mean) in which the rank communicated and did not compute, copies and waiting for other ranks included, a dash"
     " where nothing was sent or profiled; hidden: the part of communication under computing; loss: of the last step"
 )
-AGREE, DIFFER, EQUAL = "agree", "DIFFER", "equal"
-_MOODS = {AGREE: "good", EQUAL: "good", DIFFER: "bad", "out of memory": "bad", "failed": "bad"}
-
-
-def cells(run: RunView, unknown: str = MISSING) -> tuple[str, ...]:
-    """One run's row, in the order of COLUMNS; what was not measured reads as a dash,
-    an unknown verdict as `unknown`.
-    """
-    return (
-        f"{run.strategy}, {run.note}" if run.note else run.strategy,
-        run.engine,
-        step_of(run),
-        three_digits(run.tokens_per_s) if run.tokens_per_s else MISSING,
-        size(run.peak),
-        split_of(run),
-        predicted_of(run),
-        size(run.summary.comm.bytes_per_step),
-        formula_of(run),
-        exposed_of(run),
-        MISSING if (hidden := run.summary.comm.overlap) is None else f"{hidden:.0%}",
-        _last_loss(run.summary.losses),
-        badge(run, unknown),
-    )
+_MOODS = {"agree": "good", "equal": "good", "DIFFER": "bad", "out of memory": "bad", "failed": "bad"}
 
 
 def step_of(run: RunView) -> str:
@@ -71,24 +34,18 @@ def step_of(run: RunView) -> str:
     return seconds(run.step_median) + ("" if scatter is None else f" ±{scatter:.0%}")
 
 
-def _last_loss(losses: Sequence[float | None]) -> str:
-    """The loss of the last step; a dash where it was not measured, or is no number."""
-    return MISSING if not losses or losses[-1] is None else f"{losses[-1]:.4f}"
-
-
-def exposed_of(run: RunView) -> str:
-    """Exposed time; a dash where the profiled steps show no communication, as the legend says."""
-    return MISSING if run.sends_nothing else seconds(run.exposed_s)
-
-
 def split_of(run: RunView) -> str:
-    """The peak as a sum of five groups, in MB: `"39 + 39 + 77 + 31 + 15"`; a dash for an unknown group."""
+    """The peak as a sum of five groups, in MB: `"39 + 39 + 77 + 31 + 15"`, `"0.3"` where it is little; a dash for an
+    unknown group.
+    """
     if not run.peak or not run.split:
         return MISSING
-    known = {group: [run.split[name] for name in names if name in run.split] for group, names in GROUPS.items()}
+    known = {group: [run.split[name] for name in names if name in run.split] for group, names in _GROUPS.items()}
     sums = [sum(parts) if parts else None for parts in known.values()]
-    rest = run.peak - sum(nbytes or 0 for nbytes in sums)
-    return " + ".join(MISSING if nbytes is None else _megabytes(nbytes) for nbytes in [*sums, rest])
+    sums.append(run.peak - sum(nbytes or 0 for nbytes in sums))
+    return " + ".join(
+        MISSING if nbytes is None else f"{nbytes / 1e6:.{0 if nbytes >= 9.5e6 else 1}f}" for nbytes in sums
+    )
 
 
 def predicted_of(run: RunView) -> str:
@@ -104,27 +61,51 @@ def beside(predicted: float | None, measured: float | None, shown: Callable[[flo
     return f"{shown(predicted)} ({predicted / measured:.2f})" if measured else shown(predicted)
 
 
-def _megabytes(nbytes: int) -> str:
-    """`_megabytes(38_600_000) == "39"`, `_megabytes(300_000) == "0.3"`."""
-    return f"{nbytes / 1e6:.{0 if nbytes >= 9.5e6 else 1}f}"
-
-
 def formula_of(run: RunView) -> str:
     """The formula's bytes, and whether the ledger equals them to the byte."""
-    formula, sent = run.formula_bytes, run.summary.comm.bytes_per_step
+    formula, sent = run.summary.formula_bytes_per_step, run.summary.comm.bytes_per_step
     if formula is None or sent is None:
         return size(formula)
-    off = sent - formula
-    return f"{size(formula)} {EQUAL if not off else f'{DIFFER} {off:+,} B'}"
+    return f"{size(formula)} {f'DIFFER {sent - formula:+,} B' if sent != formula else 'equal'}"
 
 
-def mood(text: str) -> str:
-    """Whether a cell's verdict is `good` or `bad`, for its colour: `mood("115 MB equal") == "good"`; else empty."""
-    return _MOODS.get(next((word for word in (EQUAL, AGREE, DIFFER) if word in text.split()), text), "")
+def _last_loss(run: RunView) -> str:
+    losses = run.summary.losses
+    return MISSING if not losses or losses[-1] is None else f"{losses[-1]:.4f}"
 
 
 def badge(run: RunView, unknown: str = MISSING) -> str:
     """Whether a finished run's losses agree with the unsharded reference; a dash for a run that did not finish."""
     if run.status != "finished":
         return MISSING
-    return unknown if run.matches is None else AGREE if run.matches else DIFFER
+    return unknown if run.matches is None else "agree" if run.matches else "DIFFER"
+
+
+# each column with its cell; what was not measured reads as a dash
+_CELLS: dict[str, Callable[[RunView], str]] = {
+    "strategy": lambda run: f"{run.strategy}, {run.note}" if run.note else run.strategy,
+    "engine": lambda run: run.engine,
+    "step": step_of,
+    "tokens/s": lambda run: three_digits(run.summary.tokens_per_s) if run.summary.tokens_per_s else MISSING,
+    "peak": lambda run: size(run.peak),
+    SPLIT: split_of,
+    "predicted": predicted_of,
+    "sent": lambda run: size(run.summary.comm.bytes_per_step),
+    "formula": formula_of,
+    "exposed": lambda run: MISSING if run.sends_nothing else seconds(run.exposed_s),
+    "hidden": lambda run: MISSING if (hidden := run.summary.comm.overlap) is None else f"{hidden:.0%}",
+    "loss": _last_loss,
+    "losses": badge,
+}
+COLUMNS = tuple(_CELLS)
+
+
+def cells(run: RunView, unknown: str = MISSING) -> tuple[str, ...]:
+    """One run's row, in the order of COLUMNS; an unknown verdict on its losses reads as `unknown`."""
+    *others, _ = (cell(run) for cell in _CELLS.values())
+    return (*others, badge(run, unknown))
+
+
+def mood(text: str) -> str:
+    """Whether a cell's verdict is `good` or `bad`, for its colour: `mood("115 MB equal") == "good"`; else empty."""
+    return _MOODS.get(next((word for word in text.split() if word in _MOODS), text), "")

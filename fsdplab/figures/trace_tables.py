@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fsdplab.common.sizes import seconds, size, three_digits
@@ -14,20 +15,23 @@ MOST = 12  # rows of a table that are shown; a function's frame has all
 _LONGEST = 64  # characters of a kernel's name
 
 
-def headings(table: Table) -> list[str]:
-    """The headings of the columns."""
-    return [column.heading for column in table.columns]
+# a value in each unit of a column
+_WRITTEN: dict[str, Callable[[Any], str]] = {
+    "ns": lambda ns: f"-{seconds(-ns / 1e9)}" if ns < 0 else seconds(ns / 1e9),
+    "bytes": size,
+    "bytes/s": lambda rate: f"{size(rate)}/s",
+    "GFLOP": lambda flop: f"{three_digits(flop / 1e9)} GFLOP",
+    "GFLOP/s": lambda rate: f"{three_digits(rate / 1e9)} GFLOP/s",
+    "share": "{:.1%}".format,
+    "count": lambda count: str(count) if isinstance(count, int) else three_digits(count).removesuffix(".00"),
+    "": lambda name: name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…",
+}
 
 
 def cells(table: Table, most: int = MOST) -> list[list[str]]:
     """The first rows as text: times, bytes and shares in their units, a dash where the trace does not say."""
     nameless = OUTSIDE_UNITS if any(row.get("unit") for row in table.rows) else NO_UNIT
     return [[_shown(column, row, nameless) for column in table.columns] for row in table.rows[:most]]
-
-
-def is_number(column: Column) -> bool:
-    """Whether a column is set flush right."""
-    return bool(column.unit)
 
 
 def left_out(table: Table, most: int = MOST) -> str:
@@ -39,18 +43,6 @@ def _shown(column: Column, row: Row, nameless: str) -> str:
     value: Any = row[column.key]
     if value is None:
         return MISSING
-    if column.unit == "ns":
-        return f"-{seconds(-value / 1e9)}" if value < 0 else seconds(value / 1e9)
-    if column.unit == "bytes":
-        return size(value)
-    if column.unit == "bytes/s":
-        return f"{size(value)}/s"
-    if column.unit in ("GFLOP", "GFLOP/s"):
-        return f"{three_digits(value / 1e9)} {column.unit}"
-    if column.unit == "share":
-        return f"{value:.1%}"
-    if column.unit == "count":
-        return str(value) if isinstance(value, int) else three_digits(value).removesuffix(".00")
-    if column.key == "unit":
+    if column.key == "unit" and not column.unit:
         return value or (MISSING if row.get("what") in (IDLE, BEFORE) else nameless)  # idle time is of no unit
-    return value if len(value) <= _LONGEST else f"{value[: _LONGEST - 1]}…"
+    return _WRITTEN[column.unit](value)

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, TypeGuard
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from fsdplab.common.names import CATEGORY_ROWS
+from fsdplab.common.sizes import size
 from fsdplab.common.words import plural
 from fsdplab.records import RunRecord, Spread, Summary
-from fsdplab.records.summary import Traces
 from fsdplab.sessions.spec import ENGINES
 
 CATEGORY_NAMES = {row.name: row.words for row in CATEGORY_ROWS.values()}
-_ALL_CORES = 0.95  # of a step: less is told, as other work took a core now and then
 UNSPLIT = "no category"  # a peer's memory that could not be attributed to a category
+_ALL_CORES = 0.95  # of a step: less is told, as other work took a core now and then
+# how the fields of a spec that tell runs apart are written
+SETTINGS = {
+    "model": "{}", "world_size": "{} ranks", "shard_size": "{} ranks a shard group", "emulate": "as {}",
+    "link": "link {}", "link_across": "across {}", "link_queues": "{} queues", "prefetch": "prefetch {}",
+    "units": "units {}", "precision": "{}", "batch_size": "batch {}", "sequence_length": "{} tokens",
+    "micro_batches": "{} micro-batches", "checkpoint": "checkpoint {}", "offload": "offload {}", "transport": "{}",
+    "optimizer": "{}", "card": "card {}",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class RunView:
     """One run as figures and pages read it: its summary, and what its spec, environment and provenance say beside it.
 
-    `strategy` is what the run is called; `matches`: whether its losses agree with the reference's.
+    `strategy` is what the run is called; `matches`: whether its losses agree with the reference's; `note` tells it from
+    other runs of its name.
     """
 
     strategy: str
@@ -37,17 +47,13 @@ class RunView:
 
     @property
     def label(self) -> str:
-        """`full_shard` for the lab's own engine, `torch-fsdp2` or `torch-fsdp2 zero2` for others; then a note if other
-        runs have that name.
-        """
-        return f"{self._name}, {self.note}" if self.note else self._name
-
-    @property
-    def _name(self) -> str:
+        """`full_shard` for the lab's own engine, `torch-fsdp2` or `torch-fsdp2 zero2` for others; then the note."""
         if self.engine in ("lab", "twin"):
-            return self.strategy if self.engine == "lab" else "twin"
-        implied = ENGINES.get(self.engine, ("",))[0]  # what the engine is best known for
-        return self.engine if self.strategy == implied else f"{self.engine} {self.strategy}"
+            name = self.strategy if self.engine == "lab" else "twin"
+        else:
+            implied = ENGINES.get(self.engine, ("",))[0]  # what the engine is best known for
+            name = self.engine if self.strategy == implied else f"{self.engine} {self.strategy}"
+        return f"{name}, {self.note}" if self.note else name
 
     @property
     def step_median(self) -> float | None:
@@ -55,21 +61,9 @@ class RunView:
         return self.summary.step_time_s.median
 
     @property
-    def known_step(self) -> float:
-        """The median step of a run that has one."""
-        assert self.step_median is not None, f"{self.label} has no timed step"
-        return self.step_median
-
-    @property
     def peak(self) -> int | None:
         """Bytes at the peak of the worst rank."""
         return self.summary.peak_memory_bytes.total
-
-    @property
-    def known_peak(self) -> int:
-        """The peak of a run whose memory was measured."""
-        assert self.peak is not None, f"{self.label} has no peak"
-        return self.peak
 
     @property
     def split(self) -> dict[str, int]:
@@ -85,16 +79,6 @@ class RunView:
     def predicted_peak(self) -> int | None:
         """The peak by arithmetic; None where it is not predicted."""
         return sum(self.predicted_split.values()) or None
-
-    @property
-    def formula_bytes(self) -> int | None:
-        """Bytes that one rank must send in a step, by the strategy's formula."""
-        return self.summary.formula_bytes_per_step
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens of all ranks in a second."""
-        return self.summary.tokens_per_s
 
     @property
     def exposed_s(self) -> float | None:
@@ -129,24 +113,14 @@ class RunView:
         return self.status == "out_of_memory" or bool(self.card and self.peak and self.peak > self.card)
 
     @property
-    def link(self) -> str | None:
-        """The name of the emulated link."""
-        return self.summary.link.name if self.summary.link else self.spec.get("emulate") or self.spec.get("link")
-
-    @property
-    def one_gpu(self) -> bool:
-        """Whether ranks shared a GPU, or rehearsed it."""
-        return "ranks_on_one_gpu" in self.provenance
-
-    @property
     def simulated(self) -> bool:
         """Whether its times come from a simulation."""
         return "simulated" in [self.provenance.get(name) for name in ("step_time_s", "exposed_s")]
 
     @property
-    def traced(self) -> Traces | None:
-        """The traces of a run that is known by them alone."""
-        return self.summary.traces
+    def traced(self) -> bool:
+        """Whether the run is known by its traces alone."""
+        return self.summary.traces is not None
 
 
 # what a figure of several runs takes: records, views of them, or the dict of a comparison
@@ -155,17 +129,46 @@ Runs: TypeAlias = RunRecord | RunView | Mapping[str, Any] | Iterable[RunRecord |
 
 def views(runs: Runs) -> list[RunView]:
     """RunViews of one record, of several records, or of a comparison dict (`{"runs": [...], "spec": ...}`)."""
-    if isinstance(runs, (RunView, RunRecord)) or _is_one(runs):
+    if isinstance(runs, (RunView, RunRecord)):
         return [view(runs)]
     if isinstance(runs, Mapping):
-        seen = [from_json(run, runs.get("spec") or {}, runs.get("environment") or {}) for run in runs["runs"]]
-        return disambiguate_labels(seen)
+        return disambiguate_labels([_of_entry(entry, runs) for entry in runs["runs"]])
     if not isinstance(runs, Iterable):
         raise TypeError(
             f"a figure draws run records or a comparison dict, got {type(runs).__name__}; pass what run() or compare()"
             " returned"
         )
     return disambiguate_labels([view(run) for run in runs])
+
+
+def view(run: RunRecord | RunView) -> RunView:
+    """The RunView of one record; a RunView passes through.
+
+    One that failed did no whole step, and has nothing of what whole steps have; one above its card is out of memory.
+    """
+    if isinstance(run, RunView):
+        return run
+    names = {name: run.spec[name] for name in ("strategy", "engine", "world_size")}
+    seen = RunView(**names, summary=run.summary, status=run.status, spec=run.spec, provenance=run.provenance)
+    seen = replace(seen, environment=run.environment or {})
+    if run.status == "failed":
+        comm = replace(run.summary.comm, bytes_per_step=None)
+        return replace(seen, summary=replace(run.summary, step_time_s=Spread(), tokens_per_s=None, comm=comm))
+    return replace(seen, status="out_of_memory") if seen.over_card else seen
+
+
+def _of_entry(entry: Mapping[str, Any], comparison: Mapping[str, Any]) -> RunView:
+    """The RunView of one entry of a comparison's `runs` (fields of records/comparison.py)."""
+    formula = (entry.get("predicted") or {}).get("comm_bytes_per_step")
+    record = RunRecord(
+        Path(),
+        (comparison.get("spec") or {}) | {name: entry[name] for name in ("strategy", "engine", "world_size")},
+        comparison.get("environment") or {},
+        entry.get("status") or "finished",
+        summary=Summary.from_dict({**entry, "formula_bytes_per_step": formula}, "runs"),
+        provenance=entry.get("provenance") or {},
+    )
+    return replace(view(record), matches=entry.get("matches_reference"))
 
 
 def with_verdicts(runs: Iterable[RunRecord | RunView], comparison: Mapping[str, Any]) -> list[RunView]:
@@ -177,11 +180,6 @@ def with_verdicts(runs: Iterable[RunRecord | RunView], comparison: Mapping[str, 
     return [replace(run, matches=each) if run.matches is None else run for run, each in zip(seen, judged)]
 
 
-def _is_one(runs: Runs) -> TypeGuard[RunRecord]:
-    """Whether this is one run: anything with a summary."""
-    return hasattr(runs, "summary")
-
-
 def disambiguate_labels(seen: list[RunView]) -> list[RunView]:
     """The views with a note wherever several have one name, because bars of one name would be drawn as one.
 
@@ -189,78 +187,30 @@ def disambiguate_labels(seen: list[RunView]) -> list[RunView]:
     """
     noted = list(seen)
     for label in {run.label for run in seen}:
-        same = [index for index, run in enumerate(seen) if run.label == label]
+        same = [place for place, run in enumerate(seen) if run.label == label]
+        specs = [{**seen[place].spec, "world_size": seen[place].world_size} for place in same]
+        differing = [name for name in SETTINGS if len({str(spec.get(name)) for spec in specs}) > 1]
+        notes = [settings_words(spec, differing) for spec in specs]
+        if len(set(notes)) < len(same):
+            notes = [f"{note}, run {number}".removeprefix(", ") for number, note in enumerate(notes, 1)]
         if len(same) > 1:
-            for place, (index, note) in enumerate(zip(same, _notes([seen[i] for i in same]))):
-                noted[index] = replace(seen[index], note=note or f"run {place + 1}")
+            noted = [replace(run, note=notes[same.index(at)]) if at in same else run for at, run in enumerate(noted)]
     return noted
 
 
-def _notes(seen: list[RunView]) -> list[str]:
-    """The difference between runs of one name: their ranks, else fields of their specs, else nothing."""
-    described = [{**run.spec, "world_size": run.world_size} for run in seen]
-    differing = [name for name in _TELLING if len({str(fields.get(name)) for fields in described}) > 1]
-    notes = [", ".join(_TELLING[name].format(_none(fields.get(name))) for name in differing) for fields in described]
-    return (
-        notes
-        if len(set(notes)) == len(notes)
-        else [f"{note}, run {place + 1}".removeprefix(", ") for place, note in enumerate(notes)]
-    )
-
-
-def _none(value: object) -> object:
-    return "none" if value is None else value
-
-
-_TELLING = {
-    "model": "{}", "world_size": "{} ranks", "shard_size": "{} ranks a shard group", "emulate": "as {}",
-    "link": "link {}",
-    "link_across": "across {}", "link_queues": "{} queues", "prefetch": "prefetch {}", "units": "units {}",
-    "precision": "{}",
-    "batch_size": "batch {}", "sequence_length": "{} tokens", "micro_batches": "{} micro-batches",
-    "checkpoint": "checkpoint {}",
-    "offload": "offload {}", "transport": "{}", "optimizer": "{}",
-}  # fmt: skip
-
-
-def view(run: RunRecord | RunView) -> RunView:
-    """The RunView of one record (anything with `.spec`, `.summary`, `.status`); a RunView passes through."""
-    if isinstance(run, RunView):
-        return run
-    names = {name: run.spec[name] for name in ("strategy", "engine", "world_size")}
-    known = RunView(**names, spec=run.spec, environment=run.environment or {}, provenance=run.provenance)
-    return _with_result(known, run.summary, run.status)
-
-
-def from_json(run: Mapping[str, Any], spec: Mapping[str, Any], environment: Mapping[str, Any]) -> RunView:
-    """The RunView of one entry of a comparison's `runs` (fields of records/comparison.py)."""
-    predicted = run.get("predicted") or {}
-    summary = Summary.from_dict({**run, "formula_bytes_per_step": predicted.get("comm_bytes_per_step")}, "runs")
-    names = {name: run[name] for name in ("strategy", "engine", "world_size")}
-    origins = run.get("provenance") or {}
-    known = RunView(
-        **names, spec=spec, environment=environment, provenance=origins, matches=run.get("matches_reference")
-    )
-    return _with_result(known, summary, run.get("status") or "finished")
-
-
-def _with_result(known: RunView, summary: Summary, status: str) -> RunView:
-    """The run with what it did; of one that failed, which is no whole step's, without what whole runs have."""
-    seen = replace(known, summary=summary, status=status)
-    if status == "failed":
-        partly = replace(
-            summary, step_time_s=Spread(), tokens_per_s=None, comm=replace(summary.comm, bytes_per_step=None)
-        )
-        return replace(seen, summary=partly)
-    return replace(seen, status="out_of_memory") if seen.over_card else seen
+def settings_words(spec: Mapping[str, Any], names: Iterable[str]) -> str:
+    """Fields of a spec: `settings_words({"prefetch": 0}, ["prefetch", "card"]) == "prefetch 0, card none"`."""
+    values = {name: size(spec[name]) if name == "card" and spec.get(name) else spec.get(name) for name in names}
+    return ", ".join(SETTINGS[name].format("none" if value is None else value) for name, value in values.items())
 
 
 def ranks_and_device(runs: list[RunView]) -> str:
-    """`"2 CPU ranks"`, the words of every subtitle."""
-    if len(runs) == 1 and runs[0].traced is not None:
-        return _traced_ranks(runs[0], runs[0].traced.ranks)
-    sizes = sorted({run.world_size for run in runs if run.engine != "twin"} or {run.world_size for run in runs})
+    """`"2 CPU ranks"`, the words of every subtitle; of one run's traces `"2 of 8 NVIDIA A100 ranks"`."""
     kind = "CPU" if all(run.device == "cpu" for run in runs) else "GPU"
+    if len(runs) == 1 and (traces := runs[0].summary.traces) is not None:
+        ranks = plural(runs[0].world_size, f"{runs[0].environment.get('device_name') or kind} rank")
+        return f"{traces.ranks} of {ranks}" if traces.ranks < runs[0].world_size else ranks
+    sizes = sorted({run.world_size for run in runs if run.engine != "twin"} or {run.world_size for run in runs})
     return plural(sizes[0], f"{kind} rank") if len(sizes) == 1 else f"{' and '.join(map(str, sizes))} {kind} ranks"
 
 
@@ -274,94 +224,63 @@ def how_and_where(runs: list[RunView]) -> str:
     return " and ".join(words)
 
 
-def _traced_ranks(run: RunView, ranks: int) -> str:
-    """`"2 of 8 NVIDIA A100 ranks"`."""
-    of_job = f"{ranks} of " if ranks < run.world_size else ""
-    kind = run.environment.get("device_name") or ("CPU" if run.device == "cpu" else "GPU")
-    return f"{of_job}{plural(run.world_size, f'{kind} rank')}"
-
-
 def provenance(runs: list[RunView]) -> list[tuple[str, str]]:
     """The measured, computed, emulated and simulated quantities of a comparison, as (origin, text) pairs."""
-    traced = [run for run in runs if run.traced is not None]
-    own = [run for run in runs if run.traced is None and not run.simulated]
-    simulated = [run for run in runs if run.simulated]
-    pairs = ([("measured", _measured(own))] if own else []) + [("measured", _traced(run)) for run in traced]
-    pairs += [("not in the traces", _absent(traced))] if traced else []
-    pairs += [("computed", "formula: the bytes that each strategy must send")] if own or simulated else []
-    pairs += [("cores", words)] if (words := _cores(own)) else []
-    pairs += [("predicted", _predicted(own))] if any(run.predicted_split for run in own) else []
-    pairs += [("emulated", "; ".join(_emulated(runs)) or "nothing")]
-    return [*pairs, ("simulated", _simulated(simulated) if simulated else "nothing")]
+    own = [run for run in runs if not run.traced and not run.simulated]
+    traced, simulated = [run for run in runs if run.traced], [run for run in runs if run.simulated]
+    pairs = []
+    if own:
+        measured = "step time, tokens/s, peak memory, bytes sent, losses"
+        pairs.append(("measured", f"{measured}: on {ranks_and_device(own)}, real processes of one machine"))
+    for run in traced:
+        software = {"backend": run.environment.get("backend"), "PyTorch": run.environment.get("torch")}
+        where = ", ".join([ranks_and_device([run]), *(f"{name} {said}" for name, said in software.items() if said)])
+        told = ", ".join(["step time", "exposed time", *_told_by(run)])
+        pairs.append(("measured", f"{told}: by PyTorch's profiler on {where}"))
+    if traced:
+        missing = [name for name in ("peak memory", "bytes sent") if not any(name in _told_by(run) for run in traced)]
+        pairs.append(("not in the traces", ", ".join([*missing, "tokens/s", "losses"])))
+    if own or simulated:
+        pairs.append(("computed", "formula: the bytes that each strategy must send"))
+    shares = [(run.label, run.summary.cpu_share) for run in own]
+    if low := [f"{label} {share:.0%}" for label, share in shares if share is not None and share < _ALL_CORES]:
+        had = "the part of their steps in which ranks had a core when they wanted one"
+        pairs.append(("cores", f"{had}: {', '.join(low)}"))
+    if any(run.predicted_split for run in own):
+        calibrated = any(run.summary.predicted.step_time_s for run in own)
+        step = ", and step time from this machine's calibration" if calibrated else ""
+        memory = "peak memory by category, from the engine's own layouts and schedule"
+        pairs.append(("predicted", f"{memory}{step}; before the run"))
+    words = "nothing"
+    if simulated:
+        names = ", ".join(dict.fromkeys(run.label for run in simulated))
+        held = "step time, tokens/s, exposed time, memory, bytes sent"
+        words = f"{held}: of {names}, for {ranks_and_device(simulated)}"
+    return [*pairs, ("emulated", _emulated(runs)), ("simulated", words)]
 
 
-def _cores(runs: list[RunView]) -> str:
-    """The part of the step in which ranks had a core, of the runs that had one for less than 95 %."""
-    shares = [(run.label, run.summary.cpu_share) for run in runs]
-    low = [f"{label} {share:.0%}" for label, share in shares if share is not None and share < _ALL_CORES]
-    return f"the part of their steps in which ranks had a core when they wanted one: {', '.join(low)}" if low else ""
+def _told_by(run: RunView) -> list[str]:
+    """What these traces tell, and others do not."""
+    told = {"peak memory": run.peak, "bytes sent": run.summary.comm.bytes_per_step}
+    return [name for name, value in told.items() if value is not None]
 
 
-def _predicted(runs: list[RunView]) -> str:
-    seconds = (
-        ", and step time from this machine's calibration"
-        if any(run.summary.predicted.step_time_s for run in runs)
-        else ""
-    )
-    return f"peak memory by category, from the engine's own layouts and schedule{seconds}; before the run"
+def _emulated(runs: list[RunView]) -> str:
+    links = emulated_links(runs)
+    said = {
+        "the card: a run whose counted bytes exceed it ends as out of memory": any(
+            run.card and run.card_emulated for run in runs
+        ),
+        f"the link ({links}): collectives take the time that it would need": links,
+        "several GPUs: ranks take turns on one, so that step times say little of as many": any(
+            "ranks_on_one_gpu" in run.provenance for run in runs
+        ),
+    }
+    return "; ".join(words for words, applies in said.items() if applies) or "nothing"
 
 
-def _simulated(runs: list[RunView]) -> str:
-    names = ", ".join(dict.fromkeys(run.label for run in runs))
-    return f"step time, tokens/s, exposed time, memory, bytes sent: of {names}, for {ranks_and_device(runs)}"
-
-
-def _measured(runs: list[RunView]) -> str:
-    return (
-        f"step time, tokens/s, peak memory, bytes sent, losses: on {ranks_and_device(runs)}, real processes of one"
-        " machine"
-    )
-
-
-def _traced(run: RunView) -> str:
-    """What a trace measured, and where, in its own words."""
-    words = {"backend": "backend {}", "torch": "PyTorch {}"}
-    said = [form.format(run.environment[name]) for name, form in words.items() if run.environment.get(name)]
-    where = ", ".join([ranks_and_device([run]), *said])
-    held = ["step time", "exposed time", *(name for name, value in _of_traces(run).items() if value is not None)]
-    return f"{', '.join(held)}: by PyTorch's profiler on {where}"
-
-
-def _of_traces(run: RunView) -> dict[str, int | None]:
-    """What some traces tell and others do not."""
-    return {"peak memory": run.peak, "bytes sent": run.summary.comm.bytes_per_step}
-
-
-def _absent(traced: list[RunView]) -> str:
-    """What none of the traces tells."""
-    some = [name for name in _of_traces(traced[0]) if all(_of_traces(run)[name] is None for run in traced)]
-    return ", ".join([*some, "tokens/s", "losses"])
-
-
-def _emulated(runs: list[RunView]) -> list[str]:
-    emulated = (
-        ["the card: a run whose counted bytes exceed it ends as out of memory"]
-        if any(run.card and run.card_emulated for run in runs)
-        else []
-    )
-    emulated += (
-        [f"the link ({', '.join(links)}): collectives take the time that it would need"]
-        if (links := emulated_links(runs))
-        else []
-    )
-    emulated += (
-        ["several GPUs: ranks take turns on one, so that step times say little of as many"]
-        if any(run.one_gpu for run in runs)
-        else []
-    )
-    return emulated
-
-
-def emulated_links(runs: list[RunView]) -> list[str]:
-    """The names of the emulated links that occur: `["25gbe"]`."""
-    return sorted({str(run.link) for run in runs if run.link})
+def emulated_links(runs: list[RunView]) -> str:
+    """The names of the emulated links that occur: `"25gbe"`, `"25gbe, eth10"`; empty without any."""
+    asked = [run.spec.get("emulate") or run.spec.get("link") for run in runs]
+    links = [run.summary.link.name if run.summary.link else name for run, name in zip(runs, asked)]
+    return ", ".join(sorted({str(link) for link in links if link}))

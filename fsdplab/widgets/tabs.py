@@ -13,8 +13,8 @@ from plotly.graph_objects import Figure
 
 from fsdplab import figures
 from fsdplab.figures.fastest import core_words
-from fsdplab.figures.report.parts import Look, comparison_table
-from fsdplab.figures.table import LEGEND, NUMBERS, SHORT, WRAPPED, mood
+from fsdplab.figures.report.parts import comparison_table
+from fsdplab.figures.table import COLUMNS, LEGEND, NUMBERS, SHORT, WRAPPED, mood
 from fsdplab.figures.view import RunView, provenance
 from fsdplab.profiling.findings import findings
 from fsdplab.records import RunRecord
@@ -47,25 +47,22 @@ def table(runs: Sequence[RunView]) -> str:
     small = f"<p style='{type_size};opacity:.8;margin:6px 10px'>{escape(LEGEND)}.<br>{real}</p>"
     core = core_words(runs)
     first = f"<p style='color:{_COLOURS['bad']};font-weight:600;margin:6px 10px'>{escape(core)}</p>" if core else ""
-    return f"{first}<div style='overflow-x:auto'>{comparison_table(runs, _LOOK, caption='')}</div>{small}"
-
-
-def _placed(column: str) -> str:
-    return f"text-align:{'right' if column in NUMBERS else 'left'};padding:5px 6px"
-
-
-def _styled(column: str, text: str) -> dict[str, str]:
-    """A cell's style: amounts stay in one piece, long texts may break, verdicts are coloured."""
-    ink = f";color:{_COLOURS[mood(text)]};font-weight:600" if mood(text) else ""
-    return {"style": _placed(column) + ("" if column in (*WRAPPED, *SHORT) else ";white-space:nowrap") + ink}
+    shown = comparison_table(runs, _look, caption="", style=_TABLE)
+    return f"{first}<div style='overflow-x:auto'>{shown}</div>{small}"
 
 
 # styles, not classes: a saved notebook's page takes style sheets away
-_LOOK = Look(
-    table={"style": "border-collapse:collapse;font-size:var(--fsdplab-table, 14px);font-variant-numeric:tabular-nums"},
-    heading=lambda column: {"style": _placed(column)},
-    cell=_styled,
-)
+_TABLE = "border-collapse:collapse;font-size:var(--fsdplab-table, 14px);font-variant-numeric:tabular-nums"
+
+
+def _look(place: int, text: str | None) -> dict[str, str]:
+    """A cell's style: amounts stay in one piece, long texts may break, verdicts are coloured."""
+    column = COLUMNS[place]
+    style = f"text-align:{'right' if column in NUMBERS else 'left'};padding:5px 6px"
+    if text is not None:
+        style += "" if column in (*WRAPPED, *SHORT) else ";white-space:nowrap"
+        style += f";color:{_COLOURS[mood(text)]};font-weight:600" if mood(text) else ""
+    return {"style": style}
 
 
 def _failures(batch: Batch) -> list[Piece]:

@@ -30,7 +30,6 @@ def answer_figure(answer: Answer) -> go.Figure:
 
 
 def _add_panel(figure: go.Figure, answer: Answer, panel: Panel, place: int) -> None:
-    """The panel's traces, its axes, and its limit."""
     number = "" if place == 0 else str(place + 1)
     columns = [each for each in answer.columns if each.name in panel.columns]
     values = {each.name: [float(value or 0) for value in answer.column(each.name)] for each in columns}
@@ -62,7 +61,6 @@ def _add_panel(figure: go.Figure, answer: Answer, panel: Panel, place: int) -> N
 
 
 def _conditions(answer: Answer) -> str:
-    """The provenance, and the plan that was asked about."""
     spec, said = answer.spec, f"{answer.provenance[0].upper()}{answer.provenance[1:]}"
     said += f"; {spec.model.name}, {spec.strategy}, {spec.gpus:,} x {spec.gpu.name} ({size(spec.gpu.memory_bytes)})"
     said += f", {spec.micro_batch} x {spec.seq:,} tokens a micro-batch, checkpointing {spec.checkpointing}"

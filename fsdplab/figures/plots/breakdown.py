@@ -19,7 +19,7 @@ from fsdplab.figures.view import views
 from fsdplab.profiling.step_summary import StepSummary
 from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
 
-Splits = Mapping[str, StepSummary]  # of each run, by label
+Splits = dict[str, StepSummary]  # of each run, by label
 PART_COLUMN = dict(zip(EXPOSED_COLOURS, PARTS_OF_EXPOSED))
 COLUMN = {name: f"{name.replace(' ', '_')}_ns" for name in STEP_COLOURS}
 _SAME_WORK = (
@@ -34,13 +34,13 @@ def step_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
     1 ms is a step of 20 ms.
     """
     runs = profile.listed(records)
-    shown = _with_breakdown(runs)
-    splits, inflation = _splits(shown), compute_inflation(shown)
+    shown, splits = _with_breakdown(runs)
+    inflation = _inflation(shown, splits)
     ends = {name: _total(split, inflation.get(name)) for name, split in splits.items()}
-    left_out = len(runs) - len(shown)
-    where = profile.conditions(
-        shown.values(), "mean of the profiled steps", f"{left_out} not profiled" if left_out else "", _slower(shown)
-    )
+    left_out = f"{len(runs) - len(shown)} not profiled" if len(shown) < len(runs) else ""
+    slower = {name: words for name, run in shown.items() if (words := profile.slower_words(run))}
+    said = "; ".join(f"{name}: {words}" if len(shown) > 1 else words for name, words in slower.items())
+    where = profile.conditions(shown.values(), "mean of the profiled steps", left_out, said)
     figure = _stacked(ends, splits, COLUMN, STEP_COLOURS, "time of one step (ms)")
     return titled(figure, _finding(splits), where, _alt(splits, COLUMN, "the step", "step_ns"), 78 + 60 * len(shown))
 
@@ -51,7 +51,7 @@ def exposed_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
     ValueError with the remedy if no record has these parts. 6 + 3 + 1 ms are 10 ms exposed.
     """
     runs = profile.listed(records)
-    found = _splits(_with_breakdown(runs))
+    shown, found = _with_breakdown(runs)
     splits = {name: split for name, split in found.items() if split.on_link_ns is not None}
     if not splits:
         raise ValueError(
@@ -62,26 +62,15 @@ def exposed_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
     figure = _stacked(ends, splits, PART_COLUMN, EXPOSED_COLOURS, "exposed time of one step (ms)")
     where = profile.conditions(runs, "mean of the profiled steps of the rank exposed longest")
     alt = _alt(splits, PART_COLUMN, "exposed time", "exposed_ns")
-    return titled(figure, _largest_part(runs, splits), where, alt, 78 + 60 * len(splits))
+    return titled(figure, _largest_part(shown, splits), where, alt, 78 + 60 * len(splits))
 
 
-def _with_breakdown(runs: list[RunRecord]) -> dict[str, RunRecord]:
-    """The runs that have a breakdown, by label; ValueError with the remedy where none has one."""
-    shown = {view.label: run for view, run in zip(views(runs), runs) if run.table("breakdown")}
-    if not shown:
+def _with_breakdown(runs: list[RunRecord]) -> tuple[dict[str, RunRecord], dict[str, StepSummary]]:
+    """(the runs that have a breakdown, their breakdowns), by label; ValueError with the remedy where none has one."""
+    found = {view.label: run for view, run in zip(views(runs), runs) if run.table("breakdown")}
+    if not found:
         profile.rows_of(runs[0], "breakdown")
-    return shown
-
-
-def _splits(shown: Mapping[str, RunRecord]) -> dict[str, StepSummary]:
-    """The breakdown of each run; all of them have one."""
-    return {name: split for name, run in shown.items() if (split := profile.breakdown_of(run)) is not None}
-
-
-def _slower(shown: Mapping[str, RunRecord]) -> str:
-    """How much slower profiled steps were than timed ones; each run is named where several are shown."""
-    found = {name: words for name, run in shown.items() if (words := profile.slower_words(run))}
-    return "; ".join(f"{name}: {words}" if len(shown) > 1 else words for name, words in found.items())
+    return found, {name: split for name, run in found.items() if (split := profile.breakdown_of(run)) is not None}
 
 
 def _stacked(
@@ -95,12 +84,11 @@ def _stacked(
     return stacked_bars(ends, parts, axis, "%{x:.3f} ms", lambda ms: duration(ms * MS))
 
 
-def compute_inflation(shown: Mapping[str, RunRecord]) -> dict[str, float]:
+def _inflation(shown: Mapping[str, RunRecord], splits: Splits) -> dict[str, float]:
     """Compute time of each run over that of the same work without communication, where there is such a run.
 
     `{"full_shard": 1.25}`: its compute took a quarter longer than on a rank that sends nothing.
     """
-    splits = _splits(shown)
     work = {name: tuple(run.spec.get(field) for field in _SAME_WORK) for name, run in shown.items()}
     alone = {work[name]: split for name, split in reversed(splits.items()) if not split.communication_ns}
     talking = [name for name, split in splits.items() if split.communication_ns and work[name] in alone]
@@ -115,14 +103,14 @@ def _total(split: StepSummary, inflation: float | None) -> str:
     return f"<b>{duration(split.step_ns)}</b> · {words}"
 
 
-def _largest_part(runs: list[RunRecord], splits: Splits) -> str:
+def _largest_part(shown: Mapping[str, RunRecord], splits: Splits) -> str:
     """The title: the run that is exposed longest, and what most of this time is."""
     most = max(splits, key=lambda name: splits[name].exposed_ns)
     if not splits[most].exposed_ns:
         return "No run has exposed communication"
     largest = max(PART_COLUMN, key=lambda part: getattr(splits[most], PART_COLUMN[part]))
-    run = next(view for view in views(runs) if view.label == most)
-    if largest == "on the link" and run.traced is not None and run.traced.ranks < run.world_size:
+    traces = shown[most].summary.traces
+    if largest == "on the link" and traces and traces.ranks < shown[most].spec["world_size"]:
         largest += " or waiting for ranks whose traces were not given"
     return f"{most}: {duration(splits[most].exposed_ns)} a step are exposed, most of it {largest}"
 

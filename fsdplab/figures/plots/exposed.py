@@ -7,6 +7,7 @@ from fsdplab.common.words import NO_UNIT, plural
 from fsdplab.figures import profile_data as profile
 from fsdplab.figures.heat import heat_map
 from fsdplab.figures.plotly_go import go
+from fsdplab.figures.plots.breakdown import PART_COLUMN
 from fsdplab.figures.profile_data import MS, duration, label
 from fsdplab.figures.style import titled
 from fsdplab.profiling.step_summary import ExposedCell
@@ -15,7 +16,7 @@ from fsdplab.records import RunRecord
 _ORDER = {"forward": 0, "backward": 1, "optimizer": 2, "": 3}
 _LEAST = 130  # pixels of the cells, so that the labels of the colour bar stay apart
 
-Place = tuple[str, str, str]  # unit, phase and kind
+Cells = dict[tuple[str, str, str], ExposedCell]  # by unit, phase and kind
 
 
 def exposed_heatmap(record: RunRecord) -> go.Figure:
@@ -27,7 +28,7 @@ def exposed_heatmap(record: RunRecord) -> go.Figure:
     """
     rank, steps, every = profile.worst_cells(record)
     nameless = profile.unnamed(record)
-    cells: dict[Place, ExposedCell] = {(each.unit or nameless, each.phase, each.kind): each for each in every}
+    cells: Cells = {(each.unit or nameless, each.phase, each.kind): each for each in every}
     units, few = profile.foremost_units(record, {key: each.exposed_ns for key, each in cells.items()})
     columns = sorted({key[1:] for key in cells}, key=lambda column: (_ORDER.get(column[0], len(_ORDER)), column[1]))
     grid = [[cells.get((unit, *column)) for column in columns] for unit in units]
@@ -57,13 +58,13 @@ def _words(cell: ExposedCell | None) -> str:
 
 def _hover(cell: ExposedCell) -> str:
     """A cell's communication, its cause, and the parts of its exposed time that there are."""
-    parts = {"on the link": cell.on_link_ns, "copying": cell.copying_ns, "waiting for a peer": cell.waiting_ns}
-    of = ", ".join(f"{name} {part / MS:.3f} ms" for name, part in parts.items() if part)
+    parts = {name: getattr(cell, column) / MS for name, column in PART_COLUMN.items()}
+    of = ", ".join(f"{name} {ms:.3f} ms" for name, ms in parts.items() if ms)
     cause = f"{cell.communication_ns / MS:.3f} ms of communication, {cell.shown_cause.replace('_', ' ')}"
     return f"{cause}<br>{of}" if of else cause
 
 
-def _finding(record: RunRecord, cells: dict[Place, ExposedCell]) -> tuple[str, str]:
+def _finding(record: RunRecord, cells: Cells) -> tuple[str, str]:
     """(title, alternative text): the cell with most exposed time, and its share."""
     total = sum(each.exposed_ns for each in cells.values())
     if not total:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from fsdplab.common.sizes import size
-from fsdplab.figures.lanes import CLOCK, Mark, downsample, mark_lanes
+from fsdplab.figures.lanes import Mark, downsample, mark_lanes, named_axis
 from fsdplab.figures.lines import peak
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.plots import shard_map
 from fsdplab.figures.plots.memory import MB, bands, envelope, total
 from fsdplab.figures.plots.shard_map import UnitStates, unit_states
-from fsdplab.figures.plots.timeline import Lanes, lane_bars, lanes_of, phase_lines, phases
+from fsdplab.figures.plots.timeline import lane_bars, lanes_of, phase_lines, phases
 from fsdplab.figures.profile_data import MS, Row, conditions, label, rows_of, short_unit, timeline_of
 from fsdplab.figures.style import ALARM, titled
 from fsdplab.records import RunRecord
@@ -54,24 +54,34 @@ def _linked(record: RunRecord, at_ns: float | None, limit: int) -> go.Figure:
     memory = memory_of_step(record, life)
     _, rows = timeline_of(record, life.step)
     lanes, end = lanes_of(rows), life.length / MS
-    heights = [round(24 * lanes.bottom), 180, _life_height(life)]
+    heights = [round(24 * lanes.bottom), 180, max(70, 15 * len(life.keys)) if len(life.keys) <= _NAMED else 300]
     heights += [] if at_ns is None else [shard_map.map_height(life, 46)]
     domains, top = _domains(heights), max(memory, key=total)
     timeline, merged = lane_bars(rows, lanes, end, limit)
-    figure = go.Figure([*timeline, *_memory_bands(memory, life), *_life_bars(life, end, limit)])
-    _axes(figure, heights, life, lanes, end, 1.25 * total(top) / MB)
+    drawn = envelope(memory, 300)
+    drawn.append({**drawn[-1], "time_ns": max(life.length, drawn[-1]["time_ns"])})
+    stack = bands(drawn, [round(row["time_ns"] / MS, 4) for row in drawn], yaxis="y2")
+    figure = go.Figure([*timeline, *stack, *_life_bars(life, end, limit)])
+    spike = dict(
+        showspikes=True, spikemode="across", spikesnap="cursor", spikethickness=2, spikedash="solid", spikecolor=_CURSOR
+    )  # fmt: skip
+    clock = dict(range=[0, 1.005 * end], anchor="y3", title_text="time since the step began (ms)")
+    figure.update_layout(
+        xaxis=clock | spike,
+        yaxis=lanes.axis(heights[0]) | dict(domain=domains[0]),
+        yaxis2=dict(domain=domains[1], title_text="live memory (MB)", range=[0, 1.25 * total(top) / MB], nticks=5),
+        yaxis3=_life_axis(life) | dict(domain=domains[2]),
+        spikedistance=-1, barmode="overlay", hovermode="closest",
+    )  # fmt: skip
     phase_lines(figure, phases(rows), end, domains[2][0])
     figure.add_trace(peak(top["time_ns"] / MS, total(top) / MB, yaxis="y2"))
     if at_ns is None:
+        title, alt = _finding(record, life, top)
         _name_peak(figure, top, domains)
     else:
-        shard_map.check_instant(life, at_ns)
-        cells = shard_map.cells(life, at_ns, xaxis="x2", yaxis="y4")
-        figure.add_traces([trace.update(showlegend=False) for trace in cells])
-        _cursor(figure, at_ns / MS, domains)
-    title, alt = _finding(record, life, top) if at_ns is None else shard_map.finding(record, life, at_ns)
+        title, alt = shard_map.finding(record, life, at_ns)
+        _add_map(figure, life, at_ns, domains)
     where = conditions(record, f"step {life.step}", merged)
-    figure.update_layout(barmode="overlay", hovermode="closest")
     titled(figure, title, where, alt, sum(heights) + _GAP * (len(heights) - 1) + 70)
     return figure.update_layout(margin_b=70)
 
@@ -84,16 +94,9 @@ def memory_of_step(record: RunRecord, life: UnitStates) -> list[Row]:
             f"{label(record)} has no memory of step {life.step}; run it again with memory=True and --profile 2"
         )
     worst = max(rows, key=total)["rank"]
-    shift = shard_map.memory_starts(record).get(worst, life.begin) - life.begin
+    shift = record.summary.memory_start_ns.get(worst, life.begin) - life.begin
     mine = sorted((row for row in rows if row["rank"] == worst), key=lambda row: row["time_ns"])
     return [{**row, "time_ns": row["time_ns"] + shift} for row in mine]
-
-
-def _memory_bands(memory: list[Row], life: UnitStates) -> list[go.Scatter]:
-    """The stack of categories, in MB, until the end of the step."""
-    drawn = envelope(memory, 300)
-    drawn.append({**drawn[-1], "time_ns": max(life.length, drawn[-1]["time_ns"])})
-    return bands(drawn, [round(row["time_ns"] / MS, 4) for row in drawn], yaxis="y2")
 
 
 def _life_bars(life: UnitStates, end: float, limit: int) -> list[go.Bar]:
@@ -115,11 +118,6 @@ def _sharing(life: UnitStates) -> int:
     return -(-len(life.keys) // _LANES)
 
 
-def _life_height(life: UnitStates) -> int:
-    """Pixels of the units' lanes: enough for a name each, where each has one."""
-    return max(70, 15 * len(life.keys)) if len(life.keys) <= _NAMED else 300
-
-
 def _domains(heights: list[int]) -> list[tuple[float, float]]:
     """(bottom, top) of each panel on the paper, from the top down: heights in pixels to shares."""
     whole, top, domains = sum(heights) + _GAP * (len(heights) - 1), 0, []
@@ -129,26 +127,6 @@ def _domains(heights: list[int]) -> list[tuple[float, float]]:
     return domains
 
 
-def _axes(figure: go.Figure, heights: list[int], life: UnitStates, lanes: Lanes, end: float, top: float) -> None:
-    """One clock for the first three panels, its spike line through all of them; the map of slices has its own axis."""
-    domains = _domains(heights)
-    spike = dict(showspikes=True, spikemode="across", spikesnap="cursor", spikethickness=2, spikedash="solid")
-    clock = dict(range=[0, 1.005 * end], anchor="y3", title_text="time since the step began (ms)", **spike)
-    figure.update_layout(
-        xaxis=clock | dict(spikecolor=_CURSOR),
-        yaxis=lanes.axis(heights[0]) | dict(domain=domains[0]),
-        yaxis2=dict(domain=domains[1], title_text="live memory (MB)", range=[0, top], nticks=5),
-        yaxis3=_life_axis(life) | dict(domain=domains[2]),
-        spikedistance=-1,
-    )
-    if len(heights) == 4:
-        figure.update_layout(
-            xaxis=dict(title=None, ticksuffix=" ms"),
-            xaxis2=shard_map.unit_axis(life) | dict(domain=[0, 1], anchor="y4"),
-            yaxis4=shard_map.rank_axis(life) | dict(domain=domains[3], anchor="x2"),
-        )
-
-
 def _life_axis(life: UnitStates) -> dict[str, Any]:
     """Lanes of units, labelled where space allows: every unit of a few, else every rank."""
     count, every, texts = len(life.keys), _sharing(life), {}
@@ -156,16 +134,24 @@ def _life_axis(life: UnitStates) -> dict[str, Any]:
         first = f"<b>rank {rank}</b>" if unit == life.units[0] else ""
         if first or count <= _NAMED:
             texts[place // every + 0.5] = f"{first}  {short_unit(unit)}".strip() if count <= _NAMED else first
-    ticks = dict(tickmode="array", tickvals=list(texts), ticktext=list(texts.values()), tickfont=dict(size=11))
-    return CLOCK | ticks | dict(range=[(count - 1) // every + 1.1, -0.1])
+    return named_axis(texts, (count - 1) // every + 1.1, -0.1) | dict(tickfont=dict(size=11))
 
 
-def _cursor(figure: go.Figure, at_ms: float, domains: list[tuple[float, float]]) -> None:
-    """The line at the instant, through the panels that share the clock, with the time between the first two."""
-    line = dict(color=_CURSOR, width=2.5)
-    figure.add_shape(type="line", name="cursor", x0=at_ms, x1=at_ms, y0=domains[2][0], y1=1, yref="paper", line=line)
+def _add_map(figure: go.Figure, life: UnitStates, at_ns: float, domains: list[tuple[float, float]]) -> None:
+    """The map of slices at an instant, and the cursor through the panels that share the clock, with its time."""
+    across, down = shard_map.axes(life)
+    figure.add_traces(
+        [trace.update(showlegend=False) for trace in shard_map.cells(life, at_ns, xaxis="x2", yaxis="y4")]
+    )
+    figure.update_layout(
+        xaxis=dict(title=None, ticksuffix=" ms"),
+        xaxis2=across | dict(domain=[0, 1], anchor="y4"),
+        yaxis4=down | dict(domain=domains[3], anchor="x2"),
+    )
+    at, line = at_ns / MS, dict(color=_CURSOR, width=2.5)
+    figure.add_shape(type="line", name="cursor", x0=at, x1=at, y0=domains[2][0], y1=1, yref="paper", line=line)
     figure.add_annotation(
-        name="cursor", x=at_ms, y=domains[0][0], yref="paper", text=f"<b>{at_ms:.2f} ms</b>", showarrow=False,
+        name="cursor", x=at, y=domains[0][0], yref="paper", text=f"<b>{at:.2f} ms</b>", showarrow=False,
         xanchor="left", yanchor="top", xshift=4, font=dict(color=_CURSOR, size=14),
     )  # fmt: skip
 

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from fsdplab.common.sizes import size
 from fsdplab.figures.bars import Part, stacked_bars
+from fsdplab.figures.fastest import listed
 from fsdplab.figures.lines import line, peak
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.predicted import verdict
-from fsdplab.figures.profile_data import Row
+from fsdplab.figures.profile_data import MS, Row
 from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, card_words, mark_level, titled
-from fsdplab.figures.view import CATEGORY_NAMES, UNSPLIT, Runs, RunView, how_and_where, views
-from fsdplab.records import CATEGORIES, RunRecord
+from fsdplab.figures.view import CATEGORY_NAMES, UNSPLIT, Runs, RunView, how_and_where, view, views
+from fsdplab.records import CATEGORIES, RunRecord, known
 
 MB = 1e6
 _PALE = 0.55  # opacity of what is predicted
@@ -27,13 +28,21 @@ def memory_by_category(runs: Runs) -> go.Figure:
     shown = [run for run in views(runs) if run.peak]
     if not shown:
         raise ValueError("no run has a memory measurement to draw; run with memory=True")
-    ends = {run.label: f"<b>{size(run.peak)}</b>{' · out of memory' if run.over_card else ''}" for run in shown}
-    splits = [{**run.split, UNSPLIT: max(0, run.known_peak - sum(run.split.values()))} for run in shown]
-    emulated = any(run.card_emulated for run in shown)
-    levels = {card_words(card, emulated): card / MB for card, far in _cards(shown).items() if not far}
     over = [run.label for run in shown if run.over_card]
+    ends = {run.label: f"<b>{size(run.peak)}</b>{' · out of memory' if run.label in over else ''}" for run in shown}
+    splits = [{**run.split, UNSPLIT: max(0, known(run.peak) - sum(run.split.values()))} for run in shown]
+    cards = sorted({run.card for run in shown if run.card})
+    far = [card for card in cards if card > 2.5 * max(known(run.peak) for run in shown)]  # bars would be tiny beside it
+    emulated = any(run.card_emulated for run in shown)
+    levels = {card_words(card, emulated): card / MB for card in cards if card not in far}
     figure = stacked_bars(ends, _parts(splits), "peak memory of the worst rank (MB)", levels=levels, alarming=over)
-    return titled(figure, _finding(shown), _conditions(shown), _alt(shown), 100 + 52 * len(shown))
+    where = f"{how_and_where(shown)}, split at the instant of the peak{_emulated(shown)}"
+    if far and _emulated(shown):
+        where += f" and holds {size(far[0])}, beyond this axis"
+    peaks = "; ".join(f"{run.label} {size(run.peak)}{_mostly(run)}" for run in shown)
+    card = next((f" The card holds {size(run.card)}." for run in shown if run.card), "")
+    alt = f"Bars of peak memory per rank: {peaks}.{card}"
+    return titled(figure, _finding(shown), where, alt, 100 + 52 * len(shown))
 
 
 def _parts(splits: Sequence[Mapping[str, int]]) -> list[Part]:
@@ -43,42 +52,29 @@ def _parts(splits: Sequence[Mapping[str, int]]) -> list[Part]:
     return [Part(*look, [split.get(name, 0) / MB for split in splits]) for look, name in zip(looks, held)]
 
 
-def _cards(shown: list[RunView]) -> dict[int, bool]:
-    """The sizes of card that occur, and whether each is so far beyond the runs that their bars would be tiny."""
-    most = 2.5 * max(run.known_peak for run in shown)
-    return {card: card > most for card in sorted({run.card for run in shown if run.card})}
+def _emulated(shown: Sequence[RunView]) -> str:
+    return "; the card is emulated" if any(run.card and run.card_emulated for run in shown) else ""
+
+
+def _mostly(run: RunView) -> str:
+    """The largest category of a run, for the alternative text, and whether it is out of memory."""
+    over = ", out of memory" if run.over_card else ""
+    if not any(run.split.values()):
+        return over
+    largest = max(run.split, key=lambda name: run.split[name])
+    return f", mostly {CATEGORY_NAMES.get(largest, largest)} ({size(run.split[largest])}){over}"
 
 
 def _finding(shown: list[RunView]) -> str:
-    """The title: which runs exceed the card, which fit."""
     over = [run for run in shown if run.over_card]
     if len(over) == len(shown):
         return "No run fits the card"
-    low, high = (pick(shown, key=lambda run: run.known_peak) for pick in (min, max))
+    low, high = (pick(shown, key=lambda run: known(run.peak)) for pick in (min, max))
     peaks = f"{low.label} peaks at {size(low.peak)}"
     if over:
-        names = [run.label for run in over]
-        listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-        listed = listed if len(names) <= 3 else f"{len(names)} runs"
-        return f"{listed} {'exceeds' if len(over) == 1 else 'exceed'} the card; {peaks}"
+        names = listed(over) if len(over) <= 3 else f"{len(over)} runs"
+        return f"{names} {'exceeds' if len(over) == 1 else 'exceed'} the card; {peaks}"
     return peaks + (f", {high.label} at {size(high.peak)}" if high is not low else "")
-
-
-def _conditions(shown: list[RunView]) -> str:
-    emulated = "; the card is emulated" if any(run.card and run.card_emulated for run in shown) else ""
-    far = [f" and holds {size(card)}, beyond this axis" for card, far in _cards(shown).items() if far]
-    return f"{how_and_where(shown)}, split at the instant of the peak{emulated}{far[0] if far and emulated else ''}"
-
-
-def _alt(shown: list[RunView]) -> str:
-    """The alternative text: each run's total and its largest category."""
-    parts = []
-    for run in shown:
-        largest = max(run.split, key=lambda name: run.split[name]) if any(run.split.values()) else None
-        inside = f", mostly {CATEGORY_NAMES.get(largest, largest)} ({size(run.split[largest])})" if largest else ""
-        parts.append(f"{run.label} {size(run.peak)}{inside}{', out of memory' if run.over_card else ''}")
-    card = next((f" The card holds {size(run.card)}." for run in shown if run.card), "")
-    return f"Bars of peak memory per rank: {'; '.join(parts)}.{card}"
 
 
 def predicted_memory(runs: Runs) -> go.Figure:
@@ -91,7 +87,11 @@ def predicted_memory(runs: Runs) -> go.Figure:
         raise ValueError(
             "no run has both a measured and a predicted peak; memory is predicted for the lab's engine on CPU ranks"
         )
-    ends = {row: words for run in shown for row, words in _pair(run).items()}
+    ends = {}
+    for run in shown:
+        ratio = known(run.predicted_peak) / known(run.peak)
+        ends[run.label] = f"<b>{size(run.peak)}</b>"
+        ends[f"{run.label}, predicted"] = f"{size(run.predicted_peak)}, {ratio:.2f} of it"
     splits = [split for run in shown for split in (run.split, run.predicted_split)]  # a run's two together
     figure = stacked_bars(ends, _parts(splits), "peak memory of the worst rank (MB)")
     figure.update_traces(marker_opacity=[1.0, _PALE] * len(shown)).update_layout(bargap=0.18)
@@ -99,15 +99,6 @@ def predicted_memory(runs: Runs) -> go.Figure:
     peaks = [f"{run.label} {size(run.peak)}, predicted {size(run.predicted_peak)}" for run in shown]
     alt = f"Bars of measured and predicted peak memory: {'; '.join(peaks)}."
     return titled(figure, verdict(shown), what, alt, 80 + 76 * len(shown))
-
-
-def _pair(run: RunView) -> dict[str, str]:
-    """The names of a run's two bars, and the words at their ends."""
-    predicted = run.predicted_peak or 0
-    return {
-        run.label: f"<b>{size(run.peak)}</b>",
-        f"{run.label}, predicted": f"{size(predicted)}, {predicted / run.known_peak:.2f} of it",
-    }
 
 
 def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
@@ -124,9 +115,9 @@ def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
             " these"
         )
     rows.sort(key=lambda row: float(row["time_ns"]))
-    run = views(record)[0]
+    run = view(record)
     drawn = envelope(rows)
-    times = [float(row["time_ns"]) / 1e6 for row in drawn]
+    times = [float(row["time_ns"]) / MS for row in drawn]
     totals = [total(row) for row in drawn]
     figure = go.Figure(bands(drawn, times))
     top = max(range(len(drawn)), key=totals.__getitem__)
@@ -139,7 +130,7 @@ def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
     figure.update_xaxes(range=[times[0], times[-1]], showgrid=False)
     figure.update_yaxes(range=[0, 1.18 * max(totals[top], run.card or 0) / MB])
     title = f"{run.label}: rank {rank} peaks at {size(totals[top])} after {times[top]:.0f} ms"
-    where = f"{how_and_where([run])}, one step" + ("; the card is emulated" if run.card and run.card_emulated else "")
+    where = f"{how_and_where([run])}, one step{_emulated([run])}"
     return titled(figure, title, where, f"Stacked area of memory through one step. {title}.", 360)
 
 

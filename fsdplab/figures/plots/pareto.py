@@ -15,12 +15,14 @@ from fsdplab.figures.lines import line, points
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import EDGE, card_words, mark_level, plot_width, strategy_colour, titled, words_width
 from fsdplab.figures.view import Runs, RunView, emulated_links, how_and_where, views
+from fsdplab.records import known
 
 MB = 1e6
 _LARGEST, _SMALLEST = 64, 12  # bubbles' diameters in pixels
 _HEIGHT, _LINE = 380, 20  # pixels of the plot's height and of a label's, by which labels are placed
 
 Ranges = tuple[list[float], list[float]]  # of x and of y, each from its low to its high end
+Point = tuple[float, float]
 Sides = tuple[float, float, float, float]  # of a box, in pixels: left, below, right, above
 
 
@@ -38,29 +40,36 @@ def pareto(runs: Runs) -> go.Figure:
             "no run has both a peak and a timed step to draw; run with memory=True, and with steps=1 or more"
         )
     best = front(drawn)
-    highest = max(run.known_peak for run in drawn) / MB, 1e3 * max(run.known_step for run in drawn)
+    xs, ys = ([_spot(run)[axis] for run in best] for axis in (0, 1))
+    highest = [max(_spot(run)[axis] for run in drawn) for axis in (0, 1)]
     ranges = [0, 1.3 * highest[0]], [0, 1.3 * highest[1]]  # with space for the bubbles and their labels
-    xs, ys = [run.known_peak / MB for run in best], [run.known_step * 1e3 for run in best]
     stairs = [xs[0], *xs, ranges[0][1]], [ranges[1][1], *ys, ys[-1]]  # left of the front and below it there is no run
     front_line = line("Pareto front", "#808488", *stairs, 2, "dot", line_shape="hv", hoverinfo="skip")
-    figure = go.Figure([front_line, *[_bubble(run, drawn) for run in drawn]])
+    figure = go.Figure([front_line, *[_bubble(run, drawn) for run in drawn]]).update_layout(showlegend=False)
     figure.update_xaxes(title_text="peak memory of the worst rank (MB)", range=ranges[0])
     figure.update_yaxes(title_text="median step (ms)", range=ranges[1])
-    figure.update_layout(showlegend=False)
     for card in sorted({run.card for run in shown if run.card and run.card / MB < ranges[0][1]}):
         mark_level(figure, card / MB, card_words(card, any(run.card_emulated for run in shown)))
     for run, (across, down) in zip(drawn, placed(drawn, ranges, _lines(figure, ranges))):
         text = _words(run).replace(run.label, f"<b>{run.label}</b>", 1) if run in best else _words(run)
-        at = dict(x=run.known_peak / MB, y=run.known_step * 1e3, xshift=across, yshift=down)
-        figure.add_annotation(text=text, showarrow=False, font=dict(size=14), **at)
-    return titled(figure, _finding(drawn, best), _conditions(shown, drawn), _alt(drawn, best), _HEIGHT + 68)
+        (x, y), font = _spot(run), dict(size=14)
+        figure.add_annotation(text=text, showarrow=False, font=font, x=x, y=y, xshift=across, yshift=down)
+    told = "; ".join(f"{run.label} {size(run.peak)}, {seconds(run.step_median)}, {_exposed(run)}" for run in drawn)
+    worth = ", ".join(run.label for run in best)
+    alt = f"Scatter of peak memory against step time: {told}. On the Pareto front: {worth}."
+    return titled(figure, _finding(drawn, best[0]), _conditions(shown, drawn), alt, _HEIGHT + 68)
+
+
+def _spot(run: RunView) -> Point:
+    """Where a run lies on the axes: (peak in MB, step in ms)."""
+    return known(run.peak) / MB, known(run.step_median) * 1e3
 
 
 def front(runs: Sequence[RunView]) -> list[RunView]:
     """The runs that no other beats in memory and time: of (10 MB, 3 s), (20 MB, 2 s), (30 MB, 2 s) the first two."""
     best: list[RunView] = []
-    for run in sorted(runs, key=lambda run: (run.known_peak, run.known_step)):
-        if not best or run.known_step < best[-1].known_step:
+    for run in sorted(runs, key=_spot):
+        if not best or _spot(run)[1] < _spot(best[-1])[1]:
             best.append(run)
     return best
 
@@ -73,20 +82,20 @@ def diameter(run: RunView, drawn: Sequence[RunView]) -> float:
 
 def _bubble(run: RunView, drawn: list[RunView]) -> go.Scatter:
     """One run; hollow where its exposed time was not measured."""
-    colour = strategy_colour(run.strategy, run.engine)
-    known = run.exposed_s is not None
-    look = dict(color=colour if known else "rgba(128,132,136,0.15)", opacity=0.85, symbol="circle")
-    edge = dict(color=EDGE if known else colour, width=1 if known else 3)
+    colour, (x, y) = strategy_colour(run.strategy, run.engine), _spot(run)
+    measured = run.exposed_s is not None
+    look = dict(color=colour if measured else "rgba(128,132,136,0.15)", opacity=0.85, symbol="circle")
+    edge = dict(color=EDGE if measured else colour, width=1 if measured else 3)
     return points(
-        run.label, colour, [run.known_peak / MB], [run.known_step * 1e3], diameter(run, drawn),
-        marker=look | dict(line=edge), error_y=whiskers([run], 1e-3),
+        run.label, colour, [x], [y], diameter(run, drawn), marker=look | dict(line=edge),
+        error_y=whiskers([run], 1e-3),
         hovertemplate=f"{run.label}<br>%{{x:.1f}} MB, %{{y:.1f}} ms<br>{_exposed(run)}<extra></extra>",
     )  # fmt: skip
 
 
-def _pixels(x: float, y: float, ranges: Ranges) -> tuple[float, float]:
+def _pixels(at: Point, ranges: Ranges) -> Point:
     """Where a point of MB and ms lies on the plot, in pixels from its lower left corner."""
-    return x / ranges[0][1] * plot_width(), y / ranges[1][1] * _HEIGHT
+    return at[0] / ranges[0][1] * plot_width(), at[1] / ranges[1][1] * _HEIGHT
 
 
 def _lines(figure: go.Figure, ranges: Ranges) -> list[Sides]:
@@ -95,41 +104,32 @@ def _lines(figure: go.Figure, ranges: Ranges) -> list[Sides]:
     corners = [point for a, b, c in zip(stairs.x, stairs.y, stairs.x[1:]) for point in ((a, b), (c, b))]
     corners += [(stairs.x[-1], stairs.y[-1])]
     cards = [((shape.x0, 0), (shape.x0, ranges[1][1])) for shape in figure.layout.shapes]
-    ends = [[_pixels(*point, ranges) for point in pair] for pair in (*zip(corners, corners[1:]), *cards)]
+    ends = [[_pixels(point, ranges) for point in pair] for pair in (*zip(corners, corners[1:]), *cards)]
     return [(min(a[0], b[0]) - 1, min(a[1], b[1]) - 1, max(a[0], b[0]) + 1, max(a[1], b[1]) + 1) for a, b in ends]
 
 
-def placed(drawn: Sequence[RunView], ranges: Ranges, lines: Sequence[Sides] = ()) -> list[tuple[float, float]]:
+def placed(drawn: Sequence[RunView], ranges: Ranges, lines: Sequence[Sides] = ()) -> list[Point]:
     """Pixels from each bubble's middle to its label's: the nearest place that covers no label, bubble or line."""
-    middles = [_pixels(run.known_peak / MB, run.known_step * 1e3, ranges) for run in drawn]
+    middles = [_pixels(_spot(run), ranges) for run in drawn]
     radii = [diameter(run, drawn) / 2 for run in drawn]
     taken = [(x - r, y - r, x + r, y + r) for (x, y), r in zip(middles, radii)]
     shifts = []
     for run, (x, y), radius in zip(drawn, middles, radii):
-        half = words_width(_words(run), 14) / 2
-        costs = []
-        for cost, (across, up) in _places(radius, half):
-            box = x + across - half, y + up - _LINE / 2, x + across + half, y + up + _LINE / 2
-            if box[0] >= 0 and box[2] <= plot_width() and box[1] >= 0 and box[3] <= _HEIGHT:
-                costs.append((cost + 100 * _covered(box, taken) + 3 * _covered(box, lines), (across, up), box))
+        half, costs = words_width(_words(run), 14) / 2, []
+        for cost in range(12):
+            beside, lift, above = radius + half + 12, cost * _LINE, radius + 14 + cost * _LINE
+            sides = ((beside, lift), (beside, -lift), (-beside, lift), (-beside, -lift), (0.0, above), (0.0, -above))
+            for across, up in sides:
+                box = x + across - half, y + up - _LINE / 2, x + across + half, y + up + _LINE / 2
+                if box[0] >= 0 and box[2] <= plot_width() and box[1] >= 0 and box[3] <= _HEIGHT:
+                    costs.append((cost + 100 * _covered(box, taken) + 3 * _covered(box, lines), (across, up), box))
         _, shift, box = min(costs, default=(0, (radius + half + 12, 0.0), taken[0]), key=lambda place: place[0])
         shifts.append(shift)
         taken.append(box)
     return shifts
 
 
-def _places(radius: float, half: float) -> list[tuple[int, tuple[float, float]]]:
-    """Places of a label of half width `half` around a bubble's middle, each with how far away it is."""
-    found: list[tuple[int, tuple[float, float]]] = []
-    for step in range(12):
-        beside, lift, above = radius + half + 12, step * _LINE, radius + 14 + step * _LINE
-        sides = ((beside, lift), (beside, -lift), (-beside, lift), (-beside, -lift), (0.0, above), (0.0, -above))
-        found += [(step, shift) for shift in sides]
-    return found
-
-
 def _covered(box: Sides, taken: Sequence[Sides]) -> int:
-    """How many boxes a label covers."""
     return sum(not (box[2] <= a or c <= box[0] or box[3] <= b or d <= box[1]) for a, b, c, d in taken)
 
 
@@ -137,13 +137,16 @@ def _words(run: RunView) -> str:
     return f"{run.label} · {_exposed(run)}" if run.exposed_s is not None else run.label
 
 
-def _finding(drawn: list[RunView], best: list[RunView]) -> str:
+def _exposed(run: RunView) -> str:
+    return "nothing sent" if run.sends_nothing else f"exposed {seconds(run.exposed_s)}"
+
+
+def _finding(drawn: list[RunView], small: RunView) -> str:
     if len(drawn) == 1:
-        return f"{drawn[0].label}: {size(drawn[0].peak)} and {seconds(drawn[0].step_median)} a step"
-    small, told = best[0], fastest_words(drawn)
-    if told.startswith(f"{small.label} is fastest"):
-        return f"{small.label} needs least memory, {size(small.peak)}, and {told.removeprefix(f'{small.label} ')}"
-    return f"{small.label} needs least memory, {size(small.peak)}; {told}"
+        return f"{small.label}: {size(small.peak)} and {seconds(small.step_median)} a step"
+    told = fastest_words(drawn)
+    joined = f", and {told.removeprefix(small.label).strip()}" if told.startswith(f"{small.label} is") else f"; {told}"
+    return f"{small.label} needs least memory, {size(small.peak)}{joined}"
 
 
 def _conditions(shown: list[RunView], drawn: list[RunView]) -> str:
@@ -154,15 +157,5 @@ def _conditions(shown: list[RunView], drawn: list[RunView]) -> str:
     marks += ["whiskers: quartiles of the step time"] if whiskers(drawn) else []
     why = {True: "ran out of memory", False: "has no timed step"}
     missing = [f"{run.label} {why[run.over_card]}" for run in shown if run not in drawn]
-    linked = f"; the link is emulated ({', '.join(links)})" if links else ""
+    linked = f"; the link is emulated ({links})" if links else ""
     return "; ".join([f"{how_and_where(shown)}{linked}", *marks, *missing[:2]])
-
-
-def _alt(drawn: list[RunView], best: list[RunView]) -> str:
-    runs = "; ".join(f"{run.label} {size(run.peak)}, {seconds(run.step_median)}, {_exposed(run)}" for run in drawn)
-    front = ", ".join(run.label for run in best)
-    return f"Scatter of peak memory against step time: {runs}. On the Pareto front: {front}."
-
-
-def _exposed(run: RunView) -> str:
-    return "nothing sent" if run.sends_nothing else f"exposed {seconds(run.exposed_s)}"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from fsdplab.common.sizes import three_digits
 from fsdplab.figures.lines import line, points
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profile_data import conditions
+from fsdplab.figures.profile_data import conditions, listed
 from fsdplab.figures.style import ALARM, COLLECTIVE_COLOURS, GRID, titled
 from fsdplab.figures.view import RunView, views
 from fsdplab.planning.overlap import PHASES, Overlap, OverlapPoint, overlap_of, overlap_point
@@ -31,25 +31,30 @@ def overlap_roofline(
     plans = {"": specs} if isinstance(specs, PlanSpec) else dict(specs)
     if not 1 <= len(plans) <= len(_COLOURS):
         raise ValueError(f"a roofline draws 1 to {len(_COLOURS)} plans, got {len(plans)}; leave some out, or add one")
-    records = [measured] if isinstance(measured, RunRecord) else list(measured)
+    records = listed(measured)
     found = {name: overlap_of(spec) for name, spec in plans.items()}
     runs = [(view, overlap_point(record)) for view, record in zip(views(records), records)] if records else []
-    low, high = _range(list(found.values()), [point.tokens for _, point in runs])
+    crossings = [each.crossover(phase) for each in found.values() for phase in PHASES if each.crossover(phase)]
+    tokens = [*(point.tokens for _, point in runs), *(crossings or [each.tokens for each in found.values()])]
+    low, high = max(1.0, min(tokens) / 10), 10 * max(tokens)  # from a tenth of the first crossover
     figure = go.Figure()
     for name, each in found.items():
         for label, phase, colour in _lines(name, each, list(found)):
-            tokens = each.crossover(phase)
-            named = f"{label}: hidden from {three_digits(tokens)} tokens on"
+            at = each.crossover(phase)
+            named = f"{label}: hidden from {three_digits(at)} tokens on"
             figure.add_trace(_falling(named, colour, each.ratio(phase, low), low, high))
-            hover = f"{three_digits(tokens)} tokens<extra></extra>"
-            crossover = points("", colour, [tokens], [1.0], hovertemplate=hover, showlegend=False)
+            hover = f"{three_digits(at)} tokens<extra></extra>"
+            crossover = points("", colour, [at], [1.0], hovertemplate=hover, showlegend=False)
             figure.add_trace(crossover.update(marker_symbol="diamond"))
     for view, point in runs:
         figure.add_traces(_of_a_run(view, point, low, high))
     _axes(figure, low, high)
     title = _finding(plans, found)
     alt = f"Lines of communication over compute against tokens, falling to the right. {title}."
-    return titled(figure, title, _conditions(plans, records), alt, 390)
+    models = ", ".join(dict.fromkeys(spec.model.name for spec in plans.values()))
+    strategies = ", ".join(dict.fromkeys(spec.strategy for spec in plans.values()))
+    said = f"Predicted for {models}, {strategies}, prefetching one block"
+    return titled(figure, title, f"{said}. {conditions(records)}" if records else said, alt, 390)
 
 
 def _lines(name: str, overlap: Overlap, names: Sequence[str]) -> list[tuple[str, str, str]]:
@@ -58,13 +63,6 @@ def _lines(name: str, overlap: Overlap, names: Sequence[str]) -> list[tuple[str,
         return [(phase, phase, _PHASE_COLOURS[phase]) for phase in PHASES if overlap.crossover(phase)]
     last = max(PHASES, key=overlap.crossover)
     return [(f"{name}, {last}", last, _COLOURS[names.index(name)])] if overlap.crossover(last) else []
-
-
-def _range(found: Sequence[Overlap], points: Sequence[int]) -> tuple[float, float]:
-    """From a tenth of the first crossover to ten times the last, with all points."""
-    crossings = [each.crossover(phase) for each in found for phase in PHASES if each.crossover(phase)]
-    tokens = [*points, *(crossings or [each.tokens for each in found])]
-    return max(1.0, min(tokens) / 10), 10 * max(tokens)
 
 
 def _falling(name: str, colour: str, at_low: float, low: float, high: float, dash: str = "solid") -> go.Scatter:
@@ -96,7 +94,6 @@ def _axes(figure: go.Figure, low: float, high: float) -> None:
 
 
 def _finding(plans: Mapping[str, PlanSpec], found: Mapping[str, Overlap]) -> str:
-    """When it hides, and for several, where first and where last."""
     if len(plans) == 1:
         (name, spec), (each,) = next(iter(plans.items())), found.values()
         where = name or f"{spec.model.name} on {spec.gpus} {spec.gpu.name}"
@@ -105,11 +102,3 @@ def _finding(plans: Mapping[str, PlanSpec], found: Mapping[str, Overlap]) -> str
     ranked = sorted(found, key=lambda name: found[name].crossover_tokens)
     first, last = (f"{name} ({three_digits(found[name].crossover_tokens)} tokens)" for name in (ranked[0], ranked[-1]))
     return f"Communication hides soonest on {first}, and last on {last}"
-
-
-def _conditions(plans: Mapping[str, PlanSpec], records: list[RunRecord]) -> str:
-    """What is predicted, and what was measured."""
-    models = ", ".join(dict.fromkeys(spec.model.name for spec in plans.values()))
-    strategies = ", ".join(dict.fromkeys(spec.strategy for spec in plans.values()))
-    said = f"Predicted for {models}, {strategies}, prefetching one block"
-    return f"{said}. {conditions(records)}" if records else said

@@ -32,8 +32,7 @@ def difference(a: RunRecord, b: RunRecord) -> go.Figure:
     Both records need an `exposed` table (ValueError with the remedy). A unit that one of them lacks counts as zero
     there; 2.0 ms in a and 0.5 ms in b is -1.5.
     """
-    runs = (a, b)
-    before, after = map(amounts, runs)
+    before, after = amounts(a), amounts(b)
     panels = [name for name in PANELS if before[name] and after[name]]
     changes = {
         name: {key: after[name].get(key, 0.0) - before[name].get(key, 0.0) for key in {**before[name], **after[name]}}
@@ -47,32 +46,25 @@ def difference(a: RunRecord, b: RunRecord) -> go.Figure:
     figure.update_yaxes(
         autorange="reversed", type="category", showgrid=False, categoryorder="array", categoryarray=units
     )
-    first, second = names_of(a, b)
+    runs = views([a, b])
+    namesakes = all(run.note for run in runs)  # of one name: their difference is enough
+    first, second = (run.note if namesakes else run.label for run in runs)
     title, alt = _finding(first, second, changes)
-    title = title if first in [view.label for view in views(runs)] else f"{profile.label(a).split(',')[0]}: {title}"
-    where = f"{profile.conditions(runs, few)}; bars: {second} minus {first}"
+    title = f"{profile.label(a)}: {title}" if namesakes else title
+    where = f"{profile.conditions([a, b], few)}; bars: {second} minus {first}"
     return titled(figure, title, where, alt, 108 + max(18, min(58, 1200 // len(units))) * len(units))
 
 
-def names_of(a: RunRecord, b: RunRecord) -> tuple[str, str]:
-    """The runs' labels, or only their difference where they have one name: `("prefetch 0", "prefetch 1")`."""
-    first, second = views([a, b])
-    namesakes = first.note and second.note
-    return (first.note, second.note) if namesakes else (first.label, second.label)
-
-
-def amounts(record: RunRecord) -> dict[str, Amounts]:
+def amounts(record: RunRecord) -> Mapping[str, Amounts]:
     """What each panel shows of one run, by (unit, phase): communication and exposed ms a step on the rank exposed
     longest, mean over its profiled steps, and MB of gathered memory.
     """
     nameless = profile.unnamed(record)
-    communication, exposed = defaultdict[UnitPhase, float](float), defaultdict[UnitPhase, float](float)
+    found: dict[str, dict[UnitPhase, float]] = {name: defaultdict(float) for name in PANELS}
     for cell in profile.worst_cells(record)[2]:
-        key = cell.unit or nameless, cell.phase
-        communication[key] += cell.communication_ns / MS
-        exposed[key] += cell.exposed_ns / MS
-    gathered = {key: nbytes / MB for key, nbytes in gathered_memory(record).items()}
-    return {"communication_ns": communication, "exposed_ns": exposed, "gathered": gathered}
+        for name in ("communication_ns", "exposed_ns"):
+            found[name][cell.unit or nameless, cell.phase] += getattr(cell, name) / MS
+    return found | {"gathered": {key: nbytes / MB for key, nbytes in gathered_memory(record).items()}}
 
 
 def gathered_memory(record: RunRecord) -> dict[UnitPhase, float]:
@@ -106,7 +98,6 @@ def _stays(found: list[Row]) -> list[tuple[str, int]]:
 
 
 def _bars(changes: Amounts, units: list[str], place: int, name: str) -> list[go.Bar]:
-    """One panel's bars, a colour a phase."""
     suffix = str(place + 1) if place else ""
     phases = [phase for phase in PHASE_COLOURS if any(key[1] == phase for key in changes)]
     quantity = "MB" if name == "gathered" else "ms"

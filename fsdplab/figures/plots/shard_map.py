@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.common.words import plural
-from fsdplab.figures.lanes import CLOCK, Span, lane
+from fsdplab.figures.lanes import Span, lane, named_axis
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profile_data import MS, Row, conditions, group, label, rows_of, unit_order
+from fsdplab.figures.profile_data import MS, conditions, group, label, rows_of, unit_order
 from fsdplab.figures.style import CATEGORY_COLOURS, GRID, titled
 from fsdplab.records import RunRecord
 
@@ -51,35 +51,37 @@ class UnitStates:
         return self.ranks[: max(1, _MOST_CELLS // len(self.units))]
 
     def at(self, at_ns: float) -> dict[tuple[int, str], str]:
-        """Every unit's state on every rank at an instant."""
+        """Every unit's state on every rank at an instant; ValueError for one outside of the step."""
+        if not 0 <= at_ns <= self.length:
+            raise ValueError(
+                f"at_ns is {at_ns:.0f}; expected 0 to {self.length}, ns since step {self.step} began; choose an instant"
+                " of the step"
+            )
         return {key: [state for since, state in states if since <= at_ns][-1] for key, states in self.states.items()}
 
 
 def unit_states(record: RunRecord) -> UnitStates:
-    """The states in the memory step, or in the first step that has them; ValueError with the remedy without any."""
+    """The states in the memory step, or in the first step that has them; ValueError with the remedy without any.
+
+    The step begins where its timeline does on the first rank, else by the memory's clock, else at the first row.
+    """
     rows = rows_of(record, "life")
     measured = {row["step"] for row in record.table("memory")}
     step = min((row["step"] for row in rows if row["step"] in measured), default=min(row["step"] for row in rows))
     rows = [row for row in rows if row["step"] == step]
-    begin = step_begin(record, step, rows)
-    states = {key: _since(found, begin) for key, found in group(rows, lambda row: (row["rank"], row["unit"])).items()}
-    ends = [row["end_ns"] for row in record.table("timeline") if row["step"] == step] + [row["time_ns"] for row in rows]
+    timeline = [row for row in record.table("timeline") if row["step"] == step]
+    begins = [row["start_ns"] for row in timeline if row["lane"] == "step"]
+    if not begins and step in measured:
+        begins = list(record.summary.memory_start_ns.values())
+    begin = min(begins or [row["time_ns"] for row in rows])
+    end = max([row["end_ns"] for row in timeline] + [row["time_ns"] for row in rows])
     ranks, units = sorted({row["rank"] for row in rows}), unit_order(record, {row["unit"] for row in rows})
-    never = {(rank, unit): [(0, "sharded")] for rank in ranks for unit in units}
-    return UnitStates(step, begin, max(ends) - begin, ranks, units, never | states)
-
-
-def step_begin(record: RunRecord, step: int, rows: list[Row]) -> int:
-    """When the first rank began the step: by its timeline, else by the memory's clock, else by the first row."""
-    begins = [row["start_ns"] for row in record.table("timeline") if row["step"] == step and row["lane"] == "step"]
-    if not begins and any(row["step"] == step for row in record.table("memory")):
-        begins = list(memory_starts(record).values())
-    return min(begins or [row["time_ns"] for row in rows])
-
-
-def memory_starts(record: RunRecord) -> dict[int, int]:
-    """When each rank's memory step began (ns)."""
-    return dict(record.summary.memory_start_ns)
+    states = {(rank, unit): [(0, "sharded")] for rank in ranks for unit in units}
+    for key, found in group(rows, lambda row: (row["rank"], row["unit"])).items():
+        found.sort(key=lambda row: row["time_ns"])
+        first = "unsharded" if found[0]["state"] == "sharded" else "sharded"  # a unit that is resharded was whole
+        states[key] = [(0, first), *((max(0, row["time_ns"] - begin), row["state"]) for row in found)]
+    return UnitStates(step, begin, end - begin, ranks, units, states)
 
 
 def hover_text(rank: int, unit: str, state: str) -> str:
@@ -103,12 +105,6 @@ def _lines_of_unit() -> dict[str, int]:
     return {node.name: node.lineno for node in unit.body if isinstance(node, ast.FunctionDef)}
 
 
-def _since(found: list[Row], begin: int) -> list[tuple[int, str]]:
-    """One unit's states on one rank; before its first transition it was sharded, or whole if that is a reshard."""
-    turns = [(max(0, row["time_ns"] - begin), row["state"]) for row in sorted(found, key=lambda row: row["time_ns"])]
-    return [(0, "unsharded" if turns[0][1] == "sharded" else "sharded"), *turns]
-
-
 def slice_map(record: RunRecord, at_ns: float) -> go.Figure:
     """Ranks x units at one instant: each cell is a unit, filled with the rank's own slice and what it has gathered.
 
@@ -116,7 +112,6 @@ def slice_map(record: RunRecord, at_ns: float) -> go.Figure:
     engine, with a profile.
     """
     life = unit_states(record)
-    check_instant(life, at_ns)
     title, alt = finding(record, life, at_ns)
     where = conditions(record, f"step {life.step}, {at_ns / MS:.2f} ms after it began")
     few = f"; the first {plural(len(life.shown), 'rank')}" if life.shown != life.ranks else ""
@@ -124,19 +119,11 @@ def slice_map(record: RunRecord, at_ns: float) -> go.Figure:
     return titled(cells_figure(life, at_ns), title, where, alt, map_height(life) + 60)
 
 
-def check_instant(life: UnitStates, at_ns: float) -> None:
-    """ValueError for an instant outside of the step."""
-    if not 0 <= at_ns <= life.length:
-        raise ValueError(
-            f"at_ns is {at_ns:.0f}; expected 0 to {life.length}, ns since step {life.step} began; choose an instant of"
-            " the step"
-        )
-
-
 def cells_figure(life: UnitStates, at_ns: float) -> go.Figure:
     """The cells at an instant with their axes, without a title; the first trace holds a cell for each rank and unit."""
+    across, down = axes(life)
     figure = go.Figure(cells(life, at_ns)).update_layout(barmode="overlay", bargap=0)
-    return figure.update_xaxes(unit_axis(life)).update_yaxes(rank_axis(life))
+    return figure.update_xaxes(across).update_yaxes(down)
 
 
 def map_height(life: UnitStates, row: int = 56) -> int:
@@ -144,7 +131,7 @@ def map_height(life: UnitStates, row: int = 56) -> int:
     return min(row, 700 // len(life.shown)) * len(life.shown)
 
 
-def cells(life: UnitStates, at_ns: float, **axes: str) -> list[go.Bar]:
+def cells(life: UnitStates, at_ns: float, **place: str) -> list[go.Bar]:
     """Every unit's cell on every rank, filled by its state, with the rank's own slice over it. A unit is 0.9 wide."""
     state, share = life.at(at_ns), 0.9 / len(life.ranks)
     keys = [key for key in life.keys if key[0] in life.shown]
@@ -153,25 +140,20 @@ def cells(life: UnitStates, at_ns: float, **axes: str) -> list[go.Bar]:
     words = {(rank, unit): hover_text(rank, unit, state[rank, unit]) for rank, unit in keys}
     wholes = [Span(row[rank], left[unit], 0.9, hover=words[rank, unit]) for rank, unit in keys]
     owns = [Span(row[rank], left[unit] + share * row[rank], share, hover=words[rank, unit]) for rank, unit in keys]
-    look: dict[str, Any] = dict(height=0.72, marker_line_color="#808488", **axes)
+    look: dict[str, Any] = dict(height=0.72, marker_line_color="#808488", **place)
     whole = lane("unit", "#ffffff", wholes, showlegend=False, **look)
     legend = [lane(name, STATE_COLOURS[of], [Span(-9, 0, 0)], **look) for name, of in _FILLINGS.items()]
     own = lane("own slice", CATEGORY_COLOURS["parameter_slices"], owns, **look)
     return [whole.update(marker_color=[STATE_COLOURS[state[key]] for key in keys]), *legend, own]
 
 
-def unit_axis(life: UnitStates) -> dict[str, Any]:
-    """The axis of the cells' columns."""
+def axes(life: UnitStates) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The axes of the cells' columns, and of their rows with the first rank on top."""
     every = -(-len(life.units) // _ROOM_FOR_NAMES)
-    places = list(range(0, len(life.units), every))
-    ticks = dict(tickmode="array", tickvals=places, ticktext=[life.units[place] for place in places], linecolor=GRID)
-    return CLOCK | dict(range=[-0.55, len(life.units) - 0.45], **ticks)
-
-
-def rank_axis(life: UnitStates) -> dict[str, Any]:
-    """The axis of the cells' rows, the first rank on top."""
-    ticks = dict(tickmode="array", tickvals=list(range(len(life.shown))), ticktext=[f"rank {n}" for n in life.shown])
-    return CLOCK | dict(range=[len(life.shown) - 0.45, -0.55], **ticks)
+    units = {place: unit for place, unit in enumerate(life.units) if place % every == 0}
+    ranks = {place: f"rank {rank}" for place, rank in enumerate(life.shown)}
+    across = named_axis(units, -0.55, len(life.units) - 0.45) | dict(linecolor=GRID)
+    return across, named_axis(ranks, len(life.shown) - 0.45, -0.55)
 
 
 def finding(record: RunRecord, life: UnitStates, at_ns: float) -> tuple[str, str]:

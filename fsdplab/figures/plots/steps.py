@@ -23,56 +23,43 @@ def step_time(runs: Runs) -> go.Figure:
     spread = whiskers(shown)
     marks = "bar: median, tick: fastest" + (", whiskers: quartiles" if spread else "")
     medians = Part("median step", STRATEGY_COLOURS["no_shard"], [run.step_median or 0 for run in shown])
+    why = {run.label: "out of memory" if run.over_card else run.status.replace("_", " ") for run in shown}
     untimed = [run.label for run in shown if not run.step_median]
-    ends = {run.label: _end(run) for run in shown}
+    ends = {
+        run.label: f"<b>{seconds(run.step_median)}</b> · {_tokens(run)}"
+        if run.step_median
+        else f"<b>{why[run.label]}</b>"
+        for run in shown
+    }
     hover = "%{x:.3f} s<br>%{customdata:,.0f} tokens/s"
     figure = stacked_bars(ends, [medians], f"seconds per step ({marks})", hover, alarming=untimed, spread=spread)
     colours = [strategy_colour(run.strategy, run.engine) for run in shown]
-    figure.update_traces(customdata=[run.tokens_per_s for run in shown], marker_color=colours)
-    figure.add_trace(_fastest(timed)).update_layout(showlegend=False)
-    return titled(figure, _finding(timed), _conditions(shown), _alt(shown), 90 + 52 * len(shown))
-
-
-def _fastest(timed: list[RunView]) -> go.Scatter:
-    """A tick at each run's fastest step."""
-    rows, steps = [run.label for run in timed], [run.summary.step_time_s.min or run.known_step for run in timed]
-    tick = dict(symbol="line-ns", line=dict(color=DARK_INK, width=3))
-    hover = "%{y}<br>fastest %{x:.3f} s<extra></extra>"
-    return points("fastest step", DARK_INK, steps, rows, 26, marker=tick, hovertemplate=hover)
-
-
-def _end(run: RunView) -> str:
-    """The words at a bar's end: duration and throughput, or why there is none."""
-    return f"<b>{seconds(run.step_median)}</b> · {_tokens(run)}" if run.step_median else f"<b>{_why_untimed(run)}</b>"
+    figure.update_traces(customdata=[run.summary.tokens_per_s for run in shown], marker_color=colours)
+    fastest = points(
+        "fastest step", DARK_INK, [run.summary.step_time_s.min or run.step_median or 0 for run in timed],
+        [run.label for run in timed], 26, marker=dict(symbol="line-ns", line=dict(color=DARK_INK, width=3)),
+        hovertemplate="%{y}<br>fastest %{x:.3f} s<extra></extra>",
+    )  # fmt: skip
+    figure.add_trace(fastest).update_layout(showlegend=False)
+    title = step_words([run for run in timed if run.engine != "twin"] or timed)
+    steps = [f"{run.label} {seconds(run.step_median) if run.step_median else why[run.label]}" for run in shown]
+    alt = f"Bars of the median step time: {'; '.join(steps)}."
+    return titled(figure, title, _conditions(shown), alt, 90 + 52 * len(shown))
 
 
 def _tokens(run: RunView) -> str:
-    if run.traced is not None:
+    if run.traced:
         return "tokens are not in a trace"
-    return f"{three_digits(run.tokens_per_s)} tokens/s" if run.tokens_per_s else "no throughput"
-
-
-def _why_untimed(run: RunView) -> str:
-    return "out of memory" if run.over_card else run.status.replace("_", " ")
-
-
-def _finding(timed: list[RunView]) -> str:
-    """The title: who is fastest, the twin aside, and how many times longer the slowest takes."""
-    racers = [run for run in timed if run.engine != "twin"] or timed
-    return step_words(racers)
+    tokens_per_s = run.summary.tokens_per_s
+    return f"{three_digits(tokens_per_s)} tokens/s" if tokens_per_s else "no throughput"
 
 
 def _conditions(shown: list[RunView]) -> str:
     links = emulated_links(shown)
-    if any(run.traced is not None for run in shown):
-        linked = f"; the link is emulated ({', '.join(links)})" if links else ""
+    if any(run.traced for run in shown):
+        linked = f"; the link is emulated ({links})" if links else ""
         return f"Measured by PyTorch's profiler on {ranks_and_device(shown)}{linked}"
-    between = f"the link between them is emulated ({', '.join(links)})" if links else "no network between them"
     if any(run.simulated for run in shown):
         return how_and_where(shown)
+    between = f"the link between them is emulated ({links})" if links else "no network between them"
     return f"{how_and_where(shown)} of one machine: {between}"
-
-
-def _alt(shown: list[RunView]) -> str:
-    parts = [f"{run.label} {seconds(run.step_median) if run.step_median else _why_untimed(run)}" for run in shown]
-    return f"Bars of the median step time: {'; '.join(parts)}."

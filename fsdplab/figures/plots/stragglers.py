@@ -35,7 +35,7 @@ def straggler_map(record: RunRecord) -> go.Figure:
     Needs a `timeline` table and two ranks (ValueError without). Come at 1.0 and 1.4 ms, the second is 0.4 ms late.
     """
     rows = profile.profiled(profile.rows_of(record, "timeline"), record)
-    issued, how = arrivals_of(record, {row["step"] for row in rows}), ""
+    issued = arrivals_of(record, {row["step"] for row in rows})
     columns = _columns(issued, profile.unnamed(record))
     ranks = sorted({rank for times in issued.values() for rank in times})
     if len(ranks) < 2 or not columns:
@@ -43,29 +43,25 @@ def straggler_map(record: RunRecord) -> go.Figure:
         if record.spec.get("engine") == "trace":
             remedy = "give the traces of two ranks or more"
         raise ValueError(f"{label(record)} has no collective of two ranks to compare; {remedy}")
-    late = {rank: [_lateness(keys, issued, rank) for keys in columns.values()] for rank in ranks}
+    late: Late = {rank: [_lateness(keys, issued, rank) for keys in columns.values()] for rank in ranks}
+    known = {rank: [value for value in values if value is not None] for rank, values in late.items()}
+    highest = max(max(values, default=0.0) for values in known.values())
     split = profile.breakdown_of(record)
     alike = _ALIKE * split.step_ns / MS if split else 0.0
-    most = max(*(value or 0.0 for values in late.values() for value in values), 2 * alike) or 1.0
+    most = max(highest, 2 * alike) or 1.0
     every = -(-len(columns) * len(ranks) // _MOST_CELLS)
     drawn, numbers = [_latest(values, every) for values in late.values()], len(columns) <= _ROOM_FOR_NUMBERS
-    figure = heat_map(
-        list(columns)[::every],
-        [f"rank {rank}" for rank in ranks],
-        drawn,
-        [[_words(value) if numbers else "" for value in values] for values in drawn],
-        "%{y}, %{x}<br>%{z:.3f} ms after the first rank",
-        "" if numbers else "later than the<br>first rank (ms)",
-        most,
-    )
+    texts = [[_words(value) if numbers else "" for value in values] for values in drawn]
+    hover = "%{y}, %{x}<br>%{z:.3f} ms after the first rank"
+    scale = "" if numbers else "later than the<br>first rank (ms)"
+    figure = heat_map(list(columns)[::every], [f"rank {rank}" for rank in ranks], drawn, texts, hover, scale, most)
     figure.update_traces(colorbar=dict(lenmode="pixels", len=150, y=1, yanchor="top", nticks=4))
-    how = f"{every} collectives a column" if every > 1 else how
     figure.update_xaxes(tickangle=-45, title_text="collectives in the order of the step")
-    title = _finding(record, late, issued)
-    known = {rank: [value for value in values if value is not None] for rank, values in late.items()}
+    title = _finding(record, highest)
     means = ", ".join(f"rank {rank} {duration(statistics.fmean(known[rank]) * MS)}" for rank in ranks)
     alt = f"Heat map of lateness. {title}. Mean lateness: {means}."
     height = 208 + max(16, min(46, 900 // len(ranks))) * len(ranks)
+    how = f"{every} collectives a column" if every > 1 else ""
     return titled(figure, title, profile.conditions(record, "cells: ms after the first rank", how), alt, height)
 
 
@@ -107,15 +103,14 @@ def _words(value: float | None) -> str:
     return "" if value is None else three_digits(value) if value else "first"
 
 
-def _finding(record: RunRecord, late: Late, issued: Arrivals) -> str:
+def _finding(record: RunRecord, highest: float) -> str:
     """The title: which rank is late, by how much and how often; or that none is so again and again."""
     found, split = late_rank_of(record), profile.breakdown_of(record)
     # others must wait for the late rank for long enough: who sends ahead may be late for free
     waiting = None if split is None else split.waiting_ns
     lost = 0.0 if found is None else found.a_step_ns if waiting is None else found.of_waiting(waiting)
     if found is None or split and lost < WORTH_SAYING * split.step_ns:
-        most = max(value or 0.0 for values in late.values() for value in values)
-        apart = f"ranks come within {duration(most * MS)} of one another"
+        apart = f"ranks come within {duration(highest * MS)} of one another"
         few = too_few_steps(record) if found is None else ""
         return f"{label(record)}: {apart}; who is late, {few}" if few else f"{label(record)}: no straggler, {apart}"
     last = f"last to {found.last} of {found.of} collectives{f' in {found.phase}' if found.phase else ''}"

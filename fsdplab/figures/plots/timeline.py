@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdplab.common.words import NO_UNIT, plural
 from fsdplab.figures import profile_data as profile
-from fsdplab.figures.lanes import CLOCK, LIMIT, Mark, downsample, mark_lanes, merge_words, written
+from fsdplab.figures.lanes import LIMIT, Mark, downsample, mark_lanes, named_axis, written
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import MS, Row, duration, label, percent
 from fsdplab.figures.style import GRID, LANE_COLOURS, plot_width, titled, words_width
@@ -32,24 +32,22 @@ class Lanes:
     bottom: float
 
     def axis(self, height: float) -> dict[str, Any]:
-        """The settings of the lanes' axis, which is `height` pixels high."""
-        return CLOCK | dict(range=[self.bottom + 0.15, -0.15], tickmode="array", **self.ticks(height))
-
-    def ticks(self, height: float) -> dict[str, list[Any]]:
-        """The axis's ticks: the lane's name, after the rank's where it is the rank's first; ranks alone where `height`,
-        the axis's in pixels, leaves a lane less than a line of text: its colours tell the lanes.
+        """The axis, which is `height` pixels high: the lanes' names, each rank's before its first; ranks alone where a
+        lane is less than a line of text high: its colours tell the lanes.
         """
         first = dict(reversed(self.middle))
         if height < _LINE * self.bottom:
             places = [[at for (of, _), at in self.middle.items() if of == rank] for rank in first]
             every = max(1, math.ceil(_LINE * len(first) / height))
             texts = [f"<b>rank {rank}</b>" if index % every == 0 else "" for index, rank in enumerate(first)]
-            return dict(tickvals=[sum(each) / len(each) for each in places], ticktext=texts)
-        texts = [
-            (f"<b>rank {rank}</b>  " if first[rank] == lane else "") + written(lane).replace("communication", "comm.")
-            for rank, lane in self.middle
-        ]
-        return dict(tickvals=list(self.middle.values()), ticktext=texts)
+            names = {sum(each) / len(each): text for each, text in zip(places, texts)}
+        else:
+            ranks = {(rank, lane): f"<b>rank {rank}</b>  " for rank, lane in first.items()}
+            names = {
+                at: ranks.get(key, "") + written(key[1]).replace("communication", "comm.")
+                for key, at in self.middle.items()
+            }
+        return named_axis(names, self.bottom + 0.15, -0.15)
 
 
 def lanes_of(rows: list[Row]) -> Lanes:
@@ -100,8 +98,8 @@ def lane_bars(rows: list[Row], lanes: Lanes, end: float, limit: int) -> tuple[li
     """(the bars of a step's lanes on a clock of `end` ms, the subtitle's words on neighbours that were merged)."""
     origin = step_start(rows)
     marks = [_mark(row, lanes, origin) for row in uncovered(rows) if (row["rank"], row["lane"]) in lanes.middle]
-    drawn, window = downsample(marks, limit)
-    return mark_lanes(drawn, LANE_COLOURS, {"exposed": 0.5}, end), merge_words(len(marks), len(drawn), window)
+    drawn, merged = downsample(marks, limit)
+    return mark_lanes(drawn, LANE_COLOURS, {"exposed": 0.5}, end), merged
 
 
 def uncovered(rows: list[Row]) -> list[Row]:
@@ -111,11 +109,10 @@ def uncovered(rows: list[Row]) -> list[Row]:
     so, the red strip would be longer than the exposed time that the title states.
     """
     computed = profile.group((row for row in rows if row["lane"] == "compute"), lambda row: row["rank"])
-    spans = {rank: [(row["start_ns"], row["end_ns"]) for row in computed.get(rank, [])] for rank in _ranks(rows)}
-    whole = {rank: union(pieces) for rank, pieces in spans.items()}
+    whole = {rank: union([(row["start_ns"], row["end_ns"]) for row in own]) for rank, own in computed.items()}
     found = []
     for row in rows:
-        if row["lane"] != "exposed":
+        if row["lane"] != "exposed" or row["rank"] not in whole:
             found.append(row)
             continue
         beside = within(whole[row["rank"]], row["start_ns"], row["end_ns"])

@@ -8,7 +8,7 @@ from fsdplab.common.sizes import size
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import COLLECTIVE_COLOURS, STRATEGY_COLOURS, titled
-from fsdplab.figures.view import RunView, how_and_where, ranks_and_device, views
+from fsdplab.figures.view import how_and_where, ranks_and_device, view
 from fsdplab.records import RunRecord
 
 MB = 1e6
@@ -29,31 +29,25 @@ def ledger_against_formula(record: RunRecord, rank: int = 0) -> go.Figure:
     sent: dict[str, int] = defaultdict(int)  # bytes by "kind in phase", in order of first appearance
     for row in (row for row in rows if int(row["step"]) == last):
         sent[f"{row['kind']} in {row['phase']}"] += int(row["wire_bytes"])
-    run, total = views(record)[0], sum(sent.values())
+    run, total = view(record), sum(sent.values())
+    formula = run.summary.formula_bytes_per_step
     # the second gather of a step has its own shade
-    colours = {
-        name: COLLECTIVE_COLOURS.get(name, COLLECTIVE_COLOURS.get(name.split(" in ")[0], _GREY)) for name in sent
-    }
-    parts = [Part(name, colours[name], [nbytes / MB, 0.0]) for name, nbytes in sent.items()]
-    parts += [Part("formula", STRATEGY_COLOURS["no_shard"], [0.0, (run.formula_bytes or 0) / MB])]
-    ends = {"ledger": f"<b>{size(total)}</b>", "formula": f"<b>{size(run.formula_bytes)}</b>"}
+    kinds = {name: name if name in COLLECTIVE_COLOURS else name.split(" in ")[0] for name in sent}
+    parts = [Part(name, COLLECTIVE_COLOURS.get(kinds[name], _GREY), [sent[name] / MB, 0.0]) for name in sent]
+    parts += [Part("formula", STRATEGY_COLOURS["no_shard"], [0.0, (formula or 0) / MB])]
+    ends = {"ledger": f"<b>{size(total)}</b>", "formula": f"<b>{size(formula)}</b>"}
     figure = stacked_bars(ends, parts, "bytes sent by one rank in one step (MB)", "%{x:.3f} MB")
     figure.data[-1].showlegend = False
-    words = "; ".join(f"{name} {size(nbytes)}" for name, nbytes in sent.items())
-    alt = f"Two bars. Ledger: {words}. Formula: {size(run.formula_bytes)}."
-    return titled(figure, _finding(run, total), _conditions(run, rank, last), alt, 200)
-
-
-def _finding(run: RunView, total: int) -> str:
-    if not run.formula_bytes:
-        return f"{run.label} sends {size(total)} a step; there is no formula for this engine"
-    if total == run.formula_bytes:
-        return f"{run.label}: the ledger equals the formula, {size(total)} a step"
-    return f"{run.label}: the ledger differs from the formula by {total - run.formula_bytes:+,} bytes a step"
-
-
-def _conditions(run: RunView, rank: int, step: int) -> str:
+    if not formula:
+        title = f"{run.label} sends {size(total)} a step; there is no formula for this engine"
+    elif total == formula:
+        title = f"{run.label}: the ledger equals the formula, {size(total)} a step"
+    else:
+        title = f"{run.label}: the ledger differs from the formula by {total - formula:+,} bytes a step"
     if run.simulated:
-        return f"{how_and_where([run])}, rank {rank}; the formula is computed"
-    where = f"Rank {rank} of {ranks_and_device([run])}, step {step}"
-    return f"{where}: counted at every collective; the formula is computed"
+        where = f"{how_and_where([run])}, rank {rank}"
+    else:
+        where = f"Rank {rank} of {ranks_and_device([run])}, step {last}: counted at every collective"
+    words = "; ".join(f"{name} {size(nbytes)}" for name, nbytes in sent.items())
+    alt = f"Two bars. Ledger: {words}. Formula: {size(formula)}."
+    return titled(figure, title, f"{where}; the formula is computed", alt, 200)

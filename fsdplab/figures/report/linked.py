@@ -13,8 +13,7 @@ from fsdplab.figures.plots import shard_map
 from fsdplab.figures.plots.linked import linked_view, peak_instant
 from fsdplab.figures.plots.shard_map import STATE_COLOURS, UnitStates
 from fsdplab.figures.profile_data import MS
-from fsdplab.figures.report.parts import plot
-from fsdplab.figures.report.rendering import rendered
+from fsdplab.figures.report.parts import plot, rendered
 from fsdplab.figures.style import template
 from fsdplab.records import RunRecord
 
@@ -41,7 +40,7 @@ def linked_html(record: RunRecord, standalone: bool = False) -> str:
         start=f"{start / MS:.4f}",
         end=f"{length:.4f}",
         step=f"{length / 2000:.6f}",
-        states=json.dumps(states_json(life), separators=(",", ":")),
+        states=json.dumps(_states(life), separators=(",", ":")),
     )
     if standalone:
         from plotly.offline import get_plotlyjs
@@ -50,19 +49,15 @@ def linked_html(record: RunRecord, standalone: bool = False) -> str:
     return str(fragment)
 
 
-def states_json(life: UnitStates) -> dict[str, Any]:
-    """Ranks, units and every unit's changes: `[[0, 0], [1.2, 1], [3.4, 2]]` is sharded, from 1.2 ms unsharding, from
-    3.4 ms unsharded; and the words and the colour of each state.
+def _states(life: UnitStates) -> dict[str, Any]:
+    """Ranks, units and every unit's changes, and the words and the colour of each state.
+
+    `[[0, 0], [1.2, 1], [3.4, 2]]` is sharded, from 1.2 ms unsharding, from 3.4 ms unsharded.
     """
     number = {state: place for place, state in enumerate(STATE_COLOURS)}
     changes = [
         [[[round(since / MS, 3), number[state]] for since, state in life.states[rank, unit]] for unit in life.units]
         for rank in life.shown
     ]
-    return {
-        "ranks": life.shown,
-        "units": life.units,
-        "changes": changes,
-        "colours": list(STATE_COLOURS.values()),
-        "words": [shard_map.state_words(state) for state in STATE_COLOURS],
-    }
+    looks = dict(colours=list(STATE_COLOURS.values()), words=[shard_map.state_words(state) for state in STATE_COLOURS])
+    return dict(ranks=life.shown, units=life.units, changes=changes, **looks)

@@ -8,7 +8,7 @@ and has a switch for lecture rooms.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -18,11 +18,9 @@ from fsdplab.figures.fastest import core_words
 from fsdplab.figures.plots.memory import memory_by_category, predicted_memory
 from fsdplab.figures.plots.steps import step_time
 from fsdplab.figures.predicted import gaps
-from fsdplab.figures.profile_data import is_record
-from fsdplab.figures.report.parts import Attributes, Look, comparison_table, drawn, number_table
-from fsdplab.figures.report.rendering import rendered
+from fsdplab.figures.report.parts import comparison_table, drawn, number_table, rendered
 from fsdplab.figures.report.tabs import tabbed
-from fsdplab.figures.table import SHORT, WRAPPED, beside, mood
+from fsdplab.figures.table import COLUMNS, SHORT, WRAPPED, beside, mood
 from fsdplab.figures.view import CATEGORY_NAMES, Runs, RunView, provenance, ranks_and_device, views, with_verdicts
 from fsdplab.records import CATEGORIES, RunRecord, drift_sentence
 
@@ -54,7 +52,7 @@ def comparison_page(
     """
     from plotly.offline import get_plotlyjs
 
-    records = list(records if records is not None else [run for run in runs or () if is_record(run)])
+    records = list(records if records is not None else [run for run in runs or () if isinstance(run, RunRecord)])
     runs = records if len(records) == len(comparison["runs"]) else runs  # records know what tells namesakes apart
     summary = _summary(comparison, comparison if runs is None else with_verdicts(runs, comparison))
     shown = views(runs if runs is not None else comparison)
@@ -74,22 +72,21 @@ def _title(runs: Sequence[RunView]) -> str:
     """What the page is about: strategies, run or simulated, or somebody's traces."""
     if runs and all(run.simulated for run in runs):
         return "What each sharding strategy would cost, simulated"
-    traced = [run for run in runs if run.traced is not None]
-    if not traced or len(traced) < len(runs):
-        return "What each sharding strategy costs"
-    return f"What the traces of {' and '.join(run.strategy for run in traced)} show"
+    if runs and all(run.traced for run in runs):
+        return f"What the traces of {' and '.join(run.strategy for run in runs)} show"
+    return "What each sharding strategy costs"
 
 
 def _summary(comparison: Mapping[str, Any], source: Runs) -> Markup:
-    """The table, the figures that every run has, what was real, what was run and where."""
     shown = views(source)
-    measured = any(run.traced is None for run in shown)  # traces know of no memory by category
+    measured = not all(run.traced for run in shown)  # traces know of no memory by category
+    categories = [[run.label, *(size(run.split.get(name)) for name in CATEGORIES)] for run in shown]
     return rendered(
         "summary.html",
-        comparison=comparison_table(shown, _LOOK),
+        comparison=comparison_table(shown, _look),
         drift=drift_sentence(comparison),
         figures=[drawn(draw, source) for draw in ((memory_by_category, step_time) if measured else (step_time,))],
-        categories=_categories_table(shown) if measured else None,
+        categories=measured and number_table(["run", *map(CATEGORY_NAMES.__getitem__, CATEGORIES)], categories),
         prediction=_prediction(shown, source),
         real=provenance(shown),
         simulated=all(run.simulated for run in shown),
@@ -98,68 +95,51 @@ def _summary(comparison: Mapping[str, Any], source: Runs) -> Markup:
     )
 
 
+def _look(place: int, text: str | None) -> dict[str, str]:
+    """The class of a cell of the comparison: coloured where it is a verdict, and it may break where it is long."""
+    column = COLUMNS[place]
+    names = [] if text is None else [mood(text), "long" * (column in WRAPPED), "short" * (column in SHORT)]
+    return {"class": " ".join(filter(None, names))} if any(names) else {}
+
+
 def _prediction(shown: list[RunView], source: Runs) -> dict[str, Any]:
-    """What the page says of predictions; nothing where none of the runs has one."""
     known = [run for run in shown if run.predicted_peak]
     if not known:
         return {}
     reasons = [f"{run.label}: not predicted: {why}" for run in shown if (why := run.summary.predicted.why_not)]
     explained = [gap.text for run in known for gap in gaps(run)]
     alike = "Every category is within 10% of what was measured, or less than 0.5% of the peak off."
-    return {
-        "table": _predictions_table(shown),
-        "figure": drawn(predicted_memory, source),
-        "lines": [*(explained or [alike]), *reasons],
-    }
-
-
-def _predictions_table(shown: list[RunView]) -> Markup:
-    """Peak, bytes and step of every run: as predicted, and in brackets over what was measured."""
     rows = [
         [
             run.label,
             beside(run.predicted_peak, run.peak, size),
-            beside(run.formula_bytes, run.summary.comm.bytes_per_step, size),
+            beside(run.summary.formula_bytes_per_step, run.summary.comm.bytes_per_step, size),
             beside(run.summary.predicted.step_time_s, run.step_median, seconds),
         ]
         for run in shown
     ]
     caption = "Predicted, and in brackets predicted over measured."
-    return number_table(["run", "peak", "sent in a step", "step"], rows, caption)
+    return {
+        "table": number_table(["run", "peak", "sent in a step", "step"], rows, caption),
+        "figure": drawn(predicted_memory, source),
+        "lines": [*(explained or [alike]), *reasons],
+    }
 
 
 def _setting(spec: Mapping[str, Any], runs: Sequence[RunView]) -> str:
     """One sentence on what was trained, of the fields that the spec has; of traces, whose they are."""
-    if len(runs) == 1 and runs[0].traced is not None:
+    if len(runs) == 1 and runs[0].traced:
         return ranks_and_device(list(runs))
     return ", ".join(form.format(spec[name]) for name, form in _SETTING.items() if spec.get(name) is not None)
 
 
-def _classes(column: str, text: str) -> Attributes:
-    """A cell is coloured where it is a verdict, and may break where it is long."""
-    names = [mood(text), "long" if column in WRAPPED else "short" if column in SHORT else ""]
-    return {"class": " ".join(filter(None, names))} if any(names) else {}
-
-
-_LOOK = Look(table={}, heading=lambda column: {}, cell=_classes)
-
-
-def _categories_table(shown: list[RunView]) -> Markup:
-    """Every category of every run, in full."""
-    rows = [[run.label, *(size(run.split.get(name)) for name in CATEGORIES)] for run in shown]
-    return number_table(["run", *(CATEGORY_NAMES[name] for name in CATEGORIES)], rows)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Settings as (name, text) pairs, without those that are not set: `{"a": {"b": 1}}` gives `[("a b", "1")]`."""
-    pairs = []
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Settings as (name, text) pairs, without those that are not set: `{"a": {"b": 1}}` gives `("a b", "1")`."""
     for name, value in values.items():
-        label = f"{prefix}{name}".replace("_", " ")
         if isinstance(value, Mapping):
-            pairs += _flat(value, f"{label} ")
+            yield from _flat(value, f"{prefix}{name} ")
         elif value not in (None, []):
-            pairs.append((label, _shown(name, value)))
-    return pairs
+            yield f"{prefix}{name}".replace("_", " "), _shown(name, value)
 
 
 def _shown(name: str, value: object) -> str:

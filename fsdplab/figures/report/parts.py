@@ -1,68 +1,79 @@
-"""The pieces that pages and notebooks share: tables, figures drawn when they are first seen, notes, pictures."""
+"""From templates to HTML, and the pieces that pages and notebooks share: tables, figures that are drawn when they are
+first seen, notes, pictures.
+
+Everything that is put into a template of `templates/` is escaped. `parts.html` holds the small pieces as macros; the
+other HTML files are each one fragment or the page. CSS and JavaScript are plain files, which go in as they are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ParamSpec, TypeAlias
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ParamSpec, TypeAlias
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from fsdplab.common.sizes import size
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.report.rendering import part
-from fsdplab.figures.style import CAMERA, alt_text
+from fsdplab.figures.style import ALARM, CAMERA, DARK_TEXT, FONT, TEXT, alt_text
 from fsdplab.figures.table import COLUMNS, LEGEND, cells
 from fsdplab.figures.view import RunView
 
 What = ParamSpec("What")
-Attributes: TypeAlias = Mapping[str, str]
 Texts: TypeAlias = Sequence[str]
+# the attributes of a cell's tag by its column's place and its text (None: the column's heading): classes where there is
+# a style sheet, styles where there is none
+Look: TypeAlias = Callable[[int, str | None], Mapping[str, str]]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A table's cell: its text, and the attributes of its tag."""
-
-    text: str
-    attributes: Attributes = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Look:
-    """What the tags of a comparison table carry: classes where there is a style sheet, styles where there is none.
-
-    `heading` takes a column's name, `cell` a column's name and the text.
-    """
-
-    table: Attributes
-    heading: Callable[[str], Attributes]
-    cell: Callable[[str, str], Attributes]
+@lru_cache
+def _templates() -> Environment:
+    loader = PackageLoader("fsdplab.figures.report")
+    made = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )  # fmt: skip
+    made.globals.update(verbatim=_verbatim, size=size, ink=TEXT, ink_on_dark=DARK_TEXT, alarm=ALARM, font=FONT)
+    made.filters["in_script"] = in_script
+    return made
 
 
-def table(
-    head: Sequence[Cell], rows: Iterable[Sequence[Cell]], attributes: Attributes | None = None, caption: str = ""
-) -> Markup:
-    """An HTML table: `table([Cell("rank")], [[Cell("0")], [Cell("1")]])`."""
-    return part("table", head=head, rows=rows, attributes=attributes or {}, caption=caption)
+def rendered(template: str, **values: Any) -> Markup:
+    """The HTML of a whole template: `rendered("tabs.html", panels={"Summary": body})`."""
+    return Markup(_templates().get_template(template).render(values))
+
+
+def part(macro: str, **values: Any) -> Markup:
+    """The HTML of a macro of `parts.html`: `part("note", text="a < b") == "<figure><p>a &lt; b</p></figure>"`."""
+    made: Markup = getattr(_templates().get_template("parts.html").module, macro)(**values)
+    return made
+
+
+def in_script(json_text: str) -> Markup:
+    """JSON that no text in it can end: `in_script('"</script>"')` has `\\u003c` for `<`, which JSON reads back."""
+    return Markup(json_text.replace("<", "\\u003c"))
+
+
+def _verbatim(file: str) -> Markup:
+    return Markup(Path(__file__).with_name("templates").joinpath(file).read_text(encoding="utf-8"))
+
+
+def table(head: Texts, rows: Iterable[Texts], look: Look, caption: str = "", **attributes: str) -> Markup:
+    """An HTML table; `attributes` are those of its own tag: `table(["rank"], [["0"], ["1"]], lambda *cell: {})`."""
+    header = [(text, look(place, None)) for place, text in enumerate(head)]
+    body = [[(text, look(place, text)) for place, text in enumerate(row)] for row in rows]
+    return part("table", head=header, rows=body, attributes=attributes, caption=caption)
 
 
 def number_table(head: Texts, rows: Iterable[Texts], caption: str = "") -> Markup:
-    """A table of texts whose cells are numbers, set flush right, after the first column's."""
-    return classed_table(["", *["number"] * (len(head) - 1)], head, rows, caption)
+    """A table whose cells are numbers, set flush right, after the first column's."""
+    return table(head, rows, lambda place, text: {"class": "number"} if place else {}, caption)
 
 
-def classed_table(classes: Texts, head: Texts, rows: Iterable[Texts], caption: str = "") -> Markup:
-    """A table of texts, each column with its class."""
-    looks = [{"class": name} if name else {} for name in classes]
-    header, *body = ([Cell(text, look) for text, look in zip(row, looks)] for row in (head, *rows))
-    return table(header, body, caption=caption)
-
-
-def comparison_table(runs: Sequence[RunView], look: Look, caption: str = f"{LEGEND}.") -> Markup:
+def comparison_table(runs: Sequence[RunView], look: Look, caption: str = f"{LEGEND}.", **attributes: str) -> Markup:
     """The table of a comparison, one row a run, in the columns that the terminal prints too."""
-    head = [Cell(name, look.heading(name)) for name in COLUMNS]
-    rows = [[Cell(text, look.cell(name, text)) for name, text in zip(COLUMNS, cells(run))] for run in runs]
-    return table(head, rows, look.table, caption)
+    return table(COLUMNS, map(cells, runs), look, caption, **attributes)
 
 
 def drawn(draw: Callable[What, go.Figure], *what: What.args, **how: What.kwargs) -> Markup:

@@ -5,7 +5,7 @@ A tab that a run has nothing for says in one line what to run instead, so that a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -13,9 +13,8 @@ from markupsafe import Markup
 from fsdplab import figures
 from fsdplab.common.sizes import seconds, size
 from fsdplab.common.words import plural
-from fsdplab.figures.report.parts import classed_table, drawn, note
-from fsdplab.figures.report.rendering import part, rendered
-from fsdplab.figures.trace_tables import cells, headings, is_number, left_out
+from fsdplab.figures.report.parts import drawn, note, part, rendered, table
+from fsdplab.figures.trace_tables import cells, left_out
 from fsdplab.figures.view import view, views
 from fsdplab.profiling.findings import profiling_cost
 from fsdplab.profiling.tables import Table, TablesOf, tables_of_pair, tables_of_record
@@ -28,9 +27,9 @@ if TYPE_CHECKING:
 
 MARKS = 1_500  # of each timeline on a page, to stay under a megabyte a record
 _MOST_PAIRS = 5
-_BREAKS = dict.fromkeys(
-    ("name", "unit", "group", "shapes"), "name"
-)  # columns of names that may be longer than the page is wide
+_UNTRACED = "A simulated step has no traces, which these tables are made of: give runs of fsdplab run --profile 3."
+_NOTHING_FOUND = "No findings: nothing in these records stands out, or no step was profiled (run with --profile 2)."
+_NAMES = ("name", "unit", "group", "shapes")  # columns that may be longer than the page is wide
 
 
 def tabbed(
@@ -40,20 +39,21 @@ def tabbed(
     tables_of: TablesOf | None = None,
 ) -> Markup:
     """The row of tabs and their panels, the summary first; tables of traces are made here, or `tables_of` has them."""
+    made = tables_of or (lambda record: tables_of_record(record, peak_of(record)))
+    timelines = _each(records, lambda record: drawn(figures.rank_timeline, record, limit=MARKS))
+    exposed = _each(records, lambda record: drawn(figures.exposed_heatmap, record) + _stragglers(record))
+    memory = any(view(record).peak or not view(record).traced for record in records)
+    told = Markup("\n").join(map(_finding, findings))
     panels = {
         "Summary": summary,
-        "Timeline": drawn(figures.step_bar, records)
-        + _each(records, lambda record: drawn(figures.rank_timeline, record, limit=MARKS)),
-        "Exposed": drawn(figures.exposed_bar, records)
-        + _each(records, lambda record: drawn(figures.exposed_heatmap, record) + _stragglers(record)),
+        "Timeline": drawn(figures.step_bar, records) + timelines,
+        "Exposed": drawn(figures.exposed_bar, records) + exposed,
         "Memory": _each(records, _memory),
         "Traffic": _each(records, _traffic),
-        "Pareto": drawn(figures.pareto, records)
-        if any(view(record).peak or not _is_traced(record) for record in records)
-        else _not_in_traces("memory, one of the two axes"),
-        "Tables": _each(records, lambda record: _tables(record, tables_of or _tables_of)),
+        "Pareto": drawn(figures.pareto, records) if memory else _not_in_traces("memory, one of the two axes"),
+        "Tables": _each(records, lambda record: note(_UNTRACED) if view(record).simulated else _tables(made, record)),
         "Difference": _pairs(records),
-        "Findings": _costs_of_profiling(records) + _findings(findings),
+        "Findings": _costs_of_profiling(records) + (told or note(_NOTHING_FOUND)),
     }
     return rendered("tabs.html", panels=panels)
 
@@ -63,10 +63,6 @@ def _each(records: Sequence[RunRecord], fill: Callable[[RunRecord], Markup]) -> 
     if len(records) == 1:
         return fill(records[0])
     return part("under_names", bodies=[(view.label, fill(record)) for view, record in zip(views(records), records)])
-
-
-def _is_traced(record: RunRecord) -> bool:
-    return record.summary.traces is not None
 
 
 def _not_in_traces(what: str) -> Markup:
@@ -84,7 +80,7 @@ def _memory(record: RunRecord) -> Markup:
     """The linked view where the record tells of its units' lives, else the memory of the worst rank; of foreign traces
     the peak where they hold it.
     """
-    if _is_traced(record):
+    if view(record).traced:
         by_rank = enumerate(record.summary.peak_by_rank or ())
         said = ", ".join(f"rank {rank} {size(peak)}" for rank, peak in by_rank if peak)
         known = note(f"Peak of allocated memory, from the traces: {said}.") if said else Markup("")
@@ -99,7 +95,7 @@ def _memory(record: RunRecord) -> Markup:
 
 def _traffic(record: RunRecord) -> Markup:
     """What was sent beside what the strategy must send; of foreign traces what they hold."""
-    if not _is_traced(record):
+    if not view(record).traced:
         return drawn(figures.ledger_against_formula, record)
     comm = record.summary.comm
     if comm.bytes_per_step is None:
@@ -108,28 +104,21 @@ def _traffic(record: RunRecord) -> Markup:
     return note(f"{said}, from the traces.") + _not_in_traces("what the strategy must send")
 
 
-def _tables_of(record: RunRecord) -> list[Table]:
-    return tables_of_record(record, peak_of(record))
-
-
-def _tables(record: RunRecord, tables_of: TablesOf) -> Markup:
-    """What the record's traces tell, each table under the sentence that it comes to."""
-    if view(record).simulated:
-        return note(
-            "A simulated step has no traces, which these tables are made of: give runs of fsdplab run --profile 3."
-        )
+def _tables(make: Callable[..., list[Table]], *records: RunRecord) -> Markup:
+    """Tables, each under the sentence that it comes to, or the one line that says why there are none."""
     try:
-        found = tables_of(record)
+        return Markup("\n").join(map(_table, make(*records)))
     except (RecordError, TraceError) as reason:
         return note(str(reason))
-    return Markup("\n").join(map(_table, found))
 
 
 def _table(shown: Table) -> Markup:
-    classes = ["number" if is_number(column) else _BREAKS.get(column.key, "") for column in shown.columns]
+    classes = ["number" if column.unit else "name" if column.key in _NAMES else "" for column in shown.columns]
+    looks = [{"class": name} if name else {} for name in classes]
     notes = [each for each in (left_out(shown), *shown.notes) if each]
     rows = cells(shown)
-    body = classed_table(classes, headings(shown), rows) if rows else Markup("")
+    head = [column.heading for column in shown.columns]
+    body = table(head, rows, lambda place, text: looks[place]) if rows else Markup("")
     return part("trace_table", title=shown.title, sentence=shown.sentence, body=body, notes=notes)
 
 
@@ -148,27 +137,14 @@ def _pairs(records: Sequence[RunRecord]) -> Markup:
 
 def _pair(first: RunRecord, second: RunRecord) -> Markup:
     """The difference unit by unit, then in the parts of a step and in its operators and kernels."""
-    shown = drawn(figures.difference, first, second)
-    if not (first.table("breakdown") and second.table("breakdown")):
-        return shown
-    try:
-        return shown + Markup("\n").join(map(_table, tables_of_pair(first, second)))
-    except TraceError as reason:
-        return shown + note(str(reason))
+    profiled = first.table("breakdown") and second.table("breakdown")
+    return drawn(figures.difference, first, second) + (_tables(tables_of_pair, first, second) if profiled else "")
 
 
 def _costs_of_profiling(records: Sequence[RunRecord]) -> Markup:
     """By how much profiled steps were longer than timed ones, where it is much."""
     said = [(shown.label, profiling_cost(record)) for shown, record in zip(views(records), records)]
     return Markup("\n").join(note(f"{name}: {words}" if len(said) > 1 else words) for name, words in said if words)
-
-
-def _findings(findings: Iterable[Finding | Mapping[str, Any]]) -> Markup:
-    """Findings with their remedies, the costliest first as given."""
-    shown = [_finding(found) for found in findings]
-    return Markup("\n").join(shown) or note(
-        "No findings: nothing in these records stands out, or no step was profiled (run with --profile 2)."
-    )
 
 
 def _finding(found: Finding | Mapping[str, Any]) -> Markup:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdplab.figures import alt_text
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.report.parts import Cell, picture
+from fsdplab.figures.report.parts import picture
 from fsdplab.figures.report.parts import table as html_table
 
 from .verdicts import with_code
@@ -91,12 +91,9 @@ class Table:
 
     def _repr_html_(self) -> str:
         sides = ["right" if self._is_numeric(column) else "left" for column in range(len(self.header))]
-        head, *rows = (
-            [Cell(text, {"style": f"text-align:{side};padding:2px 14px 2px 0"}) for text, side in zip(line, sides)]
-            for line in (self.header, *self.rows)
-        )
+        looks = [{"style": f"text-align:{side};padding:2px 14px 2px 0"} for side in sides]
         caption = f"<div style='font-size:90%;opacity:.75'>{html.escape(self.caption)}</div>" if self.caption else ""
-        return str(html_table(head, rows)) + caption
+        return str(html_table(self.header, self.rows, lambda place, text: looks[place])) + caption
 
     def _is_numeric(self, column: int) -> bool:
         """Whether every cell of a column begins like a number; such columns are set flush right."""

@@ -18,7 +18,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fsdplab.common.files import write_whole
-from fsdplab.figures.report.rendering import in_script
+from fsdplab.figures.report.parts import in_script
 from fsdplab.figures.style import DARK_TEXT, FONT, TEXT
 from fsdplab.teaching.authoring.course import CourseError, notebooks_in, read
 from fsdplab.teaching.core.glossary import TERMS

@@ -15,7 +15,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from fsdplab.figures.report.rendering import in_script
+from fsdplab.figures.report.parts import in_script
 from fsdplab.teaching.site.foreign_html import without_scripts
 
 PLOTLY, WIDGET = "application/vnd.plotly.v1+json", "application/vnd.jupyter.widget-view+json"

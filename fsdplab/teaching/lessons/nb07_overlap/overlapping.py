@@ -249,7 +249,7 @@ def moving(record: RunRecord) -> tuple[float, float]:
 def raw_words(runs: Mapping[str, RunRecord]) -> Note:
     """The step of each run of several ranks beside the first one's, which sends nothing."""
     first, *others = (replace(view(record), strategy=name, engine="lab") for name, record in runs.items())
-    ratios = ", ".join(f"{run.label} {run.known_step / first.known_step:.2f} times" for run in others)
+    ratios = ", ".join(f"{run.label} {known(run.step_median) / known(first.step_median):.2f} times" for run in others)
     return Note((f"Steps beside that of {first.label}: {ratios} as long. Of these, {fastest_words(others)}.",))
 
 
