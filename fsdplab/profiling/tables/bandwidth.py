@@ -18,7 +18,7 @@ from fsdplab.profiling.traces.skew import bandwidths, matched
 _COLUMNS = (
     Column("kind", "collective"), Column("group", "process group"), Column("ranks", "ranks", "count"),
     Column("size", "message", "bytes"), Column("count", "a step", "count"), Column("time_ns", "time, median", "ns"),
-    Column("algbw", "bytes/t", "bytes/s"), Column("busbw", "bus bandwidth", "bytes/s"),
+    Column("algbw", "size / time", "bytes/s"), Column("busbw", "bus bandwidth", "bytes/s"),
     Column("of_link", "of the link", "share"),
 )  # fmt: skip
 
