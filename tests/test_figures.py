@@ -126,13 +126,8 @@ def runs(tmp_path):
 
 def words(figure) -> str:
     """All text of a figure: title, subtitle, annotations."""
-    return " ".join(
-        [
-            figure.layout.title.text,
-            figure.layout.title.subtitle.text,
-            *(note.text for note in figure.layout.annotations),
-        ]
-    )
+    title, notes = figure.layout.title, figure.layout.annotations
+    return " ".join([title.text, title.subtitle.text, *(note.text for note in notes)]).replace("<br>", " ")
 
 
 def test_quantities_read_well():

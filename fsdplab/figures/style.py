@@ -56,7 +56,7 @@ _LINE, _SUBLINE, _LEGEND_LINE = 25, 20, 21  # pixels that a line of the title, t
 _LEGEND_SIGN = 45  # pixels of a legend's sign and the gaps around it
 _ABOVE = 24  # pixels of words that stand above the plot, or of a button
 _PIXELS = re.compile(r"(font|marker)\.size$|\.(standoff|entrywidth|height|[xy]shift)$|\.(margin|pad)\.[lrtb]$")
-PAGE = 1100  # pixels that a notebook has in a window of 1280
+PAGE = 848  # pixels that an output has in JupyterLab with its files at the side, in a window of 1280
 _PAGE = ContextVar("page", default=float(PAGE))
 CAMERA = dict(displaylogo=False, toImageButtonOptions=dict(format="svg"))  # the camera button saves an SVG
 TEXT = "#1b1e23"
@@ -111,7 +111,7 @@ def titled(figure: go.Figure, title: str, subtitle: str, alt: str, height: int =
     `height` is the plot's, with its axis below it. The figure is as much taller as title, subtitle, legend and words
     above the plot need.
     """
-    titles, subtitles = wrapped(title, int(_PAGE.get() / 14.8)), wrapped(subtitle, int(_PAGE.get() / 9.3))
+    titles, subtitles = wrapped(title, int(_PAGE.get() / 12.6)), wrapped(subtitle, int(_PAGE.get() / 8.4))
     legend = 82 + _LINE * titles.count("<br>") + _SUBLINE * subtitles.count("<br>")
     top = legend + 18 + _LEGEND_LINE * _legend_rows(figure) + (_ABOVE if _words_above(figure) else 0)
     # plotly hangs a title by its last lines: without it, the first would leave the picture

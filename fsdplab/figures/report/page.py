@@ -20,6 +20,7 @@ from fsdplab.figures.plots.steps import step_time
 from fsdplab.figures.predicted import gaps
 from fsdplab.figures.report.parts import comparison_table, drawn, number_table, rendered
 from fsdplab.figures.report.tabs import tabbed
+from fsdplab.figures.style import on_page
 from fsdplab.figures.table import COLUMNS, SHORT, WRAPPED, beside, mood
 from fsdplab.figures.view import CATEGORY_NAMES, Runs, RunView, provenance, ranks_and_device, views, with_verdicts
 from fsdplab.records import CATEGORIES, RunRecord, drift_sentence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from fsdplab.profiling.tables import TablesOf
 
 
+_WIDTH = 1100  # pixels of a page's figures in a window of 1280
 # what was trained, in the order of the sentence
 _SETTING = {
     "model": "model {}", "world_size": "{} ranks", "batch_size": "batch {} a rank",
@@ -54,15 +56,17 @@ def comparison_page(
 
     records = list(records if records is not None else [run for run in runs or () if isinstance(run, RunRecord)])
     runs = records if len(records) == len(comparison["runs"]) else runs  # records know what tells namesakes apart
-    summary = _summary(comparison, comparison if runs is None else with_verdicts(runs, comparison))
     shown = views(runs if runs is not None else comparison)
+    with on_page(_WIDTH):
+        summary = _summary(comparison, comparison if runs is None else with_verdicts(runs, comparison))
+        content = tabbed(summary, records, findings, tables_of) if records else summary
     page = rendered(
         "page.html",
         title=_title(shown),
         plotly_js=get_plotlyjs(),
         setting=_setting(comparison.get("spec") or {}, shown),
         cores=core_words(shown),
-        content=tabbed(summary, records, findings, tables_of) if records else summary,
+        content=content,
         comparison=json.dumps(comparison, separators=(",", ":")),
     )
     return f"{page}\n"
@@ -118,7 +122,7 @@ def _prediction(shown: list[RunView], source: Runs) -> dict[str, Any]:
         ]
         for run in shown
     ]
-    caption = "Predicted, and in brackets predicted over measured."
+    caption = "Predicted; (1.00) is predicted / measured."
     return {
         "table": number_table(["run", "peak", "sent in a step", "step"], rows, caption),
         "figure": drawn(predicted_memory, source),
