@@ -255,7 +255,9 @@ def test_slips_that_any_number_of_bytes_invites(factor, cause):
     [(..., "Not answered yet"), ("lots", "cannot be read"), ("3 s", "measures seconds"), (None, "cannot be read")],
 )
 def test_what_is_no_answer_is_no_failed_try(course, value, says):
-    assert says in str(answers.grade_answer("01.busbw", value))
+    verdict = answers.grade_answer("01.busbw", value)
+    assert says in str(verdict)
+    assert ("#c8553d" not in verdict._repr_html_()) == (value is ...), "a question that nobody has tried is not red"
     assert course.workspace.failed_tries("01.busbw") == 0
 
 

@@ -46,9 +46,8 @@ def grade_answer(question: str, value: Any, against: Any = None, hints: int = 0)
     if not isinstance(item, (Question, Choice)):
         item = find(question, Question)
     if value is ...:
-        return Verdict(
-            question, Feedback("Not answered yet.", _form(item), "...", "replace the three dots by your answer")
-        )
+        how = "replace the three dots by your answer"
+        return Verdict(question, Feedback("Not answered yet.", _form(item), "...", how, untouched=True))
     if isinstance(item, Choice):
         return _grade_choice(item, value)
     return _grade_number(item, value, against, hints)

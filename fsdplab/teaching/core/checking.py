@@ -115,7 +115,11 @@ def _unwritten(exercise: Exercise, source: str | None) -> Feedback | None:
     expected = f"a cell that begins with %%exercise {exercise.id} and defines {exercise.function}"
     if source is None:
         return Feedback(
-            "There is nothing to check yet.", expected, "no such cell was run", "run the exercise's cell, then this one"
+            "There is nothing to check yet.",
+            expected,
+            "no such cell was run",
+            "run the exercise's cell, then this one",
+            untouched=True,
         )
     if fingerprint(source) == fingerprint(exercise.stub):
         return Feedback(
@@ -123,6 +127,7 @@ def _unwritten(exercise: Exercise, source: str | None) -> Feedback | None:
             expected,
             "the stub as it was given",
             "write the missing lines first",
+            untouched=True,
         )
     return None
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     import torch
 
 
+_LOOKS = {"passed": ("#2a9d5c", "passed"), "failed": ("#c8553d", "not yet"), "untouched": ("#767676", "not yet")}
+
+
 @dataclass(frozen=True)
 class Difference:
     """The first place where a returned value differs: which tensor, how (type, shape, dtype, value), which index."""
@@ -31,7 +34,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Feedback:
-    """Why a check failed: what was expected and got, where (rank, step, tensor, first index), and the likely cause."""
+    """Why a check failed: what was expected and got, where (rank, step, tensor, first index), and the likely cause.
+
+    `untouched`: the learner has not tried yet, so that nothing is wrong.
+    """
 
     headline: str
     expected: str
@@ -41,6 +47,7 @@ class Feedback:
     step: str | None = None
     tensor: str | None = None
     index: tuple[int, ...] | None = None
+    untouched: bool = False
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """(label, text) pairs in reading order, leaving out what does not apply."""
@@ -76,7 +83,9 @@ class Verdict:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        colour, word = ("#2a9d5c", "passed") if self.passed else ("#c8553d", "not yet")
+        colour, word = _LOOKS[
+            "passed" if self.feedback is None else "untouched" if self.feedback.untouched else "failed"
+        ]
         headline = self.note if self.feedback is None else self.feedback.headline
         parts = [f"<b style='color:{colour}'>{self.exercise}: {word}.</b> {with_code(headline)}"]
         if self.feedback is not None:
