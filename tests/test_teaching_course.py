@@ -54,6 +54,15 @@ def good(tmp_path) -> Path:
     return source(tmp_path / "src", START, *exercise_cells(), remark, tagged(noisy, "nbval-ignore-output"))
 
 
+def test_each_notebook_ends_with_a_link_to_the_next():
+    paths = sorted(NOTEBOOKS.glob("*.ipynb"))
+    last = [read(path).cells[-1].source for path in paths]
+    for source_of_link, following in zip(last, paths[1:]):
+        title = read(following).cells[0].source.splitlines()[0].removeprefix("# ")
+        assert source_of_link == f"Next: [{title}]({following.name})"
+    assert "Next:" not in last[-1]
+
+
 def test_the_learner_edition_keeps_stubs_and_drops_solutions(good, tmp_path):
     (good / "text.txt").write_text("a teacher's own text")
     (good / "conftest.py").write_text("")
