@@ -18,10 +18,10 @@ SHORT = ("step", "predicted")  # those whose text may break at every blank
 LEGEND = (
     "step: median, ± half the range of the middle half of the steps (of 4 or more); peak: memory of the worst rank, in"
     " MB = parameters (slices and gathered) + gradients (slices and whole) + optimizer state + activations + rest"
-    " (communication buffers, other); predicted: peak and step by arithmetic, and in brackets each over what was"
-    " measured; sent: by one rank in one step; formula: what the strategy must send; exposed: time of a profiled step"
-    " (mean) in which the rank communicated and did not compute, copies and waiting for other ranks included, a dash"
-    " where nothing was sent or profiled; hidden: the part of communication under computing; loss: of the last step"
+    " (communication buffers, other); predicted: computed before the run, (1.00) is predicted / measured; sent: by one"
+    " rank in one step; formula: what the strategy must send; exposed: time of a profiled step (mean) in which the rank"
+    " communicated and did not compute, copies and waiting for other ranks included, a dash where nothing was sent or"
+    " profiled; hidden: the part of communication under computing; loss: of the last step"
 )
 _MOODS = {"agree": "good", "equal": "good", "DIFFER": "bad", "out of memory": "bad", "failed": "bad"}
 

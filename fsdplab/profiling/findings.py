@@ -274,7 +274,7 @@ def _faster_link(facts: StepFacts) -> str:
 
 def _fewer_bytes(facts: StepFacts) -> list[str]:
     """Ways to send less that the run does not follow already."""
-    ways = ["bf16"] if facts.spec.get("precision") != "bf16" else []
+    ways = ["bf16 (half the bytes)"] if facts.spec.get("precision") != "bf16" else []
     return [*ways, "shard_grad_op instead of full_shard"] if facts.spec.get("strategy") == "full_shard" else ways
 
 
@@ -566,8 +566,7 @@ _RULES = (
     Rule("copies", lambda kind, facts, left: _of_claim(kind, left.claim("copying_ns")),
          "Copies take {seconds} of each step ({share}) and do not overlap with computing, {where}",
          "The rank packs gradients before a reduction and unpacks parameters after an all-gather.",
-         lambda facts: "Copy less: "
-         f"{', or '.join([*_fewer_bytes(facts), 'more tokens a step, which the same copies serve'])}."),
+         lambda facts: f"Use {', or '.join([*_fewer_bytes(facts), 'more tokens per step'])}."),
     Rule("no_core", _no_core, "Ranks wait for a core for {seconds} of each step ({share}) inside their collectives",
          "Something else used the cores meanwhile: another process, or the transport's own threads.",
          _FEWER_RANKS),

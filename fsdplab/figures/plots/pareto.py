@@ -158,4 +158,4 @@ def _conditions(shown: list[RunView], drawn: list[RunView]) -> str:
     why = {True: "ran out of memory", False: "has no timed step"}
     missing = [f"{run.label} {why[run.over_card]}" for run in shown if run not in drawn]
     linked = f"; the link is emulated ({links})" if links else ""
-    return "; ".join([f"{how_and_where(shown)}{linked}", *marks, *missing[:2]])
+    return "; ".join([f"{how_and_where(shown)}{linked}", *marks, *missing])

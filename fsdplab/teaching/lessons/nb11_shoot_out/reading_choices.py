@@ -203,11 +203,14 @@ def seen(runs: Sequence[RunRecord]) -> Note:
     low, high = (pick(runs, key=peak) for pick in (min, max))
     best = front_of(runs)
     off = [_name(run) for run in runs if _name(run) not in best]
+    worth = "Each is worth choosing: none is as good as another in both memory and time."
+    if off:
+        verb = "is" if len(best) == 1 else "are"
+        worth = f"Only {_words(best)} {verb} worth choosing: for {_words(off)} another run is at least as good in both."
     return Note(
         (
             f"{_name(low)} needs least memory, {peak(low) / MB:.0f} MB, {_name(high)} most, {peak(high) / MB:.0f} MB.",
-            f"Shortest step: {_words(least(runs, step_s))}, {1e3 * min(map(step_s, runs)):.0f} ms. On the front:"
-            f" {_words(best)}. For {_words(off) or 'no run'} another run is at least as good in both.",
+            f"Shortest step: {_words(least(runs, step_s))}, {1e3 * min(map(step_s, runs)):.0f} ms. {worth}",
         )
     )
 
