@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import os
 import random
 import subprocess
@@ -30,13 +31,18 @@ def look(rank, world_size, payload):
         "session": os.getsid(0) == os.getpid(),
         "parent": os.getppid(),
         "cores": sorted(os.sched_getaffinity(0)),
-        "files": sorted(
-            os.readlink(f"/proc/self/fd/{number}")
-            for number in os.listdir("/proc/self/fd")
-            if os.path.exists(f"/proc/self/fd/{number}")
-        ),
+        "files": open_files(),
         "grad": torch.is_grad_enabled(),
     }
+
+
+def open_files():
+    """What this process holds open, without what another of its threads closes meanwhile."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sorted(found)
 
 
 def leave_traces(rank, world_size, payload):

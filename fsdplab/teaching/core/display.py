@@ -51,7 +51,8 @@ def present_live(thing: object) -> Callable[[object], None]:
         return lambda other: None
 
     def replace(other: object) -> None:
-        handle.update(_Between())
+        if isinstance(other, Shown):
+            handle.update(_Between())
         handle.update(other)
 
     return replace
