@@ -12,7 +12,7 @@ import pytest
 
 from fsdplab.sessions import RunSpec, compare, run
 from fsdplab.teaching import overlapping, overlapping_axes, reading, reading_choices
-from fsdplab.teaching.core.steady_card import steady
+from fsdplab.sessions.steady_card import steady
 from fsdplab.teaching.lessons.nb11_shoot_out import exercises as shoot_out
 from tests.busy import busy_cores
 

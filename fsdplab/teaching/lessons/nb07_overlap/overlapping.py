@@ -25,7 +25,7 @@ from fsdplab.profiling.step_summary import StepSummary
 from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec, call_on_ranks
 from fsdplab.teaching.core.display import Note, Shown, Table, table
-from fsdplab.teaching.core.steady_card import GIGAFLOPS, steady
+from fsdplab.sessions.steady_card import GIGAFLOPS, steady
 
 from .figures import Curves, exposed_curves
 from .on_ranks import TARGET_MS, complaint

@@ -22,7 +22,7 @@ from fsdplab.records import RecordError, RunRecord, known
 from fsdplab.sessions import RunSpec
 from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Note, Table, table
-from fsdplab.teaching.core.steady_card import GIGAFLOPS, steady
+from fsdplab.sessions.steady_card import GIGAFLOPS, steady
 
 __all__ = [
     "at", "breakdown", "clock_table", "diagnosis", "exports", "gaps", "job", "key", "parts_table", "transfers",

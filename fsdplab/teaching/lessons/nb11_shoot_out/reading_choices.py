@@ -18,7 +18,7 @@ from fsdplab.planning.links import parse_link
 from fsdplab.records import RunRecord, Spread, known
 from fsdplab.sessions import RunSpec
 from fsdplab.teaching.core.display import Note, Shown, Table, table
-from fsdplab.teaching.core.steady_card import GIGAFLOPS, steady
+from fsdplab.sessions.steady_card import GIGAFLOPS, steady
 
 from .on_ranks import CARD, JOB, LINK_SECONDS
 

@@ -1,8 +1,8 @@
 """The steady card: a run's step on an emulated card and link, with the same times on every machine and under any load.
 
-How long this machine computes depends on its cores and on who else uses them, so nothing that a lesson claims or judges
-about time may rest on it. The steady card computes at a fixed rate behind the run's own link. Its steps come from the
-planner's simulation, which takes the order of gathers from the engine's own schedule.
+How long this machine computes depends on its cores and on who else uses them, so what is first said of a strategy's
+time, and all that a lesson judges, does not rest on it. The steady card computes at a fixed rate behind the run's own
+link. Its steps come from the planner's simulation, which takes the order of gathers from the engine's own schedule.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _plan(spec: RunSpec, link: LinkSpec, gigaflops: float) -> PlanSpec:
     reached = replace(link, bytes_per_s=link.bytes_per_s / LINK_EFFICIENCY)
     across = parse_link(spec.link_across).bytes_per_s / LINK_EFFICIENCY if spec.link_across else None
     flops = _BF16_OVER_FP32 * gigaflops * 1e9
-    card = Gpu("steady card", _ROOMY, flops, MEMORY_BYTES_PER_S, reached, across, "chosen for the course")
+    card = Gpu("steady card", _ROOMY, flops, MEMORY_BYTES_PER_S, reached, across, "chosen to be the same everywhere")
     return PlanSpec(
         model=model_named(spec.model), gpu=card, gpus=spec.world_size,
         gpus_per_node=spec.shard_size if across and spec.shard_size else spec.world_size,
