@@ -119,9 +119,7 @@ def run_learner_edition(notebook: str, workspace: str) -> list[str]:
         else:
             printed += run_cell(shell, number, source)
             ran.append(source.splitlines()[0])
-    assert "still the stub" in printed and "Not answered yet" in printed, (
-        f"the stubs of {notebook} say nothing:\n{printed}"
-    )
+    assert "still the stub" in printed, f"the stubs of {notebook} say nothing:\n{printed}"
     return ran
 
 

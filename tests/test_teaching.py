@@ -22,6 +22,7 @@ from fsdplab.records.summary import Peak
 from fsdplab.teaching import collectives, tour
 from fsdplab.teaching.core import (
     answers,
+    asking,
     checking,
     display,
     exploring,
@@ -268,6 +269,62 @@ def test_choices_accept_the_right_letter_and_explain_the_others(course, item):
         assert verdict.passed == (letter == item.right) and item.because[letter] in str(verdict)
     assert "not one of the letters" in str(answers.grade_answer(item.id, "z"))
     assert "not one of the letters" in str(answers.grade_answer(item.id, 2))
+
+
+@pytest.fixture
+def on_the_page(course, monkeypatch):
+    """What `ask` shows in a notebook: its widget, and the verdict below it each time that it changes."""
+    widgets, verdicts = [], []
+    monkeypatch.setattr(asking, "present_widget", lambda make, instead=None: widgets.append(make()))
+    monkeypatch.setattr(asking, "present_live", lambda first: verdicts.append(first) or verdicts.append)
+    return widgets, verdicts
+
+
+def test_a_choice_is_made_by_a_click(on_the_page):
+    widgets, verdicts = on_the_page
+    teaching.ask("00.loop")
+    assert "open. Not answered yet: click" in str(verdicts[-1])
+    _, *buttons = widgets[-1].children
+    assert [button.description[:11] for button in buttons] == ["nothing: ba", "every step ", "backward() "]
+    buttons[0].click()
+    assert not verdicts[-1].passed and "`backward()` adds to `.grad`. That is a feature" in str(verdicts[-1])
+    assert [button.button_style for button in buttons] == ["danger", "", ""]
+    teaching.ask("00.loop")
+    assert "Not answered yet" in str(verdicts[-1]), "a wrong answer is not kept"
+    buttons[1].click()
+    assert verdicts[-1].passed and [button.button_style for button in buttons] == ["", "success", ""]
+    teaching.ask("00.loop")
+    assert verdicts[-1].passed and widgets[-1].children[2].button_style == "success", "it comes back on another day"
+
+
+def test_a_number_is_given_in_a_field(course, on_the_page):
+    widgets, verdicts = on_the_page
+    teaching.ask("00.peak", against=RUNS)
+    field = widgets[-1].children[0]
+    for text, says in (("347", "whole bar"), ("many", "cannot be read"), ("  ", "Not answered yet"), ("37", "passed")):
+        field.value = text
+        assert says in str(verdicts[-1])
+    assert course.workspace.failed_tries("00.peak") == 1 and "37 MB" in str(verdicts[-1])
+    teaching.ask("00.peak", against=RUNS)
+    assert verdicts[-1].passed and widgets[-1].children[0].value == "37"
+    teaching.ask("00.peak", against=[a_record("no_shard", 400_000_000), RUNS[1]])
+    assert "Not answered yet" in str(verdicts[-1]), "the number was right for another run"
+    assert course.workspace.failed_tries("00.peak") == 1, "and to ask is no try"
+
+
+def test_a_question_about_a_run_needs_the_run(course):
+    with pytest.raises(ValueError, match=r"00.peak is about a run .* expected ask\('00.peak', against=...\)"):
+        teaching.ask("00.peak")
+    with pytest.raises(LookupError, match="use check"):
+        teaching.ask("00.hello_ranks")
+
+
+def test_where_there_are_no_buttons_options_have_letters(course, capsys):
+    teaching.ask("00.loop")
+    assert "   b) every step uses the sum" in (said := capsys.readouterr().out) and 'answer("00.loop", "a")' in said
+    item = registry.find("00.loop")
+    bundle = display.WidgetView(asking.buttons(item, None), asking.Options(item))._repr_mimebundle_()
+    assert "<b>b</b>&ensp;every step" in bundle["text/html"] and "application/vnd.jupyter.widget-view+json" in bundle
 
 
 def test_a_failed_try_unlocks_the_next_hint(course, capsys):

@@ -231,7 +231,7 @@ def test_a_learner_edition_runs_to_its_end_in_a_kernel_of_its_own(tmp_path):
         if cell.cell_type == "code"
         for output in cell.outputs
     )
-    assert "still the stub" in printed and "Not answered yet" in printed
+    assert "still the stub" in printed and "Not answered yet: click an answer" in printed
 
 
 def test_a_kernels_start_prints_nothing_but_its_errors_are_printed(tmp_path, monkeypatch, capfd):
@@ -313,7 +313,7 @@ def test_what_only_a_solution_defines_is_not_there(shell, tmp_path):
 
 def test_stubs_that_say_nothing_are_noticed(shell, tmp_path):
     with pytest.raises(AssertionError, match="the stubs of .*05_mine.ipynb say nothing"):
-        learner_edition_of(shell, tmp_path, *UNSOLVED)
+        learner_edition_of(shell, tmp_path, *UNANSWERED)
 
 
 def test_a_predicted_number_is_the_learners_too(shell, tmp_path):

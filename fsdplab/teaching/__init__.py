@@ -22,7 +22,7 @@ _SOURCES = {
     "check": "core.checking",
     "hint": "core.checking",
     "answer": "core.answers",
-    "ask": "core.answers",
+    "ask": "core.asking",
     "solution": "core.checking",
     "solution_file": "core.checking",
     "CheckFailed": "core.course_state",

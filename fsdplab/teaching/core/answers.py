@@ -1,4 +1,4 @@
-"""`ask` and `answer`: numbers with units and lettered questions, with the likely mistake behind a wrong one.
+"""`answer`: numbers with units and lettered questions, with the likely mistake behind a wrong one.
 
 A wrong number is compared with the numbers that known slips lead to (bits for bytes, MiB for MB, a forgotten (n-1)/n),
 so the learner sees which step went wrong.
@@ -7,16 +7,14 @@ so the learner sees which step went wrong.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from .checking import deliver, failed
 from .course_state import current
-from .display import present
 from .exercise import Choice, Question, Slip
 from .quantities import QuantityError, quantity, shown
-from .registry import Item, find
-from .verdicts import Feedback, Verdict, with_code
+from .registry import find
+from .verdicts import Feedback, Verdict
 
 _BYTE_SLIPS = (
     Slip("bits, not bytes: divide by 8", factor=8.0),
@@ -42,15 +40,36 @@ def answer(question: str, value: Any, against: Any = None, hints: int = 0) -> No
 
 def grade_answer(question: str, value: Any, against: Any = None, hints: int = 0) -> Verdict:
     """The verdict of one answer; `answer` shows it."""
-    item = find(question)
-    if not isinstance(item, (Question, Choice)):
-        item = find(question, Question)
+    item = gradable(question)
     if value is ...:
-        how = "replace the three dots by your answer"
-        return Verdict(question, Feedback("Not answered yet.", _form(item), "...", how, untouched=True))
+        return Verdict(question, Feedback(f"Not answered yet: {_how(item)}.", "", "", "", untouched=True))
     if isinstance(item, Choice):
         return _grade_choice(item, value)
     return _grade_number(item, value, against, hints)
+
+
+def gradable(question: str) -> Question | Choice:
+    """The question or choice of an id; LookupError for an exercise, which `check` judges."""
+    item = find(question)
+    return item if isinstance(item, (Question, Choice)) else find(question, Question)
+
+
+def is_right(item: Question | Choice, value: Any, against: Any = None) -> bool:
+    """Whether an answer is right; nothing is counted as a try."""
+    if isinstance(item, Choice):
+        return _letter(value) == item.right
+    try:
+        return close(quantity(value, item.unit), item.right(against), item.tolerance)
+    except QuantityError:
+        return False
+
+
+def _letter(value: Any) -> str:
+    return str(value).strip().lower()
+
+
+def _how(item: Question | Choice) -> str:
+    return "click an answer" if isinstance(item, Choice) else f"write {_form(item)}"
 
 
 def _form(item: Question | Choice) -> str:
@@ -60,14 +79,14 @@ def _form(item: Question | Choice) -> str:
 
 
 def _grade_choice(item: Choice, value: Any) -> Verdict:
-    letter = str(value).strip().lower()
+    letter = _letter(value)
     if letter not in item.options:
         return Verdict(
             item.id, Feedback("That is not one of the letters.", _form(item), repr(value), "answer with one letter")
         )
     if letter == item.right:
         return Verdict(item.id, None, item.because[letter])
-    return Verdict(item.id, Feedback(f"Not {letter}.", "another letter", item.options[letter], item.because[letter]))
+    return Verdict(item.id, Feedback("That is not it.", "another answer", item.options[letter], item.because[letter]))
 
 
 def _grade_number(item: Question, value: Any, against: Any, hints: int) -> Verdict:
@@ -111,34 +130,3 @@ def _wrong_numbers(item: Question, right: float, against: Any) -> Iterator[tuple
             yield slip, right * slip.factor
         else:
             yield slip, float(slip.value(against) if callable(slip.value) else slip.value)
-
-
-@dataclass(frozen=True, repr=False)
-class Asked:
-    """A question on the page: its statement and, for a choice, its lettered options."""
-
-    item: Item
-
-    def __str__(self) -> str:
-        options = getattr(self.item, "options", {})
-        return "\n".join(
-            [f"{self.item.id}  {self.item.statement}", *(f"   {letter}) {text}" for letter, text in options.items())]
-        )
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        options = getattr(self.item, "options", {})
-        listed = "".join(
-            f"<div style='margin-left:1.5em'><b>{letter}</b>&ensp;{with_code(text)}</div>"
-            for letter, text in options.items()
-        )
-        return (
-            f"<div style='margin:6px 0'><code>{self.item.id}</code>&ensp;{with_code(self.item.statement)}{listed}</div>"
-        )
-
-
-def ask(*questions: str) -> None:
-    """Show the statements of one or more questions."""
-    for question in questions:
-        present(Asked(find(question)))

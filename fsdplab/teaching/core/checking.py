@@ -80,7 +80,7 @@ def hint(exercise: str) -> None:
     item = find(exercise)
     unlocked = 0 if isinstance(item, Choice) else min(current().workspace.failed_tries(exercise), len(item.hints))
     if isinstance(item, Choice):
-        shown_hints = [f"{exercise}: a wrong letter is explained by answer({exercise!r}, ...) itself"]
+        shown_hints = [f"{exercise}: a wrong answer is explained as soon as it is given"]
     elif not unlocked:
         shown_hints = [f"{exercise}: no hint yet; every failed try unlocks one, so try first"]
     else:

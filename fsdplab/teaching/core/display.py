@@ -161,16 +161,22 @@ def shown(thing: Any, alt: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class WidgetView:
-    """A widget without its text form on static pages (`FloatText(value=200.0, ...)`)."""
+    """A widget without its text form on static pages (`FloatText(value=200.0, ...)`); they show `instead`."""
 
     widget: ipywidgets.Widget
+    instead: Any = None
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return {**self.widget._repr_mimebundle_(), "text/plain": ""}
+        bundle = {**self.widget._repr_mimebundle_(), "text/plain": ""}
+        return bundle if self.instead is None else bundle | {"text/html": self.instead._repr_html_()}
 
 
-def present_widget(make: Callable[[], ipywidgets.Widget]) -> None:
-    """Make a widget and show it in a notebook; outside one nothing is made."""
+def present_widget(make: Callable[[], ipywidgets.Widget], instead: Any = None) -> None:
+    """Make a widget and show it in a notebook, and on its static page `instead`; outside a notebook only that is
+    shown.
+    """
     display = notebook_display()
     if display:
-        display(WidgetView(make()))
+        display(WidgetView(make(), instead))
+    elif instead is not None:
+        print(instead)

@@ -81,7 +81,8 @@ TERMS = (
     Term("drop", "Give the memory of a gathered unit back; only this rank's slice stays. PyTorch says reshard."),
     Term(
         "emulated card",
-        "A limit on a rank's bytes that the lab sets: a run that needs more ends, as it would on a GPU of that size.",
+        "A limit on a rank's bytes that the lab sets. A run that needs more is marked as over the card: a GPU of that"
+        " size would run out of memory.",
     ),
     Term(
         "emulated link",

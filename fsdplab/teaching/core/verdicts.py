@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 
-_LOOKS = {"passed": ("#2a9d5c", "passed"), "failed": ("#c8553d", "not yet"), "untouched": ("#767676", "not yet")}
+_LOOKS = {"passed": ("#2a9d5c", "passed"), "failed": ("#c8553d", "not yet"), "untouched": ("#767676", "open")}
 
 
 @dataclass(frozen=True)
@@ -71,21 +71,24 @@ class Verdict:
     def passed(self) -> bool:
         return self.feedback is None
 
+    @property
+    def _look(self) -> tuple[str, str]:
+        state = "passed" if self.feedback is None else "untouched" if self.feedback.untouched else "failed"
+        return _LOOKS[state]
+
     def __str__(self) -> str:
         if self.feedback is None:
             return f"{self.exercise}: passed. {self.note}".strip()
-        width = max(len(label) for label, _ in self.feedback.rows())
+        width = max((len(label) for label, _ in self.feedback.rows()), default=0)
         rows = [f"  {label:<{width}}  {_hanging(text, width + 4)}" for label, text in self.feedback.rows()]
         return "\n".join(
-            [f"{self.exercise}: not yet. {self.feedback.headline}", *rows, *self.hints, self.note]
+            [f"{self.exercise}: {self._look[1]}. {self.feedback.headline}", *rows, *self.hints, self.note]
         ).rstrip()
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        colour, word = _LOOKS[
-            "passed" if self.feedback is None else "untouched" if self.feedback.untouched else "failed"
-        ]
+        colour, word = self._look
         headline = self.note if self.feedback is None else self.feedback.headline
         parts = [f"<b style='color:{colour}'>{self.exercise}: {word}.</b> {with_code(headline)}"]
         if self.feedback is not None:
@@ -112,7 +115,7 @@ def _html_rows(feedback: Feedback) -> str:
         f" style='white-space:pre-wrap'>{with_code(text)}</span></td></tr>"
         for label, text in feedback.rows()
     ]
-    return f"<table>{''.join(rows)}</table>"
+    return f"<table>{''.join(rows)}</table>" if rows else ""
 
 
 def first_difference(

@@ -124,6 +124,14 @@ class Workspace:
         """Remember that this very source passed its check."""
         self._note(exercise, passed=fingerprint(source))
 
+    def note_right_answer(self, question: str, answer: str) -> None:
+        """Remember the right answer to a question, as it was given."""
+        self._note(question, answer=answer)
+
+    def right_answer(self, question: str) -> str:
+        """The answer that was right when it was given; empty where there was none."""
+        return str(self.read("progress.json").get(question, {}).get("answer", ""))
+
     def has_passed(self, exercise: str) -> bool:
         """Whether the source that is saved now is one that passed."""
         source = self.source_of(exercise)

@@ -103,8 +103,8 @@ def _words(data: Mapping[str, Any]) -> Markup:
 _FORMS: dict[str, Callable[[Mapping[str, Any]], Markup]] = {
     PLOTLY: _figure,
     PIECES: lambda data: Markup("\n").join(map(_richest, data[PIECES])),
-    WIDGET: lambda data: Markup('<p class="no-kernel">{}</p>').format(WITHOUT_A_KERNEL),
     "text/html": _html,
+    WIDGET: lambda data: Markup('<p class="no-kernel">{}</p>').format(WITHOUT_A_KERNEL),
     "image/svg+xml": _picture("image/svg+xml"),
     "image/png": _picture("image/png"),
     "image/jpeg": _picture("image/jpeg"),

@@ -146,7 +146,7 @@ peak = Question(
         "The number at the end of the bar named no_shard is its peak; the axis is in MB (10**6 bytes).",
         "The number at the end of that bar, minus 330 MB.",
     ),
-    explanation="So the run was stopped: on a GPU of that size it would have ended out of memory.",
+    explanation="A GPU of that size would have run out of memory; the emulated card lets the run go on and marks it.",
 )
 
 loop = Choice(
