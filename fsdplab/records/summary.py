@@ -61,6 +61,15 @@ class Predicted:
 
 
 @dataclass(frozen=True)
+class Steady:
+    """The run's step on the steady card (sessions/steady_card.py), simulated; None where that card cannot show it."""
+
+    step_time_s: float | None = None
+    exposed_s: float | None = None
+    overlap: float | None = None
+
+
+@dataclass(frozen=True)
 class Card:
     """The emulated card: its bytes, and whether the run needed more."""
 
@@ -139,6 +148,7 @@ class Summary:
     comm: Comm = Comm()
     formula_bytes_per_step: Size | None = None
     predicted: Predicted = Predicted()
+    steady: Steady = Steady()
     losses: tuple[float | None, ...] = ()
     card: Card | None = None
     link: Link | None = None
