@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from fsdplab.figures import alt_text
+from fsdplab.common.words import OFF_LINK
+from fsdplab.figures import alt_text, rank_timeline
 from fsdplab.sessions import RunSpec, call_on_ranks, run
 from fsdplab.teaching import overlapping
 from fsdplab.teaching.core import answers, registry
@@ -169,15 +170,30 @@ def small():
 
 
 @pytest.mark.timeout(300)
-def test_sentences_and_tables_come_from_the_record(small):
+def test_one_number_is_exposed_on_the_link(small):
+    """Title, strip, sentence and record say the same; copies and waiting are apart from it."""
     linked = small["linked"]
-    told, split = str(overlapping.seen(linked)), overlapping.breakdown_of(linked)
-    assert "prefetch=0" in told and overlapping.duration(split.exposed_ns) in told
+    split, rows = overlapping.breakdown_of(linked), linked.table("timeline")
+    told = overlapping.duration(overlapping.on_the_link_ns(linked))
+    title = alt_text(rank_timeline(linked))
+    assert f"{told} of" in title and "exposed on the link" in title and "in copying or waiting" in title
+    assert told in str(overlapping.seen(linked, overlapping.steady(RunSpec(**linked.spec))))
+    assert linked.summary.comm.on_link_s == pytest.approx(overlapping.on_the_link_ns(linked) / 1e9)
+    red = [row for row in rows if row["lane"] == "exposed" and row["rank"] == split.rank]
+    moving = [row["end_ns"] - row["start_ns"] for row in red if not row["name"].endswith(OFF_LINK)]
+    besides = [row["end_ns"] - row["start_ns"] for row in red if row["name"].endswith(OFF_LINK)]
+    assert sum(moving) / split.steps == pytest.approx(split.on_link_ns, rel=0.1, abs=5e5)
+    assert sum(besides) / split.steps == pytest.approx(split.exposed_ns - split.on_link_ns, rel=0.1, abs=5e5)
+    names = [bar.name for bar in rank_timeline(linked).data]
+    assert names[-2:] == ["exposed on the link", "copying or waiting"]
     assert "Most frequent cause" in str(overlapping.worst_place(linked))
-    exposed, whole = overlapping.moving(linked)
-    on_the_link = linked.summary.comm.bytes_per_step / 20e6
-    assert 0.5 * on_the_link < exposed <= whole == pytest.approx(on_the_link, rel=1e-3), "copies are not on the link"
-    assert overlapping.moving(small["alone"]) == (0, 0)
+
+
+def test_on_the_steady_card_all_that_is_exposed_is_on_the_link():
+    late = overlapping.steady(replace(JOB, prefetch=0))
+    assert overlapping.on_the_link_ns(late) == 1e9 * late.summary.comm.exposed_s == overlapping._split(late).exposed_ns
+    assert "322 ms of 637 ms" in alt_text(rank_timeline(late)) and "copying" not in alt_text(rank_timeline(late))
+    assert "For 322 ms of it (100 %)" in str(overlapping.explained(late))
 
 
 @pytest.mark.timeout(300)

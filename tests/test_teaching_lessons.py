@@ -5,15 +5,18 @@ the line under a cell that takes longer.
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from fsdplab import teaching
+from fsdplab import RunSpec, teaching
 from fsdplab.figures import alt_text
+from fsdplab.sessions import run_and_record
 from fsdplab.teaching import collectives, composing, mini_fsdp, overlapping_axes, tour
 from fsdplab.teaching.core import diagrams, exploring, glossary, registry, waiting
 from fsdplab.teaching.core.exercise import Exercise
@@ -208,15 +211,25 @@ def test_the_line_names_what_is_under_way():
         assert str(waiting.state(5)) == "checking 05.shard: 5 s"
         waiting.follow(tour_spec(), 3, 5, 4.5)
         assert str(waiting.state(5)) == "full_shard on 2 ranks: step 3 of 5, loss 4.50: 5 s"
+        assert "<progress value='0.600'" in waiting.state(5)._repr_html_()
+        waiting.follow(replace(tour_spec(), prefetch=0, world_size=1), 0, 5, math.nan)
+        assert str(waiting.state(5)) == "full_shard, prefetch 0 on 1 rank: its ranks start: 5 s"
         waiting.Waiting().begin()
         assert str(waiting.state(5)) == "checking 05.shard: 5 s", "a new cell follows its own runs"
     assert str(waiting.state(65, over=True)) == "done in 65 s"
 
 
 def tour_spec():
-    from fsdplab import RunSpec
-
     return RunSpec(strategy="full_shard")
+
+
+def test_every_recorded_run_is_followed_step_by_step(monkeypatch):
+    told: list[tuple[str, int, int]] = []
+    follow = lambda spec, step, steps, loss: told.append((spec.strategy, step, steps))  # noqa: E731
+    monkeypatch.setattr(run_and_record, "followers", [follow])
+    spec = RunSpec(strategy="zero1", model="gpt-tiny", sequence_length=16, warmup=0, steps=2, memory=False)
+    run_and_record.run(spec)
+    assert told == [("zero1", step, spec.total_steps) for step in range(spec.total_steps + 1)]
 
 
 class Line:

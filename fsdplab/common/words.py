@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 MISSING = "–"  # shown in tables where nothing was measured
 NO_UNIT = "no unit named in this trace"
+OFF_LINK = ", copying or waiting"  # after the kind, in the name of exposed time in which no message moves
 OUTSIDE_UNITS = "outside the units"  # where other work has a unit
 # control characters but tab and line feed, other ends of lines, and signs that change the direction of writing
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")

@@ -6,6 +6,7 @@ Every run is recorded: a finished one, one that ran out of an emulated card, and
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,8 @@ from fsdplab.sessions.worker.environment import capture_environment
 OnProgress = Callable[[int, int, float], None]
 OnStep = Callable[[Mapping[str, Any]], None]
 WORKER = ("-m", "fsdplab.sessions.worker.training")
+# told of every run of this process, whoever starts it: `follower(spec, step, total, loss)`, step 0 when its ranks start
+followers: list[Callable[[RunSpec, int, int, float], None]] = []
 
 
 def run(
@@ -83,7 +86,7 @@ class StartedRun:
         self.mailbox = Mailbox(self.folder.absolute() / "ranks")  # ranks start in another folder
         self.mailbox.folder.mkdir(exist_ok=True)
         write_whole(self.mailbox.folder / "spec.json", json.dumps(_reachable(spec)))
-        look = _Follower(self.mailbox, spec.total_steps, on_progress, on_step, on_look).look
+        look = _Follower(self.mailbox, spec, on_progress, on_step, on_look).look
         self._took_turns = False
         self._turns = Turns(self.mailbox, spec.processes) if in_turns else None
         try:
@@ -154,26 +157,32 @@ class _Follower:
     def __init__(
         self,
         mailbox: Mailbox,
-        total: int,
+        spec: RunSpec,
         on_progress: OnProgress | None,
         on_step: OnStep | None,
         on_look: Callable[[], None] | None,
     ) -> None:
-        self._steps, self._total, self._told = Tail(mailbox.of(0, "steps")), total, 0
-        self._tell, self._show, self._looked = on_progress, on_step, on_look
+        self._steps, self._spec, self._told = Tail(mailbox.of(0, "steps")), spec, 0
+        self._own, self._show, self._looked = on_progress, on_step, on_look
+        self._tell(math.nan)
 
     def look(self) -> None:
         if self._looked is not None:
             self._looked()
-        if self._tell is None and self._show is None:
+        if self._own is None and self._show is None and not followers:
             return
         for line in self._steps.lines():
             self._told += 1
             row = json.loads(line)
             if self._show is not None:
                 self._show(row)
-            if self._tell is not None:
-                self._tell(self._told, self._total, row["loss"])
+            self._tell(row["loss"])
+            if self._own is not None:
+                self._own(self._told, self._spec.total_steps, row["loss"])
+
+    def _tell(self, loss: float) -> None:
+        for follower in followers:
+            follower(self._spec, self._told, self._spec.total_steps, loss)
 
 
 def _reachable(spec: RunSpec) -> dict[str, Any]:

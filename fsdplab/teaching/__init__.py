@@ -33,7 +33,6 @@ _SOURCES = {
     "explore": "core.exploring",
     "doing": "core.waiting",
     "glossary": "core.glossary",
-    "follow": "core.waiting",
     "predicted_runs": "core.exploring",
     "what_was_real": "core.provenance",
     "on_a_gpu": "core.on_a_gpu",

@@ -62,7 +62,7 @@ def exposed_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
     figure = _stacked(ends, splits, PART_COLUMN, EXPOSED_COLOURS, "exposed time of one step (ms)")
     where = profile.conditions(runs, "mean of the profiled steps of the rank exposed longest")
     alt = _alt(splits, PART_COLUMN, "exposed time", "exposed_ns")
-    return titled(figure, _largest_part(shown, splits), where, alt, 78 + 60 * len(splits))
+    return titled(figure, _on_the_link(shown, splits), where, alt, 78 + 60 * len(splits))
 
 
 def _with_breakdown(runs: list[RunRecord]) -> tuple[dict[str, RunRecord], dict[str, StepSummary]]:
@@ -103,16 +103,16 @@ def _total(split: StepSummary, inflation: float | None) -> str:
     return f"<b>{duration(split.step_ns)}</b> · {words}"
 
 
-def _largest_part(shown: Mapping[str, RunRecord], splits: Splits) -> str:
-    """The title: the run that is exposed longest, and what most of this time is."""
+def _on_the_link(shown: Mapping[str, RunRecord], splits: Splits) -> str:
+    """The title: the run that is exposed longest, and how much of this time a message moves."""
     most = max(splits, key=lambda name: splits[name].exposed_ns)
     if not splits[most].exposed_ns:
         return "No run has exposed communication"
-    largest = max(PART_COLUMN, key=lambda part: getattr(splits[most], PART_COLUMN[part]))
     traces = shown[most].summary.traces
-    if largest == "on the link" and traces and traces.ranks < shown[most].spec["world_size"]:
-        largest += " or waiting for ranks whose traces were not given"
-    return f"{most}: {duration(splits[most].exposed_ns)} a step are exposed, most of it {largest}"
+    few = traces and traces.ranks < shown[most].spec["world_size"]
+    or_waiting = " or waiting for ranks whose traces were not given" if few else ""
+    told = f"{duration(splits[most].exposed_ns)} a step are exposed, {duration(splits[most].on_link_ns or 0)} of it"
+    return f"{most}: {told} on the link{or_waiting}"
 
 
 def _finding(splits: Splits) -> str:

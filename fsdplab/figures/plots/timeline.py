@@ -1,4 +1,7 @@
-"""The timeline of one step on every rank: computing and collectives on one clock, exposed communication in red."""
+"""The timeline of one step on every rank: computing and collectives on one clock, exposed communication in red.
+
+Exposed time in which a message moves is red; copies and waiting have a lighter red, since no faster link helps there.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,18 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from fsdplab.common.words import NO_UNIT, plural
+from fsdplab.common.words import NO_UNIT, OFF_LINK, plural
 from fsdplab.figures import profile_data as profile
 from fsdplab.figures.lanes import LIMIT, Mark, downsample, mark_lanes, named_axis, written
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import MS, Row, duration, label, percent
-from fsdplab.figures.style import GRID, LANE_COLOURS, plot_width, titled, words_width
+from fsdplab.figures.style import EXPOSED_COLOURS, GRID, LANE_COLOURS, plot_width, titled, words_width
 from fsdplab.profiling.intervals import subtract, union, within
+from fsdplab.profiling.step_summary import StepSummary
 from fsdplab.records import RunRecord
 
+_OFF_LINK = OFF_LINK.removeprefix(", ")
+_COLOURS = {**LANE_COLOURS, _OFF_LINK: EXPOSED_COLOURS["copying"]}
 SHOWN = ("compute", *profile.COLLECTIVES, "exposed")
 _GAP = 0.5  # lanes between two ranks
 _LINE = 15  # pixels of a line of text
@@ -99,7 +105,10 @@ def lane_bars(rows: list[Row], lanes: Lanes, end: float, limit: int) -> tuple[li
     origin = step_start(rows)
     marks = [_mark(row, lanes, origin) for row in uncovered(rows) if (row["rank"], row["lane"]) in lanes.middle]
     drawn, merged = downsample(marks, limit)
-    return mark_lanes(drawn, LANE_COLOURS, {"exposed": 0.5}, end), merged
+    bars = mark_lanes(drawn, _COLOURS, {"exposed": 0.5, _OFF_LINK: 0.5}, end)
+    if bars and bars[-1].name == _OFF_LINK:
+        bars[-2].update(name="exposed on the link")
+    return bars, merged
 
 
 def uncovered(rows: list[Row]) -> list[Row]:
@@ -128,7 +137,8 @@ def _mark(row: Row, lanes: Lanes, origin: int) -> Mark:
     place = lanes.middle[row["rank"], lane]
     start, end = ((row[name] - origin) / MS for name in ("start_ns", "end_ns"))
     if lane == "exposed":
-        return Mark("exposed", place, start, end, f" · exposed: {what}")
+        group = _OFF_LINK if row["name"].endswith(OFF_LINK) else "exposed"
+        return Mark(group, place, start, end, f" · exposed: {what}")
     if phase == "optimizer":
         return Mark("optimizer", place, start, end, " · optimizer")
     group = lane if lane != "compute" else f"compute in {'backward' if phase == 'backward' else 'forward'}"
@@ -180,8 +190,17 @@ def _finding(record: RunRecord, rows: list[Row]) -> tuple[str, str]:
         red = sum(row["end_ns"] - row["start_ns"] for row in rows if row["lane"] == "exposed") / len(_ranks(rows))
         title = f"{label(record)}: {duration(red)} of communication is exposed in the step"
         return title, f"{title}."
-    title = f"{label(record)}: {percent(split.exposed_ns, split.step_ns)} of the step is exposed communication"
-    title += f" ({duration(split.exposed_ns)} of {duration(split.step_ns)})"
+    title = f"{label(record)}: {_exposed_words(split, rows)}"
     hidden = percent(split.overlapped_ns, split.communication_ns)
     words = f"{hidden} of {duration(split.communication_ns)} of communication is hidden under compute"
     return title, f"{title}; on rank {split.rank}, the most exposed, {words}."
+
+
+def _exposed_words(split: StepSummary, rows: list[Row]) -> str:
+    """How much is exposed; where the rows tell copies and waiting apart, how much of it on the link."""
+    step = duration(split.step_ns)
+    if split.on_link_ns is None or not any(row["name"].endswith(OFF_LINK) for row in rows):
+        share = percent(split.exposed_ns, split.step_ns)
+        return f"{share} of the step is exposed communication ({duration(split.exposed_ns)} of {step})"
+    besides = duration(split.exposed_ns - split.on_link_ns)
+    return f"{duration(split.on_link_ns)} of {step} are exposed on the link, and {besides} in {_OFF_LINK}"

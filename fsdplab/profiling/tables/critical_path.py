@@ -22,6 +22,7 @@ from itertools import accumulate, groupby, pairwise
 from operator import attrgetter, itemgetter
 
 from fsdplab.common.sizes import seconds
+from fsdplab.common.words import OFF_LINK
 from fsdplab.profiling.intervals import within
 from fsdplab.profiling.memory.timeline import AccountingError
 from fsdplab.profiling.tables.table import Column, Row, Table
@@ -119,7 +120,7 @@ def _rank(analysis: TraceAnalysis, step: int | None) -> _Rank:
         if row["lane"] == COMPUTE
         for start, end in within(found.computing, row["start_ns"], row["end_ns"]).tolist()
     ]
-    exposed = [row for row in found.timeline if row["lane"] == "exposed"]
+    exposed = [row | {"name": row["name"].removesuffix(OFF_LINK)} for row in found.timeline if row["lane"] == "exposed"]
     return _Rank(whole["start_ns"], whole["end_ns"], _Lane(computing), _Lane(exposed), _Lane(found.collectives))
 
 

@@ -101,9 +101,14 @@ class Account:
         """Which cells are exposed communication."""
         return (self.part >= _EXPOSED) & (self.part < _IDLE)
 
+    @property
+    def moving(self) -> np.ndarray:
+        """Which cells are exposed on the link."""
+        return self.part == _ON_LINK
+
     def on_link(self) -> tuple[Intervals, np.ndarray]:
         """Exposed spans on the link, and their owners."""
-        return self.cells.runs(np.where(self.part == _ON_LINK, self.owner, -1))
+        return self.cells.runs(np.where(self.moving, self.owner, -1))
 
 
 def account(window: Window, computing: Intervals, mine: Sequence[Collective], trace: TraceSets) -> Account:

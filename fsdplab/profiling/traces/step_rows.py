@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdplab.common.words import OFF_LINK
 from fsdplab.profiling.intervals import EMPTY, Intervals, close_gaps, latest_ends, pairs, size, union, within
 from fsdplab.profiling.traces.account import PARTS, Account, TraceSets, account
 from fsdplab.profiling.traces.collectives import Collective
@@ -100,15 +101,17 @@ class StepRows:
     def timeline(self) -> list[Row]:
         """All lanes of a step, in order of time within a lane."""
         window, mine, found = self.step.window, self.step.collectives, self.account
-        exposed, whose = found.cells.runs(np.where(found.exposed, found.owner, -1))
-        waiting, labels = self._waiting(), [mine[index].label for index in whose.tolist()]
+        exposed, whose = found.cells.runs(np.where(found.exposed, 2 * found.owner + found.moving, -1))
+        waiting, labels = self._waiting(), [(*mine[one // 2].label, one % 2) for one in whose.tolist()]
         lanes: list[list[Mark]] = [
             [("step", "", "", f"step {window.number}", window.start, window.end, False)],
             self._compute(union(exposed, waiting)[:, 0]),
             [mark for each in mine for mark in _communication(each, window.start, window.end)],
             [
-                ("exposed", *label[:3], *span, label[3])
-                for label, span in joined(exposed, labels, EMPTY[:, 0], _MOST["exposed"])
+                ("exposed", unit, phase, kind if moving else kind + OFF_LINK, *span, emulated)
+                for (unit, phase, kind, emulated, moving), span in joined(
+                    exposed, labels, EMPTY[:, 0], _MOST["exposed"]
+                )
             ],
             self._waits(waiting),
         ]

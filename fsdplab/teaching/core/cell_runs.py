@@ -13,6 +13,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from fsdplab.common.words import plural
 from fsdplab.sessions import Failure, RanksFailed, call_on_ranks
 from fsdplab.sessions.spec import SpecError
 from fsdplab.sessions.staying.cell_code import FRESH_TITLE, show_source
@@ -23,6 +24,7 @@ from .course_state import current
 from .exercise import Exercise
 from .registry import find
 from .run_submission import ON_RANKS
+from .waiting import doing
 from .workspace import WorkspaceError
 
 MOST_RANKS = 16
@@ -75,7 +77,8 @@ def run_ranks(line: str, cell: str) -> None:
     if wanted.fresh is None and (wanted.chosen is not None or _staying):
         _run_on_staying(cell, wanted)
         return
-    printed = run_cell_on_ranks(cell, wanted.fresh or 2, limit=wanted.limit, show=True)
+    with doing(f"running the cell on {plural(wanted.fresh or 2, 'fresh rank')}"):
+        printed = run_cell_on_ranks(cell, wanted.fresh or 2, limit=wanted.limit, show=True)
     for rank, text in enumerate(printed):
         if not text:
             print_labelled(rank, "(printed nothing)")

@@ -1,8 +1,8 @@
 """What a cell is doing, shown while it runs: after two seconds a line says what is under way and for how long.
 
-A learner who waits in front of a silent cell cannot tell a slow machine from a hang. `doing` names the work, `follow`
-names the step of a recorded run (`compare(specs, on_progress=follow)`); the line counts the seconds either way, and
-ends as "done in 5 s". It is drawn from a thread, so that it moves while the cell waits for its ranks.
+A learner who waits in front of a silent cell cannot tell a slow machine from a hang. The line names a recorded run and
+its step, with a bar; `doing` names other work. It counts the seconds either way, and ends as "done in 5 s". It is drawn
+from a thread, so that it moves while the cell waits for its ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
+
+from fsdplab.common.words import plural
 
 from .display import Note, notebook_display
 
@@ -37,19 +40,49 @@ def doing(what: str) -> Iterator[None]:
 
 
 def follow(spec: RunSpec, step: int, steps: int, loss: float) -> None:
-    """Name the step of a recorded run, for the line: `compare(specs, on_progress=follow)`."""
-    _followed[:] = [f"{spec.strategy} on {spec.world_size} ranks: step {step} of {steps}, loss {loss:.2f}"]
+    """Name a recorded run and its step, for the line; step 0 is the start of its ranks."""
+    told = f"step {step} of {steps}, loss {loss:.2f}" if step else "its ranks start"
+    _followed[:] = [
+        (f"{', '.join([spec.strategy, *_settings(spec)])} on {plural(spec.world_size, 'rank')}: {told}", step / steps)
+    ]
 
 
-_followed: list[str] = []  # one or none
+_followed: list[tuple[str, float]] = []  # (words, part of the run that is done), one or none
+_TOLD = (
+    "prefetch",
+    "batch_size",
+    "precision",
+    "checkpoint",
+    "offload",
+    "transport",
+)  # what tells a lesson's runs apart
+
+
+def _settings(spec: RunSpec) -> list[str]:
+    """The settings in `_TOLD` that are not the default ones: `["prefetch 0"]`."""
+    changed = {each.name: getattr(spec, each.name) for each in fields(spec) if getattr(spec, each.name) != each.default}
+    return [f"{name.replace('_', ' ')} {changed[name]}" for name in _TOLD if name in changed]
+
+
+@dataclass(frozen=True, repr=False)
+class Progress(Note):
+    """A line with a bar of the part that is done."""
+
+    part: float = 0.0
+
+    def _repr_html_(self) -> str:
+        bar = f"<progress value='{self.part:.3f}' max='1' style='vertical-align:middle'></progress> "
+        return super()._repr_html_().replace("<div>", f"<div>{bar}", 1)
 
 
 def state(seconds: float, over: bool = False) -> Note:
     """The line after so many seconds: `str(state(5)) == "running: 5 s"`."""
     if over:
         return Note((f"done in {seconds:.0f} s",))
-    what = _followed[-1] if _followed else _under_way[-1] if _under_way else "running"
-    return Note((f"{what}: {seconds:.0f} s",))
+    if _followed:
+        words, part = _followed[-1]
+        return Progress((f"{words}: {seconds:.0f} s",), part)
+    return Note((f"{_under_way[-1] if _under_way else 'running'}: {seconds:.0f} s",))
 
 
 class Waiting:
@@ -89,6 +122,9 @@ class Waiting:
 def watch_cells(shell: InteractiveShell) -> None:
     """Show the line under every cell of this notebook from now on; a terminal could not change it once it is there."""
     if getattr(shell, "kernel", None) is not None and getattr(shell, "fsdplab_waiting", None) is None:
+        from fsdplab.sessions.run_and_record import followers
+
+        followers.append(follow)
         waiting = shell.fsdplab_waiting = Waiting()
         shell.events.register("pre_run_cell", waiting.begin)
         shell.events.register("post_run_cell", waiting.end)

@@ -173,12 +173,12 @@ def on_the_card(batch: int) -> RunSpec:
 
 
 def outcome(record: RunRecord) -> Note:
-    """Whether a run on the card came to its end, and how far its peak was from the card."""
+    """Whether a run fits its card, and how far its peak was from the card."""
     found, card, count = peak(record) * MB, record.spec["card"], record.spec["batch_size"]
-    ended = "trained to its end" if record.status == "finished" else f"ended: {record.status.replace('_', ' ')}"
+    fits = "fits its card" if found <= card else "is over its card"
     return Note(
         (
-            f"Seen here: with {count} sequences a rank the run {ended}. Its peak is {size(found)} on a card of"
+            f"Seen here: with {count} sequences a rank the run {fits}. Its peak is {size(found)} on a card of"
             f" {size(card)} ({abs(card - found) / card:.1%} {'below' if found <= card else 'above'} it).",
         )
     )

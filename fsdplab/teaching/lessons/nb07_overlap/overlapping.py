@@ -20,12 +20,13 @@ from fsdplab.figures.fastest import fastest_words
 from fsdplab.figures.profile_data import COLLECTIVES, breakdown_of, duration, percent, timeline_of, worst_cells
 from fsdplab.figures.view import view
 from fsdplab.planning.links import parse_link
-from fsdplab.profiling.intervals import length, subtract
+from fsdplab.profiling.intervals import length
 from fsdplab.profiling.step_summary import StepSummary
 from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec, call_on_ranks
 from fsdplab.sessions.steady_card import GIGAFLOPS, steady
 from fsdplab.teaching.core.display import Note, Shown, Table, table
+from fsdplab.teaching.core.waiting import doing
 
 from .figures import Curves, exposed_curves
 from .on_ranks import TARGET_MS, complaint
@@ -42,8 +43,8 @@ __all__ = [
     "factor",
     "inflation",
     "job",
-    "moving",
     "on_the_card",
+    "on_the_link_ns",
     "raw",
     "raw_words",
     "seen",
@@ -105,40 +106,35 @@ def _split(record: RunRecord) -> StepSummary:
     return split
 
 
-def seen(record: RunRecord) -> Note:
-    """How much of the profiled step was exposed, and how much of the communication was hidden."""
-    split = _split(record)
-    exposed = split.exposed_ns
-    first = (
-        f"Seen here, on rank {split.rank} with prefetch={record.spec['prefetch']}: {duration(exposed)} of a step of"
-        f" {duration(split.step_ns)} were exposed "
-    )
-    shown, link = (1e9 * part for part in moving(record))
-    return Note(
-        (
-            (
-                f"{first}({percent(exposed, split.step_ns)}), copies and waiting for the other rank included. The"
-                f" link carried messages for {duration(link)}: {percent(link - shown, link)} of that under computing,"
-                f" {duration(shown)} not."
-            ),
-        )
-    )
-
-
 def explained(record: RunRecord) -> Note:
-    """Where a run's exposed time comes from: bytes over the link's rate, and what a rank does besides."""
+    """Where the exposed time of a run on the steady card comes from: bytes over the link's rate."""
     sent, link = known(record.summary.comm.bytes_per_step), parse_link(record.spec["link"])
-    shown, whole = (1e9 * part for part in moving(record))
-    split = _split(record)
-    rest = max(0.0, split.exposed_ns - shown)
+    exposed, carried = on_the_link_ns(record), _split(record).communication_ns
     return Note(
         (
-            f"{sent / MB:.0f} MB at {link.words} keep the link busy for {duration(whole)}. For {duration(shown)} of it"
-            f" ({percent(shown, whole)}) the rank computed nothing: the answer to the prediction.",
-            f"The red strip is {duration(split.exposed_ns)} on rank {split.rank}. The other {duration(rest)}: it"
-            " copies what it sends and gets, and waits until the other rank is there, too.",
+            f"{sent / MB:.0f} MB at {link.words} keep the link busy for {duration(carried)}. For {duration(exposed)} of"
+            f" it ({percent(exposed, carried)}) the rank computes nothing: the answer to the prediction.",
         )
     )
+
+
+def seen(record: RunRecord, on_card: RunRecord) -> Note:
+    """A measured step beside the same one on the steady card: exposed on the link, and what the card does not have."""
+    split, card = _split(record), _split(on_card)
+    waiting = known(split.waiting_ns) + known(split.no_core_ns)
+    return Note(
+        (
+            f"Exposed on the link: {duration(on_the_link_ns(record))} of a step of {duration(split.step_ns)} here,"
+            f" {duration(on_the_link_ns(on_card))} of {duration(card.step_ns)} on the steady card.",
+            f"Besides, the rank copies for {duration(known(split.copying_ns))} and waits for {duration(waiting)}, for"
+            " the other rank or for a core: the steady card has none of that.",
+        )
+    )
+
+
+def on_the_link_ns(record: RunRecord) -> float:
+    """Exposed ns of the profiled step in which a message moves: the one number that the lesson calls exposed."""
+    return known(_split(record).on_link_ns)
 
 
 def worst_place(record: RunRecord) -> Note:
@@ -181,7 +177,7 @@ def by_hand(exposed: Callable[[InMs, InMs], float], record: RunRecord) -> Table:
             ]
         )
     header = ["", "messages", "pieces of compute", "exposed by your function, ms", "in the record, ms"]
-    return table(header, lines, f"Step {step}, from the profiler's trace and the emulated link's clock.")
+    return table(header, lines, "A step on the steady card, simulated.")
 
 
 def _intervals(rows: list[Row], rank: int, lanes: tuple[str, ...]) -> Intervals:
@@ -208,8 +204,8 @@ def inflation(runs: Mapping[str, RunRecord]) -> Table:
     base = computing_ms(next(iter(runs.values())))
     rows = []
     for name, record in runs.items():
-        shown, whole = moving(record)
-        hidden = percent(whole - shown, whole) if whole else "nothing sent"
+        split = _split(record)
+        hidden = percent(split.overlapped_ns, split.communication_ns) if split.communication_ns else "nothing sent"
         computed = computing_ms(record)
         rows.append(
             [
@@ -226,24 +222,6 @@ def inflation(runs: Mapping[str, RunRecord]) -> Table:
         rows,
         "Measured on this machine, computing under the profiler; the link of the emulated row is emulated.",
     )
-
-
-def moving(record: RunRecord) -> tuple[float, float]:
-    """(not hidden, all) in seconds of the profiled step in which the link carried messages, on the rank where most
-    shows.
-
-    Neither copies nor a late peer, which a busy machine stretches, count: the transfers on the link alone do. Without a
-    link both are what the trace says of all communication.
-    """
-    if not record.summary.link:
-        split = _split(record)
-        return split.exposed_ns / 1e9, (split.exposed_ns + split.overlapped_ns) / 1e9
-    _, rows = timeline_of(record, None)
-    by_rank = []
-    for rank in {row["rank"] for row in rows}:
-        moved = _intervals([row for row in rows if row["emulated"]], rank, COLLECTIVES)
-        by_rank.append((length(subtract(moved, _intervals(rows, rank, ("compute",)))) / 1e9, length(moved) / 1e9))
-    return max(by_rank)
 
 
 def raw_words(runs: Mapping[str, RunRecord]) -> Note:
@@ -388,6 +366,7 @@ class OnTheCard:
         return self.table()._repr_html_()
 
 
+@doing("training with your settings on 2 ranks, whose computing is emulated")
 def on_the_card(settings: dict[str, Any]) -> OnTheCard:
     """Train a few steps on the steady card with these settings, on two real ranks; ValueError for settings that are
     none.

@@ -13,7 +13,7 @@ from typing import Any
 from fsdplab.common.names import OVER_ALL_RANKS
 from fsdplab.figures import alt_text, pareto
 from fsdplab.figures.fastest import fastest_words
-from fsdplab.figures.view import views
+from fsdplab.figures.view import view, views
 from fsdplab.planning.links import parse_link
 from fsdplab.records import RunRecord, Spread, known
 from fsdplab.sessions import RunSpec
@@ -60,7 +60,8 @@ def told(runs: int) -> Callable[[RunRecord], None]:
 
     def tell(record: RunRecord) -> None:
         done.append(record.spec["strategy"])
-        print(f"{record.spec['strategy']}: {record.status} ({len(done)} of {runs})")
+        over = ", over the card" if view(record).over_card else ""
+        print(f"{record.spec['strategy']}: {record.status}{over} ({len(done)} of {runs})")
 
     return tell
 

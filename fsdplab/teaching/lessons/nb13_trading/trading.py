@@ -15,6 +15,7 @@ from typing import Any
 from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec, call_on_ranks
 from fsdplab.teaching.core.display import Note, Table, table
+from fsdplab.teaching.core.waiting import doing
 from fsdplab.workloads import parameter_count, preset
 
 from .figures import KEPT, choices_of, kept_figure, memory_figure
@@ -163,6 +164,7 @@ class Frozen:
         return self.table()._repr_html_()
 
 
+@doing("training with and without frozen parameters on 2 ranks")
 def frozen_costs(world_size: int = 2) -> Frozen:
     """Train a GPT of 3.3 million parameters whole, then its adapters only, on real ranks, and count."""
     by_rank = call_on_ranks(ON_THE_RANKS, "frozen_costs", world_size=world_size, payload=None, time_limit=TIME_LIMIT)

@@ -15,6 +15,7 @@ from fsdplab.sessions import call_on_ranks
 from fsdplab.teaching.core.checking import solution_file
 from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Shown, Table, table
+from fsdplab.teaching.core.waiting import doing
 from fsdplab.workloads import MOE_PRESETS
 
 from .figures import mesh_figure, pipeline_figure
@@ -91,6 +92,7 @@ def experts(divide: float) -> Composed:
     return Composed(what, _call("experts", {"divide": float(divide)}))
 
 
+@doing("one step of two stages on 4 ranks, and the twin beside it")
 def pipeline() -> Table:
     """Two stages x two data ranks, four micro-batches (1F1B): gathers and reductions of rank 0, drift from the twin."""
     found = call_on_ranks(STAGES_ON_THE_RANKS, "stages", world_size=4, payload={}, time_limit=TIME_LIMIT)
@@ -119,5 +121,6 @@ def expert_map() -> go.Figure:
     return mesh_figure({"efsdp": 2, "ep": 2}, part, title)
 
 
+@doing("three steps on 4 ranks, and the twin beside them")
 def _call(function: str, payload: dict[str, Any]) -> dict[str, Any]:
     return call_on_ranks(ON_THE_RANKS, function, world_size=4, payload=payload, time_limit=TIME_LIMIT)[0]
