@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -9,9 +10,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, Queue
+from typing import Any
 
 import pytest
 
@@ -43,6 +46,47 @@ def jupyter_lab(tmp_path: Path) -> Iterator[str]:
     )  # fmt: skip
     try:
         yield address_of(server, within_s=180)  # on a busy machine building the edition takes most of it
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+@contextmanager
+def run_in_lab(folder: Path, sources: Sequence[str], width: int = 1280) -> Iterator[Any]:
+    """A browser's page on a notebook of these cells in a JupyterLab of its own, all of them set going."""
+    from playwright.sync_api import sync_playwright
+
+    cells = [
+        {"cell_type": "code", "execution_count": None, "id": f"cell-{number}", "metadata": {}, "outputs": [],
+         "source": source}
+        for number, source in enumerate(sources)
+    ]  # fmt: skip
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    notebook = {"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
+    (folder / "cells.ipynb").write_text(json.dumps(notebook))
+    settings = folder / "settings" / "@jupyterlab" / "notebook-extension"
+    settings.mkdir(parents=True)
+    (settings / "tracker.jupyterlab-settings").write_text(
+        '{"windowingMode": "none"}'
+    )  # else cells out of sight are not drawn
+    server = subprocess.Popen(
+        [sys.executable, "-m", "jupyterlab", "--no-browser", "--port=0", "--ip=127.0.0.1", "--allow-root",
+         f"--LabApp.user_settings_dir={folder / 'settings'}"],
+        cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        start_new_session=True, env={**os.environ, "JUPYTER_CONFIG_DIR": str(folder / "config")},
+    )  # fmt: skip
+    try:
+        address = address_of(server, within_s=120)
+        with sync_playwright() as driver:
+            browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+            page = browser.new_page(viewport={"width": width, "height": 900})
+            page.goto(address.replace("/lab?", "/lab/tree/cells.ipynb?"))
+            page.get_by_text("(ipykernel) | Idle").wait_for(timeout=120_000)
+            page.add_style_tag(content=".Toastify { display: none }")
+            page.get_by_role("menuitem", name="Run", exact=True).click()
+            page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+            yield page
+            browser.close()
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()

@@ -7,18 +7,13 @@ notebook's file had the new one.
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.browser import CHROMIUM, address_of, needs_chromium
+from tests.browser import needs_chromium, run_in_lab
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 FEWEST_SLIDERS = 35  # of the course; fewer means that this test no longer finds them
@@ -52,48 +47,10 @@ def is_code(cell: dict[str, Any]) -> bool:
     return cell["cell_type"] == "code"
 
 
-@pytest.fixture
-def lab(tmp_path: Path) -> Iterator[str]:
-    """The address of a JupyterLab on a folder that has a notebook with these cells."""
-    cells = [
-        {"cell_type": "code", "execution_count": None, "id": f"cell-{number}", "metadata": {}, "outputs": [],
-         "source": source}
-        for number, (_, source) in enumerate(course())
-    ]  # fmt: skip
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    notebook = {"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
-    (tmp_path / "sliders.ipynb").write_text(json.dumps(notebook))
-    settings = tmp_path / "settings" / "@jupyterlab" / "notebook-extension"
-    settings.mkdir(parents=True)
-    (settings / "tracker.jupyterlab-settings").write_text(
-        '{"windowingMode": "none"}'
-    )  # else cells out of sight are not drawn
-    server = subprocess.Popen(
-        [sys.executable, "-m", "jupyterlab", "--no-browser", "--port=0", "--ip=127.0.0.1", "--allow-root",
-         f"--LabApp.user_settings_dir={tmp_path / 'settings'}"],
-        cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        start_new_session=True, env={**os.environ, "JUPYTER_CONFIG_DIR": str(tmp_path / "config")},
-    )  # fmt: skip
-    try:
-        yield address_of(server, within_s=120)
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
 @needs_chromium
 @pytest.mark.timeout(600)
-def test_every_slider_of_the_course_changes_the_picture_on_the_screen(lab: str, tmp_path: Path) -> None:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.goto(lab.replace("/lab?", "/lab/tree/sliders.ipynb?"))
-        page.get_by_text("(ipykernel) | Idle").wait_for(timeout=120_000)
-        page.add_style_tag(content=".Toastify { display: none }")
-        page.get_by_role("menuitem", name="Run", exact=True).click()
-        page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+def test_every_slider_of_the_course_changes_the_picture_on_the_screen(tmp_path: Path) -> None:
+    with run_in_lab(tmp_path, [source for _, source in course()]) as page:
         names = [name for name, _ in course()]
         cells = list(zip(names, page.locator(".jp-Notebook .jp-CodeCell").all(), strict=True))
         for _, cell in cells:  # all of them first: what runs above moves what is below
@@ -105,7 +62,6 @@ def test_every_slider_of_the_course_changes_the_picture_on_the_screen(lab: str, 
                 dead += [] if changes(page, cell, slider) else [f"{name}, {label(cell, slider)}"]
                 assert len(dead) < 3, f"the picture stayed as it was: {dead}"
         page.screenshot(path=str(tmp_path / "sliders.png"))
-        browser.close()
     assert not dead, f"the picture stayed as it was: {dead}"
     assert moved >= FEWEST_SLIDERS
 

@@ -65,7 +65,10 @@ def buttons(item: Choice, judge: Judge, earlier: str = "") -> ipywidgets.VBox:
     """One button an option; a click judges it and colours it green or red. `earlier` is the letter that was right."""
     import ipywidgets
 
-    made = {letter: ipywidgets.Button(description=text.replace("`", "")) for letter, text in item.options.items()}
+    made = {
+        letter: ipywidgets.Button(description=text.replace("`", ""), layout={"width": "auto"})
+        for letter, text in item.options.items()
+    }
 
     def take(letter: str) -> None:
         passed = judge(letter).passed

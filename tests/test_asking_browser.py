@@ -1,0 +1,39 @@
+"""A question of the course, answered in JupyterLab in a real browser: by a click, and by a number and Enter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.browser import needs_chromium, run_in_lab
+
+CELLS = ['from fsdplab import teaching\n\nteaching.start(edition="learner")', 'teaching.ask("00.loop", "00.adam")']
+
+
+@needs_chromium
+@pytest.mark.timeout(300)
+def test_a_click_and_a_number_are_judged_on_the_screen(tmp_path: Path) -> None:
+    with run_in_lab(tmp_path, CELLS) as page:
+        cell = page.locator(".jp-Notebook .jp-CodeCell").nth(1)
+        wrong, right = (cell.get_by_role("button", name=words) for words in ("nothing: backward()", "every step uses"))
+        wrong.wait_for(timeout=120_000)
+        assert cell.get_by_text("Not answered yet").count() == 2
+        wrong.click()
+        cell.get_by_text("That is not it.").wait_for(timeout=60_000)
+        assert (
+            "mod-danger" in wrong.get_attribute("class") and cell.get_by_text("micro-batches are accumulated").count()
+        )
+        right.click()
+        cell.get_by_text("00.loop: passed.").wait_for(timeout=60_000)
+        assert "mod-success" in right.get_attribute("class") and "mod-danger" not in wrong.get_attribute("class")
+        assert right.bounding_box()["width"] < cell.bounding_box()["width"]
+        field = cell.get_by_placeholder("your answer, then Enter")
+        field.fill("16")
+        field.press("Enter")
+        cell.get_by_text("that is everything together").wait_for(timeout=60_000)
+        field.fill("8 B")
+        field.press("Enter")
+        cell.get_by_text("00.adam: passed.").wait_for(timeout=60_000)
+        page.screenshot(path=str(tmp_path / "answered.png"))
+    assert '"answer": "b"' in (tmp_path / "my_fsdp" / "progress.json").read_text()
