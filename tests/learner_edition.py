@@ -139,7 +139,12 @@ def pair_up(notebook: Path, cells: list[Seen]) -> list[tuple[str, Seen, Names]]:
         "run all cells of the teacher edition first"
     )
     then = [{}, *(cell.after for cell in cells)]
-    beside = [each for each in zip(teachers, cells, then) if "teacher" not in course.tags_of(each[0])]
+    alone = {  # cells that learners have nothing in place of: remarks, and answers
+        cell.id for before, cell in zip([None, *source.cells], source.cells)
+        if "teacher" in course.tags_of(cell)
+        or "solution" in course.tags_of(cell) and (before is None or "stub" not in course.tags_of(before))
+    }  # fmt: skip
+    beside = [each for each in zip(teachers, cells, then) if each[0].id not in alone]
     return [(own.source, seen, names) for own, (_, seen, names) in zip(learners, beside, strict=True)]
 
 

@@ -311,6 +311,12 @@ def test_what_only_a_solution_defines_is_not_there(shell, tmp_path):
         learner_edition_of(shell, tmp_path, *UNSOLVED, *UNANSWERED, new_code_cell("right * 2"))
 
 
+def test_an_answer_is_a_cell_that_learners_do_not_have(shell, tmp_path):
+    asked = [new_code_cell('teaching.ask("01.busbw")'), UNANSWERED[1]]
+    with pytest.raises(AssertionError, match=r"cell 5 \(right \* 2\): NameError: name 'right' is not defined"):
+        learner_edition_of(shell, tmp_path, *UNSOLVED, *asked, new_code_cell("right * 2"))
+
+
 def test_stubs_that_say_nothing_are_noticed(shell, tmp_path):
     with pytest.raises(AssertionError, match="the stubs of .*05_mine.ipynb say nothing"):
         learner_edition_of(shell, tmp_path, *UNANSWERED)
