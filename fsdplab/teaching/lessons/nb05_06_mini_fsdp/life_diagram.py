@@ -29,10 +29,10 @@ def life_cells(rank: int) -> Iterator[HeldCell]:
         if moment in _GATHERED:
             arrives = name == "unshard"
             yield HeldCell(f"rank {rank}: weight, half {rank}", moment, "gathered weight", "own" if arrives else "")
-            came = f"from rank {other}" if arrives else ""
+            came = "received" if arrives else ""
             yield HeldCell(f"rank {rank}: weight, half {other}", moment, "gathered weight", came)
         if moment in _GRADIENT:
-            yield HeldCell(f"rank {rank}: gradient", moment, "whole gradient", "both halves")
+            yield HeldCell(f"rank {rank}: gradient", moment, "whole gradient", "whole")
     yield HeldCell(f"rank {rank}: gradient", len(MOMENTS) - 1, "slice of the mean gradient", f"half {rank}")
 
 
