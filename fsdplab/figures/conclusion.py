@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures.fastest import core_words
-from fsdplab.figures.view import RunView, views
-from fsdplab.records import RunRecord, known, race
-from fsdplab.sessions.changes import best_change
-from fsdplab.sessions.steady_card import GIGAFLOPS, spec_of
+from fsdplab.figures.view import RunView
+from fsdplab.records import known, race
+from fsdplab.sessions.steady_card import GIGAFLOPS
 
 _ALIKE = 0.005  # a relative difference below this is none
 _AGREES = 0.05  # of a step: simulated and measured steps nearer than this agree
@@ -67,21 +66,18 @@ def why_it_differs(run: RunView) -> str:
     return f"{told}: {max(reasons, key=lambda reason: reasons[reason])}."
 
 
-def change_words(records: Sequence[RunRecord]) -> str:
+def change_words(runs: Sequence[RunView]) -> str:
     """The change to the most sharded run that gains most on the steady card; empty where none is known.
 
     `Most valuable change to full_shard: compute and send in bf16, with fp32 masters: 50 % more tokens/s (simulated),
-    192 MB instead of 232 MB.`
+    192 MB instead of 232 MB (predicted).`
     """
-    shown = views(records)
-    run = _most_sharded(shown)
-    spec = None if run is None else spec_of(records[shown.index(run)])
-    change = None if spec is None else best_change(spec)
-    if run is None or change is None:
+    run = _most_sharded(runs)
+    change = None if run is None else run.summary.change
+    if run is None or change is None or not change.words:
         return ""
-    before, after = change.peak_bytes
-    memory = f", {size(after)} instead of {size(before)} (predicted)" if before and after else ""
-    gain = f"{100 * change.gain:.0f} % more tokens/s (simulated)"
+    memory = f", {size(change.peak_bytes)} instead of {size(run.peak)} (predicted)" if change.peak_bytes else ""
+    gain = f"{100 * known(change.gain):.0f} % more tokens/s (simulated)"
     return f"Most valuable change to {run.label}: {change.words}: {gain}{memory}."
 
 
