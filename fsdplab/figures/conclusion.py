@@ -43,21 +43,20 @@ def clock_words(runs: Sequence[RunView]) -> str:
     if not both:
         return told
     farthest = max(both, key=lambda run: abs(_ratio(run) - 1))
-    return f"{told} {why_it_differs(farthest)}"
+    return f"{told} {why_it_differs(farthest)}".strip()
 
 
 def why_it_differs(run: RunView) -> str:
-    """One sentence on the measured step of a run beside its simulated one, with the largest reason; "" without both.
+    """One sentence on the measured step of a run beside its simulated one, with the largest reason; "" without both,
+    and where ranks were short of cores, which is said first of all.
 
     >>> from fsdplab.records import Spread, Summary
     >>> from fsdplab.records.summary import Steady
     >>> why_it_differs(RunView("zero1", "lab", 2, Summary(Spread(0.78), steady=Steady(0.765, 0.1, 0.8))))
     'The measured steps agree with it within 2 %.'
     """
-    if not run.steady.step_time_s or not run.step_median:
+    if not run.steady.step_time_s or not run.step_median or core_words([run]):
         return ""
-    if core := core_words([run]):
-        return core
     off = _ratio(run) - 1
     if abs(off) <= max(_AGREES, run.summary.step_time_s.scatter or 0):
         return f"The measured steps agree with it within {max(1, round(100 * abs(off) + 0.49))} %."
@@ -192,4 +191,6 @@ def _sentence(name: str, parts: Sequence[str]) -> str:
     said = [part for part in parts if part]
     if not said:
         return ""
+    if len(said) == 1 and said[0].startswith("its "):
+        return f"{name}: {said[0]}."
     return f"{name} {', '.join(said[:-1])}{', and ' if len(said) > 1 else ''}{said[-1]}."

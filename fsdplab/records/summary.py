@@ -71,7 +71,7 @@ class Steady:
 
 @dataclass(frozen=True)
 class Change:
-    """The change to this run that gains most on the steady card (sessions/changes.py), in words; "" for none.
+    """The change to this run that gains most on the steady card (sessions/changes.py): `words` say it, "" for none.
 
     `gain`: the part by which tokens a second rise, simulated; `peak_bytes`: what the run would hold then, predicted.
     """
