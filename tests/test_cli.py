@@ -336,7 +336,7 @@ def test_rows_appear_one_by_one_then_the_table_and_what_was_real(comparison):
     )
     first, second = out.index("no_shard: step "), out.index("full_shard: step ")
     assert first < second < out.index("FSDP (full_shard) needs ") < out.index("step, simulated")
-    assert all(text in out for text in ("a card of 1.00 GB", "a link of ", "agree", "Simulated: on the steady card"))
+    assert all(text in out for text in ("a card of 1.00 GB", "a link of ", "agree", "Simulated: the steady card"))
     assert len(out.splitlines()) <= 30 and "not calibrated" not in out
 
 

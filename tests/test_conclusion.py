@@ -74,7 +74,7 @@ def test_a_step_that_differs_from_the_simulated_one_has_its_largest_reason() -> 
     assert "ranks wait for each other for 250 ms" in late
     assert "computes more slowly" in why_it_differs(run(1.2)) and "computes faster" in why_it_differs(run(0.6))
     assert why_it_differs(replace(run(1.2), summary=replace(run(1.2).summary, cpu_share=0.4))) == ""
-    assert clock_words([run(0.93)]).startswith("Simulated: on the steady card, which computes 60 GFLOP/s")
+    assert clock_words([run(0.93)]).startswith("Simulated: the steady card computes 60 GFLOP/s")
 
 
 def test_the_steady_cards_clock_is_the_same_everywhere_and_known_for_the_labs_cpu_runs_alone() -> None:

@@ -142,7 +142,7 @@ WRONG: dict[str, tuple[RunSpec, OnStep, tuple[str, ...]]] = {
     "kill": (RunSpec(engine="torch-fsdp2", **LONG), signal_rank_1(signal.SIGKILL), WORKER),
     "diverge": (RunSpec(engine="lab", learning_rate=1e30, **LONG), nothing, WORKER),
     "interrupt": (RunSpec(**DDP), interrupt, WORKER),
-    "card": (RunSpec(engine="lab", strategy="no_shard", card=1_000_000, **LONG), nothing, WORKER),
+    "card": (RunSpec(engine="lab", strategy="no_shard", card=1_000_000, **LONG | dict(steps=3)), nothing, WORKER),
 }
 
 

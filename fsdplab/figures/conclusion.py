@@ -39,7 +39,7 @@ def clock_words(runs: Sequence[RunView]) -> str:
     both = [run for run in runs if run.steady.step_time_s and run.step_median]
     if not any(run.steady.step_time_s for run in runs):
         return ""
-    told = f"Simulated: on the steady card, which computes {GIGAFLOPS:g} GFLOP/s behind the same link on every machine."
+    told = f"Simulated: the steady card computes {GIGAFLOPS:g} GFLOP/s behind the same link, everywhere alike."
     if not both:
         return told
     farthest = max(both, key=lambda run: abs(_ratio(run) - 1))
