@@ -133,11 +133,12 @@ def _memory(run: RunView) -> str:
 
 def _sent(run: RunView) -> str:
     sent = run.summary.comm.bytes_per_step
-    return f"sends {size(sent)} a step{_hidden(run)}" if sent else ""
+    return f"sends {size(sent)} a step{_hidden(run, [run])}" if sent else ""
 
 
-def _hidden(run: RunView) -> str:
-    part = run.summary.comm.overlap if run.steady.overlap is None else run.steady.overlap
+def _hidden(run: RunView, compared: Sequence[RunView]) -> str:
+    """The hidden part by the clock that all compared runs have."""
+    part = run.steady.overlap if all(each.steady.step_time_s for each in compared) else run.summary.comm.overlap
     return "" if part is None else f" and hides {part:.0%} of it".replace("%", " %")
 
 
@@ -164,7 +165,7 @@ def _sent_beside(run: RunView, base: RunView) -> str:
         return _sent(run)
     times = ours / theirs
     told = "sends as much" if abs(times - 1) < _ALIKE else f"sends {times:.2g} times as much"
-    return told + _hidden(run)
+    return told + _hidden(run, [run, base])
 
 
 def _time_beside(run: RunView, base: RunView) -> str:
