@@ -13,6 +13,7 @@ from fsdplab.common.words import plural
 from fsdplab.records import RunRecord, Spread, Summary
 from fsdplab.records.summary import Steady
 from fsdplab.sessions.spec import ENGINES, RunSpec
+from fsdplab.sessions.steady_card import STEADY_CARD
 
 CATEGORY_NAMES = {row.name: row.words for row in CATEGORY_ROWS.values()}
 UNSPLIT = "no category"  # a peer's memory that could not be attributed to a category
@@ -233,7 +234,12 @@ def how_and_where(runs: list[RunView]) -> str:
     words = [f"Measured on {ranks_and_device(others)}"] if others else []
     if simulated:
         named = f" ({', '.join(run.label for run in simulated)})" if others else ""
-        words.append(f"{'simulated' if others else 'Simulated'} for {ranks_and_device(simulated)}{named}")
+        told = "simulated" if others else "Simulated"
+        if all(run.environment.get("device_name") == STEADY_CARD for run in simulated):
+            ranks = ranks_and_device(simulated).replace("GPU ", "")
+            words.append(f"{told} on the {STEADY_CARD} for {ranks}{named}")
+        else:
+            words.append(f"{told} for {ranks_and_device(simulated)}{named}")
     return " and ".join(words)
 
 
