@@ -192,6 +192,6 @@ def _sentence(name: str, parts: Sequence[str]) -> str:
     said = [part for part in parts if part]
     if not said:
         return ""
-    if len(said) == 1 and said[0].startswith("its "):
+    if len(said) == 1 and said[0].startswith(("its ", "no ")):
         return f"{name}: {said[0]}."
     return f"{name} {', '.join(said[:-1])}{', and ' if len(said) > 1 else ''}{said[-1]}."
