@@ -11,6 +11,7 @@ from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import size
 from fsdplab.common.words import plural
 from fsdplab.records import RunRecord, Spread, Summary
+from fsdplab.records.summary import Steady
 from fsdplab.sessions.spec import ENGINES
 
 CATEGORY_NAMES = {row.name: row.words for row in CATEGORY_ROWS.values()}
@@ -59,6 +60,11 @@ class RunView:
     def step_median(self) -> float | None:
         """Seconds of the median timed step."""
         return self.summary.step_time_s.median
+
+    @property
+    def steady(self) -> Steady:
+        """The step as simulated on the steady card; its fields are None where that card cannot show the run."""
+        return self.summary.steady
 
     @property
     def peak(self) -> int | None:

@@ -1,8 +1,8 @@
-"""A comparison as one standalone page: opens offline, with the table, figures and what was real in it; of records, with
-tabs.
+"""A comparison as one standalone page: opens offline, and answers first.
 
-plotly.js is inlined once; everything else stays under a megabyte. The page follows the reader's light or dark setting
-and has a switch for lecture rooms.
+The first screen has the conclusion in one sentence, memory beside time, and the most valuable change; five tabs hold
+the rest. plotly.js is inlined once; everything else stays under a megabyte a record. The page follows the reader's
+light or dark setting and has a switch for lecture rooms.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from fsdplab.common.sizes import seconds, size
+from fsdplab.common.words import MISSING
+from fsdplab.figures.conclusion import conclusion, why_they_differ
 from fsdplab.figures.fastest import core_words
 from fsdplab.figures.plots.memory import memory_by_category, predicted_memory
-from fsdplab.figures.plots.steps import step_time
+from fsdplab.figures.plots.pareto import pareto
+from fsdplab.figures.plots.steps import steady_steps, step_time
 from fsdplab.figures.predicted import gaps
-from fsdplab.figures.report.parts import comparison_table, drawn, number_table, rendered
-from fsdplab.figures.report.tabs import tabbed
+from fsdplab.figures.report.parts import comparison_table, drawn, folded, note, number_table, part, rendered
+from fsdplab.figures.report.tabs import not_in_traces, tabbed
 from fsdplab.figures.style import on_page
-from fsdplab.figures.table import COLUMNS, SHORT, WRAPPED, beside, mood
+from fsdplab.figures.table import COLUMNS, LEGEND, SHORT, WRAPPED, beside, mood, step_of
 from fsdplab.figures.view import CATEGORY_NAMES, Runs, RunView, provenance, ranks_and_device, views, with_verdicts
 from fsdplab.records import CATEGORIES, RunRecord, drift_sentence
 
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
 
 _WIDTH = 1100  # pixels of a page's figures in a window of 1280
+_HALF = 560  # of two beside each other
 # what was trained, in the order of the sentence
 _SETTING = {
     "model": "model {}", "world_size": "{} ranks", "batch_size": "batch {} a rank",
@@ -47,9 +51,9 @@ def comparison_page(
 ) -> str:
     """The page of a comparison (the dict that `--json` writes); `runs` adds what only records know, such as statuses.
 
-    With records (as `runs`, or as `records` beside RunViews) the page has tabs: timeline, exposed time, memory,
-    traffic, Pareto, difference, and `findings` (objects or dicts with `title`, `text`, `remedy`). `tables_of` gives the
-    tables of a record's traces where they are made already. Example:
+    With records (as `runs`, or as `records` beside RunViews) the page has tabs: Compare, Timeline, Memory, Traffic, and
+    Diagnosis with the `findings` (objects or dicts with `title`, `text`, `remedy`). `tables_of` gives the tables of a
+    record's traces where they are made already. Example:
     `Path("compare.html").write_text(comparison_page(comparison_json(records, reference), records), encoding="utf-8")`.
     """
     from plotly.offline import get_plotlyjs
@@ -57,15 +61,19 @@ def comparison_page(
     records = list(records if records is not None else [run for run in runs or () if isinstance(run, RunRecord)])
     runs = records if len(records) == len(comparison["runs"]) else runs  # records know what tells namesakes apart
     shown = views(runs if runs is not None else comparison)
+    source = comparison if runs is None else with_verdicts(runs, comparison)
+    with on_page(_HALF):
+        answer = _answer(shown, source, findings)
     with on_page(_WIDTH):
-        summary = _summary(comparison, comparison if runs is None else with_verdicts(runs, comparison))
-        content = tabbed(summary, records, findings, tables_of) if records else summary
+        compared = _compared(comparison, source)
+        content = tabbed(compared, records, findings, tables_of) if records else compared
     page = rendered(
         "page.html",
         title=_title(shown),
         plotly_js=get_plotlyjs(),
         setting=_setting(comparison.get("spec") or {}, shown),
         cores=core_words(shown),
+        answer=answer,
         content=content,
         comparison=json.dumps(comparison, separators=(",", ":")),
     )
@@ -81,22 +89,53 @@ def _title(runs: Sequence[RunView]) -> str:
     return "What each sharding strategy costs"
 
 
-def _summary(comparison: Mapping[str, Any], source: Runs) -> Markup:
-    shown = views(source)
-    measured = not all(run.traced for run in shown)  # traces know of no memory by category
-    categories = [[run.label, *(size(run.split.get(name)) for name in CATEGORIES)] for run in shown]
+def _answer(shown: Sequence[RunView], source: Runs, findings: Sequence[Finding | Mapping[str, Any]]) -> Markup:
+    """The first screen. Traces hold no memory by category, so their step stands alone."""
+    draws = (steady_steps,) if all(run.traced for run in shown) else (memory_by_category, steady_steps)
     return rendered(
-        "summary.html",
-        comparison=comparison_table(shown, _look),
-        drift=drift_sentence(comparison),
-        figures=[drawn(draw, source) for draw in ((memory_by_category, step_time) if measured else (step_time,))],
-        categories=measured and number_table(["run", *map(CATEGORY_NAMES.__getitem__, CATEGORIES)], categories),
-        prediction=_prediction(shown, source),
-        real=provenance(shown),
-        simulated=all(run.simulated for run in shown),
-        run=_flat(comparison.get("spec") or {}),
-        place=_flat(comparison.get("environment") or {}),
+        "answer.html",
+        sentence=conclusion(shown),
+        figures=[drawn(draw, source) for draw in draws],
+        why=why_they_differ(shown),
+        change="",
     )
+
+
+def _compared(comparison: Mapping[str, Any], source: Runs) -> Markup:
+    """The tab Compare: the whole table, then what explains it, folded but for the choice between the runs."""
+    shown, spec = views(source), comparison.get("spec") or {}
+    measured = not all(run.traced for run in shown)  # traces know of no memory by category
+    simulated = all(run.simulated for run in shown)
+    peaks = [[run.label, *(size(run.split.get(name)) for name in CATEGORIES)] for run in shown]
+    by_category = number_table(["run", *map(CATEGORY_NAMES.__getitem__, CATEGORIES)], peaks) if measured else Markup("")
+    sections = {
+        "What the columns mean": part("text", words=f"{LEGEND}."),
+        f"{'Simulated' if simulated else 'Measured'} steps": drawn(step_time, source) + _steps(shown),
+        "The peak by category": by_category,
+        "Predicted beside measured": _prediction(shown, source),
+        "What was real here": part("pairs", entries=provenance(shown)),
+        f"What was {'simulated' if simulated else 'run'}": part("pairs", entries=_flat(spec)),
+        "Simulated for" if simulated else "Where it ran": part(
+            "pairs", entries=_flat(comparison.get("environment") or {})
+        ),
+    }
+    choice = drawn(pareto, source) if measured or any(run.peak for run in shown) else not_in_traces("memory")
+    drift = part("text", words=drift_sentence(comparison)) if drift_sentence(comparison) else Markup("")
+    whole = part("wide", body=comparison_table(shown, _look, ""))
+    return whole + drift + choice + Markup("").join(folded(title, body) for title, body in sections.items())
+
+
+def _steps(shown: Sequence[RunView]) -> Markup:
+    """Each run's measured step with its spread and how long its ranks had a core, beside the steady card's."""
+    head = ["run", "median step", "fastest", "slowest", "tokens/s", "had a core", "on the steady card"]
+    rows = []
+    for run in shown:
+        spread, share = run.summary.step_time_s, run.summary.cpu_share
+        core = MISSING if share is None else f"{share:.0%} of the step"
+        tokens = MISSING if run.summary.tokens_per_s is None else f"{run.summary.tokens_per_s:,.0f}"
+        times = [step_of(run), seconds(spread.min), seconds(spread.max)]
+        rows.append([run.label, *times, tokens, core, seconds(run.steady.step_time_s)])
+    return part("wide", body=number_table(head, rows))
 
 
 def _look(place: int, text: str | None) -> dict[str, str]:
@@ -106,10 +145,10 @@ def _look(place: int, text: str | None) -> dict[str, str]:
     return {"class": " ".join(filter(None, names))} if any(names) else {}
 
 
-def _prediction(shown: list[RunView], source: Runs) -> dict[str, Any]:
+def _prediction(shown: list[RunView], source: Runs) -> Markup:
     known = [run for run in shown if run.predicted_peak]
     if not known:
-        return {}
+        return Markup("")
     reasons = [f"{run.label}: not predicted: {why}" for run in shown if (why := run.summary.predicted.why_not)]
     explained = [gap.text for run in known for gap in gaps(run)]
     alike = "Every category is within 10% of what was measured, or less than 0.5% of the peak off."
@@ -123,11 +162,9 @@ def _prediction(shown: list[RunView], source: Runs) -> dict[str, Any]:
         for run in shown
     ]
     caption = "Predicted; (1.00) is predicted / measured."
-    return {
-        "table": number_table(["run", "peak", "sent in a step", "step"], rows, caption),
-        "figure": drawn(predicted_memory, source),
-        "lines": [*(explained or [alike]), *reasons],
-    }
+    body = part("wide", body=number_table(["run", "peak", "sent in a step", "step"], rows, caption))
+    lines = [part("text", words=line) for line in (*(explained or [alike]), *reasons)]
+    return Markup("\n").join([drawn(predicted_memory, source), body, *lines])
 
 
 def _setting(spec: Mapping[str, Any], runs: Sequence[RunView]) -> str:
