@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from fsdplab.sessions import RunSpec, compare, run
-from fsdplab.teaching import overlapping, overlapping_axes, reading, reading_choices
 from fsdplab.sessions.steady_card import steady
+from fsdplab.teaching import overlapping, overlapping_axes, reading, reading_choices
 from fsdplab.teaching.lessons.nb11_shoot_out import exercises as shoot_out
 from tests.busy import busy_cores
 

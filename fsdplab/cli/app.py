@@ -15,7 +15,7 @@ import typer
 from fsdplab import __version__
 from fsdplab.cli.errors import USAGE_ERROR, interrupted, one_line, refuse, refuse_for
 from fsdplab.cli.options import OF_A_RUN, SETTINGS, settings_of
-from fsdplab.cli.parse import card_of, names, whole_numbers
+from fsdplab.cli.parse import card_of, link_of, names, whole_numbers
 from fsdplab.cli.terminal import show_what_can_be_shown, signals_as_exceptions
 from fsdplab.common.names import OVER_ALL_RANKS, STRATEGIES, STRATEGIES_IN_WORDS
 from fsdplab.sessions.spec import ENGINES, ENGINES_IN_WORDS, PEERS
@@ -78,15 +78,16 @@ def top(
         "fsdplab compare --world-size 4 --strategies full_shard,hybrid_shard --shard-size 2 --html page.html",
     )
 )
-@settings_of(*OF_A_RUN, profile=2)
+@settings_of(*OF_A_RUN, profile=2, sequence_length=128, link="auto")
 def compare(
     strategies: Annotated[
         str,
         typer.Option(
-            help=f"Strategies of the lab's own engine, comma-separated: {STRATEGIES_IN_WORDS}.",
-            show_default="all but hybrid_shard",
+            help=f"Strategies of the lab's own engine, comma-separated: {STRATEGIES_IN_WORDS}. Settings of one run may"
+            " follow it: full_shard:prefetch=0.",
+            show_default="all but hybrid_shard, and full_shard:prefetch=0",
         ),
-    ] = ",".join(OVER_ALL_RANKS),
+    ] = ",".join([*OVER_ALL_RANKS, "full_shard:prefetch=0"]),
     engines: Annotated[str, typer.Option(help=f"Other engines beside them, comma-separated: {', '.join(PEERS)}.")] = "",
     settings: dict[str, Any] = SETTINGS,
     card: Card = "auto",
@@ -103,6 +104,7 @@ def compare(
     from fsdplab.cli.outputs import Detail, Outputs
 
     settings["card"] = card_of(card, settings, "330MB")
+    settings["link"] = link_of(settings, names(engines), "150MB/s")
     outputs = Outputs(json_file, html_file, keep, Detail.of(quiet, verbose), force)
     compare_runs(names(strategies), names(engines), settings, outputs)
 

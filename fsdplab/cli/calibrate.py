@@ -1,20 +1,28 @@
-"""`fsdplab doctor --calibrate`: measures this machine in some seconds, and keeps the figures for predictions."""
+"""Calibration: measures this machine in some seconds, and keeps the figures for predictions.
+
+At the user's wish (`fsdplab doctor --calibrate`), and by itself before the first comparison that needs it.
+"""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 
+from rich.console import Console
 from rich.table import Table
 
 from fsdplab.cli.console import console_beside
 from fsdplab.cli.errors import failed, refuse
+from fsdplab.cli.outputs import Detail
 from fsdplab.common.sizes import seconds, three_digits
 from fsdplab.records import FORMAT
 from fsdplab.sessions import RanksFailed
 from fsdplab.sessions.calibrate import calibrate
-from fsdplab.sessions.calibration import Calibration, calibration_file, keep
+from fsdplab.sessions.calibration import Calibration, calibration_file, find_calibration, keep
+from fsdplab.sessions.prediction import needs_calibration
+from fsdplab.sessions.spec import RunSpec
 
 MOST_RANKS = 64
 
@@ -44,6 +52,22 @@ def calibrate_here(ranks: int, as_json: bool) -> None:
         highlight=False,
         markup=False,
     )
+
+
+def calibrate_if_needed(specs: Sequence[RunSpec], console: Console, detail: Detail) -> None:
+    """Calibrate this machine once for each number of ranks whose step times are predicted from a calibration.
+
+    Behind a link the steady card tells the time, so nothing is needed then. Where it fails the runs go on without.
+    """
+    for ranks in sorted({spec.world_size for spec in specs if needs_calibration(spec)}):
+        if find_calibration(ranks).calibration is not None or ranks > MOST_RANKS:
+            continue
+        if detail is not Detail.QUIET:
+            console.print(f"calibrating {ranks} ranks of this machine for its predictions: 10 s, once", highlight=False)
+        try:
+            keep(calibrate(ranks))
+        except (RanksFailed, OSError) as error:
+            console.print(f"no step time is predicted: {' '.join(str(error).split())[:200]}", markup=False)
 
 
 def _table(found: Calibration) -> Table:

@@ -11,12 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from fsdplab.cli.calibrate import calibrate_if_needed
 from fsdplab.cli.errors import refusals, refuse
 from fsdplab.cli.outputs import Detail, Outputs, end_if_failed, print_drift, print_findings, print_output_of_ranks, show
 from fsdplab.cli.progress import ProgressTable, headline
 from fsdplab.cli.terminal import look_for_signals
 from fsdplab.common.temporary import folder_of_this_process
-from fsdplab.figures.view import with_verdicts
+from fsdplab.figures.view import SETTINGS, with_verdicts
 from fsdplab.records import RunRecord, comparison_json
 from fsdplab.sessions.spec import ENGINES, PEERS, RunSpec
 
@@ -26,19 +27,24 @@ def compare_runs(strategies: list[str], engines: list[str], common: dict[str, An
     show, write, exit 1 if one failed.
     """
     with refusals():
-        specs = [RunSpec(**own(name, common)) for name in strategies] + [_peer(name, common) for name in engines]
+        specs = _without_twice([_variant(text, common) for text in strategies]) + [
+            _peer(name, common) for name in engines
+        ]
         # what is profiled has been trained by then: the twin needs no more steps for a verdict on the losses
         as_twin = dict(memory=False, profile=0)
         twin = RunSpec(engine="twin", **own("full_shard", dict(common, card=None, prefetch=1)) | as_twin)
         if not specs:
             refuse("nothing to compare; expected strategies or engines, such as --strategies no_shard,full_shard")
     from fsdplab.sessions import compare
+    from fsdplab.sessions.compare_runs import folders_of
 
     console = outputs.check().console()
     if outputs.detail is not Detail.QUIET:
         console.print(headline(twin, common["card"]), highlight=False)
     with refusals(), _folder(outputs, [*specs, twin]) as folder:
-        with ProgressTable(console, len(specs), outputs.detail) as progress:
+        calibrate_if_needed(specs, console, outputs.detail)
+        planned = dict(zip(folders_of([*specs, twin], folder), [*specs, twin]))
+        with ProgressTable(console, planned, outputs.detail) as progress:
             records = compare(
                 [*specs, twin],
                 directory=folder,
@@ -65,6 +71,26 @@ def _peer(engine: str, common: dict[str, Any]) -> RunSpec:
     )
 
 
+def _variant(text: str, common: dict[str, Any]) -> RunSpec:
+    """The spec of `full_shard`, or of `full_shard:prefetch=0`, which differs from the others in these settings."""
+    strategy, *edits = (part.strip() for part in text.split(":"))
+    changed = dict(_setting(text, edit) for edit in edits)
+    return RunSpec(**own(strategy, common) | changed)
+
+
+def _setting(text: str, edit: str) -> tuple[str, Any]:
+    """`prefetch=0` -> ("prefetch", 0): a field of RunSpec, as a whole number where it is one."""
+    name, equals, value = (part.strip() for part in edit.partition("="))
+    if not equals or name not in SETTINGS or name in ("model", "world_size"):
+        able = ", ".join(each for each in SETTINGS if each not in ("model", "world_size"))
+        refuse(f"--strategies has {text!r}; expected settings such as full_shard:prefetch=0, of {able}")
+    return name, int(value) if value.isascii() and value.isdigit() else value
+
+
+def _without_twice(specs: list[RunSpec]) -> list[RunSpec]:
+    return list(dict.fromkeys(specs))
+
+
 def own(strategy: str, common: dict[str, Any]) -> dict[str, Any]:
     """The common settings that a strategy uses: only hybrid_shard has shard groups."""
     groups = {} if strategy == "hybrid_shard" else dict(shard_size=None, link_across=None)
@@ -86,13 +112,20 @@ def _folder(outputs: Outputs, specs: Sequence[RunSpec]) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _say_of_predictions(console: Console, records: Sequence[RunRecord]) -> None:
-    """Where the predicted step times are from, or in one line how to get them."""
-    from fsdplab.sessions.calibration import find_calibration
+def _say_best_change(console: Console, records: Sequence[RunRecord]) -> None:
+    """The one most valuable change to the most sharded run, with its gain."""
+    from fsdplab.figures.conclusion import change_words
 
-    ranks = {record.spec["world_size"] for record in records if record.spec["engine"] == "lab"}
-    for count in sorted(ranks):
-        console.print(f"[bold]predicted[/]: {escape(find_calibration(count).remark)}", highlight=False)
+    if words := change_words(records):
+        console.print(escape(words), highlight=False)
+
+
+def _say_where_next(console: Console, outputs: Outputs) -> None:
+    page = f"open {outputs.html_file}" if outputs.html_file else "fsdplab compare --html page.html"
+    console.print(
+        f"Next: timelines, memory and all findings: {page}; every number: --verbose; learn why: fsdplab lab.",
+        highlight=False, markup=False, style="dim",
+    )  # fmt: skip
 
 
 def _conclude(records: list[RunRecord], twin: RunRecord, console: Console, outputs: Outputs) -> None:
@@ -103,8 +136,9 @@ def _conclude(records: list[RunRecord], twin: RunRecord, console: Console, outpu
     show(console, shown, reference, outputs.detail)
     print_drift(console, comparison)
     if outputs.detail is not Detail.QUIET:
-        _say_of_predictions(console, records)
-        print_findings(console, records)
+        print_findings(console, records, outputs.detail)
+        _say_best_change(console, records)
+        _say_where_next(console, outputs)
     if outputs.detail is Detail.VERBOSE:
         print_output_of_ranks(console, records)
     outputs.write(comparison, shown, records)

@@ -22,8 +22,9 @@ from fsdplab.cli.errors import failed, refuse
 from fsdplab.common.files import try_folder, try_output, write_output
 from fsdplab.common.places import how_to_install
 from fsdplab.common.words import MISSING, plural
+from fsdplab.figures.conclusion import clock_words, conclusion
 from fsdplab.figures.fastest import core_words, step_words
-from fsdplab.figures.table import COLUMNS, LEGEND, NUMBERS, cells, mood
+from fsdplab.figures.table import EVERY_COLUMN, NUMBERS, SPLIT, brief, cells, legend, mood
 from fsdplab.figures.view import RunView, provenance, view, views
 from fsdplab.records import RunRecord, drift_sentence
 
@@ -120,40 +121,45 @@ def check_folder(flag: str, path: Path) -> None:
         )
 
 
-def board(shown: Sequence[RunView], width: int, unknown: str = MISSING) -> Group:
-    """The comparison as one rich table, or as two where the terminal is narrow.
-
-    `unknown` is shown for a missing verdict on the losses.
-    """
-    rows = [dict(zip(COLUMNS, cells(run, unknown)), run=run.label) for run in shown]
-    if width >= WIDTH:
-        return Group(_table(COLUMNS, rows))
-    memory = [name for name in COLUMNS if name.startswith(("peak", "=", "predicted"))]
-    others = [name for name in COLUMNS if name not in (*memory, "strategy", "engine")]
-    return Group(_table(["run", *others], rows), _table(["run", *memory], rows))
+def board(shown: Sequence[RunView], unknown: str = MISSING) -> Table:
+    """The comparison in seven columns; `unknown` is shown for a missing verdict on the losses."""
+    columns = brief(shown)
+    return _table(("run", *columns[1:]), [(run.label, *cells(run, unknown, columns)[1:]) for run in shown])
 
 
-def _table(columns: Sequence[str], rows: list[dict[str, str]]) -> Table:
+def whole_board(shown: Sequence[RunView]) -> Group:
+    """Every column, as two tables: memory, and all else."""
+    memory = ("peak", SPLIT, "predicted")
+    others = tuple(name for name in EVERY_COLUMN if name not in (*memory, "strategy", "engine"))
+    return Group(*(_table(("run", *part), [(run.label, *cells(run, columns=part)) for run in shown])
+                   for part in (others, memory)))  # fmt: skip
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(header_style="bold", pad_edge=False, padding=(0, 1, 0, 0), box=SIMPLE_HEAD)
     for name in columns:
         table.add_column(name, justify="right" if name in NUMBERS else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(row[name], STYLES[mood(row[name])]) for name in columns))
+        table.add_row(*(Text(text, STYLES[mood(text)]) for text in row))
     return table
 
 
 def show(console: Console, shown: Sequence[RunView], reference: RunRecord | None, detail: Detail) -> None:
-    """Print the table and who is fastest; unless quiet also its legend, and what was measured, emulated or simulated.
-
-    Before all else, what the ranks lacked of cores.
+    """Print the answer in one sentence, the table, and what its times are; verbose also every column, the legend, and
+    what was measured, emulated or simulated. Before all else, what the ranks lacked of cores.
     """
     timed = [run for run in shown if run.step_median and run.engine != "twin"]
     if core := core_words(shown):
         console.print(f"[bold red]{escape(core)}[/]", highlight=False)
-    console.print(board(shown, console.width))
-    if len(timed) > 1 and not core:
-        console.print(f"[bold]steps[/]: {escape(step_words(timed))}", highlight=False)
+    if answer := conclusion(shown):
+        console.print(f"[bold]{escape(answer)}[/]", highlight=False)
+    console.print(board(shown))
     if detail is not Detail.QUIET:
+        if clock := clock_words(shown):
+            console.print(escape(clock), highlight=False)
+        if len(timed) > 1 and not core:
+            console.print(f"Measured: {escape(step_words(timed))}.", highlight=False)
+    if detail is Detail.VERBOSE:
         _explain(console, shown, reference)
     for run in shown:
         if run.matches is False:
@@ -164,7 +170,8 @@ def show(console: Console, shown: Sequence[RunView], reference: RunRecord | None
 
 
 def _explain(console: Console, shown: Sequence[RunView], reference: RunRecord | None) -> None:
-    console.print(f"[dim]{LEGEND}[/]", highlight=False)
+    console.print(whole_board(shown))
+    console.print(f"[dim]{legend(EVERY_COLUMN)}[/]", highlight=False)
     for word, what in provenance(list(shown)):
         console.print(f"[bold]{word}[/]: {escape(what)}", highlight=False)
     if reference is not None:
@@ -181,8 +188,19 @@ def print_drift(console: Console, comparison: dict[str, Any]) -> None:
         console.print(sentence, style="bold", highlight=False, markup=False)
 
 
-def print_findings(console: Console, records: Sequence[RunRecord]) -> None:
-    """At most five findings for every run that was profiled, the costliest first, each with its remedy."""
+def print_findings(console: Console, records: Sequence[RunRecord], detail: Detail) -> None:
+    """Of several runs the three costliest findings in all; verbose, or of one run, at most five a run."""
+    from fsdplab.figures.findings import costliest
+
+    if len(records) == 1 or detail is Detail.VERBOSE:
+        _print_all_findings(console, records)
+        return
+    for number, (label, finding) in enumerate(costliest(records), start=1):
+        console.print(f"{number}. {label}: {finding.title}.", highlight=False, markup=False)
+        console.print(f"   -> {finding.remedy}", highlight=False, markup=False, style="dim")
+
+
+def _print_all_findings(console: Console, records: Sequence[RunRecord]) -> None:
     from fsdplab.figures.findings import findings_by_run
     from fsdplab.profiling.findings import profiling_cost
 

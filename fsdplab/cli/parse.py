@@ -32,6 +32,19 @@ def card_of(text: str, common: dict[str, Any], otherwise: str) -> int | None:
         return scaled_card(RunSpec(**{name: common[name] for name in names}))
 
 
+def link_of(common: dict[str, Any], engines: list[str], otherwise: str) -> str | None:
+    """The emulated link; `none` is none, and `auto` is `otherwise` between CPU ranks that can be put behind it."""
+    from fsdplab.sessions.spec.run_spec import ON_SHARED_MEMORY, RunSpec
+
+    link = common["link"]
+    if link != "auto":
+        return None if link is None or link.strip().lower() == "none" else str(link)
+    apart = common["emulate"] or common["link_across"] or any(engine not in ON_SHARED_MEMORY for engine in engines)
+    with refusals():
+        device = RunSpec(world_size=common["world_size"], device=common["device"]).device_type
+    return None if apart or device != "cpu" else otherwise
+
+
 def names(text: str) -> list[str]:
     """`"a, b"` -> `["a", "b"]`; empty parts are dropped."""
     return [part.strip() for part in text.split(",") if part.strip()]

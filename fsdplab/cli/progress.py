@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -13,26 +14,27 @@ from rich.text import Text
 
 from fsdplab.cli.outputs import Detail, board
 from fsdplab.common.sizes import size
-from fsdplab.common.words import MISSING, plural
-from fsdplab.figures.table import cells
-from fsdplab.figures.view import RunView, view
-from fsdplab.records import RunRecord
+from fsdplab.common.words import plural
+from fsdplab.figures.table import peak_of, step_of
+from fsdplab.figures.view import RunView, view, views
+from fsdplab.records import RunRecord, Summary
+from fsdplab.sessions.steady_card import steady_step
 
 if TYPE_CHECKING:
     from fsdplab.sessions import RunSpec
 
 PENDING = "…"  # the verdict on the losses, until the twin has run
-MEASURING = "measuring"  # in the place of the step time of a run that waits for its turns
+WAITING, MEASURING = "waits", "measuring"  # in the place of the step time: of a run to come, and of one in its turns
 
 
 class ProgressTable:
-    """Rows of runs that have ended or wait for their turns, and the progress of the current one; `detail` says how
-    much.
+    """A row for each planned run, by the folder of its record: with its simulated step at once, and completed as it is
+    measured; and the progress of the current one. `detail` says how much.
     """
 
-    def __init__(self, console: Console, planned: int, detail: Detail = Detail.NORMAL) -> None:
-        self._console, self._planned, self._detail = console, planned, detail
-        self._rows: dict[Path, RunView] = {}  # by the folder of the record
+    def __init__(self, console: Console, planned: Mapping[Path, RunSpec], detail: Detail = Detail.NORMAL) -> None:
+        self._console, self._detail = console, detail
+        self._rows = {folder: _to_come(spec) for folder, spec in planned.items() if spec.engine != "twin"}
         self._now = Text("starting the first ranks", style="dim")
         live = console.is_terminal and detail is not Detail.QUIET
         self._live = Live(self._draw(), console=console, transient=True, refresh_per_second=4) if live else None
@@ -53,6 +55,14 @@ class ProgressTable:
         """Whether rows may change after they have appeared."""
         return self._live is not None
 
+    @property
+    def _shown(self) -> list[RunView]:
+        return views(self._rows.values())
+
+    @property
+    def _done(self) -> int:
+        return sum(row.status not in (WAITING, MEASURING) for row in self._rows.values())
+
     def note(self, sentence: str) -> None:
         """One sentence on how the runs go on."""
         if self._live:
@@ -69,14 +79,15 @@ class ProgressTable:
         """A run ended: its row appears, or is completed. The twin has no row: it is the reference."""
         self._put(record, view(record))
         if not self._live and self._detail is not Detail.QUIET and record.path in self._rows:
-            row = cells(self._rows[record.path], PENDING)
-            self._console.print("  ".join(text for text in row if text != MISSING), highlight=False, markup=False)
+            row = self._shown[[*self._rows].index(record.path)]
+            told = f"{row.label}: step {step_of(row)}, peak {peak_of(row)}"
+            self._console.print(f"{told} ({self._done} of {len(self._rows)} runs)", highlight=False, markup=False)
 
     def step(self, spec: RunSpec, step: int, steps: int, loss: float) -> None:
         """Rank 0 of the current run finished a step."""
         name = "the twin, for reference" if spec.engine == "twin" else f"{spec.strategy} ({spec.engine})"
+        done = f"{self._done} of {plural(len(self._rows), 'run')} done"
         measuring = sum(row.status == MEASURING for row in self._rows.values())
-        done = f"{len(self._rows) - measuring} of {plural(self._planned, 'run')} done"
         others = f", {measuring} being measured" if measuring else ""
         self._now = Text(f"{name}: step {step} of {steps}, loss {loss:.4f}  ({done}{others})", style="dim")
         if self._live:
@@ -91,16 +102,22 @@ class ProgressTable:
             self._live.update(self._draw())
 
     def _draw(self) -> Group:
-        return Group(board([*self._rows.values()], self._console.width, PENDING), self._now)
+        return Group(board(self._shown, PENDING), self._now)
+
+
+def _to_come(spec: RunSpec) -> RunView:
+    """A run before it starts: the steady card's step is known."""
+    summary = Summary(steady=steady_step(spec))
+    return RunView(spec.strategy, spec.engine, spec.world_size, summary, WAITING, spec.as_dict())
 
 
 def headline(spec: RunSpec, card: int | None) -> str:
     """One line on the run that starts."""
+    links = [words for words in (spec.link, spec.link_across and f"{spec.link_across} across groups") if words]
+    parts = [f"a link of {' and '.join(links)}"] * bool(links) + [f"a card of {size(card)}"] * bool(card)
+    emulated = f"emulated: {', '.join(parts)}" if parts else "no emulated card"
     work = (
         f"{spec.model}, {plural(spec.world_size, 'rank')} on {spec.device_type}, batch {spec.batch_size} x"
         f" {spec.sequence_length} a rank, {spec.precision}"
     )
-    return (
-        f"[bold]{work}, {plural(spec.steps, 'timed step')}[/],"
-        f" {f'emulated card of {size(card)}' if card else 'no emulated card'}"
-    )
+    return f"[bold]{work}, {plural(spec.steps, 'timed step')}[/], {emulated}"

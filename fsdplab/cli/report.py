@@ -48,7 +48,7 @@ def report_records(
     print_drift(outputs.console(), comparison)
     if outputs.detail is not Detail.QUIET:
         print_notes(outputs.console(), records)
-        print_findings(outputs.console(), records)
+        print_findings(outputs.console(), records, outputs.detail)
     tables_of = _print_tables(outputs.console(), records) if tables else None
     if outputs.detail is Detail.VERBOSE:
         print_output_of_ranks(outputs.console(), records)

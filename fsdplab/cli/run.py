@@ -46,13 +46,13 @@ def record_run(
         folder = claim_folder(place.folder, replace=place.force)
         if detail is not Detail.QUIET:
             console.print(headline(spec, spec.card), highlight=False)
-        with ProgressTable(console, 1, detail) as progress:
+        with ProgressTable(console, {folder: spec}, detail) as progress:
             record = (runner or run)(
                 spec, directory=folder, on_progress=lambda *where: progress.step(spec, *where), on_look=look_for_signals
             )
     show(console, [view(record)], None, detail)
     if detail is not Detail.QUIET:
-        print_findings(console, [record])
+        print_findings(console, [record], detail)
     if detail is Detail.VERBOSE:
         print_output_of_ranks(console, [record])
     console.print(f"recorded in {folder}; show it again with: fsdplab report {folder}", highlight=False, markup=False)

@@ -30,6 +30,7 @@ def fastest_words(runs: Sequence[RunView]) -> str:
     """
     if core_words(runs):
         return "no run is called fastest, as ranks were short of cores"
+    runs = those_that_fit(runs)
     found = race_of(runs)
     if found.winner is not None:
         return f"{runs[found.winner].label} is fastest, {seconds(runs[found.winner].step_median)} a step"
@@ -49,10 +50,17 @@ def step_words(runs: Sequence[RunView]) -> str:
     if len(runs) == 1:
         return f"{runs[0].label}: {seconds(runs[0].step_median)} a step"
     steps = [known(run.step_median) for run in runs]
-    told, slow = fastest_words(runs), steps.index(max(steps))
-    if slow in race_of(runs).leaders:
+    told, slow, choice = fastest_words(runs), steps.index(max(steps)), those_that_fit(runs)
+    fastest = [choice[place] for place in race_of(choice).leaders]
+    if runs[slow] in fastest:
         return told
-    return f"{told}; {runs[slow].label} takes {max(steps) / min(steps):.2f} times that"
+    least = min(known(run.step_median) for run in fastest)
+    return f"{told}; {runs[slow].label} takes {max(steps) / least:.2f} times that"
+
+
+def those_that_fit(runs: Sequence[RunView]) -> list[RunView]:
+    """The runs that fit their card, among which one chooses; all of them where none fits."""
+    return [run for run in runs if not run.over_card] or list(runs)
 
 
 def race_of(runs: Sequence[RunView]) -> Race:

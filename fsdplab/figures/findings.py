@@ -14,6 +14,16 @@ def findings_by_run(records: Sequence[RunRecord]) -> list[tuple[str, list[Findin
     return [(run.label, findings(record)) for run, record in zip(views(records), records) if record.table("breakdown")]
 
 
+def costliest(records: Sequence[RunRecord], most: int = 3) -> list[tuple[str, Finding]]:
+    """(label, finding) of the costliest causes over all runs: of each kind that run which it costs most."""
+    found: dict[str, tuple[str, Finding]] = {}
+    for label, own in findings_by_run(records):
+        for finding in own:
+            if finding.seconds and (finding.kind not in found or found[finding.kind][1].seconds < finding.seconds):
+                found[finding.kind] = (label, finding)
+    return sorted(found.values(), key=lambda each: -each[1].seconds)[:most]
+
+
 def findings_of(records: Sequence[RunRecord]) -> list[dict[str, str]]:
     """The same as one list, as `comparison_page` takes it."""
     return [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
@@ -12,26 +12,42 @@ from fsdplab.figures.view import RunView
 _NAMED = tuple(dict.fromkeys(row.group for row in CATEGORY_ROWS.values() if row.group != "rest"))
 _GROUPS = {group: tuple(row.name for row in CATEGORY_ROWS.values() if row.group == group) for group in _NAMED}
 SPLIT = f"= {' + '.join([*_GROUPS, 'rest'])}"
-NUMBERS = ("step", "tokens/s", "peak", "sent", "loss")  # columns that are set flush right where there is room
+STEADY = ("step, simulated", "hidden, simulated")  # columns of the steady card's clock
+NUMBERS = ("step, simulated", "hidden, simulated", "tokens/s", "sent", "loss")  # set flush right where there is room
 WRAPPED = (SPLIT, "formula")  # columns whose text may take a second line
-SHORT = ("step", "predicted")  # those whose text may break at every blank
-LEGEND = (
-    "step: median, ± half the range of the middle half of the steps (of 4 or more); peak: memory of the worst rank, in"
-    " MB = parameters (slices and gathered) + gradients (slices and whole) + optimizer state + activations + rest"
-    " (communication buffers, other); predicted: computed before the run, (1.00) is predicted / measured; sent: by one"
-    " rank in one step; formula: what the strategy must send; exposed: time of a profiled step (mean) in which the rank"
-    " communicated and did not compute, copies and waiting for other ranks included, a dash where nothing was sent or"
-    " profiled; hidden: the part of communication under computing; loss: of the last step"
-)
+SHORT = ("step, measured", "predicted", "peak")  # those whose text may break at every blank
+OVER = "over the card"
+_MEANINGS = {
+    "step, simulated": "on the steady card, the same on every machine",
+    "hidden, simulated": "the part of its communication that is under computing",
+    "step, measured": "median, ± half the range of the middle half of the steps (of 4 or more)",
+    "peak": "memory of the worst rank",
+    SPLIT: (
+        "the peak, in MB, as parameters (slices and gathered) + gradients (slices and whole) + optimizer state +"
+        " activations + rest (communication buffers, other)"
+    ),
+    "predicted": "computed before the run, (1.00) is predicted / measured",
+    "sent": "by one rank in one step",
+    "formula": "what the strategy must send",
+    "exposed": (
+        "time of a profiled step (mean) in which the rank communicated and did not compute, copies and waiting for"
+        " other ranks included, a dash where nothing was sent or profiled"
+    ),
+    "hidden": "the part of communication under computing in profiled steps",
+    "loss": "of the last step",
+    "losses": "whether they agree with the unsharded twin's, one process that replays every rank's batches",
+}
 _MOODS = {"agree": "good", "equal": "good", "DIFFER": "bad", "out of memory": "bad", "failed": "bad"}
 
 
 def step_of(run: RunView) -> str:
-    """The median step and its scatter, `398 ms ±3%`; of a run without a timed step its status."""
+    """The median step and its scatter, `398 ms ±3 %`, `0.9 %`; of a run without a timed step its status."""
     if not run.step_median:
         return run.status.replace("_", " ")
     scatter = run.summary.step_time_s.scatter
-    return seconds(run.step_median) + ("" if scatter is None else f" ±{scatter:.0%}")
+    return seconds(run.step_median) + (
+        "" if scatter is None else f" ±{100 * scatter:.{0 if scatter >= 0.0095 else 1}f} %"
+    )
 
 
 def split_of(run: RunView) -> str:
@@ -81,31 +97,60 @@ def badge(run: RunView, unknown: str = MISSING) -> str:
     return unknown if run.matches is None else "agree" if run.matches else "DIFFER"
 
 
+def peak_of(run: RunView) -> str:
+    """The peak, and whether it is over the run's card: `373 MB, over the card`."""
+    return f"{size(run.peak)}, {OVER}" if run.peak and run.over_card else size(run.peak)
+
+
+def share(part: float | None) -> str:
+    """A part as a percentage: `share(0.65) == "65 %"`; a dash for None."""
+    return MISSING if part is None else f"{100 * part:.0f} %"
+
+
 # each column with its cell; what was not measured reads as a dash
 _CELLS: dict[str, Callable[[RunView], str]] = {
     "strategy": lambda run: f"{run.strategy}, {run.note}" if run.note else run.strategy,
     "engine": lambda run: run.engine,
-    "step": step_of,
+    "step, simulated": lambda run: seconds(run.steady.step_time_s),
+    "hidden, simulated": lambda run: share(run.steady.overlap),
+    "step, measured": step_of,
     "tokens/s": lambda run: three_digits(run.summary.tokens_per_s) if run.summary.tokens_per_s else MISSING,
-    "peak": lambda run: size(run.peak),
+    "peak": peak_of,
     SPLIT: split_of,
     "predicted": predicted_of,
     "sent": lambda run: size(run.summary.comm.bytes_per_step),
     "formula": formula_of,
     "exposed": lambda run: MISSING if run.sends_nothing else seconds(run.exposed_s),
-    "hidden": lambda run: MISSING if (hidden := run.summary.comm.overlap) is None else f"{hidden:.0%}",
+    "hidden": lambda run: share(run.summary.comm.overlap),
     "loss": _last_loss,
     "losses": badge,
 }
-COLUMNS = tuple(_CELLS)
+EVERY_COLUMN = tuple(_CELLS)
+COLUMNS = tuple(name for name in EVERY_COLUMN if name != SPLIT)  # of pages, where a figure shows the split
 
 
-def cells(run: RunView, unknown: str = MISSING) -> tuple[str, ...]:
-    """One run's row, in the order of COLUMNS; an unknown verdict on its losses reads as `unknown`."""
-    *others, _ = (cell(run) for cell in _CELLS.values())
-    return (*others, badge(run, unknown))
+def brief(runs: Sequence[RunView]) -> tuple[str, ...]:
+    """The seven columns that a terminal shows: with the steady card's clock where a run has it."""
+    if any(run.steady.step_time_s for run in runs):
+        return ("strategy", "peak", "sent", *STEADY, "step, measured", "losses")
+    return ("strategy", "peak", "sent", "step, measured", "exposed", "hidden", "losses")
+
+
+def cells(run: RunView, unknown: str = MISSING, columns: Sequence[str] = COLUMNS) -> tuple[str, ...]:
+    """One run's row, in the order of `columns`; an unknown verdict on its losses reads as `unknown`."""
+    return tuple(badge(run, unknown) if name == "losses" else _CELLS[name](run) for name in columns)
+
+
+def legend(columns: Sequence[str] = COLUMNS) -> str:
+    """What the columns mean that do not say it themselves: `peak: memory of the worst rank; ...`."""
+    return "; ".join(f"{name}: {_MEANINGS[name]}" for name in columns if name in _MEANINGS)
+
+
+LEGEND = legend()
 
 
 def mood(text: str) -> str:
     """Whether a cell's verdict is `good` or `bad`, for its colour: `mood("115 MB equal") == "good"`; else empty."""
+    if OVER in text:
+        return "bad"
     return _MOODS.get(next((word for word in text.split() if word in _MOODS), text), "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -12,10 +12,11 @@ from fsdplab.common.sizes import size
 from fsdplab.common.words import plural
 from fsdplab.records import RunRecord, Spread, Summary
 from fsdplab.records.summary import Steady
-from fsdplab.sessions.spec import ENGINES
+from fsdplab.sessions.spec import ENGINES, RunSpec
 
 CATEGORY_NAMES = {row.name: row.words for row in CATEGORY_ROWS.values()}
 UNSPLIT = "no category"  # a peer's memory that could not be attributed to a category
+_DEFAULTS = {each.name: each.default for each in fields(RunSpec)}
 _ALL_CORES = 0.95  # of a step: less is told, as other work took a core now and then
 # how the fields of a spec that tell runs apart are written
 SETTINGS = {
@@ -62,11 +63,6 @@ class RunView:
         return self.summary.step_time_s.median
 
     @property
-    def steady(self) -> Steady:
-        """The step as simulated on the steady card; its fields are None where that card cannot show the run."""
-        return self.summary.steady
-
-    @property
     def peak(self) -> int | None:
         """Bytes at the peak of the worst rank."""
         return self.summary.peak_memory_bytes.total
@@ -90,6 +86,11 @@ class RunView:
     def exposed_s(self) -> float | None:
         """Seconds of communication a step that no computing hid."""
         return self.summary.comm.exposed_s
+
+    @property
+    def steady(self) -> Steady:
+        """Its step on the steady card, simulated: seconds, exposed seconds and the hidden part; None where unknown."""
+        return self.summary.steady
 
     @property
     def sends_nothing(self) -> bool:
@@ -150,7 +151,7 @@ def views(runs: Runs) -> list[RunView]:
 def view(run: RunRecord | RunView) -> RunView:
     """The RunView of one record; a RunView passes through.
 
-    One that failed did no whole step, and has nothing of what whole steps have; one above its card is out of memory.
+    One that failed did no whole step, and has nothing of what whole steps have.
     """
     if isinstance(run, RunView):
         return run
@@ -160,7 +161,7 @@ def view(run: RunRecord | RunView) -> RunView:
     if run.status == "failed":
         comm = replace(run.summary.comm, bytes_per_step=None)
         return replace(seen, summary=replace(run.summary, step_time_s=Spread(), tokens_per_s=None, comm=comm))
-    return replace(seen, status="out_of_memory") if seen.over_card else seen
+    return seen
 
 
 def _of_entry(entry: Mapping[str, Any], comparison: Mapping[str, Any]) -> RunView:
@@ -189,19 +190,25 @@ def with_verdicts(runs: Iterable[RunRecord | RunView], comparison: Mapping[str, 
 def disambiguate_labels(seen: list[RunView]) -> list[RunView]:
     """The views with a note wherever several have one name, because bars of one name would be drawn as one.
 
-    Two runs of full_shard become `full_shard, prefetch 0` and `full_shard, prefetch 1`; equal runs are numbered.
+    Two runs of full_shard become `full_shard` and `full_shard, prefetch 0`; equal runs are numbered.
     """
     noted = list(seen)
     for label in {run.label for run in seen}:
         same = [place for place, run in enumerate(seen) if run.label == label]
         specs = [{**seen[place].spec, "world_size": seen[place].world_size} for place in same]
         differing = [name for name in SETTINGS if len({str(spec.get(name)) for spec in specs}) > 1]
-        notes = [settings_words(spec, differing) for spec in specs]
+        notes = [settings_words(spec, [name for name in differing if not _is_default(spec, name)]) for spec in specs]
+        if len(set(notes)) < len(same):
+            notes = [settings_words(spec, differing) for spec in specs]
         if len(set(notes)) < len(same):
             notes = [f"{note}, run {number}".removeprefix(", ") for number, note in enumerate(notes, 1)]
         if len(same) > 1:
             noted = [replace(run, note=notes[same.index(at)]) if at in same else run for at, run in enumerate(noted)]
     return noted
+
+
+def _is_default(spec: Mapping[str, Any], name: str) -> bool:
+    return name in _DEFAULTS and spec.get(name) == _DEFAULTS[name]
 
 
 def settings_words(spec: Mapping[str, Any], names: Iterable[str]) -> str:
@@ -274,7 +281,7 @@ def _told_by(run: RunView) -> list[str]:
 def _emulated(runs: list[RunView]) -> str:
     links = emulated_links(runs)
     said = {
-        "the card: a run whose counted bytes exceed it ends as out of memory": any(
+        "the card: a run whose counted bytes exceed it goes on, and is marked": any(
             run.card and run.card_emulated for run in runs
         ),
         f"the link ({links}): collectives take the time that it would need": links,

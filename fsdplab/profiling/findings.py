@@ -564,7 +564,7 @@ _RULES = (
          "Too little computing is left beside it: the first gathers of a step and the last reductions have none{more}.",
          _units_alike),
     Rule("copies", lambda kind, facts, left: _of_claim(kind, left.claim("copying_ns")),
-         "Copies take {seconds} of each step ({share}) and do not overlap with computing, {where}",
+         "Packing and unpacking buffers takes {seconds} of each step ({share}), while nothing computes, {where}",
          "The rank packs gradients before a reduction and unpacks parameters after an all-gather.",
          lambda facts: f"Use {', or '.join([*_fewer_bytes(facts), 'more tokens per step'])}."),
     Rule("no_core", _no_core, "Ranks wait for a core for {seconds} of each step ({share}) inside their collectives",

@@ -49,9 +49,10 @@ def comparison_json(records: Sequence[RunRecord], reference: RunRecord | None = 
     `format` is raised when a field changes its meaning or goes; a new field leaves it. `spec` holds what all runs have
     in common (strategy, engine and world size differ and stand with each run). `in_turns` says whether the runs' timed
     steps took turns; where they did not, `drift` may have the first run's step time at first and again.
-    `status` is `finished`, `out_of_memory` (of the emulated card) or `failed`: the times of such a run are of the steps
-    that it did. `matches_reference` is null without a reference and for runs that did not finish; it compares all steps
-    that the reference did, which are at least the run's warm-up and timed steps.
+    `status` is `finished` or `failed`, in older records also `out_of_memory`: the times of such a run are of the steps
+    that it did. `steady` is the run's step on the steady card, simulated: the same on every machine.
+    `matches_reference` is null without a reference and for runs that did not finish; it compares all steps that the
+    reference did, which are at least the run's warm-up and timed steps.
     """
     return {
         "format": FORMAT,
@@ -81,6 +82,7 @@ def _run_entry(record: RunRecord, reference: RunRecord | None) -> dict[str, Any]
         "tokens_per_s": summary.tokens_per_s,
         "peak_memory_bytes": plain(summary.peak_memory_bytes),
         "comm": plain(comm),
+        "steady": plain(summary.steady),
         "losses": plain(summary.losses),
         "matches_reference": _agreement(record, reference),
         "provenance": record.provenance,

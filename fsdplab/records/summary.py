@@ -51,15 +51,6 @@ class Comm:
 
 
 @dataclass(frozen=True)
-class Steady:
-    """The run's step as simulated on the steady card; all None where the steady card cannot show it."""
-
-    step_time_s: float | None = None
-    exposed_s: float | None = None
-    overlap: float | None = None
-
-
-@dataclass(frozen=True)
 class Predicted:
     """The run's cost by arithmetic, before it ran; `why_not`: why its memory is not predicted."""
 
@@ -67,6 +58,15 @@ class Predicted:
     step_time_s: float | None = None
     exposed_s: float | None = None
     why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Steady:
+    """The run's step on the steady card (sessions/steady_card.py), simulated; None where that card cannot show it."""
+
+    step_time_s: float | None = None
+    exposed_s: float | None = None
+    overlap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,9 @@ class Summary:
     peak_by_rank: tuple[Size | None, ...] = ()
     resident_growth_by_rank: tuple[int | None, ...] = ()
     comm: Comm = Comm()
-    steady: Steady = Steady()
     formula_bytes_per_step: Size | None = None
     predicted: Predicted = Predicted()
+    steady: Steady = Steady()
     losses: tuple[float | None, ...] = ()
     card: Card | None = None
     link: Link | None = None

@@ -79,6 +79,11 @@ def _seconds(spec: RunSpec, traffic: Sequence[Traffic], calibration: Calibration
     return step_seconds(run, traffic, [*unit_parameters(run).values()], calibration.rates)
 
 
+def needs_calibration(spec: RunSpec) -> bool:
+    """Whether the seconds of this run's step are predicted from a calibration of the machine."""
+    return spec.engine == "lab" and not _not_modelled(spec) and not spec.linked and spec.offload == "none"
+
+
 def _not_modelled(spec: RunSpec) -> str:
     """Why the memory of a run is not predicted; empty where it is."""
     if spec.engine != "lab":

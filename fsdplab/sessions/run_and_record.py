@@ -205,10 +205,10 @@ def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed |
         folder,
         spec=_portable(spec),
         environment=_environment(spec, mailbox),
-        status="failed" if failed else "out_of_memory" if summary.card and summary.card.exceeded else "finished",
+        status="failed" if failed else "finished",
         failure=failed.report.as_dict() if failed else None,
         summary=summary,
-        provenance=_provenance(spec),
+        provenance=_provenance(spec) | ({"steady": "simulated"} if summary.steady.step_time_s else {}),
         tables={
             "steps": steps,
             "ledger": ledger,

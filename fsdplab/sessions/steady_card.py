@@ -8,7 +8,7 @@ link. Its steps come from the planner's simulation, which takes the order of gat
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 
 from fsdplab.engine.core.schedule import Schedule
 from fsdplab.planning.hardware import Gpu
@@ -18,8 +18,8 @@ from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
 from fsdplab.planning.simulation import simulate
 from fsdplab.records import RunRecord
-from fsdplab.records.summary import Link, Peak
-from fsdplab.sessions import RunSpec
+from fsdplab.records.summary import Link, Peak, Steady
+from fsdplab.sessions.spec import RunSpec, SpecError
 
 GIGAFLOPS = 60.0  # in fp32, about what a core or two reach
 MEMORY_BYTES_PER_S = 15e9
@@ -36,11 +36,8 @@ def steady(spec: RunSpec, gigaflops: float = GIGAFLOPS, schedule: Callable[[int]
 
     `schedule` makes the rule that says what to gather ahead, from the prefetch depth. Times and memory are simulated.
     """
-    if spec.link is None or spec.units not in ("auto", "block"):
-        raise SteadyCardError(
-            f"the steady card got link={spec.link!r} and units={spec.units!r}; expected a link such as '400MB/s' and"
-            " units 'auto': give the run a link, or look at the run itself"
-        )
+    if (why := why_not_steady(spec)) or spec.link is None:
+        raise SteadyCardError(why)
     link = parse_link(spec.link)
     found = simulate(_plan(spec, link, gigaflops), communicators=spec.link_queues, efficiency=1.0, schedule=schedule)
     split = {name: part for name, part in found.summary.peak_memory_bytes.split.items() if name != "other"}
@@ -50,6 +47,38 @@ def steady(spec: RunSpec, gigaflops: float = GIGAFLOPS, schedule: Callable[[int]
         link=Link(spec.link, link.bytes_per_s, link.latency_s),
     )
     return replace(found, spec={**asdict(spec), "gpu": "steady card"}, summary=summary)
+
+
+def why_not_steady(spec: RunSpec) -> str:
+    """Why the steady card cannot show a run; "" where it can."""
+    if spec.link is None or spec.units not in ("auto", "block"):
+        return (
+            f"the steady card got link={spec.link!r} and units={spec.units!r}; expected a link such as '400MB/s' and"
+            " units 'auto': give the run a link, or look at the run itself"
+        )
+    return ""
+
+
+def steady_step(spec: RunSpec) -> Steady:
+    """The step of one of the lab's runs between CPU ranks, for its summary; all None where it cannot be shown.
+
+    Nor is it where it would mislead: other engines follow rules of their own, a GPU computes a thousand times as fast,
+    and a wind tunnel's link is chosen for the speed of this machine.
+    """
+    strange = spec.engine != "lab" or spec.device_type != "cpu" or spec.emulate or spec.offload != "none"
+    if strange or spec.compile != "none" or why_not_steady(spec):
+        return Steady()
+    found = steady(spec).summary
+    return Steady(found.step_time_s.median, found.comm.exposed_s, found.comm.overlap)
+
+
+def spec_of(record: RunRecord) -> RunSpec | None:
+    """The spec of a recorded run, on Python's sources where its text is another; None where it could not run here."""
+    names = [each.name for each in fields(RunSpec) if each.name in record.spec]
+    try:
+        return RunSpec(**{name: record.spec[name] for name in names} | {"text": None})
+    except SpecError:
+        return None
 
 
 def _plan(spec: RunSpec, link: LinkSpec, gigaflops: float) -> PlanSpec:

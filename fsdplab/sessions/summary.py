@@ -18,6 +18,7 @@ from fsdplab.sessions.calibration import find_calibration
 from fsdplab.sessions.formula import formula_bytes
 from fsdplab.sessions.prediction import predict
 from fsdplab.sessions.spec import RunSpec
+from fsdplab.sessions.steady_card import steady_step
 
 Row = Mapping[str, Any]
 
@@ -43,6 +44,7 @@ def summarise(
         comm=sent_per_step(spec, ledger),
         formula_bytes_per_step=formula_bytes(spec),
         predicted=predict(spec, find_calibration(spec.world_size).calibration).recorded(),
+        steady=steady_step(spec),
         losses=mean_losses(steps),
         card=None if spec.card is None else Card(spec.card, bool(worst and worst["total"] > spec.card)),
     )

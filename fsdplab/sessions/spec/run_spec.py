@@ -72,12 +72,12 @@ class RunSpec:
 
     `steps` are timed, after `warmup` steps that are not; the second warm-up step's memory is measured. `batch_size`
     sequences of `sequence_length` tokens are read by each rank in each of `micro_batches`. `card` is the memory of an
-    emulated accelerator: a run that needs more ends as out of memory. `profile` steps come after the timed ones, under
-    PyTorch's profiler. `link` is an emulated network: a preset ("eth10"), or a bandwidth ("200mbit", "1GB/s,50us");
-    `emulate` ("8xH100") with `as_model` ("llama-3.1-8b") choose it so that communication takes the same part of a step
-    as on that machine (a link given as well is taken as that choice). `compile="blocks"` makes one graph of each
-    block's forward. `start` is how ranks are started: "warm" (forked), "torchrun", or "auto" (warm where possible).
-    `shard_size` ranks form a shard group of hybrid_shard, and `link_across` is the network between the groups.
+    emulated accelerator: a run that needs more goes on, and is marked as over the card. `profile` steps come after the
+    timed ones, under PyTorch's profiler. `link` is an emulated network: a preset ("eth10"), or a bandwidth ("200mbit",
+    "1GB/s,50us"); `emulate` ("8xH100") with `as_model` ("llama-3.1-8b") choose it so that communication takes the same
+    part of a step as on that machine (a link given as well is taken as that choice). `compile="blocks"` makes one graph
+    of each block's forward. `start` is how ranks are started: "warm" (forked), "torchrun", or "auto" (warm where
+    possible). `shard_size` ranks form a shard group of hybrid_shard, and `link_across` is the network between the groups.
 
     >>> RunSpec(strategy="zero1", world_size=2).total_steps
     6
@@ -114,7 +114,7 @@ class RunSpec:
     as_model: str | None = option(None, "The model whose training on --emulate is imitated, such as llama-3.1-8b.")
     shard_size: int | None = option(None, "Ranks of one shard group of hybrid_shard.")
     seed: int = option(0, "Seed of weights and data.")
-    card: int | None = option(None, "Bytes of an emulated card: a run that needs more ends as out of memory.")
+    card: int | None = option(None, "Bytes of an emulated card: a run that needs more is marked as over the card.")
     device: str = option("auto", "auto, cpu or cuda.")
     memory: bool = option(True, "Whether memory is measured.")
     time_limit: float = option(120.0, "Seconds after which one run is ended with a report.")

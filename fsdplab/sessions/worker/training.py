@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdplab.engine import events
 from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
@@ -78,17 +77,14 @@ class Training:
             self.profiler = StepProfiler(spec.profile, spec.profiler_warmup, context.device)
 
     def run(self) -> None:
-        """Train all steps, or until the emulated card is full, and write the measurements."""
+        """Train all steps, and write the measurements."""
         subscriptions = [events.subscribe(self._on_event), events.subscribe(self.unit_states.on_event)]
         self.network.begin(self.setup.model)
         timeline = self._warm_up()
         if timeline is not None:
             self.context.write("memory", self._memory(timeline))
-        if timeline is None or not self._card_is_full(timeline):
-            self.network.warmed_up(self.setup.model)
-            profiled = self._timed_and_profiled_steps()
-        else:
-            profiled = []
+        self.network.warmed_up(self.setup.model)
+        profiled = self._timed_and_profiled_steps()
         for unsubscribe in subscriptions:
             unsubscribe()
         self.ledger.write()
@@ -105,8 +101,6 @@ class Training:
         for step in range(self.spec.untimed):
             if step == MEMORY_STEP and self.spec.memory:
                 timeline = self._measured_step(step)
-                if self._card_is_full(timeline):
-                    break
                 continue
             seconds = self._step(step, timed=False)
             if step >= self.spec.warmup:
@@ -197,14 +191,6 @@ class Training:
             step, rank, spec.world_size, spec.batch_size, spec.sequence_length, micro_batch=micro, seed=spec.seed
         )
         return tokens.to(self.context.device), targets.to(self.context.device)
-
-    def _card_is_full(self, timeline: MemoryTimeline) -> bool:
-        """Whether any rank needs more than the emulated card has: all ranks must stop together."""
-        if self.spec.card is None:
-            return False
-        needed = torch.tensor(timeline.peak_total, device=self.context.device)
-        dist.all_reduce(needed, dist.ReduceOp.MAX)
-        return needed.item() > self.spec.card
 
     def _on_event(self, event: events.Event) -> None:
         if not isinstance(event, events.Collective):

@@ -24,8 +24,8 @@ from fsdplab.profiling.intervals import length, subtract
 from fsdplab.profiling.step_summary import StepSummary
 from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec, call_on_ranks
-from fsdplab.teaching.core.display import Note, Shown, Table, table
 from fsdplab.sessions.steady_card import GIGAFLOPS, steady
+from fsdplab.teaching.core.display import Note, Shown, Table, table
 
 from .figures import Curves, exposed_curves
 from .on_ranks import TARGET_MS, complaint

@@ -20,9 +20,9 @@ from fsdplab.profiling.traces.chrome import ChromeTrace, nanoseconds
 from fsdplab.profiling.traces.overlap import TraceAnalysis, analyse_trace
 from fsdplab.records import RecordError, RunRecord, known
 from fsdplab.sessions import RunSpec
+from fsdplab.sessions.steady_card import GIGAFLOPS, steady
 from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Note, Table, table
-from fsdplab.sessions.steady_card import GIGAFLOPS, steady
 
 __all__ = [
     "at", "breakdown", "clock_table", "diagnosis", "exports", "gaps", "job", "key", "parts_table", "transfers",

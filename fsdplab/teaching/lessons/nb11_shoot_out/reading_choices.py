@@ -17,8 +17,8 @@ from fsdplab.figures.view import views
 from fsdplab.planning.links import parse_link
 from fsdplab.records import RunRecord, Spread, known
 from fsdplab.sessions import RunSpec
-from fsdplab.teaching.core.display import Note, Shown, Table, table
 from fsdplab.sessions.steady_card import GIGAFLOPS, steady
+from fsdplab.teaching.core.display import Note, Shown, Table, table
 
 from .on_ranks import CARD, JOB, LINK_SECONDS
 

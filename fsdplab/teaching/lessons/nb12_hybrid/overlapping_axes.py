@@ -19,8 +19,8 @@ from fsdplab.figures.view import views
 from fsdplab.planning.links import parse_link
 from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec
-from fsdplab.teaching.core.display import Note, Shown, Table, table
 from fsdplab.sessions.steady_card import GIGAFLOPS, steady
+from fsdplab.teaching.core.display import Note, Shown, Table, table
 
 from .figures import link_figure, memory_figure, mesh_figure
 from .gradient_diagram import gradient_diagram
