@@ -10,7 +10,6 @@ from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, EDGE, ink_on, mark_level, plot_width, words_width
 from fsdplab.figures.view import RunView
 
-_BESIDE_A_LEVEL = 0.1  # of the axis: a bar that ends so near before a line has its words behind the line
 _LONG_NAME = 16  # characters
 INSIDE = dict(textposition="inside", insidetextanchor="middle", textangle=0, constraintext="none")
 
@@ -51,7 +50,7 @@ def stacked_bars(
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False, **names)
     figure.update_xaxes(range=[0, whole])
     for row, words in ends.items():
-        near = [at for at in levels.values() if 0 <= at - reached[row] < _BESIDE_A_LEVEL * whole]
+        near = [at for at in levels.values() if 0 <= at - reached[row] < (words_width(words) + 12) / pixels]
         at, font = max(near, default=reached[row]), dict(color=ALARM) if row in alarming else None
         figure.add_annotation(x=at, y=row, text=words, showarrow=False, xanchor="left", xshift=6, font=font)
     for words, at in levels.items():

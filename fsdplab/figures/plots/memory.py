@@ -12,6 +12,7 @@ from fsdplab.figures.plotly_go import go
 from fsdplab.figures.predicted import verdict
 from fsdplab.figures.profile_data import MS, Row
 from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, card_words, mark_level, titled
+from fsdplab.figures.table import OVER
 from fsdplab.figures.view import CATEGORY_NAMES, UNSPLIT, Runs, RunView, how_and_where, view, views
 from fsdplab.records import CATEGORIES, RunRecord, known
 
@@ -46,8 +47,8 @@ def memory_by_category(runs: Runs) -> go.Figure:
 
 
 def _over(run: RunView) -> str:
-    """A run over its card ended there, or ran on where the card is emulated."""
-    return "out of memory" if run.status == "out_of_memory" else "over the card"
+    """A run over an emulated card goes on to its end; earlier versions ended it there, as a real card does."""
+    return "out of memory" if run.status == "out_of_memory" else OVER
 
 
 def _parts(splits: Sequence[Mapping[str, int]]) -> list[Part]:
@@ -78,7 +79,7 @@ def _finding(shown: list[RunView]) -> str:
     peaks = f"{low.label} peaks at {size(low.peak)}"
     if over:
         names = listed(over) if len(over) <= 3 else f"{len(over)} runs"
-        return f"{names} {'exceeds' if len(over) == 1 else 'exceed'} the card; {peaks}"
+        return f"{names} {'is' if len(over) == 1 else 'are'} over the card; {peaks}"
     return peaks + (f", {high.label} at {size(high.peak)}" if high is not low else "")
 
 

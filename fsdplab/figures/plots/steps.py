@@ -8,6 +8,7 @@ from fsdplab.figures.fastest import listed, step_words
 from fsdplab.figures.lines import points
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import DARK_INK, STEP_COLOURS, STRATEGY_COLOURS, strategy_colour, titled
+from fsdplab.figures.table import OVER
 from fsdplab.figures.view import Runs, RunView, emulated_links, how_and_where, ranks_and_device, views
 from fsdplab.records import known
 
@@ -112,7 +113,7 @@ def _words(run: RunView) -> str:
     """At the bar's end: the step, what is hidden of its communication, and whether it is over the card."""
     if not run.steady.step_time_s:
         return f"measured {seconds(run.step_median)}" if run.step_median else run.status.replace("_", " ")
-    over = "<br>over the card" if run.over_card else ""
+    over = f"<br>{OVER}" if run.over_card else ""
     return f"<b>{seconds(run.steady.step_time_s)}</b> · {_hidden(run)}{over}"
 
 
@@ -127,10 +128,12 @@ def _lower(words: str) -> str:
 def _steady_words(simulated: list[RunView]) -> str:
     """The title: who takes least time on the steady card, and how many times longer the slowest takes."""
     steps = [known(run.steady.step_time_s) for run in simulated]
-    best = [run for run, step in zip(simulated, steps) if step <= 1.001 * min(steps)]
-    told = f"{listed(best)} {'takes' if len(best) == 1 else 'take'} {seconds(min(steps))} a step"
+    best = [run for run, step in zip(simulated, steps) if step <= 1.001 * min(steps)]  # less is rounding
+    told = f"{listed(best)} {'takes' if len(best) == 1 else 'take'} least, {seconds(min(steps))} a step"
     slow = max(simulated, key=lambda run: known(run.steady.step_time_s))
-    return told if len(best) == len(steps) else f"{told}, {slow.label} {max(steps) / min(steps):.2f} times that"
+    if len(best) == len(steps):
+        return f"{listed(best)}: {seconds(min(steps))} a step"
+    return f"{told}; {slow.label} takes {max(steps) / min(steps):.2f} times that"
 
 
 def _tokens(run: RunView) -> str:

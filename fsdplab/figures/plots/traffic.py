@@ -62,8 +62,10 @@ def _of_several(found: list[tuple[RunView, Sent]], labels: list[str], rank: int)
     """A bar a run, each with how many times the first one's bytes it is."""
     shown, totals = [run for run, _ in found], [sum(sent.values()) for _, sent in found]
     times = [f"{total / totals[0]:.2g} times" for total in totals]
-    ends = {run.label: f"<b>{size(total)}</b> · {each}" for run, total, each in zip(shown, totals, times)}
-    ends[shown[0].label] = f"<b>{size(totals[0])}</b>"
+    ends = {
+        run.label: f"<b>{size(total)}</b>{'' if total == totals[0] else f' · {each}'}"
+        for run, total, each in zip(shown, totals, times)
+    }
     most = max(range(len(shown)), key=totals.__getitem__)
     title = f"{shown[most].label} sends {size(totals[most])} a step, {times[most]} as much as {shown[0].label}"
     title = title if totals[most] > totals[0] else f"No run sends more than {shown[0].label}, {size(totals[0])} a step"

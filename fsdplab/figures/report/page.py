@@ -9,24 +9,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.common.words import MISSING
-from fsdplab.figures.conclusion import conclusion, why_they_differ
+from fsdplab.figures.conclusion import change_words, clock_words, conclusion
 from fsdplab.figures.fastest import core_words
+from fsdplab.figures.findings import costliest
 from fsdplab.figures.plots.memory import memory_by_category, predicted_memory
 from fsdplab.figures.plots.pareto import pareto
 from fsdplab.figures.plots.steps import steady_steps, step_time
 from fsdplab.figures.predicted import gaps
-from fsdplab.figures.report.parts import comparison_table, drawn, folded, note, number_table, part, rendered
+from fsdplab.figures.report.parts import comparison_table, drawn, folded, number_table, part, rendered
 from fsdplab.figures.report.tabs import not_in_traces, tabbed
 from fsdplab.figures.style import on_page
 from fsdplab.figures.table import COLUMNS, LEGEND, SHORT, WRAPPED, beside, mood, step_of
-from fsdplab.figures.view import CATEGORY_NAMES, Runs, RunView, provenance, ranks_and_device, views, with_verdicts
-from fsdplab.records import CATEGORIES, RunRecord, drift_sentence
+from fsdplab.figures.view import (
+    CATEGORY_NAMES,
+    STEADY_CARD,
+    Runs,
+    RunView,
+    provenance,
+    ranks_and_device,
+    views,
+    with_verdicts,
+)
+from fsdplab.records import CATEGORIES, RunRecord, Spread, drift_sentence
 
 if TYPE_CHECKING:
     from fsdplab.profiling.findings import Finding
@@ -63,7 +74,7 @@ def comparison_page(
     shown = views(runs if runs is not None else comparison)
     source = comparison if runs is None else with_verdicts(runs, comparison)
     with on_page(_HALF):
-        answer = _answer(shown, source, findings)
+        answer = _answer(shown, source, records)
     with on_page(_WIDTH):
         compared = _compared(comparison, source)
         content = tabbed(compared, records, findings, tables_of) if records else compared
@@ -89,16 +100,36 @@ def _title(runs: Sequence[RunView]) -> str:
     return "What each sharding strategy costs"
 
 
-def _answer(shown: Sequence[RunView], source: Runs, findings: Sequence[Finding | Mapping[str, Any]]) -> Markup:
+def _answer(shown: Sequence[RunView], source: Runs, records: Sequence[RunRecord]) -> Markup:
     """The first screen. Traces hold no memory by category, so their step stands alone."""
     draws = (steady_steps,) if all(run.traced for run in shown) else (memory_by_category, steady_steps)
     return rendered(
         "answer.html",
         sentence=conclusion(shown),
         figures=[drawn(draw, source) for draw in draws],
-        why=why_they_differ(shown),
-        change="",
+        clock=clock_words(shown),
+        change=change_words(records) or _remedy(records),
     )
+
+
+def _remedy(records: Sequence[RunRecord]) -> str:
+    """What to do about the costliest finding of all; empty where no run was profiled."""
+    return " ".join(f"{label}: {found.title}. {found.remedy}" for label, found in costliest(records, most=1))
+
+
+def _on_steady_card(runs: Sequence[RunView]) -> Sequence[RunView]:
+    """The runs with the steady card's times in place of the measured ones, where all that have a step have both."""
+    timed = [run for run in runs if run.step_median]
+    if not timed or not all(run.steady.step_time_s for run in timed):
+        return runs
+    return [_with_steady_times(run) if run in timed else run for run in runs]
+
+
+def _with_steady_times(run: RunView) -> RunView:
+    comm = replace(run.summary.comm, exposed_s=run.steady.exposed_s, overlap=run.steady.overlap)
+    summary = replace(run.summary, step_time_s=Spread(median=run.steady.step_time_s), comm=comm)
+    spec = {**run.spec, "gpu": STEADY_CARD}
+    return replace(run, summary=summary, spec=spec, provenance={**run.provenance, "step_time_s": "simulated"})
 
 
 def _compared(comparison: Mapping[str, Any], source: Runs) -> Markup:
@@ -119,22 +150,22 @@ def _compared(comparison: Mapping[str, Any], source: Runs) -> Markup:
             "pairs", entries=_flat(comparison.get("environment") or {})
         ),
     }
-    choice = drawn(pareto, source) if measured or any(run.peak for run in shown) else not_in_traces("memory")
+    choice = (
+        drawn(pareto, _on_steady_card(shown)) if measured or any(run.peak for run in shown) else not_in_traces("memory")
+    )
     drift = part("text", words=drift_sentence(comparison)) if drift_sentence(comparison) else Markup("")
     whole = part("wide", body=comparison_table(shown, _look, ""))
     return whole + drift + choice + Markup("").join(folded(title, body) for title, body in sections.items())
 
 
 def _steps(shown: Sequence[RunView]) -> Markup:
-    """Each run's measured step with its spread and how long its ranks had a core, beside the steady card's."""
-    head = ["run", "median step", "fastest", "slowest", "tokens/s", "had a core", "on the steady card"]
+    """Each run's measured step with its spread, and for which part of it its ranks had a core."""
+    head = ["run", "median step", "fastest", "slowest", "had a core for"]
     rows = []
     for run in shown:
         spread, share = run.summary.step_time_s, run.summary.cpu_share
-        core = MISSING if share is None else f"{share:.0%} of the step"
-        tokens = MISSING if run.summary.tokens_per_s is None else f"{run.summary.tokens_per_s:,.0f}"
-        times = [step_of(run), seconds(spread.min), seconds(spread.max)]
-        rows.append([run.label, *times, tokens, core, seconds(run.steady.step_time_s)])
+        core = MISSING if share is None else f"{100 * share:.0f} % of the step"
+        rows.append([run.label, step_of(run), seconds(spread.min), seconds(spread.max), core])
     return part("wide", body=number_table(head, rows))
 
 

@@ -6,7 +6,6 @@ A tab that a run has nothing for says in one line what to run instead, so that a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -21,9 +20,8 @@ from fsdplab.profiling.findings import profiling_cost
 from fsdplab.profiling.tables import Table, TablesOf, tables_of_pair, tables_of_record
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.records import RecordError, RunRecord
-from fsdplab.sessions import RunSpec
 from fsdplab.sessions.device_peak import peak_of
-from fsdplab.sessions.steady_card import steady
+from fsdplab.sessions.steady_card import spec_of, steady
 
 if TYPE_CHECKING:
     from fsdplab.profiling.findings import Finding
@@ -85,10 +83,8 @@ def _timeline(record: RunRecord) -> Markup:
 
 def _on_steady_card(record: RunRecord) -> Markup:
     """The simulated timeline of a run whose summary has a steady step."""
-    if not view(record).steady.step_time_s:
-        return Markup("")
-    known = {each.name: record.spec[each.name] for each in fields(RunSpec) if each.name in record.spec}
-    return drawn(lambda: figures.rank_timeline(steady(RunSpec(**known)), limit=MARKS))
+    spec = spec_of(record) if view(record).steady.step_time_s else None
+    return Markup("") if spec is None else drawn(lambda: figures.rank_timeline(steady(spec), limit=MARKS))
 
 
 def _stragglers(record: RunRecord) -> Markup:
@@ -130,9 +126,7 @@ def _traffic_of_traces(record: RunRecord) -> Markup:
     return note(f"{view(record).label}: {said}, from the traces.") + not_in_traces("what the strategy must send")
 
 
-def _diagnosis(
-    records: Sequence[RunRecord], findings: Sequence[Finding | Mapping[str, Any]], made: TablesOf
-) -> Markup:
+def _diagnosis(records: Sequence[RunRecord], findings: Sequence[Finding | Mapping[str, Any]], made: TablesOf) -> Markup:
     """Of each run its findings, and folded its difference to the first run and the tables of its traces."""
     labels = {id(record): shown.label for shown, record in zip(views(records), records)}
     whose = {id(found): _whose(found, list(labels.values())) for found in findings}
@@ -140,7 +134,7 @@ def _diagnosis(
     def of_run(record: RunRecord) -> Markup:
         own = [found for found in findings if whose[id(found)] == labels[id(record)] or len(records) == 1]
         cost = note(words) if (words := profiling_cost(record)) else Markup("")
-        told = Markup("\n").join(map(_finding, own)) or note(_NOTHING_FOUND)
+        told = Markup("\n").join(_finding(found, labels[id(record)]) for found in own) or note(_NOTHING_FOUND)
         traces = note(_UNTRACED) if view(record).simulated else _tables(made, record)
         unlike = folded(f"Difference to {labels[id(records[0])]}", _difference(records, record))
         return cost + told + unlike + folded("Tables of the traces", traces)
@@ -192,9 +186,11 @@ def _told(found: Finding | Mapping[str, Any]) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {name: getattr(found, name, None) for name in names}
 
 
-def _finding(found: Finding | Mapping[str, Any]) -> Markup:
-    """One finding: an object or a dict with `title`, `text`, `remedy`, and perhaps `seconds` a step."""
+def _finding(found: Finding | Mapping[str, Any], run: str = "") -> Markup:
+    """One finding: an object or a dict with `title`, `text`, `remedy`, and perhaps `seconds` a step; without the name
+    of its run where that is known.
+    """
     told = _told(found)
-    title = str(told.get("title") or str(told.get("kind") or "finding").replace("_", " "))
+    title = str(told.get("title") or str(told.get("kind") or "finding").replace("_", " ")).removeprefix(f"{run}: ")
     cost = f" · {seconds(told['seconds'])} a step" if told.get("seconds") and "a step" not in title else ""
     return part("finding", title=title + cost, text=told.get("text") or "", remedy=told.get("remedy") or "")

@@ -77,20 +77,31 @@ function fitted(figure, width) {
   if (width >= NARROW) return {data, layout};
   const notes = layout.annotations || [], rows = notes.filter(note => typeof note.y === "string");
   for (const note of notes) note.font = {...note.font, size: 12};
+  for (const note of notes) if (note.xshift && note.yshift !== undefined) beside(note);
   for (const name of Object.keys(layout).filter(name => /^[xy]axis/.test(name))) {
     const axis = layout[name];
     axis.tickfont = {...axis.tickfont, size: 11};
-    if (axis.title && axis.title.text) axis.title = {...axis.title, text: axis.title.text.replace(" (", "<br>("), font: {size: 12}};
+    if (axis.title && axis.title.text) axis.title = {...axis.title, text: axis.title.text.replace(/(.{9,}?) /g, "$1<br>"), font: {size: 12}};
   }
   for (const trace of data) {
-    if (trace.type === "bar") trace.textposition = "none";
+    if (trace.type === "bar") Object.assign(trace, {textposition: "none", marker: {...trace.marker, line: {width: 0}}});
     if (trace.type === "heatmap") Object.assign(trace, {text: null, texttemplate: null});
   }
-  if (rows.length) stack(data, layout, rows);
+  if (rows.length) stack(data, layout, rows, width);
   return {data, layout};
 }
 
-function stack(data, layout, rows) {
+// The words at a point, shortened to its name, below it.
+function beside(note) { Object.assign(note, {text: note.text.split(" · ")[0], xshift: 0, yshift: -20}); }
+
+// The words of a row that fit: `shortened("zero1 · 765 ms · 76 % hidden", 20) === "zero1 · 765 ms"`.
+function shortened(words, letters) {
+  const parts = words.split(" · ");
+  while (parts.length > 1 && parts.join(" · ").replace(/<[^>]+>/g, "").length > letters) parts.pop();
+  return parts.join(" · ");
+}
+
+function stack(data, layout, rows, width) {
   const reach = rows.map(row => data.filter(trace => trace.type === "bar").reduce((sum, trace) => sum + (trace.x[trace.y.indexOf(row.y)] || 0), 0));
   const levels = (layout.shapes || []).map(shape => shape.x1).filter(Number.isFinite), marks = data.filter(trace => trace.type === "scatter").flatMap(trace => trace.x);
   const end = 1.06 * Math.max(...reach, ...levels, ...marks);
@@ -98,7 +109,8 @@ function stack(data, layout, rows) {
   layout.height = layout.margin.t + 62 + 50 * rows.length;
   layout.bargap = 0.6;
   Object.assign(layout.yaxis, {showticklabels: false, ticks: "", autorange: false, range: [rows.length - 0.5, -0.75]});
-  for (const row of rows) Object.assign(row, {text: `${row.y} · ${row.text.replace("<br>", " · ")}`, x: 0, xshift: 0, yshift: 19, align: "left"});
+  const letters = (width - 40) / 6.2;
+  for (const row of rows) Object.assign(row, {text: shortened(`${row.y} · ${row.text.replace("<br>", " · ")}`, letters), x: 0, xshift: 0, yshift: 19, align: "left"});
   for (const note of layout.annotations) if (typeof note.x === "number" && !rows.includes(note)) note.xanchor = note.x > end / 2 ? "right" : "left";
 }
 
@@ -110,7 +122,7 @@ function apart(div) {
     note.style.visibility = "";
     const box = note.getBoundingClientRect();
     const free = taken.every(other => box.right <= other.left || other.right <= box.left || box.bottom <= other.top || other.bottom <= box.top);
-    if (free && box.right <= edge.right + 1) taken.push(box);
+    if (free && box.left >= edge.left - 1 && box.right <= edge.right + 1) taken.push(box);
     else note.style.visibility = "hidden";
   }
 }
