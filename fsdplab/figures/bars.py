@@ -50,7 +50,7 @@ def stacked_bars(
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False, **names)
     figure.update_xaxes(range=[0, whole])
     for row, words in ends.items():
-        near = [at for at in levels.values() if 0 <= at - reached[row] < (words_width(words) + 12) / pixels]
+        near = [at for at in levels.values() if 0 <= at - reached[row] < (words_width(words) + 24) / pixels]
         at, font = max(near, default=reached[row]), dict(color=ALARM) if row in alarming else None
         figure.add_annotation(x=at, y=row, text=words, showarrow=False, xanchor="left", xshift=6, font=font)
     for words, at in levels.items():

@@ -43,7 +43,7 @@ def memory_by_category(runs: Runs) -> go.Figure:
     peaks = "; ".join(f"{run.label} {size(run.peak)}{_mostly(run)}" for run in shown)
     card = next((f" The card holds {size(run.card)}." for run in shown if run.card), "")
     alt = f"Bars of peak memory per rank: {peaks}.{card}"
-    return titled(figure, _finding(shown), where, alt, 90 + 46 * len(shown))
+    return titled(figure, _finding(shown), where, alt, 86 + 43 * len(shown))
 
 
 def _over(run: RunView) -> str:

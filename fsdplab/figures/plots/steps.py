@@ -49,7 +49,7 @@ def step_time(runs: Runs) -> go.Figure:
     title = step_words([run for run in timed if run.engine != "twin"] or timed)
     steps = [f"{run.label} {seconds(run.step_median) if run.step_median else why[run.label]}" for run in shown]
     alt = f"Bars of the median step time: {'; '.join(steps)}."
-    return titled(figure, title, _conditions(shown), alt, 90 + 46 * len(shown))
+    return titled(figure, title, _conditions(shown), alt, 86 + 43 * len(shown))
 
 
 def _reaches(run: RunView) -> float:
@@ -83,7 +83,7 @@ def steady_steps(runs: Runs) -> go.Figure:
     told += [f"{run.label} measured {seconds(run.step_median)}" for run in timed]
     alt = f"Bars of the step on the steady card, and diamonds of the measured one: {'; '.join(told)}."
     where = f"Simulated on the steady card{links}{measured}"
-    return titled(figure, _steady_words(simulated), where, alt, 90 + 46 * len(shown))
+    return titled(figure, _steady_words(simulated), where, alt, 86 + 43 * len(shown))
 
 
 _CLOCK = (

@@ -133,29 +133,36 @@ def _with_steady_times(run: RunView) -> RunView:
 
 
 def _compared(comparison: Mapping[str, Any], source: Runs) -> Markup:
-    """The tab Compare: the whole table, then what explains it, folded but for the choice between the runs."""
-    shown, spec = views(source), comparison.get("spec") or {}
-    measured = not all(run.traced for run in shown)  # traces know of no memory by category
-    simulated = all(run.simulated for run in shown)
-    peaks = [[run.label, *(size(run.split.get(name)) for name in CATEGORIES)] for run in shown]
-    by_category = number_table(["run", *map(CATEGORY_NAMES.__getitem__, CATEGORIES)], peaks) if measured else Markup("")
+    """The tab Compare: the whole table, then what explains it, folded."""
+    shown, drift = views(source), drift_sentence(comparison)
+    ran, where = ("simulated", "Simulated for") if all(run.simulated for run in shown) else ("run", "Where it ran")
     sections = {
         "What the columns mean": part("text", words=f"{LEGEND}."),
-        f"{'Simulated' if simulated else 'Measured'} steps": drawn(step_time, source) + _steps(shown),
-        "The peak by category": by_category,
+        "Which runs are worth choosing: memory against time": _choice(shown),
+        f"{'Measured' if ran == 'run' else 'Simulated'} steps": drawn(step_time, source) + _steps(shown),
+        "The peak by category": _peaks(shown),
         "Predicted beside measured": _prediction(shown, source),
         "What was real here": part("pairs", entries=provenance(shown)),
-        f"What was {'simulated' if simulated else 'run'}": part("pairs", entries=_flat(spec)),
-        "Simulated for" if simulated else "Where it ran": part(
-            "pairs", entries=_flat(comparison.get("environment") or {})
-        ),
+        f"What was {ran}": part("pairs", entries=_flat(comparison.get("spec") or {})),
+        where: part("pairs", entries=_flat(comparison.get("environment") or {})),
     }
-    choice = (
-        drawn(pareto, _on_steady_card(shown)) if measured or any(run.peak for run in shown) else not_in_traces("memory")
-    )
-    drift = part("text", words=drift_sentence(comparison)) if drift_sentence(comparison) else Markup("")
-    whole = part("wide", body=comparison_table(shown, _look, ""))
-    return whole + drift + choice + Markup("").join(folded(title, body) for title, body in sections.items())
+    whole = part("wide", body=comparison_table(shown, _look, "")) + (part("text", words=drift) if drift else "")
+    return whole + Markup("").join(folded(title, body) for title, body in sections.items())
+
+
+def _choice(shown: Sequence[RunView]) -> Markup:
+    """Memory against time, which is the steady card's where all runs have it."""
+    if all(run.traced and not run.peak for run in shown):
+        return not_in_traces("memory")
+    return drawn(pareto, _on_steady_card(shown))
+
+
+def _peaks(shown: Sequence[RunView]) -> Markup:
+    """The peak by category, which traces do not know."""
+    if all(run.traced for run in shown):
+        return Markup("")
+    rows = [[run.label, *(size(run.split.get(name)) for name in CATEGORIES)] for run in shown]
+    return part("wide", body=number_table(["run", *map(CATEGORY_NAMES.__getitem__, CATEGORIES)], rows))
 
 
 def _steps(shown: Sequence[RunView]) -> Markup:

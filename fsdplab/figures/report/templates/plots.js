@@ -81,7 +81,8 @@ function fitted(figure, width) {
   for (const name of Object.keys(layout).filter(name => /^[xy]axis/.test(name))) {
     const axis = layout[name];
     axis.tickfont = {...axis.tickfont, size: 11};
-    if (axis.title && axis.title.text) axis.title = {...axis.title, text: axis.title.text.replace(/(.{9,}?) /g, "$1<br>"), font: {size: 12}};
+    const [low, high] = axis.domain || [0, 1], letters = name[0] === "x" ? (width - 110) * (high - low) / 7 : Infinity;
+    if (axis.title && axis.title.text) axis.title = {...axis.title, text: wrapped(axis.title.text, letters), font: {size: 12}};
   }
   for (const trace of data) {
     if (trace.type === "bar") Object.assign(trace, {textposition: "none", marker: {...trace.marker, line: {width: 0}}});
@@ -89,6 +90,12 @@ function fitted(figure, width) {
   }
   if (rows.length) stack(data, layout, rows, width);
   return {data, layout};
+}
+
+function wrapped(text, letters) {
+  const [first, ...words] = text.split(" "), lines = [first];
+  for (const word of words) if (`${lines.at(-1)} ${word}`.length > letters) lines.push(word); else lines.push(`${lines.pop()} ${word}`);
+  return lines.join("<br>");
 }
 
 // The words at a point, shortened to its name, below it.
