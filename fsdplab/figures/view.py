@@ -16,6 +16,7 @@ from fsdplab.sessions.spec import ENGINES, RunSpec
 from fsdplab.sessions.steady_card import STEADY_CARD
 
 CATEGORY_NAMES = {row.name: row.words for row in CATEGORY_ROWS.values()}
+STEADY_CARD = "steady card"  # the `gpu` of what sessions/steady_card.py simulates
 UNSPLIT = "no category"  # a peer's memory that could not be attributed to a category
 _DEFAULTS = {each.name: each.default for each in fields(RunSpec)}
 _ALL_CORES = 0.95  # of a step: less is told, as other work took a core now and then
@@ -229,17 +230,17 @@ def ranks_and_device(runs: list[RunView]) -> str:
 
 
 def how_and_where(runs: list[RunView]) -> str:
-    """`"Measured on 2 CPU ranks"`, `"Simulated for 16 GPU ranks"`; where some of the runs are simulated, which."""
+    """`"Measured on 2 CPU ranks"`, `"Simulated for 16 GPU ranks"`, `"Simulated on the steady card"`; where some of the
+    runs are simulated, which.
+    """
     simulated, others = [run for run in runs if run.simulated], [run for run in runs if not run.simulated]
     words = [f"Measured on {ranks_and_device(others)}"] if others else []
     if simulated:
         named = f" ({', '.join(run.label for run in simulated)})" if others else ""
-        told = "simulated" if others else "Simulated"
-        if all(run.environment.get("device_name") == STEADY_CARD for run in simulated):
-            ranks = ranks_and_device(simulated).replace("GPU ", "")
-            words.append(f"{told} on the {STEADY_CARD} for {ranks}{named}")
-        else:
-            words.append(f"{told} for {ranks_and_device(simulated)}{named}")
+        of_steady_card = all(run.spec.get("gpu") == STEADY_CARD for run in simulated)
+        ranks = ranks_and_device(simulated)
+        where = f"on the {STEADY_CARD} for {ranks.replace('GPU ', '')}" if of_steady_card else f"for {ranks}"
+        words.append(f"{'simulated' if others else 'Simulated'} {where}{named}")
     return " and ".join(words)
 
 
