@@ -164,7 +164,7 @@ def test_memory_stacks_to_the_measured_peak(runs):
     assert [bar.marker.color for bar in figure.data] == [style.CATEGORY_COLOURS[name] for name in CATEGORIES]
     assert "out of memory" in words(figure) and "card 80.0 MB (emulated)" in words(figure)
     assert "Measured on 2 CPU ranks" in words(figure) and "the card is emulated" in words(figure)
-    assert figure.layout.title.text == "<b>no_shard exceeds the card; full_shard peaks at 61.0 MB</b>"
+    assert figure.layout.title.text == "<b>no_shard is over the card; full_shard peaks at 61.0 MB</b>"
     assert figure.layout.xaxis.title.text.endswith("(MB)")
 
 

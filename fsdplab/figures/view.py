@@ -16,7 +16,6 @@ from fsdplab.sessions.spec import ENGINES, RunSpec
 from fsdplab.sessions.steady_card import STEADY_CARD
 
 CATEGORY_NAMES = {row.name: row.words for row in CATEGORY_ROWS.values()}
-STEADY_CARD = "steady card"  # the `gpu` of what sessions/steady_card.py simulates
 UNSPLIT = "no category"  # a peer's memory that could not be attributed to a category
 _DEFAULTS = {each.name: each.default for each in fields(RunSpec)}
 _ALL_CORES = 0.95  # of a step: less is told, as other work took a core now and then

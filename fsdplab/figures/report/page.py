@@ -108,7 +108,7 @@ def _answer(shown: Sequence[RunView], source: Runs, records: Sequence[RunRecord]
         sentence=conclusion(shown),
         figures=[drawn(draw, source) for draw in draws],
         clock=clock_words(shown),
-        change=change_words(records) or _remedy(records),
+        change=change_words(shown) or _remedy(records),
     )
 
 
