@@ -54,7 +54,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 def test_a_run_ends_with_findings(recorded: tuple[str, Path]) -> None:
     out, folder = recorded
     assert "what a step lost time to" in out and "1. " in out and "->" in out
-    assert "emulated: the link (20MB/s)" in out
+    assert "emulated: a link of 20MB/s" in out
     assert RunRecord.load(folder).spec["prefetch"] == 0
 
 

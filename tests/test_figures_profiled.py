@@ -471,7 +471,7 @@ def test_thinning_keeps_the_peak():
 
 def test_step_bar_sums_to_the_step_of_the_most_exposed_rank(ahead, behind, no_communication):
     figure = figures.step_bar([ahead, behind, no_communication])
-    assert list(figure.data[0].y) == ["full_shard, prefetch 1", "full_shard, prefetch 0", "no_shard"]
+    assert list(figure.data[0].y) == ["full_shard", "full_shard, prefetch 0", "no_shard"]
     for place, record in enumerate((ahead, behind, no_communication)):
         assert sum(trace.x[place] for trace in figure.data) == pytest.approx(mean_of(record, 0, "step_ns") / MB)
         assert figure.data[2].x[place] == pytest.approx(mean_of(record, 0, "exposed_ns") / MB)
@@ -516,10 +516,7 @@ def test_pareto_draws_the_front_and_keeps_labels_apart(ahead, behind, tmp_path):
     drowned.status, drowned.summary = "out_of_memory", replace(drowned.summary, step_time_s=Spread())
     figure = figures.pareto([ahead, behind, drowned])
     assert "zero1 ran out of memory" in words(figure) and "card 110 MB (emulated)" in words(figure)
-    assert (
-        "full_shard, prefetch 0 needs least memory, 102 MB; full_shard, prefetch 1 is fastest, 56.7 ms a step"
-        in words(figure)
-    )
+    assert "full_shard, prefetch 0 needs least memory, 102 MB; full_shard is fastest, 56.7 ms a step" in words(figure)
     assert figures.pareto(comparison_json([ahead])).data[1].x == figures.pareto([ahead]).data[1].x
 
 
@@ -565,7 +562,7 @@ def test_difference_is_the_second_run_minus_the_first(ahead, behind):
     exposed = [trace for trace in figure.data if trace.xaxis == "x2"]
     total = sum(value for trace in exposed for value in trace.x)
     assert total == pytest.approx((mean_of(ahead, 0, "exposed_ns") - mean_of(behind, 0, "exposed_ns")) / MB)
-    assert "full_shard: prefetch 1 is exposed 22.9 ms a step less than prefetch 0" in words(figure)
+    assert "full_shard is exposed 22.9 ms a step less than full_shard, prefetch 0" in words(figure)
     assert [trace.xaxis for trace in figure.data] == [
         "x",
         "x",
@@ -710,10 +707,10 @@ def test_long_titles_take_further_lines():
 def test_namesakes_are_told_apart(ahead, behind, tmp_path):
     from fsdplab.figures.view import views
 
-    assert [run.label for run in views([ahead, behind])] == ["full_shard, prefetch 1", "full_shard, prefetch 0"]
+    assert [run.label for run in views([ahead, behind])] == ["full_shard", "full_shard, prefetch 0"]
     assert [run.label for run in views([ahead, ahead])] == ["full_shard, run 1", "full_shard, run 2"]
     assert [run.label for run in views(comparison_json([ahead, behind]))] == ["full_shard, run 1", "full_shard, run 2"]
-    assert figures.memory_by_category([ahead, behind]).data[0].y == ("full_shard, prefetch 1", "full_shard, prefetch 0")
+    assert figures.memory_by_category([ahead, behind]).data[0].y == ("full_shard", "full_shard, prefetch 0")
 
 
 def test_page_has_tabs_for_records_and_none_for_a_comparison(ahead, behind, plain):

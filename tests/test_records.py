@@ -299,7 +299,7 @@ def test_the_comparison_has_exactly_the_promised_fields(tmp_path: Path) -> None:
     first, second = comparison["runs"]
     assert first.keys() == {
         "strategy", "engine", "world_size", "status", "step_time_s", "cpu_share", "tokens_per_s", "peak_memory_bytes",
-        "comm", "losses", "matches_reference", "provenance", "predicted",
+        "comm", "steady", "change", "losses", "matches_reference", "provenance", "predicted",
     }  # fmt: skip
     assert first["step_time_s"] == pytest.approx(
         {"median": 0.5, "min": 0.4, "q1": 0.45, "q3": 0.55, "max": 0.6, "count": 3}

@@ -13,12 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 from fsdplab import RunSpec, teaching
 from fsdplab.figures import alt_text
 from fsdplab.sessions import run_and_record
 from fsdplab.teaching import collectives, composing, mini_fsdp, overlapping_axes, tour
-from fsdplab.teaching.core import diagrams, exploring, glossary, registry, waiting
+from fsdplab.teaching.core import diagrams, display, exploring, glossary, registry, waiting
 from fsdplab.teaching.core.exercise import Exercise
 from fsdplab.teaching.lessons.nb01_collectives.ring import ring_cells
 from fsdplab.teaching.lessons.nb05_06_mini_fsdp.schedules import MEMORY_TARGET, ScheduleError, play, shortest, waits
@@ -270,3 +271,19 @@ def test_a_long_cell_has_a_line_and_a_short_one_has_none(monkeypatch):
     assert line.updated.wait(60)
     long.end()
     assert line.shown[0].startswith("running: ") and line.shown[-1].startswith("done in ")
+
+
+def test_voila_gets_a_live_output_as_a_widget(monkeypatch):
+    """Voila shows the output of a cell once: only a widget's outputs change on its page."""
+    InteractiveShell.instance()
+    monkeypatch.setenv("SERVER_SOFTWARE", "voila/0.5.13")
+    seen = []
+    monkeypatch.setattr("fsdplab.teaching.core.display.notebook_display", lambda: lambda thing: seen.append(thing))
+    try:
+        update = display.present_live(display.table(["rank"], [["0"]]))
+        (place,) = seen
+        first = place.outputs[0]["data"]["text/html"]
+        update(display.table(["rank"], [["1"]]))
+        assert len(place.outputs) == 1 and place.outputs[0]["data"]["text/html"] != first
+    finally:
+        InteractiveShell.clear_instance()

@@ -17,7 +17,8 @@ from fsdplab.cli.outputs import Detail, Outputs, end_if_failed, print_drift, pri
 from fsdplab.cli.progress import ProgressTable, headline
 from fsdplab.cli.terminal import look_for_signals
 from fsdplab.common.temporary import folder_of_this_process
-from fsdplab.figures.view import SETTINGS, with_verdicts
+from fsdplab.figures.conclusion import change_words
+from fsdplab.figures.view import SETTINGS, RunView, with_verdicts
 from fsdplab.records import RunRecord, comparison_json
 from fsdplab.sessions.spec import ENGINES, PEERS, RunSpec
 
@@ -112,11 +113,9 @@ def _folder(outputs: Outputs, specs: Sequence[RunSpec]) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _say_best_change(console: Console, records: Sequence[RunRecord]) -> None:
+def _say_best_change(console: Console, shown: Sequence[RunView]) -> None:
     """The one most valuable change to the most sharded run, with its gain."""
-    from fsdplab.figures.conclusion import change_words
-
-    if words := change_words(records):
+    if words := change_words(shown):
         console.print(escape(words), highlight=False)
 
 
@@ -137,7 +136,7 @@ def _conclude(records: list[RunRecord], twin: RunRecord, console: Console, outpu
     print_drift(console, comparison)
     if outputs.detail is not Detail.QUIET:
         print_findings(console, records, outputs.detail)
-        _say_best_change(console, records)
+        _say_best_change(console, shown)
         _say_where_next(console, outputs)
     if outputs.detail is Detail.VERBOSE:
         print_output_of_ranks(console, records)

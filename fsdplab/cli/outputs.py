@@ -158,7 +158,9 @@ def show(console: Console, shown: Sequence[RunView], reference: RunRecord | None
         if clock := clock_words(shown):
             console.print(escape(clock), highlight=False)
         if len(timed) > 1 and not core:
-            console.print(f"Measured: {escape(step_words(timed))}.", highlight=False)
+            shares = [run.summary.cpu_share for run in timed if run.summary.cpu_share is not None]
+            cores = f"; ranks had a core for at least {100 * min(shares):.0f} % of their steps" if shares else ""
+            console.print(f"Measured: {escape(step_words(timed))}{cores}.", highlight=False)
     if detail is Detail.VERBOSE:
         _explain(console, shown, reference)
     for run in shown:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fsdplab.figures.plots.roofline import overlap_roofline as overlap_roofline
     from fsdplab.figures.plots.run_diff import difference as difference
     from fsdplab.figures.plots.shard_map import slice_map as slice_map
+    from fsdplab.figures.plots.steps import steady_steps as steady_steps
     from fsdplab.figures.plots.steps import step_time as step_time
     from fsdplab.figures.plots.stragglers import straggler_map as straggler_map
     from fsdplab.figures.plots.timeline import rank_timeline as rank_timeline
@@ -45,7 +46,7 @@ _NAMES = {
     "plots.roofline": ("overlap_roofline",),
     "plots.run_diff": ("difference",),
     "plots.shard_map": ("slice_map",),
-    "plots.steps": ("step_time",),
+    "plots.steps": ("steady_steps", "step_time"),
     "plots.stragglers": ("straggler_map",),
     "plots.timeline": ("rank_timeline",),
     "plots.traffic": ("ledger_against_formula",),

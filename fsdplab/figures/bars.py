@@ -10,7 +10,7 @@ from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, EDGE, ink_on, mark_level, plot_width, words_width
 from fsdplab.figures.view import RunView
 
-_BESIDE_A_LEVEL = 0.1  # of the axis: a bar that ends so near before a line has its words behind the line
+_LONG_NAME = 16  # characters
 INSIDE = dict(textposition="inside", insidetextanchor="middle", textangle=0, constraintext="none")
 
 
@@ -31,26 +31,26 @@ def stacked_bars(
     number: Callable[[float], str] | None = None,
     levels: Mapping[str, float] | None = None,
     alarming: Collection[str] = (),
-    spread: dict[str, Any] | None = None,
+    marked: Sequence[float] = (),
 ) -> go.Figure:
     """One bar a row; `ends` has each row's name and the words at its bar's end, `axis` the axis's title.
 
     `number(length)` is written inside of each part that is long enough, `levels` are lines by their names, the words
-    of rows in `alarming` are red, and `spread` is what `whiskers` makes.
+    of rows in `alarming` are red, and `marked` says how far marks over each bar reach.
     `stacked_bars({"zero1": "3 MB"}, [Part("activations", "#cc7fa8", [3.0])], "peak (MB)")`.
     """
     rows, levels = list(ends), levels or {}
     totals = {row: sum(part.lengths[place] for part in parts) for place, row in enumerate(rows)}
-    reached = {row: totals[row] + beyond for row, beyond in zip(rows, spread["array"])} if spread else totals
+    reached = {row: max(totals[row], mark) for row, mark in zip(rows, marked)} if marked else totals
     whole = _axis_end(reached, ends, levels)
-    pixels = plot_width(rows) / whole  # a unit of the axis
+    pixels = plot_width(map(_broken, rows)) / whole  # a unit of the axis
     figure = go.Figure([_segment(part, rows, hover, number, pixels) for part in parts])
-    figure.data[-1].error_x = spread
     figure.update_layout(barmode="stack", xaxis_title=axis)
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    names = dict(tickmode="array", tickvals=rows, ticktext=list(map(_broken, rows)))
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False, **names)
     figure.update_xaxes(range=[0, whole])
     for row, words in ends.items():
-        near = [at for at in levels.values() if 0 <= at - reached[row] < _BESIDE_A_LEVEL * whole]
+        near = [at for at in levels.values() if 0 <= at - reached[row] < (words_width(words) + 24) / pixels]
         at, font = max(near, default=reached[row]), dict(color=ALARM) if row in alarming else None
         figure.add_annotation(x=at, y=row, text=words, showarrow=False, xanchor="left", xshift=6, font=font)
     for words, at in levels.items():
@@ -58,9 +58,14 @@ def stacked_bars(
     return figure
 
 
+def _broken(row: str) -> str:
+    """A row's name in two lines where it is long: `full_shard,<br>prefetch 0`."""
+    return row.replace(", ", ",<br>", 1) if len(row) > _LONG_NAME else row
+
+
 def _axis_end(reached: Mapping[str, float], ends: Mapping[str, str], levels: Mapping[str, float]) -> float:
     """Where the axis ends, so that the words of every bar and the name of every line fit."""
-    width = plot_width(reached)
+    width = plot_width(map(_broken, reached))
     shares = {row: max(0.35, 1 - (words_width(words) + 12) / width) for row, words in ends.items()}
     return max([end / shares[row] for row, end in reached.items()] + [1.15 * at for at in levels.values()]) or 1.0
 

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures.fastest import core_words
-from fsdplab.figures.view import RunView, views
-from fsdplab.records import RunRecord, known, race
-from fsdplab.sessions.changes import best_change
-from fsdplab.sessions.steady_card import GIGAFLOPS, spec_of
+from fsdplab.figures.view import RunView
+from fsdplab.records import known, race
+from fsdplab.sessions.steady_card import GIGAFLOPS
 
 _ALIKE = 0.005  # a relative difference below this is none
 _AGREES = 0.05  # of a step: simulated and measured steps nearer than this agree
@@ -40,25 +39,24 @@ def clock_words(runs: Sequence[RunView]) -> str:
     both = [run for run in runs if run.steady.step_time_s and run.step_median]
     if not any(run.steady.step_time_s for run in runs):
         return ""
-    told = f"Simulated: on the steady card, which computes {GIGAFLOPS:g} GFLOP/s behind the same link on every machine."
+    told = f"Simulated: the steady card computes {GIGAFLOPS:g} GFLOP/s behind the same link, everywhere alike."
     if not both:
         return told
     farthest = max(both, key=lambda run: abs(_ratio(run) - 1))
-    return f"{told} {why_it_differs(farthest)}"
+    return f"{told} {why_it_differs(farthest)}".strip()
 
 
 def why_it_differs(run: RunView) -> str:
-    """One sentence on the measured step of a run beside its simulated one, with the largest reason; "" without both.
+    """One sentence on the measured step of a run beside its simulated one, with the largest reason; "" without both,
+    and where ranks were short of cores, which is said first of all.
 
     >>> from fsdplab.records import Spread, Summary
     >>> from fsdplab.records.summary import Steady
     >>> why_it_differs(RunView("zero1", "lab", 2, Summary(Spread(0.78), steady=Steady(0.765, 0.1, 0.8))))
     'The measured steps agree with it within 2 %.'
     """
-    if not run.steady.step_time_s or not run.step_median:
+    if not run.steady.step_time_s or not run.step_median or core_words([run]):
         return ""
-    if core := core_words([run]):
-        return core
     off = _ratio(run) - 1
     if abs(off) <= max(_AGREES, run.summary.step_time_s.scatter or 0):
         return f"The measured steps agree with it within {max(1, round(100 * abs(off) + 0.49))} %."
@@ -67,21 +65,18 @@ def why_it_differs(run: RunView) -> str:
     return f"{told}: {max(reasons, key=lambda reason: reasons[reason])}."
 
 
-def change_words(records: Sequence[RunRecord]) -> str:
+def change_words(runs: Sequence[RunView]) -> str:
     """The change to the most sharded run that gains most on the steady card; empty where none is known.
 
     `Most valuable change to full_shard: compute and send in bf16, with fp32 masters: 50 % more tokens/s (simulated),
-    192 MB instead of 232 MB.`
+    192 MB instead of 232 MB (predicted).`
     """
-    shown = views(records)
-    run = _most_sharded(shown)
-    spec = None if run is None else spec_of(records[shown.index(run)])
-    change = None if spec is None else best_change(spec)
-    if run is None or change is None:
+    run = _most_sharded(runs)
+    change = None if run is None else run.summary.change
+    if run is None or change is None or not change.words:
         return ""
-    before, after = change.peak_bytes
-    memory = f", {size(after)} instead of {size(before)} (predicted)" if before and after else ""
-    gain = f"{100 * change.gain:.0f} % more tokens/s (simulated)"
+    memory = f", {size(change.peak_bytes)} instead of {size(run.peak)} (predicted)" if change.peak_bytes else ""
+    gain = f"{100 * known(change.gain):.0f} % more tokens/s (simulated)"
     return f"Most valuable change to {run.label}: {change.words}: {gain}{memory}."
 
 
@@ -138,11 +133,12 @@ def _memory(run: RunView) -> str:
 
 def _sent(run: RunView) -> str:
     sent = run.summary.comm.bytes_per_step
-    return f"sends {size(sent)} a step{_hidden(run)}" if sent else ""
+    return f"sends {size(sent)} a step{_hidden(run, [run])}" if sent else ""
 
 
-def _hidden(run: RunView) -> str:
-    part = run.summary.comm.overlap if run.steady.overlap is None else run.steady.overlap
+def _hidden(run: RunView, compared: Sequence[RunView]) -> str:
+    """The hidden part by the clock that all compared runs have."""
+    part = run.steady.overlap if all(each.steady.step_time_s for each in compared) else run.summary.comm.overlap
     return "" if part is None else f" and hides {part:.0%} of it".replace("%", " %")
 
 
@@ -169,7 +165,7 @@ def _sent_beside(run: RunView, base: RunView) -> str:
         return _sent(run)
     times = ours / theirs
     told = "sends as much" if abs(times - 1) < _ALIKE else f"sends {times:.2g} times as much"
-    return told + _hidden(run)
+    return told + _hidden(run, [run, base])
 
 
 def _time_beside(run: RunView, base: RunView) -> str:
@@ -196,4 +192,6 @@ def _sentence(name: str, parts: Sequence[str]) -> str:
     said = [part for part in parts if part]
     if not said:
         return ""
+    if len(said) == 1 and said[0].startswith(("its ", "no ")):
+        return f"{name}: {said[0]}."
     return f"{name} {', '.join(said[:-1])}{', and ' if len(said) > 1 else ''}{said[-1]}."

@@ -15,13 +15,13 @@ def findings_by_run(records: Sequence[RunRecord]) -> list[tuple[str, list[Findin
 
 
 def costliest(records: Sequence[RunRecord], most: int = 3) -> list[tuple[str, Finding]]:
-    """(label, finding) of the costliest causes over all runs: of each kind that run which it costs most."""
-    found: dict[str, tuple[str, Finding]] = {}
-    for label, own in findings_by_run(records):
-        for finding in own:
-            if finding.seconds and (finding.kind not in found or found[finding.kind][1].seconds < finding.seconds):
-                found[finding.kind] = (label, finding)
-    return sorted(found.values(), key=lambda each: -each[1].seconds)[:most]
+    """(label, finding) of the costliest causes over all runs, each of another kind and another run."""
+    found = [(label, finding) for label, own in findings_by_run(records) for finding in own if finding.seconds]
+    chosen: list[tuple[str, Finding]] = []
+    for label, finding in sorted(found, key=lambda each: -each[1].seconds):
+        if all(label != taken and finding.kind != other.kind for taken, other in chosen):
+            chosen.append((label, finding))
+    return chosen[:most]
 
 
 def findings_of(records: Sequence[RunRecord]) -> list[dict[str, str]]:

@@ -96,8 +96,8 @@ def on_page(pixels: float) -> Iterator[None]:
 
 
 def words_width(words: str, size: int = 15) -> float:
-    """About how many pixels a text takes in letters of `size` pixels, without its tags."""
-    return 0.52 * size * len(re.sub(r"<[^>]+>", "", words))
+    """About how many pixels the longest line of a text takes in letters of `size` pixels, without its tags."""
+    return 0.52 * size * max(len(re.sub(r"<[^>]+>", "", line)) for line in words.split("<br>"))
 
 
 def plot_width(labels: Iterable[str] = ()) -> float:
@@ -132,14 +132,33 @@ def titled(figure: go.Figure, title: str, subtitle: str, alt: str, height: int =
 
 def _legend_rows(figure: go.Figure) -> int:
     """Rows that a figure's legend takes: one, or columns as wide as its longest name beside the labels of the rows."""
-    names = {each.name for each in figure.data if each.name and each.showlegend is not False}
-    if figure.layout.showlegend is False or len(figure.data) < 2 or not names:
+    names = legend_of(figure)
+    if not names:
         return 0
     rows = [row for each in figure.data if each.type == "bar" for row in each.y or () if isinstance(row, str)]
     width = plot_width([*rows, *(figure.layout.yaxis.ticktext or ())])
     widths = [words_width(name, 14) + _LEGEND_SIGN for name in names]
     columns = len(names) if sum(widths) <= width else max(1, int(width // max(widths)))
     return -(-len(names) // columns)
+
+
+def legend_of(figure: go.Figure) -> dict[str, str]:
+    """The names in a figure's legend and their colours; {} where it has none."""
+    if figure.layout.showlegend is False or len(figure.data) < 2:
+        return {}
+    named = [each for each in figure.data if each.name and each.showlegend is not False]
+    return {each.name: each.marker.color for each in named}
+
+
+def bare(figure: go.Figure) -> dict[str, Any]:
+    """The figure's description without title, subtitle and legend, and without their room: a page sets these as text
+    that wraps.
+    """
+    found = figure.to_plotly_json()
+    layout, top = found["layout"], _ABOVE + 8 if _words_above(figure) else 10
+    height = (figure.layout.height or 420) - (figure.layout.margin.t or 0) + top
+    margin = {**layout.get("margin", {}), "t": top}
+    return found | {"layout": {**layout, "title": None, "showlegend": False, "margin": margin, "height": height}}
 
 
 def _words_above(figure: go.Figure) -> bool:

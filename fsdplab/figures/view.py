@@ -13,6 +13,7 @@ from fsdplab.common.words import plural
 from fsdplab.records import RunRecord, Spread, Summary
 from fsdplab.records.summary import Steady
 from fsdplab.sessions.spec import ENGINES, RunSpec
+from fsdplab.sessions.steady_card import STEADY_CARD
 
 CATEGORY_NAMES = {row.name: row.words for row in CATEGORY_ROWS.values()}
 UNSPLIT = "no category"  # a peer's memory that could not be attributed to a category
@@ -228,12 +229,17 @@ def ranks_and_device(runs: list[RunView]) -> str:
 
 
 def how_and_where(runs: list[RunView]) -> str:
-    """`"Measured on 2 CPU ranks"`, `"Simulated for 16 GPU ranks"`; where some of the runs are simulated, which."""
+    """`"Measured on 2 CPU ranks"`, `"Simulated for 16 GPU ranks"`, `"Simulated on the steady card"`; where some of the
+    runs are simulated, which.
+    """
     simulated, others = [run for run in runs if run.simulated], [run for run in runs if not run.simulated]
     words = [f"Measured on {ranks_and_device(others)}"] if others else []
     if simulated:
         named = f" ({', '.join(run.label for run in simulated)})" if others else ""
-        words.append(f"{'simulated' if others else 'Simulated'} for {ranks_and_device(simulated)}{named}")
+        of_steady_card = all(run.spec.get("gpu") == STEADY_CARD for run in simulated)
+        ranks = ranks_and_device(simulated)
+        where = f"on the {STEADY_CARD} for {ranks.replace('GPU ', '')}" if of_steady_card else f"for {ranks}"
+        words.append(f"{'simulated' if others else 'Simulated'} {where}{named}")
     return " and ".join(words)
 
 

@@ -50,7 +50,8 @@ def comparison_json(records: Sequence[RunRecord], reference: RunRecord | None = 
     in common (strategy, engine and world size differ and stand with each run). `in_turns` says whether the runs' timed
     steps took turns; where they did not, `drift` may have the first run's step time at first and again.
     `status` is `finished` or `failed`, in older records also `out_of_memory`: the times of such a run are of the steps
-    that it did. `steady` is the run's step on the steady card, simulated: the same on every machine.
+    that it did. `steady` is the run's step on the steady card, simulated: the same on every machine, and
+    `change` what would gain most there.
     `matches_reference` is null without a reference and for runs that did not finish; it compares all steps that the
     reference did, which are at least the run's warm-up and timed steps.
     """
@@ -83,6 +84,7 @@ def _run_entry(record: RunRecord, reference: RunRecord | None) -> dict[str, Any]
         "peak_memory_bytes": plain(summary.peak_memory_bytes),
         "comm": plain(comm),
         "steady": plain(summary.steady),
+        "change": plain(summary.change),
         "losses": plain(summary.losses),
         "matches_reference": _agreement(record, reference),
         "provenance": record.provenance,

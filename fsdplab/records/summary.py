@@ -70,6 +70,18 @@ class Steady:
 
 
 @dataclass(frozen=True)
+class Change:
+    """The change to this run that gains most on the steady card (sessions/changes.py): `words` say it, "" for none.
+
+    `gain`: the part by which tokens a second rise, simulated; `peak_bytes`: what the run would hold then, predicted.
+    """
+
+    words: str = ""
+    gain: float | None = None
+    peak_bytes: Size | None = None
+
+
+@dataclass(frozen=True)
 class Card:
     """The emulated card: its bytes, and whether the run needed more."""
 
@@ -149,6 +161,7 @@ class Summary:
     formula_bytes_per_step: Size | None = None
     predicted: Predicted = Predicted()
     steady: Steady = Steady()
+    change: Change = Change()
     losses: tuple[float | None, ...] = ()
     card: Card | None = None
     link: Link | None = None

@@ -7,31 +7,15 @@ where its predicted memory fits the run's card. Another strategy is none of them
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from fsdplab.records import known
-from fsdplab.records.summary import Steady
+from fsdplab.records.summary import Change
 from fsdplab.sessions.prediction import predict
 from fsdplab.sessions.spec import RunSpec, SpecError
 from fsdplab.sessions.steady_card import steady_step
 
 _LEAST = 0.03  # of the tokens a second: less is no advice
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change to a run, with what it gains: simulated tokens a second and predicted peak bytes, before and after."""
-
-    words: str
-    spec: RunSpec
-    speed: tuple[float, float]
-    peak_bytes: tuple[int | None, int | None]
-
-    @property
-    def gain(self) -> float:
-        """The part by which tokens a second rise: 0.5 is 50 % more."""
-        return self.speed[1] / self.speed[0] - 1
 
 
 _BF16 = dict(precision="bf16")
@@ -45,32 +29,32 @@ _CANDIDATES: tuple[tuple[str, Callable[[RunSpec], Mapping[str, Any]]], ...] = (
 )
 
 
-def best_change(spec: RunSpec) -> Change | None:
-    """The candidate that gains most tokens a second on the steady card; None where none gains 3 %, or none is known.
+def best_change(spec: RunSpec) -> Change:
+    """The candidate that gains most tokens a second on the steady card; an empty one where none gains 3 %.
 
     >>> found = best_change(RunSpec(strategy="full_shard", sequence_length=128, link="150MB/s"))
-    >>> found.words, round(found.gain, 1)
+    >>> found.words, round(known(found.gain), 1)
     ('compute and send in bf16, with fp32 masters', 0.5)
     """
-    before = steady_step(spec)
-    if before.step_time_s is None:
-        return None
-    found = [change for words, edit in _CANDIDATES if (change := _tried(spec, before, words, edit(spec))) is not None]
-    best = max(found, key=lambda change: change.gain, default=None)
-    return best if best is not None and best.gain >= _LEAST else None
+    before = _speed(spec)
+    tried = [_tried(spec, before, words, edit(spec)) for words, edit in _CANDIDATES] if before else []
+    best = max(tried, key=lambda change: change.gain or 0.0, default=Change())
+    return best if (best.gain or 0.0) >= _LEAST else Change()
 
 
-def _tried(spec: RunSpec, before: Steady, words: str, edit: Mapping[str, Any]) -> Change | None:
-    """A candidate, simulated; None where it changes nothing, cannot run here or does not fit the card."""
+def _tried(spec: RunSpec, before: float, words: str, edit: Mapping[str, Any]) -> Change:
+    """A candidate, simulated; an empty one where it changes nothing, cannot run here or does not fit the card."""
     try:
         changed = replace(spec, **edit)
     except SpecError:
-        return None
-    after, predicted = steady_step(changed), predict(changed)
-    if not edit or after.step_time_s is None or predicted.fits is False:
-        return None
-    speed = tuple(
-        each.world_size * each.tokens_per_rank / known(step.step_time_s)
-        for each, step in ((spec, before), (changed, after))
-    )
-    return Change(words, changed, (speed[0], speed[1]), (predict(spec).peak_bytes, predicted.peak_bytes))
+        return Change()
+    after, predicted = _speed(changed), predict(changed)
+    if not edit or not after or predicted.fits is False:
+        return Change()
+    return Change(words, after / before - 1, predicted.peak_bytes)
+
+
+def _speed(spec: RunSpec) -> float:
+    """Tokens a second of all ranks on the steady card; 0 where it cannot show the run."""
+    step_s = steady_step(spec).step_time_s
+    return spec.world_size * spec.tokens_per_rank / step_s if step_s else 0.0

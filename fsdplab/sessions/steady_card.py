@@ -21,6 +21,7 @@ from fsdplab.records import RunRecord
 from fsdplab.records.summary import Link, Peak, Steady
 from fsdplab.sessions.spec import RunSpec, SpecError
 
+STEADY_CARD = "steady card"
 GIGAFLOPS = 60.0  # in fp32, about what a core or two reach
 MEMORY_BYTES_PER_S = 15e9
 _BF16_OVER_FP32 = 2.0  # the planner's ratio
@@ -46,7 +47,7 @@ def steady(spec: RunSpec, gigaflops: float = GIGAFLOPS, schedule: Callable[[int]
         peak_memory_bytes=Peak(sum(split.values()), split),  # without a GPU's own context
         link=Link(spec.link, link.bytes_per_s, link.latency_s),
     )
-    return replace(found, spec={**asdict(spec), "gpu": "steady card"}, summary=summary)
+    return replace(found, spec={**asdict(spec), "gpu": STEADY_CARD}, summary=summary)
 
 
 def why_not_steady(spec: RunSpec) -> str:
@@ -86,7 +87,7 @@ def _plan(spec: RunSpec, link: LinkSpec, gigaflops: float) -> PlanSpec:
     reached = replace(link, bytes_per_s=link.bytes_per_s / LINK_EFFICIENCY)
     across = parse_link(spec.link_across).bytes_per_s / LINK_EFFICIENCY if spec.link_across else None
     flops = _BF16_OVER_FP32 * gigaflops * 1e9
-    card = Gpu("steady card", _ROOMY, flops, MEMORY_BYTES_PER_S, reached, across, "chosen to be the same everywhere")
+    card = Gpu(STEADY_CARD, _ROOMY, flops, MEMORY_BYTES_PER_S, reached, across, "chosen to be the same everywhere")
     return PlanSpec(
         model=model_named(spec.model), gpu=card, gpus=spec.world_size,
         gpus_per_node=spec.shard_size if across and spec.shard_size else spec.world_size,

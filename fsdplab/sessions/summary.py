@@ -15,6 +15,7 @@ from fsdplab.records import Spread, Summary
 from fsdplab.records.spread import step_seconds
 from fsdplab.records.summary import Card, Comm, Peak
 from fsdplab.sessions.calibration import find_calibration
+from fsdplab.sessions.changes import best_change
 from fsdplab.sessions.formula import formula_bytes
 from fsdplab.sessions.prediction import predict
 from fsdplab.sessions.spec import RunSpec
@@ -45,6 +46,7 @@ def summarise(
         formula_bytes_per_step=formula_bytes(spec),
         predicted=predict(spec, find_calibration(spec.world_size).calibration).recorded(),
         steady=steady_step(spec),
+        change=best_change(spec),
         losses=mean_losses(steps),
         card=None if spec.card is None else Card(spec.card, bool(worst and worst["total"] > spec.card)),
     )

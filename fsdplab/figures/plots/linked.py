@@ -23,6 +23,7 @@ from fsdplab.records import RunRecord
 MARKS = 1_800  # of the timeline and of the units' states each: with the memory's edges, at most about 5,000
 _CURSOR = "#d0105a"
 _LANES = 120  # of units' states: above it neighbouring units share a lane
+_LANE = 12  # pixels of a unit's states
 _NAMED = 40  # lanes that are named each; of more, the ranks are
 _GAP = 34  # pixels between two panels
 
@@ -54,7 +55,7 @@ def _linked(record: RunRecord, at_ns: float | None, limit: int) -> go.Figure:
     memory = memory_of_step(record, life)
     _, rows = timeline_of(record, life.step)
     lanes, end = lanes_of(rows), life.length / MS
-    heights = [round(24 * lanes.bottom), 180, max(70, 15 * len(life.keys)) if len(life.keys) <= _NAMED else 300]
+    heights = [round(22 * lanes.bottom), 160, max(70, _LANE * len(life.keys)) if len(life.keys) <= _NAMED else 300]
     heights += [] if at_ns is None else [shard_map.map_height(life, 46)]
     domains, top = _domains(heights), max(memory, key=total)
     timeline, merged = lane_bars(rows, lanes, end, limit)
@@ -134,7 +135,7 @@ def _life_axis(life: UnitStates) -> dict[str, Any]:
         first = f"<b>rank {rank}</b>" if unit == life.units[0] else ""
         if first or count <= _NAMED:
             texts[place // every + 0.5] = f"{first}  {short_unit(unit)}".strip() if count <= _NAMED else first
-    return named_axis(texts, (count - 1) // every + 1.1, -0.1) | dict(tickfont=dict(size=11))
+    return named_axis(texts, (count - 1) // every + 1.1, -0.1) | dict(tickfont=dict(size=_LANE - 1))
 
 
 def _add_map(figure: go.Figure, life: UnitStates, at_ns: float, domains: list[tuple[float, float]]) -> None:

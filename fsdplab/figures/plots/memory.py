@@ -12,6 +12,7 @@ from fsdplab.figures.plotly_go import go
 from fsdplab.figures.predicted import verdict
 from fsdplab.figures.profile_data import MS, Row
 from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, card_words, mark_level, titled
+from fsdplab.figures.table import OVER
 from fsdplab.figures.view import CATEGORY_NAMES, UNSPLIT, Runs, RunView, how_and_where, view, views
 from fsdplab.records import CATEGORIES, RunRecord, known
 
@@ -29,7 +30,7 @@ def memory_by_category(runs: Runs) -> go.Figure:
     if not shown:
         raise ValueError("no run has a memory measurement to draw; run with memory=True")
     over = [run.label for run in shown if run.over_card]
-    ends = {run.label: f"<b>{size(run.peak)}</b>{' · out of memory' if run.label in over else ''}" for run in shown}
+    ends = {run.label: f"<b>{size(run.peak)}</b>{f' · {_over(run)}' if run.over_card else ''}" for run in shown}
     splits = [{**run.split, UNSPLIT: max(0, known(run.peak) - sum(run.split.values()))} for run in shown]
     cards = sorted({run.card for run in shown if run.card})
     far = [card for card in cards if card > 2.5 * max(known(run.peak) for run in shown)]  # bars would be tiny beside it
@@ -42,7 +43,12 @@ def memory_by_category(runs: Runs) -> go.Figure:
     peaks = "; ".join(f"{run.label} {size(run.peak)}{_mostly(run)}" for run in shown)
     card = next((f" The card holds {size(run.card)}." for run in shown if run.card), "")
     alt = f"Bars of peak memory per rank: {peaks}.{card}"
-    return titled(figure, _finding(shown), where, alt, 100 + 52 * len(shown))
+    return titled(figure, _finding(shown), where, alt, 86 + 43 * len(shown))
+
+
+def _over(run: RunView) -> str:
+    """A run over an emulated card goes on to its end; earlier versions ended it there, as a real card does."""
+    return "out of memory" if run.status == "out_of_memory" else OVER
 
 
 def _parts(splits: Sequence[Mapping[str, int]]) -> list[Part]:
@@ -57,8 +63,8 @@ def _emulated(shown: Sequence[RunView]) -> str:
 
 
 def _mostly(run: RunView) -> str:
-    """The largest category of a run, for the alternative text, and whether it is out of memory."""
-    over = ", out of memory" if run.over_card else ""
+    """The largest category of a run, for the alternative text, and whether it is over its card."""
+    over = f", {_over(run)}" if run.over_card else ""
     if not any(run.split.values()):
         return over
     largest = max(run.split, key=lambda name: run.split[name])
@@ -73,7 +79,7 @@ def _finding(shown: list[RunView]) -> str:
     peaks = f"{low.label} peaks at {size(low.peak)}"
     if over:
         names = listed(over) if len(over) <= 3 else f"{len(over)} runs"
-        return f"{names} {'exceeds' if len(over) == 1 else 'exceed'} the card; {peaks}"
+        return f"{names} {'is' if len(over) == 1 else 'are'} over the card; {peaks}"
     return peaks + (f", {high.label} at {size(high.peak)}" if high is not low else "")
 
 

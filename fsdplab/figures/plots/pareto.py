@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures.bars import whiskers
-from fsdplab.figures.fastest import fastest_words
+from fsdplab.figures.fastest import fastest_words, those_that_fit
 from fsdplab.figures.lines import line, points
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import EDGE, card_words, mark_level, plot_width, strategy_colour, titled, words_width
@@ -39,7 +39,7 @@ def pareto(runs: Runs) -> go.Figure:
         raise ValueError(
             "no run has both a peak and a timed step to draw; run with memory=True, and with steps=1 or more"
         )
-    best = front(drawn)
+    best = front(those_that_fit(drawn))
     xs, ys = ([_spot(run)[axis] for run in best] for axis in (0, 1))
     highest = [max(_spot(run)[axis] for run in drawn) for axis in (0, 1)]
     ranges = [0, 1.3 * highest[0]], [0, 1.3 * highest[1]]  # with space for the bubbles and their labels

@@ -1,14 +1,16 @@
-"""Step times: the median of every run, its fastest step, and tokens per second."""
+"""Step times: on the steady card's clock, which is the same everywhere, and as measured on this machine."""
 
 from __future__ import annotations
 
 from fsdplab.common.sizes import seconds, three_digits
 from fsdplab.figures.bars import Part, stacked_bars, whiskers
-from fsdplab.figures.fastest import step_words
+from fsdplab.figures.fastest import listed, step_words
 from fsdplab.figures.lines import points
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import DARK_INK, STRATEGY_COLOURS, strategy_colour, titled
+from fsdplab.figures.style import DARK_INK, STEP_COLOURS, STRATEGY_COLOURS, strategy_colour, titled
+from fsdplab.figures.table import OVER
 from fsdplab.figures.view import Runs, RunView, emulated_links, how_and_where, ranks_and_device, views
+from fsdplab.records import known
 
 
 def step_time(runs: Runs) -> go.Figure:
@@ -32,7 +34,10 @@ def step_time(runs: Runs) -> go.Figure:
         for run in shown
     }
     hover = "%{x:.3f} s<br>%{customdata:,.0f} tokens/s"
-    figure = stacked_bars(ends, [medians], f"seconds per step ({marks})", hover, alarming=untimed, spread=spread)
+    figure = stacked_bars(
+        ends, [medians], f"seconds per step ({marks})", hover, alarming=untimed, marked=[_reaches(run) for run in shown]
+    )
+    figure.data[-1].error_x = spread
     colours = [strategy_colour(run.strategy, run.engine) for run in shown]
     figure.update_traces(customdata=[run.summary.tokens_per_s for run in shown], marker_color=colours)
     fastest = points(
@@ -44,7 +49,91 @@ def step_time(runs: Runs) -> go.Figure:
     title = step_words([run for run in timed if run.engine != "twin"] or timed)
     steps = [f"{run.label} {seconds(run.step_median) if run.step_median else why[run.label]}" for run in shown]
     alt = f"Bars of the median step time: {'; '.join(steps)}."
-    return titled(figure, title, _conditions(shown), alt, 90 + 52 * len(shown))
+    return titled(figure, title, _conditions(shown), alt, 86 + 43 * len(shown))
+
+
+def _reaches(run: RunView) -> float:
+    """Seconds at which the mark of the measured step ends: at the upper quartile, where it is known."""
+    return max(run.summary.step_time_s.q3 or 0.0, run.step_median or 0.0)
+
+
+def steady_steps(runs: Runs) -> go.Figure:
+    """Bars of the step as simulated on the steady card: computing, communication hidden under it, and exposed; a
+    diamond with whiskers is the measured step. The measured steps alone where no run has steady times.
+
+    `runs`: records, or a comparison dict. 919 ms with 300 ms exposed and 65 % hidden: 60 + 559 + 300 ms.
+    """
+    shown = views(runs)
+    simulated = [run for run in shown if run.steady.step_time_s]
+    if not simulated:
+        return step_time(runs)
+    splits = [_split(run) for run in shown]
+    parts = [Part(name, colour, [split[place] for split in splits]) for place, (name, colour) in enumerate(_CLOCK)]
+    ends = {run.label: _words(run) for run in shown}
+    over = [run.label for run in shown if run.over_card]
+    reaches = [_reaches(run) * 1e3 for run in shown]
+    figure = stacked_bars(ends, parts, "one step (ms)", "%{x:.0f} ms", alarming=over, marked=reaches)
+    timed = [run for run in shown if run.step_median]
+    if timed:
+        figure.add_trace(_measured(timed))
+    links = f" behind the emulated link ({links})" if (links := emulated_links(simulated)) else ""
+    real = [run for run in timed if not run.simulated]
+    measured = f"; diamonds: {_lower(how_and_where(real))}, with quartiles" if real else ""
+    told = [f"{run.label} {seconds(run.steady.step_time_s)}, {_hidden(run)}" for run in simulated]
+    told += [f"{run.label} measured {seconds(run.step_median)}" for run in timed]
+    alt = f"Bars of the step on the steady card, and diamonds of the measured one: {'; '.join(told)}."
+    where = f"Simulated on the steady card{links}{measured}"
+    return titled(figure, _steady_words(simulated), where, alt, 86 + 43 * len(shown))
+
+
+_CLOCK = (
+    ("computing alone", STEP_COLOURS["compute only"]),
+    ("communication hidden under computing", STEP_COLOURS["overlapped"]),
+    ("exposed communication", STEP_COLOURS["exposed"]),
+)  # the parts of a step on the steady card, which has no other work
+
+
+def _split(run: RunView) -> tuple[float, float, float]:
+    """ms of the parts of a step on the steady card, in the order of _CLOCK."""
+    step, exposed, overlap = run.steady.step_time_s or 0.0, run.steady.exposed_s or 0.0, run.steady.overlap or 0.0
+    hidden = exposed * overlap / (1 - overlap) if overlap < 1 else 0.0
+    return 1e3 * max(0.0, step - exposed - hidden), 1e3 * hidden, 1e3 * exposed
+
+
+def _measured(timed: list[RunView]) -> go.Scatter:
+    """A diamond at each measured median, with whiskers at its quartiles."""
+    look = dict(symbol="diamond", color="white", size=11, line=dict(color=DARK_INK, width=1.5))
+    at = [1e3 * known(run.step_median) for run in timed]
+    hover = "%{y}<br>measured %{x:.0f} ms<extra></extra>"
+    mark = points("measured step", "white", at, [run.label for run in timed], marker=look, hovertemplate=hover)
+    return mark.update(error_x=whiskers(timed, 1e-3))
+
+
+def _words(run: RunView) -> str:
+    """At the bar's end: the step, what is hidden of its communication, and whether it is over the card."""
+    if not run.steady.step_time_s:
+        return f"measured {seconds(run.step_median)}" if run.step_median else run.status.replace("_", " ")
+    over = f"<br>{OVER}" if run.over_card else ""
+    return f"<b>{seconds(run.steady.step_time_s)}</b> · {_hidden(run)}{over}"
+
+
+def _hidden(run: RunView) -> str:
+    return "sends nothing" if run.steady.overlap is None else f"{100 * run.steady.overlap:.0f} % hidden"
+
+
+def _lower(words: str) -> str:
+    return words[:1].lower() + words[1:]
+
+
+def _steady_words(simulated: list[RunView]) -> str:
+    """The title: who takes least time on the steady card, and how many times longer the slowest takes."""
+    steps = [known(run.steady.step_time_s) for run in simulated]
+    best = [run for run, step in zip(simulated, steps) if step <= 1.001 * min(steps)]  # less is rounding
+    told = f"{listed(best)} {'takes' if len(best) == 1 else 'take'} least, {seconds(min(steps))} a step"
+    slow = max(simulated, key=lambda run: known(run.steady.step_time_s))
+    if len(best) == len(steps):
+        return f"{listed(best)}: {seconds(min(steps))} a step"
+    return f"{told}; {slow.label} takes {max(steps) / min(steps):.2f} times that"
 
 
 def _tokens(run: RunView) -> str:

@@ -1,29 +1,43 @@
-"""A comparison as one standalone page: opens offline, with the table, figures and what was real in it; of records, with
-tabs.
+"""A comparison as one standalone page: opens offline, and answers first.
 
-plotly.js is inlined once; everything else stays under a megabyte. The page follows the reader's light or dark setting
-and has a switch for lecture rooms.
+The first screen has the conclusion in one sentence, memory beside time, and the most valuable change; five tabs hold
+the rest. plotly.js is inlined once; everything else stays under a megabyte a record. The page follows the reader's
+light or dark setting and has a switch for lecture rooms.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
 from fsdplab.common.sizes import seconds, size
+from fsdplab.common.words import MISSING
+from fsdplab.figures.conclusion import change_words, clock_words, conclusion
 from fsdplab.figures.fastest import core_words
+from fsdplab.figures.findings import costliest
 from fsdplab.figures.plots.memory import memory_by_category, predicted_memory
-from fsdplab.figures.plots.steps import step_time
+from fsdplab.figures.plots.pareto import pareto
+from fsdplab.figures.plots.steps import steady_steps, step_time
 from fsdplab.figures.predicted import gaps
-from fsdplab.figures.report.parts import comparison_table, drawn, number_table, rendered
-from fsdplab.figures.report.tabs import tabbed
+from fsdplab.figures.report.parts import comparison_table, drawn, folded, number_table, part, rendered
+from fsdplab.figures.report.tabs import not_in_traces, tabbed
 from fsdplab.figures.style import on_page
-from fsdplab.figures.table import COLUMNS, SHORT, WRAPPED, beside, mood
-from fsdplab.figures.view import CATEGORY_NAMES, Runs, RunView, provenance, ranks_and_device, views, with_verdicts
-from fsdplab.records import CATEGORIES, RunRecord, drift_sentence
+from fsdplab.figures.table import COLUMNS, LEGEND, SHORT, WRAPPED, beside, mood, step_of
+from fsdplab.figures.view import (
+    CATEGORY_NAMES,
+    STEADY_CARD,
+    Runs,
+    RunView,
+    provenance,
+    ranks_and_device,
+    views,
+    with_verdicts,
+)
+from fsdplab.records import CATEGORIES, RunRecord, Spread, drift_sentence
 
 if TYPE_CHECKING:
     from fsdplab.profiling.findings import Finding
@@ -31,6 +45,7 @@ if TYPE_CHECKING:
 
 
 _WIDTH = 1100  # pixels of a page's figures in a window of 1280
+_HALF = 560  # of two beside each other
 # what was trained, in the order of the sentence
 _SETTING = {
     "model": "model {}", "world_size": "{} ranks", "batch_size": "batch {} a rank",
@@ -47,9 +62,9 @@ def comparison_page(
 ) -> str:
     """The page of a comparison (the dict that `--json` writes); `runs` adds what only records know, such as statuses.
 
-    With records (as `runs`, or as `records` beside RunViews) the page has tabs: timeline, exposed time, memory,
-    traffic, Pareto, difference, and `findings` (objects or dicts with `title`, `text`, `remedy`). `tables_of` gives the
-    tables of a record's traces where they are made already. Example:
+    With records (as `runs`, or as `records` beside RunViews) the page has tabs: Compare, Timeline, Memory, Traffic, and
+    Diagnosis with the `findings` (objects or dicts with `title`, `text`, `remedy`). `tables_of` gives the tables of a
+    record's traces where they are made already. Example:
     `Path("compare.html").write_text(comparison_page(comparison_json(records, reference), records), encoding="utf-8")`.
     """
     from plotly.offline import get_plotlyjs
@@ -57,15 +72,19 @@ def comparison_page(
     records = list(records if records is not None else [run for run in runs or () if isinstance(run, RunRecord)])
     runs = records if len(records) == len(comparison["runs"]) else runs  # records know what tells namesakes apart
     shown = views(runs if runs is not None else comparison)
+    source = comparison if runs is None else with_verdicts(runs, comparison)
+    with on_page(_HALF):
+        answer = _answer(shown, source, records)
     with on_page(_WIDTH):
-        summary = _summary(comparison, comparison if runs is None else with_verdicts(runs, comparison))
-        content = tabbed(summary, records, findings, tables_of) if records else summary
+        compared = _compared(comparison, source)
+        content = tabbed(compared, records, findings, tables_of) if records else compared
     page = rendered(
         "page.html",
         title=_title(shown),
         plotly_js=get_plotlyjs(),
         setting=_setting(comparison.get("spec") or {}, shown),
         cores=core_words(shown),
+        answer=answer,
         content=content,
         comparison=json.dumps(comparison, separators=(",", ":")),
     )
@@ -81,22 +100,80 @@ def _title(runs: Sequence[RunView]) -> str:
     return "What each sharding strategy costs"
 
 
-def _summary(comparison: Mapping[str, Any], source: Runs) -> Markup:
-    shown = views(source)
-    measured = not all(run.traced for run in shown)  # traces know of no memory by category
-    categories = [[run.label, *(size(run.split.get(name)) for name in CATEGORIES)] for run in shown]
+def _answer(shown: Sequence[RunView], source: Runs, records: Sequence[RunRecord]) -> Markup:
+    """The first screen. Traces hold no memory by category, so their step stands alone."""
+    draws = (steady_steps,) if all(run.traced for run in shown) else (memory_by_category, steady_steps)
     return rendered(
-        "summary.html",
-        comparison=comparison_table(shown, _look),
-        drift=drift_sentence(comparison),
-        figures=[drawn(draw, source) for draw in ((memory_by_category, step_time) if measured else (step_time,))],
-        categories=measured and number_table(["run", *map(CATEGORY_NAMES.__getitem__, CATEGORIES)], categories),
-        prediction=_prediction(shown, source),
-        real=provenance(shown),
-        simulated=all(run.simulated for run in shown),
-        run=_flat(comparison.get("spec") or {}),
-        place=_flat(comparison.get("environment") or {}),
+        "answer.html",
+        sentence=conclusion(shown),
+        figures=[drawn(draw, source) for draw in draws],
+        clock=clock_words(shown),
+        change=change_words(shown) or _remedy(records),
     )
+
+
+def _remedy(records: Sequence[RunRecord]) -> str:
+    """What to do about the costliest finding of all; empty where no run was profiled."""
+    return " ".join(f"{label}: {found.title}. {found.remedy}" for label, found in costliest(records, most=1))
+
+
+def _on_steady_card(runs: Sequence[RunView]) -> Sequence[RunView]:
+    """The runs with the steady card's times in place of the measured ones, where all that have a step have both."""
+    timed = [run for run in runs if run.step_median]
+    if not timed or not all(run.steady.step_time_s for run in timed):
+        return runs
+    return [_with_steady_times(run) if run in timed else run for run in runs]
+
+
+def _with_steady_times(run: RunView) -> RunView:
+    comm = replace(run.summary.comm, exposed_s=run.steady.exposed_s, overlap=run.steady.overlap)
+    summary = replace(run.summary, step_time_s=Spread(median=run.steady.step_time_s), comm=comm)
+    spec = {**run.spec, "gpu": STEADY_CARD}
+    return replace(run, summary=summary, spec=spec, provenance={**run.provenance, "step_time_s": "simulated"})
+
+
+def _compared(comparison: Mapping[str, Any], source: Runs) -> Markup:
+    """The tab Compare: the whole table, then what explains it, folded."""
+    shown, drift = views(source), drift_sentence(comparison)
+    ran, where = ("simulated", "Simulated for") if all(run.simulated for run in shown) else ("run", "Where it ran")
+    sections = {
+        "What the columns mean": part("text", words=f"{LEGEND}."),
+        "Which runs are worth choosing: memory against time": _choice(shown),
+        f"{'Measured' if ran == 'run' else 'Simulated'} steps": drawn(step_time, source) + _steps(shown),
+        "The peak by category": _peaks(shown),
+        "Predicted beside measured": _prediction(shown, source),
+        "What was real here": part("pairs", entries=provenance(shown)),
+        f"What was {ran}": part("pairs", entries=_flat(comparison.get("spec") or {})),
+        where: part("pairs", entries=_flat(comparison.get("environment") or {})),
+    }
+    whole = part("wide", body=comparison_table(shown, _look, "")) + (part("text", words=drift) if drift else "")
+    return whole + Markup("").join(folded(title, body) for title, body in sections.items())
+
+
+def _choice(shown: Sequence[RunView]) -> Markup:
+    """Memory against time, which is the steady card's where all runs have it."""
+    if all(run.traced and not run.peak for run in shown):
+        return not_in_traces("memory")
+    return drawn(pareto, _on_steady_card(shown))
+
+
+def _peaks(shown: Sequence[RunView]) -> Markup:
+    """The peak by category, which traces do not know."""
+    if all(run.traced for run in shown):
+        return Markup("")
+    rows = [[run.label, *(size(run.split.get(name)) for name in CATEGORIES)] for run in shown]
+    return part("wide", body=number_table(["run", *map(CATEGORY_NAMES.__getitem__, CATEGORIES)], rows))
+
+
+def _steps(shown: Sequence[RunView]) -> Markup:
+    """Each run's measured step with its spread, and for which part of it its ranks had a core."""
+    head = ["run", "median step", "fastest", "slowest", "had a core for"]
+    rows = []
+    for run in shown:
+        spread, share = run.summary.step_time_s, run.summary.cpu_share
+        core = MISSING if share is None else f"{100 * share:.0f} % of the step"
+        rows.append([run.label, step_of(run), seconds(spread.min), seconds(spread.max), core])
+    return part("wide", body=number_table(head, rows))
 
 
 def _look(place: int, text: str | None) -> dict[str, str]:
@@ -106,10 +183,10 @@ def _look(place: int, text: str | None) -> dict[str, str]:
     return {"class": " ".join(filter(None, names))} if any(names) else {}
 
 
-def _prediction(shown: list[RunView], source: Runs) -> dict[str, Any]:
+def _prediction(shown: list[RunView], source: Runs) -> Markup:
     known = [run for run in shown if run.predicted_peak]
     if not known:
-        return {}
+        return Markup("")
     reasons = [f"{run.label}: not predicted: {why}" for run in shown if (why := run.summary.predicted.why_not)]
     explained = [gap.text for run in known for gap in gaps(run)]
     alike = "Every category is within 10% of what was measured, or less than 0.5% of the peak off."
@@ -123,11 +200,9 @@ def _prediction(shown: list[RunView], source: Runs) -> dict[str, Any]:
         for run in shown
     ]
     caption = "Predicted; (1.00) is predicted / measured."
-    return {
-        "table": number_table(["run", "peak", "sent in a step", "step"], rows, caption),
-        "figure": drawn(predicted_memory, source),
-        "lines": [*(explained or [alike]), *reasons],
-    }
+    body = part("wide", body=number_table(["run", "peak", "sent in a step", "step"], rows, caption))
+    lines = [part("text", words=line) for line in (*(explained or [alike]), *reasons)]
+    return Markup("\n").join([drawn(predicted_memory, source), body, *lines])
 
 
 def _setting(spec: Mapping[str, Any], runs: Sequence[RunView]) -> str:

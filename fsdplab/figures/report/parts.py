@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from fsdplab.common.sizes import size
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import ALARM, CAMERA, DARK_TEXT, FONT, TEXT, alt_text
+from fsdplab.figures.style import ALARM, CAMERA, DARK_TEXT, FONT, TEXT, alt_text, bare, legend_of
 from fsdplab.figures.table import COLUMNS, LEGEND, cells
 from fsdplab.figures.view import RunView
 
@@ -71,6 +71,11 @@ def number_table(head: Texts, rows: Iterable[Texts], caption: str = "") -> Marku
     return table(head, rows, lambda place, text: {"class": "number"} if place else {}, caption)
 
 
+def folded(title: str, body: str) -> Markup:
+    """A part that opens when its title is clicked; nothing where there is no body."""
+    return part("folded", title=title, body=body) if body else Markup("")
+
+
 def comparison_table(runs: Sequence[RunView], look: Look, caption: str = f"{LEGEND}.", **attributes: str) -> Markup:
     """The table of a comparison, one row a run, in the columns that the terminal prints too."""
     return table(COLUMNS, map(cells, runs), look, caption, **attributes)
@@ -85,11 +90,16 @@ def drawn(draw: Callable[What, go.Figure], *what: What.args, **how: What.kwargs)
 
 
 def plot(figure: go.Figure) -> Markup:
-    """A figure as JSON beside an empty place, drawn when it is first seen; without scripts its words."""
+    """A figure as JSON beside an empty place, drawn when it is first seen; title, conditions and legend are HTML."""
     words = (figure.layout.title.text, figure.layout.title.subtitle.text)
     title, conditions = (Markup((each or "").replace("<br>", " ")).striptags() for each in words)
-    height = figure.layout.height or 420
-    return part("plot", title=title, conditions=conditions, alt=alt_text(figure), height=height, data=figure.to_json())
+    from plotly.io.json import to_json_plotly
+
+    shown = bare(figure)
+    return part(
+        "plot", title=title, conditions=conditions, alt=alt_text(figure), height=shown["layout"]["height"],
+        keys=legend_of(figure), data=to_json_plotly(shown),
+    )  # fmt: skip
 
 
 def note(text: str) -> Markup:

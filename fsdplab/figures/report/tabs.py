@@ -1,4 +1,4 @@
-"""The tabs of a report: what profiled records tell, one question a tab, every run in each.
+"""The five tabs of a report. A picker chooses the run; what is read less often is folded.
 
 A tab that a run has nothing for says in one line what to run instead, so that a page never looks broken.
 """
@@ -13,7 +13,7 @@ from markupsafe import Markup
 from fsdplab import figures
 from fsdplab.common.sizes import seconds, size
 from fsdplab.common.words import plural
-from fsdplab.figures.report.parts import drawn, note, part, rendered, table
+from fsdplab.figures.report.parts import drawn, folded, note, part, rendered, table
 from fsdplab.figures.trace_tables import cells, left_out
 from fsdplab.figures.view import view, views
 from fsdplab.profiling.findings import profiling_cost
@@ -21,52 +21,70 @@ from fsdplab.profiling.tables import Table, TablesOf, tables_of_pair, tables_of_
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.records import RecordError, RunRecord
 from fsdplab.sessions.device_peak import peak_of
+from fsdplab.sessions.steady_card import spec_of, steady
 
 if TYPE_CHECKING:
     from fsdplab.profiling.findings import Finding
 
 MARKS = 1_500  # of each timeline on a page, to stay under a megabyte a record
-_MOST_PAIRS = 5
 _UNTRACED = "A simulated step has no traces, which these tables are made of: give runs of fsdplab run --profile 3."
-_NOTHING_FOUND = "No findings: nothing in these records stands out, or no step was profiled (run with --profile 2)."
+_NOTHING_FOUND = "No findings: nothing in this record stands out, or no step was profiled (run with --profile 2)."
+_ONE_RUN = (
+    "A difference needs two runs: give two records, such as the same strategy with --prefetch 0 and --prefetch 1, or"
+    " two folders of traces."
+)
 _NAMES = ("name", "unit", "group", "shapes")  # columns that may be longer than the page is wide
 
 
 def tabbed(
-    summary: str,
+    compared: str,
     records: Sequence[RunRecord],
     findings: Sequence[Finding | Mapping[str, Any]],
     tables_of: TablesOf | None = None,
 ) -> Markup:
-    """The row of tabs and their panels, the summary first; tables of traces are made here, or `tables_of` has them."""
+    """The row of tabs and their panels, the comparison first; tables of traces are made here, or `tables_of` has
+    them.
+    """
     made = tables_of or (lambda record: tables_of_record(record, peak_of(record)))
-    timelines = _each(records, lambda record: drawn(figures.rank_timeline, record, limit=MARKS))
-    exposed = _each(records, lambda record: drawn(figures.exposed_heatmap, record) + _stragglers(record))
-    memory = any(view(record).peak or not view(record).traced for record in records)
-    told = Markup("\n").join(map(_finding, findings))
+    parts_of_steps = drawn(figures.step_bar, records) + drawn(figures.exposed_bar, records)
     panels = {
-        "Summary": summary,
-        "Timeline": drawn(figures.step_bar, records) + timelines,
-        "Exposed": drawn(figures.exposed_bar, records) + exposed,
+        "Compare": compared,
+        "Timeline": _each(records, _timeline) + folded("Where the time of each step goes", parts_of_steps),
         "Memory": _each(records, _memory),
-        "Traffic": _each(records, _traffic),
-        "Pareto": drawn(figures.pareto, records) if memory else _not_in_traces("memory, one of the two axes"),
-        "Tables": _each(records, lambda record: note(_UNTRACED) if view(record).simulated else _tables(made, record)),
-        "Difference": _pairs(records),
-        "Findings": _costs_of_profiling(records) + (told or note(_NOTHING_FOUND)),
+        "Traffic": _traffic(records),
+        "Diagnosis": _diagnosis(records, findings, made),
     }
     return rendered("tabs.html", panels=panels)
 
 
 def _each(records: Sequence[RunRecord], fill: Callable[[RunRecord], Markup]) -> Markup:
-    """Every run under its name; a single run needs none."""
+    """What `fill` gives of the run that the picker shows, at first the first fully sharded one; a single run needs no
+    picker.
+    """
     if len(records) == 1:
         return fill(records[0])
-    return part("under_names", bodies=[(view.label, fill(record)) for view, record in zip(views(records), records)])
+    strategies = [record.spec.get("strategy") for record in records]
+    chosen = strategies.index("full_shard") if "full_shard" in strategies else 0
+    names = [shown.label for shown in views(records)]
+    return part("picked", bodies=[(name, fill(record)) for name, record in zip(names, records)], chosen=chosen)
 
 
-def _not_in_traces(what: str) -> Markup:
+def not_in_traces(what: str) -> Markup:
+    """One line in place of what no trace holds."""
     return note(f"Not in these traces: {what}. The lab records it in runs of its own: fsdplab run or fsdplab compare.")
+
+
+def _timeline(record: RunRecord) -> Markup:
+    """The step on the steady card where that card can show it, then a measured one; folded, who was exposed when."""
+    exposed = drawn(figures.exposed_heatmap, record) + _stragglers(record)
+    measured = drawn(figures.rank_timeline, record, limit=MARKS)
+    return _on_steady_card(record) + measured + folded("Exposed time by unit, and who was late", exposed)
+
+
+def _on_steady_card(record: RunRecord) -> Markup:
+    """The simulated timeline of a run whose summary has a steady step."""
+    spec = spec_of(record) if view(record).steady.step_time_s else None
+    return Markup("") if spec is None else drawn(lambda: figures.rank_timeline(steady(spec), limit=MARKS))
 
 
 def _stragglers(record: RunRecord) -> Markup:
@@ -84,7 +102,7 @@ def _memory(record: RunRecord) -> Markup:
         by_rank = enumerate(record.summary.peak_by_rank or ())
         said = ", ".join(f"rank {rank} {size(peak)}" for rank, peak in by_rank if peak)
         known = note(f"Peak of allocated memory, from the traces: {said}.") if said else Markup("")
-        return known + _not_in_traces("memory by category" if said else "memory")
+        return known + not_in_traces("memory by category" if said else "memory")
     try:
         return Markup(figures.linked_html(record))
     except ValueError as reason:
@@ -93,15 +111,55 @@ def _memory(record: RunRecord) -> Markup:
         return drawn(figures.memory_timeline, record, rank=worst) + note(str(reason))
 
 
-def _traffic(record: RunRecord) -> Markup:
-    """What was sent beside what the strategy must send; of foreign traces what they hold."""
-    if not view(record).traced:
-        return drawn(figures.ledger_against_formula, record)
+def _traffic(records: Sequence[RunRecord]) -> Markup:
+    """What was sent, a bar a run, beside what the strategy must send; of foreign traces what they hold."""
+    own = [record for record in records if not view(record).traced]
+    told = [_traffic_of_traces(record) for record in records if view(record).traced]
+    return (drawn(figures.ledger_against_formula, own) if own else Markup("")) + Markup("").join(told)
+
+
+def _traffic_of_traces(record: RunRecord) -> Markup:
     comm = record.summary.comm
     if comm.bytes_per_step is None:
-        return _not_in_traces("bytes sent, and what the strategy must send")
+        return not_in_traces("bytes sent, and what the strategy must send")
     said = f"{plural(comm.collectives_per_step or 0, 'collective')} a step send {size(comm.bytes_per_step)} a rank"
-    return note(f"{said}, from the traces.") + _not_in_traces("what the strategy must send")
+    return note(f"{view(record).label}: {said}, from the traces.") + not_in_traces("what the strategy must send")
+
+
+def _diagnosis(records: Sequence[RunRecord], findings: Sequence[Finding | Mapping[str, Any]], made: TablesOf) -> Markup:
+    """Of each run its findings, and folded its difference to the first run and the tables of its traces."""
+    labels = {id(record): shown.label for shown, record in zip(views(records), records)}
+    whose = {id(found): _whose(found, list(labels.values())) for found in findings}
+
+    def of_run(record: RunRecord) -> Markup:
+        own = [found for found in findings if whose[id(found)] == labels[id(record)] or len(records) == 1]
+        cost = note(words) if (words := profiling_cost(record)) else Markup("")
+        told = Markup("\n").join(_finding(found, labels[id(record)]) for found in own) or note(_NOTHING_FOUND)
+        traces = note(_UNTRACED) if view(record).simulated else _tables(made, record)
+        unlike = folded(f"Difference to {labels[id(records[0])]}", _difference(records, record))
+        return cost + told + unlike + folded("Tables of the traces", traces)
+
+    general = Markup("\n").join(_finding(found) for found in findings if len(records) > 1 and not whose[id(found)])
+    return general + _each(records, of_run)
+
+
+def _whose(found: Finding | Mapping[str, Any], labels: Sequence[str]) -> str:
+    """The run that a finding's title begins with; empty where it is of no run."""
+    title = _told(found).get("title")
+    return max((label for label in labels if str(title).startswith(f"{label}: ")), key=len, default="")
+
+
+def _difference(records: Sequence[RunRecord], record: RunRecord) -> Markup:
+    """A later run against the first, unit by unit, then in the parts of a step and in its operators and kernels."""
+    first = records[0]
+    if len(records) == 1:
+        return note(_ONE_RUN)
+    if record is first:
+        return Markup("")
+    if failed := [shown.label for shown in views([first, record]) if shown.status == "failed"]:
+        return note(f"Not compared, since {' and '.join(failed)} failed.")
+    profiled = first.table("breakdown") and record.table("breakdown")
+    return drawn(figures.difference, first, record) + (_tables(tables_of_pair, first, record) if profiled else "")
 
 
 def _tables(make: Callable[..., list[Table]], *records: RunRecord) -> Markup:
@@ -122,35 +180,17 @@ def _table(shown: Table) -> Markup:
     return part("trace_table", title=shown.title, sentence=shown.sentence, body=body, notes=notes)
 
 
-def _pairs(records: Sequence[RunRecord]) -> Markup:
-    """Every later run against the first, of those that ended whole; a single run has nothing to differ from."""
-    left_out = [shown.label for shown, record in zip(views(records), records) if record.status != "finished"]
-    records = [record for record in records if record.status == "finished"]
-    if len(records) < 2:
-        why = f" Not compared, since they did not end whole: {', '.join(left_out)}." if left_out else ""
-        return note(
-            "A difference needs two runs: give two records, such as the same strategy with --prefetch 0 and"
-            f" --prefetch 1, or two folders of traces.{why}"
-        )
-    return Markup("\n").join(_pair(records[0], other) for other in records[1 : 1 + _MOST_PAIRS])
-
-
-def _pair(first: RunRecord, second: RunRecord) -> Markup:
-    """The difference unit by unit, then in the parts of a step and in its operators and kernels."""
-    profiled = first.table("breakdown") and second.table("breakdown")
-    return drawn(figures.difference, first, second) + (_tables(tables_of_pair, first, second) if profiled else "")
-
-
-def _costs_of_profiling(records: Sequence[RunRecord]) -> Markup:
-    """By how much profiled steps were longer than timed ones, where it is much."""
-    said = [(shown.label, profiling_cost(record)) for shown, record in zip(views(records), records)]
-    return Markup("\n").join(note(f"{name}: {words}" if len(said) > 1 else words) for name, words in said if words)
-
-
-def _finding(found: Finding | Mapping[str, Any]) -> Markup:
-    """One finding: an object or a dict with `title`, `text`, `remedy`, and perhaps `seconds` a step."""
+def _told(found: Finding | Mapping[str, Any]) -> Mapping[str, Any]:
+    """A finding's words, of an object or a dict."""
     names = ("title", "kind", "text", "remedy", "seconds")
-    told = found if isinstance(found, Mapping) else {name: getattr(found, name, None) for name in names}
-    title = str(told.get("title") or str(told.get("kind") or "finding").replace("_", " "))
+    return found if isinstance(found, Mapping) else {name: getattr(found, name, None) for name in names}
+
+
+def _finding(found: Finding | Mapping[str, Any], run: str = "") -> Markup:
+    """One finding: an object or a dict with `title`, `text`, `remedy`, and perhaps `seconds` a step; without the name
+    of its run where that is known.
+    """
+    told = _told(found)
+    title = str(told.get("title") or str(told.get("kind") or "finding").replace("_", " ")).removeprefix(f"{run}: ")
     cost = f" · {seconds(told['seconds'])} a step" if told.get("seconds") and "a step" not in title else ""
     return part("finding", title=title + cost, text=told.get("text") or "", remedy=told.get("remedy") or "")

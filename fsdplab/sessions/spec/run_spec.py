@@ -77,7 +77,7 @@ class RunSpec:
     "1GB/s,50us"); `emulate` ("8xH100") with `as_model` ("llama-3.1-8b") choose it so that communication takes the same
     part of a step as on that machine (a link given as well is taken as that choice). `compile="blocks"` makes one graph
     of each block's forward. `start` is how ranks are started: "warm" (forked), "torchrun", or "auto" (warm where
-    possible). `shard_size` ranks form a shard group of hybrid_shard, and `link_across` is the network between the groups.
+    possible). `shard_size` ranks form a shard group of hybrid_shard, with the network `link_across` between the groups.
 
     >>> RunSpec(strategy="zero1", world_size=2).total_steps
     6

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ def present_live(thing: object) -> Callable[[object], None]:
     The output is an ordinary one that stays in the saved notebook, where a widget is not saved.
     """
     display = notebook_display()
+    if display and os.environ.get("SERVER_SOFTWARE", "").startswith("voila"):
+        return _in_a_widget(thing, display)
     handle = display(thing, display_id=True) if display else print(thing)
     if handle is None:
         return lambda other: None
@@ -55,6 +58,22 @@ def present_live(thing: object) -> Callable[[object], None]:
             handle.update(_Between())
         handle.update(other)
 
+    return replace
+
+
+def _in_a_widget(thing: object, display: Callable[..., Any]) -> Callable[[object], None]:
+    """The output as a widget: Voila shows a cell's output once, and changes widgets alone."""
+    import ipywidgets
+    from IPython.core.interactiveshell import InteractiveShell
+
+    place = ipywidgets.Output()
+    display(place)
+
+    def replace(other: object) -> None:
+        data, metadata = InteractiveShell.instance().display_formatter.format(other)
+        place.outputs = ({"output_type": "display_data", "data": data, "metadata": metadata},)
+
+    replace(thing)
     return replace
 
 

@@ -10,14 +10,25 @@ function show(name) {
   for (const tab of document.querySelectorAll("[role=tab]")) tab.setAttribute("aria-selected", tab.dataset.panel === name);
   drawIn(document.getElementById(name));
 }
+// Every tab shows the run that was picked in one of them.
+function pick(place) {
+  for (const picker of document.querySelectorAll(".picker")) {
+    [...picker.children].forEach((button, at) => button.setAttribute("aria-pressed", at === place));
+    [...picker.parentElement.querySelectorAll(":scope > .one")].forEach((part, at) => part.classList.toggle("open", at === place));
+  }
+  drawIn(document);
+}
 document.getElementById("switch").onclick = () => paper(!document.documentElement.classList.contains("dark"));
 paper(matchMedia("(prefers-color-scheme: dark)").matches);
 const tabs = [...document.querySelectorAll("[role=tab]")];
 tabs.forEach((tab, place) => {
-  tab.onclick = () => show(tab.dataset.panel);
+  tab.onclick = () => { show(tab.dataset.panel); tab.parentElement.scrollIntoView(); };
   tab.onkeydown = event => {
     const turn = {ArrowRight: 1, ArrowLeft: -1}[event.key];
     if (turn) { const next = tabs[(place + turn + tabs.length) % tabs.length]; next.focus(); next.click(); }
   };
 });
-tabs.length ? show(tabs[0].dataset.panel) : drawIn(document);
+for (const picker of document.querySelectorAll(".picker")) [...picker.children].forEach((button, at) => button.onclick = () => pick(at));
+for (const each of document.querySelectorAll("details")) each.ontoggle = () => { if (each.open) drawIn(each); };
+if (tabs.length) show(tabs[0].dataset.panel);
+drawIn(document);
