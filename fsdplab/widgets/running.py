@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, compare
@@ -106,7 +105,6 @@ class Runner:
     def _run_all(self, specs: tuple[RunSpec, ...], folder: Path) -> None:
         numbers = {(spec.strategy, spec.engine): number for number, spec in enumerate(specs)}
         warm: set[tuple[str, str]] = set()  # the runs that wait for their turns or have ended
-        latest = {}
 
         def on_ready(record: RunRecord) -> None:
             self._heed()
@@ -119,12 +117,9 @@ class Runner:
             self.state.recorded(record)
             on_ready(record)
 
-        def on_step(row: Mapping[str, Any]) -> None:
-            latest["seconds"] = row["step_time_s"]
-
         def on_progress(spec: RunSpec, step: int, steps: int, loss: float) -> None:
             self._heed()
-            self.state.stepped(numbers[spec.strategy, spec.engine], step, steps, loss, latest["seconds"])
+            self.state.stepped(numbers[spec.strategy, spec.engine], step, steps, loss)
 
         self.state.started(0)
         # without on_look Cancel works at the next step only, not while ranks start
@@ -134,7 +129,6 @@ class Runner:
             on_record=on_record,
             on_ready=on_ready,
             on_progress=on_progress,
-            on_step=on_step,
             on_look=self._heed,
         )
 
