@@ -37,13 +37,17 @@ CAUSES = {
     "nothing_to_hide_behind": "too little to compute meanwhile",
     "unknown": "unknown",
 }
+_REMAINS = ": the first gathers, the gather between forward and backward, and the last reductions"
 _ALIKE = 0.02  # steps that differ by less are equally long, for a guess
 # Settings that change what a run takes: a measurement with other ones is not drawn over its simulation.
 _SETTINGS = (
     "strategy", "model", "world_size", "precision", "units", "checkpoint", "prefetch", "shard_size", "link", "emulate",
     "batch_size", "sequence_length", "micro_batches",
 )  # fmt: skip
-_OF_A_PIN = {"preset": "", "model": "", "ranks": " ranks", "precision": "", "link": "", "tokens": " tokens"}
+_IN_A_NOTE = {
+    "preset": "{}", "model": "{}", "ranks": "{} ranks", "precision": "{}", "checkpoint": "recompute {}",
+    "units": "units {}", "prefetch": "prefetch {}", "link": "{}", "tokens": "{} tokens",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ def _step_of(record: RunRecord) -> tuple[Step, dict[str, list[list[Any]]]]:
             for each in record.table("timeline") if each["lane"] == "compute" and each["rank"] == row["rank"]
         ],
         "messages": [
-            [_ms(each["start_ns"]), _ms(each["end_ns"]), each["unit"], each["phase"], each["kind"],
+            [_ms(each["start_ns"]), _ms(each["end_ns"]), each["unit"], each["phase"], each["kind"].replace("_", "-"),
              size(each["wire_bytes"]), _ms(each["waited_ns"]),
              CAUSES.get(causes.get((each["unit"], each["phase"], each["kind"]), ""), "")]
             for each in record.table("ledger") if each["rank"] == row["rank"]
@@ -259,7 +263,9 @@ def difference(a: Outcome, b: Outcome, names: tuple[str, str]) -> str:
         parts.append(f"Its step takes {seconds(b.step.total)}, {longer}.")
     if a.sent and b.sent:
         often = "as much" if a.sent == b.sent else f"{b.sent / a.sent:.2f} times as much"
-        exposed = f", and {seconds(b.step.exposed)} are exposed (A: {seconds(a.step.exposed)})" if a.step and b.step else ""
+        exposed = (
+            f", and {seconds(b.step.exposed)} are exposed (A: {seconds(a.step.exposed)})" if a.step and b.step else ""
+        )
         parts.append(f"It sends {often}{exposed}.")
     return " ".join(parts)
 
@@ -290,20 +296,17 @@ def answer(choices: Choices, look: Look, fixed: Mapping[str, Any], records: Sequ
     shown = list(runs)
     b = look.b if look.b in runs else shown[-1]
     a = look.a if look.pinned or look.a in runs else shown[0]
-    first, pinned_name = runs.get(a), ""
-    if look.pinned:
-        found = check(replace(look.pinned, strategies=(a,), engines=("lab",)), fixed)
-        first, pinned_name = [*found.specs, *found.plans][0], pinned_words(look.pinned, a, choices)
-    assert first is not None
+    first, note = _pinned(look.pinned, a, choices, fixed) if look.pinned else (runs[a], "")
     sides = {"A": (a, first), "B": (b, runs[b])}
     if look.guess.hides:
-        return {"hidden": True, "errors": {}, "a": a, "b": b, "names": shown, "asks": _asks(a, b, pinned_name)}
+        return {"hidden": True, "errors": {}, "a": a, "b": b, "names": shown, "asks": _asks(_named(a, note), b)}
     card, preset = parse_card(choices.card), PRESETS[choices.preset]
     rows = [_row(name, run, card, records) for name, run in runs.items()]
-    rows = [_row(a, first, card, records) | {"name": pinned_name, "pinned": True}] * bool(look.pinned) + rows
+    pin = {"name": f"{a} (A)", "pinned": True, "note": note or "as it is now"}
+    rows = [_row(a, first, card, records) | pin] * bool(look.pinned) + rows
     outcomes = [outcome(run) for _, run in sides.values()]
-    names = (pinned_name or a, b)
-    clock = f"simulated on {preset.gpu.upper()}" if preset.gpu else "simulated on the steady card"
+    names = (_named(a, note), b)
+    clock = f"simulated on {preset.gpu.upper()} GPUs" if preset.gpu else "simulated on the steady card"
     judged = judge(look.guess, outcomes[0], outcomes[1]) if look.guess.on else ""
     return {
         "errors": {}, "a": a, "b": b, "rows": rows, "card": card, "clock": clock, "judged": judged,
@@ -318,16 +321,24 @@ def answer(choices: Choices, look: Look, fixed: Mapping[str, Any], records: Sequ
     }  # fmt: skip
 
 
-def _asks(a: str, b: str, pinned: str) -> str:
-    return f"Before you look: A is {pinned or a}, B is {b}. Whose step is shorter, and how much memory does B need?"
+def _asks(a: str, b: str) -> str:
+    return f"Before you look: A is {a}, B is {b}. Whose step is shorter, and how much memory does B need?"
 
 
-def pinned_words(pinned: Choices, strategy: str, now: Choices) -> str:
-    """A pinned run's name with the settings in which it differs from the choices: `full_shard, prefetch 0`."""
+def _named(strategy: str, note: str) -> str:
+    return f"{strategy} ({note})" if note else strategy
+
+
+def _pinned(pinned: Choices, strategy: str, now: Choices, fixed: Mapping[str, Any]) -> tuple[Run, str]:
+    """The run that A keeps, and the settings in which it differs from the choices."""
+    found = check(replace(pinned, strategies=(strategy,), engines=("lab",)), fixed)
+    return [*found.specs, *found.plans][0], other_settings(pinned, now)
+
+
+def other_settings(pinned: Choices, now: Choices) -> str:
+    """The settings of a pinned run that are not those of the choices: `prefetch 0, 300MB/s`."""
     other = [each.name for each in fields(Choices) if getattr(pinned, each.name) != getattr(now, each.name)]
-    words = [f"{getattr(pinned, name)}{_OF_A_PIN[name]}" for name in other if name in _OF_A_PIN]
-    words += [f"{name} {getattr(pinned, name)}" for name in other if name in ("prefetch", "checkpoint", "units")]
-    return ", ".join([strategy, *words])
+    return ", ".join(_IN_A_NOTE[name].format(getattr(pinned, name)) for name in other if name in _IN_A_NOTE)
 
 
 def _row(strategy: str, run: Run, card: int | None, records: Sequence[RunRecord]) -> dict[str, Any]:
@@ -387,5 +398,5 @@ def _mark(side: str, run: Run, ends: tuple[float, float]) -> dict[str, Any]:
         return {"side": side, "at": None, "words": f"{side} waits at every speed"}
     if found.bytes_per_s == ends[0]:
         return {"side": side, "at": ends[0], "words": f"{side} hidden at every speed"}
-    remains = f"; {seconds(found.remains_s)} remain: first gathers, the turn, last reductions"
-    return {"side": side, "at": found.bytes_per_s, "words": f"{side} hidden from {rate(found.bytes_per_s)}", "more": remains}
+    words = f"{side} hidden from {rate(found.bytes_per_s)} ({seconds(found.remains_s)} remain)"
+    return {"side": side, "at": found.bytes_per_s, "words": words, "more": _REMAINS}

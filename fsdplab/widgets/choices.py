@@ -85,6 +85,7 @@ class Preset:
     models: tuple[str, ...] = MODELS
     gpu: str | None = None
     per_node: int = 8
+    sides: tuple[str, str] = ("no_shard", "full_shard")  # A and B
 
 
 _ON_GPUS = Choices(
@@ -99,7 +100,8 @@ PRESETS = {
         _ON_GPUS, "NVLink of a GPU", (1e9, 1e12), (512, 65536), (2, 4, 8), TARGETS, "h100"
     ),
     "two nodes": Preset(
-        _TWO_NODES, "Ethernet of a node", (0.125e9, 400e9), (512, 65536), (16, 32), TARGETS, "h100"
+        _TWO_NODES, "Ethernet of a node", (0.125e9, 400e9), (512, 65536), (16, 32), TARGETS, "h100",
+        sides=("full_shard", "hybrid_shard"),
     ),
 }  # fmt: skip
 
@@ -348,9 +350,7 @@ def _plan(choices: Choices, strategy: str) -> PlanSpec:
         checkpointing=choices.checkpoint, prefetch=choices.prefetch,
     )  # fmt: skip
     card = parse_card(choices.card) or plan.gpu.memory_bytes
-    return at_bandwidth(
-        replace(plan, gpu=replace(plan.gpu, memory_bytes=card)), parse_link(choices.link).bytes_per_s
-    )
+    return at_bandwidth(replace(plan, gpu=replace(plan.gpu, memory_bytes=card)), parse_link(choices.link).bytes_per_s)
 
 
 def at_bandwidth(plan: PlanSpec, bytes_per_s: float) -> PlanSpec:

@@ -56,7 +56,9 @@ class Details:
         self.refresh()
 
     def _make_widgets(self) -> None:
-        self.export_button = ipywidgets.Button(description="Export HTML", layout={"width": "auto", "min_width": "110px"})
+        self.export_button = ipywidgets.Button(
+            description="Export HTML", layout={"width": "auto", "min_width": "110px"}
+        )
         self.export_button.on_click(lambda _: self.export())
         self.export_button.add_class("fsdplab-press")
         self.exported = ipywidgets.Output()

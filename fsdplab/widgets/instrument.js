@@ -2,7 +2,7 @@
 // and this module draws it: no figure library, so that an answer is on screen some milliseconds after it came.
 
 const BUSY_AFTER_MS = 400;
-const ROW = 26, TITLE = 22, AXIS = 18, LEGEND = 18, LANE = 15, NAMES = 152, GAP = 18;
+const ROW = 27, TITLE = 24, AXIS = 18, LEGEND = 16, LANE = 17, NAMES = 148, GAP = 16;
 const escape = (text) => String(text ?? "").replace(/[&<>"']/g, (sign) => `&#${sign.charCodeAt(0)};`);
 const words = (name) => name.replaceAll("_", " ");
 const digits = (value, count) => Number(value.toPrecision(count));
@@ -112,12 +112,12 @@ function slider(name, { label, ends, at, text, asked: wanted, stops }, ask) {
 // ---- the figure: memory and step bars on the same rows, below them the timeline of A above that of B
 
 function bars(answer, offers, width, tips) {
-  const panel = (width - NAMES - GAP) / 2, labels = Math.max(126, 0.17 * width), room = panel - labels;
+  const panel = (width - NAMES - GAP) / 2, labels = Math.max(140, 0.17 * width), room = panel - labels;
   const rows = answer.rows, bottom = TITLE + rows.length * ROW, left = [NAMES, NAMES + panel + GAP];
   const peaks = rows.flatMap((row) => [row.peak ?? 0, row.measured?.peak ?? 0]);
   const times = rows.flatMap((row) => [row.step_s ?? 0, row.measured?.step_s ?? 0]);
   const most = [roundUp(Math.max(...peaks, 1)), roundUp(Math.max(...times, 1e-9))];
-  if (answer.card && answer.card <= 1.6 * most[0]) most[0] = roundUp(Math.max(most[0] / 1.0002, answer.card));
+  if (answer.card && answer.card <= 2 * most[0]) most[0] = roundUp(Math.max(...peaks, answer.card));
   const x = (which, value) => left[which] + (room * value) / most[which];
   const tip = (text) => `data-tip="${tips.push(text) - 1}"`;
   const out = [];
@@ -126,15 +126,18 @@ function bars(answer, offers, width, tips) {
   for (const [which, say] of [[0, sized], [1, asTime]])
     for (const part of [0, 0.5, 1]) {
       const at = x(which, most[which] * part);
-      out.push(`<path class="fl-grid" d="M${at},${TITLE - 2}V${bottom}"/><text class="fl-small" text-anchor="middle" x="${at}" y="${bottom + 13}">${say(most[which] * part)}</text>`);
+      out.push(`<path class="fl-grid" d="M${at},${TITLE - 2}V${bottom}"/><text class="fl-small" text-anchor="${part < 1 ? "middle" : "end"}" x="${at}" y="${bottom + 13}">${part ? say(most[which] * part) : 0}</text>`);
     }
+  for (const [which, origin] of [[0, "predicted"], [1, `on ${answer.clock.replace("simulated on ", "")}`]])
+    out.push(`<text class="fl-small" x="${left[which] + room + 12}" y="${bottom + 13}">${escape(origin)}</text>`);
   rows.forEach((row, index) => {
     const y = TITLE + index * ROW + 4, high = ROW - 9, middle = y + high / 2 + 4;
     const sides = { A: row.pinned || (row.strategy === answer.a && !answer.pinned), B: !row.pinned && row.strategy === answer.b };
     for (const [place, side] of ["A", "B"].entries())
       if (!(row.pinned && side === "B") && !(answer.pinned && !row.pinned && side === "A"))
         out.push(`<g class="fl-pick fl-${side}${sides[side] ? " fl-on" : ""}" role="button" tabindex="0" aria-pressed="${Boolean(sides[side])}" aria-label="${side} is ${escape(row.name)}" data-key="${side}:${row.strategy}:${row.pinned ?? ""}" data-pick="${side}" data-strategy="${row.pinned ? "" : row.strategy}"><rect x="${place * 20}" y="${y}" width="17" height="${high}" rx="4"/><text x="${place * 20 + 8.5}" y="${middle}" text-anchor="middle">${side}</text></g>`);
-    out.push(`<text class="fl-name" x="43" y="${middle}"><title>${escape(row.name)}</title>${escape(short(row.name, 15))}</text>`);
+    out.push(`<text class="fl-name" x="43" y="${row.note ? middle - 5 : middle}">${escape(row.strategy)}</text>`);
+    if (row.note) out.push(`<text class="fl-small" ${tip(`A is pinned with ${row.note}`)} x="43" y="${middle + 7}">${escape(short(row.note, 17))}</text>`);
     let from = 0;
     for (const [name, bytes] of row.memory) {
       out.push(`<rect ${tip(`${row.name}: ${words(name)} ${sized(bytes)}`)} x="${x(0, from)}" y="${y}" width="${Math.max(0, x(0, from + bytes) - x(0, from))}" height="${high}" fill="${offers.categories[name]}" class="fl-part"/>`);
@@ -147,32 +150,30 @@ function bars(answer, offers, width, tips) {
       if (part) out.push(`<rect ${tip(`${row.name}: ${name[0]} ${asTime(part)}`)} x="${x(1, from)}" y="${y}" width="${x(1, from + part) - x(1, from)}" height="${high}" fill="${name[1]}" class="fl-part"/>`);
       from += part;
     }
-    const said = [
-      [0, row.peak, row.peak ? sized(row.peak) : row.why_no_memory, row.over ? `${sized(row.over)} over the card` : "", row.over ? "fl-alarm" : ""],
-      [1, row.step_s, row.step_words || row.why_no_step, "", ""],
-    ];
-    for (const [which, value, first, second, look] of said) {
-      const key = which ? "step_s" : "peak", real = row.measured?.[key];
-      const end = x(which, Math.max(value ?? 0, real ?? 0, which || !row.over ? 0 : answer.card)) + 6;
-      const below = [second, real ? `measured ${which ? row.measured.step_words : row.measured.peak_words}` : ""].filter(Boolean).join("; ");
-      if (real) out.push(`<rect class="fl-measured" ${tip(`${row.name}: measured ${which ? row.measured.step_words : row.measured.peak_words}`)} x="${left[which]}" y="${y - 2}" width="${x(which, real) - left[which]}" height="${high + 4}"/>`);
-      const first_y = below ? middle - 5 : middle;
-      out.push(`<text class="fl-label ${look}" x="${end}" y="${first_y}">${escape(first)}</text>`);
-      if (below) out.push(`<text class="fl-small ${look}" x="${end}" y="${middle + 7}">${escape(below)}</text>`);
+    for (const [which, key, first] of [[0, "peak", row.peak ? sized(row.peak) : row.why_no_memory], [1, "step_s", row.step_words || row.why_no_step]]) {
+      const real = row.measured?.[key], over = !which && row.over, end = left[which] + room + 12;
+      const seen = real ? `measured ${(which ? asTime : sized)(real)}` : "", below = over ? `${sized(over)} over the card` : seen;
+      if (real) out.push(`<rect class="fl-measured" ${tip(`${row.name}: ${seen}`)} x="${left[which]}" y="${y - 2}" width="${x(which, real) - left[which]}" height="${high + 4}"/>`);
+      const beside = over && seen ? `<tspan class="fl-small" dx="4">${seen}</tspan>` : "";
+      out.push(`<text class="fl-label${over ? " fl-alarm" : ""}" x="${end}" y="${below ? middle - 5 : middle}">${escape(first)}${beside}</text>`);
+      if (below) out.push(`<text class="fl-small${over ? " fl-alarm" : ""}" x="${end}" y="${middle + 7}">${escape(below)}</text>`);
     }
     if (answer.guessed && sides.B) out.push(`<path class="fl-guess" ${tip(`your guess: ${sized(answer.guessed)}`)} d="M${x(0, Math.min(answer.guessed, most[0]))},${y - 4}v${high + 8}"/>`);
   });
-  const card = answer.card ? { at: x(0, Math.min(answer.card, most[0] * 1.12)), top: TITLE - 4, bottom, per: most[0] / room, left: left[0] } : null;
-  return { svg: out.join(""), height: bottom + AXIS, card };
+  const card = answer.card ? { at: x(0, Math.min(answer.card, most[0] * 1.04)), top: TITLE - 4, bottom, per: most[0] / room, left: left[0] } : null;
+  return { svg: out.join(""), height: bottom + AXIS, card, middle: left[1] };
 }
 
 const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 
-function legend(list, width, y) {
-  let x = 0;
-  return list.map(([name, colour]) => {
-    const drawn = `<rect x="${x}" y="${y - 9}" width="10" height="10" fill="${colour}" class="fl-part"/><text class="fl-small" x="${x + 14}" y="${y}">${escape(words(name))}</text>`;
-    x += 24 + 6.1 * name.length;
+// Coloured names in rows of at most `room` pixels from `left`.
+function legend(list, left, room, top) {
+  let x = 0, y = top;
+  return list.map(([name, look]) => {
+    const wide = 19 + 5.9 * name.length;
+    if (x && x + wide > room) [x, y] = [0, y + LEGEND];
+    const drawn = `<rect x="${left + x + 0.5}" y="${y - 9}" width="10" height="10" ${look.startsWith("#") ? `fill="${look}" class="fl-part"` : `class="${look}"`}/><text class="fl-small" x="${left + x + 14}" y="${y}">${escape(words(name))}</text>`;
+    x += wide + 6;
     return drawn;
   }).join("");
 }
@@ -184,7 +185,7 @@ function timeline(answer, offers, width, top, tips) {
   const x = (ms) => NAMES + (room * ms) / end;
   const tip = (text) => `data-tip="${tips.push(text) - 1}"`;
   const box = (from, to, y, colour, look, text) => `<rect ${tip(text)} x="${x(from).toFixed(2)}" y="${y}" width="${Math.max(0.6, x(to) - x(from)).toFixed(2)}" height="${LANE - 2}" fill="${colour}" class="${look}"/>`;
-  const out = [`<text class="fl-title" x="${NAMES}" y="${top + 14}">One step of A above B, on one clock</text>`];
+  const out = [`<text class="fl-title" x="0" y="${top + 14}">One step, A above B</text>`, legend(offers.kinds, 160, width - 160, top + 13)];
   runs.forEach((run, index) => {
     const y = top + TITLE + index * (2 * LANE + 8);
     out.push(`<text class="fl-name" x="0" y="${y + 12}"><tspan class="fl-side fl-${run.side}">${run.side}</tspan> computes</text><text class="fl-name" x="0" y="${y + LANE + 12}"><tspan visibility="hidden">${run.side}</tspan> sends</text>`);
@@ -193,14 +194,21 @@ function timeline(answer, offers, width, top, tips) {
     for (const [from, to] of run.exposed)
       out.push(box(from, to, y, offers.lanes.exposed, "fl-block", `${run.side} waits for the link: ${asTime((to - from) / 1e3)} exposed`));
     for (const [from, to, unit, phase, kind, size, waited, cause] of run.messages)
-      out.push(box(from, to, y + LANE, offers.lanes[kind] ?? offers.lanes.other_communication, "fl-block",
-        `${run.side}: ${words(kind)} of ${unit || "root"} in ${phase}, ${size}, ${asTime((to - from) / 1e3)}; ${waited ? `${asTime(waited / 1e3)} exposed: ${cause}` : "all hidden"}`));
+      out.push(box(from, to, y + LANE, offers.lanes[kind] ?? offers.lanes["other-communication"], "fl-block",
+        `${run.side}: ${kind} of ${unit || "root"} in ${phase}, ${size}, ${asTime((to - from) / 1e3)}; ${waited ? `${asTime(waited / 1e3)} exposed: ${cause}` : "all hidden"}`));
     out.push(`<path class="fl-end" d="M${x(run.step)},${y - 2}v${2 * LANE + 2}"/><text class="fl-label" x="${x(run.step) + 5}" y="${y + 18}">${asTime(run.step / 1e3)}</text>`);
   });
   const bottom = top + TITLE + runs.length * (2 * LANE + 8) - 4;
-  for (const part of [0, 0.25, 0.5, 0.75, 1])
+  const pieces = [1.5, 3, 6].includes(digits(end / 10 ** Math.floor(Math.log10(end)), 3)) ? 3 : 4;
+  for (const part of [...Array(pieces + 1).keys()].map((place) => place / pieces))
     out.push(`<path class="fl-grid" d="M${x(end * part)},${top + TITLE - 2}V${bottom}"/><text class="fl-small" text-anchor="middle" x="${x(end * part)}" y="${bottom + 12}">${part ? asTime((end * part) / 1e3) : 0}</text>`);
   return { svg: out.join(""), height: bottom + AXIS - top };
+}
+
+// The categories of memory that some run has, with their colours.
+function used(answer, offers) {
+  const there = new Set(answer.rows.flatMap((row) => row.memory.filter(([, bytes]) => bytes > row.peak / 200).map(([name]) => name)));
+  return Object.entries(offers.categories).filter(([name]) => there.has(name));
 }
 
 function spoken(answer) {
@@ -256,8 +264,8 @@ function render({ model, el }) {
   const tokens = slider("tokens", { label: () => "Tokens a rank and step", ends: (preset) => preset.tokens, at: (state) => state.choices.tokens, text: (value) => String(Math.round(value)), asked: Math.round, stops: ([low, high]) => Math.round(Math.log2(high / low)) }, ask);
   const more = [
     typed("Card", "card", ask), typed("Timed steps", "steps", ask), menu("Units", "units", () => offers.units, ask), menu("Recompute", "checkpoint", () => offers.checkpoints, ask),
-    menu("Ranks a shard group", "shard_size", () => offers.shard_sizes, ask), typed("Wind tunnel: cards", "tunnel", ask), menu("Their model", "as_model", () => offers.targets, ask),
-    buttons("Wind tunnel", () => ["Link: wind tunnel"], (name) => name, (state) => state.choices.link === offers.wind_tunnel, () => ask({ link: asked.choices.link === offers.wind_tunnel ? presetOf().choices.link : offers.wind_tunnel })),
+    menu("Ranks a shard group", "shard_size", () => offers.shard_sizes, ask), buttons("Wind tunnel", () => ["on"], (name) => name, (state) => state.choices.link === offers.wind_tunnel, () => ask({ link: asked.choices.link === offers.wind_tunnel ? presetOf().choices.link : offers.wind_tunnel })),
+    typed("its cards", "tunnel", ask), menu("their model", "as_model", () => offers.targets, ask),
     buttons("Engines", () => offers.engines, (name) => name, (state, value) => state.choices.engines.includes(value), engines),
   ];
   const figure = element("div", { class: "fl-figure" }), tooltip = element("div", { class: "fl-tip", role: "tooltip", hidden: true });
@@ -272,7 +280,7 @@ function render({ model, el }) {
   const cancel = element("button", { type: "button", onclick: () => send("cancel") }, "Cancel");
   const bar = element("progress", { max: 1, "aria-label": "Progress of the runs" });
   const message = element("div", { class: "fl-message", role: "status" });
-  const moreBox = element("details", { class: "fl-more" }, element("summary", {}, "More"), element("div", {}, ...more.map((each) => each.node)));
+  const moreBox = element("details", { class: "fl-more" }, element("summary", {}, "More"), element("div", {}, ...more.map((each) => each.node.matches(".fl-group") ? element("div", { class: "fl-menu" }, element("span", {}, each.node.ariaLabel), each.node) : each.node)));
   const head = element("div", { class: "fl-line" }, ...top.map((each) => each.node), moreBox);
   const root = element("div", { class: "fl-instrument" }, head, element("div", { class: "fl-line" }, ...second.map((each) => each.node)),
     element("div", { class: "fl-sliders" }, link.node, tokens.node), asks, stage, sentence, element("div", { class: "fl-line fl-run" }, measure, cancel, bar, message));
@@ -310,9 +318,9 @@ function render({ model, el }) {
     if (answer.rows && el.clientWidth) {
       const width = el.clientWidth - 4, scale = model.get("scale") * (width > 1250 ? 1.3 : 1), tips = [];
       const inside = width / scale, top = bars(answer, offers, inside, tips);
-      const keys = legend([...offers.used(answer), ...offers.step], inside, top.height + 12);
-      const below = timeline(answer, offers, inside, top.height + LEGEND + 2, tips);
-      const height = top.height + LEGEND + 4 + below.height;
+      const keys = legend(used(answer, offers), 0, top.middle - GAP, top.height + 12) + legend([...offers.step, ["measured", "fl-measured"]], top.middle, inside, top.height + 12);
+      const below = timeline(answer, offers, inside, top.height + 2 * LEGEND + 10, tips);
+      const height = top.height + 2 * LEGEND + 10 + below.height;
       keepFocus(figure, () => { figure.innerHTML = `<svg viewBox="0 0 ${inside} ${height}" width="${width}" height="${height * scale}" role="group" aria-label="${escape(spoken(answer))}">${top.svg}${keys}${below.svg}</svg>`; });
       drawn = { tips, card: top.card, scale };
       root.style.setProperty("--fl-scale", scale);
@@ -328,6 +336,7 @@ function render({ model, el }) {
     Object.assign(handle.style, { left: `${card.at * drawn.scale - 8}px`, top: `${card.top * drawn.scale}px`, height: `${(card.bottom - card.top) * drawn.scale}px` });
     handle.setAttribute("aria-valuenow", answer.card);
     handle.setAttribute("aria-valuetext", sized(answer.card));
+    handle.dataset.words = `card ${sized(answer.card)}`;
     handle.title = `card ${sized(answer.card)}: drag it`;
   }
   function moveCard(bytes) {
@@ -367,7 +376,6 @@ function render({ model, el }) {
   // JupyterLab's own keys must not act on a control that is typed into or moved.
   root.addEventListener("keydown", (event) => event.stopPropagation());
 
-  offers.used = (given) => Object.entries(offers.categories).filter(([name]) => given.rows.some((row) => row.memory.some(([part]) => part === name)));
   const answered = () => {
     answer = model.get("answer");
     if (answer.n >= number) {

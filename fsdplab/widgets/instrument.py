@@ -46,7 +46,7 @@ class Instrument(anywidget.AnyWidget):
 
     def __init__(self, state: LabState, press: Callable[[str], object], look: Look | None = None) -> None:
         self._state, self._press = state, press
-        self.look = look or Look()
+        self.look = look or Look(*PRESETS[state.choices.preset].sides)
         self.waits = False  # whether a press waits for the notebook's cells
         self._answered: tuple[object, ...] = ()
         super().__init__(offers=_offers())
@@ -84,6 +84,9 @@ class Instrument(anywidget.AnyWidget):
         asked, now = change["new"], self._state.choices
         self.look = look_of(asked, self.look, now)
         changes = changes_of(asked.get("choices", {}), now)
+        if "preset" in changes:
+            a, b = PRESETS[changes["preset"]].sides
+            self.look = replace(self.look, a=a, b=b)
         self._state.choose(**changes) if changes else self.refresh()
 
     def _was_pressed(self, change: Mapping[str, Any]) -> None:
@@ -134,6 +137,7 @@ def _rate_of(choices: Choices) -> float | None:
 def _offers() -> dict[str, Any]:
     """What can be chosen, and the colours: sent once."""
     deepspeed = importlib.util.find_spec("deepspeed") is not None
+    kinds = {name.replace("_", "-"): colour for name, colour in LANE_COLOURS.items()}
     lanes = {"forward": "compute in forward", "backward": "compute in backward"}
     return {
         "presets": {
@@ -152,5 +156,9 @@ def _offers() -> dict[str, Any]:
             ["computing", STEP_COLOURS["compute only"]], ["hidden", STEP_COLOURS["overlapped"]],
             ["exposed", STEP_COLOURS["exposed"]],
         ],
-        "lanes": LANE_COLOURS | {name: LANE_COLOURS[lane] for name, lane in lanes.items()},
+        "kinds": [
+            [name, LANE_COLOURS[lane]]
+            for name, lane in {**lanes, "optimizer": "optimizer", "exposed": "exposed"}.items()
+        ] + [[name, kinds[name]] for name in ("all-gather", "reduce-scatter", "all-reduce")],
+        "lanes": kinds | {name: LANE_COLOURS[lane] for name, lane in lanes.items()},
     }  # fmt: skip

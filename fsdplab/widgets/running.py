@@ -124,12 +124,7 @@ class Runner:
         self.state.started(0)
         # without on_look Cancel works at the next step only, not while ranks start
         compare(
-            specs,
-            directory=folder,
-            on_record=on_record,
-            on_ready=on_ready,
-            on_progress=on_progress,
-            on_look=self._heed,
+            specs, directory=folder, on_record=on_record, on_ready=on_ready, on_progress=on_progress, on_look=self._heed
         )
 
     def _heed(self) -> None:

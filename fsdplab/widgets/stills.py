@@ -51,7 +51,9 @@ class Still:
     answer: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return "\n".join([self._headline, self._said, *(alt_text(piece) for piece in self._pieces if isinstance(piece, Figure))])
+        return "\n".join(
+            [self._headline, self._said, *(alt_text(piece) for piece in self._pieces if isinstance(piece, Figure))]
+        )
 
     @property
     def _pieces(self) -> list[Piece]:
