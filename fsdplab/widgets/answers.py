@@ -1,8 +1,8 @@
 """What the instrument draws, as plain data: memory, step and timeline of each run, before anything runs.
 
-Memory of a run on this machine is played allocation by allocation (sessions.prediction), its step is that of the steady
-card; runs on GPUs are the planner's simulation. All of it is arithmetic, and each run's outcome is kept, so a control is
-answered within some milliseconds.
+Memory of a run on this machine is played allocation by allocation (sessions.prediction), its step is that of the
+steady card; runs on GPUs are the planner's simulation. All of it is arithmetic, and each run's outcome is kept, so a
+control is answered within some milliseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.sizes import parse_size, seconds, size
-from fsdplab.planning.links import LinkSpec, parse_link
+from fsdplab.planning.links import LinkSpec
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
 from fsdplab.planning.simulation import simulate, simulate_work, work_of
@@ -38,6 +38,7 @@ CAUSES = {
     "unknown": "unknown",
 }
 _REMAINS = ": the first gathers, the gather between forward and backward, and the last reductions"
+_NO_STEP = "not simulated without a link"
 _ALIKE = 0.02  # steps that differ by less are equally long, for a guess
 # Settings that change what a run takes: a measurement with other ones is not drawn over its simulation.
 _SETTINGS = (
@@ -102,10 +103,10 @@ def outcome(run: Run) -> Outcome:
         return Outcome(record.summary.peak_memory_bytes.split, record.summary.comm.bytes_per_step, *_step_of(record))
     found = predict(run)
     try:
-        parts, why = _step_of(steady(replace(run, engine="lab"))), ""
+        step, blocks = _step_of(steady(run))
     except SteadyCardError:
-        parts, why = (None, None), "no simulated step: it needs a link and units 'auto'"
-    return Outcome(found.by_category, found.bytes_per_step, *parts, why_no_memory=found.why_not, why_no_step=why)
+        return Outcome(found.by_category, found.bytes_per_step, None, None, found.why_not, _NO_STEP)
+    return Outcome(found.by_category, found.bytes_per_step, step, blocks, found.why_not)
 
 
 def _step_of(record: RunRecord) -> tuple[Step, dict[str, list[list[Any]]]]:
@@ -293,46 +294,56 @@ def answer(choices: Choices, look: Look, fixed: Mapping[str, Any], records: Sequ
     runs |= {plan.strategy: plan for plan in request.plans}
     if not runs:
         return {"errors": {"engines": "only runs of the lab's own engine are drawn here; choose it too"}}
-    shown = list(runs)
-    b = look.b if look.b in runs else shown[-1]
-    a = look.a if look.pinned or look.a in runs else shown[0]
+    b = look.b if look.b in runs else [*runs][-1]
+    a = look.a if look.pinned or look.a in runs else [*runs][0]
     first, note = _pinned(look.pinned, a, choices, fixed) if look.pinned else (runs[a], "")
-    sides = {"A": (a, first), "B": (b, runs[b])}
-    if look.guess.hides:
-        return {"hidden": True, "errors": {}, "a": a, "b": b, "names": shown, "asks": _asks(_named(a, note), b)}
-    card, preset = parse_card(choices.card), PRESETS[choices.preset]
-    rows = [_row(name, run, card, records) for name, run in runs.items()]
-    pin = {"name": f"{a} (A)", "pinned": True, "note": note or "as it is now"}
-    rows = [_row(a, first, card, records) | pin] * bool(look.pinned) + rows
-    outcomes = [outcome(run) for _, run in sides.values()]
-    names = (_named(a, note), b)
-    clock = f"simulated on {preset.gpu.upper()} GPUs" if preset.gpu else "simulated on the steady card"
-    judged = judge(look.guess, outcomes[0], outcomes[1]) if look.guess.on else ""
+    name = f"{a} ({note})" if note else a
+    judged, error = _judged(look.guess, outcome(first), outcome(runs[b]))
+    if look.guess.hides or error:
+        return {"hidden": True, "errors": {"guess": error} if error else {}, "a": a, "b": b, "asks": _asks(name, b)}
+    card = parse_card(choices.card)
+    rows = [_row(each, run, card, records) for each, run in runs.items()]
+    if look.pinned:
+        pinned = {"name": f"{a} (A)", "pinned": True, "note": note or "as it is now"}
+        rows = [_row(a, first, card, records) | pinned, *rows]
+    gpu = PRESETS[choices.preset].gpu
     return {
-        "errors": {}, "a": a, "b": b, "rows": rows, "card": card, "clock": clock, "judged": judged,
+        "errors": {}, "a": a, "b": b, "rows": rows, "card": card, "judged": judged,
         "guessed": parse_size(look.guess.memory) if judged else None,
+        "clock": f"simulated on {gpu.upper()} GPUs" if gpu else "simulated on the steady card",
         "memory_title": _memory_title(rows, card), "step_title": _step_title(rows),
-        "difference": difference(outcomes[0], outcomes[1], names),
-        "marks": [_mark(side, run, preset.links) for side, (_, run) in sides.items()],
-        "timeline": [
-            {"side": side, "name": name, "step": found.step.total * 1e3, **found.blocks}
-            for (side, _), name, found in zip(sides.items(), names, outcomes) if found.step and found.blocks
-        ],
+        "difference": difference(outcome(first), outcome(runs[b]), (name, b)),
+        **_over_time({"A": (name, first), "B": (b, runs[b])}, PRESETS[choices.preset].links),
     }  # fmt: skip
+
+
+def _judged(guess: Guess, a: Outcome, b: Outcome) -> tuple[str, str]:
+    """The guess beside the answer, where one was given, or why it is none."""
+    try:
+        return (judge(guess, a, b) if guess.on and guess.given else ""), ""
+    except ValueError as wrong:
+        return "", str(wrong)
+
+
+def _over_time(sides: Mapping[str, tuple[str, Run]], ends: tuple[float, float]) -> dict[str, Any]:
+    """The timelines of A and B, and their crossovers."""
+    found = {side: (name, outcome(run)) for side, (name, run) in sides.items()}
+    timeline = [
+        {"side": side, "name": name, "step": each.step.total * 1e3, **each.blocks}
+        for side, (name, each) in found.items()
+        if each.step and each.blocks
+    ]
+    return {"marks": [_mark(side, run, ends) for side, (_, run) in sides.items()], "timeline": timeline}
 
 
 def _asks(a: str, b: str) -> str:
     return f"Before you look: A is {a}, B is {b}. Whose step is shorter, and how much memory does B need?"
 
 
-def _named(strategy: str, note: str) -> str:
-    return f"{strategy} ({note})" if note else strategy
-
-
 def _pinned(pinned: Choices, strategy: str, now: Choices, fixed: Mapping[str, Any]) -> tuple[Run, str]:
     """The run that A keeps, and the settings in which it differs from the choices."""
     found = check(replace(pinned, strategies=(strategy,), engines=("lab",)), fixed)
-    return [*found.specs, *found.plans][0], other_settings(pinned, now)
+    return (found.specs or found.plans)[0], other_settings(pinned, now)
 
 
 def other_settings(pinned: Choices, now: Choices) -> str:

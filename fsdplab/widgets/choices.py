@@ -1,8 +1,8 @@
 """The choices of the strategy lab, its presets, and the runs that they describe.
 
 A preset is a machine with the choices that it begins with. The laptop's runs can be simulated and measured; those on
-GPUs are simulated by the planner. A wrong choice gives one line at one control. `RunSpec` checks whether a run is possible, but does not name a control:
-the error is shown at the first control whose default would make the run possible.
+GPUs are simulated by the planner. A wrong choice gives one line at one control. `RunSpec` checks whether a run is
+possible, but does not name a control: the error is shown at the first one whose default would make the run possible.
 """
 
 from __future__ import annotations

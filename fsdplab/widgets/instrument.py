@@ -101,11 +101,8 @@ def changes_of(asked: Mapping[str, Any], now: Choices) -> dict[str, Any]:
     >>> changes_of({"prefetch": 2, "model": "gpt-20m", "colour": "red"}, Choices())
     {'prefetch': 2}
     """
-    preset = asked.get("preset")
-    if preset in PRESETS and preset != now.preset:
-        wanted = _plain(PRESETS[preset].choices)
-    else:
-        wanted = dict(asked)
+    preset = PRESETS.get(asked.get("preset", ""))
+    wanted = _plain(preset.choices) if preset and preset.choices.preset != now.preset else asked
     known = {each.name for each in fields(Choices)}
     took = {name: tuple(value) if isinstance(value, list) else value for name, value in wanted.items() if name in known}
     return {name: value for name, value in took.items() if value != getattr(now, name)}

@@ -167,7 +167,7 @@ class LabState:
             return self._ready()
         kept = f"{plural(len(self.batches[-1].records), 'record')} of {plural(len(self.batches[-1].specs), 'run')} kept"
         if self.status == "cancelled":
-            return f"cancelled by you: {kept}; press Run to start again"
+            return f"cancelled by you: {kept}; press Measure to start again"
         if self.status == "failed":
             return f"failed: {self.last_error}; {kept}, and the lab can be used on"
         drift = drift_sentence(self.batches[-1].comparison)

@@ -97,7 +97,7 @@ class Runner:
         except OSError as error:
             if batch.folder.exists():
                 raise
-            raise OSError(f"{batch.folder} was moved or deleted while its runs went on; press Run again") from error
+            raise OSError(f"{batch.folder} was moved or deleted while its runs went on; press Measure again") from error
         finally:
             if not batch.records:  # what a cancelled run has left is no record
                 shutil.rmtree(batch.folder, ignore_errors=True)

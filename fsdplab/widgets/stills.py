@@ -9,7 +9,7 @@ static pages, which have plotly, draw the figures too.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -71,12 +71,9 @@ class Still:
     @property
     def _table(self) -> str:
         """Memory and step of each run, as HTML."""
-        lines = "".join(
-            f"<tr>{''.join(f'<td style={_CELL}>{escape(str(row[part]))}</td>' for part in ('name', 'peak_words', 'step_words'))}</tr>"
-            for row in self.answer.get("rows", ())
-        )
-        heads = "".join(f"<th style={_CELL}>{head}</th>" for head in ("strategy", "memory of a rank", "step"))
-        return f"<table><tr>{heads}</tr>{lines}</table><p>{escape(self._said)}</p>"
+        heads = {"name": "strategy", "peak_words": "memory of a rank", "step_words": "step"}
+        lines = "".join(_line([str(row[part]) for part in heads], "td") for row in self.answer.get("rows", ()))
+        return f"<table>{_line([*heads.values()], 'th')}{lines}</table><p>{escape(self._said)}</p>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         """The folded output as HTML, and its pieces for a page that draws figures itself."""
@@ -89,4 +86,6 @@ class Still:
         return whole | ({PIECES: [{"text/html": self._table}, *drawn]} if drawn else {})
 
 
-_CELL = "'text-align:left;padding:2px 14px 2px 0'"
+def _line(words: Sequence[str], tag: str) -> str:
+    style = "text-align:left;padding:2px 14px 2px 0"
+    return f"<tr>{''.join(f'<{tag} style={style!r}>{escape(word)}</{tag}>' for word in words)}</tr>"
