@@ -127,4 +127,4 @@ def test_the_lab_is_shown_by_a_cell_that_runs_alone():
     assert "from fsdplab.widgets import StrategyLab" in cell
     namespace: dict = {}
     exec(cell.rpartition("\n")[0], namespace)
-    assert not namespace["lab"].records and len(namespace["lab"].state.request.specs) == 2
+    assert not namespace["lab"].records and len(namespace["lab"].state.request.specs) == 5

@@ -1,11 +1,12 @@
-"""Notebook 11 in a real JupyterLab: its strategy lab predicts, runs, shows the figure, runs again, is cancelled, and can
-still be used; it fits two sizes of screen, answers while the kernel is busy, and has its runs again in a new kernel.
+"""Notebook 11 in a real JupyterLab: the instrument answers every control, measures, is cancelled and has its runs again;
+it lies on one screen of 1280 x 720.
 """
 
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,6 @@ DRAWN = """() => {
   const plots = tab ? [...tab.querySelectorAll(".jp-RenderedPlotly, .js-plotly-plot")] : [];
   const filled = tab && tab.querySelector(".jp-OutputArea-child") && !tab.innerText.includes("drawing …");
   return filled && plots.every(e => e.querySelector("svg"));
-}"""
-# What is laid out wrongly: wider than the lab, or a figure that shrank to nothing.
-MISFITS = """() => {
-  const right = document.querySelector(".fsdplab-lab").getBoundingClientRect().right;
-  const parts = [...document.querySelectorAll(".fsdplab-lab .js-plotly-plot, .fsdplab-lab .fsdplab-grid > *, .fsdplab-lab table")].filter(e => e.offsetParent !== null);
-  const boxes = parts.map(e => [e.matches(".js-plotly-plot"), e.getBoundingClientRect()]);
-  return boxes.filter(([plot, r]) => r.right > right + 2 || r.width < 100 || (plot && r.height < 150)).map(([plot, r]) => [plot, r.width, r.height]);
 }"""
 # Text of a figure that leaves it, and tables wider than their place.
 CUT = """() => {
@@ -49,32 +43,24 @@ COVERED = """() => {
     return met.map(t => [one.textContent, t.textContent]);
   });
 }"""
-# The figures' titles have the larger type of a wide page.
-LARGER = """() => {
-  const titles = [...document.querySelectorAll(".fsdplab-lab .gtitle")].filter(e => e.getBoundingClientRect().width);
-  return titles.length && titles.every(e => parseFloat(getComputedStyle(e).fontSize) > 23);
+# What of the instrument lies outside the part of the notebook that is seen, and texts of it that others cover.
+OUTSIDE = """() => {
+  const place = document.querySelector(".jp-WindowedPanel-outer").getBoundingClientRect();
+  const parts = [...document.querySelectorAll(".fl-instrument, .fl-instrument button, .fl-instrument input, .fl-instrument text, .fl-instrument p")];
+  return parts.map(e => [e.textContent, e.getBoundingClientRect()]).filter(([, r]) => r.width && (r.left < place.left || r.right > place.right + 1 || r.top < place.top - 1 || r.bottom > place.bottom + 1)).map(([t, r]) => [t.slice(0, 40), r.left, r.top, r.right, r.bottom]);
 }"""
-# The kernel knows that the page is narrow again.
-NARROW = """() => document.querySelector(".fsdplab-wide input").value === "" """
+MET = """() => {
+  const texts = [...document.querySelectorAll(".fl-figure text")].filter(t => t.textContent.trim() && t.getBoundingClientRect().width).map(t => [t.textContent, t.getBoundingClientRect()]);
+  return texts.flatMap(([one, r], i) => texts.slice(i + 1).filter(([, s]) => Math.min(r.right, s.right) - Math.max(r.left, s.left) > 2 && Math.min(r.bottom, s.bottom) - Math.max(r.top, s.top) > 5).map(([other]) => [one, other]));
+}"""
 BUSY = "import pathlib, time\nwhile not pathlib.Path('go on').exists():\n    time.sleep(0.05)"
-RUN_MS, SHORT_MS = 100_000, 30_000
+RUN_MS, SHORT_MS = 200_000, 60_000
 
 
 def cell_of_the_lab(notebook: Path) -> int:
     """Which cell of notebook 11 shows the lab: it brings its own import, so that it can be run before all others."""
     cells = ["".join(cell["source"]) for cell in json.loads(notebook.read_text())["cells"]]
     return next(index for index, source in enumerate(cells) if "StrategyLab(" in source)
-
-
-def picture(page: Any, path: Path) -> None:
-    """A screenshot, with what was laid out wrongly in it as a failure: something wider than the lab, a plot of no
-    size, words that are cut or covered.
-    """
-    page.wait_for_function(DRAWN, timeout=RUN_MS)
-    page.wait_for_timeout(500)
-    page.screenshot(path=str(path))
-    misfits = page.evaluate(MISFITS) + page.evaluate(CUT) + page.evaluate(COVERED)
-    assert misfits == [], f"parts of the lab do not fit: {misfits}; see {path}"
 
 
 def run_a_cell(page: Any, source: str) -> None:
@@ -87,103 +73,184 @@ def run_a_cell(page: Any, source: str) -> None:
     page.keyboard.press("Control+Enter")
 
 
-@pytest.mark.timeout(900)
-@needs_chromium
-def test_run_shows_the_figure_and_cancel_leaves_the_lab_usable(jupyter_lab: str, tmp_path: Path) -> None:
+@contextmanager
+def shown(address: str, course: Path, width: int = 1280, height: int = 720) -> Iterator[Any]:
+    """The page with the lab of notebook 11 at the top of what is seen."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": 1280, "height": 1100})
-        page.goto(jupyter_lab.replace("/lab?", f"/doc/tree/{NOTEBOOK_11}?"))
+        page = browser.new_page(viewport={"width": width, "height": height})
+        page.goto(address.replace("/lab?", f"/lab/tree/{NOTEBOOK_11}?"))
         # a kernel that is still starting would not hear it
         page.get_by_text("(ipykernel) | Idle").wait_for(timeout=RUN_MS)
-        page.locator(".jp-Notebook .jp-Cell").first.click(timeout=60_000)
+        page.locator(".jp-Notebook .jp-Cell").first.click(timeout=SHORT_MS)
         page.keyboard.press("Escape")
-        for _ in range(cell_of_the_lab(tmp_path / "course-learner" / NOTEBOOK_11)):
+        for _ in range(cell_of_the_lab(course / NOTEBOOK_11)):
             page.keyboard.press("ArrowDown")
         page.locator(".jp-Cell.jp-mod-active", has_text="StrategyLab(").wait_for(timeout=SHORT_MS)
         page.keyboard.press("Control+Enter")
-        button = {name: page.get_by_role("button", name=name, exact=True) for name in ("Run", "Cancel", "Export HTML")}
-        button["Run"].wait_for(timeout=RUN_MS)
+        page.locator(".fl-figure svg").wait_for(timeout=RUN_MS)
         page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's question whether it may send news
-        message, lab_box = page.locator(".fsdplab-message"), page.locator(".fsdplab-lab")
-        lab_box.evaluate("e => e.scrollIntoView()")
-        assert not button["Cancel"].is_enabled()
+        page.locator(".fsdplab-lab").evaluate("e => e.scrollIntoView()")
+        yield page
+        browser.close()
 
-        page.get_by_label("Model", exact=True).select_option("gpt-tiny")
-        page.get_by_label("Timed steps").fill("0")
-        page.get_by_label("Timed steps").press("Enter")
-        page.locator(".widget-html .fsdplab-error", has_text="whole number from 1 to 200").wait_for(timeout=SHORT_MS)
-        picture(page, tmp_path / "1-wrong.png")
-        page.get_by_label("Timed steps").fill("40")
-        page.get_by_label("Timed steps").press("Enter")
-        message.get_by_text("ready: 2 runs").wait_for(timeout=SHORT_MS)
-        lab_box.get_by_text(re.compile(r"predicted 3\.\d+ MB, sends 564 kB")).wait_for(timeout=SHORT_MS)
-        page.get_by_label("Card (emulated)").fill("3.5MB")
-        page.get_by_label("Card (emulated)").press("Enter")
-        lab_box.get_by_text("does not fit the card: 3.").wait_for(timeout=SHORT_MS)
-        page.get_by_label("Card (emulated)").fill("")
-        page.get_by_label("Card (emulated)").press("Enter")
-        message.get_by_text("ready: 2 runs").wait_for(timeout=SHORT_MS)
 
-        button["Run"].click()
-        message.get_by_text("run 2 of 2").wait_for(timeout=RUN_MS)
-        picture(page, tmp_path / "2-running.png")
-        message.get_by_text("done: 2 records of 2 runs kept").wait_for(timeout=RUN_MS)
-        lab_box.locator(".js-plotly-plot .barlayer").first.wait_for(timeout=SHORT_MS)
-        picture(page, tmp_path / "3-table.png")
-        assert lab_box.locator(".fsdplab-live svg").count() == 2
-        for number, tab in enumerate(("Timeline", "Memory", "Pareto", "Ledger", "Findings"), start=4):
-            page.get_by_role("tab", name=tab, exact=True).click()
-            picture(page, tmp_path / f"{number}-{tab.lower()}.png")
-        page.get_by_role("tab", name="Memory", exact=True).click()
-        picture(page, tmp_path / "5-memory.png")
-        narrow = lab_box.evaluate("e => e.clientWidth")
+class Lab:
+    """The instrument on a page: its buttons, and what it says."""
+
+    def __init__(self, page: Any) -> None:
+        self.page, self.root = page, page.locator(".fl-instrument")
+
+    def press(self, name: str) -> None:
+        self.root.get_by_role("button", name=name, exact=True).first.click()
+
+    def answered(self, act: Any) -> None:
+        """Do it, and wait until the kernel has answered it."""
+        before = int(self.root.get_attribute("data-answered") or 0)
+        act()
+        self.page.wait_for_function(
+            f"() => document.querySelector('.fl-instrument').dataset.answered > {before}", timeout=SHORT_MS
+        )
+
+    def says(self, words: str) -> None:
+        self.root.get_by_text(words).first.wait_for(timeout=SHORT_MS)
+
+    @property
+    def figure(self) -> bytes:
+        return bytes(self.root.locator(".fl-figure").screenshot())
+
+    @property
+    def alt(self) -> str:
+        return str(self.root.locator(".fl-figure svg").get_attribute("aria-label"))
+
+
+@pytest.mark.timeout(900)
+@needs_chromium
+def test_every_control_of_the_instrument_is_answered_on_one_screen(jupyter_lab: str, tmp_path: Path) -> None:
+    with shown(jupyter_lab, tmp_path / "course-learner") as page:
+        lab = Lab(page)
+        assert page.evaluate(OUTSIDE) == [] and page.evaluate(MET) == []
+        page.screenshot(path=str(tmp_path / "1-begun.png"))
+        assert "full_shard: memory 199 MB, step 369 ms, 83 % hidden" in lab.alt
+        assert "simulated on the steady card" in lab.alt
+
+        link, before, alt = page.get_by_label("Link between the ranks", exact=True), lab.figure, lab.alt
+        lab.answered(lambda: link.press("ArrowLeft"))
+        for _ in range(9):
+            link.press("ArrowLeft")
+        lab.says("Step: zero2 is shortest")
+        page.wait_for_function(
+            "was => document.querySelector('.fl-figure svg').ariaLabel !== was", arg=alt, timeout=SHORT_MS
+        )
+        assert lab.figure != before and link.get_attribute("aria-valuetext") != "400MB/s", "pixels and words follow"
+        lab.says("A hidden from 443 MB/s")
+        tokens = page.get_by_label("Tokens a rank and step", exact=True)
+        lab.answered(lambda: tokens.press("ArrowRight"))
+        assert tokens.get_attribute("aria-valuetext") == "256"
+        lab.answered(lambda: tokens.press("ArrowLeft"))
+
+        card, box = page.get_by_role("slider", name="Card"), page.get_by_role("slider", name="Card").bounding_box()
+        page.mouse.move(box["x"] + 8, box["y"] + 40)
+        page.mouse.down()
+        page.mouse.move(box["x"] - 42, box["y"] + 40, steps=6)
+        page.mouse.up()
+        lab.says("of 5 are over the card of 2")
+        assert page.locator(".fl-over").count() >= 3 and "MB over" in lab.alt
+        card.focus()
+        lab.answered(lambda: page.keyboard.press("ArrowLeft"))
+        page.screenshot(path=str(tmp_path / "2-card.png"))
+        assert page.evaluate(MET) == []
+
+        page.locator(".fl-block").nth(60).hover()
+        page.locator(".fl-tip").wait_for(timeout=SHORT_MS)
+        lab.answered(lambda: page.get_by_role("button", name="A is full_shard", exact=True).click())
+        lab.answered(lambda: lab.press("Pin A"))
+        lab.answered(lambda: lab.press("prefetch 0"))
+        lab.says("B waits at every speed")
+        assert "full_shard (A): memory 199 MB" in lab.alt and page.evaluate(OUTSIDE) == []
+        page.screenshot(path=str(tmp_path / "3-pinned.png"))
+        lab.answered(lambda: lab.press("Pin A"))
+
+        lab.answered(lambda: lab.press("two nodes"))
+        assert "hybrid_shard" in lab.alt and "simulated on H100 GPUs" in lab.alt
+        assert page.get_by_role("button", name="Simulated only").is_disabled()
+        page.screenshot(path=str(tmp_path / "4-two-nodes.png"))
+        lab.answered(lambda: lab.press("laptop"))
+
+        lab.answered(lambda: lab.press("Guess first"))
+        assert page.locator(".fl-figure").is_hidden() and page.locator(".fl-sentence").is_hidden()
+        lab.answered(lambda: lab.press("Show the answer"))
+        lab.says("expected A, B or equal")
+        lab.answered(lambda: page.locator(".fl-asks").get_by_role("button", name="A", exact=True).click())
+        page.get_by_label("Guess of B's memory").fill("200MB")
+        lab.answered(lambda: lab.press("Show the answer"))
+        lab.says("You said 200 MB for B")
+        page.screenshot(path=str(tmp_path / "5-guessed.png"))
+        lab.answered(lambda: lab.press("Guess first"))
+
+        page.get_by_label("Link between the ranks, typed").fill("fast")
+        lab.answered(lambda: page.keyboard.press("Enter"))
+        lab.says("unknown link 'fast'")
+        assert page.locator(".fl-wrong").count() == 2 and page.locator(".fl-stale").count() == 1
         page.set_viewport_size({"width": 1920, "height": 1080})
-        page.wait_for_function(LARGER, timeout=RUN_MS)
-        picture(page, tmp_path / "5-memory-wide.png")
-        assert lab_box.evaluate("e => e.clientWidth") > narrow + 500, "a wide window is used"
-        run_a_cell(page, "lab.present()")
-        page.locator(".fsdplab-present").wait_for(timeout=SHORT_MS)
-        picture(page, tmp_path / "5-memory-wide-presented.png")
-        page.set_viewport_size({"width": 1280, "height": 1100})
-        page.wait_for_function(NARROW, timeout=RUN_MS)
-        for tab in ("Memory", "Table", "Timeline", "Pareto"):
+        page.get_by_label("Link between the ranks, typed").fill("150MB/s")
+        lab.answered(lambda: page.keyboard.press("Enter"))
+        page.wait_for_timeout(500)
+        assert page.evaluate(MET) == []
+        page.screenshot(path=str(tmp_path / "6-wide.png"))
+
+
+@pytest.mark.timeout(900)
+@needs_chromium
+def test_measured_runs_lie_over_the_bars_and_their_details_below(jupyter_lab: str, tmp_path: Path) -> None:
+    course = tmp_path / "course-learner"
+    with shown(jupyter_lab, course) as page:
+        lab = Lab(page)
+        lab.answered(lambda: page.get_by_label("Model", exact=True).select_option("gpt-tiny"))
+        for name in ("no_shard", "zero1", "shard_grad_op"):
+            lab.answered(lambda name=name: lab.press(name))
+        lab.press("Measure 2 runs")
+        lab.says("run 1 of 2")
+        lab.says("done: 2 records of 2 runs kept")
+        page.wait_for_function(
+            "() => document.querySelectorAll('.fl-figure .fl-measured').length >= 5", timeout=SHORT_MS
+        )
+        assert "measured" in lab.alt and page.evaluate(MET) == []
+        page.screenshot(path=str(tmp_path / "1-measured.png"))
+
+        page.get_by_text("Details of the measured runs").click()
+        for number, tab in enumerate(("Table", "Timeline", "Memory", "Pareto", "Ledger", "Findings"), start=2):
             page.get_by_role("tab", name=tab, exact=True).click()
-            picture(page, tmp_path / f"5-{tab.lower()}-presented.png")
-        run_a_cell(page, "lab.present(False)")
-        page.locator(".fsdplab-present").wait_for(state="detached", timeout=SHORT_MS)
-        assert "could not be drawn" not in lab_box.inner_text()
-        button["Export HTML"].click()
-        lab_box.get_by_text("strategy-lab-1.html").wait_for(timeout=SHORT_MS)
-        assert "<html" in (tmp_path / "course-learner" / "strategy-lab-1.html").read_text(encoding="utf-8")[:200]
+            page.wait_for_function(DRAWN, timeout=RUN_MS)
+            page.wait_for_timeout(500)
+            page.screenshot(path=str(tmp_path / f"{number}-{tab.lower()}.png"))
+            wrong = page.evaluate(CUT) + page.evaluate(COVERED)
+            assert wrong == [], f"words of {tab} are cut or covered: {wrong}"
+        assert "could not be drawn" not in page.locator(".fsdplab-lab").inner_text()
+        page.get_by_role("button", name="Export HTML").click()
+        page.get_by_text("strategy-lab-1.html").first.wait_for(timeout=SHORT_MS)
+        assert "<html" in (course / "strategy-lab-1.html").read_text(encoding="utf-8")[:200]
 
-        button["Run"].click()
-        message.get_by_text("run 1 of 2").wait_for(timeout=SHORT_MS)
-        button["Cancel"].click()
-        message.get_by_text("cancelled by you").wait_for(timeout=RUN_MS)
-        page.get_by_role("tab", name="Table", exact=True).click()
-        lab_box.locator(".js-plotly-plot .barlayer").first.wait_for(timeout=SHORT_MS)
-        picture(page, tmp_path / "9-cancelled.png")
-        assert button["Run"].is_enabled() and not button["Cancel"].is_enabled()
-        assert lab_box.locator("td", has_text="full_shard").count() >= 1, "what the first batch recorded is still shown"
+        page.get_by_text("More", exact=True).click()
+        page.get_by_label("Timed steps").fill("200")
+        lab.answered(lambda: page.keyboard.press("Enter"))
+        page.get_by_text("More", exact=True).click()
+        lab.press("Measure 2 runs")
+        lab.says("run 1 of 2")
+        lab.press("Cancel")
+        lab.says("cancelled by you")
 
+        page.locator(".fsdplab-lab").evaluate("e => e.scrollIntoView()")
         run_a_cell(page, BUSY)
         page.locator(".jp-InputPrompt", has_text="[*]").wait_for(timeout=SHORT_MS)
-        page.get_by_label("Timed steps").fill("0")
-        page.locator(".fsdplab-at-once", has_text="whole number from 1 to 200").wait_for(timeout=SHORT_MS)
-        page.get_by_label("Timed steps").press("Enter")
-        page.get_by_label("Timed steps").fill("3")
-        page.get_by_label("Timed steps").press("Enter")
-        button["Run"].click()
-        message.get_by_text("waiting for the kernel").wait_for(timeout=SHORT_MS)
-        page.screenshot(path=str(tmp_path / "10-waiting.png"))
-        (tmp_path / "course-learner" / "go on").touch()
-        message.get_by_text("done: 2 records of 2 runs kept").wait_for(timeout=RUN_MS)
-        assert lab_box.locator("svg text", has_text="3 timed").count() == 1, "run with the steps that the page showed"
-        kept = tmp_path / "course-learner" / "lab-runs"
-        assert len(list(kept.glob("batch-*/*/run.json"))) >= 4
+        page.get_by_role("button", name="prefetch 2").click()
+        lab.press("Measure 2 runs")
+        lab.says("waiting for the kernel")
+        (course / "go on").touch()
+        lab.says("run 1 of 2")
+        lab.press("Cancel")
+        lab.says("cancelled by you")
         run_a_cell(page, "StrategyLab({'device': 'cpu'}).state.message")
-        page.get_by_text("batches of earlier runs below").wait_for(timeout=SHORT_MS)
-        browser.close()
+        page.get_by_text("of earlier runs below").first.wait_for(timeout=SHORT_MS)

@@ -21,7 +21,6 @@ from fsdplab.sessions.calibration import Calibration, Found, calibration_file
 from fsdplab.sessions.prediction import Prediction, predict
 from fsdplab.teaching.core import exploring
 from fsdplab.widgets.lab_state import LabState
-from fsdplab.widgets.strategy_lab import StrategyLab
 
 pytestmark = pytest.mark.quick
 FIXED = {"device": "cpu", "sequence_length": 32}
@@ -62,25 +61,9 @@ def test_a_prediction_builds_no_model_and_starts_no_process(monkeypatch: pytest.
     assert [row.predicted.bytes_per_step for row in rows] == [86356992, 128944128]
 
 
-def test_the_prediction_follows_the_controls_and_says_what_does_not_fit() -> None:
-    lab = StrategyLab(FIXED, **TINY)
-    before = lab.outlook.value
-    peaks = [row.predicted.peak_bytes for row in lab.state.outlook]
-    assert len(peaks) == 2 and peaks[0] > peaks[1] and before.count("predicted ") == 2 and "last measured" in before
-    lab.controls.widgets["ranks"].value = 4
-    assert lab.outlook.value != before and lab.state.outlook[1].predicted.peak_bytes < peaks[1]
-    lab.controls.widgets["ranks"].value = 2
-    assert lab.outlook.value == before
-    lab.controls.widgets["card"].value = f"{sum(peaks) // 2}"
-    assert "does not fit the card" in lab.outlook.value and "too much" in lab.outlook.value
-    assert "predicted not to fit the card: no_shard" in lab.message.value and "ready: 2 runs" in lab.message.value
-    lab.controls.widgets["card"].value = "much"
-    assert lab.outlook.value == "" and lab.state.outlook == ()
-
-
 def test_every_row_is_what_the_one_function_predicts() -> None:
-    state = LabState(FIXED, **TINY | {"engines": ("lab", "torch-fsdp2", "twin")})
-    rows = state.outlook
+    state = LabState(FIXED, **TINY | {"engines": ("lab", "torch-fsdp2", "twin"), "link": "none"})
+    rows = outlook_of(state.request.specs)
     assert [(row.label, row.predicted) for row in rows] == [
         (name, predict(spec)) for name, spec in zip(("no_shard", "full_shard", "torch-fsdp2"), state.request.specs)
     ]

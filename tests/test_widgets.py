@@ -25,6 +25,7 @@ from tests.leftovers import processes_of
 
 FIXED = {"device": "cpu", "sequence_length": 32}
 TINY = {"model": "gpt-tiny", "steps": 2, "strategies": ("full_shard",)}
+TWO = ("no_shard", "full_shard")
 PATIENCE_S = 120.0
 
 linux = pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc to look for processes")
@@ -51,7 +52,7 @@ def test_choices_become_one_run_for_each_pair_that_exists() -> None:
 
 def test_the_twin_runs_once_and_last_with_no_card_and_no_memory() -> None:
     request = check(
-        Choices(model="gpt-tiny", engines=("twin", "lab"), card="1GB", prefetch=3, checkpoint="full"), FIXED
+        Choices("laptop", "gpt-tiny", 2, TWO, ("twin", "lab"), card="1GB", prefetch=3, checkpoint="full"), FIXED
     )
     assert [spec.engine for spec in request.specs] == ["lab", "lab", "twin"]
     twin = request.specs[-1]
@@ -82,9 +83,14 @@ def test_lab_models_are_those_that_read_bytes() -> None:
         ("checkpoint", "some", "expected one of none, selective, full"),
         ("prefetch", 5, "expected one of 0, 1, 2, 3, 4"),
         ("prefetch", "1", "prefetch is '1'"),
-        ("link", "eth3", "expected one of none"),
+        ("link", "eth3", "did you mean eth"),
         ("card", "a lot", "expected a size such as 300MB"),
         ("card", "-3", "expected a size such as 300MB"),
+        ("link", "fast", "unknown link 'fast'"),
+        ("link", "800mb/s", "bits or bytes"),
+        ("preset", "cluster", "expected one of laptop, 8 x H100, two nodes"),
+        ("tokens", 0, "whole number from 1 to 1048576"),
+        ("tokens", 40, "expected a multiple of 32"),
         ("steps", 0, "whole number from 1 to 200"),
         ("steps", 2.5, "whole number from 1 to 200"),
     ],
@@ -100,13 +106,13 @@ def test_a_wrong_choice_is_answered_in_one_line_beside_its_control(control: str,
 @pytest.mark.parametrize(
     "changes,control,words",
     [
-        ({"link": "custom", "custom_link": "fast"}, "custom_link", "unknown link 'fast'"),
-        ({"link": "custom", "custom_link": "800mb/s"}, "custom_link", "bits or bytes"),
         ({"link": "wind tunnel", "tunnel": "H100"}, "tunnel", "such as 8xH100"),
         ({"link": "wind tunnel", "as_model": "gpt-20m"}, "as_model", "expected one of llama-0.3b"),
     ],
 )
-def test_what_is_typed_for_a_link_is_judged_where_it_is_used(changes: dict[str, str], control: str, words: str) -> None:
+def test_what_is_typed_for_a_wind_tunnel_is_judged_where_it_is_used(
+    changes: dict[str, str], control: str, words: str
+) -> None:
     request = check(Choices(**TINY, **changes), FIXED)
     assert list(request.errors) == [control] and words in request.errors[control]
     unused = check(Choices(**TINY, **{**changes, "link": "none"}), FIXED)
@@ -120,7 +126,7 @@ def test_what_only_the_lab_does_is_blamed_on_the_control_that_was_moved(changes:
 
 
 def test_what_no_control_can_mend_is_said_beside_the_engines() -> None:
-    request = check(Choices(**TINY), {**FIXED, "sequence_length": 4096})
+    request = check(Choices(**TINY, tokens=4096), {**FIXED, "sequence_length": 4096})
     assert list(request.errors) == ["engines"] and "4096" in request.errors["engines"]
 
 
@@ -179,7 +185,7 @@ def test_wrong_choices_start_nothing_and_say_why() -> None:
     assert state.begin() == () and state.status == "idle" and not state.batches
     assert state.message == "nothing was started: ranks is 9; expected one of 1, 2, 3, 4"
     state.choose(ranks=2)
-    assert state.message == "ready: 1 run" and len(state.begin()) == 1
+    assert state.message == "ready to measure 1 run" and len(state.begin()) == 1
 
 
 def test_a_cancelled_batch_keeps_its_records_and_the_lab_can_run_again() -> None:
@@ -190,7 +196,7 @@ def test_a_cancelled_batch_keeps_its_records_and_the_lab_can_run_again() -> None
     state.recorded(a_record())
     assert state.cancel() is True and state.status == "cancelling" and state.cancel() is False
     state.ended()
-    assert state.message == "cancelled by you: 1 record of 2 runs kept; press Run to start again"
+    assert state.message == "cancelled by you: 1 record of 2 runs kept; press Measure to start again"
     assert len(state.begin()) == 2 and state.status == "running" and state.last_error is None
     assert state.batch.number == 1, "a batch without records is not shown in the place of one that has some"
 
@@ -243,12 +249,11 @@ def test_the_share_that_is_done_counts_the_steps_of_runs_that_take_turns() -> No
     for run in (0, 1):
         state.started(run)
         state.stepped(run, 1, 5, 5.5)
-    state.stepped(0, 2, 5, 5.4, 0.1)
+    state.stepped(0, 2, 5, 5.4)
     assert state.message == "run 1 of 2, no_shard: step 2 of 5, loss 5.4000" and state.progress.share == pytest.approx(
         0.3
     )
-    state.stepped(1, 2, 5, 5.4, 0.2)
-    assert [(curve.losses, curve.seconds) for curve in state.curves] == [([5.5, 5.4], [0.1]), ([5.5, 5.4], [0.2])]
+    state.stepped(1, 2, 5, 5.4)
     state.recorded(a_record())
     assert state.progress.share == pytest.approx(0.7), "of full_shard, which has ended, nothing is left to do"
     no_shard = a_record()
@@ -275,7 +280,7 @@ def test_the_twin_is_the_reference_and_no_row_unless_it_is_alone() -> None:
     assert (batch.rows, batch.reference) == (
         [lab],
         twin,
-    ) and batch.title == "1: gpt-tiny, 2 ranks, fp32, prefetch 1, 1 run"
+    ) and batch.title == "1: gpt-tiny, 2 ranks, fp32, prefetch 1, link 150MB/s, 1 run"
     assert Batch(1, batch.specs, [twin]).rows == [twin]
 
 
@@ -308,8 +313,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> StrategyLab:
     folder = tmp_path_factory.mktemp("lab")
     lab = StrategyLab(FIXED, directory=folder, export_to=folder, engines=("lab", "twin"), **TINY)
     lab.seen = []
-    lab.state.subscribe(lambda: lab.seen.append((lab.state.progress.run, lab.state.progress.step, lab.bar.value)))
-    assert lab.records == [] and lab.export() is None
+    lab.state.subscribe(
+        lambda: lab.seen.append((lab.state.progress.run, lab.state.progress.step, lab.instrument.progress["share"]))
+    )
+    assert lab.records == [] and lab.details.export() is None
     lab.run(PATIENCE_S)
     return lab
 
@@ -333,8 +340,9 @@ def test_every_tab_shows_the_batch(lab: StrategyLab, tab: str) -> None:
     shown = pieces(tab, lab.state.batch)
     assert not [piece for piece in shown if isinstance(piece, str) and FAULT in piece]
     assert tab == "Findings" or any(isinstance(piece, Figure) for piece in shown), shown
-    lab.tabs.selected_index = list(TABS).index(tab)
-    html = [output["data"]["text/html"] for output in lab.outputs[tab].outputs]
+    lab.details.widget.selected_index = 0
+    lab.details.tabs.selected_index = list(TABS).index(tab)
+    html = [output["data"]["text/html"] for output in lab.details.outputs[tab].outputs]
     assert (
         html
         and "drawing" not in html[0]
@@ -368,18 +376,18 @@ def test_the_saved_notebook_keeps_a_folded_table_with_the_figures_words(lab: Str
     assert html.startswith("<details>") and "<table" in html and html.count("<p>Bars of") == 2 and len(html) < 50_000
     page = outputs.shown([{"output_type": "display_data", "data": bundle}])
     assert page.count('class="plot"') == len(drawn) >= 2, "the course's static pages draw the figures"
-    assert "Bars of peak memory per rank: full_shard" in repr(still) and "\n" not in repr(Still(None))
+    assert "Bars of peak memory per rank: full_shard" in repr(still) and "to come" in repr(Still(None))
 
 
 def test_export_writes_the_comparison_and_says_where(lab: StrategyLab, tmp_path: Path) -> None:
-    path = lab.export()
+    path = lab.details.export()
     assert "full_shard" in path.read_text(encoding="utf-8")
-    said = lab.exported.outputs[0]["data"]["text/html"]
+    said = lab.details.exported.outputs[0]["data"]["text/html"]
     assert str(path.resolve()) in said and "href" in said
-    lab._export_to = tmp_path / "nowhere"
+    lab.details._export_to = tmp_path / "nowhere"
     assert (
-        lab.export() is None
-        and "could not be written (No such file or directory)" in lab.exported.outputs[0]["data"]["text/html"]
+        lab.details.export() is None
+        and "could not be written (No such file or directory)" in lab.details.exported.outputs[0]["data"]["text/html"]
     )
 
 
@@ -399,58 +407,6 @@ def test_all_batches_together_is_offered_from_the_second_on(lab: StrategyLab) ->
 
 
 # ---- the view, without a browser
-
-
-def test_controls_move_the_state_and_show_its_errors() -> None:
-    lab = StrategyLab(FIXED, **TINY)
-    lab.controls.widgets["ranks"].value = 4
-    lab.controls.chips["strategies"]["zero1"].value = True
-    assert (
-        lab.state.choices.ranks == 4
-        and lab.state.choices.strategies == ("zero1", "full_shard")
-        and "ready: 2 runs" in lab.message.value
-    )
-    lab.controls.widgets["card"].value = "much"
-    assert "expected a size" in lab.controls._errors["card"].value and "not ready" in lab.message.value
-    lab.run_button.click()
-    assert (
-        lab.state.status == "idle"
-        and "nothing was started: card is" in lab.message.value
-        and lab.cancel_button.disabled
-    )
-    lab.state.choose(card="", model="no-such-model")
-    assert (
-        "unknown" not in lab.controls._errors["card"].value
-        and "expected one of gpt-tiny" in lab.controls._errors["model"].value
-    )
-
-
-def test_what_belongs_to_a_choice_appears_with_it() -> None:
-    lab = StrategyLab(FIXED, **TINY)
-    hidden = {name: cell.layout.display for name, cell in lab.controls._cells.items()}
-    assert [name for name, display in hidden.items() if display == "none"] == [
-        "custom_link",
-        "tunnel",
-        "as_model",
-        "shard_size",
-    ]
-    lab.controls.widgets["link"].value = "wind tunnel"
-    lab.controls.chips["strategies"]["hybrid_shard"].value = True
-    assert {lab.controls._cells[name].layout.display for name in ("tunnel", "as_model", "shard_size")} == {""}
-
-
-def test_controls_are_locked_while_a_batch_runs() -> None:
-    lab = StrategyLab(FIXED, **TINY)
-    lab.state.begin()
-    assert lab.run_button.disabled and not lab.cancel_button.disabled and lab.controls.widgets["model"].disabled
-    lab.state.cancel()
-    assert lab.cancel_button.disabled
-    lab.state.ended()
-    assert (
-        not lab.run_button.disabled
-        and not lab.controls.widgets["model"].disabled
-        and "cancelled by you" in lab.message.value
-    )
 
 
 def test_a_lab_of_wrong_choices_is_refused() -> None:
@@ -473,7 +429,7 @@ def test_cancel_ends_the_ranks_and_the_next_batch_runs(tmp_path: Path, moment: s
     assert runner.start() and runner.wait(PATIENCE_S)
     assert (
         runner.state.status == "cancelled"
-        and runner.state.message == "cancelled by you: 0 records of 1 run kept; press Run to start again"
+        and runner.state.message == "cancelled by you: 0 records of 1 run kept; press Measure to start again"
     )
     assert processes_of(tmp_path) == [] and runner.state.progress.step < 202
     if moment == "start":

@@ -12,7 +12,7 @@ from dataclasses import asdict, fields, replace
 
 from fsdplab.engine.core.schedule import Schedule
 from fsdplab.planning.hardware import Gpu
-from fsdplab.planning.links import LinkSpec, parse_link
+from fsdplab.planning.links import parse_link
 from fsdplab.planning.model_files import model_named
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
@@ -40,7 +40,7 @@ def steady(spec: RunSpec, gigaflops: float = GIGAFLOPS, schedule: Callable[[int]
     if (why := why_not_steady(spec)) or spec.link is None:
         raise SteadyCardError(why)
     link = parse_link(spec.link)
-    found = simulate(_plan(spec, link, gigaflops), communicators=spec.link_queues, efficiency=1.0, schedule=schedule)
+    found = simulate(plan_of(spec, gigaflops), communicators=spec.link_queues, efficiency=1.0, schedule=schedule)
     split = {name: part for name, part in found.summary.peak_memory_bytes.split.items() if name != "other"}
     summary = replace(
         found.summary,
@@ -82,8 +82,9 @@ def spec_of(record: RunRecord) -> RunSpec | None:
         return None
 
 
-def _plan(spec: RunSpec, link: LinkSpec, gigaflops: float) -> PlanSpec:
-    """The spec as the planner's: every rank has its own end of each link."""
+def plan_of(spec: RunSpec, gigaflops: float = GIGAFLOPS) -> PlanSpec:
+    """The step of a run with a link as the planner's spec: every rank has its own end of each link."""
+    link = parse_link(spec.link or "")
     reached = replace(link, bytes_per_s=link.bytes_per_s / LINK_EFFICIENCY)
     across = parse_link(spec.link_across).bytes_per_s / LINK_EFFICIENCY if spec.link_across else None
     flops = _BF16_OVER_FP32 * gigaflops * 1e9

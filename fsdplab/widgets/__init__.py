@@ -40,8 +40,8 @@ def __getattr__(name: str) -> object:
     try:
         return getattr(import_module(f"fsdplab.widgets.{_MODULES[name]}"), name)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("ipywidgets", "plotly", "IPython"):
+        if (error.name or "").partition(".")[0] not in ("anywidget", "ipywidgets", "plotly", "traitlets", "IPython"):
             raise
         raise ModuleNotFoundError(
-            f"the strategy lab needs ipywidgets and plotly: {how_to_install('lab')}", name=error.name
+            f"the strategy lab needs anywidget, ipywidgets and plotly: {how_to_install('lab')}", name=error.name
         ) from error

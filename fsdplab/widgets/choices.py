@@ -1,7 +1,8 @@
-"""The choices of the strategy lab, and the runs that they describe.
+"""The choices of the strategy lab, its presets, and the runs that they describe.
 
-A wrong choice gives one line at one control. `RunSpec` checks whether a run is possible, but does not name a control:
-the error is shown at the first control whose default would make the run possible.
+A preset is a machine with the choices that it begins with. The laptop's runs can be simulated and measured; those on
+GPUs are simulated by the planner. A wrong choice gives one line at one control. `RunSpec` checks whether a run is
+possible, but does not name a control: the error is shown at the first one whose default would make the run possible.
 """
 
 from __future__ import annotations
@@ -11,27 +12,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fsdplab.common.names import OVER_ALL_RANKS
+from fsdplab.common.sizes import parse_size
 from fsdplab.figures.view import RunView
-from fsdplab.planning.links import PRESETS as LINKS
 from fsdplab.planning.links import LinkError, parse_link
+from fsdplab.planning.plan_spec import PlanError, PlanSpec
+from fsdplab.planning.planner import plan_spec
 from fsdplab.sessions.spec import CHECKPOINTS, ENGINES, PRECISIONS, STRATEGIES, UNITS, RunSpec, SpecError, near_matches
-from fsdplab.workloads import BYTE_VOCABULARY, PRESETS
+from fsdplab.workloads import BYTE_VOCABULARY
+from fsdplab.workloads import PRESETS as WORKLOADS
 
-MODELS = tuple(name for name, model in PRESETS.items() if model.vocabulary == BYTE_VOCABULARY)
-TARGETS = tuple(name for name in PRESETS if name not in MODELS)  # published models, for the wind tunnel
+MODELS = tuple(name for name, model in WORKLOADS.items() if model.vocabulary == BYTE_VOCABULARY)
+TARGETS = tuple(name for name in WORKLOADS if name not in MODELS)  # published models, for GPUs and the wind tunnel
 RANKS, PREFETCH, SHARD_SIZES = (1, 2, 3, 4), (0, 1, 2, 3, 4), (1, 2, 3, 4)
-NO_LINK, CUSTOM, TUNNEL = "none", "custom", "wind tunnel"
-LINK_CHOICES = (NO_LINK, *LINKS, CUSTOM, TUNNEL)
+NO_LINK, TUNNEL = "none", "wind tunnel"
 TUNNELS = ("8xH100", "64xH100", "8xA100")  # proposals; RunSpec reads others too
-MOST_STEPS = 200
+MOST_STEPS, MOST_TOKENS = 200, 2**20
 # what is said of a wrong value; `{got}` is the value
 STEPS_WORDS = f"steps is {{got}}; expected a whole number from 1 to {MOST_STEPS}"
 CARD_WORDS = "card is {got}; expected a size such as 300MB, 1.5GB or 2GiB, or nothing"
 TUNNEL_WORDS = f"wind tunnel is {{got}}; expected a number of cards and their name, such as {' or '.join(TUNNELS[:2])}"
 NOTHING_CHOSEN = "nothing is chosen; expected at least one"
 TUNNEL_FORM = r"\s*[1-9]\d*\s*x\s*\S+.*"
+SEQUENCE, GPU_SEQUENCE = 128, 4096  # tokens of a sequence, where a rank reads as many and the model takes them
 
-_SCALE = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 # Choices that the twin, a plain loop in one process, lacks. (A wind tunnel and profiling add steps, so it has those.)
 _NOT_OF_THE_TWIN = ("card", "checkpoint", "prefetch")
 
@@ -40,25 +44,66 @@ _NOT_OF_THE_TWIN = ("card", "checkpoint", "prefetch")
 class Choices:
     """The controls' values: typed ones stay text (`card="300MB"`), multiple choices are tuples.
 
+    `link` is a preset of planning.links, a rate such as `150MB/s` or `10gbit,50us`, `none`, or `wind tunnel`; between
+    GPUs it is the bandwidth of one GPU, and over several nodes that of a node's network. `tokens` are those that a rank
+    reads in a step.
+
     >>> Choices(strategies=("full_shard",), card="300MB").engines
     ('lab',)
     """
 
+    preset: str = "laptop"
     model: str = "gpt-20m"
     ranks: int = 2
-    strategies: tuple[str, ...] = ("no_shard", "full_shard")
+    strategies: tuple[str, ...] = OVER_ALL_RANKS
     engines: tuple[str, ...] = ("lab",)
     shard_size: int = 2
     units: str = "auto"
     precision: str = "fp32"
     checkpoint: str = "none"
     prefetch: int = 1
-    link: str = NO_LINK
-    custom_link: str = "200mbit"
+    link: str = "150MB/s"
     tunnel: str = "8xH100"
     as_model: str = "llama-3.1-8b"
-    card: str = ""
-    steps: int = 8
+    card: str = "330MB"
+    tokens: int = 256
+    steps: int = 3
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A machine: the choices that it begins with, what else can be chosen, and the ends of the sliders.
+
+    `gpu` is the planner's name of its GPUs, of which `per_node` are in a node; None for this machine's own ranks.
+    """
+
+    choices: Choices
+    link_words: str
+    links: tuple[float, float]  # bytes per second
+    tokens: tuple[int, int]
+    ranks: tuple[int, ...] = RANKS
+    models: tuple[str, ...] = MODELS
+    gpu: str | None = None
+    per_node: int = 8
+    sides: tuple[str, str] = ("no_shard", "full_shard")  # A and B
+
+
+_ON_GPUS = Choices(
+    "8 x H100", "llama-3.1-8b", 8, precision="bf16", link="450GB/s", card="80GiB", tokens=4096
+)  # fmt: skip
+_TWO_NODES = replace(
+    _ON_GPUS, preset="two nodes", ranks=16, link="12.5GB/s", strategies=("zero2", "full_shard", "hybrid_shard")
+)
+PRESETS = {
+    "laptop": Preset(Choices(), "Link between the ranks", (10e6, 10e9), (32, 4096)),
+    "8 x H100": Preset(
+        _ON_GPUS, "NVLink of a GPU", (1e9, 1e12), (512, 65536), (2, 4, 8), TARGETS, "h100"
+    ),
+    "two nodes": Preset(
+        _TWO_NODES, "Ethernet of a node", (0.125e9, 400e9), (512, 65536), (16, 32), TARGETS, "h100",
+        sides=("full_shard", "hybrid_shard"),
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,6 +113,7 @@ class Request:
     """
 
     specs: tuple[RunSpec, ...] = ()
+    plans: tuple[PlanSpec, ...] = ()  # in place of specs, where the runs are on GPUs that the planner simulates
     errors: Mapping[str, str] = field(default_factory=dict)
     left_out: str = ""
 
@@ -82,6 +128,11 @@ def check(choices: Choices, fixed: Mapping[str, Any] | None = None) -> Request:
     errors = {name: words for name, judge in _JUDGES.items() if (words := judge(choices))}
     if errors:
         return Request(errors=errors)
+    if choices.tokens % (sequence := sequence_of(choices, fixed or {})):
+        words = f"tokens is {choices.tokens}; expected a multiple of {sequence}, the tokens of a sequence"
+        return Request(errors={"tokens": words})
+    if PRESETS[choices.preset].gpu:
+        return _planned(choices)
     pairs = _pairs(choices)
     specs = []
     for strategy, engine in pairs:
@@ -96,11 +147,19 @@ def parse_card(text: str) -> int | None:
     """Bytes of `300MB`, `1.5GB` or `2GiB`; None for an empty text or `none`; ValueError says what was expected."""
     if text.strip().lower() in ("", "none"):
         return None
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower().replace("_", ""))
-    nbytes = int(float(found[1]) * _SCALE[found[2]]) if found and found[2] in _SCALE else 0
-    if nbytes < 1:
-        raise ValueError(CARD_WORDS.format(got=repr(text)))
-    return nbytes
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise ValueError(CARD_WORDS.format(got=repr(text))) from None
+
+
+def link_of(text: str) -> str | None:
+    """The link of a RunSpec; None for `none` and the wind tunnel, which sets one of its own.
+
+    >>> link_of("none"), link_of(" 150MB/s")
+    (None, '150MB/s')
+    """
+    return None if text.strip() in (NO_LINK, TUNNEL) else text.strip()
 
 
 def label(spec: RunSpec) -> str:
@@ -159,11 +218,19 @@ def _judge_steps(choices: Choices) -> str | None:
     return None if fits else STEPS_WORDS.format(got=repr(got))
 
 
-def _judge_custom(choices: Choices) -> str | None:
-    if choices.link != CUSTOM:
-        return None
+def _judge_tokens(choices: Choices) -> str | None:
+    got = choices.tokens
+    if not isinstance(got, int) or isinstance(got, bool) or not 1 <= got <= MOST_TOKENS:
+        return f"tokens is {got!r}; expected a whole number from 1 to {MOST_TOKENS}"
+    return None
+
+
+def _judge_link(choices: Choices) -> str | None:
+    on_gpus = bool(PRESETS[choices.preset].gpu) if choices.preset in PRESETS else False
+    if choices.link in (NO_LINK, TUNNEL):
+        return f"link is {choices.link!r}; expected a rate between the GPUs, such as 450GB/s" if on_gpus else None
     try:
-        parse_link(choices.custom_link)
+        parse_link(choices.link)
     except LinkError as error:
         return str(error)
     return None
@@ -187,9 +254,21 @@ def _judge_target(choices: Choices) -> str | None:
     return _one_of("as_model", TARGETS)(choices) if choices.link == TUNNEL else None
 
 
+def _offered(name: str) -> Judge:
+    """A judge of a choice that depends on the preset; a wrong preset has its own line."""
+
+    def judge(choices: Choices) -> str | None:
+        preset = PRESETS.get(choices.preset)
+        return _one_of(name, getattr(preset, f"{name}s" if name == "model" else name))(choices) if preset else None
+
+    return judge
+
+
 _JUDGES: dict[str, Judge] = {
-    "model": _one_of("model", MODELS),
-    "ranks": _one_of("ranks", RANKS),
+    "preset": _one_of("preset", tuple(PRESETS)),
+    "model": _offered("model"),
+    "ranks": _offered("ranks"),
+    "tokens": _judge_tokens,
     "steps": _judge_steps,
     "precision": _one_of("precision", PRECISIONS),
     "shard_size": _one_of("shard_size", SHARD_SIZES),
@@ -197,8 +276,7 @@ _JUDGES: dict[str, Judge] = {
     "prefetch": _one_of("prefetch", PREFETCH),
     "checkpoint": _one_of("checkpoint", CHECKPOINTS),
     "card": _judge_card,
-    "link": _one_of("link", LINK_CHOICES),
-    "custom_link": _judge_custom,
+    "link": _judge_link,
     "tunnel": _judge_tunnel,
     "as_model": _judge_target,
     "strategies": _some_of("strategies", STRATEGIES),
@@ -228,20 +306,61 @@ def _left_out(choices: Choices) -> str:
 
 
 def _spec(choices: Choices, strategy: str, engine: str, fixed: Mapping[str, Any]) -> RunSpec:
-    tunnel = choices.link == TUNNEL
-    links = {NO_LINK: None, TUNNEL: None, CUSTOM: choices.custom_link.strip()}
+    tunnel, sequence = choices.link == TUNNEL, sequence_of(choices, fixed)
     wanted = {
-        "profile": 1, **fixed, "strategy": strategy, "engine": engine, "world_size": choices.ranks,
+        "profile": 1, **fixed, "batch_size": choices.tokens // sequence, "sequence_length": sequence,
+        "strategy": strategy, "engine": engine, "world_size": choices.ranks,
         "model": choices.model, "units": choices.units,
         "precision": choices.precision, "checkpoint": choices.checkpoint, "prefetch": choices.prefetch,
         "steps": choices.steps,
-        "card": parse_card(choices.card), "link": links.get(choices.link, choices.link),
+        "card": parse_card(choices.card), "link": link_of(choices.link),
         "shard_size": choices.shard_size if strategy == "hybrid_shard" else None,
         "emulate": choices.tunnel.strip() if tunnel else None, "as_model": choices.as_model if tunnel else None,
     }  # fmt: skip
     if engine == "twin":
         wanted = {name: value for name, value in wanted.items() if name not in _NOT_OF_THE_TWIN} | {"memory": False}
     return RunSpec(**wanted)
+
+
+def sequence_of(choices: Choices, fixed: Mapping[str, Any]) -> int:
+    """Tokens of a sequence: `fixed`'s, else 128 (4,096 on GPUs) or what a rank reads, if that is less.
+
+    >>> sequence_of(Choices(tokens=256), {}), sequence_of(Choices(tokens=64), {})
+    (128, 64)
+    """
+    if "sequence_length" in fixed:
+        return int(fixed["sequence_length"])
+    usual = GPU_SEQUENCE if PRESETS[choices.preset].gpu else SEQUENCE
+    return min(usual, choices.tokens, WORKLOADS[choices.model].context)
+
+
+def _planned(choices: Choices) -> Request:
+    """The planner's steps, one a strategy, with the link and the card of the choices."""
+    try:
+        return Request(plans=tuple(_plan(choices, strategy) for strategy in choices.strategies))
+    except PlanError as error:
+        return Request(errors={"strategies": str(error)})
+
+
+def _plan(choices: Choices, strategy: str) -> PlanSpec:
+    preset, sequence = PRESETS[choices.preset], sequence_of(choices, {})
+    plan = plan_spec(
+        choices.model, preset.gpu or "", gpus=choices.ranks, gpus_per_node=preset.per_node, strategy=strategy,
+        seq=sequence, micro_batch=choices.tokens // sequence, param_dtype=choices.precision,
+        checkpointing=choices.checkpoint, prefetch=choices.prefetch,
+    )  # fmt: skip
+    card = parse_card(choices.card) or plan.gpu.memory_bytes
+    return at_bandwidth(replace(plan, gpu=replace(plan.gpu, memory_bytes=card)), parse_link(choices.link).bytes_per_s)
+
+
+def at_bandwidth(plan: PlanSpec, bytes_per_s: float) -> PlanSpec:
+    """The same step with another link between GPUs; over several nodes, with another network of a node, which its GPUs
+    share.
+    """
+    gpu = plan.gpu
+    if plan.gpus > plan.gpus_per_node:
+        return replace(plan, gpu=replace(gpu, nic_bytes_per_s=bytes_per_s / plan.gpus_per_node))
+    return replace(plan, gpu=replace(gpu, link=replace(gpu.link, bytes_per_s=bytes_per_s)))
 
 
 def _to_blame(choices: Choices, strategy: str, engine: str, fixed: Mapping[str, Any]) -> str:
@@ -256,6 +375,7 @@ def _to_blame(choices: Choices, strategy: str, engine: str, fixed: Mapping[str, 
         "tunnel",
         "as_model",
         "card",
+        "tokens",
         "ranks",
         "model",
     ):

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.common.words import plural
-from fsdplab.figures.outlook import Outlook, outlook_of
 from fsdplab.figures.view import RunView, view, with_verdicts
 from fsdplab.records import RunRecord, comparison_json, drift_sentence
 from fsdplab.sessions.spec import RunSpec
 
-from .choices import Choices, check, label
+from .choices import PRESETS, SEQUENCE, Choices, check, label
 
 RESTING = ("idle", "done", "failed", "cancelled")
 BUSY = ("running", "cancelling")
@@ -112,21 +111,6 @@ def _network(spec: Mapping[str, Any]) -> str:
     return f"as {spec.get('as_model')} on {spec['emulate']}" if spec.get("emulate") else ""
 
 
-@dataclass
-class Curve:
-    """One run while it runs: rank 0's loss after each step, and the seconds of its timed steps."""
-
-    spec: RunSpec
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    ended: bool = False
-
-    @property
-    def share(self) -> float:
-        """The part of its steps that is done; all of a run that has ended."""
-        return 1.0 if self.ended else min(1.0, len(self.losses) / self.spec.total_steps)
-
-
 class LabState:
     """Choices, status, progress, batches of records, last error; `subscribe` to be called after every change. Safe to
     use from two threads.
@@ -138,16 +122,15 @@ class LabState:
 
     def __init__(self, fixed: Mapping[str, Any] | None = None, **choices: Any) -> None:
         self.fixed = dict(fixed or {})
-        self.choices = Choices(**choices)
+        self.choices = _begun_with(self.fixed, choices)
         self.request = check(self.choices, self.fixed)
         self.status = "idle"
         self.progress = BatchProgress()
         self.batches: list[Batch] = []
-        self.curves: list[Curve] = []
         self.kept_words = ""
         self.last_error: str | None = None
         self._presses = 0
-        self._foreseen: tuple[object, tuple[Outlook, ...]] | None = None
+        self._done: dict[int, float] = {}  # run of the batch -> the part of its steps that is done
         self._observers: list[Callable[[], None]] = []
         self._lock = threading.RLock()
 
@@ -174,15 +157,6 @@ class LabState:
         return [*full, whole] if len(full) > 1 else full
 
     @property
-    def outlook(self) -> tuple[Outlook, ...]:
-        """What the chosen runs will take, beside the last measured ones; nothing where a choice is wrong."""
-        records = [record for batch in self.batches for record in batch.records]
-        known = (self.request.specs, len(records))
-        if self._foreseen is None or self._foreseen[0] != known:
-            self._foreseen = known, outlook_of(self.request.specs, records)
-        return self._foreseen[1]
-
-    @property
     def message(self) -> str:
         """The line under the buttons: what is running, or how it ended and what is possible now."""
         if self.status == "running":
@@ -190,26 +164,24 @@ class LabState:
         if self.status == "cancelling":
             return "cancelling: the ranks are being ended"
         if self.status == "idle":
-            return self._outlook()
+            return self._ready()
         kept = f"{plural(len(self.batches[-1].records), 'record')} of {plural(len(self.batches[-1].specs), 'run')} kept"
         if self.status == "cancelled":
-            return f"cancelled by you: {kept}; press Run to start again"
+            return f"cancelled by you: {kept}; press Measure to start again"
         if self.status == "failed":
             return f"failed: {self.last_error}; {kept}, and the lab can be used on"
         drift = drift_sentence(self.batches[-1].comparison)
         return f"done: {kept}. {drift}" if drift else f"done: {kept}"
 
-    def _outlook(self) -> str:
+    def _ready(self) -> str:
         if self.last_error:
             return self.last_error
         left_out = f" ({self.request.left_out})" if self.request.left_out else ""
-        misfits = [row.label for row in self.outlook if row.misfit]
-        full = f"; predicted not to fit the card: {', '.join(misfits)}" if misfits else ""
-        return (
-            f"ready: {plural(len(self.request.specs), 'run')}{left_out}{full}{self.kept_words}"
-            if self.request.specs
-            else "not ready: see the choices marked in red"
-        )
+        if self.request.errors:
+            return "not ready: see the choice marked in red"
+        if self.request.plans:
+            return "these GPUs are not here: their runs are simulated and cannot be measured"
+        return f"ready to measure {plural(len(self.request.specs), 'run')}{left_out}{self.kept_words}"
 
     def take_back(self, batches: Sequence[Batch], left: str = "") -> None:
         """Offer the batches of an earlier kernel, of whose runs `left` says which stayed on disk."""
@@ -241,9 +213,12 @@ class LabState:
                 self.status = "idle"
                 self.last_error = "nothing was started: " + "; ".join(self.request.errors.values())
                 return ()
+            if not self.request.specs:
+                self.last_error = "nothing was started: runs on these GPUs are simulated and cannot be measured"
+                return ()
             self._presses += 1
             self.batches.append(Batch(self._presses, self.request.specs))
-            self.status, self.last_error, self.kept_words, self.curves = "running", None, "", []
+            self.status, self.last_error, self.kept_words, self._done = "running", None, "", {}
             self.progress = BatchProgress(runs=len(self.request.specs))
             return self.request.specs
 
@@ -267,15 +242,14 @@ class LabState:
         """Run number `run` (from 0) of the batch begins."""
         with self._told():
             specs = self._running().specs
-            self.curves.append(Curve(specs[run]))
+            self._done[run] = 0.0
             self._show(run, 0, specs[run].total_steps, None)
 
-    def stepped(self, run: int, step: int, steps: int, loss: float, seconds: float | None = None) -> None:
-        """Run number `run`, which has begun, has done `step` of its `steps`; `seconds` of it where it was timed."""
+    def stepped(self, run: int, step: int, steps: int, loss: float) -> None:
+        """Run number `run`, which has begun, has done `step` of its `steps`."""
         with self._told():
             self._running()
-            self.curves[run].losses.append(loss)
-            self.curves[run].seconds += [] if seconds is None else [seconds]
+            self._done[run] = min(1.0, step / steps)
             self._show(run, step, steps, loss)
 
     def recorded(self, record: RunRecord) -> None:
@@ -285,9 +259,7 @@ class LabState:
             order = [(spec.strategy, spec.engine) for spec in batch.specs]
             batch.records.append(record)
             batch.records.sort(key=lambda each: order.index((each.spec["strategy"], each.spec["engine"])))
-            for curve in self.curves:
-                own = (record.spec["strategy"], record.spec["engine"])
-                curve.ended = curve.ended or own == (curve.spec.strategy, curve.spec.engine)
+            self._done[order.index((record.spec["strategy"], record.spec["engine"]))] = 1.0
             self.progress = replace(self.progress, share=self._share())
             if record.status == "failed":
                 self.last_error = f"{view(record).label}: {_one_line(record)}"
@@ -304,7 +276,7 @@ class LabState:
         self.progress = BatchProgress(run + 1, len(specs), label(specs[run]), step, steps, loss, self._share())
 
     def _share(self) -> float:
-        return sum(curve.share for curve in self.curves) / len(self.batches[-1].specs)
+        return sum(self._done.values()) / len(self.batches[-1].specs)
 
     def _running(self) -> Batch:
         if not self.busy:
@@ -332,6 +304,15 @@ class _Told:
                     observer()
         finally:
             self.lock.release()
+
+
+def _begun_with(fixed: Mapping[str, Any], given: Mapping[str, Any]) -> Choices:
+    """The preset's choices with those given; `fixed` sizes of a batch say how many tokens a rank reads."""
+    preset = PRESETS.get(given.get("preset", "laptop"))
+    begun = replace(preset.choices if preset else Choices(), **given)
+    if "tokens" in given or not {"batch_size", "sequence_length"} & {*fixed}:
+        return begun
+    return replace(begun, tokens=fixed.get("batch_size", 2) * fixed.get("sequence_length", SEQUENCE))
 
 
 def _one_line(record: RunRecord) -> str:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, compare
@@ -98,7 +97,7 @@ class Runner:
         except OSError as error:
             if batch.folder.exists():
                 raise
-            raise OSError(f"{batch.folder} was moved or deleted while its runs went on; press Run again") from error
+            raise OSError(f"{batch.folder} was moved or deleted while its runs went on; press Measure again") from error
         finally:
             if not batch.records:  # what a cancelled run has left is no record
                 shutil.rmtree(batch.folder, ignore_errors=True)
@@ -106,7 +105,6 @@ class Runner:
     def _run_all(self, specs: tuple[RunSpec, ...], folder: Path) -> None:
         numbers = {(spec.strategy, spec.engine): number for number, spec in enumerate(specs)}
         warm: set[tuple[str, str]] = set()  # the runs that wait for their turns or have ended
-        latest = {}
 
         def on_ready(record: RunRecord) -> None:
             self._heed()
@@ -119,23 +117,14 @@ class Runner:
             self.state.recorded(record)
             on_ready(record)
 
-        def on_step(row: Mapping[str, Any]) -> None:
-            latest["seconds"] = row["step_time_s"]
-
         def on_progress(spec: RunSpec, step: int, steps: int, loss: float) -> None:
             self._heed()
-            self.state.stepped(numbers[spec.strategy, spec.engine], step, steps, loss, latest["seconds"])
+            self.state.stepped(numbers[spec.strategy, spec.engine], step, steps, loss)
 
         self.state.started(0)
         # without on_look Cancel works at the next step only, not while ranks start
         compare(
-            specs,
-            directory=folder,
-            on_record=on_record,
-            on_ready=on_ready,
-            on_progress=on_progress,
-            on_step=on_step,
-            on_look=self._heed,
+            specs, directory=folder, on_record=on_record, on_ready=on_ready, on_progress=on_progress, on_look=self._heed
         )
 
     def _heed(self) -> None:

@@ -1,4 +1,5 @@
-"""Static forms of the lab for pages without widgets: each figure with its alternative text.
+"""Static forms of the lab for pages without widgets: what it simulated as a table, each figure with its alternative
+text.
 
 Live figures are shown by plotly; the whole batch is repeated below the lab, folded, as an ordinary output, because the
 widgets' state is not saved in the notebook. There it is the table and the figures' alternative texts; the course's
@@ -8,7 +9,8 @@ static pages, which have plotly, draw the figures too.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
@@ -17,7 +19,7 @@ from plotly.graph_objects import Figure
 from fsdplab.figures import alt_text
 
 from .lab_state import Batch
-from .tabs import EMPTY, Piece, note, pieces
+from .tabs import Piece, pieces
 
 
 def outputs(piece: Piece) -> list[dict[str, Any]]:
@@ -41,12 +43,17 @@ _UNSEEN = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inse
 
 @dataclass(frozen=True, repr=False)
 class Still:
-    """A batch in the saved notebook: one line, and folded below it the table with its figure, and memory."""
+    """The lab in the saved notebook, folded: what the instrument answered as a table, and of a batch the table with
+    its figure, and memory.
+    """
 
     batch: Batch | None = None
+    answer: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return "\n".join([self._headline, *(alt_text(piece) for piece in self._pieces if isinstance(piece, Figure))])
+        return "\n".join(
+            [self._headline, self._said, *(alt_text(piece) for piece in self._pieces if isinstance(piece, Figure))]
+        )
 
     @property
     def _pieces(self) -> list[Piece]:
@@ -54,18 +61,31 @@ class Still:
 
     @property
     def _headline(self) -> str:
-        return f"Batch {self.batch.title}, as it is saved" if self.batch else f"Strategy lab: {EMPTY}"
+        measured = f"; batch {self.batch.title}" if self.batch else ""
+        return f"The strategy lab as it is saved: {self.answer.get('memory_title', 'no answer yet')}{measured}"
+
+    @property
+    def _said(self) -> str:
+        return f"{self.answer.get('difference', '')} All {self.answer.get('clock', 'is to come')}."
+
+    @property
+    def _table(self) -> str:
+        """Memory and step of each run, as HTML."""
+        heads = {"name": "strategy", "peak_words": "memory of a rank", "step_words": "step"}
+        lines = "".join(_line([str(row[part]) for part in heads], "td") for row in self.answer.get("rows", ()))
+        return f"<table>{_line([*heads.values()], 'th')}{lines}</table><p>{escape(self._said)}</p>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         """The folded output as HTML, and its pieces for a page that draws figures itself."""
-        if not self.batch:
-            return {"text/html": note(self._headline), "text/plain": repr(self)}
         inside = "".join(
             piece if isinstance(piece, str) else f"<p>{escape(alt_text(piece))}</p>" for piece in self._pieces
         )
         summary = f"<summary style='opacity:.75;cursor:pointer'>{escape(self._headline)}</summary>"
-        return {
-            "text/html": f"<details>{summary}{inside}</details>",
-            "text/plain": repr(self),
-            PIECES: [output["data"] for piece in self._pieces for output in outputs(piece)[:1]],
-        }
+        whole = {"text/html": f"<details>{summary}{self._table}{inside}</details>", "text/plain": repr(self)}
+        drawn = [output["data"] for piece in self._pieces for output in outputs(piece)[:1]]
+        return whole | ({PIECES: [{"text/html": self._table}, *drawn]} if drawn else {})
+
+
+def _line(words: Sequence[str], tag: str) -> str:
+    style = "text-align:left;padding:2px 14px 2px 0"
+    return f"<tr>{''.join(f'<{tag} style={style!r}>{escape(word)}</{tag}>' for word in words)}</tr>"

@@ -25,7 +25,7 @@ Piece: TypeAlias = Figure | str
 
 _COLOURS = {"good": "var(--fsdplab-good, #00704f)", "bad": "var(--fsdplab-bad, #c01f25)"}
 FAULT = "could not be drawn"
-EMPTY = "no run yet: choose above, then press Run"
+EMPTY = "no run was measured yet: press Measure"
 
 
 def pieces(tab: str, batch: Batch | None, chosen: int = 0) -> list[Piece]:

@@ -1,0 +1,413 @@
+"""What the instrument draws, as plain data: memory, step and timeline of each run, before anything runs.
+
+Memory of a run on this machine is played allocation by allocation (sessions.prediction), its step is that of the
+steady card; runs on GPUs are the planner's simulation. All of it is arithmetic, and each run's outcome is kept, so a
+control is answered within some milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from itertools import pairwise
+from math import sqrt
+from typing import Any, TypeAlias
+
+from fsdplab.common.names import STRATEGY_ROWS
+from fsdplab.common.sizes import parse_size, seconds, size
+from fsdplab.planning.links import LinkSpec
+from fsdplab.planning.plan_spec import PlanSpec
+from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
+from fsdplab.planning.simulation import simulate, simulate_work, work_of
+from fsdplab.planning.simulation.program import Span
+from fsdplab.planning.simulation.work import ROOT
+from fsdplab.records import RunRecord
+from fsdplab.sessions.prediction import predict
+from fsdplab.sessions.spec import RunSpec
+from fsdplab.sessions.steady_card import SteadyCardError, plan_of, steady
+
+from .choices import PRESETS, Choices, at_bandwidth, check, parse_card
+
+Run: TypeAlias = RunSpec | PlanSpec
+CAUSES = {
+    "late_start": "issued only when the unit is needed",
+    "link_busy": "the link carried another message first",
+    "waiting_for_peer": "another rank came later",
+    "nothing_to_hide_behind": "too little to compute meanwhile",
+    "unknown": "unknown",
+}
+_REMAINS = ": the first gathers, the gather between forward and backward, and the last reductions"
+_NO_STEP = "not simulated without a link"
+_ALIKE = 0.02  # steps that differ by less are equally long, for a guess
+# Settings that change what a run takes: a measurement with other ones is not drawn over its simulation.
+_SETTINGS = (
+    "strategy", "model", "world_size", "precision", "units", "checkpoint", "prefetch", "shard_size", "link", "emulate",
+    "batch_size", "sequence_length", "micro_batches",
+)  # fmt: skip
+_IN_A_NOTE = {
+    "preset": "{}", "model": "{}", "ranks": "{} ranks", "precision": "{}", "checkpoint": "recompute {}",
+    "units": "units {}", "prefetch": "prefetch {}", "link": "{}", "tokens": "{} tokens",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step: computing alone, communication under computing, exposed, and the rest."""
+
+    computing: float
+    hidden: float
+    exposed: float
+    other: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of the step."""
+        return self.computing + self.hidden + self.exposed + self.other
+
+    @property
+    def words(self) -> str:
+        """`919 ms, 65 % hidden`."""
+        communication = self.hidden + self.exposed
+        return seconds(self.total) + (f", {100 * self.hidden / communication:.0f} % hidden" if communication else "")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run takes: bytes by category at the peak, bytes that a rank sends, and its step with the blocks of a
+    timeline. None where it is not known, with the reason.
+    """
+
+    memory: Mapping[str, int] | None
+    sent: int | None
+    step: Step | None
+    blocks: Mapping[str, list[list[Any]]] | None = None
+    why_no_memory: str = ""
+    why_no_step: str = ""
+
+    @property
+    def peak(self) -> int | None:
+        """The sum of the categories."""
+        return sum(self.memory.values()) if self.memory else None
+
+
+@lru_cache(maxsize=512)
+def outcome(run: Run) -> Outcome:
+    """Memory, step and timeline of a run, by arithmetic.
+
+    >>> outcome(RunSpec(model="gpt-20m", batch_size=2, sequence_length=128, link="150MB/s")).step.words
+    '919 ms, 65 % hidden'
+    """
+    if isinstance(run, PlanSpec):
+        record = simulate(run)
+        return Outcome(record.summary.peak_memory_bytes.split, record.summary.comm.bytes_per_step, *_step_of(record))
+    found = predict(run)
+    try:
+        step, blocks = _step_of(steady(run))
+    except SteadyCardError:
+        return Outcome(found.by_category, found.bytes_per_step, None, None, found.why_not, _NO_STEP)
+    return Outcome(found.by_category, found.bytes_per_step, step, blocks, found.why_not)
+
+
+def _step_of(record: RunRecord) -> tuple[Step, dict[str, list[list[Any]]]]:
+    """The parts of a simulated step of its first rank, and the blocks of its timeline, in ms."""
+    (row,) = record.table("breakdown")[:1]
+    parts = (row[f"{name}_ns"] / 1e9 for name in ("compute_only", "overlapped", "exposed", "other"))
+    causes = {(each["unit"], each["phase"], each["kind"]): each["cause"] for each in record.table("exposed")}
+    blocks = {
+        "compute": [
+            [_ms(each["start_ns"]), _ms(each["end_ns"]), each["unit"], each["phase"]]
+            for each in record.table("timeline") if each["lane"] == "compute" and each["rank"] == row["rank"]
+        ],
+        "messages": [
+            [_ms(each["start_ns"]), _ms(each["end_ns"]), each["unit"], each["phase"], each["kind"].replace("_", "-"),
+             size(each["wire_bytes"]), _ms(each["waited_ns"]),
+             CAUSES.get(causes.get((each["unit"], each["phase"], each["kind"]), ""), "")]
+            for each in record.table("ledger") if each["rank"] == row["rank"]
+        ],
+        "exposed": [
+            [_ms(each["start_ns"]), _ms(each["end_ns"])]
+            for each in record.table("timeline") if each["lane"] == "exposed" and each["rank"] == row["rank"]
+        ],
+    }  # fmt: skip
+    return Step(*parts), blocks
+
+
+def _ms(nanoseconds: int) -> float:
+    return round(nanoseconds / 1e6, 3)
+
+
+# ---- the crossover
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """The least bandwidth, between two ends, at which no rank waits between two units of a forward or of a backward;
+    None where it waits at all of them.
+
+    What remains exposed has nothing to hide under: the first gathers of a step, the gather at the turn from forward to
+    backward, and the last reductions. `remains_s` are these seconds at the crossover.
+    """
+
+    bytes_per_s: float | None
+    remains_s: float = 0.0
+
+
+def crossover(run: Run, ends: tuple[float, float]) -> Crossover:
+    """By bisection on the simulated step, to 1 %; the run's own bandwidth does not count.
+
+    >>> run = RunSpec(model="gpt-20m", batch_size=2, sequence_length=128, link="150MB/s")
+    >>> round(crossover(run, (10e6, 10e9)).bytes_per_s / 1e6, -1)
+    220.0
+    """
+    return _crossover(_plan_at(run, ends[1]), not isinstance(run, PlanSpec), ends)
+
+
+@lru_cache(maxsize=256)
+def _crossover(plan: PlanSpec, steadily: bool, ends: tuple[float, float]) -> Crossover:
+    efficiency = 1.0 if steadily else None
+    low, high = ends
+    if _waits(plan, high, efficiency)[0]:
+        return Crossover(None)
+    if not _waits(plan, low, efficiency)[0]:
+        return Crossover(low, _waits(plan, low, efficiency)[1])
+    while high / low > 1.01:
+        middle = sqrt(low * high)
+        low, high = (middle, high) if _waits(plan, middle, efficiency)[0] else (low, middle)
+    return Crossover(high, _waits(plan, high, efficiency)[1])
+
+
+def _waits(plan: PlanSpec, bytes_per_s: float, efficiency: float | None) -> tuple[float, float]:
+    """Seconds that the first rank waits between two units of a pass, and at the ends of the passes."""
+    reached = bytes_per_s / LINK_EFFICIENCY if efficiency else bytes_per_s  # of the steady card's link all is reached
+    log = simulate_work(work_of(at_bandwidth(plan, reached), efficiency)).logs[0]
+    spans = sorted(log.computed, key=lambda span: span.start)
+    gaps = [(max(0.0, after.start - before.end), _in_one_pass(before, after)) for before, after in pairwise(spans)]
+    between = sum(gap for gap, same in gaps if same)
+    ends = spans[0].start + sum(gap for gap, same in gaps if not same)
+    return (between if between > 1e-6 * log.end else 0.0), ends
+
+
+def _in_one_pass(before: Span, after: Span) -> bool:
+    """Whether both are blocks of a forward, or of a backward; the root's own spans are at the turn between these."""
+    return before.phase == after.phase and ROOT not in (before.unit, after.unit)
+
+
+def _plan_at(run: Run, bytes_per_s: float) -> PlanSpec:
+    """The run's plan with one bandwidth: runs that differ in theirs alone have the same crossover."""
+    return at_bandwidth(run if isinstance(run, PlanSpec) else plan_of(run), bytes_per_s)
+
+
+def rate(bytes_per_s: float) -> str:
+    """`rate(310e6) == "310 MB/s"`: three digits."""
+    return LinkSpec("", float(f"{bytes_per_s:.3g}"), 0.0).words
+
+
+# ---- A and B
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What the reader expects of A and B before the answer is shown: whose step is shorter, and what B's peak is."""
+
+    on: bool = False
+    given: bool = False
+    faster: str = ""
+    memory: str = ""
+
+    @property
+    def hides(self) -> bool:
+        """Whether the answer waits for the guess."""
+        return self.on and not self.given
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is looked at: the strategies A and B, the choices that A keeps while it is pinned, and the guess."""
+
+    a: str = "no_shard"
+    b: str = "full_shard"
+    pinned: Choices | None = None
+    guess: Guess = Guess()
+
+
+def judge(guess: Guess, a: Outcome, b: Outcome) -> str:
+    """The guess beside the answer, in one line; ValueError says what a guess must be."""
+    if guess.faster not in ("A", "B", "equal"):
+        raise ValueError(f"the guess of the step is {guess.faster!r}; expected A, B or equal")
+    try:
+        memory = parse_size(guess.memory)
+    except ValueError:
+        raise ValueError(f"the guess of the memory is {guess.memory!r}; expected a size such as 250MB") from None
+    parts = []
+    if a.step and b.step:
+        least, most = sorted((a.step.total, b.step.total))
+        answer = "equal" if most - least <= _ALIKE * least else "A" if a.step.total < b.step.total else "B"
+        words = "the steps are equally long" if answer == "equal" else f"{answer} has the shorter step"
+        right = "Right" if answer == guess.faster else f"You said {guess.faster}"
+        parts.append(f"{right}: {words} (A {seconds(a.step.total)}, B {seconds(b.step.total)}).")
+    if b.peak:
+        off = memory / b.peak - 1
+        near = "within 10 %" if abs(off) <= 0.1 else f"{100 * abs(off):.0f} % too {'much' if off > 0 else 'little'}"
+        parts.append(f"You said {size(memory)} for B: it needs {size(b.peak)} ({near}).")
+    return " ".join(parts)
+
+
+def difference(a: Outcome, b: Outcome, names: tuple[str, str]) -> str:
+    """What B takes beside A, in one sentence each on memory, step and messages."""
+    parts = []
+    if a.peak and b.peak:
+        parts.append(f"B, {names[1]}, needs {size(b.peak)} a rank, {_beside(a.peak, b.peak, size, 'less', 'more')}")
+        parts[-1] += f" than A, {names[0]}." if a.peak != b.peak else f" as A, {names[0]}."
+    if a.step and b.step:
+        longer = _beside(a.step.total, b.step.total, seconds, "shorter", "longer")
+        parts.append(f"Its step takes {seconds(b.step.total)}, {longer}.")
+    if a.sent and b.sent:
+        often = "as much" if a.sent == b.sent else f"{b.sent / a.sent:.2f} times as much"
+        exposed = (
+            f", and {seconds(b.step.exposed)} are exposed (A: {seconds(a.step.exposed)})" if a.step and b.step else ""
+        )
+        parts.append(f"It sends {often}{exposed}.")
+    return " ".join(parts)
+
+
+def _beside(first: float, second: float, say: Callable[[float], str], less: str, more: str) -> str:
+    """`141 MB (38 %) less`."""
+    if first == second:
+        return "as much" if less == "less" else "as long"
+    part = abs(second / first - 1)
+    percent = f" ({100 * part:.0f} %)" if part >= 0.005 else ""
+    return f"{say(abs(second - first))}{percent} {less if second < first else more}"
+
+
+# ---- all that is drawn
+
+
+def answer(choices: Choices, look: Look, fixed: Mapping[str, Any], records: Sequence[RunRecord] = ()) -> dict[str, Any]:
+    """What the instrument draws for its controls: plain data, in bytes, seconds and ms; only `errors` where a choice is
+    wrong, and no figures while the answer waits for a guess.
+    """
+    request = check(choices, fixed)
+    if request.errors:
+        return {"errors": dict(request.errors)}
+    runs: dict[str, Run] = {spec.strategy: spec for spec in request.specs if spec.engine == "lab"}
+    runs |= {plan.strategy: plan for plan in request.plans}
+    if not runs:
+        return {"errors": {"engines": "only runs of the lab's own engine are drawn here; choose it too"}}
+    b = look.b if look.b in runs else [*runs][-1]
+    a = look.a if look.pinned or look.a in runs else [*runs][0]
+    first, note = _pinned(look.pinned, a, choices, fixed) if look.pinned else (runs[a], "")
+    name = f"{a} ({note})" if note else a
+    judged, error = _judged(look.guess, outcome(first), outcome(runs[b]))
+    if look.guess.hides or error:
+        return {"hidden": True, "errors": {"guess": error} if error else {}, "a": a, "b": b, "asks": _asks(name, b)}
+    card = parse_card(choices.card)
+    rows = [_row(each, run, card, records) for each, run in runs.items()]
+    if look.pinned:
+        pinned = {"name": f"{a} (A)", "pinned": True, "note": note or "as it is now"}
+        rows = [_row(a, first, card, records) | pinned, *rows]
+    gpu = PRESETS[choices.preset].gpu
+    return {
+        "errors": {}, "a": a, "b": b, "rows": rows, "card": card, "judged": judged,
+        "guessed": parse_size(look.guess.memory) if judged else None,
+        "clock": f"simulated on {gpu.upper()} GPUs" if gpu else "simulated on the steady card",
+        "memory_title": _memory_title(rows, card), "step_title": _step_title(rows),
+        "difference": difference(outcome(first), outcome(runs[b]), (name, b)),
+        **_over_time({"A": (name, first), "B": (b, runs[b])}, PRESETS[choices.preset].links),
+    }  # fmt: skip
+
+
+def _judged(guess: Guess, a: Outcome, b: Outcome) -> tuple[str, str]:
+    """The guess beside the answer, where one was given, or why it is none."""
+    try:
+        return (judge(guess, a, b) if guess.on and guess.given else ""), ""
+    except ValueError as wrong:
+        return "", str(wrong)
+
+
+def _over_time(sides: Mapping[str, tuple[str, Run]], ends: tuple[float, float]) -> dict[str, Any]:
+    """The timelines of A and B, and their crossovers."""
+    found = {side: (name, outcome(run)) for side, (name, run) in sides.items()}
+    timeline = [
+        {"side": side, "name": name, "step": each.step.total * 1e3, **each.blocks}
+        for side, (name, each) in found.items()
+        if each.step and each.blocks
+    ]
+    return {"marks": [_mark(side, run, ends) for side, (_, run) in sides.items()], "timeline": timeline}
+
+
+def _asks(a: str, b: str) -> str:
+    return f"Before you look: A is {a}, B is {b}. Whose step is shorter, and how much memory does B need?"
+
+
+def _pinned(pinned: Choices, strategy: str, now: Choices, fixed: Mapping[str, Any]) -> tuple[Run, str]:
+    """The run that A keeps, and the settings in which it differs from the choices."""
+    found = check(replace(pinned, strategies=(strategy,), engines=("lab",)), fixed)
+    return (found.specs or found.plans)[0], other_settings(pinned, now)
+
+
+def other_settings(pinned: Choices, now: Choices) -> str:
+    """The settings of a pinned run that are not those of the choices: `prefetch 0, 300MB/s`."""
+    other = [each.name for each in fields(Choices) if getattr(pinned, each.name) != getattr(now, each.name)]
+    return ", ".join(_IN_A_NOTE[name].format(getattr(pinned, name)) for name in other if name in _IN_A_NOTE)
+
+
+def _row(strategy: str, run: Run, card: int | None, records: Sequence[RunRecord]) -> dict[str, Any]:
+    """One line of the bars: simulated, and the last run that was measured with the same settings."""
+    found = outcome(run)
+    step, peak = found.step, found.peak
+    over = max(0, peak - card) if peak and card else 0
+    measured = _measured(run, records)
+    return {
+        "name": strategy, "strategy": strategy, "colour": STRATEGY_ROWS[strategy].colour,
+        "memory": [[name, nbytes] for name, nbytes in (found.memory or {}).items() if nbytes], "peak": peak,
+        "over": over, "peak_words": f"{size(peak)}: {size(over)} over" if over else size(peak) if peak else "",
+        "why_no_memory": found.why_no_memory, "why_no_step": found.why_no_step,
+        "step": [step.computing, step.hidden, step.exposed] if step else None,
+        "step_s": step.total if step else None, "step_words": step.words if step else "", "measured": measured,
+    }  # fmt: skip
+
+
+def _measured(run: Run, records: Sequence[RunRecord]) -> dict[str, Any] | None:
+    """Peak and median step of the last record with the settings of the run; None where it was not measured."""
+    if isinstance(run, PlanSpec):
+        return None
+    wanted = {name: getattr(run, name) for name in _SETTINGS}
+    for record in reversed(records):
+        if record.spec.get("engine") == "lab" and {name: record.spec.get(name) for name in _SETTINGS} == wanted:
+            summary = record.summary
+            peak, step = summary.peak_memory_bytes.total, summary.step_time_s.median
+            return {"peak": peak, "step_s": step, "peak_words": size(peak), "step_words": seconds(step)}
+    return None
+
+
+def _memory_title(rows: Sequence[Mapping[str, Any]], card: int | None) -> str:
+    over = [row for row in rows if row["over"]]
+    if card is None:
+        return "Memory of a rank at its peak"
+    if not over:
+        return f"Memory: all fit the card of {size(card)}"
+    if len(over) == 1:
+        return f"Memory: {over[0]['name']} is {size(over[0]['over'])} over the card"
+    return f"Memory: {len(over)} of {len(rows)} are over the card of {size(card)}"
+
+
+def _step_title(rows: Sequence[Mapping[str, Any]]) -> str:
+    timed = [row for row in rows if row["step_s"]]
+    if not timed:
+        return "Step"
+    best = min(timed, key=lambda row: row["step_s"])
+    return f"Step: {best['name']} is shortest, {seconds(best['step_s'])}"
+
+
+def _mark(side: str, run: Run, ends: tuple[float, float]) -> dict[str, Any]:
+    """Where the crossover stands on the link's slider, and what is said of it."""
+    if isinstance(run, RunSpec) and (run.link is None or run.units not in ("auto", "block")):
+        return {"side": side, "at": None, "words": ""}
+    found = crossover(run, ends)
+    if found.bytes_per_s is None:
+        return {"side": side, "at": None, "words": f"{side} waits at every speed"}
+    if found.bytes_per_s == ends[0]:
+        return {"side": side, "at": ends[0], "words": f"{side} hidden at every speed"}
+    words = f"{side} hidden from {rate(found.bytes_per_s)} ({seconds(found.remains_s)} remain)"
+    return {"side": side, "at": found.bytes_per_s, "words": words, "more": _REMAINS}

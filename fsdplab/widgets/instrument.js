@@ -1,0 +1,411 @@
+// The strategy lab's instrument. The page keeps what the reader asks for; the kernel answers with plain data (answers.py),
+// and this module draws it: no figure library, so that an answer is on screen some milliseconds after it came.
+
+const BUSY_AFTER_MS = 400;
+const ROW = 27, TITLE = 24, AXIS = 18, LEGEND = 16, LANE = 17, NAMES = 148, GAP = 16;
+const escape = (text) => String(text ?? "").replace(/[&<>"']/g, (sign) => `&#${sign.charCodeAt(0)};`);
+const words = (name) => name.replaceAll("_", " ");
+const digits = (value, count) => Number(value.toPrecision(count));
+const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
+
+function inUnits(value, count, kinds) {
+  const [unit, scale] = kinds.find(([, size]) => value >= size * 0.9995) ?? kinds.at(-1);
+  return [digits(value / scale, count), unit];
+}
+const SIZES = [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]];
+const sized = (bytes) => inUnits(bytes, 3, SIZES).join(" ");
+const asRate = (bytes) => inUnits(bytes, 2, SIZES).join("") + "/s";
+const asTime = (seconds) => inUnits(seconds, 3, [["s", 1], ["ms", 1e-3], ["µs", 1e-6]]).join(" ");
+
+// The end of an axis: a round number, so that bars move and the axis stays while a slider moves.
+function roundUp(value) {
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((step) => step * power).find((end) => end >= value * 1.0001) ?? value;
+}
+
+function element(tag, attributes = {}, ...inside) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes))
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value !== undefined && value !== false) made.setAttribute(name, value === true ? "" : value);
+  made.append(...inside);
+  return made;
+}
+
+// ---- the controls: each has `show(asked, answer)`, which writes the state onto it
+
+function buttons(label, values, named, isOn, choose) {
+  const row = element("div", { class: "fl-group", role: "group", "aria-label": label });
+  const fill = (list, asked) => {
+    row.replaceChildren(...list.map((value) => element("button", {
+      type: "button", "data-key": `${label}:${value}`, "aria-pressed": String(isOn(asked, value)),
+      onclick: () => choose(value),
+    }, named(value))));
+  };
+  return { node: row, show: (asked, preset) => keepFocus(row, () => fill(values(preset, asked), asked)) };
+}
+
+function keepFocus(place, draw) {
+  const key = place.contains(document.activeElement) ? document.activeElement.dataset.key : null;
+  draw();
+  if (key) [...place.querySelectorAll("[data-key]")].find((each) => each.dataset.key === key)?.focus();
+}
+
+function menu(label, name, values, ask) {
+  const select = element("select", { "aria-label": label, "data-of": name, onchange: () => {
+    const chosen = select.selectedOptions[0].value;
+    ask({ [name]: typeof values()[0] === "number" ? Number(chosen) : chosen });
+  } });
+  const show = (asked) => {
+    const current = asked.choices[name], list = values(asked);
+    const all = list.includes(current) ? list : [...list, current];
+    select.replaceChildren(...all.map((value) => element("option", { value, selected: value === current }, String(value))));
+  };
+  return { node: element("label", { class: "fl-menu" }, element("span", {}, label), select), show };
+}
+
+function typed(label, name, ask) {
+  const field = element("input", { type: "text", "aria-label": label, "data-of": name, onchange: () => ask({ [name]: name === "steps" ? Number(field.value) : field.value }) });
+  const show = (asked) => { if (document.activeElement !== field) field.value = asked.choices[name]; };
+  return { node: element("label", { class: "fl-menu" }, element("span", {}, label), field), show };
+}
+
+// A slider over a logarithmic scale, with the value as text beside it, which can be typed too.
+function slider(name, { label, ends, at, text, asked: wanted, stops }, ask) {
+  const range = element("input", { type: "range", min: 0, step: 1, "data-of": name });
+  const field = element("input", { type: "text", class: "fl-value", "data-of": `${name} typed` });
+  const title = element("span", {}), marks = element("div", { class: "fl-marks", "aria-hidden": "true" });
+  const place = (value, [low, high]) => Math.log(value / low) / Math.log(high / low);
+  let bounds = [1, 10];
+  range.addEventListener("input", () => {
+    const value = bounds[0] * (bounds[1] / bounds[0]) ** (range.value / range.max);
+    field.value = text(value);
+    range.setAttribute("aria-valuetext", field.value);
+    ask({ [name]: wanted(value) });
+  });
+  field.addEventListener("change", () => ask({ [name]: name === "tokens" ? Number(field.value) : field.value }));
+  const show = (state, preset, answer) => {
+    bounds = ends(preset);
+    range.max = stops(bounds);
+    title.textContent = label(preset);
+    range.setAttribute("aria-label", label(preset));
+    field.setAttribute("aria-label", `${label(preset)}, typed`);
+    const value = at(state, answer);
+    if (value) range.value = Math.round(clamp(place(value, bounds), 0, 1) * range.max);
+    if (document.activeElement !== field) field.value = state.choices[name];
+    range.setAttribute("aria-valuetext", String(state.choices[name]));
+  };
+  const mark = (list) => {
+    marks.replaceChildren(...list.map((each, index) => {
+      const share = each.at ? clamp(place(each.at, bounds), 0, 1) : 1;
+      const tick = element("i", { class: `fl-mark fl-${each.side}`, title: each.words + (each.more ?? "") });
+      tick.style.left = `calc(8px + ${share} * (100% - 16px))`;
+      tick.hidden = !each.at;
+      const said = element("span", { class: `fl-said fl-${each.side}`, title: each.words + (each.more ?? "") }, each.words);
+      return element("div", {}, tick, said);
+    }));
+  };
+  const node = element("div", { class: "fl-slider" }, element("div", { class: "fl-head" }, title, field), element("div", { class: "fl-track" }, range), marks);
+  return { node, show, mark };
+}
+
+// ---- the figure: memory and step bars on the same rows, below them the timeline of A above that of B
+
+function bars(answer, offers, width, tips) {
+  const panel = (width - NAMES - GAP) / 2, labels = Math.max(140, 0.17 * width), room = panel - labels;
+  const rows = answer.rows, bottom = TITLE + rows.length * ROW, left = [NAMES, NAMES + panel + GAP];
+  const peaks = rows.flatMap((row) => [row.peak ?? 0, row.measured?.peak ?? 0]);
+  const times = rows.flatMap((row) => [row.step_s ?? 0, row.measured?.step_s ?? 0]);
+  const most = [roundUp(Math.max(...peaks, 1)), roundUp(Math.max(...times, 1e-9))];
+  if (answer.card && answer.card <= 2 * most[0]) most[0] = roundUp(Math.max(...peaks, answer.card));
+  const x = (which, value) => left[which] + (room * value) / most[which];
+  const tip = (text) => `data-tip="${tips.push(text) - 1}"`;
+  const out = [];
+  out.push(`<text class="fl-title" x="${left[0]}" y="14">${escape(answer.memory_title)}</text>`);
+  out.push(`<text class="fl-title" x="${left[1]}" y="14">${escape(answer.step_title)}</text>`);
+  for (const [which, say] of [[0, sized], [1, asTime]])
+    for (const part of [0, 0.5, 1]) {
+      const at = x(which, most[which] * part);
+      out.push(`<path class="fl-grid" d="M${at},${TITLE - 2}V${bottom}"/><text class="fl-small" text-anchor="${part < 1 ? "middle" : "end"}" x="${at}" y="${bottom + 13}">${part ? say(most[which] * part) : 0}</text>`);
+    }
+  for (const [which, origin] of [[0, "predicted"], [1, `on ${answer.clock.replace("simulated on ", "")}`]])
+    out.push(`<text class="fl-small" x="${left[which] + room + 12}" y="${bottom + 13}">${escape(origin)}</text>`);
+  rows.forEach((row, index) => {
+    const y = TITLE + index * ROW + 4, high = ROW - 9, middle = y + high / 2 + 4;
+    const sides = { A: row.pinned || (row.strategy === answer.a && !answer.pinned), B: !row.pinned && row.strategy === answer.b };
+    for (const [place, side] of ["A", "B"].entries())
+      if (!(row.pinned && side === "B") && !(answer.pinned && !row.pinned && side === "A"))
+        out.push(`<g class="fl-pick fl-${side}${sides[side] ? " fl-on" : ""}" role="button" tabindex="0" aria-pressed="${Boolean(sides[side])}" aria-label="${side} is ${escape(row.name)}" data-key="${side}:${row.strategy}:${row.pinned ?? ""}" data-pick="${side}" data-strategy="${row.pinned ? "" : row.strategy}"><rect x="${place * 20}" y="${y}" width="17" height="${high}" rx="4"/><text x="${place * 20 + 8.5}" y="${middle}" text-anchor="middle">${side}</text></g>`);
+    out.push(`<text class="fl-name" x="43" y="${row.note ? middle - 5 : middle}">${escape(row.strategy)}</text>`);
+    if (row.note) out.push(`<text class="fl-small" ${tip(`A is pinned with ${row.note}`)} x="43" y="${middle + 7}">${escape(short(row.note, 17))}</text>`);
+    let from = 0;
+    for (const [name, bytes] of row.memory) {
+      out.push(`<rect ${tip(`${row.name}: ${words(name)} ${sized(bytes)}`)} x="${x(0, from)}" y="${y}" width="${Math.max(0, x(0, from + bytes) - x(0, from))}" height="${high}" fill="${offers.categories[name]}" class="fl-part"/>`);
+      from += bytes;
+    }
+    if (row.over) out.push(`<rect class="fl-over" ${tip(`${row.name}: ${sized(row.over)} over the card of ${sized(answer.card)}`)} x="${x(0, answer.card)}" y="${y - 2}" width="${x(0, row.peak) - x(0, answer.card)}" height="${high + 4}"/>`);
+    from = 0;
+    for (const [place, name] of offers.step.entries()) {
+      const part = row.step?.[place] ?? 0;
+      if (part) out.push(`<rect ${tip(`${row.name}: ${name[0]} ${asTime(part)}`)} x="${x(1, from)}" y="${y}" width="${x(1, from + part) - x(1, from)}" height="${high}" fill="${name[1]}" class="fl-part"/>`);
+      from += part;
+    }
+    for (const [which, key, first] of [[0, "peak", row.peak ? sized(row.peak) : row.why_no_memory], [1, "step_s", row.step_words || row.why_no_step]]) {
+      const real = row.measured?.[key], over = !which && row.over, end = left[which] + room + 12;
+      const seen = real ? `measured ${(which ? asTime : sized)(real)}` : "", below = over ? `${sized(over)} over the card` : seen;
+      if (real) out.push(`<rect class="fl-measured" ${tip(`${row.name}: ${seen}`)} x="${left[which]}" y="${y - 2}" width="${x(which, real) - left[which]}" height="${high + 4}"/>`);
+      const beside = over && seen ? `<tspan class="fl-small" dx="4">${seen}</tspan>` : "";
+      out.push(`<text class="fl-label${over ? " fl-alarm" : ""}" x="${end}" y="${below ? middle - 5 : middle}">${escape(first)}${beside}</text>`);
+      if (below) out.push(`<text class="fl-small${over ? " fl-alarm" : ""}" x="${end}" y="${middle + 7}">${escape(below)}</text>`);
+    }
+    if (answer.guessed && sides.B) out.push(`<path class="fl-guess" ${tip(`your guess: ${sized(answer.guessed)}`)} d="M${x(0, Math.min(answer.guessed, most[0]))},${y - 4}v${high + 8}"/>`);
+  });
+  const card = answer.card ? { at: x(0, Math.min(answer.card, most[0] * 1.04)), top: TITLE - 4, bottom, per: most[0] / room, left: left[0] } : null;
+  return { svg: out.join(""), height: bottom + AXIS, card, middle: left[1] };
+}
+
+const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
+
+// Coloured names in rows of at most `room` pixels from `left`.
+function legend(list, left, room, top) {
+  let x = 0, y = top;
+  return list.map(([name, look]) => {
+    const wide = 19 + 5.9 * name.length;
+    if (x && x + wide > room) [x, y] = [0, y + LEGEND];
+    const drawn = `<rect x="${left + x + 0.5}" y="${y - 9}" width="10" height="10" ${look.startsWith("#") ? `fill="${look}" class="fl-part"` : `class="${look}"`}/><text class="fl-small" x="${left + x + 14}" y="${y}">${escape(words(name))}</text>`;
+    x += wide + 6;
+    return drawn;
+  }).join("");
+}
+
+function timeline(answer, offers, width, top, tips) {
+  const runs = answer.timeline;
+  if (!runs.length) return { svg: "", height: 0 };
+  const end = roundUp(Math.max(...runs.map((run) => run.step))), room = width - NAMES - 70;
+  const x = (ms) => NAMES + (room * ms) / end;
+  const tip = (text) => `data-tip="${tips.push(text) - 1}"`;
+  const box = (from, to, y, colour, look, text) => `<rect ${tip(text)} x="${x(from).toFixed(2)}" y="${y}" width="${Math.max(0.6, x(to) - x(from)).toFixed(2)}" height="${LANE - 2}" fill="${colour}" class="${look}"/>`;
+  const out = [`<text class="fl-title" x="0" y="${top + 14}">One step, A above B</text>`, legend(offers.kinds, 160, width - 160, top + 13)];
+  runs.forEach((run, index) => {
+    const y = top + TITLE + index * (2 * LANE + 8);
+    out.push(`<text class="fl-name" x="0" y="${y + 12}"><tspan class="fl-side fl-${run.side}">${run.side}</tspan> computes</text><text class="fl-name" x="0" y="${y + LANE + 12}"><tspan visibility="hidden">${run.side}</tspan> sends</text>`);
+    for (const [from, to, unit, phase] of run.compute)
+      out.push(box(from, to, y, offers.lanes[phase] ?? offers.lanes.forward, "fl-block", `${run.side} computes: ${[unit, phase].filter(Boolean).join(" ")}, ${asTime((to - from) / 1e3)}`));
+    for (const [from, to] of run.exposed)
+      out.push(box(from, to, y, offers.lanes.exposed, "fl-block", `${run.side} waits for the link: ${asTime((to - from) / 1e3)} exposed`));
+    for (const [from, to, unit, phase, kind, size, waited, cause] of run.messages)
+      out.push(box(from, to, y + LANE, offers.lanes[kind] ?? offers.lanes["other-communication"], "fl-block",
+        `${run.side}: ${kind} of ${unit || "root"} in ${phase}, ${size}, ${asTime((to - from) / 1e3)}; ${waited ? `${asTime(waited / 1e3)} exposed: ${cause}` : "all hidden"}`));
+    out.push(`<path class="fl-end" d="M${x(run.step)},${y - 2}v${2 * LANE + 2}"/><text class="fl-label" x="${x(run.step) + 5}" y="${y + 18}">${asTime(run.step / 1e3)}</text>`);
+  });
+  const bottom = top + TITLE + runs.length * (2 * LANE + 8) - 4;
+  const pieces = [1.5, 3, 6].includes(digits(end / 10 ** Math.floor(Math.log10(end)), 3)) ? 3 : 4;
+  for (const part of [...Array(pieces + 1).keys()].map((place) => place / pieces))
+    out.push(`<path class="fl-grid" d="M${x(end * part)},${top + TITLE - 2}V${bottom}"/><text class="fl-small" text-anchor="middle" x="${x(end * part)}" y="${bottom + 12}">${part ? asTime((end * part) / 1e3) : 0}</text>`);
+  return { svg: out.join(""), height: bottom + AXIS - top };
+}
+
+// The categories of memory that some run has, with their colours.
+function used(answer, offers) {
+  const there = new Set(answer.rows.flatMap((row) => row.memory.filter(([, bytes]) => bytes > row.peak / 200).map(([name]) => name)));
+  return Object.entries(offers.categories).filter(([name]) => there.has(name));
+}
+
+function spoken(answer) {
+  const lines = answer.rows.map((row) => `${row.name}: ${[row.peak_words && `memory ${row.peak_words}`, row.step_words && `step ${row.step_words}`, row.measured && `measured ${row.measured.peak_words}, ${row.measured.step_words}`].filter(Boolean).join(", ")}`);
+  return `${answer.memory_title}. ${answer.step_title} (${answer.clock}). ${lines.join("; ")}. ${answer.difference}`;
+}
+
+// ---- the instrument
+
+function render({ model, el }) {
+  const offers = model.get("offers");
+  let answer = model.get("answer"), asked = structuredClone(answer.asked), drawn = null, number = answer.n, waiting = 0;
+  const presetOf = () => offers.presets[asked.choices.preset];
+
+  function send(press) {
+    asked.n = ++number;
+    model.set("asked", structuredClone(asked));
+    if (press) model.set("pressed", { n: number, what: press });
+    model.save_changes();
+    clearTimeout(waiting);
+    waiting = setTimeout(() => say(offers.waiting, "fl-waits"), BUSY_AFTER_MS);
+    showControls();
+  }
+  function ask(choices = {}, look = {}) {
+    Object.assign(asked.choices, choices);
+    Object.assign(asked, look);
+    if (asked.guess.on && !("guess" in look)) asked.guess = { on: true, given: false, faster: "", memory: "" };
+    send();
+  }
+
+  const guess = (changes) => ask({}, { guess: { ...asked.guess, ...changes } });
+  const toggled = (value) => {
+    const now = asked.choices.strategies, order = presetOf().strategies;
+    const next = now.includes(value) ? now.filter((each) => each !== value) : order.filter((each) => each === value || now.includes(each));
+    if (next.length) ask({ strategies: next });
+  };
+  const engines = (value) => {
+    const now = asked.choices.engines;
+    ask({ engines: now.includes(value) ? now.filter((each) => each !== value) : [...now, value] });
+  };
+  const top = [
+    buttons("Preset", () => Object.keys(offers.presets), (name) => name, (state, value) => state.choices.preset === value, (value) => ask({ preset: value })),
+    menu("Model", "model", () => presetOf().models, ask), menu("Ranks", "ranks", () => presetOf().ranks, ask),
+    menu("Precision", "precision", () => offers.precisions, ask),
+    buttons("Guess", () => ["Guess first"], (name) => name, (state) => state.guess.on, () => guess({ on: !asked.guess.on, given: false, faster: "", memory: "" })),
+  ];
+  const second = [
+    buttons("Strategies", (preset) => preset.strategies, (name) => name, (state, value) => state.choices.strategies.includes(value), toggled),
+    buttons("Prefetch", (preset, state) => [...new Set([0, 1, 2, state.choices.prefetch])], (value) => `prefetch ${value}`, (state, value) => state.choices.prefetch === value, (value) => ask({ prefetch: value })),
+    buttons("Pin", () => ["Pin A"], (name) => name, (state) => state.pin, () => ask({}, { pin: !asked.pin })),
+  ];
+  const link = slider("link", { label: (preset) => preset.link_words, ends: (preset) => preset.links, at: (state, given) => (given.asked.choices.link === state.choices.link ? given.link : null), text: asRate, asked: asRate, stops: ([low, high]) => Math.round(40 * Math.log10(high / low)) }, ask);
+  const tokens = slider("tokens", { label: () => "Tokens a rank and step", ends: (preset) => preset.tokens, at: (state) => state.choices.tokens, text: (value) => String(Math.round(value)), asked: Math.round, stops: ([low, high]) => Math.round(Math.log2(high / low)) }, ask);
+  const more = [
+    typed("Card", "card", ask), typed("Timed steps", "steps", ask), menu("Units", "units", () => offers.units, ask), menu("Recompute", "checkpoint", () => offers.checkpoints, ask),
+    menu("Ranks a shard group", "shard_size", () => offers.shard_sizes, ask), buttons("Wind tunnel", () => ["on"], (name) => name, (state) => state.choices.link === offers.wind_tunnel, () => ask({ link: asked.choices.link === offers.wind_tunnel ? presetOf().choices.link : offers.wind_tunnel })),
+    typed("its cards", "tunnel", ask), menu("their model", "as_model", () => offers.targets, ask),
+    buttons("Engines", () => offers.engines, (name) => name, (state, value) => state.choices.engines.includes(value), engines),
+  ];
+  const figure = element("div", { class: "fl-figure" }), tooltip = element("div", { class: "fl-tip", role: "tooltip", hidden: true });
+  const handle = element("div", { class: "fl-card", role: "slider", tabindex: 0, "aria-label": "Card", "aria-valuemin": 0 });
+  const stage = element("div", { class: "fl-stage" }, figure, handle, tooltip);
+  const memory = element("input", { type: "text", placeholder: "250MB", "aria-label": "Guess of B's memory", onchange: () => { asked.guess.memory = memory.value; } });
+  const question = element("p", {}), faster = element("div", { class: "fl-group", role: "group", "aria-label": "Guess of the shorter step" });
+  const reveal = element("button", { type: "button", class: "fl-go", onclick: () => guess({ memory: memory.value, given: true }) }, "Show the answer");
+  const asks = element("div", { class: "fl-asks", hidden: true }, question, element("div", { class: "fl-line" }, element("span", {}, "Shorter step:"), faster, element("label", {}, "B needs ", memory), reveal));
+  const sentence = element("p", { class: "fl-sentence" });
+  const measure = element("button", { type: "button", class: "fl-go", onclick: () => send("measure") }, "Measure");
+  const cancel = element("button", { type: "button", onclick: () => send("cancel") }, "Cancel");
+  const bar = element("progress", { max: 1, "aria-label": "Progress of the runs" });
+  const message = element("div", { class: "fl-message", role: "status" });
+  const moreBox = element("details", { class: "fl-more" }, element("summary", {}, "More"), element("div", {}, ...more.map((each) => each.node.matches(".fl-group") ? element("div", { class: "fl-menu" }, element("span", {}, each.node.ariaLabel), each.node) : each.node)));
+  const head = element("div", { class: "fl-line" }, ...top.map((each) => each.node), moreBox);
+  const root = element("div", { class: "fl-instrument" }, head, element("div", { class: "fl-line" }, ...second.map((each) => each.node)),
+    element("div", { class: "fl-sliders" }, link.node, tokens.node), asks, stage, sentence, element("div", { class: "fl-line fl-run" }, measure, cancel, bar, message));
+  el.append(root);
+
+  function say(text, look = "") {
+    message.textContent = text;
+    message.className = `fl-message ${look}`;
+  }
+  function showControls() {
+    const preset = presetOf();
+    for (const each of [...top, ...second, ...more]) each.show(asked, preset);
+    link.show(asked, preset, answer);
+    tokens.show(asked, preset, answer);
+    faster.replaceChildren(...["A", "B", "equal"].map((each) => element("button", { type: "button", "aria-pressed": String(asked.guess.faster === each), onclick: () => guess({ faster: each, memory: memory.value }) }, each)));
+    if (document.activeElement !== memory) memory.value = asked.guess.memory;
+    for (const field of root.querySelectorAll("[data-of]")) field.classList.toggle("fl-wrong", field.dataset.of.split(" ")[0] in (answer.errors ?? {}));
+  }
+  function showProgress() {
+    const now = model.get("progress"), error = Object.values(answer.errors ?? {})[0];
+    measure.disabled = now.busy || !presetOf().measured;
+    measure.textContent = presetOf().measured ? now.what : "Simulated only";
+    measure.title = presetOf().measured ? "train these runs on this machine" : "these GPUs are not here: their runs are simulated and cannot be measured";
+    cancel.disabled = !now.cancels;
+    bar.value = now.share;
+    bar.hidden = !now.busy && !now.share;
+    say(error ?? now.message, error || now.alarm ? "fl-alarm" : "");
+  }
+  function draw() {
+    const hidden = Boolean(answer.hidden);
+    asks.hidden = !hidden;
+    stage.hidden = sentence.hidden = hidden;
+    question.textContent = answer.asks ?? "";
+    link.mark(hidden ? [] : answer.marks ?? []);
+    if (answer.rows && el.clientWidth) {
+      const width = el.clientWidth - 4, scale = model.get("scale") * (width > 1250 ? 1.3 : 1), tips = [];
+      const inside = width / scale, top = bars(answer, offers, inside, tips);
+      const keys = legend(used(answer, offers), 0, top.middle - GAP, top.height + 12) + legend([...offers.step, ["measured", "fl-measured"]], top.middle, inside, top.height + 12);
+      const below = timeline(answer, offers, inside, top.height + 2 * LEGEND + 10, tips);
+      const height = top.height + 2 * LEGEND + 10 + below.height;
+      keepFocus(figure, () => { figure.innerHTML = `<svg viewBox="0 0 ${inside} ${height}" width="${width}" height="${height * scale}" role="group" aria-label="${escape(spoken(answer))}">${top.svg}${keys}${below.svg}</svg>`; });
+      drawn = { tips, card: top.card, scale };
+      root.style.setProperty("--fl-scale", scale);
+      placeCard();
+    }
+    stage.classList.toggle("fl-stale", !answer.rows);
+    sentence.replaceChildren(...(answer.judged ? [element("b", {}, `${answer.judged} `)] : []), `${answer.difference ?? ""} `, element("span", { class: "fl-clock" }, answer.clock ? `All ${answer.clock}.` : ""));
+  }
+  function placeCard() {
+    const card = drawn.card;
+    handle.hidden = !card;
+    if (!card) return;
+    Object.assign(handle.style, { left: `${card.at * drawn.scale - 8}px`, top: `${card.top * drawn.scale}px`, height: `${(card.bottom - card.top) * drawn.scale}px` });
+    handle.setAttribute("aria-valuenow", answer.card);
+    handle.setAttribute("aria-valuetext", sized(answer.card));
+    handle.dataset.words = `card ${sized(answer.card)}`;
+    handle.title = `card ${sized(answer.card)}: drag it`;
+  }
+  function moveCard(bytes) {
+    const card = inUnits(Math.max(bytes, 1e6), 3, SIZES).join("");
+    if (card !== asked.choices.card) ask({ card });
+  }
+  handle.addEventListener("pointerdown", (event) => { handle.setPointerCapture(event.pointerId); event.preventDefault(); handle.focus(); });
+  handle.addEventListener("pointermove", (event) => {
+    if (!handle.hasPointerCapture(event.pointerId)) return;
+    const at = (event.clientX - stage.getBoundingClientRect().left) / drawn.scale;
+    handle.style.left = `${at * drawn.scale - 8}px`;
+    moveCard((at - drawn.card.left) * drawn.card.per);
+  });
+  handle.addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: 0.99, ArrowDown: 0.99, ArrowRight: 1.01, ArrowUp: 1.01, PageDown: 0.9, PageUp: 1.1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    event.stopPropagation();
+    moveCard(answer.card * step);
+  });
+  const pick = (target) => {
+    const group = target.closest?.("[data-pick]");
+    if (group?.dataset.strategy) ask({}, { [group.dataset.pick.toLowerCase()]: group.dataset.strategy });
+  };
+  figure.addEventListener("click", (event) => pick(event.target));
+  figure.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); event.stopPropagation(); pick(event.target); } });
+  figure.addEventListener("pointermove", (event) => {
+    const tip = event.target.dataset?.tip;
+    tooltip.hidden = tip === undefined;
+    if (tip === undefined) return;
+    tooltip.textContent = drawn.tips[tip];
+    const place = stage.getBoundingClientRect();
+    tooltip.style.left = `${clamp(event.clientX - place.left + 12, 0, place.width - tooltip.offsetWidth - 4)}px`;
+    tooltip.style.top = `${event.clientY - place.top - tooltip.offsetHeight - 10}px`;
+  });
+  figure.addEventListener("pointerleave", () => { tooltip.hidden = true; });
+  // JupyterLab's own keys must not act on a control that is typed into or moved.
+  root.addEventListener("keydown", (event) => event.stopPropagation());
+
+  const answered = () => {
+    answer = model.get("answer");
+    if (answer.n >= number) {
+      clearTimeout(waiting);
+      number = answer.n;
+      asked = structuredClone(answer.asked);
+      showControls();
+      showProgress();
+    }
+    draw();
+    root.dataset.answered = answer.n;
+  };
+  const resized = new ResizeObserver(() => {
+    if (!el.clientWidth) return;
+    draw();
+    if (Math.abs(model.get("width") - el.clientWidth) > 40) { model.set("width", el.clientWidth); model.save_changes(); }
+  });
+  model.on("change:answer", answered);
+  model.on("change:progress", showProgress);
+  model.on("change:scale", draw);
+  resized.observe(el);
+  showControls();
+  showProgress();
+  draw();
+  return () => {
+    resized.disconnect();
+    model.off("change:answer", answered);
+    model.off("change:progress", showProgress);
+    model.off("change:scale", draw);
+  };
+}
+
+export default { render };
