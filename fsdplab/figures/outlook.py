@@ -1,6 +1,6 @@
-"""What runs will take, beside what was last measured, as HTML that is quick enough to follow a moving control.
+"""What runs will take, as HTML that is quick enough to follow the sliders of a notebook.
 
-One function serves the strategy lab and the sliders of notebooks. A prediction is arithmetic: no process is started, no
+A prediction is arithmetic: no process is started, no
 model is built. The picture is a few coloured boxes, because a figure takes longer to draw than a control to move.
 """
 
@@ -9,34 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures.report.parts import rendered
-from fsdplab.figures.view import RunView, settings_words, view
-from fsdplab.records import RunRecord
+from fsdplab.figures.view import RunView
 from fsdplab.sessions.calibration import calibration_file, find_calibration
 from fsdplab.sessions.prediction import Prediction, predict
 from fsdplab.sessions.spec import RunSpec
 
-# settings that change what a run takes; a measurement with other ones says so
-_SETTINGS = (
-    "world_size", "precision", "units", "checkpoint", "prefetch", "shard_size", "link", "card", "sequence_length",
-    "batch_size", "micro_batches",
-)  # fmt: skip
-_OWN = ("model", "strategy", "engine")  # what a measurement must share with a run: another model's peak says nothing
-
 
 @dataclass(frozen=True)
 class Outlook:
-    """One run that could be started: what it will take, and the last measured run of its strategy and engine."""
+    """One run that could be started, and what it will take."""
 
     spec: RunSpec
     predicted: Prediction
     remark: str = ""  # where its step time comes from, or why there is none
-    measured: RunView | None = None
-    measured_with: str = ""
 
     @property
     def label(self) -> str:
@@ -85,32 +74,23 @@ def _predicted(spec: RunSpec, calibrated_ns: int) -> tuple[Prediction, str]:
     return forecast, "no step time is predicted for a link or offloading"
 
 
-def outlook_of(specs: Iterable[RunSpec], records: Sequence[RunRecord] = ()) -> tuple[Outlook, ...]:
-    """What each run will take, beside the last of `records` with its model, strategy and engine; not for the twin."""
-    rows = []
-    for spec in (spec for spec in specs if spec.engine != "twin"):
-        own = (spec.model, spec.strategy, spec.engine)
-        last = next((each for each in reversed(records) if tuple(map(each.spec.get, _OWN)) == own), None)
-        beside = (None, "") if last is None else (view(last), _differing(spec.as_dict(), last.spec))
-        rows.append(Outlook(spec, *predicted(spec), *beside))
-    return tuple(rows)
+def outlook_of(specs: Iterable[RunSpec]) -> tuple[Outlook, ...]:
+    """What each run will take; not for the twin."""
+    return tuple(Outlook(spec, *predicted(spec)) for spec in specs if spec.engine != "twin")
 
 
 def in_words(prediction: Prediction) -> str:
     """`predicted 199 MB, sends 129 MB, step 425 ms`, or why the memory is not predicted."""
     peak = f"predicted {size(prediction.peak_bytes)}" if prediction.peak_bytes else f"no peak: {prediction.why_not}"
-    return f"{peak}, {_sent_in(prediction.bytes_per_step, prediction.step_time_s)}"
-
-
-def _sent_in(nbytes: int | None, step_s: float | None) -> str:
-    return f"sends {size(nbytes)}" + ("" if step_s is None else f", step {seconds(step_s)}")
+    step = "" if prediction.step_time_s is None else f", step {seconds(prediction.step_time_s)}"
+    return f"{peak}, sends {size(prediction.bytes_per_step)}{step}"
 
 
 def outlook_html(rows: Sequence[Outlook]) -> str:
-    """Two bars a run over one scale, predicted and last measured, with the card as a line; what does not fit is red."""
+    """A bar a run over one scale, with the card as a line; what does not fit is red."""
     if not rows:
         return ""
-    bars = [bar for row in rows for bar in _bars(row)]
+    bars = [_bar(row) for row in rows]
     lengths = [sum(bar.split.values()) for bar in bars] + [bar.card or 0 for bar in bars]
     legend = [row for row in CATEGORY_ROWS.values() if any(bar.split.get(row.name) for bar in bars)]
     remark = next((row.remark for row in rows if row.predicted.by_category), rows[0].remark)
@@ -126,19 +106,8 @@ class _Bar:
     words: str
     card: int | None = None
     misfit: bool = False
-    measured: bool = False
 
 
-def _bars(row: Outlook) -> list[_Bar]:
+def _bar(row: Outlook) -> _Bar:
     words = row.misfit or in_words(row.predicted)
-    bars = [_Bar(row.label, row.predicted.by_category or {}, words, row.spec.card, bool(row.misfit))]
-    if (seen := row.measured) is not None:
-        told = f"measured {size(seen.peak)}, {_sent_in(seen.summary.comm.bytes_per_step, seen.step_median)}"
-        told += f" (with {row.measured_with})" if row.measured_with else ""
-        bars.append(_Bar("", seen.split, told, measured=True))
-    return bars
-
-
-def _differing(wanted: Mapping[str, Any], had: Mapping[str, Any]) -> str:
-    """The settings of a measured run that are not those of the run to come: `prefetch 0, card none`."""
-    return settings_words(had, [name for name in _SETTINGS if name in had and had[name] != wanted.get(name)])
+    return _Bar(row.label, row.predicted.by_category or {}, words, row.spec.card, bool(row.misfit))

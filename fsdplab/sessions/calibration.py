@@ -57,7 +57,7 @@ def find_calibration(ranks: int, path: Path | None = None) -> Found:
     """The kept calibration of this machine for so many ranks."""
     path, again = path or calibration_file(), f"run: {HOW} --world-size {ranks}"
     if not path.is_file():
-        return Found(None, f"no step time is predicted: this machine is not calibrated; {again}")
+        return Found(None, f"no step time is predicted before this machine is measured (10 s, once); {again}")
     try:
         kept = _read(path)
     except (OSError, ValueError, KeyError, TypeError) as error:

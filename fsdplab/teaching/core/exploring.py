@@ -61,7 +61,7 @@ def explore(view: Callable[..., Any], start: Mapping[str, Any] | None = None, **
 def predicted_runs(
     strategies: Sequence[str] = ("no_shard", "full_shard"), **fixed: Any
 ) -> Callable[..., OutlookTable | Note]:
-    """A view for `explore` of what runs will take, by the function that the strategy lab uses; nothing is started.
+    """A view for `explore` of what runs will take; nothing is started.
 
     `explore(predicted_runs(model="gpt-20m"), world_size=[2, 4, 8], prefetch=[0, 1, 2])`: axes are fields of `RunSpec`.
     """
