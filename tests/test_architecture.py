@@ -22,7 +22,19 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parents[1]
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 INNER = ("engine", "workloads", "records", "planning", "profiling", "sessions")  # run with torch and numpy alone
-OUTER = {"plotly", "jinja2", "ipywidgets", "IPython", "nbformat", "nbclient", "ipykernel", "typer", "rich", "click"}
+OUTER = {
+    "plotly",
+    "jinja2",
+    "ipywidgets",
+    "anywidget",
+    "IPython",
+    "nbformat",
+    "nbclient",
+    "ipykernel",
+    "typer",
+    "rich",
+    "click",
+}
 WHEN_NEEDED = {"pandas", "deepspeed", "tensorboard"}  # imported inside the function that needs them
 MAX_CORE_LINES = 1500  # lines of code
 MAX_MEDIAN_FUNCTION_LINES = 12

@@ -544,7 +544,8 @@ def test_tests_are_rows_and_go_on_behind_one_that_breaks_its_process(tmp_path):
 
 # A module that is None in sys.modules cannot be imported, by ranks neither.
 OUTER = (
-    "plotly", "IPython", "ipywidgets", "ipykernel", "nbclient", "nbformat", "pandas", "typer", "rich", "pytest",
+    "plotly", "IPython", "ipywidgets", "anywidget", "ipykernel", "nbclient", "nbformat", "pandas", "typer", "rich",
+    "pytest",
     "_pytest",
 )  # fmt: skip
 WITH_PACKAGES = ("tests", "course")
@@ -592,7 +593,10 @@ def test_without_packages_two_parts_say_what_to_install_and_the_others_pass(dry,
     assert {each.name: each.status for each in check.outcomes} == {
         **dict.fromkeys(["environment", *able], "finished"), **dict.fromkeys(WITH_PACKAGES, "refused"),
     }, done.stdout  # fmt: skip
-    for part, needed in (("tests", "pytest"), ("course", "nbclient, nbformat, ipykernel, ipywidgets, plotly")):
+    for part, needed in (
+        ("tests", "pytest"),
+        ("course", "nbclient, nbformat, ipykernel, ipywidgets, anywidget, plotly"),
+    ):
         assert f"the part {part} needs {needed}, not found here" in check.outcome(part).reason
         assert "`pip install --target wheels" in (reason := check.outcome(part).reason) and "--wheels wheels" in reason
     assert done.returncode == 1 and not any(check.outcome(part).failed_checks for part in able), done.stdout

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from plotly.graph_objects import Figure
 
+from fsdplab.figures.view import view
 from fsdplab.records import RunRecord, Summary
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.spec import ENGINES
@@ -435,7 +436,7 @@ def test_cancel_ends_the_ranks_and_the_next_batch_runs(tmp_path: Path, moment: s
     if moment == "start":
         runner.state.choose(card="1MB")
         assert runner.start() and runner.wait(PATIENCE_S) and runner.state.status == "done", runner.state.message
-        assert [record.status for record in runner.state.batch.records] == ["out_of_memory"]
+        assert [view(record).over_card for record in runner.state.batch.records] == [True]
 
 
 @linux

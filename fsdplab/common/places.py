@@ -9,7 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_WITHOUT_METADATA = {"lab": ("jupyterlab", "ipywidgets", "plotly", "jinja2", "pandas"), "peers": ("deepspeed",)}
+_WITHOUT_METADATA = {
+    "lab": ("jupyterlab", "ipywidgets", "anywidget", "plotly", "jinja2", "pandas"),
+    "peers": ("deepspeed",),
+}
 IN_A_WHEEL = "_beside"  # the folder of the copies; setup.py reads this name
 
 

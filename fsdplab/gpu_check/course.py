@@ -29,7 +29,7 @@ FIRST, LAST = 1, 13
 ON_CPU = ("08",)  # a dry run shows that notebooks run; all of them would take it many minutes
 # The longest first, so that none of them begins last.
 HEAVY_FIRST = ("13", "11", "07", "01", "09", "05", "12", "04", "06", "03", "08")
-NEEDS = ("nbclient", "nbformat", "ipykernel", "ipywidgets", "plotly")
+NEEDS = ("nbclient", "nbformat", "ipykernel", "ipywidgets", "anywidget", "plotly")
 _CORES_EACH = 2  # what the lessons are made for
 _MOST_S = 240.0  # of one notebook, so that one that hangs leaves time for others
 _CLOSING_S = 3.0

@@ -160,7 +160,7 @@ function bars(answer, offers, width, tips) {
     }
     if (answer.guessed && sides.B) out.push(`<path class="fl-guess" ${tip(`your guess: ${sized(answer.guessed)}`)} d="M${x(0, Math.min(answer.guessed, most[0]))},${y - 4}v${high + 8}"/>`);
   });
-  const card = answer.card ? { at: x(0, Math.min(answer.card, most[0] * 1.04)), top: TITLE - 4, bottom, per: most[0] / room, left: left[0] } : null;
+  const card = answer.card ? { at: x(0, Math.min(answer.card, most[0])), beyond: answer.card > most[0], top: TITLE - 4, bottom, per: most[0] / room, left: left[0], right: left[0] + room } : null;
   return { svg: out.join(""), height: bottom + AXIS, card, middle: left[1] };
 }
 
@@ -336,7 +336,8 @@ function render({ model, el }) {
     Object.assign(handle.style, { left: `${card.at * drawn.scale - 8}px`, top: `${card.top * drawn.scale}px`, height: `${(card.bottom - card.top) * drawn.scale}px` });
     handle.setAttribute("aria-valuenow", answer.card);
     handle.setAttribute("aria-valuetext", sized(answer.card));
-    handle.dataset.words = `card ${sized(answer.card)}`;
+    handle.dataset.words = `card ${sized(answer.card)}${card.beyond ? " ▸" : ""}`;
+    handle.classList.toggle("fl-right", card.at > card.right - 30);
     handle.title = `card ${sized(answer.card)}: drag it`;
   }
   function moveCard(bytes) {
