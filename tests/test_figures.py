@@ -397,7 +397,7 @@ def test_page_and_lab_show_one_table(runs):
     for found in (page, lab):
         assert re.findall(r"<th(?: [^>]*)?>(.*?)</th>", found)[: len(COLUMNS)] == list(COLUMNS)
         assert re.findall(r"<td(?: [^>]*)?>(.*?)</td>", found)[: len(COLUMNS)] == list(cells(view(runs[0])))
-    assert lab.count("color:var(--fsdplab-bad, #c01f25)") == page.count('class="bad') == 1
+    assert lab.count("color:var(--fsdplab-bad, #c01f25)") == page.count('class="bad') == 2
     assert lab.count("color:var(--fsdplab-good, #00704f)") == 3
 
 
